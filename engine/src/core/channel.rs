@@ -1,0 +1,1 @@
+//! Reliable, ordered delivery between two incarnations.

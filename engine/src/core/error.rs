@@ -1,0 +1,116 @@
+//! Why things end without success.
+
+use super::layout::Mismatch;
+use crate::fabric::{Cause, Refused};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// Why a transfer ended without success, as told to peers, engines and people.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Failure {
+    /// The receiver, its client or the router gave up.
+    Cancelled,
+    /// The prefill request was aborted or failed on its engine.
+    PrefillEnded,
+    /// An operation failed and its retries did too.
+    Fabric(Cause),
+    /// The data plane refused a call for good.
+    Refused(Refused),
+    /// The peer did not answer in time.
+    PeerSilent,
+    /// The peer restarted.
+    PeerRestarted,
+    /// The peer could not be reached.
+    Unreachable,
+    /// The two engines do not fit.
+    Mismatch(Mismatch),
+    /// The peer refused the hello.
+    HelloRefused(Arc<str>),
+    /// The prefill knows no such transfer, or no longer.
+    UnknownTransfer,
+    /// The lease ended before the read was complete.
+    LeaseExpired,
+    /// Nobody fetched the KV in time.
+    NotFetched,
+    /// The key is in use.
+    DuplicateKey,
+    /// No progress within the deadline.
+    Stalled,
+    /// A bounded table is full.
+    Overload,
+    /// The peer broke the protocol.
+    Violation(PeerViolation),
+    /// The engine or a worker rank behind the core is gone.
+    EngineGone,
+}
+
+impl Failure {
+    /// The name of the kind, for tables and metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Failure::Cancelled => "cancelled",
+            Failure::PrefillEnded => "prefill-ended",
+            Failure::Fabric(_) => "fabric",
+            Failure::Refused(_) => "refused",
+            Failure::PeerSilent => "peer-silent",
+            Failure::PeerRestarted => "peer-restarted",
+            Failure::Unreachable => "unreachable",
+            Failure::Mismatch(_) => "mismatch",
+            Failure::HelloRefused(_) => "hello-refused",
+            Failure::UnknownTransfer => "unknown-transfer",
+            Failure::LeaseExpired => "lease-expired",
+            Failure::NotFetched => "not-fetched",
+            Failure::DuplicateKey => "duplicate-key",
+            Failure::Stalled => "stalled",
+            Failure::Overload => "overload",
+            Failure::Violation(_) => "violation",
+            Failure::EngineGone => "engine-gone",
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Cancelled => f.write_str("cancelled"),
+            Failure::PrefillEnded => f.write_str("the prefill request ended early"),
+            Failure::Fabric(cause) => write!(f, "transfer failed: {cause}"),
+            Failure::Refused(refused) => write!(f, "data plane refused: {refused}"),
+            Failure::PeerSilent => f.write_str("peer does not answer"),
+            Failure::PeerRestarted => f.write_str("peer restarted"),
+            Failure::Unreachable => f.write_str("peer cannot be reached"),
+            Failure::Mismatch(mismatch) => write!(f, "engines do not fit: {mismatch}"),
+            Failure::HelloRefused(reason) => write!(f, "peer refused the hello: {reason}"),
+            Failure::UnknownTransfer => f.write_str("prefill knows no such transfer"),
+            Failure::LeaseExpired => f.write_str("lease expired before the read was complete"),
+            Failure::NotFetched => f.write_str("nobody fetched the KV in time"),
+            Failure::DuplicateKey => f.write_str("transfer key is in use"),
+            Failure::Stalled => f.write_str("no progress within the deadline"),
+            Failure::Overload => f.write_str("table full"),
+            Failure::Violation(violation) => write!(f, "{violation}"),
+            Failure::EngineGone => f.write_str("engine or worker rank is gone"),
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The other side broke the protocol. Costs the message, or the transfer it is about, never the
+/// process.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct PeerViolation {
+    /// Who, as far as known.
+    pub peer: Arc<str>,
+    /// Which message.
+    pub frame: Arc<str>,
+    /// Which rule.
+    pub rule: Arc<str>,
+}
+
+impl fmt::Display for PeerViolation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "peer {} broke the protocol: {} in {}", self.peer, self.rule, self.frame)
+    }
+}

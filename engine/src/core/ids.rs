@@ -1,0 +1,181 @@
+//! Identifiers of the protocol. Names of the outside world are strings, names of our own are
+//! counters within one incarnation.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+macro_rules! text_id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub Arc<str>);
+
+        impl From<&str> for $name {
+            fn from(text: &str) -> Self {
+                $name(text.into())
+            }
+        }
+
+        impl From<String> for $name {
+            fn from(text: String) -> Self {
+                $name(text.into())
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+macro_rules! number_id {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}", self.0)
+            }
+        }
+    };
+}
+
+text_id!(
+    /// Names one hand-over of KV between two engines; made by the router, opaque, the only
+    /// correlation between the prefill and the decode leg.
+    TransferId
+);
+text_id!(
+    /// A request as one engine names it; differs between the two engines of a transfer.
+    RequestId
+);
+text_id!(
+    /// The configured name of an engine core (one per DP rank).
+    EngineId
+);
+
+number_id!(
+    /// One life of a process. A restarted peer has a larger one and is a new peer.
+    Incarnation(u64)
+);
+number_id!(
+    /// Counts the tries of a decode to receive one transfer; starts at 1.
+    Attempt(u32)
+);
+number_id!(
+    /// One step (forward pass) of an engine; grows by one per step.
+    StepId(u64)
+);
+number_id!(
+    /// A KV block of one engine; index into the pool, equal on all TP ranks.
+    BlockId(u32)
+);
+number_id!(
+    /// A peer engine as its own core numbers it; never on the wire.
+    PeerSlot(u32)
+);
+number_id!(
+    /// The source side of one prefilled prompt on one engine; new after a recompute.
+    SourceId(u64)
+);
+number_id!(
+    /// One attempt to move one prompt's KV from a source to a sink, as the initiating engine
+    /// numbers it; the same on all its TP ranks.
+    FlowId(u64)
+);
+number_id!(
+    /// A client request as the router's front end numbers it.
+    ClientId(u64)
+);
+number_id!(
+    /// One HTTP leg of a client request as the router numbers it; never reused.
+    LegId(u64)
+);
+
+/// What one transfer is about: prompt `prompt` of the request that travels as `id`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct TransferKey {
+    /// The transfer id that both legs carry.
+    pub id: TransferId,
+    /// Index of the prompt within a request with several prompts, else 0.
+    pub prompt: u32,
+}
+
+impl fmt::Display for TransferKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.id, self.prompt)
+    }
+}
+
+/// Largest number of TP ranks of one engine.
+pub const TP_MAX: u16 = 64;
+
+/// A set of TP ranks of one engine. Acknowledgements are sets, so a duplicate changes nothing.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct RankSet(pub u64);
+
+impl RankSet {
+    /// No rank.
+    pub const EMPTY: RankSet = RankSet(0);
+
+    /// Ranks `0..tp`; `tp` is at most [`TP_MAX`].
+    pub const fn first(tp: u16) -> RankSet {
+        assert!(tp <= TP_MAX);
+        RankSet(if tp == TP_MAX { u64::MAX } else { (1 << tp) - 1 })
+    }
+
+    /// Just this rank.
+    pub const fn only(rank: u16) -> RankSet {
+        assert!(rank < TP_MAX);
+        RankSet(1 << rank)
+    }
+
+    /// Adds a rank; true if it was not there before.
+    pub fn insert(&mut self, rank: u16) -> bool {
+        let before = self.0;
+        self.0 |= Self::only(rank).0;
+        self.0 != before
+    }
+
+    /// True if the rank is a member.
+    pub const fn contains(self, rank: u16) -> bool {
+        rank < TP_MAX && self.0 >> rank & 1 == 1
+    }
+
+    /// Ranks in either set.
+    pub const fn union(self, other: RankSet) -> RankSet {
+        RankSet(self.0 | other.0)
+    }
+
+    /// True if every rank of `other` is in `self`.
+    pub const fn covers(self, other: RankSet) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// Number of ranks.
+    pub const fn len(self) -> u32 {
+        self.0.count_ones()
+    }
+
+    /// True if there is no rank.
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Members in ascending order.
+    pub fn iter(self) -> impl Iterator<Item = u16> {
+        (0..TP_MAX).filter(move |rank| self.contains(*rank))
+    }
+}

@@ -1,0 +1,15 @@
+//! KV geometry and the way from block lists to byte ranges.
+//!
+//! [`geometry`] describes what an engine's KV cache looks like, [`check`] says whether two engines
+//! fit, [`route`] precomputes what one rank exchanges with one rank of a peer, and
+//! [`route::Route::plan`] turns block lists into coalesced [`Slices`].
+
+pub mod check;
+pub mod geometry;
+pub mod route;
+mod slices;
+
+pub use check::{Mismatch, check, senders};
+pub use geometry::{BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
+pub use route::{Route, Span, routes};
+pub use slices::Slices;

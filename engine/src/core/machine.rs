@@ -1,0 +1,84 @@
+//! The shape that all state machines of the protocol share.
+
+use super::time::Nanos;
+
+/// A protocol state machine: told everything, asks nothing.
+///
+/// A shell calls [`handle`](Machine::handle), performs the effects in order, and calls it again
+/// with the machine's `Tick` input at [`deadline`](Machine::deadline).
+pub trait Machine {
+    /// What can happen to the machine.
+    type Input;
+    /// What the machine wants done.
+    type Effect;
+
+    /// Takes one input at time `now` (never earlier than at the call before) and appends the
+    /// effects to `out`.
+    fn handle(&mut self, now: Nanos, input: Self::Input, out: &mut Outbox<Self::Effect>);
+
+    /// When the machine wants its next `Tick`, if at all.
+    fn deadline(&self) -> Option<Nanos>;
+
+    /// Sizes of its tables, for bounds, leak checks and metrics.
+    fn gauges(&self) -> Gauges;
+}
+
+/// Effects of one or more calls of [`Machine::handle`], in order. Reuse it: it keeps its memory.
+#[derive(Debug)]
+pub struct Outbox<E> {
+    effects: Vec<E>,
+}
+
+impl<E> Default for Outbox<E> {
+    fn default() -> Self {
+        Outbox { effects: Vec::new() }
+    }
+}
+
+impl<E> Outbox<E> {
+    /// An empty outbox.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Appends an effect.
+    pub fn push(&mut self, effect: impl Into<E>) {
+        self.effects.push(effect.into());
+    }
+
+    /// Takes all effects out, oldest first.
+    pub fn drain(&mut self) -> impl Iterator<Item = E> + '_ {
+        self.effects.drain(..)
+    }
+
+    /// Effects not yet taken.
+    pub fn as_slice(&self) -> &[E] {
+        &self.effects
+    }
+
+    /// True if there is no effect.
+    pub fn is_empty(&self) -> bool {
+        self.effects.is_empty()
+    }
+}
+
+/// How much a machine holds. All are zero (peers and links excepted) when nothing is going on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gauges {
+    /// Transfers, flows or requests that have not ended.
+    pub transfers: u32,
+    /// Operations accepted by the data plane and not completed.
+    pub operations: u32,
+    /// Blocks the machine keeps from being reused as a source.
+    pub held: u32,
+    /// Blocks kept because bytes may still land in them.
+    pub quarantined: u32,
+    /// Frames or jobs waiting to be sent.
+    pub queued: u32,
+    /// Remembered ids of ended transfers.
+    pub tombstones: u32,
+    /// Peers known, connected or not.
+    pub peers: u32,
+    /// Messages of peers that broke the protocol, since the start.
+    pub violations: u32,
+}

@@ -1,0 +1,523 @@
+//! The typed messages of the protocol, independent of their bytes: between peers ([`Message`]),
+//! with the router ([`Registration`] and the legs), with the serving engine ([`PrefillHook`],
+//! [`DecodeHook`] and their answers), and with the transfer actors ([`Job`], [`Report`]).
+
+use super::error::Failure;
+use super::ids::*;
+use super::layout::{BlockList, Geometry, RankLayout};
+use super::time::Nanos;
+use crate::fabric::Endpoint;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// What an engine core does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// Computes the KV of prompts.
+    Prefill,
+    /// Generates tokens.
+    Decode,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        })
+    }
+}
+
+/// Who moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Mode {
+    /// Prefill writes each layer into decode's blocks (MoRIIO's WRITE).
+    Push,
+    /// Decode reads from prefill's blocks (MoRIIO's READ).
+    Pull,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Mode::Push => "push",
+            Mode::Pull => "pull",
+        })
+    }
+}
+
+/// One attempt of one receiver to get the KV of one prompt. The receiver (decode) makes it; every
+/// message about it carries it, and a message with an older attempt changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Tag {
+    /// What is transferred.
+    pub key: TransferKey,
+    /// Which of the samples of the prompt (`n > 1`) receives it, else 0.
+    pub sibling: u32,
+    /// Which attempt.
+    pub attempt: Attempt,
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}#{}", self.key, self.sibling, self.attempt)
+    }
+}
+
+/// A message between a prefill and a decode core, delivered reliably and in order by a
+/// [`super::channel::Channel`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Message {
+    /// Decode to prefill, push: write into these blocks.
+    Announce {
+        /// The attempt.
+        tag: Tag,
+        /// Tokens of the prompt.
+        tokens: u32,
+        /// First token wanted; decode has the KV of the ones before.
+        from: u32,
+        /// Destination blocks per group.
+        blocks: Vec<BlockList>,
+    },
+    /// Decode to prefill, pull: tell me the blocks and hold them.
+    Pull {
+        /// The attempt.
+        tag: Tag,
+        /// Tokens of the prompt.
+        tokens: u32,
+    },
+    /// Prefill to decode, pull: read these blocks while the lease lasts. The reader counts the
+    /// lease from when it sent its `Pull` or `Renew`.
+    Grant {
+        /// The attempt.
+        tag: Tag,
+        /// Tokens of the prompt.
+        tokens: u32,
+        /// Source blocks per group.
+        blocks: Vec<BlockList>,
+        /// Length of the lease.
+        lease: Nanos,
+    },
+    /// Decode to prefill, pull: still reading.
+    Renew {
+        /// The attempt.
+        tag: Tag,
+        /// Counts the renewals of the attempt.
+        count: u32,
+    },
+    /// Prefill to decode, pull: the lease runs anew.
+    Renewed {
+        /// The attempt.
+        tag: Tag,
+        /// The renewal that is answered.
+        count: u32,
+        /// Length of the lease.
+        lease: Nanos,
+    },
+    /// Prefill to decode, push: these prefill ranks have written everything.
+    Delivered {
+        /// The attempt.
+        tag: Tag,
+        /// Prefill ranks that are complete.
+        ranks: RankSet,
+        /// Tokens of the prompt.
+        tokens: u32,
+    },
+    /// Decode to prefill: these decode ranks need the source no more, or have what they need.
+    Release {
+        /// The attempt.
+        tag: Tag,
+        /// Decode ranks that are done.
+        ranks: RankSet,
+    },
+    /// Decode to prefill: stop writing, I want my blocks back. Answered by `Ended` with `quiet`.
+    Cancel {
+        /// The attempt.
+        tag: Tag,
+    },
+    /// Prefill to decode: the attempt ended without success.
+    Ended {
+        /// The attempt.
+        tag: Tag,
+        /// Why.
+        failure: Failure,
+        /// True if no byte of the attempt can land any more. Otherwise a second `Ended` follows.
+        quiet: bool,
+    },
+}
+
+impl Message {
+    /// The attempt that the message is about.
+    pub fn tag(&self) -> &Tag {
+        match self {
+            Message::Announce { tag, .. }
+            | Message::Pull { tag, .. }
+            | Message::Grant { tag, .. }
+            | Message::Renew { tag, .. }
+            | Message::Renewed { tag, .. }
+            | Message::Delivered { tag, .. }
+            | Message::Release { tag, .. }
+            | Message::Cancel { tag }
+            | Message::Ended { tag, .. } => tag,
+        }
+    }
+}
+
+/// What two engines tell each other before anything else.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Hello {
+    /// Newest protocol version spoken.
+    pub version: u16,
+    /// Oldest protocol version spoken.
+    pub version_min: u16,
+    /// Who speaks.
+    pub engine: EngineId,
+    /// In which life.
+    pub incarnation: Incarnation,
+    /// Names the conversation between the two incarnations; chosen by who dials, larger than any
+    /// before, repeated by who answers. The same number after a reconnect resumes it.
+    pub session: u64,
+    /// Who is expected to listen; a different engine refuses.
+    pub expects: EngineId,
+    /// What the speaker does.
+    pub role: Role,
+    /// Bit set of optional abilities, see [`super::channel::capability`].
+    pub capabilities: u32,
+    /// Its KV cache.
+    pub geometry: Geometry,
+    /// Hash of `geometry`; a difference between the two is a damaged hello.
+    pub fingerprint: u64,
+    /// Its ranks.
+    pub ranks: Vec<RankLayout>,
+}
+
+/// An instance tells the router that it lives. Repeated; not acknowledged.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Registration {
+    /// Name of the engine core; one registration per DP rank.
+    pub engine: EngineId,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Counts the registrations of this life; an older one changes nothing.
+    pub sequence: u64,
+    /// What it does.
+    pub role: Role,
+    /// How it wants to transfer.
+    pub mode: Mode,
+    /// Where legs are sent.
+    pub http: Endpoint,
+    /// Where peers say hello.
+    pub control: Endpoint,
+    /// DP rank of this engine core.
+    pub dp_rank: u16,
+    /// Number of DP ranks.
+    pub dp_size: u16,
+    /// Number of TP ranks.
+    pub tp: u16,
+    /// True in the last one: no new requests, please.
+    pub draining: bool,
+}
+
+/// What the prefill leg of a request carries beside the prompt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PrefillLeg {
+    /// The transfer.
+    pub key: TransferKey,
+    /// How many samples will fetch it (`n`), at least 1.
+    pub siblings: u32,
+    /// Who moves the bytes.
+    pub mode: Mode,
+}
+
+/// What the decode leg of a request carries beside the prompt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct DecodeLeg {
+    /// The transfer.
+    pub key: TransferKey,
+    /// Which sample this is.
+    pub sibling: u32,
+    /// Who moves the bytes.
+    pub mode: Mode,
+    /// The engine that has the KV.
+    pub prefill: EngineId,
+    /// Where it listens.
+    pub control: Endpoint,
+}
+
+/// How a request ended on its engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum FinishReason {
+    /// Length cap; on a prefill the normal end.
+    Length,
+    /// Stop token; on a prefill the hand-over happens all the same.
+    Stop,
+    /// The client or the router gave up.
+    Aborted,
+    /// The engine failed it.
+    Error,
+}
+
+/// Part of a prompt that one step computes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Chunk {
+    /// The request.
+    pub request: RequestId,
+    /// First token computed in this step; the KV of those before is there (earlier chunks or
+    /// prefix hits).
+    pub from: u32,
+    /// One past the last token computed in this step.
+    pub to: u32,
+    /// Blocks added in this step, per group; `first` says where they go in the request's list.
+    pub blocks: Vec<BlockList>,
+}
+
+/// What a prefill engine tells its core; the counterpart of vLLM's scheduler-side hooks.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PrefillHook {
+    /// A request with a prefill leg arrived (`on_new_request`).
+    Arrived {
+        /// The request.
+        request: RequestId,
+        /// Its leg.
+        leg: PrefillLeg,
+        /// Tokens of its prompt.
+        tokens: u32,
+    },
+    /// A step was scheduled (`build_connector_meta`). Lists only requests that have a leg.
+    Scheduled {
+        /// The step.
+        step: StepId,
+        /// What it computes.
+        chunks: Vec<Chunk>,
+    },
+    /// A request with a leg ended (`request_finished_all_groups`). Its blocks stay allocated until
+    /// [`PrefillAnswer::SourceFree`], whatever the reason.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// How.
+        reason: FinishReason,
+    },
+    /// The scheduler wants the blocks of an unfinished request (`handle_preemptions`); they must
+    /// not be reused before [`PrefillAnswer::PreemptionSafe`]. It will be scheduled again from
+    /// token 0 or from what prefix hits leave.
+    Preempted {
+        /// The request.
+        request: RequestId,
+    },
+}
+
+/// What a prefill core tells its engine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PrefillAnswer {
+    /// The request's blocks may be freed (`finished_sending`); exactly once per finished request.
+    SourceFree {
+        /// The request.
+        request: RequestId,
+        /// None if every receiver got everything.
+        failure: Option<Failure>,
+    },
+    /// The preempted request's blocks may be reused; exactly once per preemption.
+    PreemptionSafe {
+        /// The request.
+        request: RequestId,
+    },
+    /// The request cannot be served as a transfer, e.g. a duplicate key; the engine answers the
+    /// leg with an error. Nothing else follows for it.
+    Rejected {
+        /// The request.
+        request: RequestId,
+        /// Why.
+        failure: Failure,
+    },
+}
+
+/// What a decode engine tells its core; the counterpart of vLLM's scheduler-side hooks.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DecodeHook {
+    /// A request with a decode leg arrived (`on_new_request`); the core gets in touch with the
+    /// prefill.
+    Arrived {
+        /// The request.
+        request: RequestId,
+        /// Its leg.
+        leg: DecodeLeg,
+        /// Tokens of its prompt.
+        tokens: u32,
+    },
+    /// Blocks were allocated (`update_state_after_alloc`): load tokens `computed..` into them.
+    /// Exactly one [`DecodeAnswer::Loaded`] or [`DecodeAnswer::LoadFailed`] follows.
+    Allocated {
+        /// The request.
+        request: RequestId,
+        /// Tokens whose KV is there already (prefix hits), all of them or a multiple of the block
+        /// size. With all there, the prefill is released and `Loaded` follows at once.
+        computed: u32,
+        /// Blocks per group, those with prefix hits included.
+        blocks: Vec<BlockList>,
+    },
+    /// The request ended (`request_finished_all_groups`). If it was allocated and not answered,
+    /// its blocks stay allocated until the one answer that is due.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// How.
+        reason: FinishReason,
+    },
+}
+
+/// What a decode core tells its engine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DecodeAnswer {
+    /// All tokens are in the blocks (`finished_recving`).
+    Loaded {
+        /// The request.
+        request: RequestId,
+    },
+    /// The load ended without success and no byte can land any more (`failed_recving` and
+    /// `finished_recving`): the blocks may be reused or recomputed.
+    LoadFailed {
+        /// The request.
+        request: RequestId,
+        /// Why.
+        failure: Failure,
+    },
+    /// Before it was allocated, the transfer became impossible: do not wait for external tokens,
+    /// compute the prompt or fail the request. Nothing else follows for it.
+    Rejected {
+        /// The request.
+        request: RequestId,
+        /// Why.
+        failure: Failure,
+    },
+}
+
+/// What a prefill or decode core has one of its transfer actors do. Every rank gets every job.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Job {
+    /// A peer said hello: connect to its ranks and open sessions where this rank has a route.
+    /// Answered by [`Report::PeerReady`] or [`Report::PeerFailed`].
+    Peer {
+        /// The peer, as the core numbers it; a slot is not reused within an incarnation.
+        peer: PeerSlot,
+        /// Its KV cache.
+        geometry: Arc<Geometry>,
+        /// Its ranks.
+        ranks: Arc<Vec<RankLayout>>,
+        /// Agreed at the hello, see [`crate::fabric::DataPlane::connect`].
+        pass: u64,
+    },
+    /// Keep the peer out and forget it. Its flows fail; answered by [`Report::Fenced`] once no
+    /// byte of it can land here and none of ours there.
+    Fence {
+        /// The peer.
+        peer: PeerSlot,
+    },
+    /// Push: a source grows. KV of tokens `..ready` is there; step `step` adds tokens `..to`,
+    /// layer by layer (see [`super::transfer::TransferInput::Layers`]).
+    Source {
+        /// The source; the first mention makes it.
+        source: SourceId,
+        /// The step.
+        step: StepId,
+        /// Tokens complete before the step.
+        ready: u32,
+        /// Tokens complete after the step.
+        to: u32,
+        /// Tokens of the whole prompt; `to == tokens` marks the last chunk.
+        tokens: u32,
+        /// Added blocks per group.
+        blocks: Arc<Vec<BlockList>>,
+    },
+    /// Forget a source. It has no flows left.
+    Forget {
+        /// The source.
+        source: SourceId,
+    },
+    /// Push: write `from..` of a source (known or not yet) into a peer's blocks.
+    Write {
+        /// The flow; answered by one [`Report::Flow`] that is final.
+        flow: FlowId,
+        /// The source.
+        source: SourceId,
+        /// The peer.
+        peer: PeerSlot,
+        /// First token.
+        from: u32,
+        /// One past the last token.
+        tokens: u32,
+        /// Destination blocks per group.
+        blocks: Arc<Vec<BlockList>>,
+    },
+    /// Pull: read `from..tokens` from a peer's blocks.
+    Read {
+        /// The flow; answered by one [`Report::Flow`] that is final.
+        flow: FlowId,
+        /// The peer.
+        peer: PeerSlot,
+        /// First token.
+        from: u32,
+        /// One past the last token.
+        tokens: u32,
+        /// Source blocks per group.
+        remote: Arc<Vec<BlockList>>,
+        /// Destination blocks per group.
+        local: Arc<Vec<BlockList>>,
+    },
+    /// Stop a flow: submit nothing more, end it as `Cancelled` when quiet.
+    Stop {
+        /// The flow.
+        flow: FlowId,
+    },
+}
+
+/// What a transfer actor tells its core.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Report {
+    /// The rank's memory is registered. First report, and again after a backend was rebuilt.
+    Ready {
+        /// Where its KV lies.
+        layout: RankLayout,
+    },
+    /// All sessions to the peer are open.
+    PeerReady {
+        /// The peer.
+        peer: PeerSlot,
+    },
+    /// The peer cannot be reached or cannot be reached any more; its flows fail.
+    PeerFailed {
+        /// The peer.
+        peer: PeerSlot,
+        /// Why.
+        failure: Failure,
+    },
+    /// No byte of the peer lands here any more.
+    Fenced {
+        /// The peer.
+        peer: PeerSlot,
+    },
+    /// News of a flow.
+    Flow {
+        /// The flow.
+        flow: FlowId,
+        /// What is new.
+        state: FlowState,
+    },
+}
+
+/// What a transfer actor says of a flow on its rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum FlowState {
+    /// Not final: bytes moved since the last report; renews leases. At most one per second.
+    Moving,
+    /// Not final: it will fail; `Failed` follows when quiet.
+    Failing(Failure),
+    /// Final: everything is placed.
+    Done {
+        /// Bytes that this rank moved.
+        bytes: u64,
+    },
+    /// Final: ended without success, and no byte of it can land any more.
+    Failed(Failure),
+}

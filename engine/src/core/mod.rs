@@ -1,0 +1,18 @@
+//! Sans-io protocol core: every state machine is a [`Machine`].
+
+pub mod channel;
+pub mod command;
+pub mod decode;
+pub mod error;
+pub mod ids;
+pub mod layout;
+pub mod machine;
+pub mod message;
+pub mod prefill;
+pub mod router;
+pub mod time;
+pub mod timers;
+pub mod transfer;
+
+pub use machine::{Gauges, Machine, Outbox};
+pub use time::Nanos;

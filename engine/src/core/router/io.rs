@@ -1,0 +1,208 @@
+//! What goes into and comes out of the router.
+
+use crate::core::error::Failure;
+use crate::core::ids::{ClientId, EngineId, LegId};
+use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg};
+use crate::core::time::Nanos;
+use crate::fabric::{ControlEvent, Endpoint};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// What can happen to the router.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RouterInput {
+    /// A frame or link event of the discovery channel.
+    Control(ControlEvent),
+    /// A client sent a request.
+    Request(ClientRequest),
+    /// A client went away: cancel its legs, answer nothing.
+    Gone {
+        /// The client.
+        client: ClientId,
+    },
+    /// News of a leg. Legs that ended are ignored.
+    Leg {
+        /// The leg.
+        leg: LegId,
+        /// What happened.
+        event: LegEvent,
+    },
+    /// Take no new requests; finish those there are.
+    Drain,
+    /// A deadline may be due.
+    Tick,
+}
+
+/// What a client wants.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ClientRequest {
+    /// Who asks; unique.
+    pub client: ClientId,
+    /// Prompts of the request, usually one.
+    pub prompts: Vec<Prompt>,
+    /// Samples per prompt (`n`), at least 1.
+    pub samples: u32,
+    /// Tokens to generate per sample, at least 1.
+    pub output: u32,
+}
+
+/// A prompt as the router sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Prompt {
+    /// Length in tokens.
+    pub tokens: u32,
+    /// One hash per leading full run of `prefix_tokens` tokens; equal hashes are equal prefixes.
+    pub prefix: Arc<[u64]>,
+}
+
+/// What the shell reports of a leg that was dispatched.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum LegEvent {
+    /// A decode leg produced its first token: from here on it cannot be retried unseen.
+    FirstToken,
+    /// The leg ended well. For a prefill leg: its KV is computed.
+    Done {
+        /// How it ended.
+        reason: FinishReason,
+        /// True if a decode computed the prompt itself because the transfer failed.
+        recomputed: Option<Failure>,
+    },
+    /// The leg ended badly.
+    Failed(LegFailure),
+}
+
+/// Why a leg failed, as seen by an HTTP client.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum LegFailure {
+    /// Connection refused, cut, or timed out.
+    Connection,
+    /// The instance said it is overloaded or draining (429, 503).
+    Busy,
+    /// The instance failed the request (5xx).
+    Instance(Failure),
+    /// The request itself is wrong (4xx); no other instance will take it.
+    Request(Arc<str>),
+}
+
+impl fmt::Display for LegFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LegFailure::Connection => f.write_str("connection failed"),
+            LegFailure::Busy => f.write_str("instance busy"),
+            LegFailure::Instance(failure) => write!(f, "{failure}"),
+            LegFailure::Request(why) => write!(f, "bad request: {why}"),
+        }
+    }
+}
+
+/// What the router wants done.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RouterEffect {
+    /// Send a leg to an instance.
+    Dispatch {
+        /// The leg.
+        leg: LegId,
+        /// On whose behalf.
+        client: ClientId,
+        /// To which engine core.
+        engine: EngineId,
+        /// Where it takes legs.
+        http: Endpoint,
+        /// What to ask for.
+        body: LegBody,
+    },
+    /// Close the connection of a leg that has not ended; no event of it is wanted any more.
+    CancelLeg {
+        /// The leg.
+        leg: LegId,
+    },
+    /// The client's answer; exactly one per request whose client did not go away.
+    Answer {
+        /// The client.
+        client: ClientId,
+        /// How its request ended.
+        answer: Answer,
+    },
+}
+
+/// The part of a leg that the protocol cares about.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LegBody {
+    /// Compute the KV of a prompt (`max_tokens` 1).
+    Prefill {
+        /// The hand-over.
+        transfer: PrefillLeg,
+        /// Index into the request's prompts.
+        prompt: u32,
+    },
+    /// Generate tokens.
+    Decode {
+        /// The hand-over.
+        transfer: DecodeLeg,
+        /// Index into the request's prompts.
+        prompt: u32,
+        /// Tokens to generate.
+        output: u32,
+    },
+}
+
+/// How a request ended for its client.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Answer {
+    /// All samples of all prompts were generated.
+    Finished {
+        /// The first reason why a decode computed a prompt itself, if any did.
+        recomputed: Option<Failure>,
+    },
+    /// It failed; names the last cause.
+    Failed(LegFailure),
+    /// No instance could take it (503).
+    NoInstance,
+}
+
+/// Settings of the router; times and limits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RouterConfig {
+    /// A registration not repeated for this long is dropped.
+    pub expiry: Nanos,
+    /// After a connection failure an instance gets no traffic for this long, or until it registers
+    /// again; doubles per failure up to `breaker_max`.
+    pub suspicion: Nanos,
+    /// Longest time without traffic.
+    pub breaker_max: Nanos,
+    /// Dispatches per prompt sample beyond the first.
+    pub retries_max: u32,
+    /// Requests waiting for an instance; more are answered `NoInstance`.
+    pub waiting_max: u32,
+    /// Longest wait for an instance.
+    pub wait_max: Nanos,
+    /// Requests in flight; more wait.
+    pub requests_max: u32,
+    /// In-flight tokens by which a prefix hit outweighs load: an instance that has a prefix is
+    /// preferred while it is at most `affinity` times the saved tokens busier, in percent.
+    pub affinity_percent: u32,
+    /// Tokens per entry of [`Prompt::prefix`].
+    pub prefix_tokens: u32,
+    /// Remembered prefixes per instance.
+    pub prefixes_max: u32,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        RouterConfig {
+            expiry: Nanos::from_secs(10),
+            suspicion: Nanos::from_ms(500),
+            breaker_max: Nanos::from_secs(10),
+            retries_max: 2,
+            waiting_max: 100_000,
+            wait_max: Nanos::from_secs(30),
+            requests_max: 1_000_000,
+            affinity_percent: 100,
+            prefix_tokens: 512,
+            prefixes_max: 65_536,
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! The two planes through which an engine talks to the world: [`DataPlane`] moves bytes between
+//! registered memory, [`ControlPlane`] moves frames. Both are poll-shaped and object safe, call
+//! nothing back, and block nowhere.
+//!
+//! Ids are chosen by the caller, so that a call is one message without an answer and can be sent
+//! to another thread or process. Only a link that the other side opened gets its id from the
+//! plane ([`LinkId::INBOUND`]).
+//!
+//! The traits have two owners: the router has no memory, and on GPUs the control plane lives in
+//! the host process while the data plane lives in the worker's.
+
+use crate::core::time::Nanos;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+use std::task::Waker;
+
+macro_rules! plane_id {
+    ($($(#[$doc:meta])* $name:ident($inner:ty);)*) => {$(
+        $(#[$doc])*
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{}", self.0)
+            }
+        }
+    )*};
+}
+
+plane_id! {
+    /// A memory region registered with a data plane.
+    RegionId(u32);
+    /// A remote data-plane endpoint (one TP rank of a peer engine, in one incarnation).
+    PeerId(u32);
+    /// A (local region, peer, remote region) triple that operations run on.
+    SessionId(u32);
+    /// One accepted batch; unique within a data plane's life.
+    OpId(u64);
+    /// Names one quiesce request.
+    Ticket(u64);
+    /// One end of a control connection.
+    LinkId(u32);
+}
+
+impl LinkId {
+    /// Set in the ids of links that the other side opened.
+    pub const INBOUND: u32 = 1 << 31;
+
+    /// True if the other side opened the link.
+    pub const fn is_inbound(self) -> bool {
+        self.0 & Self::INBOUND != 0
+    }
+}
+
+/// Where a data plane can be reached: fabric kind, endpoint and incarnation, opaque to everyone
+/// but planes of the same kind.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Address(pub Arc<[u8]>);
+
+/// What a peer needs to reach into a region; opaque like [`Address`], void after a
+/// [`DataEvent::Reset`].
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RegionDesc(pub Arc<[u8]>);
+
+/// Where a control plane listens, e.g. `tcp://10.0.0.1:6301`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Endpoint(pub Arc<str>);
+
+impl From<&str> for Endpoint {
+    fn from(text: &str) -> Self {
+        Endpoint(text.into())
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Memory that holds KV; sizes in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Memory {
+    /// Memory of this process.
+    Own {
+        /// First byte.
+        base: u64,
+        /// Length.
+        len: u64,
+    },
+    /// A sealed memory file that both sides can map.
+    MemFd {
+        /// File descriptor in this process.
+        fd: i32,
+        /// Length.
+        len: u64,
+    },
+    /// Memory of another process on this host (cross-memory attach).
+    OtherProcess {
+        /// Owner.
+        pid: u32,
+        /// First byte in the owner's address space.
+        base: u64,
+        /// Length.
+        len: u64,
+    },
+    /// GPU memory.
+    Device {
+        /// Device pointer.
+        base: u64,
+        /// Length.
+        len: u64,
+        /// Device ordinal.
+        device: u32,
+    },
+}
+
+impl Memory {
+    /// Length in bytes.
+    pub const fn len(&self) -> u64 {
+        match *self {
+            Memory::Own { len, .. }
+            | Memory::MemFd { len, .. }
+            | Memory::OtherProcess { len, .. }
+            | Memory::Device { len, .. } => len,
+        }
+    }
+
+    /// True if there is no byte.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What a data plane can do; fixed for one incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// Can pull.
+    pub read: bool,
+    /// Can push.
+    pub write: bool,
+    /// Most operations in flight per plane; one more is [`Refused::Busy`].
+    pub operations_max: u32,
+    /// Most slices in one operation; one more is [`Refused::Invalid`].
+    pub slices_max: u32,
+    /// When written bytes are visible to their owner.
+    pub placement: Placement,
+    /// What [`DataPlane::fence`] revokes.
+    pub fence: FenceScope,
+}
+
+/// When the bytes of a write are visible to the owner of the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Once the operation has completed.
+    OnCompletion,
+    /// Only after the next `Quiet` of its session: completions may overtake data (several queue
+    /// pairs, relaxed ordering).
+    OnQuiet,
+}
+
+/// What [`DataPlane::fence`] has to revoke to keep a peer out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FenceScope {
+    /// Just the peer.
+    Peer,
+    /// The regions the peer has descriptors of; other peers must learn new ones.
+    Region,
+    /// The whole backend: a [`DataEvent::Reset`] follows.
+    Backend,
+}
+
+/// Which way an operation moves bytes, seen from its initiator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Direction {
+    /// Remote to local.
+    Read,
+    /// Local to remote.
+    Write,
+}
+
+/// One batch of byte ranges. The three lists have equal length; offsets are relative to the two
+/// regions of the session.
+#[derive(Clone, Copy, Debug)]
+pub struct Submit<'a> {
+    /// Chosen by the caller, never used before on this plane.
+    pub op: OpId,
+    /// Where to.
+    pub session: SessionId,
+    /// Which way.
+    pub direction: Direction,
+    /// Offsets into the local region.
+    pub local: &'a [u64],
+    /// Offsets into the remote region.
+    pub remote: &'a [u64],
+    /// Lengths in bytes.
+    pub len: &'a [u64],
+}
+
+/// Why a call was not taken. Nothing was posted and no event will follow.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Refused {
+    /// The plane's own queue is full: back-pressure, never a failure. Try again after the next
+    /// event.
+    Busy,
+    /// The session, peer or link is dead; open a new one.
+    Gone,
+    /// This plane cannot do it.
+    Unsupported(Arc<str>),
+    /// The arguments are wrong, e.g. a range outside its region; names the offender.
+    Invalid(Arc<str>),
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refused::Busy => f.write_str("queue full, try again"),
+            Refused::Gone => f.write_str("session, peer or link is gone"),
+            Refused::Unsupported(what) => write!(f, "not supported: {what}"),
+            Refused::Invalid(what) => write!(f, "invalid: {what}"),
+        }
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// Why an accepted operation, registration or session failed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The queue pair went to its error state; the session is dead.
+    QueuePair,
+    /// The acknowledgement did not come in time.
+    AckTimeout,
+    /// The send queue overflowed below our own credits.
+    QueueFull,
+    /// The peer's memory refused the access.
+    RemoteAccess,
+    /// Our own memory refused the access.
+    LocalAccess,
+    /// The peer is gone.
+    PeerGone,
+    /// The session was closed by its owner.
+    Closed,
+    /// The peer could not be reached within the deadline.
+    Unreachable,
+    /// Anything else, in the backend's own words.
+    Backend(Arc<str>),
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Cause::QueuePair => "queue pair error",
+            Cause::AckTimeout => "acknowledgement lost",
+            Cause::QueueFull => "send queue full",
+            Cause::RemoteAccess => "remote access error",
+            Cause::LocalAccess => "local protection error",
+            Cause::PeerGone => "peer gone",
+            Cause::Closed => "session closed",
+            Cause::Unreachable => "peer unreachable",
+            Cause::Backend(text) => text,
+        })
+    }
+}
+
+/// What is known about the bytes of a failed operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Landed {
+    /// None arrived and none will.
+    None,
+    /// Some may have arrived, and more may until `Quiet`.
+    Unknown,
+    /// All arrived.
+    All,
+}
+
+/// How an accepted operation ended.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Outcome {
+    /// All bytes are in the target's memory (see [`Placement`] for their visibility).
+    Done,
+    /// It failed.
+    Failed {
+        /// Why.
+        cause: Cause,
+        /// What may have moved all the same.
+        landed: Landed,
+    },
+}
+
+/// What a data plane reports.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum DataEvent {
+    /// Answer to [`DataPlane::register`].
+    Registered {
+        /// The region.
+        region: RegionId,
+        /// Its descriptor for peers.
+        result: Result<RegionDesc, Cause>,
+    },
+    /// Answer to [`DataPlane::open`].
+    Opened {
+        /// The session.
+        session: SessionId,
+        /// Whether it can be used.
+        result: Result<(), Cause>,
+    },
+    /// Answer to an accepted [`DataPlane::submit`]; exactly one each.
+    Completed {
+        /// The operation.
+        op: OpId,
+        /// How it ended.
+        outcome: Outcome,
+    },
+    /// No byte of any operation that the session accepted before the ticket can land any more,
+    /// and what landed is visible.
+    Quiet {
+        /// The session.
+        session: SessionId,
+        /// The ticket of the quiesce call.
+        ticket: Ticket,
+    },
+    /// No byte from this peer lands any more.
+    Fenced {
+        /// The peer.
+        peer: PeerId,
+    },
+    /// The peer is gone; its operations fail one by one.
+    PeerDown {
+        /// The peer.
+        peer: PeerId,
+    },
+    /// The backend was rebuilt: every id and descriptor is void, nothing of the old backend lands
+    /// any more.
+    Reset {
+        /// The address with the new incarnation.
+        address: Address,
+    },
+}
+
+/// When to poll a plane again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// At once: there is more.
+    Ready,
+    /// Not before this time.
+    At(Nanos),
+    /// When the waker is called.
+    External,
+}
+
+/// Moves bytes between registered memory of this process and of peers.
+///
+/// No order is promised between events of different operations, nor between data events and
+/// control frames. There is no cancel: an abort stops submitting and asks for `Quiet`.
+pub trait DataPlane: Send {
+    /// What this plane can do.
+    fn caps(&self) -> Caps;
+
+    /// Where peers reach this plane.
+    fn address(&self) -> Address;
+
+    /// Makes memory reachable. Answered by [`DataEvent::Registered`].
+    ///
+    /// # Errors
+    /// `Invalid` for an id in use or an empty region, `Unsupported` for this kind of memory.
+    fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused>;
+
+    /// Makes memory unreachable; on return no byte of a peer can land in it.
+    ///
+    /// # Errors
+    /// `Busy` while own operations use it, `Invalid` if it is not registered.
+    fn deregister(&mut self, region: RegionId) -> Result<(), Refused>;
+
+    /// Names a peer and lets it in; no IO. Both sides connect with the `pass` that they agreed on
+    /// at their hello: a session opened under another pass, or under one that was fenced, reaches
+    /// nothing, so a peer that was fenced cannot come back with what it knew before.
+    ///
+    /// # Errors
+    /// `Invalid` for an id in use or an address of another kind of plane.
+    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused>;
+
+    /// Forgets a peer; its sessions are closed.
+    fn disconnect(&mut self, peer: PeerId);
+
+    /// Prepares transfers between two regions; may take seconds. Answered by
+    /// [`DataEvent::Opened`].
+    ///
+    /// # Errors
+    /// `Invalid` for an id in use, an unknown region or peer, or a descriptor of another kind.
+    fn open(
+        &mut self,
+        session: SessionId,
+        local: RegionId,
+        peer: PeerId,
+        remote: &RegionDesc,
+    ) -> Result<(), Refused>;
+
+    /// Tears a session down. Its operations fail one by one; then every outstanding quiesce
+    /// ticket is answered: a closed session is quiet.
+    fn close(&mut self, session: SessionId);
+
+    /// Posts a batch.
+    ///
+    /// # Errors
+    /// `Busy` without credit, `Gone` on a dead session, `Unsupported` for the direction,
+    /// `Invalid` for ranges outside the regions, ragged lists or too many slices.
+    fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused>;
+
+    /// Asks for [`DataEvent::Quiet`], a barrier over what the session accepted before. Submits may
+    /// go on. A session that is unknown or closed already is quiet and answers at once.
+    fn quiesce(&mut self, session: SessionId, ticket: Ticket);
+
+    /// Voids the pass of a peer, as the owner of a destination. Answered by
+    /// [`DataEvent::Fenced`]; an unknown peer is fenced already. The id stays in use until
+    /// [`DataPlane::disconnect`]; own operations towards the peer are not touched.
+    fn fence(&mut self, peer: PeerId);
+
+    /// Who to wake when [`Wake::External`] ends.
+    fn set_waker(&mut self, waker: Waker);
+
+    /// Appends what happened and says when to come again.
+    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake;
+}
+
+/// What a control listener or link is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Channel {
+    /// Hello of peers; native peers stay on it.
+    Handshake,
+    /// One-way messages of MoRIIO peers.
+    Notify,
+    /// Registration of instances with a router.
+    Discovery,
+}
+
+/// What a control plane reports.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ControlEvent {
+    /// A link can be used; for a link of the other side this is its first event.
+    LinkUp {
+        /// The link.
+        link: LinkId,
+        /// What it is for.
+        channel: Channel,
+    },
+    /// A message of one or more parts. Anonymous until the dialect names its sender.
+    Frame {
+        /// The link it came by.
+        link: LinkId,
+        /// Its parts.
+        parts: Vec<Vec<u8>>,
+    },
+    /// The link is gone; what was queued on it may or may not have arrived.
+    LinkDown {
+        /// The link.
+        link: LinkId,
+    },
+}
+
+/// Moves frames. Messages of one link arrive at most once and in order while the link lives;
+/// nothing is promised beyond that.
+pub trait ControlPlane: Send {
+    /// Starts listening; fails at once if the address is taken.
+    ///
+    /// # Errors
+    /// `Invalid` with address and reason.
+    fn listen(&mut self, channel: Channel) -> Result<Endpoint, Refused>;
+
+    /// Starts connecting. Answered by [`ControlEvent::LinkUp`] or [`ControlEvent::LinkDown`].
+    ///
+    /// # Errors
+    /// `Invalid` for an id in use or an address that cannot be parsed.
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> Result<(), Refused>;
+
+    /// Queues a message.
+    ///
+    /// # Errors
+    /// `Busy` when the bounded queue is full, `Gone` for a link that is down.
+    fn send(&mut self, link: LinkId, parts: &[&[u8]]) -> Result<(), Refused>;
+
+    /// Closes a link; no event follows.
+    fn hang_up(&mut self, link: LinkId);
+
+    /// Who to wake when [`Wake::External`] ends.
+    fn set_waker(&mut self, waker: Waker);
+
+    /// Appends what happened and says when to come again.
+    fn poll(&mut self, now: Nanos, out: &mut Vec<ControlEvent>) -> Wake;
+}

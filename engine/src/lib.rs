@@ -1,0 +1,10 @@
+//! The KV transfer protocol of kvferry.
+//!
+//! [`core`] holds the protocol as state machines without IO, clock, randomness or async;
+//! [`fabric`] the two traits through which bytes and frames leave the process; [`driver`] performs
+//! the effects of a machine on a plane. With the feature `actors` the same machines run as actix
+//! actors.
+
+pub mod core;
+pub mod driver;
+pub mod fabric;

@@ -1,0 +1,3 @@
+//! The kvferry command line.
+
+fn main() {}

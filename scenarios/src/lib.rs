@@ -1,0 +1,1 @@
+//! Scenario language, presets, trace workloads and the stand-in serving engine.

@@ -2,7 +2,7 @@
 
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId};
-use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg};
+use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,8 @@ use std::sync::Arc;
 pub enum RouterInput {
     /// A frame or link event of the discovery channel.
     Control(ControlEvent),
+    /// A registration that did not come as a frame, e.g. of a static instance.
+    Register(Registration),
     /// A client sent a request.
     Request(ClientRequest),
     /// A client went away: cancel its legs, answer nothing.
@@ -139,10 +141,12 @@ pub enum LegBody {
     },
     /// Generate tokens.
     Decode {
-        /// The hand-over.
+        /// The hand-over. Its sibling index counts within one dispatch, not over all samples.
         transfer: DecodeLeg,
         /// Index into the request's prompts.
         prompt: u32,
+        /// Which of the samples of the prompt it generates; stays the same over retries.
+        sample: u32,
         /// Tokens to generate.
         output: u32,
     },
@@ -169,10 +173,23 @@ pub struct RouterConfig {
     /// A registration not repeated for this long is dropped.
     pub expiry: Nanos,
     /// After a connection failure an instance gets no traffic for this long, or until it registers
-    /// again; doubles per failure up to `breaker_max`.
+    /// again; doubles per failure without a success between, up to `breaker_max`. From the second
+    /// failure on, registering again does not shorten the time (heartbeats do not show that legs
+    /// are served), and then one client tries it before the others.
     pub suspicion: Nanos,
     /// Longest time without traffic.
     pub breaker_max: Nanos,
+    /// When a registration expires, legs that stream tokens go on for this long, in case only the
+    /// discovery channel is disturbed; the other legs fail over at once.
+    pub stream_grace: Nanos,
+    /// Longest time for an instance that registered as draining to finish its legs; it need not
+    /// register again.
+    pub drain_max: Nanos,
+    /// Instances at a time; further registrations are rejected. As many that left are remembered,
+    /// so that old registrations do not revive them.
+    pub instances_max: u32,
+    /// Legs of one request at a time, prompts times (1 + samples); more are a bad request.
+    pub legs_max: u32,
     /// Dispatches per prompt sample beyond the first.
     pub retries_max: u32,
     /// Requests waiting for an instance; more are answered `NoInstance`.
@@ -196,6 +213,10 @@ impl Default for RouterConfig {
             expiry: Nanos::from_secs(10),
             suspicion: Nanos::from_ms(500),
             breaker_max: Nanos::from_secs(10),
+            stream_grace: Nanos::from_secs(10),
+            drain_max: Nanos::from_secs(600),
+            instances_max: 1024,
+            legs_max: 4096,
             retries_max: 2,
             waiting_max: 100_000,
             wait_max: Nanos::from_secs(30),

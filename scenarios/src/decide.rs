@@ -1,0 +1,88 @@
+//! Keyed randomness: every decision is a function of its name, so that removing one decision
+//! changes no other.
+
+/// A uniform 64-bit number for decision `n` of `actor` in matters of `kind`.
+///
+/// Each word is folded into the state with one round of splitmix64 (Steele, Lea, Flood: "Fast
+/// splittable pseudorandom number generators", 2014), whose finaliser is a bijection with full
+/// avalanche. Make `kind` with [`kind`].
+pub const fn decide(seed: u64, kind: u64, actor: u64, n: u64) -> u64 {
+    mix(mix(mix(seed, kind), actor), n)
+}
+
+/// Folds one word into a hash; for either argument fixed it is a bijection of the other.
+pub const fn mix(state: u64, word: u64) -> u64 {
+    let mut z = (state ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// The number of a decision kind, or of an actor known by name (FNV-1a).
+pub const fn kind(name: &str) -> u64 {
+    let bytes = name.as_bytes();
+    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut at = 0;
+    while at < bytes.len() {
+        hash = (hash ^ bytes[at] as u64).wrapping_mul(0x0000_0100_0000_01b3);
+        at += 1;
+    }
+    hash
+}
+
+/// Maps a uniform number to `0..bound`; 0 if `bound` is 0. The bias is below `bound / 2^64`.
+pub const fn below(uniform: u64, bound: u64) -> u64 {
+    ((uniform as u128 * bound as u128) >> 64) as u64
+}
+
+/// Maps a uniform number to `min..=max`.
+pub const fn within(uniform: u64, min: u64, max: u64) -> u64 {
+    assert!(min <= max);
+    let count = max as u128 - min as u128 + 1;
+    min + ((uniform as u128 * count) >> 64) as u64
+}
+
+/// True with a probability of `ppm` in a million.
+pub const fn chance(uniform: u64, ppm: u32) -> bool {
+    below(uniform, 1_000_000) < ppm as u64
+}
+
+/// Names one decision; [`Keyed::get`] makes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keyed {
+    /// Seed of the run.
+    pub seed: u64,
+    /// What is decided, see [`kind`].
+    pub kind: u64,
+    /// For whom.
+    pub actor: u64,
+    /// The how many-th time.
+    pub n: u64,
+}
+
+impl Keyed {
+    /// Decision 0 of actor 0.
+    pub const fn new(seed: u64, name: &str) -> Keyed {
+        Keyed { seed, kind: kind(name), actor: 0, n: 0 }
+    }
+
+    /// The same decision for another actor.
+    pub const fn actor(self, actor: u64) -> Keyed {
+        Keyed { actor, ..self }
+    }
+
+    /// The same decision another time.
+    pub const fn nth(self, n: u64) -> Keyed {
+        Keyed { n, ..self }
+    }
+
+    /// The same decision about a named part of the matter.
+    pub const fn part(self, name: &str) -> Keyed {
+        Keyed { kind: mix(self.kind, kind(name)), ..self }
+    }
+
+    /// The uniform number.
+    pub const fn get(&self) -> u64 {
+        decide(self.seed, self.kind, self.actor, self.n)
+    }
+}

@@ -1,0 +1,403 @@
+//! A run: a scenario with every value drawn. Plain data for the simulator and for recordings.
+
+use crate::cost::Cost;
+use crate::decide::{Keyed, within};
+use crate::lists::{Event, FaultKind, InvariantId, MessageName};
+use ::engine::core::Nanos;
+use ::engine::core::layout::GroupKind;
+use ::engine::core::message::{Mode, Role};
+use ::engine::core::router::RouterConfig;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// One literal experiment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    /// Name of the scenario: its path as given.
+    pub name: String,
+    /// What it shows.
+    pub about: String,
+    /// Seed of all decisions, see [`crate::decide`].
+    pub seed: u64,
+    /// The model that all instances serve.
+    pub model: Model,
+    /// Engine cores, prefill before decode, in file order; one per DP rank.
+    pub instances: Vec<Instance>,
+    /// Links between them.
+    pub network: Network,
+    /// The router.
+    pub router: RouterSettings,
+    /// Times and limits of the protocol that the file sets.
+    pub protocol: Protocol,
+    /// The stand-in serving engines.
+    pub engine: EngineSettings,
+    /// What the simulator keeps of block contents.
+    pub memory: MemoryModel,
+    /// Who moves the bytes, unless an instance says otherwise.
+    pub mode: Mode,
+    /// Tokens per entry of [`Prompt::prefix`].
+    pub prefix_tokens: u32,
+    /// Client requests by arrival.
+    pub requests: Vec<Request>,
+    /// Faults that the simulator injects.
+    pub faults: Vec<Fault>,
+    /// Faults that drawing has already worked into pools, settings and requests.
+    pub shaped: Vec<FaultKind>,
+    /// What must come out.
+    pub expect: Expect,
+}
+
+/// KV geometry of the model, independent of TP and block size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Model {
+    /// Name and revision.
+    pub name: String,
+    /// Attention and state layers.
+    pub layers: u16,
+    /// KV heads of the whole model; 1 with `latent`.
+    pub kv_heads: u16,
+    /// Multi-head latent attention.
+    pub latent: bool,
+    /// Bytes of K and V together (or of the latent) of one token in one head of one layer.
+    pub head_bytes: u32,
+    /// Bytes per element.
+    pub element: u32,
+    /// Bytes of one request's recurrent state in one head of one state layer.
+    pub state_bytes: u32,
+    /// Layer groups; every layer is in exactly one.
+    pub groups: Vec<ModelGroup>,
+}
+
+/// Layers that share one block table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelGroup {
+    /// What its blocks hold.
+    pub kind: GroupKind,
+    /// Its layers, ascending.
+    pub layers: Vec<u16>,
+}
+
+/// How an engine lays out its KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemoryLayout {
+    /// One tensor per layer, `[block, head, token, K and V]`.
+    Block,
+    /// All layers of a block together: `[block, layer, head, token, K and V]`.
+    Layer,
+    /// One tensor per layer, `[block, K or V, head, token, C]`.
+    HeadSplit,
+    /// One tensor per layer, `[block, token, head, K and V]`.
+    Token,
+}
+
+/// One engine core.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Instance {
+    /// Unique name; with `dp_size` > 1 the host's name, a dot and the DP rank.
+    pub name: String,
+    /// The instance as the file names it; shared by its DP ranks.
+    pub host: String,
+    /// Machine it stands on; instances of one node use the link inside the node.
+    pub node: String,
+    /// What it does.
+    pub role: Role,
+    /// TP ranks.
+    pub tp: u16,
+    /// DP rank of this engine core.
+    pub dp_rank: u16,
+    /// DP ranks of its host.
+    pub dp_size: u16,
+    /// Blocks of its pool.
+    pub blocks: u32,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Where its KV lies.
+    pub layout: MemoryLayout,
+    /// Who moves the bytes.
+    pub mode: Mode,
+    /// Keeps finished blocks for prefix hits.
+    pub prefix_cache: bool,
+    /// Time of a step.
+    pub cost: Cost,
+}
+
+/// A span of time that is drawn anew each time it is used; both ends included.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// Shortest.
+    pub min: Nanos,
+    /// Longest.
+    pub max: Nanos,
+}
+
+impl Span {
+    /// Always the same.
+    pub const fn fixed(nanos: Nanos) -> Span {
+        Span { min: nanos, max: nanos }
+    }
+
+    /// Draws once.
+    pub const fn draw(&self, key: &Keyed) -> Nanos {
+        self.pick(key.get())
+    }
+
+    /// Maps a uniform number, see [`crate::decide::decide`].
+    pub const fn pick(&self, uniform: u64) -> Nanos {
+        Nanos(within(uniform, self.min.0, self.max.0))
+    }
+}
+
+/// Links between instances. Bandwidths in bytes per second and direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Network {
+    /// One-way latency of an operation between nodes.
+    pub latency: Span,
+    /// Bandwidth of the NIC of each TP rank, shared by its transfers.
+    pub bandwidth: u64,
+    /// One-way latency of an operation inside a node.
+    pub node_latency: Span,
+    /// Bandwidth of each TP rank inside a node.
+    pub node_bandwidth: u64,
+    /// One-way latency of a control frame or a leg.
+    pub control_latency: Span,
+}
+
+/// The router and its surroundings.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RouterSettings {
+    /// Settings of the router core; `prefix_tokens` equals [`Run::prefix_tokens`].
+    pub config: RouterConfig,
+    /// Time between registrations of an instance.
+    pub heartbeat: Nanos,
+    /// Engines add a suffix that differs for every leg to the request ids they use.
+    pub ids_differ: bool,
+}
+
+/// Times and limits of the protocol; `None` is the default of the core.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Protocol {
+    /// A hello is answered within.
+    pub hello: Option<Nanos>,
+    /// First retransmission of a control message; doubles.
+    pub retransmit: Option<Nanos>,
+    /// Longest time between retransmissions.
+    pub retransmit_max: Option<Nanos>,
+    /// Silence after which a probe is sent.
+    pub probe: Option<Nanos>,
+    /// Silence after which a peer is down.
+    pub silent: Option<Nanos>,
+    /// Lease of a source.
+    pub lease: Option<Nanos>,
+    /// A fence is answered within.
+    pub fence: Option<Nanos>,
+    /// A computed prompt is fetched within.
+    pub fetch: Option<Nanos>,
+    /// An operation completes within.
+    pub operation: Option<Nanos>,
+    /// A transfer makes progress within.
+    pub stall: Option<Nanos>,
+    /// Retries of a failed operation.
+    pub retries: Option<u32>,
+    /// Layers moved by one operation.
+    pub layers_per_op: u16,
+}
+
+/// Settings of the stand-in serving engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineSettings {
+    /// Tokens computed per step at most (`max_num_batched_tokens`).
+    pub chunk: u32,
+    /// Requests running at once at most (`max_num_seqs`).
+    pub max_running: u32,
+    /// What decode does when a load fails (`kv_load_failure_policy`).
+    pub load_failure: LoadFailure,
+    /// Which free block is handed out next.
+    pub allocator: Allocator,
+}
+
+/// What decode does with a request whose KV did not come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LoadFailure {
+    /// Compute the prompt itself.
+    Recompute,
+    /// Fail the request.
+    Fail,
+}
+
+/// Order in which free blocks are handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Allocator {
+    /// The block that is free for the longest time.
+    Fifo,
+    /// The block that was freed last.
+    Lifo,
+}
+
+/// What the simulator keeps of block contents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemoryModel {
+    /// Every byte.
+    Bytes,
+    /// One 16-byte cell per (block, rank).
+    Cells,
+}
+
+/// A client request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// When it comes.
+    pub arrival: Nanos,
+    /// Its prompts, at least one.
+    pub prompts: Vec<Prompt>,
+    /// Samples per prompt, at least 1.
+    pub samples: u32,
+    /// Tokens to generate per sample, at least 1.
+    pub output: u32,
+    /// The client goes away this long after `arrival`, if it has no answer by then.
+    pub abort: Option<Nanos>,
+    /// The first token of prefill is a stop token: prefill ends with `Stop`, and decode with its
+    /// first token.
+    pub stop: bool,
+}
+
+/// What a prompt contains. Two prompts are equal up to token t if the identities of token t - 1
+/// are equal.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Prompt {
+    /// Length in tokens.
+    pub tokens: u32,
+    /// Chain hash of each leading full run of [`Run::prefix_tokens`] tokens.
+    pub prefix: Arc<[u64]>,
+    /// Identity of the tokens behind those runs.
+    pub tail: u64,
+}
+
+impl Prompt {
+    /// Identity of the content from the start up to and including the run that token `position`
+    /// is in. Equal identities are equal content.
+    pub fn identity(&self, position: u32, prefix_tokens: u32) -> u64 {
+        self.prefix.get((position / prefix_tokens) as usize).copied().unwrap_or(self.tail)
+    }
+}
+
+/// A fault that the simulator injects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// Names its decisions (the `actor` of [`crate::decide::decide`]); depends on nothing but the
+    /// fault's own table.
+    pub key: u64,
+    /// What happens.
+    pub kind: FaultKind,
+    /// When.
+    pub trigger: Trigger,
+    /// The instance it happens to (a name or a host), or `router`; `None` is any.
+    pub target: Option<String>,
+    /// Narrows it to what comes from this instance.
+    pub from: Option<String>,
+    /// Narrows it to what goes to this instance.
+    pub to: Option<String>,
+    /// Narrows it to these frames.
+    pub message: Option<MessageName>,
+    /// How long it lasts; `None` is for good, or a single event.
+    pub lasts: Option<Span>,
+    /// How often it can fire.
+    pub times: u32,
+    /// By how much things are late.
+    pub delay: Option<Span>,
+    /// Divides a bandwidth, or multiplies the time of a step.
+    pub factor: u32,
+    /// The TP rank.
+    pub rank: Option<u16>,
+    /// Which directions a partition cuts.
+    pub direction: Cut,
+    /// Which of two simultaneous things comes first.
+    pub first: Order,
+    /// What the instance is after its restart.
+    pub becomes: Option<Box<Instance>>,
+}
+
+/// When a fault fires.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Trigger {
+    /// At a time.
+    At(Nanos),
+    /// At an event.
+    On {
+        /// Which.
+        event: Event,
+        /// Counts only events at this instance (a name or a host).
+        from: Option<String>,
+        /// Counts only events whose peer is this instance.
+        to: Option<String>,
+        /// Counts only frames of this kind.
+        message: Option<MessageName>,
+        /// The how many-th; starts at 1.
+        nth: u32,
+    },
+    /// At each opportunity, with this probability in a million.
+    Chance(u32),
+}
+
+/// Which directions a partition cuts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cut {
+    /// Both directions between `from` and `to`.
+    Symmetric,
+    /// Only what goes from `from` to `to`.
+    OneWay,
+    /// Everything from and to `target`.
+    Node,
+}
+
+/// Which of two simultaneous things comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// The lease ends, or the frame comes, before the bytes.
+    Early,
+    /// The bytes come first.
+    Late,
+    /// Drawn each time.
+    Either,
+}
+
+/// What must come out of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Expect {
+    /// Virtual time by which the run is at rest.
+    pub within: Option<Nanos>,
+    /// Invariants that are checked; all if the file names none.
+    pub hold: Vec<InvariantId>,
+    /// Requests by how they end.
+    pub requests: Counts,
+    /// Exit code of the run.
+    pub exit: u8,
+}
+
+/// Bounds of the number of requests that end in a way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// Answered well.
+    pub finished: Option<Bounds>,
+    /// Answered with an error.
+    pub failed: Option<Bounds>,
+    /// Caller gone.
+    pub unknown: Option<Bounds>,
+    /// Of the finished: prompts computed by decode.
+    pub recomputed: Option<Bounds>,
+}
+
+/// From `min` to `max`, both included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bounds {
+    /// Least.
+    pub min: u64,
+    /// Most.
+    pub max: u64,
+}
+
+impl Bounds {
+    /// True if `count` is inside.
+    pub const fn contains(&self, count: u64) -> bool {
+        self.min <= count && count <= self.max
+    }
+}

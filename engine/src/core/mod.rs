@@ -1,13 +1,17 @@
 //! Sans-io protocol core: every state machine is a [`Machine`].
 
+pub mod blocks;
 pub mod channel;
 pub mod command;
 pub mod decode;
+pub mod dialect;
 pub mod error;
+pub mod idmap;
 pub mod ids;
 pub mod layout;
 pub mod machine;
 pub mod message;
+pub mod peers;
 pub mod prefill;
 pub mod router;
 pub mod time;

@@ -1,0 +1,3 @@
+//! Typed frames and their bytes.
+
+pub mod native;

@@ -1,1 +1,11 @@
-//! Deterministic simulator.
+//! Deterministic simulator of everything around the protocol: time, memory, data network and
+//! control network.
+//!
+//! [`queue`] orders what happens, [`memory`] holds the KV, [`dma`] moves it and [`net`] carries
+//! control frames; both have a half that a process owns (a plane, [`dma::SimDataPlane`] and
+//! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and [`net::Net`]). The
+//! halves talk in values, so that they can live in one loop or on both sides of a mailbox.
+
+pub mod keyed;
+pub mod memory;
+pub mod queue;

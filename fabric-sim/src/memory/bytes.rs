@@ -1,0 +1,117 @@
+//! Real buffers with content that tells what it is.
+
+use super::shape::{Layer, Shape};
+use super::{BlockTokens, Found, Slice, Wrong, sides};
+use crate::keyed::{mix, mix2};
+use std::ops::Range;
+
+/// Distance between neighbouring words; odd, so that no two words of a row are equal.
+const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Seed of the words of one K or V row.
+#[inline]
+fn row_seed(base: u64, label: u32, position: u32) -> u64 {
+    mix(base ^ (u64::from(label) << 32 | u64::from(position)))
+}
+
+/// Calls `each(half of a row, its seed)` for the K and V parts of the row with `label`.
+fn halves(layer: &Layer, base: u64, label: u32, position: u32) -> [(Range<usize>, u64); 2] {
+    let row = layer.row as usize;
+    let middle = if layer.fused { row / 2 } else { row };
+    [
+        (0..middle, row_seed(base, label, position)),
+        (middle..row, row_seed(base, label + 1, position)),
+    ]
+}
+
+#[inline]
+fn write_words(bytes: &mut [u8], seed: u64) {
+    let mut word = seed;
+    let mut chunks = bytes.chunks_exact_mut(8);
+    for chunk in &mut chunks {
+        chunk.copy_from_slice(&word.to_le_bytes());
+        word = word.wrapping_add(STEP);
+    }
+    let rest = chunks.into_remainder();
+    let len = rest.len();
+    rest.copy_from_slice(&word.to_le_bytes()[..len]);
+}
+
+#[inline]
+fn same_words(bytes: &[u8], seed: u64) -> bool {
+    let mut word = seed;
+    let mut same = true;
+    let chunks = bytes.chunks_exact(8);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        same &= chunk == word.to_le_bytes();
+        word = word.wrapping_add(STEP);
+    }
+    same && *rest == word.to_le_bytes()[..rest.len()]
+}
+
+/// Overwrites tokens with what the engine computed.
+pub(super) fn fill(
+    shape: &Shape,
+    data: &mut [Vec<u8>],
+    at: &BlockTokens,
+    layers: Range<u16>,
+    stamp: u64,
+) {
+    for number in shape.groups[at.group].iter().filter(|number| layers.contains(number)) {
+        let layer = &shape.layers[*number as usize];
+        let buffer = &mut data[layer.segment as usize];
+        let base = mix2(stamp, u64::from(*number));
+        for slot in 0..layer.slots {
+            let label = layer.label(slot);
+            for token in at.tokens.clone() {
+                let start = layer.row_at(at.block, slot, token);
+                for (part, seed) in halves(layer, base, label, at.first + token) {
+                    write_words(&mut buffer[start + part.start..start + part.end], seed);
+                }
+            }
+        }
+    }
+}
+
+/// Compares tokens with what the engine would have computed.
+pub(super) fn check(
+    shape: &Shape,
+    data: &[Vec<u8>],
+    at: &BlockTokens,
+    stamp: u64,
+) -> Result<(), Wrong> {
+    for number in &shape.groups[at.group] {
+        let layer = &shape.layers[*number as usize];
+        let buffer = &data[layer.segment as usize];
+        let base = mix2(stamp, u64::from(*number));
+        for slot in 0..layer.slots {
+            let label = layer.label(slot);
+            for token in at.tokens.clone() {
+                let (start, position) = (layer.row_at(at.block, slot, token), at.first + token);
+                let same = halves(layer, base, label, position).into_iter().all(|(part, seed)| {
+                    same_words(&buffer[start + part.start..start + part.end], seed)
+                });
+                if !same {
+                    let (at, layer, found) = (at.clone(), *number, Found::Foreign);
+                    return Err(Wrong { at, layer, position, found });
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies slices within one buffer.
+pub(super) fn land_within(
+    bytes: &mut [u8],
+    (from, to): (u64, u64),
+    local_is_source: bool,
+    slices: &[Slice],
+) {
+    for slice in slices {
+        let (read, write) = sides(slice, local_is_source);
+        let read = (from + read) as usize;
+        bytes.copy_within(read..read + slice.len as usize, (to + write) as usize);
+    }
+}

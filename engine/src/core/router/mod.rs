@@ -2,7 +2,173 @@
 //!
 //! The router knows instances by their registrations, clients by number, and sends legs through
 //! the shell (HTTP in a deployment). It holds no KV.
+//!
+//! A prompt is served by one prefill leg and one decode leg per sample, sent together under one
+//! transfer key. When a leg fails, the others of that dispatch are cancelled at once and the
+//! samples of which the client has seen nothing are sent again under a new transfer id. The
+//! timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
+//! [`LegFailure::Connection`].
 
+mod fleet;
+mod flow;
+mod health;
 mod io;
+mod pairing;
+mod prefixes;
+mod registry;
+mod requests;
+mod view;
 
 pub use io::*;
+pub use registry::Reject;
+pub use view::{InstanceState, InstanceView, RouterCounters};
+
+use self::fleet::{Fleet, Timer};
+use self::registry::{Registered, Slot};
+use self::requests::{Request, Ticket};
+use super::ids::{ClientId, Incarnation};
+use super::machine::{Gauges, Machine, Outbox};
+use super::message::Registration;
+use super::time::Nanos;
+use crate::fabric::ControlEvent;
+use std::collections::BTreeMap;
+
+/// The router.
+#[derive(Debug)]
+pub struct Router {
+    fleet: Fleet,
+    requests: BTreeMap<ClientId, Request>,
+    waiting: BTreeMap<Ticket, ClientId>,
+    next_ticket: u64,
+    /// Requests of which a leg was sent.
+    active: u32,
+    draining: bool,
+}
+
+impl Router {
+    /// A router without instances. `incarnation` must be larger than in any life before: it makes
+    /// the transfer ids unique.
+    pub fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
+        Router {
+            fleet: Fleet::new(config, incarnation),
+            requests: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            next_ticket: 0,
+            active: 0,
+            draining: false,
+        }
+    }
+
+    /// The instances, oldest first.
+    pub fn instances(&self, now: Nanos) -> impl Iterator<Item = InstanceView<'_>> {
+        self.fleet.registry.iter().map(move |(_, instance)| InstanceView::new(instance, now))
+    }
+
+    /// What was counted since the start.
+    pub fn counters(&self) -> &RouterCounters {
+        &self.fleet.counters
+    }
+
+    fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut Outbox<RouterEffect>) {
+        // An instance is known by its registrations, not by its link: links come and go.
+        if let ControlEvent::Frame { parts, .. } = event {
+            match registration(&parts) {
+                Some(registration) => self.register(now, registration, out),
+                None => self.reject(Reject::Malformed),
+            }
+        }
+    }
+
+    fn reject(&mut self, reason: Reject) {
+        *self.fleet.counters.rejected.entry(reason).or_default() += 1;
+    }
+
+    fn register(&mut self, now: Nanos, registration: Registration, out: &mut Outbox<RouterEffect>) {
+        let draining = registration.draining;
+        let Fleet { registry, config, .. } = &mut self.fleet;
+        let (slot, replaced) = match registry.register(now, registration, config) {
+            Ok(Registered::Current { slot, replaced }) => (slot, replaced),
+            Ok(Registered::Stale) => {
+                self.fleet.counters.stale += 1;
+                return;
+            }
+            Err(reason) => return self.reject(reason),
+        };
+        if let Some(slot) = slot {
+            let lives = if draining { config.drain_max } else { config.expiry };
+            self.fleet.timers.arm(Timer::Expiry(slot), now + lives);
+            if self.fleet.registry.is_over(slot) {
+                self.fleet.remove(slot);
+            }
+        }
+        if let Some(replaced) = replaced {
+            self.fleet.counters.replaced += 1;
+            self.abandon(now, replaced, true, out);
+            self.fleet.remove(replaced);
+        }
+    }
+
+    fn expired(&mut self, now: Nanos, slot: Slot, out: &mut Outbox<RouterEffect>) {
+        let instance = self.fleet.registry.instance_mut(slot);
+        let first = !instance.lost && !instance.registration.draining;
+        instance.lost = true;
+        if first {
+            self.fleet.counters.expired += 1;
+            self.fleet.timers.arm(Timer::Expiry(slot), now + self.fleet.config.stream_grace);
+        }
+        self.abandon(now, slot, !first, out);
+        if self.fleet.registry.is_over(slot) {
+            self.fleet.remove(slot);
+        }
+    }
+
+    fn fire(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+        while let Some(timer) = self.fleet.timers.pop_due(now) {
+            match timer {
+                Timer::Expiry(slot) => self.expired(now, slot, out),
+                // It was armed to have the waiting requests looked at.
+                Timer::Heal(_) => {}
+                Timer::Wait(client) => self.gave_up(client, out),
+            }
+        }
+    }
+}
+
+impl Machine for Router {
+    type Input = RouterInput;
+    type Effect = RouterEffect;
+
+    fn handle(&mut self, now: Nanos, input: RouterInput, out: &mut Outbox<RouterEffect>) {
+        self.fire(now, out);
+        match input {
+            RouterInput::Control(event) => self.control(now, event, out),
+            RouterInput::Register(registration) => self.register(now, registration, out),
+            RouterInput::Request(request) => self.request(now, request, out),
+            RouterInput::Gone { client } => self.finish(client, None, out),
+            RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),
+            RouterInput::Drain => self.draining = true,
+            RouterInput::Tick => {}
+        }
+        self.pump(now, out);
+    }
+
+    fn deadline(&self) -> Option<Nanos> {
+        self.fleet.timers.next()
+    }
+
+    fn gauges(&self) -> Gauges {
+        let rejected: u64 = self.fleet.counters.rejected.values().sum();
+        Gauges {
+            transfers: self.requests.len() as u32,
+            queued: self.waiting.len() as u32,
+            peers: self.fleet.registry.len() as u32,
+            violations: rejected.min(u64::from(u32::MAX)) as u32,
+            ..Gauges::default()
+        }
+    }
+}
+
+/// The registration in a message of the discovery channel.
+fn registration(parts: &[Vec<u8>]) -> Option<Registration> {
+    rmp_serde::from_slice(parts.first()?).ok()
+}

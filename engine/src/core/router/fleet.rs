@@ -1,0 +1,219 @@
+//! The instances together with the legs that are in flight on them.
+
+use super::io::{LegBody, LegFailure, RouterConfig, RouterEffect};
+use super::pairing::{Choice, Want, choose_decode, choose_prefill};
+use super::registry::{Registry, Slot};
+use super::requests::{Progress, Work};
+use super::view::RouterCounters;
+use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
+use crate::core::machine::Outbox;
+use crate::core::message::{DecodeLeg, PrefillLeg};
+use crate::core::time::Nanos;
+use crate::core::timers::Timers;
+use std::collections::BTreeMap;
+
+/// A leg in flight.
+#[derive(Clone, Debug)]
+pub(super) struct Leg {
+    pub(super) client: ClientId,
+    pub(super) prompt: usize,
+    /// The sample that it decodes; none for a prefill leg.
+    pub(super) sample: Option<usize>,
+    pub(super) slot: Slot,
+    /// What it was charged to its instance.
+    tokens: u64,
+}
+
+/// Deadlines of the router.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Timer {
+    /// A registration expires, or the time for the legs that were left then is over.
+    Expiry(Slot),
+    /// A suspect instance may take legs again.
+    Heal(Slot),
+    /// A request waited long enough for an instance.
+    Wait(ClientId),
+}
+
+/// Sends, cancels and accounts for legs.
+#[derive(Debug)]
+pub(super) struct Fleet {
+    pub(super) config: RouterConfig,
+    pub(super) registry: Registry,
+    pub(super) timers: Timers<Timer>,
+    pub(super) counters: RouterCounters,
+    legs: BTreeMap<LegId, Leg>,
+    incarnation: Incarnation,
+    next_leg: u64,
+    next_transfer: u64,
+}
+
+impl Fleet {
+    pub(super) fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
+        Fleet {
+            config,
+            registry: Registry::default(),
+            timers: Timers::default(),
+            counters: RouterCounters::default(),
+            legs: BTreeMap::new(),
+            incarnation,
+            next_leg: 0,
+            next_transfer: 0,
+        }
+    }
+
+    /// A transfer id that was never used before, by any life of this router.
+    fn new_transfer(&mut self) -> TransferId {
+        let id = format!("tx-{:x}-{:x}", self.incarnation.0, self.next_transfer);
+        self.next_transfer += 1;
+        id.into()
+    }
+
+    /// A leg in flight.
+    pub(super) fn leg(&self, leg: LegId) -> Option<&Leg> {
+        self.legs.get(&leg)
+    }
+
+    /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
+    /// `id`, or a new one. False if there is no pair of instances to take them; then nothing was
+    /// done.
+    pub(super) fn dispatch(
+        &mut self,
+        now: Nanos,
+        client: ClientId,
+        index: usize,
+        work: &mut Work,
+        id: &mut Option<TransferId>,
+        out: &mut Outbox<RouterEffect>,
+    ) -> bool {
+        let Work { prompt, samples, avoid, .. } = &*work;
+        let want = Want { now, client, prompt, avoid };
+        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
+            return false;
+        };
+        let id = match id {
+            Some(id) => id.clone(),
+            None => id.insert(self.new_transfer()).clone(),
+        };
+        let key = TransferKey { id, prompt: index as u32 };
+        let waiting = samples.iter().filter(|s| s.progress == Progress::Waiting).count() as u32;
+        let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
+        let leg = Leg { client, prompt: index, sample: None, slot: prefill.slot, tokens };
+        let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode };
+        let body = LegBody::Prefill { transfer, prompt: index as u32 };
+        let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
+        work.prefill = Some(prefill_leg);
+        work.prefilled_by = Some(prefill.slot);
+        let mut sibling = 0;
+        for sample in 0..work.samples.len() {
+            if work.samples[sample].progress != Progress::Waiting {
+                continue;
+            }
+            let place = Place { now, client, index, sample, sibling };
+            let leg = self.dispatch_decode(place, work, prefill, &key, out);
+            work.samples[sample].progress = Progress::Running(leg);
+            work.samples[sample].dispatched += 1;
+            sibling += 1;
+        }
+        true
+    }
+
+    fn dispatch_decode(
+        &mut self,
+        place: Place,
+        work: &Work,
+        prefill: Choice,
+        key: &TransferKey,
+        out: &mut Outbox<RouterEffect>,
+    ) -> LegId {
+        let Place { now, client, index, sample, sibling } = place;
+        let want = Want { now, client, prompt: &work.prompt, avoid: &work.avoid };
+        let decode = choose_decode(&self.registry, &want, prefill, &self.config)
+            .expect("a prefill is chosen only if there is a decode");
+        let source = &self.registry.instance_mut(prefill.slot).registration;
+        let transfer = DecodeLeg {
+            key: key.clone(),
+            sibling,
+            mode: prefill.mode,
+            prefill: source.engine.clone(),
+            control: source.control.clone(),
+        };
+        let output = work.output;
+        let body =
+            LegBody::Decode { transfer, prompt: index as u32, sample: sample as u32, output };
+        let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
+        let leg = Leg { client, prompt: index, sample: Some(sample), slot: decode.slot, tokens };
+        let leg = self.send(leg, &work.prompt.prefix, body, out);
+        self.registry.note_pair(prefill.slot, decode.slot);
+        leg
+    }
+
+    fn send(
+        &mut self,
+        leg: Leg,
+        prefix: &[u64],
+        body: LegBody,
+        out: &mut Outbox<RouterEffect>,
+    ) -> LegId {
+        let id = LegId(self.next_leg);
+        self.next_leg += 1;
+        self.registry.assign(leg.slot, id, leg.client, leg.tokens);
+        let instance = self.registry.instance_mut(leg.slot);
+        instance.prefixes.touch(prefix);
+        let (engine, http) =
+            (instance.registration.engine.clone(), instance.registration.http.clone());
+        out.push(RouterEffect::Dispatch { leg: id, client: leg.client, engine, http, body });
+        self.legs.insert(id, leg);
+        self.counters.legs += 1;
+        id
+    }
+
+    /// Takes a leg that ended out of the tables.
+    pub(super) fn end(&mut self, id: LegId) -> Leg {
+        let leg = self.legs.remove(&id).expect("only legs in flight end");
+        if self.registry.release(leg.slot, id, leg.tokens) {
+            self.remove(leg.slot);
+        }
+        leg
+    }
+
+    /// Ends a leg that the instance has not ended.
+    pub(super) fn cancel(&mut self, id: LegId, out: &mut Outbox<RouterEffect>) -> Leg {
+        out.push(RouterEffect::CancelLeg { leg: id });
+        self.counters.cancelled += 1;
+        self.end(id)
+    }
+
+    /// Notes that the instance of a leg in flight answered.
+    pub(super) fn succeeded(&mut self, slot: Slot) {
+        self.registry.instance_mut(slot).health.succeeded();
+        self.timers.cancel(&Timer::Heal(slot));
+    }
+
+    /// Notes that a leg in flight failed.
+    pub(super) fn failed(&mut self, now: Nanos, id: LegId, slot: Slot, failure: &LegFailure) {
+        let next = LegId(self.next_leg);
+        let health = &mut self.registry.instance_mut(slot).health;
+        if let Some(until) = health.failed(now, id, next, failure, &self.config) {
+            self.counters.suspicions += 1;
+            self.timers.arm(Timer::Heal(slot), until);
+        }
+    }
+
+    /// Forgets an instance without legs.
+    pub(super) fn remove(&mut self, slot: Slot) {
+        self.timers.cancel(&Timer::Expiry(slot));
+        self.timers.cancel(&Timer::Heal(slot));
+        self.registry.remove(slot, &self.config);
+    }
+}
+
+/// Which decode leg is sent.
+#[derive(Clone, Copy)]
+struct Place {
+    now: Nanos,
+    client: ClientId,
+    index: usize,
+    sample: usize,
+    sibling: u32,
+}

@@ -1,0 +1,283 @@
+//! A request from its arrival to its one answer.
+
+use super::Router;
+use super::fleet::{Leg, Timer};
+use super::io::{Answer, ClientRequest, LegEvent, LegFailure, RouterEffect};
+use super::registry::Slot;
+use super::requests::{Progress, Request};
+use crate::core::error::Failure;
+use crate::core::ids::{ClientId, LegId};
+use crate::core::machine::Outbox;
+use crate::core::message::FinishReason;
+use crate::core::time::Nanos;
+
+impl Router {
+    /// Takes a new request in.
+    pub(super) fn request(
+        &mut self,
+        now: Nanos,
+        request: ClientRequest,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let client = request.client;
+        assert!(!self.requests.contains_key(&client), "client {client} has a request already");
+        let refuse = if self.draining {
+            Some(Answer::NoInstance)
+        } else {
+            match Request::new(request, self.fleet.config.legs_max) {
+                Ok(request) => {
+                    self.requests.insert(client, request);
+                    None
+                }
+                Err(why) => Some(Answer::Failed(LegFailure::Request(why.into()))),
+            }
+        };
+        if let Some(answer) = refuse {
+            out.push(RouterEffect::Answer { client, answer });
+        } else if self.waiting.is_empty() && self.may_start() && self.dispatch(now, client, out) {
+        } else if self.waiting.len() < self.fleet.config.waiting_max as usize {
+            self.enqueue(now, client);
+        } else {
+            self.finish(client, Some(Answer::NoInstance), out);
+        }
+    }
+
+    fn may_start(&self) -> bool {
+        self.active < self.fleet.config.requests_max
+    }
+
+    /// Sends what waits of a request; false if there is no instance for it.
+    fn dispatch(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) -> bool {
+        let request = self.requests.get_mut(&client).expect("only known requests are sent");
+        let mut id = None;
+        for (index, work) in request.works.iter_mut().enumerate() {
+            if !work.is_waiting() {
+                continue;
+            }
+            let first = id.is_none();
+            if !self.fleet.dispatch(now, client, index, work, &mut id, out) {
+                assert!(first, "what takes one prompt of a request takes all");
+                return false;
+            }
+        }
+        if !request.started {
+            request.started = true;
+            self.active += 1;
+        }
+        self.unqueue(client);
+        true
+    }
+
+    fn enqueue(&mut self, now: Nanos, client: ClientId) {
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        if request.ticket.is_none() {
+            let ticket = (!request.started, self.next_ticket);
+            self.next_ticket += 1;
+            request.ticket = Some(ticket);
+            self.waiting.insert(ticket, client);
+            self.fleet.timers.arm(Timer::Wait(client), now + self.fleet.config.wait_max);
+        }
+    }
+
+    fn unqueue(&mut self, client: ClientId) {
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        if let Some(ticket) = request.ticket.take() {
+            self.waiting.remove(&ticket);
+            self.fleet.timers.cancel(&Timer::Wait(client));
+        }
+    }
+
+    /// Sends waiting requests, oldest first, as long as there are instances for them.
+    pub(super) fn pump(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+        while let Some((&(new, _), &client)) = self.waiting.first_key_value() {
+            if (new && !self.may_start()) || !self.dispatch(now, client, out) {
+                return;
+            }
+        }
+    }
+
+    /// A request waited too long.
+    pub(super) fn gave_up(&mut self, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
+        self.finish(client, Some(cause.map_or(Answer::NoInstance, Answer::Failed)), out);
+    }
+
+    /// Ends a request: cancels its legs, forgets it, and answers if there is someone to answer.
+    pub(super) fn finish(
+        &mut self,
+        client: ClientId,
+        answer: Option<Answer>,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        if !self.requests.contains_key(&client) {
+            return;
+        }
+        self.unqueue(client);
+        let request = self.requests.remove(&client).expect("just seen");
+        for leg in request.works.iter().flat_map(|work| work.legs()) {
+            self.fleet.cancel(leg, out);
+        }
+        self.active -= u32::from(request.started);
+        if let Some(answer) = answer {
+            out.push(RouterEffect::Answer { client, answer });
+        }
+    }
+
+    /// Takes news of a leg.
+    pub(super) fn leg_event(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        event: LegEvent,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let Some(leg) = self.fleet.leg(id) else {
+            self.fleet.counters.late += 1;
+            return;
+        };
+        let (slot, is_prefill) = (leg.slot, leg.sample.is_none());
+        match event {
+            LegEvent::FirstToken => {
+                self.fleet.succeeded(slot);
+                self.first_token(id);
+            }
+            LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
+                self.fleet.succeeded(slot);
+                self.done(id, recomputed, out);
+            }
+            LegEvent::Done { recomputed, .. } => {
+                let ended = if is_prefill { Failure::PrefillEnded } else { Failure::Cancelled };
+                let failure = LegFailure::Instance(recomputed.unwrap_or(ended));
+                self.failed(now, id, failure, out);
+            }
+            LegEvent::Failed(failure) => self.failed(now, id, failure, out),
+        }
+    }
+
+    fn first_token(&mut self, id: LegId) {
+        let Some(&Leg { client, prompt, sample: Some(sample), .. }) = self.fleet.leg(id) else {
+            return;
+        };
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        request.works[prompt].samples[sample].progress = Progress::Streaming(id);
+    }
+
+    fn done(&mut self, id: LegId, recomputed: Option<Failure>, out: &mut Outbox<RouterEffect>) {
+        let Leg { client, prompt, sample, .. } = self.fleet.end(id);
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
+        let Some(sample) = sample else {
+            work.prefill = None;
+            return;
+        };
+        work.samples[sample].progress = Progress::Done;
+        if work.is_done() {
+            // Nobody wants its KV any more, e.g. because the decode computed it itself.
+            if let Some(prefill) = work.prefill.take() {
+                self.fleet.cancel(prefill, out);
+            }
+        }
+        request.open -= 1;
+        if request.recomputed.is_none() {
+            request.recomputed = recomputed;
+        }
+        if request.open == 0 {
+            let recomputed = request.recomputed.take();
+            self.finish(client, Some(Answer::Finished { recomputed }), out);
+        }
+    }
+
+    fn failed(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        failure: LegFailure,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let slot = self.fleet.leg(id).expect("checked by the caller").slot;
+        self.fleet.failed(now, id, slot, &failure);
+        let leg = self.fleet.end(id);
+        self.fail_over(now, leg, failure, out);
+    }
+
+    /// Cancels the other legs of the attempt that `leg` belonged to and tries again, if that can
+    /// still be done unseen; else the request has failed.
+    fn fail_over(
+        &mut self,
+        now: Nanos,
+        leg: Leg,
+        failure: LegFailure,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let Leg { client, prompt, sample, slot, .. } = leg;
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
+        let mut streamed = false;
+        match sample {
+            None => {
+                work.prefill = None;
+                // Every sample that was sent has the KV, or went without it.
+                if !work.needs_prefill() {
+                    return;
+                }
+            }
+            Some(sample) => {
+                let progress = &mut work.samples[sample].progress;
+                streamed = matches!(progress, Progress::Streaming(_));
+                *progress = Progress::Waiting;
+                if let (LegFailure::Instance(_), Some(prefill)) = (&failure, work.prefilled_by) {
+                    work.avoid(prefill);
+                }
+            }
+        }
+        work.avoid(slot);
+        if let Some(prefill) = work.prefill.take() {
+            self.fleet.cancel(prefill, out);
+        }
+        let mut exhausted = false;
+        for sample in &mut work.samples {
+            if let Progress::Running(leg) = sample.progress {
+                self.fleet.cancel(leg, out);
+                sample.progress = Progress::Waiting;
+            }
+            if sample.progress == Progress::Waiting {
+                exhausted |= sample.dispatched > self.fleet.config.retries_max;
+            }
+        }
+        if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
+            return self.finish(client, Some(Answer::Failed(failure)), out);
+        }
+        request.cause = Some(failure);
+        self.fleet.counters.retries += 1;
+        if !self.dispatch(now, client, out) {
+            self.enqueue(now, client);
+        }
+    }
+
+    /// Fails the legs of an instance over that takes no more; streams only if told so.
+    pub(super) fn abandon(
+        &mut self,
+        now: Nanos,
+        slot: Slot,
+        streams: bool,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let Some(instance) = self.fleet.registry.get(slot) else { return };
+        let legs: Vec<LegId> = instance.legs.keys().copied().collect();
+        for id in legs {
+            // Failing one leg over may have cancelled others of the list.
+            let Some(leg) = self.fleet.leg(id) else { continue };
+            if streams || !self.is_streaming(leg) {
+                let leg = self.fleet.cancel(id, out);
+                self.fail_over(now, leg, LegFailure::Connection, out);
+            }
+        }
+    }
+
+    fn is_streaming(&self, leg: &Leg) -> bool {
+        leg.sample.is_some_and(|sample| {
+            let request = &self.requests[&leg.client];
+            matches!(request.works[leg.prompt].samples[sample].progress, Progress::Streaming(_))
+        })
+    }
+}

@@ -1,0 +1,161 @@
+//! Whether legs to an instance are likely to be served.
+
+use super::io::{LegFailure, RouterConfig};
+use crate::core::error::Failure;
+use crate::core::ids::LegId;
+use crate::core::time::Nanos;
+
+/// Failures of single requests in a row that count as one failure of the instance.
+const STRIKES_MAX: u32 = 3;
+
+/// What the legs of an instance told of it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Health {
+    /// Failures since the last success.
+    failures: u32,
+    /// No traffic before.
+    until: Nanos,
+    /// Legs with a smaller number were sent before the last failure.
+    since: LegId,
+    /// Failures of single requests since the last success.
+    strikes: u32,
+}
+
+/// How much a failed leg says about its instance.
+enum Weight {
+    Nothing,
+    Strike,
+    Failure,
+}
+
+fn weight(failure: &LegFailure) -> Weight {
+    match failure {
+        LegFailure::Connection | LegFailure::Busy => Weight::Failure,
+        LegFailure::Request(_) => Weight::Nothing,
+        LegFailure::Instance(failure) => match failure {
+            Failure::EngineGone | Failure::Overload => Weight::Failure,
+            Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled => Weight::Strike,
+            // About the other side of the pair or about the one request.
+            _ => Weight::Nothing,
+        },
+    }
+}
+
+impl Health {
+    /// True if the instance is kept out of traffic.
+    pub(super) fn is_suspect(&self, now: Nanos) -> bool {
+        now < self.until
+    }
+
+    /// From which leg on a leg in flight is a trial that others wait for, if trials are wanted.
+    pub(super) fn on_trial(&self) -> Option<LegId> {
+        (self.failures >= 2).then_some(self.since)
+    }
+
+    /// The instance registered again.
+    pub(super) fn registered(&mut self) {
+        if self.failures <= 1 {
+            self.until = Nanos::ZERO;
+        }
+    }
+
+    /// A leg got an answer from the instance.
+    pub(super) fn succeeded(&mut self) {
+        self.failures = 0;
+        self.strikes = 0;
+        self.until = Nanos::ZERO;
+    }
+
+    /// A leg failed; `next` is the number of the next leg to be sent anywhere. Returns until when
+    /// the instance is kept out if this changed.
+    pub(super) fn failed(
+        &mut self,
+        now: Nanos,
+        leg: LegId,
+        next: LegId,
+        failure: &LegFailure,
+        config: &RouterConfig,
+    ) -> Option<Nanos> {
+        match weight(failure) {
+            Weight::Nothing => return None,
+            Weight::Strike => {
+                self.strikes += 1;
+                if self.strikes < STRIKES_MAX {
+                    return None;
+                }
+            }
+            Weight::Failure => {}
+        }
+        // Many legs fail with one outage; only those sent after it was known tell something new.
+        if self.failures > 0 && leg < self.since {
+            return None;
+        }
+        self.strikes = 0;
+        self.failures = self.failures.saturating_add(1);
+        self.since = next;
+        let doubled = config.suspicion.scale(1 << (self.failures - 1).min(32), 1);
+        self.until = now + doubled.min(config.breaker_max);
+        Some(self.until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> RouterConfig {
+        RouterConfig { suspicion: Nanos(100), breaker_max: Nanos(350), ..RouterConfig::default() }
+    }
+
+    fn fail(health: &mut Health, now: u64, leg: u64, next: u64) -> Option<Nanos> {
+        health.failed(Nanos(now), LegId(leg), LegId(next), &LegFailure::Connection, &config())
+    }
+
+    #[test]
+    fn suspicion_doubles_up_to_the_limit() {
+        let mut health = Health::default();
+        assert_eq!(fail(&mut health, 0, 0, 1), Some(Nanos(100)));
+        assert!(health.is_suspect(Nanos(99)) && !health.is_suspect(Nanos(100)));
+        assert_eq!(health.on_trial(), None);
+        assert_eq!(fail(&mut health, 200, 1, 2), Some(Nanos(400)));
+        assert_eq!(health.on_trial(), Some(LegId(2)));
+        assert_eq!(fail(&mut health, 500, 2, 3), Some(Nanos(850)));
+        assert_eq!(fail(&mut health, 900, 3, 4), Some(Nanos(1250)));
+        health.succeeded();
+        assert!(!health.is_suspect(Nanos(900)));
+        assert_eq!(fail(&mut health, 2000, 4, 5), Some(Nanos(2100)));
+    }
+
+    #[test]
+    fn legs_of_one_outage_count_once() {
+        let mut health = Health::default();
+        assert!(fail(&mut health, 0, 3, 10).is_some());
+        for leg in 4..10 {
+            assert_eq!(fail(&mut health, 1, leg, 12), None);
+        }
+        assert!(!health.is_suspect(Nanos(100)));
+    }
+
+    #[test]
+    fn registering_heals_the_first_failure_only() {
+        let mut health = Health::default();
+        fail(&mut health, 0, 0, 1);
+        health.registered();
+        assert!(!health.is_suspect(Nanos(1)));
+        fail(&mut health, 1, 1, 2);
+        health.registered();
+        assert!(health.is_suspect(Nanos(2)));
+    }
+
+    #[test]
+    fn single_request_failures_add_up() {
+        let mut health = Health::default();
+        let stalled = LegFailure::Instance(Failure::Stalled);
+        let mismatch = LegFailure::Instance(Failure::PeerSilent);
+        let mut fail = |leg: u64, failure| {
+            health.failed(Nanos(0), LegId(leg), LegId(leg + 1), failure, &config()).is_some()
+        };
+        assert!(!fail(0, &stalled) && !fail(1, &stalled) && !fail(2, &mismatch));
+        assert!(fail(3, &stalled));
+    }
+}

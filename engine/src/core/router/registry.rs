@@ -1,0 +1,329 @@
+//! The instances that registered.
+
+use super::health::Health;
+use super::io::RouterConfig;
+use super::prefixes::PrefixMemory;
+use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
+use crate::core::message::{Registration, Role};
+use crate::core::time::Nanos;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Longest name of an engine or endpoint, in bytes.
+const TEXT_MAX: usize = 512;
+
+/// One life of one engine core as the router numbers it; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Slot(u64);
+
+/// An engine core in one life.
+#[derive(Clone, Debug)]
+pub(super) struct Instance {
+    /// What it said last.
+    pub(super) registration: Registration,
+    /// When it said so.
+    pub(super) registered: Nanos,
+    /// What its legs told of it.
+    pub(super) health: Health,
+    /// True once the registration has expired; only streams are left.
+    pub(super) lost: bool,
+    /// Tokens of its legs in flight, as charged by the pairing.
+    pub(super) tokens: u64,
+    /// Its legs in flight.
+    pub(super) legs: BTreeMap<LegId, ClientId>,
+    /// What it has computed lately.
+    pub(super) prefixes: PrefixMemory,
+    /// When it was chosen last, counted in choices.
+    pub(super) picked: u64,
+    /// Of a prefill: when each decode was last chosen with it, counted in choices.
+    pub(super) paired: BTreeMap<Slot, u64>,
+}
+
+impl Instance {
+    /// True if a leg of `client` may be sent to it.
+    pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
+        !self.lost
+            && !self.registration.draining
+            && !self.health.is_suspect(now)
+            && self.health.on_trial().is_none_or(|since| {
+                self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)
+            })
+    }
+
+    /// True if nothing is expected of it any more.
+    fn is_over(&self) -> bool {
+        self.legs.is_empty() && (self.lost || self.registration.draining)
+    }
+}
+
+/// Why a registration was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Reject {
+    /// The frame is not a registration of a version that we speak.
+    Malformed,
+    /// The name is empty, too long, or has control characters.
+    Name,
+    /// An endpoint is empty, too long, has control characters or spaces, or port 0 or above 65535.
+    Endpoint,
+    /// `dp_size` is 0 or `dp_rank` is not below it.
+    DataParallel,
+    /// `tp` is 0 or above [`TP_MAX`].
+    TensorParallel,
+    /// Role or sizes changed within one incarnation.
+    Changed,
+    /// There are `instances_max` instances.
+    Full,
+}
+
+impl fmt::Display for Reject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Reject::Malformed => "not a registration",
+            Reject::Name => "bad engine name",
+            Reject::Endpoint => "bad endpoint",
+            Reject::DataParallel => "bad DP rank or size",
+            Reject::TensorParallel => "bad TP size",
+            Reject::Changed => "role or size changed within one incarnation",
+            Reject::Full => "too many instances",
+        })
+    }
+}
+
+/// What a registration that is in order did.
+#[derive(Debug)]
+pub(super) enum Registered {
+    /// Nothing: it repeats or precedes what is known.
+    Stale,
+    /// The instance is known by it now.
+    Current {
+        /// The instance; none if it only came to say that it is draining.
+        slot: Option<Slot>,
+        /// The life before, which is over.
+        replaced: Option<Slot>,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Live(Slot),
+    /// Left; the number orders the ones that left.
+    Left(u64),
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    incarnation: Incarnation,
+    sequence: u64,
+    place: Place,
+}
+
+/// All instances, and the names of as many that left.
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    instances: BTreeMap<Slot, Instance>,
+    known: BTreeMap<EngineId, Known>,
+    left: BTreeMap<u64, EngineId>,
+    next_slot: u64,
+    next_left: u64,
+    choices: u64,
+}
+
+impl Registry {
+    /// Takes a registration in. The legs of a replaced life are still in its instance; the caller
+    /// fails them over and removes it.
+    pub(super) fn register(
+        &mut self,
+        now: Nanos,
+        registration: Registration,
+        config: &RouterConfig,
+    ) -> Result<Registered, Reject> {
+        check(&registration)?;
+        let (incarnation, sequence) = (registration.incarnation, registration.sequence);
+        let mut replaced = None;
+        if let Some(known) = self.known.get_mut(&registration.engine) {
+            if (incarnation, sequence) <= (known.incarnation, known.sequence) {
+                return Ok(Registered::Stale);
+            }
+            match known.place {
+                Place::Live(slot) if known.incarnation == incarnation => {
+                    let instance = self.instances.get_mut(&slot).expect("a live name has a slot");
+                    refresh(instance, now, registration)?;
+                    known.sequence = sequence;
+                    return Ok(Registered::Current { slot: Some(slot), replaced: None });
+                }
+                Place::Live(slot) => replaced = Some(slot),
+                Place::Left(_) => {}
+            }
+        }
+        let draining = registration.draining;
+        let live = self.instances.len() - usize::from(replaced.is_some());
+        if !draining && live >= config.instances_max as usize {
+            return Err(Reject::Full);
+        }
+        if let Some(slot) = replaced {
+            self.instance_mut(slot).lost = true;
+        }
+        let engine = registration.engine.clone();
+        let slot = (!draining).then(|| self.insert(now, registration, config));
+        let place = match slot {
+            Some(slot) => Place::Live(slot),
+            None => self.new_left(&engine),
+        };
+        let before = self.known.insert(engine, Known { incarnation, sequence, place });
+        if let Some(Known { place: Place::Left(order), .. }) = before {
+            self.left.remove(&order);
+        }
+        self.forget_oldest(config);
+        Ok(Registered::Current { slot, replaced })
+    }
+
+    fn insert(&mut self, now: Nanos, registration: Registration, config: &RouterConfig) -> Slot {
+        let slot = Slot(self.next_slot);
+        self.next_slot += 1;
+        self.instances.insert(
+            slot,
+            Instance {
+                registration,
+                registered: now,
+                health: Health::default(),
+                lost: false,
+                tokens: 0,
+                legs: BTreeMap::new(),
+                prefixes: PrefixMemory::new(config.prefixes_max),
+                picked: 0,
+                paired: BTreeMap::new(),
+            },
+        );
+        slot
+    }
+
+    fn new_left(&mut self, engine: &EngineId) -> Place {
+        let order = self.next_left;
+        self.next_left += 1;
+        self.left.insert(order, engine.clone());
+        Place::Left(order)
+    }
+
+    fn forget_oldest(&mut self, config: &RouterConfig) {
+        while self.left.len() > config.instances_max as usize {
+            let (_, engine) = self.left.pop_first().expect("longer than a limit");
+            self.known.remove(&engine);
+        }
+    }
+
+    /// Removes an instance whose legs have ended; its name is remembered.
+    pub(super) fn remove(&mut self, slot: Slot, config: &RouterConfig) {
+        let Some(instance) = self.instances.remove(&slot) else { return };
+        assert!(instance.legs.is_empty() && instance.tokens == 0, "legs left on {slot:?}");
+        for other in self.instances.values_mut() {
+            other.paired.remove(&slot);
+        }
+        let engine = &instance.registration.engine;
+        if matches!(self.known.get(engine), Some(Known { place: Place::Live(s), .. }) if *s == slot)
+        {
+            let place = self.new_left(engine);
+            self.known.get_mut(engine).expect("just seen").place = place;
+            self.forget_oldest(config);
+        }
+    }
+
+    /// Charges a leg to an instance.
+    pub(super) fn assign(&mut self, slot: Slot, leg: LegId, client: ClientId, tokens: u64) {
+        self.choices += 1;
+        let picked = self.choices;
+        let instance = self.instance_mut(slot);
+        instance.picked = picked;
+        instance.tokens += tokens;
+        let before = instance.legs.insert(leg, client);
+        assert!(before.is_none(), "leg {leg} was sent twice");
+    }
+
+    /// Notes that the last choice paired `decode` with `prefill`.
+    pub(super) fn note_pair(&mut self, prefill: Slot, decode: Slot) {
+        let choice = self.choices;
+        self.instance_mut(prefill).paired.insert(decode, choice);
+    }
+
+    /// Takes the charge of a leg back. Returns true if the instance was only waiting for that.
+    pub(super) fn release(&mut self, slot: Slot, leg: LegId, tokens: u64) -> bool {
+        let instance = self.instance_mut(slot);
+        let had = instance.legs.remove(&leg).is_some();
+        assert!(had && instance.tokens >= tokens, "leg {leg} was not charged to {slot:?}");
+        instance.tokens -= tokens;
+        instance.is_over()
+    }
+
+    /// True if the instance is leaving and has nothing left to do.
+    pub(super) fn is_over(&self, slot: Slot) -> bool {
+        self.instances.get(&slot).is_some_and(Instance::is_over)
+    }
+
+    /// An instance, if it has not left.
+    pub(super) fn get(&self, slot: Slot) -> Option<&Instance> {
+        self.instances.get(&slot)
+    }
+
+    /// An instance that has a leg or was just chosen.
+    pub(super) fn instance_mut(&mut self, slot: Slot) -> &mut Instance {
+        self.instances.get_mut(&slot).expect("an instance with legs stays")
+    }
+
+    /// All instances of a role, oldest first.
+    pub(super) fn of_role(&self, role: Role) -> impl Iterator<Item = (Slot, &Instance)> {
+        self.iter().filter(move |(_, instance)| instance.registration.role == role)
+    }
+
+    /// All instances, oldest first.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Slot, &Instance)> {
+        self.instances.iter().map(|(slot, instance)| (*slot, instance))
+    }
+
+    /// Number of instances.
+    pub(super) fn len(&self) -> usize {
+        self.instances.len()
+    }
+}
+
+fn refresh(instance: &mut Instance, now: Nanos, new: Registration) -> Result<(), Reject> {
+    let fixed = |r: &Registration| (r.role, r.dp_rank, r.dp_size, r.tp);
+    if fixed(&instance.registration) != fixed(&new) {
+        return Err(Reject::Changed);
+    }
+    instance.registration = new;
+    instance.registered = now;
+    instance.lost = false;
+    instance.health.registered();
+    Ok(())
+}
+
+fn check(registration: &Registration) -> Result<(), Reject> {
+    let Registration { engine, http, control, dp_rank, dp_size, tp, .. } = registration;
+    if engine.0.is_empty() || engine.0.len() > TEXT_MAX || engine.0.contains(char::is_control) {
+        return Err(Reject::Name);
+    }
+    if !is_endpoint(&http.0) || !is_endpoint(&control.0) {
+        return Err(Reject::Endpoint);
+    }
+    if dp_rank >= dp_size {
+        return Err(Reject::DataParallel);
+    }
+    if !(1..=TP_MAX).contains(tp) {
+        return Err(Reject::TensorParallel);
+    }
+    Ok(())
+}
+
+/// An endpoint may name its host and scheme as it likes; only what would break a header or can
+/// never be dialled is refused.
+fn is_endpoint(text: &str) -> bool {
+    let plain = |c: char| !c.is_control() && !c.is_whitespace();
+    let port_fits = match text.rsplit_once(':') {
+        Some((_, port)) if !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit()) => {
+            port.parse::<u16>().is_ok_and(|port| port > 0)
+        }
+        _ => true,
+    };
+    !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
+}

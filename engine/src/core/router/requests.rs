@@ -1,0 +1,120 @@
+//! What the router knows of a client's request.
+
+use super::io::{ClientRequest, LegFailure, Prompt};
+use super::registry::Slot;
+use crate::core::error::Failure;
+use crate::core::ids::LegId;
+
+/// How far a sample is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// Not sent, or sent without success.
+    Waiting,
+    /// Sent; no token yet.
+    Running(LegId),
+    /// The client has seen tokens of it.
+    Streaming(LegId),
+    /// All tokens are there.
+    Done,
+}
+
+/// One sample of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sample {
+    pub(super) progress: Progress,
+    /// Decode legs sent for it so far.
+    pub(super) dispatched: u32,
+}
+
+/// One prompt of a request. Samples that run have the same transfer key; there is at most one
+/// prefill leg, the one for them.
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    pub(super) prompt: Prompt,
+    pub(super) output: u32,
+    pub(super) samples: Vec<Sample>,
+    /// The prefill leg, while it is in flight.
+    pub(super) prefill: Option<LegId>,
+    /// Where the last prefill leg was sent.
+    pub(super) prefilled_by: Option<Slot>,
+    /// Instances that failed it.
+    pub(super) avoid: Vec<Slot>,
+}
+
+impl Work {
+    /// True if a sample waits for an instance.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.samples.iter().any(|sample| sample.progress == Progress::Waiting)
+    }
+
+    /// True if the prefill leg is still of use.
+    pub(super) fn needs_prefill(&self) -> bool {
+        self.samples.iter().any(|sample| matches!(sample.progress, Progress::Running(_)))
+    }
+
+    /// True if all samples are there.
+    pub(super) fn is_done(&self) -> bool {
+        self.samples.iter().all(|sample| sample.progress == Progress::Done)
+    }
+
+    /// Prefers other instances from now on.
+    pub(super) fn avoid(&mut self, slot: Slot) {
+        if !self.avoid.contains(&slot) {
+            self.avoid.push(slot);
+        }
+    }
+
+    /// Its legs in flight.
+    pub(super) fn legs(&self) -> impl Iterator<Item = LegId> {
+        let decodes = self.samples.iter().filter_map(|sample| match sample.progress {
+            Progress::Running(leg) | Progress::Streaming(leg) => Some(leg),
+            Progress::Waiting | Progress::Done => None,
+        });
+        self.prefill.into_iter().chain(decodes)
+    }
+}
+
+/// Place in the queue: retries before new requests, then in order of arrival.
+pub(super) type Ticket = (bool, u64);
+
+/// A request that has not ended.
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    pub(super) works: Vec<Work>,
+    /// Samples of all prompts that are not done.
+    pub(super) open: u64,
+    /// True once a leg was sent.
+    pub(super) started: bool,
+    /// Its place in the queue, if something of it waits.
+    pub(super) ticket: Option<Ticket>,
+    /// The last failure of a leg.
+    pub(super) cause: Option<LegFailure>,
+    /// The first reason why a decode computed a prompt itself.
+    pub(super) recomputed: Option<Failure>,
+}
+
+impl Request {
+    /// A request that is in order; else why not.
+    pub(super) fn new(request: ClientRequest, legs_max: u32) -> Result<Self, &'static str> {
+        let ClientRequest { prompts, samples, output, .. } = request;
+        if prompts.is_empty() || samples == 0 || output == 0 {
+            return Err("no prompt, no sample or no token asked for");
+        }
+        let legs = (prompts.len() as u64).saturating_mul(u64::from(samples) + 1);
+        if legs > u64::from(legs_max) {
+            return Err("too many prompts and samples");
+        }
+        let sample = Sample { progress: Progress::Waiting, dispatched: 0 };
+        let work = |prompt| Work {
+            prompt,
+            output,
+            samples: vec![sample; samples as usize],
+            prefill: None,
+            prefilled_by: None,
+            avoid: Vec::new(),
+        };
+        let open = prompts.len() as u64 * u64::from(samples);
+        let works = prompts.into_iter().map(work).collect();
+        Ok(Request { works, open, started: false, ticket: None, cause: None, recomputed: None })
+    }
+}

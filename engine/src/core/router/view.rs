@@ -1,0 +1,103 @@
+//! What the router tells about itself.
+
+use super::registry::{Instance, Reject};
+use crate::core::ids::{EngineId, Incarnation};
+use crate::core::message::{Mode, Role};
+use crate::core::time::Nanos;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Whether an instance gets new legs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub enum InstanceState {
+    /// It gets legs.
+    Ready,
+    /// It failed lately and is left alone for a time.
+    Suspect,
+    /// It failed repeatedly and has to serve one client before it gets more.
+    Trial,
+    /// It asked for no more.
+    Draining,
+    /// Its registration expired; its streams go on for a time.
+    Lost,
+}
+
+/// An instance as the router sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct InstanceView<'a> {
+    /// Its name.
+    pub engine: &'a EngineId,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// What it does.
+    pub role: Role,
+    /// How it transfers.
+    pub mode: Mode,
+    /// Its DP rank.
+    pub dp_rank: u16,
+    /// Number of DP ranks.
+    pub dp_size: u16,
+    /// Number of TP ranks.
+    pub tp: u16,
+    /// Time since its last registration.
+    pub age: Nanos,
+    /// Tokens of its legs in flight.
+    pub tokens: u64,
+    /// Legs in flight.
+    pub legs: u32,
+    /// Whether it gets new legs.
+    pub state: InstanceState,
+}
+
+impl<'a> InstanceView<'a> {
+    pub(super) fn new(instance: &'a Instance, now: Nanos) -> Self {
+        let registration = &instance.registration;
+        let state = if instance.lost {
+            InstanceState::Lost
+        } else if registration.draining {
+            InstanceState::Draining
+        } else if instance.health.is_suspect(now) {
+            InstanceState::Suspect
+        } else if instance.health.on_trial().is_some() {
+            InstanceState::Trial
+        } else {
+            InstanceState::Ready
+        };
+        InstanceView {
+            engine: &registration.engine,
+            incarnation: registration.incarnation,
+            role: registration.role,
+            mode: registration.mode,
+            dp_rank: registration.dp_rank,
+            dp_size: registration.dp_size,
+            tp: registration.tp,
+            age: now - instance.registered,
+            tokens: instance.tokens,
+            legs: instance.legs.len() as u32,
+            state,
+        }
+    }
+}
+
+/// What the router counted since it started.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RouterCounters {
+    /// Registrations not taken, by reason.
+    pub rejected: BTreeMap<Reject, u64>,
+    /// Registrations that repeated or preceded what was known.
+    pub stale: u64,
+    /// Instances whose registration expired.
+    pub expired: u64,
+    /// Instances that were replaced by a newer incarnation.
+    pub replaced: u64,
+    /// Times that an instance became suspect.
+    pub suspicions: u64,
+    /// Legs sent.
+    pub legs: u64,
+    /// Legs cancelled.
+    pub cancelled: u64,
+    /// Samples sent again.
+    pub retries: u64,
+    /// News of legs that were unknown or had ended.
+    pub late: u64,
+}

@@ -26,6 +26,7 @@ pub use view::{InstanceState, InstanceView, RouterCounters};
 use self::fleet::{Fleet, Timer};
 use self::registry::{Registered, Slot};
 use self::requests::{Request, Ticket};
+use super::dialect::native::{self, Frame};
 use super::ids::{ClientId, Incarnation};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::Registration;
@@ -168,7 +169,10 @@ impl Machine for Router {
     }
 }
 
-/// The registration in a message of the discovery channel.
+/// The registration in a message of the discovery channel; further parts are ignored.
 fn registration(parts: &[Vec<u8>]) -> Option<Registration> {
-    rmp_serde::from_slice(parts.first()?).ok()
+    match native::decode(parts.first()?) {
+        Ok(Frame::Register(registration)) => Some(registration),
+        _ => None,
+    }
 }

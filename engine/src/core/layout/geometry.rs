@@ -22,6 +22,88 @@ pub struct Geometry {
     pub groups: Vec<Group>,
 }
 
+impl Geometry {
+    /// FNV-1a (64 bit) over all fields, little-endian, with lengths and tags in front of what
+    /// varies: the same on every machine, see [`crate::core::message::Hello::fingerprint`].
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = Fnv::new();
+        hash.number(self.model.len() as u64);
+        hash.bytes(self.model.as_bytes());
+        for field in [self.tp, self.kv_heads, u16::from(self.latent), self.layers] {
+            hash.number(u64::from(field));
+        }
+        hash.number(self.groups.len() as u64);
+        for group in &self.groups {
+            let (tag, tokens) = match group.kind {
+                GroupKind::Full => (0, 0),
+                GroupKind::Window { tokens } => (1, tokens),
+                GroupKind::State => (2, 0),
+            };
+            hash.number(tag);
+            hash.number(u64::from(tokens));
+            hash.number(u64::from(group.block_tokens));
+            hash.number(group.layers.len() as u64);
+            group.layers.iter().for_each(|layer| hash.number(u64::from(*layer)));
+        }
+        hash.0
+    }
+
+    /// The group of a layer, if it is in one.
+    pub fn group_of(&self, layer: u16) -> Option<usize> {
+        self.groups.iter().position(|group| group.layers.binary_search(&layer).is_ok())
+    }
+
+    /// Tokens that a chunk of `group` is aligned down to, so that it fills blocks of both sides:
+    /// the larger of the two block sizes, of which the smaller is a divisor. 1 for a `State`
+    /// group, which moves once, with the last token.
+    ///
+    /// # Panics
+    /// If one of the geometries has no such group.
+    pub fn alignment(&self, peer: &Geometry, group: usize) -> u32 {
+        let (own, other) = (&self.groups[group], &peer.groups[group]);
+        match own.kind {
+            GroupKind::State => 1,
+            GroupKind::Full | GroupKind::Window { .. } => own.block_tokens.max(other.block_tokens),
+        }
+    }
+
+    /// First token from `from` on whose KV a receiver of a prompt of `tokens` tokens needs in
+    /// `group`: a window needs no more than its last tokens.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    pub fn needed_from(&self, group: usize, from: u32, tokens: u32) -> u32 {
+        match self.groups[group].kind {
+            GroupKind::Window { tokens: window } => from.max(tokens.saturating_sub(window)),
+            GroupKind::Full | GroupKind::State => from,
+        }
+    }
+
+    /// KV heads of one rank. The tensor parallel size is checked already.
+    pub(super) fn rank_heads(&self) -> u16 {
+        (self.kv_heads / self.tp).max(1)
+    }
+}
+
+/// FNV-1a, 64 bit (Fowler, Noll, Vo: offset basis and prime of the reference).
+struct Fnv(u64);
+
+impl Fnv {
+    fn new() -> Fnv {
+        Fnv(0xcbf2_9ce4_8422_2325)
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    }
+
+    fn number(&mut self, number: u64) {
+        self.bytes(&number.to_le_bytes());
+    }
+}
+
 /// Layers that share one block table.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Group {
@@ -107,5 +189,21 @@ impl BlockList {
     /// The id of a logical block, if listed.
     pub fn get(&self, logical: u32) -> Option<u32> {
         self.ids.get(logical.checked_sub(self.first)? as usize).copied()
+    }
+}
+
+impl LayerLayout {
+    /// Bytes from one block, head slot and token to the next; 0 where there is only one.
+    /// The layout is checked already, so nothing overflows.
+    pub(super) fn byte_strides(&self) -> [u64; 3] {
+        [0, 1, 2].map(|axis| match self.shape[axis] {
+            1 => 0,
+            _ => self.stride[axis] * u64::from(self.element),
+        })
+    }
+
+    /// Bytes of one token in one head slot.
+    pub(super) fn row_bytes(&self) -> u64 {
+        u64::from(self.shape[3]) * u64::from(self.element)
     }
 }

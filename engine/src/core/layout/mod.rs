@@ -5,11 +5,15 @@
 //! [`route::Route::plan`] turns block lists into coalesced [`Slices`].
 
 pub mod check;
+mod form;
 pub mod geometry;
+mod overlap;
+mod pairing;
 pub mod route;
 mod slices;
 
-pub use check::{Mismatch, check, senders};
+pub use check::{Mismatch, check};
 pub use geometry::{BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
+pub use pairing::{receivers, senders};
 pub use route::{Route, Span, routes};
 pub use slices::Slices;

@@ -1,7 +1,9 @@
 //! What one rank exchanges with one rank of a peer, precomputed at the hello.
 
-use super::check::Mismatch;
-use super::geometry::{BlockList, Geometry, RankLayout};
+use super::check::{Mismatch, check, refuse};
+use super::form::{Blocks, Form, Heads, Pair, Places, Template};
+use super::geometry::{BlockList, Geometry, GroupKind, LayerLayout, RankLayout};
+use super::pairing::share;
 use super::slices::Slices;
 
 /// The part of the KV that one local and one remote rank exchange.
@@ -9,6 +11,40 @@ use super::slices::Slices;
 pub struct Route {
     /// The peer's rank.
     pub remote_rank: u16,
+    layers: Vec<RouteLayer>,
+    groups: Vec<RouteGroup>,
+    /// The different forms of its layers, mostly one.
+    forms: Vec<Form>,
+}
+
+/// One layer of a route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct RouteLayer {
+    group: usize,
+    regions: (u16, u16),
+    /// Byte offsets of block 0.
+    start: Pair,
+    /// Index into [`Route::forms`].
+    form: usize,
+}
+
+/// One group of a route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct RouteGroup {
+    state: bool,
+    /// Tokens of the smaller block.
+    unit: u64,
+    local: Pool,
+    remote: Pool,
+}
+
+/// The blocks of a group on one side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Pool {
+    /// Number of blocks.
+    blocks: u32,
+    /// Tokens per block; of no meaning for a state.
+    tokens: u64,
 }
 
 /// Tokens of one request in one group, with the blocks of both sides.
@@ -16,9 +52,10 @@ pub struct Route {
 pub struct Span<'a> {
     /// Group index.
     pub group: usize,
-    /// First token.
+    /// First token, exact: rows before it are left alone.
     pub from: u32,
-    /// One past the last token; rounded up to the smaller block size when planned.
+    /// One past the last token; rounded up to the smaller block size when planned. A span with
+    /// `from >= to` is empty.
     pub to: u32,
     /// Blocks of the local side.
     pub local: &'a BlockList,
@@ -29,36 +66,208 @@ pub struct Span<'a> {
 impl Route {
     /// The regions `(local, remote)` that a layer of the route touches; layers with equal regions
     /// can share an operation.
-    pub fn regions(&self, _layer: u16) -> (u16, u16) {
-        (0, 0)
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn regions(&self, layer: u16) -> (u16, u16) {
+        self.layers[usize::from(layer)].regions
     }
 
     /// Appends the byte ranges of `span` for each of `layers` (all in the span's group), layer by
-    /// layer, merged where both sides are contiguous.
+    /// layer, merged where both sides are contiguous. Of a `State` group the one block moves
+    /// whole, whatever tokens the span names. Allocates only if `out` has to grow.
     ///
     /// # Errors
     /// A block list that does not cover the span or names a block outside the pool; nothing is
-    /// appended then.
-    pub fn plan(
-        &self,
-        _layers: &[u16],
-        _span: &Span<'_>,
-        _out: &mut Slices,
-    ) -> Result<(), Mismatch> {
+    /// appended then. So with block ids of a peer, an error is the peer's violation.
+    ///
+    /// # Panics
+    /// If the layers are not all in the span's group or not all between the same two regions.
+    pub fn plan(&self, layers: &[u16], span: &Span<'_>, out: &mut Slices) -> Result<(), Mismatch> {
+        let group = &self.groups[span.group];
+        let Some(head) = layers.first() else { return Ok(()) };
+        for layer in layers {
+            let at = &self.layers[usize::from(*layer)];
+            assert_eq!(at.group, span.group, "layer {layer} is in another group than the span");
+            assert_eq!(
+                at.regions,
+                self.regions(*head),
+                "layers {head} and {layer} in one operation"
+            );
+        }
+        if span.from >= span.to {
+            return Ok(());
+        }
+        let (places, rows) = group.places(span)?;
+        let mut template: Option<(usize, Template)> = None;
+        for (done, layer) in layers.iter().enumerate() {
+            let at = &self.layers[usize::from(*layer)];
+            if let Some((form, template)) = &template
+                && *form == at.form
+            {
+                template.repeat(at.start, out);
+                continue;
+            }
+            let form = &self.forms[at.form];
+            let made = Template::record(at.start, out, |out| match rows {
+                None => form.emit(at.start, places, out),
+                Some(rows) => {
+                    form.emit_rows(at.start, places, (rows, group.unit), out);
+                    form.emit(at.start, places.after_first(), out);
+                }
+            });
+            out.reserve(made.count() * (layers.len() - done - 1));
+            template = Some((at.form, made));
+        }
         Ok(())
     }
 }
 
-/// The routes of rank `rank` of the local engine to the ranks of the peer; `local_is_source` says
-/// who has the KV. Every head that a sink rank needs comes from exactly one source rank.
+impl RouteGroup {
+    /// The units of a span, and how many tokens of the first one it has if not all.
+    fn places<'a>(&self, span: &Span<'a>) -> Result<(Places<'a>, Option<u64>), Mismatch> {
+        if self.state {
+            let local = self.local.state("local", span.local)?;
+            let remote = self.remote.state("remote", span.remote)?;
+            return Ok((Places { local, remote, units: 1 }, None));
+        }
+        let first = u64::from(span.from) / self.unit;
+        let end = u64::from(span.to).div_ceil(self.unit);
+        let places = Places {
+            local: self.local.cover("local", span.local, first..end, self.unit)?,
+            remote: self.remote.cover("remote", span.remote, first..end, self.unit)?,
+            units: (end - first) as usize,
+        };
+        let over = u64::from(span.from) % self.unit;
+        Ok((places, (over > 0).then(|| self.unit - over)))
+    }
+}
+
+impl Pool {
+    /// The one block of a state.
+    fn state<'a>(&self, side: &str, list: &'a BlockList) -> Result<Blocks<'a>, Mismatch> {
+        if list.ids.len() != 1 {
+            return refuse(format_args!("{side} state: {} blocks instead of 1", list.ids.len()));
+        }
+        self.inside(side, &list.ids)?;
+        Ok(Blocks { ids: &list.ids, skip: 0, per: 1 })
+    }
+
+    /// The blocks that hold `units`, of `unit` tokens each.
+    fn cover<'a>(
+        &self,
+        side: &str,
+        list: &'a BlockList,
+        units: std::ops::Range<u64>,
+        unit: u64,
+    ) -> Result<Blocks<'a>, Mismatch> {
+        let per = self.tokens / unit;
+        let (from, to) = (units.start / per, units.end.div_ceil(per));
+        let first = u64::from(list.first);
+        let end = first + list.ids.len() as u64;
+        if from < first || to > end {
+            return refuse(format_args!(
+                "{side} blocks: the span is in blocks {from}..{to}, listed are {first}..{end}"
+            ));
+        }
+        let ids = &list.ids[(from - first) as usize..(to - first) as usize];
+        self.inside(side, ids)?;
+        Ok(Blocks { ids, skip: units.start % per, per })
+    }
+
+    /// Refuses ids outside the pool.
+    fn inside(&self, side: &str, ids: &[u32]) -> Result<(), Mismatch> {
+        match ids.iter().max() {
+            Some(id) if *id >= self.blocks => refuse(format_args!(
+                "{side} blocks: block {id} is outside the pool of {} blocks",
+                self.blocks
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The routes of rank `rank` of the local engine to the ranks of the peer, ascending;
+/// `local_is_source` says who has the KV. Every head that a sink rank needs comes from exactly one
+/// source rank.
 ///
 /// # Errors
-/// As [`super::check`].
+/// As [`super::check()`], or if the local engine has no such rank.
 pub fn routes(
-    _rank: u16,
-    _local_is_source: bool,
-    _local: (&Geometry, &[RankLayout]),
-    _remote: (&Geometry, &[RankLayout]),
+    rank: u16,
+    local_is_source: bool,
+    local: (&Geometry, &[RankLayout]),
+    remote: (&Geometry, &[RankLayout]),
 ) -> Result<Vec<Route>, Mismatch> {
-    Ok(Vec::new())
+    let (source, sink) = if local_is_source { (local, remote) } else { (remote, local) };
+    check(source, sink)?;
+    let Some(own) = local.1.iter().find(|layout| layout.rank == rank) else {
+        return refuse(format_args!("rank: {rank} of an engine with {} ranks", local.0.tp));
+    };
+    let mut peers: Vec<&RankLayout> = remote.1.iter().collect();
+    peers.sort_unstable_by_key(|peer| peer.rank);
+    let route = |peer: &&RankLayout| {
+        let (from, to) = if local_is_source { (rank, peer.rank) } else { (peer.rank, rank) };
+        let share = share(source.0, sink.0, from, to)?;
+        let (own_head, peer_head) =
+            if local_is_source { (share.source, share.sink) } else { (share.sink, share.source) };
+        let heads = Heads {
+            local: u64::from(own_head),
+            remote: u64::from(peer_head),
+            count: u64::from(share.heads),
+        };
+        Some(build((local.0, own), (remote.0, peer), heads))
+    };
+    Ok(peers.iter().filter_map(route).collect())
+}
+
+/// The route between two ranks that exchange `heads`.
+fn build(local: (&Geometry, &RankLayout), remote: (&Geometry, &RankLayout), heads: Heads) -> Route {
+    let pool = |side: (&Geometry, &RankLayout), group: usize| {
+        let group = &side.0.groups[group];
+        Pool {
+            blocks: side.1.layers[usize::from(group.layers[0])].shape[0],
+            tokens: u64::from(group.block_tokens),
+        }
+    };
+    let groups: Vec<RouteGroup> = (0..local.0.groups.len())
+        .map(|group| {
+            let (own, peer) = (pool(local, group), pool(remote, group));
+            RouteGroup {
+                state: local.0.groups[group].kind == GroupKind::State,
+                unit: own.tokens.min(peer.tokens),
+                local: own,
+                remote: peer,
+            }
+        })
+        .collect();
+    let mut route =
+        Route { remote_rank: remote.1.rank, layers: Vec::new(), groups, forms: Vec::new() };
+    let mut group_of = vec![0; usize::from(local.0.layers)];
+    for (index, group) in local.0.groups.iter().enumerate() {
+        group.layers.iter().for_each(|layer| group_of[usize::from(*layer)] = index);
+    }
+    for ((own, peer), group) in local.1.layers.iter().zip(&remote.1.layers).zip(group_of) {
+        route.add(own, peer, group, heads);
+    }
+    route
+}
+
+impl Route {
+    /// Adds the next layer.
+    fn add(&mut self, own: &LayerLayout, peer: &LayerLayout, group: usize, heads: Heads) {
+        let at = &self.groups[group];
+        let (form, start) = if at.state {
+            let [_, slots, rows, _] = own.shape.map(u64::from);
+            Form::new(own, peer, Heads { local: 0, remote: 0, count: slots }, rows)
+        } else {
+            Form::new(own, peer, heads, at.unit)
+        };
+        let known = self.forms.iter().rposition(|known| *known == form);
+        let form = known.unwrap_or_else(|| {
+            self.forms.push(form);
+            self.forms.len() - 1
+        });
+        self.layers.push(RouteLayer { group, regions: (own.region, peer.region), start, form });
+    }
 }

@@ -30,6 +30,13 @@ impl Slices {
         self.len.push(len);
     }
 
+    /// Makes room for more ranges.
+    pub fn reserve(&mut self, ranges: usize) {
+        self.local.reserve(ranges);
+        self.remote.reserve(ranges);
+        self.len.reserve(ranges);
+    }
+
     /// Number of ranges.
     pub fn count(&self) -> usize {
         self.len.len()

@@ -5,6 +5,7 @@
 
 pub mod cost;
 pub mod decide;
+pub mod engine;
 mod error;
 pub mod lists;
 pub mod run;

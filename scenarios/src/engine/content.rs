@@ -1,0 +1,40 @@
+//! What a prompt says, as far as KV is concerned.
+
+use crate::decide::mix;
+use crate::run::Prompt;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// The content of a prompt, by hashes instead of tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PromptContent {
+    /// Length in tokens.
+    pub tokens: u32,
+    /// One hash per leading full run of `prefix_tokens` tokens; equal hashes at one index mean
+    /// that the prompts are equal up to the end of that run.
+    pub prefix: Arc<[u64]>,
+    /// Tokens per entry of `prefix`, at least 1.
+    pub prefix_tokens: u32,
+    /// Identifies what follows the last full run; equal prompts have equal tails.
+    pub tail: u64,
+}
+
+impl PromptContent {
+    /// The content of a prompt of a run with this [`crate::Run::prefix_tokens`].
+    pub fn new(prompt: &Prompt, prefix_tokens: u32) -> PromptContent {
+        let Prompt { tokens, prefix, tail } = prompt;
+        PromptContent { tokens: *tokens, prefix: prefix.clone(), prefix_tokens, tail: *tail }
+    }
+
+    /// Stands for the KV at a position, 0 to any length (generated tokens continue the tail):
+    /// equal stamps are equal KV, up to collisions of 64-bit hashes. As KV depends on all tokens
+    /// before, an equal stamp at one position implies equal stamps before. Never 0.
+    pub fn stamp(&self, token: u32) -> u64 {
+        let run = (token / self.prefix_tokens.max(1)) as usize;
+        let base = match self.prefix.get(run) {
+            Some(hash) => *hash,
+            None => mix(self.tail, self.prefix.last().copied().unwrap_or(0)),
+        };
+        mix(base, u64::from(token)).max(1)
+    }
+}

@@ -159,7 +159,7 @@ pub struct Caps {
 }
 
 /// When the bytes of a write are visible to the owner of the destination.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Placement {
     /// Once the operation has completed.
     OnCompletion,

@@ -27,7 +27,12 @@ fn plan(case: &Case, local_is_source: bool) -> Planned {
     };
     let mut planned = Planned { ops: Vec::new(), local: RankSet::EMPTY };
     for rank in 0..local.geometry.tp {
-        let routes = routes(rank, local_is_source, local.view(), remote.view()).unwrap();
+        let routes = routes(
+            local_is_source,
+            (local.view().0, &local.view().1[usize::from(rank)]),
+            remote.view(),
+        )
+        .unwrap();
         for route in &routes {
             planned.local.insert(rank);
             for (group, request) in case.requests.iter().enumerate() {

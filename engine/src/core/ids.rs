@@ -149,6 +149,11 @@ impl RankSet {
         self.0 != before
     }
 
+    /// Takes a rank out.
+    pub fn remove(&mut self, rank: u16) {
+        self.0 &= !Self::only(rank).0;
+    }
+
     /// True if the rank is a member.
     pub const fn contains(self, rank: u16) -> bool {
         rank < TP_MAX && self.0 >> rank & 1 == 1

@@ -480,6 +480,11 @@ pub enum Report {
         /// Where its KV lies.
         layout: RankLayout,
     },
+    /// The rank cannot serve: its memory cannot be registered.
+    Unusable {
+        /// Why.
+        failure: Failure,
+    },
     /// All sessions to the peer are open.
     PeerReady {
         /// The peer.

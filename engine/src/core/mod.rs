@@ -1,5 +1,6 @@
 //! Sans-io protocol core: every state machine is a [`Machine`].
 
+mod beacon;
 pub mod blocks;
 pub mod channel;
 pub mod command;
@@ -14,8 +15,10 @@ pub mod message;
 pub mod peers;
 pub mod prefill;
 pub mod router;
+pub mod station;
 pub mod time;
 pub mod timers;
+mod tombstones;
 pub mod transfer;
 
 pub use machine::{Gauges, Machine, Outbox};

@@ -52,9 +52,22 @@ pub fn check(
     geometry("source", source.0)?;
     geometry("sink", sink.0)?;
     same_model(source.0, sink.0)?;
-    ranks("source", source.0, source.1)?;
-    ranks("sink", sink.0, sink.1)?;
+    all_ranks("source", source.0, source.1)?;
+    all_ranks("sink", sink.0, sink.1)?;
     same_layers(source.0, &source.1[0].layers, &sink.1[0].layers)
+}
+
+/// [`check`] with one rank of the local engine, which knows no others.
+pub(super) fn check_rank(
+    local: (&Geometry, &RankLayout),
+    remote: (&Geometry, &[RankLayout]),
+) -> Result<(), Mismatch> {
+    geometry("local", local.0)?;
+    geometry("remote", remote.0)?;
+    same_model(local.0, remote.0)?;
+    ranks("local", local.0, std::slice::from_ref(local.1))?;
+    all_ranks("remote", remote.0, remote.1)?;
+    same_layers(local.0, &local.1.layers, &remote.1[0].layers)
 }
 
 /// Refuses a geometry that cannot be, whatever the peer has.
@@ -158,13 +171,18 @@ fn same_members(index: usize, one: &Group, other: &Group) -> Result<(), Mismatch
     }
 }
 
-/// Refuses rank layouts that are incomplete, differ in more than place, or do not hold what the
-/// geometry says.
-fn ranks(side: &str, at: &Geometry, ranks: &[RankLayout]) -> Result<(), Mismatch> {
-    if ranks.len() != usize::from(at.tp) {
-        return refuse(format_args!("{side} ranks: {} layouts for {} ranks", ranks.len(), at.tp));
+/// Refuses rank layouts of which one is missing, or that [`ranks`] refuses.
+fn all_ranks(side: &str, at: &Geometry, layouts: &[RankLayout]) -> Result<(), Mismatch> {
+    if layouts.len() != usize::from(at.tp) {
+        let count = layouts.len();
+        return refuse(format_args!("{side} ranks: {count} layouts for {} ranks", at.tp));
     }
-    let mut seen = vec![false; ranks.len()];
+    ranks(side, at, layouts)
+}
+
+/// Refuses rank layouts that differ in more than place, or do not hold what the geometry says.
+fn ranks(side: &str, at: &Geometry, ranks: &[RankLayout]) -> Result<(), Mismatch> {
+    let mut seen = vec![false; usize::from(at.tp)];
     for rank in ranks {
         match seen.get_mut(usize::from(rank.rank)) {
             Some(seen) if !*seen => *seen = true,

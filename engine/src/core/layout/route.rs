@@ -1,6 +1,6 @@
 //! What one rank exchanges with one rank of a peer, precomputed at the hello.
 
-use super::check::{Mismatch, check, refuse};
+use super::check::{Mismatch, check_rank, refuse};
 use super::form::{Blocks, Form, Heads, Pair, Places, Template};
 use super::geometry::{BlockList, Geometry, GroupKind, LayerLayout, RankLayout};
 use super::pairing::share;
@@ -187,28 +187,25 @@ impl Pool {
     }
 }
 
-/// The routes of rank `rank` of the local engine to the ranks of the peer, ascending;
+/// The routes of one rank of the local engine to the ranks of the peer, ascending;
 /// `local_is_source` says who has the KV. Every head that a sink rank needs comes from exactly one
 /// source rank.
 ///
 /// # Errors
-/// As [`super::check()`], or if the local engine has no such rank.
+/// As [`super::check()`].
 pub fn routes(
-    rank: u16,
     local_is_source: bool,
-    local: (&Geometry, &[RankLayout]),
+    local: (&Geometry, &RankLayout),
     remote: (&Geometry, &[RankLayout]),
 ) -> Result<Vec<Route>, Mismatch> {
-    let (source, sink) = if local_is_source { (local, remote) } else { (remote, local) };
-    check(source, sink)?;
-    let Some(own) = local.1.iter().find(|layout| layout.rank == rank) else {
-        return refuse(format_args!("rank: {rank} of an engine with {} ranks", local.0.tp));
-    };
+    check_rank(local, remote)?;
+    let (source, sink) = if local_is_source { (local.0, remote.0) } else { (remote.0, local.0) };
+    let (own, rank) = (local.1, local.1.rank);
     let mut peers: Vec<&RankLayout> = remote.1.iter().collect();
     peers.sort_unstable_by_key(|peer| peer.rank);
     let route = |peer: &&RankLayout| {
         let (from, to) = if local_is_source { (rank, peer.rank) } else { (peer.rank, rank) };
-        let share = share(source.0, sink.0, from, to)?;
+        let share = share(source, sink, from, to)?;
         let (own_head, peer_head) =
             if local_is_source { (share.source, share.sink) } else { (share.sink, share.source) };
         let heads = Heads {

@@ -1,0 +1,138 @@
+//! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
+
+use super::command::ControlCommand;
+use super::dialect::native::{self, Frame};
+use super::machine::Outbox;
+use super::message::Registration;
+use super::peers::Peers;
+use super::station::CoreConfig;
+use super::time::Nanos;
+use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
+
+/// Sends registrations while the engine lives; a lost one is replaced by the next.
+#[derive(Debug)]
+pub(super) struct Beacon {
+    router: Endpoint,
+    heartbeat: Nanos,
+    registration: Registration,
+    link: Option<LinkId>,
+    up: bool,
+    next: Option<Nanos>,
+}
+
+impl Beacon {
+    pub(super) fn new(config: &CoreConfig) -> Option<Beacon> {
+        Some(Beacon {
+            router: config.router.clone()?,
+            heartbeat: config.settings.heartbeat,
+            registration: Registration {
+                engine: config.engine.clone(),
+                incarnation: config.incarnation,
+                sequence: 0,
+                role: config.role,
+                mode: config.mode,
+                http: config.http.clone(),
+                control: config.control.clone(),
+                dp_rank: config.dp.0,
+                dp_size: config.dp.1,
+                tp: config.geometry.tp,
+                draining: false,
+            },
+            link: None,
+            up: false,
+            next: None,
+        })
+    }
+
+    pub(super) fn owns(&self, event: &ControlEvent) -> bool {
+        let (ControlEvent::LinkUp { link, .. }
+        | ControlEvent::Frame { link, .. }
+        | ControlEvent::LinkDown { link }) = event;
+        Some(*link) == self.link
+    }
+
+    /// Starts once the engine can serve.
+    pub(super) fn start<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        if self.next.is_none() {
+            self.dial(now, peers, out);
+        }
+    }
+
+    fn dial<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        let link = peers.fresh_link();
+        self.link = Some(link);
+        self.next = Some(now + self.heartbeat);
+        out.push(ControlCommand::Dial {
+            link,
+            to: self.router.clone(),
+            channel: Channel::Discovery,
+        });
+    }
+
+    pub(super) fn control<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        event: &ControlEvent,
+        out: &mut Outbox<E>,
+    ) {
+        match event {
+            ControlEvent::LinkUp { .. } => {
+                self.up = true;
+                self.beat(now, out);
+            }
+            ControlEvent::LinkDown { .. } => {
+                self.up = false;
+                self.link = None;
+            }
+            ControlEvent::Frame { .. } => {}
+        }
+    }
+
+    fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        let Some(link) = self.link else { return };
+        self.registration.sequence += 1;
+        let frame = native::encode(&Frame::Register(self.registration.clone()));
+        out.push(ControlCommand::Send { link, frame });
+        self.next = Some(now + self.heartbeat);
+    }
+
+    pub(super) fn tick<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        if self.next.is_none_or(|next| next > now) {
+            return;
+        }
+        if self.up {
+            self.beat(now, out);
+        } else {
+            if let Some(link) = self.link.take() {
+                out.push(ControlCommand::HangUp { link });
+            }
+            self.dial(now, peers, out);
+        }
+    }
+
+    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        self.registration.draining = true;
+        if self.up {
+            self.beat(now, out);
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Nanos> {
+        self.next
+    }
+}

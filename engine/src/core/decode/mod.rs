@@ -1,0 +1,239 @@
+//! The decode side of transfers: one per engine core.
+//!
+//! `request` follows the engine's requests from arrival to the one answer that each gets; `read`
+//! holds what only pull needs: leases and the flows of this engine's own transfer actors.
+
+mod read;
+mod request;
+
+use super::blocks::{Ledger, Owner};
+use super::command::ControlCommand;
+use super::error::Failure;
+use super::idmap::IdMap;
+use super::ids::{FlowId, PeerSlot, RequestId};
+use super::machine::{Gauges, Machine, Outbox};
+use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, Tag};
+use super::station::{CoreConfig, News, Station};
+use super::time::Nanos;
+use super::timers::Timers;
+use crate::fabric::ControlEvent;
+use request::Request;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What can happen to a decode core.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DecodeInput {
+    /// The engine tells.
+    Hook(DecodeHook),
+    /// The control plane reports.
+    Control(ControlEvent),
+    /// The transfer actor of a rank reports.
+    Report {
+        /// Its TP rank.
+        rank: u16,
+        /// What it says.
+        report: Report,
+    },
+    /// Register as draining from now on.
+    Drain,
+    /// A deadline may be due.
+    Tick,
+}
+
+/// What a decode core wants done.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DecodeEffect {
+    /// Call the control plane.
+    Control(ControlCommand),
+    /// Give a job to the transfer actors of all ranks.
+    Job(Job),
+    /// Tell the engine.
+    Answer(DecodeAnswer),
+}
+
+impl From<ControlCommand> for DecodeEffect {
+    fn from(command: ControlCommand) -> Self {
+        DecodeEffect::Control(command)
+    }
+}
+
+impl From<Job> for DecodeEffect {
+    fn from(job: Job) -> Self {
+        DecodeEffect::Job(job)
+    }
+}
+
+impl From<DecodeAnswer> for DecodeEffect {
+    fn from(answer: DecodeAnswer) -> Self {
+        DecodeEffect::Answer(answer)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    /// Ask for a longer lease.
+    Renew(RequestId),
+    /// The lease of a read ends.
+    Expiry(RequestId),
+}
+
+/// The decode state machine of one engine core.
+#[derive(Debug)]
+pub struct Decode {
+    config: CoreConfig,
+    station: Station,
+    requests: BTreeMap<RequestId, Request>,
+    ids: IdMap,
+    ledger: Ledger,
+    flows: BTreeMap<FlowId, RequestId>,
+    timers: Timers<Timer>,
+    news: Vec<News>,
+    next_id: u64,
+}
+
+type Out = Outbox<DecodeEffect>;
+
+impl Decode {
+    /// A core that has done nothing; it registers when all its ranks are ready.
+    pub fn new(config: CoreConfig) -> Decode {
+        Decode {
+            station: Station::new(&config),
+            requests: BTreeMap::new(),
+            ids: IdMap::default(),
+            ledger: Ledger::default(),
+            flows: BTreeMap::new(),
+            timers: Timers::default(),
+            news: Vec::new(),
+            next_id: 0,
+            config,
+        }
+    }
+
+    fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn fresh_owner(&mut self) -> Owner {
+        Owner(self.fresh())
+    }
+
+    fn hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut Out) {
+        match hook {
+            DecodeHook::Arrived { request, leg, tokens } => {
+                self.arrived(now, request, leg, tokens, out);
+            }
+            DecodeHook::Allocated { request, computed, blocks } => {
+                self.allocated(now, request, computed, blocks, out);
+            }
+            DecodeHook::Finished { request, .. } => self.finished(now, &request, out),
+        }
+    }
+
+    fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
+        match news {
+            News::Message { slot, message } => self.message(now, slot, message, out),
+            News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
+            News::Fenced { slot } => self.peer_fenced(now, slot, out),
+            News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
+            News::Unusable { failure } => self.give_up(now, &failure, out),
+        }
+    }
+
+    fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
+        match message {
+            Message::Announce { tag, .. }
+            | Message::Pull { tag, .. }
+            | Message::Renew { tag, .. }
+            | Message::Release { tag, .. }
+            | Message::Cancel { tag } => self.station.violation(&tag),
+            message => {
+                if let Some(request) = self.request_of(slot, message.tag()) {
+                    self.message_for(now, request, message, out);
+                }
+            }
+        }
+    }
+
+    fn message_for(&mut self, now: Nanos, request: RequestId, message: Message, out: &mut Out) {
+        match message {
+            Message::Delivered { ranks, tokens, .. } => {
+                self.delivered(now, request, ranks, tokens, out);
+            }
+            Message::Ended { failure, quiet, .. } => {
+                self.ended(now, &request, failure, quiet, out);
+            }
+            Message::Grant { blocks, tokens, lease, .. } => {
+                self.granted(now, &request, tokens, blocks, lease, out);
+            }
+            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease),
+            _ => {}
+        }
+    }
+
+    /// The request that a tag of this peer is about, if that attempt is the current one.
+    fn request_of(&self, slot: PeerSlot, tag: &Tag) -> Option<RequestId> {
+        let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
+        let request = self.requests.get(id)?;
+        (request.slot == slot && request.tag.attempt == tag.attempt).then(|| id.clone())
+    }
+
+    fn tick(&mut self, now: Nanos, out: &mut Out) {
+        while let Some(timer) = self.timers.pop_due(now) {
+            match timer {
+                Timer::Renew(request) => self.renew(now, &request, out),
+                Timer::Expiry(request) => self.lease_ended(now, &request, out),
+            }
+        }
+    }
+
+    /// The engine's memory cannot be used.
+    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut Out) {
+        let ids: Vec<_> = self.requests.keys().cloned().collect();
+        for id in ids {
+            self.fail(now, &id, failure.clone(), out);
+        }
+    }
+}
+
+impl Machine for Decode {
+    type Input = DecodeInput;
+    type Effect = DecodeEffect;
+
+    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut Out) {
+        match input {
+            DecodeInput::Hook(hook) => self.hook(now, hook, out),
+            DecodeInput::Control(event) => self.station.control(now, event, out),
+            DecodeInput::Report { rank, report } => {
+                self.station.report(now, rank, report, &mut self.news, out);
+            }
+            DecodeInput::Drain => self.station.drain(now, out),
+            DecodeInput::Tick => {
+                self.station.tick(now, out);
+                self.tick(now, out);
+            }
+        }
+        loop {
+            self.station.digest(&mut self.news, out);
+            if self.news.is_empty() {
+                break;
+            }
+            for news in std::mem::take(&mut self.news) {
+                self.news(now, news, out);
+            }
+        }
+    }
+
+    fn deadline(&self) -> Option<Nanos> {
+        [self.station.deadline(), self.timers.next()].into_iter().flatten().min()
+    }
+
+    fn gauges(&self) -> Gauges {
+        Gauges {
+            transfers: self.requests.len() as u32,
+            quarantined: self.ledger.quarantined(),
+            ..self.station.gauges()
+        }
+    }
+}

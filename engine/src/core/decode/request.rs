@@ -1,0 +1,322 @@
+//! The engine's requests: announced, loaded or failed, and never answered twice.
+
+use super::read::Read;
+use super::{Decode, Out};
+use crate::core::blocks::Owner;
+use crate::core::error::Failure;
+use crate::core::ids::{Attempt, PeerSlot, RankSet, RequestId};
+use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
+use crate::core::message::{DecodeAnswer, DecodeLeg, Message, Mode, Tag};
+use crate::core::station::Blocks;
+use crate::core::time::Nanos;
+use crate::fabric::Refused;
+use std::sync::Arc;
+
+/// Where a request stands between its arrival and its answer.
+#[derive(Debug)]
+pub(super) enum Phase {
+    /// Waits for blocks.
+    Arrived,
+    /// Push: the prefill may write into the blocks.
+    Announced { ranks: RankSet },
+    /// Push: the load has failed, or nobody wants it; the prefill may still be writing.
+    Ending(Failure),
+    /// The peer is gone and being fenced; until then it may still be writing.
+    Fencing(Failure),
+    /// Pull: asked, granted, reading or stopping.
+    Reading(Read),
+}
+
+/// A request with a decode leg, from its arrival until its answer.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) slot: PeerSlot,
+    pub(super) tag: Tag,
+    pub(super) tokens: u32,
+    pub(super) computed: u32,
+    /// Destination blocks, without those that hold KV already.
+    pub(super) blocks: Blocks,
+    pub(super) phase: Phase,
+    mode: Mode,
+    owner: Owner,
+}
+
+impl Decode {
+    pub(super) fn arrived(
+        &mut self,
+        now: Nanos,
+        id: RequestId,
+        leg: DecodeLeg,
+        tokens: u32,
+        out: &mut Out,
+    ) {
+        if let Err(failure) = self.admit(&id, &leg) {
+            out.push(DecodeAnswer::Rejected { request: id, failure });
+            return;
+        }
+        let slot = self.station.reach(now, &leg.prefill, &leg.control, out);
+        self.station.hold(now, slot, out);
+        let owner = self.fresh_owner();
+        self.requests.insert(
+            id,
+            Request {
+                slot,
+                tag: Tag { key: leg.key, sibling: leg.sibling, attempt: Attempt(1) },
+                tokens,
+                computed: 0,
+                blocks: Blocks::default(),
+                phase: Phase::Arrived,
+                mode: leg.mode,
+                owner,
+            },
+        );
+    }
+
+    fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
+        if let Some(failure) = self.station.unusable() {
+            return Err(failure.clone());
+        }
+        if leg.mode != self.config.mode {
+            let text = format!("leg says {}, this engine does {}", leg.mode, self.config.mode);
+            return Err(Failure::Mismatch(Mismatch(text.into())));
+        }
+        if self.requests.len() >= self.config.settings.requests_max as usize {
+            return Err(Failure::Overload);
+        }
+        self.ids.insert(id.clone(), leg.key.clone(), leg.sibling)
+    }
+
+    pub(super) fn allocated(
+        &mut self,
+        now: Nanos,
+        id: RequestId,
+        computed: u32,
+        blocks: Vec<BlockList>,
+        out: &mut Out,
+    ) {
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        assert!(matches!(request.phase, Phase::Arrived), "{id} was allocated twice");
+        if computed >= request.tokens {
+            self.release_source(now, &id, out);
+            return self.answer(now, &id, Ok(()), out);
+        }
+        let blocks = self.destinations(computed, blocks);
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        for (group, list) in blocks.iter().enumerate() {
+            if let Err(conflict) = self.ledger.claim_destination(request.owner, group, list) {
+                let why = Refused::Invalid(conflict.to_string().into());
+                self.release_source(now, &id, out);
+                return self.answer(now, &id, Err(Failure::Refused(why)), out);
+            }
+        }
+        request.computed = computed;
+        request.blocks = Arc::new(blocks);
+        let (tag, tokens) = (request.tag.clone(), request.tokens);
+        let message = match request.mode {
+            Mode::Push => {
+                request.phase = Phase::Announced { ranks: RankSet::EMPTY };
+                let blocks = request.blocks.to_vec();
+                Message::Announce { tag, tokens, from: computed, blocks }
+            }
+            Mode::Pull => {
+                request.phase = Phase::Reading(Read::asked(now));
+                Message::Pull { tag, tokens }
+            }
+        };
+        let slot = request.slot;
+        if let Err(failure) = self.station.send(now, slot, message, out) {
+            self.answer(now, &id, Err(failure), out);
+        }
+    }
+
+    /// Drops the blocks that hold KV already; a prefill must not write into them.
+    fn destinations(&self, computed: u32, mut blocks: Vec<BlockList>) -> Vec<BlockList> {
+        for (list, group) in blocks.iter_mut().zip(&self.config.geometry.groups) {
+            if group.kind == GroupKind::State {
+                continue;
+            }
+            let hits = (computed / group.block_tokens).saturating_sub(list.first);
+            let hits = (hits as usize).min(list.ids.len());
+            list.ids.drain(..hits);
+            list.first += hits as u32;
+        }
+        blocks
+    }
+
+    pub(super) fn finished(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+        let Some(request) = self.requests.get(id) else { return };
+        if matches!(request.phase, Phase::Arrived) {
+            self.release_source(now, id, out);
+            self.remove(now, id, out);
+        } else {
+            self.fail(now, id, Failure::Cancelled, out);
+        }
+    }
+
+    /// Ends a request without success, as soon as no byte can land in its blocks.
+    pub(super) fn fail(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        match &mut request.phase {
+            Phase::Arrived => {
+                self.release_source(now, id, out);
+                self.reject(now, id, failure, out);
+            }
+            Phase::Announced { .. } => {
+                request.phase = Phase::Ending(failure);
+                let (slot, tag, owner) = (request.slot, request.tag.clone(), request.owner);
+                self.ledger.quarantine(owner);
+                // Told by `Ended`, or by the peer's `Down` if the message cannot be sent.
+                let _ = self.station.send(now, slot, Message::Cancel { tag }, out);
+            }
+            Phase::Reading(_) => self.stop_reading(now, id, failure, out),
+            Phase::Ending(_) | Phase::Fencing(_) => {}
+        }
+    }
+
+    pub(super) fn delivered(
+        &mut self,
+        now: Nanos,
+        id: RequestId,
+        ranks: RankSet,
+        tokens: u32,
+        out: &mut Out,
+    ) {
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        let Some(info) = self.station.info(request.slot) else { return };
+        let needed = senders(&info.geometry, &self.config.geometry);
+        match &mut request.phase {
+            Phase::Announced { ranks: have } => {
+                *have = have.union(ranks);
+                if !have.covers(needed) {
+                    return;
+                }
+                let result = if tokens == request.tokens {
+                    Ok(())
+                } else {
+                    let text = format!("{tokens} tokens delivered, {} wanted", request.tokens);
+                    Err(Failure::Mismatch(Mismatch(text.into())))
+                };
+                self.answer(now, &id, result, out);
+            }
+            Phase::Ending(failure) if ranks.covers(needed) => {
+                let failure = failure.clone();
+                self.answer(now, &id, Err(failure), out);
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn ended(
+        &mut self,
+        now: Nanos,
+        id: &RequestId,
+        failure: Failure,
+        quiet: bool,
+        out: &mut Out,
+    ) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let owner = request.owner;
+        match &mut request.phase {
+            Phase::Announced { .. } if quiet => self.answer(now, id, Err(failure), out),
+            Phase::Announced { .. } => {
+                request.phase = Phase::Ending(failure);
+                self.ledger.quarantine(owner);
+            }
+            Phase::Ending(first) if quiet => {
+                let first = first.clone();
+                self.answer(now, id, Err(first), out);
+            }
+            Phase::Reading(_) => self.stop_reading(now, id, failure, out),
+            Phase::Arrived | Phase::Ending(_) | Phase::Fencing(_) => {}
+        }
+    }
+
+    pub(super) fn peer_down(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        failure: &Failure,
+        out: &mut Out,
+    ) {
+        let lost: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.slot == slot)
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in lost {
+            let Some(request) = self.requests.get_mut(&id) else { continue };
+            let owner = request.owner;
+            match &mut request.phase {
+                Phase::Arrived => self.reject(now, &id, failure.clone(), out),
+                Phase::Announced { .. } => {
+                    request.phase = Phase::Fencing(failure.clone());
+                    self.ledger.quarantine(owner);
+                }
+                Phase::Ending(first) => request.phase = Phase::Fencing(first.clone()),
+                Phase::Reading(_) => self.stop_reading(now, &id, failure.clone(), out),
+                Phase::Fencing(_) => {}
+            }
+        }
+    }
+
+    /// Nothing of the peer lands here any more.
+    pub(super) fn peer_fenced(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let safe: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.slot == slot)
+            .filter_map(|(id, request)| match &request.phase {
+                Phase::Fencing(failure) => Some((id.clone(), failure.clone())),
+                _ => None,
+            })
+            .collect();
+        for (id, failure) in safe {
+            self.answer(now, &id, Err(failure), out);
+        }
+    }
+
+    /// Tells the prefill that this engine needs nothing more of it.
+    pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+        let Some(request) = self.requests.get(id) else { return };
+        let ranks = RankSet::first(self.config.geometry.tp);
+        let (slot, tag) = (request.slot, request.tag.clone());
+        // A prefill that cannot be told frees by lease.
+        let _ = self.station.send(now, slot, Message::Release { tag, ranks }, out);
+    }
+
+    fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+        self.remove(now, id, out);
+        out.push(DecodeAnswer::Rejected { request: id.clone(), failure });
+    }
+
+    /// The one answer of an allocated request.
+    pub(super) fn answer(
+        &mut self,
+        now: Nanos,
+        id: &RequestId,
+        result: Result<(), Failure>,
+        out: &mut Out,
+    ) {
+        self.remove(now, id, out);
+        let request = id.clone();
+        out.push(match result {
+            Ok(()) => DecodeAnswer::Loaded { request },
+            Err(failure) => DecodeAnswer::LoadFailed { request, failure },
+        });
+    }
+
+    fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+        let Some(request) = self.requests.remove(id) else { return };
+        self.ids.remove_request(id);
+        self.ledger.release(request.owner);
+        self.cancel_timers(id);
+        self.station.unhold(now, request.slot, out);
+    }
+
+    pub(super) fn quarantine(&mut self, id: &RequestId) {
+        if let Some(request) = self.requests.get(id) {
+            self.ledger.quarantine(request.owner);
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! The engine's requests: what is computed, and when its blocks may go.
+
+use super::{Key, Out, Prefill, Timer};
+use crate::core::error::Failure;
+use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
+use crate::core::layout::{BlockList, Mismatch};
+use crate::core::message::{Chunk, FinishReason, Job, Mode, PrefillAnswer, PrefillLeg};
+use crate::core::time::Nanos;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A request with a prefill leg, from its arrival until its blocks are free.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) key: TransferKey,
+    pub(super) leg: PrefillLeg,
+    pub(super) tokens: u32,
+    /// The source that chunks go to; replaced at a preemption.
+    pub(super) source: SourceId,
+    /// True if the transfer actors know the source.
+    pub(super) mentioned: bool,
+    pub(super) blocks: Vec<BlockList>,
+    /// Tokens that are computed when the scheduled steps are done.
+    scheduled: u32,
+    pub(super) finished: Option<FinishReason>,
+    /// Another copy of the prompt serves the siblings; this one is only computed.
+    spare: bool,
+    /// Sources given up by preemptions and the flows that still read from them.
+    pub(super) draining: BTreeMap<SourceId, u32>,
+}
+
+impl Request {
+    fn blocks_held(&self) -> u32 {
+        self.blocks.iter().map(|list| list.ids.len() as u32).sum()
+    }
+
+    /// True if the whole prompt's KV is there.
+    pub(super) fn computed(&self) -> bool {
+        matches!(self.finished, Some(FinishReason::Length | FinishReason::Stop))
+    }
+
+    /// Takes a chunk's blocks; says how many.
+    fn add(&mut self, chunk: &Chunk) -> u32 {
+        let mut added = 0;
+        self.blocks.resize_with(chunk.blocks.len().max(self.blocks.len()), BlockList::default);
+        for (have, new) in self.blocks.iter_mut().zip(&chunk.blocks) {
+            if have.ids.is_empty() {
+                have.first = new.first;
+            }
+            have.ids.extend_from_slice(&new.ids);
+            added += new.ids.len() as u32;
+        }
+        self.scheduled = self.scheduled.max(chunk.to);
+        added
+    }
+}
+
+impl Prefill {
+    pub(super) fn arrived(
+        &mut self,
+        now: Nanos,
+        id: RequestId,
+        leg: PrefillLeg,
+        tokens: u32,
+        out: &mut Out,
+    ) {
+        if let Err(failure) = self.admit(&id, &leg) {
+            out.push(PrefillAnswer::Rejected { request: id, failure });
+            return;
+        }
+        let source = SourceId(self.fresh());
+        let key = leg.key.clone();
+        let entry = self.keys.entry(key.clone()).or_default();
+        entry.copies += 1;
+        let spare = entry.request.is_some();
+        let request = Request {
+            key: key.clone(),
+            leg,
+            tokens,
+            source,
+            mentioned: false,
+            blocks: Vec::new(),
+            scheduled: 0,
+            finished: None,
+            spare,
+            draining: BTreeMap::new(),
+        };
+        self.requests.insert(id.clone(), request);
+        if !spare {
+            entry.request = Some(id);
+            self.timers.cancel(&Timer::Orphan(key.clone()));
+            self.bind_sinks(now, &key, out);
+        }
+    }
+
+    fn admit(&self, id: &RequestId, leg: &PrefillLeg) -> Result<(), Failure> {
+        if let Some(failure) = self.station.unusable() {
+            return Err(failure.clone());
+        }
+        if leg.mode != self.config.mode {
+            let text = format!("leg says {}, this engine does {}", leg.mode, self.config.mode);
+            return Err(Failure::Mismatch(Mismatch(text.into())));
+        }
+        if self.requests.len() >= self.config.settings.requests_max as usize {
+            return Err(Failure::Overload);
+        }
+        let copies = self.keys.get(&leg.key).map_or(0, |key| key.copies);
+        let duplicate = self.requests.contains_key(id)
+            || self.tombstones.contains(&leg.key)
+            || copies >= leg.siblings.max(1);
+        if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
+    }
+
+    pub(super) fn scheduled(&mut self, step: StepId, chunk: Chunk, out: &mut Out) {
+        let Some(request) = self.requests.get_mut(&chunk.request) else { return };
+        assert!(request.finished.is_none(), "{} was scheduled after it finished", chunk.request);
+        self.held += request.add(&chunk);
+        if request.spare || request.leg.mode == Mode::Pull {
+            return;
+        }
+        request.mentioned = true;
+        out.push(Job::Source {
+            source: request.source,
+            step,
+            ready: chunk.from,
+            to: chunk.to,
+            tokens: request.tokens,
+            blocks: Arc::new(chunk.blocks),
+        });
+    }
+
+    pub(super) fn finished(
+        &mut self,
+        now: Nanos,
+        id: RequestId,
+        reason: FinishReason,
+        out: &mut Out,
+    ) {
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        request.finished = Some(reason);
+        let key = request.key.clone();
+        if request.spare {
+            return self.free(&id, None, out);
+        }
+        if request.computed() && request.scheduled >= request.tokens {
+            self.grant_sinks(now, &key, out);
+            self.timers.arm(Timer::Hold(key.clone()), now + self.config.settings.lease);
+        } else {
+            request.finished = Some(FinishReason::Aborted);
+            self.end_key(now, &key, &Failure::PrefillEnded, out);
+        }
+        self.try_free(&key, out);
+    }
+
+    pub(super) fn preempted(&mut self, id: RequestId, out: &mut Out) {
+        let source = SourceId(self.fresh());
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        assert!(request.finished.is_none(), "{id} was preempted after it finished");
+        let old = std::mem::replace(&mut request.source, source);
+        self.held -= request.blocks_held();
+        request.blocks.clear();
+        request.scheduled = 0;
+        let mentioned = std::mem::take(&mut request.mentioned);
+        let key = request.key.clone();
+        let flows = if request.spare { 0 } else { self.restart_sinks(&key, old, out) };
+        if flows > 0 {
+            if let Some(request) = self.requests.get_mut(&id) {
+                request.draining.insert(old, flows);
+            }
+            return;
+        }
+        if mentioned {
+            out.push(Job::Forget { source: old });
+        }
+        out.push(PrefillAnswer::PreemptionSafe { request: id });
+    }
+
+    /// One flow of a source that a preemption gave up is quiet.
+    pub(super) fn drained(&mut self, id: &RequestId, source: SourceId, out: &mut Out) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Some(left) = request.draining.get_mut(&source) else { return };
+        *left -= 1;
+        if *left == 0 {
+            request.draining.remove(&source);
+            out.push(Job::Forget { source });
+            out.push(PrefillAnswer::PreemptionSafe { request: id.clone() });
+        }
+    }
+
+    /// Frees the blocks of a key's request if nobody needs them any more.
+    pub(super) fn try_free(&mut self, key: &TransferKey, out: &mut Out) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let Some(id) = entry.request.clone() else {
+            return self.forget_if_idle(key);
+        };
+        let Some(request) = self.requests.get(&id) else { return };
+        let all_served = entry.served.len() as u32 >= request.leg.siblings.max(1);
+        let ended = request.finished.is_some() && (all_served || entry.closed);
+        if !ended || !entry.sinks.is_empty() || !request.draining.is_empty() {
+            return;
+        }
+        let failure = entry.failure.clone();
+        self.free(&id, failure, out);
+        self.keys.remove(key);
+        self.timers.cancel(&Timer::Hold(key.clone()));
+        self.tombstones.insert(key.clone());
+    }
+
+    /// A key that only receivers know and that all of them have left needs no entry.
+    fn forget_if_idle(&mut self, key: &TransferKey) {
+        let idle = |entry: &Key| entry.sinks.is_empty() && entry.served.is_empty();
+        if self.keys.get(key).is_some_and(idle) {
+            self.keys.remove(key);
+            self.timers.cancel(&Timer::Orphan(key.clone()));
+        }
+    }
+
+    fn free(&mut self, id: &RequestId, failure: Option<Failure>, out: &mut Out) {
+        let Some(request) = self.requests.remove(id) else { return };
+        self.held -= request.blocks_held();
+        if request.mentioned {
+            out.push(Job::Forget { source: request.source });
+        }
+        out.push(PrefillAnswer::SourceFree { request: id.clone(), failure });
+    }
+
+    /// Ends a key for all its receivers; its blocks go when every flow is quiet.
+    pub(super) fn end_key(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        failure: &Failure,
+        out: &mut Out,
+    ) {
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        entry.closed = true;
+        entry.failure.get_or_insert_with(|| failure.clone());
+        let siblings: Vec<u32> = entry.sinks.keys().copied().collect();
+        for sibling in siblings {
+            self.end_sink(now, key, sibling, failure.clone(), out);
+        }
+    }
+
+    pub(super) fn hold_ended(&mut self, key: &TransferKey, out: &mut Out) {
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        entry.closed = true;
+        let missing =
+            entry.request.as_ref().and_then(|id| self.requests.get(id)).is_some_and(|request| {
+                ((entry.served.len() + entry.sinks.len()) as u32) < request.leg.siblings
+            });
+        if missing {
+            entry.failure.get_or_insert(Failure::NotFetched);
+        }
+        self.try_free(key, out);
+    }
+
+    pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        if self.keys.get(key).is_some_and(|entry| entry.request.is_none()) {
+            self.end_key(now, key, &Failure::UnknownTransfer, out);
+            self.keys.remove(key);
+            self.tombstones.insert(key.clone());
+        }
+    }
+
+    /// The engine's memory cannot be used: nothing it has can be sent.
+    pub(super) fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut Out) {
+        let keys: Vec<_> = self.keys.keys().cloned().collect();
+        for key in keys {
+            self.end_key(now, &key, failure, out);
+            self.try_free(&key, out);
+        }
+    }
+}

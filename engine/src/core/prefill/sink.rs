@@ -1,0 +1,430 @@
+//! The receivers of a key: bound to its source, written to or granted a lease, and seen to their
+//! end.
+
+use super::{FlowEntry, Out, Prefill, Timer};
+use crate::core::error::Failure;
+use crate::core::ids::{FlowId, PeerSlot, RankSet, SourceId, TransferKey};
+use crate::core::layout::Mismatch;
+use crate::core::message::{Job, Message, Mode, Tag};
+use crate::core::station::Blocks;
+use crate::core::time::Nanos;
+
+/// What a receiver asked for.
+#[derive(Clone, Debug)]
+pub(super) enum Want {
+    /// Write `from..` into these blocks.
+    Push { from: u32, blocks: Blocks },
+    /// Tell the blocks.
+    Pull,
+}
+
+#[derive(Debug)]
+enum State {
+    /// For the prefill leg, or (pull) for its end.
+    Waiting,
+    /// The flow writes.
+    Writing(FlowId),
+    /// The flow stops because of a preemption; another one follows.
+    Restarting(FlowId),
+    /// The flow stops for good; the receiver has been told why.
+    Ending(FlowId, Failure),
+    /// The receiver reads under a lease.
+    Granted { released: RankSet },
+}
+
+/// One receiver.
+#[derive(Debug)]
+pub(super) struct Sink {
+    slot: PeerSlot,
+    tag: Tag,
+    tokens: u32,
+    want: Want,
+    state: State,
+}
+
+impl Prefill {
+    fn tell(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
+        // A peer that is down learns nothing; one whose queue is full is about to be.
+        let _ = self.station.send(now, slot, message, out);
+    }
+
+    fn tell_ended(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: Tag,
+        failure: Failure,
+        quiet: bool,
+        out: &mut Out,
+    ) {
+        self.tell(now, slot, Message::Ended { tag, failure, quiet }, out);
+    }
+
+    /// A decode announced blocks or asked for a grant.
+    pub(super) fn wanted(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: Tag,
+        tokens: u32,
+        want: Want,
+        out: &mut Out,
+    ) {
+        if let Some(sink) = self.keys.get(&tag.key).and_then(|key| key.sinks.get(&tag.sibling))
+            && sink.slot == slot
+            && sink.tag.attempt >= tag.attempt
+        {
+            return;
+        }
+        if let Err(failure) = self.accepts(&tag) {
+            return self.tell_ended(now, slot, tag, failure, true, out);
+        }
+        let entry = self.keys.entry(tag.key.clone()).or_default();
+        let (key, sibling) = (tag.key.clone(), tag.sibling);
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(Timer::Orphan(key.clone()), orphan);
+        }
+        entry.sinks.insert(sibling, Sink { slot, tag, tokens, want, state: State::Waiting });
+        self.station.hold(now, slot, out);
+        self.bind(now, &key, sibling, out);
+    }
+
+    fn accepts(&self, tag: &Tag) -> Result<(), Failure> {
+        if self.tombstones.contains(&tag.key) {
+            return Err(Failure::UnknownTransfer);
+        }
+        if let Some(failure) = self.station.unusable() {
+            return Err(failure.clone());
+        }
+        match self.keys.get(&tag.key) {
+            Some(key) if key.closed => Err(Failure::UnknownTransfer),
+            Some(key) if key.sinks.contains_key(&tag.sibling) => Err(Failure::DuplicateKey),
+            Some(key) if key.served.contains(&tag.sibling) => Err(Failure::DuplicateKey),
+            Some(_) => Ok(()),
+            None if self.keys.len() >= self.config.settings.early_max as usize => {
+                Err(Failure::Overload)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn bind_sinks(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        let siblings: Vec<u32> =
+            self.keys.get(key).map_or(Vec::new(), |entry| entry.sinks.keys().copied().collect());
+        for sibling in siblings {
+            self.bind(now, key, sibling, out);
+        }
+    }
+
+    /// A computed prompt grants its waiting readers.
+    pub(super) fn grant_sinks(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        self.bind_sinks(now, key, out);
+    }
+
+    /// Brings a receiver and the prompt together if both are there.
+    fn bind(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut Out) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
+            return;
+        };
+        let Some(sink) = entry.sinks.get(&sibling) else { return };
+        if !matches!(sink.state, State::Waiting) {
+            return;
+        }
+        let (mode, wanted) = match sink.want {
+            Want::Push { .. } => (Mode::Push, request.leg.mode),
+            Want::Pull => (Mode::Pull, request.leg.mode),
+        };
+        if mode != wanted || sink.tokens != request.tokens {
+            let text = format!(
+                "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
+                sink.tokens, request.tokens
+            );
+            return self.end_sink(now, key, sibling, Failure::Mismatch(Mismatch(text.into())), out);
+        }
+        match mode {
+            Mode::Push => self.start_flow(key, sibling, out),
+            Mode::Pull if request.computed() => self.grant(now, key, sibling, out),
+            Mode::Pull => {}
+        }
+    }
+
+    fn start_flow(&mut self, key: &TransferKey, sibling: u32, out: &mut Out) {
+        let flow = FlowId(self.fresh());
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get_mut(id)) else {
+            return;
+        };
+        let Some(sink) = entry.sinks.get_mut(&sibling) else { return };
+        let Want::Push { from, blocks } = &sink.want else { return };
+        sink.state = State::Writing(flow);
+        request.mentioned = true;
+        out.push(Job::Write {
+            flow,
+            source: request.source,
+            peer: sink.slot,
+            from: *from,
+            tokens: sink.tokens,
+            blocks: blocks.clone(),
+        });
+        self.flows.insert(
+            flow,
+            FlowEntry {
+                key: key.clone(),
+                sibling,
+                source: request.source,
+                left: RankSet::first(self.config.geometry.tp),
+                failure: None,
+            },
+        );
+    }
+
+    fn grant(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut Out) {
+        let lease = self.config.settings.lease;
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
+            return;
+        };
+        let Some(sink) = entry.sinks.get_mut(&sibling) else { return };
+        sink.state = State::Granted { released: RankSet::EMPTY };
+        let grant = Message::Grant {
+            tag: sink.tag.clone(),
+            tokens: request.tokens,
+            blocks: request.blocks.clone(),
+            lease,
+        };
+        let slot = sink.slot;
+        self.timers.arm(Timer::Lease(key.clone(), sibling), now + lease);
+        self.tell(now, slot, grant, out);
+    }
+
+    pub(super) fn renew(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: Tag,
+        count: u32,
+        out: &mut Out,
+    ) {
+        let lease = self.config.settings.lease;
+        match self.sink_state(slot, &tag) {
+            Some(State::Granted { .. }) => {
+                self.timers.arm(Timer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                self.tell(now, slot, Message::Renewed { tag, count, lease }, out);
+            }
+            Some(_) => {}
+            None => self.tell_ended(now, slot, tag, Failure::LeaseExpired, true, out),
+        }
+    }
+
+    fn sink_state(&mut self, slot: PeerSlot, tag: &Tag) -> Option<&mut State> {
+        let sink = self.keys.get_mut(&tag.key)?.sinks.get_mut(&tag.sibling)?;
+        (sink.slot == slot && sink.tag.attempt == tag.attempt).then_some(&mut sink.state)
+    }
+
+    /// The receiver needs the source no more.
+    pub(super) fn released(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: &Tag,
+        ranks: RankSet,
+        out: &mut Out,
+    ) {
+        let needed = RankSet::first(self.station.info(slot).map_or(1, |info| info.geometry.tp));
+        match self.sink_state(slot, tag) {
+            Some(State::Granted { released }) => {
+                *released = released.union(ranks);
+                if released.covers(needed) {
+                    self.sink_done(now, &tag.key, tag.sibling, None, out);
+                }
+            }
+            Some(State::Waiting) => self.sink_done(now, &tag.key, tag.sibling, None, out),
+            Some(_) => self.end_sink(now, &tag.key, tag.sibling, Failure::Cancelled, out),
+            None => self.released_unasked(now, tag, out),
+        }
+    }
+
+    /// A receiver that needed nothing, perhaps before the prefill leg arrived.
+    fn released_unasked(&mut self, now: Nanos, tag: &Tag, out: &mut Out) {
+        if self.accepts(tag).is_err() {
+            return;
+        }
+        let entry = self.keys.entry(tag.key.clone()).or_default();
+        entry.served.insert(tag.sibling);
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(Timer::Orphan(tag.key.clone()), orphan);
+        }
+        self.try_free(&tag.key, out);
+    }
+
+    /// The receiver wants its blocks back.
+    pub(super) fn cancelled(&mut self, now: Nanos, slot: PeerSlot, tag: Tag, out: &mut Out) {
+        if self.sink_state(slot, &tag).is_some() {
+            self.end_sink(now, &tag.key, tag.sibling, Failure::Cancelled, out);
+        } else {
+            self.tell_ended(now, slot, tag.clone(), Failure::Cancelled, true, out);
+            self.released_unasked(now, &tag, out);
+        }
+    }
+
+    /// Ends a receiver without success: at once if no byte can be under way, else when its flow is
+    /// quiet.
+    pub(super) fn end_sink(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        failure: Failure,
+        out: &mut Out,
+    ) {
+        let Some(sink) = self.keys.get_mut(key).and_then(|entry| entry.sinks.get_mut(&sibling))
+        else {
+            return;
+        };
+        let (slot, tag) = (sink.slot, sink.tag.clone());
+        match &mut sink.state {
+            State::Waiting => {
+                self.tell_ended(now, slot, tag, failure.clone(), true, out);
+                self.sink_done(now, key, sibling, Some(failure), out);
+            }
+            State::Granted { .. } => {
+                self.tell_ended(now, slot, tag, failure, false, out);
+            }
+            State::Writing(flow) | State::Restarting(flow) => {
+                let flow = *flow;
+                sink.state = State::Ending(flow, failure.clone());
+                self.tell_ended(now, slot, tag, failure, false, out);
+                out.push(Job::Stop { flow });
+            }
+            State::Ending(..) => {}
+        }
+    }
+
+    fn sink_done(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        failure: Option<Failure>,
+        out: &mut Out,
+    ) {
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let slot = entry.sinks.remove(&sibling).map(|sink| sink.slot);
+        entry.served.insert(sibling);
+        if entry.failure.is_none() {
+            entry.failure = failure;
+        }
+        self.timers.cancel(&Timer::Lease(key.clone(), sibling));
+        if let Some(slot) = slot {
+            self.station.unhold(now, slot, out);
+        }
+        self.try_free(key, out);
+    }
+
+    pub(super) fn lease_ended(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        out: &mut Out,
+    ) {
+        let Some(sink) = self.keys.get(key).and_then(|entry| entry.sinks.get(&sibling)) else {
+            return;
+        };
+        let (slot, tag) = (sink.slot, sink.tag.clone());
+        self.tell_ended(now, slot, tag, Failure::LeaseExpired, true, out);
+        self.sink_done(now, key, sibling, Some(Failure::LeaseExpired), out);
+    }
+
+    /// Stops the flows of a source that a preemption takes away; says how many there are.
+    pub(super) fn restart_sinks(
+        &mut self,
+        key: &TransferKey,
+        source: SourceId,
+        out: &mut Out,
+    ) -> u32 {
+        if let Some(entry) = self.keys.get_mut(key) {
+            for sink in entry.sinks.values_mut() {
+                if let State::Writing(flow) = sink.state {
+                    sink.state = State::Restarting(flow);
+                    out.push(Job::Stop { flow });
+                }
+            }
+        }
+        let reading = |flow: &&FlowEntry| flow.key == *key && flow.source == source;
+        self.flows.values().filter(reading).count() as u32
+    }
+
+    /// A rank says that the flow will fail: tell the receiver, stop the other ranks.
+    pub(super) fn flow_failing(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+        let Some(flow) = self.flows.get(&id) else { return };
+        let failure = flow.failure.clone().unwrap_or(Failure::Cancelled);
+        let (key, sibling) = (flow.key.clone(), flow.sibling);
+        let state = self.keys.get(&key).and_then(|entry| entry.sinks.get(&sibling));
+        if state.is_some_and(|sink| matches!(sink.state, State::Writing(writing) if writing == id))
+        {
+            self.end_sink(now, &key, sibling, failure, out);
+        }
+    }
+
+    /// Every rank has reported the end of a flow: nothing of it is under way.
+    pub(super) fn flow_ended(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+        let Some(flow) = self.flows.remove(&id) else { return };
+        let key = flow.key;
+        let request = self.keys.get(&key).and_then(|entry| entry.request.clone());
+        if let Some(request) = &request {
+            self.drained(request, flow.source, out);
+        }
+        let Some(sink) =
+            self.keys.get_mut(&key).and_then(|entry| entry.sinks.get_mut(&flow.sibling))
+        else {
+            return self.try_free(&key, out);
+        };
+        let (slot, tag, tokens) = (sink.slot, sink.tag.clone(), sink.tokens);
+        match &sink.state {
+            State::Ending(of, failure) if *of == id => {
+                let failure = failure.clone();
+                self.tell_ended(now, slot, tag, failure.clone(), true, out);
+                self.sink_done(now, &key, flow.sibling, Some(failure), out);
+            }
+            State::Writing(of) | State::Restarting(of) if *of == id => match flow.failure {
+                None => {
+                    let ranks = RankSet::first(self.config.geometry.tp);
+                    self.tell(now, slot, Message::Delivered { tag, ranks, tokens }, out);
+                    self.sink_done(now, &key, flow.sibling, None, out);
+                }
+                Some(_) if matches!(sink.state, State::Restarting(_)) => {
+                    self.start_flow(&key, flow.sibling, out);
+                }
+                Some(failure) => {
+                    self.tell_ended(now, slot, tag, failure.clone(), true, out);
+                    self.sink_done(now, &key, flow.sibling, Some(failure), out);
+                }
+            },
+            _ => self.try_free(&key, out),
+        }
+    }
+
+    /// The peer is gone: its receivers get nothing more. A source that it may be reading is kept
+    /// until its lease ends.
+    pub(super) fn peer_down(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let lost: Vec<_> = self
+            .keys
+            .iter()
+            .flat_map(|(key, entry)| {
+                entry
+                    .sinks
+                    .iter()
+                    .filter(|(_, sink)| sink.slot == slot)
+                    .filter(|(_, sink)| !matches!(sink.state, State::Granted { .. }))
+                    .map(|(sibling, _)| (key.clone(), *sibling))
+            })
+            .collect();
+        for (key, sibling) in lost {
+            self.end_sink(now, &key, sibling, Failure::PeerSilent, out);
+        }
+    }
+}

@@ -1,0 +1,392 @@
+//! What the prefill and the decode core have in common: peers, their connection to the transfer
+//! actors, and the registration with the router.
+
+use super::beacon::Beacon;
+use super::channel::{ChannelConfig, capability};
+use super::command::ControlCommand;
+use super::error::Failure;
+use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet};
+use super::layout::{BlockList, Geometry, RankLayout};
+use super::machine::{Gauges, Outbox};
+use super::message::{FlowState, Job, Message, Mode, Report, Role, Tag};
+use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers};
+use super::time::Nanos;
+use super::timers::Timers;
+use crate::fabric::{ControlEvent, Endpoint};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Who a prefill or decode core is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CoreConfig {
+    /// Name of the engine core; one per DP rank.
+    pub engine: EngineId,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// What it does.
+    pub role: Role,
+    /// How it transfers.
+    pub mode: Mode,
+    /// Its KV cache.
+    pub geometry: Arc<Geometry>,
+    /// Where legs are sent.
+    pub http: Endpoint,
+    /// Where peers say hello.
+    pub control: Endpoint,
+    /// DP rank and number of DP ranks.
+    pub dp: (u16, u16),
+    /// Discovery endpoint of the router, if there is one.
+    pub router: Option<Endpoint>,
+    /// Times and limits.
+    pub settings: CoreSettings,
+    /// Times and limits of the channels to peers.
+    pub channel: ChannelConfig,
+}
+
+/// Times and limits of a prefill or decode core.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoreSettings {
+    /// Time between registrations.
+    pub heartbeat: Nanos,
+    /// Length of a source lease: how long a finished prefill waits for its receivers, and how long
+    /// a reader may read without renewing.
+    pub lease: Nanos,
+    /// What a reader takes off a lease, in percent, because clocks differ.
+    pub drift_percent: u32,
+    /// How long an announcement waits for its prefill leg.
+    pub orphan: Nanos,
+    /// Transfers announced before their prefill leg arrived.
+    pub early_max: u32,
+    /// Remembered ids of ended transfers.
+    pub tombstones_max: u32,
+    /// Pause before a peer whose sessions failed is connected anew; doubles.
+    pub rebuild_delay: Nanos,
+    /// Requests with a leg at one time.
+    pub requests_max: u32,
+}
+
+impl Default for CoreSettings {
+    fn default() -> Self {
+        CoreSettings {
+            heartbeat: Nanos::from_secs(1),
+            lease: Nanos::from_secs(30),
+            drift_percent: 10,
+            orphan: Nanos::from_secs(30),
+            early_max: 65_536,
+            tombstones_max: 4_096,
+            rebuild_delay: Nanos::from_ms(200),
+            requests_max: 65_536,
+        }
+    }
+}
+
+/// Blocks of one request, per group.
+pub(super) type Blocks = Arc<Vec<BlockList>>;
+
+/// What a core learns from its station.
+#[derive(Debug)]
+pub(super) enum News {
+    Message {
+        slot: PeerSlot,
+        message: Message,
+    },
+    /// The peer is gone; it is being fenced, and `Fenced` follows.
+    Down {
+        slot: PeerSlot,
+        failure: Failure,
+    },
+    /// Nothing moves between the peer and this engine any more.
+    Fenced {
+        slot: PeerSlot,
+    },
+    Flow {
+        rank: u16,
+        flow: FlowId,
+        state: FlowState,
+    },
+    /// A rank of this engine cannot serve.
+    Unusable {
+        failure: Failure,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Rebuild(PeerSlot),
+}
+
+#[derive(Debug)]
+pub(super) struct Station {
+    tp: u16,
+    rebuild_delay: Nanos,
+    peers: Peers,
+    peer_out: PeerOut,
+    beacon: Option<Beacon>,
+    layouts: Vec<Option<RankLayout>>,
+    unusable: Option<Failure>,
+    /// Peers being fenced and the ranks that have not answered.
+    fencing: BTreeMap<PeerSlot, RankSet>,
+    /// How many things are under way with a peer.
+    uses: BTreeMap<PeerSlot, u32>,
+    /// Times in a row that a live peer was connected anew.
+    rebuilds: BTreeMap<PeerSlot, u32>,
+    timers: Timers<Timer>,
+    violations: u32,
+}
+
+impl Station {
+    pub(super) fn new(config: &CoreConfig) -> Station {
+        let me = Me {
+            engine: config.engine.clone(),
+            incarnation: config.incarnation,
+            role: config.role,
+            geometry: config.geometry.clone(),
+            capabilities: match config.mode {
+                Mode::Push => capability::PUSH,
+                Mode::Pull => capability::PULL,
+            },
+        };
+        Station {
+            tp: config.geometry.tp,
+            rebuild_delay: config.settings.rebuild_delay,
+            peers: Peers::new(config.channel.clone(), me),
+            peer_out: PeerOut::default(),
+            beacon: Beacon::new(config),
+            layouts: vec![None; usize::from(config.geometry.tp)],
+            unusable: None,
+            fencing: BTreeMap::new(),
+            uses: BTreeMap::new(),
+            rebuilds: BTreeMap::new(),
+            timers: Timers::default(),
+            violations: 0,
+        }
+    }
+
+    /// Why this engine cannot transfer at all, if it cannot.
+    pub(super) fn unusable(&self) -> Option<&Failure> {
+        self.unusable.as_ref()
+    }
+
+    pub(super) fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
+        self.peers.info(slot)
+    }
+
+    pub(super) fn reach<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        engine: &EngineId,
+        control: &Endpoint,
+        out: &mut Outbox<E>,
+    ) -> PeerSlot {
+        let slot = self.peers.reach(now, engine, control, &mut self.peer_out);
+        self.flush(out);
+        slot
+    }
+
+    /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with.
+    pub(super) fn send<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        message: Message,
+        out: &mut Outbox<E>,
+    ) -> Result<(), Failure> {
+        let sent = self.peers.send(now, slot, message, &mut self.peer_out);
+        self.flush(out);
+        sent
+    }
+
+    fn flush<E: From<ControlCommand>>(&mut self, out: &mut Outbox<E>) {
+        for command in self.peer_out.commands.drain(..) {
+            out.push(command);
+        }
+    }
+
+    pub(super) fn control<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        event: ControlEvent,
+        out: &mut Outbox<E>,
+    ) {
+        match &mut self.beacon {
+            Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, out),
+            _ => {
+                self.peers.control(now, event, &mut self.peer_out);
+            }
+        }
+        self.flush(out);
+    }
+
+    pub(super) fn tick<E: From<ControlCommand> + From<Job>>(
+        &mut self,
+        now: Nanos,
+        out: &mut Outbox<E>,
+    ) {
+        self.peers.tick(now, &mut self.peer_out);
+        self.flush(out);
+        if let Some(beacon) = &mut self.beacon {
+            beacon.tick(now, &mut self.peers, out);
+        }
+        while let Some(Timer::Rebuild(slot)) = self.timers.pop_due(now) {
+            self.connect_ranks(slot, out);
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Nanos> {
+        let beacon = self.beacon.as_ref().and_then(Beacon::deadline);
+        [self.peers.deadline(), self.timers.next(), beacon].into_iter().flatten().min()
+    }
+
+    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        if let Some(beacon) = &mut self.beacon {
+            beacon.drain(now, out);
+        }
+    }
+
+    /// Something is under way with the peer: notice if it falls silent.
+    pub(super) fn hold<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        out: &mut Outbox<E>,
+    ) {
+        let uses = self.uses.entry(slot).or_default();
+        *uses += 1;
+        if *uses == 1 {
+            self.peers.watch(now, slot, true, &mut self.peer_out);
+            self.flush(out);
+        }
+    }
+
+    /// One thing less is under way with the peer.
+    pub(super) fn unhold<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(uses) = self.uses.get_mut(&slot) else { return };
+        *uses -= 1;
+        if *uses == 0 {
+            self.uses.remove(&slot);
+            self.peers.watch(now, slot, false, &mut self.peer_out);
+            self.flush(out);
+        }
+    }
+
+    /// A message that this role never gets.
+    pub(super) fn violation(&mut self, _tag: &Tag) {
+        self.violations += 1;
+    }
+
+    /// Sorts what the peers said: connects ranks to new peers, fences lost ones, passes on the
+    /// rest. Call it until there is no news.
+    pub(super) fn digest<E: From<ControlCommand> + From<Job>>(
+        &mut self,
+        news: &mut Vec<News>,
+        out: &mut Outbox<E>,
+    ) {
+        self.flush(out);
+        let events = std::mem::take(&mut self.peer_out.events);
+        for event in events {
+            match event {
+                PeerEvent::Up { slot } => self.connect_ranks(slot, out),
+                PeerEvent::Message { slot, message } => news.push(News::Message { slot, message }),
+                PeerEvent::Down { slot, failure } => {
+                    self.rebuilds.remove(&slot);
+                    self.timers.cancel(&Timer::Rebuild(slot));
+                    news.push(News::Down { slot, failure });
+                    self.fence(slot, out);
+                }
+                PeerEvent::Refused { .. } | PeerEvent::Violation(_) => self.violations += 1,
+            }
+        }
+    }
+
+    fn connect_ranks<E: From<Job>>(&mut self, slot: PeerSlot, out: &mut Outbox<E>) {
+        let Some(info) = self.peers.info(slot) else { return };
+        out.push(Job::Peer {
+            peer: slot,
+            geometry: info.geometry.clone(),
+            ranks: info.ranks.clone(),
+            pass: info.pass,
+        });
+    }
+
+    fn fence<E: From<Job>>(&mut self, slot: PeerSlot, out: &mut Outbox<E>) {
+        if self.fencing.contains_key(&slot) {
+            return;
+        }
+        self.fencing.insert(slot, RankSet::first(self.tp));
+        out.push(Job::Fence { peer: slot });
+    }
+
+    pub(super) fn report<E: From<ControlCommand> + From<Job>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        report: Report,
+        news: &mut Vec<News>,
+        out: &mut Outbox<E>,
+    ) {
+        match report {
+            Report::Ready { layout } => self.rank_ready(now, rank, layout, out),
+            Report::Unusable { failure } => {
+                self.unusable = Some(failure.clone());
+                news.push(News::Unusable { failure });
+            }
+            Report::PeerReady { peer } => {
+                self.rebuilds.remove(&peer);
+            }
+            Report::PeerFailed { peer, .. } => self.fence(peer, out),
+            Report::Fenced { peer } => self.rank_fenced(now, rank, peer, news),
+            Report::Flow { flow, state } => news.push(News::Flow { rank, flow, state }),
+        }
+    }
+
+    fn rank_ready<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        layout: RankLayout,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(slot) = self.layouts.get_mut(usize::from(rank)) else { return };
+        *slot = Some(layout);
+        if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
+            self.peers.set_ranks(now, ranks, &mut self.peer_out);
+            if let Some(beacon) = &mut self.beacon {
+                beacon.start(now, &mut self.peers, out);
+            }
+            self.flush(out);
+        }
+    }
+
+    fn rank_fenced(&mut self, now: Nanos, rank: u16, slot: PeerSlot, news: &mut Vec<News>) {
+        let Some(fencing) = self.fencing.get_mut(&slot) else { return };
+        fencing.remove(rank);
+        if !fencing.is_empty() {
+            return;
+        }
+        self.fencing.remove(&slot);
+        news.push(News::Fenced { slot });
+        if self.peers.info(slot).is_some() {
+            let tries = self.rebuilds.entry(slot).or_default();
+            let pause = self.rebuild_delay.scale(1 << (*tries).min(6), 1);
+            *tries += 1;
+            self.timers.arm(Timer::Rebuild(slot), now + pause);
+        }
+    }
+
+    pub(super) fn gauges(&self) -> Gauges {
+        let peers = self.peers.gauges();
+        Gauges {
+            queued: peers.queued + self.fencing.len() as u32,
+            peers: peers.peers,
+            violations: peers.violations + self.violations,
+            ..Gauges::default()
+        }
+    }
+}

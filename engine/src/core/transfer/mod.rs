@@ -1,0 +1,414 @@
+//! Moves bytes: one per TP rank, told what by its prefill or decode core.
+//!
+//! A *flow* is one attempt to move one prompt between this engine and a peer. It is cut into
+//! *posts* (a token range of a group of layers towards one remote rank), which become operations
+//! as the data plane takes them. `source` follows what the engine has computed, `flow` the life of
+//! a flow, `post` the life of an operation, `session` peers and their sessions.
+//!
+//! Whatever ends a flow early, its last report says that no byte of it can land any more: every
+//! session that it touched is quiesced first.
+
+mod flow;
+mod post;
+mod session;
+mod source;
+
+use crate::core::command::{DataCommand, DataRefusal};
+use crate::core::error::Failure;
+use crate::core::ids::{FlowId, PeerSlot, SourceId, StepId};
+use crate::core::layout::{Geometry, LayerLayout, RankLayout, Slices};
+use crate::core::machine::{Gauges, Machine, Outbox};
+use crate::core::message::{Job, Mode, Report, Role};
+use crate::core::time::Nanos;
+use crate::core::timers::Timers;
+use crate::fabric::{
+    Address, Cause, DataEvent, Memory, OpId, PeerId, Placement, RegionDesc, RegionId, SessionId,
+    Ticket,
+};
+use flow::Flow;
+use post::{Op, Post};
+use serde::{Deserialize, Serialize};
+use session::Peer;
+use source::Source;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// What can happen to a transfer actor.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum TransferInput {
+    /// The actor starts.
+    Start,
+    /// A job of the core.
+    Job(Job),
+    /// The engine's worker computed layers `..layers` of a step (`save_kv_layer`,
+    /// `wait_for_save`); the model's layer count ends the step. Steps come in order, a step may be
+    /// skipped, and a later step means that the earlier ones are complete.
+    Layers {
+        /// The step.
+        step: StepId,
+        /// Layers complete.
+        layers: u16,
+    },
+    /// The data plane reports.
+    Data(DataEvent),
+    /// The data plane did not take a call.
+    Refused(DataRefusal),
+    /// A deadline may be due.
+    Tick,
+}
+
+/// What a transfer actor wants done.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum TransferEffect {
+    /// Call the data plane.
+    Data(DataCommand),
+    /// Tell the core.
+    Report(Report),
+}
+
+impl From<DataCommand> for TransferEffect {
+    fn from(command: DataCommand) -> Self {
+        TransferEffect::Data(command)
+    }
+}
+
+impl From<Report> for TransferEffect {
+    fn from(report: Report) -> Self {
+        TransferEffect::Report(report)
+    }
+}
+
+/// Times and limits of a transfer actor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TransferSettings {
+    /// Layers that share one operation.
+    pub layers_per_op: u16,
+    /// Operations in flight; also bounded by the plane.
+    pub operations_max: u32,
+    /// Slices per operation; also bounded by the plane.
+    pub slices_max: u32,
+    /// A session with operations in flight and no completion for this long is torn down.
+    pub stall: Nanos,
+    /// Longest wait for `Opened`.
+    pub open: Nanos,
+    /// Longest wait for `Quiet` before the session is torn down.
+    pub quiet: Nanos,
+    /// Tries of one post beyond the first.
+    pub retries_max: u32,
+    /// Times a session is opened anew without a success in between.
+    pub reopens_max: u32,
+    /// Pause before the first reopening; doubles.
+    pub reopen_delay: Nanos,
+    /// Pause after `Busy` when no completion is due.
+    pub busy_delay: Nanos,
+}
+
+impl Default for TransferSettings {
+    fn default() -> Self {
+        TransferSettings {
+            layers_per_op: 1,
+            operations_max: 1024,
+            slices_max: 65_536,
+            stall: Nanos::from_secs(2),
+            open: Nanos::from_secs(3),
+            quiet: Nanos::from_secs(1),
+            retries_max: 3,
+            reopens_max: 4,
+            reopen_delay: Nanos::from_ms(20),
+            busy_delay: Nanos::from_ms(1),
+        }
+    }
+}
+
+/// Who a transfer actor is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TransferConfig {
+    /// TP rank.
+    pub rank: u16,
+    /// What its engine does.
+    pub role: Role,
+    /// Who moves the bytes; with push the prefill's actors open sessions, with pull the decode's.
+    pub mode: Mode,
+    /// The engine's KV cache.
+    pub geometry: Arc<Geometry>,
+    /// Its data plane.
+    pub address: Address,
+    /// When written bytes are visible.
+    pub placement: Placement,
+    /// Memory to register, one entry per region of the layout.
+    pub memory: Vec<Memory>,
+    /// Where its layers lie in the regions.
+    pub layers: Vec<LayerLayout>,
+    /// Times and limits.
+    pub settings: TransferSettings,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Stalled(SessionId),
+    Opening(SessionId),
+    Reopen(PeerSlot, usize),
+    Quiet(Ticket),
+    Busy,
+}
+
+/// Who waits for a quiesce ticket.
+#[derive(Clone, Debug)]
+enum Waiter {
+    Retry(Post),
+    Flow(FlowId),
+    Fence(PeerSlot),
+    Reopen(PeerSlot, usize),
+}
+
+/// The transfer state machine of one TP rank.
+#[derive(Debug)]
+pub struct Transfer {
+    config: TransferConfig,
+    address: Address,
+    regions: Vec<Option<RegionDesc>>,
+    peers: BTreeMap<PeerSlot, Peer>,
+    sessions: BTreeMap<SessionId, (PeerSlot, usize)>,
+    fencing: BTreeMap<PeerId, PeerSlot>,
+    sources: BTreeMap<SourceId, Source>,
+    steps: BTreeMap<StepId, Vec<SourceId>>,
+    computed: (StepId, u16),
+    flows: BTreeMap<FlowId, Flow>,
+    queue: VecDeque<Post>,
+    busy: bool,
+    ops: BTreeMap<OpId, Op>,
+    tickets: BTreeMap<Ticket, (SessionId, Waiter)>,
+    timers: Timers<Timer>,
+    scratch: Slices,
+    next_id: u64,
+    violations: u32,
+}
+
+type Out = Outbox<TransferEffect>;
+
+impl Transfer {
+    /// A machine that has done nothing; its first input is [`TransferInput::Start`].
+    pub fn new(config: TransferConfig) -> Transfer {
+        Transfer {
+            address: config.address.clone(),
+            regions: vec![None; config.memory.len()],
+            config,
+            peers: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            fencing: BTreeMap::new(),
+            sources: BTreeMap::new(),
+            steps: BTreeMap::new(),
+            computed: (StepId(0), 0),
+            flows: BTreeMap::new(),
+            queue: VecDeque::new(),
+            busy: false,
+            ops: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            timers: Timers::default(),
+            scratch: Slices::default(),
+            next_id: 0,
+            violations: 0,
+        }
+    }
+
+    fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn initiates(&self) -> bool {
+        matches!(
+            (self.config.role, self.config.mode),
+            (Role::Prefill, Mode::Push) | (Role::Decode, Mode::Pull)
+        )
+    }
+
+    fn register_all(&mut self, out: &mut Out) {
+        self.regions.fill(None);
+        for (index, memory) in self.config.memory.iter().enumerate() {
+            out.push(DataCommand::Register { region: RegionId(index as u32), memory: *memory });
+        }
+    }
+
+    fn registered(&mut self, region: RegionId, result: Result<RegionDesc, Cause>, out: &mut Out) {
+        match result {
+            Ok(desc) => {
+                let Some(slot) = self.regions.get_mut(region.0 as usize) else {
+                    self.violations += 1;
+                    return;
+                };
+                *slot = Some(desc);
+                if let Some(layout) = self.layout() {
+                    out.push(Report::Ready { layout });
+                }
+            }
+            Err(cause) => out.push(Report::Unusable { failure: Failure::Fabric(cause) }),
+        }
+    }
+
+    /// Where this rank's KV lies, once every region is registered.
+    fn layout(&self) -> Option<RankLayout> {
+        let regions = self
+            .regions
+            .iter()
+            .zip(&self.config.memory)
+            .map(|(desc, memory)| desc.clone().map(|desc| (desc, memory.len())))
+            .collect::<Option<Vec<_>>>()?;
+        Some(RankLayout {
+            rank: self.config.rank,
+            address: self.address.clone(),
+            regions,
+            layers: self.config.layers.clone(),
+        })
+    }
+
+    fn job(&mut self, now: Nanos, job: Job, out: &mut Out) {
+        match job {
+            Job::Peer { peer, geometry, ranks, pass } => {
+                self.peer_known(now, peer, &geometry, &ranks, pass, out);
+            }
+            Job::Fence { peer } => self.fence(now, peer, out),
+            Job::Source { source, step, ready, to, blocks, .. } => {
+                self.source_grew(source, step, ready, to, &blocks);
+                self.advance_source(now, source, out);
+            }
+            Job::Forget { source } => {
+                self.sources.remove(&source);
+            }
+            Job::Write { flow, source, peer, from, tokens, blocks } => {
+                self.start_write(now, flow, source, peer, (from, tokens), blocks, out);
+            }
+            Job::Read { flow, peer, from, tokens, remote, local } => {
+                self.start_read(now, flow, peer, (from, tokens), remote, local, out);
+            }
+            Job::Stop { flow } => self.fail_flow(now, flow, Failure::Cancelled, false, out),
+        }
+    }
+
+    fn data(&mut self, now: Nanos, event: DataEvent, out: &mut Out) {
+        match event {
+            DataEvent::Registered { region, result } => self.registered(region, result, out),
+            DataEvent::Opened { session, result } => self.opened(now, session, result, out),
+            DataEvent::Completed { op, outcome } => self.completed(now, op, outcome, out),
+            DataEvent::Quiet { ticket, .. } => self.quiet(now, ticket, out),
+            DataEvent::Fenced { peer } => self.fenced(peer, out),
+            DataEvent::PeerDown { peer } => self.peer_down(now, peer, out),
+            DataEvent::Reset { address } => self.reset(address, out),
+        }
+    }
+
+    fn refused(&mut self, now: Nanos, refusal: DataRefusal, out: &mut Out) {
+        match refusal {
+            DataRefusal::Register { why, .. } => {
+                out.push(Report::Unusable { failure: Failure::Refused(why) });
+            }
+            DataRefusal::Connect { peer, why } => self.connect_refused(now, peer, why, out),
+            DataRefusal::Open { session, why } => {
+                let cause = Cause::Backend(why.to_string().into());
+                self.opened(now, session, Err(cause), out);
+            }
+            DataRefusal::Submit { op, why } => self.submit_refused(now, op, why, out),
+        }
+    }
+
+    /// Asks for `Quiet` of a session on behalf of `waiter`.
+    fn quiesce(&mut self, now: Nanos, session: SessionId, waiter: Waiter, out: &mut Out) {
+        let ticket = Ticket(self.fresh());
+        self.tickets.insert(ticket, (session, waiter));
+        self.timers.arm(Timer::Quiet(ticket), now + self.config.settings.quiet);
+        out.push(DataCommand::Quiesce { session, ticket });
+    }
+
+    fn quiet(&mut self, now: Nanos, ticket: Ticket, out: &mut Out) {
+        let Some((_, waiter)) = self.tickets.remove(&ticket) else {
+            self.violations += 1;
+            return;
+        };
+        self.timers.cancel(&Timer::Quiet(ticket));
+        match waiter {
+            Waiter::Retry(post) => self.retry(post),
+            Waiter::Flow(flow) => self.flow_quiet(flow, out),
+            Waiter::Fence(peer) => self.fence_part_done(peer, out),
+            Waiter::Reopen(peer, index) => self.session_quiet(now, peer, index, out),
+        }
+    }
+
+    fn tick(&mut self, now: Nanos, out: &mut Out) {
+        while let Some(timer) = self.timers.pop_due(now) {
+            match timer {
+                Timer::Stalled(session) => self.check_stalled(now, session, out),
+                Timer::Opening(session) => {
+                    self.opened(now, session, Err(Cause::Unreachable), out);
+                }
+                Timer::Reopen(peer, index) => self.reopen(now, peer, index, out),
+                Timer::Quiet(ticket) => {
+                    if let Some(&(session, _)) = self.tickets.get(&ticket) {
+                        self.session_died(now, session, Cause::AckTimeout, out);
+                    }
+                }
+                Timer::Busy => self.busy = false,
+            }
+        }
+    }
+
+    /// The backend was rebuilt: whatever was under way is over, and nothing of it lands any more.
+    fn reset(&mut self, address: Address, out: &mut Out) {
+        self.address = address;
+        let lost = Failure::Fabric(Cause::Backend("data plane was rebuilt".into()));
+        for (flow, state) in std::mem::take(&mut self.flows) {
+            out.push(Report::Flow { flow, state: state.final_state(lost.clone()) });
+        }
+        for (peer, state) in std::mem::take(&mut self.peers) {
+            out.push(if state.is_fencing() {
+                Report::Fenced { peer }
+            } else {
+                Report::PeerFailed { peer, failure: lost.clone() }
+            });
+        }
+        for source in self.sources.values_mut() {
+            source.flows.clear();
+        }
+        self.sessions.clear();
+        self.fencing.clear();
+        self.queue.clear();
+        self.ops.clear();
+        self.tickets.clear();
+        self.timers = Timers::default();
+        self.busy = false;
+        self.register_all(out);
+    }
+}
+
+impl Machine for Transfer {
+    type Input = TransferInput;
+    type Effect = TransferEffect;
+
+    fn handle(&mut self, now: Nanos, input: TransferInput, out: &mut Out) {
+        match input {
+            TransferInput::Start => self.register_all(out),
+            TransferInput::Job(job) => self.job(now, job, out),
+            TransferInput::Layers { step, layers } => self.layers_computed(now, step, layers, out),
+            TransferInput::Data(event) => self.data(now, event, out),
+            TransferInput::Refused(refusal) => self.refused(now, refusal, out),
+            TransferInput::Tick => self.tick(now, out),
+        }
+        self.pump(now, out);
+    }
+
+    fn deadline(&self) -> Option<Nanos> {
+        self.timers.next()
+    }
+
+    fn gauges(&self) -> Gauges {
+        Gauges {
+            transfers: self.flows.len() as u32,
+            operations: self.ops.len() as u32,
+            queued: (self.queue.len() + self.tickets.len()) as u32,
+            held: self.sources.len() as u32,
+            peers: self.peers.len() as u32,
+            violations: self.violations,
+            ..Gauges::default()
+        }
+    }
+}

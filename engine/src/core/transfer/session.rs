@@ -1,0 +1,452 @@
+//! Peers and the sessions to their ranks: opened at the hello, reopened when they die, revoked by
+//! a fence.
+
+use super::post::Post;
+use super::{Out, Timer, Transfer, Waiter};
+use crate::core::command::DataCommand;
+use crate::core::error::Failure;
+use crate::core::ids::PeerSlot;
+use crate::core::layout::{Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, Span, routes};
+use crate::core::message::{Report, Role};
+use crate::core::time::Nanos;
+use crate::fabric::{Cause, PeerId, Refused, RegionDesc, RegionId, SessionId};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// Layers of one group that travel together between this rank and one rank of a peer.
+#[derive(Debug)]
+pub(super) struct Unit {
+    pub(super) session: usize,
+    pub(super) group: usize,
+    /// The layer that is computed last.
+    pub(super) last_layer: u16,
+    route: usize,
+    layers: Vec<u16>,
+    kind: GroupKind,
+    /// Tokens are sent in multiples of the larger block size of the two sides.
+    align: u32,
+    /// Tokens per block, here and there.
+    block_tokens: (u32, u32),
+}
+
+impl Unit {
+    /// Of `ready` tokens, those that may be sent now.
+    pub(super) fn sendable(&self, ready: u32, tokens: u32) -> u32 {
+        if ready >= tokens {
+            tokens
+        } else if self.kind == GroupKind::State {
+            0
+        } else {
+            ready / self.align * self.align
+        }
+    }
+
+    /// Plans a span; what a sliding window has dropped on either side is left out.
+    pub(super) fn plan(
+        &self,
+        routes: &[Route],
+        mut span: Span<'_>,
+        out: &mut Slices,
+    ) -> Result<(), Mismatch> {
+        match self.kind {
+            GroupKind::State => (span.from, span.to) = (0, 1),
+            _ => {
+                let dropped = |first: u32, size: u32| first.saturating_mul(size);
+                span.from = span
+                    .from
+                    .max(dropped(span.local.first, self.block_tokens.0))
+                    .max(dropped(span.remote.first, self.block_tokens.1));
+            }
+        }
+        if span.from >= span.to {
+            return Ok(());
+        }
+        routes[self.route].plan(&self.layers, &span, out)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SessionState {
+    Opening,
+    Open,
+    /// Closed, not quiet yet.
+    Closing,
+    /// Quiet; opened anew after a pause.
+    Pausing,
+}
+
+/// The session for one pair of regions, through all its reopenings.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) id: SessionId,
+    pub(super) state: SessionState,
+    pub(super) in_flight: u32,
+    /// Last completion.
+    pub(super) progress: Nanos,
+    /// Posts that wait for it to open.
+    pub(super) pending: VecDeque<Post>,
+    peer: PeerId,
+    local: RegionId,
+    remote: RegionDesc,
+    /// Reopenings since the last success.
+    reopens: u32,
+}
+
+#[derive(Debug, PartialEq)]
+enum Phase {
+    Opening,
+    Ready,
+    Failed(Failure),
+    /// Number of answers that the fence waits for.
+    Fencing(u32),
+}
+
+/// A peer engine in one conversation.
+#[derive(Debug)]
+pub(super) struct Peer {
+    ids: Vec<PeerId>,
+    pub(super) routes: Vec<Route>,
+    pub(super) units: Vec<Unit>,
+    pub(super) sessions: Vec<Session>,
+    phase: Phase,
+}
+
+impl Peer {
+    /// The number of units, or why no flow can start.
+    pub(super) fn usable(&self) -> Result<usize, Failure> {
+        match &self.phase {
+            Phase::Opening | Phase::Ready => Ok(self.units.len()),
+            Phase::Failed(failure) => Err(failure.clone()),
+            Phase::Fencing(_) => Err(Failure::PeerSilent),
+        }
+    }
+
+    pub(super) fn is_fencing(&self) -> bool {
+        matches!(self.phase, Phase::Fencing(_))
+    }
+
+    fn working(&self) -> bool {
+        matches!(self.phase, Phase::Opening | Phase::Ready)
+    }
+}
+
+impl Transfer {
+    pub(super) fn peer_known(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        geometry: &Geometry,
+        ranks: &Arc<Vec<RankLayout>>,
+        pass: u64,
+        out: &mut Out,
+    ) {
+        let mut ids = BTreeMap::new();
+        for rank in ranks.iter() {
+            let id = PeerId(self.fresh() as u32);
+            ids.insert(rank.rank, id);
+            out.push(DataCommand::Connect { peer: id, address: rank.address.clone(), pass });
+        }
+        let mut peer = Peer {
+            ids: ids.values().copied().collect(),
+            routes: Vec::new(),
+            units: Vec::new(),
+            sessions: Vec::new(),
+            phase: Phase::Opening,
+        };
+        let built = match self.layout() {
+            Some(layout) if self.initiates() => {
+                self.build_routes(&mut peer, &layout, geometry, ranks, &ids)
+            }
+            Some(_) => Ok(()),
+            None => Err(Mismatch("memory is not registered yet".into())),
+        };
+        if let Err(mismatch) = built {
+            let failure = Failure::Mismatch(mismatch);
+            peer.phase = Phase::Failed(failure.clone());
+            out.push(Report::PeerFailed { peer: slot, failure });
+        }
+        let previous = self.peers.insert(slot, peer);
+        assert!(previous.is_none(), "peer slot {slot} used twice");
+        self.open_all(now, slot, out);
+        self.report_if_ready(slot, out);
+    }
+
+    fn build_routes(
+        &self,
+        peer: &mut Peer,
+        layout: &RankLayout,
+        geometry: &Geometry,
+        ranks: &[RankLayout],
+        ids: &BTreeMap<u16, PeerId>,
+    ) -> Result<(), Mismatch> {
+        let own = &self.config.geometry;
+        let source = self.config.role == Role::Prefill;
+        peer.routes = routes(source, (own, layout), (geometry, ranks))?;
+        let mut known = BTreeMap::new();
+        for (index, route) in peer.routes.iter().enumerate() {
+            let rank = ranks
+                .iter()
+                .find(|rank| rank.rank == route.remote_rank)
+                .ok_or_else(|| Mismatch(format!("no rank {}", route.remote_rank).into()))?;
+            for (group, spec) in own.groups.iter().enumerate() {
+                let run = |a: &u16, b: &u16| route.regions(*a) == route.regions(*b);
+                let per_op = self.config.settings.layers_per_op.max(1) as usize;
+                for layers in spec.layers.chunk_by(run).flat_map(|run| run.chunks(per_op)) {
+                    let regions = route.regions(layers[0]);
+                    let session = *known.entry((route.remote_rank, regions)).or_insert_with(|| {
+                        peer.sessions.push(Session {
+                            id: SessionId(0),
+                            state: SessionState::Pausing,
+                            in_flight: 0,
+                            progress: Nanos::ZERO,
+                            pending: VecDeque::new(),
+                            peer: ids[&route.remote_rank],
+                            local: RegionId(u32::from(regions.0)),
+                            remote: rank.regions[usize::from(regions.1)].0.clone(),
+                            reopens: 0,
+                        });
+                        peer.sessions.len() - 1
+                    });
+                    peer.units.push(Unit {
+                        session,
+                        group,
+                        last_layer: layers.iter().copied().max().unwrap_or(0),
+                        route: index,
+                        layers: layers.to_vec(),
+                        kind: spec.kind,
+                        align: own.alignment(geometry, group),
+                        block_tokens: (spec.block_tokens, geometry.groups[group].block_tokens),
+                    });
+                }
+            }
+        }
+        peer.units.sort_by_key(|unit| unit.last_layer);
+        Ok(())
+    }
+
+    fn open_all(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let count = self.peers.get(&slot).map_or(0, |peer| peer.sessions.len());
+        for index in 0..count {
+            self.reopen(now, slot, index, out);
+        }
+    }
+
+    /// Opens a session that is quiet, under a new id.
+    pub(super) fn reopen(&mut self, now: Nanos, slot: PeerSlot, index: usize, out: &mut Out) {
+        let id = SessionId(self.fresh() as u32);
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        if !peer.working() {
+            return;
+        }
+        let session = &mut peer.sessions[index];
+        session.id = id;
+        session.state = SessionState::Opening;
+        session.in_flight = 0;
+        self.sessions.insert(id, (slot, index));
+        self.timers.arm(Timer::Opening(id), now + self.config.settings.open);
+        out.push(DataCommand::Open {
+            session: id,
+            local: session.local,
+            peer: session.peer,
+            remote: session.remote.clone(),
+        });
+    }
+
+    fn session_mut(&mut self, id: SessionId) -> Option<(PeerSlot, usize, &mut Session)> {
+        let &(slot, index) = self.sessions.get(&id)?;
+        let session = self.peers.get_mut(&slot)?.sessions.get_mut(index)?;
+        (session.id == id).then_some((slot, index, session))
+    }
+
+    pub(super) fn opened(
+        &mut self,
+        now: Nanos,
+        id: SessionId,
+        result: Result<(), Cause>,
+        out: &mut Out,
+    ) {
+        let Some((slot, _, session)) = self.session_mut(id) else { return };
+        if session.state != SessionState::Opening {
+            return;
+        }
+        match result {
+            Ok(()) => {
+                session.state = SessionState::Open;
+                let pending = std::mem::take(&mut session.pending);
+                self.queue.extend(pending);
+                self.timers.cancel(&Timer::Opening(id));
+                self.report_if_ready(slot, out);
+            }
+            Err(cause) => self.session_died(now, id, cause, out),
+        }
+    }
+
+    fn report_if_ready(&mut self, slot: PeerSlot, out: &mut Out) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        let open = peer.sessions.iter().all(|session| session.state == SessionState::Open);
+        if peer.phase == Phase::Opening && open {
+            peer.phase = Phase::Ready;
+            out.push(Report::PeerReady { peer: slot });
+        }
+    }
+
+    /// Tears a session down after an error; it is opened anew when it is quiet.
+    pub(super) fn session_died(&mut self, now: Nanos, id: SessionId, cause: Cause, out: &mut Out) {
+        let Some((slot, index, session)) = self.session_mut(id) else { return };
+        if !matches!(session.state, SessionState::Open | SessionState::Opening) {
+            return;
+        }
+        session.state = SessionState::Closing;
+        session.reopens += 1;
+        let given_up = session.reopens;
+        self.timers.cancel(&Timer::Opening(id));
+        self.timers.cancel(&Timer::Stalled(id));
+        out.push(DataCommand::Close { session: id });
+        self.quiesce(now, id, Waiter::Reopen(slot, index), out);
+        if given_up > self.config.settings.reopens_max {
+            self.peer_failed(now, slot, Failure::Fabric(cause), out);
+        }
+    }
+
+    pub(super) fn session_quiet(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        index: usize,
+        _out: &mut Out,
+    ) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        let working = peer.working();
+        let session = &mut peer.sessions[index];
+        if session.state != SessionState::Closing {
+            return;
+        }
+        session.state = SessionState::Pausing;
+        self.sessions.remove(&session.id);
+        if working {
+            let pause = self.config.settings.reopen_delay.scale(1 << session.reopens.min(10), 2);
+            self.timers.arm(Timer::Reopen(slot, index), now + pause);
+        }
+    }
+
+    /// A success resets the count of reopenings.
+    pub(super) fn session_works(&mut self, slot: PeerSlot, index: usize) {
+        if let Some(peer) = self.peers.get_mut(&slot)
+            && let Some(session) = peer.sessions.get_mut(index)
+        {
+            session.reopens = 0;
+        }
+    }
+
+    pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut Out) {
+        let stall = self.config.settings.stall;
+        let Some((_, _, session)) = self.session_mut(id) else { return };
+        if session.in_flight == 0 {
+            return;
+        }
+        let due = session.progress + stall;
+        if now >= due {
+            self.session_died(now, id, Cause::AckTimeout, out);
+        } else {
+            self.timers.arm(Timer::Stalled(id), due);
+        }
+    }
+
+    fn peer_failed(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut Out) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        if !peer.working() {
+            return;
+        }
+        peer.phase = Phase::Failed(failure.clone());
+        self.fail_flows_of(now, slot, &failure, out);
+        out.push(Report::PeerFailed { peer: slot, failure });
+    }
+
+    fn fail_flows_of(&mut self, now: Nanos, slot: PeerSlot, failure: &Failure, out: &mut Out) {
+        let flows: Vec<_> =
+            self.flows.iter().filter(|(_, f)| f.peer == slot).map(|(id, _)| *id).collect();
+        for flow in flows {
+            self.fail_flow(now, flow, failure.clone(), true, out);
+        }
+    }
+
+    fn slot_of(&self, id: PeerId) -> Option<PeerSlot> {
+        self.peers.iter().find(|(_, peer)| peer.ids.contains(&id)).map(|(slot, _)| *slot)
+    }
+
+    pub(super) fn connect_refused(&mut self, now: Nanos, id: PeerId, why: Refused, out: &mut Out) {
+        if let Some(slot) = self.slot_of(id) {
+            self.peer_failed(now, slot, Failure::Refused(why), out);
+        }
+    }
+
+    pub(super) fn peer_down(&mut self, now: Nanos, id: PeerId, out: &mut Out) {
+        let Some(slot) = self.slot_of(id) else { return };
+        let Some(peer) = self.peers.get(&slot) else { return };
+        let dead: Vec<_> =
+            peer.sessions.iter().filter(|s| s.peer == id).map(|session| session.id).collect();
+        for session in dead {
+            self.session_died(now, session, Cause::PeerGone, out);
+        }
+    }
+
+    /// Revokes everything between this rank and a peer, both ways.
+    pub(super) fn fence(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let Some(peer) = self.peers.get_mut(&slot) else {
+            out.push(Report::Fenced { peer: slot });
+            return;
+        };
+        if peer.is_fencing() {
+            return;
+        }
+        let ids = peer.ids.clone();
+        let mut closing = Vec::new();
+        for (index, session) in peer.sessions.iter_mut().enumerate() {
+            self.timers.cancel(&Timer::Reopen(slot, index));
+            self.timers.cancel(&Timer::Opening(session.id));
+            self.timers.cancel(&Timer::Stalled(session.id));
+            session.pending.clear();
+            match session.state {
+                SessionState::Pausing => {}
+                SessionState::Closing => closing.push(session.id),
+                SessionState::Opening | SessionState::Open => {
+                    session.state = SessionState::Closing;
+                    out.push(DataCommand::Close { session: session.id });
+                    closing.push(session.id);
+                }
+            }
+        }
+        // One more than there are answers to wait for, so that no answer ends it half-way.
+        peer.phase = Phase::Fencing(1 + (ids.len() + closing.len()) as u32);
+        for session in closing {
+            self.quiesce(now, session, Waiter::Fence(slot), out);
+        }
+        for id in ids {
+            self.fencing.insert(id, slot);
+            out.push(DataCommand::Fence { peer: id });
+        }
+        self.fail_flows_of(now, slot, &Failure::PeerSilent, out);
+        self.fence_part_done(slot, out);
+    }
+
+    pub(super) fn fenced(&mut self, id: PeerId, out: &mut Out) {
+        if let Some(slot) = self.fencing.remove(&id) {
+            self.fence_part_done(slot, out);
+        }
+    }
+
+    pub(super) fn fence_part_done(&mut self, slot: PeerSlot, out: &mut Out) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        let Phase::Fencing(left) = &mut peer.phase else { return };
+        *left -= 1;
+        if *left > 0 {
+            return;
+        }
+        let Some(peer) = self.peers.remove(&slot) else { return };
+        self.sessions.retain(|_, (owner, _)| *owner != slot);
+        for id in peer.ids {
+            out.push(DataCommand::Disconnect { peer: id });
+        }
+        out.push(Report::Fenced { peer: slot });
+    }
+}

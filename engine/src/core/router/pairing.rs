@@ -1,14 +1,17 @@
 //! Which instance gets a leg: the least loaded one in tokens, less what a known prefix saves.
 //!
-//! Prefill and decode are chosen independently. Equal candidates take turns: a prefill the one
-//! that waited longest, a decode the one that met this prefill longest ago, so that all pairs get
-//! used and not P_i with D_i only.
+//! Prefill and decode are chosen independently. Among equals, who met the other side's choice
+//! longest ago is taken, then who was not chosen for longest: all pairs get used, and not P_i with
+//! D_i only.
 
 use super::io::{Prompt, RouterConfig};
 use super::registry::{Instance, Registry, Slot};
 use crate::core::ids::ClientId;
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
+
+/// Whether the instance is to be avoided, then hundredths of tokens; smaller is better.
+type Cost = (bool, i128);
 
 /// What a leg is chosen for.
 #[derive(Clone, Copy)]
@@ -36,12 +39,8 @@ impl Want<'_> {
         saved.min(u64::from(self.prompt.tokens)) as u32
     }
 
-    /// What `candidate` costs (smaller is better) and the choice that it would be.
-    fn weigh(
-        &self,
-        (slot, instance): (Slot, &Instance),
-        config: &RouterConfig,
-    ) -> ((bool, i128), Choice) {
+    /// What `candidate` costs and the choice that it would be.
+    fn weigh(&self, (slot, instance): (Slot, &Instance), config: &RouterConfig) -> (Cost, Choice) {
         let saved = self.saved(instance, config);
         let bonus = i128::from(saved) * i128::from(config.affinity_percent);
         let cost = i128::from(instance.tokens) * 100 - bonus;
@@ -65,15 +64,36 @@ pub(super) fn choose_prefill(
     want: &Want<'_>,
     config: &RouterConfig,
 ) -> Option<Choice> {
-    let mut modes = [false; 2];
-    for (_, decode) in want.takers(registry, Role::Decode) {
-        modes[decode.registration.mode as usize] = true;
+    let mut decodes = [const { None }; 2];
+    for candidate in want.takers(registry, Role::Decode) {
+        let (cost, choice) = want.weigh(candidate, config);
+        Best::update(&mut decodes[choice.mode as usize], cost, choice.slot);
     }
     want.takers(registry, Role::Prefill)
-        .filter(|(_, prefill)| modes[prefill.registration.mode as usize])
-        .map(|candidate| (want.weigh(candidate, config), candidate.1.picked))
-        .min_by_key(|((cost, choice), picked)| (*cost, *picked, choice.slot))
-        .map(|((_, choice), _)| choice)
+        .filter_map(|candidate| {
+            let (cost, choice) = want.weigh(candidate, config);
+            let decode = decodes[choice.mode as usize].as_ref()?;
+            let met = decode.only.and_then(|decode| candidate.1.paired.get(&decode).copied());
+            Some(((cost, met, candidate.1.picked, choice.slot), choice))
+        })
+        .min_by_key(|(rank, _)| *rank)
+        .map(|(_, choice)| choice)
+}
+
+/// The smallest cost seen, and who has it if it is only one.
+struct Best {
+    cost: Cost,
+    only: Option<Slot>,
+}
+
+impl Best {
+    fn update(best: &mut Option<Best>, cost: Cost, slot: Slot) {
+        match best {
+            Some(best) if best.cost < cost => {}
+            Some(best) if best.cost == cost => best.only = None,
+            _ => *best = Some(Best { cost, only: Some(slot) }),
+        }
+    }
 }
 
 /// The decode for a sample that gets its KV from `prefill`.
@@ -87,9 +107,10 @@ pub(super) fn choose_decode(
     want.takers(registry, Role::Decode)
         .filter(|(_, decode)| decode.registration.mode == prefill.mode)
         .map(|candidate| {
+            let (cost, choice) = want.weigh(candidate, config);
             let met = partners.get(&candidate.0).copied();
-            (want.weigh(candidate, config), met, candidate.1.picked)
+            ((cost, met, candidate.1.picked, choice.slot), choice)
         })
-        .min_by_key(|((cost, choice), met, picked)| (*cost, *met, *picked, choice.slot))
-        .map(|((_, choice), ..)| choice)
+        .min_by_key(|(rank, _)| *rank)
+        .map(|(_, choice)| choice)
 }

@@ -24,6 +24,9 @@ pub(super) struct Instance {
     pub(super) registration: Registration,
     /// When it said so.
     pub(super) registered: Nanos,
+    /// No leg is sent from here on. Kept beside the timer because several instances expire at one
+    /// moment, and the first must not fail over to the next.
+    pub(super) expires: Nanos,
     /// What its legs told of it.
     pub(super) health: Health,
     /// True once the registration has expired; only streams are left.
@@ -44,6 +47,7 @@ impl Instance {
     /// True if a leg of `client` may be sent to it.
     pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
         !self.lost
+            && now < self.expires
             && !self.registration.draining
             && !self.health.is_suspect(now)
             && self.health.on_trial().is_none_or(|since| {
@@ -150,6 +154,7 @@ impl Registry {
                 Place::Live(slot) if known.incarnation == incarnation => {
                     let instance = self.instances.get_mut(&slot).expect("a live name has a slot");
                     refresh(instance, now, registration)?;
+                    instance.expires = now + config.expiry;
                     known.sequence = sequence;
                     return Ok(Registered::Current { slot: Some(slot), replaced: None });
                 }
@@ -187,6 +192,7 @@ impl Registry {
             Instance {
                 registration,
                 registered: now,
+                expires: now + config.expiry,
                 health: Health::default(),
                 lost: false,
                 tokens: 0,

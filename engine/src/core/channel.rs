@@ -1,8 +1,17 @@
-//! Reliable, ordered delivery of [`Message`](super::message::Message)s over links that lose frames
-//! and die.
+//! Reliable, ordered delivery of [`Message`]s over links that lose frames and die.
+//!
+//! A [`Channel`] is one conversation between two incarnations. It outlives its links: what was not
+//! acknowledged is sent again over the next one. Numbers start at 0 on either side.
 
+use super::command::ControlCommand;
+use super::dialect::native::{self, Envelope, Frame};
+use super::error::Failure;
+use super::ids::Incarnation;
+use super::message::Message;
 use super::time::Nanos;
+use crate::fabric::LinkId;
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, VecDeque};
 
 /// Bits of [`super::message::Hello::capabilities`]; unknown bits are ignored.
 pub mod capability {
@@ -11,6 +20,16 @@ pub mod capability {
     /// Decode reads from prefill's blocks.
     pub const PULL: u32 = 1 << 1;
 }
+
+/// Messages that may be sent and unacknowledged; part of the protocol: a number further ahead is a
+/// violation.
+pub const WINDOW: u64 = 256;
+
+/// Messages repeated at once when an acknowledgement is late.
+const BURST: usize = 32;
+
+/// Blocks listed in messages that arrived early; beyond, they are dropped and sent again.
+const EARLY_BLOCKS_MAX: usize = 1 << 20;
 
 /// Times and limits of the channels of one engine core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,7 +43,7 @@ pub struct ChannelConfig {
     pub retransmit_max: Nanos,
     /// A peer of which nothing is heard for this long, though something is expected, is down.
     pub silent: Nanos,
-    /// Messages waiting per peer, acknowledged ones not counted; one more is `Overload`.
+    /// Messages per peer that are not acknowledged; one more is `Overload`.
     pub queue_max: u32,
     /// Peers at a time.
     pub peers_max: u32,
@@ -43,5 +62,338 @@ impl Default for ChannelConfig {
             peers_max: 4_096,
             links_max: 8_192,
         }
+    }
+}
+
+impl ChannelConfig {
+    /// First and longest wait before a frame is sent again; at least a microsecond, so that a
+    /// setting of zero cannot make a timer that is due for ever.
+    pub(super) fn waits(&self) -> (Nanos, Nanos) {
+        let first = self.retransmit.max(Nanos::from_us(1));
+        (first, self.retransmit_max.max(first))
+    }
+}
+
+/// One conversation.
+#[derive(Debug)]
+pub struct Channel {
+    envelope: Envelope,
+    retransmit: Nanos,
+    retransmit_max: Nanos,
+    queue_max: usize,
+    link: Option<LinkId>,
+    /// Unacknowledged messages; the first is number `base`, the first `sent` were sent.
+    queue: VecDeque<Message>,
+    base: u64,
+    sent: usize,
+    /// Number of the next message to deliver, and those that came before their turn.
+    next: u64,
+    early: BTreeMap<u64, Message>,
+    early_blocks: usize,
+    /// The owner waits for the peer.
+    waiting: bool,
+    /// When something is to be sent again, or a probe.
+    timer: Option<Nanos>,
+    wait: Nanos,
+    /// Since when the peer owes us a frame.
+    quiet: Option<Nanos>,
+    heard: Nanos,
+    excused: bool,
+}
+
+/// What a frame did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// A message was delivered or one of ours acknowledged for the first time.
+    Progress,
+    /// Nothing new.
+    Nothing,
+    /// It belongs to another conversation and was ignored.
+    Stale,
+    /// It cannot come from a peer that keeps to the protocol and was ignored.
+    Violation(&'static str),
+}
+
+impl Channel {
+    /// A conversation without a link; the peer's incarnation is learnt at the hello.
+    pub fn new(config: &ChannelConfig, me: Incarnation, session: u64) -> Channel {
+        let (retransmit, retransmit_max) = config.waits();
+        Channel {
+            envelope: Envelope { from: me, to: Incarnation(0), session },
+            retransmit,
+            retransmit_max,
+            queue_max: config.queue_max as usize,
+            link: None,
+            queue: VecDeque::new(),
+            base: 0,
+            sent: 0,
+            next: 0,
+            early: BTreeMap::new(),
+            early_blocks: 0,
+            waiting: false,
+            timer: None,
+            wait: retransmit,
+            quiet: None,
+            heard: Nanos::ZERO,
+            excused: false,
+        }
+    }
+
+    /// Continues over a link, with the peer's incarnation as told in its hello: all that is not
+    /// acknowledged is sent.
+    pub fn attach(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        peer: Incarnation,
+        out: &mut Vec<ControlCommand>,
+    ) {
+        self.envelope.to = peer;
+        self.link = Some(link);
+        self.hear(now);
+        self.repeat(self.sent, out);
+        self.flush(out);
+        self.wait = self.retransmit;
+        self.rearm(now);
+    }
+
+    /// Does without a link until the next [`Channel::attach`].
+    pub fn detach(&mut self) -> Option<LinkId> {
+        self.timer = None;
+        self.link.take()
+    }
+
+    /// The link in use.
+    pub fn link(&self) -> Option<LinkId> {
+        self.link
+    }
+
+    /// What the frames of this conversation carry.
+    pub fn envelope(&self) -> Envelope {
+        self.envelope
+    }
+
+    /// Queues a message and sends it if the window allows.
+    ///
+    /// # Errors
+    /// `Overload` if the queue is full or the message is longer than a frame may be.
+    pub fn send(
+        &mut self,
+        now: Nanos,
+        message: Message,
+        out: &mut Vec<ControlCommand>,
+    ) -> Result<(), Failure> {
+        if self.queue.len() >= self.queue_max || !native::fits(&message) {
+            return Err(Failure::Overload);
+        }
+        self.queue.push_back(message);
+        self.quiet.get_or_insert(now);
+        if self.link.is_some() {
+            let idle = self.sent == 0;
+            self.flush(out);
+            if idle {
+                self.wait = self.retransmit;
+                self.timer = Some(now + self.wait);
+            }
+        }
+        Ok(())
+    }
+
+    /// Says whether the owner waits for the peer: then it is probed and its silence counts.
+    pub fn watch(&mut self, now: Nanos, waiting: bool) {
+        if self.waiting == waiting {
+            return;
+        }
+        self.waiting = waiting;
+        if !self.expecting() {
+            self.quiet = None;
+            self.timer = None;
+        } else if self.quiet.is_none() {
+            self.quiet = Some(now);
+            self.rearm(now);
+        }
+    }
+
+    /// Takes a frame that came by a link of this conversation; delivered messages go to `inbox`.
+    /// Frames of the hello are not for the channel and count as stale.
+    pub fn receive(
+        &mut self,
+        now: Nanos,
+        frame: Frame,
+        inbox: &mut Vec<Message>,
+        out: &mut Vec<ControlCommand>,
+    ) -> Received {
+        let (Frame::Data { envelope, .. }
+        | Frame::Ack { envelope, .. }
+        | Frame::Probe { envelope }) = &frame
+        else {
+            return Received::Stale;
+        };
+        if *envelope != self.inbound() {
+            return Received::Stale;
+        }
+        self.hear(now);
+        match frame {
+            Frame::Data { seq, message, .. } => self.take(seq, message, inbox, out),
+            Frame::Ack { next, .. } => self.acknowledged(now, next, out),
+            _ => {
+                self.acknowledge(out);
+                Received::Nothing
+            }
+        }
+    }
+
+    /// What frames of the peer carry.
+    pub fn inbound(&self) -> Envelope {
+        let Envelope { from, to, session } = self.envelope;
+        Envelope { from: to, to: from, session }
+    }
+
+    /// Sends again what is due at `now`, or a probe.
+    pub fn tick(&mut self, now: Nanos, out: &mut Vec<ControlCommand>) {
+        if self.timer.is_none_or(|at| at > now) {
+            return;
+        }
+        if self.sent > 0 {
+            self.repeat(self.sent.min(BURST), out);
+            self.wait = (self.wait + self.wait).min(self.retransmit_max);
+            self.timer = Some(now + self.wait);
+        } else if self.heard + self.retransmit_max > now {
+            self.timer = Some(self.heard + self.retransmit_max);
+        } else {
+            self.post(native::encode(&Frame::Probe { envelope: self.envelope }), out);
+            self.timer = Some(now + self.retransmit_max);
+        }
+    }
+
+    /// When [`Channel::tick`] is wanted.
+    pub fn deadline(&self) -> Option<Nanos> {
+        self.timer
+    }
+
+    /// Since when the peer owes a frame.
+    pub fn quiet(&self) -> Option<Nanos> {
+        self.quiet
+    }
+
+    /// Counts the peer's silence from `since` at the earliest, once per silence: this process
+    /// stood still and could not have heard it.
+    pub fn excuse(&mut self, since: Nanos) {
+        if !self.excused && self.quiet.is_some_and(|quiet| quiet < since) {
+            self.quiet = Some(since);
+            self.excused = true;
+        }
+    }
+
+    /// Messages that are not acknowledged.
+    pub fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    fn expecting(&self) -> bool {
+        self.waiting || !self.queue.is_empty()
+    }
+
+    fn hear(&mut self, now: Nanos) {
+        self.heard = now;
+        self.excused = false;
+        self.quiet = self.expecting().then_some(now);
+    }
+
+    fn take(
+        &mut self,
+        seq: u64,
+        message: Message,
+        inbox: &mut Vec<Message>,
+        out: &mut Vec<ControlCommand>,
+    ) -> Received {
+        if seq.checked_sub(self.next).is_some_and(|ahead| ahead >= WINDOW) {
+            return Received::Violation("number beyond the window");
+        }
+        let before = self.next;
+        if seq == self.next {
+            inbox.push(message);
+            self.next += 1;
+            while let Some(message) = self.early.remove(&self.next) {
+                self.early_blocks -= blocks(&message);
+                inbox.push(message);
+                self.next += 1;
+            }
+        } else if seq > self.next && !self.early.contains_key(&seq) {
+            let blocks = blocks(&message);
+            if self.early_blocks + blocks <= EARLY_BLOCKS_MAX {
+                self.early_blocks += blocks;
+                self.early.insert(seq, message);
+            }
+        }
+        self.acknowledge(out);
+        if self.next > before { Received::Progress } else { Received::Nothing }
+    }
+
+    fn acknowledged(&mut self, now: Nanos, next: u64, out: &mut Vec<ControlCommand>) -> Received {
+        let Some(count) = next.checked_sub(self.base) else {
+            return Received::Nothing;
+        };
+        if count > self.sent as u64 {
+            return Received::Violation("acknowledges what was not sent");
+        }
+        if count == 0 {
+            return Received::Nothing;
+        }
+        self.queue.drain(..count as usize);
+        self.base = next;
+        self.sent -= count as usize;
+        self.flush(out);
+        self.quiet = self.expecting().then_some(now);
+        self.wait = self.retransmit;
+        self.rearm(now);
+        Received::Progress
+    }
+
+    fn rearm(&mut self, now: Nanos) {
+        self.timer = match self.link {
+            Some(_) if self.sent > 0 => Some(now + self.wait),
+            Some(_) if self.waiting => Some(now + self.retransmit_max),
+            _ => None,
+        };
+    }
+
+    /// Sends what was not sent and fits into the window.
+    fn flush(&mut self, out: &mut Vec<ControlCommand>) {
+        while self.sent < self.queue.len().min(WINDOW as usize) && self.link.is_some() {
+            self.post(self.encoded(self.sent), out);
+            self.sent += 1;
+        }
+    }
+
+    fn repeat(&mut self, count: usize, out: &mut Vec<ControlCommand>) {
+        for index in 0..count {
+            self.post(self.encoded(index), out);
+        }
+    }
+
+    fn encoded(&self, index: usize) -> Vec<u8> {
+        native::encode_data(&self.envelope, self.base + index as u64, &self.queue[index])
+    }
+
+    fn acknowledge(&self, out: &mut Vec<ControlCommand>) {
+        let ack = Frame::Ack { envelope: self.envelope, next: self.next };
+        self.post(native::encode(&ack), out);
+    }
+
+    fn post(&self, frame: Vec<u8>, out: &mut Vec<ControlCommand>) {
+        if let Some(link) = self.link {
+            out.push(ControlCommand::Send { link, frame });
+        }
+    }
+}
+
+/// What a stored message costs, in listed blocks.
+fn blocks(message: &Message) -> usize {
+    match message {
+        Message::Announce { blocks, .. } | Message::Grant { blocks, .. } => {
+            blocks.iter().map(|list| 1 + list.ids.len()).sum()
+        }
+        _ => 0,
     }
 }

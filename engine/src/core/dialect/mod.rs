@@ -1,3 +1,5 @@
 //! Typed frames and their bytes.
 
+mod kind;
 pub mod native;
+mod skim;

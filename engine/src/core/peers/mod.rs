@@ -4,14 +4,22 @@
 //! one conversation between two incarnations. A slot survives its link and ends for good with
 //! [`PeerEvent::Down`]; whatever follows has another slot.
 
-use super::channel::ChannelConfig;
+mod hello;
+mod links;
+mod slot;
+
+use super::channel::{Channel, ChannelConfig};
 use super::command::ControlCommand;
+use super::dialect::native;
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, Incarnation, PeerSlot};
 use super::layout::{Geometry, RankLayout};
 use super::message::{Message, Role};
 use super::time::Nanos;
-use crate::fabric::{ControlEvent, Endpoint, LinkId};
+use super::timers::Timers;
+use crate::fabric::{Cause, Endpoint, LinkId};
+use slot::{Due, Slot};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Who an engine core is.
@@ -106,11 +114,55 @@ pub struct PeerGauges {
     pub stale: u32,
 }
 
+/// Whose a link is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    /// Opened by the other side, which did not get through with a hello.
+    Guest,
+    /// Of a slot, whichever side opened it.
+    Slot(PeerSlot),
+    /// Of a slot that is down; stands for a while so that the last frame gets through.
+    Last,
+}
+
+/// What a deadline is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Slot(PeerSlot),
+    Link(LinkId),
+}
+
+/// A target that is left alone after a failure.
+#[derive(Clone, Debug)]
+struct Shun {
+    until: Nanos,
+    wait: Nanos,
+    failure: Failure,
+}
+
 /// All peers of one engine core.
 #[derive(Debug)]
 pub struct Peers {
-    links: u32,
-    slots: u32,
+    config: ChannelConfig,
+    me: Me,
+    ranks: Option<Vec<RankLayout>>,
+    fingerprint: u64,
+    next_link: u32,
+    next_slot: u32,
+    next_session: u64,
+    slots: BTreeMap<PeerSlot, Slot>,
+    /// Slots that this side dials.
+    targets: BTreeMap<(EngineId, Endpoint), PeerSlot>,
+    /// Slots of peers that dialled.
+    callers: BTreeMap<EngineId, PeerSlot>,
+    /// The latest life and session seen of each peer.
+    known: BTreeMap<EngineId, (Incarnation, u64)>,
+    shunned: BTreeMap<(EngineId, Endpoint), Shun>,
+    links: BTreeMap<LinkId, Owner>,
+    timers: Timers<Timer>,
+    inbox: Vec<Message>,
+    violations: u32,
+    stale: u32,
 }
 
 impl Peers {
@@ -118,25 +170,85 @@ impl Peers {
     ///
     /// # Panics
     /// If `me` has no transfer mode.
-    pub fn new(_config: ChannelConfig, _me: Me) -> Peers {
-        Peers { links: 0, slots: 0 }
+    pub fn new(mut config: ChannelConfig, me: Me) -> Peers {
+        (config.retransmit, config.retransmit_max) = config.waits();
+        assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
+        let fingerprint = native::fingerprint(&me.geometry);
+        Peers {
+            config,
+            me,
+            ranks: None,
+            fingerprint,
+            next_link: 0,
+            next_slot: 0,
+            next_session: 0,
+            slots: BTreeMap::new(),
+            targets: BTreeMap::new(),
+            callers: BTreeMap::new(),
+            known: BTreeMap::new(),
+            shunned: BTreeMap::new(),
+            links: BTreeMap::new(),
+            timers: Timers::default(),
+            inbox: Vec::new(),
+            violations: 0,
+            stale: 0,
+        }
     }
 
     /// Says where the KV of the own ranks lies, one entry per rank. The first call starts the
     /// hellos; a call with other ranks (a rebuilt backend) ends all conversations.
-    pub fn set_ranks(&mut self, _now: Nanos, _ranks: Vec<RankLayout>, _out: &mut PeerOut) {}
+    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOut) {
+        let first = match &self.ranks {
+            Some(old) if *old == ranks => return,
+            old => old.is_none(),
+        };
+        self.ranks = Some(ranks);
+        let slots: Vec<PeerSlot> = self.slots.keys().copied().collect();
+        for id in slots {
+            if first {
+                self.slots.get_mut(&id).expect("listed above").start(now);
+                self.service(now, id, out);
+            } else {
+                self.end(now, id, Failure::Fabric(Cause::Closed), out);
+            }
+        }
+    }
 
     /// The slot of a prefill at an endpoint; starts a conversation if there is none. While a peer
     /// that just failed is being left alone, the new slot goes down at once, for the same reason.
     pub fn reach(
         &mut self,
-        _now: Nanos,
-        _engine: &EngineId,
-        _endpoint: &Endpoint,
-        _out: &mut PeerOut,
+        now: Nanos,
+        engine: &EngineId,
+        endpoint: &Endpoint,
+        out: &mut PeerOut,
     ) -> PeerSlot {
-        self.slots += 1;
-        PeerSlot(self.slots)
+        let target = (engine.clone(), endpoint.clone());
+        if let Some(slot) = self.targets.get(&target) {
+            return *slot;
+        }
+        let id = self.fresh_slot();
+        let shun = self.shunned.get(&target).filter(|shun| now < shun.until);
+        let failure = match shun {
+            Some(shun) => Some(shun.failure.clone()),
+            None if !self.has_room() => Some(Failure::Overload),
+            None => None,
+        };
+        if let Some(failure) = failure {
+            out.events.push(PeerEvent::Down { slot: id, failure });
+            return id;
+        }
+        self.next_session += 1;
+        let session = self.next_session;
+        let channel = Channel::new(&self.config, self.me.incarnation, session);
+        let slot = Slot::new(engine.clone(), Some(endpoint.clone()), session, channel);
+        self.targets.insert(target, id);
+        let slot = self.slots.entry(id).or_insert(slot);
+        if self.ranks.is_some() {
+            slot.start(now);
+            self.service(now, id, out);
+        }
+        id
     }
 
     /// Queues a message; before `Up` it waits for it.
@@ -146,49 +258,169 @@ impl Peers {
     /// `PeerSilent` when the slot is down.
     pub fn send(
         &mut self,
-        _now: Nanos,
-        _slot: PeerSlot,
-        _message: Message,
-        _out: &mut PeerOut,
+        now: Nanos,
+        slot: PeerSlot,
+        message: Message,
+        out: &mut PeerOut,
     ) -> Result<(), Failure> {
+        let Some(state) = self.slots.get_mut(&slot) else {
+            return Err(Failure::PeerSilent);
+        };
+        state.channel.send(now, message, &mut out.commands)?;
+        self.rearm(slot);
         Ok(())
     }
 
     /// Says whether the owner waits for the peer, e.g. because transfers with it are under way.
     /// Only while it does, or while messages are unacknowledged, the peer is probed and its
     /// silence noticed. Unknown slots are ignored.
-    pub fn watch(&mut self, _now: Nanos, _slot: PeerSlot, _waiting: bool, _out: &mut PeerOut) {}
-
-    /// Takes an event of the control plane; false if the link is none of these peers' (and the
-    /// event was not used).
-    pub fn control(&mut self, _now: Nanos, _event: ControlEvent, _out: &mut PeerOut) -> bool {
-        true
+    pub fn watch(&mut self, now: Nanos, slot: PeerSlot, waiting: bool, out: &mut PeerOut) {
+        if let Some(state) = self.slots.get_mut(&slot) {
+            state.channel.watch(now, waiting);
+            self.service(now, slot, out);
+        }
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, _now: Nanos, _out: &mut PeerOut) {}
+    pub fn tick(&mut self, now: Nanos, out: &mut PeerOut) {
+        if self.timers.next().is_some_and(|due| due + self.config.retransmit_max < now) {
+            // This process stood still and may not have read what peers sent meanwhile.
+            let since = now - self.config.silent.scale(2, 3);
+            for slot in self.slots.values_mut() {
+                slot.channel.excuse(since);
+            }
+        }
+        while let Some(timer) = self.timers.pop_due(now) {
+            match timer {
+                Timer::Link(link) => {
+                    if self.links.remove(&link).is_some() {
+                        out.commands.push(ControlCommand::HangUp { link });
+                    }
+                }
+                Timer::Slot(id) => {
+                    if let Some(slot) = self.slots.get_mut(&id) {
+                        slot.armed = None;
+                        self.service(now, id, out);
+                    }
+                }
+            }
+        }
+    }
 
     /// When [`Peers::tick`] is wanted, if at all.
     pub fn deadline(&self) -> Option<Nanos> {
-        None
+        self.timers.next()
     }
 
     /// Ends a conversation; no event follows. Unknown slots are ignored.
-    pub fn close(&mut self, _now: Nanos, _slot: PeerSlot, _out: &mut PeerOut) {}
+    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut PeerOut) {
+        self.retire(now, slot, out);
+    }
 
     /// The peer, once it is up and until it is down.
-    pub fn info(&self, _slot: PeerSlot) -> Option<&PeerInfo> {
-        None
+    pub fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
+        self.slots.get(&slot)?.info.as_ref()
     }
 
     /// An id for a link that the owner dials itself on the same control plane.
     pub fn fresh_link(&mut self) -> LinkId {
-        self.links += 1;
-        LinkId(self.links)
+        self.next_link += 1;
+        let link = LinkId(self.next_link);
+        assert!(!link.is_inbound(), "link ids are used up");
+        link
     }
 
-    /// Sizes and counts.
+    /// Sizes and counts; takes time in proportion to the number of peers.
     pub fn gauges(&self) -> PeerGauges {
-        PeerGauges::default()
+        PeerGauges {
+            peers: self.slots.len() as u32,
+            up: self.slots.values().filter(|slot| slot.info.is_some()).count() as u32,
+            links: self.links.len() as u32,
+            queued: self.slots.values().map(|slot| slot.channel.queued() as u32).sum(),
+            violations: self.violations,
+            stale: self.stale,
+        }
+    }
+
+    fn fresh_slot(&mut self) -> PeerSlot {
+        self.next_slot += 1;
+        PeerSlot(self.next_slot)
+    }
+
+    fn has_room(&self) -> bool {
+        self.slots.len() < self.config.peers_max as usize
+    }
+
+    /// Keeps the latest life and session of a peer; forgets a peer without a slot if need be.
+    fn remember(&mut self, engine: &EngineId, life: Incarnation, session: u64) {
+        if self.known.len() >= self.config.peers_max as usize && !self.known.contains_key(engine) {
+            let idle = self.known.keys().find(|engine| !self.callers.contains_key(*engine));
+            if let Some(idle) = idle.cloned() {
+                self.known.remove(&idle);
+            }
+        }
+        self.known.insert(engine.clone(), (life, session));
+    }
+
+    /// Does everything that is due in a slot.
+    fn service(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+        while let Some(slot) = self.slots.get_mut(&id) {
+            let Some((_, due)) = slot.next(&self.config).filter(|(at, _)| *at <= now) else {
+                break;
+            };
+            match due {
+                Due::Unreachable => self.end(now, id, Failure::Unreachable, out),
+                Due::Silent => self.end(now, id, Failure::PeerSilent, out),
+                Due::Channel => slot.channel.tick(now, &mut out.commands),
+                Due::Hello(link) => self.repeat_hello(now, id, link, out),
+                Due::Abandon(link) => {
+                    slot.dial_again(now, &self.config);
+                    self.links.remove(&link);
+                    out.commands.push(ControlCommand::HangUp { link });
+                }
+                Due::Mend => {
+                    slot.mend();
+                    self.dial(now, id, out);
+                }
+                Due::Dial => self.dial(now, id, out),
+            }
+        }
+        self.rearm(id);
+    }
+
+    fn rearm(&mut self, id: PeerSlot) {
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        let at = slot.next(&self.config).map(|(at, _)| at);
+        if at != slot.armed {
+            slot.armed = at;
+            match at {
+                Some(at) => self.timers.arm(Timer::Slot(id), at),
+                None => {
+                    self.timers.cancel(&Timer::Slot(id));
+                }
+            }
+        }
+    }
+
+    /// The conversation ends by itself: tells the owner, and the peer if a link is left.
+    fn end(&mut self, now: Nanos, id: PeerSlot, failure: Failure, out: &mut PeerOut) {
+        let Some(slot) = self.retire(now, id, out) else { return };
+        if let (None, Some(endpoint)) = (&slot.info, slot.endpoint) {
+            self.shun(now, (slot.engine, endpoint), failure.clone());
+        }
+        out.events.push(PeerEvent::Down { slot: id, failure });
+    }
+
+    /// After repeated failures a target is left alone for longer and longer.
+    fn shun(&mut self, now: Nanos, target: (EngineId, Endpoint), failure: Failure) {
+        if self.shunned.len() >= self.config.peers_max as usize {
+            let over = self.shunned.iter().find(|(_, shun)| shun.until <= now);
+            let victim = over.or(self.shunned.first_key_value()).map(|(target, _)| target.clone());
+            self.shunned.remove(&victim.expect("the table is full"));
+        }
+        let (first, most) = (self.config.retransmit, self.config.retransmit_max);
+        let wait =
+            self.shunned.get(&target).map_or(first, |shun| (shun.wait + shun.wait).min(most));
+        self.shunned.insert(target, Shun { until: now + wait, wait, failure });
     }
 }

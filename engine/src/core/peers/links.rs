@@ -1,0 +1,276 @@
+//! Links, and where the frames that come by them go.
+
+use super::slot::{Dial, REDIALS_MAX};
+use super::{Owner, PeerEvent, PeerOut, Peers, Slot, Timer};
+use crate::core::channel::Received;
+use crate::core::command::ControlCommand;
+use crate::core::dialect::native::{self, DecodeError, Envelope, Frame};
+use crate::core::error::Failure;
+use crate::core::ids::PeerSlot;
+use crate::core::time::Nanos;
+use crate::fabric::{Cause, Channel, ControlEvent, LinkId};
+
+impl Peers {
+    /// Takes an event of the control plane; false if the link is none of these peers' (and the
+    /// event was not used).
+    pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut PeerOut) -> bool {
+        match event {
+            ControlEvent::LinkUp { link, channel } if link.is_inbound() => {
+                if channel == Channel::Handshake {
+                    self.on_guest(now, link, out);
+                }
+                channel == Channel::Handshake
+            }
+            ControlEvent::LinkUp { link, .. } => self.on_link_up(now, link, out),
+            ControlEvent::Frame { link, parts } => self.on_frame(now, link, &parts, out),
+            ControlEvent::LinkDown { link } => self.on_link_down(now, link, out),
+        }
+    }
+
+    fn on_guest(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) {
+        if self.links.len() >= self.config.links_max as usize {
+            out.commands.push(ControlCommand::HangUp { link });
+            return;
+        }
+        self.links.insert(link, Owner::Guest);
+        self.timers.arm(Timer::Link(link), now + self.config.hello);
+    }
+
+    fn on_link_up(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) -> bool {
+        let Some(owner) = self.links.get(&link) else { return false };
+        if let Owner::Slot(id) = *owner {
+            self.first_hello(now, id, link, out);
+            self.rearm(id);
+        }
+        true
+    }
+
+    fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) -> bool {
+        let Some(owner) = self.links.remove(&link) else { return false };
+        self.timers.cancel(&Timer::Link(link));
+        let Owner::Slot(id) = owner else { return true };
+        if let Some(slot) = self.slots.get_mut(&id) {
+            if slot.channel.link() == Some(link) {
+                slot.unlink(now, &self.config);
+            } else {
+                slot.dial_again(now, &self.config);
+            }
+            self.service(now, id, out);
+        }
+        true
+    }
+
+    fn on_frame(&mut self, now: Nanos, link: LinkId, parts: &[Vec<u8>], out: &mut PeerOut) -> bool {
+        let Some(owner) = self.links.get(&link).copied() else { return false };
+        let frame = match parts {
+            [part] => native::decode(part),
+            _ => Err(DecodeError { frame: "frame", rule: "not one part".into() }),
+        };
+        match (owner, frame) {
+            (Owner::Last, _) => {}
+            (_, Err(error)) => self.violation(link, owner, &error, out),
+            (Owner::Guest, Ok(frame)) => self.on_guest_frame(now, link, frame, out),
+            (Owner::Slot(id), Ok(frame)) => {
+                self.on_slot_frame(now, id, link, frame, out);
+                self.rearm(id);
+            }
+        }
+        true
+    }
+
+    fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut PeerOut) {
+        match frame {
+            Frame::Hello(hello) => self.on_hello(now, link, *hello, out),
+            Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Guest, out),
+            Frame::Register(_) => self.misplaced("Register", link, Owner::Guest, out),
+            _ => self.stale += 1,
+        }
+    }
+
+    fn on_slot_frame(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        link: LinkId,
+        frame: Frame,
+        out: &mut PeerOut,
+    ) {
+        match frame {
+            Frame::Hello(hello) if link.is_inbound() => self.on_hello(now, link, *hello, out),
+            Frame::Welcome(hello) if !link.is_inbound() => {
+                self.on_welcome(now, id, link, *hello, out);
+            }
+            Frame::Hello(_) => self.misplaced("Hello", link, Owner::Slot(id), out),
+            Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Slot(id), out),
+            Frame::Register(_) => self.misplaced("Register", link, Owner::Slot(id), out),
+            Frame::Refuse { envelope, reason, .. } => {
+                self.on_last_frame(now, id, envelope, Failure::HelloRefused(reason), out);
+            }
+            Frame::Bye { envelope } => {
+                self.on_last_frame(now, id, envelope, Failure::Fabric(Cause::PeerGone), out);
+            }
+            Frame::Data { .. } | Frame::Ack { .. } | Frame::Probe { .. } => {
+                self.on_channel_frame(now, id, link, frame, out);
+            }
+        }
+    }
+
+    fn on_channel_frame(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        link: LinkId,
+        frame: Frame,
+        out: &mut PeerOut,
+    ) {
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        if slot.info.is_none() {
+            self.stale += 1;
+            return;
+        }
+        let received = slot.channel.receive(now, frame, &mut self.inbox, &mut out.commands);
+        let messages = self.inbox.drain(..);
+        out.events.extend(messages.map(|message| PeerEvent::Message { slot: id, message }));
+        match received {
+            Received::Progress => slot.redials = 0,
+            Received::Nothing => {}
+            Received::Stale => self.stale += 1,
+            Received::Violation(rule) => {
+                let error = DecodeError { frame: "message", rule: rule.into() };
+                self.violation(link, Owner::Slot(id), &error, out);
+            }
+        }
+    }
+
+    /// The peer does not want the conversation, or no longer.
+    fn on_last_frame(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        envelope: Envelope,
+        failure: Failure,
+        out: &mut PeerOut,
+    ) {
+        let Some(slot) = self.slots.get(&id) else { return };
+        let life = slot.info.as_ref().map(|info| info.incarnation);
+        let ours = envelope.to == self.me.incarnation && envelope.session == slot.session;
+        if ours && life.is_none_or(|life| envelope.from >= life) {
+            self.end(now, id, failure, out);
+        } else {
+            self.stale += 1;
+        }
+    }
+
+    fn misplaced(&mut self, frame: &'static str, link: LinkId, owner: Owner, out: &mut PeerOut) {
+        let error = DecodeError { frame, rule: "not said by this side or on this link".into() };
+        self.violation(link, owner, &error, out);
+    }
+
+    /// Counts and drops; a link that never said hello is closed as well.
+    fn violation(&mut self, link: LinkId, owner: Owner, error: &DecodeError, out: &mut PeerOut) {
+        self.violations += 1;
+        let violation = match owner {
+            Owner::Slot(id) if self.slots.contains_key(&id) => {
+                error.violation(&self.slots[&id].engine.0)
+            }
+            _ => error.violation(&format!("on link {link}")),
+        };
+        out.events.push(PeerEvent::Violation(violation));
+        if owner == Owner::Guest {
+            self.links.remove(&link);
+            self.timers.cancel(&Timer::Link(link));
+            out.commands.push(ControlCommand::HangUp { link });
+        }
+    }
+
+    /// Opens the next link of a slot, or gives up.
+    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+        let link = self.fresh_link();
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        slot.redials += 1;
+        if slot.redials > REDIALS_MAX {
+            return self.end(now, id, Failure::PeerSilent, out);
+        }
+        let to = slot.endpoint.clone().expect("only who has an endpoint dials");
+        let until = now + self.config.hello.scale(1, 2);
+        slot.dial = Dial::Trying { link, until, hello: None };
+        self.links.insert(link, Owner::Slot(id));
+        out.commands.push(ControlCommand::Dial { link, to, channel: Channel::Handshake });
+    }
+
+    fn first_hello(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
+        let wait = self.config.retransmit;
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        match &mut slot.dial {
+            Dial::Trying { link: tried, hello: hello @ None, .. } if *tried == link => {
+                *hello = Some((now + wait, wait));
+            }
+            _ => return,
+        }
+        self.say_hello(&self.slots[&id], link, out);
+    }
+
+    pub(super) fn repeat_hello(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        link: LinkId,
+        out: &mut PeerOut,
+    ) {
+        let most = self.config.retransmit_max;
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        if let Dial::Trying { hello: Some((at, wait)), .. } = &mut slot.dial {
+            *wait = (*wait + *wait).min(most);
+            *at = now + *wait;
+        }
+        self.say_hello(&self.slots[&id], link, out);
+    }
+
+    /// Gives a link of a guest to a slot.
+    pub(super) fn adopt(&mut self, link: LinkId, id: PeerSlot) {
+        self.links.insert(link, Owner::Slot(id));
+        self.timers.cancel(&Timer::Link(link));
+    }
+
+    /// Continues the conversation over a link; the one before is closed.
+    pub(super) fn attach(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        let Some(info) = &slot.info else { return };
+        if let Some(old) = slot.channel.detach() {
+            self.links.remove(&old);
+            out.commands.push(ControlCommand::HangUp { link: old });
+        }
+        slot.channel.attach(now, link, info.incarnation, &mut out.commands);
+        slot.link(now);
+        self.rearm(id);
+    }
+
+    /// Removes a slot. A link in use says goodbye and stands for a while.
+    pub(super) fn retire(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) -> Option<Slot> {
+        let mut slot = self.slots.remove(&id)?;
+        self.timers.cancel(&Timer::Slot(id));
+        match &slot.endpoint {
+            Some(endpoint) => {
+                self.targets.remove(&(slot.engine.clone(), endpoint.clone()));
+            }
+            None => {
+                self.callers.remove(&slot.engine);
+            }
+        }
+        if let Some(link) = slot.channel.detach() {
+            let frame = native::encode(&Frame::Bye { envelope: slot.channel.envelope() });
+            out.commands.push(ControlCommand::Send { link, frame });
+            self.leave(now, link);
+        }
+        if let Dial::Trying { link, .. } = slot.dial {
+            self.leave(now, link);
+        }
+        Some(slot)
+    }
+
+    /// Lets the last frame of a link get through before it is closed.
+    fn leave(&mut self, now: Nanos, link: LinkId) {
+        self.links.insert(link, Owner::Last);
+        self.timers.arm(Timer::Link(link), now + self.config.hello);
+    }
+}

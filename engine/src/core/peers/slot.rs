@@ -1,0 +1,171 @@
+//! One conversation with a peer, and the way to it.
+
+use super::PeerInfo;
+use crate::core::channel::{Channel, ChannelConfig};
+use crate::core::ids::EngineId;
+use crate::core::time::Nanos;
+use crate::fabric::{Endpoint, LinkId};
+
+/// Dials in a row without any progress of the conversation; then it is over.
+pub(super) const REDIALS_MAX: u32 = 32;
+
+/// Fresh links tried per silence, while the old one still stands.
+const MENDS_MAX: u64 = 2;
+
+/// How far a dialer is with its next link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dial {
+    /// It needs none.
+    Idle,
+    /// It dials at this time.
+    At(Nanos),
+    /// It waits for the link, or for the answer to its hello.
+    Trying {
+        /// The link.
+        link: LinkId,
+        /// When it gives up on the link.
+        until: Nanos,
+        /// Once the link is up: when the hello is said again, and the wait before that.
+        hello: Option<(Nanos, Nanos)>,
+    },
+}
+
+/// What is due in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Due {
+    /// The peer never answered.
+    Unreachable,
+    /// The peer is silent, or without a link, for too long.
+    Silent,
+    /// Dial.
+    Dial,
+    /// Give the link that is being tried up and dial again.
+    Abandon(LinkId),
+    /// Say hello again.
+    Hello(LinkId),
+    /// The link may be half-open: try another.
+    Mend,
+    /// The channel's timer.
+    Channel,
+}
+
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) engine: EngineId,
+    /// Where to dial; None on the side that was dialled.
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) session: u64,
+    /// Known from the hello on.
+    pub(super) info: Option<PeerInfo>,
+    pub(super) channel: Channel,
+    pub(super) dial: Dial,
+    /// Since when there is no link; None while there is, and before the first dial.
+    pub(super) unlinked: Option<Nanos>,
+    /// Dials since the last progress.
+    pub(super) redials: u32,
+    /// When the link was attached.
+    linked: Nanos,
+    /// The silence (by its start) and the links tried to end it.
+    mends: (Nanos, u64),
+    /// The deadline that the timer table has.
+    pub(super) armed: Option<Nanos>,
+}
+
+impl Slot {
+    pub(super) fn new(
+        engine: EngineId,
+        endpoint: Option<Endpoint>,
+        session: u64,
+        channel: Channel,
+    ) -> Slot {
+        Slot {
+            engine,
+            endpoint,
+            session,
+            info: None,
+            channel,
+            dial: Dial::Idle,
+            unlinked: None,
+            redials: 0,
+            linked: Nanos::ZERO,
+            mends: (Nanos::ZERO, 0),
+            armed: None,
+        }
+    }
+
+    /// Wants a link at once.
+    pub(super) fn start(&mut self, now: Nanos) {
+        self.unlinked = Some(now);
+        self.dial = Dial::At(now);
+    }
+
+    /// The link in use is gone.
+    pub(super) fn unlink(&mut self, now: Nanos, config: &ChannelConfig) {
+        self.channel.detach();
+        self.unlinked = Some(now);
+        if self.endpoint.is_some() && self.dial == Dial::Idle {
+            if self.linked + config.silent <= now {
+                self.redials = 0;
+            }
+            self.dial = Dial::At(now + self.backoff(config));
+        }
+    }
+
+    /// The link being tried is gone or useless.
+    pub(super) fn dial_again(&mut self, now: Nanos, config: &ChannelConfig) {
+        self.dial = Dial::At(now + self.backoff(config));
+    }
+
+    /// A link was attached.
+    pub(super) fn link(&mut self, now: Nanos) {
+        self.dial = Dial::Idle;
+        self.unlinked = None;
+        self.linked = now;
+    }
+
+    /// None before the first repetition, then doubling.
+    fn backoff(&self, config: &ChannelConfig) -> Nanos {
+        match self.redials.checked_sub(1) {
+            None => Nanos::ZERO,
+            Some(doublings) => {
+                config.retransmit.scale(1 << doublings.min(31), 1).min(config.retransmit_max)
+            }
+        }
+    }
+
+    /// Counts a fresh link against the current silence.
+    pub(super) fn mend(&mut self) {
+        if let Some(quiet) = self.channel.quiet() {
+            self.mends = (quiet, self.mends_tried(quiet) + 1);
+        }
+    }
+
+    fn mends_tried(&self, quiet: Nanos) -> u64 {
+        if self.mends.0 == quiet { self.mends.1 } else { 0 }
+    }
+
+    /// The earliest thing to do, and when. Ends come before attempts.
+    pub(super) fn next(&self, config: &ChannelConfig) -> Option<(Nanos, Due)> {
+        let limit = self.unlinked.map(|since| match self.info {
+            None => (since + config.hello, Due::Unreachable),
+            Some(_) => (since + config.silent, Due::Silent),
+        });
+        let quiet = self.channel.quiet().filter(|_| self.info.is_some());
+        let silent = quiet.map(|since| (since + config.silent, Due::Silent));
+        let mend = quiet.and_then(|since| {
+            let tried = self.mends_tried(since);
+            let may = self.endpoint.is_some() && self.dial == Dial::Idle && tried < MENDS_MAX;
+            may.then(|| (since + config.silent.scale(tried + 1, MENDS_MAX + 1), Due::Mend))
+        });
+        let (dial, hello) = match self.dial {
+            Dial::Idle => (None, None),
+            Dial::At(at) => (Some((at, Due::Dial)), None),
+            Dial::Trying { link, until, hello } => {
+                (Some((until, Due::Abandon(link))), hello.map(|(at, _)| (at, Due::Hello(link))))
+            }
+        };
+        let channel = self.channel.deadline().map(|at| (at, Due::Channel));
+        // min_by_key returns the first of equals.
+        [limit, silent, dial, hello, mend, channel].into_iter().flatten().min_by_key(|(at, _)| *at)
+    }
+}

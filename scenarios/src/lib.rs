@@ -7,6 +7,7 @@ pub mod cost;
 pub mod decide;
 pub mod engine;
 mod error;
+pub mod geometry;
 pub mod lists;
 pub mod run;
 

@@ -8,4 +8,5 @@
 
 pub mod keyed;
 pub mod memory;
+pub mod observe;
 pub mod queue;

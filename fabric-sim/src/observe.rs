@@ -3,6 +3,7 @@
 //! Instances are named by their index in [`scenarios::run::Run::instances`], blocks by group and
 //! id. Everything is told once, when it happens, in the order in which it happens.
 
+use crate::memory::Wrong;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::machine::Gauges;
@@ -264,7 +265,7 @@ pub enum Observation<'a> {
         /// Tokens compared.
         tokens: u32,
         /// The first difference.
-        wrong: Option<&'a dyn fmt::Display>,
+        wrong: Option<&'a Wrong>,
     },
     /// The serving engine got an answer that it does not wait for.
     EngineFault {

@@ -1,24 +1,11 @@
-//! Randomness without a stream: each draw is a function of what it is for, so that one draw more
-//! or less changes no other.
+//! Randomness without a stream: each draw is a function of what it is for.
 
-/// Draws keyed by (seed, kind, actor, n).
+use scenarios::decide::{below, decide, within};
+
+/// The draws of one seed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keyed {
     seed: u64,
-}
-
-/// The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64 bits.
-#[inline]
-pub const fn mix(mut x: u64) -> u64 {
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-/// Hash of two words.
-#[inline]
-pub const fn mix2(a: u64, b: u64) -> u64 {
-    mix(mix(a.wrapping_add(0x9e37_79b9_7f4a_7c15)) ^ b)
 }
 
 impl Keyed {
@@ -27,16 +14,16 @@ impl Keyed {
         Keyed { seed }
     }
 
-    /// 64 uniform bits.
+    /// 64 uniform bits, see [`decide`].
     #[inline]
     pub const fn draw(&self, kind: u64, actor: u64, n: u64) -> u64 {
-        mix2(mix2(mix2(self.seed, kind), actor), n)
+        decide(self.seed, kind, actor, n)
     }
 
     /// A uniform number below `bound`; 0 for 0.
     #[inline]
     pub const fn below(&self, kind: u64, actor: u64, n: u64, bound: u64) -> u64 {
-        ((self.draw(kind, actor, n) as u128 * bound as u128) >> 64) as u64
+        below(self.draw(kind, actor, n), bound)
     }
 }
 
@@ -64,7 +51,6 @@ impl Between {
     /// The member that 64 uniform bits stand for.
     #[inline]
     pub const fn pick(&self, bits: u64) -> u64 {
-        let span = (self.most - self.least) as u128 + 1;
-        self.least + ((bits as u128 * span) >> 64) as u64
+        within(bits, self.least, self.most)
     }
 }

@@ -6,7 +6,9 @@
 //! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and [`net::Net`]). The
 //! halves talk in values, so that they can live in one loop or on both sides of a mailbox.
 
+pub mod dma;
 pub mod keyed;
 pub mod memory;
+pub mod net;
 pub mod observe;
 pub mod queue;

@@ -2,7 +2,7 @@
 
 use super::shape::{Layer, Shape};
 use super::{BlockTokens, Found, Slice, Wrong, sides};
-use crate::keyed::{mix, mix2};
+use scenarios::decide::mix;
 use std::ops::Range;
 
 /// Distance between neighbouring words; odd, so that no two words of a row are equal.
@@ -11,7 +11,7 @@ const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Seed of the words of one K or V row.
 #[inline]
 fn row_seed(base: u64, label: u32, position: u32) -> u64 {
-    mix(base ^ (u64::from(label) << 32 | u64::from(position)))
+    mix(base, u64::from(label) << 32 | u64::from(position))
 }
 
 /// Calls `each(half of a row, its seed)` for the K and V parts of the row with `label`.
@@ -61,7 +61,7 @@ pub(super) fn fill(
     for number in shape.groups[at.group].iter().filter(|number| layers.contains(number)) {
         let layer = &shape.layers[*number as usize];
         let buffer = &mut data[layer.segment as usize];
-        let base = mix2(stamp, u64::from(*number));
+        let base = mix(stamp, u64::from(*number));
         for slot in 0..layer.slots {
             let label = layer.label(slot);
             for token in at.tokens.clone() {
@@ -84,7 +84,7 @@ pub(super) fn check(
     for number in &shape.groups[at.group] {
         let layer = &shape.layers[*number as usize];
         let buffer = &data[layer.segment as usize];
-        let base = mix2(stamp, u64::from(*number));
+        let base = mix(stamp, u64::from(*number));
         for slot in 0..layer.slots {
             let label = layer.label(slot);
             for token in at.tokens.clone() {

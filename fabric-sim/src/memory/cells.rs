@@ -2,7 +2,7 @@
 
 use super::shape::{Grid, Shape, Spot};
 use super::{BlockTokens, Found, Wrong};
-use crate::keyed::mix2;
+use scenarios::decide::mix;
 use std::ops::Range;
 
 /// Layers that the mask of a cell can tell apart.
@@ -47,7 +47,7 @@ impl Cell {
 #[inline]
 fn piece_stamp(stamp: u64, position: u32, tokens: u32, label: u32) -> u32 {
     let place = u64::from(position) << 32 | u64::from(tokens) << 20 | u64::from(label);
-    mix2(stamp, place) as u32 | 1
+    mix(stamp, place) as u32 | 1
 }
 
 /// Calls `each(index of a cell, its position, its stamp)` for the pieces that `at` touches.
@@ -162,7 +162,10 @@ impl Copy<'_> {
             return self.row(Some(source), target, len);
         };
         let (read, write) = (source.within / piece, target.within / piece);
-        if len < piece || source.within % piece != 0 || target.within % piece != 0 {
+        if len < piece
+            || !source.within.is_multiple_of(piece)
+            || !target.within.is_multiple_of(piece)
+        {
             return self.row(Some(source), target, len);
         }
         let left = |tensor: &super::shape::Tensor, spot: &Spot| {

@@ -1,0 +1,346 @@
+//! What planes, the data network and the world tell each other.
+
+use crate::keyed::Between;
+use crate::memory::{Fidelity, Slice, Store};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Address, Caps, Cause, DataEvent, Direction, Landed, Memory, OpId, PeerId, RegionDesc, RegionId,
+    SessionId, Ticket,
+};
+
+/// A data plane in one incarnation; never reused, a restarted process gets a new one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PlaneIx(pub u32);
+
+/// A network port with as much bandwidth out as in; planes may share one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NicIx(pub u32);
+
+/// A region in the plane where it was registered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Desc {
+    pub(crate) plane: PlaneIx,
+    /// Counts the registrations of the plane, so that an old descriptor never fits a new region.
+    pub(crate) serial: u32,
+    pub(crate) len: u64,
+}
+
+const ADDRESS: &[u8; 4] = b"sim:";
+const REGION: &[u8; 4] = b"reg:";
+
+impl PlaneIx {
+    pub(crate) fn address(self) -> Address {
+        Address([&ADDRESS[..], &self.0.to_le_bytes()].concat().into())
+    }
+
+    /// The plane that an address names, if it is one of this kind.
+    pub fn of(address: &Address) -> Option<PlaneIx> {
+        let number = address.0.strip_prefix(&ADDRESS[..])?;
+        Some(PlaneIx(u32::from_le_bytes(number.try_into().ok()?)))
+    }
+}
+
+impl Desc {
+    pub(crate) fn encode(self) -> RegionDesc {
+        let (plane, serial) = (self.plane.0.to_le_bytes(), self.serial.to_le_bytes());
+        RegionDesc([&REGION[..], &plane, &serial, &self.len.to_le_bytes()].concat().into())
+    }
+
+    pub(crate) fn decode(desc: &RegionDesc) -> Option<Desc> {
+        let (plane, rest) = desc.0.strip_prefix(&REGION[..])?.split_first_chunk()?;
+        let (serial, len) = rest.split_first_chunk()?;
+        Some(Desc {
+            plane: PlaneIx(u32::from_le_bytes(*plane)),
+            serial: u32::from_le_bytes(*serial),
+            len: u64::from_le_bytes(len.try_into().ok()?),
+        })
+    }
+}
+
+/// A call that a plane took.
+#[derive(Clone, Debug)]
+pub(crate) enum Call {
+    Register { region: RegionId, serial: u32, memory: Memory },
+    Deregister { region: RegionId },
+    Connect { peer: PeerId, plane: PlaneIx, pass: u64 },
+    Disconnect { peer: PeerId },
+    Open { session: SessionId, local: RegionId, peer: PeerId, remote: Desc },
+    Close { session: SessionId },
+    Submit { op: OpId, session: SessionId, direction: Direction, slices: (u32, u32) },
+    Quiesce { session: SessionId, ticket: Ticket },
+    Fence { peer: PeerId },
+}
+
+/// Calls that a plane took, on the way to the data network. Reuse it: it keeps its memory.
+#[derive(Clone, Debug, Default)]
+pub struct Calls {
+    pub(crate) list: Vec<Call>,
+    pub(crate) slices: Vec<Slice>,
+}
+
+impl Calls {
+    /// True if there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Forgets the calls, keeps the memory.
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.slices.clear();
+    }
+}
+
+/// What the data network tells a plane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum News {
+    /// To be polled by the owner.
+    Event(DataEvent),
+    /// The session takes no more operations.
+    SessionDead(SessionId),
+    /// Operations in flight from now on at most, see [`super::Dma::set_queue_full`].
+    Credits(u32),
+}
+
+/// An operation that was submitted, as shown to [`Hooks`].
+#[derive(Clone, Copy, Debug)]
+pub struct OpInfo<'a> {
+    /// Who submitted it.
+    pub plane: PlaneIx,
+    /// The other side.
+    pub peer: PlaneIx,
+    /// Its id on the initiator.
+    pub op: OpId,
+    /// Its session on the initiator.
+    pub session: SessionId,
+    /// Which way.
+    pub direction: Direction,
+    /// Counts the operations of the plane, from 0.
+    pub nth: u64,
+    /// What it moves.
+    pub slices: &'a [Slice],
+}
+
+/// What the world decides about calls of planes.
+pub trait Hooks {
+    /// How an operation ends.
+    fn fate(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpFate {
+        let _unused = (now, op);
+        OpFate::default()
+    }
+
+    /// Why a session cannot be opened now.
+    fn open(&mut self, now: Nanos, from: PlaneIx, to: PlaneIx) -> Option<Cause> {
+        let _unused = (now, from, to);
+        None
+    }
+
+    /// Why memory cannot be registered.
+    fn register(&mut self, now: Nanos, plane: PlaneIx) -> Option<Cause> {
+        let _unused = (now, plane);
+        None
+    }
+}
+
+/// Everything works.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoFaults;
+
+impl Hooks for NoFaults {}
+
+/// How an operation ends.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OpFate {
+    /// Extra time before the first byte.
+    pub delay: Nanos,
+    /// What becomes of its bytes.
+    pub bytes: Bytes,
+    /// What becomes of its completion.
+    pub ack: Ack,
+    /// The session dies when this operation ends: its others fail, submits are `Gone`.
+    pub kill_session: bool,
+}
+
+/// What becomes of the bytes of an operation.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Bytes {
+    /// They arrive.
+    #[default]
+    Whole,
+    /// It fails with this cause after none, some, or all of its slices.
+    Fails {
+        /// Why.
+        cause: Cause,
+        /// How much arrives before, and what is told of it.
+        landed: Landed,
+        /// With [`Landed::Unknown`]: the rest lands this long after the failure, unless the session
+        /// is quiet by then. None: never.
+        late: Option<Nanos>,
+    },
+    /// It completes well before some of its slices land, which do this much later; for planes with
+    /// [`engine::fabric::Placement::OnQuiet`].
+    Overtaken {
+        /// How much later.
+        by: Nanos,
+    },
+}
+
+/// What becomes of a completion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ack {
+    /// Reported after the latency of the way back.
+    #[default]
+    Given,
+    /// Lost: reported as failed with landed unknown after [`DmaConfig::ack_timeout`].
+    Lost,
+    /// Not reported, and no quiesce of the session answered, before the session is closed or dead.
+    Never,
+}
+
+/// Settings of the data network; spans in nanoseconds.
+#[derive(Clone, Debug)]
+pub struct DmaConfig {
+    /// Seed of all draws.
+    pub seed: u64,
+    /// How exactly memory is simulated; the same for all stores.
+    pub fidelity: Fidelity,
+    /// One way between nodes.
+    pub latency: Between,
+    /// One way within a node.
+    pub latency_local: Between,
+    /// Until a region is registered.
+    pub register: Between,
+    /// Until a session is open.
+    pub open: Between,
+    /// Between a quiesce and the end of what may land late.
+    pub barrier: Between,
+    /// Between a fence (which works at once) and its answer.
+    pub fence: Between,
+    /// In which the operations of a closed or dead session fail.
+    pub teardown: Nanos,
+    /// After which an unacknowledged operation fails.
+    pub ack_timeout: Nanos,
+    /// A failed remote access kills the session, as with reliable connected queue pairs.
+    pub failure_kills: bool,
+}
+
+impl Default for DmaConfig {
+    fn default() -> Self {
+        DmaConfig {
+            seed: 0,
+            fidelity: Fidelity::Bytes,
+            latency: Between::new(2_000, 5_000),
+            latency_local: Between::new(800, 1_500),
+            register: Between::new(10_000, 100_000),
+            open: Between::new(100_000, 3_000_000),
+            barrier: Between::new(5_000, 50_000),
+            fence: Between::new(10_000, 1_000_000),
+            teardown: Nanos::from_us(200),
+            ack_timeout: Nanos::from_ms(500),
+            failure_kills: true,
+        }
+    }
+}
+
+/// A plane to be made.
+#[derive(Debug)]
+pub struct PlaneSpec {
+    /// The node it is on.
+    pub node: u32,
+    /// Its port to other nodes.
+    pub nic: NicIx,
+    /// Its port to planes of the same node.
+    pub nic_local: NicIx,
+    /// What it can do.
+    pub caps: Caps,
+    /// Its memory.
+    pub store: Store,
+}
+
+/// An entry of the event queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum DmaEvent {
+    /// An operation starts to move.
+    Start { op: u32, turn: u32 },
+    /// Slices land.
+    Land { op: u32, turn: u32 },
+    /// An operation completes.
+    Report { op: u32, turn: u32 },
+    /// A stalled operation gives up.
+    Timeout { op: u32, turn: u32 },
+    /// A port has served an operation.
+    Serve { server: u32, turn: u32 },
+    /// News reach a plane.
+    Deliver { slot: u32 },
+    /// A session can be used, or not.
+    Opened { session: u32 },
+    /// Nothing lands late any more from before a ticket.
+    Barrier { session: u32, ticket: Ticket },
+    /// A closed session is quiet.
+    Closed { session: u32 },
+    /// Nothing comes from a crashed plane any more.
+    Gone { plane: PlaneIx },
+}
+
+/// What a step did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// To be handed to [`super::SimDataPlane::deliver`].
+    Deliver {
+        /// To whom.
+        plane: PlaneIx,
+        /// What.
+        news: News,
+    },
+    /// Bytes changed.
+    Landed(Landing),
+    /// An operation was reported as complete; the event itself is delivered apart.
+    Completed {
+        /// Who submitted it.
+        plane: PlaneIx,
+        /// Its id.
+        op: OpId,
+        /// How it was reported.
+        outcome: engine::fabric::Outcome,
+    },
+    /// A session was reported as quiet.
+    Quiet {
+        /// Whose session.
+        plane: PlaneIx,
+        /// Which one.
+        session: SessionId,
+    },
+    /// From here on nothing of `peer` lands in the memory of `plane`.
+    Fenced {
+        /// Who fenced.
+        plane: PlaneIx,
+        /// Who is kept out.
+        peer: PlaneIx,
+    },
+}
+
+/// One or (with cells) all slices of an operation that landed. [`super::Dma::slices`] has their
+/// ranges, until the next step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Landing {
+    /// Who submitted the operation.
+    pub plane: PlaneIx,
+    /// Its id.
+    pub op: OpId,
+    /// Which way it moves bytes.
+    pub direction: Direction,
+    /// Whose memory was read.
+    pub source: PlaneIx,
+    /// Segment and offset in the source's store that the slices are relative to.
+    pub source_at: (u32, u64),
+    /// Whose memory changed.
+    pub target: PlaneIx,
+    /// Segment and offset in the target's store that the slices are relative to.
+    pub target_at: (u32, u64),
+    /// True if it was reported as complete or failed before.
+    pub late: bool,
+    pub(crate) slot: u32,
+    pub(crate) first: u32,
+    pub(crate) count: u32,
+}

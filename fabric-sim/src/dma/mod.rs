@@ -1,0 +1,479 @@
+//! The data network: [`SimDataPlane`] for processes, [`Dma`] for the world.
+//!
+//! The world takes the calls of a plane and gives them to [`Dma::perform`], gives the entries that
+//! this schedules back to [`Dma::step`], and hands what comes out to the planes. What goes wrong
+//! is decided by the world, per call ([`Hooks`]) or by switch.
+//!
+//! Bytes are copied from source to target at the moment in which a slice lands, so a source that
+//! is rewritten before tears a read as well as a write. A landing checks that both regions exist
+//! and that the other side still lets the initiator in.
+
+mod call;
+mod nic;
+mod plane;
+mod session;
+mod transfer;
+
+pub use call::{
+    Ack, Bytes, Calls, DmaConfig, DmaEvent, Hooks, Landing, News, NicIx, NoFaults, OpFate, OpInfo,
+    Output, PlaneIx, PlaneSpec,
+};
+pub use plane::SimDataPlane;
+
+use crate::keyed::{Between, Keyed};
+use crate::memory::{Place, Scratch, Slice, Store};
+use crate::queue::Schedule;
+use call::{Call, Desc};
+use engine::core::time::Nanos;
+use engine::fabric::{Caps, Cause, DataEvent, Memory, PeerId, RegionId, SessionId};
+use nic::Nics;
+use session::Session;
+use std::collections::{BTreeMap, BTreeSet};
+use transfer::Op;
+
+/// The data network and the memory of all planes.
+#[derive(Debug)]
+pub struct Dma {
+    config: DmaConfig,
+    keyed: Keyed,
+    planes: Vec<Plane>,
+    /// One per plane; none once it is gone.
+    stores: Vec<Option<Store>>,
+    nics: Nics,
+    sessions: Vec<Session>,
+    ops: Vec<Op>,
+    free_ops: Vec<u32>,
+    /// Operations that wait for a partition to end.
+    stalled: BTreeSet<u32>,
+    /// News on their way.
+    mail: Vec<Option<(PlaneIx, News)>>,
+    free_mail: Vec<u32>,
+    /// Ordered pairs of nodes between which nothing passes.
+    cut: BTreeSet<(u32, u32)>,
+    /// Servers of links slower than the ports.
+    slow: BTreeMap<(u32, u32), u32>,
+    scratch: Scratch,
+}
+
+#[derive(Debug)]
+struct Plane {
+    node: u32,
+    nic: NicIx,
+    nic_local: NicIx,
+    caps: Caps,
+    alive: bool,
+    paused: bool,
+    /// News that came while it was paused.
+    held: Vec<News>,
+    regions: BTreeMap<RegionId, Region>,
+    /// Registered memory by serial.
+    places: BTreeMap<u32, (Place, u64)>,
+    peers: BTreeMap<PeerId, (PlaneIx, u64)>,
+    /// Planes and passes that may reach in.
+    admitted: BTreeSet<(PlaneIx, u64)>,
+    /// Those that may never again.
+    fenced: BTreeSet<(PlaneIx, u64)>,
+    sessions: BTreeMap<SessionId, u32>,
+    /// Grows when something that was allowed no longer is.
+    epoch: u32,
+    submitted: u64,
+    drawn: u64,
+    ack_extra: Between,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Region {
+    serial: u32,
+}
+
+/// Kinds of draws.
+mod draw {
+    use scenarios::decide::kind;
+
+    pub(super) const LATENCY: u64 = kind("dma.latency");
+    pub(super) const ACK: u64 = kind("dma.ack");
+    pub(super) const ACK_EXTRA: u64 = kind("dma.ack_extra");
+    pub(super) const SHUFFLE: u64 = kind("dma.shuffle");
+    pub(super) const STOP: u64 = kind("dma.stop");
+    pub(super) const TEARDOWN: u64 = kind("dma.teardown");
+    pub(super) const ANSWER: u64 = kind("dma.answer");
+}
+
+impl Dma {
+    /// A network without ports and planes.
+    pub fn new(config: DmaConfig) -> Dma {
+        Dma {
+            keyed: Keyed::new(config.seed),
+            config,
+            planes: Vec::new(),
+            stores: Vec::new(),
+            nics: Nics::default(),
+            sessions: Vec::new(),
+            ops: Vec::new(),
+            free_ops: Vec::new(),
+            stalled: BTreeSet::new(),
+            mail: Vec::new(),
+            free_mail: Vec::new(),
+            cut: BTreeSet::new(),
+            slow: BTreeMap::new(),
+            scratch: Scratch::default(),
+        }
+    }
+
+    /// Adds a port.
+    pub fn add_nic(&mut self, bytes_per_sec: u64) -> NicIx {
+        self.nics.add(bytes_per_sec)
+    }
+
+    /// Bytes that a port was given to send and to receive.
+    pub fn nic_bytes(&self, nic: NicIx) -> (u64, u64) {
+        let nic = self.nics.get(nic);
+        let bytes = |server: u32| self.nics.servers[server as usize].bytes();
+        (bytes(nic.out), bytes(nic.into))
+    }
+
+    /// Bandwidth of a port.
+    pub fn nic_rate(&self, nic: NicIx) -> u64 {
+        self.nics.servers[self.nics.get(nic).out as usize].bytes_per_sec()
+    }
+
+    /// Adds a plane; for a restarted process too.
+    pub fn add_plane(&mut self, spec: PlaneSpec) -> SimDataPlane {
+        let ix = PlaneIx(self.planes.len() as u32);
+        self.stores.push(Some(spec.store));
+        self.planes.push(Plane {
+            node: spec.node,
+            nic: spec.nic,
+            nic_local: spec.nic_local,
+            caps: spec.caps,
+            alive: true,
+            paused: false,
+            held: Vec::new(),
+            regions: BTreeMap::new(),
+            places: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            admitted: BTreeSet::new(),
+            fenced: BTreeSet::new(),
+            sessions: BTreeMap::new(),
+            epoch: 0,
+            submitted: 0,
+            drawn: 0,
+            ack_extra: Between::exactly(0),
+        });
+        SimDataPlane::new(ix, spec.caps)
+    }
+
+    /// The memory of a plane; none once it is gone.
+    pub fn store(&self, plane: PlaneIx) -> Option<&Store> {
+        self.stores[plane.0 as usize].as_ref()
+    }
+
+    /// The memory of a plane; none once it is gone.
+    pub fn store_mut(&mut self, plane: PlaneIx) -> Option<&mut Store> {
+        self.stores[plane.0 as usize].as_mut()
+    }
+
+    /// The ranges of a landing; valid until the next step.
+    pub fn slices(&self, landing: &Landing) -> &[Slice] {
+        let first = landing.first as usize;
+        &self.ops[landing.slot as usize].slices[first..first + landing.count as usize]
+    }
+
+    /// Operations whose bytes may still land or whose completion is due.
+    pub fn unsettled(&self) -> usize {
+        self.ops.len() - self.free_ops.len()
+    }
+
+    /// Performs the calls that a plane took; they are used up.
+    pub fn perform<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        calls: &mut Calls,
+        hooks: &mut dyn Hooks,
+        queue: &mut S,
+    ) {
+        if self.planes[plane.0 as usize].alive {
+            for call in calls.list.drain(..) {
+                match call {
+                    Call::Submit { op, session, direction, slices } => {
+                        let slices = &calls.slices[slices.0 as usize..slices.1 as usize];
+                        let info = (op, session, direction);
+                        self.accept(now, plane, info, slices, hooks, queue);
+                    }
+                    call => self.set_up(now, plane, call, hooks, queue),
+                }
+            }
+        }
+        calls.clear();
+    }
+
+    fn set_up<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        call: Call,
+        hooks: &mut dyn Hooks,
+        queue: &mut S,
+    ) {
+        let me = &mut self.planes[plane.0 as usize];
+        match call {
+            Call::Register { region, serial, memory } => {
+                let refused = hooks.register(now, plane);
+                self.register(now, plane, (region, serial, memory), refused, queue);
+            }
+            Call::Deregister { region } => {
+                if let Some(Region { serial }) = me.regions.remove(&region) {
+                    me.places.remove(&serial);
+                    me.epoch += 1;
+                }
+            }
+            Call::Connect { peer, plane: other, pass } => {
+                me.peers.insert(peer, (other, pass));
+                if !me.fenced.contains(&(other, pass)) {
+                    me.admitted.insert((other, pass));
+                }
+            }
+            Call::Disconnect { peer } => self.disconnect(now, plane, peer, queue),
+            Call::Open { session, local, peer, remote } => {
+                self.open(now, plane, (session, local, peer, remote), hooks, queue);
+            }
+            Call::Close { session } => self.close(now, plane, session, queue),
+            Call::Quiesce { session, ticket } => self.quiesce(now, plane, (session, ticket), queue),
+            Call::Fence { peer } => {
+                if let Some(pair) = me.peers.get(&peer) {
+                    me.admitted.remove(pair);
+                    me.fenced.insert(*pair);
+                    me.epoch += 1;
+                }
+                let at = now + self.draw_span(plane, self.config.fence);
+                self.mail_at(at, plane, DataEvent::Fenced { peer }, queue);
+            }
+            Call::Submit { .. } => unreachable!("submits are accepted apart"),
+        }
+    }
+
+    fn register<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        (region, serial, memory): (RegionId, u32, Memory),
+        refused: Option<Cause>,
+        queue: &mut S,
+    ) {
+        let store = self.stores[plane.0 as usize].as_ref();
+        let place = store.and_then(|store| store.place(&memory));
+        let len = memory.len();
+        let me = &mut self.planes[plane.0 as usize];
+        let result = match (refused, place) {
+            (Some(cause), _) => Err(cause),
+            (None, None) => Err(Cause::LocalAccess),
+            (None, Some(place)) => {
+                me.places.insert(serial, (place, len));
+                Ok(Desc { plane, serial, len }.encode())
+            }
+        };
+        me.regions.insert(region, Region { serial });
+        let at = now + self.draw_span(plane, self.config.register);
+        self.mail_at(at, plane, DataEvent::Registered { region, result }, queue);
+    }
+
+    fn disconnect<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        peer: PeerId,
+        queue: &mut S,
+    ) {
+        let me = &mut self.planes[plane.0 as usize];
+        let Some(pair) = me.peers.remove(&peer) else { return };
+        if !me.peers.values().any(|other| *other == pair) && me.admitted.remove(&pair) {
+            me.epoch += 1;
+        }
+        let mine = |(id, slot): (&SessionId, &u32)| {
+            (self.sessions[*slot as usize].peer == peer).then_some(*id)
+        };
+        let sessions: Vec<_> = me.sessions.iter().filter_map(mine).collect();
+        for session in sessions {
+            self.close(now, plane, session, queue);
+        }
+    }
+
+    /// Handles an entry of the queue and appends what it did.
+    pub fn step<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        event: DmaEvent,
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        match event {
+            DmaEvent::Land { op, turn } => self.land(now, (op, turn), queue, out),
+            DmaEvent::Start { op, turn } => self.start(now, (op, turn), queue),
+            DmaEvent::Report { op, turn } => self.report(now, (op, turn), queue, out),
+            DmaEvent::Timeout { op, turn } => self.time_out(now, (op, turn), queue, out),
+            DmaEvent::Serve { server, turn } => self.serve(now, (server, turn), queue),
+            DmaEvent::Deliver { slot } => {
+                let (plane, news) = self.mail[slot as usize].take().expect("mail is sent once");
+                self.free_mail.push(slot);
+                self.hand_over(plane, news, out);
+            }
+            DmaEvent::Opened { session } => self.opened(session, out),
+            DmaEvent::Barrier { session, ticket } => self.barrier((session, ticket), out),
+            DmaEvent::Closed { session } => self.closed(session, out),
+            DmaEvent::Gone { plane } => self.gone(plane, out),
+        }
+    }
+
+    /// A process died: nothing reaches its plane or its memory any more. Bytes that it sent may
+    /// land for another `linger`. With `told` its peers get `PeerDown` after that time.
+    pub fn crash<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        (linger, told): (Nanos, Option<Nanos>),
+        queue: &mut S,
+    ) {
+        let me = &mut self.planes[plane.0 as usize];
+        if !std::mem::take(&mut me.alive) {
+            return;
+        }
+        me.epoch += 1;
+        me.held.clear();
+        queue.at(now + linger, DmaEvent::Gone { plane });
+        let Some(told) = told else { return };
+        for other in 0..self.planes.len() {
+            let peers = self.planes[other].peers.iter();
+            let peers: Vec<_> =
+                peers.filter(|(_, (ix, _))| *ix == plane).map(|(p, _)| *p).collect();
+            for peer in peers {
+                let event = DataEvent::PeerDown { peer };
+                self.mail_at(now + told, PlaneIx(other as u32), event, queue);
+            }
+        }
+    }
+
+    /// Stops or resumes a process: while stopped its plane is told nothing. Remote access to its
+    /// memory and what it posted go on.
+    pub fn set_paused(&mut self, plane: PlaneIx, paused: bool, out: &mut Vec<Output>) {
+        let me = &mut self.planes[plane.0 as usize];
+        me.paused = paused;
+        if !paused {
+            let held = std::mem::take(&mut me.held);
+            out.extend(held.into_iter().map(|news| Output::Deliver { plane, news }));
+        }
+    }
+
+    /// Makes the queue of a plane full, or ends that. A full queue still takes one operation when
+    /// it is empty, because a plane that says `Busy` owes an event.
+    pub fn set_queue_full(&mut self, plane: PlaneIx, full: bool, out: &mut Vec<Output>) {
+        let credits = if full { 1 } else { self.planes[plane.0 as usize].caps.operations_max };
+        self.hand_over(plane, News::Credits(credits), out);
+    }
+
+    /// Delays completions of a plane by a drawn time more, so that they overtake one another.
+    pub fn set_completion_shuffle(&mut self, plane: PlaneIx, extra: Between) {
+        self.planes[plane.0 as usize].ack_extra = extra;
+    }
+
+    /// Limits what moves from one node to another to this many bytes per second; None: to the
+    /// ports' bandwidth. Operations that started before keep the link that they started on.
+    pub fn set_link_rate<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (from, to): (u32, u32),
+        bytes_per_sec: Option<u64>,
+        queue: &mut S,
+    ) {
+        match (bytes_per_sec, self.slow.get(&(from, to)).copied()) {
+            (None, None) => {}
+            (Some(rate), None) => {
+                let server = self.nics.server(rate);
+                self.slow.insert((from, to), server);
+            }
+            (rate, Some(server)) => {
+                let rate = rate.unwrap_or(u64::MAX);
+                self.nics.servers[server as usize].set_rate((server, now), rate, queue);
+                if rate == u64::MAX {
+                    self.slow.remove(&(from, to));
+                }
+            }
+        }
+    }
+
+    /// Cuts or heals the way from one node to another. Operations stall; those that are not
+    /// acknowledged for [`DmaConfig::ack_timeout`] fail.
+    pub fn set_cut<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (from, to): (u32, u32),
+        cut: bool,
+        queue: &mut S,
+    ) {
+        if cut {
+            self.cut.insert((from, to));
+        } else if self.cut.remove(&(from, to)) {
+            self.resume(now, queue);
+        }
+    }
+
+    /// The session dies, as if its queue pair went to the error state.
+    pub fn kill_session<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        session: SessionId,
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let slot = self.planes[plane.0 as usize].sessions.get(&session).copied();
+        if let Some(slot) = slot.filter(|slot| self.mark_dead(*slot, out)) {
+            self.fail_all(now, slot, &Cause::QueuePair, queue);
+        }
+    }
+
+    fn cut_between(&self, from: PlaneIx, to: PlaneIx) -> bool {
+        let node = |plane: PlaneIx| self.planes[plane.0 as usize].node;
+        !self.cut.is_empty() && self.cut.contains(&(node(from), node(to)))
+    }
+
+    fn draw_span(&mut self, plane: PlaneIx, span: Between) -> Nanos {
+        let me = &mut self.planes[plane.0 as usize];
+        me.drawn += 1;
+        Nanos(span.pick(self.keyed.draw(draw::ANSWER, u64::from(plane.0), me.drawn)))
+    }
+
+    fn mail_at<S: Schedule<DmaEvent>>(
+        &mut self,
+        at: Nanos,
+        plane: PlaneIx,
+        event: DataEvent,
+        queue: &mut S,
+    ) {
+        let mail = Some((plane, News::Event(event)));
+        let slot = self.free_mail.pop().unwrap_or_else(|| {
+            self.mail.push(None);
+            self.mail.len() as u32 - 1
+        });
+        self.mail[slot as usize] = mail;
+        queue.at(at, DmaEvent::Deliver { slot });
+    }
+
+    /// Tells a plane, now.
+    fn hand_over(&mut self, plane: PlaneIx, news: News, out: &mut Vec<Output>) {
+        let me = &mut self.planes[plane.0 as usize];
+        if !me.alive {
+            return;
+        }
+        if let News::Event(DataEvent::Fenced { peer }) = &news
+            && let Some((peer, _)) = me.peers.get(peer)
+        {
+            out.push(Output::Fenced { plane, peer: *peer });
+        }
+        if me.paused {
+            me.held.push(news);
+        } else {
+            out.push(Output::Deliver { plane, news });
+        }
+    }
+}

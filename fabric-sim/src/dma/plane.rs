@@ -1,0 +1,285 @@
+//! The half of the data network that a process owns.
+
+use super::call::{Call, Calls, Desc, News, PlaneIx};
+use crate::memory::Slice;
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Address, Caps, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, Refused, RegionDesc,
+    RegionId, SessionId, Submit, Ticket, Wake,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::task::Waker;
+
+/// A data plane whose calls are checked here and performed by [`super::Dma`]: the world takes them
+/// with [`SimDataPlane::take_calls`] and answers with [`SimDataPlane::deliver`].
+#[derive(Debug)]
+pub struct SimDataPlane {
+    ix: PlaneIx,
+    caps: Caps,
+    /// Operations in flight at most; less than the capability while the queue is full.
+    credits: u32,
+    regions: BTreeMap<RegionId, Region>,
+    registrations: u32,
+    peers: BTreeMap<PeerId, PlaneIx>,
+    sessions: BTreeMap<SessionId, Session>,
+    /// Operations in flight and the region they use.
+    operations: BTreeMap<OpId, RegionId>,
+    calls: Calls,
+    inbox: VecDeque<DataEvent>,
+    waker: Option<Waker>,
+}
+
+#[derive(Debug)]
+struct Region {
+    len: u64,
+    operations: u32,
+}
+
+#[derive(Debug)]
+struct Session {
+    local: RegionId,
+    local_len: u64,
+    peer: PeerId,
+    remote_len: u64,
+    open: bool,
+}
+
+impl SimDataPlane {
+    pub(super) fn new(ix: PlaneIx, caps: Caps) -> SimDataPlane {
+        SimDataPlane {
+            ix,
+            caps,
+            credits: caps.operations_max,
+            regions: BTreeMap::new(),
+            registrations: 0,
+            peers: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            operations: BTreeMap::new(),
+            calls: Calls::default(),
+            inbox: VecDeque::new(),
+            waker: None,
+        }
+    }
+
+    /// Which plane this is.
+    pub fn ix(&self) -> PlaneIx {
+        self.ix
+    }
+
+    /// Moves the calls made since the last time into `into`, whose memory is reused.
+    pub fn take_calls(&mut self, into: &mut Calls) {
+        into.clear();
+        std::mem::swap(&mut self.calls, into);
+    }
+
+    /// True if there are calls to take.
+    pub fn has_calls(&self) -> bool {
+        !self.calls.is_empty()
+    }
+
+    /// Takes in what the data network tells.
+    pub fn deliver(&mut self, news: News) {
+        match news {
+            News::Credits(credits) => self.credits = credits,
+            News::SessionDead(session) => {
+                self.sessions.entry(session).and_modify(|session| session.open = false);
+            }
+            News::Event(event) => {
+                self.note(&event);
+                self.inbox.push_back(event);
+                if let Some(waker) = &self.waker {
+                    waker.wake_by_ref();
+                }
+            }
+        }
+    }
+
+    fn note(&mut self, event: &DataEvent) {
+        match event {
+            DataEvent::Opened { session, result } => {
+                let open = result.is_ok();
+                self.sessions.entry(*session).and_modify(|session| session.open = open);
+            }
+            DataEvent::Completed { op, .. } => {
+                if let Some(region) = self.operations.remove(op)
+                    && let Some(region) = self.regions.get_mut(&region)
+                {
+                    region.operations -= 1;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Operations accepted and not completed.
+    pub fn in_flight(&self) -> usize {
+        self.operations.len()
+    }
+
+    fn check(&self, batch: &Submit<'_>) -> Result<RegionId, Refused> {
+        let Some(session) = self.sessions.get(&batch.session).filter(|session| session.open) else {
+            return Err(Refused::Gone);
+        };
+        let able = match batch.direction {
+            Direction::Read => self.caps.read,
+            Direction::Write => self.caps.write,
+        };
+        if !able {
+            return Err(Refused::Unsupported(format!("{:?}", batch.direction).into()));
+        }
+        let count = batch.len.len();
+        if batch.local.len() != count || batch.remote.len() != count {
+            return invalid("lists of different length");
+        }
+        if count > self.caps.slices_max as usize {
+            return invalid("more slices than an operation can have");
+        }
+        if self.operations.contains_key(&batch.op) {
+            return invalid("operation id in use");
+        }
+        let inside =
+            |from: u64, len: u64, end: u64| from.checked_add(len).is_some_and(|to| to <= end);
+        for ((local, remote), len) in batch.local.iter().zip(batch.remote).zip(batch.len) {
+            if !inside(*local, *len, session.local_len) {
+                return Err(Refused::Invalid(format!("local range {local}+{len}").into()));
+            }
+            if !inside(*remote, *len, session.remote_len) {
+                return Err(Refused::Invalid(format!("remote range {remote}+{len}").into()));
+            }
+        }
+        if self.operations.len() >= self.credits as usize {
+            return Err(Refused::Busy);
+        }
+        Ok(session.local)
+    }
+}
+
+fn invalid<T>(why: &str) -> Result<T, Refused> {
+    Err(Refused::Invalid(why.into()))
+}
+
+impl DataPlane for SimDataPlane {
+    fn caps(&self) -> Caps {
+        self.caps
+    }
+
+    fn address(&self) -> Address {
+        self.ix.address()
+    }
+
+    fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
+        if self.regions.contains_key(&region) {
+            return invalid("region id in use");
+        }
+        if memory.is_empty() {
+            return invalid("empty region");
+        }
+        if !matches!(memory, Memory::Own { .. } | Memory::Device { .. }) {
+            return Err(Refused::Unsupported("memory of another process".into()));
+        }
+        self.registrations += 1;
+        let serial = self.registrations;
+        self.regions.insert(region, Region { len: memory.len(), operations: 0 });
+        self.calls.list.push(Call::Register { region, serial, memory });
+        Ok(())
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
+        match self.regions.get(&region) {
+            None => return invalid("no such region"),
+            Some(used) if used.operations > 0 => return Err(Refused::Busy),
+            Some(_) => {}
+        }
+        self.regions.remove(&region);
+        for session in self.sessions.values_mut().filter(|session| session.local == region) {
+            session.open = false;
+        }
+        self.calls.list.push(Call::Deregister { region });
+        Ok(())
+    }
+
+    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
+        if self.peers.contains_key(&peer) {
+            return invalid("peer id in use");
+        }
+        let Some(plane) = PlaneIx::of(address) else {
+            return invalid("address of another kind of plane");
+        };
+        self.peers.insert(peer, plane);
+        self.calls.list.push(Call::Connect { peer, plane, pass });
+        Ok(())
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        if self.peers.remove(&peer).is_none() {
+            return;
+        }
+        self.sessions.retain(|_, session| session.peer != peer);
+        self.calls.list.push(Call::Disconnect { peer });
+    }
+
+    fn open(
+        &mut self,
+        session: SessionId,
+        local: RegionId,
+        peer: PeerId,
+        remote: &RegionDesc,
+    ) -> Result<(), Refused> {
+        if self.sessions.contains_key(&session) {
+            return invalid("session id in use");
+        }
+        let Some(region) = self.regions.get(&local) else { return invalid("no such region") };
+        let Some(plane) = self.peers.get(&peer) else { return invalid("no such peer") };
+        let Some(remote) = Desc::decode(remote).filter(|remote| remote.plane == *plane) else {
+            return invalid("descriptor of another plane");
+        };
+        let (local_len, remote_len) = (region.len, remote.len);
+        let entry = Session { local, local_len, peer, remote_len, open: false };
+        self.sessions.insert(session, entry);
+        self.calls.list.push(Call::Open { session, local, peer, remote });
+        Ok(())
+    }
+
+    fn close(&mut self, session: SessionId) {
+        if self.sessions.remove(&session).is_some() {
+            self.calls.list.push(Call::Close { session });
+        }
+    }
+
+    fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused> {
+        let local = self.check(&batch)?;
+        self.operations.insert(batch.op, local);
+        if let Some(region) = self.regions.get_mut(&local) {
+            region.operations += 1;
+        }
+        let first = self.calls.slices.len() as u32;
+        let ranges = batch.local.iter().zip(batch.remote).zip(batch.len);
+        let slice = |((local, remote), len): ((&u64, &u64), &u64)| Slice {
+            local: *local,
+            remote: *remote,
+            len: *len,
+        };
+        self.calls.slices.extend(ranges.map(slice));
+        let Submit { op, session, direction, .. } = batch;
+        let slices = (first, self.calls.slices.len() as u32);
+        self.calls.list.push(Call::Submit { op, session, direction, slices });
+        Ok(())
+    }
+
+    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+        self.calls.list.push(Call::Quiesce { session, ticket });
+    }
+
+    fn fence(&mut self, peer: PeerId) {
+        self.calls.list.push(Call::Fence { peer });
+    }
+
+    fn set_waker(&mut self, waker: Waker) {
+        self.waker = Some(waker);
+    }
+
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+        out.extend(self.inbox.drain(..));
+        Wake::External
+    }
+}

@@ -1,0 +1,259 @@
+//! Sessions: opening, quiet, teardown.
+
+use super::call::{Desc, DmaEvent, Hooks, News, Output, PlaneIx};
+use super::{Dma, draw};
+use crate::queue::Schedule;
+use engine::core::time::Nanos;
+use engine::fabric::{Cause, DataEvent, Landed, Outcome, PeerId, RegionId, SessionId, Ticket};
+use std::collections::BTreeMap;
+
+/// A session of one plane. Its slot is never reused; its id may be, once it is closed.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) plane: PlaneIx,
+    pub(super) id: SessionId,
+    pub(super) peer: PeerId,
+    /// Serial of the local region.
+    pub(super) local: u32,
+    pub(super) remote: Desc,
+    /// The pass when it was opened.
+    pub(super) pass: u64,
+    pub(super) state: State,
+    /// Operations accepted so far.
+    pub(super) accepted: u64,
+    /// Operations that may still land or have to be reported, by order of acceptance.
+    pub(super) unsettled: BTreeMap<u64, u32>,
+    tickets: Vec<Asked>,
+    /// The answer to `open` until it is given.
+    opened: Option<Result<(), Cause>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Open,
+    /// Takes nothing more; what was accepted has failed or will.
+    Dead,
+    Closing,
+    Closed,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    ticket: Ticket,
+    /// Operations accepted before.
+    before: u64,
+    /// Nothing of those that have failed can land any more.
+    passed: bool,
+}
+
+impl Dma {
+    pub(super) fn open<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        (id, local, peer, remote): (SessionId, RegionId, PeerId, Desc),
+        hooks: &mut dyn Hooks,
+        queue: &mut S,
+    ) {
+        let me = &self.planes[plane.0 as usize];
+        let serial = me.regions.get(&local).map_or(0, |region| region.serial);
+        let pass = me.peers.get(&peer).map_or(0, |(_, pass)| *pass);
+        let result = match hooks.open(now, plane, remote.plane) {
+            Some(cause) => Err(cause),
+            None => self.openable(plane, serial, remote),
+        };
+        let slot = self.sessions.len() as u32;
+        self.sessions.push(Session {
+            plane,
+            id,
+            peer,
+            local: serial,
+            remote,
+            pass,
+            state: if result.is_ok() { State::Open } else { State::Dead },
+            accepted: 0,
+            unsettled: BTreeMap::new(),
+            tickets: Vec::new(),
+            opened: Some(result.clone()),
+        });
+        self.planes[plane.0 as usize].sessions.insert(id, slot);
+        let unanswered = matches!(result, Err(Cause::Unreachable));
+        let span = self.draw_span(plane, self.config.open);
+        let at = now + if unanswered { self.config.ack_timeout } else { span };
+        queue.at(at, DmaEvent::Opened { session: slot });
+    }
+
+    /// Tells the owner of a session whether it can be used, unless it was closed meanwhile.
+    pub(super) fn opened(&mut self, slot: u32, out: &mut Vec<Output>) {
+        let session = &mut self.sessions[slot as usize];
+        let (plane, id) = (session.plane, session.id);
+        if matches!(session.state, State::Open | State::Dead)
+            && let Some(result) = session.opened.take()
+        {
+            let event = DataEvent::Opened { session: id, result };
+            self.hand_over(plane, News::Event(event), out);
+        }
+    }
+
+    fn openable(&self, plane: PlaneIx, serial: u32, remote: Desc) -> Result<(), Cause> {
+        let Some(other) = self.planes.get(remote.plane.0 as usize) else {
+            return Err(Cause::Unreachable);
+        };
+        let cut = self.cut_between(plane, remote.plane) || self.cut_between(remote.plane, plane);
+        if !other.alive || cut {
+            return Err(Cause::Unreachable);
+        }
+        if !self.planes[plane.0 as usize].places.contains_key(&serial) {
+            return Err(Cause::LocalAccess);
+        }
+        let fits = other.places.get(&remote.serial).is_some_and(|(_, len)| *len == remote.len);
+        if fits { Ok(()) } else { Err(Cause::RemoteAccess) }
+    }
+
+    /// Fails the operations of a session one by one. Bytes of those that started go on landing.
+    pub(super) fn fail_all<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        slot: u32,
+        cause: &Cause,
+        queue: &mut S,
+    ) {
+        let window = self.config.teardown.0;
+        for (n, op) in &self.sessions[slot as usize].unsettled {
+            let state = &mut self.ops[*op as usize];
+            if state.reported {
+                continue;
+            }
+            let landed = if state.started { Landed::Unknown } else { Landed::None };
+            if !state.started {
+                state.ended = true;
+            }
+            state.outcome = Some(Outcome::Failed { cause: cause.clone(), landed });
+            let after = self.keyed.below(draw::TEARDOWN, u64::from(slot), *n, window);
+            queue.at(now + Nanos(after), DmaEvent::Report { op: *op, turn: state.turn });
+        }
+    }
+
+    /// The session takes nothing more; false if it did not before.
+    pub(super) fn mark_dead(&mut self, slot: u32, out: &mut Vec<Output>) -> bool {
+        let session = &mut self.sessions[slot as usize];
+        if session.state != State::Open {
+            return false;
+        }
+        session.state = State::Dead;
+        let (plane, id) = (session.plane, session.id);
+        self.hand_over(plane, News::SessionDead(id), out);
+        true
+    }
+
+    pub(super) fn close<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        id: SessionId,
+        queue: &mut S,
+    ) {
+        let Some(slot) = self.planes[plane.0 as usize].sessions.get(&id).copied() else { return };
+        let session = &mut self.sessions[slot as usize];
+        if matches!(session.state, State::Closing | State::Closed) {
+            return;
+        }
+        session.state = State::Closing;
+        self.fail_all(now, slot, &Cause::Closed, queue);
+        queue.at(now + self.config.teardown, DmaEvent::Closed { session: slot });
+    }
+
+    /// The teardown of a session is over.
+    pub(super) fn closed(&mut self, slot: u32, out: &mut Vec<Output>) {
+        let session = &mut self.sessions[slot as usize];
+        session.state = State::Closed;
+        let (plane, id) = (session.plane, session.id);
+        let unsettled = std::mem::take(&mut session.unsettled);
+        for op in unsettled.into_values() {
+            self.finish_report(op, out);
+            self.discard(op);
+        }
+        let sessions = &mut self.planes[plane.0 as usize].sessions;
+        if sessions.get(&id) == Some(&slot) {
+            sessions.remove(&id);
+        }
+        for asked in std::mem::take(&mut self.sessions[slot as usize].tickets) {
+            self.tell_quiet(plane, (id, asked.ticket), out);
+        }
+    }
+
+    pub(super) fn quiesce<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        (id, ticket): (SessionId, Ticket),
+        queue: &mut S,
+    ) {
+        let at = now + self.draw_span(plane, self.config.barrier);
+        let slot = self.planes[plane.0 as usize].sessions.get(&id).copied();
+        let Some(slot) = slot else {
+            return self.mail_at(at, plane, DataEvent::Quiet { session: id, ticket }, queue);
+        };
+        let session = &mut self.sessions[slot as usize];
+        let before = session.accepted;
+        session.tickets.push(Asked { ticket, before, passed: false });
+        queue.at(at, DmaEvent::Barrier { session: slot, ticket });
+    }
+
+    /// From here on nothing of a failed operation lands that was accepted before the ticket.
+    pub(super) fn barrier(&mut self, (slot, ticket): (u32, Ticket), out: &mut Vec<Output>) {
+        let session = &mut self.sessions[slot as usize];
+        let asked =
+            session.tickets.iter_mut().find(|asked| asked.ticket == ticket && !asked.passed);
+        let Some(asked) = asked else { return };
+        asked.passed = true;
+        let before = asked.before;
+        let failed: Vec<u64> = session
+            .unsettled
+            .range(..before)
+            .filter(|(_, op)| self.ops[**op as usize].failed())
+            .map(|(n, _)| *n)
+            .collect();
+        for n in failed {
+            let op = self.sessions[slot as usize].unsettled.remove(&n);
+            self.discard(op.expect("it was listed"));
+        }
+        self.answer_tickets(slot, out);
+    }
+
+    /// Answers the tickets that wait for nothing any more.
+    pub(super) fn answer_tickets(&mut self, slot: u32, out: &mut Vec<Output>) {
+        let session = &mut self.sessions[slot as usize];
+        if session.tickets.is_empty() || session.state == State::Closing {
+            return;
+        }
+        let oldest = session.unsettled.first_key_value().map_or(u64::MAX, |(n, _)| *n);
+        let (plane, id) = (session.plane, session.id);
+        let quiet = |asked: &Asked| asked.passed && asked.before <= oldest;
+        let answered: Vec<_> = session.tickets.extract_if(.., |asked| quiet(asked)).collect();
+        for asked in answered {
+            self.tell_quiet(plane, (id, asked.ticket), out);
+        }
+    }
+
+    fn tell_quiet(&mut self, plane: PlaneIx, id: (SessionId, Ticket), out: &mut Vec<Output>) {
+        let (session, ticket) = id;
+        if self.planes[plane.0 as usize].alive {
+            out.push(Output::Quiet { plane, session });
+        }
+        self.hand_over(plane, News::Event(DataEvent::Quiet { session, ticket }), out);
+    }
+
+    /// A crashed plane has no memory and no operations any more.
+    pub(super) fn gone(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
+        self.stores[plane.0 as usize] = None;
+        let me = &mut self.planes[plane.0 as usize];
+        me.epoch += 1;
+        me.regions.clear();
+        me.places.clear();
+        for slot in std::mem::take(&mut me.sessions).into_values() {
+            self.sessions[slot as usize].tickets.clear();
+            self.closed(slot, out);
+        }
+    }
+}

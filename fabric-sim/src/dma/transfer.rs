@@ -1,0 +1,542 @@
+//! The life of an operation: accepted, moving, landed, reported, settled.
+
+use super::call::{Ack, Bytes, DmaEvent, Hooks, Landing, News, OpFate, OpInfo, Output, PlaneIx};
+use super::nic::span;
+use super::session::State;
+use super::{Dma, draw};
+use crate::memory::{Fidelity, Place, Side, Slice, land};
+use crate::queue::Schedule;
+use engine::core::time::Nanos;
+use engine::fabric::{Cause, DataEvent, Direction, Landed, OpId, Outcome, SessionId};
+use scenarios::decide::{below, mix};
+
+/// An operation. Its slot is reused with another turn, so that events of the old one are seen as
+/// stale.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) turn: u32,
+    id: OpId,
+    plane: PlaneIx,
+    peer: PlaneIx,
+    session: u32,
+    /// Order of acceptance in the session.
+    order: u64,
+    direction: Direction,
+    from: Side,
+    to: Side,
+    pub(super) slices: Vec<Slice>,
+    /// Slices landed.
+    next: u32,
+    /// Slices that land before `turn_over`.
+    stop: u32,
+    bytes: u64,
+    fate: OpFate,
+    /// Counts of ports that have not served it.
+    stages: u8,
+    servers: [u32; 3],
+    /// It counts among the transfers of its ports.
+    moving: bool,
+    /// Its first byte may be under way.
+    pub(super) started: bool,
+    /// Nothing of it lands any more.
+    pub(super) ended: bool,
+    pub(super) reported: bool,
+    pub(super) outcome: Option<Outcome>,
+    /// Access was checked in these epochs of initiator and peer.
+    checked: Option<(u32, u32)>,
+    /// Since when it waits for a partition to end.
+    stalled: bool,
+    rest: u64,
+    latency: Nanos,
+}
+
+const NO_SERVER: u32 = u32::MAX;
+
+impl Op {
+    /// True if it was reported as failed.
+    pub(super) fn failed(&self) -> bool {
+        self.reported && matches!(self.outcome, Some(Outcome::Failed { .. }))
+    }
+
+    fn spare() -> Op {
+        let side = Side { store: 0, place: Place { segment: 0, base: 0 } };
+        Op {
+            turn: 0,
+            id: OpId(0),
+            plane: PlaneIx(0),
+            peer: PlaneIx(0),
+            session: 0,
+            order: 0,
+            direction: Direction::Read,
+            from: side,
+            to: side,
+            slices: Vec::new(),
+            next: 0,
+            stop: 0,
+            bytes: 0,
+            fate: OpFate::default(),
+            stages: 0,
+            servers: [NO_SERVER; 3],
+            moving: false,
+            started: false,
+            ended: false,
+            reported: false,
+            outcome: None,
+            checked: None,
+            stalled: false,
+            rest: 0,
+            latency: Nanos::ZERO,
+        }
+    }
+}
+
+impl Dma {
+    /// Takes an operation that the plane accepted.
+    pub(super) fn accept<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        plane: PlaneIx,
+        (id, session_id, direction): (OpId, SessionId, Direction),
+        slices: &[Slice],
+        hooks: &mut dyn Hooks,
+        queue: &mut S,
+    ) {
+        let me = &mut self.planes[plane.0 as usize];
+        let nth = me.submitted;
+        me.submitted += 1;
+        let slot = *me.sessions.get(&session_id).expect("the plane knows its open sessions");
+        let session = &mut self.sessions[slot as usize];
+        let order = session.accepted;
+        session.accepted += 1;
+        let peer = session.remote.plane;
+        let info = OpInfo { plane, peer, op: id, session: session_id, direction, nth, slices };
+        let fate = hooks.fate(now, &info);
+        let dead = session.state != State::Open;
+        let key = self.free_ops.pop().unwrap_or_else(|| {
+            self.ops.push(Op::spare());
+            self.ops.len() as u32 - 1
+        });
+        session.unsettled.insert(order, key);
+        let latency = self.latency(plane, peer, nth, draw::LATENCY);
+        let op = &mut self.ops[key as usize];
+        let (turn, mut kept) = (op.turn, std::mem::take(&mut op.slices));
+        kept.clear();
+        kept.extend_from_slice(slices);
+        *op = Op { turn, id, plane, peer, session: slot, order, direction, fate, ..Op::spare() };
+        op.bytes = slices.iter().map(|slice| slice.len).sum();
+        op.slices = kept;
+        op.latency = latency;
+        if dead {
+            op.ended = true;
+            op.outcome = Some(Outcome::Failed { cause: Cause::QueuePair, landed: Landed::None });
+            return queue.at(now + latency, DmaEvent::Report { op: key, turn });
+        }
+        self.prepare(key, nth);
+        let delay = self.ops[key as usize].fate.delay;
+        if delay > Nanos::ZERO {
+            queue.at(now + delay, DmaEvent::Start { op: key, turn });
+        } else {
+            self.start(now, (key, turn), queue);
+        }
+    }
+
+    /// Draws the order of the slices and how many land.
+    fn prepare(&mut self, key: u32, nth: u64) {
+        let (keyed, fidelity) = (self.keyed, self.config.fidelity);
+        let op = &mut self.ops[key as usize];
+        let count = op.slices.len() as u32;
+        let actor = u64::from(op.plane.0);
+        let partial = !matches!(op.fate.bytes, Bytes::Whole);
+        if fidelity == Fidelity::Bytes || partial {
+            let mut bits = keyed.draw(draw::SHUFFLE, actor, nth);
+            for at in (1..op.slices.len()).rev() {
+                bits = mix(bits, at as u64);
+                op.slices.swap(at, below(bits, at as u64 + 1) as usize);
+            }
+        }
+        let some = keyed.below(draw::STOP, actor, nth, u64::from(count)) as u32;
+        op.stop = match op.fate.bytes {
+            Bytes::Whole | Bytes::Fails { landed: Landed::All, .. } => count,
+            Bytes::Fails { landed: Landed::None, .. } => 0,
+            Bytes::Fails { landed: Landed::Unknown, .. } | Bytes::Overtaken { .. } => some,
+        };
+    }
+
+    fn latency(&self, a: PlaneIx, b: PlaneIx, n: u64, kind: u64) -> Nanos {
+        let node = |plane: PlaneIx| self.planes.get(plane.0 as usize).map(|plane| plane.node);
+        let near = node(a) == node(b);
+        let range = if near { self.config.latency_local } else { self.config.latency };
+        Nanos(range.pick(self.keyed.draw(kind, u64::from(a.0), n)))
+    }
+
+    /// Puts an operation on its ports.
+    pub(super) fn start<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (key, turn): (u32, u32),
+        queue: &mut S,
+    ) {
+        let op = &self.ops[key as usize];
+        if op.turn != turn || op.ended {
+            return;
+        }
+        let (from, to) = match op.direction {
+            Direction::Write => (op.plane, op.peer),
+            Direction::Read => (op.peer, op.plane),
+        };
+        let servers = self.servers(from, to);
+        let op = &mut self.ops[key as usize];
+        (op.servers, op.started, op.moving) = (servers, true, true);
+        let (bytes, latency) = (op.bytes, op.latency);
+        let used = servers.into_iter().filter(|server| *server != NO_SERVER);
+        if self.config.fidelity == Fidelity::Bytes {
+            used.for_each(|server| self.nics.servers[server as usize].enter(bytes));
+            let first = self.pace(key);
+            return queue.at(now + latency + first, DmaEvent::Land { op: key, turn });
+        }
+        op.stages = used.clone().count() as u8;
+        for server in used {
+            let place = &mut self.nics.servers[server as usize];
+            place.arrive((server, now), (key, turn), bytes, queue);
+        }
+    }
+
+    fn servers(&self, from: PlaneIx, to: PlaneIx) -> [u32; 3] {
+        let (a, b) = (&self.planes[from.0 as usize], &self.planes[to.0 as usize]);
+        let (out, into) = match a.node == b.node {
+            true => (a.nic_local, b.nic_local),
+            false => (a.nic, b.nic),
+        };
+        let slow = self.slow.get(&(a.node, b.node)).copied().unwrap_or(NO_SERVER);
+        [self.nics.get(out).out, self.nics.get(into).into, slow]
+    }
+
+    /// Time that the next slice takes at the current share.
+    #[inline]
+    fn pace(&mut self, key: u32) -> Nanos {
+        let op = &mut self.ops[key as usize];
+        let Some(slice) = op.slices.get(op.next as usize) else { return Nanos::ZERO };
+        let servers = &self.nics.servers;
+        let share = |server: &u32| servers.get(*server as usize).map_or(0, |server| server.share());
+        let share = op.servers.iter().map(share).max().unwrap_or(0);
+        span(slice.len, share, &mut op.rest)
+    }
+
+    /// A port is done with the operations that are due.
+    pub(super) fn serve<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (server, turn): (u32, u32),
+        queue: &mut S,
+    ) {
+        let place = &mut self.nics.servers[server as usize];
+        if !place.is_due(turn) {
+            return;
+        }
+        while let Some((key, turn)) = place.serve(now) {
+            let op = &mut self.ops[key as usize];
+            if op.turn == turn {
+                op.stages -= 1;
+                if op.stages == 0 {
+                    queue.at(now + op.latency, DmaEvent::Land { op: key, turn });
+                }
+            }
+        }
+        place.plan(server, queue);
+    }
+
+    /// Lands what is due of an operation.
+    pub(super) fn land<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (key, turn): (u32, u32),
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let op = &mut self.ops[key as usize];
+        if op.turn != turn || op.ended || op.stalled {
+            return;
+        }
+        let epochs = (self.planes[op.plane.0 as usize].epoch, self.epoch_of(key));
+        if self.ops[key as usize].checked != Some(epochs)
+            && let Err(cause) = self.check_access(key, epochs)
+        {
+            return self.break_off(now, key, cause, queue, out);
+        }
+        if !self.cut.is_empty() && self.is_cut(key) {
+            return self.stall(now, key, queue);
+        }
+        let single = self.config.fidelity == Fidelity::Bytes;
+        let op = &mut self.ops[key as usize];
+        let (first, left) = (op.next, op.stop - op.next);
+        let count = if single { left.min(1) } else { left };
+        if count > 0 {
+            let slices = &op.slices[first as usize..(first + count) as usize];
+            let local_is_source = op.direction == Direction::Write;
+            let sides = (op.from, op.to);
+            land(&mut self.stores, sides, local_is_source, slices, &mut self.scratch);
+            out.push(Output::Landed(landing(op, (key, first, count))));
+            op.next += count;
+        }
+        if op.next < op.stop {
+            let pace = if op.reported { op.latency.scale(1, 4) } else { self.pace(key) };
+            return queue.at(now + pace, DmaEvent::Land { op: key, turn });
+        }
+        self.turn_over(now, key, queue, out);
+    }
+
+    fn epoch_of(&self, key: u32) -> u32 {
+        self.planes[self.ops[key as usize].peer.0 as usize].epoch
+    }
+
+    fn is_cut(&self, key: u32) -> bool {
+        let op = &self.ops[key as usize];
+        let asked = op.direction == Direction::Read && self.cut_between(op.peer, op.plane);
+        asked || self.cut_between(op.plane, op.peer)
+    }
+
+    /// Whether both regions exist and the peer lets us in.
+    fn check_access(&mut self, key: u32, epochs: (u32, u32)) -> Result<(), Cause> {
+        let op = &self.ops[key as usize];
+        let session = &self.sessions[op.session as usize];
+        let me = &self.planes[op.plane.0 as usize];
+        let peer = &self.planes[op.peer.0 as usize];
+        let Some((local, _)) = me.places.get(&session.local) else {
+            return Err(Cause::LocalAccess);
+        };
+        if !peer.alive {
+            return Err(Cause::PeerGone);
+        }
+        let remote = peer.places.get(&session.remote.serial);
+        let admitted = peer.admitted.contains(&(op.plane, session.pass));
+        let Some((remote, _)) = remote.filter(|_| admitted) else {
+            return Err(Cause::RemoteAccess);
+        };
+        let local = Side { store: op.plane.0 as usize, place: *local };
+        let remote = Side { store: op.peer.0 as usize, place: *remote };
+        let op = &mut self.ops[key as usize];
+        (op.from, op.to) = match op.direction {
+            Direction::Write => (local, remote),
+            Direction::Read => (remote, local),
+        };
+        op.checked = Some(epochs);
+        Ok(())
+    }
+
+    /// An operation fails where it stands.
+    fn break_off<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        key: u32,
+        cause: Cause,
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        self.leave_ports(key);
+        let op = &mut self.ops[key as usize];
+        op.ended = true;
+        let (turn, latency) = (op.turn, op.latency);
+        if op.reported {
+            return self.settle(key, out);
+        }
+        let landed = if op.next > 0 { Landed::Unknown } else { Landed::None };
+        let wait = match cause {
+            Cause::PeerGone => self.config.ack_timeout,
+            _ => latency,
+        };
+        op.fate.kill_session |= self.config.failure_kills;
+        op.outcome = Some(Outcome::Failed { cause, landed });
+        queue.at(now + wait, DmaEvent::Report { op: key, turn });
+    }
+
+    fn stall<S: Schedule<DmaEvent>>(&mut self, now: Nanos, key: u32, queue: &mut S) {
+        let op = &mut self.ops[key as usize];
+        op.stalled = true;
+        self.stalled.insert(key);
+        if !op.reported {
+            let event = DmaEvent::Timeout { op: key, turn: op.turn };
+            queue.at(now + self.config.ack_timeout, event);
+        }
+    }
+
+    /// A partition healed: stalled operations go on where nothing else cuts them off.
+    pub(super) fn resume<S: Schedule<DmaEvent>>(&mut self, now: Nanos, queue: &mut S) {
+        for key in std::mem::take(&mut self.stalled) {
+            let op = &mut self.ops[key as usize];
+            op.stalled = false;
+            queue.at(now + op.latency, DmaEvent::Land { op: key, turn: op.turn });
+        }
+    }
+
+    pub(super) fn time_out<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (key, turn): (u32, u32),
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let op = &mut self.ops[key as usize];
+        if op.turn == turn && op.stalled && !op.reported && op.outcome.is_none() {
+            self.stalled.remove(&key);
+            self.break_off(now, key, Cause::AckTimeout, queue, out);
+        }
+    }
+
+    fn leave_ports(&mut self, key: u32) {
+        let op = &mut self.ops[key as usize];
+        if std::mem::take(&mut op.moving) && self.config.fidelity == Fidelity::Bytes {
+            for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
+                self.nics.servers[server as usize].leave();
+            }
+        }
+    }
+
+    /// All slices landed that do so by themselves.
+    fn turn_over<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        key: u32,
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let all = self.ops[key as usize].slices.len() as u32;
+        let first_time = self.ops[key as usize].moving;
+        self.leave_ports(key);
+        let ack = self.ack_after(key);
+        let whole = self.acknowledge(key, ack);
+        let op = &mut self.ops[key as usize];
+        if !first_time {
+            op.ended = true;
+            return self.settle(key, out);
+        }
+        let (turn, bytes) = (op.turn, op.fate.bytes.clone());
+        let mut wait = ack;
+        let late = match bytes {
+            Bytes::Whole => {
+                (op.outcome, wait) = whole;
+                None
+            }
+            Bytes::Fails { cause, landed, late } => {
+                op.outcome.get_or_insert(Outcome::Failed { cause, landed });
+                late.filter(|_| landed == Landed::Unknown)
+            }
+            Bytes::Overtaken { by } => {
+                op.outcome.get_or_insert(Outcome::Done);
+                Some(by)
+            }
+        };
+        let op = &mut self.ops[key as usize];
+        match late {
+            Some(late) if op.next < all => {
+                op.stop = all;
+                queue.at(now + ack + late, DmaEvent::Land { op: key, turn });
+            }
+            _ => op.ended = true,
+        }
+        if op.reported {
+            self.settle(key, out);
+        } else if op.outcome.is_some() {
+            queue.at(now + wait, DmaEvent::Report { op: key, turn });
+        }
+    }
+
+    fn ack_after(&self, key: u32) -> Nanos {
+        let op = &self.ops[key as usize];
+        let actor = u64::from(op.plane.0);
+        let extra = self.planes[op.plane.0 as usize].ack_extra;
+        let back = self.latency(op.plane, op.peer, op.id.0, draw::ACK);
+        back + Nanos(extra.pick(self.keyed.draw(draw::ACK_EXTRA, actor, op.id.0)))
+    }
+
+    /// How and after what time an operation is reported whose bytes all arrived.
+    fn acknowledge(&self, key: u32, ack: Nanos) -> (Option<Outcome>, Nanos) {
+        let op = &self.ops[key as usize];
+        if op.outcome.is_some() {
+            return (op.outcome.clone(), ack);
+        }
+        let lost = Outcome::Failed { cause: Cause::AckTimeout, landed: Landed::Unknown };
+        match op.fate.ack {
+            Ack::Never => (None, ack),
+            Ack::Lost => (Some(lost), self.config.ack_timeout),
+            Ack::Given if self.cut_between(op.peer, op.plane) => {
+                (Some(lost), self.config.ack_timeout)
+            }
+            Ack::Given => (Some(Outcome::Done), ack),
+        }
+    }
+
+    /// Reports an operation, once.
+    pub(super) fn report<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (key, turn): (u32, u32),
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let op = &self.ops[key as usize];
+        if op.turn != turn || op.reported {
+            return;
+        }
+        let session = op.session;
+        let kills = op.fate.kill_session && self.mark_dead(session, out);
+        self.finish_report(key, out);
+        if kills {
+            self.fail_all(now, session, &Cause::QueuePair, queue);
+        }
+        self.settle(key, out);
+    }
+
+    /// Reports an operation unless it was.
+    pub(super) fn finish_report(&mut self, key: u32, out: &mut Vec<Output>) {
+        let op = &mut self.ops[key as usize];
+        if std::mem::replace(&mut op.reported, true) {
+            return;
+        }
+        let (plane, id) = (op.plane, op.id);
+        let lost = Outcome::Failed { cause: Cause::Closed, landed: Landed::Unknown };
+        let outcome = op.outcome.get_or_insert(lost).clone();
+        if self.planes[plane.0 as usize].alive {
+            out.push(Output::Completed { plane, op: id, outcome: outcome.clone() });
+        }
+        self.hand_over(plane, News::Event(DataEvent::Completed { op: id, outcome }), out);
+    }
+
+    /// Forgets an operation that is reported and of which nothing lands any more.
+    fn settle(&mut self, key: u32, out: &mut Vec<Output>) {
+        let op = &self.ops[key as usize];
+        if op.reported && op.ended {
+            let (session, order) = (op.session, op.order);
+            self.sessions[session as usize].unsettled.remove(&order);
+            self.discard(key);
+            self.answer_tickets(session, out);
+        }
+    }
+
+    /// Frees the slot; nothing of the operation lands any more.
+    pub(super) fn discard(&mut self, key: u32) {
+        self.leave_ports(key);
+        self.stalled.remove(&key);
+        let op = &mut self.ops[key as usize];
+        op.ended = true;
+        op.turn = op.turn.wrapping_add(1);
+        self.free_ops.push(key);
+    }
+}
+
+fn landing(op: &Op, (slot, first, count): (u32, u32, u32)) -> Landing {
+    let plane = |side: &Side| PlaneIx(side.store as u32);
+    let at = |side: &Side| (side.place.segment as u32, side.place.base);
+    Landing {
+        plane: op.plane,
+        op: op.id,
+        direction: op.direction,
+        source: plane(&op.from),
+        source_at: at(&op.from),
+        target: plane(&op.to),
+        target_at: at(&op.to),
+        late: op.reported,
+        slot,
+        first,
+        count,
+    }
+}

@@ -1,0 +1,133 @@
+//! What control planes, the control network and the world tell each other.
+
+use crate::keyed::Between;
+use engine::core::time::Nanos;
+use engine::fabric::{Channel, ControlEvent, LinkId};
+use std::sync::Arc;
+
+/// A control plane in one incarnation; never reused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NetIx(pub u32);
+
+/// A call that a plane took.
+#[derive(Clone, Debug)]
+pub(crate) enum NetCall {
+    Listen { channel: Channel },
+    Dial { link: LinkId, name: Arc<str>, channel: Channel },
+    Send { link: LinkId, parts: Vec<Vec<u8>> },
+    HangUp { link: LinkId },
+}
+
+/// Calls that a control plane took, on the way to the network. Reuse it: it keeps its memory.
+#[derive(Clone, Debug, Default)]
+pub struct NetCalls {
+    pub(crate) list: Vec<NetCall>,
+}
+
+impl NetCalls {
+    /// True if there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
+/// What the network tells a control plane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetNews {
+    /// To be polled by the owner.
+    Event(ControlEvent),
+    /// This many frames of a link have left its queue.
+    Sent {
+        /// The link.
+        link: LinkId,
+        /// Frames.
+        frames: u32,
+    },
+}
+
+/// A frame that was sent, as shown to [`NetHooks`].
+#[derive(Clone, Copy, Debug)]
+pub struct FrameInfo<'a> {
+    /// Sender.
+    pub from: NetIx,
+    /// Receiver.
+    pub to: NetIx,
+    /// What the link is for.
+    pub channel: Channel,
+    /// Counts the frames of the sender, from 0.
+    pub nth: u64,
+    /// Its parts, to be decoded by who wants to know the kind of message.
+    pub parts: &'a [Vec<u8>],
+}
+
+/// What the world decides about frames.
+pub trait NetHooks {
+    /// What becomes of a frame.
+    fn fate(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameFate {
+        let _unused = (now, frame);
+        FrameFate::default()
+    }
+}
+
+/// Every frame arrives.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EveryFrame;
+
+impl NetHooks for EveryFrame {}
+
+/// What becomes of a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrameFate {
+    /// It is lost.
+    pub drop: bool,
+    /// It arrives again this long after.
+    pub duplicate: Option<Nanos>,
+    /// It takes this much longer; later frames of the link wait for it.
+    pub delay: Nanos,
+    /// Later frames of the link need not wait for it: with a delay they overtake it.
+    pub reorder: bool,
+}
+
+/// Settings of the control network.
+#[derive(Clone, Debug)]
+pub struct NetConfig {
+    /// Seed of all draws.
+    pub seed: u64,
+    /// Nanoseconds one way.
+    pub latency: Between,
+    /// Frames that a link queues before `send` is `Busy`.
+    pub queue_max: u32,
+    /// Until a dial that nobody answers fails.
+    pub dial_timeout: Nanos,
+}
+
+impl Default for NetConfig {
+    fn default() -> Self {
+        NetConfig {
+            seed: 0,
+            latency: Between::new(20_000, 80_000),
+            queue_max: 1_024,
+            dial_timeout: Nanos::from_secs(2),
+        }
+    }
+}
+
+/// An entry of the event queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum NetEvent {
+    /// A frame or news of a link arrives.
+    Arrive { slot: u32 },
+}
+
+/// What a step did.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetOutput {
+    /// To be handed to [`super::SimControlPlane::deliver`].
+    Deliver {
+        /// To whom.
+        plane: NetIx,
+        /// What.
+        news: NetNews,
+    },
+}

@@ -5,6 +5,8 @@
 //! the effects of a machine on a plane. With the feature `actors` the same machines run as actix
 //! actors.
 
+#[cfg(feature = "actors")]
+pub mod actors;
 pub mod core;
 pub mod driver;
 pub mod fabric;

@@ -8,9 +8,9 @@ use super::time::Nanos;
 /// with the machine's `Tick` input at [`deadline`](Machine::deadline).
 pub trait Machine {
     /// What can happen to the machine.
-    type Input;
+    type Input: Send + Unpin + 'static;
     /// What the machine wants done.
-    type Effect;
+    type Effect: Send + Unpin + 'static;
 
     /// Takes one input at time `now` (never earlier than at the call before) and appends the
     /// effects to `out`.
@@ -49,6 +49,11 @@ impl<E> Outbox<E> {
     /// Takes all effects out, oldest first.
     pub fn drain(&mut self) -> impl Iterator<Item = E> + '_ {
         self.effects.drain(..)
+    }
+
+    /// Takes all effects out as a list, oldest first.
+    pub fn take(&mut self) -> Vec<E> {
+        std::mem::take(&mut self.effects)
     }
 
     /// Effects not yet taken.

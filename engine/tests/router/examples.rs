@@ -94,6 +94,62 @@ fn prefill_failure_after_the_first_token_is_ignored() {
 }
 
 #[test]
+fn bad_request_of_a_prefill_is_ignored_once_tokens_stream() {
+    let mut world = world(1, 1);
+    let client = world.request(vec![prompt(100)], 1);
+    world.leg(world.legs(client, Role::Decode)[0], LegEvent::FirstToken);
+    let failed = LegEvent::Failed(LegFailure::Request("too long".into()));
+    world.leg(world.legs(client, Role::Prefill)[0], failed);
+    assert!(world.open.contains(&client));
+    assert_eq!(world.router.counters().retries, 0);
+}
+
+#[test]
+fn retry_prefers_busier_instances_to_those_that_failed() {
+    let failed = || LegEvent::Failed(LegFailure::Instance(Failure::Stalled));
+    for role in [Role::Prefill, Role::Decode] {
+        let mut world = world(2, 2);
+        let heavy = world.request(vec![prompt(5000)], 1);
+        let busy = [Role::Prefill, Role::Decode].map(|role| world.legs(heavy, role)[0]);
+        let light = world.request(vec![prompt(10)], 1);
+        world.leg(world.legs(light, role)[0], failed());
+        let retried = [Role::Prefill, Role::Decode].map(|role| world.legs(light, role)[0]);
+        assert_eq!(engine_of(&world, retried[0]), engine_of(&world, busy[0]));
+        let same = engine_of(&world, retried[1]) == engine_of(&world, busy[1]);
+        assert_eq!(same, role == Role::Decode, "a decode is not blamed for its prefill");
+    }
+}
+
+#[test]
+fn requests_above_the_limit_take_turns() {
+    let mut world = World::new(RouterConfig { requests_max: 1, ..RouterConfig::default() });
+    up(&mut world, 1, 1);
+    let clients: Vec<_> = (0..5).map(|_| world.request(vec![prompt(100)], 1)).collect();
+    for client in clients {
+        assert_eq!(world.live.len(), 2);
+        world.done(world.legs(client, Role::Decode)[0]);
+        assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+    }
+}
+
+#[test]
+fn draining_instance_has_time_to_finish() {
+    let mut world = world(1, 1);
+    let client = world.request(vec![prompt(100)], 1);
+    world.done(world.legs(client, Role::Prefill)[0]);
+    let mut last = registration("d0", 1, 2, Mode::Push);
+    last.draining = true;
+    world.register(last);
+    world.pass(world.config.drain_max - Nanos(1));
+    assert_eq!(world.legs(client, Role::Decode).len(), 1);
+    world.pass(Nanos(1));
+    assert!(world.live.is_empty());
+    assert_eq!(world.router.gauges().peers, 0);
+    world.finish();
+    assert_eq!(world.answers[&client], Answer::Failed(LegFailure::Connection));
+}
+
+#[test]
 fn decode_failure_after_the_first_token_is_final() {
     let mut world = world(2, 2);
     let client = world.request(vec![prompt(100), prompt(50)], 1);
@@ -245,8 +301,7 @@ fn retries_wait_before_new_requests_and_fail_with_their_cause() {
 #[test]
 fn bad_registrations_are_counted_by_reason() {
     let mut world = World::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
-    let good = registration("p0", 1, 1, Mode::Push);
-    let mut bad = vec![good.clone(); 7];
+    let mut bad = vec![registration("p0", 1, 1, Mode::Push); 7];
     bad[0].engine = "".into();
     bad[1].http = "p0:0".into();
     bad[2].control = "tcp://p0:65536".into();

@@ -2,6 +2,7 @@
 
 use crate::up;
 use crate::world::{World, prompt, registration};
+use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::LegId;
 use engine::core::message::{FinishReason, Mode, Role};
@@ -332,6 +333,26 @@ fn bad_registrations_are_counted_by_reason() {
     ];
     assert_eq!(counted, expected);
     assert_eq!(world.router.gauges().violations, 11);
+}
+
+#[test]
+fn registrations_arrive_as_native_frames() {
+    let mut world = World::new(RouterConfig::default());
+    let said = registration("p0", 3, 1, Mode::Pull);
+    let frame = native::encode(&Frame::Register(said.clone()));
+    let parts = vec![frame.clone(), b"ignored".to_vec()];
+    world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+    let seen = world.router.instances(world.now).next().unwrap();
+    assert_eq!(
+        (seen.engine, seen.incarnation, seen.mode),
+        (&said.engine, said.incarnation, said.mode)
+    );
+    for cut in 0..frame.len() {
+        let parts = vec![frame[..cut].to_vec()];
+        world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+    }
+    let rejected = &world.router.counters().rejected;
+    assert_eq!(rejected[&Reject::Malformed], frame.len() as u64);
 }
 
 #[test]

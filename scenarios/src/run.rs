@@ -47,6 +47,37 @@ pub struct Run {
     pub expect: Expect,
 }
 
+impl Run {
+    /// Most tokens of a sample, prompt and output together.
+    pub fn longest(&self) -> Option<u64> {
+        let samples = self.requests.iter().flat_map(|request| {
+            let output = u64::from(request.output);
+            request.prompts.iter().map(move |prompt| u64::from(prompt.tokens) + output)
+        });
+        samples.max()
+    }
+
+    /// Blocks that a sample of `tokens` tokens takes on an instance, over all groups, and one to
+    /// spare.
+    pub fn blocks_for(&self, instance: &Instance, tokens: u64) -> u64 {
+        let groups = self.model.groups.iter().map(|group| match group.kind {
+            GroupKind::State => 1,
+            GroupKind::Full | GroupKind::Window { .. } => {
+                tokens.div_ceil(u64::from(instance.block_tokens))
+            }
+        });
+        groups.sum::<u64>() + 1
+    }
+
+    /// The engine cores that a name of a fault means: an instance, or all DP ranks of a host.
+    pub fn named(&self, name: &str) -> impl Iterator<Item = usize> {
+        let hit = move |(at, one): (usize, &Instance)| {
+            (one.name == name || one.host == name).then_some(at)
+        };
+        self.instances.iter().enumerate().filter_map(hit)
+    }
+}
+
 /// KV geometry of the model, independent of TP and block size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Model {
@@ -78,7 +109,7 @@ pub struct ModelGroup {
 }
 
 /// How an engine lays out its KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MemoryLayout {
     /// One tensor per layer, `[block, head, token, K and V]`.
     Block,
@@ -216,7 +247,7 @@ pub struct EngineSettings {
 }
 
 /// What decode does with a request whose KV did not come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum LoadFailure {
     /// Compute the prompt itself.
     Recompute,
@@ -225,7 +256,7 @@ pub enum LoadFailure {
 }
 
 /// Order in which free blocks are handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Allocator {
     /// The block that is free for the longest time.
     Fifo,
@@ -234,7 +265,7 @@ pub enum Allocator {
 }
 
 /// What the simulator keeps of block contents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MemoryModel {
     /// Every byte.
     Bytes,
@@ -339,7 +370,7 @@ pub enum Trigger {
 }
 
 /// Which directions a partition cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Cut {
     /// Both directions between `from` and `to`.
     Symmetric,
@@ -350,7 +381,7 @@ pub enum Cut {
 }
 
 /// Which of two simultaneous things comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Order {
     /// The lease ends, or the frame comes, before the bytes.
     Early,

@@ -267,6 +267,16 @@ impl<'a> Field<'a> {
         Ok(found)
     }
 
+    /// A choice of texts that are all of a closed list.
+    pub(crate) fn choice<T>(
+        &self,
+        names: &[&str],
+        lookup: impl Fn(&str) -> Option<T>,
+    ) -> Result<Vec<T>, ScenarioError> {
+        let parts = self.text()?.split('|').map(str::trim);
+        parts.map(|text| lookup(text).ok_or_else(|| self.no_entry(text, names))).collect()
+    }
+
     fn no_entry(&self, text: &str, names: &[&str]) -> ScenarioError {
         let remedy = match nearest(text, names) {
             Some(known) => format!("did you mean \"{known}\"?"),

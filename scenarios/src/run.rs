@@ -57,16 +57,9 @@ impl Run {
         samples.max()
     }
 
-    /// Blocks that a sample of `tokens` tokens takes on an instance, over all groups, and one to
-    /// spare.
+    /// Blocks that a sample of `tokens` tokens takes in the pool of any group of an instance.
     pub fn blocks_for(&self, instance: &Instance, tokens: u64) -> u64 {
-        let groups = self.model.groups.iter().map(|group| match group.kind {
-            GroupKind::State => 1,
-            GroupKind::Full | GroupKind::Window { .. } => {
-                tokens.div_ceil(u64::from(instance.block_tokens))
-            }
-        });
-        groups.sum::<u64>() + 1
+        tokens.div_ceil(u64::from(instance.block_tokens)).max(1)
     }
 
     /// The engine cores that a name of a fault means: an instance, or all DP ranks of a host.
@@ -138,7 +131,7 @@ pub struct Instance {
     pub dp_rank: u16,
     /// DP ranks of its host.
     pub dp_size: u16,
-    /// Blocks of its pool.
+    /// Blocks of the pool of each KV cache group, without the null block.
     pub blocks: u32,
     /// Tokens per block.
     pub block_tokens: u32,
@@ -240,6 +233,8 @@ pub struct EngineSettings {
     pub chunk: u32,
     /// Requests running at once at most (`max_num_seqs`).
     pub max_running: u32,
+    /// Requests waiting at an engine at most; more are answered `Busy`.
+    pub max_waiting: u32,
     /// What decode does when a load fails (`kv_load_failure_policy`).
     pub load_failure: LoadFailure,
     /// Which free block is handed out next.

@@ -3,7 +3,7 @@
 use super::kinds::{Form, Opportunity};
 use super::topology::or;
 use super::workload::probability;
-use crate::decide::{Keyed, chance, kind, mix, within};
+use crate::decide::{Keyed, below, chance, kind, mix, within};
 use crate::doc::{File, Section};
 use crate::error::{ScenarioError, nearest};
 use crate::lists::{Event, FaultKind, MessageName};
@@ -60,7 +60,8 @@ pub(super) enum TriggerSpec {
 /// `on`, as written.
 #[derive(Debug)]
 pub(super) struct OnSpec {
-    event: Event,
+    /// One of them is drawn.
+    events: Vec<Event>,
     from: Option<Draw<Name>>,
     to: Option<Draw<Name>>,
     message: Option<MessageName>,
@@ -295,7 +296,7 @@ impl FaultSpec {
                 Some(Trigger::Chance(rate.draw(&self.part(seed, "chance")).0))
             }
             TriggerSpec::On(on) => Some(Trigger::On {
-                event: on.event,
+                event: on.event(&self.part(seed, "on.event")),
                 from: named(&on.from, "on.from")?,
                 to: named(&on.to, "on.to")?,
                 message: on.message,
@@ -435,14 +436,15 @@ impl OnSpec {
         let Some(field) = section.get("event") else {
             return Err(section.error("`on` has no `event`", "see `kvferry list events`"));
         };
-        let event = field.entry(&names, Event::from_name)?;
+        let events = field.choice(&names, Event::from_name)?;
         let message = message_name(section)?;
-        if message.is_some() && !matches!(event, Event::FrameSent | Event::FrameDelivered) {
-            let what = format!("`message` has no meaning for {event}");
+        let frame = |event: &&Event| matches!(event, Event::FrameSent | Event::FrameDelivered);
+        if let (Some(_), Some(other)) = (message, events.iter().find(|event| !frame(event))) {
+            let what = format!("`message` has no meaning for {other}");
             return Err(section.error(what, "remove it, or wait for frame.sent"));
         }
         let spec = OnSpec {
-            event,
+            events,
             from: section.draw("from")?,
             to: section.draw("to")?,
             message,
@@ -450,6 +452,10 @@ impl OnSpec {
         };
         section.finish()?;
         Ok(spec)
+    }
+
+    fn event(&self, key: &Keyed) -> Event {
+        self.events[below(key.get(), self.events.len() as u64) as usize]
     }
 }
 

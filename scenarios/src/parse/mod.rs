@@ -13,6 +13,7 @@ pub use kinds::{Form, Opportunity};
 use crate::decide::Keyed;
 use crate::doc::{Doc, File, Section};
 use crate::error::ScenarioError;
+use crate::lists::FaultKind;
 use crate::run::{Expect, MemoryModel, Model, Run};
 use crate::value::Draw;
 use fault::FaultSpec;
@@ -225,7 +226,11 @@ impl Scenario {
         for instance in &mut run.instances {
             instance.cost = self.engine.cost(seed, instance.cost);
         }
-        for fault in self.faults.iter().filter(|fault| fault.is_on(seed)) {
+        let mut on: Vec<&FaultSpec> =
+            self.faults.iter().filter(|fault| fault.is_on(seed)).collect();
+        // How small a pool can be depends on the requests that the other faults leave.
+        on.sort_by_key(|fault| fault.kind == FaultKind::SmallPool);
+        for fault in on {
             shape::apply(fault, seed, &mut run);
         }
         self.price_restarts(seed, &mut run);

@@ -72,6 +72,7 @@ impl ProtocolSpec {
 pub(super) struct EngineSpec {
     chunk: Draw<u32>,
     max_running: Draw<u32>,
+    max_waiting: Draw<u32>,
     load_failure: Draw<LoadFailure>,
     allocator: Draw<Allocator>,
     step: Option<Draw<Nanos>>,
@@ -86,6 +87,7 @@ impl EngineSpec {
         let spec = EngineSpec {
             chunk: section.limited_or("chunk", 2048, (1, 1 << 24))?,
             max_running: section.limited_or("max_running", 256, (1, 1 << 20))?,
+            max_waiting: section.limited_or("max_waiting", 1 << 16, (1, 1 << 20))?,
             load_failure: section.draw_or("load_failure", LoadFailure::Recompute)?,
             allocator: section.draw_or("allocator", Allocator::Fifo)?,
             step: section.draw("step")?,
@@ -103,6 +105,7 @@ impl EngineSpec {
         EngineSettings {
             chunk: self.chunk.draw(&key.part("chunk")),
             max_running: self.max_running.draw(&key.part("max_running")),
+            max_waiting: self.max_waiting.draw(&key.part("max_waiting")),
             load_failure: self.load_failure.draw(&key.part("load_failure")),
             allocator: self.allocator.draw(&key.part("allocator")),
         }

@@ -31,7 +31,9 @@ pub fn generate(spec: &TraceSpec) -> Vec<TraceRecord> {
     for session in 0..spec.sessions {
         let key = |name: &str| Keyed::new(spec.seed, name).actor(session);
         let mut at = below(key("start").get(), spec.span_ms);
-        let mut input = 880 + skewed(&key("first"), 26_000);
+        // One session in six is about a long document.
+        let longest = if below(key("document").get(), 6) == 0 { 120_000 } else { 26_000 };
+        let mut input = 880 + skewed(&key("first"), longest);
         for turn in 0..=below(key("turns").get(), 5).saturating_sub(1) {
             let key = |name: &str| key(name).nth(turn);
             let output = 1 + skewed(&key("output"), 1_350);

@@ -7,8 +7,11 @@
 //! halves talk in values, so that they can live in one loop or on both sides of a mailbox.
 
 pub mod dma;
+pub mod faults;
 pub mod keyed;
 pub mod memory;
 pub mod net;
 pub mod observe;
 pub mod queue;
+#[cfg(test)]
+mod testing;

@@ -157,6 +157,8 @@ pub struct OpFate {
     pub bytes: Bytes,
     /// What becomes of its completion.
     pub ack: Ack,
+    /// Extra time before the completion is reported, in which later ones overtake it.
+    pub ack_delay: Nanos,
     /// The session dies when this operation ends: its others fail, submits are `Gone`.
     pub kill_session: bool,
 }

@@ -446,6 +446,7 @@ impl Dma {
         let extra = self.planes[op.plane.0 as usize].ack_extra;
         let back = self.latency(op.plane, op.peer, op.id.0, draw::ACK);
         back + Nanos(extra.pick(self.keyed.draw(draw::ACK_EXTRA, actor, op.id.0)))
+            + op.fate.ack_delay
     }
 
     /// How and after what time an operation is reported whose bytes all arrived.

@@ -1,0 +1,168 @@
+//! What the fault engine asks the world to do, and what it is told.
+
+use engine::core::ids::ClientId;
+use engine::core::time::Nanos;
+use scenarios::lists::{FaultKind, MessageName};
+use scenarios::run::Instance;
+
+/// Index of the router where instances are named.
+pub const ROUTER: u16 = u16::MAX;
+
+/// Something for the world to do, at once unless it says otherwise. Instances are indices into
+/// those of the run; [`ROUTER`] is the router.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// All sessions between two instances go to error.
+    KillSessions {
+        /// One instance.
+        a: u16,
+        /// The other.
+        b: u16,
+    },
+    /// The data planes of an instance answer `Busy`, or do so no more.
+    QueueFull {
+        /// Whose.
+        instance: u16,
+        /// Whether they do.
+        full: bool,
+    },
+    /// Bandwidth from one instance to another is divided; 1 restores it.
+    LinkRate {
+        /// Where bytes come from.
+        from: u16,
+        /// Where they go.
+        to: u16,
+        /// By how much.
+        divided_by: u32,
+    },
+    /// Frames and operations from one instance to another are cut, or pass again.
+    Cut {
+        /// Sender.
+        from: u16,
+        /// Receiver.
+        to: u16,
+        /// Whether they are cut.
+        cut: bool,
+    },
+    /// An instance loses its state and memory; with `back_after` it starts again.
+    Crash {
+        /// Which.
+        instance: u16,
+        /// How long it stays down; `None` is for good.
+        back_after: Option<Nanos>,
+        /// What it is then, if something else.
+        becomes: Option<Box<Instance>>,
+    },
+    /// An instance makes no step, or goes on; its memory can be read and written all the time.
+    Pause {
+        /// Which.
+        instance: u16,
+        /// Whether it stands still.
+        paused: bool,
+    },
+    /// The engine preempts a request.
+    Preempt {
+        /// Which engine.
+        instance: u16,
+    },
+    /// The registration that an instance sent last reaches the router once more.
+    StaleRegistration {
+        /// Whose.
+        instance: u16,
+        /// How much later.
+        after: Nanos,
+    },
+    /// A client goes away.
+    Abort {
+        /// Which; `None` is the one that came last of those without an answer.
+        client: Option<ClientId>,
+        /// How much later.
+        after: Nanos,
+        /// Both engines are told at the same instant, not through the router.
+        both: bool,
+    },
+}
+
+/// What an operation, frame, leg or other event is about.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spot {
+    /// The instance where it happens, or that sends.
+    pub from: u16,
+    /// Its peer.
+    pub to: Option<u16>,
+    /// The TP rank, of operations.
+    pub rank: u16,
+    /// The kind of frame.
+    pub message: Option<MessageName>,
+    /// The client on whose behalf it happens.
+    pub client: Option<ClientId>,
+    /// Counts the operations of the rank, the frames or the steps of `from`; 0 if nobody counts.
+    pub nth: u64,
+}
+
+impl Spot {
+    /// An event at an instance without a peer.
+    pub fn at(from: u16) -> Spot {
+        Spot { from, ..Spot::default() }
+    }
+
+    /// An event between two instances.
+    pub fn between(from: u16, to: u16) -> Spot {
+        Spot { from, to: Some(to), ..Spot::default() }
+    }
+}
+
+/// What becomes of a leg on its way to an instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LegFate {
+    /// It never arrives; the router finds its connection cut.
+    pub lost: bool,
+    /// It arrives again this long after.
+    pub twice: Option<Nanos>,
+    /// It takes this much longer.
+    pub delay: Nanos,
+}
+
+/// A fault that hit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hit {
+    /// What it does.
+    pub kind: FaultKind,
+    /// The instance that it happens to, or where the frame or operation comes from.
+    pub from: Option<u16>,
+    /// The peer, if it concerns one pair only.
+    pub to: Option<u16>,
+}
+
+/// How far the newest transfer of an instance is; for the table of fault kinds and phases.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// No transfer yet, or the last one ended.
+    #[default]
+    Idle,
+    /// Asked for.
+    Announced,
+    /// Granted.
+    Granted,
+    /// Bytes move.
+    Moving,
+    /// All bytes are reported.
+    Delivered,
+}
+
+impl Phase {
+    /// Every phase.
+    pub const ALL: [Phase; 5] =
+        [Phase::Idle, Phase::Announced, Phase::Granted, Phase::Moving, Phase::Delivered];
+
+    /// For tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Phase::Idle => "idle",
+            Phase::Announced => "announced",
+            Phase::Granted => "granted",
+            Phase::Moving => "moving",
+            Phase::Delivered => "delivered",
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! What happens when a fault fires, and faults that last.
+
+use super::action::{Action, ROUTER, Spot};
+use super::{Due, Faults, Opportunity, opportunity};
+use engine::core::message::Role;
+use engine::core::time::Nanos;
+use scenarios::lists::FaultKind;
+use scenarios::run::Cut;
+
+/// A fault that lasts.
+#[derive(Clone, Debug)]
+pub(super) struct Window {
+    kind: FaultKind,
+    /// What ends it.
+    undo: Vec<Undo>,
+    /// It is never ended.
+    pub(super) for_good: bool,
+    /// Whom it concerns.
+    pair: (Option<u16>, Option<u16>),
+}
+
+#[derive(Clone, Debug)]
+enum Undo {
+    Act(Action),
+    Appear(u16, u16),
+    Lag(u16, u16, Nanos),
+}
+
+/// Operations that one action touches at most; more pairs are not named one by one.
+type Pairs = Vec<(u16, u16)>;
+
+impl Faults {
+    /// A fault fires: it does what it does, or waits for something to hit.
+    pub(super) fn fire(&mut self, now: Nanos, index: usize, spot: Option<&Spot>) {
+        let kind = self.plans[index].kind();
+        match kind {
+            FaultKind::Partition
+            | FaultKind::OneWayPermanent
+            | FaultKind::HalfOpen
+            | FaultKind::QueueFull
+            | FaultKind::SlowLink => self.open_window(now, index, spot),
+            FaultKind::QpError => self.kill(now, index, spot),
+            FaultKind::Abort | FaultKind::BothAbort => {
+                let client = spot.and_then(|spot| spot.client);
+                let (after, both) = (self.plans[index].delay(), kind == FaultKind::BothAbort);
+                self.act(Action::Abort { client, after, both });
+                self.hit(now, kind, spot.map(|spot| spot.from), spot.and_then(|spot| spot.to));
+            }
+            FaultKind::StaleRegistration => {
+                let sender = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
+                for instance in self.plans[index].target.or(sender) {
+                    let lasts = self.plans[index].fault.lasts;
+                    let after = self.plans[index].draw("lasts", lasts).unwrap_or(Nanos::ZERO);
+                    self.act(Action::StaleRegistration { instance, after });
+                    self.hit(now, kind, Some(instance), None);
+                }
+            }
+            _ if opportunity(kind) == Opportunity::Step => self.strike(now, index, spot),
+            _ => {
+                debug_assert!(Self::waits(&self.plans[index]));
+                self.plans[index].arm();
+            }
+        }
+    }
+
+    /// All queue pairs between two instances go to error.
+    fn kill(&mut self, now: Nanos, index: usize, spot: Option<&Spot>) {
+        let plan = &self.plans[index];
+        let pair = match spot.and_then(|spot| Some((spot.from, spot.to?))) {
+            Some((a, b)) if plan.from.has(a) && plan.to.has(b) && a != ROUTER && b != ROUTER => {
+                Some((a, b))
+            }
+            _ => self.pairs(index, spot).first().copied(),
+        };
+        let Some((a, b)) = pair else { return self.plans[index].arm() };
+        self.act(Action::KillSessions { a, b });
+        self.hit(now, FaultKind::QpError, Some(a), Some(b));
+    }
+
+    /// Something happens to an instance.
+    fn strike(&mut self, now: Nanos, index: usize, spot: Option<&Spot>) {
+        let here = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
+        let default = here.or_else(|| self.any_instance(index, None, 0));
+        for instance in self.plans[index].target.or(default) {
+            self.strike_one(now, index, instance);
+        }
+    }
+
+    fn strike_one(&mut self, now: Nanos, index: usize, instance: u16) {
+        let plan = &self.plans[index];
+        let kind = plan.kind();
+        let lasts = plan.draw("lasts", plan.fault.lasts);
+        match kind {
+            FaultKind::Crash => {
+                self.act(Action::Crash { instance, back_after: None, becomes: None });
+            }
+            FaultKind::Restart | FaultKind::RankCrash | FaultKind::RestartOtherGeometry => {
+                let becomes = plan.fault.becomes.clone();
+                let back_after = Some(lasts.unwrap_or(Nanos::from_ms(100)));
+                self.act(Action::Crash { instance, back_after, becomes });
+                self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
+            }
+            FaultKind::Preempt => self.act(Action::Preempt { instance }),
+            FaultKind::Pause => {
+                self.act(Action::Pause { instance, paused: true });
+                let undo = vec![Undo::Act(Action::Pause { instance, paused: false })];
+                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+            }
+            FaultKind::RankLag => {
+                let (rank, by) = (plan.fault.rank.unwrap_or(0), plan.delay());
+                self.lags.push((instance, rank, by));
+                let undo = vec![Undo::Lag(instance, rank, by)];
+                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+            }
+            _ => {}
+        }
+        self.hit(now, kind, Some(instance), None);
+    }
+
+    /// Ordered pairs that a fault of links concerns.
+    fn pairs(&self, index: usize, spot: Option<&Spot>) -> Pairs {
+        let plan = &self.plans[index];
+        let node = plan.fault.direction == Cut::Node && plan.kind() == FaultKind::Partition;
+        if node || (plan.target != super::plan::Names::Any && plan.kind() == FaultKind::Partition) {
+            let everyone = (0..self.roles.len() as u16).chain([ROUTER]);
+            let mut pairs = Vec::new();
+            for one in plan.target.or(spot.map(|spot| spot.from)) {
+                let others = everyone.clone().filter(|other| *other != one);
+                pairs.extend(others.flat_map(|other| [(one, other), (other, one)]));
+            }
+            return pairs;
+        }
+        let default = |instance: Option<u16>, role, salt| {
+            instance.or_else(|| self.any_instance(index, Some(role), salt))
+        };
+        let from = plan.from.or(default(spot.map(|spot| spot.from), Role::Prefill, 1));
+        let to = plan.to.or(default(spot.and_then(|spot| spot.to), Role::Decode, 2));
+        let both = plan.fault.direction == Cut::Symmetric && plan.kind() == FaultKind::Partition;
+        let mut pairs = Vec::new();
+        for (from, to) in from.iter().flat_map(|from| to.iter().map(move |to| (*from, *to))) {
+            if from != to {
+                pairs.push((from, to));
+                pairs.extend(both.then_some((to, from)));
+            }
+        }
+        pairs
+    }
+
+    /// A fault of links or queues begins.
+    pub(super) fn open_window(&mut self, now: Nanos, index: usize, spot: Option<&Spot>) {
+        let plan = &self.plans[index];
+        let (kind, factor) = (plan.kind(), plan.fault.factor);
+        let lasts = plan.draw("lasts", plan.fault.lasts);
+        if kind == FaultKind::QueueFull {
+            let default = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
+            let default = default.or_else(|| self.any_instance(index, None, 0));
+            for instance in self.plans[index].from.or(default) {
+                self.act(Action::QueueFull { instance, full: true });
+                let undo = vec![Undo::Act(Action::QueueFull { instance, full: false })];
+                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+                self.hit(now, kind, Some(instance), None);
+            }
+            return;
+        }
+        for (from, to) in self.pairs(index, spot) {
+            let undo = match kind {
+                FaultKind::SlowLink => {
+                    self.act(Action::LinkRate { from, to, divided_by: factor });
+                    Undo::Act(Action::LinkRate { from, to, divided_by: 1 })
+                }
+                FaultKind::Partition => {
+                    self.act(Action::Cut { from, to, cut: true });
+                    Undo::Act(Action::Cut { from, to, cut: false })
+                }
+                _ => {
+                    *self.vanish.entry((from, to)).or_default() += 1;
+                    Undo::Appear(from, to)
+                }
+            };
+            let lasts = lasts.filter(|_| kind != FaultKind::OneWayPermanent);
+            self.lasting(now, kind, vec![undo], (Some(from), Some(to)), lasts);
+            self.hit(now, kind, Some(from), Some(to));
+        }
+    }
+
+    fn lasting(
+        &mut self,
+        now: Nanos,
+        kind: FaultKind,
+        undo: Vec<Undo>,
+        pair: (Option<u16>, Option<u16>),
+        lasts: Option<Nanos>,
+    ) {
+        self.serial += 1;
+        let serial = self.serial;
+        let for_good = lasts.is_none();
+        self.windows.insert(serial, Window { kind, undo, for_good, pair });
+        if let Some(lasts) = lasts {
+            self.schedule(now + lasts, Due::End(serial));
+        }
+    }
+
+    pub(super) fn close_window(&mut self, now: Nanos, serial: u64) {
+        let Some(window) = self.windows.remove(&serial) else { return };
+        self.last = self.last.max(now);
+        for undo in window.undo {
+            match undo {
+                Undo::Act(action) => {
+                    if !self.is_still_on(&action) {
+                        self.act(action);
+                    }
+                }
+                Undo::Appear(from, to) => {
+                    if let Some(count) = self.vanish.get_mut(&(from, to)) {
+                        *count -= 1;
+                        if *count == 0 {
+                            self.vanish.remove(&(from, to));
+                        }
+                    }
+                }
+                Undo::Lag(instance, rank, by) => {
+                    let found = self.lags.iter().position(|lag| *lag == (instance, rank, by));
+                    found.map(|at| self.lags.swap_remove(at));
+                }
+            }
+        }
+    }
+
+    /// True if another window of the same kind holds the same thing.
+    fn is_still_on(&self, end: &Action) -> bool {
+        let same = |undo: &Undo| matches!(undo, Undo::Act(action) if action == end);
+        self.windows.values().any(|window| window.undo.iter().any(same))
+    }
+
+    /// True if frames of this pair vanish now.
+    pub(super) fn vanishes(&self, spot: &Spot) -> bool {
+        spot.to.is_some_and(|to| self.vanish.contains_key(&(spot.from, to)))
+    }
+
+    /// Faults that last, with the pair that each concerns.
+    pub fn lasting_now(&self) -> impl Iterator<Item = (FaultKind, Option<u16>, Option<u16>)> + '_ {
+        self.windows.values().map(|window| (window.kind, window.pair.0, window.pair.1))
+    }
+}

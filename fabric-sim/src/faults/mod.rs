@@ -1,0 +1,304 @@
+//! The fault engine: decides when the faults of a run fire and what they do to operations, frames
+//! and legs; what happens to whole instances and links it asks of the world as [`Action`]s.
+//!
+//! A fault with `on` fires at the nth matching event and each one after it while `times` lasts; a
+//! fault with `chance` draws at each opportunity; a fault with `at` fires when [`Faults::tick`] is
+//! called. What then has no object (an operation, frame or leg fault without one at hand) hits the
+//! next that it concerns.
+//!
+//! Every decision is keyed by the fault's own key and by what it is about (sender and its count),
+//! so that a fault more or less changes no decision of the others.
+//!
+//! Several faults on one operation: delays add up, failure wins over overtaken data and that over
+//! none, `Never` over `Lost` over `Given`. On one frame: loss wins, delays add up.
+
+mod action;
+mod fate;
+mod fire;
+mod plan;
+#[cfg(test)]
+mod tests;
+
+pub use action::{Action, Hit, LegFate, Phase, ROUTER, Spot};
+
+use engine::core::message::Role;
+use engine::core::time::Nanos;
+use engine::fabric::Placement;
+use fire::Window;
+use plan::{Plan, When};
+use scenarios::decide::{below, mix};
+use scenarios::lists::{Event, FaultKind};
+use scenarios::run::{Order, Run};
+use std::collections::BTreeMap;
+
+/// The length of a lease where the run sets none.
+const LEASE: Nanos = Nanos::from_secs(30);
+
+/// All faults of a run.
+#[derive(Debug)]
+pub struct Faults {
+    plans: Vec<Plan>,
+    /// Indices of those that wait for an event, by event.
+    by_event: Vec<Vec<usize>>,
+    of_ops: Vec<usize>,
+    of_frames: Vec<usize>,
+    of_legs: Vec<usize>,
+    of_steps: Vec<usize>,
+    of_requests: Vec<usize>,
+    of_leases: Vec<usize>,
+    /// What is due when: plans that fire and windows that end.
+    due: BTreeMap<(Nanos, u64), Due>,
+    serial: u64,
+    windows: BTreeMap<u64, Window>,
+    /// Pairs between which frames vanish, with the number of windows that say so.
+    vanish: BTreeMap<(u16, u16), u32>,
+    /// Instance, rank and delay.
+    lags: Vec<(u16, u16, Nanos)>,
+    /// When a reader asked a source for its lease.
+    asked: BTreeMap<(u16, u16), Nanos>,
+    /// Pairs whose lease a read races with, and when it ends.
+    raced: BTreeMap<(u16, u16), Nanos>,
+    lease: Nanos,
+    roles: Vec<Role>,
+    phases: Vec<Phase>,
+    actions: Vec<Action>,
+    hits: Vec<Hit>,
+    coverage: BTreeMap<(FaultKind, Phase), u64>,
+    last: Nanos,
+    healed: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Due {
+    Fire(usize),
+    End(u64),
+}
+
+/// What the chance of a fault is per.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Opportunity {
+    Op,
+    Frame,
+    Leg,
+    Step,
+    Request,
+    /// None, drawing has worked it into the run.
+    Shape,
+}
+
+const fn opportunity(kind: FaultKind) -> Opportunity {
+    use FaultKind::*;
+    match kind {
+        QpError | AckLost | CompletionLost | QueueFull | CompletionReorder | NotifyOvertakes
+        | Partial | LateLanding | SiblingFailure | SlowLink | ExpiryRace => Opportunity::Op,
+        Loss | Duplicate | FrameReorder | Delay | Partition | OneWayPermanent | HalfOpen
+        | DoneOutOfOrder | StaleRegistration => Opportunity::Frame,
+        Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Preempt => {
+            Opportunity::Step
+        }
+        DispatchedTwice | DecodeLegLost | LegsReordered => Opportunity::Leg,
+        Abort | BothAbort => Opportunity::Request,
+        SmallPool | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst
+        | DegeneratePrompts => Opportunity::Shape,
+    }
+}
+
+impl Faults {
+    /// The faults of a run; none has fired.
+    pub fn new(run: &Run) -> Faults {
+        let mut faults = Faults {
+            plans: run.faults.iter().map(|fault| Plan::new(run, fault)).collect(),
+            by_event: vec![Vec::new(); Event::ALL.len()],
+            of_ops: Vec::new(),
+            of_frames: Vec::new(),
+            of_legs: Vec::new(),
+            of_steps: Vec::new(),
+            of_requests: Vec::new(),
+            of_leases: Vec::new(),
+            due: BTreeMap::new(),
+            serial: 0,
+            windows: BTreeMap::new(),
+            vanish: BTreeMap::new(),
+            lags: Vec::new(),
+            asked: BTreeMap::new(),
+            raced: BTreeMap::new(),
+            lease: run.protocol.lease.unwrap_or(LEASE),
+            roles: run.instances.iter().map(|instance| instance.role).collect(),
+            phases: vec![Phase::Idle; run.instances.len()],
+            actions: Vec::new(),
+            hits: Vec::new(),
+            coverage: BTreeMap::new(),
+            last: Nanos::ZERO,
+            healed: false,
+        };
+        for index in 0..faults.plans.len() {
+            faults.file(index);
+        }
+        faults
+    }
+
+    /// Enters a fault into the lists that it is looked up in.
+    fn file(&mut self, index: usize) {
+        let (kind, when) = (self.plans[index].kind(), self.plans[index].when.clone());
+        match when {
+            When::At(at) => self.schedule(at, Due::Fire(index)),
+            When::On(watch) => self.by_event[watch.event as usize].push(index),
+            When::Chance(_) => {}
+        }
+        match opportunity(kind) {
+            Opportunity::Op => self.of_ops.push(index),
+            Opportunity::Frame => self.of_frames.push(index),
+            Opportunity::Leg => self.of_legs.push(index),
+            Opportunity::Step => self.of_steps.push(index),
+            Opportunity::Request => self.of_requests.push(index),
+            Opportunity::Shape => {}
+        }
+        match kind {
+            FaultKind::DoneOutOfOrder => self.of_ops.push(index),
+            FaultKind::ExpiryRace => self.of_leases.push(index),
+            _ => {}
+        }
+    }
+
+    /// When planes have to count bytes as placed, for the faults of this run to be legal.
+    pub fn placement(&self) -> Placement {
+        let overtakes = |plan: &Plan| match plan.kind() {
+            FaultKind::NotifyOvertakes => true,
+            FaultKind::DoneOutOfOrder => plan.fault.first != Order::Late,
+            _ => false,
+        };
+        if self.plans.iter().any(overtakes) { Placement::OnQuiet } else { Placement::OnCompletion }
+    }
+
+    fn schedule(&mut self, at: Nanos, due: Due) {
+        self.serial += 1;
+        self.due.insert((at, self.serial), due);
+    }
+
+    /// When to call [`Faults::tick`] next.
+    pub fn deadline(&self) -> Option<Nanos> {
+        self.due.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    /// Fires and ends what is due.
+    pub fn tick(&mut self, now: Nanos) {
+        while let Some(entry) = self.due.first_entry().filter(|entry| entry.key().0 <= now) {
+            match entry.remove() {
+                Due::Fire(index) if self.plans[index].spend() => self.fire(now, index, None),
+                Due::Fire(_) => {}
+                Due::End(serial) => self.close_window(now, serial),
+            }
+        }
+    }
+
+    /// Something happened. Operations, frames and legs that are sent are told by
+    /// [`Faults::op_fate`], [`Faults::frame_fate`] and [`Faults::leg_fate`] instead.
+    pub fn on_event(&mut self, now: Nanos, event: Event, spot: &Spot) {
+        self.follow(event, spot);
+        for at in 0..self.by_event[event as usize].len() {
+            let index = self.by_event[event as usize][at];
+            if self.plans[index].watches(event, spot) {
+                self.fire(now, index, Some(spot));
+            }
+        }
+        match event {
+            Event::StepStarted => self.draw_all(now, Opportunity::Step, spot),
+            Event::RequestArrived => self.draw_all(now, Opportunity::Request, spot),
+            _ => {}
+        }
+    }
+
+    fn draw_all(&mut self, now: Nanos, opportunity: Opportunity, spot: &Spot) {
+        let step = opportunity == Opportunity::Step;
+        let list = if step { &self.of_steps } else { &self.of_requests };
+        for at in 0..list.len() {
+            let index = if step { self.of_steps[at] } else { self.of_requests[at] };
+            let concerned = !step || self.plans[index].target.has(spot.from);
+            if concerned && self.plans[index].chances(spot) {
+                self.fire(now, index, Some(spot));
+            }
+        }
+    }
+
+    /// Follows the transfers of each instance.
+    fn follow(&mut self, event: Event, spot: &Spot) {
+        let phase = match event {
+            Event::TransferAnnounced => Phase::Announced,
+            Event::TransferGranted => Phase::Granted,
+            Event::TransferWriting | Event::TransferReading => Phase::Moving,
+            Event::TransferDelivered => Phase::Delivered,
+            Event::TransferEnded => Phase::Idle,
+            _ => return,
+        };
+        for instance in [Some(spot.from), spot.to].into_iter().flatten() {
+            if let Some(slot) = self.phases.get_mut(usize::from(instance)) {
+                *slot = phase;
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        self.actions.push(action);
+    }
+
+    /// Counts a fault that hit.
+    fn hit(&mut self, now: Nanos, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
+        self.last = self.last.max(now);
+        let phase = |instance: Option<u16>| {
+            instance.and_then(|instance| self.phases.get(usize::from(instance)).copied())
+        };
+        let phase = phase(from).max(phase(to)).unwrap_or_default();
+        *self.coverage.entry((kind, phase)).or_default() += 1;
+        self.hits.push(Hit { kind, from, to });
+    }
+
+    /// What the world has to do since the last call.
+    pub fn take_actions(&mut self, into: &mut Vec<Action>) {
+        into.append(&mut self.actions);
+    }
+
+    /// What hit since the last call.
+    pub fn take_hits(&mut self, into: &mut Vec<Hit>) {
+        into.append(&mut self.hits);
+    }
+
+    /// True if there is something to take.
+    pub fn has_news(&self) -> bool {
+        !self.actions.is_empty() || !self.hits.is_empty()
+    }
+
+    /// How often each kind hit in each phase of the transfers concerned.
+    pub fn coverage(&self) -> &BTreeMap<(FaultKind, Phase), u64> {
+        &self.coverage
+    }
+
+    /// When the last fault hit or ended; `now` while a transient one lasts or is still to come.
+    pub fn last_fault(&self, now: Nanos) -> Nanos {
+        let lasting = self.windows.values().any(|window| !window.for_good);
+        let coming = !self.healed && self.plans.iter().any(Plan::is_pending);
+        if lasting || coming { self.last.max(now) } else { self.last }
+    }
+
+    /// Ends everything transient; nothing fires any more. What was done for good stays.
+    pub fn heal(&mut self, now: Nanos) {
+        self.healed = true;
+        for plan in &mut self.plans {
+            plan.end();
+        }
+        let passing: Vec<u64> =
+            self.windows.iter().filter(|(_, w)| !w.for_good).map(|(serial, _)| *serial).collect();
+        for serial in passing {
+            self.close_window(now, serial);
+        }
+        self.due.clear();
+    }
+
+    /// A drawn instance of a role, for faults that name none.
+    fn any_instance(&self, index: usize, role: Option<Role>, salt: u64) -> Option<u16> {
+        let fits = |at: &usize| role.is_none_or(|role| self.roles[*at] == role);
+        let count = (0..self.roles.len()).filter(fits).count() as u64;
+        let uniform = mix(self.plans[index].key("any", &Spot::default()).get(), salt);
+        let at = (0..self.roles.len()).filter(fits).nth(below(uniform, count) as usize)?;
+        Some(at as u16)
+    }
+}

@@ -1,0 +1,205 @@
+//! A fault of the run, prepared: whom it concerns, when it fires, what it has done so far.
+
+use super::action::{ROUTER, Spot};
+use engine::core::time::Nanos;
+use scenarios::decide::{Keyed, chance, mix};
+use scenarios::lists::{Event, FaultKind, MessageName};
+use scenarios::run::{Fault, Instance, Run, Span, Trigger};
+
+/// Instances that a name stands for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Names {
+    Any,
+    /// Indices, ascending; [`ROUTER`] for the router.
+    These(Vec<u16>),
+}
+
+impl Names {
+    fn of(name: Option<&String>, instances: &[Instance]) -> Names {
+        match name.map(String::as_str) {
+            None => Names::Any,
+            Some("router") => Names::These(vec![ROUTER]),
+            Some(name) => {
+                let fits = |one: &Instance| one.name == name || one.host == name;
+                let found = instances.iter().enumerate().filter(|(_, one)| fits(one));
+                Names::These(found.map(|(index, _)| index as u16).collect())
+            }
+        }
+    }
+
+    pub(super) fn has(&self, instance: u16) -> bool {
+        match self {
+            Names::Any => true,
+            Names::These(these) => these.contains(&instance),
+        }
+    }
+
+    pub(super) fn has_or_none(&self, instance: Option<u16>) -> bool {
+        match (self, instance) {
+            (Names::Any, _) => true,
+            (Names::These(these), Some(instance)) => these.contains(&instance),
+            (Names::These(_), None) => false,
+        }
+    }
+
+    /// The named instances; `default` if it is any.
+    pub(super) fn or(&self, default: Option<u16>) -> Vec<u16> {
+        match self {
+            Names::Any => default.into_iter().collect(),
+            Names::These(these) => these.clone(),
+        }
+    }
+}
+
+/// What `on` waits for.
+#[derive(Clone, Debug)]
+pub(super) struct Watch {
+    pub(super) event: Event,
+    from: Names,
+    to: Names,
+    message: Option<MessageName>,
+    nth: u32,
+    seen: u32,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum When {
+    At(Nanos),
+    On(Watch),
+    Chance(u32),
+}
+
+/// One fault of the run.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) fault: Fault,
+    pub(super) target: Names,
+    pub(super) from: Names,
+    pub(super) to: Names,
+    pub(super) when: When,
+    /// Times that it can still fire.
+    left: u32,
+    /// Times that it has fired and waits for something to hit.
+    armed: u32,
+    /// Times that it has fired.
+    fired: u64,
+    seed: u64,
+}
+
+impl Plan {
+    pub(super) fn new(run: &Run, fault: &Fault) -> Plan {
+        let names = |name: &Option<String>| Names::of(name.as_ref(), &run.instances);
+        let when = match &fault.trigger {
+            Trigger::At(at) => When::At(*at),
+            Trigger::Chance(ppm) => When::Chance(*ppm),
+            Trigger::On { event, from, to, message, nth } => When::On(Watch {
+                event: *event,
+                from: names(from),
+                to: names(to),
+                message: *message,
+                nth: *nth,
+                seen: 0,
+            }),
+        };
+        Plan {
+            target: names(&fault.target),
+            from: names(&fault.from),
+            to: names(&fault.to),
+            when,
+            left: fault.times,
+            armed: 0,
+            fired: 0,
+            seed: run.seed,
+            fault: fault.clone(),
+        }
+    }
+
+    pub(super) fn kind(&self) -> FaultKind {
+        self.fault.kind
+    }
+
+    /// A decision about part `name` of this fault, keyed by what it is about.
+    pub(super) fn key(&self, name: &str, spot: &Spot) -> Keyed {
+        let place = u64::from(spot.from) << 16 | u64::from(spot.rank);
+        let keyed = Keyed::new(self.seed, "fault.engine").part(name);
+        keyed.actor(mix(self.fault.key, place)).nth(spot.nth)
+    }
+
+    /// Draws a span of this fault, keyed by how often it has fired.
+    pub(super) fn draw(&self, name: &str, span: Option<Span>) -> Option<Nanos> {
+        let keyed = Keyed::new(self.seed, "fault.engine").part(name);
+        span.map(|span| span.draw(&keyed.actor(self.fault.key).nth(self.fired)))
+    }
+
+    /// `delay`, drawn for this time.
+    pub(super) fn delay(&self) -> Nanos {
+        self.draw("delay", self.fault.delay).unwrap_or(Nanos::ZERO)
+    }
+
+    /// Even or odd, drawn for this time.
+    pub(super) fn coin(&self) -> bool {
+        let keyed = Keyed::new(self.seed, "fault.engine").part("coin");
+        keyed.actor(self.fault.key).nth(self.fired).get() & 1 == 1
+    }
+
+    /// True if an operation, frame, leg or step is one that this fault is about.
+    pub(super) fn concerns(&self, spot: &Spot) -> bool {
+        self.from.has(spot.from)
+            && self.to.has_or_none(spot.to)
+            && (self.target.has(spot.from) || self.target.has_or_none(spot.to))
+            && (self.fault.message.is_none() || self.fault.message == spot.message)
+    }
+
+    /// Counts an event; true if the fault fires now.
+    pub(super) fn watches(&mut self, event: Event, spot: &Spot) -> bool {
+        let When::On(watch) = &mut self.when else { return false };
+        let fits = watch.event == event
+            && watch.from.has(spot.from)
+            && watch.to.has_or_none(spot.to)
+            && (watch.message.is_none() || watch.message == spot.message);
+        if !fits {
+            return false;
+        }
+        watch.seen = watch.seen.saturating_add(1);
+        watch.seen >= watch.nth && self.spend()
+    }
+
+    /// Draws for an opportunity; true if the fault fires now.
+    pub(super) fn chances(&mut self, spot: &Spot) -> bool {
+        let When::Chance(ppm) = self.when else { return false };
+        self.left > 0 && chance(self.key("chance", spot).get(), ppm) && self.spend()
+    }
+
+    /// Takes one of the times that it can fire.
+    pub(super) fn spend(&mut self) -> bool {
+        if self.left == 0 {
+            return false;
+        }
+        self.left -= 1;
+        self.fired += 1;
+        true
+    }
+
+    /// It has fired, and hits the next thing that it concerns.
+    pub(super) fn arm(&mut self) {
+        self.armed += 1;
+    }
+
+    /// True if it has waited for this; it waits no more.
+    pub(super) fn disarm(&mut self) -> bool {
+        let armed = self.armed > 0;
+        self.armed -= u32::from(armed);
+        armed
+    }
+
+    /// It never fires again.
+    pub(super) fn end(&mut self) {
+        self.left = 0;
+        self.armed = 0;
+    }
+
+    /// True if it has yet to fire at a time or to hit something.
+    pub(super) fn is_pending(&self) -> bool {
+        self.armed > 0 || (self.left > 0 && matches!(self.when, When::At(_)))
+    }
+}

@@ -166,7 +166,7 @@ pub struct PoolGauges {
     pub total: u32,
     /// Unused and without content.
     pub free: u32,
-    /// Unused, with the content of a prefix; handed out when the free ones are used up.
+    /// Unused, with the content of a prefix until they are handed out.
     pub cached: u32,
     /// Owned or shared by requests.
     pub held: u32,

@@ -12,8 +12,14 @@
 
 mod config;
 mod content;
+mod ends;
+mod groups;
 mod io;
 mod machine;
+mod pool;
+mod prefix;
+mod request;
+mod steps;
 
 pub use self::config::{EngineConfig, EngineConfigError, GroupConfig};
 pub use self::content::PromptContent;

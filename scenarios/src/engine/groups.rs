@@ -1,0 +1,325 @@
+//! The block tables of requests, over all KV cache groups.
+
+use super::config::{EngineConfig, GroupConfig};
+use super::content::PromptContent;
+use super::io::PoolGauges;
+use super::pool::BlockPool;
+use engine::core::layout::{BlockList, GroupKind};
+
+/// Block ids per group.
+pub(super) type Ids = Vec<Vec<u32>>;
+
+/// The KV cache groups of an engine with their pools.
+#[derive(Debug)]
+pub(super) struct Groups {
+    groups: Vec<Group>,
+    /// Prefix hits are multiples of this many tokens; 0 if there are none.
+    align: u32,
+}
+
+#[derive(Debug)]
+struct Group {
+    kind: GroupKind,
+    block_tokens: u32,
+    pool: BlockPool,
+}
+
+impl Group {
+    /// First logical block that is still needed once tokens `..computed` are there. One token
+    /// more than the window is kept, so that the last token can be computed again.
+    fn first_kept(&self, computed: u32) -> u32 {
+        match self.kind {
+            GroupKind::Window { tokens } => computed.saturating_sub(tokens) / self.block_tokens,
+            GroupKind::Full | GroupKind::State => 0,
+        }
+    }
+
+    /// One past the last logical block for tokens `..to`.
+    fn end(&self, to: u32) -> u32 {
+        match self.kind {
+            GroupKind::State => 1,
+            GroupKind::Full | GroupKind::Window { .. } => to.div_ceil(self.block_tokens),
+        }
+    }
+
+    /// Prefix hash of a logical block.
+    fn key(&self, content: &PromptContent, logical: u32) -> u64 {
+        content.stamp((logical + 1) * self.block_tokens - 1)
+    }
+
+    /// Blocks that a request alone may need at a time for `tokens` tokens, computed in chunks.
+    fn most(&self, tokens: u32, chunk: u32) -> u32 {
+        match self.kind {
+            GroupKind::Window { tokens: window } => {
+                let span = window.saturating_add(chunk).div_ceil(self.block_tokens);
+                self.end(tokens).min(span.saturating_add(1))
+            }
+            GroupKind::Full | GroupKind::State => self.end(tokens),
+        }
+    }
+}
+
+/// Greatest common divisor, by Euclid.
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Groups {
+    pub(super) fn new(config: &EngineConfig) -> Groups {
+        let stateful = config.groups.iter().any(|group| group.kind == GroupKind::State);
+        let common = config.groups.iter().fold(1, |common: u64, group| {
+            let tokens = u64::from(group.block_tokens.max(1));
+            (common / gcd(common, tokens)).saturating_mul(tokens)
+        });
+        // A state exists for the end of a prompt only, so no shorter prefix can be continued.
+        let align = if stateful || !config.prefix_cache { 0 } else { common };
+        let group = |group: &GroupConfig| Group {
+            kind: group.kind,
+            block_tokens: group.block_tokens,
+            pool: BlockPool::new(group.blocks, config.allocator),
+        };
+        Groups {
+            groups: config.groups.iter().map(group).collect(),
+            align: u32::try_from(align).unwrap_or(0),
+        }
+    }
+
+    pub(super) fn gauges(&self, group: usize) -> PoolGauges {
+        self.groups[group].pool.gauges()
+    }
+
+    /// Sums of blocks held and quarantined.
+    pub(super) fn in_use(&self) -> (u32, u32) {
+        let gauges = self.groups.iter().map(|group| group.pool.gauges());
+        gauges.fold((0, 0), |(held, quarantined), pool| {
+            (held + pool.held, quarantined + pool.quarantined)
+        })
+    }
+
+    /// Grows whenever a block becomes available.
+    pub(super) fn released(&self) -> u64 {
+        self.groups.iter().map(|group| group.pool.released()).sum()
+    }
+
+    /// The first group that is too small for a request of `tokens` tokens, with the blocks needed
+    /// and there.
+    pub(super) fn too_small(&self, tokens: u32, chunk: u32) -> Option<(usize, u32, u32)> {
+        self.groups.iter().enumerate().find_map(|(at, group)| {
+            let (need, total) = (group.most(tokens, chunk), group.pool.gauges().total);
+            (need > total).then_some((at, need, total))
+        })
+    }
+
+    /// Length of the longest cached prefix of at most `max` tokens, the prompt's length or less.
+    pub(super) fn hits(&self, content: &PromptContent, max: u32) -> u32 {
+        if self.align == 0 {
+            return 0;
+        }
+        let floor = |tokens: u32| tokens - tokens % self.align;
+        let mut len = floor(max.min(content.tokens));
+        for group in self.groups.iter().filter(|group| group.kind == GroupKind::Full) {
+            let blocks = 0..len / group.block_tokens;
+            let miss = { blocks }.find(|at| group.pool.find(group.key(content, *at)).is_none());
+            len = miss.map_or(len, |at| floor(at * group.block_tokens));
+        }
+        // A window must be cached as a whole; below a missing block the search goes on.
+        while let Some(miss) = self.window_miss(content, len) {
+            len = floor(miss);
+        }
+        len
+    }
+
+    /// First token of the last block that the windows of `content` need at `len` and that is not
+    /// cached.
+    fn window_miss(&self, content: &PromptContent, len: u32) -> Option<u32> {
+        self.groups.iter().filter(|group| group.kind != GroupKind::Full).find_map(|group| {
+            let mut needed = (group.first_kept(len)..len / group.block_tokens).rev();
+            let miss = needed.find(|at| group.pool.find(group.key(content, *at)).is_none());
+            miss.map(|at| at * group.block_tokens)
+        })
+    }
+
+    /// Allocates tables for tokens `..to`: prefix hits for tokens `..hits` are shared, the rest is
+    /// taken. Of a window only what is needed once `seen` tokens are there. `None` if there are
+    /// too few blocks. Returns the tables and the taken blocks.
+    pub(super) fn allocate(
+        &mut self,
+        content: &PromptContent,
+        (hits, seen, to): (u32, u32, u32),
+    ) -> Option<(Vec<BlockList>, Ids)> {
+        let mut tables = Vec::with_capacity(self.groups.len());
+        for group in &self.groups {
+            let first = group.first_kept(seen);
+            let shared = match group.kind {
+                GroupKind::State => 0..0,
+                GroupKind::Full | GroupKind::Window { .. } => first..hits / group.block_tokens,
+            };
+            let mut ids = Vec::with_capacity(group.end(to).saturating_sub(first) as usize);
+            ids.extend(shared.filter_map(|at| group.pool.find(group.key(content, at))));
+            let unused = ids.iter().filter(|id| group.pool.is_unused(**id)).count() as u32;
+            let fresh = (group.end(to) - first) - ids.len() as u32;
+            if fresh + unused > group.pool.available() {
+                return None;
+            }
+            tables.push(BlockList { first, ids });
+        }
+        for (group, table) in self.groups.iter_mut().zip(&tables) {
+            table.ids.iter().for_each(|id| group.pool.share(*id));
+        }
+        let taken = self.extend(&mut tables, to);
+        Some((tables, taken))
+    }
+
+    /// Takes the blocks that tables lack for tokens `..to`; there are enough.
+    fn extend(&mut self, tables: &mut [BlockList], to: u32) -> Ids {
+        let groups = self.groups.iter_mut().zip(tables);
+        let extend = |(group, table): (&mut Group, &mut BlockList)| {
+            let missing = group.end(to).saturating_sub(table.first + table.ids.len() as u32);
+            let start = table.ids.len();
+            for _ in 0..missing {
+                table.ids.push(group.pool.take().expect("availability was checked"));
+            }
+            table.ids[start..].to_vec()
+        };
+        groups.map(extend).collect()
+    }
+
+    /// Adds blocks to tables for tokens `..to`, or none if there are too few. Returns the taken
+    /// blocks, which follow those that were there.
+    pub(super) fn grow(&mut self, tables: &mut [BlockList], to: u32) -> Option<Ids> {
+        self.has_room(tables, to, false).then(|| self.extend(tables, to))
+    }
+
+    /// As [`Groups::grow`] without a list of blocks; `on_taken` gets group, logical index and
+    /// block.
+    pub(super) fn grow_each(
+        &mut self,
+        tables: &mut [BlockList],
+        to: u32,
+        mut on_taken: impl FnMut(u16, u32, u32),
+    ) -> bool {
+        if !self.has_room(tables, to, false) {
+            return false;
+        }
+        for (at, (group, table)) in self.groups.iter_mut().zip(tables).enumerate() {
+            let start = table.first + table.ids.len() as u32;
+            for logical in start..group.end(to) {
+                let block = group.pool.take().expect("availability was checked");
+                table.ids.push(block);
+                on_taken(at as u16, logical, block);
+            }
+        }
+        true
+    }
+
+    /// True if the pools have what tables lack for tokens `..to`. With `later`, blocks in
+    /// quarantine count as there.
+    pub(super) fn has_room(&self, tables: &[BlockList], to: u32, later: bool) -> bool {
+        self.groups.iter().zip(tables).all(|(group, table)| {
+            let missing = group.end(to).saturating_sub(table.first + table.ids.len() as u32);
+            let quarantined = if later { group.pool.gauges().quarantined } else { 0 };
+            missing <= group.pool.available() + quarantined
+        })
+    }
+
+    /// Tokens for which tables have blocks.
+    pub(super) fn room(&self, tables: &[BlockList]) -> u32 {
+        let room = |(group, table): (&Group, &BlockList)| match group.kind {
+            GroupKind::State => u32::MAX,
+            GroupKind::Full | GroupKind::Window { .. } => {
+                (table.first + table.ids.len() as u32).saturating_mul(group.block_tokens)
+            }
+        };
+        self.groups.iter().zip(tables).map(room).min().unwrap_or(0)
+    }
+
+    /// Frees the blocks that windows have passed once tokens `..computed` are there. Returns those
+    /// that became available, if any did.
+    pub(super) fn slide(&mut self, tables: &mut [BlockList], computed: u32) -> Option<Ids> {
+        let mut freed: Option<Ids> = None;
+        let count = self.groups.len();
+        for (at, (group, table)) in self.groups.iter_mut().zip(tables).enumerate() {
+            let kept = group.first_kept(computed);
+            let passed = kept.saturating_sub(table.first).min(table.ids.len() as u32);
+            if passed == 0 {
+                continue;
+            }
+            table.first += passed;
+            for id in table.ids.drain(..passed as usize).rev() {
+                if group.pool.free(id) {
+                    freed.get_or_insert_with(|| vec![Vec::new(); count])[at].push(id);
+                }
+            }
+        }
+        freed
+    }
+
+    /// Gives up tables. Returns the blocks that became available.
+    pub(super) fn free(&mut self, tables: Vec<BlockList>) -> Ids {
+        self.drop_all(tables, BlockPool::free)
+    }
+
+    /// Gives up tables that were quarantined. Returns the blocks that became available.
+    pub(super) fn absolve(&mut self, tables: Vec<BlockList>) -> Ids {
+        self.drop_all(tables, BlockPool::absolve)
+    }
+
+    /// The last block goes first, as in vLLM: it is the least likely prefix hit.
+    fn drop_all(
+        &mut self,
+        tables: Vec<BlockList>,
+        drop: impl Fn(&mut BlockPool, u32) -> bool,
+    ) -> Ids {
+        let groups = self.groups.iter_mut().zip(tables);
+        let ids = groups.map(|(group, mut table)| {
+            table.ids.reverse();
+            table.ids.retain(|id| drop(&mut group.pool, *id));
+            table.ids
+        });
+        ids.collect()
+    }
+
+    /// Keeps the blocks of tables from reuse although their request has no use for them.
+    pub(super) fn quarantine(&mut self, tables: &[BlockList]) {
+        for (group, table) in self.groups.iter_mut().zip(tables) {
+            table.ids.iter().for_each(|id| group.pool.quarantine(*id));
+        }
+    }
+
+    /// Makes the full blocks that were completed by tokens `from..to` prefix hits.
+    pub(super) fn publish(
+        &mut self,
+        content: &PromptContent,
+        tables: &[BlockList],
+        (from, to): (u32, u32),
+    ) {
+        if self.align == 0 {
+            return;
+        }
+        let to = to.min(content.tokens);
+        for (group, table) in self.groups.iter_mut().zip(tables) {
+            let full = from / group.block_tokens..to / group.block_tokens;
+            for logical in full {
+                if let Some(block) = table.get(logical) {
+                    let key = group.key(content, logical);
+                    group.pool.publish(block, key);
+                }
+            }
+        }
+    }
+
+    /// The part of tables that holds tokens `from..to`; of a state group the one block.
+    pub(super) fn holding(&self, tables: &[BlockList], from: u32, to: u32) -> Vec<BlockList> {
+        let part = |(group, table): (&Group, &BlockList)| {
+            let first = match group.kind {
+                GroupKind::State => 0,
+                GroupKind::Full | GroupKind::Window { .. } => from / group.block_tokens,
+            };
+            let start = (first.max(table.first) - table.first) as usize;
+            let end = group.end(to).saturating_sub(table.first) as usize;
+            let ids = table.ids.get(start..end).unwrap_or_default().to_vec();
+            BlockList { first: table.first + start as u32, ids }
+        };
+        self.groups.iter().zip(tables).map(part).collect()
+    }
+}

@@ -1,0 +1,1 @@
+//! Examples of what the engine tells the cores.

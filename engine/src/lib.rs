@@ -7,6 +7,8 @@
 
 #[cfg(feature = "actors")]
 pub mod actors;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod core;
 pub mod driver;
 pub mod fabric;

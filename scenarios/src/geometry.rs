@@ -84,7 +84,7 @@ struct Tensor {
 }
 
 fn tensor(model: &Model, instance: &Instance, kind: GroupKind) -> Tensor {
-    let heads = u32::from(instance_heads(model, instance));
+    let heads = u32::from(model.heads_per_rank(instance.tp));
     if kind == GroupKind::State {
         let elements = model.state_bytes / model.element;
         let halves = HeadSlots::Fused;
@@ -99,10 +99,6 @@ fn tensor(model: &Model, instance: &Instance, kind: GroupKind) -> Tensor {
         halves: if split { HeadSlots::Split } else { HeadSlots::Fused },
         token_major: instance.layout == MemoryLayout::Token,
     }
-}
-
-fn instance_heads(model: &Model, instance: &Instance) -> u16 {
-    if model.latent { 1 } else { (model.kv_heads / instance.tp).max(1) }
 }
 
 impl Tensor {

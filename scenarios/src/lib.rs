@@ -5,12 +5,18 @@
 
 pub mod cost;
 pub mod decide;
+mod doc;
 pub mod engine;
 mod error;
 pub mod geometry;
 pub mod lists;
+mod parse;
+pub mod preset;
 pub mod run;
+pub mod trace;
+mod value;
 
 pub use error::ScenarioError;
 pub use lists::{Event, FaultKind, InvariantId, MessageName};
+pub use parse::{Form, Opportunity, Scenario, load, load_with_trace, parse};
 pub use run::Run;

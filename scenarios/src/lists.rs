@@ -170,3 +170,13 @@ closed_list! {
         ReclaimBound "L5" "L5-reclaim-bound" "blocks held for a dead peer return within the lease or fence bound"
     }
 }
+
+impl MessageName {
+    /// As [`MessageName::from_name`], and under its other spelling.
+    pub fn lookup(name: &str) -> Option<MessageName> {
+        match name {
+            "BlocksReady" => Some(MessageName::Announce),
+            name => MessageName::from_name(name),
+        }
+    }
+}

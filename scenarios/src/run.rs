@@ -47,6 +47,30 @@ pub struct Run {
     pub expect: Expect,
 }
 
+impl Run {
+    /// Most tokens of a sample, prompt and output together.
+    pub fn longest(&self) -> Option<u64> {
+        let samples = self.requests.iter().flat_map(|request| {
+            let output = u64::from(request.output);
+            request.prompts.iter().map(move |prompt| u64::from(prompt.tokens) + output)
+        });
+        samples.max()
+    }
+
+    /// Blocks that a sample of `tokens` tokens takes in the pool of any group of an instance.
+    pub fn blocks_for(&self, instance: &Instance, tokens: u64) -> u64 {
+        tokens.div_ceil(u64::from(instance.block_tokens)).max(1)
+    }
+
+    /// The engine cores that a name of a fault means: an instance, or all DP ranks of a host.
+    pub fn named(&self, name: &str) -> impl Iterator<Item = usize> {
+        let hit = move |(at, one): (usize, &Instance)| {
+            (one.name == name || one.host == name).then_some(at)
+        };
+        self.instances.iter().enumerate().filter_map(hit)
+    }
+}
+
 /// KV geometry of the model, independent of TP and block size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Model {
@@ -78,7 +102,7 @@ pub struct ModelGroup {
 }
 
 /// How an engine lays out its KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MemoryLayout {
     /// One tensor per layer, `[block, head, token, K and V]`.
     Block,
@@ -107,7 +131,7 @@ pub struct Instance {
     pub dp_rank: u16,
     /// DP ranks of its host.
     pub dp_size: u16,
-    /// Blocks of its pool.
+    /// Blocks of the pool of each KV cache group, without the null block.
     pub blocks: u32,
     /// Tokens per block.
     pub block_tokens: u32,
@@ -209,6 +233,8 @@ pub struct EngineSettings {
     pub chunk: u32,
     /// Requests running at once at most (`max_num_seqs`).
     pub max_running: u32,
+    /// Requests waiting at an engine at most; more are answered `Busy`.
+    pub max_waiting: u32,
     /// What decode does when a load fails (`kv_load_failure_policy`).
     pub load_failure: LoadFailure,
     /// Which free block is handed out next.
@@ -216,7 +242,7 @@ pub struct EngineSettings {
 }
 
 /// What decode does with a request whose KV did not come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum LoadFailure {
     /// Compute the prompt itself.
     Recompute,
@@ -225,7 +251,7 @@ pub enum LoadFailure {
 }
 
 /// Order in which free blocks are handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Allocator {
     /// The block that is free for the longest time.
     Fifo,
@@ -234,7 +260,7 @@ pub enum Allocator {
 }
 
 /// What the simulator keeps of block contents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MemoryModel {
     /// Every byte.
     Bytes,
@@ -339,7 +365,7 @@ pub enum Trigger {
 }
 
 /// Which directions a partition cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Cut {
     /// Both directions between `from` and `to`.
     Symmetric,
@@ -350,7 +376,7 @@ pub enum Cut {
 }
 
 /// Which of two simultaneous things comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Order {
     /// The lease ends, or the frame comes, before the bytes.
     Early,

@@ -100,6 +100,9 @@ impl Ledger {
         group: usize,
         blocks: &BlockList,
     ) -> Result<(), Conflict> {
+        if blocks.ids.is_empty() {
+            return Ok(());
+        }
         let table = self.table(group);
         let taken = |block: &&u32| table.get(**block) & DESTINATION != 0;
         if let Some(block) = blocks.ids.iter().find(taken) {
@@ -130,6 +133,9 @@ impl Ledger {
         group: usize,
         blocks: &BlockList,
     ) -> Result<(), Conflict> {
+        if blocks.ids.is_empty() {
+            return Ok(());
+        }
         self.table(group);
         let index = self.index(owner);
         assert!(!self.claims[index as usize].quarantined, "owner {} is quarantined", owner.0);

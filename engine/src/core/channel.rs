@@ -95,7 +95,7 @@ pub struct Channel {
     /// When something is to be sent again, or a probe.
     timer: Option<Nanos>,
     wait: Nanos,
-    /// Since when the peer owes us a frame.
+    /// Since when the peer owes us an acknowledgement, or any frame if none is due.
     quiet: Option<Nanos>,
     heard: Nanos,
     excused: bool,
@@ -153,6 +153,7 @@ impl Channel {
         self.hear(now);
         self.repeat(self.sent, out);
         self.flush(out);
+        self.quiet = self.expecting().then_some(now);
         self.wait = self.retransmit;
         self.rearm(now);
     }
@@ -271,7 +272,8 @@ impl Channel {
         self.timer
     }
 
-    /// Since when the peer owes a frame.
+    /// Since when the peer owes an acknowledgement (frames of it alone do not count: they may come
+    /// by a link on which ours vanish), or any frame if none is due.
     pub fn quiet(&self) -> Option<Nanos> {
         self.quiet
     }
@@ -297,7 +299,9 @@ impl Channel {
     fn hear(&mut self, now: Nanos) {
         self.heard = now;
         self.excused = false;
-        self.quiet = self.expecting().then_some(now);
+        if self.sent == 0 {
+            self.quiet = self.expecting().then_some(now);
+        }
     }
 
     fn take(

@@ -1,13 +1,14 @@
 //! Behaviour of the router under registrations, requests, failures, expiries and aborts in any
 //! order.
 
+mod examples;
 mod world;
 
 use engine::core::Nanos;
 use engine::core::error::Failure;
 use engine::core::ids::ClientId;
 use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{LegEvent, LegFailure, Prompt, RouterConfig};
+use engine::core::router::{Answer, LegEvent, LegFailure, Prompt, RouterConfig};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use world::{World, prompt, registration};
@@ -62,7 +63,7 @@ fn config() -> impl Strategy<Value = RouterConfig> {
             suspicion: Nanos::from_ms(100),
             breaker_max: Nanos::from_ms(400),
             stream_grace: Nanos::from_ms(500),
-            drain_max: Nanos::from_ms(1000),
+            drain_max: Nanos::from_ms(1500),
             retries_max: retries,
             waiting_max: waiting,
             wait_max: Nanos::from_ms(700),
@@ -136,6 +137,17 @@ fn run(config: RouterConfig, steps: Vec<Step>) -> World {
     world
 }
 
+/// After all that, a request to new instances is served at once.
+fn heals(mut world: World) {
+    for engine in ["p0", "d0"] {
+        world.register(registration(engine, 1000, 1, Mode::Push));
+    }
+    let client = world.request(vec![prompt(10)], 1);
+    assert_eq!(world.live.len(), 2);
+    world.finish();
+    assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
@@ -147,7 +159,11 @@ proptest! {
         config in config(),
         steps in prop::collection::vec(step(), 0..150),
     ) {
-        run(config, steps);
+        let drains = steps.iter().any(|step| matches!(step, Step::Drain));
+        let world = run(config, steps);
+        if !drains {
+            heals(world);
+        }
     }
 
     #[test]

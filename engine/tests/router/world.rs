@@ -45,6 +45,8 @@ pub(crate) struct World {
     /// Transfer ids with the call that made them and its client.
     ids: BTreeMap<TransferId, (u64, ClientId)>,
     dispatched: BTreeMap<(ClientId, u32, u32), u32>,
+    /// Samples that the prefill of a key was told of, and decode legs sent.
+    siblings: BTreeMap<TransferKey, (u32, u32)>,
     /// Prefill and decode of each attempt.
     pub(crate) pairs: Vec<(EngineId, EngineId)>,
     calls: u64,
@@ -93,6 +95,7 @@ impl World {
             gone: BTreeSet::new(),
             ids: BTreeMap::new(),
             dispatched: BTreeMap::new(),
+            siblings: BTreeMap::new(),
             pairs: Vec::new(),
             calls: 0,
             next_client: 0,
@@ -140,7 +143,8 @@ impl World {
             LegBody::Prefill { transfer, prompt } => {
                 assert_eq!((instance.role, instance.mode), (Role::Prefill, transfer.mode));
                 assert_eq!(transfer.key.prompt, *prompt);
-                assert!(self.live.values().all(|leg| leg.key != transfer.key), "key used twice");
+                let before = self.siblings.insert(transfer.key.clone(), (transfer.siblings, 0));
+                assert!(before.is_none(), "key used twice");
                 (&transfer.key, None)
             }
             LegBody::Decode { transfer, prompt, sample, .. } => {
@@ -150,6 +154,9 @@ impl World {
                 assert_eq!((prefill.sample, &prefill.engine), (None, &transfer.prefill));
                 let source = &self.known[&transfer.prefill].registration;
                 assert_eq!((source.mode, &source.control), (instance.mode, &transfer.control));
+                let (_, sent) = self.siblings.get_mut(&transfer.key).unwrap();
+                assert_eq!(*sent, transfer.sibling);
+                *sent += 1;
                 let dispatched = self.dispatched.entry((client, *prompt, *sample)).or_default();
                 *dispatched += 1;
                 assert!(*dispatched <= 1 + self.config.retries_max, "too many tries");
@@ -165,6 +172,7 @@ impl World {
 
     fn judge_tables(&self) {
         assert!(self.live.values().all(|leg| self.open.contains(&leg.client)), "leg left over");
+        assert!(self.siblings.values().all(|(told, sent)| told == sent), "siblings miscounted");
         let gauges = self.router.gauges();
         assert_eq!(gauges.transfers as usize, self.open.len());
         assert!(gauges.queued <= self.config.waiting_max + self.config.requests_max);

@@ -1,14 +1,14 @@
 //! Whether KV can be moved between two engines.
 
 use super::geometry::{Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
-use super::overlap::{collide, end, is_nested};
+use super::overlap::{Footprint, end, is_nested};
 use crate::core::ids::TP_MAX;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
 /// Largest number of layers of a model.
-pub const LAYERS_MAX: u16 = 1024;
+pub const LAYERS_MAX: u16 = 512;
 /// Largest number of KV cache groups of a model.
 pub const GROUPS_MAX: usize = 64;
 /// Longest model name in bytes.
@@ -259,13 +259,14 @@ fn apart(place: &str, at: &Geometry, rank: &RankLayout) -> Result<(), Mismatch> 
         order.sort_unstable_by_key(|index| (layer(*index).region, layer(*index).base));
         for (rank, one) in order.iter().enumerate() {
             let first = layer(*one);
+            let (footprint, end) = (Footprint::new(first), end(first));
             for other in &order[rank + 1..] {
                 let second = layer(*other);
-                if second.region != first.region || end(first) <= Some(second.base) {
+                if second.region != first.region || end <= Some(second.base) {
                     break;
                 }
                 let same = |layer: &LayerLayout| (layer.shape, layer.stride, layer.element);
-                if same(first) == same(second) && collide(first, second) {
+                if same(first) == same(second) && footprint.meets(second.base - first.base) {
                     return refuse(format_args!("{place}: layers {one} and {other} overlap"));
                 }
             }

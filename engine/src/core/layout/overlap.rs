@@ -38,24 +38,43 @@ pub(super) fn end(layer: &LayerLayout) -> Option<u64> {
     last.checked_add(1)?.checked_mul(u64::from(layer.element))?.checked_add(layer.base)
 }
 
-/// True if two layers with the same nested shape, strides, element size and region share a byte.
-pub(super) fn collide(one: &LayerLayout, other: &LayerLayout) -> bool {
-    let element = i128::from(one.element);
-    let axes: Vec<(i128, i128)> = axes(one)
-        .into_iter()
-        .map(|(stride, entries)| (i128::from(stride) * element, i128::from(entries)))
-        .collect();
-    reaches(&axes, i128::from(other.base) - i128::from(one.base), element)
+/// Where the bytes of a nested layer lie, relative to its base.
+pub(super) struct Footprint {
+    /// Per axis with more than one entry, the smallest stride first: stride in bytes, entries, and
+    /// the bytes from the first to the end of the last element within one step.
+    axes: Vec<(i128, i128, i128)>,
+    element: i128,
 }
 
-/// True if `distance` is less than `element` away from a difference of two positions on `axes`.
-/// Nested axes leave at most two candidates each: what is within an axis is shorter than its step.
-fn reaches(axes: &[(i128, i128)], distance: i128, element: i128) -> bool {
-    let Some(((stride, entries), within)) = axes.split_last() else {
-        return distance.abs() < element;
-    };
-    let near = distance.div_euclid(*stride);
-    [near, near + 1]
-        .into_iter()
-        .any(|steps| steps.abs() < *entries && reaches(within, distance - steps * stride, element))
+impl Footprint {
+    /// The footprint of a layer that [`is_nested`].
+    pub(super) fn new(layer: &LayerLayout) -> Footprint {
+        let element = i128::from(layer.element);
+        let mut extent = element;
+        let axes = axes(layer).into_iter().map(|(stride, entries)| {
+            let (stride, entries) = (i128::from(stride) * element, i128::from(entries));
+            let within = extent;
+            extent += stride * (entries - 1);
+            (stride, entries, within)
+        });
+        Footprint { axes: axes.collect(), element }
+    }
+
+    /// True if the same footprint `distance` bytes further shares a byte with this one.
+    pub(super) fn meets(&self, distance: u64) -> bool {
+        self.reaches(self.axes.len(), i128::from(distance))
+    }
+
+    /// [`Footprint::meets`] for the first `depth` axes. What is within an axis is shorter than its
+    /// step, so only the two nearest steps can meet.
+    fn reaches(&self, depth: usize, distance: i128) -> bool {
+        let Some((stride, entries, within)) = self.axes[..depth].last() else {
+            return distance.abs() < self.element;
+        };
+        let near = distance.div_euclid(*stride);
+        [near, near + 1].into_iter().any(|steps| {
+            let rest = distance - steps * stride;
+            steps.abs() < *entries && rest.abs() < *within && self.reaches(depth - 1, rest)
+        })
+    }
 }

@@ -47,8 +47,8 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router without instances. `incarnation` must be larger than in any life before: it makes
-    /// the transfer ids unique.
+    /// A router without instances. `incarnation` makes the transfer ids unique, so no other router
+    /// of the same instances and no earlier life may have had it.
     pub fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
         Router {
             fleet: Fleet::new(config, incarnation),

@@ -65,6 +65,12 @@ impl Side {
         }
     }
 
+    /// What one rank knows of its engine.
+    pub(crate) fn rank(&self, rank: u16) -> (&Geometry, &RankLayout) {
+        let layout = self.ranks.iter().find(|layout| layout.rank == rank);
+        (&self.geometry, layout.expect("a rank of the engine"))
+    }
+
     /// Byte offset of element `[block, slot, row, c]`.
     pub(crate) fn offset(layer: &LayerLayout, at: [u32; 4]) -> usize {
         let elements: u64 = at.iter().zip(layer.stride).map(|(i, s)| u64::from(*i) * s).sum();
@@ -327,6 +333,29 @@ fn side(draw: &mut Draw<'_>, geometry: Geometry, contents: &[Content], pools: &[
         });
     }
     Side { geometry, ranks, memory }
+}
+
+/// A model of 3 layers, 64 blocks of 4 tokens and 8 elements of 2 bytes per token and head, one
+/// layer after the other, without bytes.
+pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> Side {
+    let groups = vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
+    let geometry = Geometry { model: "model".into(), tp, kv_heads, latent, layers: 3, groups };
+    let heads = u64::from((kv_heads / tp).max(1));
+    let layer = |index: u64| LayerLayout {
+        region: 0,
+        base: index * 64 * heads * 64,
+        shape: [64, heads as u32, 4, 8],
+        stride: [heads * 32, 32, 8, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    };
+    let rank = |rank: u16| RankLayout {
+        rank,
+        address: Address([0u8; 0].into()),
+        regions: vec![(RegionDesc([0u8; 0].into()), 3 * 64 * heads * 64)],
+        layers: (0..3).map(layer).collect(),
+    };
+    Side { geometry, ranks: (0..tp).map(rank).collect(), memory: Vec::new() }
 }
 
 /// Places layers of one shape: axes L, B, H, N in any order from the outside, with gaps. Returns

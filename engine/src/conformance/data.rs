@@ -1,0 +1,194 @@
+//! Checks of what a data plane moves and takes.
+
+use super::rig::{DataFixture, MEMORY, PASS, PEER, REGION, Rig, SESSION};
+use crate::fabric::{
+    Address, DataEvent, Direction, Memory, OpId, Outcome, PeerId, Refused, RegionDesc, RegionId,
+    SessionId, Submit, Ticket,
+};
+
+const END: u64 = MEMORY as u64;
+
+fn assert_invalid<T: std::fmt::Debug>(result: Result<T, Refused>, what: &str) {
+    assert!(matches!(result, Err(Refused::Invalid(_))), "{what}: got {result:?}");
+}
+
+pub(super) fn register_and_open_are_answered(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    rig.idle();
+    let count = |rig: &Rig<'_>, plane: usize, yes: fn(&DataEvent) -> bool| {
+        rig.seen[plane].iter().filter(|event| yes(event)).count()
+    };
+    for plane in 0..2 {
+        let registered = count(&rig, plane, |e| matches!(e, DataEvent::Registered { .. }));
+        assert_eq!(registered, 1, "one answer to register");
+    }
+    let opened = count(&rig, 0, |e| matches!(e, DataEvent::Opened { .. }));
+    assert_eq!(opened, 1, "one answer to open");
+    assert!(rig.plane(0).address() != rig.plane(1).address(), "addresses differ");
+}
+
+pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let ranges = [
+        (0, END - 100, 100),
+        (5_000, 7, 1),
+        (1_024, 2_048, 512),
+        (1_536, 2_560, 64),
+        (9, 4_096, 777),
+    ];
+    for direction in [Direction::Write, Direction::Read] {
+        let caps = rig.plane(0).caps();
+        let able = if direction == Direction::Write { caps.write } else { caps.read };
+        if !able || caps.slices_max < ranges.len() as u32 {
+            continue;
+        }
+        let (source, target) = if direction == Direction::Write { (0, 1) } else { (1, 0) };
+        let from = rig.bytes(source);
+        let mut expected = rig.bytes(target);
+        for (local, remote, len) in ranges {
+            let (read, write) = match direction {
+                Direction::Write => (local as usize, remote as usize),
+                Direction::Read => (remote as usize, local as usize),
+            };
+            let len = len as usize;
+            expected[write..write + len].copy_from_slice(&from[read..read + len]);
+        }
+        let op = rig.submit(SESSION, direction, &ranges).expect("a good batch is taken");
+        assert_eq!(rig.finish(op), Outcome::Done);
+        rig.quiesce(SESSION, Ticket(op.0));
+        assert!(rig.bytes(target) == expected, "{direction:?} moved other bytes");
+        assert!(rig.bytes(source) == from, "{direction:?} changed its source");
+    }
+}
+
+pub(super) fn refuses_bad_batches(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let before = [rig.bytes(0), rig.bytes(1)];
+    let caps = rig.plane(0).caps();
+    for direction in [Direction::Write, Direction::Read] {
+        let able = if direction == Direction::Write { caps.write } else { caps.read };
+        if !able {
+            let refused = rig.submit(SESSION, direction, &[(0, 0, 1)]);
+            assert!(matches!(refused, Err(Refused::Unsupported(_))), "got {refused:?}");
+            continue;
+        }
+        for (range, what) in [
+            ((END, 0, 1), "local range past the end"),
+            ((END - 1, 0, 2), "local range across the end"),
+            ((0, END - 1, 2), "remote range across the end"),
+            ((0, 0, END + 1), "length past both ends"),
+            ((u64::MAX - 3, 0, 8), "local range that wraps"),
+            ((0, u64::MAX - 3, 8), "remote range that wraps"),
+            ((8, 8, u64::MAX - 3), "length that wraps"),
+        ] {
+            assert_invalid(rig.submit(SESSION, direction, &[(0, 0, 64), range]), what);
+        }
+        for (local, remote, len) in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (0, 0, 1)] {
+            let (local, remote, len) = (vec![0; local], vec![0; remote], vec![8; len]);
+            let (local, remote, len, op) = (&local[..], &remote[..], &len[..], rig.next_op());
+            let batch = Submit { op, session: SESSION, direction, local, remote, len };
+            assert_invalid(rig.plane(0).submit(batch), "lists of different length");
+        }
+        if caps.slices_max < 1 << 20 {
+            let ranges = vec![(0, 0, 1); caps.slices_max as usize + 1];
+            assert_invalid(rig.submit(SESSION, direction, &ranges), "too many slices");
+            let op = rig.submit(SESSION, direction, &[(0, 0, 0)].repeat(caps.slices_max as usize));
+            assert_eq!(rig.finish(op.expect("as many slices as allowed")), Outcome::Done);
+        }
+    }
+    let completed = rig.seen[0].len();
+    rig.idle();
+    assert_eq!(rig.seen[0].len(), completed, "an event of a refused batch");
+    assert!([rig.bytes(0), rig.bytes(1)] == before, "a refused batch moved bytes");
+}
+
+pub(super) fn refuses_dead_sessions(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    rig.plane(0).close(SESSION);
+    for session in [SESSION, SessionId(99)] {
+        let refused = rig.submit(session, Direction::Write, &[(0, 0, 8)]);
+        let right = matches!(refused, Err(Refused::Gone | Refused::Invalid(_)));
+        assert!(right, "submit on session {session}: got {refused:?}");
+    }
+    rig.assert_untouched(1);
+}
+
+pub(super) fn completes_each_operation_once(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let count = u64::from(rig.plane(0).caps().operations_max.min(64));
+    let post = |rig: &mut Rig<'_>, n: u64| {
+        rig.submit(SESSION, Direction::Write, &[(n * 64, n * 64, 64)]).expect("below the limit")
+    };
+    let ops: Vec<OpId> = (0..count).map(|n| post(&mut rig, n)).collect();
+    for op in &ops {
+        assert_eq!(rig.finish(*op), Outcome::Done);
+    }
+    rig.idle();
+    assert!(ops.iter().all(|op| rig.completions(*op) == 1), "an operation completed twice");
+}
+
+pub(super) fn busy_is_back_pressure(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let limit = u64::from(rig.plane(0).caps().operations_max);
+    if limit > 100_000 {
+        return;
+    }
+    let mut ops = Vec::new();
+    let refused = loop {
+        match rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]) {
+            Ok(op) => ops.push(op),
+            Err(refused) => break refused,
+        }
+        assert!(ops.len() as u64 <= limit, "more operations in flight than the limit");
+    };
+    assert_eq!(refused, Refused::Busy);
+    assert!(!ops.is_empty(), "Busy while nothing is in flight: no event would end it");
+    let busy = OpId(ops.len() as u64 + 1);
+    let before = rig.seen[0].len();
+    rig.until("event after Busy", |rig| rig.seen[0].len() > before);
+    ops.push(rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]).expect("room after an event"));
+    for op in ops {
+        assert_eq!(rig.finish(op), Outcome::Done);
+    }
+    rig.idle();
+    assert_eq!(rig.completions(busy), 0, "a refused operation completed");
+}
+
+pub(super) fn ids_in_use_are_invalid(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let remote = rig.register(1, REGION);
+    let (memory, address) = (rig.fixture.memory(0), rig.plane(1).address());
+    let empty = Memory::Own { base: 4_096, len: 0 };
+    assert_invalid(rig.plane(0).register(REGION, memory), "region id in use");
+    assert_invalid(rig.plane(0).register(RegionId(77), empty), "empty region");
+    assert_invalid(rig.plane(0).deregister(RegionId(78)), "unknown region");
+    rig.connect(PEER, PASS);
+    assert_invalid(rig.plane(0).connect(PEER, &address, PASS), "peer id in use");
+    let foreign = Address((*b"another kind of plane").into());
+    assert_invalid(rig.plane(0).connect(PeerId(9), &foreign, PASS), "address of another kind");
+    rig.open(SESSION, PEER, &remote).expect("the session opens");
+    assert_invalid(rig.plane(0).open(SESSION, REGION, PEER, &remote), "session id in use");
+    let other = SessionId(8);
+    let garbage = RegionDesc((*b"not a descriptor").into());
+    assert_invalid(rig.plane(0).open(other, RegionId(99), PEER, &remote), "unknown region");
+    assert_invalid(rig.plane(0).open(other, REGION, PeerId(99), &remote), "unknown peer");
+    assert_invalid(rig.plane(0).open(other, REGION, PEER, &garbage), "garbage descriptor");
+    let op = rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]).expect("a good batch is taken");
+    let (local, remote, len) = (&[0][..], &[0][..], &[64][..]);
+    let direction = Direction::Write;
+    let twice = Submit { op, session: SESSION, direction, local, remote, len };
+    assert_invalid(rig.plane(0).submit(twice), "operation id in use");
+    assert_eq!(rig.finish(op), Outcome::Done);
+}
+
+pub(super) fn empty_operations_complete(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let before = [rig.bytes(0), rig.bytes(1)];
+    let none: &[(u64, u64, u64)] = &[];
+    for ranges in [none, &[(0, 0, 0)], &[(END, END, 0), (5, 9, 0)]] {
+        let op = rig.submit(SESSION, Direction::Write, ranges).expect("an empty batch is taken");
+        assert_eq!(rig.finish(op), Outcome::Done);
+    }
+    assert!([rig.bytes(0), rig.bytes(1)] == before, "an empty operation moved bytes");
+}

@@ -1,0 +1,208 @@
+//! Checks of how a data plane stops: quiet, close, fence, deregister, death.
+
+use super::rig::{DataFixture, PASS, PEER, REGION, Rig, SESSION};
+use crate::fabric::{
+    DataEvent, Direction, FenceScope, OpId, Outcome, PeerId, Refused, RegionId, SessionId, Ticket,
+};
+
+/// Submits `count` writes of 256 bytes in four slices.
+fn writes(rig: &mut Rig<'_>, session: SessionId, count: u64) -> Vec<OpId> {
+    let count = count.min(u64::from(rig.plane(0).caps().operations_max));
+    let ranges = |n: u64| [0, 1, 2, 3].map(|slice| (n * 64 + slice * 16, n * 64 + slice * 16, 16));
+    let write = |n| rig.submit(session, Direction::Write, &ranges(n)).expect("a write is taken");
+    (0..count).map(write).collect()
+}
+
+fn position(rig: &Rig<'_>, event: &DataEvent) -> usize {
+    rig.seen[0].iter().position(|seen| seen == event).expect("it was seen")
+}
+
+fn last_completion(rig: &Rig<'_>, ops: &[OpId]) -> usize {
+    let mine = |e: &DataEvent| matches!(e, DataEvent::Completed { op, .. } if ops.contains(op));
+    rig.seen[0].iter().rposition(mine).expect("operations completed")
+}
+
+pub(super) fn quiet_answers_each_ticket_once(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    rig.plane(0).quiesce(SESSION, Ticket(1));
+    let first = writes(&mut rig, SESSION, 4);
+    rig.plane(0).quiesce(SESSION, Ticket(2));
+    rig.plane(0).quiesce(SESSION, Ticket(3));
+    let second = writes(&mut rig, SESSION, 4);
+    rig.plane(0).quiesce(SESSION, Ticket(4));
+    for op in first.iter().chain(&second) {
+        assert_eq!(rig.finish(*op), Outcome::Done);
+    }
+    for ticket in 1..=4 {
+        rig.until("Quiet", |rig| rig.quiets(SESSION, Ticket(ticket)) > 0);
+    }
+    rig.idle();
+    for ticket in 1..=4 {
+        assert_eq!(rig.quiets(SESSION, Ticket(ticket)), 1, "answers to ticket {ticket}");
+    }
+    for (ticket, ops) in [(2, &first), (3, &first), (4, &second)] {
+        let quiet = DataEvent::Quiet { session: SESSION, ticket: Ticket(ticket) };
+        let after = position(&rig, &quiet) > last_completion(&rig, ops);
+        assert!(after, "ticket {ticket} was answered before the operations ahead of it");
+    }
+}
+
+pub(super) fn unknown_sessions_are_quiet(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    rig.quiesce(SessionId(99), Ticket(1));
+    rig.plane(0).close(SESSION);
+    rig.idle();
+    rig.quiesce(SESSION, Ticket(2));
+    rig.idle();
+    assert_eq!(rig.quiets(SessionId(99), Ticket(1)), 1);
+    assert_eq!(rig.quiets(SESSION, Ticket(2)), 1);
+}
+
+pub(super) fn close_fails_operations_then_is_quiet(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let ops = writes(&mut rig, SESSION, 16);
+    rig.plane(0).quiesce(SESSION, Ticket(1));
+    rig.plane(0).close(SESSION);
+    rig.plane(0).close(SESSION);
+    rig.plane(0).quiesce(SESSION, Ticket(2));
+    for ticket in [Ticket(1), Ticket(2)] {
+        rig.until("Quiet after close", |rig| rig.quiets(SESSION, ticket) > 0);
+    }
+    let quiet = DataEvent::Quiet { session: SESSION, ticket: Ticket(1) };
+    assert!(ops.iter().all(|op| rig.completions(*op) == 1), "all operations end before Quiet");
+    assert!(position(&rig, &quiet) > last_completion(&rig, &ops));
+    rig.assert_untouched(1);
+    assert!(ops.iter().all(|op| rig.completions(*op) == 1), "an operation ended twice");
+    assert_eq!(rig.quiets(SESSION, Ticket(1)), 1);
+}
+
+pub(super) fn close_spares_other_sessions(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let remote = rig.register(1, REGION);
+    rig.connect(PEER, PASS);
+    rig.open(SESSION, PEER, &remote).expect("the session opens");
+    rig.open(SessionId(8), PEER, &remote).expect("a second session opens");
+    writes(&mut rig, SESSION, 4);
+    let kept = writes(&mut rig, SessionId(8), 4);
+    rig.plane(0).close(SESSION);
+    for op in kept {
+        assert_eq!(rig.finish(op), Outcome::Done);
+    }
+    let op = writes(&mut rig, SessionId(8), 1)[0];
+    assert_eq!(rig.finish(op), Outcome::Done);
+}
+
+fn fence(rig: &mut Rig<'_>, peer: PeerId) {
+    rig.plane(1).fence(peer);
+    let answer = DataEvent::Fenced { peer };
+    rig.until("Fenced", |rig| rig.seen[1].contains(&answer));
+}
+
+pub(super) fn fence_keeps_the_pass_out(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let ops = writes(&mut rig, SESSION, 8);
+    fence(&mut rig, PEER);
+    rig.assert_untouched(1);
+    for op in ops {
+        rig.finish(op);
+    }
+    rig.assert_shut_out(SESSION);
+    rig.quiesce(SESSION, Ticket(1));
+    fence(&mut rig, PeerId(99));
+    // Being let in again under the old pass changes nothing.
+    let address = rig.plane(0).address();
+    rig.plane(1).disconnect(PEER);
+    rig.plane(1).connect(PEER, &address, PASS).expect("a peer connects");
+    rig.assert_shut_out(SESSION);
+}
+
+pub(super) fn new_pass_lets_in_again(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let mut remote = rig.register(1, REGION);
+    rig.connect(PEER, PASS);
+    rig.open(SESSION, PEER, &remote).expect("the session opens");
+    fence(&mut rig, PEER);
+    match rig.plane(1).caps().fence {
+        FenceScope::Peer => {}
+        FenceScope::Region => {
+            rig.plane(1).deregister(REGION).expect("nothing uses it");
+            remote = rig.register(1, REGION);
+        }
+        FenceScope::Backend => {
+            let reset = |e: &DataEvent| matches!(e, DataEvent::Reset { .. });
+            rig.until("Reset", |rig| rig.seen[1].iter().any(reset));
+            remote = rig.register(1, REGION);
+        }
+    }
+    let (peer, session) = (PeerId(6), SessionId(8));
+    rig.connect(peer, PASS + 1);
+    rig.open(session, peer, &remote).expect("a session under the new pass opens");
+    let expected = rig.bytes(0)[..64].to_vec();
+    let op = writes(&mut rig, session, 1)[0];
+    assert_eq!(rig.finish(op), Outcome::Done);
+    rig.quiesce(session, Ticket(1));
+    assert!(rig.bytes(1)[..64] == expected, "the new pass moves bytes");
+    rig.assert_shut_out(SESSION);
+}
+
+pub(super) fn wrong_pass_reaches_nothing(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let remote = rig.register(1, REGION);
+    rig.connect_with(PEER, [PASS, PASS + 1]);
+    if rig.open(SESSION, PEER, &remote).is_ok() {
+        rig.assert_shut_out(SESSION);
+    }
+}
+
+pub(super) fn deregister_waits_for_own_operations(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let ops = writes(&mut rig, SESSION, 4);
+    assert_eq!(rig.plane(0).deregister(REGION), Err(Refused::Busy));
+    for op in ops {
+        assert_eq!(rig.finish(op), Outcome::Done);
+    }
+    rig.plane(0).deregister(REGION).expect("nothing uses the region any more");
+    let refused = rig.submit(SESSION, Direction::Read, &[(0, 0, 64)]);
+    assert!(refused.is_err(), "submit on a region that is gone");
+    rig.assert_untouched(0);
+    rig.register(0, REGION);
+}
+
+pub(super) fn deregister_ends_remote_access(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let ops = writes(&mut rig, SESSION, 8);
+    rig.plane(1).deregister(REGION).expect("only own operations keep a region");
+    rig.assert_untouched(1);
+    for op in ops {
+        rig.finish(op);
+    }
+    rig.assert_shut_out(SESSION);
+    // The same id names a new region; what was known of the old one does not reach it.
+    rig.register(1, RegionId(4));
+    rig.register(1, REGION);
+    rig.assert_shut_out(SESSION);
+}
+
+pub(super) fn peer_death_fails_operations(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::connected(fixture);
+    let mut ops = writes(&mut rig, SESSION, 4);
+    if !rig.fixture.kill() {
+        return;
+    }
+    match rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]) {
+        Ok(op) => ops.push(op),
+        Err(refused) => assert_eq!(refused, Refused::Gone),
+    }
+    for op in &ops {
+        let outcome = rig.finish(*op);
+        assert!(outcome != Outcome::Done, "a write to a dead process succeeded");
+    }
+    rig.quiesce(SESSION, Ticket(1));
+    rig.plane(0).close(SESSION);
+    rig.quiesce(SESSION, Ticket(2));
+    rig.plane(0).deregister(REGION).expect("nothing uses the region any more");
+    assert!(ops.iter().all(|op| rig.completions(*op) == 1), "an operation ended twice");
+}

@@ -1,0 +1,53 @@
+//! What every implementation of the two planes has to do, as checks that any of them can be run
+//! through (feature `conformance`).
+//!
+//! An implementation provides a fixture, [`DataFixture`] or [`ControlFixture`], and calls
+//! [`data_plane`] or [`control_plane`], or makes a test of each entry of [`DATA_CHECKS`] and
+//! [`CONTROL_CHECKS`]. A check panics with what it found.
+
+mod control;
+mod data;
+mod data_ends;
+mod rig;
+
+pub use control::{CONTROL_CHECKS, ControlCheck, ControlFixture};
+pub use rig::DataFixture;
+
+/// A check of a data plane.
+pub type DataCheck = fn(&mut dyn DataFixture);
+
+/// Checks of data planes with their names.
+pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
+    ("register_and_open_are_answered", data::register_and_open_are_answered),
+    ("moves_exactly_the_ranges", data::moves_exactly_the_ranges),
+    ("refuses_bad_batches", data::refuses_bad_batches),
+    ("refuses_dead_sessions", data::refuses_dead_sessions),
+    ("completes_each_operation_once", data::completes_each_operation_once),
+    ("busy_is_back_pressure", data::busy_is_back_pressure),
+    ("ids_in_use_are_invalid", data::ids_in_use_are_invalid),
+    ("empty_operations_complete", data::empty_operations_complete),
+    ("quiet_answers_each_ticket_once", data_ends::quiet_answers_each_ticket_once),
+    ("unknown_sessions_are_quiet", data_ends::unknown_sessions_are_quiet),
+    ("close_fails_operations_then_is_quiet", data_ends::close_fails_operations_then_is_quiet),
+    ("close_spares_other_sessions", data_ends::close_spares_other_sessions),
+    ("fence_keeps_the_pass_out", data_ends::fence_keeps_the_pass_out),
+    ("new_pass_lets_in_again", data_ends::new_pass_lets_in_again),
+    ("wrong_pass_reaches_nothing", data_ends::wrong_pass_reaches_nothing),
+    ("deregister_waits_for_own_operations", data_ends::deregister_waits_for_own_operations),
+    ("deregister_ends_remote_access", data_ends::deregister_ends_remote_access),
+    ("peer_death_fails_operations", data_ends::peer_death_fails_operations),
+];
+
+/// Runs all checks of a data plane, each with a fixture of its own.
+pub fn data_plane(make: &mut dyn FnMut() -> Box<dyn DataFixture>) {
+    for (_, check) in DATA_CHECKS {
+        check(&mut *make());
+    }
+}
+
+/// Runs all checks of a control plane, each with a fixture of its own.
+pub fn control_plane(make: &mut dyn FnMut() -> Box<dyn ControlFixture>) {
+    for (_, check) in CONTROL_CHECKS {
+        check(&mut *make());
+    }
+}

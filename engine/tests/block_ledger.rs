@@ -1,0 +1,152 @@
+//! The block ledger behaves like a plain list of claims.
+
+use engine::core::blocks::{BlockState, Ledger, Owner};
+use engine::core::layout::BlockList;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Source(u64, usize, Vec<u32>),
+    Destination(u64, usize, Vec<u32>),
+    Quarantine(u64),
+    Release(u64),
+}
+
+/// Block ids of one page and of far apart ones.
+fn block() -> impl Strategy<Value = u32> {
+    prop_oneof![0..12u32, prop::sample::select(vec![1023, 1024, 70_000])]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| Step::Source(o, g, b)),
+        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| Step::Destination(o, g, b)),
+        (0..4u64).prop_map(Step::Quarantine),
+        (0..4u64).prop_map(Step::Release),
+    ]
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Claim {
+    owner: u64,
+    group: usize,
+    block: u32,
+    write: bool,
+}
+
+#[derive(Default)]
+struct Model {
+    claims: Vec<Claim>,
+    quarantined: Vec<u64>,
+}
+
+impl Model {
+    fn on(&self, group: usize, block: u32) -> Vec<&Claim> {
+        self.claims.iter().filter(|claim| (claim.group, claim.block) == (group, block)).collect()
+    }
+
+    fn state(&self, group: usize, block: u32) -> BlockState {
+        match &self.on(group, block)[..] {
+            [] => BlockState::Free,
+            [claim] if claim.write && self.quarantined.contains(&claim.owner) => {
+                BlockState::Quarantined(Owner(claim.owner))
+            }
+            [claim] if claim.write => BlockState::Destination(Owner(claim.owner)),
+            sources => BlockState::Source(sources.len() as u32),
+        }
+    }
+
+    /// Claims unless a rule is broken; names the blocks that break one.
+    fn claim(&mut self, owner: u64, group: usize, blocks: &[u32], write: bool) -> Vec<u32> {
+        let mut bad = Vec::new();
+        for (at, block) in blocks.iter().enumerate() {
+            let twice = write && blocks[..at].contains(block);
+            if twice || self.on(group, *block).iter().any(|claim| write || claim.write) {
+                bad.push(*block);
+            }
+        }
+        if bad.is_empty() {
+            let claim = |block: &u32| Claim { owner, group, block: *block, write };
+            self.claims.extend(blocks.iter().map(claim));
+        }
+        bad
+    }
+
+    fn count(&self, test: impl Fn(BlockState) -> bool) -> u32 {
+        let mut blocks: Vec<_> = self.claims.iter().map(|c| (c.group, c.block)).collect();
+        blocks.sort_unstable();
+        blocks.dedup();
+        blocks.into_iter().filter(|(group, block)| test(self.state(*group, *block))).count() as u32
+    }
+}
+
+fn apply(step: Step, ledger: &mut Ledger, model: &mut Model) -> Result<(), TestCaseError> {
+    let (owner, group, ids, write) = match step {
+        Step::Source(owner, group, ids) => (owner, group, ids, false),
+        Step::Destination(owner, group, ids) => (owner, group, ids, true),
+        Step::Quarantine(owner) => {
+            let mine = model.claims.iter().filter(|c| c.owner == owner && c.write).count();
+            prop_assert_eq!(ledger.quarantine(Owner(owner)), mine as u32);
+            if model.claims.iter().any(|claim| claim.owner == owner) {
+                model.quarantined.push(owner);
+            }
+            return Ok(());
+        }
+        Step::Release(owner) => {
+            let before = model.claims.len();
+            model.claims.retain(|claim| claim.owner != owner);
+            model.quarantined.retain(|other| *other != owner);
+            let count = (before - model.claims.len()) as u32;
+            prop_assert_eq!(ledger.release(Owner(owner)), count);
+            return Ok(());
+        }
+    };
+    if write && !ids.is_empty() && model.quarantined.contains(&owner) {
+        return Ok(());
+    }
+    let list = BlockList::new(ids.clone());
+    let got = match write {
+        true => ledger.claim_destination(Owner(owner), group, &list),
+        false => ledger.claim_source(Owner(owner), group, &list),
+    };
+    let bad = model.claim(owner, group, &ids, write);
+    match got {
+        Ok(()) => prop_assert!(bad.is_empty(), "the ledger allowed {bad:?}"),
+        Err(conflict) => {
+            prop_assert!(bad.contains(&conflict.block), "{conflict}");
+            prop_assert_eq!(conflict.group, group);
+            let holders = model.on(group, conflict.block);
+            let held = holders.iter().any(|claim| claim.owner == conflict.owner.0);
+            prop_assert!(held || holders.is_empty() && conflict.owner.0 == owner);
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn agrees_with_a_list_of_claims(steps in vec(step(), 0..50)) {
+        let (mut ledger, mut model) = (Ledger::default(), Model::default());
+        for step in steps {
+            apply(step, &mut ledger, &mut model)?;
+            for claim in &model.claims {
+                let (group, block) = (claim.group, claim.block);
+                prop_assert_eq!(ledger.state(group, block), model.state(group, block));
+            }
+            let sources = model.count(|state| matches!(state, BlockState::Source(_)));
+            let writes = model.count(|state| matches!(state, BlockState::Destination(_)));
+            let quarantined = model.count(|state| matches!(state, BlockState::Quarantined(_)));
+            let got = (ledger.held(), ledger.receiving(), ledger.quarantined());
+            prop_assert_eq!(got, (sources, writes, quarantined));
+            prop_assert_eq!(ledger.is_empty(), model.claims.is_empty());
+        }
+        for owner in 0..4 {
+            ledger.release(Owner(owner));
+        }
+        prop_assert!(ledger.is_empty());
+        for block in (0..12).chain([1023, 1024, 70_000]) {
+            prop_assert_eq!(ledger.state(0, block), BlockState::Free);
+        }
+    }
+}

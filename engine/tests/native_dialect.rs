@@ -1,0 +1,306 @@
+//! The native dialect: what is encoded is decoded, and no bytes do harm.
+
+use engine::core::Nanos;
+use engine::core::dialect::native::*;
+use engine::core::error::*;
+use engine::core::ids::*;
+use engine::core::layout::*;
+use engine::core::message::*;
+use engine::fabric::{Address, Cause, Endpoint, Refused, RegionDesc};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::sync::Arc;
+
+fn text() -> impl Strategy<Value = Arc<str>> {
+    vec(any::<char>(), 0..40).prop_map(|text| String::from_iter(text).into())
+}
+
+fn bytes() -> impl Strategy<Value = Arc<[u8]>> {
+    vec(any::<u8>(), 0..80).prop_map(Into::into)
+}
+
+fn tag() -> impl Strategy<Value = Tag> {
+    (text(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(|(id, prompt, sibling, attempt)| {
+        let key = TransferKey { id: TransferId(id), prompt };
+        Tag { key, sibling, attempt: Attempt(attempt) }
+    })
+}
+
+fn blocks() -> impl Strategy<Value = Vec<BlockList>> {
+    let list = (any::<u32>(), vec(any::<u32>(), 0..300));
+    vec(list.prop_map(|(first, ids)| BlockList { first, ids }), 0..4)
+}
+
+fn failure() -> impl Strategy<Value = Failure> {
+    let plain = prop::sample::select(vec![
+        Failure::Cancelled,
+        Failure::PeerRestarted,
+        Failure::LeaseExpired,
+        Failure::Fabric(Cause::AckTimeout),
+        Failure::Refused(Refused::Busy),
+        Failure::EngineGone,
+    ]);
+    prop_oneof![
+        plain,
+        text().prop_map(Failure::HelloRefused),
+        text().prop_map(|text| Failure::Mismatch(Mismatch(text))),
+        text().prop_map(|text| Failure::Fabric(Cause::Backend(text))),
+        (text(), text(), text()).prop_map(|(peer, frame, rule)| {
+            Failure::Violation(PeerViolation { peer, frame, rule })
+        }),
+    ]
+}
+
+fn message() -> impl Strategy<Value = Message> {
+    let start = (tag(), any::<u32>(), any::<u32>(), blocks(), any::<u64>());
+    let rest = (tag(), any::<u32>(), any::<u64>(), failure(), any::<bool>());
+    prop_oneof![
+        (0..3, start).prop_map(|(kind, (tag, tokens, from, blocks, lease))| match kind {
+            0 => Message::Announce { tag, tokens, from, blocks },
+            1 => Message::Pull { tag, tokens },
+            _ => Message::Grant { tag, tokens, blocks, lease: Nanos(lease) },
+        }),
+        (0..6, rest).prop_map(|(kind, (tag, count, wide, failure, quiet))| match kind {
+            0 => Message::Renew { tag, count },
+            1 => Message::Renewed { tag, count, lease: Nanos(wide) },
+            2 => Message::Delivered { tag, ranks: RankSet(wide), tokens: count },
+            3 => Message::Release { tag, ranks: RankSet(wide) },
+            4 => Message::Cancel { tag },
+            _ => Message::Ended { tag, failure, quiet },
+        }),
+    ]
+}
+
+fn layer() -> impl Strategy<Value = LayerLayout> {
+    let numbers = (any::<u16>(), any::<u64>(), any::<[u32; 4]>(), any::<[u64; 4]>(), any::<u32>());
+    (numbers, any::<bool>()).prop_map(|((region, base, shape, stride, element), split)| {
+        let slots = if split { HeadSlots::Split } else { HeadSlots::Fused };
+        LayerLayout { region, base, shape, stride, element, slots }
+    })
+}
+
+fn rank() -> impl Strategy<Value = RankLayout> {
+    let regions = vec((bytes().prop_map(RegionDesc), any::<u64>()), 0..3);
+    (any::<u16>(), bytes(), regions, vec(layer(), 0..4)).prop_map(
+        |(rank, address, regions, layers)| RankLayout {
+            rank,
+            address: Address(address),
+            regions,
+            layers,
+        },
+    )
+}
+
+fn geometry() -> impl Strategy<Value = Geometry> {
+    let kind = prop_oneof![
+        Just(GroupKind::Full),
+        Just(GroupKind::State),
+        any::<u32>().prop_map(|tokens| GroupKind::Window { tokens }),
+    ];
+    let group = (kind, any::<u32>(), vec(any::<u16>(), 0..4))
+        .prop_map(|(kind, block_tokens, layers)| Group { kind, block_tokens, layers });
+    let numbers = (any::<u16>(), any::<u16>(), any::<u16>(), any::<bool>());
+    (text(), numbers, vec(group, 0..3)).prop_map(
+        |(model, (tp, kv_heads, layers, latent), groups)| Geometry {
+            model,
+            tp,
+            kv_heads,
+            latent,
+            layers,
+            groups,
+        },
+    )
+}
+
+fn role() -> impl Strategy<Value = Role> {
+    prop_oneof![Just(Role::Prefill), Just(Role::Decode)]
+}
+
+fn hello() -> impl Strategy<Value = Box<Hello>> {
+    let numbers = (any::<u16>(), any::<u16>(), any::<u64>(), any::<u64>(), any::<u32>());
+    let body = (numbers, any::<u64>(), geometry(), vec(rank(), 0..3));
+    (text(), text(), role(), body).prop_map(|(engine, expects, role, body)| {
+        let ((version, version_min, incarnation, session, capabilities), fingerprint, ..) = body;
+        Box::new(Hello {
+            version,
+            version_min,
+            engine: EngineId(engine),
+            incarnation: Incarnation(incarnation),
+            session,
+            expects: EngineId(expects),
+            role,
+            capabilities,
+            geometry: body.2,
+            fingerprint,
+            ranks: body.3,
+        })
+    })
+}
+
+fn registration() -> impl Strategy<Value = Registration> {
+    let numbers = (any::<u64>(), any::<u64>(), any::<[u16; 3]>(), any::<bool>());
+    (text(), text(), text(), role(), numbers).prop_map(
+        |(engine, http, control, role, (incarnation, sequence, ranks, draining))| Registration {
+            engine: EngineId(engine),
+            incarnation: Incarnation(incarnation),
+            sequence,
+            role,
+            mode: Mode::Push,
+            http: Endpoint(http),
+            control: Endpoint(control),
+            dp_rank: ranks[0],
+            dp_size: ranks[1],
+            tp: ranks[2],
+            draining,
+        },
+    )
+}
+
+fn frame() -> impl Strategy<Value = Frame> {
+    let envelope = (any::<u64>(), any::<u64>(), any::<u64>()).prop_map(|(from, to, session)| {
+        Envelope { from: Incarnation(from), to: Incarnation(to), session }
+    });
+    let signal =
+        (0..3, envelope.clone(), any::<u64>()).prop_map(|(kind, envelope, next)| match kind {
+            0 => Frame::Ack { envelope, next },
+            1 => Frame::Probe { envelope },
+            _ => Frame::Bye { envelope },
+        });
+    prop_oneof![
+        4 => (envelope.clone(), any::<u64>(), message())
+            .prop_map(|(envelope, seq, message)| Frame::Data { envelope, seq, message }),
+        2 => signal,
+        1 => hello().prop_map(Frame::Hello),
+        1 => hello().prop_map(Frame::Welcome),
+        1 => (envelope, text(), text()).prop_map(|(envelope, engine, reason)| {
+            Frame::Refuse { envelope, engine: EngineId(engine), reason }
+        }),
+        1 => registration().prop_map(Frame::Register),
+    ]
+}
+
+/// The name of what is inside, from the frame itself.
+fn name(frame: &Frame) -> String {
+    let debug = match frame {
+        Frame::Data { message, .. } => format!("{message:?}"),
+        other => format!("{other:?}"),
+    };
+    debug.chars().take_while(|c| c.is_alphabetic()).collect()
+}
+
+proptest! {
+    #[test]
+    fn frames_round_trip(frame in frame()) {
+        let bytes = encode(&frame);
+        prop_assert_eq!(peek(&bytes).map(|kind| kind.name().to_owned()), Some(name(&frame)));
+        prop_assert_eq!(decode(&bytes), Ok(frame));
+    }
+
+    #[test]
+    fn cut_or_extended_frames_are_refused(
+        frame in frame(),
+        cut in any::<prop::sample::Index>(),
+        tail in vec(any::<u8>(), 1..20),
+    ) {
+        let mut bytes = encode(&frame);
+        prop_assert!(decode(&bytes[..cut.index(bytes.len())]).is_err());
+        bytes.extend(tail);
+        prop_assert!(decode(&bytes).is_err());
+    }
+
+    #[test]
+    fn mutated_frames_decode_to_what_they_say(
+        frame in frame(),
+        hits in vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+    ) {
+        let mut bytes = encode(&frame);
+        for (at, value) in hits {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Ok(frame) = decode(&bytes) {
+            prop_assert_eq!(peek(&bytes).map(|kind| kind.name().to_owned()), Some(name(&frame)));
+            prop_assert_eq!(decode(&encode(&frame)), Ok(frame));
+        }
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_refused_or_a_frame(
+        kind in 0..32u8,
+        version in 0..3u8,
+        headed in any::<bool>(),
+        body in vec(any::<u8>(), 0..300),
+    ) {
+        let mut bytes = if headed { vec![MAGIC[0], MAGIC[1], version, kind] } else { Vec::new() };
+        bytes.extend(body);
+        if let Ok(frame) = decode(&bytes) {
+            prop_assert_eq!(decode(&encode(&frame)), Ok(frame));
+        }
+    }
+
+    #[test]
+    fn what_fits_is_decoded(message in message()) {
+        prop_assert!(fits(&message));
+    }
+}
+
+#[test]
+fn a_list_cannot_be_longer_than_the_frame() {
+    for length in [[0xdd, 0xff, 0xff, 0xff, 0xff], [0xdd, 0, 0, 0, 9]] {
+        let mut bytes = vec![MAGIC[0], MAGIC[1], 1, MessageKind::Ack as u8];
+        bytes.extend(length);
+        bytes.extend([0; 8]);
+        assert_eq!(&*decode(&bytes).unwrap_err().rule, "list longer than the frame");
+    }
+}
+
+#[test]
+fn oversize_is_refused_before_it_is_read_and_never_sent() {
+    let error = decode(&vec![0; FRAME_MAX + 1]).unwrap_err();
+    assert_eq!(&*error.rule, "longer than a frame may be");
+    let tag =
+        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
+    let most = FRAME_MAX / 5 - 1024;
+    let announce = |count: usize| Message::Announce {
+        tag: tag.clone(),
+        tokens: 1,
+        from: 0,
+        blocks: vec![BlockList::new(vec![u32::MAX; count])],
+    };
+    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    assert!(fits(&announce(most)));
+    assert!(encode_data(&envelope, 0, &announce(most)).len() <= FRAME_MAX);
+    assert!(!fits(&announce(FRAME_MAX / 5)));
+}
+
+#[test]
+fn other_protocols_and_versions_are_told_apart() {
+    let http = decode(b"GET / HTTP/1.1\r\n\r\n").unwrap_err();
+    let foreign = decode(&[0x82, 0xa4, b't', b'y', b'p', b'e']).unwrap_err();
+    assert_eq!((&*http.rule, &*foreign.rule), ("another protocol", "another protocol"));
+    assert_eq!(peek(b"GET / HTTP/1.1"), None);
+    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let mut bytes = encode(&Frame::Probe { envelope });
+    bytes[2] = VERSION as u8 + 1;
+    let error = decode(&bytes).unwrap_err();
+    assert_eq!(error.to_string(), format!("unknown version {} in Probe", VERSION + 1));
+    assert_eq!(error.violation("d0").peer, "d0".into());
+}
+
+#[test]
+fn the_header_cannot_name_another_message() {
+    let tag =
+        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
+    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let mut bytes = encode_data(&envelope, 0, &Message::Cancel { tag });
+    bytes[3] = MessageKind::Release as u8;
+    assert_eq!(&*decode(&bytes).unwrap_err().rule, "header names another message");
+}
+
+#[test]
+fn kinds_have_names() {
+    for kind in MessageKind::ALL {
+        assert_eq!(MessageKind::parse(kind.name()), Some(*kind));
+    }
+    assert_eq!(MessageKind::parse("Nothing"), None);
+}

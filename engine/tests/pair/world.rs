@@ -1,0 +1,403 @@
+//! A prefill and a decode engine with their transfer actors, joined by planes that move no bytes:
+//! just enough world to see what the machines say to each other and to their engines.
+
+use engine::core::channel::ChannelConfig;
+use engine::core::command::{ControlCommand, DataCommand};
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::ids::{Incarnation, StepId};
+use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+use engine::core::message::{DecodeAnswer, Job, Mode, PrefillAnswer, Report, Role};
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::transfer::{
+    Transfer, TransferConfig, TransferEffect, TransferInput, TransferSettings,
+};
+use engine::core::{Machine, Nanos, Outbox};
+use engine::fabric::*;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+pub(crate) const LAYERS: u16 = 4;
+pub(crate) const BLOCK: u32 = 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Who {
+    Prefill,
+    Decode,
+    Rank(Role, u16),
+}
+
+#[derive(Clone, Debug)]
+enum Input {
+    Prefill(PrefillInput),
+    Decode(DecodeInput),
+    Transfer(TransferInput),
+}
+
+/// What becomes of one operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    Done,
+    Fails(Cause, Landed),
+    Silent,
+}
+
+type OpFate = Box<dyn FnMut(u64) -> Fate>;
+type FrameFate = Box<dyn FnMut(Who) -> bool>;
+
+pub(crate) struct Pair {
+    pub(crate) now: Nanos,
+    prefill: Option<Prefill>,
+    decode: Option<Decode>,
+    ranks: BTreeMap<(Role, u16), Transfer>,
+    queue: BTreeMap<(Nanos, u64), (Who, Input)>,
+    sequence: u64,
+    /// Per rank: operations in flight by session, and tickets that wait for them.
+    flying: BTreeMap<(Role, u16, SessionId), Vec<OpId>>,
+    tickets: Vec<(Role, u16, SessionId, Ticket)>,
+    links: BTreeMap<LinkId, LinkId>,
+    pub(crate) op_fate: OpFate,
+    pub(crate) frame_passes: FrameFate,
+    pub(crate) ops: u64,
+    pub(crate) prefill_said: Vec<PrefillAnswer>,
+    pub(crate) decode_said: Vec<DecodeAnswer>,
+}
+
+fn geometry(tp: u16) -> Geometry {
+    Geometry {
+        model: "pair".into(),
+        tp,
+        kv_heads: 4,
+        latent: false,
+        layers: LAYERS,
+        groups: vec![Group {
+            kind: GroupKind::Full,
+            block_tokens: BLOCK,
+            layers: (0..LAYERS).collect(),
+        }],
+    }
+}
+
+fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
+    let heads = u64::from(4 / tp);
+    let row = 8;
+    (0..LAYERS)
+        .map(|layer| LayerLayout {
+            region: 0,
+            base: u64::from(layer) * u64::from(blocks) * heads * u64::from(BLOCK) * row * 2,
+            shape: [blocks, heads as u32, BLOCK, row as u32],
+            stride: [heads * u64::from(BLOCK) * row, u64::from(BLOCK) * row, row, 1],
+            element: 2,
+            slots: HeadSlots::Fused,
+        })
+        .collect()
+}
+
+fn core_config(role: Role, mode: Mode, tp: u16) -> CoreConfig {
+    CoreConfig {
+        engine: role.to_string().into(),
+        incarnation: Incarnation(1),
+        role,
+        mode,
+        geometry: Arc::new(geometry(tp)),
+        http: "http".into(),
+        control: "prefill-control".into(),
+        dp: (0, 1),
+        router: None,
+        settings: CoreSettings::default(),
+        channel: ChannelConfig::default(),
+    }
+}
+
+fn transfer_config(role: Role, mode: Mode, tp: u16, rank: u16) -> TransferConfig {
+    let blocks = 64;
+    TransferConfig {
+        rank,
+        role,
+        mode,
+        geometry: Arc::new(geometry(tp)),
+        address: Address([role as u8, rank as u8].into()),
+        placement: Placement::OnQuiet,
+        memory: vec![Memory::Own { base: 0, len: 1 << 24 }],
+        layers: layers(tp, blocks),
+        settings: TransferSettings::default(),
+    }
+}
+
+impl Pair {
+    pub(crate) fn new(mode: Mode, prefill_tp: u16, decode_tp: u16) -> Pair {
+        let mut pair = Pair {
+            now: Nanos::ZERO,
+            prefill: Some(Prefill::new(core_config(Role::Prefill, mode, prefill_tp))),
+            decode: Some(Decode::new(core_config(Role::Decode, mode, decode_tp))),
+            ranks: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            sequence: 0,
+            flying: BTreeMap::new(),
+            tickets: Vec::new(),
+            links: BTreeMap::new(),
+            op_fate: Box::new(|_| Fate::Done),
+            frame_passes: Box::new(|_| true),
+            ops: 0,
+            prefill_said: Vec::new(),
+            decode_said: Vec::new(),
+        };
+        for (role, tp) in [(Role::Prefill, prefill_tp), (Role::Decode, decode_tp)] {
+            for rank in 0..tp {
+                let transfer = Transfer::new(transfer_config(role, mode, tp, rank));
+                pair.ranks.insert((role, rank), transfer);
+                let start = Input::Transfer(TransferInput::Start);
+                pair.after(0, Who::Rank(role, rank), start);
+            }
+        }
+        pair.run(Nanos::from_ms(1));
+        pair
+    }
+
+    fn after(&mut self, us: u64, who: Who, input: Input) {
+        self.sequence += 1;
+        self.queue.insert((self.now + Nanos::from_us(us), self.sequence), (who, input));
+    }
+
+    pub(crate) fn prefill(&mut self, input: PrefillInput) {
+        self.after(0, Who::Prefill, Input::Prefill(input));
+        self.run(self.now);
+    }
+
+    pub(crate) fn decode(&mut self, input: DecodeInput) {
+        self.after(0, Who::Decode, Input::Decode(input));
+        self.run(self.now);
+    }
+
+    /// The prefill's worker computes the first `layers` layers of a step.
+    pub(crate) fn compute(&mut self, step: u64, layers: u16) {
+        let ranks: Vec<_> =
+            self.ranks.keys().filter(|(role, _)| *role == Role::Prefill).copied().collect();
+        for (role, rank) in ranks {
+            let input = TransferInput::Layers { step: StepId(step), layers };
+            self.after(0, Who::Rank(role, rank), Input::Transfer(input));
+        }
+        self.run(self.now);
+    }
+
+    /// The engine, its ranks and its links are gone.
+    pub(crate) fn kill(&mut self, role: Role) {
+        match role {
+            Role::Prefill => self.prefill = None,
+            Role::Decode => self.decode = None,
+        }
+        self.ranks.retain(|(of, _), _| *of != role);
+    }
+
+    /// Lets time pass until `until`, ticking every machine when it wants.
+    pub(crate) fn run(&mut self, until: Nanos) {
+        for step in 0.. {
+            assert!(step < 100_000, "the machines do not come to rest");
+            let event = self.queue.first_key_value().map(|((at, _), _)| *at);
+            let tick = self.deadlines().into_iter().min();
+            let Some(next) = [event, tick.map(|(at, _)| at)].into_iter().flatten().min() else {
+                break;
+            };
+            if next > until {
+                break;
+            }
+            self.now = self.now.max(next);
+            if event == Some(next) {
+                let (_, (who, input)) = self.queue.pop_first().unwrap();
+                self.step(who, input);
+            } else if let Some((_, who)) = tick {
+                let input = match who {
+                    Who::Prefill => Input::Prefill(PrefillInput::Tick),
+                    Who::Decode => Input::Decode(DecodeInput::Tick),
+                    Who::Rank(..) => Input::Transfer(TransferInput::Tick),
+                };
+                self.step(who, input);
+            }
+        }
+        self.now = self.now.max(until);
+    }
+
+    fn deadlines(&self) -> Vec<(Nanos, Who)> {
+        let core = [
+            (self.prefill.as_ref().and_then(Machine::deadline), Who::Prefill),
+            (self.decode.as_ref().and_then(Machine::deadline), Who::Decode),
+        ];
+        let ranks =
+            self.ranks.iter().map(|(&(role, rank), t)| (t.deadline(), Who::Rank(role, rank)));
+        core.into_iter().chain(ranks).filter_map(|(at, who)| Some((at?, who))).collect()
+    }
+
+    fn step(&mut self, who: Who, input: Input) {
+        match (who, input) {
+            (Who::Prefill, Input::Prefill(input)) => {
+                let Some(machine) = &mut self.prefill else { return };
+                let mut out = Outbox::new();
+                machine.handle(self.now, input, &mut out);
+                for effect in out.take() {
+                    match effect {
+                        PrefillEffect::Control(command) => self.control(who, command),
+                        PrefillEffect::Job(job) => self.job(Role::Prefill, job),
+                        PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
+                    }
+                }
+            }
+            (Who::Decode, Input::Decode(input)) => {
+                let Some(machine) = &mut self.decode else { return };
+                let mut out = Outbox::new();
+                machine.handle(self.now, input, &mut out);
+                for effect in out.take() {
+                    match effect {
+                        DecodeEffect::Control(command) => self.control(who, command),
+                        DecodeEffect::Job(job) => self.job(Role::Decode, job),
+                        DecodeEffect::Answer(answer) => self.decode_said.push(answer),
+                    }
+                }
+            }
+            (Who::Rank(role, rank), Input::Transfer(input)) => {
+                self.transfer(role, rank, input);
+            }
+            (who, input) => panic!("{who:?} cannot take {input:?}"),
+        }
+    }
+
+    fn transfer(&mut self, role: Role, rank: u16, input: TransferInput) {
+        if let TransferInput::Data(DataEvent::Completed { op, .. }) = &input {
+            for ops in self.flying.values_mut() {
+                ops.retain(|other| other != op);
+            }
+        }
+        let Some(machine) = self.ranks.get_mut(&(role, rank)) else { return };
+        let mut out = Outbox::new();
+        machine.handle(self.now, input, &mut out);
+        for effect in out.take() {
+            match effect {
+                TransferEffect::Data(command) => self.data(role, rank, command),
+                TransferEffect::Report(report) => self.report(role, rank, report),
+            }
+        }
+        self.answer_tickets();
+    }
+
+    fn report(&mut self, role: Role, rank: u16, report: Report) {
+        match role {
+            Role::Prefill => {
+                self.after(1, Who::Prefill, Input::Prefill(PrefillInput::Report { rank, report }));
+            }
+            Role::Decode => {
+                self.after(1, Who::Decode, Input::Decode(DecodeInput::Report { rank, report }));
+            }
+        }
+    }
+
+    fn job(&mut self, role: Role, job: Job) {
+        let ranks: Vec<_> = self.ranks.keys().filter(|(of, _)| *of == role).copied().collect();
+        for (role, rank) in ranks {
+            let input = Input::Transfer(TransferInput::Job(job.clone()));
+            self.after(1, Who::Rank(role, rank), input);
+        }
+    }
+
+    fn event(&mut self, us: u64, role: Role, rank: u16, event: DataEvent) {
+        self.after(us, Who::Rank(role, rank), Input::Transfer(TransferInput::Data(event)));
+    }
+
+    fn data(&mut self, role: Role, rank: u16, command: DataCommand) {
+        match command {
+            DataCommand::Register { region, .. } => {
+                let result = Ok(RegionDesc([role as u8, rank as u8].into()));
+                self.event(10, role, rank, DataEvent::Registered { region, result });
+            }
+            DataCommand::Open { session, .. } => {
+                self.event(500, role, rank, DataEvent::Opened { session, result: Ok(()) });
+            }
+            DataCommand::Submit { op, session, slices, .. } => {
+                assert!(!slices.is_empty());
+                self.ops += 1;
+                self.flying.entry((role, rank, session)).or_default().push(op);
+                let outcome = match (self.op_fate)(self.ops) {
+                    Fate::Done => Outcome::Done,
+                    Fate::Fails(cause, landed) => Outcome::Failed { cause, landed },
+                    Fate::Silent => return,
+                };
+                self.event(20, role, rank, DataEvent::Completed { op, outcome });
+            }
+            DataCommand::Close { session } => {
+                let flying = self.flying.remove(&(role, rank, session)).unwrap_or_default();
+                for op in flying {
+                    let outcome = Outcome::Failed { cause: Cause::Closed, landed: Landed::Unknown };
+                    self.event(5, role, rank, DataEvent::Completed { op, outcome });
+                }
+            }
+            DataCommand::Quiesce { session, ticket } => {
+                self.tickets.push((role, rank, session, ticket));
+            }
+            DataCommand::Fence { peer } => {
+                self.event(50, role, rank, DataEvent::Fenced { peer });
+            }
+            DataCommand::Connect { .. }
+            | DataCommand::Disconnect { .. }
+            | DataCommand::Deregister { .. } => {}
+        }
+    }
+
+    fn answer_tickets(&mut self) {
+        let flying = &self.flying;
+        let busy = |(role, rank, session, _): &(Role, u16, SessionId, Ticket)| {
+            flying.get(&(*role, *rank, *session)).is_some_and(|ops| !ops.is_empty())
+        };
+        let (wait, quiet): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(busy);
+        self.tickets = wait;
+        for (role, rank, session, ticket) in quiet {
+            self.event(10, role, rank, DataEvent::Quiet { session, ticket });
+        }
+    }
+
+    fn control(&mut self, from: Who, command: ControlCommand) {
+        let other = if from == Who::Prefill { Who::Decode } else { Who::Prefill };
+        match command {
+            ControlCommand::Dial { link, channel, .. } => {
+                let inbound = LinkId(link.0 | LinkId::INBOUND);
+                self.links.insert(link, inbound);
+                self.links.insert(inbound, link);
+                self.link_event(from, ControlEvent::LinkUp { link, channel });
+                self.link_event(other, ControlEvent::LinkUp { link: inbound, channel });
+            }
+            ControlCommand::Send { link, frame } => {
+                if let Some(&link) = self.links.get(&link)
+                    && (self.frame_passes)(from)
+                {
+                    self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
+                }
+            }
+            ControlCommand::HangUp { link } => {
+                if let Some(there) = self.links.remove(&link) {
+                    self.links.remove(&there);
+                    self.link_event(other, ControlEvent::LinkDown { link: there });
+                }
+            }
+        }
+    }
+
+    fn link_event(&mut self, to: Who, event: ControlEvent) {
+        let input = match to {
+            Who::Prefill => Input::Prefill(PrefillInput::Control(event)),
+            _ => Input::Decode(DecodeInput::Control(event)),
+        };
+        self.after(5, to, input);
+    }
+
+    /// Nothing is under way on any machine that lives.
+    pub(crate) fn at_rest(&self) -> bool {
+        let core =
+            [self.prefill.as_ref().map(Machine::gauges), self.decode.as_ref().map(Machine::gauges)];
+        let ranks = self.ranks.values().map(|rank| Some(rank.gauges()));
+        core.into_iter().chain(ranks).flatten().all(|gauges| {
+            gauges.transfers == 0
+                && gauges.operations == 0
+                && gauges.held == 0
+                && gauges.quarantined == 0
+                && gauges.queued == 0
+                && gauges.violations == 0
+        })
+    }
+}

@@ -1,0 +1,404 @@
+//! Two or three engine cores' `Peers` joined by a network that loses, repeats, delays, reorders,
+//! cuts and mutes, in virtual time and decided by a seed.
+
+use engine::core::Nanos;
+use engine::core::channel::{ChannelConfig, capability};
+use engine::core::command::ControlCommand;
+use engine::core::error::Failure;
+use engine::core::ids::*;
+use engine::core::layout::*;
+use engine::core::message::{Message, Role, Tag};
+use engine::core::peers::{Me, PeerEvent, PeerOut, Peers};
+use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Chances are per thousand frames, unless said otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Faults {
+    pub(crate) seed: u64,
+    pub(crate) loss: u64,
+    pub(crate) duplicate: u64,
+    /// Longest delay of a frame in microseconds.
+    pub(crate) delay: u64,
+    /// The link dies, and both sides learn it.
+    pub(crate) cut: u64,
+    /// From this frame on nothing passes this way, and nobody learns it.
+    pub(crate) mute: u64,
+    /// The frame is cut short.
+    pub(crate) truncate: u64,
+    /// Chance that a dial is refused.
+    pub(crate) refuse: u64,
+    /// No faults from here on, but what is muted stays so.
+    pub(crate) until: Nanos,
+}
+
+impl Faults {
+    pub(crate) const NONE: Faults = Faults {
+        seed: 0,
+        loss: 0,
+        duplicate: 0,
+        delay: 30,
+        cut: 0,
+        mute: 0,
+        truncate: 0,
+        refuse: 0,
+        until: Nanos::ZERO,
+    };
+}
+
+pub(crate) const PREFILL: usize = 0;
+pub(crate) const DECODE: usize = 1;
+
+pub(crate) struct Core {
+    pub(crate) peers: Peers,
+    pub(crate) life: u64,
+    out: PeerOut,
+    /// All events of this life.
+    pub(crate) events: Vec<PeerEvent>,
+    /// Messages accepted for sending, per slot.
+    pub(crate) sent: BTreeMap<PeerSlot, u32>,
+    pub(crate) down: bool,
+}
+
+#[derive(Debug)]
+enum Happening {
+    Control(usize, u64, ControlEvent),
+    Tick(usize),
+}
+
+struct Wire {
+    ends: [(usize, LinkId); 2],
+    open: bool,
+    muted: [bool; 2],
+}
+
+pub(crate) struct Net {
+    pub(crate) now: Nanos,
+    pub(crate) cores: [Core; 2],
+    pub(crate) faults: Faults,
+    pub(crate) dials: u32,
+    pub(crate) frames: u32,
+    queue: BTreeMap<(Nanos, u64), Happening>,
+    wires: Vec<Wire>,
+    sequence: u64,
+}
+
+/// Geometry and ranks of a small engine with `layers` layers.
+pub(crate) fn shape(layers: u16) -> (Geometry, Vec<RankLayout>) {
+    let groups =
+        vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: (0..layers).collect() }];
+    let geometry =
+        Geometry { model: "m".into(), tp: 1, kv_heads: 1, latent: false, layers, groups };
+    let layer = |index: u16| LayerLayout {
+        region: 0,
+        base: u64::from(index) * 1024,
+        shape: [16, 1, 4, 8],
+        stride: [32, 32, 8, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    };
+    let rank = RankLayout {
+        rank: 0,
+        address: Address(b"a".as_slice().into()),
+        regions: vec![(RegionDesc(b"r".as_slice().into()), u64::from(layers) * 1024)],
+        layers: (0..layers).map(layer).collect(),
+    };
+    (geometry, vec![rank])
+}
+
+pub(crate) fn me(index: usize, life: u64, layers: u16) -> Me {
+    let (engine, role) = if index == PREFILL { ("p", Role::Prefill) } else { ("d", Role::Decode) };
+    Me {
+        engine: engine.into(),
+        incarnation: Incarnation(life),
+        role,
+        geometry: Arc::new(shape(layers).0),
+        capabilities: capability::PUSH | capability::PULL,
+    }
+}
+
+impl Core {
+    fn new(me: Me) -> Core {
+        let life = me.incarnation.0;
+        Core {
+            peers: Peers::new(ChannelConfig::default(), me),
+            life,
+            out: PeerOut::default(),
+            events: Vec::new(),
+            sent: BTreeMap::new(),
+            down: false,
+        }
+    }
+
+    /// Slots that came up and were not reported down.
+    pub(crate) fn up(&self) -> Vec<PeerSlot> {
+        let mut up = Vec::new();
+        for event in &self.events {
+            match event {
+                PeerEvent::Up { slot } => up.push(*slot),
+                PeerEvent::Down { slot, .. } => up.retain(|other| other != slot),
+                _ => {}
+            }
+        }
+        up
+    }
+
+    pub(crate) fn failures(&self) -> Vec<Failure> {
+        let failure = |event: &PeerEvent| match event {
+            PeerEvent::Down { failure, .. } => Some(failure.clone()),
+            _ => None,
+        };
+        self.events.iter().filter_map(failure).collect()
+    }
+
+    /// The numbers of the messages that came by a slot, with the sender's life and slot.
+    pub(crate) fn received(&self, from: PeerSlot) -> Vec<(u32, u32, u32)> {
+        let number = |event: &PeerEvent| match event {
+            PeerEvent::Message { slot, message } if *slot == from => {
+                let tag = message.tag();
+                Some((tag.key.prompt, tag.sibling, tag.attempt.0))
+            }
+            _ => None,
+        };
+        self.events.iter().filter_map(number).collect()
+    }
+}
+
+impl Net {
+    pub(crate) fn new(prefill: Me, decode: Me, faults: Faults) -> Net {
+        Net {
+            now: Nanos::ZERO,
+            cores: [Core::new(prefill), Core::new(decode)],
+            faults,
+            dials: 0,
+            frames: 0,
+            queue: BTreeMap::new(),
+            wires: Vec::new(),
+            sequence: 0,
+        }
+    }
+
+    /// Both cores know their ranks.
+    pub(crate) fn ready(faults: Faults) -> Net {
+        let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), faults);
+        net.set_ranks(PREFILL, shape(2).1);
+        net.set_ranks(DECODE, shape(2).1);
+        net
+    }
+
+    pub(crate) fn set_ranks(&mut self, core: usize, ranks: Vec<RankLayout>) {
+        let Core { peers, out, .. } = &mut self.cores[core];
+        peers.set_ranks(self.now, ranks, out);
+        self.perform(core);
+    }
+
+    pub(crate) fn reach(&mut self) -> PeerSlot {
+        let Core { peers, out, .. } = &mut self.cores[DECODE];
+        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), out);
+        peers.watch(self.now, slot, true, out);
+        self.perform(DECODE);
+        slot
+    }
+
+    /// Sends the next numbered message to a slot.
+    pub(crate) fn send(&mut self, core: usize, slot: PeerSlot) -> Result<(), Failure> {
+        let Core { peers, out, sent, life, .. } = &mut self.cores[core];
+        let number = sent.get(&slot).copied().unwrap_or(0);
+        let key = TransferKey { id: "t".into(), prompt: *life as u32 };
+        let tag = Tag { key, sibling: slot.0, attempt: Attempt(number) };
+        peers.send(self.now, slot, Message::Cancel { tag }, out)?;
+        sent.insert(slot, number + 1);
+        self.perform(core);
+        Ok(())
+    }
+
+    pub(crate) fn close(&mut self, core: usize, slot: PeerSlot) {
+        let Core { peers, out, .. } = &mut self.cores[core];
+        peers.close(self.now, slot, out);
+        self.perform(core);
+    }
+
+    /// The core's process dies; its links die with it unless `silently`.
+    pub(crate) fn crash(&mut self, core: usize, silently: bool) {
+        self.cores[core].down = true;
+        for wire in 0..self.wires.len() {
+            if silently {
+                self.wires[wire].open = false;
+            } else {
+                self.cut(wire);
+            }
+        }
+    }
+
+    /// A new life, with a geometry of `layers` layers.
+    pub(crate) fn restart(&mut self, core: usize, layers: u16) {
+        let life = self.cores[core].life + 1;
+        self.cores[core] = Core::new(me(core, life, layers));
+        self.set_ranks(core, shape(layers).1);
+    }
+
+    /// Nothing passes in one direction of any link that is open.
+    pub(crate) fn mute(&mut self, from: usize) {
+        for wire in &mut self.wires {
+            wire.muted[usize::from(wire.ends[0].0 != from)] = true;
+        }
+    }
+
+    pub(crate) fn cut_all(&mut self) {
+        (0..self.wires.len()).for_each(|wire| self.cut(wire));
+    }
+
+    /// Brings bytes to the prefill by a link that says nothing else.
+    pub(crate) fn stranger(&mut self, link: u32, parts: Option<Vec<Vec<u8>>>) {
+        let link = LinkId(LinkId::INBOUND | link);
+        let life = self.cores[PREFILL].life;
+        let event = match parts {
+            Some(parts) => ControlEvent::Frame { link, parts },
+            None => ControlEvent::LinkUp { link, channel: Channel::Handshake },
+        };
+        self.happen(self.now, Happening::Control(PREFILL, life, event));
+    }
+
+    /// Lets time pass.
+    pub(crate) fn run(&mut self, span: Nanos) {
+        let end = self.now + span;
+        while let Some(entry) = self.queue.first_entry().filter(|entry| entry.key().0 <= end) {
+            let ((at, _), happening) = entry.remove_entry();
+            self.now = at;
+            let (core, event) = match happening {
+                Happening::Control(core, life, event) if self.cores[core].life == life => {
+                    (core, Some(event))
+                }
+                Happening::Control(..) => continue,
+                Happening::Tick(core) => (core, None),
+            };
+            let Core { peers, out, down, .. } = &mut self.cores[core];
+            match event {
+                _ if *down => continue,
+                Some(event) => {
+                    peers.control(at, event, out);
+                }
+                None if peers.deadline().is_some_and(|due| due <= at) => {
+                    peers.tick(at, out);
+                    assert!(peers.deadline().is_none_or(|due| due > at), "stays due");
+                }
+                None => continue,
+            }
+            self.perform(core);
+        }
+        self.now = end;
+    }
+
+    fn happen(&mut self, at: Nanos, happening: Happening) {
+        self.sequence += 1;
+        self.queue.insert((at, self.sequence), happening);
+    }
+
+    /// A number below `end`, the same for the same seed and place in the run.
+    fn draw(&mut self, end: u64) -> u64 {
+        self.sequence += 1;
+        let mut z = self.faults.seed ^ self.sequence.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+
+    fn strikes(&mut self, chance: u64) -> bool {
+        self.now < self.faults.until && self.draw(1000) < chance
+    }
+
+    fn delay(&mut self) -> Nanos {
+        let most = if self.now < self.faults.until { self.faults.delay } else { 30 };
+        Nanos::from_us(1 + self.draw(most))
+    }
+
+    fn perform(&mut self, core: usize) {
+        let commands = std::mem::take(&mut self.cores[core].out.commands);
+        let events = std::mem::take(&mut self.cores[core].out.events);
+        self.cores[core].events.extend(events);
+        for command in commands {
+            match command {
+                ControlCommand::Dial { link, .. } => self.connect(core, link),
+                ControlCommand::Send { link, frame } => self.carry(core, link, frame),
+                ControlCommand::HangUp { link } => self.hang_up(core, link),
+            }
+        }
+        if let Some(due) = self.cores[core].peers.deadline() {
+            self.happen(due.max(self.now), Happening::Tick(core));
+        }
+    }
+
+    fn event(&mut self, (core, link): (usize, LinkId), delay: Nanos, up: bool) {
+        let life = self.cores[core].life;
+        let event = match up {
+            true => ControlEvent::LinkUp { link, channel: Channel::Handshake },
+            false => ControlEvent::LinkDown { link },
+        };
+        self.happen(self.now + delay, Happening::Control(core, life, event));
+    }
+
+    fn connect(&mut self, dialer: usize, link: LinkId) {
+        self.dials += 1;
+        let acceptor = 1 - dialer;
+        let delay = self.delay();
+        let refused = self.strikes(self.faults.refuse) || self.cores[acceptor].down;
+        if refused {
+            return self.event((dialer, link), delay, false);
+        }
+        let inbound = LinkId(LinkId::INBOUND | self.wires.len() as u32);
+        let ends = [(dialer, link), (acceptor, inbound)];
+        self.wires.push(Wire { ends, open: true, muted: [false; 2] });
+        self.event(ends[1], Nanos(1), true);
+        self.event(ends[0], delay, true);
+    }
+
+    fn wire(&self, end: (usize, LinkId)) -> Option<(usize, usize)> {
+        let at = self.wires.iter().position(|wire| wire.ends.contains(&end) && wire.open)?;
+        Some((at, usize::from(self.wires[at].ends[0] != end)))
+    }
+
+    fn carry(&mut self, core: usize, link: LinkId, mut frame: Vec<u8>) {
+        self.frames += 1;
+        let Some((wire, side)) = self.wire((core, link)) else { return };
+        if self.strikes(self.faults.mute) {
+            self.wires[wire].muted[side] = true;
+        }
+        let muted = self.wires[wire].muted[side];
+        if !muted && !self.strikes(self.faults.loss) {
+            let copies = 1 + u64::from(self.strikes(self.faults.duplicate));
+            if self.strikes(self.faults.truncate) {
+                let length = self.draw(frame.len() as u64);
+                frame.truncate(length as usize);
+            }
+            let (to, link) = self.wires[wire].ends[1 - side];
+            let life = self.cores[to].life;
+            for _ in 0..copies {
+                let at = self.now + self.delay();
+                let event = ControlEvent::Frame { link, parts: vec![frame.clone()] };
+                self.happen(at, Happening::Control(to, life, event));
+            }
+        }
+        if self.strikes(self.faults.cut) {
+            self.cut(wire);
+        }
+    }
+
+    fn cut(&mut self, wire: usize) {
+        if std::mem::take(&mut self.wires[wire].open) {
+            for end in self.wires[wire].ends {
+                let delay = self.delay();
+                self.event(end, delay, false);
+            }
+        }
+    }
+
+    fn hang_up(&mut self, core: usize, link: LinkId) {
+        let Some((wire, side)) = self.wire((core, link)) else { return };
+        self.wires[wire].open = false;
+        if !self.wires[wire].muted[side] {
+            let delay = self.delay();
+            self.event(self.wires[wire].ends[1 - side], delay, false);
+        }
+    }
+}

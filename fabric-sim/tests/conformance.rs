@@ -1,0 +1,180 @@
+//! The simulated planes do what every plane has to do.
+
+use engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
+use engine::core::time::Nanos;
+use engine::fabric::{Caps, ControlPlane, DataPlane, Endpoint, FenceScope, Memory, Placement};
+use fabric_sim::dma::{
+    Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, OpFate, OpInfo, Output, PlaneIx, PlaneSpec,
+    SimDataPlane,
+};
+use fabric_sim::keyed::Between;
+use fabric_sim::memory::Store;
+use fabric_sim::net::{EveryFrame, Net, NetCalls, NetConfig, NetEvent, NetOutput, SimControlPlane};
+use fabric_sim::queue::Queue;
+
+const MEMORY: u64 = 1 << 14;
+
+/// Every operation completes long before some of its slices land.
+struct Overtaking(bool);
+
+impl Hooks for Overtaking {
+    fn fate(&mut self, _now: Nanos, _op: &OpInfo<'_>) -> OpFate {
+        let by = Nanos::from_us(500);
+        let bytes = if self.0 { Bytes::Overtaken { by } } else { Bytes::Whole };
+        OpFate { bytes, ..OpFate::default() }
+    }
+}
+
+struct Data {
+    dma: Dma,
+    planes: [SimDataPlane; 2],
+    hooks: Overtaking,
+    queue: Queue<DmaEvent>,
+    calls: Calls,
+    out: Vec<Output>,
+}
+
+impl Data {
+    fn new(seed: u64, nodes: [u32; 2], overtaking: bool) -> Data {
+        let mut dma = Dma::new(DmaConfig { seed, ..DmaConfig::default() });
+        let placement = if overtaking { Placement::OnQuiet } else { Placement::OnCompletion };
+        let caps = Caps {
+            read: true,
+            write: true,
+            operations_max: 32,
+            slices_max: 128,
+            placement,
+            fence: FenceScope::Peer,
+        };
+        let planes = nodes.map(|node| {
+            let (nic, nic_local) = (dma.add_nic(50_000_000_000), dma.add_nic(100_000_000_000));
+            dma.add_plane(PlaneSpec { node, nic, nic_local, caps, store: Store::plain(&[MEMORY]) })
+        });
+        for plane in [PlaneIx(0), PlaneIx(1)] {
+            dma.set_completion_shuffle(plane, Between::new(0, 20_000));
+        }
+        let (queue, calls, out) = (Queue::new(), Calls::default(), Vec::new());
+        Data { dma, planes, hooks: Overtaking(overtaking), queue, calls, out }
+    }
+
+    fn bytes(&mut self, index: usize) -> &mut [u8] {
+        let store = self.dma.store_mut(PlaneIx(index as u32)).expect("the plane lives");
+        store.bytes_mut(0).expect("a store of bytes")
+    }
+}
+
+impl DataFixture for Data {
+    fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
+        &mut self.planes[index]
+    }
+
+    fn memory(&mut self, index: usize) -> Memory {
+        self.dma.store(PlaneIx(index as u32)).expect("the plane lives").memory(0, 0)
+    }
+
+    fn peek(&mut self, index: usize, offset: u64, into: &mut [u8]) {
+        let offset = offset as usize;
+        into.copy_from_slice(&self.bytes(index)[offset..offset + into.len()]);
+    }
+
+    fn poke(&mut self, index: usize, offset: u64, bytes: &[u8]) {
+        let offset = offset as usize;
+        self.bytes(index)[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn advance(&mut self) {
+        let now = self.queue.now();
+        for plane in &mut self.planes {
+            plane.take_calls(&mut self.calls);
+            self.dma.perform(now, plane.ix(), &mut self.calls, &mut self.hooks, &mut self.queue);
+        }
+        if let Some((now, event)) = self.queue.pop() {
+            self.dma.step(now, event, &mut self.queue, &mut self.out);
+        }
+        for output in self.out.drain(..) {
+            if let Output::Deliver { plane, news } = output {
+                self.planes[plane.0 as usize].deliver(news);
+            }
+        }
+    }
+
+    fn now(&mut self) -> Nanos {
+        self.queue.now()
+    }
+
+    fn kill(&mut self) -> bool {
+        let now = self.queue.now();
+        self.dma.crash(now, PlaneIx(1), (Nanos::ZERO, Some(Nanos::from_ms(1))), &mut self.queue);
+        true
+    }
+}
+
+#[test]
+fn data_plane_between_nodes() {
+    for seed in 0..10 {
+        data_plane(&mut || Box::new(Data::new(seed, [0, 1], false)));
+    }
+}
+
+#[test]
+fn data_plane_within_a_node() {
+    for seed in 0..10 {
+        data_plane(&mut || Box::new(Data::new(seed, [0, 0], false)));
+    }
+}
+
+#[test]
+fn data_plane_whose_completions_overtake_bytes() {
+    for seed in 0..10 {
+        data_plane(&mut || Box::new(Data::new(seed, [0, 1], true)));
+    }
+}
+
+struct Control {
+    net: Net,
+    planes: [SimControlPlane; 2],
+    queue: Queue<NetEvent>,
+    calls: NetCalls,
+    out: Vec<NetOutput>,
+}
+
+impl ControlFixture for Control {
+    fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
+        &mut self.planes[index]
+    }
+
+    fn nowhere(&mut self) -> Endpoint {
+        Endpoint::from("sim://nobody")
+    }
+
+    fn advance(&mut self) {
+        let now = self.queue.now();
+        for plane in &mut self.planes {
+            plane.take_calls(&mut self.calls);
+            let ix = plane.ix();
+            self.net.perform(now, ix, &mut self.calls, &mut EveryFrame, &mut self.queue);
+        }
+        if let Some((now, event)) = self.queue.pop() {
+            self.net.step(now, event, &mut self.queue, &mut self.out);
+        }
+        for NetOutput::Deliver { plane, news } in self.out.drain(..) {
+            self.planes[plane.0 as usize].deliver(news);
+        }
+    }
+
+    fn now(&mut self) -> Nanos {
+        self.queue.now()
+    }
+}
+
+#[test]
+fn control_plane_conforms() {
+    for seed in 0..10 {
+        control_plane(&mut || {
+            let mut net = Net::new(NetConfig { seed, ..NetConfig::default() });
+            let planes = [net.add_plane("a", 0), net.add_plane("b", 1)];
+            let (queue, calls, out) = (Queue::new(), NetCalls::default(), Vec::new());
+            Box::new(Control { net, planes, queue, calls, out })
+        });
+    }
+}

@@ -1,0 +1,268 @@
+//! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
+
+mod fault;
+mod kinds;
+mod model;
+mod settings;
+mod shape;
+mod topology;
+mod workload;
+
+pub use kinds::{Form, Opportunity};
+
+use crate::decide::Keyed;
+use crate::doc::{Doc, File, Section};
+use crate::error::ScenarioError;
+use crate::lists::FaultKind;
+use crate::run::{Expect, MemoryModel, Model, Run};
+use crate::value::Draw;
+use fault::FaultSpec;
+use model::ModelSpec;
+use settings::{EngineSpec, ProtocolSpec};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use topology::TopologySpec;
+use workload::{TraceSource, WorkloadSpec};
+
+/// A scenario as written: every value may still be a range or a choice.
+#[derive(Debug)]
+pub struct Scenario {
+    file: File,
+    about: String,
+    seed: Option<u64>,
+    memory: Draw<MemoryModel>,
+    model: ModelSpec,
+    topology: TopologySpec,
+    protocol: ProtocolSpec,
+    engine: EngineSpec,
+    workload: WorkloadSpec,
+    faults: Vec<FaultSpec>,
+    expect: Expect,
+}
+
+/// Loads and validates a scenario file.
+///
+/// # Errors
+/// What is wrong with it, at which line, and what to do.
+pub fn load(path: impl AsRef<Path>) -> Result<Scenario, ScenarioError> {
+    load_with_trace(path, None)
+}
+
+/// As [`load`], with a trace in place of the one that the file names. The file must name one.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_with_trace(
+    path: impl AsRef<Path>,
+    trace: Option<&Path>,
+) -> Result<Scenario, ScenarioError> {
+    let path = path.as_ref();
+    let file = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|why| ScenarioError {
+        file: file.as_str().into(),
+        line: 0,
+        what: format!("cannot read the scenario: {why}"),
+        remedy: "name a scenario file, see `kvferry list scenarios`".into(),
+    })?;
+    parse(&file, &text, path.parent().unwrap_or(Path::new("")), trace)
+}
+
+/// Parses and validates the text of a scenario; `file` is named in errors, traces are looked for
+/// in `folder` unless `trace` replaces them.
+///
+/// # Errors
+/// As [`load`].
+pub fn parse(
+    file: &str,
+    text: &str,
+    folder: &Path,
+    trace: Option<&Path>,
+) -> Result<Scenario, ScenarioError> {
+    let doc = Doc { file: File(file.into()), text };
+    let table = doc.parse()?;
+    let root = Section::new(&doc, "", Some(table.get_ref()), 1);
+    let about = match root.get("about") {
+        Some(field) => field.text()?.to_string(),
+        None => return Err(root.error("the scenario has no `about`", "say what it shows")),
+    };
+    let mut scenario = Scenario {
+        file: doc.file.clone(),
+        about,
+        seed: seed(&root)?,
+        memory: root.draw_or("memory", MemoryModel::Bytes)?,
+        model: ModelSpec::read(&root.section("model")?)?,
+        topology: TopologySpec::read(&root.section("topology")?)?,
+        protocol: ProtocolSpec::read(&root.section("protocol")?)?,
+        engine: EngineSpec::read(&root.section("engine")?)?,
+        workload: WorkloadSpec::read(&root.section("workload")?, folder)?,
+        faults: faults(&root)?,
+        expect: settings::expect(&root.section("expect")?)?,
+    };
+    root.finish()?;
+    scenario.replace_trace(trace)?;
+    scenario.check()?;
+    Ok(scenario)
+}
+
+fn seed(root: &Section<'_>) -> Result<Option<u64>, ScenarioError> {
+    let Some(field) = root.get("seed") else { return Ok(None) };
+    match field.text() {
+        Ok("any") => Ok(None),
+        Ok(_) => Err(field.error("`seed` is a text", "give a number or \"any\"")),
+        Err(_) => field.literal().map(Some),
+    }
+}
+
+/// Faults are named by what stands in their tables, so that adding or removing one changes no
+/// decision of the others.
+fn faults(root: &Section<'_>) -> Result<Vec<FaultSpec>, ScenarioError> {
+    let mut twins: BTreeMap<String, u64> = BTreeMap::new();
+    let mut faults = Vec::new();
+    for section in root.sections("fault")? {
+        let canonical = section.canonical();
+        let twin = twins.entry(canonical.clone()).or_default();
+        faults.push(FaultSpec::read(&section, fault::table_key(&canonical, *twin))?);
+        *twin += 1;
+    }
+    Ok(faults)
+}
+
+impl Scenario {
+    /// The path as it was given.
+    pub fn name(&self) -> &str {
+        &self.file.0
+    }
+
+    /// What it shows.
+    pub fn about(&self) -> &str {
+        &self.about
+    }
+
+    /// The seed that the file sets; `None` is one per run.
+    pub fn seed(&self) -> Option<u64> {
+        self.seed
+    }
+
+    /// What the file expects of every run.
+    pub fn expect(&self) -> &Expect {
+        &self.expect
+    }
+
+    /// The trace that the requests come from, if they do.
+    pub fn trace(&self) -> Option<&Path> {
+        self.workload.trace.as_ref().map(|trace| trace.path.as_path())
+    }
+
+    fn replace_trace(&mut self, with: Option<&Path>) -> Result<(), ScenarioError> {
+        let Some(with) = with else { return Ok(()) };
+        match &mut self.workload.trace {
+            Some(TraceSource { path, .. }) => {
+                *path = PathBuf::from(with);
+                Ok(())
+            }
+            None => {
+                let what = format!("{} replaces a trace that there is not", with.display());
+                Err(self.file.error(0, what, "use a scenario with `trace` in [workload]"))
+            }
+        }
+    }
+
+    /// What can be checked before any seed is known.
+    fn check(&self) -> Result<(), ScenarioError> {
+        self.topology.check_tp(&self.file, &self.model)?;
+        let names = self.topology.names();
+        for fault in &self.faults {
+            fault.check_names(&self.file, &names)?;
+            let restart = fault.restart_tp().into_iter().flat_map(|tp| tp.ends());
+            for (tp, heads) in
+                restart.flat_map(|tp| self.model.kv_heads.ends().map(move |heads| (*tp, *heads)))
+            {
+                topology::fits(&self.file, fault.line, tp, heads)?;
+            }
+        }
+        if let Some(trace) = &self.workload.trace
+            && let Err(why) = std::fs::metadata(&trace.path)
+        {
+            let what = format!("cannot read the trace {}: {why}", trace.path.display());
+            let remedy = "paths are relative to the scenario file";
+            return Err(self.file.error(trace.line, what, remedy));
+        }
+        Ok(())
+    }
+
+    /// Draws every value for a seed. Each value has a key of its own: nothing depends on what else
+    /// is in the file, except where one value is made from another.
+    ///
+    /// # Errors
+    /// Values that do not fit each other, or a trace that cannot be read.
+    pub fn draw(&self, seed: u64) -> Result<Run, ScenarioError> {
+        let key = Keyed::new(seed, "scenario");
+        let block_tokens = self.model.block_tokens.draw(&key.part("block_tokens"));
+        let shapes = self.topology.shapes(seed, block_tokens);
+        let first = &shapes[0];
+        let model = self.model.draw(&self.file, seed, first.tp, first.block_tokens)?;
+        let mode = self.workload.mode.draw(&key.part("mode"));
+        let instances =
+            self.topology.instances(&self.file, &shapes, (&self.model, &model), mode)?;
+        let prefix_tokens = self.workload.prefix_tokens(seed);
+        let mut run = Run {
+            name: self.file.0.to_string(),
+            about: self.about.clone(),
+            seed,
+            network: self.topology.network(seed),
+            router: self.topology.router(seed, prefix_tokens),
+            protocol: self.protocol.draw(seed),
+            engine: self.engine.draw(seed),
+            memory: self.memory.draw(&key.part("memory")),
+            mode,
+            prefix_tokens,
+            requests: self.workload.requests(&self.file, seed, prefix_tokens)?,
+            faults: Vec::new(),
+            shaped: Vec::new(),
+            expect: self.expect.clone(),
+            model,
+            instances,
+        };
+        for instance in &mut run.instances {
+            instance.cost = self.engine.cost(seed, instance.cost);
+        }
+        let mut on: Vec<&FaultSpec> =
+            self.faults.iter().filter(|fault| fault.is_on(seed)).collect();
+        // How small a pool can be depends on the requests that the other faults leave.
+        on.sort_by_key(|fault| fault.kind == FaultKind::SmallPool);
+        for fault in on {
+            shape::apply(fault, seed, &mut run);
+        }
+        self.price_restarts(seed, &mut run);
+        self.check_lengths(&run)?;
+        Ok(run)
+    }
+
+    /// The cost of a step follows the TP size, also after a restart.
+    fn price_restarts(&self, seed: u64, run: &mut Run) {
+        let model: &Model = &run.model;
+        for becomes in run.faults.iter_mut().filter_map(|fault| fault.becomes.as_mut()) {
+            let cost = self.topology.cost(&self.model, model, becomes.tp);
+            becomes.cost = self.engine.cost(seed, cost);
+        }
+    }
+
+    /// Every request must fit into every pool, alone.
+    fn check_lengths(&self, run: &Run) -> Result<(), ScenarioError> {
+        let Some(tokens) = run.longest() else { return Ok(()) };
+        let restarted = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
+        for instance in run.instances.iter().chain(restarted) {
+            let needed = run.blocks_for(instance, tokens);
+            if needed > u64::from(instance.blocks) {
+                let what = format!(
+                    "a request of {tokens} tokens never fits the {} blocks of {}",
+                    instance.blocks, instance.name
+                );
+                let line = self.workload.length_line();
+                let remedy = format!("give it at least {needed} blocks, or shorten the requests");
+                return Err(self.file.error(line, what, remedy));
+            }
+        }
+        Ok(())
+    }
+}

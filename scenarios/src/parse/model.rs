@@ -1,0 +1,194 @@
+//! `[model]`: the KV geometry.
+
+use crate::decide::Keyed;
+use crate::doc::{File, Section};
+use crate::error::ScenarioError;
+use crate::preset::{MODELS, ModelPreset};
+use crate::run::{MemoryLayout, Model, ModelGroup};
+use crate::value::{Bytes, Draw, named_values};
+use ::engine::core::layout::GroupKind;
+
+named_values! {
+    MemoryLayout: "block" = MemoryLayout::Block, "layer" = MemoryLayout::Layer,
+        "head-split" = MemoryLayout::HeadSplit, "token" = MemoryLayout::Token;
+}
+
+/// `[model]` as written.
+#[derive(Debug)]
+pub(super) struct ModelSpec {
+    pub(super) preset: Option<&'static ModelPreset>,
+    pub(super) layers: Draw<u16>,
+    pub(super) kv_heads: Draw<u16>,
+    pub(super) block_tokens: Draw<u32>,
+    pub(super) layout: Draw<MemoryLayout>,
+    head_dim: Draw<u32>,
+    latent: Draw<u32>,
+    element: Draw<Bytes>,
+    block_bytes: Option<Draw<Bytes>>,
+    window_layers: Draw<u16>,
+    window: Draw<u32>,
+    state_layers: Draw<u16>,
+    state_bytes: Draw<Bytes>,
+    line: u32,
+}
+
+impl ModelSpec {
+    pub(super) fn read(section: &Section<'_>) -> Result<ModelSpec, ScenarioError> {
+        let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
+        let find = |name: &str| MODELS.iter().find(|model| model.name == name);
+        let preset = section.get("preset").map(|field| field.entry(&names, find)).transpose()?;
+        let default = |of: fn(&ModelPreset) -> u32, else_: u32| preset.map_or(else_, of);
+        let spec = ModelSpec {
+            preset,
+            layers: section.limited_or(
+                "layers",
+                default(|p| p.layers.into(), 4) as u16,
+                (1, 1024),
+            )?,
+            kv_heads: section.limited_or(
+                "kv_heads",
+                default(|p| p.kv_heads.into(), 8) as u16,
+                (1, 1024),
+            )?,
+            block_tokens: section.limited_or("block_tokens", 16, (1, 1 << 20))?,
+            layout: section.draw_or("layout", MemoryLayout::Block)?,
+            head_dim: section.limited_or("head_dim", default(|p| p.head_dim, 16), (1, 65_536))?,
+            latent: section.limited_or("latent", default(|p| p.latent, 0), (0, 65_536))?,
+            element: section.draw_or("element", Bytes(default(|p| p.element, 2)))?,
+            block_bytes: section.draw("block_bytes")?,
+            window_layers: section.draw_or("window_layers", 0)?,
+            window: section.limited_or("window", 64, (1, 1 << 20))?,
+            state_layers: section.draw_or("state_layers", 0)?,
+            state_bytes: section.draw_or("state_bytes", Bytes(256))?,
+            line: section.line,
+        };
+        spec.check(section)?;
+        section.finish()?;
+        Ok(spec)
+    }
+
+    fn check(&self, section: &Section<'_>) -> Result<(), ScenarioError> {
+        if let Some(zero) = self.element.ends().find(|size| ![1, 2, 4].contains(&size.0)) {
+            let what = format!("`{}` is {} bytes", section.path("element"), zero.0);
+            return Err(section.doc.file.error(self.element.line, what, "give 1, 2 or 4"));
+        }
+        if let Some(bytes) = &self.block_bytes {
+            if self.head_dim.line > 0 || self.latent.line > 0 {
+                let what =
+                    "`model.block_bytes` and `model.head_dim` or `model.latent` both size a block";
+                return Err(section.doc.file.error(bytes.line, what, "remove one of them"));
+            }
+            if bytes.ends().any(|size| size.0 == 0) {
+                let what = "`model.block_bytes` is 0";
+                return Err(section.doc.file.error(bytes.line, what, "give at least 1"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Draws the model. `block_bytes` is measured on a rank of the first prefill instance, which
+    /// has TP size `tp` and `block_tokens` tokens per block.
+    pub(super) fn draw(
+        &self,
+        file: &File,
+        seed: u64,
+        tp: u16,
+        block_tokens: u32,
+    ) -> Result<Model, ScenarioError> {
+        let key = |name: &str| Keyed::new(seed, "model").part(name);
+        let layers = self.layers.draw(&key("layers"));
+        let latent = self.latent.draw(&key("latent"));
+        let element = self.element.draw(&key("element")).0;
+        let kv_heads = if latent > 0 { 1 } else { self.kv_heads.draw(&key("kv_heads")) };
+        let head_bytes = if latent > 0 {
+            latent * element
+        } else {
+            2 * self.head_dim.draw(&key("head_dim")) * element
+        };
+        let mut model = Model {
+            name: self.preset.map_or("small", |preset| preset.name).into(),
+            layers,
+            kv_heads,
+            latent: latent > 0,
+            head_bytes,
+            element,
+            state_bytes: self.state_bytes.draw(&key("state_bytes")).0,
+            groups: self.groups(file, seed, layers)?,
+        };
+        if let Some(bytes) = &self.block_bytes {
+            let bytes = (bytes.draw(&key("block_bytes")).0, bytes.line);
+            model.head_bytes = head_bytes_of_block(file, &model, bytes, tp, block_tokens)?;
+        }
+        if model.state_bytes == 0 || !model.state_bytes.is_multiple_of(element) {
+            let what = format!("`model.state_bytes` is {}", model.state_bytes);
+            let remedy = format!("give a multiple of the element size, {element}");
+            return Err(file.error(self.state_bytes.line, what, remedy));
+        }
+        Ok(model)
+    }
+
+    fn groups(
+        &self,
+        file: &File,
+        seed: u64,
+        layers: u16,
+    ) -> Result<Vec<ModelGroup>, ScenarioError> {
+        let key = |name: &str| Keyed::new(seed, "model").part(name);
+        let windows = self.window_layers.draw(&key("window_layers"));
+        let states = self.state_layers.draw(&key("state_layers"));
+        if windows.saturating_add(states) >= layers {
+            let what = format!("{windows} window and {states} state layers of {layers}");
+            let line = self.window_layers.line.max(self.state_layers.line).max(self.line);
+            let remedy = "leave at least one layer with full attention";
+            return Err(file.error(line, what, remedy));
+        }
+        let window = GroupKind::Window { tokens: self.window.draw(&key("window")) };
+        let mut groups = [
+            ModelGroup { kind: GroupKind::Full, layers: Vec::new() },
+            ModelGroup { kind: window, layers: Vec::new() },
+            ModelGroup { kind: GroupKind::State, layers: Vec::new() },
+        ];
+        for layer in 0..layers {
+            groups[spread(layer, layers, windows, states)].layers.push(layer);
+        }
+        Ok(groups.into_iter().filter(|group| !group.layers.is_empty()).collect())
+    }
+}
+
+/// The group of a layer: window and state layers are spread evenly, the first layer is full.
+fn spread(layer: u16, layers: u16, windows: u16, states: u16) -> usize {
+    let steps = |count: u32, at: u32| count * at / u32::from(layers);
+    let (at, special) = (u32::from(layer), u32::from(windows) + u32::from(states));
+    let index = steps(special, at);
+    if steps(special, at + 1) == index {
+        return 0;
+    }
+    // Of the special layers, the states are spread the same way.
+    let of = |at: u32| u32::from(states) * at / special;
+    if of(index + 1) > of(index) { 2 } else { 1 }
+}
+
+fn head_bytes_of_block(
+    file: &File,
+    model: &Model,
+    (bytes, line): (u32, u32),
+    tp: u16,
+    block_tokens: u32,
+) -> Result<u32, ScenarioError> {
+    let heads = u32::from(model.heads_per_rank(tp));
+    let unit = 2 * model.element;
+    match block_tokens.checked_mul(heads) {
+        Some(cells) if bytes.is_multiple_of(cells) && (bytes / cells).is_multiple_of(unit) => {
+            Ok(bytes / cells)
+        }
+        _ => {
+            let what = format!("`model.block_bytes` is {bytes}");
+            let remedy = format!(
+                "give a multiple of {} ({block_tokens} tokens x {heads} KV heads per rank x K and V x {} bytes)",
+                u64::from(block_tokens) * u64::from(heads) * u64::from(unit),
+                model.element
+            );
+            Err(file.error(line, what, remedy))
+        }
+    }
+}

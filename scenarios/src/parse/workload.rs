@@ -1,0 +1,263 @@
+//! `[workload]`: generated requests or a trace.
+
+use super::topology::or;
+use crate::decide::{Keyed, below, chance, kind, mix};
+use crate::doc::{File, Section};
+use crate::error::ScenarioError;
+use crate::run::{Prompt, Request};
+use crate::trace::{TOKENS_PER_HASH, TraceReader};
+use crate::value::{Chance, Draw, Factor};
+use ::engine::core::Nanos;
+use ::engine::core::message::Mode;
+use std::path::{Path, PathBuf};
+
+/// Longest prompt or output that can be asked for, in tokens.
+const TOKENS_MAX: u32 = 1 << 24;
+
+/// `[workload]` as written.
+#[derive(Debug)]
+pub(super) struct WorkloadSpec {
+    pub(super) mode: Draw<Mode>,
+    pub(super) trace: Option<TraceSource>,
+    requests: Draw<u32>,
+    prompt_tokens: Draw<u32>,
+    output_tokens: Draw<u32>,
+    prompts: Draw<u32>,
+    arrival: Draw<Nanos>,
+    start: Draw<Nanos>,
+    samples: Draw<u32>,
+    stop: Chance,
+    abort: AbortSpec,
+    prefix: PrefixSpec,
+    speed: Draw<Factor>,
+    limit: Option<Draw<u32>>,
+    line: u32,
+}
+
+/// A trace file and where it is named.
+#[derive(Debug)]
+pub(super) struct TraceSource {
+    pub(super) path: PathBuf,
+    pub(super) line: u32,
+}
+
+/// `abort`: clients that go away.
+#[derive(Debug)]
+struct AbortSpec {
+    chance: Draw<Chance>,
+    after: Draw<Nanos>,
+}
+
+/// `prefix`: prompts that start the same.
+#[derive(Debug)]
+struct PrefixSpec {
+    chance: Draw<Chance>,
+    pools: Draw<u32>,
+    tokens: Draw<u32>,
+    run: Draw<u32>,
+}
+
+/// Keys that make no sense beside `trace`.
+const GENERATED: &[&str] =
+    &["requests", "prompt_tokens", "output_tokens", "prompts", "arrival", "start", "prefix"];
+
+impl WorkloadSpec {
+    /// Reads the table; a trace is looked for in `folder`.
+    pub(super) fn read(
+        section: &Section<'_>,
+        folder: &Path,
+    ) -> Result<WorkloadSpec, ScenarioError> {
+        let trace = match section.get("trace") {
+            Some(field) => Some(TraceSource { path: folder.join(field.text()?), line: field.line }),
+            None => None,
+        };
+        let spec = WorkloadSpec {
+            mode: section.draw_or("mode", Mode::Push)?,
+            trace,
+            requests: section.limited_or("requests", 8, (0, 1 << 20))?,
+            prompt_tokens: section
+                .limited("prompt_tokens", 0, TOKENS_MAX)?
+                .unwrap_or_else(|| Draw::range(16, 256)),
+            output_tokens: section
+                .limited("output_tokens", 1, TOKENS_MAX)?
+                .unwrap_or_else(|| Draw::range(1, 16)),
+            prompts: section.limited_or("prompts", 1, (1, 64))?,
+            arrival: section.draw_or("arrival", Nanos::from_ms(1))?,
+            start: section.draw_or("start", Nanos::ZERO)?,
+            samples: section.limited_or("samples", 1, (1, 64))?,
+            stop: section.literal("stop")?.unwrap_or(Chance(0)),
+            abort: AbortSpec::read(&section.section("abort")?)?,
+            prefix: PrefixSpec::read(&section.section("prefix")?)?,
+            speed: section.draw_or("speed", Factor(1000))?,
+            limit: section.draw("limit")?,
+            line: section.line,
+        };
+        spec.check(section)?;
+        section.finish()?;
+        Ok(spec)
+    }
+
+    fn check(&self, section: &Section<'_>) -> Result<(), ScenarioError> {
+        let error =
+            |line, what: &str, remedy: &str| Err(section.doc.file.error(line, what, remedy));
+        if self.stop.0 > 1_000_000 {
+            return error(section.line, "`workload.stop` is above 1", "give 0 to 1");
+        }
+        if self.speed.ends().any(|speed| speed.0 == 0) {
+            return error(self.speed.line, "`workload.speed` is 0", "give at least 0.001");
+        }
+        let (with, without): (&[&str], &str) = match &self.trace {
+            Some(_) => (GENERATED, "with"),
+            None => (&["speed", "limit"], "without"),
+        };
+        match section.keys().find(|key| with.contains(key)) {
+            None => Ok(()),
+            Some(key) => {
+                let what = format!("`workload.{key}` has no meaning {without} `trace`");
+                error(section.line, &what, "remove one of them")
+            }
+        }
+    }
+
+    /// Tokens per prefix hash.
+    pub(super) fn prefix_tokens(&self, seed: u64) -> u32 {
+        match self.trace {
+            Some(_) => TOKENS_PER_HASH,
+            None => self.prefix.run.draw(&Keyed::new(seed, "workload.prefix.run")),
+        }
+    }
+
+    /// The requests by arrival. Request n draws from keys of its own.
+    pub(super) fn requests(
+        &self,
+        file: &File,
+        seed: u64,
+        prefix_tokens: u32,
+    ) -> Result<Vec<Request>, ScenarioError> {
+        let mut requests = match &self.trace {
+            Some(trace) => self.traced(file, trace, seed)?,
+            None => self.generated(seed, prefix_tokens),
+        };
+        let key = Keyed::new(seed, "workload");
+        for (n, request) in requests.iter_mut().enumerate() {
+            let key = key.actor(n as u64);
+            request.samples = self.samples.draw(&key.part("samples"));
+            request.stop = chance(key.part("stop").get(), self.stop.0);
+            request.abort = self.abort.draw(&key.part("abort"));
+        }
+        Ok(requests)
+    }
+
+    fn traced(
+        &self,
+        file: &File,
+        trace: &TraceSource,
+        seed: u64,
+    ) -> Result<Vec<Request>, ScenarioError> {
+        let key = Keyed::new(seed, "workload.trace");
+        let limit = or(&self.limit, u32::MAX, &key.part("limit")) as usize;
+        let speed = self.speed.draw(&key.part("speed")).0;
+        let reader = TraceReader::open(&trace.path).map_err(|why| {
+            file.error(trace.line, format!("{}: {}", why.file, why.what), why.remedy)
+        })?;
+        let mut requests = Vec::new();
+        for record in reader.take(limit) {
+            requests.push(record?.request(speed));
+        }
+        Ok(requests)
+    }
+
+    fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<Request> {
+        let key = Keyed::new(seed, "workload");
+        let mut at = self.start.draw(&key.part("start"));
+        let mut requests = Vec::new();
+        for n in 0..self.requests.draw(&key.part("requests")) {
+            let key = key.actor(u64::from(n));
+            let prompts = (0..self.prompts.draw(&key.part("prompts"))).map(|index| {
+                let key = key.nth(u64::from(index));
+                let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
+                self.prefix.prompt(tokens, prefix_tokens, &key.part("prefix"))
+            });
+            requests.push(Request {
+                arrival: at,
+                prompts: prompts.collect(),
+                samples: 1,
+                output: self.output_tokens.draw(&key.part("output_tokens")),
+                abort: None,
+                stop: false,
+            });
+            at = at + self.arrival.draw(&key.part("arrival"));
+        }
+        requests
+    }
+
+    /// Where the length of prompts is set.
+    pub(super) fn length_line(&self) -> u32 {
+        let lines = [self.prompt_tokens.line, self.line];
+        self.trace.as_ref().map_or_else(|| *lines.iter().max().unwrap_or(&0), |trace| trace.line)
+    }
+}
+
+impl AbortSpec {
+    fn read(section: &Section<'_>) -> Result<AbortSpec, ScenarioError> {
+        let spec = AbortSpec {
+            chance: probability(section, "chance")?.unwrap_or(Draw::fixed(Chance(0))),
+            after: section.draw_or("after", Nanos::ZERO)?,
+        };
+        section.finish()?;
+        Ok(spec)
+    }
+
+    fn draw(&self, key: &Keyed) -> Option<Nanos> {
+        // The probability itself is one for the whole run.
+        let ppm = self.chance.draw(&key.actor(0).part("rate")).0;
+        chance(key.part("hit").get(), ppm).then(|| self.after.draw(&key.part("after")))
+    }
+}
+
+impl PrefixSpec {
+    fn read(section: &Section<'_>) -> Result<PrefixSpec, ScenarioError> {
+        let spec = PrefixSpec {
+            chance: probability(section, "chance")?.unwrap_or(Draw::fixed(Chance(0))),
+            pools: section.limited_or("pools", 1, (1, 1 << 20))?,
+            tokens: section.limited_or("tokens", 0, (0, TOKENS_MAX))?,
+            run: section.limited_or("run", 16, (1, TOKENS_MAX))?,
+        };
+        section.finish()?;
+        Ok(spec)
+    }
+
+    /// A prompt that starts like the others of its pool for some tokens, rounded down to whole
+    /// runs, and goes on like no other.
+    fn prompt(&self, tokens: u32, run: u32, key: &Keyed) -> Prompt {
+        let of_run = key.actor(0).nth(0);
+        let ppm = self.chance.draw(&of_run.part("rate")).0;
+        let pools = self.pools.draw(&of_run.part("pools"));
+        let shared = if chance(key.part("hit").get(), ppm) {
+            self.tokens.draw(&key.part("tokens")) / run
+        } else {
+            0
+        };
+        let pool = below(key.part("pool").get(), u64::from(pools));
+        let common = mix(of_run.part("common").get(), pool);
+        let own = key.part("own").get();
+        let hash = |index: u32| mix(if index < shared { common } else { own }, index.into());
+        Prompt { tokens, prefix: (0..tokens / run).map(hash).collect(), tail: mix(own, TAIL) }
+    }
+}
+
+/// Distinguishes a tail from the runs of a prompt, which are numbered from 0.
+const TAIL: u64 = kind("tail");
+
+/// A probability, at most 1.
+pub(super) fn probability(
+    section: &Section<'_>,
+    key: &'static str,
+) -> Result<Option<Draw<Chance>>, ScenarioError> {
+    let Some(draw) = section.draw::<Chance>(key)? else { return Ok(None) };
+    if draw.ends().any(|end| end.0 > 1_000_000) {
+        let what = format!("`{}` is above 1", section.path(key));
+        return Err(section.doc.file.error(draw.line, what, "give a probability from 0 to 1"));
+    }
+    Ok(Some(draw))
+}

@@ -1,0 +1,275 @@
+//! Values of the language and their three forms: literal, range, choice.
+
+use crate::decide::{Keyed, below, within};
+use crate::run::Span;
+use ::engine::core::Nanos;
+use std::sync::Arc;
+
+/// A type that scenario files can hold.
+pub(crate) trait Value: Clone + PartialOrd {
+    /// What to write, e.g. `a duration such as "2ms"`.
+    fn form() -> String;
+
+    /// Reads a literal.
+    fn parse(text: &str) -> Option<Self>;
+
+    /// The value at `uniform` of the way from `min` to `max`; `None` if the type has no ranges.
+    fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self>;
+}
+
+/// A value that is drawn per seed: one of some ranges, both ends included. A literal is a single
+/// range of one value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Draw<T> {
+    ranges: Vec<(T, T)>,
+    /// Where it stands; 0 for a default.
+    pub(crate) line: u32,
+}
+
+/// Why a text is no [`Draw`].
+pub(crate) enum Malformed {
+    /// This part cannot be read.
+    Part(String),
+    /// This range starts behind its end.
+    Backward(String),
+    /// This range is of a type that has none.
+    NoRange(String),
+}
+
+impl<T: Value> Draw<T> {
+    /// Always `value`.
+    pub(crate) fn fixed(value: T) -> Draw<T> {
+        Draw { ranges: vec![(value.clone(), value)], line: 0 }
+    }
+
+    /// Anything from `min` to `max`.
+    pub(crate) fn range(min: T, max: T) -> Draw<T> {
+        Draw { ranges: vec![(min, max)], line: 0 }
+    }
+
+    /// Reads `"a"`, `"a..b"` and `"a|b..c|d"`.
+    pub(crate) fn parse(text: &str, line: u32) -> Result<Draw<T>, Malformed> {
+        let mut ranges = Vec::new();
+        for part in text.split('|') {
+            let part = part.trim();
+            let read = |text: &str| {
+                T::parse(text.trim()).ok_or_else(|| Malformed::Part(text.trim().into()))
+            };
+            let range = match part.split_once("..") {
+                None => {
+                    let value = read(part)?;
+                    (value.clone(), value)
+                }
+                Some((min, max)) => (read(min)?, read(max)?),
+            };
+            if range.0 > range.1 {
+                return Err(Malformed::Backward(part.into()));
+            }
+            if range.0 < range.1 && T::between(&range.0, &range.1, 0).is_none() {
+                return Err(Malformed::NoRange(part.into()));
+            }
+            ranges.push(range);
+        }
+        Ok(Draw { ranges, line })
+    }
+
+    fn pick(&self, key: &Keyed) -> &(T, T) {
+        let choice = key.part("choice").get();
+        &self.ranges[below(choice, self.ranges.len() as u64) as usize]
+    }
+
+    /// The value for a key. Every choice is equally likely, and every value of a range.
+    pub(crate) fn draw(&self, key: &Keyed) -> T {
+        let (min, max) = self.pick(key);
+        if min == max {
+            return min.clone();
+        }
+        T::between(min, max, key.get()).expect("ranges are refused when parsed")
+    }
+
+    /// The only value, if there is only one.
+    pub(crate) fn literal(&self) -> Option<&T> {
+        match self.ranges.as_slice() {
+            [(min, max)] if min == max => Some(min),
+            _ => None,
+        }
+    }
+
+    /// The only range, if there is only one.
+    pub(crate) fn single(&self) -> Option<&(T, T)> {
+        match self.ranges.as_slice() {
+            [range] => Some(range),
+            _ => None,
+        }
+    }
+
+    /// Both ends of every range.
+    pub(crate) fn ends(&self) -> impl Iterator<Item = &T> {
+        self.ranges.iter().flat_map(|(min, max)| [min, max])
+    }
+
+    /// The largest possible value.
+    pub(crate) fn largest(&self) -> T {
+        let largest = self.ranges.iter().map(|(_, max)| max);
+        largest.reduce(|a, b| if b > a { b } else { a }).expect("a draw has a range").clone()
+    }
+}
+
+impl Draw<Nanos> {
+    /// Decides the choice and keeps the range, to be drawn at each use.
+    pub(crate) fn span(&self, key: &Keyed) -> Span {
+        let (min, max) = *self.pick(key);
+        Span { min, max }
+    }
+}
+
+macro_rules! whole_number {
+    ($($type:ty)*) => {$(
+        impl Value for $type {
+            fn form() -> String {
+                format!("a whole number up to {}", <$type>::MAX)
+            }
+
+            fn parse(text: &str) -> Option<Self> {
+                if text.starts_with('+') { None } else { text.replace('_', "").parse().ok() }
+            }
+
+            fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self> {
+                let drawn = within(uniform, u64::from(*min), u64::from(*max));
+                Some(drawn as $type)
+            }
+        }
+    )*};
+}
+
+whole_number!(u16 u32 u64);
+
+macro_rules! measured {
+    ($($type:ident($inner:ty) $form:literal [$($unit:literal $factor:expr),*])*) => {$(
+        impl Value for $type {
+            fn form() -> String {
+                $form.into()
+            }
+
+            fn parse(text: &str) -> Option<Self> {
+                let value = scaled(text, &[$(($unit, $factor)),*])?;
+                Some($type(<$inner>::try_from(value).ok()?))
+            }
+
+            fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self> {
+                let drawn = within(uniform, u64::from(min.0), u64::from(max.0));
+                Some($type(drawn as $inner))
+            }
+        }
+    )*};
+}
+
+/// A size in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Bytes(pub(crate) u32);
+
+/// A bandwidth in bytes per second.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Rate(pub(crate) u64);
+
+/// A very short time in femtoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Femtos(pub(crate) u64);
+
+/// A probability in a million.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Chance(pub(crate) u32);
+
+/// A factor in thousandths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Factor(pub(crate) u32);
+
+measured! {
+    Nanos(u64) "a duration such as \"2us\", \"1.5s\" or \"10min\"" [
+        "ns" 1, "us" 1_000, "ms" 1_000_000, "s" 1_000_000_000, "min" 60_000_000_000,
+        "h" 3_600_000_000_000
+    ]
+    Femtos(u64) "a time such as \"500fs\", \"30ps\" or \"20ns\"" [
+        "fs" 1, "ps" 1_000, "ns" 1_000_000, "us" 1_000_000_000
+    ]
+    Bytes(u32) "a size such as 8192, \"8KiB\" or \"1MiB\"" [
+        "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
+    ]
+    Rate(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [
+        "B/s" 1, "KB/s" 1_000, "MB/s" 1_000_000, "GB/s" 1_000_000_000, "TB/s" 1_000_000_000_000,
+        "Mb/s" 125_000, "Gb/s" 125_000_000
+    ]
+    Chance(u32) "a probability such as 0.25, in steps of 0.000001" ["" 1_000_000]
+    Factor(u32) "a factor such as 2 or 0.5, in steps of 0.001" ["" 1_000]
+}
+
+/// `12.5ms` with the units of `units`, exactly: `None` if digits are lost or the unit is unknown.
+fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.' && c != '_');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let factor = units.iter().find(|(name, _)| *name == unit.trim())?.1;
+    let number = number.replace('_', "");
+    let (whole, fraction) = number.split_once('.').unwrap_or((&number, "0"));
+    if fraction.is_empty() || fraction.len() > 18 {
+        return None;
+    }
+    let denominator = 10_u128.pow(fraction.len() as u32);
+    let value =
+        u128::from(whole.parse::<u64>().ok()?) * denominator + fraction.parse::<u128>().ok()?;
+    let value = value.checked_mul(factor.into())?;
+    (value % denominator == 0).then(|| u64::try_from(value / denominator).ok())?
+}
+
+/// A name of an instance or of a group of them.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Name(pub(crate) Arc<str>);
+
+impl Value for Name {
+    fn form() -> String {
+        "a name of letters, digits, '-', '_' and '.'".into()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        (!text.is_empty() && text.chars().all(legal)).then(|| Name(text.into()))
+    }
+
+    fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
+        None
+    }
+}
+
+/// Makes types with named values readable.
+macro_rules! named_values {
+    ($($type:ty: $($name:literal = $value:expr),* ;)*) => {$(
+        impl $crate::value::Value for $type {
+            fn form() -> String {
+                let names: &[&str] = &[$($name),*];
+                $crate::value::one_of(names)
+            }
+
+            fn parse(text: &str) -> Option<Self> {
+                match text {
+                    $($name => Some($value),)*
+                    _ => None,
+                }
+            }
+
+            fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
+                None
+            }
+        }
+    )*};
+}
+
+/// `one of "a", "b"`.
+pub(crate) fn one_of(names: &[&str]) -> String {
+    let quoted: Vec<String> = names.iter().map(|name| format!("\"{name}\"")).collect();
+    format!("one of {}", quoted.join(", "))
+}
+
+named_values! {
+    bool: "true" = true, "false" = false;
+}
+
+pub(crate) use named_values;

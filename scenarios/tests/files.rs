@@ -1,0 +1,77 @@
+//! Every scenario file of the repository is valid, and so is the bundled trace.
+
+use scenarios::trace::TraceReader;
+use scenarios::trace::generate::{CHAT, generate, to_jsonl};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn folder() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn files() -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder().to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("folder can be listed") {
+            let path = entry.expect("entry can be read").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|ext| ext == "toml")
+                && path
+                    .file_name()
+                    .is_some_and(|name| name != "Cargo.toml" && name != "clippy.toml")
+            {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn every_file_parses_and_draws_twenty_seeds() {
+    let files = files();
+    assert!(files.len() >= 6, "found only {files:?}");
+    for file in files {
+        let scenario = scenarios::load(&file).unwrap_or_else(|why| panic!("{why}"));
+        for seed in 0..20 {
+            let run = scenario.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+            assert_eq!(run, scenario.draw(seed).expect("the same as before"));
+            assert!(run.requests.is_sorted_by_key(|request| request.arrival), "{}", run.name);
+            let names: BTreeSet<_> = run.instances.iter().map(|one| &one.name).collect();
+            assert_eq!(names.len(), run.instances.len(), "{}", run.name);
+        }
+    }
+}
+
+#[test]
+fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
+    let swarm = scenarios::load(folder().join("swarm.toml")).unwrap_or_else(|why| panic!("{why}"));
+    let mut seen = BTreeSet::new();
+    let mut left_out = BTreeSet::new();
+    for seed in 0..400 {
+        let run = swarm.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+        assert!(run.requests.len() <= 12);
+        let on: BTreeSet<_> =
+            run.faults.iter().map(|fault| fault.kind).chain(run.shaped.iter().copied()).collect();
+        left_out.extend(scenarios::FaultKind::ALL.iter().filter(|kind| !on.contains(kind)));
+        seen.extend(on);
+    }
+    let all: BTreeSet<_> = scenarios::FaultKind::ALL.iter().copied().collect();
+    assert_eq!(seen, all);
+    assert_eq!(left_out, all);
+}
+
+#[test]
+fn the_bundled_trace_is_what_its_generator_makes() {
+    let file = folder().join("traces/chat.jsonl");
+    let text = std::fs::read_to_string(&file).expect("the trace is bundled");
+    let records = generate(&CHAT);
+    assert_eq!(text, to_jsonl(&records), "run `cargo run -p scenarios --example make-trace`");
+    let read: Vec<_> = TraceReader::open(&file)
+        .and_then(|reader| reader.collect())
+        .unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(read, records);
+}

@@ -3,6 +3,7 @@
 //! A scenario file is drawn into a [`Run`], in which every value is literal. All randomness is
 //! keyed, see [`decide`].
 
+mod bundled;
 pub mod cost;
 pub mod decide;
 mod doc;
@@ -16,6 +17,7 @@ pub mod run;
 pub mod trace;
 mod value;
 
+pub use bundled::{BUNDLED, bundled};
 pub use error::ScenarioError;
 pub use lists::{Event, FaultKind, InvariantId, MessageName};
 pub use parse::{Form, Opportunity, Scenario, load, load_with_trace, parse};

@@ -75,3 +75,15 @@ fn the_bundled_trace_is_what_its_generator_makes() {
         .unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(read, records);
 }
+
+#[test]
+fn the_bundled_scenario_is_the_file() {
+    let file =
+        scenarios::load(folder().join("trace/push.toml")).unwrap_or_else(|why| panic!("{why}"));
+    let bundled = scenarios::bundled(None).unwrap_or_else(|why| panic!("{why}"));
+    let draw =
+        |scenario: &scenarios::Scenario| scenario.draw(1).unwrap_or_else(|why| panic!("{why}"));
+    let (file, mut bundled) = (draw(&file), draw(&bundled));
+    bundled.name.clone_from(&file.name);
+    assert_eq!(bundled, file);
+}

@@ -78,6 +78,13 @@ pub fn parse(
     folder: &Path,
     trace: Option<&Path>,
 ) -> Result<Scenario, ScenarioError> {
+    let mut scenario = read(file, text, folder)?;
+    scenario.replace_trace(trace)?;
+    scenario.check()?;
+    Ok(scenario)
+}
+
+fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError> {
     let doc = Doc { file: File(file.into()), text };
     let table = doc.parse()?;
     let root = Section::new(&doc, "", Some(table.get_ref()), 1);
@@ -85,7 +92,7 @@ pub fn parse(
         Some(field) => field.text()?.to_string(),
         None => return Err(root.error("the scenario has no `about`", "say what it shows")),
     };
-    let mut scenario = Scenario {
+    let scenario = Scenario {
         file: doc.file.clone(),
         about,
         seed: seed(&root)?,
@@ -99,7 +106,21 @@ pub fn parse(
         expect: settings::expect(&root.section("expect")?)?,
     };
     root.finish()?;
-    scenario.replace_trace(trace)?;
+    Ok(scenario)
+}
+
+/// As [`parse`], with the text of a trace that stands for the file that the scenario names.
+pub(crate) fn parse_bundled(
+    file: &str,
+    text: &str,
+    trace_text: &'static str,
+    trace: Option<&Path>,
+) -> Result<Scenario, ScenarioError> {
+    let mut scenario = read(file, text, Path::new(""))?;
+    match &mut scenario.workload.trace {
+        Some(source) if trace.is_none() => source.text = Some(trace_text),
+        _ => scenario.replace_trace(trace)?,
+    }
     scenario.check()?;
     Ok(scenario)
 }
@@ -155,6 +176,11 @@ impl Scenario {
 
     fn replace_trace(&mut self, with: Option<&Path>) -> Result<(), ScenarioError> {
         let Some(with) = with else { return Ok(()) };
+        if let Err(why) = std::fs::metadata(with) {
+            let file = File(with.display().to_string().into());
+            let what = format!("cannot read the trace: {why}");
+            return Err(file.error(0, what, "name a file that exists"));
+        }
         match &mut self.workload.trace {
             Some(TraceSource { path, .. }) => {
                 *path = PathBuf::from(with);
@@ -181,6 +207,7 @@ impl Scenario {
             }
         }
         if let Some(trace) = &self.workload.trace
+            && trace.text.is_none()
             && let Err(why) = std::fs::metadata(&trace.path)
         {
             let what = format!("cannot read the trace {}: {why}", trace.path.display());

@@ -5,7 +5,7 @@ use crate::decide::{Keyed, below, chance, kind, mix};
 use crate::doc::{File, Section};
 use crate::error::ScenarioError;
 use crate::run::{Prompt, Request};
-use crate::trace::{TOKENS_PER_HASH, TraceReader};
+use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
 use crate::value::{Chance, Draw, Factor};
 use ::engine::core::Nanos;
 use ::engine::core::message::Mode;
@@ -38,6 +38,8 @@ pub(super) struct WorkloadSpec {
 #[derive(Debug)]
 pub(super) struct TraceSource {
     pub(super) path: PathBuf,
+    /// The trace itself, if it is part of the program.
+    pub(super) text: Option<&'static str>,
     pub(super) line: u32,
 }
 
@@ -68,7 +70,10 @@ impl WorkloadSpec {
         folder: &Path,
     ) -> Result<WorkloadSpec, ScenarioError> {
         let trace = match section.get("trace") {
-            Some(field) => Some(TraceSource { path: folder.join(field.text()?), line: field.line }),
+            Some(field) => {
+                let path = folder.join(field.text()?);
+                Some(TraceSource { path, text: None, line: field.line })
+            }
             None => None,
         };
         let spec = WorkloadSpec {
@@ -157,14 +162,15 @@ impl WorkloadSpec {
         let key = Keyed::new(seed, "workload.trace");
         let limit = or(&self.limit, u32::MAX, &key.part("limit")) as usize;
         let speed = self.speed.draw(&key.part("speed")).0;
+        let request = |record: TraceRecord| record.request(speed);
+        if let Some(text) = trace.text {
+            let reader = TraceReader::new(text.as_bytes(), file.0.clone());
+            return reader.take(limit).map(|record| record.map(request)).collect();
+        }
         let reader = TraceReader::open(&trace.path).map_err(|why| {
             file.error(trace.line, format!("{}: {}", why.file, why.what), why.remedy)
         })?;
-        let mut requests = Vec::new();
-        for record in reader.take(limit) {
-            requests.push(record?.request(speed));
-        }
-        Ok(requests)
+        reader.take(limit).map(|record| record.map(request)).collect()
     }
 
     fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<Request> {

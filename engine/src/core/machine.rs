@@ -35,6 +35,12 @@ impl<E> Default for Outbox<E> {
     }
 }
 
+impl<E> From<Vec<E>> for Outbox<E> {
+    fn from(effects: Vec<E>) -> Self {
+        Outbox { effects }
+    }
+}
+
 impl<E> Outbox<E> {
     /// An empty outbox.
     pub fn new() -> Self {

@@ -1,0 +1,127 @@
+//! Rules of the tree that no compiler checks.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Longest source file, in lines.
+const FILE_LINES_MAX: usize = 600;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Files below `folder` (relative to the root) that end in `ending`, build output left out.
+fn files(folder: &str, ending: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut open = vec![root().join(folder)];
+    while let Some(folder) = open.pop() {
+        let Ok(entries) = fs::read_dir(&folder) else { continue };
+        for entry in entries {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if path.is_dir() {
+                if !name.starts_with('.') && !name.starts_with("target") {
+                    open.push(path);
+                }
+            } else if name.ends_with(ending) {
+                found.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The words of a text that could be names.
+fn words(text: &str) -> BTreeSet<&str> {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect()
+}
+
+#[test]
+fn files_are_small_rooms() {
+    let long: Vec<_> = files("", ".rs")
+        .into_iter()
+        .map(|path| (read(&path).lines().count(), path))
+        .filter(|(lines, _)| *lines > FILE_LINES_MAX)
+        .collect();
+    assert!(long.is_empty(), "longer than {FILE_LINES_MAX} lines: {long:?}");
+}
+
+#[test]
+fn the_core_and_the_simulator_know_no_clock_no_chance_and_no_async() {
+    let core = ["tokio", "actix", "rand", "HashMap", "HashSet", "Instant", "SystemTime", "async"];
+    let simulator = ["tokio", "actix", "HashMap", "HashSet", "Instant", "SystemTime", "async"];
+    for (folder, banned) in [("engine/src/core", &core[..]), ("fabric-sim/src", &simulator[..])] {
+        for path in files(folder, ".rs") {
+            let text = read(&path);
+            let code: String = text
+                .lines()
+                .filter(|line| !line.trim_start().starts_with("//"))
+                .flat_map(|line| [line, "\n"])
+                .collect();
+            let used: Vec<_> = banned.iter().filter(|word| words(&code).contains(**word)).collect();
+            assert!(used.is_empty(), "{} uses {used:?}", path.display());
+        }
+    }
+}
+
+#[test]
+fn every_invariant_fault_event_and_message_is_documented() {
+    let reference = read(&root().join("scenarios/README.md"));
+    let lists = read(&root().join("scenarios/src/lists.rs"));
+    // Entries read `Variant "id" "name" "about"`.
+    let names = lists.lines().filter_map(|line| {
+        let mut parts = line.split('"');
+        let (variant, _id, _gap, name) =
+            (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
+        let entry = variant.trim().chars().all(|c| c.is_ascii_alphanumeric());
+        (entry && !variant.trim().is_empty() && parts.count() >= 2).then_some(name)
+    });
+    let missing: Vec<_> = names.filter(|name| !reference.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "not in scenarios/README.md: {missing:?}");
+}
+
+#[test]
+fn every_test_and_scenario_that_the_contract_names_exists() {
+    let contract = read(&root().join("engine/CONTRACT.md"));
+    let sources: String = files("", ".rs").iter().map(|path| read(path)).collect();
+    let functions: BTreeSet<&str> = sources
+        .lines()
+        .filter_map(|line| line.trim_start().strip_prefix("fn "))
+        .filter_map(|rest| rest.split(['(', '<']).next())
+        .collect();
+    let quoted: Vec<&str> = contract.split('`').skip(1).step_by(2).collect();
+    let mut named = 0;
+    for name in quoted {
+        if let Some(file) = name.strip_prefix("scenarios/") {
+            assert!(root().join("scenarios").join(file).exists(), "no scenario file {name}");
+            named += 1;
+        } else if let Some(test) = name.strip_prefix("fn ") {
+            assert!(functions.contains(test), "CONTRACT.md names the test {test}: not found");
+            named += 1;
+        }
+    }
+    assert!(named >= 60, "CONTRACT.md pins only {named} things");
+}
+
+#[test]
+fn every_hazard_has_a_line_in_the_contract() {
+    let contract = read(&root().join("engine/CONTRACT.md"));
+    let words = words(&contract);
+    let missing: Vec<_> =
+        (1..=84).map(|n| format!("H{n}")).filter(|id| !words.contains(id.as_str())).collect();
+    assert!(missing.is_empty(), "hazards without a line: {missing:?}");
+}
+
+#[test]
+fn the_readme_names_every_crate() {
+    let readme = read(&root().join("README.md"));
+    for crate_name in ["engine", "scenarios", "fabric-sim", "host", "benches"] {
+        assert!(readme.contains(&format!("`{crate_name}")), "README.md does not name {crate_name}");
+    }
+}

@@ -82,6 +82,10 @@ impl Default for CoreSettings {
     }
 }
 
+/// Times in a row that the ranks of a peer that still answers are connected anew, before the
+/// conversation is ended.
+const REBUILDS_MAX: u32 = 5;
+
 /// Blocks of one request, per group.
 pub(super) type Blocks = Arc<Vec<BlockList>>;
 
@@ -372,11 +376,19 @@ impl Station {
         }
         self.fencing.remove(&slot);
         news.push(News::Fenced { slot });
-        if self.peers.info(slot).is_some() {
-            let tries = self.rebuilds.entry(slot).or_default();
-            let pause = self.rebuild_delay.scale(1 << (*tries).min(6), 1);
+        if self.peers.info(slot).is_none() {
+            return;
+        }
+        let tries = self.rebuilds.entry(slot).or_default();
+        if *tries < REBUILDS_MAX {
+            let pause = self.rebuild_delay.scale(1 << *tries, 1);
             *tries += 1;
             self.timers.arm(Timer::Rebuild(slot), now + pause);
+        } else {
+            self.rebuilds.remove(&slot);
+            self.peers.close(now, slot, &mut self.peer_out);
+            news.push(News::Down { slot, failure: Failure::Unreachable });
+            news.push(News::Fenced { slot });
         }
     }
 

@@ -4,7 +4,6 @@ pub use super::kind::MessageKind;
 use super::skim::skim;
 use crate::core::error::PeerViolation;
 use crate::core::ids::{EngineId, Incarnation};
-use crate::core::layout::Geometry;
 use crate::core::message::{Hello, Message, Registration};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -234,12 +233,6 @@ pub fn kind_of(message: &Message) -> MessageKind {
         Message::Cancel { .. } => MessageKind::Cancel,
         Message::Ended { .. } => MessageKind::Ended,
     }
-}
-
-/// [`Hello::fingerprint`] of a geometry: 64-bit FNV-1a over its MessagePack form.
-pub fn fingerprint(geometry: &Geometry) -> u64 {
-    let bytes = rmp_serde::to_vec(geometry).expect("a Vec takes every value of known length");
-    hash(bytes.into_iter())
 }
 
 /// 64-bit FNV-1a (<https://datatracker.ietf.org/doc/html/draft-eastlake-fnv>).

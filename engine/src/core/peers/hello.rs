@@ -44,7 +44,7 @@ fn check(me: &Me, ranks: &[RankLayout], hello: &Hello) -> Result<u32, Failure> {
     if hello.role == me.role {
         return refuse(format!("{mine} and {theirs} are both {}", me.role));
     }
-    let fingerprint = native::fingerprint(&hello.geometry);
+    let fingerprint = hello.geometry.fingerprint();
     if hello.fingerprint != fingerprint {
         return refuse(format!(
             "geometry of {theirs} is damaged: fingerprint {:016x}, expected {fingerprint:016x}",

@@ -10,7 +10,6 @@ mod slot;
 
 use super::channel::{Channel, ChannelConfig};
 use super::command::ControlCommand;
-use super::dialect::native;
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, Incarnation, PeerSlot};
 use super::layout::{Geometry, RankLayout};
@@ -173,7 +172,7 @@ impl Peers {
     pub fn new(mut config: ChannelConfig, me: Me) -> Peers {
         (config.retransmit, config.retransmit_max) = config.waits();
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
-        let fingerprint = native::fingerprint(&me.geometry);
+        let fingerprint = me.geometry.fingerprint();
         Peers {
             config,
             me,

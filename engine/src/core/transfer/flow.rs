@@ -25,7 +25,7 @@ pub(super) struct Flow {
     pub(super) peer: PeerSlot,
     pub(super) local: Local,
     pub(super) remote: Arc<Vec<BlockList>>,
-    tokens: u32,
+    pub(super) tokens: u32,
     /// Tokens posted, per unit of the peer.
     posted: Vec<u32>,
     /// Units not wholly posted.

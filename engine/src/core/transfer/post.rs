@@ -68,7 +68,7 @@ impl Transfer {
         let planned = match (local.get(unit.group), flow.remote.get(unit.group)) {
             (Some(local), Some(remote)) => {
                 let span = Span { group: unit.group, from: post.from, to: post.to, local, remote };
-                unit.plan(&peer.routes, span, &mut self.scratch)
+                unit.plan(&peer.routes, span, flow.tokens, &mut self.scratch)
             }
             _ => Err(Mismatch(format!("no block list for group {}", unit.group).into())),
         };

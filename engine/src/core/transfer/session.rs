@@ -25,8 +25,6 @@ pub(super) struct Unit {
     kind: GroupKind,
     /// Tokens are sent in multiples of the larger block size of the two sides.
     align: u32,
-    /// Tokens per block, here and there.
-    block_tokens: (u32, u32),
 }
 
 impl Unit {
@@ -41,22 +39,20 @@ impl Unit {
         }
     }
 
-    /// Plans a span; what a sliding window has dropped on either side is left out.
+    /// Plans a span of a prompt of `tokens` tokens; what is outside a sliding window is left out.
     pub(super) fn plan(
         &self,
         routes: &[Route],
         mut span: Span<'_>,
+        tokens: u32,
         out: &mut Slices,
     ) -> Result<(), Mismatch> {
         match self.kind {
             GroupKind::State => (span.from, span.to) = (0, 1),
-            _ => {
-                let dropped = |first: u32, size: u32| first.saturating_mul(size);
-                span.from = span
-                    .from
-                    .max(dropped(span.local.first, self.block_tokens.0))
-                    .max(dropped(span.remote.first, self.block_tokens.1));
+            GroupKind::Window { tokens: window } => {
+                span.from = span.from.max(tokens.saturating_sub(window));
             }
+            GroupKind::Full => {}
         }
         if span.from >= span.to {
             return Ok(());
@@ -215,7 +211,6 @@ impl Transfer {
                         layers: layers.to_vec(),
                         kind: spec.kind,
                         align: own.alignment(geometry, group),
-                        block_tokens: (spec.block_tokens, geometry.groups[group].block_tokens),
                     });
                 }
             }

@@ -13,7 +13,7 @@ pub struct Cost {
     pub weights: Nanos,
     /// Linear layers, per computed token.
     pub token_fs: u64,
-    /// Attention, per pair of a computed token and a token before it.
+    /// Attention, per pair of a computed token and a token up to it.
     pub pair_fs: u64,
     /// Reading the KV cache, per token of context of each running request.
     pub context_fs: u64,
@@ -24,7 +24,7 @@ pub struct Cost {
 pub struct Work {
     /// Computed tokens: prompt tokens of all chunks and one per decoding request.
     pub tokens: u64,
-    /// Sum over the computed prompt tokens of their positions.
+    /// Pairs of a computed prompt token and a token up to it.
     pub pairs: u64,
     /// Sum over the decoding requests of their context lengths.
     pub context: u64,
@@ -35,7 +35,7 @@ impl Work {
     pub const fn prefill(&mut self, from: u32, to: u32) {
         let (from, to) = (from as u64, to as u64);
         self.tokens += to - from;
-        self.pairs += (to - from) * (from + to) / 2;
+        self.pairs += (to - from) * (from + to + 1) / 2;
     }
 
     /// Adds one generated token behind `context` others.

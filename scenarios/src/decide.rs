@@ -86,3 +86,44 @@ impl Keyed {
         decide(self.seed, self.kind, self.actor, self.n)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_numbers_stay_the_same() {
+        // Recordings and seeds in bug reports depend on them.
+        assert_eq!(kind("wire.loss"), 16_810_927_942_421_374_645);
+        assert_eq!(decide(1, 2, 3, 4), 91_520_252_847_180_482);
+    }
+
+    #[test]
+    fn each_of_the_four_words_matters() {
+        let base = decide(1, 2, 3, 4);
+        for other in
+            [decide(2, 2, 3, 4), decide(1, 3, 3, 4), decide(1, 2, 4, 4), decide(1, 2, 3, 5)]
+        {
+            // Half of the bits differ, give or take.
+            assert!((12..=52).contains(&(base ^ other).count_ones()));
+        }
+    }
+
+    #[test]
+    fn probabilities_are_met() {
+        for ppm in [0, 1_000, 250_000, 999_000, 1_000_000] {
+            let hits = (0..100_000).filter(|n| chance(decide(7, kind("test"), 0, *n), ppm)).count();
+            let expected = ppm as usize / 10;
+            assert!(hits.abs_diff(expected) <= 500, "{hits} of {expected} at {ppm}");
+        }
+    }
+
+    #[test]
+    fn ranges_reach_their_ends() {
+        assert_eq!(within(0, 3, 9), 3);
+        assert_eq!(within(u64::MAX, 3, 9), 9);
+        assert_eq!(within(u64::MAX, 0, u64::MAX), u64::MAX);
+        assert_eq!(within(5, 4, 4), 4);
+        assert_eq!(below(u64::MAX, 0), 0);
+    }
+}

@@ -164,6 +164,12 @@ impl<'a> Section<'a> {
         self.table.into_iter().flat_map(|table| table.keys()).map(|key| key.get_ref().as_ref())
     }
 
+    /// The line of a key, or of the table if it has no such key.
+    pub(crate) fn line_of(&self, key: &str) -> u32 {
+        let entry = self.table.and_then(|table| table.get_key_value(key));
+        entry.map_or(self.line, |(name, _)| self.doc.line(name.span().start))
+    }
+
     /// The table in one spelling, whatever its layout and order of keys.
     pub(crate) fn canonical(&self) -> String {
         let mut text = String::new();
@@ -206,7 +212,7 @@ impl<'a> Field<'a> {
             DeValue::Integer(number) if number.radix() == 10 => number.as_str().into(),
             DeValue::Float(number) => number.as_str().into(),
             DeValue::Boolean(value) => value.to_string(),
-            other => return Err(self.wrong(&format!("a {}", other.type_str()), &T::form())),
+            other => return Err(self.wrong(type_name(other), &T::form())),
         };
         Draw::parse(&text, self.line).map_err(|why| match why {
             Malformed::Part(part) => self.wrong(&format!("`{part}`"), &T::form()),
@@ -234,7 +240,7 @@ impl<'a> Field<'a> {
     pub(crate) fn text(&self) -> Result<&'a str, ScenarioError> {
         match self.value {
             DeValue::String(text) => Ok(text),
-            other => Err(self.wrong(&format!("a {}", other.type_str()), "a text in quotes")),
+            other => Err(self.wrong(type_name(other), "a text in quotes")),
         }
     }
 
@@ -255,7 +261,7 @@ impl<'a> Field<'a> {
         lookup: impl Fn(&str) -> Option<T>,
     ) -> Result<Vec<T>, ScenarioError> {
         let DeValue::Array(items) = self.value else {
-            return Err(self.wrong(&format!("a {}", self.value.type_str()), "a list of texts"));
+            return Err(self.wrong(type_name(self.value), "a list of texts"));
         };
         let mut found = Vec::new();
         for item in items.iter() {
@@ -291,14 +297,14 @@ impl<'a> Field<'a> {
             DeValue::Table(table) => {
                 Ok(Section::new(self.doc, self.path.clone(), Some(table), self.line))
             }
-            other => Err(self.wrong(&format!("a {}", other.type_str()), "a table")),
+            other => Err(self.wrong(type_name(other), "a table")),
         }
     }
 
     /// An array of tables.
     pub(crate) fn sections(&self) -> Result<Vec<Section<'a>>, ScenarioError> {
         let DeValue::Array(items) = self.value else {
-            return Err(self.wrong(&format!("a {}", self.value.type_str()), "a list of tables"));
+            return Err(self.wrong(type_name(self.value), "a list of tables"));
         };
         let mut sections = Vec::new();
         for (index, item) in items.iter().enumerate() {
@@ -321,6 +327,17 @@ impl<'a> Field<'a> {
         remedy: impl Into<String>,
     ) -> ScenarioError {
         self.doc.file.error(self.line, what, remedy)
+    }
+}
+
+fn type_name(value: &DeValue<'_>) -> &'static str {
+    match value {
+        DeValue::String(_) => "a text",
+        DeValue::Integer(_) | DeValue::Float(_) => "a number",
+        DeValue::Boolean(_) => "true or false",
+        DeValue::Datetime(_) => "a date",
+        DeValue::Array(_) => "a list",
+        DeValue::Table(_) => "a table",
     }
 }
 

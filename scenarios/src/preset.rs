@@ -187,3 +187,50 @@ pub const SMALL: Cost = Cost {
     pair_fs: 1_000_000,
     context_fs: 10_000_000,
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cost::Work;
+    use crate::run::{Instance, Run};
+    use std::path::Path;
+
+    fn run(model: &str, tp: u16) -> Run {
+        let text = format!(
+            "about = \"test\"\n[model]\npreset = \"{model}\"\nblock_tokens = 128\n\
+             [topology]\nhardware = \"mi300x\"\n\
+             prefill = [{{ tp = {tp} }}]\ndecode = [{{ tp = {tp} }}]"
+        );
+        let scenario = crate::parse("test", &text, Path::new(""), None);
+        let scenario = scenario.unwrap_or_else(|why| panic!("{why}"));
+        scenario.draw(1).unwrap_or_else(|why| panic!("{why}"))
+    }
+
+    #[test]
+    fn kv_bytes_per_token_are_the_published_ones() {
+        // Over all ranks, except that MLA has its latent on every rank.
+        let bytes = |model, tp| run(model, tp).model.token_bytes_per_rank(tp) * u64::from(tp);
+        assert_eq!(bytes("llama-3.1-70b", 8), 80 * 8 * 128 * 2 * 2);
+        assert_eq!(bytes("qwen3-235b-a22b", 4), 94 * 4 * 128 * 2 * 2);
+        assert_eq!(bytes("deepseek-r1", 8), 8 * 61 * 576 * 2);
+        // Four heads on eight ranks: each head twice.
+        assert_eq!(bytes("qwen3-235b-a22b", 8), 2 * 94 * 4 * 128 * 2 * 2);
+    }
+
+    #[test]
+    fn llama_on_eight_mi300x_has_the_stated_speed() {
+        let run = run("llama-3.1-70b", 8);
+        let Instance { cost, blocks, .. } = run.instances[0];
+        // 141.2 GFLOP per token at 8 x 1307.4 x 45 % TFLOPS; weights at 8 x 5.3 x 70 % TB/s.
+        assert_eq!(cost.token_fs, 30_000_169_972);
+        assert_eq!(cost.weights, Nanos(4_757_412));
+        // (172.8 GB - 17.65 GB) over 128 tokens of 40,960 bytes.
+        assert_eq!(blocks, 29_592);
+        let mut prefill = Work::default();
+        prefill.prefill(0, 8192);
+        assert_eq!(cost.time(&prefill).0 / 1_000_000, 264);
+        let mut decode = Work::default();
+        (0..32).for_each(|_| decode.decode(8192));
+        assert_eq!(cost.time(&decode).0 / 1_000_000, 7);
+    }
+}

@@ -286,24 +286,16 @@ pub struct Request {
     pub stop: bool,
 }
 
-/// What a prompt contains. Two prompts are equal up to token t if the identities of token t - 1
-/// are equal.
+/// What a prompt contains, by hashes instead of tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Prompt {
     /// Length in tokens.
     pub tokens: u32,
-    /// Chain hash of each leading full run of [`Run::prefix_tokens`] tokens.
+    /// One hash per leading full run of [`Run::prefix_tokens`] tokens; equal hashes at one index
+    /// mean equal prompts up to the end of that run.
     pub prefix: Arc<[u64]>,
-    /// Identity of the tokens behind those runs.
+    /// Names what follows those runs; equal only for equal prompts.
     pub tail: u64,
-}
-
-impl Prompt {
-    /// Identity of the content from the start up to and including the run that token `position`
-    /// is in. Equal identities are equal content.
-    pub fn identity(&self, position: u32, prefix_tokens: u32) -> u64 {
-        self.prefix.get((position / prefix_tokens) as usize).copied().unwrap_or(self.tail)
-    }
 }
 
 /// A fault that the simulator injects.

@@ -62,11 +62,11 @@ impl<T: Value> Draw<T> {
                 }
                 Some((min, max)) => (read(min)?, read(max)?),
             };
+            if range.0 != range.1 && T::between(&range.0, &range.0, 0).is_none() {
+                return Err(Malformed::NoRange(part.into()));
+            }
             if range.0 > range.1 {
                 return Err(Malformed::Backward(part.into()));
-            }
-            if range.0 < range.1 && T::between(&range.0, &range.1, 0).is_none() {
-                return Err(Malformed::NoRange(part.into()));
             }
             ranges.push(range);
         }
@@ -207,7 +207,7 @@ measured! {
 fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.' && c != '_');
     let (number, unit) = text.split_at(end.unwrap_or(text.len()));
-    let factor = units.iter().find(|(name, _)| *name == unit.trim())?.1;
+    let factor = units.iter().find(|(name, _)| *name == unit)?.1;
     let number = number.replace('_', "");
     let (whole, fraction) = number.split_once('.').unwrap_or((&number, "0"));
     if fraction.is_empty() || fraction.len() > 18 {
@@ -273,3 +273,45 @@ named_values! {
 }
 
 pub(crate) use named_values;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_exact() {
+        let nanos = |text| Nanos::parse(text).map(|nanos| nanos.0);
+        assert_eq!(nanos("2us"), Some(2_000));
+        assert_eq!(nanos("1.5s"), Some(1_500_000_000));
+        assert_eq!(nanos("10min"), Some(600_000_000_000));
+        assert_eq!(nanos("0.000_001ms"), Some(1));
+        assert_eq!(Bytes::parse("8KiB"), Some(Bytes(8192)));
+        assert_eq!(Bytes::parse("8192"), Some(Bytes(8192)));
+        assert_eq!(Rate::parse("40GB/s"), Some(Rate(40_000_000_000)));
+        assert_eq!(Rate::parse("400Gb/s"), Some(Rate(50_000_000_000)));
+        assert_eq!(Chance::parse("0.25"), Some(Chance(250_000)));
+        assert_eq!(Femtos::parse("30ps"), Some(Femtos(30_000)));
+    }
+
+    #[test]
+    fn what_is_no_exact_value_is_refused() {
+        for text in ["", "5", "s", ".5s", "5.s", "1..2s", "-1s", "1e3s", "0.5ns", "5 s", "5sec"] {
+            assert_eq!(Nanos::parse(text), None, "{text}");
+        }
+        for text in ["99999999999h", "18446744073709551616ns"] {
+            assert_eq!(Nanos::parse(text), None, "{text}");
+        }
+        assert_eq!(Chance::parse("0.0000001"), None);
+        assert_eq!(Bytes::parse("4GiB"), None);
+        assert_eq!(u16::parse("65536"), None);
+        assert_eq!(u16::parse("+1"), None);
+    }
+
+    #[test]
+    fn every_choice_and_both_ends_of_a_range_are_drawn() {
+        let Ok(draw) = Draw::<u32>::parse("1|5..7|9", 1) else { panic!("it is a draw") };
+        let drawn: std::collections::BTreeSet<u32> =
+            (0..200).map(|seed| draw.draw(&Keyed::new(seed, "test"))).collect();
+        assert_eq!(drawn.into_iter().collect::<Vec<_>>(), [1, 5, 6, 7, 9]);
+    }
+}

@@ -140,7 +140,7 @@ impl FaultSpec {
                 [] => "remove it".into(),
                 keys => format!("remove it; this kind takes {}", keys.join(", ")),
             };
-            return Err(section.doc.file.error(self.line_of(section, key), what, remedy));
+            return Err(section.doc.file.error(section.line_of(key), what, remedy));
         }
         if let Some(key) = form.required.iter().find(|key| !present.contains(key)) {
             let what = format!("{} has no `{key}`", self.kind);
@@ -152,11 +152,6 @@ impl FaultSpec {
             return Err(section.doc.file.error(self.line, what, "name an instance"));
         }
         Ok(())
-    }
-
-    fn line_of(&self, section: &Section<'_>, key: &str) -> u32 {
-        let known = KEYS.iter().find(|known| **known == key);
-        known.and_then(|key| section.get(key)).map_or(self.line, |field| field.line)
     }
 
     fn check_trigger(&self, section: &Section<'_>, form: &Form) -> Result<(), ScenarioError> {

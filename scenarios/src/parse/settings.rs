@@ -137,10 +137,9 @@ pub(super) fn expect(section: &Section<'_>) -> Result<Expect, ScenarioError> {
     let exit = section.literal::<u64>("exit")?.unwrap_or(0);
     if !EXITS.contains(&exit) {
         let what = format!("`{}` is {exit}", section.path("exit"));
-        let line = section.get("exit").map_or(section.line, |field| field.line);
         let remedy =
             "give 0 (held), 3 (liveness), 4 (correctness), 5 (not deterministic) or 6 (panic)";
-        return Err(section.doc.file.error(line, what, remedy));
+        return Err(section.doc.file.error(section.line_of("exit"), what, remedy));
     }
     let requests = section.section("requests")?;
     let counts = Counts {

@@ -138,7 +138,10 @@ impl TopologySpec {
         let mut shapes = Vec::new();
         for (at, spec) in self.instances.iter().enumerate() {
             let count = match &spec.count {
-                Some(count) => count.draw(&Keyed::new(seed, "topology.count").actor(at as u64)),
+                Some(count) => {
+                    let key = Keyed::new(seed, "topology.count").actor(kind(&self.name(at, 0)));
+                    count.draw(&key)
+                }
                 None => 1,
             };
             for index in 0..count {

@@ -106,7 +106,7 @@ impl WorkloadSpec {
         let error =
             |line, what: &str, remedy: &str| Err(section.doc.file.error(line, what, remedy));
         if self.stop.0 > 1_000_000 {
-            return error(section.line, "`workload.stop` is above 1", "give 0 to 1");
+            return error(section.line_of("stop"), "`workload.stop` is above 1", "give 0 to 1");
         }
         if self.speed.ends().any(|speed| speed.0 == 0) {
             return error(self.speed.line, "`workload.speed` is 0", "give at least 0.001");
@@ -119,7 +119,7 @@ impl WorkloadSpec {
             None => Ok(()),
             Some(key) => {
                 let what = format!("`workload.{key}` has no meaning {without} `trace`");
-                error(section.line, &what, "remove one of them")
+                error(section.line_of(key), &what, "remove one of them")
             }
         }
     }

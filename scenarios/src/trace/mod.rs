@@ -125,10 +125,9 @@ impl<R: BufRead> TraceReader<R> {
     }
 
     fn check(&mut self) -> Result<TraceRecord, ScenarioError> {
-        let record: TraceRecord = serde_json::from_str(&self.text).map_err(|why| {
+        let record: TraceRecord = serde_json::from_str(self.text.trim()).map_err(|why| {
             if why.is_eof() {
-                let what =
-                    format!("the line is cut off after {} bytes", self.text.trim_end().len());
+                let what = format!("the line is cut off after {} bytes", self.text.trim().len());
                 return self.error(what, "restore or remove the line");
             }
             let text = why.to_string();

@@ -1,0 +1,256 @@
+//! What a seed draws: inside what is written, and nothing depends on what else is written.
+
+use proptest::prelude::*;
+use scenarios::run::{Fault, Run, Trigger};
+use std::path::Path;
+
+fn parse(text: &str) -> scenarios::Scenario {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("smoke");
+    scenarios::parse("x.toml", text, &folder, None).unwrap_or_else(|why| panic!("{why}"))
+}
+
+fn draw(text: &str, seed: u64) -> Run {
+    parse(text).draw(seed).unwrap_or_else(|why| panic!("{why}"))
+}
+
+/// The first example of the language's design: differing block sizes and one lost completion.
+const ACK_LOST: &str = r#"
+about = "One lost write ACK must not wedge decode: blocks come back and the request is retried, never hung"
+seed = 7
+[model]
+layers = 4
+kv_heads = 8
+block_tokens = 16
+block_bytes = 8192          # one block of one layer on one prefill rank
+[topology]
+prefill = [{ name = "p0", tp = 2, blocks = 256 }]
+decode = [{ name = "d0", tp = 2, blocks = 256, block_tokens = 32 }]   # block size differs on purpose
+link = { latency = "2us..15us", bandwidth = "40GB/s" }
+[workload]
+mode = "push"
+requests = 12
+prompt_tokens = "64..2048"
+arrival = "1ms"
+[[fault]]
+kind = "fabric.ack_lost"                      # bytes land, completion reports failure
+on = { event = "op.posted", from = "p0", nth = 9 }
+[expect]
+within = "5s"
+hold = ["I1-no-foreign-bytes", "I3-no-leak", "I5-one-outcome", "L1-every-request-ends"]
+requests = { finished = 12 }
+"#;
+
+/// The second example: aborts, a pause and duplicated frames.
+const ABORT: &str = r#"
+about = "Client aborts during a push while the prefill process pauses; its blocks are wanted by the next request"
+seed = "any"                                  # one per run, or `sweep --seeds N`
+[model]
+layers = 2
+block_tokens = 16
+block_bytes = 4096
+[topology]
+prefill = [{ name = "p0", blocks = 64 }, { name = "p1", blocks = 64 }]
+decode = [{ name = "d0", blocks = 24 }]       # tight, so reuse is immediate
+router = { heartbeat = "1s" }
+[workload]
+mode = "push"
+requests = 40
+prompt_tokens = "16..320"
+abort = { chance = 0.2, after = "0ms..8ms" }
+[[fault]]
+kind = "process.pause"
+target = "p0"
+on = { event = "transfer.writing", nth = 3 }
+lasts = "50ms..4s"
+[[fault]]
+kind = "wire.duplicate"
+match = { message = "BlocksReady" }
+chance = 0.1
+[expect]
+within = "30s"
+hold = ["I1-no-foreign-bytes", "I2-no-early-reuse", "I3-no-leak", "L1-every-request-ends", "L2-heals"]
+"#;
+
+#[test]
+fn both_examples_mean_what_they_say() {
+    let run = draw(ACK_LOST, 7);
+    assert_eq!(parse(ACK_LOST).seed(), Some(7));
+    // 8192 bytes = 16 tokens x 4 heads per rank x 128 bytes.
+    assert_eq!(run.model.head_bytes, 128);
+    assert_eq!(run.instances[1].block_tokens, 32);
+    assert_eq!(run.network.bandwidth, 40_000_000_000);
+    assert_eq!((run.network.latency.min.0, run.network.latency.max.0), (2_000, 15_000));
+    assert_eq!(run.requests.len(), 12);
+    assert_eq!(run.requests[11].arrival.0, 11_000_000);
+    assert!(
+        matches!(&run.faults[0].trigger, Trigger::On { nth: 9, from: Some(p), .. } if p == "p0")
+    );
+    assert_eq!(run.expect.hold.len(), 4);
+    assert!(run.expect.requests.finished.is_some_and(|bounds| bounds.contains(12)));
+
+    let run = draw(ABORT, 3);
+    assert_eq!(parse(ABORT).seed(), None);
+    let aborted = run.requests.iter().filter_map(|request| request.abort);
+    assert!((1..20).contains(&aborted.clone().count()));
+    assert!(aborted.into_iter().all(|after| after.0 <= 8_000_000));
+    assert_eq!(run.faults[1].message, Some(scenarios::MessageName::Announce));
+    assert_eq!(run.faults[1].trigger, Trigger::Chance(100_000));
+}
+
+#[test]
+fn a_run_survives_being_recorded() {
+    for text in [ACK_LOST, ABORT] {
+        let run = draw(text, 5);
+        let json = serde_json::to_string(&run).expect("a run is plain data");
+        assert_eq!(serde_json::from_str::<Run>(&json).expect("as written"), run);
+    }
+}
+
+#[test]
+fn prompts_with_a_common_prefix_have_common_hashes_and_nothing_else() {
+    let text = "about = \"t\"\n[workload]\nrequests = 60\nprompt_tokens = 100\n\
+                prefix = { chance = 1, pools = 2, tokens = \"0..100\", run = 16 }";
+    let run = draw(text, 1);
+    let mut shared = 0;
+    for (n, one) in run.requests.iter().enumerate() {
+        for other in &run.requests[..n] {
+            let (a, b) = (&one.prompts[0], &other.prompts[0]);
+            assert_eq!(a.prefix.len(), 6);
+            let common = a.prefix.iter().zip(&*b.prefix).take_while(|(x, y)| x == y).count();
+            let later = a.prefix.iter().zip(&*b.prefix).skip(common).any(|(x, y)| x == y);
+            assert!(!later, "equal behind a difference");
+            assert_ne!(a.tail, b.tail);
+            shared += common;
+        }
+    }
+    assert!(shared > 500, "{shared}");
+}
+
+#[test]
+fn one_word_is_one_instance_within_a_fault() {
+    let text = "about = \"t\"\n[topology]\nprefill = [{ count = 8 }]\n[[fault]]\nkind = \"process.pause\"\n\
+                target = \"prefill\"\non = { event = \"transfer.writing\", from = \"prefill\" }";
+    let mut targets = std::collections::BTreeSet::new();
+    for seed in 0..50 {
+        let fault = draw(text, seed).faults.remove(0);
+        let Trigger::On { from, .. } = fault.trigger else { panic!("it is `on`") };
+        assert_eq!(fault.target, from);
+        targets.insert(from);
+    }
+    assert_eq!(targets.len(), 8);
+}
+
+#[test]
+fn repeated_faults_have_times_and_keys_of_their_own() {
+    let text = "about = \"t\"\n[[fault]]\nkind = \"wire.partition\"\nat = \"1s\"\nevery = \"1s..2s\"\ntimes = 5";
+    let faults = draw(text, 1).faults;
+    let at: Vec<u64> = faults
+        .iter()
+        .map(|fault| match fault.trigger {
+            Trigger::At(at) => at.0,
+            _ => panic!("it is `at`"),
+        })
+        .collect();
+    assert_eq!(at.len(), 5);
+    assert!(at.windows(2).all(|two| (1_000_000_000..=2_000_000_000).contains(&(two[1] - two[0]))));
+    let keys: std::collections::BTreeSet<u64> = faults.iter().map(|fault| fault.key).collect();
+    assert_eq!(keys.len(), 5);
+}
+
+#[test]
+fn a_burst_keeps_the_order_and_compresses_time() {
+    let base = "about = \"t\"\n[workload]\nrequests = 100\narrival = \"10ms\"\n";
+    let burst = "[[fault]]\nkind = \"client.burst\"\nat = \"200ms\"\nlasts = \"20ms\"\nfactor = 10";
+    let arrivals = |text: &str| -> Vec<u64> {
+        draw(text, 1).requests.iter().map(|request| request.arrival.0 / 1_000_000).collect()
+    };
+    let (before, after) = (arrivals(base), arrivals(&format!("{base}{burst}")));
+    assert_eq!(after[..21], before[..21]);
+    assert_eq!(after[21..25], [201, 202, 203, 204]);
+    assert_eq!(after[40], 220);
+    assert_eq!(after[41], 230);
+}
+
+/// Fault tables that draw much.
+const FAULTS: [&str; 6] = [
+    "kind = \"wire.loss\"\nenabled = 0.8\nchance = \"0.01..0.9\"\ntimes = \"1..9\"",
+    "kind = \"wire.loss\"\nenabled = 0.8\nchance = \"0.01..0.8\"\ntimes = \"1..9\"",
+    "kind = \"process.pause\"\ntarget = \"any\"\nat = \"1ms..9s\"\nlasts = \"1ms|2ms|3ms..9ms\"",
+    "kind = \"process.rank_lag\"\ntarget = \"decode\"\nat = \"1ms..9s\"",
+    "kind = \"process.restart_other_geometry\"\ntarget = \"any\"\nat = \"1ms..9s\"\ntp = \"1|2|4\"\nblock_tokens = \"8|16\"",
+    "kind = \"fabric.partial\"\non = { event = \"op.posted|op.landed\", from = \"any\", nth = \"1..99\" }",
+];
+
+fn with_faults(mask: u8) -> String {
+    let mut text = "about = \"t\"\n[topology]\nprefill = [{ count = \"1..3\" }]\ndecode = [{ tp = \"1|2\" }]\n\
+                    [workload]\nprompt_tokens = \"1..99\"\n"
+        .to_string();
+    for (_, fault) in FAULTS.iter().enumerate().filter(|(n, _)| mask >> n & 1 == 1) {
+        text.push_str(&format!("[[fault]]\n{fault}\n"));
+    }
+    text
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn values_are_drawn_inside_their_ranges(
+        seed: u64,
+        prompt in 1_u32..500,
+        more in 0_u32..500,
+        gap in 0_u64..1_000,
+        others in 1_u64..1_000,
+    ) {
+        let text = format!(
+            "about = \"t\"\n[topology]\nprefill = [{{ tp = \"1|4\", blocks = 999 }}]\ndecode = [{{ blocks = 999 }}]\n\
+             [workload]\nprompt_tokens = \"{prompt}..{}\"\noutput_tokens = \"3|7..9\"\narrival = \"{gap}us..{}us\"",
+            prompt + more,
+            gap + others
+        );
+        let run = draw(&text, seed);
+        prop_assert!([1, 4].contains(&run.instances[0].tp));
+        for request in &run.requests {
+            prop_assert!((prompt..=prompt + more).contains(&request.prompts[0].tokens));
+            prop_assert!([3, 7, 8, 9].contains(&request.output));
+        }
+        for two in run.requests.windows(2) {
+            let gap_drawn = (two[1].arrival - two[0].arrival).0;
+            prop_assert!((gap * 1_000..=(gap + others) * 1_000).contains(&gap_drawn));
+        }
+    }
+
+    #[test]
+    fn removing_a_fault_changes_nothing_else(seed: u64, mask in 0_u8..64) {
+        let all = draw(&with_faults(63), seed);
+        let some = draw(&with_faults(mask), seed);
+        for fault in &some.faults {
+            prop_assert!(all.faults.contains(fault), "{fault:?}");
+        }
+        let left: Vec<&Fault> = all.faults.iter().filter(|one| some.faults.contains(one)).collect();
+        prop_assert_eq!(left.len(), some.faults.len());
+        let without = |run: Run| Run { faults: Vec::new(), ..run };
+        prop_assert_eq!(without(all), without(some));
+    }
+
+    #[test]
+    fn a_file_without_what_a_seed_turned_off_draws_the_same(seed: u64) {
+        // A fault that is off leaves no trace.
+        let all = draw(&with_faults(3), seed);
+        let mut mask = 0;
+        for n in 0..2 {
+            if !draw(&with_faults(1 << n), seed).faults.is_empty() {
+                mask |= 1 << n;
+            }
+        }
+        prop_assert_eq!(all, draw(&with_faults(mask), seed));
+    }
+
+    #[test]
+    fn text_never_panics(text in "(\\[(model|topology|workload|expect|\\[fault\\])\\]?\n|[a-z_]{1,9} = [0-9\"a-z.|{}\\[\\]]{0,12}\n){0,8}") {
+        let text = format!("about = \"t\"\n{text}");
+        if let Ok(scenario) = scenarios::parse("x.toml", &text, Path::new(""), None) {
+            let _ = scenario.draw(1);
+        }
+    }
+}

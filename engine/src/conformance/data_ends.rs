@@ -2,7 +2,8 @@
 
 use super::rig::{DataFixture, PASS, PEER, REGION, Rig, SESSION};
 use crate::fabric::{
-    DataEvent, Direction, FenceScope, OpId, Outcome, PeerId, Refused, RegionId, SessionId, Ticket,
+    DataEvent, Direction, FenceScope, OpId, Outcome, PeerId, Refused, RegionDesc, RegionId,
+    SessionId, Ticket,
 };
 
 /// Submits `count` writes of 256 bytes in four slices.
@@ -99,22 +100,56 @@ fn fence(rig: &mut Rig<'_>, peer: PeerId) {
     rig.until("Fenced", |rig| rig.seen[1].contains(&answer));
 }
 
-pub(super) fn fence_keeps_the_pass_out(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
-    let ops = writes(&mut rig, SESSION, 8);
-    fence(&mut rig, PEER);
-    rig.assert_untouched(1);
-    for op in ops {
-        rig.finish(op);
+/// Rounds after which something is cut off: before, amid and after the landing of its bytes.
+fn moments() -> impl Iterator<Item = u32> {
+    (0..40).step_by(3)
+}
+
+/// A descriptor of plane 1's memory that is good after a fence.
+fn renewed(rig: &mut Rig<'_>, remote: RegionDesc) -> RegionDesc {
+    match rig.plane(1).caps().fence {
+        FenceScope::Peer => return remote,
+        FenceScope::Region => rig.plane(1).deregister(REGION).expect("nothing uses it"),
+        FenceScope::Backend => {
+            let resets = |rig: &Rig<'_>| {
+                rig.seen[1].iter().filter(|e| matches!(e, DataEvent::Reset { .. })).count()
+            };
+            let fences =
+                rig.seen[1].iter().filter(|e| matches!(e, DataEvent::Fenced { .. })).count();
+            rig.until("Reset", |rig| resets(rig) >= fences);
+        }
     }
-    rig.assert_shut_out(SESSION);
-    rig.quiesce(SESSION, Ticket(1));
+    rig.register(1, REGION)
+}
+
+pub(super) fn fence_keeps_the_pass_out(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let mut remote = rig.register(1, REGION);
+    for (n, rounds) in (0..).zip(moments()) {
+        let (peer, session, pass) = (PeerId(n), SessionId(2 * n), PASS + u64::from(n));
+        rig.connect(peer, pass);
+        rig.open(session, peer, &remote).expect("the session opens");
+        let ops = writes(&mut rig, session, 8);
+        (0..rounds).for_each(|_| rig.pump());
+        fence(&mut rig, peer);
+        rig.assert_untouched(1);
+        for op in ops {
+            rig.finish(op);
+        }
+        rig.assert_shut_out(session);
+        rig.quiesce(session, Ticket(u64::from(n)));
+        // Being let in again under the old pass changes nothing.
+        remote = renewed(&mut rig, remote);
+        let address = rig.plane(0).address();
+        rig.plane(1).disconnect(peer);
+        rig.plane(1).connect(peer, &address, pass).expect("a peer connects");
+        let again = SessionId(2 * n + 1);
+        if rig.open(again, peer, &remote).is_ok() {
+            rig.assert_shut_out(again);
+        }
+    }
     fence(&mut rig, PeerId(99));
-    // Being let in again under the old pass changes nothing.
-    let address = rig.plane(0).address();
-    rig.plane(1).disconnect(PEER);
-    rig.plane(1).connect(PEER, &address, PASS).expect("a peer connects");
-    rig.assert_shut_out(SESSION);
 }
 
 pub(super) fn new_pass_lets_in_again(fixture: &mut dyn DataFixture) {
@@ -124,18 +159,7 @@ pub(super) fn new_pass_lets_in_again(fixture: &mut dyn DataFixture) {
     rig.connect(PEER, PASS);
     rig.open(SESSION, PEER, &remote).expect("the session opens");
     fence(&mut rig, PEER);
-    match rig.plane(1).caps().fence {
-        FenceScope::Peer => {}
-        FenceScope::Region => {
-            rig.plane(1).deregister(REGION).expect("nothing uses it");
-            remote = rig.register(1, REGION);
-        }
-        FenceScope::Backend => {
-            let reset = |e: &DataEvent| matches!(e, DataEvent::Reset { .. });
-            rig.until("Reset", |rig| rig.seen[1].iter().any(reset));
-            remote = rig.register(1, REGION);
-        }
-    }
+    remote = renewed(&mut rig, remote);
     let (peer, session) = (PeerId(6), SessionId(8));
     rig.connect(peer, PASS + 1);
     rig.open(session, peer, &remote).expect("a session under the new pass opens");
@@ -172,18 +196,29 @@ pub(super) fn deregister_waits_for_own_operations(fixture: &mut dyn DataFixture)
 }
 
 pub(super) fn deregister_ends_remote_access(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
-    let ops = writes(&mut rig, SESSION, 8);
-    rig.plane(1).deregister(REGION).expect("only own operations keep a region");
-    rig.assert_untouched(1);
-    for op in ops {
-        rig.finish(op);
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    rig.connect(PEER, PASS);
+    for (n, rounds) in (0..).zip(moments()) {
+        let (region, session) = (RegionId(20), SessionId(n));
+        let remote = rig.register(1, region);
+        rig.open(session, PEER, &remote).expect("the session opens");
+        let ops = writes(&mut rig, session, 8);
+        (0..rounds).for_each(|_| rig.pump());
+        rig.plane(1).deregister(region).expect("only own operations keep a region");
+        rig.assert_untouched(1);
+        for op in ops {
+            rig.finish(op);
+        }
+        rig.assert_shut_out(session);
+        // The same id names a new region; what was known of the old one does not reach it.
+        rig.register(1, region);
+        let again = SessionId(n + 1_000);
+        if rig.open(again, PEER, &remote).is_ok() {
+            rig.assert_shut_out(again);
+        }
+        rig.plane(1).deregister(region).expect("nothing uses it");
     }
-    rig.assert_shut_out(SESSION);
-    // The same id names a new region; what was known of the old one does not reach it.
-    rig.register(1, RegionId(4));
-    rig.register(1, REGION);
-    rig.assert_shut_out(SESSION);
 }
 
 pub(super) fn peer_death_fails_operations(fixture: &mut dyn DataFixture) {

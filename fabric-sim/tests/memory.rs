@@ -226,10 +226,33 @@ fn a_layer_that_did_not_land_is_missing() {
         assert_eq!(wrong.layer, LAYERS - 1, "{order:?} {fidelity:?}");
         pair.transfer(Direction::Write, &merged(&rows(order, [1, 1], [1, 4], LAYERS)));
         assert_eq!(pair.store(1).check(&at(4, 0, 8), 5), Ok(()));
-        // A source that is not computed in all layers is not there in all of them.
+        // A source that is not computed in all layers spoils what was there.
+        pair.store(1).fill(&at(4, 0, 8), 0..LAYERS, 6);
         pair.store(0).fill(&at(2, 0, 8), 0..1, 6);
         pair.transfer(Direction::Write, &merged(&rows(order, [1, 1], [2, 4], LAYERS)));
         assert_eq!(pair.store(1).check(&at(4, 0, 8), 6).unwrap_err().layer, 1);
+    }
+}
+
+#[test]
+fn keys_in_the_place_of_values_are_seen() {
+    for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+        let stores =
+            [0, 1].map(|_| store(Order::SlotMajor, 4, 0, Unit { tokens: 8, slots: 1 }, fidelity));
+        let mut pair = Pair::new(fidelity, stores);
+        pair.store(0).fill(&at(1, 0, 8), 0..LAYERS, 5);
+        let rows = rows(Order::SlotMajor, [4, 4], [1, 4], LAYERS);
+        let half = TOKENS as usize;
+        let mut swapped = rows.clone();
+        for start in (0..rows.len()).step_by(2 * half) {
+            for n in start..start + half {
+                (swapped[n].0, swapped[n + half].0) = (rows[n + half].0, rows[n].0);
+            }
+        }
+        pair.transfer(Direction::Write, &swapped);
+        assert!(pair.store(1).check(&at(4, 0, 8), 5).is_err(), "{fidelity:?}");
+        pair.transfer(Direction::Write, &rows);
+        assert_eq!(pair.store(1).check(&at(4, 0, 8), 5), Ok(()));
     }
 }
 

@@ -171,6 +171,7 @@ impl Dma {
         let unsettled = std::mem::take(&mut session.unsettled);
         for op in unsettled.into_values() {
             self.finish_report(op, out);
+            self.flush(op, out);
             self.discard(op);
         }
         let sessions = &mut self.planes[plane.0 as usize].sessions;

@@ -267,22 +267,43 @@ impl Dma {
             return self.stall(now, key, queue);
         }
         let single = self.config.fidelity == Fidelity::Bytes;
-        let op = &mut self.ops[key as usize];
-        let (first, left) = (op.next, op.stop - op.next);
-        let count = if single { left.min(1) } else { left };
-        if count > 0 {
-            let slices = &op.slices[first as usize..(first + count) as usize];
-            let local_is_source = op.direction == Direction::Write;
-            let sides = (op.from, op.to);
-            land(&mut self.stores, sides, local_is_source, slices, &mut self.scratch);
-            out.push(Output::Landed(landing(op, (key, first, count))));
-            op.next += count;
-        }
+        let op = &self.ops[key as usize];
+        let left = op.stop - op.next;
+        self.land_slices(key, if single { left.min(1) } else { left }, out);
+        let op = &self.ops[key as usize];
         if op.next < op.stop {
             let pace = if op.reported { op.latency.scale(1, 4) } else { self.pace(key) };
             return queue.at(now + pace, DmaEvent::Land { op: key, turn });
         }
         self.turn_over(now, key, queue, out);
+    }
+
+    #[inline]
+    fn land_slices(&mut self, key: u32, count: u32, out: &mut Vec<Output>) {
+        if count == 0 {
+            return;
+        }
+        let op = &mut self.ops[key as usize];
+        let first = op.next;
+        let slices = &op.slices[first as usize..(first + count) as usize];
+        let local_is_source = op.direction == Direction::Write;
+        land(&mut self.stores, (op.from, op.to), local_is_source, slices, &mut self.scratch);
+        out.push(Output::Landed(landing(op, (key, first, count))));
+        op.next += count;
+    }
+
+    /// Lands at once what is outstanding of an operation that was reported as done: its session
+    /// becomes quiet, and what is done may not be lost.
+    pub(super) fn flush(&mut self, key: u32, out: &mut Vec<Output>) {
+        let op = &self.ops[key as usize];
+        if op.ended || op.outcome != Some(Outcome::Done) {
+            return;
+        }
+        let left = op.slices.len() as u32 - op.next;
+        let epochs = (self.planes[op.plane.0 as usize].epoch, self.epoch_of(key));
+        if self.check_access(key, epochs).is_ok() {
+            self.land_slices(key, left, out);
+        }
     }
 
     fn epoch_of(&self, key: u32) -> u32 {

@@ -1,0 +1,379 @@
+//! Faults of the data network do what they say, and no more.
+
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Caps, Cause, DataEvent, DataPlane, Direction, FenceScope, Landed, OpId, Outcome, PeerId,
+    Placement, Refused, RegionId, SessionId, Submit, Ticket,
+};
+use fabric_sim::dma::{
+    Ack, Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, NicIx, OpFate, OpInfo, Output, PlaneIx,
+    PlaneSpec, SimDataPlane,
+};
+use fabric_sim::keyed::Between;
+use fabric_sim::memory::{Fidelity, Store};
+use fabric_sim::queue::Queue;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const MEMORY: u64 = 1 << 16;
+const SESSION: SessionId = SessionId(0);
+const BYTES_PER_SEC: u64 = 10_000_000_000;
+
+/// Fates by operation id.
+#[derive(Default)]
+struct Fates(BTreeMap<OpId, OpFate>);
+
+impl Hooks for Fates {
+    fn fate(&mut self, _now: Nanos, op: &OpInfo<'_>) -> OpFate {
+        self.0.get(&op.op).cloned().unwrap_or_default()
+    }
+}
+
+/// Planes 0 and 1 on nodes 0 and 1, a session from 0 to 1.
+struct Pair {
+    dma: Dma,
+    planes: Vec<SimDataPlane>,
+    queue: Queue<DmaEvent>,
+    fates: Fates,
+    /// What plane 0 polled, and when.
+    seen: Vec<(Nanos, DataEvent)>,
+    /// When slices landed, of which operation.
+    landed: Vec<(Nanos, OpId)>,
+    ops: u64,
+}
+
+impl Pair {
+    fn new() -> Pair {
+        let config = DmaConfig { latency: Between::exactly(1_000), ..DmaConfig::default() };
+        let mut dma = Dma::new(config);
+        let caps = Caps {
+            read: true,
+            write: true,
+            operations_max: 8,
+            slices_max: 64,
+            placement: Placement::OnCompletion,
+            fence: FenceScope::Peer,
+        };
+        let spec = |dma: &mut Dma, node| {
+            let nic = dma.add_nic(BYTES_PER_SEC);
+            PlaneSpec { node, nic, nic_local: nic, caps, store: Store::plain(&[MEMORY]) }
+        };
+        let specs = [spec(&mut dma, 0), spec(&mut dma, 1)];
+        let mut planes: Vec<_> = specs.into_iter().map(|spec| dma.add_plane(spec)).collect();
+        let addresses = [planes[0].address(), planes[1].address()];
+        for (index, plane) in planes.iter_mut().enumerate() {
+            let memory = dma.store(plane.ix()).expect("it lives").memory(0, 0);
+            plane.register(RegionId(0), memory).expect("memory registers");
+            plane.connect(PeerId(0), &addresses[1 - index], 1).expect("a peer connects");
+        }
+        let (seen, landed) = (Vec::new(), Vec::new());
+        let (queue, fates) = (Queue::new(), Fates::default());
+        let mut pair = Pair { dma, planes, queue, fates, seen, landed, ops: 0 };
+        pair.run();
+        let mut events = Vec::new();
+        pair.planes[1].poll(Nanos::ZERO, &mut events);
+        let Some(DataEvent::Registered { result: Ok(desc), .. }) = events.pop() else {
+            panic!("the region was not registered")
+        };
+        pair.planes[0].open(SESSION, RegionId(0), PeerId(0), &desc).expect("it opens");
+        pair.run();
+        pair.dma.store_mut(PlaneIx(0)).unwrap().bytes_mut(0).unwrap().fill(0xee);
+        pair
+    }
+
+    fn perform(&mut self) {
+        let (mut calls, now) = (Calls::default(), self.queue.now());
+        for plane in &mut self.planes {
+            plane.take_calls(&mut calls);
+            self.dma.perform(now, plane.ix(), &mut calls, &mut self.fates, &mut self.queue);
+        }
+    }
+
+    fn take(&mut self, out: Vec<Output>) {
+        let now = self.queue.now();
+        for output in out {
+            match output {
+                Output::Deliver { plane, news } => self.planes[plane.0 as usize].deliver(news),
+                Output::Landed(landing) => self.landed.push((now, landing.op)),
+                _ => {}
+            }
+        }
+        let mut events = Vec::new();
+        self.planes[0].poll(now, &mut events);
+        self.seen.extend(events.into_iter().map(|event| (now, event)));
+    }
+
+    /// Runs up to the time `end`.
+    fn run_until(&mut self, end: Nanos) {
+        self.perform();
+        while self.queue.next_at().is_some_and(|at| at <= end) {
+            let (now, event) = self.queue.pop().expect("there is an entry");
+            let mut out = Vec::new();
+            self.dma.step(now, event, &mut self.queue, &mut out);
+            self.take(out);
+            self.perform();
+        }
+    }
+
+    fn run(&mut self) {
+        self.run_until(Nanos::MAX);
+    }
+
+    /// A write of `slices` slices of 256 bytes.
+    fn write(&mut self, slices: u64, fate: OpFate) -> Result<OpId, Refused> {
+        self.ops += 1;
+        let op = OpId(self.ops);
+        self.fates.0.insert(op, fate);
+        let offsets: Vec<u64> = (0..slices).map(|n| n * 512).collect();
+        let len = vec![256; slices as usize];
+        let (session, direction) = (SESSION, Direction::Write);
+        let (local, remote, len) = (&offsets, &offsets, &len);
+        self.planes[0].submit(Submit { op, session, direction, local, remote, len })?;
+        self.perform();
+        Ok(op)
+    }
+
+    fn outcome(&self, op: OpId) -> Option<(Nanos, Outcome)> {
+        self.seen.iter().find_map(|(at, event)| match event {
+            DataEvent::Completed { op: id, outcome } if *id == op => Some((*at, outcome.clone())),
+            _ => None,
+        })
+    }
+
+    fn quiet(&self, ticket: u64) -> Option<Nanos> {
+        let answer = DataEvent::Quiet { session: SESSION, ticket: Ticket(ticket) };
+        self.seen.iter().find(|(_, event)| *event == answer).map(|(at, _)| *at)
+    }
+
+    fn slices(&self, op: OpId) -> usize {
+        self.landed.iter().filter(|(_, id)| *id == op).count()
+    }
+}
+
+fn failed(cause: Cause, landed: Landed) -> Outcome {
+    Outcome::Failed { cause, landed }
+}
+
+fn fails(landed: Landed, late: Option<Nanos>) -> OpFate {
+    let bytes = Bytes::Fails { cause: Cause::QueuePair, landed, late };
+    OpFate { bytes, ..OpFate::default() }
+}
+
+#[test]
+fn a_lost_ack_fails_an_operation_that_landed() {
+    let mut pair = Pair::new();
+    let op = pair.write(8, OpFate { ack: Ack::Lost, ..OpFate::default() }).unwrap();
+    pair.run();
+    assert_eq!(pair.slices(op), 8);
+    let (at, outcome) = pair.outcome(op).unwrap();
+    assert_eq!(outcome, failed(Cause::AckTimeout, Landed::Unknown));
+    assert!(at >= DmaConfig::default().ack_timeout);
+    assert_eq!(pair.dma.unsettled(), 0);
+}
+
+#[test]
+fn a_completion_that_never_comes_is_ended_by_close() {
+    let mut pair = Pair::new();
+    let op = pair.write(8, OpFate { ack: Ack::Never, ..OpFate::default() }).unwrap();
+    pair.planes[0].quiesce(SESSION, Ticket(1));
+    pair.run();
+    assert_eq!((pair.slices(op), pair.outcome(op), pair.quiet(1)), (8, None, None));
+    pair.planes[0].close(SESSION);
+    pair.run();
+    assert_eq!(pair.outcome(op).unwrap().1, failed(Cause::Closed, Landed::Unknown));
+    assert!(pair.quiet(1).is_some());
+    assert_eq!(pair.dma.unsettled(), 0);
+}
+
+#[test]
+fn a_dead_session_fails_the_others_and_is_gone() {
+    let mut pair = Pair::new();
+    let fate = OpFate { kill_session: true, ..fails(Landed::None, None) };
+    let first = pair.write(1, fate).unwrap();
+    let second = pair.write(60, OpFate::default()).unwrap();
+    pair.run();
+    assert_eq!(pair.outcome(first).unwrap().1, failed(Cause::QueuePair, Landed::None));
+    assert_eq!(pair.slices(first), 0);
+    assert_eq!(pair.outcome(second).unwrap().1, failed(Cause::QueuePair, Landed::Unknown));
+    assert_eq!(pair.write(1, OpFate::default()), Err(Refused::Gone));
+    pair.planes[0].quiesce(SESSION, Ticket(1));
+    pair.run();
+    assert!(pair.quiet(1).is_some());
+}
+
+#[test]
+fn a_full_queue_takes_one_operation() {
+    let mut pair = Pair::new();
+    let mut out = Vec::new();
+    pair.dma.set_queue_full(PlaneIx(0), true, &mut out);
+    pair.take(out);
+    pair.write(1, OpFate::default()).expect("an empty queue takes one");
+    assert_eq!(pair.write(1, OpFate::default()), Err(Refused::Busy));
+    let mut out = Vec::new();
+    pair.dma.set_queue_full(PlaneIx(0), false, &mut out);
+    pair.take(out);
+    pair.write(1, OpFate::default()).expect("the queue has room again");
+}
+
+#[test]
+fn a_short_partition_delays_and_a_long_one_fails() {
+    for (heals, ok) in [(Nanos::from_ms(100), true), (Nanos::from_ms(900), false)] {
+        let mut pair = Pair::new();
+        let start = pair.queue.now();
+        pair.dma.set_cut(start, (0, 1), true, &mut pair.queue);
+        let op = pair.write(4, OpFate::default()).unwrap();
+        pair.run_until(start + heals);
+        assert_eq!(pair.slices(op), 0);
+        pair.dma.set_cut(start + heals, (0, 1), false, &mut pair.queue);
+        pair.run();
+        let expected = if ok { Outcome::Done } else { failed(Cause::AckTimeout, Landed::None) };
+        assert_eq!(pair.outcome(op).unwrap().1, expected);
+        assert_eq!(pair.slices(op), if ok { 4 } else { 0 });
+    }
+}
+
+#[test]
+fn a_cut_way_back_loses_the_ack_only() {
+    let mut pair = Pair::new();
+    let start = pair.queue.now();
+    pair.dma.set_cut(start, (1, 0), true, &mut pair.queue);
+    let op = pair.write(4, OpFate::default()).unwrap();
+    pair.run();
+    assert_eq!(pair.slices(op), 4);
+    assert_eq!(pair.outcome(op).unwrap().1, failed(Cause::AckTimeout, Landed::Unknown));
+}
+
+#[test]
+fn a_paused_process_is_written_to_and_told_later() {
+    let mut pair = Pair::new();
+    let op = pair.write(4, OpFate::default()).unwrap();
+    for plane in [PlaneIx(0), PlaneIx(1)] {
+        pair.dma.set_paused(plane, true, &mut Vec::new());
+    }
+    pair.run();
+    assert_eq!((pair.slices(op), pair.outcome(op)), (4, None));
+    let mut out = Vec::new();
+    pair.dma.set_paused(PlaneIx(0), false, &mut out);
+    pair.take(out);
+    assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+}
+
+#[test]
+fn bytes_of_a_crashed_process_land_for_the_linger_only() {
+    for (linger, all) in [(Nanos::from_us(50), true), (Nanos(1_300), false)] {
+        let mut pair = Pair::new();
+        let op = pair.write(60, OpFate::default()).unwrap();
+        let now = pair.queue.now();
+        pair.dma.crash(now, PlaneIx(0), (linger, None), &mut pair.queue);
+        pair.run();
+        assert_eq!(pair.slices(op) == 60, all, "{} slices landed", pair.slices(op));
+        assert!(pair.landed.iter().all(|(at, _)| *at <= now + linger));
+        assert_eq!((pair.outcome(op), pair.dma.unsettled()), (None, 0));
+        assert!(pair.dma.store(PlaneIx(0)).is_none());
+    }
+}
+
+/// Time from submit to completion of two equal operations together.
+fn duration(pair: &mut Pair, fidelity: Fidelity, count: u64) -> u64 {
+    assert_eq!(fidelity, Fidelity::Bytes);
+    let start = pair.queue.now();
+    let ops: Vec<_> = (0..count).map(|_| pair.write(64, OpFate::default()).unwrap()).collect();
+    pair.run();
+    let end = ops.iter().map(|op| pair.outcome(*op).unwrap().0).max().unwrap();
+    (end - start).0 - 2_000
+}
+
+#[test]
+fn concurrent_transfers_share_the_port_and_a_slow_link_slows() {
+    let alone = 64 * 256 * 1_000_000_000 / BYTES_PER_SEC;
+    let near = |time: u64, expected: u64| time.abs_diff(expected) <= expected / 50 + 2;
+    let mut pair = Pair::new();
+    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    assert!(near(time, alone), "{time} instead of {alone}");
+    let time = duration(&mut pair, Fidelity::Bytes, 4);
+    assert!(near(time, 4 * alone), "{time} instead of {}", 4 * alone);
+    let now = pair.queue.now();
+    pair.dma.set_link_rate(now, (0, 1), Some(BYTES_PER_SEC / 10), &mut pair.queue);
+    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    assert!(near(time, 10 * alone), "{time} instead of {}", 10 * alone);
+    pair.dma.set_link_rate(now, (1, 0), Some(1_000), &mut pair.queue);
+    pair.dma.set_link_rate(now, (0, 1), None, &mut pair.queue);
+    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    assert!(near(time, alone), "{time} instead of {alone}");
+    assert_eq!(pair.dma.nic_bytes(NicIx(0)), (7 * 64 * 256, 0));
+}
+
+fn any_fate() -> impl Strategy<Value = OpFate> {
+    let landed = prop::sample::select(&[Landed::None, Landed::Unknown, Landed::All][..]);
+    let late = prop::option::of((0..200_000u64).prop_map(Nanos));
+    let bytes = prop_oneof![
+        4 => Just(Bytes::Whole),
+        3 => (landed, late).prop_map(|(landed, late)| Bytes::Fails {
+            cause: Cause::QueuePair,
+            landed,
+            late
+        }),
+        1 => (0..200_000u64).prop_map(|by| Bytes::Overtaken { by: Nanos(by) }),
+    ];
+    let ack = prop_oneof![4 => Just(Ack::Given), 1 => Just(Ack::Lost), 1 => Just(Ack::Never)];
+    let kill = prop::bool::weighted(0.1);
+    (bytes, ack, kill, 0..50_000u64).prop_map(|(bytes, ack, kill_session, delay)| OpFate {
+        delay: Nanos(delay),
+        bytes,
+        ack,
+        kill_session,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// Whatever becomes of operations: each completes once, what is told of their bytes is true,
+    /// and nothing lands after a Quiet that covers it.
+    #[test]
+    fn nothing_lands_after_quiet(
+        steps in prop::collection::vec((any_fate(), 0u64..20, 0u64..100_000, any::<bool>()), 1..20),
+        close in 0u64..300_000,
+    ) {
+        let mut pair = Pair::new();
+        let (mut ops, mut tickets) = (Vec::new(), Vec::new());
+        for (fate, slices, wait, ask) in steps {
+            if let Ok(op) = pair.write(slices, fate.clone()) {
+                ops.push((op, slices, fate));
+            }
+            if ask {
+                tickets.push((Ticket(tickets.len() as u64), ops.len()));
+                pair.planes[0].quiesce(SESSION, tickets.last().unwrap().0);
+            }
+            pair.run_until(pair.queue.now() + Nanos(wait));
+        }
+        pair.run_until(pair.queue.now() + Nanos(close));
+        tickets.push((Ticket(tickets.len() as u64), ops.len()));
+        pair.planes[0].quiesce(SESSION, tickets.last().unwrap().0);
+        pair.planes[0].close(SESSION);
+        pair.run();
+        for (op, slices, _) in &ops {
+            let mine = |e: &&(Nanos, DataEvent)| {
+                matches!(&e.1, DataEvent::Completed { op: id, .. } if id == op)
+            };
+            prop_assert_eq!(pair.seen.iter().filter(mine).count(), 1);
+            match pair.outcome(*op).unwrap().1 {
+                Outcome::Failed { landed: Landed::None, .. } => prop_assert_eq!(pair.slices(*op), 0),
+                Outcome::Done | Outcome::Failed { landed: Landed::All, .. } => {
+                    prop_assert_eq!(pair.slices(*op) as u64, *slices);
+                }
+                Outcome::Failed { landed: Landed::Unknown, .. } => {}
+            }
+        }
+        for (ticket, before) in tickets {
+            let quiet = pair.quiet(ticket.0);
+            prop_assert!(quiet.is_some(), "ticket {} has no answer", ticket);
+            for (op, ..) in &ops[..before] {
+                prop_assert!(pair.outcome(*op).unwrap().0 <= quiet.unwrap());
+                let late = pair.landed.iter().any(|(at, id)| id == op && *at > quiet.unwrap());
+                prop_assert!(!late, "{} landed after ticket {}", op, ticket);
+            }
+        }
+        prop_assert_eq!(pair.dma.unsettled(), 0);
+    }
+}

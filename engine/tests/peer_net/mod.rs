@@ -1,9 +1,11 @@
-//! Two or three engine cores' `Peers` joined by a network that loses, repeats, delays, reorders,
+//! The `Peers` of a prefill and a decode core, joined by a network that loses, repeats, delays, reorders,
 //! cuts and mutes, in virtual time and decided by a seed.
+#![allow(dead_code, reason = "every test file uses a part of it")]
 
 use engine::core::Nanos;
 use engine::core::channel::{ChannelConfig, capability};
 use engine::core::command::ControlCommand;
+use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::*;
 use engine::core::layout::*;
@@ -79,6 +81,8 @@ pub(crate) struct Net {
     pub(crate) faults: Faults,
     pub(crate) dials: u32,
     pub(crate) frames: u32,
+    /// What happens to a core before this time happens then.
+    paused: [Nanos; 2],
     queue: BTreeMap<(Nanos, u64), Happening>,
     wires: Vec<Wire>,
     sequence: u64,
@@ -173,6 +177,7 @@ impl Net {
             faults,
             dials: 0,
             frames: 0,
+            paused: [Nanos::ZERO; 2],
             queue: BTreeMap::new(),
             wires: Vec::new(),
             sequence: 0,
@@ -260,12 +265,35 @@ impl Net {
         self.happen(self.now, Happening::Control(PREFILL, life, event));
     }
 
+    /// Brings a frame by the link that is open.
+    pub(crate) fn forge(&mut self, to: usize, frame: &Frame) {
+        let wire = self.wires.iter().rfind(|wire| wire.open).expect("a link");
+        let (core, link) = wire.ends[usize::from(wire.ends[0].0 != to)];
+        let event = ControlEvent::Frame { link, parts: vec![native::encode(frame)] };
+        self.happen(self.now, Happening::Control(core, self.cores[core].life, event));
+    }
+
+    /// Links that nobody closed.
+    pub(crate) fn open(&self) -> usize {
+        self.wires.iter().filter(|wire| wire.open).count()
+    }
+
+    /// The core stands still.
+    pub(crate) fn pause(&mut self, core: usize, span: Nanos) {
+        self.paused[core] = self.now + span;
+    }
+
     /// Lets time pass.
     pub(crate) fn run(&mut self, span: Nanos) {
         let end = self.now + span;
         while let Some(entry) = self.queue.first_entry().filter(|entry| entry.key().0 <= end) {
             let ((at, _), happening) = entry.remove_entry();
             self.now = at;
+            let (Happening::Control(core, ..) | Happening::Tick(core)) = &happening;
+            if at < self.paused[*core] {
+                self.happen(self.paused[*core], happening);
+                continue;
+            }
             let (core, event) = match happening {
                 Happening::Control(core, life, event) if self.cores[core].life == life => {
                     (core, Some(event))

@@ -1,0 +1,161 @@
+//! What is refused or ignored at the hello and after: wrong peers, damaged hellos, frames of the
+//! past and of others.
+
+mod peer_net;
+
+use engine::core::Nanos;
+use engine::core::channel::WINDOW;
+use engine::core::dialect::native::{self, Envelope, Frame, VERSION};
+use engine::core::error::Failure;
+use engine::core::ids::*;
+use engine::core::message::{Hello, Message, Role, Tag};
+use engine::core::peers::PeerEvent;
+use peer_net::*;
+
+const SECOND: Nanos = Nanos::from_secs(1);
+
+/// A flawless hello of the decode.
+fn hello(life: u64, session: u64) -> Hello {
+    let (geometry, ranks) = shape(2);
+    Hello {
+        version: VERSION,
+        version_min: VERSION,
+        engine: "d".into(),
+        incarnation: Incarnation(life),
+        session,
+        expects: "p".into(),
+        role: Role::Decode,
+        capabilities: 3,
+        fingerprint: native::fingerprint(&geometry),
+        geometry,
+        ranks,
+    }
+}
+
+/// Says hello to the prefill by a link of its own.
+fn say(net: &mut Net, link: u32, hello: Hello) {
+    let frame = native::encode(&Frame::Hello(Box::new(hello)));
+    net.stranger(link, None);
+    net.stranger(link, Some(vec![frame]));
+    net.run(Nanos::from_ms(1));
+}
+
+#[test]
+fn flaws_are_refused_with_a_reason() {
+    let other = VERSION + 1;
+    let ranges = format!("p speaks protocol versions 1 to {VERSION}, d {other} to {other}");
+    type Flaw = fn(&mut Hello);
+    let flaws: [(Flaw, &str); 6] = [
+        (|hello| (hello.version, hello.version_min) = (VERSION + 1, VERSION + 1), &ranges),
+        (|hello| hello.expects = "q".into(), "d expects q, this is p"),
+        (|hello| hello.role = Role::Prefill, "p and d are both prefill"),
+        (|hello| hello.fingerprint ^= 1, "geometry of d is damaged"),
+        (|hello| hello.geometry.kv_heads = 2, "geometry of d is damaged"),
+        (|hello| hello.capabilities = 4, "p and d share no transfer mode"),
+    ];
+    let mut net = Net::ready(Faults::NONE);
+    for (link, (flaw, expected)) in flaws.iter().enumerate() {
+        let mut hello = hello(1, 1);
+        flaw(&mut hello);
+        say(&mut net, 900 + link as u32, hello);
+        let Some(PeerEvent::Refused { failure: Failure::HelloRefused(reason), .. }) =
+            net.cores[PREFILL].events.last()
+        else {
+            panic!("{expected}: {:?}", net.cores[PREFILL].events);
+        };
+        assert!(reason.starts_with(expected), "{reason}");
+        assert_eq!(net.cores[PREFILL].events.len(), link + 1);
+    }
+    assert_eq!(net.cores[PREFILL].peers.gauges().peers, 0);
+    say(&mut net, 999, hello(1, 1));
+    assert_eq!(net.cores[PREFILL].up().len(), 1);
+}
+
+#[test]
+fn hellos_of_the_past_change_nothing() {
+    let mut net = Net::ready(Faults::NONE);
+    say(&mut net, 900, hello(5, 7));
+    let up = net.cores[PREFILL].up();
+    for (link, (life, session)) in [(4, 9), (5, 6), (0, 0)].into_iter().enumerate() {
+        say(&mut net, 901 + link as u32, hello(life, session));
+        assert_eq!(net.cores[PREFILL].up(), up);
+    }
+    let slot = up[0];
+    net.close(PREFILL, slot);
+    say(&mut net, 910, hello(5, 7));
+    assert_eq!(net.cores[PREFILL].peers.gauges().peers, 0, "a session that is over resumed");
+    say(&mut net, 911, hello(5, 8));
+    assert_eq!(net.cores[PREFILL].peers.gauges().peers, 1);
+}
+
+#[test]
+fn the_next_session_of_a_life_replaces_the_one_before() {
+    let mut net = Net::ready(Faults::NONE);
+    say(&mut net, 900, hello(5, 7));
+    say(&mut net, 901, hello(5, 8));
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerSilent]);
+    assert_eq!(net.cores[PREFILL].up().len(), 1);
+}
+
+#[test]
+fn another_engine_may_not_answer() {
+    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    net.set_ranks(DECODE, shape(2).1);
+    net.reach();
+    net.run(Nanos::from_ms(1));
+    let welcome =
+        Hello { engine: "q".into(), expects: "d".into(), role: Role::Prefill, ..hello(1, 1) };
+    net.forge(DECODE, &Frame::Welcome(Box::new(welcome)));
+    net.run(Nanos::from_ms(1));
+    let failures = net.cores[DECODE].failures();
+    assert_eq!(failures, [Failure::HelloRefused("dialled p, q answered".into())]);
+}
+
+fn data(envelope: Envelope, seq: u64) -> Frame {
+    let key = TransferKey { id: "t".into(), prompt: 1 };
+    let message = Message::Cancel { tag: Tag { key, sibling: 1, attempt: Attempt(seq as u32) } };
+    Frame::Data { envelope, seq, message }
+}
+
+#[test]
+fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
+    let mut net = Net::ready(Faults::NONE);
+    net.reach();
+    net.run(SECOND);
+    let right = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let wrong = [
+        Envelope { from: Incarnation(2), ..right },
+        Envelope { to: Incarnation(2), ..right },
+        Envelope { session: 2, ..right },
+    ];
+    for envelope in wrong {
+        net.forge(PREFILL, &data(envelope, 0));
+        net.forge(PREFILL, &Frame::Ack { envelope, next: 9 });
+    }
+    net.run(Nanos::from_ms(1));
+    let gauges = net.cores[PREFILL].peers.gauges();
+    assert_eq!((gauges.stale, gauges.violations, net.cores[PREFILL].events.len()), (6, 0, 1));
+    net.forge(PREFILL, &data(right, 0));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].events.len(), 2);
+}
+
+#[test]
+fn broken_rules_are_counted_and_cost_only_the_frame() {
+    let mut net = Net::ready(Faults::NONE);
+    let slot = net.reach();
+    net.run(SECOND);
+    let right = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    net.forge(PREFILL, &data(right, WINDOW));
+    net.forge(PREFILL, &Frame::Ack { envelope: right, next: 1 });
+    net.forge(PREFILL, &Frame::Welcome(Box::new(hello(1, 1))));
+    net.forge(DECODE, &Frame::Hello(Box::new(hello(1, 1))));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].peers.gauges().violations, 3);
+    assert_eq!(net.cores[DECODE].peers.gauges().violations, 1);
+    let last = net.cores[DECODE].events.last();
+    assert!(matches!(last, Some(PeerEvent::Violation(what)) if &*what.peer == "p"), "{last:?}");
+    net.send(DECODE, slot).unwrap();
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].received(net.cores[PREFILL].up()[0]).len(), 1);
+}

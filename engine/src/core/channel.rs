@@ -39,7 +39,8 @@ pub struct ChannelConfig {
     pub hello: Nanos,
     /// First wait before an unacknowledged frame is sent again; doubles per repetition.
     pub retransmit: Nanos,
-    /// Longest wait before a frame is sent again, and the interval of probes.
+    /// Longest wait before a frame is sent again, and the time without a frame after which an
+    /// expected peer is probed.
     pub retransmit_max: Nanos,
     /// A peer of which nothing is heard for this long, though something is expected, is down.
     pub silent: Nanos,
@@ -263,7 +264,8 @@ impl Channel {
             self.timer = Some(self.heard + self.retransmit_max);
         } else {
             self.post(native::encode(&Frame::Probe { envelope: self.envelope }), out);
-            self.timer = Some(now + self.retransmit_max);
+            self.timer = Some(now + self.wait);
+            self.wait = (self.wait + self.wait).min(self.retransmit_max);
         }
     }
 
@@ -300,6 +302,7 @@ impl Channel {
         self.heard = now;
         self.excused = false;
         if self.sent == 0 {
+            self.wait = self.retransmit;
             self.quiet = self.expecting().then_some(now);
         }
     }

@@ -145,14 +145,11 @@ impl Peers {
         let current = self.callers.get(&hello.engine).copied();
         let this = (hello.incarnation, hello.session);
         if let Some(last) = self.known.get(&hello.engine).copied() {
-            if hello.incarnation < last.0 {
-                self.stale += 1;
-                return;
-            }
             if let Some(slot) = current.filter(|_| this == last) {
                 return self.resume(now, slot, link, out);
             }
             if this <= last {
+                self.stale += 1;
                 let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(&hello) });
                 out.commands.push(ControlCommand::Send { link, frame });
                 return;

@@ -143,6 +143,7 @@ closed_list! {
         Refuse "" "Refuse" "answer to a hello that does not fit"
         Ack "" "Ack" "acknowledges control messages"
         Probe "" "Probe" "asks a silent peer for a sign of life"
+        Bye "" "Bye" "a peer ends the conversation"
         Register "" "Register" "an instance tells the router that it lives"
     }
 }

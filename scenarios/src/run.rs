@@ -204,22 +204,18 @@ pub struct Protocol {
     pub hello: Option<Nanos>,
     /// First retransmission of a control message; doubles.
     pub retransmit: Option<Nanos>,
-    /// Longest time between retransmissions.
+    /// Longest time between retransmissions, and between probes.
     pub retransmit_max: Option<Nanos>,
-    /// Silence after which a probe is sent.
-    pub probe: Option<Nanos>,
     /// Silence after which a peer is down.
     pub silent: Option<Nanos>,
     /// Lease of a source.
     pub lease: Option<Nanos>,
-    /// A fence is answered within.
+    /// A fence is answered within; part of the bounds of L1 and L5.
     pub fence: Option<Nanos>,
-    /// A computed prompt is fetched within.
+    /// An announcement waits this long for its prefill leg.
     pub fetch: Option<Nanos>,
-    /// An operation completes within.
+    /// A session with operations and no completion for this long is torn down.
     pub operation: Option<Nanos>,
-    /// A transfer makes progress within.
-    pub stall: Option<Nanos>,
     /// Retries of a failed operation.
     pub retries: Option<u32>,
     /// Layers moved by one operation.

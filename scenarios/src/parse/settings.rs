@@ -25,13 +25,11 @@ const TIMES: &[Time] = &[
     ("hello", |protocol| &mut protocol.hello),
     ("retransmit", |protocol| &mut protocol.retransmit),
     ("retransmit_max", |protocol| &mut protocol.retransmit_max),
-    ("probe", |protocol| &mut protocol.probe),
     ("silent", |protocol| &mut protocol.silent),
     ("lease", |protocol| &mut protocol.lease),
     ("fence", |protocol| &mut protocol.fence),
     ("fetch", |protocol| &mut protocol.fetch),
     ("operation", |protocol| &mut protocol.operation),
-    ("stall", |protocol| &mut protocol.stall),
 ];
 
 /// `[protocol]` as written.

@@ -26,7 +26,7 @@ fn hello(life: u64, session: u64) -> Hello {
         expects: "p".into(),
         role: Role::Decode,
         capabilities: 3,
-        fingerprint: native::fingerprint(&geometry),
+        fingerprint: geometry.fingerprint(),
         geometry,
         ranks,
     }

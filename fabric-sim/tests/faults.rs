@@ -319,6 +319,7 @@ fn any_fate() -> impl Strategy<Value = OpFate> {
     let kill = prop::bool::weighted(0.1);
     (bytes, ack, kill, 0..50_000u64).prop_map(|(bytes, ack, kill_session, delay)| OpFate {
         delay: Nanos(delay),
+        ack_delay: Nanos::ZERO,
         bytes,
         ack,
         kill_session,

@@ -1,0 +1,185 @@
+//! Faults of the control network do what they say, and no more.
+
+use engine::core::time::Nanos;
+use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId};
+use fabric_sim::keyed::Between;
+use fabric_sim::net::{
+    FrameFate, FrameInfo, Net, NetCalls, NetConfig, NetEvent, NetHooks, NetIx, NetOutput,
+    SimControlPlane,
+};
+use fabric_sim::queue::Queue;
+use std::collections::BTreeMap;
+
+const LINK: LinkId = LinkId(0);
+const INBOUND: LinkId = LinkId(LinkId::INBOUND);
+
+/// Fates by first byte of the frame.
+#[derive(Default)]
+struct Fates(BTreeMap<u8, FrameFate>);
+
+impl NetHooks for Fates {
+    fn fate(&mut self, _now: Nanos, frame: &FrameInfo<'_>) -> FrameFate {
+        self.0.get(&frame.parts[0][0]).copied().unwrap_or_default()
+    }
+}
+
+/// Plane 0 on node 0 has dialled plane 1, named "b", on node 1.
+struct Pair {
+    net: Net,
+    planes: Vec<SimControlPlane>,
+    queue: Queue<NetEvent>,
+    fates: Fates,
+    seen: Vec<Vec<ControlEvent>>,
+}
+
+impl Pair {
+    fn new() -> Pair {
+        let latency = Between::new(10_000, 20_000);
+        let mut net = Net::new(NetConfig { latency, queue_max: 4, ..NetConfig::default() });
+        let mut planes = vec![net.add_plane("a", 0), net.add_plane("b", 1)];
+        let to = planes[1].listen(Channel::Handshake).expect("it listens");
+        planes[0].dial(LINK, &to, Channel::Handshake).expect("a dial is taken");
+        let seen = vec![Vec::new(); 2];
+        let (queue, fates) = (Queue::new(), Fates::default());
+        let mut pair = Pair { net, planes, queue, fates, seen };
+        pair.run();
+        pair.seen.iter_mut().for_each(Vec::clear);
+        pair
+    }
+
+    fn perform(&mut self) {
+        let (mut calls, now) = (NetCalls::default(), self.queue.now());
+        for plane in self.planes.iter_mut().rev() {
+            plane.take_calls(&mut calls);
+            self.net.perform(now, plane.ix(), &mut calls, &mut self.fates, &mut self.queue);
+        }
+    }
+
+    fn take(&mut self, out: Vec<NetOutput>) {
+        for NetOutput::Deliver { plane, news } in out {
+            self.planes[plane.0 as usize].deliver(news);
+        }
+        for (plane, seen) in self.planes.iter_mut().zip(&mut self.seen) {
+            plane.poll(self.queue.now(), seen);
+        }
+    }
+
+    fn run(&mut self) {
+        self.perform();
+        while let Some((now, event)) = self.queue.pop() {
+            let mut out = Vec::new();
+            self.net.step(now, event, &mut self.queue, &mut out);
+            self.take(out);
+            self.perform();
+        }
+    }
+
+    /// Sends frames of one byte from plane 0 and runs; what plane 1 got.
+    fn send(&mut self, frames: &[u8]) -> Vec<u8> {
+        for frame in frames {
+            self.planes[0].send(LINK, &[&[*frame]]).expect("there is room");
+        }
+        self.run();
+        self.got()
+    }
+
+    fn got(&mut self) -> Vec<u8> {
+        let frame = |event| match event {
+            ControlEvent::Frame { link: INBOUND, parts } => parts[0][0],
+            other => panic!("expected a frame, got {other:?}"),
+        };
+        self.seen[1].drain(..).map(frame).collect()
+    }
+}
+
+#[test]
+fn frames_are_dropped_doubled_delayed_and_overtaken() {
+    let mut pair = Pair::new();
+    let late = Nanos::from_ms(5);
+    let fate = FrameFate::default();
+    pair.fates.0.insert(2, FrameFate { drop: true, ..fate });
+    pair.fates.0.insert(3, FrameFate { duplicate: Some(late), ..fate });
+    pair.fates.0.insert(5, FrameFate { delay: late, ..fate });
+    pair.fates.0.insert(6, FrameFate { delay: late, reorder: true, ..fate });
+    assert_eq!(pair.send(&[1, 2, 4]), [1, 4]);
+    assert_eq!(pair.send(&[3, 4, 1]), [3, 4, 1, 3]);
+    assert_eq!(pair.send(&[1, 5, 4]), [1, 5, 4]);
+    assert_eq!(pair.send(&[1, 6, 4]), [1, 4, 6]);
+    // Lost frames leave the queue of the link: there is room for four again.
+    assert!(pair.send(&[2, 2, 2, 2]).is_empty());
+    assert_eq!(pair.send(&[1, 1, 1, 1]), [1, 1, 1, 1]);
+}
+
+#[test]
+fn a_partition_loses_frames_and_keeps_the_link() {
+    let mut pair = Pair::new();
+    pair.net.set_cut((0, 1), true);
+    assert!(pair.send(&[1, 2]).is_empty());
+    pair.planes[1].send(INBOUND, &[b"back"]).expect("the link is up");
+    pair.run();
+    assert_eq!(pair.seen[0].len(), 1, "the other way is open");
+    pair.net.set_cut((0, 1), false);
+    assert_eq!(pair.send(&[3]), [3]);
+}
+
+#[test]
+fn a_half_open_link_swallows_one_direction() {
+    let mut pair = Pair::new();
+    pair.net.mute(NetIx(0), LINK);
+    assert!(pair.send(&[1, 2]).is_empty());
+    pair.planes[1].send(INBOUND, &[b"back"]).expect("the link is up");
+    pair.run();
+    assert_eq!(pair.seen[0].len(), 1);
+}
+
+#[test]
+fn a_paused_process_gets_its_frames_later_and_holds_up_the_queue() {
+    let mut pair = Pair::new();
+    pair.net.set_paused(NetIx(1), true, &mut Vec::new());
+    assert!(pair.send(&[1, 2, 3, 4]).is_empty());
+    assert!(pair.planes[0].send(LINK, &[&[5]]).is_err(), "nothing left the queue");
+    let mut out = Vec::new();
+    pair.net.set_paused(NetIx(1), false, &mut out);
+    pair.take(out);
+    assert_eq!(pair.got(), [1, 2, 3, 4]);
+    assert_eq!(pair.send(&[5]), [5]);
+}
+
+#[test]
+fn a_crash_is_told_or_not() {
+    for told in [Some(Nanos::from_ms(3)), None] {
+        let mut pair = Pair::new();
+        pair.planes[1].send(INBOUND, &[b"last words"]).expect("the link is up");
+        pair.perform();
+        let now = pair.queue.now();
+        pair.net.crash(now, NetIx(1), told, &mut pair.queue);
+        pair.run();
+        let parts = vec![b"last words".to_vec()];
+        let mut expected = vec![ControlEvent::Frame { link: LINK, parts }];
+        expected.extend(told.map(|_| ControlEvent::LinkDown { link: LINK }));
+        assert_eq!(pair.seen[0], expected);
+        assert_eq!(pair.planes[0].send(LINK, &[b"x"]).is_ok(), told.is_none());
+        pair.run();
+        assert_eq!(pair.seen[1], []);
+    }
+}
+
+#[test]
+fn a_restarted_process_takes_over_the_name() {
+    let mut pair = Pair::new();
+    let now = pair.queue.now();
+    pair.net.crash(now, NetIx(1), None, &mut pair.queue);
+    let name = Endpoint::from("sim://b");
+    pair.planes[0].dial(LinkId(1), &name, Channel::Handshake).expect("a dial is taken");
+    pair.run();
+    assert_eq!(pair.seen[0], [ControlEvent::LinkDown { link: LinkId(1) }]);
+    pair.planes.push(pair.net.add_plane("b", 1));
+    pair.seen.push(Vec::new());
+    pair.planes[2].listen(Channel::Handshake).expect("it listens");
+    pair.planes[0].dial(LinkId(2), &name, Channel::Handshake).expect("a dial is taken");
+    pair.run();
+    let up = ControlEvent::LinkUp { link: INBOUND, channel: Channel::Handshake };
+    assert_eq!(pair.seen[2], [up]);
+    assert!(pair.send(&[1]).is_empty(), "the old link leads nowhere");
+    assert_eq!(pair.seen[2].len(), 1);
+}

@@ -313,7 +313,7 @@ fn any_fate() -> impl Strategy<Value = OpFate> {
             landed,
             late
         }),
-        1 => (0..200_000u64).prop_map(|by| Bytes::Overtaken { by: Nanos(by) }),
+        1 => (0..1_000_000u64).prop_map(|by| Bytes::Overtaken { by: Nanos(by) }),
     ];
     let ack = prop_oneof![4 => Just(Ack::Given), 1 => Just(Ack::Lost), 1 => Just(Ack::Never)];
     let kill = prop::bool::weighted(0.1);

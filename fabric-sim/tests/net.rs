@@ -105,6 +105,8 @@ fn frames_are_dropped_doubled_delayed_and_overtaken() {
     assert_eq!(pair.send(&[3, 4, 1]), [3, 4, 1, 3]);
     assert_eq!(pair.send(&[1, 5, 4]), [1, 5, 4]);
     assert_eq!(pair.send(&[1, 6, 4]), [1, 4, 6]);
+    pair.fates.0.insert(7, FrameFate { reorder: true, ..fate });
+    assert_eq!(pair.send(&[5, 7, 4]), [7, 5, 4]);
     // Lost frames leave the queue of the link: there is room for four again.
     assert!(pair.send(&[2, 2, 2, 2]).is_empty());
     assert_eq!(pair.send(&[1, 1, 1, 1]), [1, 1, 1, 1]);

@@ -84,7 +84,7 @@ pub struct FrameFate {
     pub duplicate: Option<Nanos>,
     /// It takes this much longer; later frames of the link wait for it.
     pub delay: Nanos,
-    /// Later frames of the link need not wait for it: with a delay they overtake it.
+    /// It waits for no earlier frame of the link, and no later one waits for it.
     pub reorder: bool,
 }
 

@@ -323,7 +323,6 @@ impl Net {
         let me = &mut self.planes[plane.0 as usize];
         me.alive = false;
         me.held.clear();
-        self.names.retain(|_, ix| *ix != plane);
         for (link, end) in std::mem::take(&mut self.planes[plane.0 as usize].links).into_values() {
             self.links[link as usize].ends[end].open = false;
             if let Some(told) = told {

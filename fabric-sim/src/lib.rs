@@ -8,6 +8,7 @@
 
 pub mod dma;
 pub mod faults;
+pub mod invariants;
 pub mod keyed;
 pub mod memory;
 pub mod net;

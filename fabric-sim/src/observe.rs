@@ -387,3 +387,91 @@ pub enum Observation<'a> {
     /// All transient faults are over; from now on only permanent ones are left.
     Healed,
 }
+
+/// Kind of an [`Observation`], to look up who wants it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[allow(missing_docs)]
+pub enum Kind {
+    Started,
+    Crashed,
+    Panicked,
+    Asked,
+    ClientGone,
+    Answered,
+    Dispatched,
+    LegTaken,
+    Leg,
+    PrefillHook,
+    PrefillAnswer,
+    DecodeHook,
+    DecodeAnswer,
+    Job,
+    Report,
+    Taken,
+    Freed,
+    Used,
+    EngineFault,
+    Stepped,
+    Submitted,
+    Refused,
+    Landed,
+    Completed,
+    Quiesced,
+    Quiet,
+    Fenced,
+    FrameSent,
+    FrameArrived,
+    Dialled,
+    Pool,
+    Gauges,
+    Faulted,
+    Healed,
+}
+
+impl Kind {
+    /// Number of kinds.
+    pub const COUNT: usize = Kind::Healed as usize + 1;
+}
+
+impl Observation<'_> {
+    /// Its kind.
+    #[inline]
+    pub const fn kind(&self) -> Kind {
+        match self {
+            Observation::Started { .. } => Kind::Started,
+            Observation::Crashed { .. } => Kind::Crashed,
+            Observation::Panicked { .. } => Kind::Panicked,
+            Observation::Asked { .. } => Kind::Asked,
+            Observation::ClientGone { .. } => Kind::ClientGone,
+            Observation::Answered { .. } => Kind::Answered,
+            Observation::Dispatched { .. } => Kind::Dispatched,
+            Observation::LegTaken { .. } => Kind::LegTaken,
+            Observation::Leg { .. } => Kind::Leg,
+            Observation::PrefillHook { .. } => Kind::PrefillHook,
+            Observation::PrefillAnswer { .. } => Kind::PrefillAnswer,
+            Observation::DecodeHook { .. } => Kind::DecodeHook,
+            Observation::DecodeAnswer { .. } => Kind::DecodeAnswer,
+            Observation::Job { .. } => Kind::Job,
+            Observation::Report { .. } => Kind::Report,
+            Observation::Taken { .. } => Kind::Taken,
+            Observation::Freed { .. } => Kind::Freed,
+            Observation::Used { .. } => Kind::Used,
+            Observation::EngineFault { .. } => Kind::EngineFault,
+            Observation::Stepped { .. } => Kind::Stepped,
+            Observation::Submitted(..) => Kind::Submitted,
+            Observation::Refused { .. } => Kind::Refused,
+            Observation::Landed(..) => Kind::Landed,
+            Observation::Completed { .. } => Kind::Completed,
+            Observation::Quiesced { .. } => Kind::Quiesced,
+            Observation::Quiet { .. } => Kind::Quiet,
+            Observation::Fenced { .. } => Kind::Fenced,
+            Observation::FrameSent { .. } => Kind::FrameSent,
+            Observation::FrameArrived { .. } => Kind::FrameArrived,
+            Observation::Dialled { .. } => Kind::Dialled,
+            Observation::Pool { .. } => Kind::Pool,
+            Observation::Gauges { .. } => Kind::Gauges,
+            Observation::Faulted { .. } => Kind::Faulted,
+            Observation::Healed => Kind::Healed,
+        }
+    }
+}

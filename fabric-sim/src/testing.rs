@@ -74,6 +74,7 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
         engine: EngineSettings {
             chunk: 512,
             max_running: 64,
+            max_waiting: 1_024,
             load_failure: LoadFailure::Recompute,
             allocator: Allocator::Fifo,
         },

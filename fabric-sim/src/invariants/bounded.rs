@@ -1,0 +1,65 @@
+//! I8: queues, tables, operations in flight and retries never exceed their declared limits.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation};
+use engine::core::machine::Gauges;
+use scenarios::lists::InvariantId;
+
+/// Compares the gauges of every machine with its limits.
+#[derive(Debug)]
+pub(super) struct Bounded;
+
+/// Every gauge with its name.
+fn named(gauges: &Gauges) -> [(&'static str, u32); 7] {
+    [
+        ("transfers", gauges.transfers),
+        ("operations", gauges.operations),
+        ("held blocks", gauges.held),
+        ("quarantined blocks", gauges.quarantined),
+        ("queued frames or jobs", gauges.queued),
+        ("tombstones", gauges.tombstones),
+        ("peers", gauges.peers),
+    ]
+}
+
+impl Invariant for Bounded {
+    fn id(&self) -> InvariantId {
+        InvariantId::Bounded
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::Gauges]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        let Observation::Gauges { who, part, gauges, limits } = seen else { return };
+        for ((what, size), (_, limit)) in named(gauges).into_iter().zip(named(limits)) {
+            if size > limit {
+                found.report(self.id(), now.at, || {
+                    let name = now.state.name(who.instance);
+                    format!("the {part} of {name} has {size} {what}, its limit is {limit}")
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0};
+    use crate::observe::Part;
+
+    #[test]
+    fn a_table_above_its_limit_is_reported() {
+        let mut bench = Bench::new(InvariantId::Bounded);
+        let limits = Gauges { queued: 4, transfers: u32::MAX, ..Gauges::default() };
+        let part = Part::Core;
+        let gauges = Gauges { queued: 4, transfers: 1_000, ..Gauges::default() };
+        bench.see(Observation::Gauges { who: D0, part, gauges, limits });
+        bench.holds();
+        let gauges = Gauges { queued: 5, ..Gauges::default() };
+        bench.see(Observation::Gauges { who: D0, part, gauges, limits });
+        bench.fails("the core of d0 has 5 queued frames or jobs, its limit is 4");
+    }
+}

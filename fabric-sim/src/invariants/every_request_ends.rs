@@ -1,0 +1,191 @@
+//! L1: every request ends within the stated bound after the last fault.
+
+use super::{Found, Invariant, Limits, Now};
+use crate::observe::{Kind, Observation};
+use engine::core::ids::{ClientId, LegId};
+use engine::core::router::LegEvent;
+use engine::core::time::Nanos;
+use scenarios::lists::InvariantId;
+use std::collections::BTreeMap;
+
+/// A request without an answer.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    asked: Nanos,
+    /// Legs that have not ended.
+    legs: u32,
+}
+
+/// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
+/// from the last fault or from the last thing that went forward anywhere, whichever is later; for
+/// a request that waits at the router for an instance, that wait is added. The file's own bound,
+/// `expect.within`, counts from the start.
+#[derive(Debug)]
+pub(super) struct EveryRequestEnds {
+    limits: Limits,
+    open: BTreeMap<ClientId, Open>,
+    legs: BTreeMap<LegId, ClientId>,
+    progress: Nanos,
+    /// The run was late once.
+    late: bool,
+}
+
+impl EveryRequestEnds {
+    pub(super) fn new(limits: Limits) -> EveryRequestEnds {
+        let (open, legs) = (BTreeMap::new(), BTreeMap::new());
+        EveryRequestEnds { limits, open, legs, progress: Nanos::ZERO, late: false }
+    }
+
+    fn end_leg(&mut self, leg: LegId) {
+        if let Some(open) = self.legs.remove(&leg).and_then(|client| self.open.get_mut(&client)) {
+            open.legs = open.legs.saturating_sub(1);
+        }
+    }
+
+    fn check(&mut self, now: Now<'_>, found: &mut Found) {
+        if self.open.is_empty() {
+            return;
+        }
+        let late = self.limits.within.is_some_and(|within| now.at > within);
+        if late && !std::mem::replace(&mut self.late, true) {
+            let count = self.open.len();
+            found.report(self.id(), now.at, || {
+                format!("{count} requests have not ended within the time that the file gives")
+            });
+        }
+        let still =
+            now.state.healed.map(|healed| healed.max(self.progress).max(now.state.last_fault));
+        let Some(still) = still else { return };
+        let id = self.id();
+        let limits = self.limits;
+        self.open.retain(|client, open| {
+            let wait = if open.legs == 0 { limits.wait } else { Nanos::ZERO };
+            let hangs = now.at > still + limits.end() + wait;
+            if hangs {
+                found.report(id, now.at, || {
+                    let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
+                    format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
+                });
+            }
+            !hangs
+        });
+    }
+}
+
+impl Invariant for EveryRequestEnds {
+    fn id(&self) -> InvariantId {
+        InvariantId::EveryRequestEnds
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[
+            Kind::Asked,
+            Kind::Answered,
+            Kind::ClientGone,
+            Kind::Dispatched,
+            Kind::Leg,
+            Kind::DecodeAnswer,
+            Kind::PrefillAnswer,
+            Kind::Stepped,
+        ]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        self.check_if_still(now, found);
+        self.progress = now.at;
+        match seen {
+            Observation::Asked { client } => {
+                self.open.insert(*client, Open { asked: now.at, legs: 0 });
+            }
+            Observation::Answered { client, .. } | Observation::ClientGone { client } => {
+                self.open.remove(client);
+            }
+            Observation::Dispatched { leg, client, .. } => {
+                self.legs.insert(*leg, *client);
+                self.open.entry(*client).and_modify(|open| open.legs += 1);
+            }
+            Observation::Leg {
+                leg, event: LegEvent::Done { .. } | LegEvent::Failed(_), ..
+            } => {
+                self.end_leg(*leg);
+            }
+            _ => {}
+        }
+    }
+
+    fn audit(&mut self, now: Now<'_>, found: &mut Found) {
+        self.check(now, found);
+    }
+
+    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+        for (client, open) in std::mem::take(&mut self.open) {
+            found.report(self.id(), now.at, || {
+                let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
+                format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
+            });
+        }
+    }
+}
+
+impl EveryRequestEnds {
+    /// Looks closely only after a pause that is long enough for something to hang.
+    fn check_if_still(&mut self, now: Now<'_>, found: &mut Found) {
+        if now.at > self.progress + self.limits.end() {
+            self.check(now, found);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, decode_body, finished_answer};
+
+    fn bench() -> Bench {
+        let mut bench = Bench::new(InvariantId::EveryRequestEnds);
+        bench.see(Observation::Healed);
+        bench.asked(1);
+        bench.dispatched(1, 5, D0, &decode_body("r"));
+        bench
+    }
+
+    #[test]
+    fn requests_that_go_on_are_no_hang() {
+        let mut bench = bench();
+        for _ in 0..10 {
+            bench.now = bench.now + Nanos::from_secs(9);
+            bench.see(Observation::Stepped { who: D0 });
+        }
+        bench.answered(1, &finished_answer(false));
+        bench.finish();
+        bench.holds();
+    }
+
+    #[test]
+    fn a_request_that_stands_still_is_a_hang() {
+        let mut bench = bench();
+        bench.now = bench.now + Nanos::from_secs(11);
+        bench.see(Observation::Stepped { who: D0 });
+        bench.fails("client 1 of 0.000000 s has no answer, 1 legs are open");
+    }
+
+    #[test]
+    fn a_request_that_is_open_at_the_end_is_a_hang() {
+        let mut bench = bench();
+        bench.finish();
+        bench.fails("has no answer");
+    }
+
+    #[test]
+    fn waiting_for_an_instance_is_allowed_for_its_own_time() {
+        let mut bench = Bench::new(InvariantId::EveryRequestEnds);
+        bench.see(Observation::Healed);
+        bench.asked(1);
+        bench.now = bench.now + Nanos::from_secs(20);
+        bench.see(Observation::Stepped { who: D0 });
+        bench.holds();
+        bench.now = bench.now + Nanos::from_secs(60);
+        bench.see(Observation::Stepped { who: D0 });
+        bench.fails("0 legs are open");
+    }
+}

@@ -1,0 +1,244 @@
+//! I10: attempts take only the listed transitions, progress never goes back, and acknowledgements
+//! are sets of ranks.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Who};
+use engine::core::dialect::native::Frame;
+use engine::core::ids::{Attempt, FlowId, RankSet, TransferKey};
+use engine::core::message::{FlowState, Job, Message, Report};
+use scenarios::lists::InvariantId;
+use std::collections::BTreeMap;
+
+/// What prefill and decode have said about the newest attempt of a transfer. The table:
+///
+/// | message | sender | allowed |
+/// |---|---|---|
+/// | `Announce`, `Pull` | decode | first message of an attempt, which is larger than any before |
+/// | `Renew` | decode | after `Pull`; its count grows |
+/// | `Grant`, `Renewed` | prefill | after `Pull`, before a quiet `Ended` |
+/// | `Delivered` | prefill | after `Announce`, before a quiet `Ended`, with at least one rank |
+/// | `Ended` | prefill | after a message of decode; after a quiet one only quiet ones |
+/// | `Cancel` | decode | after `Announce` |
+/// | `Release` | decode | always |
+#[derive(Clone, Copy, Debug, Default)]
+struct Sink {
+    attempt: Attempt,
+    announced: bool,
+    pulled: bool,
+    spoken: bool,
+    renewals: u32,
+    quiet: bool,
+}
+
+/// One direction of a conversation between two lives.
+type Way = (Who, Who);
+
+/// Follows what cores send for the first time (not retransmissions), and the flows of actors.
+#[derive(Debug, Default)]
+pub(super) struct Legal {
+    /// Next number of each conversation.
+    next: BTreeMap<(Way, u64), u64>,
+    /// By decode, prefill, key and sibling.
+    sinks: BTreeMap<(Way, TransferKey, u32), Sink>,
+    /// Ranks that have not ended a flow.
+    flows: BTreeMap<(Who, FlowId), RankSet>,
+}
+
+impl Legal {
+    /// True the first time that a frame is sent.
+    fn is_new(&mut self, way: Way, session: u64, seq: u64) -> bool {
+        let next = self.next.entry((way, session)).or_insert(0);
+        let new = seq >= *next;
+        *next = (*next).max(seq + 1);
+        new
+    }
+
+    /// Takes a transition; says what is wrong with it.
+    fn step(&mut self, way: Way, message: &Message) -> Option<&'static str> {
+        let tag = message.tag();
+        let back = (way.1, way.0);
+        let decode = !matches!(
+            message,
+            Message::Grant { .. }
+                | Message::Renewed { .. }
+                | Message::Delivered { .. }
+                | Message::Ended { .. }
+        );
+        let key = (if decode { way } else { back }, tag.key.clone(), tag.sibling);
+        let sink = self.sinks.entry(key).or_default();
+        let newer = tag.attempt > sink.attempt;
+        if newer && decode {
+            *sink = Sink { attempt: tag.attempt, ..Sink::default() };
+        }
+        let current = tag.attempt == sink.attempt;
+        let wrong = match message {
+            Message::Announce { .. } | Message::Pull { .. } => {
+                let first = newer || (current && !sink.announced && !sink.pulled);
+                sink.announced |= matches!(message, Message::Announce { .. });
+                sink.pulled |= matches!(message, Message::Pull { .. });
+                (!first).then_some("an attempt begun twice, or an old one")
+            }
+            Message::Renew { count, .. } => {
+                let grows = sink.pulled && *count > sink.renewals;
+                sink.renewals = *count;
+                (!grows).then_some("a renewal without a pull, or out of order")
+            }
+            Message::Cancel { .. } => {
+                (!sink.announced).then_some("a cancel of what was not announced")
+            }
+            Message::Release { .. } => None,
+            _ if !current => None,
+            Message::Grant { .. } | Message::Renewed { .. } => {
+                (!sink.pulled || sink.quiet).then_some("a lease without a pull, or after the end")
+            }
+            Message::Delivered { ranks, .. } => (!sink.announced || sink.quiet || ranks.is_empty())
+                .then_some("a delivery without an announcement, after the end, or of no rank"),
+            Message::Ended { quiet, .. } => {
+                let wrong = !sink.spoken || (sink.quiet && !*quiet);
+                sink.quiet |= *quiet;
+                wrong.then_some("an end that nobody asked about, or not quiet after a quiet one")
+            }
+        };
+        sink.spoken |= decode;
+        wrong
+    }
+
+    fn flow(&mut self, who: Who, rank: u16, report: &Report) -> Option<&'static str> {
+        let Report::Flow { flow, state } = report else { return None };
+        let key = (who, *flow);
+        let last = matches!(state, FlowState::Done { .. } | FlowState::Failed(_));
+        let Some(left) = self.flows.get_mut(&key).filter(|left| left.contains(rank)) else {
+            return Some("news of a flow that has ended on this rank");
+        };
+        if last {
+            left.0 &= !RankSet::only(rank).0;
+            if left.is_empty() {
+                self.flows.remove(&key);
+            }
+        }
+        None
+    }
+}
+
+impl Invariant for Legal {
+    fn id(&self) -> InvariantId {
+        InvariantId::Legal
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::FrameSent, Kind::Job, Kind::Report, Kind::Crashed]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        let (who, wrong) = match seen {
+            Observation::FrameSent { from, to, frame: Frame::Data { envelope, seq, message } } => {
+                let way = (*from, *to);
+                if !self.is_new(way, envelope.session, *seq) {
+                    return;
+                }
+                (*from, self.step(way, message))
+            }
+            Observation::Job { who, job: Job::Write { flow, .. } | Job::Read { flow, .. } } => {
+                let tp = now.state.place(who.instance).map_or(0, |place| place.tp);
+                let before = self.flows.insert((*who, *flow), RankSet::first(tp));
+                (*who, before.map(|_| "a flow begun twice"))
+            }
+            Observation::Report { from, report } => {
+                (from.who, self.flow(from.who, from.rank, report))
+            }
+            Observation::Crashed { who } => {
+                self.flows.retain(|key, _| key.0 != *who);
+                self.sinks.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
+                self.next.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
+                return;
+            }
+            _ => return,
+        };
+        if let Some(wrong) = wrong {
+            found.report(self.id(), now.at, || {
+                format!("{} sent {wrong}: {seen:?}", now.state.name(who.instance))
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, rank, tag};
+    use engine::core::error::Failure;
+    use engine::core::message::Tag;
+    use std::sync::Arc;
+
+    fn bench() -> Bench {
+        Bench::new(InvariantId::Legal)
+    }
+
+    fn delivered(ranks: u64) -> Message {
+        Message::Delivered { tag: tag("r"), ranks: RankSet(ranks), tokens: 32 }
+    }
+
+    fn ended(quiet: bool) -> Message {
+        Message::Ended { tag: tag("r"), failure: Failure::Cancelled, quiet }
+    }
+
+    #[test]
+    fn a_push_that_is_cancelled_is_legal() {
+        let mut bench = bench();
+        bench.announced(D0, P0, "r");
+        bench.send(P0, D0, delivered(1));
+        bench.send(D0, P0, Message::Cancel { tag: tag("r") });
+        bench.send(P0, D0, ended(false));
+        bench.send(P0, D0, ended(true));
+        bench.send(P0, D0, ended(true));
+        bench.holds();
+        bench.send(P0, D0, ended(false));
+        bench.fails("not quiet after a quiet one");
+    }
+
+    #[test]
+    fn nothing_is_delivered_after_the_end() {
+        let mut bench = bench();
+        bench.announced(D0, P0, "r");
+        bench.send(P0, D0, ended(true));
+        bench.send(P0, D0, delivered(1));
+        bench.fails("after the end");
+    }
+
+    #[test]
+    fn an_attempt_begins_once_and_a_later_one_may_follow() {
+        let mut bench = bench();
+        bench.announced(D0, P0, "r");
+        let again = Tag { attempt: Attempt(2), ..tag("r") };
+        bench.send(D0, P0, Message::Pull { tag: again, tokens: 32 });
+        bench.holds();
+        bench.announced(D0, P0, "r");
+        bench.fails("begun twice, or an old one");
+    }
+
+    #[test]
+    fn a_lease_needs_a_pull() {
+        let mut bench = bench();
+        bench.announced(D0, P0, "r");
+        let lease = engine::core::time::Nanos(1);
+        bench.send(P0, D0, Message::Renewed { tag: tag("r"), count: 1, lease });
+        bench.fails("a lease without a pull");
+    }
+
+    #[test]
+    fn a_flow_ends_once_per_rank() {
+        let mut bench = bench();
+        let blocks = Arc::new(Vec::new());
+        let (flow, peer) = (FlowId(3), engine::core::ids::PeerSlot(0));
+        let job =
+            &Job::Read { flow, peer, from: 0, tokens: 1, remote: blocks.clone(), local: blocks };
+        bench.see(Observation::Job { who: D0, job });
+        let report = &Report::Flow { flow, state: FlowState::Moving };
+        bench.see(Observation::Report { from: rank(D0), report });
+        let report = &Report::Flow { flow, state: FlowState::Done { bytes: 1 } };
+        bench.see(Observation::Report { from: rank(D0), report });
+        bench.holds();
+        bench.see(Observation::Report { from: rank(D0), report });
+        bench.fails("has ended on this rank");
+    }
+}

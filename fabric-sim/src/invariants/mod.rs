@@ -1,0 +1,248 @@
+//! The invariants of the protocol, one file each, checked after every event at a cost that is
+//! proportional to what the event touched.
+//!
+//! [`Invariants`] tells each observation to those that want its kind, then follows it in the state
+//! that they share. An invariant reports a [`Violation`] where it can be seen first, and the same
+//! thing once.
+
+mod bounded;
+mod credit;
+mod deterministic;
+mod every_request_ends;
+mod heals;
+mod isolation;
+mod legal;
+mod no_early_reuse;
+mod no_foreign_bytes;
+mod no_leak;
+mod no_livelock;
+mod no_panic;
+mod no_silent_success;
+mod no_wall_clock;
+mod one_outcome;
+mod reclaim_bound;
+mod right_recipient;
+mod stable_source;
+mod state;
+#[cfg(test)]
+mod testing;
+
+pub use deterministic::compare as compare_traces;
+pub use no_wall_clock::compare as compare_clocks;
+
+use crate::observe::{Kind, Observation};
+use engine::core::channel::ChannelConfig;
+use engine::core::station::CoreSettings;
+use engine::core::time::Nanos;
+use scenarios::lists::InvariantId;
+use scenarios::run::Run;
+use state::State;
+use std::fmt;
+
+/// Observations between two audits.
+const AUDIT: u64 = 4_096;
+
+/// Violations that are kept; later ones are counted.
+const KEPT: usize = 64;
+
+/// Something that must not be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Violation {
+    /// What does not hold.
+    pub id: InvariantId,
+    /// Since when.
+    pub at: Nanos,
+    /// Instance, transfer, block, and what was expected.
+    pub text: String,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {:.6} s: {}", self.id, self.at.as_secs_f64(), self.text)
+    }
+}
+
+/// Where violations are reported.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    list: Vec<Violation>,
+    count: u64,
+}
+
+impl Found {
+    /// Reports a violation; later ones of many are only counted, and not even put into words.
+    #[cold]
+    pub(crate) fn report(&mut self, id: InvariantId, at: Nanos, text: impl FnOnce() -> String) {
+        self.count += 1;
+        if self.list.len() < KEPT {
+            self.list.push(Violation { id, at, text: text() });
+        }
+    }
+}
+
+/// When and in which state an observation is made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Now<'a> {
+    /// Virtual time.
+    pub(crate) at: Nanos,
+    /// The state before the observation.
+    pub(crate) state: &'a State,
+}
+
+/// One invariant.
+pub(crate) trait Invariant: fmt::Debug + Send {
+    /// Its name.
+    fn id(&self) -> InvariantId;
+
+    /// Kinds of observations that it wants.
+    fn wants(&self) -> &'static [Kind] {
+        &[]
+    }
+
+    /// Something happened.
+    fn observe(&mut self, _now: Now<'_>, _seen: &Observation<'_>, _found: &mut Found) {}
+
+    /// Looks at everything; called each few thousand observations, and last at the end.
+    fn audit(&mut self, _now: Now<'_>, _found: &mut Found) {}
+
+    /// The run is over; at rest nothing is under way.
+    fn finish(&mut self, _now: Now<'_>, _at_rest: bool, _found: &mut Found) {}
+}
+
+/// Bounds that the settings of a run imply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// A peer that is not heard for this long is down.
+    pub(crate) silent: Nanos,
+    /// A fence is answered within.
+    pub(crate) fence: Nanos,
+    /// Length of a source lease.
+    pub(crate) lease: Nanos,
+    /// Longest wait at the router for an instance.
+    pub(crate) wait: Nanos,
+    /// Longest time that the router keeps away from an instance that failed.
+    pub(crate) breaker: Nanos,
+    /// Dispatches of a leg beyond the first.
+    pub(crate) retries: u32,
+    /// When the run has to be at rest, if the file says it.
+    pub(crate) within: Option<Nanos>,
+}
+
+impl Limits {
+    pub(crate) fn of(run: &Run) -> Limits {
+        let channel = ChannelConfig::default();
+        let core = CoreSettings::default();
+        Limits {
+            silent: run.protocol.silent.unwrap_or(channel.silent),
+            fence: run.protocol.fence.unwrap_or(Nanos::from_secs(2)),
+            lease: run.protocol.lease.unwrap_or(core.lease),
+            wait: run.router.config.wait_max,
+            breaker: run.router.config.breaker_max,
+            retries: run.router.config.retries_max,
+            within: run.expect.within,
+        }
+    }
+
+    /// Within this time after the last fault everything ends that can end.
+    pub(crate) fn end(&self) -> Nanos {
+        self.silent + self.fence + Nanos::from_secs(1)
+    }
+}
+
+/// All invariants that a run has to keep.
+#[derive(Debug)]
+pub struct Invariants {
+    list: Vec<Box<dyn Invariant>>,
+    /// Indices into the list, by kind of observation.
+    wanted: Vec<Vec<u8>>,
+    state: State,
+    found: Found,
+    seen: u64,
+}
+
+fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
+    let limits = Limits::of(run);
+    match id {
+        InvariantId::NoForeignBytes => Box::new(no_foreign_bytes::NoForeignBytes),
+        InvariantId::NoEarlyReuse => Box::new(no_early_reuse::NoEarlyReuse),
+        InvariantId::NoLeak => Box::new(no_leak::NoLeak::default()),
+        InvariantId::StableSource => Box::new(stable_source::StableSource),
+        InvariantId::OneOutcome => Box::new(one_outcome::OneOutcome::default()),
+        InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
+        InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),
+        InvariantId::Bounded => Box::new(bounded::Bounded),
+        InvariantId::Credit => Box::new(credit::Credit),
+        InvariantId::Legal => Box::new(legal::Legal::default()),
+        InvariantId::Deterministic => Box::new(deterministic::Deterministic),
+        InvariantId::NoPanic => Box::new(no_panic::NoPanic::default()),
+        InvariantId::NoWallClock => Box::new(no_wall_clock::NoWallClock),
+        InvariantId::EveryRequestEnds => {
+            Box::new(every_request_ends::EveryRequestEnds::new(limits))
+        }
+        InvariantId::Heals => Box::new(heals::Heals::new(limits)),
+        InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(limits)),
+        InvariantId::Isolation => Box::new(isolation::Isolation::default()),
+        InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),
+    }
+}
+
+impl Invariants {
+    /// Those that the run expects to hold; all if it names none.
+    pub fn new(run: &Run) -> Invariants {
+        let all = InvariantId::ALL;
+        let hold = if run.expect.hold.is_empty() { all } else { &run.expect.hold };
+        let list: Vec<_> = hold.iter().map(|id| make(*id, run)).collect();
+        let mut wanted = vec![Vec::new(); Kind::COUNT];
+        for (index, invariant) in list.iter().enumerate() {
+            for kind in invariant.wants() {
+                wanted[*kind as usize].push(index as u8);
+            }
+        }
+        Invariants { list, wanted, state: State::new(run), found: Found::default(), seen: 0 }
+    }
+
+    /// Something happened.
+    #[inline]
+    pub fn see(&mut self, at: Nanos, seen: &Observation<'_>) {
+        let now = Now { at, state: &self.state };
+        for index in &self.wanted[seen.kind() as usize] {
+            self.list[usize::from(*index)].observe(now, seen, &mut self.found);
+        }
+        self.state.follow(at, seen);
+        self.seen += 1;
+        if self.seen.is_multiple_of(AUDIT) {
+            self.audit(at);
+        }
+    }
+
+    fn audit(&mut self, at: Nanos) {
+        let now = Now { at, state: &self.state };
+        for invariant in &mut self.list {
+            invariant.audit(now, &mut self.found);
+        }
+    }
+
+    /// The run is over; `at_rest` says that nothing is under way any more.
+    pub fn finish(&mut self, at: Nanos, at_rest: bool) {
+        self.audit(at);
+        let now = Now { at, state: &self.state };
+        for invariant in &mut self.list {
+            invariant.finish(now, at_rest, &mut self.found);
+        }
+    }
+
+    /// The first violations, in the order in which they were seen.
+    pub fn violations(&self) -> &[Violation] {
+        &self.found.list
+    }
+
+    /// All violations, those that are not kept included.
+    pub fn count(&self) -> u64 {
+        self.found.count
+    }
+
+    /// Names of those that are checked.
+    pub fn names(&self) -> impl Iterator<Item = InvariantId> + '_ {
+        self.list.iter().map(|invariant| invariant.id())
+    }
+}

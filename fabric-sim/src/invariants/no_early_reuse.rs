@@ -1,0 +1,205 @@
+//! I2: no byte lands in a block whose owner changed after the operation was accepted, and blocks
+//! that something may still land in are not handed out again.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{BlockRef, Kind, Landing, Observation, Who};
+use engine::core::message::DecodeAnswer;
+use scenarios::lists::InvariantId;
+
+/// A block belongs to a load from the time that decode allocated it until it was answered; only
+/// operations accepted in between may write into it.
+#[derive(Debug)]
+pub(super) struct NoEarlyReuse;
+
+impl NoEarlyReuse {
+    fn landed(&self, now: Now<'_>, seen: &Landing<'_>, found: &mut Found) {
+        let state = now.state;
+        let op = state.op(seen.from, seen.op.0);
+        let settled = op.is_none_or(|op| op.settled);
+        let accepted = op.map_or(0, |op| op.seq);
+        for at in seen.written {
+            let block = state.block(seen.target.who.instance, *at);
+            let since = state.load_of(&block).map(|load| load.since);
+            if !settled && since.is_some_and(|since| accepted >= since) {
+                continue;
+            }
+            return found.report(self.id(), now.at, || {
+                let why = match since {
+                    _ if settled => "after it was quiet or fenced",
+                    None => "though no transfer owns the block",
+                    Some(_) => "though the block has another owner since",
+                };
+                let BlockRef { group, block } = at;
+                format!(
+                    "operation {} of {} rank {} landed in group {group} block {block} of {} rank \
+                     {} {why}",
+                    seen.op,
+                    state.name(seen.from.who.instance),
+                    seen.from.rank,
+                    state.name(seen.target.who.instance),
+                    seen.target.rank
+                )
+            });
+        }
+    }
+
+    /// These blocks get a new owner or a new purpose.
+    fn released<'a>(
+        &self,
+        now: Now<'_>,
+        who: Who,
+        blocks: impl Iterator<Item = BlockRef> + 'a,
+        what: &str,
+        found: &mut Found,
+    ) {
+        for at in blocks {
+            let writes = now.state.block(who.instance, at).writes;
+            if writes > 0 {
+                return found.report(self.id(), now.at, || {
+                    let (name, BlockRef { group, block }) = (now.state.name(who.instance), at);
+                    format!(
+                        "group {group} block {block} of {name} was {what} while {writes} \
+                         operations may land in it"
+                    )
+                });
+            }
+        }
+    }
+}
+
+/// The blocks of lists per group.
+fn refs(blocks: &[Vec<u32>]) -> impl Iterator<Item = BlockRef> + '_ {
+    let of = |(group, ids): (usize, &Vec<u32>)| {
+        let refs: Vec<_> =
+            ids.iter().map(|block| BlockRef { group: group as u16, block: *block }).collect();
+        refs
+    };
+    blocks.iter().enumerate().flat_map(of)
+}
+
+impl Invariant for NoEarlyReuse {
+    fn id(&self) -> InvariantId {
+        InvariantId::NoEarlyReuse
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::Landed, Kind::Taken, Kind::Freed, Kind::DecodeAnswer]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        match seen {
+            Observation::Landed(landing) => self.landed(now, landing, found),
+            Observation::Taken { who, blocks, .. } => {
+                self.released(now, *who, refs(blocks), "handed out", found);
+            }
+            Observation::Freed { who, blocks, .. } => {
+                self.released(now, *who, refs(blocks), "freed", found);
+            }
+            Observation::DecodeAnswer { who, answer } => {
+                let (what, request) = match answer {
+                    DecodeAnswer::Loaded { request } => ("reported as loaded", request),
+                    DecodeAnswer::LoadFailed { request, .. } => ("given back", request),
+                    DecodeAnswer::Rejected { .. } => return,
+                };
+                if let Some(load) = now.state.load(who.instance, request) {
+                    self.released(now, *who, load.blocks.iter().copied(), what, found);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, done, failed};
+    use engine::fabric::{Landed, OpId, SessionId, Ticket};
+
+    fn bench() -> Bench {
+        let mut bench = Bench::new(InvariantId::NoEarlyReuse);
+        bench.allocated(D0, "r", 32, &[4, 5]);
+        bench.announced(D0, P0, "r");
+        bench
+    }
+
+    #[test]
+    fn a_clean_push_is_fine() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4, 5]);
+        bench.land(P0, D0, 1, &[4]);
+        bench.land(P0, D0, 1, &[5]);
+        bench.complete(P0, 1, &done());
+        bench.loaded(D0, "r");
+        bench.freed(D0, "r", &[4, 5]);
+        bench.holds();
+    }
+
+    #[test]
+    fn landing_in_a_block_of_somebody_else_is_reported() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4, 5]);
+        bench.complete(P0, 1, &failed(Landed::None));
+        bench.load_failed(D0, "r");
+        bench.freed(D0, "r", &[4, 5]);
+        bench.holds();
+        bench.allocated(D0, "s", 16, &[5]);
+        bench.land(P0, D0, 1, &[5]);
+        bench.fails("landed in group 0 block 5 of d0");
+    }
+
+    #[test]
+    fn an_unknown_landing_quarantines_until_quiet() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4, 5]);
+        bench.complete(P0, 1, &failed(Landed::Unknown));
+        bench.load_failed(D0, "r");
+        bench.fails("given back while 1 operations may land in it");
+        let mut bench = self::bench();
+        bench.write(P0, D0, 1, &[4, 5]);
+        bench.complete(P0, 1, &failed(Landed::Unknown));
+        bench.quiet(P0, SessionId(1), Ticket(1));
+        bench.load_failed(D0, "r");
+        bench.freed(D0, "r", &[4, 5]);
+        bench.taken(D0, "s", &[5]);
+        bench.holds();
+    }
+
+    #[test]
+    fn a_barrier_covers_only_what_was_accepted_before() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4]);
+        bench.quiesce(P0, SessionId(1), Ticket(1));
+        bench.write(P0, D0, 2, &[5]);
+        bench.quiet_now(P0, SessionId(1), Ticket(1));
+        bench.land(P0, D0, 2, &[5]);
+        bench.holds();
+        bench.land(P0, D0, 1, &[4]);
+        bench.fails("after it was quiet");
+    }
+
+    #[test]
+    fn a_fence_ends_what_a_dead_peer_may_write() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4]);
+        bench.crash(P0);
+        bench.fence(D0, P0);
+        bench.load_failed(D0, "r");
+        bench.freed(D0, "r", &[4, 5]);
+        bench.holds();
+        let mut bench = self::bench();
+        bench.write(P0, D0, 1, &[4]);
+        bench.crash(P0);
+        bench.freed(D0, "r", &[4, 5]);
+        bench.fails("freed while");
+    }
+
+    #[test]
+    fn a_landing_that_nobody_asked_for_is_reported() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[9]);
+        bench.land(P0, D0, 1, &[9]);
+        bench.fails("no transfer owns the block");
+        assert_eq!(OpId(1).0, 1);
+    }
+}

@@ -1,0 +1,148 @@
+//! I3: free + cached + held + quarantined = total at all times; at rest nothing is held or
+//! quarantined, and no transfer, session, timer or lease is left.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Part, Who};
+use engine::core::machine::Gauges;
+use scenarios::engine::PoolGauges;
+use scenarios::lists::InvariantId;
+use std::collections::BTreeMap;
+
+/// Remembers the newest gauges; those told last are those at rest.
+#[derive(Debug, Default)]
+pub(super) struct NoLeak {
+    pools: BTreeMap<(Who, u16), PoolGauges>,
+    machines: BTreeMap<(Who, Part), Gauges>,
+}
+
+fn is_left(gauges: &Gauges) -> bool {
+    let Gauges { transfers, operations, held, quarantined, queued, .. } = *gauges;
+    [transfers, operations, held, quarantined, queued].iter().any(|count| *count > 0)
+}
+
+impl Invariant for NoLeak {
+    fn id(&self) -> InvariantId {
+        InvariantId::NoLeak
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::Pool, Kind::Gauges, Kind::Crashed]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        match seen {
+            Observation::Pool { who, group, pool } => {
+                let PoolGauges { total, free, cached, held, quarantined } = *pool;
+                if free + cached + held + quarantined != total {
+                    found.report(self.id(), now.at, || {
+                        let name = now.state.name(who.instance);
+                        format!("the blocks of group {group} of {name} do not add up: {pool:?}")
+                    });
+                }
+                self.pools.insert((*who, *group), *pool);
+            }
+            Observation::Gauges { who, part, gauges, .. } => {
+                self.machines.insert((*who, *part), *gauges);
+            }
+            Observation::Crashed { who } => {
+                self.pools.retain(|key, _| key.0 != *who);
+                self.machines.retain(|key, _| key.0 != *who);
+            }
+            _ => {}
+        }
+    }
+
+    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+        let id = self.id();
+        for ((who, group), pool) in &self.pools {
+            if pool.held > 0 || pool.quarantined > 0 {
+                found.report(id, now.at, || {
+                    let name = now.state.name(who.instance);
+                    format!("blocks of group {group} of {name} are not given back: {pool:?}")
+                });
+            }
+        }
+        for ((who, part), gauges) in self.machines.iter().filter(|(_, gauges)| is_left(gauges)) {
+            found.report(id, now.at, || {
+                format!("the {part} of {} is not idle: {gauges:?}", now.state.name(who.instance))
+            });
+        }
+        for load in now.state.loads() {
+            found.report(id, now.at, || {
+                let (name, request) = (now.state.name(load.who.instance), &load.request);
+                format!("the load of request {request} of {name} has not ended")
+            });
+        }
+        let current = |at: Who| now.state.is_current(at);
+        let open = now.state.ops().find(|(from, op)| current(from.who) && current(op.target.who));
+        if let Some((from, op)) = open {
+            found.report(id, now.at, || {
+                format!(
+                    "an operation of {} is not settled: {op:?}",
+                    now.state.name(from.who.instance)
+                )
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, done};
+
+    fn pool(bench: &mut Bench, held: u32, quarantined: u32) {
+        let pool = PoolGauges { total: 10, free: 7, cached: 1, held, quarantined };
+        bench.see(Observation::Pool { who: D0, group: 0, pool });
+    }
+
+    #[test]
+    fn blocks_have_to_add_up() {
+        let mut bench = Bench::new(InvariantId::NoLeak);
+        pool(&mut bench, 1, 1);
+        bench.holds();
+        pool(&mut bench, 1, 0);
+        bench.fails("do not add up");
+    }
+
+    #[test]
+    fn everything_is_given_back_at_rest() {
+        let mut bench = Bench::new(InvariantId::NoLeak);
+        pool(&mut bench, 1, 1);
+        let done_pool = PoolGauges { total: 10, free: 9, cached: 1, ..PoolGauges::default() };
+        bench.see(Observation::Pool { who: D0, group: 0, pool: done_pool });
+        bench.write(P0, D0, 1, &[4]);
+        bench.complete(P0, 1, &done());
+        bench.finish();
+        bench.holds();
+        pool(&mut bench, 2, 0);
+        bench.finish();
+        bench.fails("are not given back");
+    }
+
+    #[test]
+    fn machines_are_idle_at_rest() {
+        let mut bench = Bench::new(InvariantId::NoLeak);
+        let gauges = Gauges { peers: 3, tombstones: 9, ..Gauges::default() };
+        let limits = Gauges::default();
+        bench.see(Observation::Gauges { who: D0, part: Part::Core, gauges, limits });
+        bench.finish();
+        bench.holds();
+        let gauges = Gauges { transfers: 1, ..gauges };
+        bench.see(Observation::Gauges { who: D0, part: Part::Core, gauges, limits });
+        bench.finish();
+        bench.fails("the core of d0 is not idle");
+    }
+
+    #[test]
+    fn operations_and_loads_have_ended_at_rest() {
+        let mut bench = Bench::new(InvariantId::NoLeak);
+        bench.write(P0, D0, 1, &[4]);
+        bench.finish();
+        bench.fails("an operation of p0 is not settled");
+        let mut bench = Bench::new(InvariantId::NoLeak);
+        bench.allocated(D0, "r", 16, &[4]);
+        bench.finish();
+        bench.fails("the load of request r of d0 has not ended");
+    }
+}

@@ -1,0 +1,287 @@
+//! I5: each request ends exactly once per role, each accepted operation completes exactly once,
+//! each block list is given back exactly once.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Rank, Who};
+use engine::core::ids::{ClientId, LegId, RequestId};
+use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
+use engine::core::router::LegEvent;
+use scenarios::lists::InvariantId;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What an engine still has to be told about a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Owed {
+    finished: bool,
+    /// Preemptions without an answer.
+    preempted: u32,
+    /// Blocks wait to be loaded.
+    allocated: bool,
+}
+
+/// Follows clients, legs, the answers that cores owe their engines, and operations.
+#[derive(Debug, Default)]
+pub(super) struct OneOutcome {
+    clients: BTreeSet<ClientId>,
+    ended_legs: BTreeSet<LegId>,
+    owed: BTreeMap<(Who, RequestId), Owed>,
+}
+
+impl OneOutcome {
+    fn prefill_hook(&mut self, who: Who, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, .. } => {
+                self.owed.insert((who, request.clone()), Owed::default());
+            }
+            PrefillHook::Finished { request, .. } => {
+                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                    owed.finished = true;
+                }
+            }
+            PrefillHook::Preempted { request } => {
+                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                    owed.preempted += 1;
+                }
+            }
+            PrefillHook::Scheduled { .. } => {}
+        }
+    }
+
+    fn decode_hook(&mut self, who: Who, hook: &DecodeHook) {
+        match hook {
+            DecodeHook::Arrived { request, .. } => {
+                self.owed.insert((who, request.clone()), Owed::default());
+            }
+            DecodeHook::Allocated { request, .. } => {
+                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                    owed.allocated = true;
+                }
+            }
+            DecodeHook::Finished { request, .. } => {
+                let key = (who, request.clone());
+                if self.owed.get(&key).is_some_and(|owed| !owed.allocated) {
+                    self.owed.remove(&key);
+                }
+            }
+        }
+    }
+
+    /// Takes an answer off the books; says what is wrong with it.
+    fn prefill_answer(&mut self, who: Who, answer: &PrefillAnswer) -> Option<&'static str> {
+        let (PrefillAnswer::SourceFree { request, .. }
+        | PrefillAnswer::PreemptionSafe { request }
+        | PrefillAnswer::Rejected { request, .. }) = answer;
+        let key = (who, request.clone());
+        let Some(owed) = self.owed.get_mut(&key) else {
+            return Some("an answer for a request that is not owed one");
+        };
+        match answer {
+            PrefillAnswer::PreemptionSafe { .. } if owed.preempted == 0 => {
+                Some("one preemption answered twice, or none")
+            }
+            PrefillAnswer::PreemptionSafe { .. } => {
+                owed.preempted -= 1;
+                None
+            }
+            PrefillAnswer::SourceFree { .. } if !owed.finished => {
+                Some("blocks freed before the request finished")
+            }
+            _ => {
+                self.owed.remove(&key);
+                None
+            }
+        }
+    }
+
+    fn decode_answer(&mut self, who: Who, answer: &DecodeAnswer) -> Option<&'static str> {
+        let (DecodeAnswer::Loaded { request }
+        | DecodeAnswer::LoadFailed { request, .. }
+        | DecodeAnswer::Rejected { request, .. }) = answer;
+        let owed = self.owed.remove(&(who, request.clone()));
+        match (owed, answer) {
+            // The engine may have ended the request while the refusal was on its way.
+            (None, DecodeAnswer::Rejected { .. }) => None,
+            (None, _) => Some("an answer for a request that is not owed one"),
+            (Some(owed), DecodeAnswer::Rejected { .. }) if owed.allocated => {
+                Some("a request rejected after its blocks were allocated")
+            }
+            (Some(owed), DecodeAnswer::Loaded { .. } | DecodeAnswer::LoadFailed { .. })
+                if !owed.allocated =>
+            {
+                Some("a load answered before its blocks were allocated")
+            }
+            _ => None,
+        }
+    }
+
+    fn completed(&self, now: Now<'_>, from: Rank, op: u64) -> Option<&'static str> {
+        match now.state.op(from, op) {
+            Some(op) if op.completed => Some("an operation completed twice"),
+            Some(_) => None,
+            None => Some("an operation completed that is not in flight"),
+        }
+    }
+}
+
+impl Invariant for OneOutcome {
+    fn id(&self) -> InvariantId {
+        InvariantId::OneOutcome
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[
+            Kind::Asked,
+            Kind::Answered,
+            Kind::ClientGone,
+            Kind::Leg,
+            Kind::PrefillHook,
+            Kind::PrefillAnswer,
+            Kind::DecodeHook,
+            Kind::DecodeAnswer,
+            Kind::Completed,
+            Kind::EngineFault,
+            Kind::Crashed,
+        ]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        let wrong = match seen {
+            Observation::Completed { from, op, .. } => self.completed(now, *from, op.0),
+            Observation::Asked { client } => {
+                (!self.clients.insert(*client)).then_some("a client asked twice")
+            }
+            Observation::Answered { client, .. } => (!self.clients.remove(client))
+                .then_some("a client answered twice, or one that is gone"),
+            Observation::ClientGone { client } => {
+                self.clients.remove(client);
+                None
+            }
+            Observation::Leg { leg, event, .. } => {
+                let over = match event {
+                    LegEvent::FirstToken => self.ended_legs.contains(leg),
+                    LegEvent::Done { .. } | LegEvent::Failed(_) => !self.ended_legs.insert(*leg),
+                };
+                over.then_some("news of a leg that has ended")
+            }
+            Observation::PrefillHook { who, hook } => {
+                self.prefill_hook(*who, hook);
+                None
+            }
+            Observation::DecodeHook { who, hook } => {
+                self.decode_hook(*who, hook);
+                None
+            }
+            Observation::PrefillAnswer { who, answer } => self.prefill_answer(*who, answer),
+            Observation::DecodeAnswer { who, answer } => self.decode_answer(*who, answer),
+            Observation::EngineFault { who, text } => {
+                return found.report(self.id(), now.at, || {
+                    format!("the engine of {}: {text}", now.state.name(who.instance))
+                });
+            }
+            Observation::Crashed { who } => {
+                self.owed.retain(|key, _| key.0 != *who);
+                None
+            }
+            _ => None,
+        };
+        if let Some(wrong) = wrong {
+            found.report(self.id(), now.at, || format!("{wrong}: {seen:?}"));
+        }
+    }
+
+    fn finish(&mut self, now: Now<'_>, at_rest: bool, found: &mut Found) {
+        let open = self.owed.iter().find(|(key, owed)| {
+            now.state.is_current(key.0) && (owed.finished || owed.allocated || owed.preempted > 0)
+        });
+        if let (true, Some(((who, request), owed))) = (at_rest, open) {
+            found.report(self.id(), now.at, || {
+                let name = now.state.name(who.instance);
+                format!("request {request} of {name} was never answered: {owed:?}")
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{
+        Bench, D0, P0, done, finished, finished_answer, key, request,
+    };
+    use engine::core::message::{FinishReason, Mode, PrefillLeg};
+
+    fn bench() -> Bench {
+        Bench::new(InvariantId::OneOutcome)
+    }
+
+    #[test]
+    fn a_request_is_answered_once() {
+        let mut bench = bench();
+        bench.asked(1);
+        bench.answered(1, &finished_answer(false));
+        bench.holds();
+        bench.answered(1, &finished_answer(false));
+        bench.fails("a client answered twice");
+    }
+
+    #[test]
+    fn a_load_is_answered_once() {
+        let mut bench = bench();
+        bench.allocated(D0, "r", 16, &[4]);
+        bench.load_failed(D0, "r");
+        bench.holds();
+        bench.loaded(D0, "r");
+        bench.fails("not owed one");
+    }
+
+    #[test]
+    fn an_allocation_without_an_answer_is_seen_at_rest() {
+        let mut bench = bench();
+        bench.allocated(D0, "r", 16, &[4]);
+        bench.holds();
+        bench.finish();
+        bench.fails("request r of d0 was never answered");
+    }
+
+    #[test]
+    fn an_operation_completes_once() {
+        let mut bench = bench();
+        bench.write(P0, D0, 1, &[4]);
+        bench.complete(P0, 1, &done());
+        bench.holds();
+        bench.complete(P0, 1, &done());
+        bench.fails("not in flight");
+    }
+
+    fn prefill(bench: &mut Bench, hook: PrefillHook) {
+        bench.see(Observation::PrefillHook { who: P0, hook: &hook });
+    }
+
+    #[test]
+    fn a_source_is_freed_once_and_not_before_the_end() {
+        let mut bench = bench();
+        let leg = PrefillLeg { key: key("r"), siblings: 1, mode: Mode::Push };
+        prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
+        prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
+        let safe = PrefillAnswer::PreemptionSafe { request: request("r") };
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &safe });
+        let reason = FinishReason::Length;
+        let free = PrefillAnswer::SourceFree { request: request("r"), failure: None };
+        prefill(&mut bench, PrefillHook::Finished { request: request("r"), reason });
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &free });
+        bench.finish();
+        bench.holds();
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &free });
+        bench.fails("not owed one");
+    }
+
+    #[test]
+    fn nothing_follows_the_end_of_a_leg() {
+        let mut bench = bench();
+        bench.leg(D0, 4, &LegEvent::FirstToken);
+        bench.leg(D0, 4, &finished());
+        bench.holds();
+        bench.leg(D0, 4, &LegEvent::FirstToken);
+        bench.fails("a leg that has ended");
+    }
+}

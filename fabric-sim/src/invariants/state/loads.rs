@@ -1,0 +1,216 @@
+//! Loads: what decode requests wait for, from their arrival to the one answer.
+
+use super::Place;
+use crate::observe::{BlockRef, Landing, Who};
+use engine::core::ids::{Attempt, RequestId, TransferKey};
+use engine::core::message::{DecodeLeg, Tag};
+use engine::core::time::Nanos;
+use std::collections::BTreeMap;
+
+/// Bytes that were read from a block which had another owner by then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Torn {
+    /// Whose block.
+    pub(crate) source: u16,
+    /// Which.
+    pub(crate) block: BlockRef,
+}
+
+/// Blocks that a transfer fills.
+#[derive(Clone, Debug)]
+pub(crate) struct Load {
+    /// The decode instance.
+    pub(crate) who: Who,
+    /// Its request.
+    pub(crate) request: RequestId,
+    /// When it was allocated.
+    pub(crate) begun: Nanos,
+    /// The same as a sequence number: older operations may not write into its blocks.
+    pub(crate) since: u64,
+    /// Blocks that are to be written.
+    pub(crate) blocks: Vec<BlockRef>,
+    /// The prefill that was asked.
+    pub(crate) peer: Option<u16>,
+    /// The instance whose operations may write into the blocks, once one was asked.
+    pub(crate) writer: Option<u16>,
+    /// Sequence number of the grant.
+    granted: u64,
+    /// Something read after its source had another owner, in the newest attempt.
+    pub(crate) torn: Option<Torn>,
+}
+
+#[derive(Debug)]
+struct Known {
+    tokens: u32,
+    tag: (TransferKey, u32),
+    /// Index of the load, once allocated.
+    load: u32,
+    /// Said in a message before the blocks were allocated.
+    asked: Option<(u16, u16)>,
+    attempt: Attempt,
+    granted: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Loads {
+    /// Number n is at n - 1.
+    slots: Vec<Option<Load>>,
+    free: Vec<u32>,
+    known: BTreeMap<(u16, RequestId), Known>,
+    tags: BTreeMap<(u16, TransferKey, u32), RequestId>,
+}
+
+impl Loads {
+    #[inline]
+    pub(super) fn get(&self, number: u32) -> Option<&Load> {
+        self.slots.get((number as usize).checked_sub(1)?)?.as_ref()
+    }
+
+    fn get_mut(&mut self, number: u32) -> Option<&mut Load> {
+        self.slots.get_mut((number as usize).checked_sub(1)?)?.as_mut()
+    }
+
+    pub(super) fn find(&self, instance: u16, request: &RequestId) -> Option<&Load> {
+        self.get(self.known.get(&(instance, request.clone()))?.load)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Load> {
+        self.slots.iter().flatten()
+    }
+
+    pub(super) fn arrived(
+        &mut self,
+        instance: u16,
+        request: &RequestId,
+        leg: &DecodeLeg,
+        tokens: u32,
+    ) {
+        let tag = (leg.key.clone(), leg.sibling);
+        self.tags.insert((instance, tag.0.clone(), tag.1), request.clone());
+        let known = Known { tokens, tag, load: 0, asked: None, attempt: Attempt(0), granted: 0 };
+        self.known.insert((instance, request.clone()), known);
+    }
+
+    pub(super) fn tokens(&self, instance: u16, request: &RequestId) -> u32 {
+        self.known.get(&(instance, request.clone())).map_or(u32::MAX, |known| known.tokens)
+    }
+
+    pub(super) fn allocated(
+        &mut self,
+        (begun, since): (Nanos, u64),
+        who: Who,
+        request: &RequestId,
+        blocks: &[BlockRef],
+    ) -> u32 {
+        let Some(known) = self.known.get_mut(&(who.instance, request.clone())) else { return 0 };
+        let load = Load {
+            who,
+            request: request.clone(),
+            begun,
+            since,
+            blocks: blocks.to_vec(),
+            peer: known.asked.map(|(peer, _)| peer),
+            writer: known.asked.map(|(_, writer)| writer),
+            granted: known.granted,
+            torn: None,
+        };
+        let number = match self.free.pop() {
+            Some(number) => {
+                self.slots[number as usize - 1] = Some(load);
+                number
+            }
+            None => {
+                self.slots.push(Some(load));
+                self.slots.len() as u32
+            }
+        };
+        known.load = number;
+        number
+    }
+
+    fn forget(&mut self, instance: u16, request: &RequestId) -> Option<Load> {
+        let known = self.known.remove(&(instance, request.clone()))?;
+        let tag = (instance, known.tag.0, known.tag.1);
+        if self.tags.get(&tag) == Some(request) {
+            self.tags.remove(&tag);
+        }
+        let slot = self.slots.get_mut((known.load as usize).checked_sub(1)?)?;
+        self.free.push(known.load);
+        slot.take()
+    }
+
+    /// The request ended; with blocks it is known until its answer.
+    pub(super) fn finished(&mut self, instance: u16, request: &RequestId) {
+        let known = self.known.get(&(instance, request.clone()));
+        if known.is_some_and(|known| known.load == 0) {
+            self.forget(instance, request);
+        }
+    }
+
+    /// The answer came; these blocks are no longer written.
+    pub(super) fn ended(&mut self, instance: u16, request: &RequestId) -> Vec<BlockRef> {
+        self.forget(instance, request).map_or(Vec::new(), |load| load.blocks)
+    }
+
+    pub(super) fn crashed(&mut self, instance: u16) {
+        let of = |key: &(u16, RequestId)| (key.0 == instance).then(|| key.1.clone());
+        let lost: Vec<_> = self.known.keys().filter_map(of).collect();
+        for request in lost {
+            self.forget(instance, &request);
+        }
+    }
+
+    fn tagged(&self, instance: u16, tag: &Tag) -> Option<(u16, RequestId)> {
+        let request = self.tags.get(&(instance, tag.key.clone(), tag.sibling))?;
+        Some((instance, request.clone()))
+    }
+
+    /// A decode asked `peer` for an attempt, in which `writer` submits the operations.
+    pub(super) fn set_writer(&mut self, instance: u16, tag: &Tag, writer: u16, peer: u16) {
+        let Some(key) = self.tagged(instance, tag) else { return };
+        let Some(known) = self.known.get_mut(&key) else { return };
+        known.asked = Some((peer, writer));
+        let anew = tag.attempt > known.attempt;
+        if anew {
+            (known.attempt, known.granted) = (tag.attempt, 0);
+        }
+        let number = known.load;
+        if let Some(load) = self.get_mut(number) {
+            (load.peer, load.writer) = (Some(peer), Some(writer));
+            if anew {
+                (load.granted, load.torn) = (0, None);
+            }
+        }
+    }
+
+    /// A prefill granted its blocks to an attempt.
+    pub(super) fn granted(&mut self, instance: u16, tag: &Tag, seq: u64) {
+        let Some(key) = self.tagged(instance, tag) else { return };
+        let Some(known) = self.known.get_mut(&key) else { return };
+        // A retransmitted grant is no new one.
+        if known.granted != 0 {
+            return;
+        }
+        known.granted = seq;
+        let number = known.load;
+        if let Some(load) = self.get_mut(number) {
+            load.granted = seq;
+        }
+    }
+
+    /// Bytes arrived; remembers whether they were read from blocks of somebody else.
+    #[inline]
+    pub(super) fn landed(&mut self, seen: &Landing<'_>, places: &[Place]) {
+        if seen.from != seen.target {
+            return;
+        }
+        let Some(source) = places.get(usize::from(seen.source.who.instance)) else { return };
+        let Some(target) = places.get(usize::from(seen.target.who.instance)) else { return };
+        let Some(first) = seen.written.first() else { return };
+        let Some(load) = self.get_mut(target.blocks.get(*first).load) else { return };
+        let torn = seen.read.iter().find(|at| source.blocks.get(**at).since > load.granted);
+        if let (Some(block), true) = (torn, load.granted != 0) {
+            load.torn = Some(Torn { source: seen.source.who.instance, block: *block });
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! What several invariants need to know: lives, blocks, loads and operations.
+//!
+//! Changed after the invariants have seen an observation, so they see the state before it.
+
+mod blocks;
+mod loads;
+mod ops;
+
+pub(crate) use blocks::Block;
+pub(crate) use loads::Load;
+pub(crate) use ops::Op;
+
+use crate::observe::{BlockRef, Observation, Rank, Submission, Who};
+use blocks::Blocks;
+use engine::core::dialect::native::Frame;
+use engine::core::ids::RequestId;
+use engine::core::layout::GroupKind;
+use engine::core::message::{DecodeAnswer, DecodeHook, Message, Role};
+use engine::core::time::Nanos;
+use engine::fabric::{Direction, Landed, Outcome, Placement};
+use loads::Loads;
+use ops::Ops;
+use scenarios::run::Run;
+
+/// An instance as the invariants see it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    name: String,
+    /// What it does.
+    pub(crate) role: Role,
+    /// Its newest life, none before its first start.
+    pub(crate) life: Option<u32>,
+    /// True unless that life ended.
+    pub(crate) alive: bool,
+    /// Number of TP ranks.
+    pub(crate) tp: u16,
+    block_tokens: u32,
+    blocks: Blocks,
+}
+
+/// The shared state.
+#[derive(Debug)]
+pub(crate) struct State {
+    /// Counts the observations.
+    pub(crate) seq: u64,
+    places: Vec<Place>,
+    kinds: Vec<GroupKind>,
+    loads: Loads,
+    ops: Ops,
+    /// When a fault hit last or everything healed.
+    pub(crate) last_fault: Nanos,
+    /// When everything transient was over.
+    pub(crate) healed: Option<Nanos>,
+}
+
+impl State {
+    pub(crate) fn new(run: &Run) -> State {
+        let place = |instance: &scenarios::run::Instance| Place {
+            name: instance.name.clone(),
+            role: instance.role,
+            life: None,
+            alive: false,
+            tp: instance.tp,
+            block_tokens: instance.block_tokens,
+            blocks: Blocks::default(),
+        };
+        State {
+            seq: 1,
+            places: run.instances.iter().map(place).collect(),
+            kinds: run.model.groups.iter().map(|group| group.kind).collect(),
+            loads: Loads::default(),
+            ops: Ops::new(run.instances.len()),
+            last_fault: Nanos::ZERO,
+            healed: None,
+        }
+    }
+
+    /// An instance; none for the router.
+    #[inline]
+    pub(crate) fn place(&self, instance: u16) -> Option<&Place> {
+        self.places.get(usize::from(instance))
+    }
+
+    /// The name of an instance, for texts.
+    pub(crate) fn name(&self, instance: u16) -> &str {
+        self.place(instance).map_or("router", |place| &place.name)
+    }
+
+    /// True if this is the newest life of its instance, and it has not ended.
+    #[inline]
+    pub(crate) fn is_current(&self, who: Who) -> bool {
+        self.place(who.instance).is_some_and(|p| p.alive && p.life == Some(who.life))
+    }
+
+    /// A block in the present life of its instance.
+    #[inline]
+    pub(crate) fn block(&self, instance: u16, at: BlockRef) -> Block {
+        self.place(instance).map_or(Block::default(), |place| place.blocks.get(at))
+    }
+
+    /// The load that writes into a block.
+    #[inline]
+    pub(crate) fn load_of(&self, block: &Block) -> Option<&Load> {
+        self.loads.get(block.load)
+    }
+
+    /// The load of a request.
+    pub(crate) fn load(&self, instance: u16, request: &RequestId) -> Option<&Load> {
+        self.loads.find(instance, request)
+    }
+
+    /// Loads that have not ended.
+    pub(crate) fn loads(&self) -> impl Iterator<Item = &Load> {
+        self.loads.iter()
+    }
+
+    /// An operation that has not both completed and settled.
+    #[inline]
+    pub(crate) fn op(&self, from: Rank, op: u64) -> Option<&Op> {
+        self.ops.get(from, op)
+    }
+
+    /// Operations that a rank has in flight.
+    pub(crate) fn in_flight(&self, from: Rank) -> u32 {
+        self.ops.in_flight(from)
+    }
+
+    /// Operations that have not both completed and settled.
+    pub(crate) fn ops(&self) -> impl Iterator<Item = (Rank, &Op)> {
+        self.ops.iter()
+    }
+
+    /// Follows what happened.
+    #[inline]
+    pub(crate) fn follow(&mut self, now: Nanos, seen: &Observation<'_>) {
+        self.seq += 1;
+        match seen {
+            // What lands changes memory, not who owns it.
+            Observation::Landed(landing) => self.loads.landed(landing, &self.places),
+            Observation::Submitted(submission) => self.submitted(submission),
+            Observation::Completed { from, op, outcome } => {
+                let settled = match outcome {
+                    Outcome::Done => None,
+                    Outcome::Failed { landed, .. } => Some(*landed != Landed::Unknown),
+                };
+                self.ops.completed(*from, op.0, settled, &mut self.places);
+            }
+            Observation::Quiesced { from, session, ticket } => {
+                self.ops.quiesced(*from, *session, *ticket, self.seq);
+            }
+            Observation::Quiet { from, session, ticket } => {
+                self.ops.quiet(*from, *session, *ticket, &mut self.places);
+            }
+            Observation::Fenced { at, peer } => self.ops.fenced(*at, *peer, &mut self.places),
+            Observation::Faulted { .. } => self.last_fault = now,
+            Observation::Healed => {
+                self.last_fault = now;
+                self.healed = Some(now);
+            }
+            _ => self.follow_rare(now, seen),
+        }
+    }
+
+    fn follow_rare(&mut self, now: Nanos, seen: &Observation<'_>) {
+        match seen {
+            Observation::Started { who, tp, block_tokens } => {
+                self.started(*who, *tp, *block_tokens);
+            }
+            Observation::Crashed { who } => self.crashed(*who),
+            Observation::Taken { who, blocks, .. } => self.change_owner(*who, blocks),
+            Observation::Freed { who, blocks, .. } => self.change_owner(*who, blocks),
+            Observation::DecodeHook { who, hook } => self.decode_hook(now, *who, hook),
+            Observation::DecodeAnswer { who, answer } => {
+                let (DecodeAnswer::Loaded { request }
+                | DecodeAnswer::LoadFailed { request, .. }
+                | DecodeAnswer::Rejected { request, .. }) = answer;
+                self.end_load(who.instance, request);
+            }
+            Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
+                self.message_sent(*from, *to, message);
+            }
+            _ => {}
+        }
+    }
+
+    fn submitted(&mut self, seen: &Submission<'_>) {
+        let push = seen.direction == Direction::Write;
+        let (source, target) =
+            if push { (seen.local, seen.remote) } else { (seen.remote, seen.local) };
+        let holder = if push { seen.peer } else { seen.from };
+        let awaits_quiet = seen.placement == Placement::OnQuiet;
+        let op = Op::new(seen, self.seq, holder, awaits_quiet);
+        // A reader does not keep its source from being freed: that is what leases are for.
+        let source = if push { source } else { &[] };
+        self.ops.submitted(op, (source, target), &mut self.places);
+    }
+
+    fn started(&mut self, who: Who, tp: u16, block_tokens: u32) {
+        let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
+        *place = Place {
+            name: std::mem::take(&mut place.name),
+            role: place.role,
+            life: Some(who.life),
+            alive: true,
+            tp,
+            block_tokens,
+            blocks: Blocks::default(),
+        };
+    }
+
+    fn crashed(&mut self, who: Who) {
+        let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
+        place.alive = false;
+        place.blocks = Blocks::default();
+        self.loads.crashed(who.instance);
+        self.ops.crashed(who, &mut self.places);
+    }
+
+    fn change_owner(&mut self, who: Who, blocks: &[Vec<u32>]) {
+        let seq = self.seq;
+        let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
+        for (group, ids) in blocks.iter().enumerate() {
+            for id in ids {
+                let block = place.blocks.get_mut(BlockRef { group: group as u16, block: *id });
+                block.since = seq;
+                block.load = 0;
+            }
+        }
+    }
+
+    fn decode_hook(&mut self, now: Nanos, who: Who, hook: &DecodeHook) {
+        match hook {
+            DecodeHook::Arrived { request, leg, tokens } => {
+                self.loads.arrived(who.instance, request, leg, *tokens);
+            }
+            DecodeHook::Allocated { request, computed, blocks } => {
+                let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
+                let tokens = self.loads.tokens(who.instance, request);
+                let mut written = Vec::new();
+                for (group, list) in blocks.iter().enumerate() {
+                    let state = self.kinds.get(group) == Some(&GroupKind::State);
+                    let hits = if state { 0 } else { *computed / place.block_tokens.max(1) };
+                    let hits = hits.saturating_sub(list.first) as usize;
+                    let ids = if *computed >= tokens { &[] } else { &list.ids[..] };
+                    let reference = |id: &u32| BlockRef { group: group as u16, block: *id };
+                    written.extend(ids.iter().skip(hits).map(reference));
+                }
+                let load = self.loads.allocated((now, self.seq), who, request, &written);
+                for at in written {
+                    place.blocks.get_mut(at).load = load;
+                }
+            }
+            DecodeHook::Finished { request, .. } => self.loads.finished(who.instance, request),
+        }
+    }
+
+    fn end_load(&mut self, instance: u16, request: &RequestId) {
+        let Some(place) = self.places.get_mut(usize::from(instance)) else { return };
+        for at in self.loads.ended(instance, request) {
+            place.blocks.get_mut(at).load = 0;
+        }
+    }
+
+    fn message_sent(&mut self, from: Who, to: Who, message: &Message) {
+        let seq = self.seq;
+        match message {
+            Message::Announce { tag, .. } => {
+                self.loads.set_writer(from.instance, tag, to.instance, to.instance);
+            }
+            Message::Pull { tag, .. } => {
+                self.loads.set_writer(from.instance, tag, from.instance, to.instance);
+            }
+            Message::Grant { tag, .. } => self.loads.granted(to.instance, tag, seq),
+            _ => {}
+        }
+    }
+}

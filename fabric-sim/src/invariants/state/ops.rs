@@ -1,0 +1,254 @@
+//! Operations, from when a plane accepted them until nothing of them can land and they completed.
+
+use super::Place;
+use crate::observe::{BlockRef, Rank, Submission, Who};
+use engine::fabric::{SessionId, Ticket};
+use std::collections::{BTreeMap, VecDeque};
+
+/// An operation.
+#[derive(Debug)]
+pub(crate) struct Op {
+    id: u64,
+    /// Sequence number at which it was accepted.
+    pub(crate) seq: u64,
+    from: Rank,
+    session: SessionId,
+    /// Whose memory it writes.
+    pub(crate) target: Rank,
+    awaits_quiet: bool,
+    /// It was reported as complete.
+    pub(crate) completed: bool,
+    /// Nothing of it can land any more, and its initiator knows.
+    pub(crate) settled: bool,
+    reads: Vec<BlockRef>,
+    writes: Vec<BlockRef>,
+}
+
+impl Op {
+    pub(super) fn new(seen: &Submission<'_>, seq: u64, target: Rank, awaits_quiet: bool) -> Op {
+        Op {
+            id: seen.op.0,
+            seq,
+            from: seen.from,
+            session: seen.session,
+            target,
+            awaits_quiet,
+            completed: false,
+            settled: false,
+            reads: Vec::new(),
+            writes: Vec::new(),
+        }
+    }
+}
+
+/// The operations of one data plane, by id.
+#[derive(Debug)]
+struct Plane {
+    at: Rank,
+    in_flight: u32,
+    ops: VecDeque<Op>,
+}
+
+impl Plane {
+    #[inline]
+    fn find(&self, id: u64) -> Option<usize> {
+        let at = self.ops.partition_point(|op| op.id < id);
+        (self.ops.get(at)?.id == id).then_some(at)
+    }
+
+    fn trim(&mut self) -> Option<Op> {
+        let over = self.ops.front().is_some_and(|op| op.completed && op.settled);
+        if over { self.ops.pop_front() } else { None }
+    }
+}
+
+/// All operations.
+#[derive(Debug)]
+pub(crate) struct Ops {
+    planes: Vec<Plane>,
+    /// Plane of each rank of each instance in the newest life that submitted something.
+    newest: Vec<Vec<Option<u32>>>,
+    /// Planes of older lives.
+    older: BTreeMap<Rank, u32>,
+    tickets: BTreeMap<(Rank, SessionId, Ticket), u64>,
+    /// Memory to be used again.
+    spare: Vec<Vec<BlockRef>>,
+}
+
+impl Ops {
+    pub(super) fn new(instances: usize) -> Ops {
+        Ops {
+            planes: Vec::new(),
+            newest: vec![Vec::new(); instances],
+            older: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            spare: Vec::new(),
+        }
+    }
+
+    #[inline]
+    fn plane(&self, at: Rank) -> Option<&Plane> {
+        let newest = self.newest.get(usize::from(at.who.instance))?;
+        let found = newest.get(usize::from(at.rank)).copied().flatten();
+        match found.map(|plane| &self.planes[plane as usize]) {
+            Some(plane) if plane.at == at => Some(plane),
+            _ => self.older.get(&at).map(|plane| &self.planes[*plane as usize]),
+        }
+    }
+
+    fn plane_mut(&mut self, at: Rank) -> Option<&mut Plane> {
+        let newest = self.newest.get(usize::from(at.who.instance))?;
+        let found = newest.get(usize::from(at.rank)).copied().flatten();
+        match found.filter(|plane| self.planes[*plane as usize].at == at) {
+            Some(plane) => Some(&mut self.planes[plane as usize]),
+            None => self.older.get(&at).map(|plane| &mut self.planes[*plane as usize]),
+        }
+    }
+
+    fn make_plane(&mut self, at: Rank) {
+        let Some(ranks) = self.newest.get_mut(usize::from(at.who.instance)) else { return };
+        let rank = usize::from(at.rank);
+        if ranks.len() <= rank {
+            ranks.resize(rank + 1, None);
+        }
+        let number = self.planes.len() as u32;
+        if let Some(old) = ranks[rank].replace(number) {
+            self.older.insert(self.planes[old as usize].at, old);
+        }
+        self.planes.push(Plane { at, in_flight: 0, ops: VecDeque::new() });
+    }
+
+    #[inline]
+    pub(super) fn get(&self, from: Rank, id: u64) -> Option<&Op> {
+        let plane = self.plane(from)?;
+        plane.find(id).map(|at| &plane.ops[at])
+    }
+
+    pub(super) fn in_flight(&self, from: Rank) -> u32 {
+        self.plane(from).map_or(0, |plane| plane.in_flight)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, &Op)> {
+        self.planes.iter().flat_map(|plane| plane.ops.iter().map(|op| (plane.at, op)))
+    }
+
+    pub(super) fn submitted(
+        &mut self,
+        mut op: Op,
+        (source, target): (&[BlockRef], &[BlockRef]),
+        places: &mut [Place],
+    ) {
+        let mut keep = |from: &[BlockRef]| {
+            let mut list = self.spare.pop().unwrap_or_default();
+            list.clear();
+            list.extend_from_slice(from);
+            list.dedup();
+            list
+        };
+        (op.reads, op.writes) = (keep(source), keep(target));
+        count(&op, places, |count| count + 1);
+        let from = op.from;
+        if self.plane(from).is_none() {
+            self.make_plane(from);
+        }
+        let Some(plane) = self.plane_mut(from) else { return };
+        plane.in_flight += 1;
+        let at = plane.ops.partition_point(|other| other.id < op.id);
+        plane.ops.insert(at, op);
+    }
+
+    /// It completed; `landed` says for a failed one whether it is known what landed.
+    pub(super) fn completed(
+        &mut self,
+        from: Rank,
+        id: u64,
+        landed: Option<bool>,
+        places: &mut [Place],
+    ) {
+        let Some(plane) = self.plane_mut(from) else { return };
+        let Some(at) = plane.find(id) else { return };
+        let op = &mut plane.ops[at];
+        if std::mem::replace(&mut op.completed, true) {
+            return;
+        }
+        plane.in_flight = plane.in_flight.saturating_sub(1);
+        let op = &mut plane.ops[at];
+        if landed.unwrap_or(!op.awaits_quiet) {
+            settle(op, places);
+        }
+        self.trim(from);
+    }
+
+    fn trim(&mut self, from: Rank) {
+        while let Some(op) = self.plane_mut(from).and_then(Plane::trim) {
+            self.spare.extend([op.reads, op.writes]);
+        }
+    }
+
+    pub(super) fn quiesced(&mut self, from: Rank, session: SessionId, ticket: Ticket, seq: u64) {
+        self.tickets.insert((from, session, ticket), seq);
+    }
+
+    pub(super) fn quiet(
+        &mut self,
+        from: Rank,
+        session: SessionId,
+        ticket: Ticket,
+        places: &mut [Place],
+    ) {
+        let Some(asked) = self.tickets.remove(&(from, session, ticket)) else { return };
+        let Some(plane) = self.plane_mut(from) else { return };
+        for op in &mut plane.ops {
+            if op.session == session && op.seq <= asked {
+                settle(op, places);
+            }
+        }
+        self.trim(from);
+    }
+
+    pub(super) fn fenced(&mut self, at: Rank, peer: Rank, places: &mut [Place]) {
+        let Some(plane) = self.plane_mut(peer) else { return };
+        for op in plane.ops.iter_mut().filter(|op| op.target == at) {
+            settle(op, places);
+        }
+        self.trim(peer);
+    }
+
+    /// Forgets what can reach no memory any more: what the instance read, and what was to be
+    /// written into it. What it wrote into others may still land.
+    pub(super) fn crashed(&mut self, who: Who, places: &mut [Place]) {
+        for plane in &mut self.planes {
+            if plane.at.who == who {
+                plane.in_flight = 0;
+                plane.ops.retain(|op| op.target.who != who);
+                plane.ops.iter_mut().for_each(|op| op.completed = true);
+            }
+            for op in plane.ops.iter_mut().filter(|op| op.target.who == who) {
+                settle(op, places);
+            }
+        }
+    }
+}
+
+/// Nothing of the operation can land any more.
+fn settle(op: &mut Op, places: &mut [Place]) {
+    if !std::mem::replace(&mut op.settled, true) {
+        count(op, places, |count| count.saturating_sub(1));
+    }
+}
+
+#[inline]
+fn count(op: &Op, places: &mut [Place], change: impl Fn(u32) -> u32) {
+    let sides = [(op.target, &op.writes, true), (op.from, &op.reads, false)];
+    for (at, blocks, writes) in sides {
+        let Some(place) = places.get_mut(usize::from(at.who.instance)) else { continue };
+        if !place.alive || place.life != Some(at.who.life) {
+            continue;
+        }
+        for block in blocks {
+            let block = place.blocks.get_mut(*block);
+            let field = if writes { &mut block.writes } else { &mut block.reads };
+            *field = change(*field);
+        }
+    }
+}

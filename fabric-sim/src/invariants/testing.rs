@@ -1,0 +1,264 @@
+//! Short sequences of observations for unit tests: p0, p1 are instances 0 and 1, d0, d1 are 2 and
+//! 3; all blocks are of group 0 and of rank 0.
+
+use super::Invariants;
+use crate::observe::{BlockRef, Landing, Observation, Rank, Submission, Who};
+use crate::testing::{run, two_and_two};
+use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::error::Failure;
+use engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Tag};
+use engine::core::router::{Answer, LegBody, LegEvent};
+use engine::core::time::Nanos;
+use engine::fabric::{Cause, Direction, Landed, OpId, Outcome, Placement, SessionId, Ticket};
+use scenarios::lists::InvariantId;
+
+pub(super) const P0: Who = Who { instance: 0, life: 0 };
+pub(super) const P1: Who = Who { instance: 1, life: 0 };
+pub(super) const D0: Who = Who { instance: 2, life: 0 };
+pub(super) const D1: Who = Who { instance: 3, life: 0 };
+
+pub(super) fn request(name: &str) -> RequestId {
+    name.into()
+}
+
+pub(super) fn key(name: &str) -> TransferKey {
+    TransferKey { id: name.into(), prompt: 0 }
+}
+
+pub(super) fn tag(name: &str) -> Tag {
+    Tag { key: key(name), sibling: 0, attempt: Attempt(1) }
+}
+
+pub(super) fn rank(who: Who) -> Rank {
+    Rank { who, rank: 0 }
+}
+
+pub(super) fn refs(ids: &[u32]) -> Vec<BlockRef> {
+    ids.iter().map(|block| BlockRef { group: 0, block: *block }).collect()
+}
+
+pub(super) fn done() -> Outcome {
+    Outcome::Done
+}
+
+pub(super) fn failed(landed: Landed) -> Outcome {
+    Outcome::Failed { cause: Cause::AckTimeout, landed }
+}
+
+pub(super) fn recomputed() -> LegEvent {
+    let reason = engine::core::message::FinishReason::Length;
+    LegEvent::Done { reason, recomputed: Some(Failure::PeerSilent) }
+}
+
+pub(super) fn finished() -> LegEvent {
+    let reason = engine::core::message::FinishReason::Length;
+    LegEvent::Done { reason, recomputed: None }
+}
+
+pub(super) fn decode_leg(name: &str) -> DecodeLeg {
+    let prefill = "p0".into();
+    DecodeLeg { key: key(name), sibling: 0, mode: Mode::Push, prefill, control: "sim://p0".into() }
+}
+
+/// One invariant and a clock.
+pub(super) struct Bench {
+    invariants: Invariants,
+    pub(super) now: Nanos,
+    seq: u64,
+}
+
+impl Bench {
+    pub(super) fn new(id: InvariantId) -> Bench {
+        let mut run = run(two_and_two(), Vec::new());
+        run.expect.hold = vec![id];
+        let mut bench = Bench { invariants: Invariants::new(&run), now: Nanos(1), seq: 0 };
+        for who in [P0, P1, D0, D1] {
+            bench.start(who);
+        }
+        bench
+    }
+
+    pub(super) fn see(&mut self, seen: Observation<'_>) {
+        self.now = self.now + Nanos(1);
+        self.invariants.see(self.now, &seen);
+    }
+
+    pub(super) fn finish(&mut self) {
+        self.invariants.finish(self.now, true);
+    }
+
+    #[track_caller]
+    pub(super) fn holds(&self) {
+        assert_eq!(self.invariants.violations(), []);
+    }
+
+    #[track_caller]
+    pub(super) fn fails(&self, part: &str) {
+        let texts: Vec<_> = self.invariants.violations().iter().map(|v| &v.text).collect();
+        assert!(texts.len() == 1 && texts[0].contains(part), "{texts:?}");
+    }
+
+    pub(super) fn start(&mut self, who: Who) {
+        self.see(Observation::Started { who, tp: 1, block_tokens: 16 });
+    }
+
+    pub(super) fn crash(&mut self, who: Who) {
+        self.see(Observation::Crashed { who });
+    }
+
+    pub(super) fn arrived(&mut self, who: Who, name: &str, tokens: u32) {
+        let hook = &DecodeHook::Arrived { request: request(name), leg: decode_leg(name), tokens };
+        self.see(Observation::DecodeHook { who, hook });
+    }
+
+    pub(super) fn taken(&mut self, who: Who, name: &str, ids: &[u32]) {
+        let blocks = &[ids.to_vec()];
+        self.see(Observation::Taken { who, request: &request(name), blocks });
+    }
+
+    pub(super) fn freed(&mut self, who: Who, name: &str, ids: &[u32]) {
+        let blocks = &[ids.to_vec()];
+        self.see(Observation::Freed { who, request: &request(name), blocks });
+    }
+
+    /// A decode request arrives, takes blocks and waits for them.
+    pub(super) fn allocated(&mut self, who: Who, name: &str, tokens: u32, ids: &[u32]) {
+        self.arrived(who, name, tokens);
+        self.taken(who, name, ids);
+        let blocks = vec![BlockList::new(ids.to_vec())];
+        let hook = &DecodeHook::Allocated { request: request(name), computed: 0, blocks };
+        self.see(Observation::DecodeHook { who, hook });
+    }
+
+    pub(super) fn send(&mut self, from: Who, to: Who, message: Message) {
+        self.seq += 1;
+        let (from_life, to_life) = (Incarnation(1), Incarnation(1));
+        let envelope = Envelope { from: from_life, to: to_life, session: 1 };
+        let frame = &Frame::Data { envelope, seq: self.seq, message };
+        self.see(Observation::FrameSent { from, to, frame });
+    }
+
+    pub(super) fn announced(&mut self, from: Who, to: Who, name: &str) {
+        let blocks = Vec::new();
+        self.send(from, to, Message::Announce { tag: tag(name), tokens: 32, from: 0, blocks });
+    }
+
+    pub(super) fn write(&mut self, from: Who, to: Who, op: u64, ids: &[u32]) {
+        self.submit((from, to), op, Direction::Write, (ids, ids));
+    }
+
+    /// Local and remote blocks.
+    pub(super) fn submit(
+        &mut self,
+        (from, to): (Who, Who),
+        op: u64,
+        direction: Direction,
+        (local, remote): (&[u32], &[u32]),
+    ) {
+        self.see(Observation::Submitted(Submission {
+            from: rank(from),
+            peer: rank(to),
+            op: OpId(op),
+            session: SessionId(1),
+            direction,
+            placement: Placement::OnCompletion,
+            credits: 3,
+            local: &refs(local),
+            remote: &refs(remote),
+        }));
+    }
+
+    pub(super) fn land(&mut self, from: Who, to: Who, op: u64, ids: &[u32]) {
+        self.see(Observation::Landed(Landing {
+            from: rank(from),
+            op: OpId(op),
+            source: rank(from),
+            read: &refs(ids),
+            target: rank(to),
+            written: &refs(ids),
+        }));
+    }
+
+    /// A read lands.
+    pub(super) fn land_read(&mut self, at: Who, of: Who, op: u64, remote: &[u32], own: &[u32]) {
+        self.see(Observation::Landed(Landing {
+            from: rank(at),
+            op: OpId(op),
+            source: rank(of),
+            read: &refs(remote),
+            target: rank(at),
+            written: &refs(own),
+        }));
+    }
+
+    pub(super) fn complete(&mut self, from: Who, op: u64, outcome: &Outcome) {
+        self.see(Observation::Completed { from: rank(from), op: OpId(op), outcome });
+    }
+
+    pub(super) fn quiesce(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+        self.see(Observation::Quiesced { from: rank(from), session, ticket });
+    }
+
+    pub(super) fn quiet_now(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+        self.see(Observation::Quiet { from: rank(from), session, ticket });
+    }
+
+    pub(super) fn quiet(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+        self.quiesce(from, session, ticket);
+        self.quiet_now(from, session, ticket);
+    }
+
+    pub(super) fn fence(&mut self, at: Who, peer: Who) {
+        self.see(Observation::Fenced { at: rank(at), peer: rank(peer) });
+    }
+
+    pub(super) fn loaded(&mut self, who: Who, name: &str) {
+        let answer = &DecodeAnswer::Loaded { request: request(name) };
+        self.see(Observation::DecodeAnswer { who, answer });
+    }
+
+    pub(super) fn load_failed(&mut self, who: Who, name: &str) {
+        self.load_failed_by(who, name, Failure::PeerSilent);
+    }
+
+    pub(super) fn load_failed_by(&mut self, who: Who, name: &str, failure: Failure) {
+        let answer = &DecodeAnswer::LoadFailed { request: request(name), failure };
+        self.see(Observation::DecodeAnswer { who, answer });
+    }
+
+    pub(super) fn asked(&mut self, client: u64) {
+        self.see(Observation::Asked { client: ClientId(client) });
+    }
+
+    pub(super) fn answered(&mut self, client: u64, answer: &Answer) {
+        self.see(Observation::Answered { client: ClientId(client), answer });
+    }
+
+    pub(super) fn dispatched(&mut self, client: u64, leg: u64, who: Who, body: &LegBody) {
+        let (leg, client) = (LegId(leg), ClientId(client));
+        self.see(Observation::Dispatched { leg, client, instance: who.instance, body });
+    }
+
+    pub(super) fn leg_taken(&mut self, who: Who, leg: u64, name: &str) {
+        self.see(Observation::LegTaken { who, leg: LegId(leg), request: &request(name) });
+    }
+
+    pub(super) fn leg(&mut self, who: Who, leg: u64, event: &LegEvent) {
+        self.see(Observation::Leg { who, leg: LegId(leg), event });
+    }
+}
+
+pub(super) fn decode_body(name: &str) -> LegBody {
+    LegBody::Decode { transfer: decode_leg(name), prompt: 0, sample: 0, output: 4 }
+}
+
+pub(super) fn prefill_body(name: &str) -> LegBody {
+    let transfer = PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push };
+    LegBody::Prefill { transfer, prompt: 0 }
+}
+
+pub(super) fn finished_answer(recomputed: bool) -> Answer {
+    Answer::Finished { recomputed: recomputed.then_some(Failure::PeerSilent) }
+}

@@ -94,7 +94,10 @@ impl Pair {
         for output in out {
             match output {
                 Output::Deliver { plane, news } => self.planes[plane.0 as usize].deliver(news),
-                Output::Landed(landing) => self.landed.push((now, landing.op)),
+                Output::Landed(landing) => {
+                    let slices = self.dma.slices(&landing).iter();
+                    self.landed.extend(slices.map(|_| (now, landing.op)));
+                }
                 _ => {}
             }
         }
@@ -377,4 +380,20 @@ proptest! {
         }
         prop_assert_eq!(pair.dma.unsettled(), 0);
     }
+}
+
+#[test]
+fn what_was_done_lands_before_a_close_is_over() {
+    let mut pair = Pair::new();
+    let by = Nanos::from_ms(1);
+    let fate = OpFate { bytes: Bytes::Overtaken { by }, ..OpFate::default() };
+    let op = pair.write(64, fate).unwrap();
+    pair.run_until(pair.queue.now() + Nanos::from_us(20));
+    assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+    assert!(pair.slices(op) < 64);
+    pair.planes[0].quiesce(SESSION, Ticket(1));
+    pair.planes[0].close(SESSION);
+    pair.run();
+    assert_eq!(pair.slices(op), 64);
+    assert!(pair.quiet(1).is_some());
 }

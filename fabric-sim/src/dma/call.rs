@@ -322,8 +322,8 @@ pub enum Output {
     },
 }
 
-/// One or (with cells) all slices of an operation that landed. [`super::Dma::slices`] has their
-/// ranges, until the next step.
+/// Slices of an operation that landed: one, or several with cells and when a session is closed.
+/// [`super::Dma::slices`] has their ranges, until the next step or call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Landing {
     /// Who submitted the operation.

@@ -173,7 +173,7 @@ impl Dma {
         self.stores[plane.0 as usize].as_mut()
     }
 
-    /// The ranges of a landing; valid until the next step.
+    /// The ranges of a landing; valid until the next [`Dma::step`] or [`Dma::perform`].
     pub fn slices(&self, landing: &Landing) -> &[Slice] {
         let first = landing.first as usize;
         &self.ops[landing.slot as usize].slices[first..first + landing.count as usize]

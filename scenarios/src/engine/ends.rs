@@ -105,7 +105,6 @@ impl Engine {
         let request = self.requests.get_mut(runner.slot);
         request.known = runner.known;
         request.order = self.front;
-        request.shared = 0;
         let tables = std::mem::take(&mut request.tables);
         match self.config.role {
             Role::Prefill => {

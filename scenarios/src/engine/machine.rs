@@ -291,7 +291,6 @@ impl Engine {
                 let request = self.requests.get_mut(slot);
                 request.failure = Some(failure);
                 request.external = false;
-                request.shared = 0;
                 self.waiting.insert(request.order, slot);
                 self.blocked = None;
             }

@@ -1,5 +1,6 @@
 //! Every scenario file of the repository is valid, and so is the bundled trace.
 
+use scenarios::FaultKind;
 use scenarios::trace::TraceReader;
 use scenarios::trace::generate::{CHAT, generate, to_jsonl};
 use std::collections::BTreeSet;
@@ -51,17 +52,20 @@ fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
     let swarm = scenarios::load(folder().join("swarm.toml")).unwrap_or_else(|why| panic!("{why}"));
     let mut seen = BTreeSet::new();
     let mut left_out = BTreeSet::new();
+    let mut pairs = BTreeSet::new();
     for seed in 0..400 {
         let run = swarm.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
         assert!(run.requests.len() <= 12);
         let on: BTreeSet<_> =
             run.faults.iter().map(|fault| fault.kind).chain(run.shaped.iter().copied()).collect();
-        left_out.extend(scenarios::FaultKind::ALL.iter().filter(|kind| !on.contains(kind)));
+        left_out.extend(FaultKind::ALL.iter().filter(|kind| !on.contains(kind)));
+        pairs.insert([FaultKind::Loss, FaultKind::AckLost].map(|kind| on.contains(&kind)));
         seen.extend(on);
     }
-    let all: BTreeSet<_> = scenarios::FaultKind::ALL.iter().copied().collect();
+    let all: BTreeSet<_> = FaultKind::ALL.iter().copied().collect();
     assert_eq!(seen, all);
     assert_eq!(left_out, all);
+    assert_eq!(pairs.len(), 4, "two kinds are on independently of each other");
 }
 
 #[test]

@@ -8,11 +8,14 @@
 
 pub mod dma;
 pub mod faults;
+pub mod hash;
 pub mod invariants;
 pub mod keyed;
 pub mod memory;
 pub mod net;
 pub mod observe;
 pub mod queue;
+pub mod replay;
 #[cfg(test)]
 mod testing;
+pub mod world;

@@ -119,6 +119,11 @@ pub struct OpInfo<'a> {
     pub nth: u64,
     /// What it moves.
     pub slices: &'a [Slice],
+    /// Segment and offset in the initiator's store that the slices are relative to; none if the
+    /// region is gone.
+    pub local_at: Option<(u32, u64)>,
+    /// The same in the other store.
+    pub remote_at: Option<(u32, u64)>,
 }
 
 /// What the world decides about calls of planes.

@@ -146,6 +146,25 @@ impl Dma {
         true
     }
 
+    /// All open sessions of a plane with another die, as if their queue pairs went to the error
+    /// state.
+    pub fn kill_sessions<S: Schedule<DmaEvent>>(
+        &mut self,
+        now: Nanos,
+        (plane, peer): (PlaneIx, PlaneIx),
+        queue: &mut S,
+        out: &mut Vec<Output>,
+    ) {
+        let with_peer = |slot: &u32| self.sessions[*slot as usize].remote.plane == peer;
+        let slots = self.planes[plane.0 as usize].sessions.values().copied();
+        let slots: Vec<u32> = slots.filter(with_peer).collect();
+        for slot in slots {
+            if self.mark_dead(slot, out) {
+                self.fail_all(now, slot, &Cause::QueuePair, queue);
+            }
+        }
+    }
+
     pub(super) fn close<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,

@@ -105,12 +105,27 @@ impl Dma {
         let nth = me.submitted;
         me.submitted += 1;
         let slot = *me.sessions.get(&session_id).expect("the plane knows its open sessions");
+        let session = &self.sessions[slot as usize];
+        let (peer, local, remote) = (session.remote.plane, session.local, session.remote.serial);
+        let place = |plane: PlaneIx, serial: u32| {
+            let (place, _) = self.planes.get(plane.0 as usize)?.places.get(&serial)?;
+            Some((place.segment as u32, place.base))
+        };
+        let info = OpInfo {
+            plane,
+            peer,
+            op: id,
+            session: session_id,
+            direction,
+            nth,
+            slices,
+            local_at: place(plane, local),
+            remote_at: place(peer, remote),
+        };
+        let fate = hooks.fate(now, &info);
         let session = &mut self.sessions[slot as usize];
         let order = session.accepted;
         session.accepted += 1;
-        let peer = session.remote.plane;
-        let info = OpInfo { plane, peer, op: id, session: session_id, direction, nth, slices };
-        let fate = hooks.fate(now, &info);
         let dead = session.state != State::Open;
         let key = self.free_ops.pop().unwrap_or_else(|| {
             self.ops.push(Op::spare());

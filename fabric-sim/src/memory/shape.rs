@@ -1,7 +1,9 @@
 //! Where the KV of one rank lies, prepared for looking up offsets.
 
+use crate::observe::BlockRef;
 use engine::core::layout::{Geometry, HeadSlots, LayerLayout};
 use std::fmt;
+use std::ops::Range;
 
 /// The piece of a block that one cell stands for: tokens times head slots. It has to divide what
 /// any two engines of a simulation exchange, so it is the greatest common divisor of their block
@@ -234,6 +236,44 @@ impl Shape {
         let linear = slot_major && (slots == 1 || tokens == layer.tokens)
             || token_major && slots == layer.slots;
         linear.then(|| row * u64::from(tokens) * u64::from(slots))
+    }
+
+    /// Appends the blocks that slices touch. Layers that share a block table have the same blocks,
+    /// so of each group only the layer that comes first is looked at; neighbours may repeat.
+    pub(crate) fn blocks(
+        &self,
+        (segment, base): (u32, u64),
+        slices: &[super::Slice],
+        side: impl Fn(&super::Slice) -> (u64, u64),
+        into: &mut Vec<BlockRef>,
+    ) {
+        let mut first: Option<(u16, Range<u64>)> = None;
+        let alone = self.groups.len() == 1 && self.segments[segment as usize].period.is_none();
+        for slice in slices {
+            let (offset, len) = side(slice);
+            let mut at = base + offset;
+            if let Some((_, range)) = &first
+                && alone
+                && !range.contains(&at)
+            {
+                continue;
+            }
+            let end = at + len;
+            while let Some(spot) = self.spot(segment as usize, at).filter(|_| at < end) {
+                let tensor = &self.tensors[spot.tensor as usize];
+                let group = self.layers[tensor.layer as usize].group;
+                let far = tensor.base + tensor.stride * u64::from(tensor.blocks);
+                let (seen, _) = first.get_or_insert((spot.tensor, tensor.base..far));
+                if alone && *seen != spot.tensor {
+                    break;
+                }
+                let block = BlockRef { group, block: spot.block as u32 };
+                if into.last() != Some(&block) {
+                    into.push(block);
+                }
+                at += tensor.block_bytes - spot.within;
+            }
+        }
     }
 
     /// Refuses what cells cannot express.

@@ -362,6 +362,12 @@ impl Net {
         self.planes[plane.0 as usize].links.keys().copied()
     }
 
+    /// Who is at the other end of a link, if it is up.
+    pub fn peer(&self, plane: NetIx, link: LinkId) -> Option<NetIx> {
+        let (link, end) = self.planes[plane.0 as usize].links.get(&link)?;
+        Some(self.links[*link as usize].ends[1 - end].plane)
+    }
+
     fn is_cut(&self, from: NetIx, to: NetIx) -> bool {
         let node = |plane: NetIx| self.planes[plane.0 as usize].node;
         !self.cut.is_empty() && self.cut.contains(&(node(from), node(to)))

@@ -1,0 +1,143 @@
+//! What the fault engine asks of the world.
+
+use super::Simulation;
+use super::entry::{Entry, Letter, ProcessEvent};
+use crate::faults::{Action, ROUTER};
+use engine::core::ids::ClientId;
+use engine::core::router::RouterInput;
+use engine::core::time::Nanos;
+use engine::fabric::{ControlEvent, LinkId};
+use scenarios::engine::EngineInput;
+
+impl Simulation {
+    /// Keeps an entry in the queue for the next thing that the fault engine has to do.
+    pub(super) fn plan_faults(&mut self) {
+        let Some(at) = self.watch.faults.deadline() else { return };
+        if self.fault_at.is_none_or(|planned| at < planned) {
+            self.fault_at = Some(at);
+            self.queue.push(at, Entry::Fault);
+        }
+    }
+
+    pub(super) fn fault_due(&mut self) {
+        self.fault_at = None;
+        self.watch.faults.tick(self.now);
+        self.plan_faults();
+    }
+
+    pub(super) fn perform_action(&mut self, action: Action) {
+        match action {
+            Action::KillSessions { a, b } => {
+                self.kill_sessions(a, b);
+                self.kill_sessions(b, a);
+            }
+            Action::QueueFull { instance, full } => self.queue_full(instance, full),
+            Action::LinkRate { from, to, divided_by } => self.link_rate(from, to, divided_by),
+            Action::Cut { from, to, cut } => self.cut(from, to, cut),
+            Action::Crash { instance, back_after, becomes } => {
+                self.crash(instance);
+                if let Some(after) = back_after {
+                    self.instances[usize::from(instance)].becomes = becomes.map(|spec| *spec);
+                    let what = ProcessEvent::Start;
+                    self.queue.push(self.now + after, Entry::Process { instance, what });
+                }
+            }
+            Action::Pause { instance: ROUTER, paused } => self.pause_router(paused),
+            Action::Pause { instance, paused } => self.set_paused(instance, paused),
+            Action::Preempt { instance } => {
+                self.engine_input(instance, EngineInput::PreemptOne);
+            }
+            Action::StaleRegistration { instance, after } => {
+                self.register_again(instance, after);
+            }
+            Action::Abort { client, after, both } => self.abort(client, after, both),
+        }
+    }
+
+    fn kill_sessions(&mut self, a: u16, b: u16) {
+        let ranks = |instance: u16| {
+            let process = self.instances.get(usize::from(instance))?.process.as_ref()?;
+            Some(process.ranks.iter().map(|plane| plane.ix()).collect::<Vec<_>>())
+        };
+        let (Some(from), Some(to)) = (ranks(a), ranks(b)) else { return };
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for plane in from {
+            for peer in &to {
+                let pair = (plane, *peer);
+                self.dma.kill_sessions(self.now, pair, &mut self.queue, &mut outputs);
+            }
+        }
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+    }
+
+    fn queue_full(&mut self, instance: u16, full: bool) {
+        let Some(process) = &self.instances[usize::from(instance)].process else { return };
+        let planes: Vec<_> = process.ranks.iter().map(|plane| plane.ix()).collect();
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for plane in planes {
+            self.dma.set_queue_full(plane, full, &mut outputs);
+        }
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+    }
+
+    fn link_rate(&mut self, from: u16, to: u16, divided_by: u32) {
+        let [a, b] = [from, to].map(|index| &self.instances[usize::from(index)]);
+        let near = a.node == b.node;
+        let network = &self.run.network;
+        let port = if near { network.node_bandwidth } else { network.bandwidth };
+        let all = port.saturating_mul(u64::from(a.spec.tp.min(b.spec.tp)));
+        let rate = (divided_by > 1).then(|| (all / u64::from(divided_by)).max(1));
+        let nodes = (a.node, b.node);
+        self.dma.set_link_rate(self.now, nodes, rate, &mut self.queue);
+    }
+
+    /// Frames are cut by the fault engine itself, pair by pair.
+    fn cut(&mut self, from: u16, to: u16, cut: bool) {
+        if from != ROUTER && to != ROUTER {
+            let [a, b] = [from, to].map(|index| self.instances[usize::from(index)].node);
+            self.dma.set_cut(self.now, (a, b), cut, &mut self.queue);
+        }
+    }
+
+    fn register_again(&mut self, instance: u16, after: Nanos) {
+        let parts = self.watch.registrations[usize::from(instance)].clone();
+        if parts.is_empty() {
+            return;
+        }
+        let event = ControlEvent::Frame { link: LinkId(LinkId::INBOUND), parts };
+        let input = RouterInput::Control(event).into();
+        self.post(after, Letter::Machine { slot: 0, life: 0, input, cause: 0 });
+    }
+
+    fn abort(&mut self, client: Option<ClientId>, after: Nanos, both: bool) {
+        let Some(client) = client.or_else(|| self.clients.newest()) else { return };
+        if both {
+            for (leg, instance) in self.legs.of(client) {
+                let life = self.instances[usize::from(instance)].life;
+                let input = EngineInput::CancelLeg { leg };
+                self.post(after, Letter::Engine { instance, life, input });
+            }
+        }
+        let client = client.0 as u32;
+        self.queue.push(self.now + after, Entry::ClientGone { client });
+    }
+
+    fn pause_router(&mut self, paused: bool) {
+        let router = &mut self.router;
+        let before = router.paused;
+        router.paused = if paused { before + 1 } else { before.saturating_sub(1) };
+        if (before > 0) == (router.paused > 0) {
+            return;
+        }
+        for entry in std::mem::take(&mut router.held) {
+            self.queue.push(self.now, entry);
+        }
+        let control = self.router.control.ix();
+        let mut outputs = std::mem::take(&mut self.net_outputs);
+        self.net.set_paused(control, paused, &mut outputs);
+        self.control_outputs(&mut outputs);
+        self.net_outputs = outputs;
+    }
+}

@@ -1,0 +1,214 @@
+//! The state machines of a simulation, seen as one kind of thing.
+
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::ids::Incarnation;
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
+use engine::core::station::CoreConfig;
+use engine::core::time::Nanos;
+use engine::core::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
+use engine::core::{Gauges, Machine, Outbox};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A machine of a simulation; the same over all lives of its process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum ActorId {
+    /// The router.
+    Router,
+    /// The core of the prefill instance with this index into the instances of the run.
+    Prefill(u16),
+    /// The core of the decode instance with this index.
+    Decode(u16),
+    /// The transfer actor of an instance and TP rank.
+    Transfer(u16, u16),
+}
+
+impl fmt::Display for ActorId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ActorId::Router => f.write_str("router"),
+            ActorId::Prefill(instance) => write!(f, "prefill {instance}"),
+            ActorId::Decode(instance) => write!(f, "decode {instance}"),
+            ActorId::Transfer(instance, rank) => write!(f, "transfer {instance}/{rank}"),
+        }
+    }
+}
+
+/// What a machine is made from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MachineConfig {
+    /// Arguments of [`Router::new`].
+    Router(Box<RouterConfig>, Incarnation),
+    /// Arguments of [`Prefill::new`].
+    Prefill(Box<CoreConfig>),
+    /// Arguments of [`Decode::new`].
+    Decode(Box<CoreConfig>),
+    /// Arguments of [`Transfer::new`].
+    Transfer(Box<TransferConfig>),
+}
+
+/// An input of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MachineInput {
+    /// Of a router.
+    Router(RouterInput),
+    /// Of a prefill core.
+    Prefill(PrefillInput),
+    /// Of a decode core.
+    Decode(DecodeInput),
+    /// Of a transfer actor.
+    Transfer(TransferInput),
+}
+
+/// An effect of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MachineEffect {
+    /// Of a router.
+    Router(RouterEffect),
+    /// Of a prefill core.
+    Prefill(PrefillEffect),
+    /// Of a decode core.
+    Decode(DecodeEffect),
+    /// Of a transfer actor.
+    Transfer(TransferEffect),
+}
+
+/// The effects of one turn, still in the outbox of the machine.
+#[derive(Debug)]
+pub enum Effects<'a> {
+    /// Of a router.
+    Router(&'a mut Outbox<RouterEffect>),
+    /// Of a prefill core.
+    Prefill(&'a mut Outbox<PrefillEffect>),
+    /// Of a decode core.
+    Decode(&'a mut Outbox<DecodeEffect>),
+    /// Of a transfer actor.
+    Transfer(&'a mut Outbox<TransferEffect>),
+}
+
+/// One machine and its outbox.
+#[derive(Debug)]
+pub enum AnyMachine {
+    /// A router.
+    Router(Box<Router>, Outbox<RouterEffect>),
+    /// A prefill core.
+    Prefill(Box<Prefill>, Outbox<PrefillEffect>),
+    /// A decode core.
+    Decode(Box<Decode>, Outbox<DecodeEffect>),
+    /// A transfer actor.
+    Transfer(Box<Transfer>, Outbox<TransferEffect>),
+}
+
+impl AnyMachine {
+    /// A new machine.
+    pub fn new(config: MachineConfig) -> AnyMachine {
+        match config {
+            MachineConfig::Router(config, incarnation) => {
+                AnyMachine::Router(Box::new(Router::new(*config, incarnation)), Outbox::new())
+            }
+            MachineConfig::Prefill(config) => {
+                AnyMachine::Prefill(Box::new(Prefill::new(*config)), Outbox::new())
+            }
+            MachineConfig::Decode(config) => {
+                AnyMachine::Decode(Box::new(Decode::new(*config)), Outbox::new())
+            }
+            MachineConfig::Transfer(config) => {
+                AnyMachine::Transfer(Box::new(Transfer::new(*config)), Outbox::new())
+            }
+        }
+    }
+
+    /// Takes one input; the effects wait in the outbox.
+    ///
+    /// # Panics
+    /// If the input is for another kind of machine.
+    pub fn handle(&mut self, now: Nanos, input: MachineInput) {
+        match (self, input) {
+            (AnyMachine::Router(machine, out), MachineInput::Router(input)) => {
+                machine.handle(now, input, out);
+            }
+            (AnyMachine::Prefill(machine, out), MachineInput::Prefill(input)) => {
+                machine.handle(now, input, out);
+            }
+            (AnyMachine::Decode(machine, out), MachineInput::Decode(input)) => {
+                machine.handle(now, input, out);
+            }
+            (AnyMachine::Transfer(machine, out), MachineInput::Transfer(input)) => {
+                machine.handle(now, input, out);
+            }
+            (_, input) => panic!("input for another machine: {input:?}"),
+        }
+    }
+
+    /// The effects that wait.
+    pub fn effects(&mut self) -> Effects<'_> {
+        match self {
+            AnyMachine::Router(_, out) => Effects::Router(out),
+            AnyMachine::Prefill(_, out) => Effects::Prefill(out),
+            AnyMachine::Decode(_, out) => Effects::Decode(out),
+            AnyMachine::Transfer(_, out) => Effects::Transfer(out),
+        }
+    }
+
+    /// See [`Machine::deadline`].
+    pub fn deadline(&self) -> Option<Nanos> {
+        match self {
+            AnyMachine::Router(machine, _) => machine.deadline(),
+            AnyMachine::Prefill(machine, _) => machine.deadline(),
+            AnyMachine::Decode(machine, _) => machine.deadline(),
+            AnyMachine::Transfer(machine, _) => machine.deadline(),
+        }
+    }
+
+    /// See [`Machine::gauges`].
+    pub fn gauges(&self) -> Gauges {
+        match self {
+            AnyMachine::Router(machine, _) => machine.gauges(),
+            AnyMachine::Prefill(machine, _) => machine.gauges(),
+            AnyMachine::Decode(machine, _) => machine.gauges(),
+            AnyMachine::Transfer(machine, _) => machine.gauges(),
+        }
+    }
+}
+
+impl Effects<'_> {
+    /// Takes the effects out as values.
+    pub fn take(self) -> Vec<MachineEffect> {
+        match self {
+            Effects::Router(out) => out.drain().map(MachineEffect::Router).collect(),
+            Effects::Prefill(out) => out.drain().map(MachineEffect::Prefill).collect(),
+            Effects::Decode(out) => out.drain().map(MachineEffect::Decode).collect(),
+            Effects::Transfer(out) => out.drain().map(MachineEffect::Transfer).collect(),
+        }
+    }
+}
+
+macro_rules! wraps {
+    ($($kind:ident: $input:ty;)*) => {$(
+        impl From<$input> for MachineInput {
+            fn from(input: $input) -> MachineInput {
+                MachineInput::$kind(input)
+            }
+        }
+    )*};
+}
+
+wraps! {
+    Router: RouterInput;
+    Prefill: PrefillInput;
+    Decode: DecodeInput;
+    Transfer: TransferInput;
+}
+
+impl ActorId {
+    /// The input that says that a deadline may be due.
+    pub fn tick(self) -> MachineInput {
+        match self {
+            ActorId::Router => RouterInput::Tick.into(),
+            ActorId::Prefill(_) => PrefillInput::Tick.into(),
+            ActorId::Decode(_) => DecodeInput::Tick.into(),
+            ActorId::Transfer(..) => TransferInput::Tick.into(),
+        }
+    }
+}

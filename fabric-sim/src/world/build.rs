@@ -1,0 +1,323 @@
+//! From a run to the parts of a simulation.
+
+use super::actor::ActorId;
+use super::clients::Clients;
+use super::entry::{Entry, Letters, ProcessEvent};
+use super::legs::Legs;
+use super::process::{Instance, RouterProcess};
+use super::rest::Rest;
+use super::trace::Tracer;
+use super::watch::Watch;
+use super::{Actor, Due, Options, Simulation, report};
+use crate::dma::{Calls, Dma, DmaConfig, SimDataPlane};
+use crate::keyed::Between;
+use crate::memory::{Fidelity, Shape, Store, Unit};
+use crate::net::{Net, NetCalls, NetConfig};
+use crate::observe::Who;
+use crate::queue::Queue;
+use engine::core::Gauges;
+use engine::core::channel::ChannelConfig;
+use engine::core::ids::Incarnation;
+use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::time::Nanos;
+use engine::core::transfer::{TransferConfig, TransferSettings};
+use engine::fabric::{
+    Caps, Channel, ControlPlane, DataPlane, Endpoint, FenceScope, Memory, Placement,
+};
+use scenarios::decide;
+use scenarios::engine::{EngineConfig, GroupConfig};
+use scenarios::geometry::{RankMemory, geometry, rank_memory, tensor_blocks};
+use scenarios::run::{Instance as Spec, MemoryModel, Run, Span};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// Name of the router on the control network.
+pub(super) const ROUTER: &str = "router";
+
+impl Simulation {
+    /// A world at time zero.
+    pub fn new(run: Arc<Run>, options: Options) -> Simulation {
+        let mut dma = Dma::new(dma_config(&run));
+        let mut net = Net::new(net_config(&run));
+        let nodes = nodes(&run);
+        let router_node = nodes.len() as u32;
+        let mut control = net.add_plane(ROUTER, router_node);
+        control.listen(Channel::Discovery).expect("a new plane listens to nothing");
+        let tp_max = run.instances.iter().chain(becomes(&run)).map(|spec| spec.tp).max();
+        let stride = 1 + u32::from(tp_max.unwrap_or(1));
+        let mut simulation = Simulation {
+            options,
+            now: Nanos::ZERO,
+            queue: Queue::new(),
+            letters: Letters::default(),
+            due: VecDeque::new(),
+            current: None,
+            actors: actors(&run, stride),
+            stride,
+            instances: instances(&run, &nodes, stride - 1, &mut dma),
+            router: RouterProcess { control, paused: 0, held: Vec::new() },
+            dma,
+            net,
+            planes: Vec::new(),
+            control: vec![Who::ROUTER],
+            unit: unit(&run),
+            legs: Legs::new(&run),
+            clients: Clients::new(&run),
+            tracer: Tracer::new(&run, options.record),
+            watch: Watch::new(&run, options.check),
+            rest: Rest::new(&run),
+            stats: report::Stats::default(),
+            calls: Calls::default(),
+            net_calls: NetCalls::default(),
+            fault_at: None,
+            outputs: Vec::new(),
+            net_outputs: Vec::new(),
+            run,
+        };
+        simulation.begin();
+        simulation
+    }
+
+    fn begin(&mut self) {
+        self.flush_router();
+        let config = self.run.router.config.clone();
+        let config = super::MachineConfig::Router(Box::new(config), Incarnation(1));
+        self.due.push_back(Due::Start(0, config));
+        for instance in 0..self.instances.len() as u16 {
+            let what = ProcessEvent::Start;
+            self.queue.push(Nanos::ZERO, Entry::Process { instance, what });
+        }
+        self.plan_faults();
+        self.first_arrival();
+        self.queue.push(self.rest.interval(), Entry::Check);
+    }
+}
+
+/// Instances that others become by a restart.
+fn becomes(run: &Run) -> impl Iterator<Item = &Spec> {
+    run.faults.iter().filter_map(|fault| fault.becomes.as_deref())
+}
+
+fn nodes(run: &Run) -> BTreeMap<String, u32> {
+    let mut nodes = BTreeMap::new();
+    for instance in &run.instances {
+        let next = nodes.len() as u32;
+        nodes.entry(instance.node.clone()).or_insert(next);
+    }
+    nodes
+}
+
+fn actors(run: &Run, stride: u32) -> Vec<Actor> {
+    let actor = |id, instance| Actor {
+        id,
+        instance,
+        life: 0,
+        alive: false,
+        tick: None,
+        deadline: None,
+        turn: 0,
+        gauges: Gauges::default(),
+    };
+    let mut actors = vec![actor(ActorId::Router, None)];
+    for instance in 0..run.instances.len() as u16 {
+        actors.extend((0..stride).map(|_| actor(ActorId::Router, Some(instance))));
+    }
+    actors
+}
+
+fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -> Vec<Instance> {
+    let network = &run.network;
+    let instance = |spec: &Spec| Instance {
+        spec: spec.clone(),
+        becomes: None,
+        life: u32::MAX,
+        node: nodes[&spec.node],
+        ports: (0..tp)
+            .map(|_| (dma.add_nic(network.bandwidth), dma.add_nic(network.node_bandwidth)))
+            .collect(),
+        process: None,
+        paused: 0,
+        held: Vec::new(),
+    };
+    run.instances.iter().map(instance).collect()
+}
+
+fn between(span: Span) -> Between {
+    Between::new(span.min.0, span.max.0)
+}
+
+fn fidelity(run: &Run) -> Fidelity {
+    match run.memory {
+        MemoryModel::Bytes => Fidelity::Bytes,
+        MemoryModel::Cells => Fidelity::Cells,
+    }
+}
+
+fn dma_config(run: &Run) -> DmaConfig {
+    DmaConfig {
+        seed: run.seed,
+        fidelity: fidelity(run),
+        latency: between(run.network.latency),
+        latency_local: between(run.network.node_latency),
+        ..DmaConfig::default()
+    }
+}
+
+fn net_config(run: &Run) -> NetConfig {
+    let latency = between(run.network.control_latency);
+    NetConfig { seed: run.seed, latency, ..NetConfig::default() }
+}
+
+/// What all data planes can do.
+pub(super) fn caps(placement: Placement) -> Caps {
+    Caps {
+        read: true,
+        write: true,
+        operations_max: 1024,
+        slices_max: 65_536,
+        placement,
+        fence: FenceScope::Peer,
+    }
+}
+
+/// The largest piece of a block that no transfer between two instances cuts.
+fn unit(run: &Run) -> Unit {
+    let specs = || run.instances.iter().chain(becomes(run));
+    let heads = |tp: u16| match run.model.latent {
+        true => 1,
+        false => u32::from((run.model.kv_heads / tp).max(1)),
+    };
+    Unit {
+        tokens: specs().map(|spec| spec.block_tokens).fold(0, gcd).max(1),
+        slots: specs().map(|spec| heads(spec.tp)).fold(0, gcd).max(1),
+    }
+}
+
+fn gcd(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The memory of an instance's ranks, to be made.
+pub(super) struct InstanceMemory {
+    pub(super) layout: RankMemory,
+    shapes: Vec<Arc<Shape>>,
+    fidelity: Fidelity,
+}
+
+impl InstanceMemory {
+    /// Rank, memory and its shape.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = (u16, Store, Arc<Shape>)> + '_ {
+        (0..).zip(&self.shapes).map(|(rank, shape)| {
+            let store = Store::new(shape.clone(), self.fidelity);
+            (rank, store.expect("drawing a run refuses such shapes"), shape.clone())
+        })
+    }
+}
+
+pub(super) fn memory(run: &Run, spec: &Spec, unit: Unit) -> InstanceMemory {
+    let (geometry, layout) = (geometry(&run.model, spec), rank_memory(&run.model, spec));
+    let shape = |rank| Shape::new(&geometry, rank, &layout.layers, &layout.regions, unit);
+    let shapes = (0..spec.tp)
+        .map(|rank| Arc::new(shape(rank).expect("drawing a run refuses such shapes")))
+        .collect();
+    InstanceMemory { layout, shapes, fidelity: fidelity(run) }
+}
+
+/// Where legs of an instance are sent.
+pub(super) fn http(spec: &Spec) -> Endpoint {
+    Endpoint(format!("http://{}", spec.name).into())
+}
+
+/// Arguments of an instance's core.
+pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<CoreConfig> {
+    Box::new(CoreConfig {
+        engine: spec.name.as_str().into(),
+        incarnation,
+        role: spec.role,
+        mode: spec.mode,
+        geometry: Arc::new(geometry(&run.model, spec)),
+        http: http(spec),
+        control: Endpoint(format!("sim://{}", spec.name).into()),
+        dp: (spec.dp_rank, spec.dp_size),
+        router: Some(Endpoint(format!("sim://{ROUTER}").into())),
+        settings: core_settings(run),
+        channel: channel(run),
+    })
+}
+
+fn core_settings(run: &Run) -> CoreSettings {
+    let (default, protocol) = (CoreSettings::default(), &run.protocol);
+    CoreSettings {
+        heartbeat: run.router.heartbeat,
+        lease: protocol.lease.unwrap_or(default.lease),
+        orphan: protocol.fetch.unwrap_or(default.orphan),
+        ..default
+    }
+}
+
+fn channel(run: &Run) -> ChannelConfig {
+    let (default, protocol) = (ChannelConfig::default(), &run.protocol);
+    ChannelConfig {
+        hello: protocol.hello.unwrap_or(default.hello),
+        retransmit: protocol.retransmit.unwrap_or(default.retransmit),
+        retransmit_max: protocol.retransmit_max.unwrap_or(default.retransmit_max),
+        silent: protocol.silent.unwrap_or(default.silent),
+        ..default
+    }
+}
+
+/// Arguments of a rank's transfer actor.
+pub(super) fn transfer(
+    run: &Run,
+    core: &CoreConfig,
+    rank: u16,
+    plane: &SimDataPlane,
+    registered: Vec<Memory>,
+    memory: &InstanceMemory,
+) -> Box<TransferConfig> {
+    let (default, protocol) = (TransferSettings::default(), &run.protocol);
+    let caps = plane.caps();
+    Box::new(TransferConfig {
+        rank,
+        role: core.role,
+        mode: core.mode,
+        geometry: core.geometry.clone(),
+        address: plane.address(),
+        placement: caps.placement,
+        memory: registered,
+        layers: memory.layout.layers.clone(),
+        settings: TransferSettings {
+            layers_per_op: protocol.layers_per_op.max(1),
+            operations_max: caps.operations_max,
+            slices_max: caps.slices_max,
+            stall: protocol.operation.unwrap_or(default.stall),
+            retries_max: protocol.retries.unwrap_or(default.retries_max),
+            ..default
+        },
+    })
+}
+
+/// Settings of an instance's serving engine.
+pub(super) fn engine(run: &Run, spec: &Spec, index: u16, life: u32) -> EngineConfig {
+    let group = |group: &scenarios::run::ModelGroup| GroupConfig {
+        kind: group.kind,
+        block_tokens: spec.block_tokens,
+        blocks: tensor_blocks(spec),
+    };
+    let actor = u64::from(index) << 32 | u64::from(life);
+    let seed = decide::decide(run.seed, decide::kind("engine.ids"), actor, 0);
+    EngineConfig {
+        role: spec.role,
+        tp: spec.tp,
+        layers: run.model.layers,
+        groups: run.model.groups.iter().map(group).collect(),
+        max_batched_tokens: run.engine.chunk,
+        max_running: run.engine.max_running,
+        max_waiting: run.engine.max_waiting,
+        prefix_cache: spec.prefix_cache,
+        allocator: run.engine.allocator,
+        load_failure: run.engine.load_failure,
+        id_seed: run.router.ids_differ.then_some(seed),
+        cost: spec.cost,
+    }
+}

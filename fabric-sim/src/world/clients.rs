@@ -1,0 +1,145 @@
+//! Clients and the oracle that follows their requests to the end.
+
+use super::Simulation;
+use super::entry::Entry;
+use crate::observe::Observation;
+use engine::core::ids::ClientId;
+use engine::core::router::{Answer, ClientRequest, Prompt, RouterInput};
+use engine::core::time::Nanos;
+use scenarios::Run;
+
+/// How a request ended. *Unknown*: its caller is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    Finished,
+    Failed,
+    Unknown,
+}
+
+/// All requests, by their client number.
+#[derive(Debug)]
+pub(super) struct Clients {
+    states: Vec<State>,
+    /// The next to arrive.
+    next: usize,
+    /// Requests that arrived and have not ended.
+    pub(super) open: usize,
+}
+
+#[derive(Clone, Debug, Default)]
+struct State {
+    arrived: bool,
+    first_token: Option<Nanos>,
+    end: Option<End>,
+}
+
+impl Clients {
+    pub(super) fn new(run: &Run) -> Clients {
+        Clients { states: vec![State::default(); run.requests.len()], next: 0, open: 0 }
+    }
+
+    /// True if every request of the workload has arrived.
+    pub(super) fn all_arrived(&self) -> bool {
+        self.next == self.states.len()
+    }
+
+    /// Requests that ended in some way.
+    pub(super) fn ended(&self, end: &End) -> u64 {
+        self.states.iter().filter(|state| state.end.as_ref() == Some(end)).count() as u64
+    }
+
+    /// The request that came last of those that have not ended.
+    pub(super) fn newest(&self) -> Option<ClientId> {
+        let open = |state: &State| state.arrived && state.end.is_none();
+        let newest = self.states[..self.next].iter().rposition(open);
+        newest.map(|index| ClientId(index as u64))
+    }
+}
+
+impl Simulation {
+    pub(super) fn first_arrival(&mut self) {
+        if let Some(first) = self.run.requests.first() {
+            self.queue.push(first.arrival, Entry::Arrive);
+        }
+    }
+
+    /// The next client asks.
+    pub(super) fn client_arrives(&mut self) {
+        let run = self.run.clone();
+        let index = self.clients.next;
+        let request = &run.requests[index];
+        self.clients.next += 1;
+        self.clients.open += 1;
+        self.clients.states[index].arrived = true;
+        if let Some(next) = run.requests.get(index + 1) {
+            self.queue.push(next.arrival, Entry::Arrive);
+        }
+        if let Some(abort) = request.abort {
+            let client = index as u32;
+            self.queue.push(request.arrival + abort, Entry::ClientGone { client });
+        }
+        let client = ClientId(index as u64);
+        let prompt = |prompt: &scenarios::run::Prompt| Prompt {
+            tokens: prompt.tokens,
+            prefix: prompt.prefix.clone(),
+        };
+        let prompts = request.prompts.iter().map(prompt).collect();
+        let (samples, output) = (request.samples, request.output);
+        self.rest.progressed(self.now);
+        self.watch.see(self.now, &Observation::Asked { client });
+        let asked = ClientRequest { client, prompts, samples, output };
+        self.tell(0, RouterInput::Request(asked).into());
+    }
+
+    /// A client goes away, unless it has its answer.
+    pub(super) fn client_gone(&mut self, client: u32) {
+        let Some(state) = self.clients.states.get_mut(client as usize) else { return };
+        if !state.arrived || state.end.is_some() {
+            return;
+        }
+        state.end = Some(End::Unknown);
+        self.clients.open -= 1;
+        let client = ClientId(u64::from(client));
+        self.rest.progressed(self.now);
+        self.watch.see(self.now, &Observation::ClientGone { client });
+        self.tell(0, RouterInput::Gone { client }.into());
+    }
+
+    /// The router answers a client.
+    pub(super) fn client_answered(&mut self, client: ClientId, answer: &Answer) {
+        self.watch.see(self.now, &Observation::Answered { client, answer });
+        let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
+        if state.end.is_some() {
+            return;
+        }
+        let end = match answer {
+            Answer::Finished { recomputed } => {
+                if let Some(failure) = recomputed {
+                    self.stats.recomputed(failure);
+                }
+                End::Finished
+            }
+            Answer::Failed(failure) => {
+                self.stats.failed(&failure.to_string());
+                End::Failed
+            }
+            Answer::NoInstance => {
+                self.stats.failed("no instance");
+                End::Failed
+            }
+        };
+        state.end = Some(end);
+        self.clients.open -= 1;
+        self.rest.progressed(self.now);
+    }
+
+    /// A client sees its first token.
+    pub(super) fn first_token(&mut self, client: ClientId) {
+        let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
+        if state.first_token.is_none() {
+            state.first_token = Some(self.now);
+            let arrival = self.run.requests[client.0 as usize].arrival;
+            self.stats.ttft(self.now - arrival);
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! Performs the effects of machines on planes and passes on what they tell one another.
+
+use super::actor::MachineInput;
+use super::entry::Letter;
+use super::hooks::{DataHooks, FrameHooks};
+use super::{Due, LOCAL, Simulation};
+use crate::dma::{News, Output, SimDataPlane};
+use crate::net::{NetNews, NetOutput, SimControlPlane};
+use crate::observe::{Observation, Rank, Who};
+use engine::core::Outbox;
+use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use engine::core::decode::{DecodeEffect, DecodeInput};
+use engine::core::message::{Job, Report};
+use engine::core::prefill::{PrefillEffect, PrefillInput};
+use engine::core::router::{RouterEffect, RouterInput};
+use engine::core::transfer::{TransferEffect, TransferInput};
+use engine::driver::{perform_control, perform_data};
+use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane};
+use scenarios::engine::EngineInput;
+
+impl Simulation {
+    pub(super) fn router_effects(
+        &mut self,
+        _slot: u32,
+        cause: u64,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        for effect in out.drain() {
+            self.tracer.effect(self.now, super::ActorId::Router, cause, &effect);
+            match effect {
+                RouterEffect::Dispatch { leg, client, engine, http, body } => {
+                    self.dispatch(leg, client, &engine, &http, body);
+                }
+                RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
+                RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
+            }
+        }
+    }
+
+    pub(super) fn prefill_effects(
+        &mut self,
+        slot: u32,
+        cause: u64,
+        out: &mut Outbox<PrefillEffect>,
+    ) {
+        let (id, instance) = self.owner(slot);
+        for effect in out.drain() {
+            let seq = self.tracer.effect(self.now, id, cause, &effect);
+            match effect {
+                PrefillEffect::Control(command) => self.control_command(instance, slot, command),
+                PrefillEffect::Job(job) => self.job(instance, job, seq),
+                PrefillEffect::Answer(answer) => {
+                    let who = self.who(instance);
+                    self.watch.see(self.now, &Observation::PrefillAnswer { who, answer: &answer });
+                    self.tell_engine(instance, EngineInput::Prefill(answer));
+                }
+            }
+        }
+        self.flush_control(instance);
+    }
+
+    pub(super) fn decode_effects(&mut self, slot: u32, cause: u64, out: &mut Outbox<DecodeEffect>) {
+        let (id, instance) = self.owner(slot);
+        for effect in out.drain() {
+            let seq = self.tracer.effect(self.now, id, cause, &effect);
+            match effect {
+                DecodeEffect::Control(command) => self.control_command(instance, slot, command),
+                DecodeEffect::Job(job) => self.job(instance, job, seq),
+                DecodeEffect::Answer(answer) => {
+                    let who = self.who(instance);
+                    self.watch.see(self.now, &Observation::DecodeAnswer { who, answer: &answer });
+                    self.stats.answered(self.now, instance, &answer);
+                    self.tell_engine(instance, EngineInput::Decode(answer));
+                }
+            }
+        }
+        self.flush_control(instance);
+    }
+
+    pub(super) fn transfer_effects(
+        &mut self,
+        slot: u32,
+        cause: u64,
+        out: &mut Outbox<TransferEffect>,
+    ) {
+        let (id, instance) = self.owner(slot);
+        let rank = (slot - self.core_slot(instance) - 1) as u16;
+        for effect in out.drain() {
+            let seq = self.tracer.effect(self.now, id, cause, &effect);
+            match effect {
+                TransferEffect::Data(command) => {
+                    self.data_command(instance, rank, slot, command, seq);
+                }
+                TransferEffect::Report(report) => self.tell_core(instance, rank, report, seq),
+            }
+        }
+        self.flush_data(instance, rank);
+    }
+
+    fn owner(&self, slot: u32) -> (super::ActorId, u16) {
+        let actor = &self.actors[slot as usize];
+        (actor.id, actor.instance.expect("only the router has no instance"))
+    }
+
+    fn tell_engine(&mut self, instance: u16, input: EngineInput) {
+        let life = self.instances[instance as usize].life;
+        self.post(LOCAL, Letter::Engine { instance, life, input });
+    }
+
+    fn job(&mut self, instance: u16, job: Job, cause: u64) {
+        let who = self.who(instance);
+        self.watch.see(self.now, &Observation::Job { who, job: &job });
+        self.post(LOCAL, Letter::Job { instance, life: who.life, job, cause });
+    }
+
+    /// Hands a job to all ranks; a slow one gets it later.
+    pub(super) fn deal(&mut self, instance: u16, life: u32, job: Job, cause: u64) {
+        if !self.instances[instance as usize].lives(life) {
+            return;
+        }
+        let tp = self.instances[instance as usize].spec.tp;
+        for rank in 0..tp {
+            let input = TransferInput::Job(job.clone()).into();
+            self.tell_rank(instance, rank, life, input, cause);
+        }
+    }
+
+    /// Gives an input to a transfer actor now, or later if its rank lags.
+    pub(super) fn tell_rank(
+        &mut self,
+        instance: u16,
+        rank: u16,
+        life: u32,
+        input: MachineInput,
+        cause: u64,
+    ) {
+        let slot = self.rank_slot(instance, rank);
+        let lag = self.watch.lag(instance, rank);
+        match lag {
+            None => self.due.push_back(Due::Input { slot, life, input, cause }),
+            Some(lag) => self.post(lag, Letter::Machine { slot, life, input, cause }),
+        }
+    }
+
+    fn tell_core(&mut self, instance: u16, rank: u16, report: Report, cause: u64) {
+        let who = self.who(instance);
+        let from = Rank { who, rank };
+        self.watch.see(self.now, &Observation::Report { from, report: &report });
+        let input = match self.instances[instance as usize].spec.role {
+            engine::core::message::Role::Prefill => PrefillInput::Report { rank, report }.into(),
+            engine::core::message::Role::Decode => DecodeInput::Report { rank, report }.into(),
+        };
+        let slot = self.core_slot(instance);
+        self.post(LOCAL, Letter::Machine { slot, life: who.life, input, cause });
+    }
+
+    fn data_command(
+        &mut self,
+        instance: u16,
+        rank: u16,
+        slot: u32,
+        command: DataCommand,
+        cause: u64,
+    ) {
+        let who = self.who(instance);
+        let from = Rank { who, rank };
+        if let DataCommand::Quiesce { session, ticket } = command {
+            self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
+        }
+        let Some(process) = &mut self.instances[instance as usize].process else { return };
+        let plane = &mut process.ranks[usize::from(rank)];
+        let Some(refusal) = perform_data(plane, command) else { return };
+        if let DataRefusal::Submit { op, why } = &refusal {
+            self.watch.see(self.now, &Observation::Refused { from, op: *op, why });
+        }
+        let input = TransferInput::Refused(refusal).into();
+        self.due.push_back(Due::Input { slot, life: who.life, input, cause });
+    }
+
+    /// Gives the calls of a data plane to the network.
+    fn flush_data(&mut self, instance: u16, rank: u16) {
+        let Some(process) = &mut self.instances[instance as usize].process else { return };
+        let plane: &mut SimDataPlane = &mut process.ranks[usize::from(rank)];
+        if !plane.has_calls() {
+            return;
+        }
+        plane.take_calls(&mut self.calls);
+        let ix = plane.ix();
+        let mut hooks = DataHooks { watch: &mut self.watch, planes: &self.planes };
+        self.dma.perform(self.now, ix, &mut self.calls, &mut hooks, &mut self.queue);
+    }
+
+    fn control_command(&mut self, instance: u16, slot: u32, command: ControlCommand) {
+        let who = self.who(instance);
+        if let ControlCommand::Dial { to, channel, .. } = &command
+            && *channel == engine::fabric::Channel::Handshake
+        {
+            let name = to.0.strip_prefix("sim://");
+            let to = self.run.instances.iter().position(|spec| Some(spec.name.as_str()) == name);
+            let to = to.map(|index| index as u16);
+            self.watch.see(self.now, &Observation::Dialled { from: who, to });
+        }
+        let Some(process) = &mut self.instances[instance as usize].process else { return };
+        if let Some(event) = perform_control(&mut process.control, command) {
+            self.control_input(slot, who.life, event);
+        }
+    }
+
+    fn control_input(&mut self, slot: u32, life: u32, event: ControlEvent) {
+        use super::ActorId;
+        let input = match self.actors[slot as usize].id {
+            ActorId::Router => RouterInput::Control(event).into(),
+            ActorId::Prefill(_) => PrefillInput::Control(event).into(),
+            ActorId::Decode(_) => DecodeInput::Control(event).into(),
+            ActorId::Transfer(..) => unreachable!("transfer actors have no control plane"),
+        };
+        self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+    }
+
+    /// Gives the calls of an instance's control plane to the network.
+    pub(super) fn flush_control(&mut self, instance: u16) {
+        let Some(process) = &mut self.instances[instance as usize].process else { return };
+        let Self { net, net_calls, watch, control, queue, .. } = self;
+        perform(&mut process.control, net_calls, |ix, calls| {
+            net.perform(self.now, ix, calls, &mut FrameHooks { watch, control }, queue);
+        });
+    }
+
+    /// The same for the router's.
+    pub(super) fn flush_router(&mut self) {
+        let Self { net, net_calls, watch, control, queue, router, .. } = self;
+        perform(&mut router.control, net_calls, |ix, calls| {
+            net.perform(self.now, ix, calls, &mut FrameHooks { watch, control }, queue);
+        });
+    }
+
+    /// Hands on what the data network did.
+    pub(super) fn data_outputs(&mut self, outputs: &mut Vec<Output>) {
+        for output in outputs.drain(..) {
+            match output {
+                Output::Deliver { plane, news } => {
+                    let Rank { who, rank } = self.planes[plane.0 as usize].at;
+                    self.data_news(who, rank, news);
+                }
+                Output::Landed(landing) => {
+                    self.watch.landed(self.now, &self.planes, &self.dma, &landing);
+                }
+                Output::Completed { plane, op, outcome } => {
+                    let from = self.planes[plane.0 as usize].at;
+                    let seen = Observation::Completed { from, op, outcome: &outcome };
+                    self.watch.see(self.now, &seen);
+                }
+                Output::Quiet { .. } => {}
+                Output::Fenced { plane, peer } => {
+                    let at = self.planes[plane.0 as usize].at;
+                    let peer = self.planes[peer.0 as usize].at;
+                    self.watch.see(self.now, &Observation::Fenced { at, peer });
+                }
+            }
+        }
+    }
+
+    fn data_news(&mut self, who: Who, rank: u16, news: News) {
+        let instance = &mut self.instances[usize::from(who.instance)];
+        if instance.life != who.life {
+            return;
+        }
+        let Some(process) = &mut instance.process else { return };
+        let plane = &mut process.ranks[usize::from(rank)];
+        plane.deliver(news);
+        let mut events = std::mem::take(&mut self.stats.events);
+        let _wake = plane.poll(self.now, &mut events);
+        let slot = self.rank_slot(who.instance, rank);
+        for event in events.drain(..) {
+            if let DataEvent::Quiet { session, ticket } = &event {
+                let from = Rank { who, rank };
+                let seen = Observation::Quiet { from, session: *session, ticket: *ticket };
+                self.watch.see(self.now, &seen);
+            }
+            let input = TransferInput::Data(event).into();
+            self.due.push_back(Due::Input { slot, life: who.life, input, cause: 0 });
+        }
+        self.stats.events = events;
+    }
+
+    /// Hands on what the control network did.
+    pub(super) fn control_outputs(&mut self, outputs: &mut Vec<NetOutput>) {
+        for output in outputs.drain(..) {
+            let NetOutput::Deliver { plane, news } = output;
+            let who = self.control[plane.0 as usize];
+            if let NetNews::Event(ControlEvent::Frame { link, parts }) = &news {
+                let from = self.net.peer(plane, *link).map(|ix| self.control[ix.0 as usize]);
+                self.watch.frame_arrived(self.now, from, who, parts);
+            }
+            self.control_news(who, news);
+        }
+    }
+
+    fn control_news(&mut self, who: Who, news: NetNews) {
+        let (slot, plane) = if who == Who::ROUTER {
+            (0, &mut self.router.control)
+        } else {
+            let slot = self.core_slot(who.instance);
+            let instance = &mut self.instances[usize::from(who.instance)];
+            if instance.life != who.life {
+                return;
+            }
+            let Some(process) = &mut instance.process else { return };
+            (slot, &mut process.control)
+        };
+        plane.deliver(news);
+        let mut events = Vec::new();
+        let _wake = plane.poll(self.now, &mut events);
+        for event in events {
+            self.control_input(slot, who.life, event);
+        }
+    }
+}
+
+fn perform(
+    plane: &mut SimControlPlane,
+    calls: &mut crate::net::NetCalls,
+    perform: impl FnOnce(crate::net::NetIx, &mut crate::net::NetCalls),
+) {
+    if plane.has_calls() {
+        plane.take_calls(calls);
+        perform(plane.ix(), calls);
+    }
+}

@@ -1,0 +1,188 @@
+//! Legs: the connections between the router and the engines (HTTP in a deployment).
+
+use super::Simulation;
+use super::entry::Letter;
+use crate::observe::{Observation, Who};
+use engine::core::ids::{ClientId, EngineId, LegId, RequestId};
+use engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput};
+use engine::core::time::Nanos;
+use engine::fabric::Endpoint;
+use scenarios::Run;
+use scenarios::decide::Keyed;
+use scenarios::engine::{EngineInput, PromptContent};
+use std::collections::BTreeMap;
+
+/// Legs that the fabric of connections delivers twice get numbers from here on.
+const COPIES: u64 = 1 << 63;
+
+/// Legs that have not ended.
+#[derive(Debug)]
+pub(super) struct Legs {
+    live: BTreeMap<LegId, Leg>,
+    /// Instances by where they take legs.
+    endpoints: BTreeMap<String, u16>,
+}
+
+#[derive(Debug)]
+struct Leg {
+    client: ClientId,
+    instance: u16,
+    /// The process that took it in.
+    life: Option<u32>,
+    /// When what was sent last arrives there.
+    sent: Nanos,
+    /// When what was sent last arrives at the router.
+    back: Nanos,
+    /// Latencies drawn.
+    drawn: u64,
+}
+
+impl Legs {
+    pub(super) fn new(run: &Run) -> Legs {
+        let endpoint = |(index, spec)| (super::build::http(spec).0.to_string(), index);
+        let endpoints = (0..).zip(&run.instances).map(endpoint).collect();
+        Legs { live: BTreeMap::new(), endpoints }
+    }
+
+    /// Legs of a client and where they are served.
+    pub(super) fn of(&self, client: ClientId) -> Vec<(LegId, u16)> {
+        let mine = self.live.iter().filter(|(_, leg)| leg.client == client);
+        mine.map(|(id, leg)| (*id, leg.instance)).collect()
+    }
+}
+
+impl Simulation {
+    fn leg_latency(&self, leg: LegId, n: u64) -> Nanos {
+        let key = Keyed::new(self.run.seed, "leg.latency").actor(leg.0).nth(n);
+        self.run.network.control_latency.draw(&key)
+    }
+
+    /// How long it takes until others notice that a process died.
+    pub(super) fn detection(&self, instance: u16) -> Nanos {
+        let n = u64::from(self.instances[instance as usize].life);
+        let key = Keyed::new(self.run.seed, "process.detection").actor(u64::from(instance)).nth(n);
+        self.run.network.control_latency.draw(&key) + Nanos::from_us(100)
+    }
+
+    pub(super) fn dispatch(
+        &mut self,
+        leg: LegId,
+        client: ClientId,
+        engine: &EngineId,
+        http: &Endpoint,
+        body: LegBody,
+    ) {
+        let Some(instance) = self.legs.endpoints.get(&*http.0).copied() else {
+            debug_assert!(false, "{engine} registered with an address that nobody has: {http}");
+            return;
+        };
+        let seen = Observation::Dispatched { leg, client, instance, body: &body };
+        self.watch.see(self.now, &seen);
+        let fate = self.watch.leg_sent(self.now, instance, client, leg, &body);
+        let at = self.now + self.leg_latency(leg, 0) + fate.delay;
+        let life = None;
+        let state = Leg { client, instance, life, sent: at, back: at, drawn: 1 };
+        self.legs.live.insert(leg, state);
+        if fate.lost {
+            return self.post(at - self.now, Letter::Broken { leg });
+        }
+        let input = self.leg_input(leg, client, body);
+        if let Some(after) = fate.twice {
+            let mut again = input.clone();
+            let copy = LegId(leg.0 | COPIES);
+            if let EngineInput::Leg { leg, .. } = &mut again {
+                *leg = copy;
+            }
+            let letter = Letter::Ask { instance, leg: copy, input: again };
+            self.post(at + after - self.now, letter);
+        }
+        self.post(at - self.now, Letter::Ask { instance, leg, input });
+    }
+
+    fn leg_input(&self, leg: LegId, client: ClientId, body: LegBody) -> EngineInput {
+        let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
+        let asked = &self.run.requests[client.0 as usize];
+        let content = &asked.prompts[*prompt as usize];
+        EngineInput::Leg {
+            leg,
+            request: RequestId::from(format!("c{client}.{prompt}")),
+            prompt: PromptContent::new(content, self.run.prefix_tokens),
+            body,
+            stop: asked.stop,
+        }
+    }
+
+    /// A leg reaches its instance.
+    pub(super) fn leg_arrives(&mut self, instance: u16, leg: LegId, input: EngineInput) {
+        let who = self.who(instance);
+        if self.instances[instance as usize].process.is_none() {
+            return self.leg_broken(leg);
+        }
+        match self.legs.live.get_mut(&leg) {
+            Some(state) => state.life = Some(who.life),
+            // Its caller gave up before it came.
+            None if leg.0 & COPIES == 0 => return,
+            None => {}
+        }
+        self.engine_input(instance, input);
+        let Some(process) = &self.instances[instance as usize].process else { return };
+        if let Some(request) = process.engine.request_of(leg) {
+            self.watch.see(self.now, &Observation::LegTaken { who, leg, request });
+        }
+    }
+
+    /// An engine says something about a leg.
+    pub(super) fn leg_event(&mut self, instance: u16, leg: LegId, event: LegEvent) {
+        let who = self.who(instance);
+        self.watch.see(self.now, &Observation::Leg { who, leg, event: &event });
+        let Some(n) = self.legs.live.get_mut(&leg).map(|state| {
+            state.drawn += 1;
+            state.drawn
+        }) else {
+            return;
+        };
+        let at = self.now + self.leg_latency(leg, n);
+        let Some(state) = self.legs.live.get_mut(&leg) else { return };
+        state.back = state.back.max(at);
+        let (at, client) = (state.back, state.client);
+        match event {
+            LegEvent::FirstToken => self.first_token(client),
+            LegEvent::Done { .. } | LegEvent::Failed(_) => {
+                self.legs.live.remove(&leg);
+            }
+        }
+        self.tell_router(leg, event, at);
+    }
+
+    fn tell_router(&mut self, leg: LegId, event: LegEvent, at: Nanos) {
+        let input = RouterInput::Leg { leg, event }.into();
+        let letter = Letter::Machine { slot: 0, life: 0, input, cause: 0 };
+        self.post(at - self.now, letter);
+    }
+
+    /// The router closes the connection of a leg.
+    pub(super) fn cancel_leg(&mut self, leg: LegId) {
+        let Some(state) = self.legs.live.remove(&leg) else { return };
+        let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.sent);
+        let (instance, input) = (state.instance, EngineInput::CancelLeg { leg });
+        let life = self.instances[usize::from(instance)].life;
+        self.post(at - self.now, Letter::Engine { instance, life, input });
+    }
+
+    /// The router finds the connection of a leg cut.
+    pub(super) fn leg_broken(&mut self, leg: LegId) {
+        let Some(state) = self.legs.live.remove(&leg) else { return };
+        let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.back);
+        self.tell_router(leg, LegEvent::Failed(LegFailure::Connection), at);
+    }
+
+    /// A process died, and with it its connections.
+    pub(super) fn break_legs(&mut self, who: Who, after: Nanos) {
+        let of_it = |leg: &Leg| leg.instance == who.instance && leg.life == Some(who.life);
+        let mine = self.legs.live.iter().filter(|(_, leg)| of_it(leg));
+        let legs: Vec<LegId> = mine.map(|(leg, _)| *leg).collect();
+        for leg in legs {
+            self.post(after, Letter::Broken { leg });
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! The simulated world: processes, planes, serving engines, clients and faults around the protocol
+//! machines of a [`Run`].
+//!
+//! The world holds no machine. [`Simulation::next`] says which machine has to do what, whoever
+//! holds the machines does it, and [`Simulation::apply`] takes the effects. A core loop
+//! ([`run`]) and actors can therefore drive the same simulation, and give the same trace.
+
+mod actions;
+mod actor;
+mod build;
+mod clients;
+mod content;
+mod effects;
+mod entry;
+mod hooks;
+mod legs;
+mod process;
+mod report;
+mod rest;
+mod steps;
+mod trace;
+mod watch;
+
+pub use actor::{ActorId, AnyMachine, Effects, MachineConfig, MachineEffect, MachineInput};
+pub use report::{Causes, Percentiles, Report, Verdict};
+pub use trace::{Detail, Record, Recording};
+
+use crate::dma::{Calls, Dma, Output};
+use crate::memory::Unit;
+use crate::net::{Net, NetCalls, NetOutput};
+use crate::queue::Queue;
+use clients::Clients;
+use engine::core::Gauges;
+use engine::core::time::Nanos;
+use entry::{Entry, Letter, Letters};
+use legs::Legs;
+use process::{DataOwner, Instance, RouterProcess};
+use rest::Rest;
+use scenarios::Run;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use trace::Tracer;
+use watch::Watch;
+
+/// How a simulation is run; nothing of it changes what happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Keep all inputs and effects.
+    pub record: bool,
+    /// Check the invariants.
+    pub check: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { record: false, check: true }
+    }
+}
+
+/// What a machine has to do now. Each turn but `Stop` is answered by one [`Simulation::apply`]
+/// before the next turn is asked for.
+#[derive(Debug)]
+pub struct Turn {
+    /// Time to hand to the machine.
+    pub now: Nanos,
+    /// Which machine.
+    pub actor: ActorId,
+    /// The same as a small number, for tables.
+    pub slot: u32,
+    /// What it has to do.
+    pub what: What,
+    /// True if [`Simulation::apply`] wants to know the gauges.
+    pub gauges: bool,
+}
+
+/// What a machine has to do.
+#[derive(Debug)]
+pub enum What {
+    /// Come into being; has no effects.
+    Start(MachineConfig),
+    /// Vanish.
+    Stop,
+    /// Handle an input.
+    Input(MachineInput),
+}
+
+/// A turn that is due.
+#[derive(Debug)]
+enum Due {
+    Start(u32, MachineConfig),
+    Stop(u32),
+    Input {
+        slot: u32,
+        life: u32,
+        input: MachineInput,
+        cause: u64,
+    },
+    /// Ask for gauges.
+    Audit(u32),
+}
+
+/// What the world knows of a machine.
+#[derive(Debug)]
+struct Actor {
+    id: ActorId,
+    /// `None` for the router.
+    instance: Option<u16>,
+    life: u32,
+    alive: bool,
+    /// When its next `Tick` entry is due.
+    tick: Option<Nanos>,
+    deadline: Option<Nanos>,
+    /// Names the `Tick` entry that counts.
+    turn: u32,
+    /// Of the last audit.
+    gauges: Gauges,
+}
+
+/// The state of a run, see [`run`].
+#[derive(Debug)]
+pub struct Simulation {
+    run: Arc<Run>,
+    options: Options,
+    now: Nanos,
+    queue: Queue<Entry>,
+    letters: Letters,
+    due: VecDeque<Due>,
+    /// Whose turn it is, and the trace number of its input.
+    current: Option<(u32, u64)>,
+    actors: Vec<Actor>,
+    stride: u32,
+    instances: Vec<Instance>,
+    router: RouterProcess,
+    dma: Dma,
+    net: Net,
+    /// Who owns a data plane, by its index.
+    planes: Vec<DataOwner>,
+    /// Who owns a control plane, by its index.
+    control: Vec<crate::observe::Who>,
+    unit: Unit,
+    legs: Legs,
+    clients: Clients,
+    tracer: Tracer,
+    watch: Watch,
+    rest: Rest,
+    stats: report::Stats,
+    calls: Calls,
+    net_calls: NetCalls,
+    /// When the next `Fault` entry is due.
+    fault_at: Option<Nanos>,
+    outputs: Vec<Output>,
+    net_outputs: Vec<NetOutput>,
+}
+
+/// Latency between the parts of one process host: core, transfer actors, engine.
+const LOCAL: Nanos = Nanos(2_000);
+
+impl Simulation {
+    /// The next turn of a machine; none when the run is over. Handles what does not concern a
+    /// machine on the way.
+    ///
+    /// # Panics
+    /// If the turn before was not applied.
+    #[allow(clippy::should_implement_trait)]
+    pub fn next(&mut self) -> Option<Turn> {
+        assert!(self.current.is_none(), "the turn before has to be applied first");
+        loop {
+            if self.watch.faults.has_news() {
+                self.perform_actions();
+            }
+            while let Some(due) = self.due.pop_front() {
+                if let Some(turn) = self.turn(due) {
+                    return Some(turn);
+                }
+            }
+            if self.rest.over {
+                return None;
+            }
+            let Some((now, entry)) = self.queue.pop() else {
+                self.finish();
+                continue;
+            };
+            self.now = now;
+            self.handle(entry);
+        }
+    }
+
+    fn turn(&mut self, due: Due) -> Option<Turn> {
+        let (slot, what, gauges) = match due {
+            Due::Start(slot, config) => {
+                let actor = &mut self.actors[slot as usize];
+                actor.alive = true;
+                self.tracer.started(self.now, actor.id, &config);
+                (slot, What::Start(config), false)
+            }
+            Due::Stop(slot) => {
+                let actor = &mut self.actors[slot as usize];
+                actor.alive = false;
+                self.tracer.stopped(self.now, actor.id);
+                let (now, actor) = (self.now, actor.id);
+                return Some(Turn { now, actor, slot, what: What::Stop, gauges: false });
+            }
+            Due::Input { slot, life, input, cause } => {
+                let actor = &self.actors[slot as usize];
+                if !actor.alive || actor.life != life {
+                    return None;
+                }
+                self.tracer.input(self.now, actor.id, cause, &input);
+                (slot, What::Input(input), false)
+            }
+            Due::Audit(slot) => {
+                let actor = &self.actors[slot as usize];
+                if !actor.alive {
+                    return None;
+                }
+                let input = actor.id.tick();
+                self.tracer.input(self.now, actor.id, 0, &input);
+                (slot, What::Input(input), true)
+            }
+        };
+        let actor = self.actors[slot as usize].id;
+        self.current = Some((slot, self.tracer.seq()));
+        Some(Turn { now: self.now, actor, slot, what, gauges })
+    }
+
+    /// Takes the effects of the turn that [`Simulation::next`] gave out, and what the machine says
+    /// of itself after it.
+    ///
+    /// # Panics
+    /// If no turn is out, or the effects are of another kind of machine.
+    pub fn apply(&mut self, effects: Effects<'_>, deadline: Option<Nanos>, gauges: Option<Gauges>) {
+        let (slot, cause) = self.current.take().expect("a turn is out");
+        match effects {
+            Effects::Router(out) => self.router_effects(slot, cause, out),
+            Effects::Prefill(out) => self.prefill_effects(slot, cause, out),
+            Effects::Decode(out) => self.decode_effects(slot, cause, out),
+            Effects::Transfer(out) => self.transfer_effects(slot, cause, out),
+        }
+        if let Some(gauges) = gauges {
+            self.audited(slot, gauges);
+        }
+        self.arm(slot, deadline);
+    }
+
+    /// Keeps one `Tick` entry per machine in the queue, not later than its deadline. An entry that
+    /// comes too early is put back without a turn.
+    fn arm(&mut self, slot: u32, deadline: Option<Nanos>) {
+        let actor = &mut self.actors[slot as usize];
+        actor.deadline = deadline;
+        let Some(at) = deadline else { return };
+        if actor.tick.is_none_or(|tick| at < tick) {
+            actor.turn = actor.turn.wrapping_add(1);
+            actor.tick = Some(at);
+            self.queue.push(at, Entry::Tick { slot, turn: actor.turn });
+        }
+    }
+
+    fn ticked(&mut self, slot: u32, turn: u32) {
+        let actor = &mut self.actors[slot as usize];
+        if actor.turn != turn {
+            return;
+        }
+        actor.tick = None;
+        match actor.deadline {
+            Some(at) if at <= self.now => {
+                let (life, input) = (actor.life, actor.id.tick());
+                self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+            }
+            deadline => self.arm(slot, deadline),
+        }
+    }
+
+    fn handle(&mut self, entry: Entry) {
+        if self.hold(entry) {
+            return;
+        }
+        match entry {
+            Entry::Dma(event) => {
+                let mut outputs = std::mem::take(&mut self.outputs);
+                self.dma.step(self.now, event, &mut self.queue, &mut outputs);
+                self.data_outputs(&mut outputs);
+                self.outputs = outputs;
+            }
+            Entry::Net(event) => {
+                let mut outputs = std::mem::take(&mut self.net_outputs);
+                self.net.step(self.now, event, &mut self.queue, &mut outputs);
+                self.control_outputs(&mut outputs);
+                self.net_outputs = outputs;
+            }
+            Entry::Letter(slot) => {
+                let letter = self.letters.take(slot);
+                self.open_letter(letter);
+            }
+            Entry::Tick { slot, turn } => self.ticked(slot, turn),
+            Entry::Layers { instance, life } => self.layers_computed(instance, life),
+            Entry::Arrive => self.client_arrives(),
+            Entry::ClientGone { client } => self.client_gone(client),
+            Entry::Process { instance, what } => self.process_event(instance, what),
+            Entry::Fault => self.fault_due(),
+            Entry::Check => self.check_rest(),
+        }
+    }
+
+    /// Holds back what a paused process would do; true if it is held.
+    fn hold(&mut self, entry: Entry) -> bool {
+        let instance = match entry {
+            Entry::Tick { slot, .. } => self.actors[slot as usize].instance,
+            Entry::Layers { instance, .. } => Some(instance),
+            Entry::Arrive | Entry::ClientGone { .. } => None,
+            Entry::Letter(slot) => match self.letters.peek(slot) {
+                Letter::Machine { slot, .. } => self.actors[*slot as usize].instance,
+                Letter::Job { instance, .. }
+                | Letter::Engine { instance, .. }
+                | Letter::Ask { instance, .. } => Some(*instance),
+                Letter::Broken { .. } => None,
+            },
+            _ => return false,
+        };
+        let (paused, held) = match instance.map(|index| &mut self.instances[usize::from(index)]) {
+            Some(instance) => (instance.paused, &mut instance.held),
+            None => (self.router.paused, &mut self.router.held),
+        };
+        if paused > 0 {
+            held.push(entry);
+        }
+        paused > 0
+    }
+
+    fn open_letter(&mut self, letter: Letter) {
+        match letter {
+            Letter::Machine { slot, life, input, cause } => {
+                self.due.push_back(Due::Input { slot, life, input, cause });
+            }
+            Letter::Job { instance, life, job, cause } => self.deal(instance, life, job, cause),
+            Letter::Engine { instance, life, input } => {
+                if self.instances[instance as usize].lives(life) {
+                    self.engine_input(instance, input);
+                }
+            }
+            Letter::Ask { instance, leg, input } => self.leg_arrives(instance, leg, input),
+            Letter::Broken { leg } => self.leg_broken(leg),
+        }
+    }
+
+    /// Sends something that arrives after a fixed time, so that order is kept.
+    fn post(&mut self, after: Nanos, letter: Letter) {
+        let entry = self.letters.add(letter);
+        self.queue.push(self.now + after, entry);
+    }
+
+    fn core_slot(&self, instance: u16) -> u32 {
+        1 + u32::from(instance) * self.stride
+    }
+
+    fn rank_slot(&self, instance: u16, rank: u16) -> u32 {
+        self.core_slot(instance) + 1 + u32::from(rank)
+    }
+}
+
+/// Runs a scenario through the protocol machines, stepped in one loop.
+pub fn run(run: &Run, options: Options) -> Report {
+    let mut simulation = Simulation::new(Arc::new(run.clone()), options);
+    let mut machines: Vec<Option<AnyMachine>> = Vec::new();
+    while let Some(Turn { now, slot, what, gauges, .. }) = simulation.next() {
+        let slot = slot as usize;
+        if machines.len() <= slot {
+            machines.resize_with(slot + 1, || None);
+        }
+        match what {
+            What::Start(config) => machines[slot] = Some(AnyMachine::new(config)),
+            What::Stop => {
+                machines[slot] = None;
+                continue;
+            }
+            What::Input(input) => {
+                machines[slot].as_mut().expect("the machine was started").handle(now, input);
+            }
+        }
+        let machine = machines[slot].as_mut().expect("the machine was started");
+        let (deadline, gauges) = (machine.deadline(), gauges.then(|| machine.gauges()));
+        simulation.apply(machine.effects(), deadline, gauges);
+    }
+    simulation.into_report()
+}

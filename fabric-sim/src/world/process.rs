@@ -1,0 +1,211 @@
+//! Processes: their parts, starts, crashes and pauses.
+
+use super::actor::{ActorId, MachineConfig};
+use super::build;
+use super::entry::{Entry, ProcessEvent};
+use super::{Due, Simulation};
+use crate::dma::{NicIx, PlaneIx, SimDataPlane};
+use crate::memory::Shape;
+use crate::net::SimControlPlane;
+use crate::observe::{Observation, Rank, Who};
+use engine::core::Outbox;
+use engine::core::ids::Incarnation;
+use engine::core::message::Role;
+use engine::core::time::Nanos;
+use engine::core::transfer::TransferInput;
+use engine::fabric::{Channel, ControlPlane, Placement};
+use scenarios::engine::{Engine, EngineEffect, StepPlan};
+use std::sync::Arc;
+
+/// An instance over all its lives.
+#[derive(Debug)]
+pub(super) struct Instance {
+    pub(super) spec: scenarios::run::Instance,
+    /// What it is from its next start on.
+    pub(super) becomes: Option<scenarios::run::Instance>,
+    /// Counts its starts from 0; `u32::MAX` before the first.
+    pub(super) life: u32,
+    pub(super) node: u32,
+    /// Ports to other nodes and within the node, by rank.
+    pub(super) ports: Vec<(NicIx, NicIx)>,
+    /// None while it is down.
+    pub(super) process: Option<Process>,
+    /// Pauses that have not ended.
+    pub(super) paused: u32,
+    /// Entries that wait for the end of the pause.
+    pub(super) held: Vec<Entry>,
+}
+
+impl Instance {
+    pub(super) fn lives(&self, life: u32) -> bool {
+        self.life == life && self.process.is_some()
+    }
+}
+
+/// A running instance.
+#[derive(Debug)]
+pub(super) struct Process {
+    pub(super) engine: Engine,
+    pub(super) out: Outbox<EngineEffect>,
+    pub(super) control: SimControlPlane,
+    pub(super) ranks: Vec<SimDataPlane>,
+    pub(super) step: Option<Step>,
+}
+
+/// A forward pass under way.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) plan: StepPlan,
+    pub(super) started: Nanos,
+    /// Layers that are complete.
+    pub(super) layers: u16,
+    /// Layers that will be complete at the next `Layers` entry.
+    pub(super) next: u16,
+}
+
+/// The router's process.
+#[derive(Debug)]
+pub(super) struct RouterProcess {
+    pub(super) control: SimControlPlane,
+    /// Pauses that have not ended, and the entries that wait for it.
+    pub(super) paused: u32,
+    pub(super) held: Vec<Entry>,
+}
+
+/// Whose data plane it is.
+#[derive(Clone, Debug)]
+pub(super) struct DataOwner {
+    pub(super) at: Rank,
+    pub(super) shape: Arc<Shape>,
+    pub(super) credits: u32,
+    pub(super) placement: Placement,
+}
+
+impl Simulation {
+    pub(super) fn who(&self, instance: u16) -> Who {
+        Who { instance, life: self.instances[instance as usize].life }
+    }
+
+    pub(super) fn process_event(&mut self, instance: u16, what: ProcessEvent) {
+        match what {
+            ProcessEvent::Start => self.start(instance),
+        }
+    }
+
+    /// Starts an instance in its next life.
+    pub(super) fn start(&mut self, index: u16) {
+        let instance = &mut self.instances[index as usize];
+        if instance.process.is_some() {
+            return;
+        }
+        if let Some(spec) = instance.becomes.take() {
+            instance.spec = spec;
+        }
+        instance.life = instance.life.wrapping_add(1);
+        let (spec, life, node) = (instance.spec.clone(), instance.life, instance.node);
+        let who = self.who(index);
+        let run = self.run.clone();
+        let memory = build::memory(&run, &spec, self.unit);
+        let config = build::core(&run, &spec, Incarnation(u64::from(life) + 1));
+        let mut control = self.net.add_plane(&spec.name, node);
+        control.listen(Channel::Handshake).expect("a new plane listens to nothing");
+        self.control.push(who);
+        let (role, core) = (spec.role, self.core_slot(index));
+        let mut ranks = Vec::with_capacity(usize::from(spec.tp));
+        let mut due = Vec::with_capacity(usize::from(spec.tp));
+        for (rank, store, shape) in memory.ranks() {
+            let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
+            let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
+            let registered = segment.collect();
+            let caps = build::caps(self.watch.faults.placement());
+            let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
+            let plane = self.dma.add_plane(plane);
+            let at = Rank { who, rank };
+            self.planes.push(DataOwner {
+                at,
+                shape,
+                credits: caps.operations_max,
+                placement: caps.placement,
+            });
+            let config = build::transfer(&run, &config, rank, &plane, registered, &memory);
+            ranks.push(plane);
+            due.push((self.rank_slot(index, rank), rank, config));
+        }
+        let engine = Engine::new(build::engine(&run, &spec, index, life));
+        let engine = engine.expect("drawing a run refuses engines that cannot run");
+        let out = Outbox::new();
+        let process = Process { engine, out, control, ranks, step: None };
+        self.instances[index as usize].process = Some(process);
+        self.watch.see(
+            self.now,
+            &Observation::Started { who, tp: spec.tp, block_tokens: spec.block_tokens },
+        );
+        self.flush_control(index);
+        let (id, config) = match role {
+            Role::Prefill => (ActorId::Prefill(index), MachineConfig::Prefill(config)),
+            Role::Decode => (ActorId::Decode(index), MachineConfig::Decode(config)),
+        };
+        self.revive(core, id, life);
+        self.due.push_back(Due::Start(core, config));
+        for (slot, rank, config) in due {
+            self.revive(slot, ActorId::Transfer(index, rank), life);
+            self.due.push_back(Due::Start(slot, MachineConfig::Transfer(config)));
+            let input = TransferInput::Start.into();
+            self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+        }
+    }
+
+    fn revive(&mut self, slot: u32, id: ActorId, life: u32) {
+        let actor = &mut self.actors[slot as usize];
+        actor.id = id;
+        actor.life = life;
+        actor.deadline = None;
+        actor.tick = None;
+        actor.turn = actor.turn.wrapping_add(1);
+    }
+
+    /// An instance loses its state and its memory.
+    pub(super) fn crash(&mut self, index: u16) {
+        let who = self.who(index);
+        let Some(process) = self.instances[index as usize].process.take() else { return };
+        let detected = self.detection(index);
+        for plane in &process.ranks {
+            self.dma.crash(self.now, plane.ix(), (detected, Some(detected)), &mut self.queue);
+        }
+        self.net.crash(self.now, process.control.ix(), Some(detected), &mut self.queue);
+        for slot in self.core_slot(index)..self.core_slot(index) + self.stride {
+            if self.actors[slot as usize].alive {
+                self.due.push_back(Due::Stop(slot));
+            }
+        }
+        self.watch.see(self.now, &Observation::Crashed { who });
+        self.break_legs(who, detected);
+    }
+
+    /// Stops the turns of an instance's machines and its engine, or lets them go on. What the
+    /// fabric does without the process's help goes on.
+    pub(super) fn set_paused(&mut self, index: u16, paused: bool) {
+        let instance = &mut self.instances[index as usize];
+        let before = instance.paused;
+        instance.paused = if paused { before + 1 } else { before.saturating_sub(1) };
+        if (before > 0) == (instance.paused > 0) {
+            return;
+        }
+        for entry in std::mem::take(&mut instance.held) {
+            self.queue.push(self.now, entry);
+        }
+        let Some(process) = &instance.process else { return };
+        let planes: Vec<PlaneIx> = process.ranks.iter().map(SimDataPlane::ix).collect();
+        let control = process.control.ix();
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for plane in planes {
+            self.dma.set_paused(plane, paused, &mut outputs);
+        }
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+        let mut outputs = std::mem::take(&mut self.net_outputs);
+        self.net.set_paused(control, paused, &mut outputs);
+        self.control_outputs(&mut outputs);
+        self.net_outputs = outputs;
+    }
+}

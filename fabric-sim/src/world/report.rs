@@ -1,0 +1,327 @@
+//! What a run came to.
+
+use super::Simulation;
+use super::process::Process;
+use super::trace::Recording;
+use crate::invariants::Violation;
+use crate::memory::Wrong;
+use engine::core::error::Failure;
+use engine::core::ids::{RequestId, TransferKey};
+use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, PrefillHook};
+use engine::core::time::Nanos;
+use engine::fabric::DataEvent;
+use scenarios::lists::InvariantId;
+use scenarios::run::{Bounds, Expect};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Things by their cause, and how often.
+pub type Causes = BTreeMap<String, u64>;
+
+/// How a run ended, as exit codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Verdict {
+    /// Everything held.
+    Held = 0,
+    /// The input cannot be used.
+    Invalid = 2,
+    /// Something did not come to its end.
+    Liveness = 3,
+    /// Something wrong happened.
+    Correctness = 4,
+    /// A second run of the seed gave another trace.
+    NotDeterministic = 5,
+    /// A panic or a failed assertion.
+    Panic = 6,
+}
+
+impl Verdict {
+    /// The exit code.
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+}
+
+/// Percentiles of a span of time, by the nearest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Percentiles {
+    /// Number of spans.
+    pub count: u64,
+    /// Half are at most this long.
+    pub p50: Nanos,
+    /// 90 percent are.
+    pub p90: Nanos,
+    /// 99 percent are.
+    pub p99: Nanos,
+    /// The longest.
+    pub max: Nanos,
+}
+
+impl Percentiles {
+    fn of(mut spans: Vec<Nanos>) -> Percentiles {
+        spans.sort_unstable();
+        let rank = |percent: usize| {
+            let rank = (spans.len() * percent).div_ceil(100);
+            spans.get(rank.saturating_sub(1)).copied().unwrap_or_default()
+        };
+        let (p50, p90, p99, max) = (rank(50), rank(90), rank(99), rank(100));
+        Percentiles { count: spans.len() as u64, p50, p90, p99, max }
+    }
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Name of the scenario.
+    pub scenario: String,
+    /// Seed of the run.
+    pub seed: u64,
+    /// How it ended.
+    pub verdict: Verdict,
+    /// Expectations of the scenario that were not met.
+    pub unmet: Vec<String>,
+    /// Requests answered well.
+    pub finished: u64,
+    /// Requests answered with an error.
+    pub failed: u64,
+    /// Requests whose caller is gone, or that had no end.
+    pub unknown: u64,
+    /// Of the finished, those with a prompt that decode computed.
+    pub recomputed: u64,
+    /// Why prompts were recomputed.
+    pub recompute_causes: Causes,
+    /// Why requests failed.
+    pub failure_causes: Causes,
+    /// Broken promises, the first few.
+    #[serde(skip)]
+    pub violations: Vec<Violation>,
+    /// All of them.
+    pub violation_count: u64,
+    /// What was under way at the end, if the run did not come to rest.
+    pub left: Option<String>,
+    /// Hash of the trace; the seed is part of it.
+    pub trace_hash: u64,
+    /// Entries taken from the event queue.
+    pub events: u64,
+    /// Virtual time of the run.
+    pub sim_time: Nanos,
+    /// From the arrival of a request to its first token.
+    pub ttft: Percentiles,
+    /// From when a prompt is computed and its destination allocated, whichever is later, to when
+    /// decode has it: the part of a transfer that nothing hides.
+    pub transfer: Percentiles,
+    /// Bytes that ports were given to send.
+    pub bytes: u64,
+    /// Bytes sent by the busiest port, in a million of what it could have sent in the time.
+    pub link_use_ppm: u64,
+    /// Most blocks of an instance's group owned or shared by requests.
+    pub blocks_held_peak: u32,
+    /// Most blocks of an instance's group kept because a transfer may still touch them.
+    pub blocks_quarantined_peak: u32,
+    /// The recording, if one was asked for.
+    #[serde(skip)]
+    pub recording: Option<Recording>,
+}
+
+/// What is counted while a run goes on.
+#[derive(Debug, Default)]
+pub(super) struct Stats {
+    /// Reused when a data plane is polled.
+    pub(super) events: Vec<DataEvent>,
+    ttft: Vec<Nanos>,
+    transfer: Vec<Nanos>,
+    recomputed: Causes,
+    failed: Causes,
+    held: u32,
+    quarantined: u32,
+    wrong: Option<String>,
+    /// Transfers of the requests of each instance.
+    keys: BTreeMap<(u16, RequestId), TransferKey>,
+    computed: BTreeMap<TransferKey, Nanos>,
+    allocated: BTreeMap<(u16, RequestId), Nanos>,
+}
+
+fn count(causes: &mut Causes, cause: &str) {
+    match causes.get_mut(cause) {
+        Some(count) => *count += 1,
+        None => {
+            causes.insert(cause.to_string(), 1);
+        }
+    }
+}
+
+impl Stats {
+    pub(super) fn ttft(&mut self, span: Nanos) {
+        self.ttft.push(span);
+    }
+
+    pub(super) fn recomputed(&mut self, failure: &Failure) {
+        count(&mut self.recomputed, failure.kind());
+    }
+
+    pub(super) fn failed(&mut self, cause: &str) {
+        count(&mut self.failed, cause);
+    }
+
+    pub(super) fn compared(&mut self, wrong: Option<&Wrong>) {
+        if self.wrong.is_none() {
+            self.wrong = wrong.map(Wrong::to_string);
+        }
+    }
+
+    pub(super) fn pools(&mut self, groups: usize, process: Option<&Process>) {
+        let Some(process) = process else { return };
+        for group in 0..groups {
+            let pool = process.engine.pool(group);
+            self.held = self.held.max(pool.held);
+            self.quarantined = self.quarantined.max(pool.quarantined);
+        }
+    }
+
+    pub(super) fn prefill_hook(&mut self, now: Nanos, instance: u16, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, leg, .. } => {
+                self.keys.insert((instance, request.clone()), leg.key.clone());
+            }
+            PrefillHook::Finished { request, reason } => {
+                let key = self.keys.remove(&(instance, request.clone()));
+                let well = matches!(reason, FinishReason::Length | FinishReason::Stop);
+                if let Some(key) = key.filter(|_| well) {
+                    self.computed.insert(key, now);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn decode_hook(&mut self, now: Nanos, instance: u16, hook: &DecodeHook) {
+        match hook {
+            DecodeHook::Arrived { request, leg, .. } => {
+                self.keys.insert((instance, request.clone()), leg.key.clone());
+            }
+            DecodeHook::Allocated { request, .. } => {
+                self.allocated.insert((instance, request.clone()), now);
+            }
+            DecodeHook::Finished { request, .. } => {
+                if let Some(key) = self.keys.remove(&(instance, request.clone())) {
+                    self.computed.remove(&key);
+                }
+                self.allocated.remove(&(instance, request.clone()));
+            }
+        }
+    }
+
+    pub(super) fn answered(&mut self, now: Nanos, instance: u16, answer: &DecodeAnswer) {
+        let DecodeAnswer::Loaded { request } = answer else { return };
+        let place = (instance, request.clone());
+        let Some(allocated) = self.allocated.remove(&place) else { return };
+        let computed = self.keys.get(&place).and_then(|key| self.computed.get(key));
+        let from = computed.map_or(allocated, |computed| allocated.max(*computed));
+        self.transfer.push(now - from);
+    }
+}
+
+impl Simulation {
+    pub(super) fn report(&mut self, [finished, failed, unknown]: [u64; 3]) -> Report {
+        let stats = std::mem::take(&mut self.stats);
+        let open = self.clients.open as u64;
+        let (mut violations, mut count) = self.watch.violations();
+        let now = self.now;
+        let mut add = |id, text| {
+            count += 1;
+            violations.push(Violation { id, at: now, text });
+        };
+        // Without the invariants, what cannot be overlooked still counts.
+        if !self.options.check {
+            if let Some(text) = stats.wrong {
+                add(InvariantId::NoForeignBytes, text);
+            }
+            if open > 0 {
+                add(InvariantId::EveryRequestEnds, format!("{open} requests had no end"));
+            } else if !self.rest.at_rest {
+                add(InvariantId::NoLeak, self.what_is_left());
+            }
+        }
+        let recomputed = stats.recomputed.values().sum();
+        let mut unmet = unmet(&self.run.expect, [finished, failed, unknown + open, recomputed]);
+        if let Some(within) = self.run.expect.within
+            && self.rest.progress() > within
+        {
+            unmet.push(format!(
+                "the last request ended at {}, not by {within}",
+                self.rest.progress()
+            ));
+        }
+        let (bytes, link_use_ppm) = self.traffic();
+        Report {
+            scenario: self.run.name.clone(),
+            seed: self.run.seed,
+            verdict: verdict(&violations, &unmet),
+            unmet,
+            finished,
+            failed,
+            unknown: unknown + open,
+            recomputed,
+            recompute_causes: stats.recomputed,
+            failure_causes: stats.failed,
+            violations,
+            violation_count: count,
+            left: (!self.rest.at_rest).then(|| self.what_is_left()),
+            trace_hash: self.tracer.hash(),
+            events: self.queue.popped(),
+            sim_time: self.now,
+            ttft: Percentiles::of(stats.ttft),
+            transfer: Percentiles::of(stats.transfer),
+            bytes,
+            link_use_ppm,
+            blocks_held_peak: stats.held,
+            blocks_quarantined_peak: stats.quarantined,
+            recording: self.tracer.take_recording(),
+        }
+    }
+
+    /// Bytes sent, and the use of the busiest port in a million.
+    fn traffic(&self) -> (u64, u64) {
+        let ports = self.instances.iter().flat_map(|instance| &instance.ports);
+        let mut total = 0;
+        let mut busiest = 0;
+        for port in ports.flat_map(|(nic, near)| [*nic, *near]) {
+            let (out, _) = self.dma.nic_bytes(port);
+            total += out;
+            let could = u128::from(self.dma.nic_rate(port)) * u128::from(self.now.0);
+            let used = u128::from(out) * 1_000_000_000 * 1_000_000;
+            busiest = busiest.max(used.checked_div(could).unwrap_or(0));
+        }
+        (total, busiest as u64)
+    }
+}
+
+fn verdict(violations: &[Violation], unmet: &[String]) -> Verdict {
+    let lives = |violation: &Violation| violation.id.id().starts_with('L');
+    if violations.iter().any(|violation| !lives(violation)) {
+        Verdict::Correctness
+    } else if !violations.is_empty() {
+        Verdict::Liveness
+    } else if !unmet.is_empty() {
+        Verdict::Correctness
+    } else {
+        Verdict::Held
+    }
+}
+
+fn unmet(expect: &Expect, counts: [u64; 4]) -> Vec<String> {
+    let bounds = &expect.requests;
+    let wanted: [(&str, Option<Bounds>); 4] = [
+        ("finished", bounds.finished),
+        ("failed", bounds.failed),
+        ("unknown", bounds.unknown),
+        ("recomputed", bounds.recomputed),
+    ];
+    let mut unmet = Vec::new();
+    for ((name, bounds), count) in wanted.into_iter().zip(counts) {
+        if let Some(Bounds { min, max }) = bounds.filter(|bounds| !bounds.contains(count)) {
+            unmet.push(format!("{count} requests {name}, not {min} to {max}"));
+        }
+    }
+    unmet
+}

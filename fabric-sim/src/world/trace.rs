@@ -1,0 +1,226 @@
+//! The trace of a run: its hash, and on request every input and effect.
+
+use super::actor::{ActorId, MachineConfig, MachineEffect, MachineInput};
+use crate::hash::TraceHasher;
+use engine::core::decode::{DecodeEffect, DecodeInput};
+use engine::core::ids::TransferKey;
+use engine::core::message::{DecodeHook, PrefillHook};
+use engine::core::prefill::{PrefillEffect, PrefillInput};
+use engine::core::router::{LegBody, RouterEffect};
+use engine::core::time::Nanos;
+use engine::core::transfer::TransferEffect;
+use scenarios::Run;
+use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
+use std::io::Cursor;
+
+/// One input or effect.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// When.
+    pub t: Nanos,
+    /// Counts the records from 1.
+    pub seq: u64,
+    /// The record that led here; 0 if that is not a record.
+    pub cause: u64,
+    /// Which machine.
+    pub actor: ActorId,
+    /// The transfer that it names, if it names one.
+    pub transfer: Option<TransferKey>,
+    /// What happened.
+    pub detail: Detail,
+}
+
+/// What happened to a machine, or what it wanted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Detail {
+    /// It came into being.
+    Start(MachineConfig),
+    /// It vanished.
+    Stop,
+    /// It got an input.
+    Input(MachineInput),
+    /// It wanted something.
+    Effect(MachineEffect),
+}
+
+/// A recorded run: MessagePack of the name, the seed, and then the records one after another.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Recording(pub Vec<u8>);
+
+/// Hashes and records.
+#[derive(Debug)]
+pub(super) struct Tracer {
+    hasher: TraceHasher,
+    seq: u64,
+    recording: Option<Recording>,
+}
+
+/// What can be traced as an effect.
+pub(super) trait Effect: Hash + Clone + Into<MachineEffect> {
+    /// The transfer that it names.
+    fn transfer(&self) -> Option<TransferKey> {
+        None
+    }
+}
+
+macro_rules! effects {
+    ($($kind:ident: $effect:ty;)*) => {$(
+        impl From<$effect> for MachineEffect {
+            fn from(effect: $effect) -> MachineEffect {
+                MachineEffect::$kind(effect)
+            }
+        }
+    )*};
+}
+
+effects! {
+    Router: RouterEffect;
+    Prefill: PrefillEffect;
+    Decode: DecodeEffect;
+    Transfer: TransferEffect;
+}
+
+impl Effect for PrefillEffect {}
+impl Effect for DecodeEffect {}
+impl Effect for TransferEffect {}
+impl Effect for RouterEffect {
+    fn transfer(&self) -> Option<TransferKey> {
+        match self {
+            RouterEffect::Dispatch { body: LegBody::Prefill { transfer, .. }, .. } => {
+                Some(transfer.key.clone())
+            }
+            RouterEffect::Dispatch { body: LegBody::Decode { transfer, .. }, .. } => {
+                Some(transfer.key.clone())
+            }
+            _ => None,
+        }
+    }
+}
+
+fn transfer_of(input: &MachineInput) -> Option<TransferKey> {
+    match input {
+        MachineInput::Prefill(PrefillInput::Hook(PrefillHook::Arrived { leg, .. })) => {
+            Some(leg.key.clone())
+        }
+        MachineInput::Decode(DecodeInput::Hook(DecodeHook::Arrived { leg, .. })) => {
+            Some(leg.key.clone())
+        }
+        _ => None,
+    }
+}
+
+impl Tracer {
+    pub(super) fn new(run: &Run, record: bool) -> Tracer {
+        let mut recording = record.then(Recording::default);
+        if let Some(recording) = &mut recording {
+            recording.push(&(&run.name, run.seed));
+        }
+        Tracer { hasher: TraceHasher::new(run.seed), seq: 0, recording }
+    }
+
+    /// Number of the record made last.
+    pub(super) fn seq(&self) -> u64 {
+        self.seq
+    }
+
+    fn next(&mut self, now: Nanos, actor: ActorId, tag: u8) {
+        self.seq += 1;
+        self.hasher.write_u64(now.0);
+        self.hasher.add(&(tag, actor));
+    }
+
+    fn keep(
+        &mut self,
+        t: Nanos,
+        actor: ActorId,
+        cause: u64,
+        transfer: impl FnOnce() -> Option<TransferKey>,
+        detail: impl FnOnce() -> Detail,
+    ) {
+        if let Some(recording) = &mut self.recording {
+            let (transfer, detail) = (transfer(), detail());
+            recording.push(&Record { t, seq: self.seq, cause, actor, transfer, detail });
+        }
+    }
+
+    pub(super) fn started(&mut self, now: Nanos, actor: ActorId, config: &MachineConfig) {
+        self.next(now, actor, 0);
+        let bytes = rmp_serde::to_vec(config).expect("settings can be serialised");
+        self.hasher.write(&bytes);
+        self.keep(now, actor, 0, || None, || Detail::Start(config.clone()));
+    }
+
+    pub(super) fn stopped(&mut self, now: Nanos, actor: ActorId) {
+        self.next(now, actor, 1);
+        self.keep(now, actor, 0, || None, || Detail::Stop);
+    }
+
+    pub(super) fn input(&mut self, now: Nanos, actor: ActorId, cause: u64, input: &MachineInput) {
+        self.next(now, actor, 2);
+        self.hasher.add(input);
+        self.keep(now, actor, cause, || transfer_of(input), || Detail::Input(input.clone()));
+    }
+
+    /// The number of its record.
+    pub(super) fn effect<E: Effect>(
+        &mut self,
+        now: Nanos,
+        actor: ActorId,
+        cause: u64,
+        effect: &E,
+    ) -> u64 {
+        self.next(now, actor, 3);
+        self.hasher.add(effect);
+        let transfer = || effect.transfer();
+        self.keep(now, actor, cause, transfer, || Detail::Effect(effect.clone().into()));
+        self.seq
+    }
+
+    pub(super) fn hash(&self) -> u64 {
+        self.hasher.finish()
+    }
+
+    pub(super) fn take_recording(&mut self) -> Option<Recording> {
+        self.recording.take()
+    }
+}
+
+impl Recording {
+    fn push<T: Serialize>(&mut self, value: &T) {
+        rmp_serde::encode::write(&mut self.0, value).expect("records can be serialised");
+    }
+
+    /// Name of the scenario, seed, and the records in order.
+    ///
+    /// # Errors
+    /// What is wrong with the bytes; from the records, each on its own.
+    pub fn read(&self) -> Result<(String, u64, Records<'_>), rmp_serde::decode::Error> {
+        let mut reader = rmp_serde::Deserializer::new(Cursor::new(self.0.as_slice()));
+        let (name, seed) = Deserialize::deserialize(&mut reader)?;
+        Ok((name, seed, Records { reader }))
+    }
+}
+
+/// The records of a [`Recording`].
+pub struct Records<'a> {
+    reader: rmp_serde::Deserializer<rmp_serde::decode::ReadReader<Cursor<&'a [u8]>>>,
+}
+
+impl std::fmt::Debug for Records<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Records")
+    }
+}
+
+impl Iterator for Records<'_> {
+    type Item = Result<Record, rmp_serde::decode::Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let bytes = self.reader.get_ref();
+        if bytes.position() == bytes.get_ref().len() as u64 {
+            return None;
+        }
+        Some(Record::deserialize(&mut self.reader))
+    }
+}

@@ -1,0 +1,376 @@
+//! Everyone who looks on: the invariants, and the fault engine, which also decides.
+
+use super::Simulation;
+use super::process::DataOwner;
+use crate::dma::{Dma, Landing, OpFate, OpInfo};
+use crate::faults::{Action, Faults, Hit, LegFate, ROUTER, Spot};
+use crate::invariants::{Invariants, Violation};
+use crate::memory::Slice;
+use crate::net::{FrameFate, FrameInfo};
+use crate::observe::{self, BlockRef, Observation, Submission, Who};
+use engine::core::dialect::native::{self, Frame};
+use engine::core::ids::{ClientId, LegId};
+use engine::core::message::{Job, Message};
+use engine::core::router::LegBody;
+use engine::core::time::Nanos;
+use engine::fabric::Direction;
+use scenarios::Run;
+use scenarios::lists::{Event, MessageName};
+
+#[derive(Debug)]
+pub(super) struct Watch {
+    pub(super) faults: Faults,
+    /// The run has no faults, so nobody needs to be told of events.
+    calm: bool,
+    invariants: Option<Invariants>,
+    /// Flows of each instance whose first operation is not posted.
+    unposted: Vec<u32>,
+    /// Steps of each instance.
+    steps: Vec<u64>,
+    /// The frame with which each instance registered last.
+    pub(super) registrations: Vec<Vec<Vec<u8>>>,
+    local: Vec<BlockRef>,
+    remote: Vec<BlockRef>,
+    hits: Vec<Hit>,
+}
+
+impl Watch {
+    pub(super) fn new(run: &Run, check: bool) -> Watch {
+        let instances = run.instances.len();
+        Watch {
+            faults: Faults::new(run),
+            calm: run.faults.is_empty(),
+            invariants: check.then(|| Invariants::new(run)),
+            unposted: vec![0; instances],
+            steps: vec![0; instances],
+            registrations: vec![Vec::new(); instances],
+            local: Vec::new(),
+            remote: Vec::new(),
+            hits: Vec::new(),
+        }
+    }
+
+    /// Something happened.
+    #[inline]
+    pub(super) fn see(&mut self, now: Nanos, seen: &Observation<'_>) {
+        if let Some(invariants) = &mut self.invariants {
+            invariants.see(now, seen);
+        }
+        if !self.calm {
+            self.tell_faults(now, seen);
+        }
+    }
+
+    fn event(&mut self, now: Nanos, event: Event, spot: &Spot) {
+        if !self.calm {
+            self.faults.on_event(now, event, spot);
+        }
+    }
+
+    /// Translates what happened to what faults wait for.
+    fn tell_faults(&mut self, now: Nanos, seen: &Observation<'_>) {
+        use engine::core::message::{DecodeHook, PrefillHook};
+        let client =
+            |client: &ClientId| Spot { client: Some(*client), nth: client.0, ..Spot::at(ROUTER) };
+        let (event, spot) = match seen {
+            Observation::Started { who, .. } => (Event::InstanceStarted, Spot::at(who.instance)),
+            Observation::Asked { client: id } => (Event::RequestArrived, client(id)),
+            Observation::Answered { client: id, .. } => (Event::RequestFinished, client(id)),
+            Observation::Leg { who, event, .. } => match event {
+                engine::core::router::LegEvent::FirstToken => {
+                    (Event::RequestFirstToken, Spot::at(who.instance))
+                }
+                _ => (Event::LegEnded, Spot::between(who.instance, ROUTER)),
+            },
+            Observation::PrefillHook { who, hook } => match hook {
+                PrefillHook::Scheduled { chunks, .. } => {
+                    let first = |chunk: &&engine::core::message::Chunk| {
+                        chunk.blocks.iter().any(|list| list.first == 0 && !list.ids.is_empty())
+                    };
+                    for _ in chunks.iter().filter(first) {
+                        let spot = Spot::at(who.instance);
+                        self.faults.on_event(now, Event::RequestScheduled, &spot);
+                    }
+                    return;
+                }
+                PrefillHook::Finished { reason, .. } => match reason {
+                    engine::core::message::FinishReason::Length
+                    | engine::core::message::FinishReason::Stop => {
+                        (Event::RequestPrefilled, Spot::at(who.instance))
+                    }
+                    _ => return,
+                },
+                PrefillHook::Preempted { .. } => (Event::RequestPreempted, Spot::at(who.instance)),
+                PrefillHook::Arrived { .. } => return,
+            },
+            Observation::DecodeHook { who, hook: DecodeHook::Allocated { .. } } => {
+                (Event::RequestAllocated, Spot::at(who.instance))
+            }
+            Observation::DecodeAnswer { who, .. } => (Event::TransferEnded, Spot::at(who.instance)),
+            Observation::Job { who, job: Job::Write { .. } | Job::Read { .. } } => {
+                self.unposted[usize::from(who.instance)] += 1;
+                return;
+            }
+            Observation::Freed { who, .. } => (Event::BlockFreed, Spot::at(who.instance)),
+            Observation::Completed { from, outcome, .. } => {
+                let spot = Spot { rank: from.rank, ..Spot::at(from.who.instance) };
+                if **outcome == engine::fabric::Outcome::Done {
+                    self.faults.on_event(now, Event::OpLanded, &spot);
+                }
+                (Event::OpCompleted, spot)
+            }
+            _ => return,
+        };
+        self.faults.on_event(now, event, &spot);
+    }
+
+    /// An operation was accepted.
+    pub(super) fn submitted(
+        &mut self,
+        now: Nanos,
+        planes: &[DataOwner],
+        op: &OpInfo<'_>,
+    ) -> OpFate {
+        let (from, to) = (&planes[op.plane.0 as usize], &planes[op.peer.0 as usize]);
+        if let Some(invariants) = &mut self.invariants {
+            self.local.clear();
+            self.remote.clear();
+            let sides =
+                [(from, op.local_at, &mut self.local), (to, op.remote_at, &mut self.remote)];
+            for (nth, (owner, at, into)) in sides.into_iter().enumerate() {
+                if let Some(at) = at {
+                    owner.shape.blocks(at, op.slices, |slice| pick(slice, nth == 0), into);
+                }
+            }
+            let seen = Submission {
+                from: from.at,
+                peer: to.at,
+                op: op.op,
+                session: op.session,
+                direction: op.direction,
+                placement: from.placement,
+                credits: from.credits,
+                local: &self.local,
+                remote: &self.remote,
+            };
+            invariants.see(now, &Observation::Submitted(seen));
+        }
+        if self.calm {
+            return OpFate::default();
+        }
+        let (instance, rank) = (from.at.who.instance, from.at.rank);
+        let spot = Spot { rank, nth: op.nth, ..Spot::between(instance, to.at.who.instance) };
+        let unposted = &mut self.unposted[usize::from(instance)];
+        if *unposted > 0 {
+            *unposted -= 1;
+            let event = match op.direction {
+                Direction::Write => Event::TransferWriting,
+                Direction::Read => Event::TransferReading,
+            };
+            self.faults.on_event(now, event, &spot);
+        }
+        self.faults.op_fate(now, &spot)
+    }
+
+    /// Bytes arrived.
+    pub(super) fn landed(
+        &mut self,
+        now: Nanos,
+        planes: &[DataOwner],
+        dma: &Dma,
+        landing: &Landing,
+    ) {
+        let Some(invariants) = &mut self.invariants else { return };
+        let slices = dma.slices(landing);
+        let writes = landing.direction == Direction::Write;
+        let owner = |ix: crate::dma::PlaneIx| &planes[ix.0 as usize];
+        let (source, target) = (owner(landing.source), owner(landing.target));
+        self.local.clear();
+        self.remote.clear();
+        let local = |slice: &Slice| pick(slice, writes);
+        let remote = |slice: &Slice| pick(slice, !writes);
+        source.shape.blocks(landing.source_at, slices, local, &mut self.local);
+        target.shape.blocks(landing.target_at, slices, remote, &mut self.remote);
+        let seen = observe::Landing {
+            from: owner(landing.plane).at,
+            op: landing.op,
+            source: source.at,
+            read: &self.local,
+            target: target.at,
+            written: &self.remote,
+        };
+        invariants.see(now, &Observation::Landed(seen));
+    }
+
+    /// A control frame was sent.
+    pub(super) fn frame_sent(
+        &mut self,
+        now: Nanos,
+        from: Who,
+        to: Who,
+        frame: &FrameInfo<'_>,
+    ) -> FrameFate {
+        if self.calm && self.invariants.is_none() {
+            return FrameFate::default();
+        }
+        let Some(decoded) = decode(frame.parts) else { return FrameFate::default() };
+        if matches!(decoded, Frame::Register(_))
+            && let Some(slot) = self.registrations.get_mut(usize::from(from.instance))
+        {
+            *slot = frame.parts.to_vec();
+        }
+        if let Some(invariants) = &mut self.invariants {
+            invariants.see(now, &Observation::FrameSent { from, to, frame: &decoded });
+        }
+        if self.calm {
+            return FrameFate::default();
+        }
+        let message = name(&decoded);
+        let spot = Spot { message, nth: frame.nth, ..Spot::between(from.instance, to.instance) };
+        let event = match message {
+            Some(MessageName::Announce | MessageName::Pull) => Some(Event::TransferAnnounced),
+            Some(MessageName::Grant) => Some(Event::TransferGranted),
+            Some(MessageName::Delivered | MessageName::Release) => Some(Event::TransferDelivered),
+            _ => None,
+        };
+        if let Some(event) = event {
+            self.faults.on_event(now, event, &spot);
+        }
+        self.faults.frame_fate(now, &spot)
+    }
+
+    /// A control frame arrived; nobody knows from whom if its link is gone.
+    pub(super) fn frame_arrived(
+        &mut self,
+        now: Nanos,
+        from: Option<Who>,
+        to: Who,
+        parts: &[Vec<u8>],
+    ) {
+        if self.calm && self.invariants.is_none() {
+            return;
+        }
+        let (Some(from), Some(frame)) = (from, decode(parts)) else { return };
+        if let Some(invariants) = &mut self.invariants {
+            invariants.see(now, &Observation::FrameArrived { from, to, frame: &frame });
+        }
+        let message = name(&frame);
+        let spot = Spot { message, ..Spot::between(from.instance, to.instance) };
+        self.event(now, Event::FrameDelivered, &spot);
+        match message {
+            Some(MessageName::Register) => self.event(now, Event::InstanceRegistered, &spot),
+            Some(MessageName::Welcome) => self.event(now, Event::PeerConnected, &spot),
+            _ => {}
+        }
+    }
+
+    /// The router sends a leg.
+    pub(super) fn leg_sent(
+        &mut self,
+        now: Nanos,
+        instance: u16,
+        client: ClientId,
+        leg: LegId,
+        body: &LegBody,
+    ) -> LegFate {
+        if self.calm {
+            return LegFate::default();
+        }
+        let decode = matches!(body, LegBody::Decode { .. });
+        let between = Spot::between(ROUTER, instance);
+        let spot = Spot { client: Some(client), nth: leg.0, ..between };
+        self.faults.leg_fate(now, decode, &spot)
+    }
+
+    /// An engine starts a step.
+    pub(super) fn step_started(&mut self, now: Nanos, instance: u16) {
+        let nth = self.steps[usize::from(instance)];
+        self.steps[usize::from(instance)] += 1;
+        self.event(now, Event::StepStarted, &Spot { nth, ..Spot::at(instance) });
+    }
+
+    /// How much later than its engine a rank is.
+    pub(super) fn lag(&self, instance: u16, rank: u16) -> Option<Nanos> {
+        if self.calm {
+            return None;
+        }
+        Some(self.faults.lag(instance, rank)).filter(|lag| *lag > Nanos::ZERO)
+    }
+
+    /// When the last fault hit or ended; `now` while one lasts or is to come.
+    pub(super) fn last_fault(&self, now: Nanos) -> Option<Nanos> {
+        (!self.calm).then(|| self.faults.last_fault(now))
+    }
+
+    /// No more transient faults.
+    pub(super) fn heal(&mut self, now: Nanos) {
+        self.faults.heal(now);
+        self.see(now, &Observation::Healed);
+    }
+
+    /// The run is over.
+    pub(super) fn finish(&mut self, now: Nanos, at_rest: bool) {
+        if let Some(invariants) = &mut self.invariants {
+            invariants.finish(now, at_rest);
+        }
+    }
+
+    /// What was seen that must not be: the first few, and how many in all.
+    pub(super) fn violations(&self) -> (Vec<Violation>, u64) {
+        let Some(invariants) = &self.invariants else { return (Vec::new(), 0) };
+        (invariants.violations().to_vec(), invariants.count())
+    }
+}
+
+impl Simulation {
+    /// Tells of the faults that hit and does what they ask for.
+    pub(super) fn perform_actions(&mut self) {
+        while self.watch.faults.has_news() {
+            let mut hits = std::mem::take(&mut self.watch.hits);
+            self.watch.faults.take_hits(&mut hits);
+            for Hit { kind, from, to } in hits.drain(..) {
+                self.watch.see(self.now, &Observation::Faulted { kind, from, to });
+            }
+            self.watch.hits = hits;
+            let mut actions: Vec<Action> = Vec::new();
+            self.watch.faults.take_actions(&mut actions);
+            for action in actions {
+                self.perform_action(action);
+            }
+        }
+        self.plan_faults();
+    }
+}
+
+/// Offset and length of one side of a slice.
+fn pick(slice: &Slice, local: bool) -> (u64, u64) {
+    (if local { slice.local } else { slice.remote }, slice.len)
+}
+
+fn decode(parts: &[Vec<u8>]) -> Option<Frame> {
+    native::decode(parts.first()?).ok()
+}
+
+/// What scenario files call a frame.
+fn name(frame: &Frame) -> Option<MessageName> {
+    Some(match frame {
+        Frame::Hello(_) => MessageName::Hello,
+        Frame::Welcome(_) => MessageName::Welcome,
+        Frame::Refuse { .. } => MessageName::Refuse,
+        Frame::Ack { .. } => MessageName::Ack,
+        Frame::Probe { .. } => MessageName::Probe,
+        Frame::Register(_) => MessageName::Register,
+        Frame::Data { message, .. } => match message {
+            Message::Announce { .. } => MessageName::Announce,
+            Message::Pull { .. } => MessageName::Pull,
+            Message::Grant { .. } => MessageName::Grant,
+            Message::Renew { .. } => MessageName::Renew,
+            Message::Renewed { .. } => MessageName::Renewed,
+            Message::Delivered { .. } => MessageName::Delivered,
+            Message::Release { .. } => MessageName::Release,
+            Message::Cancel { .. } => MessageName::Cancel,
+            Message::Ended { .. } => MessageName::Ended,
+        },
+        _ => return None,
+    })
+}

@@ -1,0 +1,180 @@
+//! Whole runs of the world: small ones, end to end through the real protocol machines.
+
+use engine::core::Nanos;
+use engine::core::layout::GroupKind;
+use engine::core::message::{Mode, Role};
+use engine::core::router::RouterConfig;
+use fabric_sim::replay::replay;
+use fabric_sim::world::{Options, Report, Verdict, run};
+use scenarios::cost::Cost;
+use scenarios::run::*;
+
+fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> Instance {
+    Instance {
+        name: name.into(),
+        host: name.into(),
+        node: name.into(),
+        role,
+        tp,
+        dp_rank: 0,
+        dp_size: 1,
+        blocks,
+        block_tokens: 16,
+        layout: MemoryLayout::Block,
+        mode: Mode::Push,
+        prefix_cache: false,
+        cost: Cost {
+            step: Nanos::from_us(200),
+            weights: Nanos::from_us(300),
+            token_fs: 1_000_000,
+            pair_fs: 1_000,
+            context_fs: 1_000,
+        },
+    }
+}
+
+fn request(at: Nanos, tokens: u32, tail: u64, output: u32) -> Request {
+    Request {
+        arrival: at,
+        prompts: vec![Prompt { tokens, prefix: [].into(), tail }],
+        samples: 1,
+        output,
+        abort: None,
+        stop: false,
+    }
+}
+
+fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
+    let mut instances =
+        vec![instance("p0", Role::Prefill, tp.0, 256), instance("d0", Role::Decode, tp.1, 256)];
+    for instance in &mut instances {
+        instance.mode = mode;
+    }
+    let at = |n: u32| Nanos::from_ms(20) + Nanos::from_ms(u64::from(n));
+    Run {
+        name: "small".into(),
+        about: "a small run".into(),
+        seed: 7,
+        model: Model {
+            name: "toy".into(),
+            layers: 4,
+            kv_heads: 4,
+            latent: false,
+            head_bytes: 16,
+            element: 2,
+            state_bytes: 64,
+            groups: vec![ModelGroup { kind: GroupKind::Full, layers: vec![0, 1, 2, 3] }],
+        },
+        instances,
+        network: Network {
+            latency: Span { min: Nanos::from_us(2), max: Nanos::from_us(15) },
+            bandwidth: 40_000_000_000,
+            node_latency: Span::fixed(Nanos::from_us(1)),
+            node_bandwidth: 64_000_000_000,
+            control_latency: Span { min: Nanos::from_us(20), max: Nanos::from_us(80) },
+        },
+        router: RouterSettings {
+            config: RouterConfig::default(),
+            heartbeat: Nanos::from_secs(1),
+            ids_differ: true,
+        },
+        protocol: Protocol { layers_per_op: 1, ..Protocol::default() },
+        engine: EngineSettings {
+            chunk: 256,
+            max_running: 16,
+            max_waiting: 1000,
+            load_failure: LoadFailure::Recompute,
+            allocator: Allocator::Fifo,
+        },
+        memory: MemoryModel::Bytes,
+        mode,
+        prefix_tokens: 512,
+        requests: (0..requests)
+            .map(|n| request(at(n), 40 + 97 * n % 500, u64::from(n) + 1, 4))
+            .collect(),
+        faults: Vec::new(),
+        shaped: Vec::new(),
+        expect: Expect { within: None, hold: Vec::new(), requests: Counts::default(), exit: 0 },
+    }
+}
+
+fn held(report: &Report) {
+    assert_eq!(report.violations, []);
+    assert_eq!(report.verdict, Verdict::Held, "{report:?}");
+}
+
+#[test]
+fn one_push() {
+    let report = run(&small(Mode::Push, (1, 1), 1), Options::default());
+    held(&report);
+    assert_eq!((report.finished, report.recomputed), (1, 0), "{report:?}");
+}
+
+#[test]
+fn push_and_pull_with_any_tensor_parallelism() {
+    for mode in [Mode::Push, Mode::Pull] {
+        for tp in [(1, 1), (2, 2), (4, 1), (1, 4), (2, 4)] {
+            let report = run(&small(mode, tp, 12), Options::default());
+            held(&report);
+            assert_eq!((report.finished, report.recomputed), (12, 0), "{mode} {tp:?} {report:?}");
+        }
+    }
+}
+
+#[test]
+fn every_layout_and_block_size_reaches_every_other() {
+    let layouts =
+        [MemoryLayout::Block, MemoryLayout::Layer, MemoryLayout::HeadSplit, MemoryLayout::Token];
+    for memory in [MemoryModel::Bytes, MemoryModel::Cells] {
+        for (nth, from) in layouts.into_iter().enumerate() {
+            for (at, to) in layouts.into_iter().enumerate() {
+                // A cell stands for whole head slots, so it cannot tell K and V of a fused slot.
+                let split = |layout| layout == MemoryLayout::HeadSplit;
+                if memory == MemoryModel::Cells && split(from) != split(to) {
+                    continue;
+                }
+                let mode = if (nth + at) % 2 == 0 { Mode::Push } else { Mode::Pull };
+                let mut small = small(mode, (2, 1), 4);
+                small.memory = memory;
+                small.instances[0].layout = from;
+                small.instances[1].layout = to;
+                small.instances[at % 2].block_tokens = 32;
+                let report = run(&small, Options::default());
+                let ends = (report.finished, report.recomputed);
+                let sizes = small.instances[0].block_tokens;
+                let what = format!("{mode} {memory:?} {from:?} ({sizes}) to {to:?}");
+                assert_eq!(report.violations, [], "{what}");
+                assert_eq!(ends, (4, 0), "{what} {report:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_trace_and_another_another() {
+    let run_of = |seed| {
+        let mut small = small(Mode::Push, (2, 1), 10);
+        small.seed = seed;
+        run(&small, Options::default())
+    };
+    let first = run_of(1);
+    for _ in 0..3 {
+        assert_eq!(run_of(1), first);
+    }
+    assert_ne!(run_of(2).trace_hash, first.trace_hash);
+}
+
+#[test]
+fn a_recording_replays_and_changes_nothing() {
+    let small = small(Mode::Pull, (1, 2), 6);
+    let plain = run(&small, Options::default());
+    let recorded = run(&small, Options { record: true, ..Options::default() });
+    assert_eq!(recorded.trace_hash, plain.trace_hash);
+    let recording = recorded.recording.expect("it was asked for");
+    let replayed = replay(&recording).expect("the machines are deterministic");
+    assert_eq!((replayed.scenario.as_str(), replayed.seed), ("small", 7));
+    assert!(replayed.inputs > 100 && replayed.effects > 100, "{replayed:?}");
+    let mut cut = recording;
+    cut.0.truncate(cut.0.len() - 1);
+    assert!(replay(&cut).is_err());
+}

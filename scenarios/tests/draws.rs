@@ -194,7 +194,7 @@ fn with_faults(mask: u8) -> String {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn values_are_drawn_inside_their_ranges(
@@ -249,10 +249,37 @@ proptest! {
     }
 
     #[test]
-    fn text_never_panics(text in "(\\[(model|topology|workload|expect|\\[fault\\])\\]?\n|[a-z_]{1,9} = [0-9\"a-z.|{}\\[\\]]{0,12}\n){0,8}") {
-        let text = format!("about = \"t\"\n{text}");
+    fn values_never_panic(
+        key in prop::sample::select(KEYS),
+        value in "\"?[0-9.|]{0,6}(ms|KiB|GB/s|us|p0|any|node|early|push|true)?(\\.\\.[0-9]{0,3}(ms|s)?)?\"?",
+        seed: u64,
+    ) {
+        let text = format!("about = \"t\"\n{}", key.replace('?', &value));
         if let Ok(scenario) = scenarios::parse("x.toml", &text, Path::new(""), None) {
-            let _ = scenario.draw(1);
+            let _ = scenario.draw(seed);
         }
     }
 }
+
+/// Places for a value of any kind.
+const KEYS: &[&str] = &[
+    "seed = ?",
+    "model = ?",
+    "[model]\nlayers = ?",
+    "[model]\nkv_heads = ?",
+    "[model]\nblock_bytes = ?",
+    "[model]\nstate_layers = ?\nstate_bytes = ?",
+    "[topology]\nprefill = [{ count = ?, tp = ? }]",
+    "[topology]\ndecode = [{ name = ?, blocks = ?, dp = ? }]",
+    "[topology]\nlink = { latency = ?, bandwidth = ? }",
+    "[workload]\narrival = ?",
+    "[workload]\nprompt_tokens = ?\noutput_tokens = ?",
+    "[workload]\nabort = { chance = ?, after = ? }",
+    "[workload]\nprefix = { chance = ?, run = ?, pools = ? }",
+    "[[fault]]\nkind = \"wire.partition\"\nat = ?\ndirection = ?\ntarget = \"any\"",
+    "[[fault]]\nkind = \"wire.partition\"\nat = \"1s\"\nevery = ?\ntimes = ?",
+    "[[fault]]\nkind = \"process.rank_crash\"\ntarget = ?\nat = \"1s\"\nrank = ?",
+    "[[fault]]\nkind = \"client.burst\"\nat = ?\nfactor = ?\nlasts = ?",
+    "[[fault]]\nkind = \"client.degenerate_prompts\"\nchance = ?",
+    "[expect]\nrequests = { finished = ? }",
+];

@@ -1,9 +1,10 @@
 //! What happens when a fault fires, and faults that last.
 
 use super::action::{Action, ROUTER, Spot};
-use super::{Due, Faults, Opportunity, opportunity};
+use super::{Due, Faults};
 use engine::core::message::Role;
 use engine::core::time::Nanos;
+use scenarios::Opportunity;
 use scenarios::lists::FaultKind;
 use scenarios::run::Cut;
 
@@ -55,7 +56,7 @@ impl Faults {
                     self.hit(now, kind, Some(instance), None);
                 }
             }
-            _ if opportunity(kind) == Opportunity::Step => self.strike(now, index, spot),
+            _ if kind.form().opportunity == Opportunity::Step => self.strike(now, index, spot),
             _ => {
                 debug_assert!(Self::waits(&self.plans[index]));
                 self.plans[index].arm();

@@ -26,6 +26,7 @@ use engine::core::time::Nanos;
 use engine::fabric::Placement;
 use fire::Window;
 use plan::{Plan, When};
+use scenarios::Opportunity;
 use scenarios::decide::{below, mix};
 use scenarios::lists::{Event, FaultKind};
 use scenarios::run::{Order, Run};
@@ -74,35 +75,6 @@ enum Due {
     End(u64),
 }
 
-/// What the chance of a fault is per.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Opportunity {
-    Op,
-    Frame,
-    Leg,
-    Step,
-    Request,
-    /// None, drawing has worked it into the run.
-    Shape,
-}
-
-const fn opportunity(kind: FaultKind) -> Opportunity {
-    use FaultKind::*;
-    match kind {
-        QpError | AckLost | CompletionLost | QueueFull | CompletionReorder | NotifyOvertakes
-        | Partial | LateLanding | SiblingFailure | SlowLink | ExpiryRace => Opportunity::Op,
-        Loss | Duplicate | FrameReorder | Delay | Partition | OneWayPermanent | HalfOpen
-        | DoneOutOfOrder | StaleRegistration => Opportunity::Frame,
-        Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Preempt => {
-            Opportunity::Step
-        }
-        DispatchedTwice | DecodeLegLost | LegsReordered => Opportunity::Leg,
-        Abort | BothAbort => Opportunity::Request,
-        SmallPool | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst
-        | DegeneratePrompts => Opportunity::Shape,
-    }
-}
-
 impl Faults {
     /// The faults of a run; none has fired.
     pub fn new(run: &Run) -> Faults {
@@ -145,18 +117,20 @@ impl Faults {
             When::On(watch) => self.by_event[watch.event as usize].push(index),
             When::Chance(_) => {}
         }
-        match opportunity(kind) {
-            Opportunity::Op => self.of_ops.push(index),
-            Opportunity::Frame => self.of_frames.push(index),
+        match kind.form().opportunity {
+            Opportunity::Operation => self.of_ops.push(index),
+            Opportunity::Lease => {
+                self.of_ops.push(index);
+                self.of_leases.push(index);
+            }
+            Opportunity::Frame | Opportunity::Registration => self.of_frames.push(index),
             Opportunity::Leg => self.of_legs.push(index),
             Opportunity::Step => self.of_steps.push(index),
-            Opportunity::Request => self.of_requests.push(index),
-            Opportunity::Shape => {}
+            Opportunity::Request if !kind.is_shape() => self.of_requests.push(index),
+            Opportunity::Request | Opportunity::Run => {}
         }
-        match kind {
-            FaultKind::DoneOutOfOrder => self.of_ops.push(index),
-            FaultKind::ExpiryRace => self.of_leases.push(index),
-            _ => {}
+        if kind == FaultKind::DoneOutOfOrder {
+            self.of_ops.push(index);
         }
     }
 

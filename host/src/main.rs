@@ -1,3 +1,7 @@
 //! The kvferry command line.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    ExitCode::from(kvferry::main(std::env::args_os()))
+}

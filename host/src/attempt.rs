@@ -1,0 +1,156 @@
+//! One scenario with one seed: run, caught if it panics, run again and compared.
+
+use crate::exit::{Exit, Stop};
+use crate::files::Source;
+use crate::outcome::Outcome;
+use fabric_sim::world::{self, Options, Recording};
+use scenarios::{Run, Scenario, ScenarioError};
+use std::cell::{Cell, RefCell};
+use std::panic::{self, AssertUnwindSafe};
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// A run with more events than this is not run twice.
+const CHEAP_EVENTS: u64 = 2_000_000;
+
+/// When a run is run again to see whether its trace is the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Again {
+    /// Never.
+    Never,
+    /// If it had few events.
+    IfCheap,
+    /// In any case.
+    Always,
+}
+
+/// What is run and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    /// The scenario.
+    pub(crate) source: Source,
+    /// The trace in place of the one that the scenario names.
+    pub(crate) trace: Option<PathBuf>,
+    /// Through the actors; the second run is not.
+    pub(crate) actors: bool,
+    /// Keep the recording.
+    pub(crate) record: bool,
+}
+
+impl Setup {
+    /// Reads the scenario.
+    ///
+    /// # Errors
+    /// As [`scenarios::load`].
+    pub(crate) fn load(&self) -> Result<Scenario, ScenarioError> {
+        self.source.load(self.trace.as_deref())
+    }
+
+    /// The command that makes this run.
+    fn repeat(&self, seed: u64) -> String {
+        let mut words = vec!["kvferry run".to_string()];
+        if let Source::File(path) = &self.source {
+            words.push(quoted(&path.display().to_string()));
+        }
+        words.push(format!("--seed {seed}"));
+        if let Some(trace) = &self.trace {
+            words.push(format!("--workload-trace {}", quoted(&trace.display().to_string())));
+        }
+        if self.actors {
+            words.push("--actors".into());
+        }
+        words.join(" ")
+    }
+
+    /// Runs the scenario with a seed.
+    ///
+    /// # Errors
+    /// Values that do not fit each other, or a trace that cannot be read.
+    pub(crate) fn attempt(
+        &self,
+        scenario: &Scenario,
+        seed: u64,
+        again: Again,
+    ) -> Result<(Outcome, Option<Recording>), Stop> {
+        let run = scenario.draw(seed)?;
+        let mut outcome = Outcome::empty(&run, self.repeat(seed));
+        let started = Instant::now();
+        let options = Options { record: self.record, ..Options::default() };
+        let simulate = if self.actors { crate::actors::run } else { world::run };
+        let first = guarded(|| simulate(&run, options));
+        outcome.wall_seconds = started.elapsed().as_secs_f64();
+        let mut recording = None;
+        match first {
+            Err(text) => outcome.violate(Exit::Panic, text),
+            Ok(mut report) => {
+                recording = report.recording.take();
+                let twice = match again {
+                    Again::Never => false,
+                    Again::IfCheap => report.events <= CHEAP_EVENTS,
+                    Again::Always => true,
+                };
+                if twice {
+                    compare(&run, report.trace_hash, &mut outcome);
+                }
+                outcome.fill(report);
+            }
+        }
+        outcome.judge(run.expect.exit);
+        Ok((outcome, recording))
+    }
+}
+
+/// Runs it once more, without actors.
+fn compare(run: &Run, first: u64, outcome: &mut Outcome) {
+    match guarded(|| world::run(run, Options::default())) {
+        Ok(second) if second.trace_hash == first => {}
+        Ok(second) => {
+            let second = second.trace_hash;
+            let text = format!("I11: trace {first:016x} at first and {second:016x} when run again");
+            outcome.violate(Exit::NotDeterministic, text);
+        }
+        Err(text) => {
+            outcome.violate(Exit::Panic, format!("only when run again: {text}"));
+        }
+    }
+}
+
+/// A word of a command line, in quotes if a shell would take it apart.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    match !word.is_empty() && word.chars().all(plain) {
+        true => word.into(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
+    }
+}
+
+thread_local! {
+    /// True while this thread runs something that may panic.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+    /// What the last panic of it said.
+    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Makes panics of [`guarded`] work silent; to be called once before any.
+pub(crate) fn quiet_panics() {
+    let before = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        if !GUARDED.get() {
+            return before(info);
+        }
+        let payload = info.payload();
+        let owned = payload.downcast_ref::<String>().map(String::as_str);
+        let text = owned.or_else(|| payload.downcast_ref::<&str>().copied());
+        let text = text.unwrap_or("without a text");
+        let place = info.location().map_or(String::new(), |place| format!(" at {place}"));
+        SAID.set(Some(format!("panic: {text}{place}")));
+    }));
+}
+
+/// The result of `work`, or what it said when it panicked.
+pub(crate) fn guarded<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    GUARDED.set(true);
+    let result = panic::catch_unwind(AssertUnwindSafe(work));
+    GUARDED.set(false);
+    result.map_err(|_| SAID.take().unwrap_or_else(|| "panic".into()))
+}

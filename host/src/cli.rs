@@ -1,0 +1,126 @@
+//! The command line.
+
+use crate::exit::{Exit, Stop};
+use crate::{lists, replay, run, sweep};
+use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+const AFTER: &str = "Exit codes: 0 everything held, 2 input invalid, 3 liveness, 4 correctness, \
+    5 not deterministic, 6 panic or assertion; over several scenarios the worst one.";
+
+#[derive(Debug, Parser)]
+#[command(name = "kvferry", version, about = "KV cache transfer in a simulated world")]
+#[command(after_help = AFTER)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run scenarios and show what came out
+    Run(RunArgs),
+    /// Run one scenario with many seeds
+    Sweep(SweepArgs),
+    /// Play a recording to the protocol again and compare
+    Replay(ReplayArgs),
+    /// Print what scenario files can say
+    List(ListArgs),
+}
+
+/// Arguments of `run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Scenario files, or directories whose *.toml files are run by name; without any, the
+    /// bundled scenario on the bundled trace
+    #[arg(value_name = "FILE|DIR")]
+    pub(crate) paths: Vec<PathBuf>,
+    /// Seed in place of the one in the file; 1 if the file has "any"
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Request trace in place of the one that the file names
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) workload_trace: Option<PathBuf>,
+    /// Keep every input and effect of the one scenario in this file, for `replay`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Print one JSON object per scenario and line
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Run the protocol in its actors; the second run is without them
+    #[arg(long)]
+    pub(crate) actors: bool,
+}
+
+/// Arguments of `sweep`.
+#[derive(Debug, Args)]
+pub(crate) struct SweepArgs {
+    /// Scenario file
+    pub(crate) file: PathBuf,
+    /// Number of seeds
+    #[arg(long, value_name = "N")]
+    pub(crate) seeds: u64,
+    /// First seed
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) base: u64,
+    /// Runs at a time; as many as there are cores if not given
+    #[arg(long, value_name = "N")]
+    pub(crate) jobs: Option<NonZeroUsize>,
+    /// Print one JSON object per seed and line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// What `run --record` wrote
+    pub(crate) recording: PathBuf,
+}
+
+/// Arguments of `list`.
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Which list
+    pub(crate) what: lists::List,
+    /// Where to look for scenarios
+    #[arg(value_name = "DIR", default_value = "scenarios")]
+    pub(crate) folder: PathBuf,
+}
+
+/// Runs the program with its arguments, the first being its name; returns the exit code.
+pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(why) => {
+            // Nothing can be done about a closed terminal.
+            let _ = why.print();
+            return why.exit_code() as u8;
+        }
+    };
+    let mut out = io::BufWriter::new(io::stdout());
+    let ended = match cli.command {
+        Command::Run(args) => run::command(&args, &mut out),
+        Command::Sweep(args) => sweep::command(&args, &mut out),
+        Command::Replay(args) => replay::command(&args, &mut out),
+        Command::List(args) => lists::command(&args, &mut out),
+    };
+    let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
+    match ended {
+        Ok(exit) => exit.code(),
+        // Who reads the output has seen enough.
+        Err(Stop::Output(why)) if why.kind() == io::ErrorKind::BrokenPipe => Exit::Held.code(),
+        Err(why) => {
+            complain(&why.to_string());
+            Exit::Invalid.code()
+        }
+    }
+}
+
+/// Tells the user on stderr what is wrong.
+pub(crate) fn complain(text: &str) {
+    let _ = writeln!(io::stderr(), "error: {text}");
+}

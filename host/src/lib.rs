@@ -1,0 +1,18 @@
+//! The `kvferry` program: runs, sweeps and replays scenarios.
+//!
+//! [`main`] is the whole program; the binary hands it the arguments and passes on the exit code.
+
+pub mod actors;
+mod attempt;
+mod cli;
+mod exit;
+mod files;
+mod lists;
+mod outcome;
+mod progress;
+mod replay;
+mod run;
+mod sweep;
+mod table;
+
+pub use cli::main;

@@ -1,0 +1,171 @@
+//! What came out of one run.
+
+use crate::exit::Exit;
+use engine::core::Nanos;
+use fabric_sim::world::{Percentiles, Report};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The result of one run, as it is printed in JSON.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Outcome {
+    /// Name of the scenario.
+    pub(crate) scenario: String,
+    /// Seed of the run.
+    pub(crate) seed: u64,
+    /// How the run went.
+    pub(crate) verdict: Exit,
+    /// How that compares to what the scenario expects: held if it is just that.
+    #[serde(skip)]
+    pub(crate) exit: Exit,
+    /// Exit code of this scenario.
+    #[serde(rename = "exit")]
+    pub(crate) code: u8,
+    /// Client requests; those finished, failed and unknown together.
+    pub(crate) requests: u64,
+    /// Requests answered well.
+    pub(crate) finished: u64,
+    /// Requests answered with an error.
+    pub(crate) failed: u64,
+    /// Requests whose caller went away, or without an answer when the run was over.
+    pub(crate) unknown: u64,
+    /// Of the finished: those of which decode computed a prompt.
+    pub(crate) recomputed: u64,
+    /// Failed requests by cause.
+    pub(crate) failed_causes: BTreeMap<String, u64>,
+    /// Recomputed requests by cause.
+    pub(crate) recomputed_causes: BTreeMap<String, u64>,
+    /// Violations of invariants, the first few, and expectations that were not met.
+    pub(crate) violations: Vec<String>,
+    /// Hash over all inputs and effects, in hexadecimal.
+    pub(crate) trace_hash: String,
+    /// Entries taken from the simulator's queue.
+    pub(crate) events: u64,
+    /// Virtual time.
+    pub(crate) sim_seconds: f64,
+    /// Time of the first run on this machine.
+    pub(crate) wall_seconds: f64,
+    /// Arrival to first token, in seconds.
+    pub(crate) ttft: Option<Spread>,
+    /// Start to end of a KV transfer, in seconds.
+    pub(crate) transfer: Option<Spread>,
+    /// Payload bytes that landed.
+    pub(crate) bytes_moved: u64,
+    /// What the busiest link carried of what it could have carried, from 0 to 1.
+    pub(crate) link_utilisation: f64,
+    /// Most KV blocks of a pool that requests held at a time.
+    pub(crate) peak_blocks: u64,
+    /// Most KV blocks of a pool in quarantine at a time.
+    pub(crate) peak_quarantined: u64,
+    /// Faults that hit, by kind.
+    pub(crate) faults: BTreeMap<&'static str, u64>,
+    /// The command that runs it again.
+    pub(crate) repeat: String,
+}
+
+fn seconds(nanos: Nanos) -> f64 {
+    nanos.0 as f64 / 1e9
+}
+
+/// Percentiles in seconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Spread {
+    /// Median.
+    pub(crate) p50: f64,
+    /// Nine of ten are at most this.
+    pub(crate) p90: f64,
+    /// Ninety-nine of a hundred are at most this.
+    pub(crate) p99: f64,
+}
+
+impl Spread {
+    /// None if there is nothing to spread.
+    fn of(spans: &Percentiles) -> Option<Spread> {
+        let [p50, p90, p99] = [spans.p50, spans.p90, spans.p99].map(seconds);
+        (spans.count > 0).then_some(Spread { p50, p90, p99 })
+    }
+}
+
+impl Outcome {
+    /// A run that came to a verdict with nothing else known of it.
+    pub(crate) fn empty(run: &scenarios::Run, repeat: String) -> Outcome {
+        let requests = run.requests.len() as u64;
+        Outcome {
+            scenario: run.name.clone(),
+            seed: run.seed,
+            verdict: Exit::Held,
+            exit: Exit::Held,
+            code: 0,
+            requests,
+            finished: 0,
+            failed: 0,
+            unknown: requests,
+            recomputed: 0,
+            failed_causes: BTreeMap::new(),
+            recomputed_causes: BTreeMap::new(),
+            violations: Vec::new(),
+            trace_hash: String::new(),
+            events: 0,
+            sim_seconds: 0.0,
+            wall_seconds: 0.0,
+            ttft: None,
+            transfer: None,
+            bytes_moved: 0,
+            link_utilisation: 0.0,
+            peak_blocks: 0,
+            peak_quarantined: 0,
+            faults: BTreeMap::new(),
+            repeat,
+        }
+    }
+
+    /// Takes over what the simulator says.
+    pub(crate) fn fill(&mut self, report: Report) {
+        let told = report.violations.iter().map(|violation| {
+            let (id, at) = (violation.id.name(), seconds(violation.at));
+            format!("{id} at {at:.6} s: {}", violation.text)
+        });
+        let unmet = report.unmet.iter().map(|unmet| format!("expected otherwise: {unmet}"));
+        self.violations.extend(told.chain(unmet));
+        self.verdict = self.verdict.max(report.verdict.into());
+        self.finished = report.finished;
+        self.failed = report.failed;
+        self.unknown = report.unknown;
+        self.recomputed = report.recomputed;
+        self.failed_causes = report.failure_causes;
+        self.recomputed_causes = report.recompute_causes;
+        self.trace_hash = format!("{:016x}", report.trace_hash);
+        self.events = report.events;
+        self.sim_seconds = seconds(report.sim_time);
+        self.ttft = Spread::of(&report.ttft);
+        self.transfer = Spread::of(&report.transfer);
+        self.bytes_moved = report.bytes;
+        self.link_utilisation = report.link_use_ppm as f64 / 1e6;
+        self.peak_blocks = report.blocks_held_peak.into();
+        self.peak_quarantined = report.blocks_quarantined_peak.into();
+    }
+
+    /// Something is wrong; the worst verdict stays.
+    pub(crate) fn violate(&mut self, verdict: Exit, text: String) {
+        self.verdict = self.verdict.max(verdict);
+        self.violations.push(text);
+    }
+
+    /// Compares the verdict with the exit code that the scenario expects.
+    pub(crate) fn judge(&mut self, expected: u8) {
+        self.exit = match self.verdict {
+            verdict if verdict.code() == expected => Exit::Held,
+            Exit::Held => {
+                self.violations.push(format!("everything held, but exit {expected} is expected"));
+                Exit::Correctness
+            }
+            verdict => verdict,
+        };
+        self.code = self.exit.code();
+    }
+
+    /// One line of JSON.
+    pub(crate) fn json(&self) -> String {
+        serde_json::to_string(self).expect("an outcome is plain data")
+    }
+}

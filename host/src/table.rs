@@ -1,0 +1,190 @@
+//! Results as text.
+
+use crate::exit::Exit;
+use crate::outcome::{Outcome, Spread};
+use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
+use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
+use std::collections::BTreeMap;
+
+/// Lines around the table and below its header.
+const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+
+/// Rows in aligned columns without lines.
+pub(crate) fn columns(rows: &[Vec<String>]) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt()
+}
+
+/// Everything about one run.
+pub(crate) fn one(outcome: &Outcome) -> String {
+    let mut table = Table::new();
+    table.load_style(RULED);
+    table.set_header([outcome.scenario.clone(), verdict(outcome)]);
+    let mut row = |name: &str, value: String| {
+        table.add_row([name.to_string(), value]);
+    };
+    row("seed", outcome.seed.to_string());
+    let Outcome { finished, failed, unknown, .. } = outcome;
+    row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
+    row("failed", caused(outcome.failed, &outcome.failed_causes));
+    row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
+    row("time to first token", spread(outcome.ttft.as_ref()));
+    row("transfer time", spread(outcome.transfer.as_ref()));
+    row("bytes moved", bytes(outcome.bytes_moved));
+    row("link utilisation", format!("{:.2} %", 100.0 * outcome.link_utilisation));
+    row("peak blocks held", grouped(outcome.peak_blocks));
+    row("peak blocks in quarantine", grouped(outcome.peak_quarantined));
+    row("events", rate(outcome));
+    row("simulated time", format!("{:.3} s", outcome.sim_seconds));
+    row("wall time", format!("{:.3} s", outcome.wall_seconds));
+    row("trace hash", outcome.trace_hash.clone());
+    table.trim_fmt()
+}
+
+/// A row per run.
+pub(crate) fn many(outcomes: &[Outcome]) -> String {
+    let mut table = Table::new();
+    table.load_style(RULED);
+    table.set_header([
+        "scenario",
+        "seed",
+        "verdict",
+        "fin/fail/unk",
+        "recomp",
+        "TTFT p50/90/99",
+        "transfer p50/90/99",
+        "moved",
+        "link %",
+        "blocks",
+        "events",
+        "wall",
+    ]);
+    for outcome in outcomes {
+        let Outcome { finished, failed, unknown, .. } = outcome;
+        table.add_row([
+            outcome.scenario.clone(),
+            outcome.seed.to_string(),
+            verdict(outcome),
+            format!("{finished}/{failed}/{unknown}"),
+            outcome.recomputed.to_string(),
+            brief(outcome.ttft.as_ref()),
+            brief(outcome.transfer.as_ref()),
+            bytes(outcome.bytes_moved),
+            format!("{:.1}", 100.0 * outcome.link_utilisation),
+            grouped(outcome.peak_blocks),
+            grouped(outcome.events),
+            format!("{:.2} s", outcome.wall_seconds),
+        ]);
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 1));
+        if ![0, 2].contains(&index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt()
+}
+
+/// What went wrong in a run and how to see it again; empty if nothing did.
+pub(crate) fn trouble(outcome: &Outcome) -> String {
+    let mut text = String::new();
+    if outcome.exit == Exit::Held {
+        return text;
+    }
+    text.push_str(&format!("{} seed {}: {}\n", outcome.scenario, outcome.seed, verdict(outcome)));
+    for violation in &outcome.violations {
+        text.push_str(&format!("  {violation}\n"));
+    }
+    text.push_str(&format!("  repeat with: {}\n", outcome.repeat));
+    text
+}
+
+fn verdict(outcome: &Outcome) -> String {
+    match (outcome.exit, outcome.verdict) {
+        (Exit::Held, Exit::Held) => "held".into(),
+        (Exit::Held, verdict) => format!("{verdict}, as expected"),
+        (_, Exit::Held) => "held, against expectation".into(),
+        (_, verdict) => verdict.to_string(),
+    }
+}
+
+fn caused(count: u64, causes: &BTreeMap<String, u64>) -> String {
+    let list: Vec<_> = causes.iter().map(|(cause, count)| format!("{count} {cause}")).collect();
+    match list.is_empty() {
+        true => grouped(count),
+        false => format!("{} ({})", grouped(count), list.join(", ")),
+    }
+}
+
+fn spread(spread: Option<&Spread>) -> String {
+    spread.map_or("none".into(), |Spread { p50, p90, p99 }| {
+        let [p50, p90, p99] = [p50, p90, p99].map(|seconds| duration(*seconds));
+        format!("p50 {p50}, p90 {p90}, p99 {p99}")
+    })
+}
+
+fn brief(spread: Option<&Spread>) -> String {
+    spread.map_or("-".into(), |Spread { p50, p90, p99 }| {
+        [p50, p90, p99].map(|seconds| duration(*seconds).replace(' ', "")).join("/")
+    })
+}
+
+fn rate(outcome: &Outcome) -> String {
+    let events = grouped(outcome.events);
+    match outcome.events as f64 / outcome.wall_seconds {
+        rate if rate.is_finite() => format!("{events} ({:.2} million/s)", rate / 1e6),
+        _ => events,
+    }
+}
+
+/// Seconds in the unit that suits them.
+fn duration(seconds: f64) -> String {
+    let (value, unit) = match seconds {
+        s if s >= 1.0 => (s, "s"),
+        s if s >= 1e-3 => (s * 1e3, "ms"),
+        s => (s * 1e6, "us"),
+    };
+    format!("{value:.*} {unit}", if value < 10.0 { 2 } else { 1 })
+}
+
+/// Bytes in the decimal unit that suits them.
+fn bytes(count: u64) -> String {
+    const UNITS: &[&str] = &["B", "kB", "MB", "GB", "TB", "PB", "EB"];
+    let step = (count.max(1).ilog10() / 3) as usize;
+    match step {
+        0 => format!("{count} B"),
+        step => format!("{:.2} {}", count as f64 / 1000f64.powi(step as i32), UNITS[step]),
+    }
+}
+
+/// A number with its thousands apart.
+pub(crate) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let groups: Vec<_> = digits.as_bytes().rchunks(3).rev().map(String::from_utf8_lossy).collect();
+    groups.join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_readable() {
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!(bytes(999), "999 B");
+        assert_eq!(bytes(1_500), "1.50 kB");
+        assert_eq!(bytes(u64::MAX), "18.45 EB");
+        assert_eq!(duration(0.000_002_5), "2.50 us");
+        assert_eq!(duration(0.012_34), "12.3 ms");
+        assert_eq!(duration(75.0), "75.0 s");
+    }
+}

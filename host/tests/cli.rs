@@ -1,0 +1,243 @@
+//! The real binary: exit codes, messages and JSON.
+
+mod program;
+
+use program::{Folder, kvferry, scenarios};
+use serde_json::Value;
+use std::fs;
+
+/// A small scenario that holds.
+const SMALL: &str = r#"about = "A few short prompts"
+seed = 3
+[model]
+layers = 2
+kv_heads = 4
+block_tokens = 16
+[topology]
+prefill = [{ tp = 2, blocks = 64 }]
+decode = [{ tp = 2, blocks = 64 }]
+[workload]
+requests = 5
+prompt_tokens = "1..100"
+"#;
+
+const TRACE: &str = r#"{"timestamp":0,"input_length":600,"output_length":2,"hash_ids":[0,1]}
+{"timestamp":5,"input_length":700,"output_length":3,"hash_ids":[0,2]}
+"#;
+
+/// [`SMALL`] with a trace of the folder as its workload.
+fn traced(folder: &Folder, trace: &str) -> String {
+    let name = folder.write("trace.jsonl", trace);
+    let workload = format!("trace = {name:?}\n");
+    SMALL.replace("requests = 5\nprompt_tokens = \"1..100\"\n", &workload)
+}
+
+fn lines(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).expect("a line is one object")).collect()
+}
+
+#[test]
+fn bad_scenarios_are_refused_with_their_line() {
+    let folder = Folder::new("bad-scenarios");
+    let cases = [
+        ("layers = 2", "layres = 2", 4, "unknown key `layres`"),
+        ("blocks = 64 }]\ndecode", "blocks = 0 }]\ndecode", 8, "blocks"),
+        ("prefill = [{ tp = 2", "prefill = [{ tp = 3", 8, "tp"),
+        ("requests = 5", "requests = \"5..\"", 11, "requests"),
+        ("seed = 3", "seed = 3 3", 2, "not TOML"),
+        ("1..100", "1..1000000", 12, "never fits"),
+    ];
+    for (good, bad, line, says) in cases {
+        assert!(SMALL.contains(good), "{good}");
+        let file = folder.write("bad.toml", &SMALL.replace(good, bad));
+        let ended = kvferry(["run", &file]);
+        assert_eq!(ended.code, 2, "{bad}: {ended:?}");
+        assert!(ended.err.starts_with(&format!("error: {file}:{line}: ")), "{bad}: {}", ended.err);
+        assert!(ended.err.contains(says), "{bad}: {}", ended.err);
+        assert_eq!(ended.err.lines().count(), 1, "one error: {}", ended.err);
+        assert_eq!(ended.out, "");
+    }
+}
+
+#[test]
+fn a_trace_cut_anywhere_in_its_last_line_is_refused_with_its_line() {
+    let folder = Folder::new("cut-trace");
+    let last = TRACE.lines().last().map_or(0, str::len);
+    for cut in (2..last).step_by(7) {
+        let file = folder.write("cut.toml", &traced(&folder, &TRACE[..TRACE.len() - cut]));
+        let ended = kvferry(["run", &file]);
+        assert_eq!(ended.code, 2, "{ended:?}");
+        assert!(ended.err.contains("trace.jsonl:2: the line is cut off"), "{}", ended.err);
+    }
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let folder = Folder::new("missing");
+    let file = folder.write("small.toml", SMALL);
+    let trace = folder.write("traced.toml", &traced(&folder, TRACE));
+    let empty = folder.path("empty");
+    fs::create_dir(&empty).expect("folder is new");
+    let cases: &[(&[&str], &str)] = &[
+        (&["run", "no-such.toml"], "no-such.toml: cannot read the scenario"),
+        (&["run", &empty], "no scenario in it"),
+        (&["run", &trace, "--workload-trace", "no-such.jsonl"], "no-such.jsonl: cannot read"),
+        (&["run", &file, "--workload-trace", "no-such.jsonl"], "no-such.jsonl"),
+        (&["run", &file, &trace, "--record", "x.rec"], "--record keeps one run"),
+        (&["run", &file, "--record", &empty], "cannot write the recording"),
+        (&["sweep", "no-such.toml", "--seeds", "3"], "no-such.toml: cannot read the scenario"),
+        (&["sweep", &file, "--seeds", "0"], "--seeds at least 1"),
+        (&["replay", "no-such.rec"], "no-such.rec: cannot read the recording"),
+        (&["replay", &file], "not a recording"),
+        (&["list", "nonsense"], "possible values: scenarios, faults, events, messages, invariants"),
+        (&["list", "scenarios", "no-such-folder"], "no-such-folder: not a directory"),
+        (&["sweep", &file], "--seeds"),
+    ];
+    for (args, says) in cases {
+        let ended = kvferry(*args);
+        assert_eq!(ended.code, 2, "{args:?}: {ended:?}");
+        assert!(ended.err.contains(says), "{args:?}: {}", ended.err);
+        assert_eq!(ended.out, "", "{args:?}");
+    }
+}
+
+#[test]
+fn a_bad_file_does_not_keep_the_others_from_running() {
+    let folder = Folder::new("bad-among-good");
+    folder.write("a.toml", SMALL);
+    folder.write("b.toml", "about = 1");
+    folder.write("c.toml", SMALL);
+    folder.write("Cargo.toml", "[package]");
+    let ended = kvferry(["run", &folder.path(""), "--json"]);
+    assert_eq!(ended.code, 2, "{ended:?}");
+    let names: Vec<_> = lines(&ended.out).iter().map(|it| it["scenario"].to_string()).collect();
+    assert!(names[0].contains("a.toml") && names[1].contains("c.toml"), "{names:?}");
+    assert_eq!(names.len(), 2);
+    assert!(ended.err.contains("b.toml:1"), "{}", ended.err);
+}
+
+#[test]
+fn json_tells_how_every_request_ended() {
+    let folder = Folder::new("json");
+    let file = folder.write("small.toml", SMALL);
+    let ended = kvferry(["run", &file, "--json"]);
+    assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
+    let all = lines(&ended.out);
+    let [one] = all.as_slice() else { panic!("{all:?}") };
+    assert_eq!(one["scenario"], *file);
+    assert_eq!(one["seed"], 3);
+    assert_eq!(one["verdict"], "held");
+    assert_eq!(one["exit"], 0);
+    let count = |key: &str| one[key].as_u64().unwrap_or_else(|| panic!("{key} is a number"));
+    assert_eq!(count("requests"), 5);
+    assert_eq!(count("finished") + count("failed") + count("unknown"), 5);
+    assert!(count("recomputed") <= count("finished"));
+    assert!(count("events") > 0 && count("bytes_moved") > 0 && count("peak_blocks") > 0);
+    assert_eq!(one["violations"], Value::Array(Vec::new()));
+    assert_eq!(one["trace_hash"].as_str().map(str::len), Some(16));
+    assert!(one["sim_seconds"].is_f64() && one["wall_seconds"].is_f64());
+    for spread in ["ttft", "transfer"] {
+        let at = |key: &str| one[spread][key].as_f64().unwrap_or_else(|| panic!("{spread} {key}"));
+        assert!(0.0 < at("p50") && at("p50") <= at("p90") && at("p90") <= at("p99"), "{one}");
+    }
+}
+
+#[test]
+fn a_sweep_is_the_runs_of_its_seeds_in_order() {
+    let folder = Folder::new("sweep");
+    let file = folder.write("small.toml", &SMALL.replace("seed = 3", "seed = \"any\""));
+    let swept = kvferry(["sweep", &file, "--seeds", "8", "--base", "40", "--jobs", "3", "--json"]);
+    assert_eq!((swept.code, swept.err.as_str()), (0, ""), "{swept:?}");
+    let swept = lines(&swept.out);
+    let seeds: Vec<_> = swept.iter().filter_map(|it| it["seed"].as_u64()).collect();
+    assert_eq!(seeds, (40..48).collect::<Vec<_>>());
+    let mut hashes: Vec<_> = swept.iter().map(|it| it["trace_hash"].to_string()).collect();
+    let alone = kvferry(["run", &file, "--seed", "45", "--json"]);
+    assert_eq!(lines(&alone.out)[0]["trace_hash"], swept[5]["trace_hash"]);
+    hashes.sort();
+    hashes.dedup();
+    assert_eq!(hashes.len(), 8, "each seed has a trace of its own");
+}
+
+#[test]
+fn what_fails_comes_with_the_command_that_repeats_it() {
+    let folder = Folder::new("failing");
+    let unmet = format!("{SMALL}[expect]\nrequests = {{ finished = 4 }}\n");
+    let file = folder.write("it fails.toml", &unmet);
+    for args in [&["run", &file][..], &["sweep", &file, "--seeds", "2", "--base", "3"]] {
+        let ended = kvferry(args);
+        assert_eq!(ended.code, 4, "{ended:?}");
+        assert!(ended.out.contains("5 requests finished"), "{}", ended.out);
+        let command = format!("kvferry run '{file}' --seed 3");
+        assert!(ended.out.contains(&command), "{}", ended.out);
+    }
+    let expected = folder.write(
+        "expected.toml",
+        &format!("{unmet}exit = 4\n").replace(
+            "[expect]\nrequests = { finished = 4 }\nexit = 4",
+            "[expect]\nexit = 4\nrequests = { finished = 4 }",
+        ),
+    );
+    let ended = kvferry(["run", &expected, "--json"]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert_eq!(lines(&ended.out)[0]["verdict"], "correctness");
+    let holds = folder.write("holds.toml", &format!("{SMALL}[expect]\nexit = 4\n"));
+    let ended = kvferry(["run", &holds]);
+    assert_eq!(ended.code, 4, "{ended:?}");
+    assert!(ended.out.contains("everything held, but exit 4 is expected"), "{}", ended.out);
+}
+
+#[test]
+fn a_replayed_recording_does_the_same_and_a_doctored_one_does_not() {
+    let folder = Folder::new("replay");
+    let file = folder.write("small.toml", SMALL);
+    let recording = folder.path("small.rec");
+    let ended = kvferry(["run", &file, "--record", &recording]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    let ended = kvferry(["replay", &recording]);
+    assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
+    assert!(ended.out.contains("seed 3"), "{}", ended.out);
+
+    let bytes = fs::read(&recording).expect("the recording was written");
+    let doctored = folder.path("doctored.rec");
+    fs::write(&doctored, &bytes[..bytes.len() - 1]).expect("can be written");
+    let ended = kvferry(["replay", &doctored]);
+    assert_eq!(ended.code, 2, "{ended:?}");
+    assert!(ended.err.contains("damaged after"), "{}", ended.err);
+    // A whole record is missing, so an effect is.
+    for at in [bytes.len() / 3, bytes.len() / 2] {
+        let mut bytes = bytes.clone();
+        bytes.drain(at..at + 200);
+        fs::write(&doctored, &bytes).expect("can be written");
+        let ended = kvferry(["replay", &doctored]);
+        assert_ne!(ended.code, 0, "{ended:?}");
+        assert!(ended.err.starts_with("error: "), "{}", ended.err);
+    }
+}
+
+#[test]
+fn lists_name_everything() {
+    let listed = kvferry(["list", "faults"]).out;
+    assert_eq!(listed.lines().count(), ::scenarios::FaultKind::ALL.len());
+    for kind in ::scenarios::FaultKind::ALL {
+        assert!(listed.contains(kind.name()), "{kind}");
+    }
+    let listed = kvferry(["list", "invariants"]).out;
+    for id in ::scenarios::InvariantId::ALL {
+        assert!(listed.contains(id.name()), "{id}");
+    }
+    let listed = kvferry(["list", "scenarios", &scenarios().display().to_string()]);
+    assert_eq!(listed.code, 0, "{listed:?}");
+    assert!(listed.out.contains("swarm.toml") && listed.out.contains(::scenarios::BUNDLED));
+    assert_eq!(kvferry(["list", "events"]).code, 0);
+    assert_eq!(kvferry(["list", "messages"]).code, 0);
+}
+
+#[test]
+fn another_trace_can_take_the_place_of_the_bundled_one() {
+    let folder = Folder::new("other-trace");
+    let trace = folder.write("other.jsonl", TRACE);
+    let ended = kvferry(["run", "--workload-trace", &trace, "--json"]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert_eq!(lines(&ended.out)[0]["requests"], 2);
+}

@@ -26,8 +26,13 @@ pub fn run(run: &Run, options: Options) -> Report {
     let simulation = Simulation::new(Arc::new(run.clone()), options);
     System::new().block_on(async move {
         let (done, report) = oneshot::channel();
-        Stage { simulation: Some(simulation), players: Vec::new(), gauges: false, done: Some(done) }
-            .start();
+        Stage {
+            simulation: Some(simulation),
+            players: Vec::new(),
+            gauges: false,
+            done: Some(done),
+        }
+        .start();
         report.await.expect("the stage reports before it stops")
     })
 }

@@ -3,6 +3,7 @@
 use crate::exit::{Exit, Stop};
 use crate::files::Source;
 use crate::outcome::Outcome;
+use engine::core::Nanos;
 use fabric_sim::world::{self, Options, Recording};
 use scenarios::{Run, Scenario, ScenarioError};
 use std::cell::{Cell, RefCell};
@@ -62,7 +63,8 @@ impl Setup {
         words.join(" ")
     }
 
-    /// Runs the scenario with a seed.
+    /// Runs the scenario with a seed; `watch` is told its virtual time now and then, with the
+    /// time at which the last request arrives.
     ///
     /// # Errors
     /// Values that do not fit each other, or a trace that cannot be read.
@@ -71,13 +73,17 @@ impl Setup {
         scenario: &Scenario,
         seed: u64,
         again: Again,
+        watch: &mut dyn FnMut(Nanos, Nanos),
     ) -> Result<(Outcome, Option<Recording>), Stop> {
         let run = scenario.draw(seed)?;
         let mut outcome = Outcome::empty(&run, self.repeat(seed));
         let started = Instant::now();
         let options = Options { record: self.record, ..Options::default() };
-        let simulate = if self.actors { crate::actors::run } else { world::run };
-        let first = guarded(|| simulate(&run, options));
+        let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
+        let first = guarded(|| match self.actors {
+            true => crate::actors::run(&run, options),
+            false => world::run_watched(&run, options, &mut |now| watch(now, last)),
+        });
         outcome.wall_seconds = started.elapsed().as_secs_f64();
         let mut recording = None;
         match first {

@@ -36,7 +36,7 @@ pub(crate) fn command(args: &ListArgs, out: &mut dyn Write) -> Result<Exit, Stop
         List::Messages => entries(MessageName::ALL, |it| [it.name(), it.about()]),
         List::Invariants => entries(InvariantId::ALL, |it| [it.id(), it.name(), it.about()]),
     };
-    writeln!(out, "{}", columns(&rows))?;
+    writeln!(out, "{}", columns(&rows, usize::MAX))?;
     Ok(exit)
 }
 

@@ -2,7 +2,9 @@
 
 use crate::exit::Exit;
 use engine::core::Nanos;
+use fabric_sim::faults::Phase;
 use fabric_sim::world::{Percentiles, Report};
+use scenarios::FaultKind;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -37,6 +39,10 @@ pub(crate) struct Outcome {
     pub(crate) recomputed_causes: BTreeMap<String, u64>,
     /// Violations of invariants, the first few, and expectations that were not met.
     pub(crate) violations: Vec<String>,
+    /// Number of all of them.
+    pub(crate) violation_count: u64,
+    /// What was under way at the end, if the run did not come to rest.
+    pub(crate) left: Option<String>,
     /// Hash over all inputs and effects, in hexadecimal.
     pub(crate) trace_hash: String,
     /// Entries taken from the simulator's queue.
@@ -57,8 +63,11 @@ pub(crate) struct Outcome {
     pub(crate) peak_blocks: u64,
     /// Most KV blocks of a pool in quarantine at a time.
     pub(crate) peak_quarantined: u64,
-    /// Faults that hit, by kind.
+    /// How often faults hit, by kind.
     pub(crate) faults: BTreeMap<&'static str, u64>,
+    /// The same by phase of the transfers concerned.
+    #[serde(skip)]
+    pub(crate) coverage: BTreeMap<(FaultKind, Phase), u64>,
     /// The command that runs it again.
     pub(crate) repeat: String,
 }
@@ -104,6 +113,8 @@ impl Outcome {
             failed_causes: BTreeMap::new(),
             recomputed_causes: BTreeMap::new(),
             violations: Vec::new(),
+            violation_count: 0,
+            left: None,
             trace_hash: String::new(),
             events: 0,
             sim_seconds: 0.0,
@@ -115,6 +126,7 @@ impl Outcome {
             peak_blocks: 0,
             peak_quarantined: 0,
             faults: BTreeMap::new(),
+            coverage: BTreeMap::new(),
             repeat,
         }
     }
@@ -127,7 +139,13 @@ impl Outcome {
         });
         let unmet = report.unmet.iter().map(|unmet| format!("expected otherwise: {unmet}"));
         self.violations.extend(told.chain(unmet));
-        self.verdict = self.verdict.max(report.verdict.into());
+        self.violation_count += report.violation_count + report.unmet.len() as u64;
+        self.left = report.left;
+        for ((kind, _), hits) in &report.faults {
+            *self.faults.entry(kind.name()).or_default() += hits;
+        }
+        self.coverage = report.faults;
+        self.verdict = self.verdict.max(report.verdict);
         self.finished = report.finished;
         self.failed = report.failed;
         self.unknown = report.unknown;
@@ -148,6 +166,7 @@ impl Outcome {
     /// Something is wrong; the worst verdict stays.
     pub(crate) fn violate(&mut self, verdict: Exit, text: String) {
         self.verdict = self.verdict.max(verdict);
+        self.violation_count += 1;
         self.violations.push(text);
     }
 
@@ -156,6 +175,7 @@ impl Outcome {
         self.exit = match self.verdict {
             verdict if verdict.code() == expected => Exit::Held,
             Exit::Held => {
+                self.violation_count += 1;
                 self.violations.push(format!("everything held, but exit {expected} is expected"));
                 Exit::Correctness
             }

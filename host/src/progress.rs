@@ -4,38 +4,53 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io;
 use std::time::Duration;
 
+/// Parts that a step can be done to.
+const PARTS: u64 = 1000;
+
 /// A bar over `steps` steps; gone when dropped.
 #[derive(Debug)]
-pub(crate) struct Progress(ProgressBar);
+pub(crate) struct Progress {
+    bar: ProgressBar,
+    steps: u64,
+}
 
 impl Progress {
     /// Shows a bar.
     pub(crate) fn new(steps: u64) -> Progress {
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-        let style = "{spinner} [{elapsed_precise}] {wide_bar} {human_pos}/{human_len} {msg}";
+        let whole = Some(steps.saturating_mul(PARTS));
+        let bar = ProgressBar::with_draw_target(whole, ProgressDrawTarget::stderr());
+        let style = "{spinner} [{elapsed_precise}] {wide_bar} {percent:>3} % {prefix} {msg}";
         bar.set_style(ProgressStyle::with_template(style).expect("the template is valid"));
         bar.enable_steady_tick(Duration::from_millis(100));
-        Progress(bar)
+        Progress { bar, steps }
     }
 
     /// Says what is being done.
     pub(crate) fn say(&self, text: impl Into<String>) {
-        self.0.set_message(text.into());
+        self.bar.set_message(text.into());
     }
 
     /// Some steps are done.
-    pub(crate) fn set(&self, steps: u64) {
-        self.0.set_position(steps);
+    pub(crate) fn set(&self, done: u64) {
+        self.bar.set_prefix(format!("{done}/{}", self.steps));
+        self.bar.set_position(done.saturating_mul(PARTS));
+    }
+
+    /// The step after `done` is done to `part` of `whole`.
+    pub(crate) fn set_part(&self, done: u64, part: u64, whole: u64) {
+        let parts = u128::from(part) * u128::from(PARTS) / u128::from(whole.max(1));
+        let parts = u64::try_from(parts).unwrap_or(PARTS).min(PARTS);
+        self.bar.set_position(done.saturating_mul(PARTS).saturating_add(parts));
     }
 
     /// Hides the bar while something else is written.
     pub(crate) fn pause(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-        self.0.suspend(write)
+        self.bar.suspend(write)
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }

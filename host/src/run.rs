@@ -7,6 +7,7 @@ use crate::files::{Source, find};
 use crate::outcome::Outcome;
 use crate::progress::Progress;
 use crate::table;
+use engine::core::Nanos;
 use fabric_sim::world::Recording;
 use std::io::Write;
 use std::path::Path;
@@ -32,7 +33,8 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop>
     for (done, source) in sources.iter().enumerate() {
         progress.set(done as u64);
         progress.say(source.name());
-        match one(args, source) {
+        let mut watch = |now: Nanos, last: Nanos| progress.set_part(done as u64, now.0, last.0);
+        match one(args, source, &mut watch) {
             Ok(outcome) => {
                 worst = worst.max(outcome.exit);
                 if args.json {
@@ -60,7 +62,11 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop>
     Ok(worst)
 }
 
-fn one(args: &RunArgs, source: &Source) -> Result<Outcome, Stop> {
+fn one(
+    args: &RunArgs,
+    source: &Source,
+    watch: &mut dyn FnMut(Nanos, Nanos),
+) -> Result<Outcome, Stop> {
     let setup = Setup {
         source: source.clone(),
         trace: args.workload_trace.clone(),
@@ -70,7 +76,7 @@ fn one(args: &RunArgs, source: &Source) -> Result<Outcome, Stop> {
     let scenario = setup.load()?;
     let seed = args.seed.or(scenario.seed()).unwrap_or(SEED);
     let again = if args.actors { Again::Always } else { Again::IfCheap };
-    let (outcome, recording) = setup.attempt(&scenario, seed, again)?;
+    let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;
     if let (Some(path), Some(recording)) = (&args.record, recording) {
         keep(path, &recording)?;
     }
@@ -95,7 +101,7 @@ fn print(outcomes: &[Outcome], out: &mut dyn Write) -> Result<(), Stop> {
         }
     }
     for outcome in outcomes {
-        write!(out, "{}", table::trouble(outcome))?;
+        write!(out, "{}", table::trouble(outcome, usize::MAX))?;
     }
     Ok(())
 }

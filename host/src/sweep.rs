@@ -7,8 +7,9 @@ use crate::files::Source;
 use crate::outcome::Outcome;
 use crate::progress::Progress;
 use crate::table::{columns, grouped, trouble};
+use fabric_sim::faults::Phase;
 use scenarios::{FaultKind, Scenario};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,6 +22,9 @@ const REPEATED: u64 = 50;
 
 /// Failing seeds that are shown in full.
 const SHOWN: usize = 20;
+
+/// Violations that are shown of each.
+const VIOLATIONS: usize = 3;
 
 /// How a seed ended.
 type Ended = Result<Outcome, Stop>;
@@ -36,8 +40,10 @@ struct Sum {
     unknown: u64,
     recomputed: u64,
     events: u64,
-    /// Seeds in which a fault kind hit, and how often it hit.
-    faults: BTreeMap<&'static str, (u64, u64)>,
+    /// Seeds in which a fault kind hit.
+    seeds: BTreeMap<FaultKind, u64>,
+    /// How often it hit, by phase of the transfers concerned.
+    hits: BTreeMap<(FaultKind, Phase), u64>,
 }
 
 /// Runs the seeds and prints those that fail.
@@ -101,7 +107,7 @@ impl Work<'_> {
             }
             let nth = seed - self.seeds.start;
             let again = if nth.is_multiple_of(REPEATED) { Again::Always } else { Again::Never };
-            let result = self.setup.attempt(self.scenario, seed, again);
+            let result = self.setup.attempt(self.scenario, seed, again, &mut |_, _| {});
             if give.send((seed, result.map(|(outcome, _)| outcome))).is_err() {
                 return;
             }
@@ -156,10 +162,12 @@ impl Sum {
         self.unknown += outcome.unknown;
         self.recomputed += outcome.recomputed;
         self.events += outcome.events;
-        for (kind, hits) in &outcome.faults {
-            let (seeds, all) = self.faults.entry(kind).or_default();
-            *seeds += 1;
-            *all += hits;
+        let kinds: BTreeSet<_> = outcome.coverage.keys().map(|(kind, _)| *kind).collect();
+        for kind in kinds {
+            *self.seeds.entry(kind).or_default() += 1;
+        }
+        for (place, hits) in &outcome.coverage {
+            *self.hits.entry(*place).or_default() += hits;
         }
         if outcome.exit != Exit::Held {
             self.failing.push(outcome);
@@ -167,22 +175,46 @@ impl Sum {
     }
 }
 
+/// In how many seeds each kind of fault hit, and how often in each phase.
+fn coverage(sum: &Sum) -> String {
+    let phases = [
+        (Phase::Idle, "no transfer"),
+        (Phase::Announced, "announced"),
+        (Phase::Granted, "granted"),
+        (Phase::Moving, "moving"),
+        (Phase::Delivered, "delivered"),
+    ];
+    let mut head = vec!["fault hits by phase".to_string(), "seeds".into()];
+    head.extend(phases.iter().map(|(_, name)| name.to_string()));
+    let mut rows = vec![head];
+    for kind in FaultKind::ALL {
+        let mut row = vec![kind.name().into()];
+        row.push(grouped(sum.seeds.get(kind).copied().unwrap_or(0)));
+        let hits = |(phase, _): &(Phase, &str)| sum.hits.get(&(*kind, *phase)).copied();
+        row.extend(phases.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
+        rows.push(row);
+    }
+    columns(&rows, 1)
+}
+
 fn print(sum: &Sum, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
-    if !sum.faults.is_empty() {
-        let mut rows = vec![["fault", "seeds", "hits"].map(String::from).to_vec()];
-        let counts = |kind: &&FaultKind| sum.faults.get(kind.name()).map_or((0, 0), |at| *at);
-        for kind in FaultKind::ALL {
-            let (seeds, hits) = counts(&kind);
-            rows.push(vec![kind.name().into(), grouped(seeds), grouped(hits)]);
-        }
-        writeln!(out, "{}\n", columns(&rows))?;
+    if !sum.hits.is_empty() {
+        writeln!(out, "{}\n", coverage(sum))?;
     }
     for outcome in sum.failing.iter().take(SHOWN) {
-        write!(out, "{}", trouble(outcome))?;
+        write!(out, "{}", trouble(outcome, VIOLATIONS))?;
     }
     if let Some(more) = sum.failing.get(SHOWN..).filter(|more| !more.is_empty()) {
         let seeds: Vec<_> = more.iter().map(|outcome| outcome.seed.to_string()).collect();
         writeln!(out, "also failing: seeds {}", seeds.join(", "))?;
+    }
+    let mut firsts: BTreeMap<&str, u64> = BTreeMap::new();
+    for outcome in &sum.failing {
+        let first = outcome.violations.first().and_then(|text| text.split([' ', ':']).next());
+        *firsts.entry(first.unwrap_or(outcome.verdict.name())).or_default() += 1;
+    }
+    for (first, seeds) in firsts {
+        writeln!(out, "{seeds} seeds failed first with {first}")?;
     }
     let Sum { finished, failed, unknown, recomputed, .. } = sum;
     writeln!(

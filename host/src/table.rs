@@ -9,15 +9,18 @@ use std::collections::BTreeMap;
 /// Lines around the table and below its header.
 const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
 
-/// Rows in aligned columns without lines.
-pub(crate) fn columns(rows: &[Vec<String>]) -> String {
+/// Rows in aligned columns without lines; from column `numbers` on aligned to the right.
+pub(crate) fn columns(rows: &[Vec<String>], numbers: usize) -> String {
     let mut table = Table::new();
     table.load_style(NOTHING);
     for row in rows {
         table.add_row(row);
     }
-    for column in table.column_iter_mut() {
+    for (index, column) in table.column_iter_mut().enumerate() {
         column.set_padding((0, 2));
+        if index >= numbers {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
     }
     table.trim_fmt()
 }
@@ -92,15 +95,24 @@ pub(crate) fn many(outcomes: &[Outcome]) -> String {
     table.trim_fmt()
 }
 
-/// What went wrong in a run and how to see it again; empty if nothing did.
-pub(crate) fn trouble(outcome: &Outcome) -> String {
+/// What went wrong in a run, in at most `most` lines, and how to see it again; empty if nothing did.
+pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
     let mut text = String::new();
     if outcome.exit == Exit::Held {
         return text;
     }
     text.push_str(&format!("{} seed {}: {}\n", outcome.scenario, outcome.seed, verdict(outcome)));
-    for violation in &outcome.violations {
+    for violation in outcome.violations.iter().take(most) {
         text.push_str(&format!("  {violation}\n"));
+    }
+    let shown = outcome.violations.len().min(most) as u64;
+    if let Some(more) = outcome.violation_count.checked_sub(shown)
+        && more > 0
+    {
+        text.push_str(&format!("  and {more} more\n"));
+    }
+    if let Some(left) = &outcome.left {
+        text.push_str(&format!("  left at the end: {left}\n"));
     }
     text.push_str(&format!("  repeat with: {}\n", outcome.repeat));
     text

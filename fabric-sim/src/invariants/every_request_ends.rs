@@ -84,7 +84,6 @@ impl Invariant for EveryRequestEnds {
             Kind::ClientGone,
             Kind::Dispatched,
             Kind::Leg,
-            Kind::LegClosed,
             Kind::DecodeAnswer,
             Kind::PrefillAnswer,
             Kind::Stepped,
@@ -110,7 +109,6 @@ impl Invariant for EveryRequestEnds {
             } => {
                 self.end_leg(*leg);
             }
-            Observation::LegClosed { leg } => self.end_leg(*leg),
             _ => {}
         }
     }

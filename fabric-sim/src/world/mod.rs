@@ -320,10 +320,10 @@ impl Simulation {
             Some(instance) => (instance.paused, &mut instance.held),
             None => (self.router.paused, &mut self.router.held),
         };
-        if paused {
+        if paused > 0 {
             held.push(entry);
         }
-        paused
+        paused > 0
     }
 
     fn open_letter(&mut self, letter: Letter) {
@@ -357,11 +357,24 @@ impl Simulation {
     }
 }
 
+/// Turns between two looks of who watches a run.
+pub const WATCH_TURNS: u64 = 1 << 14;
+
 /// Runs a scenario through the protocol machines, stepped in one loop.
 pub fn run(run: &Run, options: Options) -> Report {
+    run_watched(run, options, &mut |_| {})
+}
+
+/// As [`run`]; `watch` is told the time every [`WATCH_TURNS`] turns.
+pub fn run_watched(run: &Run, options: Options, watch: &mut dyn FnMut(Nanos)) -> Report {
+    let mut turns = 0_u64;
     let mut simulation = Simulation::new(Arc::new(run.clone()), options);
     let mut machines: Vec<Option<AnyMachine>> = Vec::new();
     while let Some(Turn { now, slot, what, gauges, .. }) = simulation.next() {
+        turns += 1;
+        if turns.is_multiple_of(WATCH_TURNS) {
+            watch(now);
+        }
         let slot = slot as usize;
         if machines.len() <= slot {
             machines.resize_with(slot + 1, || None);

@@ -3,6 +3,7 @@
 use super::Simulation;
 use super::process::Process;
 use super::trace::Recording;
+use crate::faults::Phase;
 use crate::invariants::Violation;
 use crate::memory::Wrong;
 use engine::core::error::Failure;
@@ -10,18 +11,21 @@ use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, PrefillHook};
 use engine::core::time::Nanos;
 use engine::fabric::DataEvent;
-use scenarios::lists::InvariantId;
+use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::{Bounds, Expect};
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Things by their cause, and how often.
 pub type Causes = BTreeMap<String, u64>;
 
 /// How a run ended, as exit codes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Verdict {
     /// Everything held.
+    #[default]
     Held = 0,
     /// The input cannot be used.
     Invalid = 2,
@@ -39,6 +43,24 @@ impl Verdict {
     /// The exit code.
     pub const fn code(self) -> u8 {
         self as u8
+    }
+
+    /// One word for it, the same as when serialised.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Verdict::Held => "held",
+            Verdict::Invalid => "invalid",
+            Verdict::Liveness => "liveness",
+            Verdict::Correctness => "correctness",
+            Verdict::NotDeterministic => "not-deterministic",
+            Verdict::Panic => "panic",
+        }
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -99,6 +121,10 @@ pub struct Report {
     pub violation_count: u64,
     /// What was under way at the end, if the run did not come to rest.
     pub left: Option<String>,
+    /// How often each kind of fault hit, by phase of the transfers concerned; those that drawing
+    /// has worked into the run count once.
+    #[serde(skip)]
+    pub faults: BTreeMap<(FaultKind, Phase), u64>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
     /// Entries taken from the event queue.
@@ -267,6 +293,7 @@ impl Simulation {
             violations,
             violation_count: count,
             left: (!self.rest.at_rest).then(|| self.what_is_left()),
+            faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),
             sim_time: self.now,
@@ -278,6 +305,14 @@ impl Simulation {
             blocks_quarantined_peak: stats.quarantined,
             recording: self.tracer.take_recording(),
         }
+    }
+
+    fn coverage(&self) -> BTreeMap<(FaultKind, Phase), u64> {
+        let mut coverage = self.watch.faults.coverage().clone();
+        for kind in &self.run.shaped {
+            coverage.insert((*kind, Phase::Idle), 1);
+        }
+        coverage
     }
 
     /// Bytes sent, and the use of the busiest port in a million.

@@ -102,9 +102,6 @@ impl OneOutcome {
             // The engine may have ended the request while the refusal was on its way.
             (None, DecodeAnswer::Rejected { .. }) => None,
             (None, _) => Some("an answer for a request that is not owed one"),
-            (Some(owed), DecodeAnswer::Rejected { .. }) if owed.allocated => {
-                Some("a request rejected after its blocks were allocated")
-            }
             (Some(owed), DecodeAnswer::Loaded { .. } | DecodeAnswer::LoadFailed { .. })
                 if !owed.allocated =>
             {

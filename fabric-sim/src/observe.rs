@@ -193,6 +193,11 @@ pub enum Observation<'a> {
         /// What.
         event: &'a LegEvent,
     },
+    /// The connection of a leg broke, or its caller closed it.
+    LegClosed {
+        /// The leg.
+        leg: LegId,
+    },
 
     /// A prefill engine told its core.
     PrefillHook {
@@ -401,6 +406,7 @@ pub enum Kind {
     Dispatched,
     LegTaken,
     Leg,
+    LegClosed,
     PrefillHook,
     PrefillAnswer,
     DecodeHook,
@@ -447,6 +453,7 @@ impl Observation<'_> {
             Observation::Dispatched { .. } => Kind::Dispatched,
             Observation::LegTaken { .. } => Kind::LegTaken,
             Observation::Leg { .. } => Kind::Leg,
+            Observation::LegClosed { .. } => Kind::LegClosed,
             Observation::PrefillHook { .. } => Kind::PrefillHook,
             Observation::PrefillAnswer { .. } => Kind::PrefillAnswer,
             Observation::DecodeHook { .. } => Kind::DecodeHook,

@@ -84,6 +84,7 @@ impl Invariant for EveryRequestEnds {
             Kind::ClientGone,
             Kind::Dispatched,
             Kind::Leg,
+            Kind::LegClosed,
             Kind::DecodeAnswer,
             Kind::PrefillAnswer,
             Kind::Stepped,
@@ -109,6 +110,7 @@ impl Invariant for EveryRequestEnds {
             } => {
                 self.end_leg(*leg);
             }
+            Observation::LegClosed { leg } => self.end_leg(*leg),
             _ => {}
         }
     }

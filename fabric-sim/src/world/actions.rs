@@ -126,9 +126,7 @@ impl Simulation {
 
     fn pause_router(&mut self, paused: bool) {
         let router = &mut self.router;
-        let before = router.paused;
-        router.paused = if paused { before + 1 } else { before.saturating_sub(1) };
-        if (before > 0) == (router.paused > 0) {
+        if std::mem::replace(&mut router.paused, paused) == paused {
             return;
         }
         for entry in std::mem::take(&mut router.held) {

@@ -55,7 +55,7 @@ impl Simulation {
             actors: actors(&run, stride),
             stride,
             instances: instances(&run, &nodes, stride - 1, &mut dma),
-            router: RouterProcess { control, paused: 0, held: Vec::new() },
+            router: RouterProcess { control, paused: false, held: Vec::new() },
             dma,
             net,
             planes: Vec::new(),
@@ -136,7 +136,7 @@ fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -
             .map(|_| (dma.add_nic(network.bandwidth), dma.add_nic(network.node_bandwidth)))
             .collect(),
         process: None,
-        paused: 0,
+        paused: false,
         held: Vec::new(),
     };
     run.instances.iter().map(instance).collect()

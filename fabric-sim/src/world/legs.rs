@@ -163,6 +163,7 @@ impl Simulation {
     /// The router closes the connection of a leg.
     pub(super) fn cancel_leg(&mut self, leg: LegId) {
         let Some(state) = self.legs.live.remove(&leg) else { return };
+        self.watch.see(self.now, &Observation::LegClosed { leg });
         let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.sent);
         let (instance, input) = (state.instance, EngineInput::CancelLeg { leg });
         let life = self.instances[usize::from(instance)].life;
@@ -172,6 +173,7 @@ impl Simulation {
     /// The router finds the connection of a leg cut.
     pub(super) fn leg_broken(&mut self, leg: LegId) {
         let Some(state) = self.legs.live.remove(&leg) else { return };
+        self.watch.see(self.now, &Observation::LegClosed { leg });
         let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.back);
         self.tell_router(leg, LegEvent::Failed(LegFailure::Connection), at);
     }

@@ -320,10 +320,10 @@ impl Simulation {
             Some(instance) => (instance.paused, &mut instance.held),
             None => (self.router.paused, &mut self.router.held),
         };
-        if paused > 0 {
+        if paused {
             held.push(entry);
         }
-        paused > 0
+        paused
     }
 
     fn open_letter(&mut self, letter: Letter) {

@@ -30,8 +30,7 @@ pub(super) struct Instance {
     pub(super) ports: Vec<(NicIx, NicIx)>,
     /// None while it is down.
     pub(super) process: Option<Process>,
-    /// Pauses that have not ended.
-    pub(super) paused: u32,
+    pub(super) paused: bool,
     /// Entries that wait for the end of the pause.
     pub(super) held: Vec<Entry>,
 }
@@ -67,8 +66,8 @@ pub(super) struct Step {
 #[derive(Debug)]
 pub(super) struct RouterProcess {
     pub(super) control: SimControlPlane,
-    /// Pauses that have not ended, and the entries that wait for it.
-    pub(super) paused: u32,
+    pub(super) paused: bool,
+    /// Entries that wait for the end of the pause.
     pub(super) held: Vec<Entry>,
 }
 
@@ -186,9 +185,7 @@ impl Simulation {
     /// fabric does without the process's help goes on.
     pub(super) fn set_paused(&mut self, index: u16, paused: bool) {
         let instance = &mut self.instances[index as usize];
-        let before = instance.paused;
-        instance.paused = if paused { before + 1 } else { before.saturating_sub(1) };
-        if (before > 0) == (instance.paused > 0) {
+        if std::mem::replace(&mut instance.paused, paused) == paused {
             return;
         }
         for entry in std::mem::take(&mut instance.held) {

@@ -13,6 +13,9 @@ const INTERVAL: Nanos = Nanos::from_ms(50);
 /// Without any progress for this long after the last fault, requests are not going to end.
 const STUCK: Nanos = Nanos::from_secs(60);
 
+/// Without any progress for this long, faults that have not hit yet are not going to.
+const IDLE: Nanos = Nanos::from_secs(20);
+
 /// Where a run is on its way to the end.
 #[derive(Debug)]
 pub(super) struct Rest {
@@ -65,10 +68,7 @@ impl Simulation {
     /// Looks whether the run is over.
     pub(super) fn check_rest(&mut self) {
         let now = self.now;
-        if self.rest.healed.is_none()
-            && self.clients.all_arrived()
-            && self.watch.last_fault(now).is_none_or(|last| last < now)
-        {
+        if self.rest.healed.is_none() && self.clients.all_arrived() && self.faults_are_over() {
             self.rest.healed = Some(now);
             self.watch.heal(now);
             self.perform_actions();
@@ -96,6 +96,14 @@ impl Simulation {
         }
         self.rest.audited = true;
         self.queue.push(now + INTERVAL, super::Entry::Check);
+    }
+
+    /// True if nothing more is to be expected of the faults: they are over, or nothing happens any
+    /// more that they wait for.
+    fn faults_are_over(&self) -> bool {
+        let last = self.watch.last_fault(self.now);
+        let idle = self.clients.open == 0 || self.now > self.rest.progress + IDLE;
+        idle || last.is_none_or(|last| last < self.now)
     }
 
     fn is_stuck(&self) -> bool {

@@ -116,6 +116,7 @@ fn actors(run: &Run, stride: u32) -> Vec<Actor> {
         tick: None,
         deadline: None,
         turn: 0,
+        late: Nanos::ZERO,
         gauges: Gauges::default(),
     };
     let mut actors = vec![actor(ActorId::Router, None)];

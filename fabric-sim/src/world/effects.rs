@@ -13,6 +13,7 @@ use engine::core::decode::{DecodeEffect, DecodeInput};
 use engine::core::message::{Job, Report};
 use engine::core::prefill::{PrefillEffect, PrefillInput};
 use engine::core::router::{RouterEffect, RouterInput};
+use engine::core::time::Nanos;
 use engine::core::transfer::{TransferEffect, TransferInput};
 use engine::driver::{perform_control, perform_data};
 use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane};
@@ -125,7 +126,8 @@ impl Simulation {
         }
     }
 
-    /// Gives an input to a transfer actor now, or later if its rank lags.
+    /// Gives an input to a transfer actor now, or later if its rank lags. Inputs keep their order,
+    /// also when the lag ends.
     pub(super) fn tell_rank(
         &mut self,
         instance: u16,
@@ -135,11 +137,14 @@ impl Simulation {
         cause: u64,
     ) {
         let slot = self.rank_slot(instance, rank);
-        let lag = self.watch.lag(instance, rank);
-        match lag {
-            None => self.due.push_back(Due::Input { slot, life, input, cause }),
-            Some(lag) => self.post(lag, Letter::Machine { slot, life, input, cause }),
+        let lag = self.watch.lag(instance, rank).unwrap_or(Nanos::ZERO);
+        let late = &mut self.actors[slot as usize].late;
+        if lag == Nanos::ZERO && *late < self.now {
+            return self.due.push_back(Due::Input { slot, life, input, cause });
         }
+        *late = (*late).max(self.now + lag);
+        let after = *late - self.now;
+        self.post(after, Letter::Machine { slot, life, input, cause });
     }
 
     fn tell_core(&mut self, instance: u16, rank: u16, report: Report, cause: u64) {

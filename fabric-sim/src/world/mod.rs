@@ -112,6 +112,8 @@ struct Actor {
     deadline: Option<Nanos>,
     /// Names the `Tick` entry that counts.
     turn: u32,
+    /// When the last input that is late because its rank lags arrives.
+    late: Nanos,
     /// Of the last audit.
     gauges: Gauges,
 }

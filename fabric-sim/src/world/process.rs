@@ -161,6 +161,7 @@ impl Simulation {
         actor.deadline = None;
         actor.tick = None;
         actor.turn = actor.turn.wrapping_add(1);
+        actor.late = Nanos::ZERO;
     }
 
     /// An instance loses its state and its memory.

@@ -172,23 +172,27 @@ impl Simulation {
         }
     }
 
-    /// Overwrites blocks that got a new owner, so that nobody finds by chance what he expects.
+    /// Overwrites the ends of blocks that got a new owner, so that what was there before is not
+    /// taken for what should have come.
     fn spoil(&mut self, instance: u16, blocks: &[Vec<u32>]) {
         let spec = &self.instances[instance as usize].spec;
         if spec.role == Role::Prefill {
             return;
         }
         let size = spec.block_tokens;
+        let layers = 0..self.run.model.layers;
         let Some(process) = &self.instances[instance as usize].process else { return };
         for rank in &process.ranks {
             let Some(store) = self.dma.store_mut(rank.ix()) else { continue };
             for (group, blocks) in blocks.iter().enumerate() {
                 let state = self.run.model.groups[group].kind == GroupKind::State;
-                let tokens = if state { 0..1 } else { 0..size };
+                let ends = if state { [0..1, 0..0] } else { [0..1, size - 1..size] };
                 for block in blocks {
-                    let (block, tokens) = (*block, tokens.clone());
-                    let at = BlockTokens { group, block, first: 0, tokens };
-                    store.fill(&at, 0..self.run.model.layers, mix(NOISE, u64::from(block)));
+                    let (block, stamp) = (*block, mix(NOISE, u64::from(*block)));
+                    for tokens in ends.iter().filter(|tokens| !tokens.is_empty()).cloned() {
+                        let at = BlockTokens { group, block, first: 0, tokens };
+                        store.fill(&at, layers.clone(), stamp);
+                    }
                 }
             }
         }

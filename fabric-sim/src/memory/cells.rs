@@ -130,6 +130,8 @@ pub(super) struct Copy<'a> {
     pub(super) target: (&'a Shape, &'a mut [Vec<Cell>]),
     pub(super) source: (&'a Shape, &'a [Vec<Cell>]),
     pub(super) partial: &'a mut Vec<Partial>,
+    /// Where the tensors of source and target were found last.
+    pub(super) near: [usize; 2],
 }
 
 impl Copy<'_> {
@@ -142,8 +144,9 @@ impl Copy<'_> {
         mut len: u64,
     ) {
         while len > 0 {
-            let source = self.source.0.spot(from_segment, from);
-            let Some(target) = self.target.0.spot(to_segment, to) else { return };
+            let [from_near, to_near] = &mut self.near;
+            let source = self.source.0.spot(from_segment, from, from_near);
+            let Some(target) = self.target.0.spot(to_segment, to, to_near) else { return };
             let step = match source {
                 Some(source) => self.run(source, target, len).min(len),
                 None => self.row(None, target, len).min(len),

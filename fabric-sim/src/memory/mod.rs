@@ -280,6 +280,7 @@ fn land_between(
                 target: (&target.shape, data),
                 source: (&source.shape, cells),
                 partial: &mut scratch.partial,
+                near: [0; 2],
             };
             for slice in slices {
                 let (read, write) = sides(slice, local_is_source);

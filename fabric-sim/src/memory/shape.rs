@@ -248,6 +248,7 @@ impl Shape {
         into: &mut Vec<BlockRef>,
     ) {
         let mut first: Option<(u16, Range<u64>)> = None;
+        let mut near = 0;
         let alone = self.groups.len() == 1 && self.segments[segment as usize].period.is_none();
         for slice in slices {
             let (offset, len) = side(slice);
@@ -259,7 +260,8 @@ impl Shape {
                 continue;
             }
             let end = at + len;
-            while let Some(spot) = self.spot(segment as usize, at).filter(|_| at < end) {
+            while at < end {
+                let Some(spot) = self.spot(segment as usize, at, &mut near) else { break };
                 let tensor = &self.tensors[spot.tensor as usize];
                 let group = self.layers[tensor.layer as usize].group;
                 let far = tensor.base + tensor.stride * u64::from(tensor.blocks);
@@ -293,9 +295,10 @@ impl Shape {
         Ok(())
     }
 
-    /// Takes an offset of a segment apart; none for bytes that belong to no block.
+    /// Takes an offset of a segment apart; none for bytes that belong to no block. `near` is where
+    /// the tensor was found last, and is kept up to date: most offsets lie close together.
     #[inline]
-    pub(super) fn spot(&self, segment: usize, offset: u64) -> Option<Spot> {
+    pub(super) fn spot(&self, segment: usize, offset: u64, near: &mut usize) -> Option<Spot> {
         let segment = &self.segments[segment];
         let first = *segment.bases.first()?;
         let (turn, offset) = match segment.period {
@@ -304,13 +307,21 @@ impl Shape {
             }
             None => (0, offset),
         };
-        let at = segment.bases.partition_point(|base| *base <= offset).checked_sub(1)?;
-        let number = segment.tensors[at];
+        let bases = &segment.bases;
+        let found = bases.get(*near).is_some_and(|base| *base <= offset)
+            && bases.get(*near + 1).is_none_or(|base| offset < *base);
+        if !found {
+            *near = bases.partition_point(|base| *base <= offset).checked_sub(1)?;
+        }
+        let number = segment.tensors[*near];
         let tensor = &self.tensors[number as usize];
         let rest = offset - tensor.base;
         let (block, within) = match segment.period {
             Some(_) => (turn, rest),
-            None => (rest / tensor.stride, rest % tensor.stride),
+            None => {
+                let block = rest / tensor.stride;
+                (block, rest - block * tensor.stride)
+            }
         };
         let inside = block < u64::from(tensor.blocks) && within < tensor.block_bytes;
         inside.then_some(Spot { tensor: number, block, within })

@@ -1,0 +1,55 @@
+//! The actors do what the cores do: the same trace, whichever of the two is simulated.
+
+use fabric_sim::world::{self, Options};
+use kvferry::actors;
+use scenarios::Scenario;
+use std::path::{Path, PathBuf};
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
+}
+
+/// The scenario files of a folder, sorted.
+fn files(name: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder().join(name)).expect("the folder is there");
+    let mut files: Vec<_> = entries
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.extension().is_some_and(|end| end == "toml"))
+        .collect();
+    files.sort();
+    files
+}
+
+fn load(path: &Path) -> Scenario {
+    scenarios::load(path).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Plays a seed both ways.
+fn compare(scenario: &Scenario, seed: u64) {
+    let run = scenario.draw(seed).unwrap_or_else(|error| panic!("{error}"));
+    let options = Options { check: false, ..Options::default() };
+    let (cores, actors) = (world::run(&run, options), actors::run(&run, options));
+    let name = scenario.name();
+    assert!(cores.events > 0, "{name}: nothing happened");
+    assert_eq!(cores.trace_hash, actors.trace_hash, "{name} seed {seed}: the traces differ");
+    assert_eq!(cores, actors, "{name} seed {seed}: the traces are equal, the reports are not");
+}
+
+#[test]
+fn every_scenario_file_gives_the_same_trace_through_cores_and_actors() {
+    let mut count = 0;
+    for path in ["smoke", "faults", "known", "trace"].into_iter().flat_map(files) {
+        let scenario = load(&path);
+        compare(&scenario, scenario.seed().unwrap_or(1));
+        count += 1;
+    }
+    assert!(count >= 100, "only {count} scenario files were found");
+}
+
+#[test]
+fn swarm_seeds_give_the_same_trace_through_cores_and_actors() {
+    let swarm = load(&folder().join("swarm.toml"));
+    for seed in 1..=100 {
+        compare(&swarm, seed);
+    }
+}

@@ -304,7 +304,8 @@ impl Station {
                     news.push(News::Down { slot, failure });
                     self.fence(slot, out);
                 }
-                PeerEvent::Refused { .. } | PeerEvent::Violation(_) => self.violations += 1,
+                PeerEvent::Violation(_) => self.violations += 1,
+                PeerEvent::Refused { .. } => {}
             }
         }
     }

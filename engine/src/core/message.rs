@@ -324,7 +324,7 @@ pub enum PrefillAnswer {
         request: RequestId,
     },
     /// The request cannot be served as a transfer, e.g. a duplicate key; the engine answers the
-    /// leg with an error. Nothing else follows for it.
+    /// leg with an error. May cross with other hooks of the request. Nothing else follows for it.
     Rejected {
         /// The request.
         request: RequestId,
@@ -383,8 +383,9 @@ pub enum DecodeAnswer {
         /// Why.
         failure: Failure,
     },
-    /// Before it was allocated, the transfer became impossible: do not wait for external tokens,
-    /// compute the prompt or fail the request. Nothing else follows for it.
+    /// Before the core heard of an allocation, the transfer became impossible: do not wait for
+    /// external tokens, compute the prompt or fail the request. May cross with `Allocated`, and is
+    /// then its one answer: nothing was written. Nothing else follows for the request.
     Rejected {
         /// The request.
         request: RequestId,

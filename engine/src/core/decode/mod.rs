@@ -10,12 +10,13 @@ use super::blocks::{Ledger, Owner};
 use super::command::ControlCommand;
 use super::error::Failure;
 use super::idmap::IdMap;
-use super::ids::{FlowId, PeerSlot, RequestId};
+use super::ids::{FlowId, PeerSlot, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, Tag};
 use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
+use super::tombstones::Tombstones;
 use crate::fabric::ControlEvent;
 use request::Request;
 use serde::{Deserialize, Serialize};
@@ -87,6 +88,7 @@ pub struct Decode {
     ids: IdMap,
     ledger: Ledger,
     flows: BTreeMap<FlowId, RequestId>,
+    tombstones: Tombstones<(TransferKey, u32)>,
     timers: Timers<Timer>,
     news: Vec<News>,
     next_id: u64,
@@ -103,6 +105,7 @@ impl Decode {
             ids: IdMap::default(),
             ledger: Ledger::default(),
             flows: BTreeMap::new(),
+            tombstones: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
             news: Vec::new(),
             next_id: 0,
@@ -233,6 +236,7 @@ impl Machine for Decode {
         Gauges {
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
+            tombstones: self.tombstones.len(),
             ..self.station.gauges()
         }
     }

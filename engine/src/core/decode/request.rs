@@ -83,7 +83,11 @@ impl Decode {
         if self.requests.len() >= self.config.settings.requests_max as usize {
             return Err(Failure::Overload);
         }
-        self.ids.insert(id.clone(), leg.key.clone(), leg.sibling)
+        let transfer = (leg.key.clone(), leg.sibling);
+        if self.tombstones.contains(&transfer) {
+            return Err(Failure::DuplicateKey);
+        }
+        self.ids.insert(id.clone(), transfer.0, transfer.1)
     }
 
     pub(super) fn allocated(
@@ -308,7 +312,9 @@ impl Decode {
 
     fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(request) = self.requests.remove(id) else { return };
-        self.ids.remove_request(id);
+        if let Some(transfer) = self.ids.remove_request(id) {
+            self.tombstones.insert(transfer);
+        }
         self.ledger.release(request.owner);
         self.cancel_timers(id);
         self.station.unhold(now, request.slot, out);

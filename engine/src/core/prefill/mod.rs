@@ -116,7 +116,7 @@ pub struct Prefill {
     keys: BTreeMap<TransferKey, Key>,
     requests: BTreeMap<RequestId, Request>,
     flows: BTreeMap<FlowId, FlowEntry>,
-    tombstones: Tombstones,
+    tombstones: Tombstones<TransferKey>,
     timers: Timers<Timer>,
     news: Vec<News>,
     /// Blocks of all requests.

@@ -166,7 +166,7 @@ impl Prefill {
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
             News::Message { slot, message } => self.message(now, slot, message, out),
-            News::Down { slot, .. } => self.peer_down(now, slot, out),
+            News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
             News::Fenced { .. } => {}
             News::Unusable { failure } => self.give_up(now, &failure, out),

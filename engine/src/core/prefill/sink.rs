@@ -42,6 +42,12 @@ pub(super) struct Sink {
     state: State,
 }
 
+impl Sink {
+    fn reads(&self) -> bool {
+        matches!(self.state, State::Granted { .. })
+    }
+}
+
 impl Prefill {
     fn tell(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         // A peer that is down learns nothing; one whose queue is full is about to be.
@@ -409,22 +415,28 @@ impl Prefill {
     }
 
     /// The peer is gone: its receivers get nothing more. A source that it may be reading is kept
-    /// until its lease ends.
-    pub(super) fn peer_down(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+    /// until its lease ends, unless the reader is known to be dead.
+    pub(super) fn peer_down(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        failure: &Failure,
+        out: &mut Out,
+    ) {
         let lost: Vec<_> = self
             .keys
             .iter()
             .flat_map(|(key, entry)| {
-                entry
-                    .sinks
-                    .iter()
-                    .filter(|(_, sink)| sink.slot == slot)
-                    .filter(|(_, sink)| !matches!(sink.state, State::Granted { .. }))
-                    .map(|(sibling, _)| (key.clone(), *sibling))
+                let of_peer = entry.sinks.iter().filter(|(_, sink)| sink.slot == slot);
+                of_peer.map(|(sibling, sink)| (key.clone(), *sibling, sink.reads()))
             })
             .collect();
-        for (key, sibling) in lost {
-            self.end_sink(now, &key, sibling, Failure::PeerSilent, out);
+        for (key, sibling, reads) in lost {
+            if !reads {
+                self.end_sink(now, &key, sibling, failure.clone(), out);
+            } else if *failure == Failure::PeerRestarted {
+                self.sink_done(now, &key, sibling, Some(failure.clone()), out);
+            }
         }
     }
 }

@@ -104,7 +104,8 @@ impl DataFixture for Data {
 
     fn kill(&mut self) -> bool {
         let now = self.queue.now();
-        self.dma.crash(now, PlaneIx(1), (Nanos::ZERO, Some(Nanos::from_ms(1))), &mut self.queue);
+        let times = (Nanos::ZERO, Some(Nanos::from_ms(1)));
+        self.dma.crash(now, PlaneIx(1), times, &mut self.queue, &mut Vec::new());
         true
     }
 }

@@ -267,7 +267,7 @@ fn bytes_of_a_crashed_process_land_for_the_linger_only() {
         let mut pair = Pair::new();
         let op = pair.write(60, OpFate::default()).unwrap();
         let now = pair.queue.now();
-        pair.dma.crash(now, PlaneIx(0), (linger, None), &mut pair.queue);
+        pair.dma.crash(now, PlaneIx(0), (linger, None), &mut pair.queue, &mut Vec::new());
         pair.run();
         assert_eq!(pair.slices(op) == 60, all, "{} slices landed", pair.slices(op));
         assert!(pair.landed.iter().all(|(at, _)| *at <= now + linger));

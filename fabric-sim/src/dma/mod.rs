@@ -326,18 +326,27 @@ impl Dma {
     }
 
     /// A process died: nothing reaches its plane or its memory any more. Bytes that it sent may
-    /// land for another `linger`. With `told` its peers get `PeerDown` after that time.
+    /// land for another `linger`; those of operations that are done land now. With `told` its peers
+    /// get `PeerDown` after that time.
     pub fn crash<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
         plane: PlaneIx,
         (linger, told): (Nanos, Option<Nanos>),
         queue: &mut S,
+        out: &mut Vec<Output>,
     ) {
-        let me = &mut self.planes[plane.0 as usize];
-        if !std::mem::take(&mut me.alive) {
+        if !self.planes[plane.0 as usize].alive {
             return;
         }
+        for key in 0..self.ops.len() as u32 {
+            let op = &self.ops[key as usize];
+            if op.plane == plane || op.peer == plane {
+                self.flush(key, out);
+            }
+        }
+        let me = &mut self.planes[plane.0 as usize];
+        me.alive = false;
         me.epoch += 1;
         me.held.clear();
         queue.at(now + linger, DmaEvent::Gone { plane });

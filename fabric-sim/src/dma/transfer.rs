@@ -16,8 +16,8 @@ use scenarios::decide::{below, mix};
 pub(super) struct Op {
     pub(super) turn: u32,
     id: OpId,
-    plane: PlaneIx,
-    peer: PlaneIx,
+    pub(super) plane: PlaneIx,
+    pub(super) peer: PlaneIx,
     session: u32,
     /// Order of acceptance in the session.
     order: u64,

@@ -4,7 +4,7 @@ use super::actor::MachineInput;
 use super::entry::Letter;
 use super::hooks::{DataHooks, FrameHooks};
 use super::{Due, LOCAL, Simulation};
-use crate::dma::{News, Output, SimDataPlane};
+use crate::dma::{News, Output, PlaneIx, SimDataPlane};
 use crate::net::{NetNews, NetOutput, SimControlPlane};
 use crate::observe::{Observation, Rank, Who};
 use engine::core::Outbox;
@@ -247,6 +247,8 @@ impl Simulation {
                     let Rank { who, rank } = self.planes[plane.0 as usize].at;
                     self.data_news(who, rank, news);
                 }
+                // Nobody sees what lands in a process that is dead.
+                Output::Landed(landing) if !self.owner_lives(landing.target) => {}
                 Output::Landed(landing) => {
                     self.watch.landed(self.now, &self.planes, &self.dma, &landing);
                 }
@@ -263,6 +265,11 @@ impl Simulation {
                 }
             }
         }
+    }
+
+    fn owner_lives(&self, plane: PlaneIx) -> bool {
+        let Rank { who, .. } = self.planes[plane.0 as usize].at;
+        self.instances[usize::from(who.instance)].lives(who.life)
     }
 
     fn data_news(&mut self, who: Who, rank: u16, news: News) {

@@ -169,9 +169,13 @@ impl Simulation {
         let who = self.who(index);
         let Some(process) = self.instances[index as usize].process.take() else { return };
         let detected = self.detection(index);
+        let mut outputs = std::mem::take(&mut self.outputs);
         for plane in &process.ranks {
-            self.dma.crash(self.now, plane.ix(), (detected, Some(detected)), &mut self.queue);
+            let times = (detected, Some(detected));
+            self.dma.crash(self.now, plane.ix(), times, &mut self.queue, &mut outputs);
         }
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
         self.net.crash(self.now, process.control.ix(), Some(detected), &mut self.queue);
         for slot in self.core_slot(index)..self.core_slot(index) + self.stride {
             if self.actors[slot as usize].alive {

@@ -286,19 +286,26 @@ impl Groups {
         }
     }
 
-    /// Makes the full blocks that were completed by tokens `from..to` prefix hits.
+    /// Makes the full blocks that were completed by tokens `from..to` prefix hits. Of a prompt that
+    /// was `loaded`, a window holds its last tokens only: the block in which they begin is no hit.
     pub(super) fn publish(
         &mut self,
         content: &PromptContent,
         tables: &[BlockList],
         (from, to): (u32, u32),
+        loaded: bool,
     ) {
         if self.align == 0 {
             return;
         }
         let to = to.min(content.tokens);
         for (group, table) in self.groups.iter_mut().zip(tables) {
-            let full = from / group.block_tokens..to / group.block_tokens;
+            let missing = match group.kind {
+                GroupKind::Window { tokens } if loaded => content.tokens.saturating_sub(tokens),
+                _ => 0,
+            };
+            let first = (from / group.block_tokens).max(missing.div_ceil(group.block_tokens));
+            let full = first..to / group.block_tokens;
             for logical in full {
                 if let Some(block) = table.get(logical) {
                     let key = group.key(content, logical);

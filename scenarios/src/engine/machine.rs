@@ -120,6 +120,7 @@ impl Engine {
             tables: Vec::new(),
             parked: Vec::new(),
             external: self.config.role == Role::Decode,
+            loaded: false,
             streamed: false,
             safe_due: false,
             failure: None,
@@ -279,7 +280,9 @@ impl Engine {
         let tokens = request.content.tokens;
         request.phase = Phase::Ready;
         request.external = false;
-        self.groups.publish(&request.content, &request.tables, (request.shared, tokens - 1));
+        request.loaded = true;
+        let range = (request.shared, tokens - 1);
+        self.groups.publish(&request.content, &request.tables, range, true);
         self.ready.insert(request.order, slot);
     }
 

@@ -52,6 +52,8 @@ pub(super) struct Request {
     pub(super) parked: Vec<BlockList>,
     /// Decode: the KV is expected from a prefill.
     pub(super) external: bool,
+    /// Decode: the KV in its blocks came from a prefill.
+    pub(super) loaded: bool,
     /// Decode: the first token was reported.
     pub(super) streamed: bool,
     /// The core owes a `PreemptionSafe`.

@@ -295,7 +295,8 @@ impl Engine {
         runner.computed += std::mem::take(&mut runner.planned);
         if from < runner.prompt {
             let request = self.requests.get(runner.slot);
-            self.groups.publish(&request.content, &request.tables, (from, runner.computed));
+            let range = (from, runner.computed);
+            self.groups.publish(&request.content, &request.tables, range, request.loaded);
         }
         if runner.computed < runner.known {
             return true;

@@ -122,7 +122,7 @@ pub struct OpInfo<'a> {
     /// Segment and offset in the initiator's store that the slices are relative to; none if the
     /// region is gone.
     pub local_at: Option<(u32, u64)>,
-    /// The same in the other store.
+    /// The same in the other store; none if the peer does not let the initiator in.
     pub remote_at: Option<(u32, u64)>,
 }
 

@@ -111,6 +111,8 @@ impl Dma {
             let (place, _) = self.planes.get(plane.0 as usize)?.places.get(&serial)?;
             Some((place.segment as u32, place.base))
         };
+        let admitted = &self.planes[peer.0 as usize].admitted;
+        let reaches = admitted.contains(&(plane, session.pass));
         let info = OpInfo {
             plane,
             peer,
@@ -120,7 +122,7 @@ impl Dma {
             nth,
             slices,
             local_at: place(plane, local),
-            remote_at: place(peer, remote),
+            remote_at: place(peer, remote).filter(|_| reaches),
         };
         let fate = hooks.fate(now, &info);
         let session = &mut self.sessions[slot as usize];

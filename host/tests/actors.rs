@@ -53,3 +53,15 @@ fn swarm_seeds_give_the_same_trace_through_cores_and_actors() {
         compare(&swarm, seed);
     }
 }
+
+#[test]
+fn a_hundred_runs_of_a_seed_give_one_trace_and_another_seed_another() {
+    let swarm = load(&folder().join("swarm.toml"));
+    let hash = |seed| {
+        let run = swarm.draw(seed).unwrap_or_else(|error| panic!("{error}"));
+        world::run(&run, Options::default()).trace_hash
+    };
+    let first = hash(3);
+    assert!((0..100).all(|_| hash(3) == first));
+    assert_ne!(hash(4), first);
+}

@@ -9,43 +9,37 @@
 //! The traits have two owners: the router has no memory, and on GPUs the control plane lives in
 //! the host process while the data plane lives in the worker's.
 
+use crate::core::ids::number_id;
 use crate::core::time::Nanos;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 use std::task::Waker;
 
-macro_rules! plane_id {
-    ($($(#[$doc:meta])* $name:ident($inner:ty);)*) => {$(
-        $(#[$doc])*
-        #[derive(
-            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-        )]
-        #[serde(transparent)]
-        pub struct $name(pub $inner);
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                write!(f, "{}", self.0)
-            }
-        }
-    )*};
-}
-
-plane_id! {
+number_id!(
     /// A memory region registered with a data plane.
-    RegionId(u32);
+    RegionId(u32)
+);
+number_id!(
     /// A remote data-plane endpoint (one TP rank of a peer engine, in one incarnation).
-    PeerId(u32);
+    PeerId(u32)
+);
+number_id!(
     /// A (local region, peer, remote region) triple that operations run on.
-    SessionId(u32);
+    SessionId(u32)
+);
+number_id!(
     /// One accepted batch; unique within a data plane's life.
-    OpId(u64);
+    OpId(u64)
+);
+number_id!(
     /// Names one quiesce request.
-    Ticket(u64);
+    Ticket(u64)
+);
+number_id!(
     /// One end of a control connection.
-    LinkId(u32);
-}
+    LinkId(u32)
+);
 
 impl LinkId {
     /// Set in the ids of links that the other side opened.

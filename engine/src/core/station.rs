@@ -6,7 +6,7 @@ use super::channel::{ChannelConfig, capability};
 use super::command::ControlCommand;
 use super::error::Failure;
 use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet};
-use super::layout::{BlockList, Geometry, RankLayout};
+use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
 use super::machine::{Gauges, Outbox};
 use super::message::{FlowState, Job, Message, Mode, Report, Role, Tag};
 use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers};
@@ -124,6 +124,8 @@ enum Timer {
 #[derive(Debug)]
 pub(super) struct Station {
     tp: u16,
+    mode: Mode,
+    requests_max: usize,
     rebuild_delay: Nanos,
     peers: Peers,
     peer_out: PeerOut,
@@ -154,6 +156,8 @@ impl Station {
         };
         Station {
             tp: config.geometry.tp,
+            mode: config.mode,
+            requests_max: config.settings.requests_max as usize,
             rebuild_delay: config.settings.rebuild_delay,
             peers: Peers::new(config.channel.clone(), me),
             peer_out: PeerOut::default(),
@@ -166,6 +170,18 @@ impl Station {
             timers: Timers::default(),
             violations: 0,
         }
+    }
+
+    /// Whether a request with a leg of this mode can be taken beside `requests` others.
+    pub(super) fn admit(&self, mode: Mode, requests: usize) -> Result<(), Failure> {
+        if let Some(failure) = &self.unusable {
+            return Err(failure.clone());
+        }
+        if mode != self.mode {
+            let text = format!("leg says {mode}, this engine does {}", self.mode);
+            return Err(Failure::Mismatch(Mismatch(text.into())));
+        }
+        if requests >= self.requests_max { Err(Failure::Overload) } else { Ok(()) }
     }
 
     /// Why this engine cannot transfer at all, if it cannot.

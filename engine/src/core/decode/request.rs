@@ -73,16 +73,7 @@ impl Decode {
     }
 
     fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
-        if let Some(failure) = self.station.unusable() {
-            return Err(failure.clone());
-        }
-        if leg.mode != self.config.mode {
-            let text = format!("leg says {}, this engine does {}", leg.mode, self.config.mode);
-            return Err(Failure::Mismatch(Mismatch(text.into())));
-        }
-        if self.requests.len() >= self.config.settings.requests_max as usize {
-            return Err(Failure::Overload);
-        }
+        self.station.admit(leg.mode, self.requests.len())?;
         let transfer = (leg.key.clone(), leg.sibling);
         if self.tombstones.contains(&transfer) {
             return Err(Failure::DuplicateKey);

@@ -3,7 +3,7 @@
 use super::{Key, Out, Prefill, Timer};
 use crate::core::error::Failure;
 use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
-use crate::core::layout::{BlockList, Mismatch};
+use crate::core::layout::BlockList;
 use crate::core::message::{Chunk, FinishReason, Job, Mode, PrefillAnswer, PrefillLeg};
 use crate::core::time::Nanos;
 use std::collections::BTreeMap;
@@ -94,16 +94,7 @@ impl Prefill {
     }
 
     fn admit(&self, id: &RequestId, leg: &PrefillLeg) -> Result<(), Failure> {
-        if let Some(failure) = self.station.unusable() {
-            return Err(failure.clone());
-        }
-        if leg.mode != self.config.mode {
-            let text = format!("leg says {}, this engine does {}", leg.mode, self.config.mode);
-            return Err(Failure::Mismatch(Mismatch(text.into())));
-        }
-        if self.requests.len() >= self.config.settings.requests_max as usize {
-            return Err(Failure::Overload);
-        }
+        self.station.admit(leg.mode, self.requests.len())?;
         let copies = self.keys.get(&leg.key).map_or(0, |key| key.copies);
         let duplicate = self.requests.contains_key(id)
             || self.tombstones.contains(&leg.key)

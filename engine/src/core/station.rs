@@ -320,8 +320,8 @@ impl Station {
                     news.push(News::Down { slot, failure });
                     self.fence(slot, out);
                 }
-                PeerEvent::Violation(_) => self.violations += 1,
-                PeerEvent::Refused { .. } => {}
+                // Violations are counted by the peers; a hello that does not fit is none.
+                PeerEvent::Refused { .. } | PeerEvent::Violation(_) => {}
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use super::{Found, Invariant, Limits, Now};
 use crate::observe::{Kind, Observation};
+use engine::core::error::Failure;
 use engine::core::ids::ClientId;
 use engine::core::router::{Answer, LegFailure};
 use scenarios::lists::{FaultKind, InvariantId};
@@ -62,7 +63,12 @@ impl Invariant for Heals {
             Observation::Answered { client, answer } => {
                 let Some(served) = self.fresh.remove(client) else { return };
                 let slow = match answer {
-                    Answer::Finished { recomputed } => recomputed.is_some(),
+                    Answer::Finished { recomputed: Some(why) }
+                    | Answer::Failed(LegFailure::Instance(why)) => {
+                        // Engines that do not fit each other never had a fast path.
+                        !matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_))
+                    }
+                    Answer::Finished { recomputed: None } => false,
                     Answer::Failed(why) => !matches!(why, LegFailure::Request(_)),
                     Answer::NoInstance => !served.is_empty(),
                 };

@@ -2,6 +2,7 @@
 
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation};
+use engine::core::error::Failure;
 use engine::core::ids::ClientId;
 use engine::core::router::{Answer, LegFailure};
 use scenarios::lists::InvariantId;
@@ -61,6 +62,10 @@ impl Invariant for Isolation {
                 let excused = match answer {
                     Answer::Finished { .. } => true,
                     Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
+                    // Engines that do not fit each other are no fault.
+                    Answer::Failed(LegFailure::Instance(
+                        Failure::Mismatch(_) | Failure::HelloRefused(_),
+                    )) => true,
                     Answer::Failed(_) => self.excused(&served),
                     Answer::NoInstance => {
                         self.general || !self.instances.is_empty() || !self.pairs.is_empty()

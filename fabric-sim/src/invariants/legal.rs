@@ -72,7 +72,9 @@ impl Legal {
         let request = (key.0.0, key.1.clone(), key.2);
         let request = self.requests.get(&request).copied().unwrap_or(0);
         let sink = self.sinks.entry(key).or_default();
-        let newer = tag.attempt > sink.attempt || request > sink.request;
+        let begins = matches!(message, Message::Announce { .. } | Message::Pull { .. });
+        // A leg that comes twice is a request without messages of its own.
+        let newer = tag.attempt > sink.attempt || (begins && request > sink.request);
         if newer && decode {
             *sink = Sink { attempt: tag.attempt, request, ..Sink::default() };
         }

@@ -70,7 +70,7 @@ number_id!(
     Incarnation(u64)
 );
 number_id!(
-    /// Counts the tries of a decode to receive one transfer; starts at 1.
+    /// One try of a decode to receive a transfer; grows, and is not used twice in an incarnation.
     Attempt(u32)
 );
 number_id!(

@@ -5,7 +5,7 @@ use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation, Who};
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{Attempt, FlowId, RankSet, TransferKey};
-use engine::core::message::{DecodeHook, FlowState, Job, Message, Report};
+use engine::core::message::{FlowState, Job, Message, Report};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 ///
 /// | message | sender | allowed |
 /// |---|---|---|
-/// | `Announce`, `Pull` | decode | first message of an attempt, which is larger than any before of its request |
+/// | `Announce`, `Pull` | decode | first message of an attempt, which is larger than any before |
 /// | `Renew` | decode | after `Pull`; its count grows |
 /// | `Grant`, `Renewed` | prefill | after `Pull`, before a quiet `Ended` |
 /// | `Delivered` | prefill | after `Announce`, before a quiet `Ended`, with at least one rank |
@@ -28,8 +28,6 @@ struct Sink {
     spoken: bool,
     renewals: u32,
     quiet: bool,
-    /// The how many-th request of this key it is about.
-    request: u32,
 }
 
 /// One direction of a conversation between two lives.
@@ -42,8 +40,6 @@ pub(super) struct Legal {
     next: BTreeMap<(Way, u64), u64>,
     /// By decode, prefill, key and sibling.
     sinks: BTreeMap<(Way, TransferKey, u32), Sink>,
-    /// Requests that a decode has had for a key and sibling.
-    requests: BTreeMap<(Who, TransferKey, u32), u32>,
     /// Ranks that have not ended a flow.
     flows: BTreeMap<(Who, FlowId), RankSet>,
 }
@@ -69,14 +65,10 @@ impl Legal {
                 | Message::Ended { .. }
         );
         let key = (if decode { way } else { back }, tag.key.clone(), tag.sibling);
-        let request = (key.0.0, key.1.clone(), key.2);
-        let request = self.requests.get(&request).copied().unwrap_or(0);
         let sink = self.sinks.entry(key).or_default();
-        let begins = matches!(message, Message::Announce { .. } | Message::Pull { .. });
-        // A leg that comes twice is a request without messages of its own.
-        let newer = tag.attempt > sink.attempt || (begins && request > sink.request);
+        let newer = tag.attempt > sink.attempt;
         if newer && decode {
-            *sink = Sink { attempt: tag.attempt, request, ..Sink::default() };
+            *sink = Sink { attempt: tag.attempt, ..Sink::default() };
         }
         let current = tag.attempt == sink.attempt;
         let wrong = match message {
@@ -86,6 +78,7 @@ impl Legal {
                 sink.pulled |= matches!(message, Message::Pull { .. });
                 (!first).then_some("an attempt begun twice, or an old one")
             }
+            _ if !current => None,
             Message::Renew { count, .. } => {
                 let grows = sink.pulled && *count > sink.renewals;
                 sink.renewals = *count;
@@ -95,7 +88,6 @@ impl Legal {
                 (!sink.announced).then_some("a cancel of what was not announced")
             }
             Message::Release { .. } => None,
-            _ if !current => None,
             Message::Grant { .. } | Message::Renewed { .. } => {
                 (!sink.pulled || sink.quiet).then_some("a lease without a pull, or after the end")
             }
@@ -134,7 +126,7 @@ impl Invariant for Legal {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::FrameSent, Kind::DecodeHook, Kind::Job, Kind::Report, Kind::Crashed]
+        &[Kind::FrameSent, Kind::Job, Kind::Report, Kind::Crashed]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
@@ -147,10 +139,6 @@ impl Invariant for Legal {
                 }
                 (*from, self.step(way, message))
             }
-            Observation::DecodeHook { who, hook: DecodeHook::Arrived { leg, .. } } => {
-                *self.requests.entry((*who, leg.key.clone(), leg.sibling)).or_default() += 1;
-                return;
-            }
             Observation::Job { who, job: Job::Write { flow, .. } | Job::Read { flow, .. } } => {
                 let tp = now.state.place(who.instance).map_or(0, |place| place.tp);
                 let before = self.flows.insert((*who, *flow), RankSet::first(tp));
@@ -161,7 +149,6 @@ impl Invariant for Legal {
             }
             Observation::Crashed { who } => {
                 self.flows.retain(|key, _| key.0 != *who);
-                self.requests.retain(|key, _| key.0 != *who);
                 self.sinks.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
                 self.next.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
                 return;

@@ -20,9 +20,6 @@ const DIAL_SPAN: Nanos = Nanos::from_secs(10);
 /// Failed operations of one rank in a row, per operation that it may have in flight.
 const FAILURES_MAX: u32 = 64;
 
-/// Attempts of a decode to get one transfer.
-const ATTEMPTS_MAX: u32 = 16;
-
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
 type Part = (u32, Option<u32>);
 
@@ -32,7 +29,7 @@ struct Dials {
     count: u32,
 }
 
-/// Counts dispatches per prompt and sample, dials per pair, failures per rank and attempts.
+/// Counts dispatches per prompt and sample, dials per pair and failures per rank.
 #[derive(Debug)]
 pub(super) struct NoLivelock {
     limits: Limits,
@@ -87,7 +84,6 @@ impl Invariant for NoLivelock {
             Kind::ClientGone,
             Kind::Dialled,
             Kind::FrameArrived,
-            Kind::FrameSent,
             Kind::Completed,
         ]
     }
@@ -114,15 +110,6 @@ impl Invariant for NoLivelock {
             }
             Observation::FrameArrived { from, to, frame: Frame::Welcome(_) } => {
                 self.dials.remove(&(to.instance, from.instance));
-            }
-            Observation::FrameSent { from, frame: Frame::Data { message, .. }, .. } => {
-                let tag = message.tag();
-                if tag.attempt.0 > ATTEMPTS_MAX {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(from.instance);
-                        format!("{name} makes attempt {} of transfer {}", tag.attempt, tag.key)
-                    });
-                }
             }
             Observation::Completed { from, outcome, .. } => {
                 self.completed(now, *from, outcome, found)

@@ -57,11 +57,13 @@ impl Decode {
         let slot = self.station.reach(now, &leg.prefill, &leg.control, out);
         self.station.hold(now, slot, out);
         let owner = self.fresh_owner();
+        // A key may come again, so that its attempts have to differ from those before.
+        let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
         self.requests.insert(
             id,
             Request {
                 slot,
-                tag: Tag { key: leg.key, sibling: leg.sibling, attempt: Attempt(1) },
+                tag: Tag { key: leg.key, sibling: leg.sibling, attempt },
                 tokens,
                 computed: 0,
                 blocks: Blocks::default(),

@@ -63,8 +63,9 @@ pub(crate) struct SweepArgs {
     /// Number of seeds
     #[arg(long, value_name = "N")]
     pub(crate) seeds: u64,
-    /// First seed
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    /// First seed; drawn at random if not given, so that every sweep looks at other seeds
+    #[arg(long, value_name = "N", default_value_t = rand::random_range(0..1 << 32),
+        hide_default_value = true)]
     pub(crate) base: u64,
     /// Runs at a time; as many as there are cores if not given
     #[arg(long, value_name = "N")]

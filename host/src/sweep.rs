@@ -84,7 +84,7 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Sto
         sum
     })?;
     if !args.json {
-        print(&sum, started.elapsed().as_secs_f64(), out)?;
+        print(&sum, args.base, started.elapsed().as_secs_f64(), out)?;
     }
     Ok(sum.worst)
 }
@@ -197,7 +197,7 @@ fn coverage(sum: &Sum) -> String {
     columns(&rows, 1)
 }
 
-fn print(sum: &Sum, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
+fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
     if !sum.hits.is_empty() {
         writeln!(out, "{}\n", coverage(sum))?;
     }
@@ -224,7 +224,7 @@ fn print(sum: &Sum, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
     )?;
     writeln!(
         out,
-        "{} of {} seeds failed; {} events in {seconds:.1} s",
+        "{} of {} seeds from {base} on failed; {} events in {seconds:.1} s",
         sum.failing.len(),
         sum.runs,
         grouped(sum.events)

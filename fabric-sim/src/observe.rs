@@ -285,6 +285,13 @@ pub enum Observation<'a> {
         who: Who,
     },
 
+    /// A transfer actor began to open a session.
+    Opening {
+        /// Who.
+        from: Rank,
+        /// The session; larger than those opened before.
+        session: SessionId,
+    },
     /// A data plane accepted an operation.
     Submitted(Submission<'a>),
     /// A data plane did not accept an operation.
@@ -324,6 +331,11 @@ pub enum Observation<'a> {
         session: SessionId,
         /// The ticket of the question.
         ticket: Ticket,
+    },
+    /// A transfer actor voids the pass of a peer, which works at once.
+    Fencing {
+        /// Whose memory.
+        at: Rank,
     },
     /// Nothing of a peer lands in the memory of a rank any more, and its actor was told so.
     Fenced {
@@ -418,12 +430,14 @@ pub enum Kind {
     Used,
     EngineFault,
     Stepped,
+    Opening,
     Submitted,
     Refused,
     Landed,
     Completed,
     Quiesced,
     Quiet,
+    Fencing,
     Fenced,
     FrameSent,
     FrameArrived,
@@ -465,12 +479,14 @@ impl Observation<'_> {
             Observation::Used { .. } => Kind::Used,
             Observation::EngineFault { .. } => Kind::EngineFault,
             Observation::Stepped { .. } => Kind::Stepped,
+            Observation::Opening { .. } => Kind::Opening,
             Observation::Submitted(..) => Kind::Submitted,
             Observation::Refused { .. } => Kind::Refused,
             Observation::Landed(..) => Kind::Landed,
             Observation::Completed { .. } => Kind::Completed,
             Observation::Quiesced { .. } => Kind::Quiesced,
             Observation::Quiet { .. } => Kind::Quiet,
+            Observation::Fencing { .. } => Kind::Fencing,
             Observation::Fenced { .. } => Kind::Fenced,
             Observation::FrameSent { .. } => Kind::FrameSent,
             Observation::FrameArrived { .. } => Kind::FrameArrived,

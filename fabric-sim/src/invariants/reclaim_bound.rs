@@ -15,8 +15,8 @@ use std::collections::BTreeMap;
 #[derive(Debug)]
 pub(super) struct ReclaimBound {
     limits: Limits,
-    /// When an instance died last.
-    died: BTreeMap<u16, Nanos>,
+    /// When each life ended.
+    died: BTreeMap<Who, Nanos>,
     /// Finished prefills whose blocks are not free, and since when.
     held: BTreeMap<(Who, RequestId), Nanos>,
     /// When an instance sent or completed anything last.
@@ -43,18 +43,17 @@ impl ReclaimBound {
         let bound = self.limits.end();
         for load in now.state.loads() {
             let Some(peer) = load.peer else { continue };
-            let Some(died) = self.died.get(&peer).filter(|died| **died >= load.begun) else {
-                continue;
-            };
+            let Some(died) = self.died.get(&peer) else { continue };
             let key = (load.who, load.request.clone());
             // A peer that is itself disturbed notices a death only after the last fault.
-            let from = (*died).max(now.state.last_fault);
+            let from = (*died).max(load.begun).max(now.state.last_fault);
             if now.at <= from + bound || self.told.contains_key(&key) {
                 continue;
             }
             self.told.insert(key, now.at);
             found.report(self.id(), now.at, || {
-                let (name, peer) = (now.state.name(load.who.instance), now.state.name(peer));
+                let (name, peer) =
+                    (now.state.name(load.who.instance), now.state.name(peer.instance));
                 let (died, request) = (died.as_secs_f64(), &load.request);
                 format!(
                     "{name} still holds the blocks of request {request} for {peer}, which died at \
@@ -97,7 +96,7 @@ impl Invariant for ReclaimBound {
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
             Observation::Crashed { who } => {
-                self.died.insert(who.instance, now.at);
+                self.died.insert(*who, now.at);
                 self.held.retain(|key, _| key.0 != *who);
             }
             Observation::PrefillHook { who, hook: PrefillHook::Finished { request, .. } } => {

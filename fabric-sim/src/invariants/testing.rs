@@ -76,6 +76,7 @@ impl Bench {
         let mut bench = Bench { invariants: Invariants::new(&run), now: Nanos(1), seq: 0 };
         for who in [P0, P1, D0, D1] {
             bench.start(who);
+            bench.see(Observation::Opening { from: rank(who), session: SessionId(1) });
         }
         bench
     }
@@ -211,6 +212,7 @@ impl Bench {
     }
 
     pub(super) fn fence(&mut self, at: Who, peer: Who) {
+        self.see(Observation::Fencing { at: rank(at) });
         self.see(Observation::Fenced { at: rank(at), peer: rank(peer) });
     }
 

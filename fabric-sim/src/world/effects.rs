@@ -169,8 +169,17 @@ impl Simulation {
     ) {
         let who = self.who(instance);
         let from = Rank { who, rank };
-        if let DataCommand::Quiesce { session, ticket } = command {
-            self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
+        match command {
+            DataCommand::Quiesce { session, ticket } => {
+                self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
+            }
+            DataCommand::Open { session, .. } => {
+                self.watch.see(self.now, &Observation::Opening { from, session });
+            }
+            DataCommand::Fence { .. } => {
+                self.watch.see(self.now, &Observation::Fencing { at: from });
+            }
+            _ => {}
         }
         let Some(process) = &mut self.instances[instance as usize].process else { return };
         let plane = &mut process.ranks[usize::from(rank)];

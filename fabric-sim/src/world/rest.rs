@@ -86,7 +86,7 @@ impl Simulation {
             self.rest.at_rest = true;
             return self.finish();
         }
-        if now > ended + self.rest.hold {
+        if now > ended.max(self.rest.progress) + self.rest.hold {
             return self.finish();
         }
         for slot in 0..self.actors.len() as u32 {

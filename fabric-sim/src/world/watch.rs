@@ -181,10 +181,6 @@ impl Watch {
         landing: &Landing,
     ) {
         let Some(invariants) = &mut self.invariants else { return };
-        // What is under way to a process that died lands nowhere.
-        if dma.store(landing.target).is_none() {
-            return;
-        }
         let slices = dma.slices(landing);
         let writes = landing.direction == Direction::Write;
         let owner = |ix: crate::dma::PlaneIx| &planes[ix.0 as usize];

@@ -29,8 +29,8 @@ pub(crate) struct Load {
     pub(crate) since: u64,
     /// Blocks that are to be written.
     pub(crate) blocks: Vec<BlockRef>,
-    /// The prefill that was asked.
-    pub(crate) peer: Option<u16>,
+    /// The prefill that was asked, and in which life.
+    pub(crate) peer: Option<Who>,
     /// The instance whose operations may write into the blocks, once one was asked.
     pub(crate) writer: Option<u16>,
     /// Sequence number of the grant.
@@ -46,7 +46,7 @@ struct Known {
     /// Index of the load, once allocated.
     load: u32,
     /// Said in a message before the blocks were allocated.
-    asked: Option<(u16, u16)>,
+    asked: Option<(Who, u16)>,
     attempt: Attempt,
     granted: u64,
 }
@@ -166,7 +166,7 @@ impl Loads {
     }
 
     /// A decode asked `peer` for an attempt, in which `writer` submits the operations.
-    pub(super) fn set_writer(&mut self, instance: u16, tag: &Tag, writer: u16, peer: u16) {
+    pub(super) fn set_writer(&mut self, instance: u16, tag: &Tag, writer: u16, peer: Who) {
         let Some(key) = self.tagged(instance, tag) else { return };
         let Some(known) = self.known.get_mut(&key) else { return };
         known.asked = Some((peer, writer));

@@ -176,6 +176,8 @@ impl State {
                 | DecodeAnswer::Rejected { request, .. }) = answer;
                 self.end_load(who.instance, request);
             }
+            Observation::Opening { from, session } => self.ops.opening(*from, *session, self.seq),
+            Observation::Fencing { at } => self.ops.fencing(*at, self.seq),
             Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
                 self.message_sent(*from, *to, message);
             }
@@ -265,10 +267,10 @@ impl State {
         let seq = self.seq;
         match message {
             Message::Announce { tag, .. } => {
-                self.loads.set_writer(from.instance, tag, to.instance, to.instance);
+                self.loads.set_writer(from.instance, tag, to.instance, to);
             }
             Message::Pull { tag, .. } => {
-                self.loads.set_writer(from.instance, tag, from.instance, to.instance);
+                self.loads.set_writer(from.instance, tag, from.instance, to);
             }
             Message::Grant { tag, .. } => self.loads.granted(to.instance, tag, seq),
             _ => {}

@@ -47,6 +47,18 @@ struct Plane {
     at: Rank,
     in_flight: u32,
     ops: VecDeque<Op>,
+    /// Sessions by when they were opened.
+    sessions: Vec<(u64, SessionId)>,
+    /// Targets that have fenced it.
+    fences: Vec<Fence>,
+}
+
+/// A rank that keeps a plane out: what sessions of before submit reaches nothing.
+#[derive(Clone, Copy, Debug)]
+struct Fence {
+    at: Rank,
+    /// The newest session that is void.
+    void: SessionId,
 }
 
 impl Plane {
@@ -54,6 +66,11 @@ impl Plane {
     fn find(&self, id: u64) -> Option<usize> {
         let at = self.ops.partition_point(|op| op.id < id);
         (self.ops.get(at)?.id == id).then_some(at)
+    }
+
+    /// True if the target has fenced the session that the operation uses.
+    fn is_void(&self, op: &Op) -> bool {
+        self.fences.iter().any(|fence| fence.at == op.target && op.session <= fence.void)
     }
 
     fn trim(&mut self) -> Option<Op> {
@@ -71,6 +88,8 @@ pub(crate) struct Ops {
     /// Planes of older lives.
     older: BTreeMap<Rank, u32>,
     tickets: BTreeMap<(Rank, SessionId, Ticket), u64>,
+    /// Fences that were asked for and not answered, and since when.
+    fencing: Vec<(Rank, u64)>,
     /// Memory to be used again.
     spare: Vec<Vec<BlockRef>>,
 }
@@ -82,6 +101,7 @@ impl Ops {
             newest: vec![Vec::new(); instances],
             older: BTreeMap::new(),
             tickets: BTreeMap::new(),
+            fencing: Vec::new(),
             spare: Vec::new(),
         }
     }
@@ -115,7 +135,30 @@ impl Ops {
         if let Some(old) = ranks[rank].replace(number) {
             self.older.insert(self.planes[old as usize].at, old);
         }
-        self.planes.push(Plane { at, in_flight: 0, ops: VecDeque::new() });
+        self.planes.push(Plane {
+            at,
+            in_flight: 0,
+            ops: VecDeque::new(),
+            sessions: Vec::new(),
+            fences: Vec::new(),
+        });
+    }
+
+    fn plane_or_new(&mut self, at: Rank) -> Option<&mut Plane> {
+        if self.plane(at).is_none() {
+            self.make_plane(at);
+        }
+        self.plane_mut(at)
+    }
+
+    pub(super) fn opening(&mut self, from: Rank, session: SessionId, seq: u64) {
+        if let Some(plane) = self.plane_or_new(from) {
+            plane.sessions.push((seq, session));
+        }
+    }
+
+    pub(super) fn fencing(&mut self, at: Rank, seq: u64) {
+        self.fencing.push((at, seq));
     }
 
     #[inline]
@@ -146,13 +189,13 @@ impl Ops {
             list
         };
         (op.reads, op.writes) = (keep(source), keep(target));
-        count(&op, places, |count| count + 1);
         let from = op.from;
-        if self.plane(from).is_none() {
-            self.make_plane(from);
-        }
-        let Some(plane) = self.plane_mut(from) else { return };
+        let Some(plane) = self.plane_or_new(from) else { return };
         plane.in_flight += 1;
+        op.settled = !plane.fences.is_empty() && plane.is_void(&op);
+        if !op.settled {
+            count(&op, places, |count| count + 1);
+        }
         let at = plane.ops.partition_point(|other| other.id < op.id);
         plane.ops.insert(at, op);
     }
@@ -207,10 +250,16 @@ impl Ops {
     }
 
     pub(super) fn fenced(&mut self, at: Rank, peer: Rank, places: &mut [Place]) {
+        let asked = self.fencing.iter().position(|(rank, _)| *rank == at);
+        let asked = asked.map_or(u64::MAX, |index| self.fencing.remove(index).1);
         let Some(plane) = self.plane_mut(peer) else { return };
-        for op in plane.ops.iter_mut().filter(|op| op.target == at) {
+        let before = plane.sessions.iter().filter(|(seq, _)| *seq < asked);
+        let Some(void) = before.map(|(_, session)| *session).max() else { return };
+        for op in plane.ops.iter_mut().filter(|op| op.target == at && op.session <= void) {
             settle(op, places);
         }
+        plane.fences.retain(|fence| fence.at != at);
+        plane.fences.push(Fence { at, void });
         self.trim(peer);
     }
 

@@ -134,7 +134,7 @@ impl Prefill {
             return self.free(&id, None, out);
         }
         if request.computed() && request.scheduled >= request.tokens {
-            self.grant_sinks(now, &key, out);
+            self.bind_sinks(now, &key, out);
             self.timers.arm(Timer::Hold(key.clone()), now + self.config.settings.lease);
         } else {
             request.finished = Some(FinishReason::Aborted);

@@ -123,11 +123,6 @@ impl Prefill {
         }
     }
 
-    /// A computed prompt grants its waiting readers.
-    pub(super) fn grant_sinks(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
-        self.bind_sinks(now, key, out);
-    }
-
     /// Brings a receiver and the prompt together if both are there.
     fn bind(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut Out) {
         let Some(entry) = self.keys.get(key) else { return };

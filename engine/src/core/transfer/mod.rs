@@ -330,7 +330,7 @@ impl Transfer {
             Waiter::Retry(post) => self.retry(post),
             Waiter::Flow(flow) => self.flow_quiet(flow, out),
             Waiter::Fence(peer) => self.fence_part_done(peer, out),
-            Waiter::Reopen(peer, index) => self.session_quiet(now, peer, index, out),
+            Waiter::Reopen(peer, index) => self.session_quiet(now, peer, index),
         }
     }
 

@@ -303,13 +303,7 @@ impl Transfer {
         }
     }
 
-    pub(super) fn session_quiet(
-        &mut self,
-        now: Nanos,
-        slot: PeerSlot,
-        index: usize,
-        _out: &mut Out,
-    ) {
+    pub(super) fn session_quiet(&mut self, now: Nanos, slot: PeerSlot, index: usize) {
         let Some(peer) = self.peers.get_mut(&slot) else { return };
         let working = peer.working();
         let session = &mut peer.sessions[index];

@@ -46,9 +46,9 @@ pub struct ChannelConfig {
     pub silent: Nanos,
     /// Messages per peer that are not acknowledged; one more is `Overload`.
     pub queue_max: u32,
-    /// Peers at a time.
+    /// Peers at a time, with those that are being fenced; more are `Overload`.
     pub peers_max: u32,
-    /// Links at a time.
+    /// Links at a time; more are not opened, or closed at once.
     pub links_max: u32,
 }
 

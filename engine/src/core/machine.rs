@@ -73,7 +73,8 @@ impl<E> Outbox<E> {
     }
 }
 
-/// How much a machine holds. All are zero (peers and links excepted) when nothing is going on.
+/// How much a machine holds. All are zero when nothing is going on, except
+/// tombstones, peers, links and violations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Transfers, flows or requests that have not ended.
@@ -90,6 +91,8 @@ pub struct Gauges {
     pub tombstones: u32,
     /// Peers known, connected or not.
     pub peers: u32,
+    /// Control links of any state.
+    pub links: u32,
     /// Messages of peers that broke the protocol, since the start.
     pub violations: u32,
 }

@@ -10,6 +10,7 @@ pub mod error;
 pub mod idmap;
 pub mod ids;
 pub mod layout;
+mod limits;
 pub mod machine;
 pub mod message;
 pub mod peers;

@@ -14,7 +14,7 @@ use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Who a prefill or decode core is.
@@ -65,6 +65,8 @@ pub struct CoreSettings {
     pub rebuild_delay: Nanos,
     /// Requests with a leg at one time.
     pub requests_max: u32,
+    /// Receivers at one time, all prompts together; further ones are refused.
+    pub receivers_max: u32,
 }
 
 impl Default for CoreSettings {
@@ -78,6 +80,7 @@ impl Default for CoreSettings {
             tombstones_max: 4_096,
             rebuild_delay: Nanos::from_ms(200),
             requests_max: 65_536,
+            receivers_max: 262_144,
         }
     }
 }
@@ -85,6 +88,19 @@ impl Default for CoreSettings {
 /// Times in a row that the ranks of a peer that still answers are connected anew, before the
 /// conversation is ended.
 const REBUILDS_MAX: u32 = 5;
+
+/// True if the peer would wait for the message for ever. Who asks for something is told if it cannot
+/// be asked for; leases and sources end by themselves.
+fn is_awaited(message: &Message) -> bool {
+    !matches!(
+        message,
+        Message::Announce { .. }
+            | Message::Pull { .. }
+            | Message::Renew { .. }
+            | Message::Renewed { .. }
+            | Message::Release { .. }
+    )
+}
 
 /// Blocks of one request, per group.
 pub(super) type Blocks = Arc<Vec<BlockList>>;
@@ -126,16 +142,20 @@ pub(super) struct Station {
     tp: u16,
     mode: Mode,
     requests_max: usize,
+    receivers_max: u32,
     rebuild_delay: Nanos,
     peers: Peers,
     peer_out: PeerOut,
     beacon: Option<Beacon>,
     layouts: Vec<Option<RankLayout>>,
     unusable: Option<Failure>,
+    /// Peers that the ranks know.
+    connected: BTreeSet<PeerSlot>,
     /// Peers being fenced and the ranks that have not answered.
     fencing: BTreeMap<PeerSlot, RankSet>,
-    /// How many things are under way with a peer.
+    /// How many things are under way with a peer, and with all.
     uses: BTreeMap<PeerSlot, u32>,
+    uses_total: u32,
     /// Times in a row that a live peer was connected anew.
     rebuilds: BTreeMap<PeerSlot, u32>,
     timers: Timers<Timer>,
@@ -158,14 +178,17 @@ impl Station {
             tp: config.geometry.tp,
             mode: config.mode,
             requests_max: config.settings.requests_max as usize,
+            receivers_max: config.settings.receivers_max,
             rebuild_delay: config.settings.rebuild_delay,
             peers: Peers::new(config.channel.clone(), me),
             peer_out: PeerOut::default(),
             beacon: Beacon::new(config),
             layouts: vec![None; usize::from(config.geometry.tp)],
             unusable: None,
+            connected: BTreeSet::new(),
             fencing: BTreeMap::new(),
             uses: BTreeMap::new(),
+            uses_total: 0,
             rebuilds: BTreeMap::new(),
             timers: Timers::default(),
             violations: 0,
@@ -184,9 +207,10 @@ impl Station {
         if requests >= self.requests_max { Err(Failure::Overload) } else { Ok(()) }
     }
 
-    /// Why this engine cannot transfer at all, if it cannot.
+    /// Why this engine can serve no further receiver, if it cannot.
     pub(super) fn unusable(&self) -> Option<&Failure> {
-        self.unusable.as_ref()
+        let full = self.uses_total >= self.receivers_max;
+        self.unusable.as_ref().or(full.then_some(&Failure::Overload))
     }
 
     pub(super) fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
@@ -205,7 +229,8 @@ impl Station {
         slot
     }
 
-    /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with.
+    /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One that
+    /// would wait for ever for a message that finds no room is done with.
     pub(super) fn send<E: From<ControlCommand>>(
         &mut self,
         now: Nanos,
@@ -213,7 +238,11 @@ impl Station {
         message: Message,
         out: &mut Outbox<E>,
     ) -> Result<(), Failure> {
+        let awaited = is_awaited(&message);
         let sent = self.peers.send(now, slot, message, &mut self.peer_out);
+        if awaited && sent == Err(Failure::Overload) {
+            self.peers.fail(now, slot, Failure::Overload, &mut self.peer_out);
+        }
         self.flush(out);
         sent
     }
@@ -274,6 +303,7 @@ impl Station {
     ) {
         let uses = self.uses.entry(slot).or_default();
         *uses += 1;
+        self.uses_total += 1;
         if *uses == 1 {
             self.peers.watch(now, slot, true, &mut self.peer_out);
             self.flush(out);
@@ -289,6 +319,7 @@ impl Station {
     ) {
         let Some(uses) = self.uses.get_mut(&slot) else { return };
         *uses -= 1;
+        self.uses_total -= 1;
         if *uses == 0 {
             self.uses.remove(&slot);
             self.peers.watch(now, slot, false, &mut self.peer_out);
@@ -318,7 +349,7 @@ impl Station {
                     self.rebuilds.remove(&slot);
                     self.timers.cancel(&Timer::Rebuild(slot));
                     news.push(News::Down { slot, failure });
-                    self.fence(slot, out);
+                    self.fence(slot, news, out);
                 }
                 // Violations are counted by the peers; a hello that does not fit is none.
                 PeerEvent::Refused { .. } | PeerEvent::Violation(_) => {}
@@ -328,6 +359,7 @@ impl Station {
 
     fn connect_ranks<E: From<Job>>(&mut self, slot: PeerSlot, out: &mut Outbox<E>) {
         let Some(info) = self.peers.info(slot) else { return };
+        self.connected.insert(slot);
         out.push(Job::Peer {
             peer: slot,
             geometry: info.geometry.clone(),
@@ -336,11 +368,20 @@ impl Station {
         });
     }
 
-    fn fence<E: From<Job>>(&mut self, slot: PeerSlot, out: &mut Outbox<E>) {
+    fn fence<E: From<Job>>(
+        &mut self,
+        slot: PeerSlot,
+        news: &mut Vec<News>,
+        out: &mut Outbox<E>,
+    ) {
         if self.fencing.contains_key(&slot) {
             return;
         }
+        if !self.connected.remove(&slot) {
+            return news.push(News::Fenced { slot });
+        }
         self.fencing.insert(slot, RankSet::first(self.tp));
+        self.peers.reserve(self.fencing.len());
         out.push(Job::Fence { peer: slot });
     }
 
@@ -361,7 +402,7 @@ impl Station {
             Report::PeerReady { peer } => {
                 self.rebuilds.remove(&peer);
             }
-            Report::PeerFailed { peer, .. } => self.fence(peer, out),
+            Report::PeerFailed { peer, .. } => self.fence(peer, news, out),
             Report::Fenced { peer } => self.rank_fenced(now, rank, peer, news),
             Report::Flow { flow, state } => news.push(News::Flow { rank, flow, state }),
         }
@@ -392,6 +433,7 @@ impl Station {
             return;
         }
         self.fencing.remove(&slot);
+        self.peers.reserve(self.fencing.len());
         news.push(News::Fenced { slot });
         if self.peers.info(slot).is_none() {
             return;
@@ -414,6 +456,7 @@ impl Station {
         Gauges {
             queued: peers.queued + self.fencing.len() as u32,
             peers: peers.peers,
+            links: peers.links,
             violations: peers.violations + self.violations,
             ..Gauges::default()
         }

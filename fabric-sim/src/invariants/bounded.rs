@@ -10,7 +10,7 @@ use scenarios::lists::InvariantId;
 pub(super) struct Bounded;
 
 /// Every gauge with its name.
-fn named(gauges: &Gauges) -> [(&'static str, u32); 7] {
+fn named(gauges: &Gauges) -> [(&'static str, u32); 8] {
     [
         ("transfers", gauges.transfers),
         ("operations", gauges.operations),
@@ -19,6 +19,7 @@ fn named(gauges: &Gauges) -> [(&'static str, u32); 7] {
         ("queued frames or jobs", gauges.queued),
         ("tombstones", gauges.tombstones),
         ("peers", gauges.peers),
+        ("links", gauges.links),
     ]
 }
 

@@ -118,8 +118,11 @@ fn actors(run: &Run, stride: u32) -> Vec<Actor> {
         turn: 0,
         late: Nanos::ZERO,
         gauges: Gauges::default(),
+        limits: Gauges::default(),
+        unasked: 0,
     };
-    let mut actors = vec![actor(ActorId::Router, None)];
+    let limits = run.router.config.limits();
+    let mut actors = vec![Actor { limits, ..actor(ActorId::Router, None) }];
     for instance in 0..run.instances.len() as u16 {
         actors.extend((0..stride).map(|_| actor(ActorId::Router, Some(instance))));
     }

@@ -114,8 +114,12 @@ struct Actor {
     turn: u32,
     /// When the last input that is late because its rank lags arrives.
     late: Nanos,
-    /// Of the last audit.
+    /// What it said of itself last.
     gauges: Gauges,
+    /// What its gauges stay within.
+    limits: Gauges,
+    /// Inputs since it was asked for its gauges.
+    unasked: u8,
 }
 
 /// The state of a run, see [`run`].
@@ -153,6 +157,9 @@ pub struct Simulation {
     outputs: Vec<Output>,
     net_outputs: Vec<NetOutput>,
 }
+
+/// Inputs of a machine from one look at its gauges to the next.
+const LOOK: u8 = 8;
 
 /// Latency between the parts of one process host: core, transfer actors, engine.
 const LOCAL: Nanos = Nanos(2_000);
@@ -208,7 +215,8 @@ impl Simulation {
                     return None;
                 }
                 self.tracer.input(self.now, actor.id, cause, &input);
-                (slot, What::Input(input), false)
+                let ask = self.options.check && actor.unasked >= LOOK;
+                (slot, What::Input(input), ask)
             }
             Due::Audit(slot) => {
                 let actor = &self.actors[slot as usize];
@@ -238,8 +246,12 @@ impl Simulation {
             Effects::Decode(out) => self.decode_effects(slot, cause, out),
             Effects::Transfer(out) => self.transfer_effects(slot, cause, out),
         }
-        if let Some(gauges) = gauges {
-            self.audited(slot, gauges);
+        match gauges {
+            Some(gauges) => self.audited(slot, gauges),
+            None => {
+                let unasked = &mut self.actors[slot as usize].unasked;
+                *unasked = unasked.saturating_add(1);
+            }
         }
         self.arm(slot, deadline);
     }

@@ -105,11 +105,10 @@ impl Simulation {
         let who = self.who(index);
         let run = self.run.clone();
         let memory = build::memory(&run, &spec, self.unit);
-        let config = build::core(&run, &spec, Incarnation(u64::from(life) + 1));
+        let core = build::core(&run, &spec, Incarnation(u64::from(life) + 1));
         let mut control = self.net.add_plane(&spec.name, node);
         control.listen(Channel::Handshake).expect("a new plane listens to nothing");
         self.control.push(who);
-        let (role, core) = (spec.role, self.core_slot(index));
         let mut ranks = Vec::with_capacity(usize::from(spec.tp));
         let mut due = Vec::with_capacity(usize::from(spec.tp));
         for (rank, store, shape) in memory.ranks() {
@@ -126,11 +125,15 @@ impl Simulation {
                 credits: caps.operations_max,
                 placement: caps.placement,
             });
-            let config = build::transfer(&run, &config, rank, &plane, registered, &memory);
+            let config = build::transfer(&run, &core, rank, &plane, registered, &memory);
+            let slot = self.rank_slot(index, rank);
+            self.actors[slot as usize].limits = config.limits(&core);
             ranks.push(plane);
-            due.push((self.rank_slot(index, rank), rank, config));
+            due.push((slot, rank, config));
         }
-        let engine = Engine::new(build::engine(&run, &spec, index, life));
+        let config = build::engine(&run, &spec, index, life);
+        let engine_blocks = config.blocks();
+        let engine = Engine::new(config);
         let engine = engine.expect("drawing a run refuses engines that cannot run");
         let out = Outbox::new();
         let process = Process { engine, out, control, ranks, step: None };
@@ -140,12 +143,14 @@ impl Simulation {
             &Observation::Started { who, tp: spec.tp, block_tokens: spec.block_tokens },
         );
         self.flush_control(index);
-        let (id, config) = match role {
-            Role::Prefill => (ActorId::Prefill(index), MachineConfig::Prefill(config)),
-            Role::Decode => (ActorId::Decode(index), MachineConfig::Decode(config)),
+        let slot = self.core_slot(index);
+        self.actors[slot as usize].limits = core.limits(engine_blocks);
+        let (id, config) = match spec.role {
+            Role::Prefill => (ActorId::Prefill(index), MachineConfig::Prefill(core)),
+            Role::Decode => (ActorId::Decode(index), MachineConfig::Decode(core)),
         };
-        self.revive(core, id, life);
-        self.due.push_back(Due::Start(core, config));
+        self.revive(slot, id, life);
+        self.due.push_back(Due::Start(slot, config));
         for (slot, rank, config) in due {
             self.revive(slot, ActorId::Transfer(index, rank), life);
             self.due.push_back(Due::Start(slot, MachineConfig::Transfer(config)));

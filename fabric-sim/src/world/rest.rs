@@ -1,9 +1,9 @@
 //! The end of a run: healing, rest, audit.
 
 use super::clients::End;
-use super::{Due, Simulation};
-use crate::observe::{Observation, Part};
-use engine::core::Gauges;
+use super::{Actor, ActorId, Due, Simulation};
+use crate::observe::{Observation, Part, Who};
+use engine::core::{Gauges, Machine};
 use engine::core::time::Nanos;
 use scenarios::Run;
 
@@ -73,6 +73,9 @@ impl Simulation {
             self.watch.heal(now);
             self.perform_actions();
         }
+        for index in 0..self.instances.len() as u16 {
+            self.see_engine(index);
+        }
         if self.clients.open > 0 || !self.clients.all_arrived() || self.rest.healed.is_none() {
             self.rest.ended = None;
             self.rest.audited = false;
@@ -114,9 +117,40 @@ impl Simulation {
         }
     }
 
-    /// What a machine said of itself at an audit.
+    /// What a machine said of itself.
     pub(super) fn audited(&mut self, slot: u32, gauges: Gauges) {
-        self.actors[slot as usize].gauges = gauges;
+        let actor = &mut self.actors[slot as usize];
+        actor.gauges = gauges;
+        actor.unasked = 0;
+        self.see_gauges(slot);
+    }
+
+    fn see_gauges(&mut self, slot: u32) {
+        let Actor { id, instance, gauges, limits, .. } = self.actors[slot as usize];
+        let process = |index: u16| self.instances[usize::from(index)].process.as_ref();
+        if instance.is_some_and(|index| process(index).is_none()) {
+            // It has crashed, and has one more turn.
+            return;
+        }
+        let who = instance.map_or(Who::ROUTER, |instance| self.who(instance));
+        let part = match id {
+            ActorId::Transfer(_, rank) => Part::Transfer(rank),
+            ActorId::Router | ActorId::Prefill(_) | ActorId::Decode(_) => Part::Core,
+        };
+        self.watch.see(self.now, &Observation::Gauges { who, part, gauges, limits });
+    }
+
+    /// The engine of an instance and its pools.
+    fn see_engine(&mut self, index: u16) {
+        let who = self.who(index);
+        let Some(process) = &self.instances[usize::from(index)].process else { return };
+        for group in 0..self.run.model.groups.len() as u16 {
+            let pool = process.engine.pool(usize::from(group));
+            self.watch.see(self.now, &Observation::Pool { who, group, pool });
+        }
+        let (part, engine) = (Part::Engine, &process.engine);
+        let (gauges, limits) = (engine.gauges(), engine.config().limits());
+        self.watch.see(self.now, &Observation::Gauges { who, part, gauges, limits });
     }
 
     /// True if no machine, engine or network has anything under way.
@@ -178,43 +212,15 @@ impl Simulation {
         if std::mem::replace(&mut self.rest.over, true) {
             return;
         }
-        let now = self.now;
         for index in 0..self.instances.len() as u16 {
-            let who = self.who(index);
-            let Some(process) = &self.instances[usize::from(index)].process else { continue };
-            for group in 0..self.run.model.groups.len() as u16 {
-                let pool = process.engine.pool(usize::from(group));
-                self.watch.see(now, &Observation::Pool { who, group, pool });
-            }
-            let parts = 0..=self.instances[usize::from(index)].spec.tp;
-            for part in parts {
-                let slot = self.core_slot(index) + u32::from(part);
-                let gauges = self.actors[slot as usize].gauges;
-                let part = part.checked_sub(1).map_or(Part::Core, Part::Transfer);
-                let limits = self.limits(part);
-                self.watch.see(now, &Observation::Gauges { who, part, gauges, limits });
+            self.see_engine(index);
+        }
+        for slot in 0..self.actors.len() as u32 {
+            if self.actors[slot as usize].alive {
+                self.see_gauges(slot);
             }
         }
-        self.watch.finish(now, self.rest.at_rest);
-    }
-
-    /// Declared limits of a machine's tables.
-    fn limits(&self, part: Part) -> Gauges {
-        let none = u32::MAX;
-        let operations = match part {
-            Part::Transfer(_) => super::build::caps(self.watch.faults.placement()).operations_max,
-            Part::Core | Part::Engine => none,
-        };
-        Gauges {
-            transfers: none,
-            operations,
-            held: none,
-            quarantined: none,
-            queued: none,
-            tombstones: none,
-            peers: none,
-            violations: none,
-        }
+        self.watch.finish(self.now, self.rest.at_rest);
     }
 
     /// The report of a run that is over.

@@ -3,6 +3,7 @@
 use crate::cost::Cost;
 use crate::run::{Allocator, LoadFailure};
 use engine::core::layout::GroupKind;
+use engine::core::machine::Gauges;
 use engine::core::message::Role;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -103,6 +104,23 @@ impl fmt::Display for EngineConfigError {
 impl std::error::Error for EngineConfigError {}
 
 impl EngineConfig {
+    /// Blocks that can be handed out, all groups together.
+    pub fn blocks(&self) -> u32 {
+        self.groups.iter().map(|group| group.blocks - 1).sum()
+    }
+
+    /// What the gauges of the engine stay within. A preempted request waits whatever the queue.
+    pub fn limits(&self) -> Gauges {
+        let requests = self.max_waiting.saturating_add(self.max_running);
+        Gauges {
+            transfers: requests,
+            queued: requests,
+            held: self.blocks(),
+            quarantined: self.blocks(),
+            ..Gauges::default()
+        }
+    }
+
     /// Checks that requests can run at all.
     ///
     /// # Errors

@@ -28,7 +28,7 @@ impl Peers {
     }
 
     fn on_guest(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) {
-        if self.links.len() >= self.config.links_max as usize {
+        if !self.has_link() {
             out.commands.push(ControlCommand::HangUp { link });
             return;
         }
@@ -185,11 +185,15 @@ impl Peers {
 
     /// Opens the next link of a slot, or gives up.
     pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+        let room = self.has_link();
         let link = self.fresh_link();
         let Some(slot) = self.slots.get_mut(&id) else { return };
         slot.redials += 1;
         if slot.redials > REDIALS_MAX {
             return self.end(now, id, Failure::PeerSilent, out);
+        }
+        if !room {
+            return slot.dial_again(now, &self.config);
         }
         let to = slot.endpoint.clone().expect("only who has an endpoint dials");
         let until = now + self.config.hello.scale(1, 2);

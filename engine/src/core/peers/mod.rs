@@ -149,6 +149,8 @@ pub struct Peers {
     next_link: u32,
     next_slot: u32,
     next_session: u64,
+    /// Places that conversations which are over still take.
+    reserved: usize,
     slots: BTreeMap<PeerSlot, Slot>,
     /// Slots that this side dials.
     targets: BTreeMap<(EngineId, Endpoint), PeerSlot>,
@@ -181,6 +183,7 @@ impl Peers {
             next_link: 0,
             next_slot: 0,
             next_session: 0,
+            reserved: 0,
             slots: BTreeMap::new(),
             targets: BTreeMap::new(),
             callers: BTreeMap::new(),
@@ -230,7 +233,7 @@ impl Peers {
         let shun = self.shunned.get(&target).filter(|shun| now < shun.until);
         let failure = match shun {
             Some(shun) => Some(shun.failure.clone()),
-            None if !self.has_room() => Some(Failure::Overload),
+            None if !self.has_room() || !self.has_link() => Some(Failure::Overload),
             None => None,
         };
         if let Some(failure) = failure {
@@ -311,6 +314,16 @@ impl Peers {
         self.timers.next()
     }
 
+    /// Says how many peers that are down are not done with yet; they count against `peers_max`.
+    pub fn reserve(&mut self, places: usize) {
+        self.reserved = places;
+    }
+
+    /// Ends a conversation with `Down`. Unknown slots are ignored.
+    pub fn fail(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut PeerOut) {
+        self.end(now, slot, failure, out);
+    }
+
     /// Ends a conversation; no event follows. Unknown slots are ignored.
     pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut PeerOut) {
         self.retire(now, slot, out);
@@ -347,7 +360,11 @@ impl Peers {
     }
 
     fn has_room(&self) -> bool {
-        self.slots.len() < self.config.peers_max as usize
+        self.slots.len() + self.reserved < self.config.peers_max as usize
+    }
+
+    fn has_link(&self) -> bool {
+        self.links.len() < self.config.links_max as usize
     }
 
     /// Keeps the latest life and session of a peer; forgets a peer without a slot if need be.

@@ -218,6 +218,20 @@ pub struct Protocol {
     pub operation: Option<Nanos>,
     /// Retries of a failed operation.
     pub retries: Option<u32>,
+    /// Requests at a core at one time.
+    pub requests_max: Option<u32>,
+    /// Transfers announced before their prefill leg.
+    pub early_max: Option<u32>,
+    /// Receivers of a prefill core at one time.
+    pub receivers_max: Option<u32>,
+    /// Remembered ids of ended transfers.
+    pub tombstones_max: Option<u32>,
+    /// Messages to one peer that are not acknowledged.
+    pub queue_max: Option<u32>,
+    /// Peers of a core at one time.
+    pub peers_max: Option<u32>,
+    /// Control links of a core at one time.
+    pub links_max: Option<u32>,
     /// Layers moved by one operation.
     pub layers_per_op: u16,
 }

@@ -5,9 +5,9 @@ use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation, Who};
 use engine::core::ids::{ClientId, LegId, RankSet, RequestId};
 use engine::core::message::{DecodeAnswer, Role};
-use engine::core::router::{Answer, LegEvent};
+use engine::core::router::{Answer, LegBody, LegEvent};
 use scenarios::lists::InvariantId;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// What became of the KV of a decode request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,9 +23,11 @@ struct Kv {
 pub(super) struct NoSilentSuccess {
     requests: BTreeMap<(Who, RequestId), Kv>,
     legs: BTreeMap<LegId, (Who, RequestId)>,
-    clients: BTreeMap<LegId, ClientId>,
-    /// Clients with a leg that computed its prompt itself.
-    recomputed: BTreeSet<ClientId>,
+    /// Whose decode leg it is, and of which prompt and sample.
+    samples: BTreeMap<LegId, (ClientId, (u32, u32))>,
+    /// The newest leg of each sample, and whether it computed its prompt itself. What an earlier
+    /// one did is of no use to the client.
+    clients: BTreeMap<ClientId, BTreeMap<(u32, u32), (LegId, bool)>>,
 }
 
 impl NoSilentSuccess {
@@ -35,12 +37,17 @@ impl NoSilentSuccess {
 
     /// A leg is over.
     fn ended(&mut self, now: Now<'_>, who: Who, leg: LegId, event: &LegEvent, found: &mut Found) {
-        let client = self.clients.remove(&leg);
+        let sample = self.samples.remove(&leg);
         let Some(key) = self.legs.remove(&leg) else { return };
         let kv = self.requests.remove(&key).unwrap_or_default();
         let LegEvent::Done { recomputed, .. } = event else { return };
         if recomputed.is_some() {
-            self.recomputed.extend(client);
+            let newest = sample.and_then(|(client, part)| {
+                self.clients.get_mut(&client)?.get_mut(&part).filter(|newest| newest.0 == leg)
+            });
+            if let Some((_, recomputed)) = newest {
+                *recomputed = true;
+            }
             return;
         }
         let place = now.state.place(who.instance);
@@ -75,14 +82,22 @@ impl Invariant for NoSilentSuccess {
             Kind::DecodeAnswer,
             Kind::Used,
             Kind::Answered,
+            Kind::ClientGone,
             Kind::Crashed,
         ]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
-            Observation::Dispatched { leg, client, .. } => {
-                self.clients.insert(*leg, *client);
+            Observation::Dispatched {
+                leg,
+                client,
+                body: LegBody::Decode { prompt, sample, .. },
+                ..
+            } => {
+                let part = (*prompt, *sample);
+                self.samples.insert(*leg, (*client, part));
+                self.clients.entry(*client).or_default().insert(part, (*leg, false));
             }
             Observation::LegTaken { who, leg, request } => {
                 self.legs.insert(*leg, (*who, (*request).clone()));
@@ -103,13 +118,15 @@ impl Invariant for NoSilentSuccess {
                 self.ended(now, *who, *leg, event, found);
             }
             Observation::Answered { client, answer } => {
-                let recomputed = self.recomputed.remove(client);
+                let legs = self.clients.remove(client).unwrap_or_default();
+                let recomputed = legs.values().any(|(_, recomputed)| *recomputed);
                 if let (Answer::Finished { recomputed: None }, true) = (answer, recomputed) {
                     found.report(self.id(), now.at, || {
                         format!("client {client} is told of no recompute, but a leg of it was one")
                     });
                 }
             }
+            Observation::ClientGone { client } => drop(self.clients.remove(client)),
             Observation::Crashed { who } => {
                 self.requests.retain(|key, _| key.0 != *who);
                 self.legs.retain(|_, key| key.0 != *who);

@@ -255,6 +255,10 @@ fn core_settings(run: &Run) -> CoreSettings {
         heartbeat: run.router.heartbeat,
         lease: protocol.lease.unwrap_or(default.lease),
         orphan: protocol.fetch.unwrap_or(default.orphan),
+        requests_max: protocol.requests_max.unwrap_or(default.requests_max),
+        early_max: protocol.early_max.unwrap_or(default.early_max),
+        receivers_max: protocol.receivers_max.unwrap_or(default.receivers_max),
+        tombstones_max: protocol.tombstones_max.unwrap_or(default.tombstones_max),
         ..default
     }
 }
@@ -266,7 +270,9 @@ fn channel(run: &Run) -> ChannelConfig {
         retransmit: protocol.retransmit.unwrap_or(default.retransmit),
         retransmit_max: protocol.retransmit_max.unwrap_or(default.retransmit_max),
         silent: protocol.silent.unwrap_or(default.silent),
-        ..default
+        queue_max: protocol.queue_max.unwrap_or(default.queue_max),
+        peers_max: protocol.peers_max.unwrap_or(default.peers_max),
+        links_max: protocol.links_max.unwrap_or(default.links_max),
     }
 }
 

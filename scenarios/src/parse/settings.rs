@@ -32,11 +32,25 @@ const TIMES: &[Time] = &[
     ("operation", |protocol| &mut protocol.operation),
 ];
 
+/// A limit of [`Protocol`] and the key that sets it.
+type Limit = (&'static str, fn(&mut Protocol) -> &mut Option<u32>);
+
+const LIMITS: &[Limit] = &[
+    ("retries", |protocol| &mut protocol.retries),
+    ("requests_max", |protocol| &mut protocol.requests_max),
+    ("early_max", |protocol| &mut protocol.early_max),
+    ("receivers_max", |protocol| &mut protocol.receivers_max),
+    ("tombstones_max", |protocol| &mut protocol.tombstones_max),
+    ("queue_max", |protocol| &mut protocol.queue_max),
+    ("peers_max", |protocol| &mut protocol.peers_max),
+    ("links_max", |protocol| &mut protocol.links_max),
+];
+
 /// `[protocol]` as written.
 #[derive(Debug)]
 pub(super) struct ProtocolSpec {
     times: Vec<Option<Draw<Nanos>>>,
-    retries: Option<Draw<u32>>,
+    limits: Vec<Option<Draw<u32>>>,
     layers_per_op: Draw<u16>,
 }
 
@@ -44,7 +58,7 @@ impl ProtocolSpec {
     pub(super) fn read(section: &Section<'_>) -> Result<ProtocolSpec, ScenarioError> {
         let spec = ProtocolSpec {
             times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-            retries: section.draw("retries")?,
+            limits: LIMITS.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
             layers_per_op: section.limited_or("layers_per_op", 1, (1, 1024))?,
         };
         section.finish()?;
@@ -54,11 +68,13 @@ impl ProtocolSpec {
     pub(super) fn draw(&self, seed: u64) -> Protocol {
         let key = Keyed::new(seed, "protocol");
         let mut protocol = Protocol {
-            retries: self.retries.as_ref().map(|draw| draw.draw(&key.part("retries"))),
             layers_per_op: self.layers_per_op.draw(&key.part("layers_per_op")),
             ..Protocol::default()
         };
         for (draw, (name, field)) in self.times.iter().zip(TIMES) {
+            *field(&mut protocol) = draw.as_ref().map(|draw| draw.draw(&key.part(name)));
+        }
+        for (draw, (name, field)) in self.limits.iter().zip(LIMITS) {
             *field(&mut protocol) = draw.as_ref().map(|draw| draw.draw(&key.part(name)));
         }
         protocol

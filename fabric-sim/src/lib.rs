@@ -16,6 +16,7 @@ pub mod net;
 pub mod observe;
 pub mod queue;
 pub mod replay;
+mod settings;
 #[cfg(test)]
 mod testing;
 pub mod world;

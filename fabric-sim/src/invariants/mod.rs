@@ -180,7 +180,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))
         }
         InvariantId::Heals => Box::new(heals::Heals::new(limits)),
-        InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(limits)),
+        InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
         InvariantId::Isolation => Box::new(isolation::Isolation::default()),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),
     }

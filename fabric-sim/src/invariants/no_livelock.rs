@@ -1,48 +1,69 @@
 //! L3: retries per request and reconnects per peer stay under their limits while nothing
 //! progresses.
 
-use super::{Found, Invariant, Limits, Now};
-use crate::observe::{Kind, Observation, Rank};
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Rank, Who};
+use crate::settings;
+use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::ClientId;
+use engine::core::message::{FlowState, Job, Report};
 use engine::core::router::LegBody;
 use engine::core::time::Nanos;
-use engine::fabric::Outcome;
+use engine::fabric::{Outcome, Placement};
+use scenarios::Run;
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
-
-/// Dials of one instance to another in [`DIAL_SPAN`] without an answer.
-const DIALS_MAX: u32 = 200;
-
-/// See [`DIALS_MAX`].
-const DIAL_SPAN: Nanos = Nanos::from_secs(10);
-
-/// Failed operations of one rank in a row, per operation that it may have in flight.
-const FAILURES_MAX: u32 = 64;
 
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
 type Part = (u32, Option<u32>);
 
-#[derive(Clone, Copy, Debug, Default)]
+/// Dials that nobody answered.
+#[derive(Clone, Copy, Debug)]
 struct Dials {
     since: Nanos,
-    count: u32,
+    count: u64,
+    told: bool,
+}
+
+/// Operations of a rank that failed, without one between that succeeded.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    failures: u64,
+    /// Flows that had ended before.
+    ended: u64,
 }
 
 /// Counts dispatches per prompt and sample, dials per pair and failures per rank.
 #[derive(Debug)]
 pub(super) struct NoLivelock {
-    limits: Limits,
+    /// Dispatches of a leg beyond the first.
+    retries: u32,
+    channel: ChannelConfig,
+    /// Failures that one flow of a rank may see: every operation that is in flight, each time.
+    failures_max: u64,
     dispatches: BTreeMap<ClientId, BTreeMap<Part, u32>>,
-    dials: BTreeMap<(u16, u16), Dials>,
-    /// Failures since the last success, and the largest credits seen.
-    failures: BTreeMap<Rank, u32>,
+    dials: BTreeMap<(Who, u16), Dials>,
+    /// Flows that a core has started, and that a rank has ended.
+    started: BTreeMap<Who, u64>,
+    ended: BTreeMap<Rank, u64>,
+    rows: BTreeMap<Rank, Row>,
 }
 
 impl NoLivelock {
-    pub(super) fn new(limits: Limits) -> NoLivelock {
-        let (dispatches, dials) = (BTreeMap::new(), BTreeMap::new());
-        NoLivelock { limits, dispatches, dials, failures: BTreeMap::new() }
+    pub(super) fn new(run: &Run) -> NoLivelock {
+        let transfer = settings::transfer(run, &settings::caps(Placement::OnCompletion));
+        NoLivelock {
+            retries: run.router.config.retries_max,
+            channel: settings::channel(run),
+            failures_max: u64::from(transfer.operations_max)
+                * (1 + u64::from(transfer.retries_max)),
+            dispatches: BTreeMap::new(),
+            dials: BTreeMap::new(),
+            started: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            rows: BTreeMap::new(),
+        }
     }
 
     /// Counts a dispatch; the limit if it is exceeded.
@@ -58,17 +79,21 @@ impl NoLivelock {
         // Each sample of a prompt that is tried again needs the prompt again.
         let samples = parts.keys().filter(|other| other.0 == part.0 && other.1.is_some()).count();
         let times = if part.1.is_none() { samples.max(1) as u32 } else { 1 };
-        let limit = 1 + self.limits.retries * times;
+        let limit = 1 + self.retries * times;
         (count > limit).then_some((count, limit))
     }
 
-    fn dialled(&mut self, now: Nanos, from: u16, to: u16) -> bool {
-        let dials = self.dials.entry((from, to)).or_default();
-        if now > dials.since + DIAL_SPAN {
-            *dials = Dials { since: now, count: 0 };
-        }
+    /// Counts a dial; how many there were in how long a time, if that are too many.
+    fn dialled(&mut self, now: Nanos, from: Who, to: u16) -> Option<(u64, Nanos)> {
+        let none = Dials { since: now, count: 0, told: false };
+        let dials = self.dials.entry((from, to)).or_insert(none);
         dials.count += 1;
-        dials.count == DIALS_MAX + 1
+        let span = now - dials.since;
+        if dials.told || dials.count <= self.channel.dials_max(span) {
+            return None;
+        }
+        dials.told = true;
+        Some((dials.count, span))
     }
 }
 
@@ -84,6 +109,8 @@ impl Invariant for NoLivelock {
             Kind::ClientGone,
             Kind::Dialled,
             Kind::FrameArrived,
+            Kind::Job,
+            Kind::Report,
             Kind::Completed,
         ]
     }
@@ -100,17 +127,25 @@ impl Invariant for NoLivelock {
             Observation::Answered { client, .. } | Observation::ClientGone { client } => {
                 self.dispatches.remove(client);
             }
-            Observation::Dialled { from, to: Some(to) }
-                if self.dialled(now.at, from.instance, *to) =>
-            {
-                found.report(self.id(), now.at, || {
-                    let (from, to) = (now.state.name(from.instance), now.state.name(*to));
-                    format!("{from} dialled {to} more than {DIALS_MAX} times in 10 s in vain")
-                });
+            Observation::Dialled { from, to: Some(to) } => {
+                if let Some((count, span)) = self.dialled(now.at, *from, *to) {
+                    found.report(self.id(), now.at, || {
+                        let (from, to) = (now.state.name(from.instance), now.state.name(*to));
+                        let span = span.as_secs_f64();
+                        format!("{from} dialled {to} {count} times in {span:.3} s in vain")
+                    });
+                }
             }
             Observation::FrameArrived { from, to, frame: Frame::Welcome(_) } => {
-                self.dials.remove(&(to.instance, from.instance));
+                self.dials.remove(&(*to, from.instance));
             }
+            Observation::Job { who, job: Job::Write { .. } | Job::Read { .. } } => {
+                *self.started.entry(*who).or_default() += 1;
+            }
+            Observation::Report {
+                from,
+                report: Report::Flow { state: FlowState::Done { .. } | FlowState::Failed(_), .. },
+            } => *self.ended.entry(*from).or_default() += 1,
             Observation::Completed { from, outcome, .. } => {
                 self.completed(now, *from, outcome, found)
             }
@@ -122,15 +157,18 @@ impl Invariant for NoLivelock {
 impl NoLivelock {
     fn completed(&mut self, now: Now<'_>, from: Rank, outcome: &Outcome, found: &mut Found) {
         if *outcome == Outcome::Done {
-            if !self.failures.is_empty() {
-                self.failures.remove(&from);
+            if !self.rows.is_empty() {
+                self.rows.remove(&from);
             }
             return;
         }
-        let count = self.failures.entry(from).or_default();
-        *count += 1;
-        let limit = FAILURES_MAX * 1_024;
-        if *count == limit + 1 {
+        let ended = self.ended.get(&from).copied().unwrap_or(0);
+        let row = self.rows.entry(from).or_insert(Row { failures: 0, ended });
+        row.failures += 1;
+        // The flows under way at the first failure, those since, and what was left of those before.
+        let started = self.started.get(&from.who).copied().unwrap_or(0);
+        let limit = (1 + started.saturating_sub(row.ended)) * self.failures_max;
+        if row.failures == limit + 1 {
             found.report(self.id(), now.at, || {
                 let name = now.state.name(from.who.instance);
                 format!("{limit} operations of {name} rank {} failed in a row", from.rank)
@@ -142,7 +180,11 @@ impl NoLivelock {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, decode_body, finished_answer, prefill_body};
+    use crate::invariants::testing::{
+        Bench, D0, P0, decode_body, done, failed, finished_answer, prefill_body, rank,
+    };
+    use engine::core::ids::{FlowId, PeerSlot, SourceId};
+    use engine::fabric::{Landed, OpId};
 
     fn bench() -> Bench {
         Bench::new(InvariantId::NoLivelock)
@@ -175,9 +217,39 @@ mod tests {
                 bench.see(Observation::Dialled { from: D0, to: Some(P0.instance) });
             }
         };
-        dial(&mut bench, 500, Nanos::from_ms(100));
+        dial(&mut bench, 500, Nanos::from_ms(500));
         bench.holds();
-        dial(&mut bench, 500, Nanos::from_ms(1));
-        bench.fails("d0 dialled p0 more than 200 times");
+        dial(&mut bench, 5_000, Nanos::from_ms(50));
+        bench.fails("s in vain");
+    }
+
+    #[test]
+    fn failures_in_a_row_are_limited() {
+        let mut bench = bench();
+        let mut op = 0;
+        let mut complete = |bench: &mut Bench, count: u64, outcome: &Outcome| {
+            for _ in 0..count {
+                op += 1;
+                bench.see(Observation::Completed { from: rank(P0), op: OpId(op), outcome });
+            }
+        };
+        let failure = failed(Landed::None);
+        // The plane takes 1024 operations, and each is tried four times.
+        complete(&mut bench, 4_096, &failure);
+        complete(&mut bench, 1, &done());
+        complete(&mut bench, 4_096, &failure);
+        let job = Job::Write {
+            flow: FlowId(1),
+            source: SourceId(1),
+            peer: PeerSlot(1),
+            from: 0,
+            tokens: 16,
+            blocks: Default::default(),
+        };
+        bench.see(Observation::Job { who: P0, job: &job });
+        complete(&mut bench, 4_096, &failure);
+        bench.holds();
+        complete(&mut bench, 2, &failure);
+        bench.fails("8192 operations of p0 rank 0 failed in a row");
     }
 }

@@ -9,6 +9,9 @@ use engine::core::router::{Answer, LegBody, LegEvent};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
+/// A sample of a request: its prompt, and which one.
+type Sample = (u32, u32);
+
 /// What became of the KV of a decode request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Kv {
@@ -24,10 +27,10 @@ pub(super) struct NoSilentSuccess {
     requests: BTreeMap<(Who, RequestId), Kv>,
     legs: BTreeMap<LegId, (Who, RequestId)>,
     /// Whose decode leg it is, and of which prompt and sample.
-    samples: BTreeMap<LegId, (ClientId, (u32, u32))>,
+    samples: BTreeMap<LegId, (ClientId, Sample)>,
     /// The newest leg of each sample, and whether it computed its prompt itself. What an earlier
     /// one did is of no use to the client.
-    clients: BTreeMap<ClientId, BTreeMap<(u32, u32), (LegId, bool)>>,
+    clients: BTreeMap<ClientId, BTreeMap<Sample, (LegId, bool)>>,
 }
 
 impl NoSilentSuccess {

@@ -15,15 +15,13 @@ use crate::memory::{Fidelity, Shape, Store, Unit};
 use crate::net::{Net, NetCalls, NetConfig};
 use crate::observe::Who;
 use crate::queue::Queue;
+use crate::settings;
 use engine::core::Gauges;
-use engine::core::channel::ChannelConfig;
 use engine::core::ids::Incarnation;
-use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::station::CoreConfig;
 use engine::core::time::Nanos;
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::fabric::{
-    Caps, Channel, ControlPlane, DataPlane, Endpoint, FenceScope, Memory, Placement,
-};
+use engine::core::transfer::TransferConfig;
+use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, Memory};
 use scenarios::decide;
 use scenarios::engine::{EngineConfig, GroupConfig};
 use scenarios::geometry::{RankMemory, geometry, rank_memory, tensor_blocks};
@@ -172,18 +170,6 @@ fn net_config(run: &Run) -> NetConfig {
     NetConfig { seed: run.seed, latency, ..NetConfig::default() }
 }
 
-/// What all data planes can do.
-pub(super) fn caps(placement: Placement) -> Caps {
-    Caps {
-        read: true,
-        write: true,
-        operations_max: 1024,
-        slices_max: 65_536,
-        placement,
-        fence: FenceScope::Peer,
-    }
-}
-
 /// The largest piece of a block that no transfer between two instances cuts.
 fn unit(run: &Run) -> Unit {
     let specs = || run.instances.iter().chain(becomes(run));
@@ -244,36 +230,9 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         control: Endpoint(format!("sim://{}", spec.name).into()),
         dp: (spec.dp_rank, spec.dp_size),
         router: Some(Endpoint(format!("sim://{ROUTER}").into())),
-        settings: core_settings(run),
-        channel: channel(run),
+        settings: settings::core(run),
+        channel: settings::channel(run),
     })
-}
-
-fn core_settings(run: &Run) -> CoreSettings {
-    let (default, protocol) = (CoreSettings::default(), &run.protocol);
-    CoreSettings {
-        heartbeat: run.router.heartbeat,
-        lease: protocol.lease.unwrap_or(default.lease),
-        orphan: protocol.fetch.unwrap_or(default.orphan),
-        requests_max: protocol.requests_max.unwrap_or(default.requests_max),
-        early_max: protocol.early_max.unwrap_or(default.early_max),
-        receivers_max: protocol.receivers_max.unwrap_or(default.receivers_max),
-        tombstones_max: protocol.tombstones_max.unwrap_or(default.tombstones_max),
-        ..default
-    }
-}
-
-fn channel(run: &Run) -> ChannelConfig {
-    let (default, protocol) = (ChannelConfig::default(), &run.protocol);
-    ChannelConfig {
-        hello: protocol.hello.unwrap_or(default.hello),
-        retransmit: protocol.retransmit.unwrap_or(default.retransmit),
-        retransmit_max: protocol.retransmit_max.unwrap_or(default.retransmit_max),
-        silent: protocol.silent.unwrap_or(default.silent),
-        queue_max: protocol.queue_max.unwrap_or(default.queue_max),
-        peers_max: protocol.peers_max.unwrap_or(default.peers_max),
-        links_max: protocol.links_max.unwrap_or(default.links_max),
-    }
 }
 
 /// Arguments of a rank's transfer actor.
@@ -285,7 +244,6 @@ pub(super) fn transfer(
     registered: Vec<Memory>,
     memory: &InstanceMemory,
 ) -> Box<TransferConfig> {
-    let (default, protocol) = (TransferSettings::default(), &run.protocol);
     let caps = plane.caps();
     Box::new(TransferConfig {
         rank,
@@ -296,14 +254,7 @@ pub(super) fn transfer(
         placement: caps.placement,
         memory: registered,
         layers: memory.layout.layers.clone(),
-        settings: TransferSettings {
-            layers_per_op: protocol.layers_per_op.max(1),
-            operations_max: caps.operations_max,
-            slices_max: caps.slices_max,
-            stall: protocol.operation.unwrap_or(default.stall),
-            retries_max: protocol.retries.unwrap_or(default.retries_max),
-            ..default
-        },
+        settings: settings::transfer(run, &caps),
     })
 }
 

@@ -3,8 +3,8 @@
 use super::clients::End;
 use super::{Actor, ActorId, Due, Simulation};
 use crate::observe::{Observation, Part, Who};
-use engine::core::{Gauges, Machine};
 use engine::core::time::Nanos;
+use engine::core::{Gauges, Machine};
 use scenarios::Run;
 
 /// Time between two looks at whether the run is over.

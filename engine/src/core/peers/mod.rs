@@ -429,10 +429,13 @@ impl Peers {
 
     /// After repeated failures a target is left alone for longer and longer.
     fn shun(&mut self, now: Nanos, target: (EngineId, Endpoint), failure: Failure) {
-        if self.shunned.len() >= self.config.peers_max as usize {
+        let known = self.shunned.contains_key(&target);
+        if !known && self.shunned.len() >= self.config.peers_max as usize {
             let over = self.shunned.iter().find(|(_, shun)| shun.until <= now);
             let victim = over.or(self.shunned.first_key_value()).map(|(target, _)| target.clone());
-            self.shunned.remove(&victim.expect("the table is full"));
+            if let Some(victim) = victim {
+                self.shunned.remove(&victim);
+            }
         }
         let (first, most) = (self.config.retransmit, self.config.retransmit_max);
         let wait =

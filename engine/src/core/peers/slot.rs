@@ -71,6 +71,33 @@ pub(super) struct Slot {
     pub(super) armed: Option<Nanos>,
 }
 
+impl ChannelConfig {
+    /// Most dials of one peer in `span` of which none is answered: those of a conversation that was
+    /// up, then conversations that never come up, with a pause after each.
+    pub fn dials_max(&self, span: Nanos) -> u64 {
+        let fruitless = (1..=u64::from(REDIALS_MAX)).map(|dials| self.fruitless(dials, span));
+        u64::from(REDIALS_MAX) + fruitless.max().unwrap_or(0)
+    }
+
+    /// Dials in `span`, if every conversation makes as many as told.
+    fn fruitless(&self, dials: u64, span: Nanos) -> u64 {
+        let (first, most) = self.waits();
+        let doubled = |wait: Nanos| (wait + wait).min(most);
+        let (mut length, mut wait) = (Nanos::ZERO, first);
+        for _ in 1..dials {
+            length = length + wait;
+            wait = doubled(wait);
+        }
+        let (mut left, mut count, mut pause) = (span, dials, first);
+        while pause < most && left >= length + pause {
+            left = left - (length + pause);
+            pause = doubled(pause);
+            count += dials;
+        }
+        count + dials * (left.0 / (length + pause).0)
+    }
+}
+
 impl Slot {
     pub(super) fn new(
         engine: EngineId,
@@ -167,5 +194,22 @@ impl Slot {
         let channel = self.channel.deadline().map(|at| (at, Due::Channel));
         // min_by_key returns the first of equals.
         [limit, silent, dial, hello, mend, channel].into_iter().flatten().min_by_key(|(at, _)| *at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    #[test]
+    fn dials_in_vain_are_as_many_as_the_pauses_allow() {
+        let config = ChannelConfig::default();
+        let most = u64::from(REDIALS_MAX);
+        // At 0, 50, 150 and 350 ms, then pauses of 50, 100, ... ms, then one second after each.
+        assert_eq!(config.dials_max(Nanos::ZERO), most + most);
+        let hour = config.dials_max(Nanos::from_secs(3_600));
+        assert!((3_600 * 2..3_600 * 4).contains(&hour), "{hour}");
+        let eager = ChannelConfig { retransmit_max: config.retransmit, ..config };
+        let hour = eager.dials_max(Nanos::from_secs(3_600));
+        assert!((3_600 * 20..=3_600 * 20 + 3 * most).contains(&hour), "{hour}");
     }
 }

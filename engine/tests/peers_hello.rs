@@ -4,12 +4,12 @@
 mod peer_net;
 
 use engine::core::Nanos;
-use engine::core::channel::WINDOW;
+use engine::core::channel::{ChannelConfig, WINDOW};
 use engine::core::dialect::native::{self, Envelope, Frame, VERSION};
 use engine::core::error::Failure;
 use engine::core::ids::*;
 use engine::core::message::{Hello, Message, Role, Tag};
-use engine::core::peers::PeerEvent;
+use engine::core::peers::{PeerEvent, PeerOut, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);
@@ -158,4 +158,109 @@ fn broken_rules_are_counted_and_cost_only_the_frame() {
     net.send(DECODE, slot).unwrap();
     net.run(Nanos::from_ms(1));
     assert_eq!(net.cores[PREFILL].received(net.cores[PREFILL].up()[0]).len(), 1);
+}
+
+fn limited(peers_max: u32, links_max: u32) -> Net {
+    let config = ChannelConfig { peers_max, links_max, ..ChannelConfig::default() };
+    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    for core in [PREFILL, DECODE] {
+        net.cores[core].peers = Peers::new(config.clone(), me(core, 1, 2));
+        net.set_ranks(core, shape(2).1);
+    }
+    net
+}
+
+fn overloads(core: &Core) -> usize {
+    let overload =
+        |event: &&PeerEvent| matches!(event, PeerEvent::Refused { failure: Failure::Overload, .. });
+    core.events.iter().filter(overload).count()
+}
+
+#[test]
+fn a_peer_above_the_limit_is_refused_until_there_is_room() {
+    let mut net = limited(2, 64);
+    let of = |engine: &str, session| Hello { engine: engine.into(), ..hello(1, session) };
+    say(&mut net, 900, of("d", 1));
+    say(&mut net, 901, of("e", 1));
+    say(&mut net, 902, of("f", 1));
+    let prefill = &net.cores[PREFILL];
+    assert_eq!((prefill.up().len(), overloads(prefill)), (2, 1));
+    assert_eq!(prefill.peers.gauges().peers, 2);
+    // One that is known may come again.
+    say(&mut net, 903, of("e", 2));
+    assert_eq!((net.cores[PREFILL].up().len(), overloads(&net.cores[PREFILL])), (2, 1));
+    // One that is gone but not done with takes its place all the same.
+    let first = net.cores[PREFILL].up()[0];
+    net.cores[PREFILL].peers.reserve(1);
+    net.close(PREFILL, first);
+    say(&mut net, 904, of("f", 2));
+    assert_eq!(overloads(&net.cores[PREFILL]), 2);
+    net.cores[PREFILL].peers.reserve(0);
+    say(&mut net, 905, of("f", 3));
+    assert_eq!((net.cores[PREFILL].peers.gauges().peers, overloads(&net.cores[PREFILL])), (2, 2));
+}
+
+/// What becomes of an attempt of the decode to reach another prefill.
+fn reach_another(net: &mut Net) -> PeerOut {
+    let mut out = PeerOut::default();
+    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), &mut out);
+    out
+}
+
+fn is_overload(out: &PeerOut) -> bool {
+    matches!(out.events[..], [PeerEvent::Down { failure: Failure::Overload, .. }])
+}
+
+#[test]
+fn a_decode_reaches_no_more_peers_and_opens_no_more_links_than_its_limits() {
+    for (peers_max, links_max) in [(1, 64), (64, 1)] {
+        let mut net = limited(peers_max, links_max);
+        let slot = net.reach();
+        net.run(SECOND);
+        assert_eq!(net.cores[DECODE].up(), [slot]);
+        let out = reach_another(&mut net);
+        assert!(is_overload(&out) && out.commands.is_empty(), "{out:?}");
+        assert_eq!(net.reach(), slot, "a peer that is there can be used");
+        net.close(DECODE, slot);
+        // The link stands for a while, so that the goodbye gets through.
+        assert_eq!(is_overload(&reach_another(&mut net)), links_max == 1);
+        net.run(SECOND + SECOND);
+        assert_eq!(reach_another(&mut net).events, []);
+    }
+}
+
+#[test]
+fn a_link_above_the_limit_is_not_opened_to_mend_another() {
+    let mut net = limited(64, 1);
+    let slot = net.reach();
+    net.run(SECOND);
+    net.mute(PREFILL);
+    let dials = net.dials;
+    for _ in 0..80 {
+        net.run(Nanos::from_ms(100));
+        assert!(net.cores[DECODE].peers.gauges().links <= 1);
+    }
+    assert_eq!((net.dials, net.cores[DECODE].failures()), (dials, vec![Failure::PeerSilent]));
+    assert!(!net.cores[DECODE].up().contains(&slot));
+}
+
+#[test]
+fn links_of_strangers_above_the_limit_are_closed_at_once() {
+    let mut net = limited(64, 2);
+    for link in 900..903 {
+        net.stranger(link, None);
+    }
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].peers.gauges().links, 2);
+    let frame = native::encode(&Frame::Hello(Box::new(hello(1, 1))));
+    net.stranger(902, Some(vec![frame.clone()]));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].up(), [], "its link is not there");
+    // Who says nothing makes room.
+    net.run(SECOND + SECOND);
+    assert_eq!(net.cores[PREFILL].peers.gauges().links, 0);
+    net.stranger(903, None);
+    net.stranger(903, Some(vec![frame]));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].up().len(), 1);
 }

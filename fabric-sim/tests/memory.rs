@@ -84,6 +84,10 @@ struct Pair {
 
 impl Pair {
     fn new(fidelity: Fidelity, stores: [Store; 2]) -> Pair {
+        Pair::with_bandwidth(fidelity, stores, 50_000_000_000)
+    }
+
+    fn with_bandwidth(fidelity: Fidelity, stores: [Store; 2], bytes_per_sec: u64) -> Pair {
         let mut dma = Dma::new(DmaConfig { fidelity, ..DmaConfig::default() });
         let caps = Caps {
             read: true,
@@ -96,7 +100,7 @@ impl Pair {
         let memory = stores.each_ref().map(|store| store.memory(0, 0));
         let mut planes = Vec::new();
         for (node, store) in (0..).zip(stores) {
-            let nic = dma.add_nic(50_000_000_000);
+            let nic = dma.add_nic(bytes_per_sec);
             planes.push(dma.add_plane(PlaneSpec { node, nic, nic_local: nic, caps, store }));
         }
         let addresses = [planes[0].address(), planes[1].address()];
@@ -142,6 +146,12 @@ impl Pair {
 
     /// Moves `(local, remote, len)` in one operation and waits for its end.
     fn transfer(&mut self, direction: Direction, slices: &[(u64, u64, u64)]) {
+        self.submit(direction, slices);
+        self.run();
+        self.planes[0].poll(Default::default(), &mut self.events);
+    }
+
+    fn submit(&mut self, direction: Direction, slices: &[(u64, u64, u64)]) {
         let local: Vec<_> = slices.iter().map(|slice| slice.0).collect();
         let remote: Vec<_> = slices.iter().map(|slice| slice.1).collect();
         let len: Vec<_> = slices.iter().map(|slice| slice.2).collect();
@@ -150,8 +160,6 @@ impl Pair {
         let (local, remote, len) = (&local, &remote, &len);
         let batch = Submit { op, session, direction, local, remote, len };
         self.planes[0].submit(batch).expect("it is taken");
-        self.run();
-        self.planes[0].poll(Default::default(), &mut self.events);
     }
 
     fn store(&mut self, index: u32) -> &mut Store {
@@ -268,6 +276,37 @@ fn a_piece_sent_before_its_last_token_is_seen() {
         pair.store(0).fill(&at(1, 5, 8), 0..LAYERS, 5);
         assert_eq!(pair.store(0).check(&at(1, 0, 8), 5), Ok(()));
         assert!(pair.store(1).check(&at(4, 0, 8), 5).is_err(), "{fidelity:?}");
+    }
+}
+
+/// Time of `count` operations that are submitted together, each of one block.
+fn together(fidelity: Fidelity, count: u32) -> u64 {
+    let unit = Unit { tokens: 8, slots: 8 };
+    let stores = [0, 1].map(|_| store(Order::SlotMajor, 1, 0, unit, fidelity));
+    // So slow that latencies do not count.
+    let mut pair = Pair::with_bandwidth(fidelity, stores, 100_000);
+    let start = pair.queue.now();
+    for block in 0..count {
+        pair.store(0).fill(&at(block, 0, 8), 0..LAYERS, 5);
+        let rows = rows(Order::SlotMajor, [1, 1], [block, block], LAYERS);
+        pair.submit(Direction::Write, &rows);
+    }
+    pair.run();
+    for block in 0..count {
+        assert_eq!(pair.store(1).check(&at(block, 0, 8), 5), Ok(()));
+    }
+    (pair.queue.now() - start).0
+}
+
+#[test]
+fn a_port_is_shared_in_cells_as_in_bytes() {
+    let near = |a: u64, b: u64| a.abs_diff(b) * 50 <= a.max(b);
+    let alone = together(Fidelity::Bytes, 1);
+    for count in 1..=3 {
+        for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+            let time = together(fidelity, count);
+            assert!(near(time, alone * u64::from(count)), "{count} {fidelity:?}: {time} {alone}");
+        }
     }
 }
 

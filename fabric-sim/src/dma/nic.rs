@@ -223,3 +223,86 @@ fn scale(a: u64, b: u64, c: u64) -> u64 {
 fn scale_up(a: u64, b: u64, c: u64) -> u64 {
     (u128::from(a) * u128::from(b)).div_ceil(u128::from(c)) as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    /// When which `Serve` is due.
+    #[derive(Default)]
+    struct Plan(BTreeSet<(Nanos, u32)>);
+
+    impl Schedule<DmaEvent> for Plan {
+        fn at(&mut self, at: Nanos, entry: DmaEvent) {
+            let DmaEvent::Serve { turn, .. } = entry else { panic!("{entry:?}") };
+            self.0.insert((at, turn));
+        }
+    }
+
+    enum Change {
+        /// An operation of so many bytes comes.
+        Comes(u32, u64),
+        Rate(u64),
+    }
+
+    /// The ends of operations on a port of one byte per nanosecond.
+    fn ends(changes: Vec<(u64, Change)>) -> BTreeMap<u32, u64> {
+        let (mut server, mut plan) = (Server::new(1_000_000_000), Plan::default());
+        let mut ends = BTreeMap::new();
+        let mut serve_until = |server: &mut Server, plan: &mut Plan, until: u64| {
+            while let Some((now, turn)) = plan.0.first().copied().filter(|(at, _)| at.0 <= until) {
+                plan.0.pop_first();
+                if server.is_due(turn) {
+                    while let Some((op, _)) = server.serve(now) {
+                        assert_eq!(ends.insert(op, now.0), None);
+                    }
+                    server.plan(0, plan);
+                }
+            }
+        };
+        for (at, change) in changes {
+            serve_until(&mut server, &mut plan, at);
+            let place = (0, Nanos(at));
+            match change {
+                Change::Comes(op, bytes) => server.arrive(place, (op, 0), bytes, &mut plan),
+                Change::Rate(rate) => server.set_rate(place, rate, &mut plan),
+            }
+        }
+        serve_until(&mut server, &mut plan, u64::MAX);
+        ends
+    }
+
+    #[track_caller]
+    fn check(changes: Vec<(u64, Change)>, expected: &[u64]) {
+        let ends: Vec<u64> = ends(changes).into_values().collect();
+        let near = |(a, b): (&u64, &u64)| a.abs_diff(*b) <= 2;
+        let same = ends.len() == expected.len() && ends.iter().zip(expected).all(near);
+        assert!(same, "{ends:?}, expected {expected:?}");
+    }
+
+    #[test]
+    fn whole_operations_share_a_port_equally() {
+        use Change::Comes;
+        check(vec![(0, Comes(0, 1_000))], &[1_000]);
+        check(vec![(0, Comes(0, 1_000)), (0, Comes(1, 1_000))], &[2_000, 2_000]);
+        check(vec![(0, Comes(0, 1_000)), (0, Comes(1, 3_000))], &[2_000, 4_000]);
+        // The later one has half of the port until the first is done, then all of it.
+        check(vec![(0, Comes(0, 1_000)), (500, Comes(1, 1_000))], &[1_500, 2_000]);
+        // After a pause nothing is left of what was before.
+        check(vec![(0, Comes(0, 1_000)), (5_000, Comes(1, 1_000))], &[1_000, 6_000]);
+        let three = (0..3).map(|op| (u64::from(op) * 100, Comes(op, 300))).collect();
+        // 100, then 50, then what is left by threes.
+        check(three, &[650, 850, 900]);
+    }
+
+    #[test]
+    fn another_bandwidth_holds_for_what_is_left() {
+        use Change::{Comes, Rate};
+        let slower = Rate(500_000_000);
+        check(vec![(0, Comes(0, 1_000)), (500, slower)], &[1_500]);
+        let slower = Rate(500_000_000);
+        let changes = vec![(0, Comes(0, 1_000)), (0, Comes(1, 1_000)), (1_000, slower)];
+        check(changes, &[3_000, 3_000]);
+    }
+}

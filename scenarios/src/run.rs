@@ -269,6 +269,9 @@ pub enum Allocator {
     Lifo,
 }
 
+/// Layers that one cell can tell apart.
+pub const CELL_LAYERS_MAX: u16 = 96;
+
 /// What the simulator keeps of block contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MemoryModel {

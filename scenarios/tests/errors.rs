@@ -247,3 +247,30 @@ mod traces {
         check(&GOOD.replace("3,", "0,"), "2: a length is 0; give at least one token");
     }
 }
+
+#[test]
+fn what_cells_cannot_express_is_refused() {
+    let cells = "memory = \"cells\"\n";
+    let layouts = "[topology]\nprefill = [{ name = \"p0\", layout = \"head-split\" }]\n\
+                   decode = [{ name = \"d0\", layout = \"token\" }]";
+    check(
+        &format!("{cells}{layouts}"),
+        "2: cells cannot follow K and V between the layouts of p0 and d0; use \"head-split\" for both \
+         or for none, or set `memory` to \"bytes\"",
+    );
+    let restart = "[[fault]]\nkind = \"process.restart_other_geometry\"\nat = \"1ms\"\n\
+                   target = \"d0\"\nlayout = \"head-split\"";
+    let text = error(&format!("about = \"test\"\n{cells}{restart}"));
+    assert!(text.starts_with("x.toml:2: cells cannot follow K and V"), "{text}");
+    check(
+        &format!("{cells}[model]\nlayers = 97"),
+        "2: cells cannot tell 97 layers apart; use at most 96, or set `memory` to \"bytes\"",
+    );
+    let draws = |text: &str| {
+        let text = format!("about = \"test\"\n{text}");
+        scenarios::parse("x.toml", &text, Path::new(FOLDER), None).unwrap().draw(1).is_ok()
+    };
+    assert!(draws(layouts) && draws(&format!("{cells}[model]\nlayout = \"head-split\"")));
+    // The latent is one slot in any layout.
+    assert!(draws(&format!("{cells}[model]\nlatent = 64\n{layouts}")));
+}

@@ -3,10 +3,11 @@
 use super::shape::{Grid, Shape, Spot};
 use super::{BlockTokens, Found, Wrong};
 use scenarios::decide::mix;
+use scenarios::run::CELL_LAYERS_MAX;
 use std::ops::Range;
 
 /// Layers that the mask of a cell can tell apart.
-pub(super) const LAYERS_MAX: usize = 96;
+pub(super) const LAYERS_MAX: usize = CELL_LAYERS_MAX as usize;
 
 /// 32 bits of stamp above 96 bits of layers: 16 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

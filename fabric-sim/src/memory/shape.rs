@@ -282,7 +282,8 @@ impl Shape {
     pub(super) fn cells_fit(&self) -> Result<(), ShapeError> {
         if self.tensors.len() > super::cells::LAYERS_MAX {
             let count = self.tensors.len();
-            return Err(ShapeError(format!("{count} layers, cells can tell at most 96 apart")));
+            let most = super::cells::LAYERS_MAX;
+            return Err(ShapeError(format!("{count} layers, cells can tell at most {most} apart")));
         }
         for layer in &self.layers {
             let owner = &self.layers[self.tensors[layer.tensor as usize].layer as usize];

@@ -14,8 +14,9 @@ use crate::decide::Keyed;
 use crate::doc::{Doc, File, Section};
 use crate::error::ScenarioError;
 use crate::lists::FaultKind;
-use crate::run::{Expect, MemoryModel, Model, Run};
+use crate::run::{CELL_LAYERS_MAX, Expect, Instance, MemoryLayout, MemoryModel, Model, Run};
 use crate::value::Draw;
+use ::engine::core::message::Role;
 use fault::FaultSpec;
 use model::ModelSpec;
 use settings::{EngineSpec, ProtocolSpec};
@@ -262,6 +263,7 @@ impl Scenario {
         }
         self.price_restarts(seed, &mut run);
         self.check_lengths(&run)?;
+        self.check_cells(&run)?;
         Ok(run)
     }
 
@@ -272,6 +274,37 @@ impl Scenario {
             let cost = self.topology.cost(&self.model, model, becomes.tp);
             becomes.cost = self.engine.cost(seed, cost);
         }
+    }
+
+    /// A cell has one bit per layer and stands for K and V alike, so it cannot follow them where one
+    /// side keeps them apart and the other together.
+    fn check_cells(&self, run: &Run) -> Result<(), ScenarioError> {
+        if run.memory != MemoryModel::Cells {
+            return Ok(());
+        }
+        if run.model.layers > CELL_LAYERS_MAX {
+            let layers = run.model.layers;
+            let what = format!("cells cannot tell {layers} layers apart");
+            let remedy = format!("use at most {CELL_LAYERS_MAX}, or set `memory` to \"bytes\"");
+            return Err(self.file.error(self.memory.line, what, remedy));
+        }
+        let restarted = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
+        let all: Vec<&Instance> = run.instances.iter().chain(restarted).collect();
+        let of = |role| all.iter().filter(move |instance| instance.role == role);
+        let apart = |instance: &Instance| instance.layout == MemoryLayout::HeadSplit;
+        for prefill in of(Role::Prefill) {
+            let decodes = of(Role::Decode).filter(|decode| decode.mode == prefill.mode);
+            let other = decodes.into_iter().find(|decode| apart(decode) != apart(prefill));
+            if let (false, Some(decode)) = (run.model.latent, other) {
+                let (a, b) = (&prefill.name, &decode.name);
+                let what =
+                    format!("cells cannot follow K and V between the layouts of {a} and {b}");
+                let remedy =
+                    "use \"head-split\" for both or for none, or set `memory` to \"bytes\"";
+                return Err(self.file.error(self.memory.line, what, remedy));
+            }
+        }
+        Ok(())
     }
 
     /// Every request must fit into every pool, alone.

@@ -368,12 +368,7 @@ impl Station {
         });
     }
 
-    fn fence<E: From<Job>>(
-        &mut self,
-        slot: PeerSlot,
-        news: &mut Vec<News>,
-        out: &mut Outbox<E>,
-    ) {
+    fn fence<E: From<Job>>(&mut self, slot: PeerSlot, news: &mut Vec<News>, out: &mut Outbox<E>) {
         if self.fencing.contains_key(&slot) {
             return;
         }

@@ -164,22 +164,24 @@ impl Faults {
             return;
         }
         for (from, to) in self.pairs(index, spot) {
-            let undo = match kind {
+            let mut undo = Vec::new();
+            match kind {
                 FaultKind::SlowLink => {
                     self.act(Action::LinkRate { from, to, divided_by: factor });
-                    Undo::Act(Action::LinkRate { from, to, divided_by: 1 })
+                    undo.push(Undo::Act(Action::LinkRate { from, to, divided_by: 1 }));
                 }
                 FaultKind::Partition => {
                     self.act(Action::Cut { from, to, cut: true });
-                    Undo::Act(Action::Cut { from, to, cut: false })
+                    undo.push(Undo::Act(Action::Cut { from, to, cut: false }));
                 }
-                _ => {
-                    *self.vanish.entry((from, to)).or_default() += 1;
-                    Undo::Appear(from, to)
-                }
-            };
+                _ => {}
+            }
+            if kind != FaultKind::SlowLink {
+                *self.vanish.entry((from, to)).or_default() += 1;
+                undo.push(Undo::Appear(from, to));
+            }
             let lasts = lasts.filter(|_| kind != FaultKind::OneWayPermanent);
-            self.lasting(now, kind, vec![undo], (Some(from), Some(to)), lasts);
+            self.lasting(now, kind, undo, (Some(from), Some(to)), lasts);
             self.hit(now, kind, Some(from), Some(to));
         }
     }

@@ -130,10 +130,13 @@ fn windows_end_once_the_last_one_of_a_pair_does() {
     faults.tick(Nanos(10));
     faults.tick(Nanos(50));
     assert_eq!(actions(&mut faults), [cut(true), cut(true)]);
+    assert!(!faults.frame_fate(T, &frame(2, 0, MessageName::Ack)).drop);
     faults.tick(Nanos(110));
     assert_eq!(actions(&mut faults), []);
+    assert!(faults.frame_fate(T, &frame(0, 2, MessageName::Ack)).drop);
     faults.tick(Nanos(150));
     assert_eq!(actions(&mut faults), [cut(false)]);
+    assert!(!faults.frame_fate(T, &frame(0, 2, MessageName::Ack)).drop);
     assert_eq!(faults.last_fault(Nanos(999)), Nanos(150));
     assert_eq!(faults.deadline(), None);
 }

@@ -8,6 +8,7 @@
 
 pub mod dma;
 pub mod faults;
+mod fit;
 pub mod hash;
 pub mod invariants;
 pub mod keyed;

@@ -12,6 +12,7 @@ use engine::core::router::{Answer, LegBody, LegEvent};
 use engine::fabric::{Direction, OpId, Outcome, Placement, Refused, SessionId, Ticket};
 use scenarios::engine::PoolGauges;
 use scenarios::lists::FaultKind;
+use scenarios::run::Instance;
 use std::fmt;
 
 /// An instance in one of its lives, or the router.
@@ -129,10 +130,8 @@ pub enum Observation<'a> {
     Started {
         /// The instance in its new life.
         who: Who,
-        /// Number of TP ranks.
-        tp: u16,
-        /// Tokens per block.
-        block_tokens: u32,
+        /// What it is in this life.
+        spec: &'a Instance,
     },
     /// An instance lost its state and its memory.
     Crashed {
@@ -150,6 +149,11 @@ pub enum Observation<'a> {
     /// A client sent a request.
     Asked {
         /// Who.
+        client: ClientId,
+    },
+    /// A request of the world's own, which shows whether the fast path is back.
+    Probed {
+        /// Who asks.
         client: ClientId,
     },
     /// A client went away without an answer.
@@ -401,6 +405,15 @@ pub enum Observation<'a> {
         /// The peer, if it concerns one pair only.
         to: Option<u16>,
     },
+    /// The liveness phase begins; everything that lasts now is permanent.
+    Settled {
+        /// Instances that were healed and stay connected.
+        core: &'a [u16],
+        /// Instances that never make a step again, though their memory is there.
+        frozen: &'a [u16],
+        /// Instances, or ordered pairs, with a fault for good.
+        broken: &'a [(u16, Option<u16>)],
+    },
     /// All transient faults are over; from now on only permanent ones are left.
     Healed,
 }
@@ -413,6 +426,7 @@ pub enum Kind {
     Crashed,
     Panicked,
     Asked,
+    Probed,
     ClientGone,
     Answered,
     Dispatched,
@@ -445,6 +459,7 @@ pub enum Kind {
     Pool,
     Gauges,
     Faulted,
+    Settled,
     Healed,
 }
 
@@ -462,6 +477,7 @@ impl Observation<'_> {
             Observation::Crashed { .. } => Kind::Crashed,
             Observation::Panicked { .. } => Kind::Panicked,
             Observation::Asked { .. } => Kind::Asked,
+            Observation::Probed { .. } => Kind::Probed,
             Observation::ClientGone { .. } => Kind::ClientGone,
             Observation::Answered { .. } => Kind::Answered,
             Observation::Dispatched { .. } => Kind::Dispatched,
@@ -494,6 +510,7 @@ impl Observation<'_> {
             Observation::Pool { .. } => Kind::Pool,
             Observation::Gauges { .. } => Kind::Gauges,
             Observation::Faulted { .. } => Kind::Faulted,
+            Observation::Settled { .. } => Kind::Settled,
             Observation::Healed => Kind::Healed,
         }
     }

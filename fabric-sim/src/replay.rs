@@ -112,7 +112,7 @@ pub fn replay(recording: &Recording) -> Result<Replayed, ReplayError> {
                 pending.extend(machine.effects().take());
                 inputs += 1;
             }
-            Detail::Effect(_) => {}
+            Detail::Effect(_) | Detail::Settled(_) => {}
         }
     }
     no_more(&mut pending, count, last)?;

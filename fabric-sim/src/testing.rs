@@ -1,5 +1,6 @@
 //! Runs for unit tests.
 
+use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
 use engine::core::router::RouterConfig;
 use engine::core::time::Nanos;
@@ -55,7 +56,7 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
             head_bytes: 64,
             element: 2,
             state_bytes: 256,
-            groups: Vec::new(),
+            groups: vec![ModelGroup { kind: GroupKind::Full, layers: vec![0, 1] }],
         },
         instances,
         network: Network {
@@ -84,6 +85,7 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
         requests: Vec::new(),
         faults,
         shaped: Vec::new(),
+        liveness: Liveness::Heal,
         expect: Expect { within: None, hold: Vec::new(), requests: Counts::default(), exit: 0 },
     }
 }

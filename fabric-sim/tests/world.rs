@@ -95,6 +95,7 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             .collect(),
         faults: Vec::new(),
         shaped: Vec::new(),
+        liveness: Liveness::Heal,
         expect: Expect { within: None, hold: Vec::new(), requests: Counts::default(), exit: 0 },
     }
 }
@@ -243,4 +244,24 @@ fn every_fault_leaves_every_promise_held() {
         }
     }
     assert!(broken.is_empty(), "{}: {broken:#?}", broken.len());
+}
+
+#[test]
+fn a_core_is_drawn_healed_and_shown() {
+    let mut cores = std::collections::BTreeSet::new();
+    for seed in 0..12 {
+        for kind in [FaultKind::Pause, FaultKind::Crash, FaultKind::Partition] {
+            let mut run_of = with_fault(kind, Mode::Pull, Trigger::At(Nanos::from_ms(31)), seed);
+            run_of.liveness = Liveness::Core;
+            run_of.protocol.lease = Some(Nanos::from_secs(1));
+            run_of.protocol.fetch = Some(Nanos::from_secs(1));
+            run_of.faults[0].lasts = Some(Span::fixed(Nanos::from_secs(20)));
+            let report = run(&run_of, Options::default());
+            held(&report);
+            let has = |role| report.core.iter().any(|name| name.starts_with(role));
+            assert!(has('p') && has('d'), "{:?}", report.core);
+            cores.insert(report.core);
+        }
+    }
+    assert!(cores.len() > 3, "{cores:?}");
 }

@@ -23,6 +23,8 @@ pub(crate) struct Outcome {
     /// Exit code of this scenario.
     #[serde(rename = "exit")]
     pub(crate) code: u8,
+    /// Instances that were healed for the liveness phase and stayed connected.
+    pub(crate) core: Vec<String>,
     /// Client requests; those finished, failed and unknown together.
     pub(crate) requests: u64,
     /// Requests answered well.
@@ -105,6 +107,7 @@ impl Outcome {
             verdict: Exit::Held,
             exit: Exit::Held,
             code: 0,
+            core: Vec::new(),
             requests,
             finished: 0,
             failed: 0,
@@ -146,6 +149,7 @@ impl Outcome {
         }
         self.coverage = report.faults;
         self.verdict = self.verdict.max(report.verdict);
+        self.core = report.core;
         self.finished = report.finished;
         self.failed = report.failed;
         self.unknown = report.unknown;

@@ -34,6 +34,9 @@ pub(crate) fn one(outcome: &Outcome) -> String {
         table.add_row([name.to_string(), value]);
     };
     row("seed", outcome.seed.to_string());
+    if !outcome.faults.is_empty() {
+        row("liveness core", core(outcome));
+    }
     let Outcome { finished, failed, unknown, .. } = outcome;
     row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
     row("failed", caused(outcome.failed, &outcome.failed_causes));
@@ -114,8 +117,17 @@ pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
     if let Some(left) = &outcome.left {
         text.push_str(&format!("  left at the end: {left}\n"));
     }
+    if !outcome.core.is_empty() {
+        text.push_str(&format!("  healed for liveness: {}\n", core(outcome)));
+    }
     text.push_str(&format!("  repeat with: {}\n", outcome.repeat));
     text
+}
+
+/// Who was healed for the liveness phase.
+fn core(outcome: &Outcome) -> String {
+    let names = outcome.core.iter().map(String::as_str);
+    std::iter::once("router").chain(names).collect::<Vec<_>>().join(", ")
 }
 
 fn verdict(outcome: &Outcome) -> String {

@@ -43,6 +43,8 @@ pub struct Run {
     pub faults: Vec<Fault>,
     /// Faults that drawing has already worked into pools, settings and requests.
     pub shaped: Vec<FaultKind>,
+    /// What the end of the safety phase does to faults.
+    pub liveness: Liveness,
     /// What must come out.
     pub expect: Expect,
 }
@@ -279,6 +281,15 @@ pub enum MemoryModel {
     Bytes,
     /// One 16-byte cell per (block, rank).
     Cells,
+}
+
+/// What becomes of faults when the safety phase ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Liveness {
+    /// Transient faults end, permanent ones stay.
+    Heal,
+    /// A drawn core is healed of everything, whatever lasts elsewhere becomes permanent.
+    Core,
 }
 
 /// A client request.

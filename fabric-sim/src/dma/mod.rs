@@ -184,6 +184,16 @@ impl Dma {
         self.ops.len() - self.free_ops.len()
     }
 
+    /// The same without those that these planes submitted.
+    pub fn unsettled_but_of(&self, planes: &[PlaneIx]) -> usize {
+        if planes.is_empty() {
+            return self.unsettled();
+        }
+        let free: BTreeSet<u32> = self.free_ops.iter().copied().collect();
+        let ops = (0..).zip(&self.ops).filter(|(key, _)| !free.contains(key));
+        ops.filter(|(_, op)| !planes.contains(&op.plane)).count()
+    }
+
     /// Performs the calls that a plane took; they are used up.
     pub fn perform<S: Schedule<DmaEvent>>(
         &mut self,

@@ -11,13 +11,12 @@ use scenarios::run::Cut;
 /// A fault that lasts.
 #[derive(Clone, Debug)]
 pub(super) struct Window {
-    kind: FaultKind,
     /// What ends it.
     undo: Vec<Undo>,
     /// It is never ended.
     pub(super) for_good: bool,
     /// Whom it concerns.
-    pair: (Option<u16>, Option<u16>),
+    pub(super) pair: (Option<u16>, Option<u16>),
 }
 
 #[derive(Clone, Debug)]
@@ -105,13 +104,13 @@ impl Faults {
             FaultKind::Pause => {
                 self.act(Action::Pause { instance, paused: true });
                 let undo = vec![Undo::Act(Action::Pause { instance, paused: false })];
-                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+                self.last_for(now, undo, (Some(instance), None), lasts);
             }
             FaultKind::RankLag => {
                 let (rank, by) = (plan.fault.rank.unwrap_or(0), plan.delay());
                 self.lags.push((instance, rank, by));
                 let undo = vec![Undo::Lag(instance, rank, by)];
-                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+                self.last_for(now, undo, (Some(instance), None), lasts);
             }
             _ => {}
         }
@@ -158,7 +157,7 @@ impl Faults {
             for instance in self.plans[index].from.or(default) {
                 self.act(Action::QueueFull { instance, full: true });
                 let undo = vec![Undo::Act(Action::QueueFull { instance, full: false })];
-                self.lasting(now, kind, undo, (Some(instance), None), lasts);
+                self.last_for(now, undo, (Some(instance), None), lasts);
                 self.hit(now, kind, Some(instance), None);
             }
             return;
@@ -181,15 +180,14 @@ impl Faults {
                 undo.push(Undo::Appear(from, to));
             }
             let lasts = lasts.filter(|_| kind != FaultKind::OneWayPermanent);
-            self.lasting(now, kind, undo, (Some(from), Some(to)), lasts);
+            self.last_for(now, undo, (Some(from), Some(to)), lasts);
             self.hit(now, kind, Some(from), Some(to));
         }
     }
 
-    fn lasting(
+    fn last_for(
         &mut self,
         now: Nanos,
-        kind: FaultKind,
         undo: Vec<Undo>,
         pair: (Option<u16>, Option<u16>),
         lasts: Option<Nanos>,
@@ -197,7 +195,7 @@ impl Faults {
         self.serial += 1;
         let serial = self.serial;
         let for_good = lasts.is_none();
-        self.windows.insert(serial, Window { kind, undo, for_good, pair });
+        self.windows.insert(serial, Window { undo, for_good, pair });
         if let Some(lasts) = lasts {
             self.schedule(now + lasts, Due::End(serial));
         }
@@ -240,8 +238,12 @@ impl Faults {
         spot.to.is_some_and(|to| self.vanish.contains_key(&(spot.from, to)))
     }
 
-    /// Faults that last, with the pair that each concerns.
-    pub fn lasting_now(&self) -> impl Iterator<Item = (FaultKind, Option<u16>, Option<u16>)> + '_ {
-        self.windows.values().map(|window| (window.kind, window.pair.0, window.pair.1))
+    /// What lasts: an instance, or an ordered pair; without the router.
+    pub fn lasting(&self) -> impl Iterator<Item = (u16, Option<u16>)> + '_ {
+        self.windows.values().filter_map(|window| match window.pair {
+            (Some(ROUTER), to) => Some((to?, None)),
+            (Some(from), to) => Some((from, to.filter(|to| *to != ROUTER))),
+            (None, _) => None,
+        })
     }
 }

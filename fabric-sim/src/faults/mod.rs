@@ -30,7 +30,7 @@ use scenarios::Opportunity;
 use scenarios::decide::{below, mix};
 use scenarios::lists::{Event, FaultKind};
 use scenarios::run::{Order, Run};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The length of a lease where the run sets none.
 const LEASE: Nanos = Nanos::from_secs(30);
@@ -255,16 +255,30 @@ impl Faults {
 
     /// Ends everything transient; nothing fires any more. What was done for good stays.
     pub fn heal(&mut self, now: Nanos) {
+        self.quell(now, |window| !window.for_good);
+    }
+
+    /// Nothing fires any more. What lasts among members of the core and the router ends, also if it
+    /// was for good; everything else that lasts is for good from now on.
+    pub fn settle(&mut self, now: Nanos, core: &BTreeSet<u16>) {
+        let inside = |end: Option<u16>| end.is_none_or(|end| end == ROUTER || core.contains(&end));
+        self.quell(now, |window| inside(window.pair.0) && inside(window.pair.1));
+    }
+
+    fn quell(&mut self, now: Nanos, ends: impl Fn(&Window) -> bool) {
         self.healed = true;
         for plan in &mut self.plans {
             plan.end();
         }
-        let passing: Vec<u64> =
-            self.windows.iter().filter(|(_, w)| !w.for_good).map(|(serial, _)| *serial).collect();
-        for serial in passing {
+        self.due.clear();
+        let over = self.windows.iter().filter(|(_, window)| ends(window));
+        let over: Vec<u64> = over.map(|(serial, _)| *serial).collect();
+        for serial in over {
             self.close_window(now, serial);
         }
-        self.due.clear();
+        for window in self.windows.values_mut() {
+            window.for_good = true;
+        }
     }
 
     /// A drawn instance of a role, for faults that name none.

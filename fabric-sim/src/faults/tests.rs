@@ -210,3 +210,40 @@ fn a_raced_read_ends_with_its_lease() {
     assert!(fate.ack_delay < lease && fate.ack_delay > lease - Nanos::from_ms(1));
     assert!(faults.frame_fate(T, &frame(2, 0, MessageName::Renew)).drop);
 }
+
+#[test]
+fn a_core_is_healed_of_everything_and_the_rest_of_nothing() {
+    let pair = |kind, from: &str, to: &str| Fault {
+        from: Some(from.into()),
+        to: Some(to.into()),
+        lasts: Some(Span::fixed(Nanos::from_secs(1))),
+        ..fault(kind, Trigger::At(T))
+    };
+    let pause = |target: &str| Fault {
+        target: Some(target.into()),
+        lasts: Some(Span::fixed(Nanos::from_secs(1))),
+        ..fault(FaultKind::Pause, Trigger::At(T))
+    };
+    let mut faults = engine(vec![
+        pair(FaultKind::OneWayPermanent, "p0", "d0"),
+        pair(FaultKind::OneWayPermanent, "p1", "d0"),
+        pair(FaultKind::HalfOpen, "p0", "d1"),
+        pause("p0"),
+        pause("d1"),
+        pause("router"),
+        fault(FaultKind::Crash, Trigger::At(Nanos::from_secs(2))),
+    ]);
+    faults.tick(T);
+    actions(&mut faults);
+    faults.settle(Nanos(8_000), &[0, 2].into());
+    let goes_on = |instance| Action::Pause { instance, paused: false };
+    assert_eq!(actions(&mut faults), [goes_on(0), goes_on(ROUTER)]);
+    let lasting: Vec<_> = faults.lasting().collect();
+    assert_eq!(lasting, [(1, Some(2)), (0, Some(3)), (3, None)]);
+    assert!(!faults.frame_fate(T, &frame(0, 2, MessageName::Grant)).drop);
+    assert!(faults.frame_fate(T, &frame(1, 2, MessageName::Grant)).drop);
+    faults.tick(Nanos::MAX);
+    assert_eq!(actions(&mut faults), []);
+    assert!(faults.frame_fate(T, &frame(0, 3, MessageName::Grant)).drop);
+    assert_eq!(faults.last_fault(Nanos(9_000)), Nanos(8_000));
+}

@@ -1,34 +1,85 @@
 //! L2: after the faults stopped, new requests take the fast path again.
 
-use super::{Found, Invariant, Limits, Now};
+use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation};
 use engine::core::error::Failure;
-use engine::core::ids::ClientId;
-use engine::core::router::{Answer, LegFailure};
-use scenarios::lists::{FaultKind, InvariantId};
+use engine::core::ids::{ClientId, TransferKey};
+use engine::core::router::{Answer, LegBody, LegFailure};
+use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A request that comes when everything transient is over, and peers and breakers have had their
-/// time, is neither recomputed nor failed, unless it went to a pair that is cut for good or found
-/// no live instance.
-#[derive(Debug)]
+/// The newest try of a probe.
+#[derive(Debug, Default)]
+struct Try {
+    key: Option<TransferKey>,
+    served: BTreeSet<u16>,
+    /// Who served the tries before.
+    before: BTreeSet<u16>,
+}
+
+/// A probe, which comes when everything transient is over and peers and breakers have had their
+/// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
+/// fault for good or a pair that does not fit. If a pair of the core is whole, some probe finds it.
+#[derive(Debug, Default)]
 pub(super) struct Heals {
-    limits: Limits,
-    /// Requests that came late enough, and the instances that served them.
-    fresh: BTreeMap<ClientId, BTreeSet<u16>>,
-    /// Pairs that are cut for good.
-    broken: BTreeSet<(u16, u16)>,
+    open: BTreeMap<ClientId, Try>,
+    /// Probes that took the fast path, and others.
+    fast: u32,
+    slow: u32,
+}
+
+/// True if the engines of this try said that they do not fit, and it is so; or if a lease was over
+/// before the prefill began, because it keeps the blocks of tries before for a lease.
+fn is_misfit(now: Now<'_>, why: &Failure, newest: &Try) -> bool {
+    let served = &newest.served;
+    match why {
+        Failure::Mismatch(_) | Failure::HelloRefused(_) => {
+            !served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
+        }
+        Failure::LeaseExpired => served.intersection(&newest.before).next().is_some(),
+        _ => false,
+    }
 }
 
 impl Heals {
-    pub(super) fn new(limits: Limits) -> Heals {
-        Heals { limits, fresh: BTreeMap::new(), broken: BTreeSet::new() }
+    fn dispatched(&mut self, client: ClientId, instance: u16, body: &LegBody) {
+        let Some(newest) = self.open.get_mut(&client) else { return };
+        let key = match body {
+            LegBody::Prefill { transfer, .. } => &transfer.key,
+            LegBody::Decode { transfer, .. } => &transfer.key,
+        };
+        if newest.key.as_ref() != Some(key) {
+            let mut before = std::mem::take(&mut newest.before);
+            before.append(&mut newest.served);
+            *newest = Try { key: Some(key.clone()), served: BTreeSet::new(), before };
+        }
+        newest.served.insert(instance);
     }
 
-    fn excused(&self, now: Now<'_>, served: &BTreeSet<u16>) -> bool {
-        let cut = self.broken.iter().any(|(a, b)| served.contains(a) && served.contains(b));
-        let alive = |instance: &u16| now.state.place(*instance).is_some_and(|place| place.alive);
-        cut || !served.iter().all(alive)
+    fn answered(&mut self, now: Now<'_>, client: ClientId, answer: &Answer, found: &mut Found) {
+        let Some(newest) = self.open.remove(&client) else { return };
+        let served = &newest.served;
+        let excused = match answer {
+            Answer::Finished { recomputed: None } => {
+                self.fast += 1;
+                return;
+            }
+            Answer::Finished { recomputed: Some(why) }
+            | Answer::Failed(LegFailure::Instance(why)) => is_misfit(now, why, &newest),
+            Answer::Failed(_) => false,
+            Answer::NoInstance => served.is_empty() && now.state.whole_pairs().next().is_none(),
+        };
+        self.slow += 1;
+        if !excused && (served.is_empty() || !now.state.is_broken(served)) {
+            found.report(self.id(), now.at, || {
+                let names: Vec<_> = served.iter().map(|one| now.state.name(*one)).collect();
+                format!(
+                    "client {client} came after the faults and was served by {}, but ended with \
+                     {answer:?}",
+                    names.join(" and ")
+                )
+            });
+        }
     }
 }
 
@@ -38,52 +89,37 @@ impl Invariant for Heals {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Asked, Kind::Dispatched, Kind::Answered, Kind::ClientGone, Kind::Faulted]
+        &[Kind::Probed, Kind::Dispatched, Kind::Answered]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
-            Observation::Faulted { kind: FaultKind::OneWayPermanent, from, to } => {
-                self.broken.extend(from.zip(*to));
+            Observation::Probed { client } => {
+                self.open.insert(*client, Try::default());
             }
-            Observation::Asked { client } => {
-                let grace = self.limits.end() + self.limits.breaker;
-                if now.state.healed.is_some_and(|healed| now.at > healed + grace) {
-                    self.fresh.insert(*client, BTreeSet::new());
-                }
-            }
-            Observation::Dispatched { client, instance, .. } => {
-                if let Some(served) = self.fresh.get_mut(client) {
-                    served.insert(*instance);
-                }
-            }
-            Observation::ClientGone { client } => {
-                self.fresh.remove(client);
+            Observation::Dispatched { client, instance, body, .. } => {
+                self.dispatched(*client, *instance, body);
             }
             Observation::Answered { client, answer } => {
-                let Some(served) = self.fresh.remove(client) else { return };
-                let slow = match answer {
-                    Answer::Finished { recomputed: Some(why) }
-                    | Answer::Failed(LegFailure::Instance(why)) => {
-                        // Engines that do not fit each other never had a fast path.
-                        !matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_))
-                    }
-                    Answer::Finished { recomputed: None } => false,
-                    Answer::Failed(why) => !matches!(why, LegFailure::Request(_)),
-                    Answer::NoInstance => !served.is_empty(),
-                };
-                if slow && !self.excused(now, &served) {
-                    found.report(self.id(), now.at, || {
-                        let names: Vec<_> = served.iter().map(|one| now.state.name(*one)).collect();
-                        format!(
-                            "client {client} came after the faults and was served by {}, but ended \
-                             with {answer:?}",
-                            names.join(" and ")
-                        )
-                    });
-                }
+                self.answered(now, *client, answer, found);
             }
             _ => {}
+        }
+    }
+
+    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+        let id = self.id();
+        for client in std::mem::take(&mut self.open).into_keys() {
+            found.report(id, now.at, || {
+                format!("client {client} came after the faults and has no answer")
+            });
+        }
+        let whole = now.state.whole_pairs().next();
+        if let (Some((p, d)), true) = (whole, self.slow > 0 && self.fast == 0) {
+            found.report(id, now.at, || {
+                let (slow, [p, d]) = (self.slow, [p, d].map(|one| now.state.name(one)));
+                format!("none of {slow} requests after the faults found that {p} and {d} are whole")
+            });
         }
     }
 }
@@ -91,37 +127,96 @@ impl Invariant for Heals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, decode_body, finished_answer, prefill_body};
-    use engine::core::time::Nanos;
+    use crate::invariants::testing::{
+        Bench, D0, D1, P0, P1, decode_body, finished_answer, prefill_body,
+    };
+    use crate::observe::Who;
+    use engine::core::layout::Mismatch;
 
-    fn serve(bench: &mut Bench, client: u64, recomputed: bool) {
-        bench.asked(client);
-        bench.dispatched(client, 2 * client, P0, &prefill_body("r"));
-        bench.dispatched(client, 2 * client + 1, D0, &decode_body("r"));
+    const ALL: &[u16] = &[0, 1, 2, 3];
+
+    fn bench(frozen: &[u16], broken: &[(u16, Option<u16>)]) -> Bench {
+        let mut bench = Bench::new(InvariantId::Heals);
+        bench.see(Observation::Settled { core: ALL, frozen, broken });
+        bench
+    }
+
+    fn begin(bench: &mut Bench, client: u64, name: &str, p: Who, d: Who) {
+        bench.dispatched(client, 2 * client, p, &prefill_body(name));
+        bench.dispatched(client, 2 * client + 1, d, &decode_body(name));
+    }
+
+    fn serve(bench: &mut Bench, client: u64, (p, d): (Who, Who), recomputed: bool) {
+        bench.probed(client);
+        begin(bench, client, "r", p, d);
         bench.answered(client, &finished_answer(recomputed));
     }
 
     #[test]
     fn a_recompute_long_after_the_faults_is_reported() {
-        let mut bench = Bench::new(InvariantId::Heals);
-        serve(&mut bench, 1, true);
-        bench.see(Observation::Healed);
-        serve(&mut bench, 2, true);
-        bench.now = bench.now + Nanos::from_secs(40);
-        serve(&mut bench, 3, false);
+        let mut bench = bench(&[], &[]);
+        bench.asked(1);
+        begin(&mut bench, 1, "r", P0, D0);
+        bench.answered(1, &finished_answer(true));
+        serve(&mut bench, 3, (P0, D0), false);
+        bench.finish();
         bench.holds();
-        serve(&mut bench, 4, true);
+        serve(&mut bench, 4, (P0, D0), true);
         bench.fails("client 4 came after the faults and was served by p0 and d0");
     }
 
     #[test]
-    fn a_pair_that_is_cut_for_good_is_excused() {
-        let mut bench = Bench::new(InvariantId::Heals);
-        let (from, to) = (Some(P0.instance), Some(D0.instance));
-        bench.see(Observation::Faulted { kind: FaultKind::OneWayPermanent, from, to });
-        bench.see(Observation::Healed);
-        bench.now = bench.now + Nanos::from_secs(40);
-        serve(&mut bench, 1, true);
+    fn a_probe_has_an_answer_in_the_end() {
+        let mut bench = bench(&[], &[]);
+        bench.probed(1);
+        bench.finish();
+        bench.fails("client 1 came after the faults and has no answer");
+    }
+
+    #[test]
+    fn what_is_broken_for_good_is_excused_and_nothing_else() {
+        let cut = (P0.instance, Some(D0.instance));
+        let mut bench = bench(&[P1.instance], &[cut]);
+        serve(&mut bench, 1, (P0, D0), true);
+        serve(&mut bench, 2, (P1, D1), true);
         bench.holds();
+        serve(&mut bench, 3, (P0, D1), true);
+        bench.fails("served by p0 and d1");
+    }
+
+    #[test]
+    fn only_the_last_try_is_excused() {
+        let mut bench = bench(&[], &[(D0.instance, None)]);
+        bench.probed(1);
+        begin(&mut bench, 1, "r", P0, D0);
+        begin(&mut bench, 1, "s", P0, D1);
+        bench.answered(1, &finished_answer(true));
+        bench.fails("served by p0 and d1");
+    }
+
+    #[test]
+    fn a_misfit_has_to_be_one() {
+        let mismatch = || Failure::Mismatch(Mismatch("tokens".into()));
+        let mut bench = bench(&[], &[]);
+        bench.probed(1);
+        begin(&mut bench, 1, "r", P0, D0);
+        bench.answered(1, &Answer::Finished { recomputed: Some(mismatch()) });
+        bench.fails("served by p0 and d0");
+        let mut bench = self::bench(&[], &[]);
+        bench.start_as(D0, |spec| spec.block_tokens = 24);
+        bench.probed(1);
+        begin(&mut bench, 1, "r", P0, D0);
+        bench.answered(1, &Answer::Finished { recomputed: Some(mismatch()) });
+        bench.holds();
+    }
+
+    #[test]
+    fn some_probe_finds_a_whole_pair() {
+        let mut bench = bench(&[], &[(D0.instance, None)]);
+        serve(&mut bench, 1, (P0, D0), true);
+        serve(&mut bench, 2, (P1, D0), true);
+        bench.holds();
+        bench.finish();
+        bench.fails("none of 2 requests after the faults found that p0 and d1 are whole");
     }
 }

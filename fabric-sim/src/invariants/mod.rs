@@ -143,6 +143,11 @@ impl Limits {
         }
     }
 
+    /// After this time peers, breakers and registrations are what they should be.
+    pub(crate) fn grace(&self) -> Nanos {
+        self.end() + self.breaker
+    }
+
     /// Within this time after the last fault everything ends that can end.
     pub(crate) fn end(&self) -> Nanos {
         self.silent + self.fence + Nanos::from_secs(1)
@@ -179,7 +184,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))
         }
-        InvariantId::Heals => Box::new(heals::Heals::new(limits)),
+        InvariantId::Heals => Box::new(heals::Heals::default()),
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
         InvariantId::Isolation => Box::new(isolation::Isolation::default()),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),

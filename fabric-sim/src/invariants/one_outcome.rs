@@ -128,6 +128,7 @@ impl Invariant for OneOutcome {
     fn wants(&self) -> &'static [Kind] {
         &[
             Kind::Asked,
+            Kind::Probed,
             Kind::Answered,
             Kind::ClientGone,
             Kind::Leg,
@@ -144,7 +145,7 @@ impl Invariant for OneOutcome {
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         let wrong = match seen {
             Observation::Completed { from, op, .. } => self.completed(now, *from, op.0),
-            Observation::Asked { client } => {
+            Observation::Asked { client } | Observation::Probed { client } => {
                 (!self.clients.insert(*client)).then_some("a client asked twice")
             }
             Observation::Answered { client, .. } => (!self.clients.remove(client))
@@ -188,7 +189,7 @@ impl Invariant for OneOutcome {
 
     fn finish(&mut self, now: Now<'_>, at_rest: bool, found: &mut Found) {
         let open = self.owed.iter().find(|(key, owed)| {
-            now.state.is_current(key.0) && (owed.finished || owed.allocated || owed.preempted > 0)
+            now.state.acts(key.0) && (owed.finished || owed.allocated || owed.preempted > 0)
         });
         if let (true, Some(((who, request), owed))) = (at_rest, open) {
             found.report(self.id(), now.at, || {

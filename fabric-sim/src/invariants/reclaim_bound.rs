@@ -41,12 +41,12 @@ impl ReclaimBound {
             return;
         }
         let bound = self.limits.end();
-        for load in now.state.loads() {
+        for load in now.state.loads().filter(|load| now.state.acts(load.who)) {
             let Some(peer) = load.peer else { continue };
             let Some(died) = self.died.get(&peer) else { continue };
             let key = (load.who, load.request.clone());
             // A peer that is itself disturbed notices a death only after the last fault.
-            let from = (*died).max(load.begun).max(now.state.last_fault);
+            let from = (*died).max(load.begun).max(now.state.last_hit);
             if now.at <= from + bound || self.told.contains_key(&key) {
                 continue;
             }
@@ -67,8 +67,11 @@ impl ReclaimBound {
         let bound = self.limits.lease + self.limits.end();
         let (id, active) = (self.id(), &self.active);
         self.held.retain(|(who, request), since| {
+            if !now.state.acts(*who) {
+                return false;
+            }
             let moved = active.get(&who.instance).copied().unwrap_or(Nanos::ZERO);
-            let from = (*since).max(moved).max(now.state.last_fault);
+            let from = (*since).max(moved).max(now.state.last_hit);
             let late = now.at > from + bound;
             if late {
                 found.report(id, now.at, || {

@@ -13,6 +13,7 @@ use engine::core::router::{Answer, LegBody, LegEvent};
 use engine::core::time::Nanos;
 use engine::fabric::{Cause, Direction, Landed, OpId, Outcome, Placement, SessionId, Ticket};
 use scenarios::lists::InvariantId;
+use scenarios::run::Instance;
 
 pub(super) const P0: Who = Who { instance: 0, life: 0 };
 pub(super) const P1: Who = Who { instance: 1, life: 0 };
@@ -102,7 +103,15 @@ impl Bench {
     }
 
     pub(super) fn start(&mut self, who: Who) {
-        self.see(Observation::Started { who, tp: 1, block_tokens: 16 });
+        self.start_as(who, |_| {});
+    }
+
+    /// With another shape than the instance had at first.
+    pub(super) fn start_as(&mut self, who: Who, shape: impl FnOnce(&mut Instance)) {
+        let mut spec = two_and_two().swap_remove(usize::from(who.instance));
+        spec.tp = 1;
+        shape(&mut spec);
+        self.see(Observation::Started { who, spec: &spec });
     }
 
     pub(super) fn crash(&mut self, who: Who) {
@@ -232,6 +241,10 @@ impl Bench {
 
     pub(super) fn asked(&mut self, client: u64) {
         self.see(Observation::Asked { client: ClientId(client) });
+    }
+
+    pub(super) fn probed(&mut self, client: u64) {
+        self.see(Observation::Probed { client: ClientId(client) });
     }
 
     pub(super) fn answered(&mut self, client: u64, answer: &Answer) {

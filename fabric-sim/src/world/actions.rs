@@ -36,6 +36,7 @@ impl Simulation {
             Action::Cut { from, to, cut } => self.cut(from, to, cut),
             Action::Crash { instance, back_after, becomes } => {
                 self.crash(instance);
+                self.instances[usize::from(instance)].returns = back_after.is_some();
                 if let Some(after) = back_after {
                     self.instances[usize::from(instance)].becomes = becomes.map(|spec| *spec);
                     let what = ProcessEvent::Start;

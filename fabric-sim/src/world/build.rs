@@ -132,6 +132,7 @@ fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -
     let instance = |spec: &Spec| Instance {
         spec: spec.clone(),
         becomes: None,
+        returns: true,
         life: u32::MAX,
         node: nodes[&spec.node],
         ports: (0..tp)

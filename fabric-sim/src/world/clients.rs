@@ -4,9 +4,11 @@ use super::Simulation;
 use super::entry::Entry;
 use crate::observe::Observation;
 use engine::core::ids::ClientId;
-use engine::core::router::{Answer, ClientRequest, Prompt, RouterInput};
+use engine::core::router::{self, Answer, ClientRequest, RouterInput};
 use engine::core::time::Nanos;
 use scenarios::Run;
+use scenarios::decide::{decide, kind};
+use scenarios::run::{Prompt, Request};
 
 /// How a request ended. *Unknown*: its caller is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,10 +18,23 @@ pub(super) enum End {
     Unknown,
 }
 
+/// Requests of the world's own, sent one after another.
+pub(super) const PROBES: usize = 8;
+
+/// Tokens of their prompts, at most.
+const PROBE_TOKENS: u64 = 64;
+
+/// Their texts.
+const PROBE: u64 = kind("liveness.probe");
+
 /// All requests, by their client number.
 #[derive(Debug)]
 pub(super) struct Clients {
     states: Vec<State>,
+    /// Requests of the workload; those with larger numbers are probes.
+    own: usize,
+    /// What a probe asks for; all are alike but for their text.
+    probe: Request,
     /// The next to arrive.
     next: usize,
     /// Requests that arrived and have not ended.
@@ -35,17 +50,24 @@ struct State {
 
 impl Clients {
     pub(super) fn new(run: &Run) -> Clients {
-        Clients { states: vec![State::default(); run.requests.len()], next: 0, open: 0 }
+        let own = run.requests.len();
+        Clients { states: vec![State::default(); own], own, probe: probe(run), next: 0, open: 0 }
     }
 
     /// True if every request of the workload has arrived.
     pub(super) fn all_arrived(&self) -> bool {
-        self.next == self.states.len()
+        self.next == self.own
+    }
+
+    /// Probes that have arrived.
+    pub(super) fn probes(&self) -> usize {
+        self.states.len() - self.own
     }
 
     /// Requests that ended in some way.
     pub(super) fn ended(&self, end: &End) -> u64 {
-        self.states.iter().filter(|state| state.end.as_ref() == Some(end)).count() as u64
+        let states = self.states[..self.own].iter();
+        states.filter(|state| state.end.as_ref() == Some(end)).count() as u64
     }
 
     /// The request that came last of those that have not ended.
@@ -56,7 +78,26 @@ impl Clients {
     }
 }
 
+/// A short prompt that fits whatever the requests of the workload fit, and one token of output.
+fn probe(run: &Run) -> Request {
+    let tokens = run.longest().map_or(0, |longest| longest.saturating_sub(1).min(PROBE_TOKENS));
+    let prompt = Prompt { tokens: tokens as u32, prefix: [].into(), tail: 0 };
+    let (samples, output) = (1, 1);
+    let (arrival, prompts) = (Nanos::ZERO, vec![prompt]);
+    Request { arrival, prompts, samples, output, abort: None, stop: false }
+}
+
 impl Simulation {
+    /// The request of a client.
+    pub(super) fn request(&self, client: ClientId) -> Request {
+        if let Some(request) = self.run.requests.get(client.0 as usize) {
+            return request.clone();
+        }
+        let mut probe = self.clients.probe.clone();
+        probe.prompts[0].tail = decide(self.run.seed, PROBE, client.0, 0);
+        probe
+    }
+
     pub(super) fn first_arrival(&mut self) {
         if let Some(first) = self.run.requests.first() {
             self.queue.push(first.arrival, Entry::Arrive);
@@ -79,14 +120,27 @@ impl Simulation {
             self.queue.push(request.arrival + abort, Entry::ClientGone { client });
         }
         let client = ClientId(index as u64);
-        let prompt = |prompt: &scenarios::run::Prompt| Prompt {
-            tokens: prompt.tokens,
-            prefix: prompt.prefix.clone(),
-        };
-        let prompts = request.prompts.iter().map(prompt).collect();
-        let (samples, output) = (request.samples, request.output);
         self.rest.progressed(self.now);
         self.watch.see(self.now, &Observation::Asked { client });
+        self.ask(client);
+    }
+
+    /// The world itself asks.
+    pub(super) fn client_probes(&mut self) {
+        let client = ClientId(self.clients.states.len() as u64);
+        self.clients.states.push(State { arrived: true, ..State::default() });
+        self.clients.open += 1;
+        self.rest.progressed(self.now);
+        self.watch.see(self.now, &Observation::Probed { client });
+        self.ask(client);
+    }
+
+    fn ask(&mut self, client: ClientId) {
+        let request = self.request(client);
+        let prompt =
+            |prompt: Prompt| router::Prompt { tokens: prompt.tokens, prefix: prompt.prefix };
+        let prompts = request.prompts.into_iter().map(prompt).collect();
+        let (samples, output) = (request.samples, request.output);
         let asked = ClientRequest { client, prompts, samples, output };
         self.tell(0, RouterInput::Request(asked).into());
     }
@@ -112,6 +166,11 @@ impl Simulation {
         if state.end.is_some() {
             return;
         }
+        let fast = matches!(answer, Answer::Finished { recomputed: None });
+        if client.0 as usize >= self.clients.own && !fast {
+            self.rest.not_cleared(self.now);
+        }
+        let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         let end = match answer {
             Answer::Finished { recomputed } => {
                 if let Some(failure) = recomputed {
@@ -138,8 +197,9 @@ impl Simulation {
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         if state.first_token.is_none() {
             state.first_token = Some(self.now);
-            let arrival = self.run.requests[client.0 as usize].arrival;
-            self.stats.ttft(self.now - arrival);
+            if let Some(request) = self.run.requests.get(client.0 as usize) {
+                self.stats.ttft(self.now - request.arrival);
+            }
         }
     }
 }

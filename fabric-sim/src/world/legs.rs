@@ -101,7 +101,7 @@ impl Simulation {
 
     fn leg_input(&self, leg: LegId, client: ClientId, body: LegBody) -> EngineInput {
         let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
-        let asked = &self.run.requests[client.0 as usize];
+        let asked = self.request(client);
         let content = &asked.prompts[*prompt as usize];
         EngineInput::Leg {
             leg,

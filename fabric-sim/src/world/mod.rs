@@ -14,6 +14,7 @@ mod effects;
 mod entry;
 mod hooks;
 mod legs;
+mod liveness;
 mod process;
 mod report;
 mod rest;

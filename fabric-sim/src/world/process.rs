@@ -29,6 +29,8 @@ pub(super) struct Instance {
     pub(super) node: u32,
     /// Ports to other nodes and within the node, by rank.
     pub(super) ports: Vec<(NicIx, NicIx)>,
+    /// It is down and will start.
+    pub(super) returns: bool,
     /// None while it is down.
     pub(super) process: Option<Process>,
     pub(super) paused: bool,
@@ -88,7 +90,10 @@ impl Simulation {
 
     pub(super) fn process_event(&mut self, instance: u16, what: ProcessEvent) {
         match what {
-            ProcessEvent::Start => self.start(instance),
+            ProcessEvent::Start if self.instances[usize::from(instance)].returns => {
+                self.start(instance);
+            }
+            ProcessEvent::Start => {}
         }
     }
 
@@ -98,6 +103,7 @@ impl Simulation {
         if instance.process.is_some() {
             return;
         }
+        instance.returns = false;
         if let Some(spec) = instance.becomes.take() {
             instance.spec = spec;
         }
@@ -139,10 +145,7 @@ impl Simulation {
         let out = Outbox::new();
         let process = Process { engine, out, control, ranks, step: None };
         self.instances[index as usize].process = Some(process);
-        self.watch.see(
-            self.now,
-            &Observation::Started { who, tp: spec.tp, block_tokens: spec.block_tokens },
-        );
+        self.watch.see(self.now, &Observation::Started { who, spec: &spec });
         self.flush_control(index);
         let slot = self.core_slot(index);
         self.actors[slot as usize].limits = core.limits(engine_blocks);

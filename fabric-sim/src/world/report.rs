@@ -102,6 +102,9 @@ pub struct Report {
     pub verdict: Verdict,
     /// Expectations of the scenario that were not met.
     pub unmet: Vec<String>,
+    /// Instances that were healed for the liveness phase and stayed connected; empty if there was
+    /// none.
+    pub core: Vec<String>,
     /// Requests answered well.
     pub finished: u64,
     /// Requests answered with an error.
@@ -163,6 +166,8 @@ pub(super) struct Stats {
     wrong: Option<String>,
     /// Transfers of the requests of each instance.
     keys: BTreeMap<(u16, RequestId), TransferKey>,
+    /// Nothing more is counted of requests and transfers.
+    closed: bool,
     computed: BTreeMap<TransferKey, Nanos>,
     allocated: BTreeMap<(u16, RequestId), Nanos>,
 }
@@ -177,16 +182,25 @@ fn count(causes: &mut Causes, cause: &str) {
 }
 
 impl Stats {
+    /// The workload is done; probes are no part of the report.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
     pub(super) fn ttft(&mut self, span: Nanos) {
         self.ttft.push(span);
     }
 
     pub(super) fn recomputed(&mut self, failure: &Failure) {
-        count(&mut self.recomputed, failure.kind());
+        if !self.closed {
+            count(&mut self.recomputed, failure.kind());
+        }
     }
 
     pub(super) fn failed(&mut self, cause: &str) {
-        count(&mut self.failed, cause);
+        if !self.closed {
+            count(&mut self.failed, cause);
+        }
     }
 
     pub(super) fn compared(&mut self, wrong: Option<&Wrong>) {
@@ -243,7 +257,9 @@ impl Stats {
         let Some(allocated) = self.allocated.remove(&place) else { return };
         let computed = self.keys.get(&place).and_then(|key| self.computed.get(key));
         let from = computed.map_or(allocated, |computed| allocated.max(*computed));
-        self.transfer.push(now - from);
+        if !self.closed {
+            self.transfer.push(now - from);
+        }
     }
 }
 
@@ -271,12 +287,10 @@ impl Simulation {
         let recomputed = stats.recomputed.values().sum();
         let mut unmet = unmet(&self.run.expect, [finished, failed, unknown + open, recomputed]);
         if let Some(within) = self.run.expect.within
-            && self.rest.progress() > within
+            && self.rest.served() > within
         {
-            unmet.push(format!(
-                "the last request ended at {}, not by {within}",
-                self.rest.progress()
-            ));
+            unmet
+                .push(format!("the last request ended at {}, not by {within}", self.rest.served()));
         }
         let (bytes, link_use_ppm) = self.traffic();
         Report {
@@ -284,6 +298,7 @@ impl Simulation {
             seed: self.run.seed,
             verdict: verdict(&violations, &unmet),
             unmet,
+            core: std::mem::take(&mut self.rest.core),
             finished,
             failed,
             unknown: unknown + open,

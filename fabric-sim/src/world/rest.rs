@@ -1,11 +1,17 @@
 //! The end of a run: healing, rest, audit.
 
 use super::clients::End;
+use super::entry::Entry;
+use super::liveness::{has_probes, switch_at};
+use super::process::{Instance, Process};
 use super::{Actor, ActorId, Due, Simulation};
+use crate::dma::SimDataPlane;
+use crate::invariants::Limits;
 use crate::observe::{Observation, Part, Who};
 use engine::core::time::Nanos;
 use engine::core::{Gauges, Machine};
 use scenarios::Run;
+use scenarios::run::Liveness;
 
 /// Time between two looks at whether the run is over.
 const INTERVAL: Nanos = Nanos::from_ms(50);
@@ -24,7 +30,19 @@ pub(super) struct Rest {
     /// What leases, orphans and fences may hold after the last request.
     hold: Nanos,
     progress: Nanos,
+    /// The same without probes.
+    served: Nanos,
+    /// With a core: when the safety phase ends at the latest.
+    switch: Nanos,
+    /// From the end of the safety phase to the first probe; none without faults.
+    grace: Option<Nanos>,
+    probing: bool,
+    lease: Nanos,
+    /// When probes before left nothing behind.
+    cleared: Nanos,
     healed: Option<Nanos>,
+    /// Names of the instances in the core, once drawn.
+    pub(super) core: Vec<String>,
     /// When the last request ended.
     ended: Option<Nanos>,
     /// Gauges were asked for and have come.
@@ -41,7 +59,14 @@ impl Rest {
             within: run.expect.within,
             hold: lease + lease + silent + Nanos::from_secs(30),
             progress: Nanos::ZERO,
+            served: Nanos::ZERO,
+            switch: switch_at(run),
+            grace: has_probes(run).then(|| Limits::of(run).grace()),
+            probing: false,
+            lease: Limits::of(run).lease + Nanos::from_secs(1),
+            cleared: Nanos::ZERO,
             healed: None,
+            core: Vec::new(),
             ended: None,
             audited: false,
             at_rest: false,
@@ -49,9 +74,29 @@ impl Rest {
         }
     }
 
-    /// When something last came a step further.
-    pub(super) fn progress(&self) -> Nanos {
-        self.progress
+    /// When something of the workload last came a step further.
+    pub(super) fn served(&self) -> Nanos {
+        self.served
+    }
+
+    /// True in the liveness phase.
+    pub(super) fn is_settled(&self) -> bool {
+        self.healed.is_some()
+    }
+
+    /// When the next probe may be sent.
+    pub(super) fn probe_at(&self) -> Option<Nanos> {
+        Some((self.healed? + self.grace?).max(self.cleared))
+    }
+
+    /// A probe ended badly; its source may be held for another lease.
+    pub(super) fn not_cleared(&mut self, now: Nanos) {
+        self.cleared = now + self.lease;
+    }
+
+    /// The workload is done, what comes now are probes.
+    pub(super) fn probing(&mut self) {
+        self.probing = true;
     }
 
     pub(super) fn interval(&self) -> Nanos {
@@ -61,6 +106,9 @@ impl Rest {
     /// A request or a step came a step further.
     pub(super) fn progressed(&mut self, now: Nanos) {
         self.progress = now;
+        if !self.probing {
+            self.served = now;
+        }
     }
 }
 
@@ -68,10 +116,9 @@ impl Simulation {
     /// Looks whether the run is over.
     pub(super) fn check_rest(&mut self) {
         let now = self.now;
-        if self.rest.healed.is_none() && self.clients.all_arrived() && self.faults_are_over() {
+        if self.rest.healed.is_none() && self.clients.all_arrived() && self.safety_is_over() {
             self.rest.healed = Some(now);
-            self.watch.heal(now);
-            self.perform_actions();
+            self.settle();
         }
         for index in 0..self.instances.len() as u16 {
             self.see_engine(index);
@@ -82,7 +129,10 @@ impl Simulation {
             if self.is_stuck() {
                 return self.finish();
             }
-            return self.queue.push(now + INTERVAL, super::Entry::Check);
+            return self.queue.push(now + INTERVAL, Entry::Check);
+        }
+        if self.probe() {
+            return;
         }
         let ended = *self.rest.ended.get_or_insert(now);
         if self.rest.audited && self.nothing_held() {
@@ -93,26 +143,28 @@ impl Simulation {
             return self.finish();
         }
         for slot in 0..self.actors.len() as u32 {
-            if self.actors[slot as usize].alive {
+            if self.acts(slot) {
                 self.due.push_back(Due::Audit(slot));
             }
         }
         self.rest.audited = true;
-        self.queue.push(now + INTERVAL, super::Entry::Check);
+        self.queue.push(now + INTERVAL, Entry::Check);
     }
 
     /// True if nothing more is to be expected of the faults: they are over, or nothing happens any
-    /// more that they wait for.
-    fn faults_are_over(&self) -> bool {
-        let last = self.watch.last_fault(self.now);
+    /// more that they wait for. With a core they need not be over.
+    fn safety_is_over(&self) -> bool {
         let idle = self.clients.open == 0 || self.now > self.rest.progress + IDLE;
-        idle || last.is_none_or(|last| last < self.now)
+        idle || match self.run.liveness {
+            Liveness::Core => self.now >= self.rest.switch,
+            Liveness::Heal => self.watch.last_fault(self.now).is_none_or(|last| last < self.now),
+        }
     }
 
     fn is_stuck(&self) -> bool {
         let Some(healed) = self.rest.healed else { return false };
         match self.rest.within {
-            Some(within) if self.now > within => true,
+            Some(within) if self.now > within && !self.rest.probing => true,
             _ => self.now > self.rest.progress.max(healed) + STUCK,
         }
     }
@@ -159,17 +211,47 @@ impl Simulation {
             let Gauges { transfers, operations, held, quarantined, queued, .. } = *gauges;
             [transfers, operations, held, quarantined, queued].iter().all(|count| *count == 0)
         };
-        let machines = self.actors.iter().filter(|actor| actor.alive);
-        let mut engines = self.instances.iter().filter_map(|instance| instance.process.as_ref());
-        self.letters.len() == 0
-            && self.dma.unsettled() == 0
-            && machines.map(|actor| &actor.gauges).all(idle)
-            && engines.all(|process| process.step.is_none())
+        let mut machines = (0..self.actors.len() as u32).filter(|slot| self.acts(*slot));
+        self.letters_under_way() == 0
+            && self.operations_under_way() == 0
+            && machines.all(|slot| idle(&self.actors[slot as usize].gauges))
+            && self.processes().all(|(_, process)| process.step.is_none())
             && self.pools_idle()
     }
 
+    /// True if a machine lives and may make a step.
+    fn acts(&self, slot: u32) -> bool {
+        let actor = &self.actors[slot as usize];
+        actor.alive && !actor.instance.is_some_and(|index| self.is_frozen(index))
+    }
+
+    /// Processes that may make a step.
+    fn processes(&self) -> impl Iterator<Item = (u16, &Process)> {
+        let all = (0..).zip(&self.instances).filter(|(index, _)| !self.is_frozen(*index));
+        all.filter_map(|(index, instance)| Some((index, instance.process.as_ref()?)))
+    }
+
+    fn frozen(&self) -> impl Iterator<Item = &Instance> {
+        let all = (0..).zip(&self.instances);
+        all.filter(|(index, _)| self.is_frozen(*index)).map(|(_, instance)| instance)
+    }
+
+    /// Letters that somebody will open.
+    fn letters_under_way(&self) -> usize {
+        let letter = |entry: &&Entry| matches!(entry, Entry::Letter(_));
+        let held = self.frozen().map(|one| one.held.iter().filter(letter).count());
+        self.letters.len() - held.sum::<usize>()
+    }
+
+    /// Operations of those who can still do something about them.
+    fn operations_under_way(&self) -> usize {
+        let processes = self.frozen().filter_map(|one| one.process.as_ref());
+        let planes: Vec<_> = processes.flat_map(|one| &one.ranks).map(SimDataPlane::ix).collect();
+        self.dma.unsettled_but_of(&planes)
+    }
+
     fn pools_idle(&self) -> bool {
-        self.instances.iter().filter_map(|instance| instance.process.as_ref()).all(|process| {
+        self.processes().all(|(_, process)| {
             (0..self.run.model.groups.len()).all(|group| {
                 let pool = process.engine.pool(group);
                 pool.held == 0 && pool.quarantined == 0
@@ -180,7 +262,8 @@ impl Simulation {
     /// What was under way at the end, for people.
     pub(super) fn what_is_left(&self) -> String {
         let mut left = Vec::new();
-        for actor in self.actors.iter().filter(|actor| actor.alive) {
+        for slot in (0..self.actors.len() as u32).filter(|slot| self.acts(*slot)) {
+            let actor = &self.actors[slot as usize];
             let Gauges { transfers, operations, held, quarantined, queued, .. } = actor.gauges;
             if [transfers, operations, held, quarantined, queued] != [0; 5] {
                 left.push(format!(
@@ -190,8 +273,7 @@ impl Simulation {
                 ));
             }
         }
-        for (index, instance) in self.instances.iter().enumerate() {
-            let Some(process) = &instance.process else { continue };
+        for (index, process) in self.processes() {
             for group in 0..self.run.model.groups.len() {
                 let pool = process.engine.pool(group);
                 if pool.held + pool.quarantined > 0 {
@@ -202,7 +284,7 @@ impl Simulation {
                 }
             }
         }
-        let (letters, operations) = (self.letters.len(), self.dma.unsettled());
+        let (letters, operations) = (self.letters_under_way(), self.operations_under_way());
         left.push(format!("{letters} letters and {operations} operations under way"));
         left.join("; ")
     }
@@ -216,7 +298,7 @@ impl Simulation {
             self.see_engine(index);
         }
         for slot in 0..self.actors.len() as u32 {
-            if self.actors[slot as usize].alive {
+            if self.acts(slot) {
                 self.see_gauges(slot);
             }
         }

@@ -42,6 +42,8 @@ pub enum Detail {
     Input(MachineInput),
     /// It wanted something.
     Effect(MachineEffect),
+    /// The liveness phase began, with these instances as its core.
+    Settled(Vec<String>),
 }
 
 /// A recorded run: MessagePack of the name, the seed, and then the records one after another.
@@ -160,6 +162,12 @@ impl Tracer {
         self.next(now, actor, 2);
         self.hasher.add(input);
         self.keep(now, actor, cause, || transfer_of(input), || Detail::Input(input.clone()));
+    }
+
+    pub(super) fn settled(&mut self, now: Nanos, core: &[String]) {
+        self.next(now, ActorId::Router, 4);
+        self.hasher.add(&core);
+        self.keep(now, ActorId::Router, 0, || None, || Detail::Settled(core.to_vec()));
     }
 
     /// The number of its record.

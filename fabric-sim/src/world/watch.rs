@@ -302,12 +302,6 @@ impl Watch {
         (!self.calm).then(|| self.faults.last_fault(now))
     }
 
-    /// No more transient faults.
-    pub(super) fn heal(&mut self, now: Nanos) {
-        self.faults.heal(now);
-        self.see(now, &Observation::Healed);
-    }
-
     /// The run is over.
     pub(super) fn finish(&mut self, now: Nanos, at_rest: bool) {
         if let Some(invariants) = &mut self.invariants {

@@ -14,7 +14,9 @@ use crate::decide::Keyed;
 use crate::doc::{Doc, File, Section};
 use crate::error::ScenarioError;
 use crate::lists::FaultKind;
-use crate::run::{CELL_LAYERS_MAX, Expect, Instance, MemoryLayout, MemoryModel, Model, Run};
+use crate::run::{
+    CELL_LAYERS_MAX, Expect, Instance, Liveness, MemoryLayout, MemoryModel, Model, Run,
+};
 use crate::value::Draw;
 use ::engine::core::message::Role;
 use fault::FaultSpec;
@@ -32,6 +34,7 @@ pub struct Scenario {
     about: String,
     seed: Option<u64>,
     memory: Draw<MemoryModel>,
+    liveness: Draw<Liveness>,
     model: ModelSpec,
     topology: TopologySpec,
     protocol: ProtocolSpec,
@@ -98,6 +101,7 @@ fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError
         about,
         seed: seed(&root)?,
         memory: root.draw_or("memory", MemoryModel::Bytes)?,
+        liveness: root.draw_or("liveness", Liveness::Heal)?,
         model: ModelSpec::read(&root.section("model")?)?,
         topology: TopologySpec::read(&root.section("topology")?)?,
         protocol: ProtocolSpec::read(&root.section("protocol")?)?,
@@ -247,6 +251,7 @@ impl Scenario {
             requests: self.workload.requests(&self.file, seed, prefix_tokens)?,
             faults: Vec::new(),
             shaped: Vec::new(),
+            liveness: self.liveness.draw(&key.part("liveness")),
             expect: self.expect.clone(),
             model,
             instances,

@@ -7,7 +7,7 @@ use crate::doc::Section;
 use crate::error::ScenarioError;
 use crate::lists::InvariantId;
 use crate::run::{
-    Allocator, Bounds, Counts, EngineSettings, Expect, LoadFailure, MemoryModel, Protocol,
+    Allocator, Bounds, Counts, EngineSettings, Expect, Liveness, LoadFailure, MemoryModel, Protocol,
 };
 use crate::value::{Draw, Femtos, named_values};
 use ::engine::core::Nanos;
@@ -15,6 +15,7 @@ use ::engine::core::Nanos;
 named_values! {
     LoadFailure: "recompute" = LoadFailure::Recompute, "fail" = LoadFailure::Fail;
     Allocator: "fifo" = Allocator::Fifo, "lifo" = Allocator::Lifo;
+    Liveness: "heal" = Liveness::Heal, "core" = Liveness::Core;
     MemoryModel: "bytes" = MemoryModel::Bytes, "cells" = MemoryModel::Cells;
 }
 

@@ -10,6 +10,7 @@ pub(crate) use blocks::Block;
 pub(crate) use loads::Load;
 pub(crate) use ops::Op;
 
+use crate::fit::fits;
 use crate::observe::{BlockRef, Observation, Rank, Submission, Who};
 use blocks::Blocks;
 use engine::core::dialect::native::Frame;
@@ -20,21 +21,24 @@ use engine::core::time::Nanos;
 use engine::fabric::{Direction, Landed, Outcome, Placement};
 use loads::Loads;
 use ops::Ops;
-use scenarios::run::Run;
+use scenarios::run::{Instance, Model, Run};
+use std::collections::BTreeSet;
 
 /// An instance as the invariants see it.
 #[derive(Debug)]
 pub(crate) struct Place {
     name: String,
+    spec: Instance,
     /// What it does.
     pub(crate) role: Role,
     /// Its newest life, none before its first start.
     pub(crate) life: Option<u32>,
     /// True unless that life ended.
     pub(crate) alive: bool,
+    /// It never makes a step again, though its memory is there.
+    pub(crate) frozen: bool,
     /// Number of TP ranks.
     pub(crate) tp: u16,
-    block_tokens: u32,
     blocks: Blocks,
 }
 
@@ -44,11 +48,19 @@ pub(crate) struct State {
     /// Counts the observations.
     pub(crate) seq: u64,
     places: Vec<Place>,
-    kinds: Vec<GroupKind>,
+    model: Model,
     loads: Loads,
     ops: Ops,
+    /// Instances that were healed and stay connected.
+    pub(crate) core: BTreeSet<u16>,
+    /// Instances, and ordered pairs, with a fault for good.
+    broken: Vec<(u16, Option<u16>)>,
     /// When a fault hit last or everything healed.
+    pub(crate) last_hit: Nanos,
+    /// The same, or when the router knows of the instances that never answer again.
     pub(crate) last_fault: Nanos,
+    /// How long the router relies on an instance that is silent.
+    trust: Nanos,
     /// When everything transient was over.
     pub(crate) healed: Option<Nanos>,
 }
@@ -57,20 +69,25 @@ impl State {
     pub(crate) fn new(run: &Run) -> State {
         let place = |instance: &scenarios::run::Instance| Place {
             name: instance.name.clone(),
+            spec: instance.clone(),
             role: instance.role,
             life: None,
             alive: false,
+            frozen: false,
             tp: instance.tp,
-            block_tokens: instance.block_tokens,
             blocks: Blocks::default(),
         };
         State {
             seq: 1,
             places: run.instances.iter().map(place).collect(),
-            kinds: run.model.groups.iter().map(|group| group.kind).collect(),
+            model: run.model.clone(),
             loads: Loads::default(),
             ops: Ops::new(run.instances.len()),
+            core: BTreeSet::new(),
+            broken: Vec::new(),
+            last_hit: Nanos::ZERO,
             last_fault: Nanos::ZERO,
+            trust: run.router.config.expiry + run.router.config.stream_grace,
             healed: None,
         }
     }
@@ -90,6 +107,32 @@ impl State {
     #[inline]
     pub(crate) fn is_current(&self, who: Who) -> bool {
         self.place(who.instance).is_some_and(|p| p.alive && p.life == Some(who.life))
+    }
+
+    /// True if this is the newest life of its instance, and it may still make a step.
+    pub(crate) fn acts(&self, who: Who) -> bool {
+        self.is_current(who) && self.place(who.instance).is_some_and(|place| !place.frozen)
+    }
+
+    /// True if two instances, as they are now, can exchange KV.
+    pub(crate) fn fits(&self, a: u16, b: u16) -> bool {
+        let spec = |one: u16| self.place(one).map(|place| &place.spec);
+        spec(a).zip(spec(b)).is_some_and(|(a, b)| fits(&self.model, a, b))
+    }
+
+    /// True if one of these instances is down or has a fault for good, or two of them between them.
+    pub(crate) fn is_broken(&self, these: &BTreeSet<u16>) -> bool {
+        let well = |one: &u16| self.place(*one).is_some_and(|place| place.alive && !place.frozen);
+        let hit = |(from, to): &(u16, Option<u16>)| {
+            these.contains(from) && to.is_none_or(|to| these.contains(&to))
+        };
+        !these.iter().all(well) || self.broken.iter().any(hit)
+    }
+
+    /// Pairs of the core that fit each other and that nothing is wrong with.
+    pub(crate) fn whole_pairs(&self) -> impl Iterator<Item = (u16, u16)> + '_ {
+        let pairs = self.core.iter().flat_map(|a| self.core.iter().map(|b| (*a, *b)));
+        pairs.filter(|(a, b)| a < b && self.fits(*a, *b) && !self.is_broken(&[*a, *b].into()))
     }
 
     /// A block in the present life of its instance.
@@ -152,9 +195,9 @@ impl State {
                 self.ops.quiet(*from, *session, *ticket, &mut self.places);
             }
             Observation::Fenced { at, peer } => self.ops.fenced(*at, *peer, &mut self.places),
-            Observation::Faulted { .. } => self.last_fault = now,
+            Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
-                self.last_fault = now;
+                self.faulted(now);
                 self.healed = Some(now);
             }
             _ => self.follow_rare(now, seen),
@@ -163,8 +206,16 @@ impl State {
 
     fn follow_rare(&mut self, now: Nanos, seen: &Observation<'_>) {
         match seen {
-            Observation::Started { who, tp, block_tokens } => {
-                self.started(*who, *tp, *block_tokens);
+            Observation::Started { who, spec } => self.started(*who, spec),
+            Observation::Settled { core, frozen, broken } => {
+                self.core = core.iter().copied().collect();
+                self.broken = broken.to_vec();
+                if !frozen.is_empty() || broken.iter().any(|(_, to)| to.is_none()) {
+                    self.last_fault = now + self.trust;
+                }
+                for (index, place) in (0..).zip(&mut self.places) {
+                    place.frozen = frozen.contains(&index);
+                }
             }
             Observation::Crashed { who } => self.crashed(*who),
             Observation::Taken { who, blocks, .. } => self.change_owner(*who, blocks),
@@ -185,6 +236,11 @@ impl State {
         }
     }
 
+    fn faulted(&mut self, now: Nanos) {
+        self.last_hit = now;
+        self.last_fault = self.last_fault.max(now);
+    }
+
     fn submitted(&mut self, seen: &Submission<'_>) {
         let push = seen.direction == Direction::Write;
         let (source, target) =
@@ -197,15 +253,16 @@ impl State {
         self.ops.submitted(op, (source, target), &mut self.places);
     }
 
-    fn started(&mut self, who: Who, tp: u16, block_tokens: u32) {
+    fn started(&mut self, who: Who, spec: &Instance) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
         *place = Place {
             name: std::mem::take(&mut place.name),
+            spec: spec.clone(),
             role: place.role,
             life: Some(who.life),
             alive: true,
-            tp,
-            block_tokens,
+            frozen: false,
+            tp: spec.tp,
             blocks: Blocks::default(),
         };
     }
@@ -240,8 +297,10 @@ impl State {
                 let tokens = self.loads.tokens(who.instance, request);
                 let mut written = Vec::new();
                 for (group, list) in blocks.iter().enumerate() {
-                    let state = self.kinds.get(group) == Some(&GroupKind::State);
-                    let hits = if state { 0 } else { *computed / place.block_tokens.max(1) };
+                    let kind = self.model.groups.get(group).map(|group| group.kind);
+                    let state = kind == Some(GroupKind::State);
+                    let size = place.spec.block_tokens.max(1);
+                    let hits = if state { 0 } else { *computed / size };
                     let hits = hits.saturating_sub(list.first) as usize;
                     let ids = if *computed >= tokens { &[] } else { &list.ids[..] };
                     let reference = |id: &u32| BlockRef { group: group as u16, block: *id };

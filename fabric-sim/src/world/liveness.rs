@@ -1,0 +1,131 @@
+//! The liveness phase: a core is healed and stays connected, the rest stays as it is, and at last
+//! requests of the world's own show whether the fast path is back.
+
+use super::Simulation;
+use super::clients::PROBES;
+use crate::fit::fits;
+use crate::keyed::Keyed;
+use crate::observe::Observation;
+use engine::core::time::Nanos;
+use scenarios::decide::kind;
+use scenarios::run::{Liveness, Run};
+use std::collections::BTreeSet;
+
+/// Which pair of the core fits in any case.
+const PAIR: u64 = kind("liveness.pair");
+
+/// Which others are in the core.
+const MEMBER: u64 = kind("liveness.member");
+
+/// How long the safety phase goes on when the last request has come.
+const SWITCH: u64 = kind("liveness.switch");
+
+/// Times to draw from for [`SWITCH`]. The longer ones are as long as a silence that makes a peer
+/// down, so that recovery is met half-way.
+const SWITCHES: [Nanos; 6] = [
+    Nanos::from_ms(50),
+    Nanos::from_ms(200),
+    Nanos::from_ms(500),
+    Nanos::from_secs(2),
+    Nanos::from_secs(5),
+    Nanos::from_secs(8),
+];
+
+/// When a run with a core changes to the liveness phase, if nothing ends it earlier.
+pub(super) fn switch_at(run: &Run) -> Nanos {
+    let drawn = Keyed::new(run.seed).below(SWITCH, 0, 0, SWITCHES.len() as u64);
+    let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
+    last + SWITCHES[drawn as usize]
+}
+
+/// True if requests of the world's own end the run: if there are faults to recover from, and room
+/// for a prompt that is not empty.
+pub(super) fn has_probes(run: &Run) -> bool {
+    !run.faults.is_empty() && run.longest().is_some_and(|longest| longest > 1)
+}
+
+impl Simulation {
+    /// Ends the safety phase.
+    pub(super) fn settle(&mut self) {
+        let core = match self.run.liveness {
+            Liveness::Heal => {
+                self.watch.faults.heal(self.now);
+                let returns = |at: &u16| {
+                    let one = &self.instances[usize::from(*at)];
+                    one.process.is_some() || one.returns
+                };
+                (0..self.instances.len() as u16).filter(returns).collect()
+            }
+            Liveness::Core => {
+                let core = self.draw_core();
+                self.watch.faults.settle(self.now, &core);
+                core
+            }
+        };
+        self.perform_actions();
+        if self.run.liveness == Liveness::Core {
+            for index in 0..self.instances.len() as u16 {
+                match core.contains(&index) {
+                    true => self.start(index),
+                    false => self.instances[usize::from(index)].returns = false,
+                }
+            }
+        }
+        let members: Vec<u16> = core.iter().copied().collect();
+        let frozen: Vec<u16> =
+            (0..self.instances.len() as u16).filter(|index| self.is_frozen(*index)).collect();
+        let broken: Vec<_> = self.watch.faults.lasting().collect();
+        let settled = Observation::Settled { core: &members, frozen: &frozen, broken: &broken };
+        self.watch.see(self.now, &settled);
+        self.watch.see(self.now, &Observation::Healed);
+        // Without faults there is no other phase.
+        if self.run.faults.is_empty() {
+            return;
+        }
+        let name = |index: &u16| self.run.instances[usize::from(*index)].name.clone();
+        let names: Vec<String> = members.iter().map(name).collect();
+        self.tracer.settled(self.now, &names);
+        self.rest.core = names;
+    }
+
+    /// The router is always in the core; here come a prefill and a decode that fit each other, if
+    /// there are such, and of the others each with even odds.
+    fn draw_core(&self) -> BTreeSet<u16> {
+        let keyed = Keyed::new(self.run.seed);
+        let spec = |index: u16| {
+            let instance = &self.instances[usize::from(index)];
+            instance.becomes.as_ref().unwrap_or(&instance.spec)
+        };
+        let all = 0..self.instances.len() as u16;
+        let pairs = all.clone().flat_map(|p| all.clone().map(move |d| (p, d)));
+        let fit = |(p, d): &(u16, u16)| p < d && fits(&self.run.model, spec(*p), spec(*d));
+        let pairs: Vec<(u16, u16)> = pairs.filter(fit).collect();
+        let drawn = keyed.below(PAIR, 0, 0, pairs.len() as u64) as usize;
+        let mut core: BTreeSet<u16> =
+            pairs.get(drawn).map_or(BTreeSet::new(), |(p, d)| [*p, *d].into());
+        core.extend(all.filter(|index| keyed.draw(MEMBER, u64::from(*index), 0) & 1 == 1));
+        core
+    }
+
+    /// True for an instance that never makes a step again, though its memory is there.
+    pub(super) fn is_frozen(&self, index: u16) -> bool {
+        let instance = &self.instances[usize::from(index)];
+        self.rest.is_settled() && instance.paused && instance.process.is_some()
+    }
+
+    /// Asks the next of the world's own requests once those of the workload have ended and
+    /// everything has had its time; true until all have ended. Runs without faults have none.
+    pub(super) fn probe(&mut self) -> bool {
+        let Some(at) = self.rest.probe_at() else { return false };
+        if self.clients.probes() == PROBES {
+            return false;
+        }
+        if self.now >= at {
+            self.rest.probing();
+            self.stats.close();
+            self.client_probes();
+        }
+        self.queue.push((self.now + self.rest.interval()).max(at), super::entry::Entry::Check);
+        true
+    }
+}

@@ -325,6 +325,7 @@ fn any_fate() -> impl Strategy<Value = OpFate> {
         ack_delay: Nanos::ZERO,
         bytes,
         ack,
+        not_before: Nanos::ZERO,
         kill_session,
     })
 }

@@ -164,6 +164,8 @@ pub struct OpFate {
     pub ack: Ack,
     /// Extra time before the completion is reported, in which later ones overtake it.
     pub ack_delay: Nanos,
+    /// The completion is not reported before this time.
+    pub not_before: Nanos,
     /// The session dies when this operation ends: its others fail, submits are `Gone`.
     pub kill_session: bool,
 }

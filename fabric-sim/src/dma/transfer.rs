@@ -474,7 +474,8 @@ impl Dma {
         if op.reported {
             self.settle(key, out);
         } else if op.outcome.is_some() {
-            queue.at(now + wait, DmaEvent::Report { op: key, turn });
+            let at = (now + wait).max(op.fate.not_before);
+            queue.at(at, DmaEvent::Report { op: key, turn });
         }
     }
 

@@ -72,6 +72,15 @@ pub enum Action {
         /// How much later.
         after: Nanos,
     },
+    /// In one instant an instance learns that a read is done and its lease ends.
+    Race {
+        /// Which.
+        instance: u16,
+        /// When.
+        at: Nanos,
+        /// It is told of the read before its timer.
+        done_first: bool,
+    },
     /// A client goes away.
     Abort {
         /// Which; `None` is the one that came last of those without an answer.
@@ -92,6 +101,8 @@ pub struct Spot {
     pub to: Option<u16>,
     /// The TP rank, of operations.
     pub rank: u16,
+    /// Of reads: when the lease of the source ends, as its reader counts it.
+    pub lease: Option<Nanos>,
     /// The kind of frame.
     pub message: Option<MessageName>,
     /// The client on whose behalf it happens.
@@ -158,7 +169,7 @@ impl Phase {
     /// For tables.
     pub const fn name(self) -> &'static str {
         match self {
-            Phase::Idle => "idle",
+            Phase::Idle => "no transfer",
             Phase::Announced => "announced",
             Phase::Granted => "granted",
             Phase::Moving => "moving",

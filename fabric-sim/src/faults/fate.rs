@@ -35,6 +35,7 @@ const fn ack_rank(ack: &Ack) -> u8 {
 fn combine(fate: &mut OpFate, more: OpFate) {
     fate.delay = fate.delay + more.delay;
     fate.ack_delay = fate.ack_delay + more.ack_delay;
+    fate.not_before = fate.not_before.max(more.not_before);
     fate.kill_session |= more.kill_session;
     if rank(&more.bytes) > rank(&fate.bytes) {
         fate.bytes = more.bytes;
@@ -96,6 +97,10 @@ impl Faults {
             if self.plans[index].kind() == FaultKind::DoneOutOfOrder && !self.starts_early(index) {
                 continue;
             }
+            let race = spot.lease.filter(|end| *end > now);
+            if self.plans[index].kind() == FaultKind::ExpiryRace && race.is_none() {
+                continue;
+            }
             if !self.hits(index, spot) {
                 continue;
             }
@@ -104,10 +109,11 @@ impl Faults {
                     self.open_window(now, index, Some(spot));
                     continue;
                 }
-                FaultKind::ExpiryRace => match self.race(now, index, spot) {
-                    Some(ack_delay) => OpFate { ack_delay, ..OpFate::default() },
-                    None => continue,
-                },
+                FaultKind::ExpiryRace => {
+                    let not_before = race.unwrap_or(now);
+                    self.race(index, spot, not_before);
+                    OpFate { not_before, ..OpFate::default() }
+                }
                 _ => op_effect(&self.plans[index]),
             };
             if effect.kill_session
@@ -130,14 +136,13 @@ impl Faults {
         }
     }
 
-    /// How much later the completion of a read has to be for its lease to end with it.
-    fn race(&mut self, now: Nanos, index: usize, spot: &Spot) -> Option<Nanos> {
-        let pair = (spot.from, spot.to?);
-        let end = *self.asked.get(&pair)? + self.lease.scale(9, 10);
-        self.raced.insert(pair, end);
-        let around = Nanos::from_us(50);
-        let at = if self.starts_early(index) { end + around } else { end - around };
-        (at > now).then(|| at - now)
+    /// A read will be reported in the instant in which its lease ends, and the lease is not renewed.
+    fn race(&mut self, index: usize, spot: &Spot, at: Nanos) {
+        let done_first = !self.starts_early(index);
+        self.act(Action::Race { instance: spot.from, at, done_first });
+        if let Some(to) = spot.to {
+            self.raced.insert((spot.from, to), at);
+        }
     }
 
     /// True if a fault hits an operation or frame: it waited for one, or draws it.
@@ -150,7 +155,6 @@ impl Faults {
     /// does not tell that event. `Spot::nth` counts the frames of the sender.
     pub fn frame_fate(&mut self, now: Nanos, spot: &Spot) -> FrameFate {
         self.on_event(now, Event::FrameSent, spot);
-        self.note_lease(now, spot);
         let drop = self.vanishes(spot) || self.is_raced(now, spot);
         let mut fate = FrameFate { drop, ..FrameFate::default() };
         for index in 0..self.of_frames.len() {
@@ -188,16 +192,6 @@ impl Faults {
             self.hit(now, kind, Some(spot.from), spot.to);
         }
         fate
-    }
-
-    /// Remembers when a reader asked for a lease.
-    fn note_lease(&mut self, now: Nanos, spot: &Spot) {
-        if let (Some(MessageName::Pull | MessageName::Renew), Some(to)) = (spot.message, spot.to)
-            && !self.of_leases.is_empty()
-            && !self.is_raced(now, spot)
-        {
-            self.asked.insert((spot.from, to), now);
-        }
     }
 
     /// True for a renewal of a lease that a read races with: it is lost, or there would be no race.

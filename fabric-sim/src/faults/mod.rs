@@ -32,9 +32,6 @@ use scenarios::lists::{Event, FaultKind};
 use scenarios::run::{Order, Run};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The length of a lease where the run sets none.
-const LEASE: Nanos = Nanos::from_secs(30);
-
 /// All faults of a run.
 #[derive(Debug)]
 pub struct Faults {
@@ -46,7 +43,8 @@ pub struct Faults {
     of_legs: Vec<usize>,
     of_steps: Vec<usize>,
     of_requests: Vec<usize>,
-    of_leases: Vec<usize>,
+    /// Some fault wants to know when leases end.
+    races: bool,
     /// What is due when: plans that fire and windows that end.
     due: BTreeMap<(Nanos, u64), Due>,
     serial: u64,
@@ -55,11 +53,8 @@ pub struct Faults {
     vanish: BTreeMap<(u16, u16), u32>,
     /// Instance, rank and delay.
     lags: Vec<(u16, u16, Nanos)>,
-    /// When a reader asked a source for its lease.
-    asked: BTreeMap<(u16, u16), Nanos>,
     /// Pairs whose lease a read races with, and when it ends.
     raced: BTreeMap<(u16, u16), Nanos>,
-    lease: Nanos,
     roles: Vec<Role>,
     phases: Vec<Phase>,
     actions: Vec<Action>,
@@ -86,15 +81,13 @@ impl Faults {
             of_legs: Vec::new(),
             of_steps: Vec::new(),
             of_requests: Vec::new(),
-            of_leases: Vec::new(),
+            races: false,
             due: BTreeMap::new(),
             serial: 0,
             windows: BTreeMap::new(),
             vanish: BTreeMap::new(),
             lags: Vec::new(),
-            asked: BTreeMap::new(),
             raced: BTreeMap::new(),
-            lease: run.protocol.lease.unwrap_or(LEASE),
             roles: run.instances.iter().map(|instance| instance.role).collect(),
             phases: vec![Phase::Idle; run.instances.len()],
             actions: Vec::new(),
@@ -121,7 +114,7 @@ impl Faults {
             Opportunity::Operation => self.of_ops.push(index),
             Opportunity::Lease => {
                 self.of_ops.push(index);
-                self.of_leases.push(index);
+                self.races = true;
             }
             Opportunity::Frame | Opportunity::Registration => self.of_frames.push(index),
             Opportunity::Leg => self.of_legs.push(index),
@@ -142,6 +135,11 @@ impl Faults {
             _ => false,
         };
         if self.plans.iter().any(overtakes) { Placement::OnQuiet } else { Placement::OnCompletion }
+    }
+
+    /// True if [`Spot::lease`] is of use.
+    pub fn races(&self) -> bool {
+        self.races
     }
 
     fn schedule(&mut self, at: Nanos, due: Due) {

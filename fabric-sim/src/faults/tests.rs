@@ -202,13 +202,17 @@ fn hits_are_counted_by_the_phase_of_the_transfer() {
 
 #[test]
 fn a_raced_read_ends_with_its_lease() {
-    let race = Fault { first: Order::Late, ..fault(FaultKind::ExpiryRace, on(Event::OpPosted, 1)) };
-    let mut faults = engine(vec![race]);
-    faults.frame_fate(T, &frame(2, 0, MessageName::Pull));
-    let fate = faults.op_fate(T, &op(2, 0, 0));
-    let lease = Nanos::from_secs(27);
-    assert!(fate.ack_delay < lease && fate.ack_delay > lease - Nanos::from_ms(1));
-    assert!(faults.frame_fate(T, &frame(2, 0, MessageName::Renew)).drop);
+    for (first, done_first) in [(Order::Late, true), (Order::Early, false)] {
+        let race = Fault { first, ..fault(FaultKind::ExpiryRace, on(Event::OpPosted, 1)) };
+        let mut faults = engine(vec![race]);
+        assert_eq!(faults.op_fate(T, &op(2, 0, 0)).not_before, Nanos::ZERO);
+        let at = Nanos::from_secs(27);
+        let read = Spot { lease: Some(at), ..op(2, 0, 1) };
+        assert_eq!(faults.op_fate(T, &read).not_before, at);
+        assert_eq!(actions(&mut faults), [Action::Race { instance: 2, at, done_first }]);
+        assert!(faults.frame_fate(T, &frame(2, 0, MessageName::Renew)).drop);
+        assert!(!faults.frame_fate(at, &frame(2, 0, MessageName::Renew)).drop);
+    }
 }
 
 #[test]

@@ -143,6 +143,12 @@ impl Limits {
         }
     }
 
+    /// A lease as its reader counts it, so that clocks may differ.
+    pub(crate) fn usable(&self) -> Nanos {
+        let drift = CoreSettings::default().drift_percent;
+        self.lease.scale(u64::from(100 - drift), 100)
+    }
+
     /// After this time peers, breakers and registrations are what they should be.
     pub(crate) fn grace(&self) -> Nanos {
         self.end() + self.breaker
@@ -171,7 +177,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::NoForeignBytes => Box::new(no_foreign_bytes::NoForeignBytes),
         InvariantId::NoEarlyReuse => Box::new(no_early_reuse::NoEarlyReuse),
         InvariantId::NoLeak => Box::new(no_leak::NoLeak::default()),
-        InvariantId::StableSource => Box::new(stable_source::StableSource),
+        InvariantId::StableSource => Box::new(stable_source::StableSource::new(limits)),
         InvariantId::OneOutcome => Box::new(one_outcome::OneOutcome::default()),
         InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
         InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),

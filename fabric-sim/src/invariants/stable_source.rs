@@ -1,14 +1,119 @@
 //! I4: a source block is neither freed nor rewritten while a transfer that may be used reads it.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{BlockRef, Kind, Observation};
-use engine::core::message::DecodeAnswer;
+use super::{Found, Invariant, Limits, Now};
+use crate::observe::{BlockRef, Kind, Observation, Who};
+use engine::core::dialect::native::Frame;
+use engine::core::ids::{RequestId, TransferKey};
+use engine::core::message::{DecodeAnswer, DecodeHook, Message, Mode, Tag};
+use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
+use std::collections::BTreeMap;
+
+/// A pull and its lease, as its reader counts it.
+#[derive(Debug)]
+struct Pull {
+    key: (TransferKey, u32),
+    /// None until it asks.
+    end: Option<Nanos>,
+    /// The newest question for a longer one: its number and when it was sent.
+    renewal: (u32, Nanos),
+}
 
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
-/// what it read must not be used.
+/// what it read must not be used, lost or not.
 #[derive(Debug)]
-pub(super) struct StableSource;
+pub(super) struct StableSource {
+    usable: Nanos,
+    pulls: BTreeMap<(Who, RequestId), Pull>,
+    keys: BTreeMap<(Who, TransferKey, u32), RequestId>,
+}
+
+impl StableSource {
+    pub(super) fn new(limits: Limits) -> StableSource {
+        StableSource { usable: limits.usable(), pulls: BTreeMap::new(), keys: BTreeMap::new() }
+    }
+
+    fn hook(&mut self, now: Nanos, who: Who, hook: &DecodeHook) {
+        match hook {
+            DecodeHook::Arrived { request, leg, .. } if leg.mode == Mode::Pull => {
+                let key = (leg.key.clone(), leg.sibling);
+                self.keys.insert((who, key.0.clone(), key.1), request.clone());
+                let pull = Pull { key, end: None, renewal: (0, now) };
+                self.pulls.insert((who, request.clone()), pull);
+            }
+            DecodeHook::Finished { request, .. } => {
+                let pull = self.pulls.get(&(who, request.clone()));
+                if pull.is_some_and(|pull| pull.end.is_none()) {
+                    self.forget(who, request);
+                }
+            }
+            DecodeHook::Arrived { .. } | DecodeHook::Allocated { .. } => {}
+        }
+    }
+
+    fn forget(&mut self, who: Who, request: &RequestId) -> Option<Pull> {
+        let pull = self.pulls.remove(&(who, request.clone()))?;
+        let key = (who, pull.key.0.clone(), pull.key.1);
+        if self.keys.get(&key) == Some(request) {
+            self.keys.remove(&key);
+        }
+        Some(pull)
+    }
+
+    fn pull_of(&mut self, who: Who, tag: &Tag) -> Option<&mut Pull> {
+        let request = self.keys.get(&(who, tag.key.clone(), tag.sibling))?.clone();
+        self.pulls.get_mut(&(who, request))
+    }
+
+    /// The lease counts from when its reader asks; a message that has to wait may have been asked
+    /// earlier.
+    fn asked(&mut self, now: Nanos, who: Who, tag: &Tag) {
+        let end = now + self.usable;
+        if let Some(pull) = self.pull_of(who, tag) {
+            pull.end.get_or_insert(end);
+        }
+    }
+
+    /// A question for a longer lease counts from when it was sent first, once it is answered.
+    fn renew(&mut self, now: Nanos, who: Who, tag: &Tag, count: u32) {
+        if let Some(pull) = self.pull_of(who, tag)
+            && pull.renewal.0 < count
+        {
+            pull.renewal = (count, now);
+        }
+    }
+
+    fn renewed(&mut self, who: Who, tag: &Tag, count: u32) {
+        let usable = self.usable;
+        if let Some(pull) = self.pull_of(who, tag)
+            && pull.renewal.0 == count
+        {
+            pull.end = pull.end.max(Some(pull.renewal.1 + usable));
+        }
+    }
+
+    fn loaded(&mut self, now: Now<'_>, who: Who, request: &RequestId, found: &mut Found) {
+        let end = self.forget(who, request).and_then(|pull| pull.end);
+        let name = || now.state.name(who.instance);
+        if let Some(end) = end.filter(|end| now.at >= *end) {
+            return found.report(self.id(), now.at, || {
+                let (name, end) = (name(), end.as_secs_f64());
+                format!("{name} uses request {request}, the lease of which ended at {end:.6} s")
+            });
+        }
+        let load = now.state.load(who.instance, request);
+        let Some(torn) = load.and_then(|load| load.torn) else { return };
+        found.report(self.id(), now.at, || {
+            let BlockRef { group, block } = torn.block;
+            format!(
+                "{} uses request {request}, part of which was read from group {group} block \
+                 {block} of {} after that block went to another owner",
+                name(),
+                now.state.name(torn.source)
+            )
+        });
+    }
+}
 
 impl Invariant for StableSource {
     fn id(&self) -> InvariantId {
@@ -16,7 +121,15 @@ impl Invariant for StableSource {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Freed, Kind::Taken, Kind::DecodeAnswer]
+        &[
+            Kind::Freed,
+            Kind::Taken,
+            Kind::DecodeHook,
+            Kind::DecodeAnswer,
+            Kind::FrameSent,
+            Kind::FrameArrived,
+            Kind::Crashed,
+        ]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
@@ -36,18 +149,32 @@ impl Invariant for StableSource {
                     });
                 }
             }
-            Observation::DecodeAnswer { who, answer: DecodeAnswer::Loaded { request } } => {
-                let load = now.state.load(who.instance, request);
-                let Some(torn) = load.and_then(|load| load.torn) else { return };
-                found.report(self.id(), now.at, || {
-                    let BlockRef { group, block } = torn.block;
-                    format!(
-                        "{} uses request {request}, part of which was read from group {group} \
-                         block {block} of {} after that block went to another owner",
-                        now.state.name(who.instance),
-                        now.state.name(torn.source)
-                    )
-                });
+            Observation::DecodeHook { who, hook } => self.hook(now.at, *who, hook),
+            Observation::DecodeAnswer { who, answer } => match answer {
+                DecodeAnswer::Loaded { request } => self.loaded(now, *who, request, found),
+                DecodeAnswer::LoadFailed { request, .. }
+                | DecodeAnswer::Rejected { request, .. } => {
+                    self.forget(*who, request);
+                }
+            },
+            Observation::FrameSent {
+                from,
+                frame: Frame::Data { message: Message::Pull { tag, .. }, .. },
+                ..
+            } => self.asked(now.at, *from, tag),
+            Observation::FrameSent {
+                from,
+                frame: Frame::Data { message: Message::Renew { tag, count }, .. },
+                ..
+            } => self.renew(now.at, *from, tag, *count),
+            Observation::FrameArrived {
+                to,
+                frame: Frame::Data { message: Message::Renewed { tag, count, .. }, .. },
+                ..
+            } => self.renewed(*to, tag, *count),
+            Observation::Crashed { who } => {
+                self.pulls.retain(|key, _| key.0 != *who);
+                self.keys.retain(|key, _| key.0 != *who);
             }
             _ => {}
         }
@@ -57,9 +184,8 @@ impl Invariant for StableSource {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, done, failed, tag};
-    use engine::core::message::Message;
-    use engine::core::time::Nanos;
+    use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, failed, request, tag};
+    use engine::core::message::DecodeLeg;
     use engine::fabric::{Direction, Landed, SessionId, Ticket};
 
     fn bench() -> Bench {
@@ -120,5 +246,54 @@ mod tests {
         bench.land_read(D0, P0, 1, &[7], &[4]);
         bench.loaded(D0, "r");
         bench.fails("d0 uses request r");
+    }
+
+    /// A pull that asks at 0 s, with a lease of 30 s.
+    fn pulling() -> Bench {
+        let mut bench = bench();
+        let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };
+        let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
+        bench.see(Observation::DecodeHook { who: D0, hook });
+        bench.now = Nanos::ZERO;
+        for _ in 0..2 {
+            bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
+        }
+        bench
+    }
+
+    #[test]
+    fn what_was_read_is_not_used_from_the_end_of_the_lease_on() {
+        let end = Nanos::from_secs(27) + Nanos(1);
+        for (at, held) in [(end - Nanos(1), true), (end, false)] {
+            let mut bench = pulling();
+            bench.now = at - Nanos(1);
+            bench.loaded(D0, "r");
+            match held {
+                true => bench.holds(),
+                false => bench.fails("the lease of which ended at 27.0"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_renewed_lease_counts_from_the_question() {
+        for answered in [true, false] {
+            let mut bench = pulling();
+            bench.now = Nanos::from_secs(10);
+            for _ in 0..2 {
+                bench.send(D0, P0, Message::Renew { tag: tag("r"), count: 1 });
+                bench.now = bench.now + Nanos::from_secs(10);
+            }
+            if answered {
+                let lease = Nanos::from_secs(30);
+                bench.arrive(P0, D0, Message::Renewed { tag: tag("r"), count: 1, lease });
+            }
+            bench.now = Nanos::from_secs(36);
+            bench.loaded(D0, "r");
+            match answered {
+                true => bench.holds(),
+                false => bench.fails("the lease of which ended at 27.0"),
+            }
+        }
     }
 }

@@ -150,6 +150,13 @@ impl Bench {
         self.see(Observation::FrameSent { from, to, frame });
     }
 
+    pub(super) fn arrive(&mut self, from: Who, to: Who, message: Message) {
+        let (from_life, to_life) = (Incarnation(1), Incarnation(1));
+        let envelope = Envelope { from: from_life, to: to_life, session: 1 };
+        let frame = &Frame::Data { envelope, seq: 1, message };
+        self.see(Observation::FrameArrived { from, to, frame });
+    }
+
     pub(super) fn announced(&mut self, from: Who, to: Who, name: &str) {
         let blocks = Vec::new();
         self.send(from, to, Message::Announce { tag: tag(name), tokens: 32, from: 0, blocks });

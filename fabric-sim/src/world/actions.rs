@@ -51,6 +51,7 @@ impl Simulation {
             Action::StaleRegistration { instance, after } => {
                 self.register_again(instance, after);
             }
+            Action::Race { instance, at, done_first } => self.race(instance, at, done_first),
             Action::Abort { client, after, both } => self.abort(client, after, both),
         }
     }

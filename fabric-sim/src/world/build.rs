@@ -64,6 +64,7 @@ impl Simulation {
             tracer: Tracer::new(&run, options.record),
             watch: Watch::new(&run, options.check),
             rest: Rest::new(&run),
+            races: Vec::new(),
             stats: report::Stats::default(),
             calls: Calls::default(),
             net_calls: NetCalls::default(),

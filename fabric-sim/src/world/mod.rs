@@ -16,6 +16,7 @@ mod hooks;
 mod legs;
 mod liveness;
 mod process;
+mod race;
 mod report;
 mod rest;
 mod steps;
@@ -150,6 +151,7 @@ pub struct Simulation {
     tracer: Tracer,
     watch: Watch,
     rest: Rest,
+    races: Vec<race::Race>,
     stats: report::Stats,
     calls: Calls,
     net_calls: NetCalls,
@@ -286,7 +288,7 @@ impl Simulation {
     }
 
     fn handle(&mut self, entry: Entry) {
-        if self.hold(entry) {
+        if self.hold(entry) || self.lets_go_first(entry) {
             return;
         }
         match entry {

@@ -1,21 +1,23 @@
 //! Everyone who looks on: the invariants, and the fault engine, which also decides.
 
-use super::Simulation;
 use super::process::DataOwner;
+use super::{LOCAL, Simulation};
 use crate::dma::{Dma, Landing, OpFate, OpInfo};
 use crate::faults::{Action, Faults, Hit, LegFate, ROUTER, Spot};
-use crate::invariants::{Invariants, Violation};
+use crate::invariants::{Invariants, Limits, Violation};
 use crate::memory::Slice;
 use crate::net::{FrameFate, FrameInfo};
 use crate::observe::{self, BlockRef, Observation, Submission, Who};
 use engine::core::dialect::native::{self, Frame};
 use engine::core::ids::{ClientId, LegId};
+use engine::core::layout::BlockList;
 use engine::core::message::{Job, Message};
 use engine::core::router::LegBody;
 use engine::core::time::Nanos;
 use engine::fabric::Direction;
 use scenarios::Run;
 use scenarios::lists::{Event, MessageName};
+use std::collections::BTreeMap;
 
 #[derive(Debug)]
 pub(super) struct Watch {
@@ -32,6 +34,10 @@ pub(super) struct Watch {
     local: Vec<BlockRef>,
     remote: Vec<BlockRef>,
     hits: Vec<Hit>,
+    /// When a decode asked for what a block is to be filled with; kept for faults that race.
+    asked: BTreeMap<(u16, BlockRef), Nanos>,
+    /// A lease as its reader counts it.
+    usable: Nanos,
 }
 
 impl Watch {
@@ -47,6 +53,8 @@ impl Watch {
             local: Vec::new(),
             remote: Vec::new(),
             hits: Vec::new(),
+            asked: BTreeMap::new(),
+            usable: Limits::of(run).usable(),
         }
     }
 
@@ -103,7 +111,8 @@ impl Watch {
                 PrefillHook::Preempted { .. } => (Event::RequestPreempted, Spot::at(who.instance)),
                 PrefillHook::Arrived { .. } => return,
             },
-            Observation::DecodeHook { who, hook: DecodeHook::Allocated { .. } } => {
+            Observation::DecodeHook { who, hook: DecodeHook::Allocated { blocks, .. } } => {
+                self.note_lease(now, who.instance, blocks);
                 (Event::RequestAllocated, Spot::at(who.instance))
             }
             Observation::DecodeAnswer { who, .. } => (Event::TransferEnded, Spot::at(who.instance)),
@@ -122,6 +131,30 @@ impl Watch {
             _ => return,
         };
         self.faults.on_event(now, event, &spot);
+    }
+
+    /// A pull asks for its lease when its core is told of the blocks.
+    fn note_lease(&mut self, now: Nanos, instance: u16, blocks: &[BlockList]) {
+        if !self.faults.races() {
+            return;
+        }
+        for (group, list) in (0..).zip(blocks) {
+            let at = |block: &u32| ((instance, BlockRef { group, block: *block }), now + LOCAL);
+            self.asked.extend(list.ids.iter().map(at));
+        }
+    }
+
+    /// When the lease of a read ends, if it has not been renewed.
+    fn lease_end(&mut self, now: Nanos, from: &DataOwner, op: &OpInfo<'_>) -> Option<Nanos> {
+        if !self.faults.races() || op.direction != Direction::Read {
+            return None;
+        }
+        self.local.clear();
+        let (at, first) = (op.local_at?, op.slices.get(..1)?);
+        from.shape.blocks(at, first, |slice| pick(slice, true), &mut self.local);
+        let asked = *self.asked.get(&(from.at.who.instance, *self.local.first()?))?;
+        let end = asked + self.usable;
+        (now < asked + self.usable.scale(1, 3)).then_some(end)
     }
 
     /// An operation was accepted.
@@ -159,7 +192,9 @@ impl Watch {
             return OpFate::default();
         }
         let (instance, rank) = (from.at.who.instance, from.at.rank);
-        let spot = Spot { rank, nth: op.nth, ..Spot::between(instance, to.at.who.instance) };
+        let lease = self.lease_end(now, from, op);
+        let between = Spot::between(instance, to.at.who.instance);
+        let spot = Spot { rank, nth: op.nth, lease, ..between };
         let unposted = &mut self.unposted[usize::from(instance)];
         if *unposted > 0 {
             *unposted -= 1;
@@ -169,7 +204,9 @@ impl Watch {
             };
             self.faults.on_event(now, event, &spot);
         }
-        self.faults.op_fate(now, &spot)
+        let fate = self.faults.op_fate(now, &spot);
+        // The core hears of it from its actor.
+        OpFate { not_before: fate.not_before - LOCAL, ..fate }
     }
 
     /// Bytes arrived.

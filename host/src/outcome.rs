@@ -6,7 +6,7 @@ use fabric_sim::faults::Phase;
 use fabric_sim::world::{Percentiles, Report};
 use scenarios::FaultKind;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The result of one run, as it is printed in JSON.
 #[derive(Clone, Debug, Serialize)]
@@ -65,6 +65,9 @@ pub(crate) struct Outcome {
     pub(crate) peak_blocks: u64,
     /// Most KV blocks of a pool in quarantine at a time.
     pub(crate) peak_quarantined: u64,
+    /// Kinds of faults that the seed has, whether they hit or not.
+    #[serde(skip)]
+    pub(crate) drawn: BTreeSet<FaultKind>,
     /// How often faults hit, by kind.
     pub(crate) faults: BTreeMap<&'static str, u64>,
     /// The same by phase of the transfers concerned.
@@ -129,6 +132,7 @@ impl Outcome {
             peak_blocks: 0,
             peak_quarantined: 0,
             faults: BTreeMap::new(),
+            drawn: run.faults.iter().map(|fault| fault.kind).chain(run.shaped.clone()).collect(),
             coverage: BTreeMap::new(),
             repeat,
         }

@@ -40,6 +40,8 @@ struct Sum {
     unknown: u64,
     recomputed: u64,
     events: u64,
+    /// Fault kinds that some seed has.
+    drawn: BTreeSet<FaultKind>,
     /// Seeds in which a fault kind hit.
     seeds: BTreeMap<FaultKind, u64>,
     /// How often it hit, by phase of the transfers concerned.
@@ -162,6 +164,7 @@ impl Sum {
         self.unknown += outcome.unknown;
         self.recomputed += outcome.recomputed;
         self.events += outcome.events;
+        self.drawn.extend(&outcome.drawn);
         let kinds: BTreeSet<_> = outcome.coverage.keys().map(|(kind, _)| *kind).collect();
         for kind in kinds {
             *self.seeds.entry(kind).or_default() += 1;
@@ -177,29 +180,32 @@ impl Sum {
 
 /// In how many seeds each kind of fault hit, and how often in each phase.
 fn coverage(sum: &Sum) -> String {
-    let phases = [
-        (Phase::Idle, "no transfer"),
-        (Phase::Announced, "announced"),
-        (Phase::Granted, "granted"),
-        (Phase::Moving, "moving"),
-        (Phase::Delivered, "delivered"),
-    ];
     let mut head = vec!["fault hits by phase".to_string(), "seeds".into()];
-    head.extend(phases.iter().map(|(_, name)| name.to_string()));
+    head.extend(Phase::ALL.iter().map(|phase| phase.name().to_string()));
     let mut rows = vec![head];
-    for kind in FaultKind::ALL {
+    for kind in &sum.drawn {
         let mut row = vec![kind.name().into()];
         row.push(grouped(sum.seeds.get(kind).copied().unwrap_or(0)));
-        let hits = |(phase, _): &(Phase, &str)| sum.hits.get(&(*kind, *phase)).copied();
-        row.extend(phases.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
+        let hits = |phase: &Phase| sum.hits.get(&(*kind, *phase)).copied();
+        row.extend(Phase::ALL.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
         rows.push(row);
     }
     columns(&rows, 1)
 }
 
+/// Kinds of faults that seeds have but that never hit; empty if all did.
+fn never_hit(sum: &Sum) -> String {
+    let never = sum.drawn.iter().filter(|kind| !sum.seeds.contains_key(kind));
+    let names: Vec<_> = never.map(|kind| kind.name()).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!("never hit: {}\n\n", names.join(", ")),
+    }
+}
+
 fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
-    if !sum.hits.is_empty() {
-        writeln!(out, "{}\n", coverage(sum))?;
+    if !sum.drawn.is_empty() {
+        write!(out, "{}\n\n{}", coverage(sum), never_hit(sum))?;
     }
     for outcome in sum.failing.iter().take(SHOWN) {
         write!(out, "{}", trouble(outcome, VIOLATIONS))?;

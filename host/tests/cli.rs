@@ -241,3 +241,18 @@ fn another_trace_can_take_the_place_of_the_bundled_one() {
     assert_eq!(ended.code, 0, "{ended:?}");
     assert_eq!(lines(&ended.out)[0]["requests"], 2);
 }
+
+#[test]
+fn a_sweep_names_the_faults_that_never_hit() {
+    let folder = Folder::new("never-hit");
+    let fault = |kind: &str, nth| {
+        let on = format!("on = {{ event = \"op.posted\", nth = {nth} }}");
+        format!("[[fault]]\nkind = \"{kind}\"\n{on}\n")
+    };
+    let faults = fault("fabric.ack_lost", 1) + &fault("fabric.partial", 1_000_000);
+    let file = folder.write("some.toml", &format!("{SMALL}{faults}"));
+    let ended = kvferry(["sweep", &file, "--seeds", "2", "--base", "3"]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert!(ended.out.contains("\nnever hit: fabric.partial\n"), "{}", ended.out);
+    assert!(!ended.out.contains("wire.loss"), "{}", ended.out);
+}

@@ -55,7 +55,9 @@ fn message() -> impl Strategy<Value = Message> {
     let start = (tag(), any::<u32>(), any::<u32>(), blocks(), any::<u64>());
     let rest = (tag(), any::<u32>(), any::<u64>(), failure(), any::<bool>());
     prop_oneof![
-        (0..3, start).prop_map(|(kind, (tag, tokens, from, blocks, lease))| match kind {
+        (0..5, start).prop_map(|(kind, (tag, tokens, from, blocks, lease))| match kind {
+            3 => Message::Ask { tag, tokens },
+            4 => Message::Begun { tag },
             0 => Message::Announce { tag, tokens, from, blocks },
             1 => Message::Pull { tag, tokens },
             _ => Message::Grant { tag, tokens, blocks, lease: Nanos(lease) },
@@ -176,6 +178,7 @@ fn frame() -> impl Strategy<Value = Frame> {
             Frame::Refuse { envelope, engine: EngineId(engine), reason }
         }),
         1 => registration().prop_map(Frame::Register),
+        1 => vec(tag().prop_map(|tag| tag.key), 0..4).prop_map(|keys| Frame::Abandon { keys }),
     ]
 }
 

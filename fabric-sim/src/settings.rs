@@ -25,6 +25,7 @@ pub(crate) fn core(run: &Run) -> CoreSettings {
         heartbeat: run.router.heartbeat,
         lease: protocol.lease.unwrap_or(default.lease),
         orphan: protocol.fetch.unwrap_or(default.orphan),
+        resume: protocol.resume.unwrap_or(default.resume),
         requests_max: protocol.requests_max.unwrap_or(default.requests_max),
         early_max: protocol.early_max.unwrap_or(default.early_max),
         receivers_max: protocol.receivers_max.unwrap_or(default.receivers_max),

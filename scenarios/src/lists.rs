@@ -129,6 +129,8 @@ closed_list! {
 closed_list! {
     /// A control message, for `match = { message = "..." }`.
     MessageName {
+        Ask "" "Ask" "decode to prefill, push: this prompt is wanted"
+        Begun "" "Begun" "prefill to decode, push: the prompt is being computed, announce blocks"
         Announce "" "Announce" "decode to prefill, push: write into these blocks (also spelled BlocksReady)"
         Pull "" "Pull" "decode to prefill, pull: hold the blocks and tell me"
         Grant "" "Grant" "prefill to decode, pull: the blocks and the lease"
@@ -145,6 +147,7 @@ closed_list! {
         Probe "" "Probe" "asks a silent peer for a sign of life"
         Bye "" "Bye" "a peer ends the conversation"
         Register "" "Register" "an instance tells the router that it lives"
+        Abandon "" "Abandon" "the router tells a prefill that nobody fetches a transfer any more"
     }
 }
 

@@ -216,6 +216,8 @@ pub struct Protocol {
     pub fence: Option<Nanos>,
     /// An announcement waits this long for its prefill leg.
     pub fetch: Option<Nanos>,
+    /// The receivers of a preempted prompt wait this long for it to get going again.
+    pub resume: Option<Nanos>,
     /// A session with operations and no completion for this long is torn down.
     pub operation: Option<Nanos>,
     /// Retries of a failed operation.

@@ -103,20 +103,7 @@ macro_rules! core_machine {
 
 core_machine!(Prefill, PrefillInput, PrefillEffect);
 core_machine!(Decode, DecodeInput, DecodeEffect);
-
-impl CoreMachine for Router {
-    fn tick() -> RouterInput {
-        RouterInput::Tick
-    }
-
-    fn control(event: ControlEvent) -> RouterInput {
-        RouterInput::Control(event)
-    }
-
-    fn command(effect: RouterEffect) -> Result<ControlCommand, RouterEffect> {
-        Err(effect)
-    }
-}
+core_machine!(Router, RouterInput, RouterEffect);
 
 /// An effect that is not for the control plane: a job, an answer, a leg.
 #[derive(Debug)]

@@ -2,6 +2,7 @@
 
 use super::command::ControlCommand;
 use super::dialect::native::{self, Frame};
+use super::ids::TransferKey;
 use super::machine::Outbox;
 use super::message::Registration;
 use super::peers::Peers;
@@ -18,6 +19,10 @@ pub(super) struct Beacon {
     link: Option<LinkId>,
     up: bool,
     next: Option<Nanos>,
+    /// Transfers that the router gave up.
+    pub(super) abandoned: Vec<TransferKey>,
+    /// Frames that are none that a router sends.
+    pub(super) violations: u32,
 }
 
 impl Beacon {
@@ -41,6 +46,8 @@ impl Beacon {
             link: None,
             up: false,
             next: None,
+            abandoned: Vec::new(),
+            violations: 0,
         })
     }
 
@@ -94,7 +101,12 @@ impl Beacon {
                 self.up = false;
                 self.link = None;
             }
-            ControlEvent::Frame { .. } => {}
+            ControlEvent::Frame { parts, .. } => {
+                match native::decode(parts.first().map_or(&[], |part| &part[..])) {
+                    Ok(Frame::Abandon { keys }) => self.abandoned.extend(keys),
+                    _ => self.violations += 1,
+                }
+            }
         }
     }
 

@@ -32,6 +32,8 @@ pub enum Failure {
     UnknownTransfer,
     /// The lease ended before the read was complete.
     LeaseExpired,
+    /// The prefill preempted the prompt and did not come back to it in time.
+    Preempted,
     /// Nobody fetched the KV in time.
     NotFetched,
     /// The key is in use.
@@ -61,6 +63,7 @@ impl Failure {
             Failure::HelloRefused(_) => "hello-refused",
             Failure::UnknownTransfer => "unknown-transfer",
             Failure::LeaseExpired => "lease-expired",
+            Failure::Preempted => "preempted",
             Failure::NotFetched => "not-fetched",
             Failure::DuplicateKey => "duplicate-key",
             Failure::Stalled => "stalled",
@@ -85,6 +88,7 @@ impl fmt::Display for Failure {
             Failure::HelloRefused(reason) => write!(f, "peer refused the hello: {reason}"),
             Failure::UnknownTransfer => f.write_str("prefill knows no such transfer"),
             Failure::LeaseExpired => f.write_str("lease expired before the read was complete"),
+            Failure::Preempted => f.write_str("prefill preempted the prompt"),
             Failure::NotFetched => f.write_str("nobody fetched the KV in time"),
             Failure::DuplicateKey => f.write_str("transfer key is in use"),
             Failure::Stalled => f.write_str("no progress within the deadline"),

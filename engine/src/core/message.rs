@@ -69,6 +69,19 @@ impl fmt::Display for Tag {
 /// [`super::channel::Channel`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Message {
+    /// Decode to prefill, push: this prompt is wanted; say so when its computation begins, so that
+    /// no destination blocks wait for a prompt that itself waits for blocks.
+    Ask {
+        /// The attempt.
+        tag: Tag,
+        /// Tokens of the prompt.
+        tokens: u32,
+    },
+    /// Prefill to decode, push: the prompt is being computed, announce blocks.
+    Begun {
+        /// The attempt.
+        tag: Tag,
+    },
     /// Decode to prefill, push: write into these blocks.
     Announce {
         /// The attempt.
@@ -151,7 +164,9 @@ impl Message {
     /// The attempt that the message is about.
     pub fn tag(&self) -> &Tag {
         match self {
-            Message::Announce { tag, .. }
+            Message::Ask { tag, .. }
+            | Message::Begun { tag }
+            | Message::Announce { tag, .. }
             | Message::Pull { tag, .. }
             | Message::Grant { tag, .. }
             | Message::Renew { tag, .. }
@@ -243,6 +258,8 @@ pub struct DecodeLeg {
     pub prefill: EngineId,
     /// Where it listens.
     pub control: Endpoint,
+    /// Its life that got the prefill leg, if the router knows; a later one knows nothing of it.
+    pub life: Option<Incarnation>,
 }
 
 /// How a request ended on its engine.
@@ -347,7 +364,9 @@ pub enum DecodeHook {
         tokens: u32,
     },
     /// Blocks were allocated (`update_state_after_alloc`): load tokens `computed..` into them.
-    /// Exactly one [`DecodeAnswer::Loaded`] or [`DecodeAnswer::LoadFailed`] follows.
+    /// Exactly one [`DecodeAnswer::Loaded`] or [`DecodeAnswer::LoadFailed`] follows. Better not
+    /// before [`DecodeAnswer::Allocate`]: blocks that wait for a prompt which waits for the blocks
+    /// of other prompts, which wait for these blocks, wait in a circle until a timeout.
     Allocated {
         /// The request.
         request: RequestId,
@@ -370,6 +389,13 @@ pub enum DecodeHook {
 /// What a decode core tells its engine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DecodeAnswer {
+    /// The prefill computes the prompt (push) or has it (pull): now is the time to allocate
+    /// blocks. At most once per request; may cross with `Allocated` and `Finished`. Until then
+    /// `get_num_new_matched_tokens` answers `None`.
+    Allocate {
+        /// The request.
+        request: RequestId,
+    },
     /// All tokens are in the blocks (`finished_recving`).
     Loaded {
         /// The request.
@@ -392,6 +418,23 @@ pub enum DecodeAnswer {
         /// Why.
         failure: Failure,
     },
+}
+
+impl DecodeAnswer {
+    /// The request that it is about.
+    pub fn request(&self) -> &RequestId {
+        match self {
+            DecodeAnswer::Allocate { request }
+            | DecodeAnswer::Loaded { request }
+            | DecodeAnswer::LoadFailed { request, .. }
+            | DecodeAnswer::Rejected { request, .. } => request,
+        }
+    }
+
+    /// True if nothing else follows for the request.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, DecodeAnswer::Allocate { .. })
+    }
 }
 
 /// What a prefill or decode core has one of its transfer actors do. Every rank gets every job.

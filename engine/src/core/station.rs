@@ -5,7 +5,7 @@ use super::beacon::Beacon;
 use super::channel::{ChannelConfig, capability};
 use super::command::ControlCommand;
 use super::error::Failure;
-use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet};
+use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, TransferKey};
 use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
 use super::machine::{Gauges, Outbox};
 use super::message::{FlowState, Job, Message, Mode, Report, Role, Tag};
@@ -57,6 +57,8 @@ pub struct CoreSettings {
     pub drift_percent: u32,
     /// How long an announcement waits for its prefill leg.
     pub orphan: Nanos,
+    /// How long the receivers of a preempted prompt wait until it is scheduled again.
+    pub resume: Nanos,
     /// Transfers announced before their prefill leg arrived.
     pub early_max: u32,
     /// Remembered ids of ended transfers.
@@ -76,6 +78,7 @@ impl Default for CoreSettings {
             lease: Nanos::from_secs(30),
             drift_percent: 10,
             orphan: Nanos::from_secs(30),
+            resume: Nanos::from_secs(5),
             early_max: 65_536,
             tombstones_max: 4_096,
             rebuild_delay: Nanos::from_ms(200),
@@ -94,7 +97,8 @@ const REBUILDS_MAX: u32 = 5;
 fn is_awaited(message: &Message) -> bool {
     !matches!(
         message,
-        Message::Announce { .. }
+        Message::Ask { .. }
+            | Message::Announce { .. }
             | Message::Pull { .. }
             | Message::Renew { .. }
             | Message::Renewed { .. }
@@ -112,6 +116,10 @@ pub(super) enum News {
         slot: PeerSlot,
         message: Message,
     },
+    /// The peer said hello; its info is there.
+    Up {
+        slot: PeerSlot,
+    },
     /// The peer is gone; it is being fenced, and `Fenced` follows.
     Down {
         slot: PeerSlot,
@@ -125,6 +133,10 @@ pub(super) enum News {
         rank: u16,
         flow: FlowId,
         state: FlowState,
+    },
+    /// The router says that nobody will fetch what is left of a transfer.
+    Abandoned {
+        key: TransferKey,
     },
     /// A rank of this engine cannot serve.
     Unusable {
@@ -340,10 +352,16 @@ impl Station {
         out: &mut Outbox<E>,
     ) {
         self.flush(out);
+        if let Some(beacon) = &mut self.beacon {
+            news.extend(beacon.abandoned.drain(..).map(|key| News::Abandoned { key }));
+        }
         let events = std::mem::take(&mut self.peer_out.events);
         for event in events {
             match event {
-                PeerEvent::Up { slot } => self.connect_ranks(slot, out),
+                PeerEvent::Up { slot } => {
+                    self.connect_ranks(slot, out);
+                    news.push(News::Up { slot });
+                }
                 PeerEvent::Message { slot, message } => news.push(News::Message { slot, message }),
                 PeerEvent::Down { slot, failure } => {
                     self.rebuilds.remove(&slot);
@@ -448,11 +466,12 @@ impl Station {
 
     pub(super) fn gauges(&self) -> Gauges {
         let peers = self.peers.gauges();
+        let beacon = self.beacon.as_ref().map_or(0, |beacon| beacon.violations);
         Gauges {
             queued: peers.queued + self.fencing.len() as u32,
             peers: peers.peers,
             links: peers.links,
-            violations: peers.violations + self.violations,
+            violations: peers.violations + self.violations + beacon,
             ..Gauges::default()
         }
     }

@@ -210,6 +210,7 @@ async fn carry(mode: Mode) {
         mode,
         prefill: "prefill".into(),
         control: "loopback".into(),
+        life: None,
     };
     let request = RequestId::from("d");
     let arrived = DecodeHook::Arrived { request: request.clone(), leg, tokens: TOKENS };

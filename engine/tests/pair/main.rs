@@ -6,7 +6,7 @@ mod world;
 use engine::core::Nanos;
 use engine::core::decode::DecodeInput;
 use engine::core::error::Failure;
-use engine::core::ids::{RequestId, StepId, TransferKey};
+use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
@@ -24,6 +24,16 @@ fn arrive_prefill(pair: &mut Pair, mode: Mode, tokens: u32, siblings: u32) {
 }
 
 fn arrive_decode(pair: &mut Pair, mode: Mode, tokens: u32, sibling: u32) -> RequestId {
+    arrive_decode_for(pair, mode, tokens, sibling, None)
+}
+
+fn arrive_decode_for(
+    pair: &mut Pair,
+    mode: Mode,
+    tokens: u32,
+    sibling: u32,
+    life: Option<Incarnation>,
+) -> RequestId {
     let request = RequestId::from(format!("d-{sibling}"));
     let leg = DecodeLeg {
         key: key(),
@@ -31,6 +41,7 @@ fn arrive_decode(pair: &mut Pair, mode: Mode, tokens: u32, sibling: u32) -> Requ
         mode,
         prefill: "prefill".into(),
         control: "prefill-control".into(),
+        life,
     };
     pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));
     request
@@ -312,6 +323,79 @@ fn a_preempted_prefill_is_sent_again_from_its_new_blocks() {
 }
 
 #[test]
+fn a_receiver_of_a_prompt_that_does_not_get_going_again_does_without() {
+    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let request = arrive_decode(&mut pair, Mode::Push, 96, 0);
+    arrive_prefill(&mut pair, Mode::Push, 96, 1);
+    settle(&mut pair, 1);
+    schedule(&mut pair, 1, 0, 48);
+    settle(&mut pair, 1);
+    allocate(&mut pair, &request, 0, 96, 10);
+    settle(&mut pair, 1);
+    let id = RequestId::from("p-1");
+    let preempted = PrefillHook::Preempted { request: id };
+    pair.prefill(PrefillInput::Hook(preempted.clone()));
+    settle(&mut pair, 3);
+    // It starts again, but gets no farther than before.
+    schedule(&mut pair, 2, 0, 16);
+    settle(&mut pair, 1);
+    pair.prefill(PrefillInput::Hook(preempted));
+    settle(&mut pair, 2);
+    let failure = Failure::Preempted;
+    assert_eq!(pair.decode_said[1..], [DecodeAnswer::LoadFailed { request, failure }]);
+    finish(&mut pair, FinishReason::Aborted);
+    assert_eq!(pair.prefill_said[2..], [freed(Some(Failure::Preempted))]);
+    settle(&mut pair, 1);
+    assert!(pair.at_rest());
+}
+
+#[test]
+fn decode_gets_blocks_when_the_prefill_has_its_own() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let mut pair = Pair::new(mode, 1, 1);
+        let request = arrive_decode(&mut pair, mode, 96, 0);
+        settle(&mut pair, 1);
+        arrive_prefill(&mut pair, mode, 96, 1);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said, [], "{mode}: the prompt waits for blocks");
+        schedule(&mut pair, 1, 0, 96);
+        settle(&mut pair, 1);
+        let due = DecodeAnswer::Allocate { request: request.clone() };
+        let said: &[_] = if mode == Mode::Push { std::slice::from_ref(&due) } else { &[] };
+        assert_eq!(pair.decode_said, said, "{mode}: a pull waits for the whole prompt");
+        pair.compute(1, LAYERS);
+        finish(&mut pair, FinishReason::Length);
+        // Longer than a lease: the receiver has the source kept while it waits for blocks.
+        settle(&mut pair, 100);
+        assert_eq!(pair.decode_said, [due], "{mode}");
+        allocate(&mut pair, &request, 0, 96, 10);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said[1..], [loaded(&request)], "{mode}");
+        assert_eq!(pair.prefill_said, [freed(None)], "{mode}");
+        assert!(pair.at_rest());
+    }
+}
+
+#[test]
+fn a_later_life_is_not_asked_for_what_an_earlier_one_had() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let mut pair = Pair::new(mode, 1, 1);
+        let rejected =
+            |request| DecodeAnswer::Rejected { request, failure: Failure::PeerRestarted };
+        let past = Some(Incarnation(0));
+        let first = arrive_decode_for(&mut pair, mode, 96, 0, past);
+        assert_eq!(pair.decode_said, [], "the peer has not said which life it is in");
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said, [rejected(first)], "{mode}");
+        let second = arrive_decode_for(&mut pair, mode, 96, 1, past);
+        assert_eq!(pair.decode_said[1..], [rejected(second)], "{mode}");
+        arrive_decode_for(&mut pair, mode, 96, 2, Some(Incarnation(1)));
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said.len(), 2, "{mode}: this life has it");
+    }
+}
+
+#[test]
 fn siblings_are_served_by_one_copy_and_a_duplicate_is_refused() {
     for mode in [Mode::Push, Mode::Pull] {
         let mut pair = Pair::new(mode, 1, 1);
@@ -398,10 +482,11 @@ fn a_dead_decode_costs_the_prefill_no_block_for_longer_than_its_lease() {
 fn lost_frames_are_sent_again() {
     for mode in [Mode::Push, Mode::Pull] {
         let mut pair = Pair::new(mode, 1, 1);
-        let mut count = 0;
+        // About one in three, without a period that retransmissions could fall in step with.
+        let mut state = 1_u32;
         pair.frame_passes = Box::new(move |_: Who| {
-            count += 1;
-            count % 3 != 0
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state >> 24 >= 85
         });
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);

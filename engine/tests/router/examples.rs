@@ -2,9 +2,10 @@
 
 use crate::up;
 use crate::world::{World, prompt, registration};
+use engine::core::command::ControlCommand;
 use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
-use engine::core::ids::LegId;
+use engine::core::ids::{LegId, TransferKey};
 use engine::core::message::{FinishReason, Mode, Role};
 use engine::core::router::{
     Answer, InstanceState, LegEvent, LegFailure, Prompt, Reject, RouterConfig, RouterInput,
@@ -226,6 +227,49 @@ fn recompute_is_told() {
     world.leg(world.legs(client, Role::Decode)[0], done);
     assert_eq!(world.answers[&client], Answer::Finished { recomputed });
     assert!(world.live.is_empty(), "nobody wants the KV any more");
+}
+
+/// The keys that prefills were told to abandon.
+fn abandoned(world: &World) -> Vec<TransferKey> {
+    let keys = |command: &ControlCommand| match command {
+        ControlCommand::Send { frame, .. } => match native::decode(frame) {
+            Ok(Frame::Abandon { keys }) => keys,
+            other => panic!("not for an instance: {other:?}"),
+        },
+        other => panic!("not for an instance: {other:?}"),
+    };
+    world.told.iter().flat_map(keys).collect()
+}
+
+#[test]
+fn a_prefill_is_told_what_nobody_fetches() {
+    let recomputed = Some(Failure::PeerSilent);
+    let went_without = LegEvent::Done { reason: FinishReason::Stop, recomputed };
+    for event in [Some(CUT), Some(went_without), None] {
+        let mut world = world(1, 1);
+        let frame = native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)));
+        let parts = vec![frame];
+        world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+        let client = world.request(vec![prompt(100)], 1);
+        let key = world.live[&world.legs(client, Role::Prefill)[0]].key.clone();
+        world.done(world.legs(client, Role::Prefill)[0]);
+        assert_eq!(abandoned(&world), []);
+        match event {
+            Some(event) => world.leg(world.legs(client, Role::Decode)[0], event),
+            None => world.go(client),
+        }
+        assert_eq!(abandoned(&world), [key]);
+    }
+}
+
+#[test]
+fn a_prefill_hears_nothing_of_what_was_fetched() {
+    let mut world = world(1, 1);
+    let parts = vec![native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)))];
+    world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+    world.request(vec![prompt(100)], 2);
+    world.finish();
+    assert_eq!(abandoned(&world), []);
 }
 
 #[test]

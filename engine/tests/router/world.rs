@@ -1,5 +1,6 @@
 //! A router with a model beside it that judges every effect.
 
+use engine::core::command::ControlCommand;
 use engine::core::ids::{ClientId, EngineId, Incarnation, LegId, TransferId, TransferKey};
 use engine::core::message::{FinishReason, Mode, Registration, Role};
 use engine::core::router::{
@@ -49,6 +50,8 @@ pub(crate) struct World {
     siblings: BTreeMap<TransferKey, (u32, u32)>,
     /// Prefill and decode of each attempt.
     pub(crate) pairs: Vec<(EngineId, EngineId)>,
+    /// What instances were told on their links.
+    pub(crate) told: Vec<ControlCommand>,
     calls: u64,
     next_client: u64,
     draining: bool,
@@ -97,6 +100,7 @@ impl World {
             dispatched: BTreeMap::new(),
             siblings: BTreeMap::new(),
             pairs: Vec::new(),
+            told: Vec::new(),
             calls: 0,
             next_client: 0,
             draining: false,
@@ -112,6 +116,7 @@ impl World {
         let count = effects.len();
         for effect in effects {
             match effect {
+                RouterEffect::Control(command) => self.told.push(command),
                 RouterEffect::Dispatch { leg, client, engine, http, body } => {
                     assert_eq!(http, self.known[&engine].registration.http);
                     self.judge_dispatch(leg, client, engine, &body);

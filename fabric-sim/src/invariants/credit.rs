@@ -23,7 +23,7 @@ fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
             DecodeAnswer::LoadFailed { failure, .. } | DecodeAnswer::Rejected { failure, .. } => {
                 Some(failure)
             }
-            DecodeAnswer::Loaded { .. } => None,
+            DecodeAnswer::Allocate { .. } | DecodeAnswer::Loaded { .. } => None,
         },
         Observation::Report {
             report:

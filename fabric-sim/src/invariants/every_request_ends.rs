@@ -17,10 +17,10 @@ struct Open {
 }
 
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
-/// from the last fault or from the last thing that went forward anywhere, whichever is later. To it
-/// comes what may make a request wait by itself: at the router for an instance, or with legs for
-/// blocks, which engines with full pools may hold for each other until a lease ends. The file's own
-/// bound, `expect.within`, counts from the start.
+/// from the last fault or from the last thing that went forward anywhere, whichever is later. On top
+/// comes what a request may have to wait for by design: without a leg, for an instance; in pull, for
+/// blocks that a reader which fell silent was granted. The file's own bound, `expect.within`, counts
+/// from the start.
 #[derive(Debug)]
 pub(super) struct EveryRequestEnds {
     limits: Limits,
@@ -60,7 +60,7 @@ impl EveryRequestEnds {
         let id = self.id();
         let limits = self.limits;
         self.open.retain(|client, open| {
-            let wait = if open.legs == 0 { limits.wait } else { limits.lease };
+            let wait = if open.legs == 0 { limits.wait } else { limits.hold };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
                 found.report(id, now.at, || {
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn a_request_that_stands_still_is_a_hang() {
         let mut bench = bench();
-        bench.now = bench.now + Nanos::from_secs(41);
+        bench.now = bench.now + Nanos::from_secs(11);
         bench.see(Observation::Stepped { who: D0 });
         bench.fails("client 1 of 0.000000 s has no answer, 1 legs are open");
     }

@@ -13,7 +13,9 @@ use std::collections::BTreeMap;
 ///
 /// | message | sender | allowed |
 /// |---|---|---|
-/// | `Announce`, `Pull` | decode | first message of an attempt, which is larger than any before |
+/// | `Ask`, `Pull` | decode | first message of an attempt, which is larger than any before |
+/// | `Begun` | prefill | after `Ask`, once, before an `Ended` |
+/// | `Announce` | decode | once, first message of an attempt or after `Ask` |
 /// | `Renew` | decode | after `Pull`; its count grows |
 /// | `Grant`, `Renewed` | prefill | after `Pull`, before a quiet `Ended` |
 /// | `Delivered` | prefill | after `Announce`, before a quiet `Ended`, with at least one rank |
@@ -23,6 +25,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug, Default)]
 struct Sink {
     attempt: Attempt,
+    asked: bool,
+    begun: bool,
     announced: bool,
     pulled: bool,
     spoken: bool,
@@ -61,6 +65,7 @@ impl Legal {
             message,
             Message::Grant { .. }
                 | Message::Renewed { .. }
+                | Message::Begun { .. }
                 | Message::Delivered { .. }
                 | Message::Ended { .. }
         );
@@ -72,11 +77,13 @@ impl Legal {
         }
         let current = tag.attempt == sink.attempt;
         let wrong = match message {
-            Message::Announce { .. } | Message::Pull { .. } => {
-                let first = newer || (current && !sink.announced && !sink.pulled);
+            Message::Ask { .. } | Message::Announce { .. } | Message::Pull { .. } => {
+                let Sink { asked, announced, pulled, .. } = *sink;
+                sink.asked |= matches!(message, Message::Ask { .. });
                 sink.announced |= matches!(message, Message::Announce { .. });
                 sink.pulled |= matches!(message, Message::Pull { .. });
-                (!first).then_some("an attempt begun twice, or an old one")
+                let first = !announced && !pulled && (!asked || sink.announced);
+                (!(newer || current && first)).then_some("an attempt begun twice, or an old one")
             }
             _ if !current => None,
             Message::Renew { count, .. } => {
@@ -88,6 +95,11 @@ impl Legal {
                 (!sink.announced).then_some("a cancel of what was not announced")
             }
             Message::Release { .. } => None,
+            Message::Begun { .. } => {
+                let again = std::mem::replace(&mut sink.begun, true);
+                (!sink.asked || again || sink.quiet)
+                    .then_some("a beginning that nobody asked about, twice, or after the end")
+            }
             Message::Grant { .. } | Message::Renewed { .. } => {
                 (!sink.pulled || sink.quiet).then_some("a lease without a pull, or after the end")
             }
@@ -215,6 +227,21 @@ mod tests {
         bench.holds();
         bench.announced(D0, P0, "r");
         bench.fails("begun twice, or an old one");
+    }
+
+    #[test]
+    fn a_prompt_that_was_asked_for_begins_once() {
+        let mut bench = bench();
+        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32 });
+        bench.send(P0, D0, Message::Begun { tag: tag("r") });
+        bench.announced(D0, P0, "r");
+        bench.holds();
+        bench.send(P0, D0, Message::Begun { tag: tag("r") });
+        bench.fails("a beginning that nobody asked about, twice");
+        let mut bench = self::bench();
+        bench.announced(D0, P0, "r");
+        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32 });
+        bench.fails("begun twice");
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl Invariant for NoEarlyReuse {
                 let (what, request) = match answer {
                     DecodeAnswer::Loaded { request } => ("reported as loaded", request),
                     DecodeAnswer::LoadFailed { request, .. } => ("given back", request),
-                    DecodeAnswer::Rejected { .. } => return,
+                    DecodeAnswer::Allocate { .. } | DecodeAnswer::Rejected { .. } => return,
                 };
                 if let Some(load) = now.state.load(who.instance, request) {
                     self.released(now, *who, load.blocks.iter().copied(), what, found);

@@ -106,6 +106,7 @@ impl Invariant for NoSilentSuccess {
                 self.legs.insert(*leg, (*who, (*request).clone()));
             }
             Observation::DecodeAnswer { who, answer } => match answer {
+                DecodeAnswer::Allocate { .. } => {}
                 DecodeAnswer::Loaded { request } => self.kv(*who, request).loaded = true,
                 DecodeAnswer::LoadFailed { request, .. }
                 | DecodeAnswer::Rejected { request, .. } => self.kv(*who, request).failed = true,

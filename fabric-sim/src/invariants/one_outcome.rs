@@ -94,10 +94,10 @@ impl OneOutcome {
     }
 
     fn decode_answer(&mut self, who: Who, answer: &DecodeAnswer) -> Option<&'static str> {
-        let (DecodeAnswer::Loaded { request }
-        | DecodeAnswer::LoadFailed { request, .. }
-        | DecodeAnswer::Rejected { request, .. }) = answer;
-        let owed = self.owed.remove(&(who, request.clone()));
+        if !answer.is_last() {
+            return None;
+        }
+        let owed = self.owed.remove(&(who, answer.request().clone()));
         match (owed, answer) {
             // The engine may have ended the request while the refusal was on its way.
             (None, DecodeAnswer::Rejected { .. }) => None,

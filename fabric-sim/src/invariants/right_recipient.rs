@@ -3,7 +3,7 @@
 
 use super::{Found, Invariant, Now};
 use crate::observe::{BlockRef, Kind, Landing, Observation, Rank};
-use engine::core::message::{DecodeAnswer, DecodeHook};
+use engine::core::message::DecodeHook;
 use scenarios::lists::InvariantId;
 use std::collections::BTreeSet;
 
@@ -77,10 +77,7 @@ impl Invariant for RightRecipient {
                 self.check_life(now, *who, request, "told of", found);
             }
             Observation::DecodeAnswer { who, answer } => {
-                let (DecodeAnswer::Loaded { request }
-                | DecodeAnswer::LoadFailed { request, .. }
-                | DecodeAnswer::Rejected { request, .. }) = answer;
-                self.check_life(now, *who, request, "answers for", found);
+                self.check_life(now, *who, answer.request(), "answers for", found);
             }
             _ => {}
         }

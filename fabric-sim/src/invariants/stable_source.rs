@@ -151,6 +151,7 @@ impl Invariant for StableSource {
             }
             Observation::DecodeHook { who, hook } => self.hook(now.at, *who, hook),
             Observation::DecodeAnswer { who, answer } => match answer {
+                DecodeAnswer::Allocate { .. } => {}
                 DecodeAnswer::Loaded { request } => self.loaded(now, *who, request, found),
                 DecodeAnswer::LoadFailed { request, .. }
                 | DecodeAnswer::Rejected { request, .. } => {

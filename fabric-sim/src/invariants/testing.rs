@@ -60,7 +60,14 @@ pub(super) fn finished() -> LegEvent {
 
 pub(super) fn decode_leg(name: &str) -> DecodeLeg {
     let prefill = "p0".into();
-    DecodeLeg { key: key(name), sibling: 0, mode: Mode::Push, prefill, control: "sim://p0".into() }
+    DecodeLeg {
+        key: key(name),
+        sibling: 0,
+        mode: Mode::Push,
+        prefill,
+        control: "sim://p0".into(),
+        life: None,
+    }
 }
 
 /// One invariant and a clock.

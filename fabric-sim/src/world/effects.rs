@@ -20,15 +20,15 @@ use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane};
 use scenarios::engine::EngineInput;
 
 impl Simulation {
-    pub(super) fn router_effects(
-        &mut self,
-        _slot: u32,
-        cause: u64,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    pub(super) fn router_effects(&mut self, slot: u32, cause: u64, out: &mut Outbox<RouterEffect>) {
         for effect in out.drain() {
             self.tracer.effect(self.now, super::ActorId::Router, cause, &effect);
             match effect {
+                RouterEffect::Control(command) => {
+                    if let Some(event) = perform_control(&mut self.router.control, command) {
+                        self.control_input(slot, 0, event);
+                    }
+                }
                 RouterEffect::Dispatch { leg, client, engine, http, body } => {
                     self.dispatch(leg, client, &engine, &http, body);
                 }
@@ -36,6 +36,7 @@ impl Simulation {
                 RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
             }
         }
+        self.flush_router();
     }
 
     pub(super) fn prefill_effects(

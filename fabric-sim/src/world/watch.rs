@@ -115,7 +115,9 @@ impl Watch {
                 self.note_lease(now, who.instance, blocks);
                 (Event::RequestAllocated, Spot::at(who.instance))
             }
-            Observation::DecodeAnswer { who, .. } => (Event::TransferEnded, Spot::at(who.instance)),
+            Observation::DecodeAnswer { who, answer } if answer.is_last() => {
+                (Event::TransferEnded, Spot::at(who.instance))
+            }
             Observation::Job { who, job: Job::Write { .. } | Job::Read { .. } } => {
                 self.unposted[usize::from(who.instance)] += 1;
                 return;
@@ -391,7 +393,10 @@ fn name(frame: &Frame) -> Option<MessageName> {
         Frame::Ack { .. } => MessageName::Ack,
         Frame::Probe { .. } => MessageName::Probe,
         Frame::Register(_) => MessageName::Register,
+        Frame::Abandon { .. } => MessageName::Abandon,
         Frame::Data { message, .. } => match message {
+            Message::Ask { .. } => MessageName::Ask,
+            Message::Begun { .. } => MessageName::Begun,
             Message::Announce { .. } => MessageName::Announce,
             Message::Pull { .. } => MessageName::Pull,
             Message::Grant { .. } => MessageName::Grant,

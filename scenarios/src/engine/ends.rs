@@ -56,7 +56,7 @@ impl Engine {
             Phase::Waiting => drop(self.waiting.remove(&request.order)),
             Phase::Ready => drop(self.ready.remove(&request.order)),
             Phase::Running => self.running.retain(|runner| runner.slot != slot),
-            Phase::Remote | Phase::Preempted | Phase::Ended => {}
+            Phase::Asked | Phase::Remote | Phase::Preempted | Phase::Ended => {}
         }
         request.phase = Phase::Ended;
     }

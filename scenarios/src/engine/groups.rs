@@ -141,11 +141,14 @@ impl Groups {
 
     /// Allocates tables for tokens `..to`: prefix hits for tokens `..hits` are shared, the rest is
     /// taken. Of a window only what is needed once `seen` tokens are there. `None` if there are
-    /// too few blocks. Returns the tables and the taken blocks.
+    /// too few blocks, for those tokens or for `whole` tokens in chunks of `chunk`: a request that
+    /// has to give way before its end has computed for nothing (vLLM's
+    /// `scheduler_reserve_full_isl`). Returns the tables and the taken blocks.
     pub(super) fn allocate(
         &mut self,
         content: &PromptContent,
         (hits, seen, to): (u32, u32, u32),
+        (whole, chunk): (u32, u32),
     ) -> Option<(Vec<BlockList>, Ids)> {
         let mut tables = Vec::with_capacity(self.groups.len());
         for group in &self.groups {
@@ -157,7 +160,8 @@ impl Groups {
             let mut ids = Vec::with_capacity(group.end(to).saturating_sub(first) as usize);
             ids.extend(shared.filter_map(|at| group.pool.find(group.key(content, at))));
             let unused = ids.iter().filter(|id| group.pool.is_unused(**id)).count() as u32;
-            let fresh = (group.end(to) - first) - ids.len() as u32;
+            let most = group.most(whole, chunk).min(group.end(whole) - first);
+            let fresh = most.max(group.end(to) - first).saturating_sub(ids.len() as u32);
             if fresh + unused > group.pool.available() {
                 return None;
             }
@@ -187,7 +191,7 @@ impl Groups {
     /// Adds blocks to tables for tokens `..to`, or none if there are too few. Returns the taken
     /// blocks, which follow those that were there.
     pub(super) fn grow(&mut self, tables: &mut [BlockList], to: u32) -> Option<Ids> {
-        self.has_room(tables, to, false).then(|| self.extend(tables, to))
+        self.has_room(tables, to).then(|| self.extend(tables, to))
     }
 
     /// As [`Groups::grow`] without a list of blocks; `on_taken` gets group, logical index and
@@ -198,7 +202,7 @@ impl Groups {
         to: u32,
         mut on_taken: impl FnMut(u16, u32, u32),
     ) -> bool {
-        if !self.has_room(tables, to, false) {
+        if !self.has_room(tables, to) {
             return false;
         }
         for (at, (group, table)) in self.groups.iter_mut().zip(tables).enumerate() {
@@ -212,13 +216,11 @@ impl Groups {
         true
     }
 
-    /// True if the pools have what tables lack for tokens `..to`. With `later`, blocks in
-    /// quarantine count as there.
-    pub(super) fn has_room(&self, tables: &[BlockList], to: u32, later: bool) -> bool {
+    /// True if the pools have what tables lack for tokens `..to`.
+    pub(super) fn has_room(&self, tables: &[BlockList], to: u32) -> bool {
         self.groups.iter().zip(tables).all(|(group, table)| {
             let missing = group.end(to).saturating_sub(table.first + table.ids.len() as u32);
-            let quarantined = if later { group.pool.gauges().quarantined } else { 0 };
-            missing <= group.pool.available() + quarantined
+            missing <= group.pool.available()
         })
     }
 

@@ -107,19 +107,22 @@ impl Engine {
         let id = self.name(request, prompt);
         let tokens = content.tokens;
         let order = i64::from(self.arrivals);
+        let external = self.config.role == Role::Decode;
+        let asks = external && self.groups.hits(&content, tokens) < tokens;
         let slot = self.requests.insert(Request {
             id: id.clone(),
             leg,
             content,
             output,
             reason: if stop { FinishReason::Stop } else { FinishReason::Length },
-            phase: Phase::Waiting,
+            phase: if asks { Phase::Asked } else { Phase::Waiting },
             order,
             known: tokens,
             shared: 0,
             tables: Vec::new(),
             parked: Vec::new(),
-            external: self.config.role == Role::Decode,
+            external,
+            due: false,
             loaded: false,
             streamed: false,
             safe_due: false,
@@ -128,7 +131,9 @@ impl Engine {
         });
         self.ids.insert(id.clone(), slot);
         self.legs.insert(leg, slot);
-        self.waiting.insert(order, slot);
+        if !asks {
+            self.waiting.insert(order, slot);
+        }
         out.push(match body {
             LegBody::Prefill { transfer, .. } => {
                 EngineEffect::Prefill(PrefillHook::Arrived { request: id, leg: transfer, tokens })
@@ -239,13 +244,13 @@ impl Engine {
     }
 
     fn decode_answer(&mut self, answer: DecodeAnswer, out: &mut Out) {
-        let (DecodeAnswer::Loaded { request: id }
-        | DecodeAnswer::LoadFailed { request: id, .. }
-        | DecodeAnswer::Rejected { request: id, .. }) = &answer;
-        let found = self.ids.get(id).copied().filter(|_| self.config.role == Role::Decode);
+        let found =
+            self.ids.get(answer.request()).copied().filter(|_| self.config.role == Role::Decode);
         let Some(slot) = found else {
-            // A rejection may cross with the end of the request.
-            if self.config.role == Role::Decode && matches!(answer, DecodeAnswer::Rejected { .. }) {
+            // These may cross with the end of the request.
+            let crosses =
+                matches!(answer, DecodeAnswer::Allocate { .. } | DecodeAnswer::Rejected { .. });
+            if self.config.role == Role::Decode && crosses {
                 return;
             }
             return Self::fault(&answer, "no such request", out);
@@ -253,6 +258,7 @@ impl Engine {
         let request = self.requests.get(slot);
         let (phase, external) = (request.phase, request.external);
         match answer {
+            DecodeAnswer::Allocate { .. } => self.due(slot),
             DecodeAnswer::Loaded { .. } if phase == Phase::Remote => self.loaded(slot),
             // A core that rejects before it knows of the blocks has given them to nobody.
             DecodeAnswer::LoadFailed { failure, .. } | DecodeAnswer::Rejected { failure, .. }
@@ -265,11 +271,24 @@ impl Engine {
                 self.freed(slot, freed, out);
                 self.not_loaded(slot, failure, out);
             }
-            DecodeAnswer::Rejected { failure, .. } if phase == Phase::Waiting && external => {
+            DecodeAnswer::Rejected { failure, .. }
+                if matches!(phase, Phase::Asked | Phase::Waiting) && external =>
+            {
+                self.requests.get_mut(slot).phase = Phase::Waiting;
                 self.not_loaded(slot, failure, out);
             }
             _ if phase == Phase::Ended => self.forget(slot, out),
             answer => Self::fault(&answer, "not due", out),
+        }
+    }
+
+    /// The prefill is ready for a decode request's blocks.
+    fn due(&mut self, slot: u32) {
+        let request = self.requests.get_mut(slot);
+        request.due = true;
+        if request.phase == Phase::Asked {
+            request.phase = Phase::Waiting;
+            self.waiting.insert(request.order, slot);
         }
     }
 

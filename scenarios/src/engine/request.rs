@@ -9,6 +9,8 @@ use engine::core::message::FinishReason;
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
+    /// Decode: waits for its core to say that blocks are worth having.
+    Asked,
     /// Waits for blocks and a place in a step.
     Waiting,
     /// Decode: has its blocks and waits for the KV.
@@ -52,6 +54,8 @@ pub(super) struct Request {
     pub(super) parked: Vec<BlockList>,
     /// Decode: the KV is expected from a prefill.
     pub(super) external: bool,
+    /// Decode: the core said that blocks are worth having.
+    pub(super) due: bool,
     /// Decode: the KV in its blocks came from a prefill.
     pub(super) loaded: bool,
     /// Decode: the first token was reported.

@@ -126,8 +126,7 @@ impl Engine {
     }
 
     /// Makes the pool have blocks for tokens `..to` of a running request: those that its windows
-    /// have passed, else those of requests admitted after it. False if it cannot be part of this step: it had to give way itself, or
-    /// blocks of a preempted prefill are not safe yet.
+    /// have passed, else those of requests admitted after it. False if it had to give way itself.
     fn make_room(&mut self, at: usize, to: u32, draft: &mut Draft, out: &mut Out) -> bool {
         let Runner { slot, computed, .. } = self.running[at];
         let request = self.requests.get_mut(slot);
@@ -136,11 +135,8 @@ impl Engine {
         }
         loop {
             let tables = &self.requests.get(slot).tables;
-            if self.groups.has_room(tables, to, false) {
+            if self.groups.has_room(tables, to) {
                 return true;
-            }
-            if self.config.role == Role::Prefill && self.groups.has_room(tables, to, true) {
-                return false;
             }
             let itself = self.running.len() == at + 1;
             draft.preempted = true;
@@ -206,13 +202,18 @@ impl Engine {
         }
     }
 
-    /// Allocates the blocks of a decode request; false if there are too few.
+    /// Allocates the blocks of a decode request; false if there are too few. One whose prefix hits
+    /// are gone again asks for its KV.
     fn start_load(&mut self, slot: u32, out: &mut Out) -> bool {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
         let computed = self.groups.hits(&request.content, tokens);
+        if computed < tokens && !request.due {
+            request.phase = Phase::Asked;
+            return true;
+        }
         let Some((tables, taken)) =
-            self.groups.allocate(&request.content, (computed, tokens, tokens))
+            self.groups.allocate(&request.content, (computed, tokens, tokens), (tokens, tokens))
         else {
             return false;
         };
@@ -242,7 +243,9 @@ impl Engine {
         let request = self.requests.get_mut(slot);
         let hits = self.groups.hits(&request.content, request.known - 1);
         let to = hits + (request.known - hits).min(draft.budget);
-        let Some((tables, taken)) = self.groups.allocate(&request.content, (hits, hits, to)) else {
+        let whole = (request.known, self.config.max_batched_tokens);
+        let range = (hits, hits, to);
+        let Some((tables, taken)) = self.groups.allocate(&request.content, range, whole) else {
             return false;
         };
         request.shared = hits;

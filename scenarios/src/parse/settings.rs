@@ -30,6 +30,7 @@ const TIMES: &[Time] = &[
     ("lease", |protocol| &mut protocol.lease),
     ("fence", |protocol| &mut protocol.fence),
     ("fetch", |protocol| &mut protocol.fetch),
+    ("resume", |protocol| &mut protocol.resume),
     ("operation", |protocol| &mut protocol.operation),
 ];
 

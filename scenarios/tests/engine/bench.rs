@@ -39,6 +39,7 @@ pub(crate) struct View {
 /// An answer that the core owes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Due {
+    Allocate,
     Reject,
     Safe,
     Free,
@@ -51,6 +52,8 @@ pub(crate) struct Bench {
     pub(crate) due: Vec<(RequestId, Due)>,
     pub(crate) step: Option<StepPlan>,
     pub(crate) open: BTreeSet<LegId>,
+    /// The core says `Allocate` at once.
+    pub(crate) eager: bool,
     /// All effects, oldest first.
     pub(crate) log: Vec<EngineEffect>,
     contents: BTreeMap<LegId, PromptContent>,
@@ -70,6 +73,7 @@ impl Bench {
             due: Vec::new(),
             step: None,
             open: BTreeSet::new(),
+            eager: true,
             log: Vec::new(),
             contents: BTreeMap::new(),
             memory: BTreeMap::new(),
@@ -96,6 +100,7 @@ impl Bench {
                     mode: Mode::Push,
                     prefill: "p0".into(),
                     control: Endpoint("p0:1".into()),
+                    life: None,
                 },
                 prompt: 0,
                 sample: 0,
@@ -108,6 +113,10 @@ impl Bench {
         let name = self.engine.config().id_seed.map_or(leg.0, |_| 0);
         let request = format!("r{name}").into();
         self.input(EngineInput::Leg { leg, request, prompt, body, stop });
+        let allocate = self.due.iter().position(|(_, due)| *due == Due::Allocate);
+        if let Some(at) = allocate.filter(|_| self.eager) {
+            self.answer(at, true);
+        }
         leg
     }
 
@@ -130,7 +139,13 @@ impl Bench {
         let (request, due) = self.due.remove(at);
         let view = self.views[&request].clone();
         let failure = Failure::Stalled;
+        if due == Due::Reject {
+            self.due.retain(|due| *due != (request.clone(), Due::Allocate));
+        }
         match due {
+            Due::Allocate => {
+                self.input(EngineInput::Decode(DecodeAnswer::Allocate { request }));
+            }
             Due::Reject if self.engine.config().role == Role::Prefill => {
                 self.input(EngineInput::Prefill(PrefillAnswer::Rejected { request, failure }));
             }
@@ -350,12 +365,18 @@ impl Bench {
 
     fn decode_hook(&mut self, hook: DecodeHook) {
         match hook {
-            DecodeHook::Arrived { request, leg, .. } => self.arrived(request, &leg.key.id.0),
+            DecodeHook::Arrived { request, leg, .. } => {
+                self.due.push((request.clone(), Due::Allocate));
+                self.arrived(request, &leg.key.id.0);
+            }
             DecodeHook::Allocated { request, computed, blocks } => {
                 self.share(&blocks);
                 let view = self.view(&request);
                 assert_eq!(view.told, Told::Arrived, "allocated once, after the arrival");
                 view.told = Told::Allocated;
+                let early = self.due.contains(&(request.clone(), Due::Allocate));
+                let view = self.view(&request);
+                assert!(!early || computed == view.content.tokens, "allocated before it was told");
                 view.computed = computed;
                 view.blocks = blocks.clone();
                 let (content, rejected) = (view.content.clone(), view.rejected);
@@ -402,7 +423,7 @@ impl Bench {
     pub(crate) fn reject_next(&mut self, leg: LegId) {
         let Some(request) = self.engine.request_of(leg).cloned() else { return };
         self.view(&request).rejected = true;
-        self.due.retain(|(id, _)| *id != request);
+        self.due.retain(|(id, due)| *id != request || *due == Due::Allocate);
         self.due.push((request, Due::Reject));
     }
 

@@ -118,6 +118,7 @@ proptest! {
     #[test]
     fn serves_anything(config in config(), ops in prop::collection::vec(op(), 1..150)) {
         let mut bench = Bench::new(config);
+        bench.eager = false;
         for op in ops {
             play(&mut bench, op);
         }
@@ -131,6 +132,7 @@ proptest! {
     fn is_deterministic(config in config(), ops in prop::collection::vec(op(), 1..60)) {
         let run = || {
             let mut bench = Bench::new(config.clone());
+            bench.eager = false;
             ops.iter().cloned().for_each(|op| play(&mut bench, op));
             bench.settle();
             bench.log

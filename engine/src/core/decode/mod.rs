@@ -137,8 +137,10 @@ impl Decode {
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
             News::Message { slot, message } => self.message(now, slot, message, out),
+            News::Up { slot } => self.peer_up(now, slot, out),
             News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
             News::Fenced { slot } => self.peer_fenced(now, slot, out),
+            News::Abandoned { .. } => {}
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
             News::Unusable { failure } => self.give_up(now, &failure, out),
         }
@@ -146,7 +148,8 @@ impl Decode {
 
     fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         match message {
-            Message::Announce { tag, .. }
+            Message::Ask { tag, .. }
+            | Message::Announce { tag, .. }
             | Message::Pull { tag, .. }
             | Message::Renew { tag, .. }
             | Message::Release { tag, .. }
@@ -161,6 +164,7 @@ impl Decode {
 
     fn message_for(&mut self, now: Nanos, request: RequestId, message: Message, out: &mut Out) {
         match message {
+            Message::Begun { .. } => self.due(&request, out),
             Message::Delivered { ranks, tokens, .. } => {
                 self.delivered(now, request, ranks, tokens, out);
             }
@@ -186,7 +190,7 @@ impl Decode {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 Timer::Renew(request) => self.renew(now, &request, out),
-                Timer::Expiry(request) => self.lease_ended(now, &request, out),
+                Timer::Expiry(request) => self.fail(now, &request, Failure::LeaseExpired, out),
             }
         }
     }

@@ -6,26 +6,34 @@ use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
 use crate::core::layout::{BlockList, Mismatch};
 use crate::core::message::{FlowState, Job, Message};
+use crate::core::station::Blocks;
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
-/// One read of a prompt's KV.
+/// The prefill's promise to keep a prompt's blocks.
 #[derive(Debug)]
-pub(super) struct Read {
-    /// When the newest question about the lease was sent, and its number.
+pub(super) struct Lease {
+    /// When the newest question about it was sent, and its number.
     asked: (Nanos, u32),
     /// Until when what was read may be used; none before the grant.
     expiry: Option<Nanos>,
+    /// The source blocks that were granted.
+    remote: Blocks,
+}
+
+impl Lease {
+    pub(super) fn asked(now: Nanos) -> Lease {
+        Lease { asked: (now, 0), expiry: None, remote: Blocks::default() }
+    }
+}
+
+/// One read of a prompt's KV.
+#[derive(Debug, Default)]
+pub(super) struct Read {
     /// The flow and the ranks that have not ended it.
     flow: Option<(FlowId, RankSet)>,
     /// Why it stops.
     failure: Option<Failure>,
-}
-
-impl Read {
-    pub(super) fn asked(now: Nanos) -> Read {
-        Read { asked: (now, 0), expiry: None, flow: None, failure: None }
-    }
 }
 
 impl Decode {
@@ -33,6 +41,15 @@ impl Decode {
         match &mut self.requests.get_mut(id)?.phase {
             Phase::Reading(read) => Some(read),
             _ => None,
+        }
+    }
+
+    /// The lease of a request that has not failed.
+    fn lease_mut(&mut self, id: &RequestId) -> Option<&mut Lease> {
+        let request = self.requests.get_mut(id)?;
+        match &request.phase {
+            Phase::Reading(Read { failure: Some(_), .. }) => None,
+            _ => request.lease.as_mut(),
         }
     }
 
@@ -48,70 +65,75 @@ impl Decode {
         id: &RequestId,
         tokens: u32,
         remote: Vec<BlockList>,
-        lease: Nanos,
+        length: Nanos,
         out: &mut Out,
     ) {
-        let flow = FlowId(self.fresh());
-        let usable = self.usable(lease);
-        let ranks = RankSet::first(self.config.geometry.tp);
-        let Some(request) = self.requests.get_mut(id) else { return };
-        let Phase::Reading(read) = &mut request.phase else { return };
-        if read.expiry.is_some() || read.failure.is_some() {
+        let usable = self.usable(length);
+        let Some(lease) = self.lease_mut(id) else { return };
+        if lease.expiry.is_some() {
             return;
         }
-        let expiry = read.asked.0 + usable;
-        read.expiry = Some(expiry);
-        if tokens != request.tokens || now >= expiry {
-            let failure = if now >= expiry {
-                Failure::LeaseExpired
-            } else {
-                let text = format!("{tokens} tokens granted, {} wanted", request.tokens);
-                Failure::Mismatch(Mismatch(text.into()))
-            };
-            return self.stop_reading(now, id, failure, out);
+        let expiry = lease.asked.0 + usable;
+        lease.expiry = Some(expiry);
+        lease.remote = Arc::new(remote);
+        let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
+        if now >= expiry {
+            return self.fail(now, id, Failure::LeaseExpired, out);
         }
+        if tokens != wanted {
+            let text = format!("{tokens} tokens granted, {wanted} wanted");
+            return self.fail(now, id, Failure::Mismatch(Mismatch(text.into())), out);
+        }
+        self.timers.arm(Timer::Expiry(id.clone()), expiry);
+        self.timers.arm(Timer::Renew(id.clone()), now + length.scale(1, 3));
+        self.due(id, out);
+        self.start_reading(id, out);
+    }
+
+    /// Reads as soon as there are blocks on both sides.
+    pub(super) fn start_reading(&mut self, id: &RequestId, out: &mut Out) {
+        let flow = FlowId(self.fresh());
+        let ranks = RankSet::first(self.config.geometry.tp);
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let (Phase::Reading(read), Some(Lease { expiry: Some(_), remote, .. })) =
+            (&mut request.phase, &request.lease)
+        else {
+            return;
+        };
         read.flow = Some((flow, ranks));
         out.push(Job::Read {
             flow,
             peer: request.slot,
             from: request.computed,
-            tokens,
-            remote: Arc::new(remote),
+            tokens: request.tokens,
+            remote: remote.clone(),
             local: request.blocks.clone(),
         });
         self.flows.insert(flow, id.clone());
-        self.timers.arm(Timer::Expiry(id.clone()), expiry);
-        self.timers.arm(Timer::Renew(id.clone()), now + lease.scale(1, 3));
     }
 
     pub(super) fn renew(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let again = now + self.config.settings.lease.scale(1, 3);
-        let Some(request) = self.requests.get_mut(id) else { return };
-        let Phase::Reading(read) = &mut request.phase else { return };
-        if read.failure.is_some() {
-            return;
-        }
-        read.asked = (now, read.asked.1 + 1);
-        let message = Message::Renew { tag: request.tag.clone(), count: read.asked.1 };
+        let Some(lease) = self.lease_mut(id) else { return };
+        lease.asked = (now, lease.asked.1 + 1);
+        let count = lease.asked.1;
+        let Some(request) = self.requests.get(id) else { return };
+        let message = Message::Renew { tag: request.tag.clone(), count };
         let slot = request.slot;
         self.timers.arm(Timer::Renew(id.clone()), again);
         // A renewal that cannot be sent leaves the lease as it is.
         let _ = self.station.send(now, slot, message, out);
     }
 
-    pub(super) fn renewed(&mut self, id: &RequestId, count: u32, lease: Nanos) {
-        let usable = self.usable(lease);
-        let Some(read) = self.read_mut(id) else { return };
-        if read.asked.1 != count || read.failure.is_some() {
+    pub(super) fn renewed(&mut self, id: &RequestId, count: u32, length: Nanos) {
+        let usable = self.usable(length);
+        let Some(lease) = self.lease_mut(id) else { return };
+        if lease.asked.1 != count {
             return;
         }
-        let expiry = read.asked.0 + usable;
-        read.expiry = Some(expiry);
+        let expiry = lease.asked.0 + usable;
+        lease.expiry = Some(expiry);
         self.timers.arm(Timer::Expiry(id.clone()), expiry);
-    }
-
-    pub(super) fn lease_ended(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
-        self.stop_reading(now, id, Failure::LeaseExpired, out);
     }
 
     /// Ends a read without success: at once if it has not started, else when its flow is quiet.
@@ -178,8 +200,10 @@ impl Decode {
     /// the source may have been somebody else's by then.
     fn read_ended(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(read) = self.read_mut(id) else { return };
-        let late = read.expiry.is_none_or(|expiry| now >= expiry);
-        let result = match read.failure.take() {
+        let failure = read.failure.take();
+        let expiry = self.requests.get(id).and_then(|request| request.lease.as_ref()?.expiry);
+        let late = expiry.is_none_or(|expiry| now >= expiry);
+        let result = match failure {
             Some(failure) => Err(failure),
             None if late => Err(Failure::LeaseExpired),
             None => Ok(()),

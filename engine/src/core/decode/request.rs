@@ -1,10 +1,10 @@
 //! The engine's requests: announced, loaded or failed, and never answered twice.
 
-use super::read::Read;
+use super::read::{Lease, Read};
 use super::{Decode, Out};
 use crate::core::blocks::Owner;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, PeerSlot, RankSet, RequestId};
+use crate::core::ids::{Attempt, Incarnation, PeerSlot, RankSet, RequestId};
 use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
 use crate::core::message::{DecodeAnswer, DecodeLeg, Message, Mode, Tag};
 use crate::core::station::Blocks;
@@ -15,15 +15,15 @@ use std::sync::Arc;
 /// Where a request stands between its arrival and its answer.
 #[derive(Debug)]
 pub(super) enum Phase {
-    /// Waits for blocks.
-    Arrived,
+    /// Waits for the prefill, if it is not `due`, and for blocks.
+    Arrived { due: bool },
     /// Push: the prefill may write into the blocks.
     Announced { ranks: RankSet },
     /// Push: the load has failed, or nobody wants it; the prefill may still be writing.
     Ending(Failure),
     /// The peer is gone and being fenced; until then it may still be writing.
     Fencing(Failure),
-    /// Pull: asked, granted, reading or stopping.
+    /// Pull: has blocks; waits for the grant, reads or stops.
     Reading(Read),
 }
 
@@ -37,7 +37,10 @@ pub(super) struct Request {
     /// Destination blocks, without those that hold KV already.
     pub(super) blocks: Blocks,
     pub(super) phase: Phase,
-    mode: Mode,
+    /// The prefill's life that has the prompt.
+    life: Option<Incarnation>,
+    /// Pull: what was asked and granted.
+    pub(super) lease: Option<Lease>,
     owner: Owner,
 }
 
@@ -55,23 +58,68 @@ impl Decode {
             return;
         }
         let slot = self.station.reach(now, &leg.prefill, &leg.control, out);
+        if self.is_past(slot, leg.life) {
+            self.ids.remove_request(&id);
+            out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
+            return;
+        }
         self.station.hold(now, slot, out);
         let owner = self.fresh_owner();
+        let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(now));
         // A key may come again, so that its attempts have to differ from those before.
         let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
+        let tag = Tag { key: leg.key, sibling: leg.sibling, attempt };
+        let message = match leg.mode {
+            Mode::Push => Message::Ask { tag: tag.clone(), tokens },
+            Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
+        };
         self.requests.insert(
-            id,
+            id.clone(),
             Request {
                 slot,
-                tag: Tag { key: leg.key, sibling: leg.sibling, attempt },
+                tag,
                 tokens,
                 computed: 0,
                 blocks: Blocks::default(),
-                phase: Phase::Arrived,
-                mode: leg.mode,
+                phase: Phase::Arrived { due: false },
+                life: leg.life,
+                lease,
                 owner,
             },
         );
+        // A slot that is down says so itself, and why.
+        if let Err(failure @ Failure::Overload) = self.station.send(now, slot, message, out) {
+            self.reject(now, &id, failure, out);
+        }
+    }
+
+    /// True if the peer is known to have begun a new life after this one.
+    fn is_past(&self, slot: PeerSlot, life: Option<Incarnation>) -> bool {
+        life.zip(self.station.info(slot)).is_some_and(|(life, info)| life < info.incarnation)
+    }
+
+    /// The peer said in which life it is.
+    pub(super) fn peer_up(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let past = |request: &Request| request.slot == slot && self.is_past(slot, request.life);
+        let lost: Vec<_> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| past(request))
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in lost {
+            self.fail(now, &id, Failure::PeerRestarted, out);
+        }
+    }
+
+    /// The prefill is ready for the request's blocks.
+    pub(super) fn due(&mut self, id: &RequestId, out: &mut Out) {
+        let Some(request) = self.requests.get_mut(id) else { return };
+        if let Phase::Arrived { due } = &mut request.phase
+            && !std::mem::replace(due, true)
+        {
+            out.push(DecodeAnswer::Allocate { request: id.clone() });
+        }
     }
 
     fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
@@ -92,7 +140,7 @@ impl Decode {
         out: &mut Out,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
-        assert!(matches!(request.phase, Phase::Arrived), "{id} was allocated twice");
+        assert!(matches!(request.phase, Phase::Arrived { .. }), "{id} was allocated twice");
         if computed >= request.tokens {
             self.release_source(now, &id, out);
             return self.answer(now, &id, Ok(()), out);
@@ -108,18 +156,14 @@ impl Decode {
         }
         request.computed = computed;
         request.blocks = Arc::new(blocks);
+        if request.lease.is_some() {
+            request.phase = Phase::Reading(Read::default());
+            return self.start_reading(&id, out);
+        }
+        request.phase = Phase::Announced { ranks: RankSet::EMPTY };
         let (tag, tokens) = (request.tag.clone(), request.tokens);
-        let message = match request.mode {
-            Mode::Push => {
-                request.phase = Phase::Announced { ranks: RankSet::EMPTY };
-                let blocks = request.blocks.to_vec();
-                Message::Announce { tag, tokens, from: computed, blocks }
-            }
-            Mode::Pull => {
-                request.phase = Phase::Reading(Read::asked(now));
-                Message::Pull { tag, tokens }
-            }
-        };
+        let blocks = request.blocks.to_vec();
+        let message = Message::Announce { tag, tokens, from: computed, blocks };
         let slot = request.slot;
         if let Err(failure) = self.station.send(now, slot, message, out) {
             self.answer(now, &id, Err(failure), out);
@@ -142,7 +186,7 @@ impl Decode {
 
     pub(super) fn finished(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(request) = self.requests.get(id) else { return };
-        if matches!(request.phase, Phase::Arrived) {
+        if matches!(request.phase, Phase::Arrived { .. }) {
             self.release_source(now, id, out);
             self.remove(now, id, out);
         } else {
@@ -154,7 +198,7 @@ impl Decode {
     pub(super) fn fail(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
         let Some(request) = self.requests.get_mut(id) else { return };
         match &mut request.phase {
-            Phase::Arrived => {
+            Phase::Arrived { .. } => {
                 self.release_source(now, id, out);
                 self.reject(now, id, failure, out);
             }
@@ -224,7 +268,9 @@ impl Decode {
                 self.answer(now, id, Err(first), out);
             }
             Phase::Reading(_) => self.stop_reading(now, id, failure, out),
-            Phase::Arrived | Phase::Ending(_) | Phase::Fencing(_) => {}
+            Phase::Arrived { .. } if quiet => self.reject(now, id, failure, out),
+            Phase::Arrived { .. } => self.fail(now, id, failure, out),
+            Phase::Ending(_) | Phase::Fencing(_) => {}
         }
     }
 
@@ -245,7 +291,7 @@ impl Decode {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let owner = request.owner;
             match &mut request.phase {
-                Phase::Arrived => self.reject(now, &id, failure.clone(), out),
+                Phase::Arrived { .. } => self.reject(now, &id, failure.clone(), out),
                 Phase::Announced { .. } => {
                     request.phase = Phase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
@@ -282,7 +328,7 @@ impl Decode {
         let _ = self.station.send(now, slot, Message::Release { tag, ranks }, out);
     }
 
-    fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+    pub(super) fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
         self.remove(now, id, out);
         out.push(DecodeAnswer::Rejected { request: id.clone(), failure });
     }

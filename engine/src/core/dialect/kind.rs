@@ -39,6 +39,12 @@ kinds! {
     Bye = 6,
     /// [`Frame::Register`](super::native::Frame::Register).
     Register = 7,
+    /// [`Frame::Abandon`](super::native::Frame::Abandon).
+    Abandon = 8,
+    /// [`Message::Ask`](crate::core::message::Message::Ask).
+    Ask = 14,
+    /// [`Message::Begun`](crate::core::message::Message::Begun).
+    Begun = 15,
     /// [`Message::Announce`](crate::core::message::Message::Announce).
     Announce = 16,
     /// [`Message::Pull`](crate::core::message::Message::Pull).
@@ -69,7 +75,11 @@ impl MessageKind {
     pub(super) const fn is_versionless(self) -> bool {
         matches!(
             self,
-            MessageKind::Hello | MessageKind::Welcome | MessageKind::Refuse | MessageKind::Register
+            MessageKind::Hello
+                | MessageKind::Welcome
+                | MessageKind::Refuse
+                | MessageKind::Register
+                | MessageKind::Abandon
         )
     }
 }

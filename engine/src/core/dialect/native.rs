@@ -3,7 +3,7 @@
 pub use super::kind::MessageKind;
 use super::skim::skim;
 use crate::core::error::PeerViolation;
-use crate::core::ids::{EngineId, Incarnation};
+use crate::core::ids::{EngineId, Incarnation, TransferKey};
 use crate::core::message::{Hello, Message, Registration};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -65,6 +65,12 @@ pub enum Frame {
     },
     /// An instance registers with a router.
     Register(Registration),
+    /// A router tells a prefill, on the link of its registrations, that nobody will fetch what is
+    /// left of these transfers. Not acknowledged; without it a lease ends them.
+    Abandon {
+        /// The transfers.
+        keys: Vec<TransferKey>,
+    },
 }
 
 /// Why bytes are no frame.
@@ -122,6 +128,7 @@ pub fn encode(frame: &Frame) -> Vec<u8> {
         Frame::Probe { envelope } => pack(MessageKind::Probe, envelope),
         Frame::Bye { envelope } => pack(MessageKind::Bye, envelope),
         Frame::Register(registration) => pack(MessageKind::Register, registration),
+        Frame::Abandon { keys } => pack(MessageKind::Abandon, keys),
     }
 }
 
@@ -195,6 +202,7 @@ fn unpack(kind: MessageKind, body: &[u8]) -> Result<Frame, DecodeError> {
         MessageKind::Probe => Frame::Probe { envelope: value(kind, body)? },
         MessageKind::Bye => Frame::Bye { envelope: value(kind, body)? },
         MessageKind::Register => Frame::Register(value(kind, body)?),
+        MessageKind::Abandon => Frame::Abandon { keys: value(kind, body)? },
         _ => {
             let (envelope, seq, message) = value(kind, body)?;
             if kind_of(&message) != kind {
@@ -223,6 +231,8 @@ pub fn peek(bytes: &[u8]) -> Option<MessageKind> {
 /// The kind of the frame that carries the message.
 pub fn kind_of(message: &Message) -> MessageKind {
     match message {
+        Message::Ask { .. } => MessageKind::Ask,
+        Message::Begun { .. } => MessageKind::Begun,
         Message::Announce { .. } => MessageKind::Announce,
         Message::Pull { .. } => MessageKind::Pull,
         Message::Grant { .. } => MessageKind::Grant,

@@ -83,6 +83,7 @@ impl Peers {
             Frame::Hello(hello) => self.on_hello(now, link, *hello, out),
             Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Guest, out),
             Frame::Register(_) => self.misplaced("Register", link, Owner::Guest, out),
+            Frame::Abandon { .. } => self.misplaced("Abandon", link, Owner::Guest, out),
             _ => self.stale += 1,
         }
     }
@@ -103,6 +104,7 @@ impl Peers {
             Frame::Hello(_) => self.misplaced("Hello", link, Owner::Slot(id), out),
             Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Slot(id), out),
             Frame::Register(_) => self.misplaced("Register", link, Owner::Slot(id), out),
+            Frame::Abandon { .. } => self.misplaced("Abandon", link, Owner::Slot(id), out),
             Frame::Refuse { envelope, reason, .. } => {
                 self.on_last_frame(now, id, envelope, Failure::HelloRefused(reason), out);
             }

@@ -77,6 +77,8 @@ enum Timer {
     Orphan(TransferKey),
     /// A computed prompt whose receivers have not come.
     Hold(TransferKey),
+    /// A preempted prompt that receivers have blocks for.
+    Resume(TransferKey),
     /// A granted source that a reader may be reading.
     Lease(TransferKey, u32),
 }
@@ -155,11 +157,11 @@ impl Prefill {
             }
             PrefillHook::Scheduled { step, chunks } => {
                 for chunk in chunks {
-                    self.scheduled(step, chunk, out);
+                    self.scheduled(now, step, chunk, out);
                 }
             }
             PrefillHook::Finished { request, reason } => self.finished(now, request, reason, out),
-            PrefillHook::Preempted { request } => self.preempted(request, out),
+            PrefillHook::Preempted { request } => self.preempted(now, request, out),
         }
     }
 
@@ -168,13 +170,17 @@ impl Prefill {
             News::Message { slot, message } => self.message(now, slot, message, out),
             News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
-            News::Fenced { .. } => {}
+            News::Up { .. } | News::Fenced { .. } => {}
+            News::Abandoned { key } => self.abandoned(now, &key, out),
             News::Unusable { failure } => self.give_up(now, &failure, out),
         }
     }
 
     fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         match message {
+            Message::Ask { tag, tokens } => {
+                self.wanted(now, slot, tag, tokens, sink::Want::Ask, out);
+            }
             Message::Announce { tag, tokens, from, blocks } => {
                 let want = sink::Want::Push { from, blocks: blocks.into() };
                 self.wanted(now, slot, tag, tokens, want, out);
@@ -185,7 +191,8 @@ impl Prefill {
             Message::Renew { tag, count } => self.renew(now, slot, tag, count, out),
             Message::Release { tag, ranks } => self.released(now, slot, &tag, ranks, out),
             Message::Cancel { tag } => self.cancelled(now, slot, tag, out),
-            Message::Grant { tag, .. }
+            Message::Begun { tag }
+            | Message::Grant { tag, .. }
             | Message::Renewed { tag, .. }
             | Message::Delivered { tag, .. }
             | Message::Ended { tag, .. } => self.station.violation(&tag),
@@ -219,6 +226,7 @@ impl Prefill {
             match timer {
                 Timer::Orphan(key) => self.orphaned(now, &key, out),
                 Timer::Hold(key) => self.hold_ended(&key, out),
+                Timer::Resume(key) => self.not_resumed(now, &key, out),
                 Timer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
             }
         }

@@ -22,6 +22,8 @@ pub(super) struct Request {
     pub(super) blocks: Vec<BlockList>,
     /// Tokens that are computed when the scheduled steps are done.
     scheduled: u32,
+    /// Tokens that were computed before a preemption.
+    lost: u32,
     pub(super) finished: Option<FinishReason>,
     /// Another copy of the prompt serves the siblings; this one is only computed.
     spare: bool,
@@ -30,6 +32,16 @@ pub(super) struct Request {
 }
 
 impl Request {
+    /// True if the prompt is not yet as far as it was before a preemption.
+    pub(super) fn is_behind(&self) -> bool {
+        self.scheduled < self.lost
+    }
+
+    /// True if a step computes the prompt, or did.
+    pub(super) fn begun(&self) -> bool {
+        self.scheduled > 0
+    }
+
     fn blocks_held(&self) -> u32 {
         self.blocks.iter().map(|list| list.ids.len() as u32).sum()
     }
@@ -81,6 +93,7 @@ impl Prefill {
             mentioned: false,
             blocks: Vec::new(),
             scheduled: 0,
+            lost: 0,
             finished: None,
             spare,
             draining: BTreeMap::new(),
@@ -102,14 +115,16 @@ impl Prefill {
         if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
-    pub(super) fn scheduled(&mut self, step: StepId, chunk: Chunk, out: &mut Out) {
+    pub(super) fn scheduled(&mut self, now: Nanos, step: StepId, chunk: Chunk, out: &mut Out) {
         let Some(request) = self.requests.get_mut(&chunk.request) else { return };
         assert!(request.finished.is_none(), "{} was scheduled after it finished", chunk.request);
+        let first = !request.begun();
         self.held += request.add(&chunk);
         if request.spare || request.leg.mode == Mode::Pull {
             return;
         }
         request.mentioned = true;
+        let (key, behind) = (request.key.clone(), request.is_behind());
         out.push(Job::Source {
             source: request.source,
             step,
@@ -118,6 +133,12 @@ impl Prefill {
             tokens: request.tokens,
             blocks: Arc::new(chunk.blocks),
         });
+        if !behind {
+            self.timers.cancel(&Timer::Resume(key.clone()));
+        }
+        if first {
+            self.bind_sinks(now, &key, out);
+        }
     }
 
     pub(super) fn finished(
@@ -143,17 +164,18 @@ impl Prefill {
         self.try_free(&key, out);
     }
 
-    pub(super) fn preempted(&mut self, id: RequestId, out: &mut Out) {
+    pub(super) fn preempted(&mut self, now: Nanos, id: RequestId, out: &mut Out) {
         let source = SourceId(self.fresh());
         let Some(request) = self.requests.get_mut(&id) else { return };
         assert!(request.finished.is_none(), "{id} was preempted after it finished");
         let old = std::mem::replace(&mut request.source, source);
         self.held -= request.blocks_held();
         request.blocks.clear();
-        request.scheduled = 0;
+        request.lost = request.lost.max(std::mem::take(&mut request.scheduled));
         let mentioned = std::mem::take(&mut request.mentioned);
         let key = request.key.clone();
         let flows = if request.spare { 0 } else { self.restart_sinks(&key, old, out) };
+        self.await_resumption(now, &key);
         if flows > 0 {
             if let Some(request) = self.requests.get_mut(&id) {
                 request.draining.insert(old, flows);
@@ -194,6 +216,7 @@ impl Prefill {
         self.free(&id, failure, out);
         self.keys.remove(key);
         self.timers.cancel(&Timer::Hold(key.clone()));
+        self.timers.cancel(&Timer::Resume(key.clone()));
         self.tombstones.insert(key.clone());
     }
 
@@ -243,6 +266,16 @@ impl Prefill {
             entry.failure.get_or_insert(Failure::NotFetched);
         }
         self.try_free(key, out);
+    }
+
+    /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.
+    pub(super) fn abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        match self.keys.get(key) {
+            Some(entry) if entry.request.is_some() => self.hold_ended(key, out),
+            Some(_) => self.orphaned(now, key, out),
+            // Its leg, if it is still on its way, comes too late.
+            None => self.tombstones.insert(key.clone()),
+        }
     }
 
     pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {

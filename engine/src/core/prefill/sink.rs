@@ -1,6 +1,7 @@
 //! The receivers of a key: bound to its source, written to or granted a lease, and seen to their
 //! end.
 
+use super::request::Request;
 use super::{FlowEntry, Out, Prefill, Timer};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, PeerSlot, RankSet, SourceId, TransferKey};
@@ -12,6 +13,8 @@ use crate::core::time::Nanos;
 /// What a receiver asked for.
 #[derive(Clone, Debug)]
 pub(super) enum Want {
+    /// Push: a word when the prompt's computation begins.
+    Ask,
     /// Write `from..` into these blocks.
     Push { from: u32, blocks: Blocks },
     /// Tell the blocks.
@@ -20,7 +23,7 @@ pub(super) enum Want {
 
 #[derive(Debug)]
 enum State {
-    /// For the prefill leg, or (pull) for its end.
+    /// For the prefill leg or (pull) its end, or for the receiver's blocks.
     Waiting,
     /// The flow writes.
     Writing(FlowId),
@@ -39,10 +42,21 @@ pub(super) struct Sink {
     tag: Tag,
     tokens: u32,
     want: Want,
+    /// Push: the receiver was told that the prompt is being computed.
+    begun: bool,
     state: State,
 }
 
 impl Sink {
+    /// True if the receiver has, or may have, blocks for what it waits for.
+    fn binds_blocks(&self) -> bool {
+        match self.state {
+            State::Waiting => matches!(self.want, Want::Push { .. }),
+            State::Writing(_) | State::Restarting(_) => true,
+            State::Ending(..) | State::Granted { .. } => false,
+        }
+    }
+
     fn reads(&self) -> bool {
         matches!(self.state, State::Granted { .. })
     }
@@ -76,11 +90,15 @@ impl Prefill {
         want: Want,
         out: &mut Out,
     ) {
-        if let Some(sink) = self.keys.get(&tag.key).and_then(|key| key.sinks.get(&tag.sibling))
-            && sink.slot == slot
-            && sink.tag.attempt >= tag.attempt
-        {
-            return;
+        let sink = self.keys.get_mut(&tag.key).and_then(|key| key.sinks.get_mut(&tag.sibling));
+        if let Some(sink) = sink.filter(|sink| sink.slot == slot) {
+            if sink.tag.attempt == tag.attempt && matches!(sink.want, Want::Ask) {
+                sink.want = want;
+                return self.bind(now, &tag.key, tag.sibling, out);
+            }
+            if sink.tag.attempt >= tag.attempt {
+                return;
+            }
         }
         if let Err(failure) = self.accepts(&tag) {
             return self.tell_ended(now, slot, tag, failure, true, out);
@@ -91,7 +109,8 @@ impl Prefill {
             let orphan = now + self.config.settings.orphan;
             self.timers.arm_if_idle(Timer::Orphan(key.clone()), orphan);
         }
-        entry.sinks.insert(sibling, Sink { slot, tag, tokens, want, state: State::Waiting });
+        let sink = Sink { slot, tag, tokens, want, begun: false, state: State::Waiting };
+        entry.sinks.insert(sibling, sink);
         self.station.hold(now, slot, out);
         self.bind(now, &key, sibling, out);
     }
@@ -133,9 +152,10 @@ impl Prefill {
         if !matches!(sink.state, State::Waiting) {
             return;
         }
-        let (mode, wanted) = match sink.want {
-            Want::Push { .. } => (Mode::Push, request.leg.mode),
-            Want::Pull => (Mode::Pull, request.leg.mode),
+        let wanted = request.leg.mode;
+        let mode = match sink.want {
+            Want::Ask | Want::Push { .. } => Mode::Push,
+            Want::Pull => Mode::Pull,
         };
         if mode != wanted || sink.tokens != request.tokens {
             let text = format!(
@@ -144,10 +164,49 @@ impl Prefill {
             );
             return self.end_sink(now, key, sibling, Failure::Mismatch(Mismatch(text.into())), out);
         }
-        match mode {
-            Mode::Push => self.start_flow(key, sibling, out),
-            Mode::Pull if request.computed() => self.grant(now, key, sibling, out),
-            Mode::Pull => {}
+        match sink.want {
+            Want::Ask if request.begun() => self.begin(now, key, sibling, out),
+            Want::Push { .. } => {
+                self.start_flow(key, sibling, out);
+                self.await_resumption(now, key);
+            }
+            Want::Pull if request.computed() => self.grant(now, key, sibling, out),
+            Want::Ask | Want::Pull => {}
+        }
+    }
+
+    /// Tells a receiver to get blocks.
+    fn begin(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut Out) {
+        let sink = self.keys.get_mut(key).and_then(|entry| entry.sinks.get_mut(&sibling));
+        let Some(sink) = sink.filter(|sink| !sink.begun) else { return };
+        sink.begun = true;
+        let (slot, tag) = (sink.slot, sink.tag.clone());
+        self.tell(now, slot, Message::Begun { tag }, out);
+    }
+
+    /// Receivers of a preempted prompt do not wait for it forever: their blocks may be what others
+    /// need before it can be computed again.
+    pub(super) fn await_resumption(&mut self, now: Nanos, key: &TransferKey) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
+        let waits = entry.sinks.values().any(Sink::binds_blocks);
+        if waits && request.is_some_and(Request::is_behind) {
+            let resume = now + self.config.settings.resume;
+            self.timers.arm_if_idle(Timer::Resume(key.clone()), resume);
+        }
+    }
+
+    /// A preempted prompt is not computed again in time: its receivers do without.
+    pub(super) fn not_resumed(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let waiting: Vec<u32> = entry
+            .sinks
+            .iter()
+            .filter(|(_, sink)| sink.binds_blocks())
+            .map(|(sibling, _)| *sibling)
+            .collect();
+        for sibling in waiting {
+            self.end_sink(now, key, sibling, Failure::Preempted, out);
         }
     }
 

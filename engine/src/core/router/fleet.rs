@@ -103,7 +103,7 @@ impl Fleet {
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
         work.prefill = Some(prefill_leg);
-        work.prefilled_by = Some(prefill.slot);
+        work.source = Some((prefill.slot, key.clone()));
         let mut sibling = 0;
         for sample in 0..work.samples.len() {
             if work.samples[sample].progress != Progress::Waiting {
@@ -137,6 +137,7 @@ impl Fleet {
             mode: prefill.mode,
             prefill: source.engine.clone(),
             control: source.control.clone(),
+            life: Some(source.incarnation),
         };
         let output = work.output;
         let body =
@@ -182,6 +183,15 @@ impl Fleet {
         out.push(RouterEffect::CancelLeg { leg: id });
         self.counters.cancelled += 1;
         self.end(id)
+    }
+
+    /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
+    pub(super) fn abandon(&mut self, work: &mut Work, out: &mut Outbox<RouterEffect>) {
+        let Some((slot, key)) = work.source.take() else { return };
+        if self.registry.get(slot).is_some() {
+            let told = self.registry.instance_mut(slot).abandoned.add(key);
+            told.into_iter().for_each(|command| out.push(command));
+        }
     }
 
     /// Notes that the instance of a leg in flight answered.

@@ -113,9 +113,12 @@ impl Router {
             return;
         }
         self.unqueue(client);
-        let request = self.requests.remove(&client).expect("just seen");
+        let mut request = self.requests.remove(&client).expect("just seen");
         for leg in request.works.iter().flat_map(|work| work.legs()) {
             self.fleet.cancel(leg, out);
+        }
+        for work in request.works.iter_mut().filter(|work| !work.is_done() || work.recomputed) {
+            self.fleet.abandon(work, out);
         }
         self.active -= u32::from(request.started);
         if let Some(answer) = answer {
@@ -171,6 +174,7 @@ impl Router {
             return;
         };
         work.samples[sample].progress = Progress::Done;
+        work.recomputed |= recomputed.is_some();
         if work.is_done() {
             // Nobody wants its KV any more, e.g. because the decode computed it itself.
             if let Some(prefill) = work.prefill.take() {
@@ -225,8 +229,8 @@ impl Router {
                 let progress = &mut work.samples[sample].progress;
                 streamed = matches!(progress, Progress::Streaming(_));
                 *progress = Progress::Waiting;
-                if let (LegFailure::Instance(_), Some(prefill)) = (&failure, work.prefilled_by) {
-                    work.avoid(prefill);
+                if let (LegFailure::Instance(_), Some((prefill, _))) = (&failure, &work.source) {
+                    work.avoid(*prefill);
                 }
             }
         }
@@ -234,6 +238,7 @@ impl Router {
         if let Some(prefill) = work.prefill.take() {
             self.fleet.cancel(prefill, out);
         }
+        self.fleet.abandon(work, out);
         let mut exhausted = false;
         for sample in &mut work.samples {
             if let Progress::Running(leg) = sample.progress {

@@ -1,5 +1,6 @@
 //! What goes into and comes out of the router.
 
+use crate::core::command::ControlCommand;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId};
 use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
@@ -102,6 +103,8 @@ impl fmt::Display for LegFailure {
 /// What the router wants done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum RouterEffect {
+    /// Call the control plane.
+    Control(ControlCommand),
     /// Send a leg to an instance.
     Dispatch {
         /// The leg.
@@ -127,6 +130,12 @@ pub enum RouterEffect {
         /// How its request ended.
         answer: Answer,
     },
+}
+
+impl From<ControlCommand> for RouterEffect {
+    fn from(command: ControlCommand) -> Self {
+        RouterEffect::Control(command)
+    }
 }
 
 /// The part of a leg that the protocol cares about.

@@ -9,6 +9,7 @@
 //! timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
 
+mod abandoned;
 mod fleet;
 mod flow;
 mod health;
@@ -31,7 +32,7 @@ use super::ids::{ClientId, Incarnation};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::Registration;
 use super::time::Nanos;
-use crate::fabric::ControlEvent;
+use crate::fabric::{ControlEvent, LinkId};
 use std::collections::BTreeMap;
 
 /// The router.
@@ -72,11 +73,13 @@ impl Router {
 
     fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut Outbox<RouterEffect>) {
         // An instance is known by its registrations, not by its link: links come and go.
-        if let ControlEvent::Frame { parts, .. } = event {
-            match registration(&parts) {
-                Some(registration) => self.register(now, registration, out),
+        match event {
+            ControlEvent::Frame { link, parts, .. } => match registration(&parts) {
+                Some(registration) => self.register(now, registration, Some(link), out),
                 None => self.reject(Reject::Malformed),
-            }
+            },
+            ControlEvent::LinkDown { link } => self.fleet.registry.unlink(link),
+            ControlEvent::LinkUp { .. } => {}
         }
     }
 
@@ -84,7 +87,13 @@ impl Router {
         *self.fleet.counters.rejected.entry(reason).or_default() += 1;
     }
 
-    fn register(&mut self, now: Nanos, registration: Registration, out: &mut Outbox<RouterEffect>) {
+    fn register(
+        &mut self,
+        now: Nanos,
+        registration: Registration,
+        link: Option<LinkId>,
+        out: &mut Outbox<RouterEffect>,
+    ) {
         let draining = registration.draining;
         let Fleet { registry, config, .. } = &mut self.fleet;
         let (slot, replaced) = match registry.register(now, registration, config) {
@@ -98,6 +107,11 @@ impl Router {
         if let Some(slot) = slot {
             let lives = if draining { config.drain_max } else { config.expiry };
             self.fleet.timers.arm(Timer::Expiry(slot), now + lives);
+            if let Some(link) = link {
+                let abandoned = &mut self.fleet.registry.instance_mut(slot).abandoned;
+                let told = abandoned.repeat(link);
+                told.into_iter().for_each(|command| out.push(command));
+            }
             if self.fleet.registry.is_over(slot) {
                 self.fleet.remove(slot);
             }
@@ -143,7 +157,7 @@ impl Machine for Router {
         self.fire(now, out);
         match input {
             RouterInput::Control(event) => self.control(now, event, out),
-            RouterInput::Register(registration) => self.register(now, registration, out),
+            RouterInput::Register(registration) => self.register(now, registration, None, out),
             RouterInput::Request(request) => self.request(now, request, out),
             RouterInput::Gone { client } => self.finish(client, None, out),
             RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),

@@ -1,11 +1,13 @@
 //! The instances that registered.
 
+use super::abandoned::Abandoned;
 use super::health::Health;
 use super::io::RouterConfig;
 use super::prefixes::PrefixMemory;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
 use crate::core::message::{Registration, Role};
 use crate::core::time::Nanos;
+use crate::fabric::LinkId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -41,6 +43,8 @@ pub(super) struct Instance {
     pub(super) picked: u64,
     /// Of a prefill: when each decode was last chosen with it, counted in choices.
     pub(super) paired: BTreeMap<Slot, u64>,
+    /// Of a prefill: what nobody fetches any more.
+    pub(super) abandoned: Abandoned,
 }
 
 impl Instance {
@@ -200,6 +204,7 @@ impl Registry {
                 prefixes: PrefixMemory::new(config.prefixes_max),
                 picked: 0,
                 paired: BTreeMap::new(),
+                abandoned: Abandoned::default(),
             },
         );
         slot
@@ -259,6 +264,11 @@ impl Registry {
         assert!(had && instance.tokens >= tokens, "leg {leg} was not charged to {slot:?}");
         instance.tokens -= tokens;
         instance.is_over()
+    }
+
+    /// A link of registrations is down.
+    pub(super) fn unlink(&mut self, link: LinkId) {
+        self.instances.values_mut().for_each(|instance| instance.abandoned.unlink(link));
     }
 
     /// True if the instance is leaving and has nothing left to do.

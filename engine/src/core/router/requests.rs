@@ -3,7 +3,7 @@
 use super::io::{ClientRequest, LegFailure, Prompt};
 use super::registry::Slot;
 use crate::core::error::Failure;
-use crate::core::ids::LegId;
+use crate::core::ids::{LegId, TransferKey};
 
 /// How far a sample is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,8 +35,10 @@ pub(super) struct Work {
     pub(super) samples: Vec<Sample>,
     /// The prefill leg, while it is in flight.
     pub(super) prefill: Option<LegId>,
-    /// Where the last prefill leg was sent.
-    pub(super) prefilled_by: Option<Slot>,
+    /// Where the last prefill leg was sent, and as what.
+    pub(super) source: Option<(Slot, TransferKey)>,
+    /// A decode went without its KV.
+    pub(super) recomputed: bool,
     /// Instances that failed it.
     pub(super) avoid: Vec<Slot>,
 }
@@ -110,7 +112,8 @@ impl Request {
             output,
             samples: vec![sample; samples as usize],
             prefill: None,
-            prefilled_by: None,
+            source: None,
+            recomputed: false,
             avoid: Vec::new(),
         };
         let open = prompts.len() as u64 * u64::from(samples);

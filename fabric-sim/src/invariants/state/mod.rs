@@ -16,7 +16,7 @@ use blocks::Blocks;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::RequestId;
 use engine::core::layout::GroupKind;
-use engine::core::message::{DecodeAnswer, DecodeHook, Message, Role};
+use engine::core::message::{DecodeHook, Message, Role};
 use engine::core::time::Nanos;
 use engine::fabric::{Direction, Landed, Outcome, Placement};
 use loads::Loads;
@@ -221,11 +221,8 @@ impl State {
             Observation::Taken { who, blocks, .. } => self.change_owner(*who, blocks),
             Observation::Freed { who, blocks, .. } => self.change_owner(*who, blocks),
             Observation::DecodeHook { who, hook } => self.decode_hook(now, *who, hook),
-            Observation::DecodeAnswer { who, answer } => {
-                let (DecodeAnswer::Loaded { request }
-                | DecodeAnswer::LoadFailed { request, .. }
-                | DecodeAnswer::Rejected { request, .. }) = answer;
-                self.end_load(who.instance, request);
+            Observation::DecodeAnswer { who, answer } if answer.is_last() => {
+                self.end_load(who.instance, answer.request());
             }
             Observation::Opening { from, session } => self.ops.opening(*from, *session, self.seq),
             Observation::Fencing { at } => self.ops.fencing(*at, self.seq),

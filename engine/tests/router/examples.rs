@@ -263,6 +263,23 @@ fn a_prefill_is_told_what_nobody_fetches() {
 }
 
 #[test]
+fn a_prompt_that_went_without_its_kv_is_abandoned_while_others_go_on() {
+    let mut world = world(1, 1);
+    let parts = vec![native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)))];
+    world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+    let client = world.request(vec![prompt(100), prompt(50)], 1);
+    for leg in world.legs(client, Role::Prefill) {
+        world.done(leg);
+    }
+    let leg = world.legs(client, Role::Decode)[0];
+    let key = world.live[&leg].key.clone();
+    let recomputed = Some(Failure::PeerSilent);
+    world.leg(leg, LegEvent::Done { reason: FinishReason::Stop, recomputed });
+    assert_eq!(abandoned(&world), [key]);
+    assert!(world.answers.is_empty());
+}
+
+#[test]
 fn a_prefill_hears_nothing_of_what_was_fetched() {
     let mut world = world(1, 1);
     let parts = vec![native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)))];

@@ -180,6 +180,9 @@ impl Router {
             if let Some(prefill) = work.prefill.take() {
                 self.fleet.cancel(prefill, out);
             }
+            if work.recomputed {
+                self.fleet.abandon(work, out);
+            }
         }
         request.open -= 1;
         if request.recomputed.is_none() {

@@ -3,16 +3,45 @@
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation};
 use engine::core::error::Failure;
-use engine::core::ids::ClientId;
-use engine::core::router::{Answer, LegFailure};
-use scenarios::lists::InvariantId;
+use engine::core::ids::{ClientId, TransferKey};
+use engine::core::message::Role;
+use engine::core::router::{Answer, LegBody, LegFailure};
+use scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A request may fail only if some fault concerned the router, an instance that served it, or a
-/// pair of such. That no instance was left needs a fault of some instance.
+/// The tries of a request, each with a key of its own.
+#[derive(Debug, Default)]
+struct Tries {
+    /// The newest of each prompt and sample.
+    newest: BTreeMap<(u32, u32), TransferKey>,
+    /// Who served it.
+    served: BTreeMap<TransferKey, BTreeSet<u16>>,
+}
+
+impl Tries {
+    fn dispatched(&mut self, instance: u16, body: &LegBody) {
+        let key = match body {
+            LegBody::Prefill { transfer, .. } => &transfer.key,
+            LegBody::Decode { transfer, prompt, sample, .. } => {
+                self.newest.insert((*prompt, *sample), transfer.key.clone());
+                &transfer.key
+            }
+        };
+        self.served.entry(key.clone()).or_default().insert(instance);
+    }
+
+    /// Who served the last try of each sample.
+    fn last(&self) -> impl Iterator<Item = &BTreeSet<u16>> {
+        self.newest.values().filter_map(|key| self.served.get(key))
+    }
+}
+
+/// A request may fail only if in the last try of one of its samples some fault concerned the
+/// router, an instance that served it, or both of them, or if the two do not fit. That no instance
+/// was left needs faults that concern all of a role. That a client goes away concerns nobody else.
 #[derive(Debug, Default)]
 pub(super) struct Isolation {
-    served: BTreeMap<ClientId, BTreeSet<u16>>,
+    clients: BTreeMap<ClientId, Tries>,
     instances: BTreeSet<u16>,
     pairs: BTreeSet<(u16, u16)>,
     /// A fault concerned the router, or everybody.
@@ -20,11 +49,51 @@ pub(super) struct Isolation {
 }
 
 impl Isolation {
-    fn excused(&self, served: &BTreeSet<u16>) -> bool {
+    fn faulted(&mut self, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
+        match (from, to) {
+            _ if matches!(kind, FaultKind::Abort | FaultKind::BothAbort) => {}
+            (Some(u16::MAX), Some(one)) | (Some(one), None | Some(u16::MAX)) if one != u16::MAX => {
+                self.instances.insert(one);
+            }
+            (None | Some(u16::MAX), _) => self.general = true,
+            (Some(from), to) => self.pairs.extend(to.map(|to| (from, to))),
+        }
+    }
+
+    fn concerns(&self, served: &BTreeSet<u16>) -> bool {
         let pair = |(a, b): &(u16, u16)| served.contains(a) && served.contains(b);
-        self.general
-            || served.iter().any(|instance| self.instances.contains(instance))
+        served.iter().any(|instance| self.instances.contains(instance))
             || self.pairs.iter().any(pair)
+    }
+
+    /// True if some fault concerns every instance of a role.
+    fn concerns_all(&self, now: Now<'_>) -> bool {
+        let places = (0..).map_while(|index| Some((index, now.state.place(index)?.role)));
+        let spared = |index: u16| {
+            let paired = self.pairs.iter().any(|(a, b)| *a == index || *b == index);
+            !self.instances.contains(&index) && !paired
+        };
+        let mut roles = [Role::Prefill, Role::Decode].into_iter();
+        roles.any(|role| places.clone().all(|(index, of)| of != role || !spared(index)))
+    }
+
+    fn excused(&self, now: Now<'_>, tries: &Tries, answer: &Answer) -> bool {
+        let fit = |served: &BTreeSet<u16>| {
+            served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
+        };
+        match answer {
+            Answer::Finished { .. } => true,
+            Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
+            _ if self.general => true,
+            Answer::NoInstance => self.concerns_all(now),
+            Answer::Failed(why) => {
+                let refused = matches!(
+                    why,
+                    LegFailure::Instance(Failure::Mismatch(_) | Failure::HelloRefused(_))
+                );
+                tries.last().any(|served| self.concerns(served) || (refused && !fit(served)))
+            }
+        }
     }
 }
 
@@ -39,41 +108,20 @@ impl Invariant for Isolation {
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
-            Observation::Faulted { from, to, .. } => match (from, to) {
-                (Some(u16::MAX), Some(one)) | (Some(one), Some(u16::MAX)) => {
-                    self.instances.insert(*one);
-                }
-                (None | Some(u16::MAX), _) => self.general = true,
-                (Some(from), Some(to)) => {
-                    self.pairs.insert((*from, *to));
-                }
-                (Some(from), None) => {
-                    self.instances.insert(*from);
-                }
-            },
-            Observation::Dispatched { client, instance, .. } => {
-                self.served.entry(*client).or_default().insert(*instance);
+            Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
+            Observation::Dispatched { client, instance, body, .. } => {
+                self.clients.entry(*client).or_default().dispatched(*instance, body);
             }
             Observation::ClientGone { client } => {
-                self.served.remove(client);
+                self.clients.remove(client);
             }
             Observation::Answered { client, answer } => {
-                let served = self.served.remove(client).unwrap_or_default();
-                let excused = match answer {
-                    Answer::Finished { .. } => true,
-                    Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
-                    // Engines that do not fit each other are no fault.
-                    Answer::Failed(LegFailure::Instance(
-                        Failure::Mismatch(_) | Failure::HelloRefused(_),
-                    )) => true,
-                    Answer::Failed(_) => self.excused(&served),
-                    Answer::NoInstance => {
-                        self.general || !self.instances.is_empty() || !self.pairs.is_empty()
-                    }
-                };
-                if !excused {
+                let tries = self.clients.remove(client).unwrap_or_default();
+                if !self.excused(now, &tries, answer) {
                     found.report(self.id(), now.at, || {
-                        let names: Vec<_> = served.iter().map(|one| now.state.name(*one)).collect();
+                        let served: BTreeSet<_> = tries.last().flatten().collect();
+                        let names: Vec<_> =
+                            served.iter().map(|one| now.state.name(**one)).collect();
                         let names = names.join(" and ");
                         format!(
                             "client {client}, served by {names}, failed though no fault concerned \
@@ -134,5 +182,54 @@ mod tests {
         bench.holds();
         fail(&mut bench, 2, P0, D1);
         bench.fails("client 2");
+    }
+
+    #[test]
+    fn only_the_last_try_counts() {
+        let mut bench = bench();
+        bench.dispatched(1, 1, P0, &prefill_body("r"));
+        bench.dispatched(1, 2, D0, &decode_body("r"));
+        bench.dispatched(1, 3, P0, &prefill_body("s"));
+        bench.dispatched(1, 4, D1, &decode_body("s"));
+        bench.answered(1, &Answer::Failed(LegFailure::Connection));
+        bench.fails("client 1, served by p0 and d1, failed");
+    }
+
+    #[test]
+    fn that_a_client_goes_away_concerns_nobody_else() {
+        let mut bench = Bench::new(InvariantId::Isolation);
+        let (from, to) = (Some(u16::MAX), None);
+        bench.see(Observation::Faulted { kind: FaultKind::Abort, from, to });
+        fail(&mut bench, 1, P0, D0);
+        bench.fails("client 1");
+    }
+
+    #[test]
+    fn a_misfit_has_to_be_one() {
+        let refused = || Answer::Failed(LegFailure::Instance(Failure::HelloRefused("tp".into())));
+        for misfit in [true, false] {
+            let mut bench = Bench::new(InvariantId::Isolation);
+            bench.start_as(D1, |spec| spec.block_tokens = 24);
+            let (p, d) = (P0, if misfit { D1 } else { D0 });
+            bench.dispatched(1, 1, p, &prefill_body("r"));
+            bench.dispatched(1, 2, d, &decode_body("r"));
+            bench.answered(1, &refused());
+            match misfit {
+                true => bench.holds(),
+                false => bench.fails("client 1, served by p0 and d0"),
+            }
+        }
+    }
+
+    #[test]
+    fn no_instance_needs_faults_at_all_of_a_role() {
+        let mut bench = bench();
+        bench.answered(1, &Answer::NoInstance);
+        bench.fails("client 1");
+        let mut bench = self::bench();
+        let from = Some(D1.instance);
+        bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
+        bench.answered(1, &Answer::NoInstance);
+        bench.holds();
     }
 }

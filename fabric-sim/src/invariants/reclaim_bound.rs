@@ -2,31 +2,43 @@
 //! (destinations).
 
 use super::{Found, Invariant, Limits, Now};
-use crate::observe::{Kind, Observation, Who};
+use crate::observe::{BlockRef, Kind, Observation, Rank, Submission, Who};
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
 use engine::core::time::Nanos;
+use engine::fabric::Direction;
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
+/// The blocks of a prefill request.
+#[derive(Debug)]
+struct Source {
+    key: TransferKey,
+    /// The last block of each group and chunk, which no other request shares.
+    tails: Vec<BlockRef>,
+    /// When its request finished.
+    finished: Option<Nanos>,
+    /// When an operation that reads it completed last.
+    moved: Nanos,
+}
+
 /// A destination whose writer died is given back within silence + fence + 1 s. A source is given
-/// back within a lease and that time after its request finished, anything was read or written here,
-/// or the last decode that lives and waits for it was done with it.
+/// back within a lease and that time after its request finished, an operation on it completed, or
+/// the last decode that lives and waits for it was done with it.
 #[derive(Debug)]
 pub(super) struct ReclaimBound {
     limits: Limits,
     /// When each life ended.
     died: BTreeMap<Who, Nanos>,
-    /// Prefills by request.
-    sources: BTreeMap<(Who, RequestId), TransferKey>,
+    sources: BTreeMap<(Who, RequestId), Source>,
+    /// Whose the last blocks of chunks are.
+    tails: BTreeMap<(Who, BlockRef), RequestId>,
+    /// Which source an operation reads.
+    ops: BTreeMap<(Rank, u64), (Who, RequestId)>,
     /// Decode requests that have not ended, or whose load has not.
     wants: BTreeMap<(Who, RequestId), TransferKey>,
     /// Their number by transfer, and when it changed last.
     wanted: BTreeMap<TransferKey, (u32, Nanos)>,
-    /// Finished prefills whose blocks are not free, and since when.
-    held: BTreeMap<(Who, RequestId), Nanos>,
-    /// When an instance sent or completed anything last.
-    active: BTreeMap<u16, Nanos>,
     /// Loads that were reported, by request.
     told: BTreeMap<(Who, RequestId), Nanos>,
 }
@@ -39,8 +51,8 @@ impl ReclaimBound {
             sources: BTreeMap::new(),
             wants: BTreeMap::new(),
             wanted: BTreeMap::new(),
-            held: BTreeMap::new(),
-            active: BTreeMap::new(),
+            tails: BTreeMap::new(),
+            ops: BTreeMap::new(),
             told: BTreeMap::new(),
         }
     }
@@ -74,31 +86,76 @@ impl ReclaimBound {
 
     fn check_sources(&mut self, now: Now<'_>, found: &mut Found) {
         let bound = self.limits.lease + self.limits.end();
-        let (id, active, wanted) = (self.id(), &self.active, &self.wanted);
-        self.held.retain(|(who, request), since| {
-            if !now.state.acts(*who) {
-                return false;
+        let id = self.id();
+        let mut late = Vec::new();
+        for ((who, request), source) in &self.sources {
+            let Some(finished) = source.finished.filter(|_| now.state.acts(*who)) else { continue };
+            let (receivers, changed) = self.wanted.get(&source.key).copied().unwrap_or_default();
+            let from = finished.max(source.moved).max(changed).max(now.state.last_hit);
+            if receivers > 0 || now.at <= from + bound {
+                continue;
             }
-            let key = self.sources.get(&(*who, request.clone()));
-            let (receivers, changed) =
-                key.and_then(|key| wanted.get(key)).copied().unwrap_or_default();
-            if receivers > 0 {
-                return true;
+            late.push((*who, request.clone()));
+            found.report(id, now.at, || {
+                let (name, since) = (now.state.name(who.instance), finished.as_secs_f64());
+                format!(
+                    "{name} still holds the blocks of request {request}, which finished at \
+                     {since:.6} s"
+                )
+            });
+        }
+        for (who, request) in late {
+            self.forget(who, &request);
+        }
+    }
+
+    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, leg, .. } => {
+                let key = leg.key.clone();
+                let source = Source { key, tails: Vec::new(), finished: None, moved: now };
+                self.sources.insert((who, request.clone()), source);
             }
-            let moved = active.get(&who.instance).copied().unwrap_or(Nanos::ZERO);
-            let from = (*since).max(moved).max(changed).max(now.state.last_hit);
-            let late = now.at > from + bound;
-            if late {
-                found.report(id, now.at, || {
-                    let (name, since) = (now.state.name(who.instance), since.as_secs_f64());
-                    format!(
-                        "{name} still holds the blocks of request {request}, which finished at \
-                         {since:.6} s"
-                    )
-                });
+            PrefillHook::Scheduled { chunks, .. } => {
+                for chunk in chunks {
+                    let Some(source) = self.sources.get_mut(&(who, chunk.request.clone())) else {
+                        continue;
+                    };
+                    for (group, list) in (0..).zip(&chunk.blocks) {
+                        let Some(block) = list.ids.last().copied() else { continue };
+                        let at = BlockRef { group, block };
+                        source.tails.push(at);
+                        self.tails.insert((who, at), chunk.request.clone());
+                    }
+                }
             }
-            !late
-        });
+            PrefillHook::Finished { request, .. } => {
+                if let Some(source) = self.sources.get_mut(&(who, request.clone())) {
+                    source.finished = Some(now);
+                }
+            }
+            PrefillHook::Preempted { .. } => {}
+        }
+    }
+
+    fn forget(&mut self, who: Who, request: &RequestId) {
+        let Some(source) = self.sources.remove(&(who, request.clone())) else { return };
+        for at in source.tails {
+            if self.tails.get(&(who, at)) == Some(request) {
+                self.tails.remove(&(who, at));
+            }
+        }
+    }
+
+    fn submitted(&mut self, seen: &Submission<'_>) {
+        let (of, blocks) = match seen.direction {
+            Direction::Write => (seen.from.who, seen.local),
+            Direction::Read => (seen.peer.who, seen.remote),
+        };
+        let Some(tail) = blocks.last() else { return };
+        if let Some(request) = self.tails.get(&(of, *tail)) {
+            self.ops.insert((seen.from, seen.op.0), (of, request.clone()));
+        }
     }
 
     /// A decode request waits for a transfer.
@@ -119,8 +176,9 @@ impl ReclaimBound {
 
     fn crashed(&mut self, now: Now<'_>, who: Who) {
         self.died.insert(who, now.at);
-        self.held.retain(|key, _| key.0 != who);
         self.sources.retain(|key, _| key.0 != who);
+        self.tails.retain(|key, _| key.0 != who);
+        self.ops.retain(|key, _| key.0.who != who);
         let lost: Vec<_> =
             self.wants.keys().filter(|key| key.0 == who).map(|key| key.1.clone()).collect();
         lost.iter().for_each(|request| self.done(now, who, request));
@@ -152,6 +210,7 @@ impl Invariant for ReclaimBound {
             Kind::PrefillAnswer,
             Kind::DecodeHook,
             Kind::DecodeAnswer,
+            Kind::Submitted,
             Kind::Completed,
         ]
     }
@@ -163,23 +222,21 @@ impl Invariant for ReclaimBound {
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
                 self.done(now, *who, answer.request());
             }
-            Observation::PrefillHook { who, hook: PrefillHook::Arrived { request, leg, .. } } => {
-                self.sources.insert((*who, request.clone()), leg.key.clone());
-            }
-            Observation::PrefillHook { who, hook: PrefillHook::Finished { request, .. } } => {
-                self.held.insert((*who, request.clone()), now.at);
-            }
+            Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
             Observation::PrefillAnswer {
                 who,
                 answer:
                     PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. },
             } => {
                 self.check_sources(now, found);
-                self.held.remove(&(*who, request.clone()));
-                self.sources.remove(&(*who, request.clone()));
+                self.forget(*who, request);
             }
-            Observation::Completed { from, .. } => {
-                self.active.insert(from.who.instance, now.at);
+            Observation::Submitted(seen) => self.submitted(seen),
+            Observation::Completed { from, op, .. } => {
+                let source = self.ops.remove(&(*from, op.0));
+                if let Some(source) = source.and_then(|source| self.sources.get_mut(&source)) {
+                    source.moved = now.at;
+                }
             }
             _ => {}
         }
@@ -194,8 +251,10 @@ impl Invariant for ReclaimBound {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, decode_leg, key, request};
-    use engine::core::message::{FinishReason, Mode, PrefillLeg};
+    use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, key, request};
+    use engine::core::ids::StepId;
+    use engine::core::layout::BlockList;
+    use engine::core::message::{Chunk, FinishReason, Mode, PrefillLeg};
 
     #[test]
     fn destinations_return_within_the_fence_bound() {
@@ -211,24 +270,51 @@ mod tests {
         bench.fails("d0 still holds the blocks of request r for p0");
     }
 
+    /// A prompt of one block is computed.
+    fn computed(bench: &mut Bench, name: &str, block: u32) {
+        let leg = PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push };
+        let blocks = vec![BlockList::new(vec![block])];
+        let chunks = vec![Chunk { request: request(name), from: 0, to: 16, blocks }];
+        let hooks = [
+            PrefillHook::Arrived { request: request(name), leg, tokens: 16 },
+            PrefillHook::Scheduled { step: StepId(1), chunks },
+            PrefillHook::Finished { request: request(name), reason: FinishReason::Length },
+        ];
+        for hook in &hooks {
+            bench.see(Observation::PrefillHook { who: P0, hook });
+        }
+    }
+
     #[test]
     fn sources_return_within_the_lease_bound() {
         let mut bench = Bench::new(InvariantId::ReclaimBound);
-        let reason = FinishReason::Length;
-        let finish = |bench: &mut Bench, name| {
-            let hook = &PrefillHook::Finished { request: request(name), reason };
-            bench.see(Observation::PrefillHook { who: P0, hook });
-        };
-        finish(&mut bench, "r");
+        computed(&mut bench, "r", 1);
         bench.now = bench.now + Nanos::from_secs(39);
         let answer = &PrefillAnswer::SourceFree { request: request("r"), failure: None };
         bench.see(Observation::PrefillAnswer { who: P0, answer });
-        finish(&mut bench, "s");
+        computed(&mut bench, "s", 1);
         bench.finish();
         bench.holds();
         bench.now = bench.now + Nanos::from_secs(41);
         bench.finish();
         bench.fails("p0 still holds the blocks of request s");
+    }
+
+    #[test]
+    fn only_operations_on_a_source_make_it_wait_longer() {
+        for (block, held) in [(1, true), (2, false)] {
+            let mut bench = Bench::new(InvariantId::ReclaimBound);
+            computed(&mut bench, "r", 1);
+            bench.now = bench.now + Nanos::from_secs(30);
+            bench.write(P0, D0, 1, &[block]);
+            bench.complete(P0, 1, &done());
+            bench.now = bench.now + Nanos::from_secs(30);
+            bench.finish();
+            match held {
+                true => bench.holds(),
+                false => bench.fails("p0 still holds the blocks of request r"),
+            }
+        }
     }
 
     #[test]

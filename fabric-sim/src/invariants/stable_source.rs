@@ -2,19 +2,24 @@
 
 use super::{Found, Invariant, Limits, Now};
 use crate::observe::{BlockRef, Kind, Observation, Who};
+use crate::world::LOCAL;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeAnswer, DecodeHook, Message, Mode, Tag};
 use engine::core::time::Nanos;
-use scenarios::lists::InvariantId;
-use std::collections::BTreeMap;
+use scenarios::lists::{FaultKind, InvariantId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A pull and its lease, as its reader counts it.
 #[derive(Debug)]
 struct Pull {
     key: (TransferKey, u32),
-    /// None until it asks.
-    end: Option<Nanos>,
+    /// When its core was told of it, and asked; later if it was paused.
+    told: Nanos,
+    /// When the question was sent, which may have waited for a link.
+    sent: Option<Nanos>,
+    /// The end of a longer lease.
+    renewed: Nanos,
     /// The newest question for a longer one: its number and when it was sent.
     renewal: (u32, Nanos),
 }
@@ -26,28 +31,32 @@ pub(super) struct StableSource {
     usable: Nanos,
     pulls: BTreeMap<(Who, RequestId), Pull>,
     keys: BTreeMap<(Who, TransferKey, u32), RequestId>,
+    /// Instances that were paused at some time.
+    paused: BTreeSet<u16>,
 }
 
 impl StableSource {
     pub(super) fn new(limits: Limits) -> StableSource {
-        StableSource { usable: limits.usable(), pulls: BTreeMap::new(), keys: BTreeMap::new() }
+        let (pulls, keys, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        StableSource { usable: limits.usable(), pulls, keys, paused }
     }
 
-    fn hook(&mut self, now: Nanos, who: Who, hook: &DecodeHook) {
+    fn hook(&mut self, now: Now<'_>, who: Who, hook: &DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, leg, .. } if leg.mode == Mode::Pull => {
                 let key = (leg.key.clone(), leg.sibling);
-                self.keys.insert((who, key.0.clone(), key.1), request.clone());
-                let pull = Pull { key, end: None, renewal: (0, now) };
+                // A second one under this key is refused.
+                self.keys.entry((who, key.0.clone(), key.1)).or_insert_with(|| request.clone());
+                let (told, renewed) = (now.at + LOCAL, Nanos::ZERO);
+                let pull = Pull { key, told, sent: None, renewed, renewal: (0, now.at) };
                 self.pulls.insert((who, request.clone()), pull);
             }
-            DecodeHook::Finished { request, .. } => {
-                let pull = self.pulls.get(&(who, request.clone()));
-                if pull.is_some_and(|pull| pull.end.is_none()) {
-                    self.forget(who, request);
-                }
+            DecodeHook::Finished { request, .. }
+                if now.state.load(who.instance, request).is_none() =>
+            {
+                self.forget(who, request);
             }
-            DecodeHook::Arrived { .. } | DecodeHook::Allocated { .. } => {}
+            _ => {}
         }
     }
 
@@ -65,13 +74,17 @@ impl StableSource {
         self.pulls.get_mut(&(who, request))
     }
 
-    /// The lease counts from when its reader asks; a message that has to wait may have been asked
-    /// earlier.
     fn asked(&mut self, now: Nanos, who: Who, tag: &Tag) {
-        let end = now + self.usable;
         if let Some(pull) = self.pull_of(who, tag) {
-            pull.end.get_or_insert(end);
+            pull.sent.get_or_insert(now);
         }
+    }
+
+    /// The lease counts from when its reader asks.
+    fn end(&self, who: Who, pull: &Pull) -> Nanos {
+        let paused = self.paused.contains(&who.instance);
+        let asked = pull.sent.filter(|_| paused).unwrap_or(pull.told);
+        pull.renewed.max(asked + self.usable)
     }
 
     /// A question for a longer lease counts from when it was sent first, once it is answered.
@@ -88,12 +101,13 @@ impl StableSource {
         if let Some(pull) = self.pull_of(who, tag)
             && pull.renewal.0 == count
         {
-            pull.end = pull.end.max(Some(pull.renewal.1 + usable));
+            pull.renewed = pull.renewed.max(pull.renewal.1 + usable);
         }
     }
 
     fn loaded(&mut self, now: Now<'_>, who: Who, request: &RequestId, found: &mut Found) {
-        let end = self.forget(who, request).and_then(|pull| pull.end);
+        let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
+        let end = pull.map(|pull| self.end(who, &pull));
         let name = || now.state.name(who.instance);
         if let Some(end) = end.filter(|end| now.at >= *end) {
             return found.report(self.id(), now.at, || {
@@ -129,6 +143,7 @@ impl Invariant for StableSource {
             Kind::FrameSent,
             Kind::FrameArrived,
             Kind::Crashed,
+            Kind::Faulted,
         ]
     }
 
@@ -149,7 +164,7 @@ impl Invariant for StableSource {
                     });
                 }
             }
-            Observation::DecodeHook { who, hook } => self.hook(now.at, *who, hook),
+            Observation::DecodeHook { who, hook } => self.hook(now, *who, hook),
             Observation::DecodeAnswer { who, answer } => match answer {
                 DecodeAnswer::Allocate { .. } => {}
                 DecodeAnswer::Loaded { request } => self.loaded(now, *who, request, found),
@@ -173,6 +188,9 @@ impl Invariant for StableSource {
                 frame: Frame::Data { message: Message::Renewed { tag, count, .. }, .. },
                 ..
             } => self.renewed(*to, tag, *count),
+            Observation::Faulted { kind: FaultKind::Pause, from, .. } => {
+                self.paused.extend(*from);
+            }
             Observation::Crashed { who } => {
                 self.pulls.retain(|key, _| key.0 != *who);
                 self.keys.retain(|key, _| key.0 != *who);
@@ -252,10 +270,10 @@ mod tests {
     /// A pull that asks at 0 s, with a lease of 30 s.
     fn pulling() -> Bench {
         let mut bench = bench();
+        bench.now = Nanos::ZERO;
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };
         let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
         bench.see(Observation::DecodeHook { who: D0, hook });
-        bench.now = Nanos::ZERO;
         for _ in 0..2 {
             bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
         }
@@ -264,7 +282,7 @@ mod tests {
 
     #[test]
     fn what_was_read_is_not_used_from_the_end_of_the_lease_on() {
-        let end = Nanos::from_secs(27) + Nanos(1);
+        let end = Nanos::from_secs(27) + Nanos(1) + LOCAL;
         for (at, held) in [(end - Nanos(1), true), (end, false)] {
             let mut bench = pulling();
             bench.now = at - Nanos(1);
@@ -274,6 +292,26 @@ mod tests {
                 false => bench.fails("the lease of which ended at 27.0"),
             }
         }
+    }
+
+    #[test]
+    fn a_core_that_was_paused_asks_later() {
+        let mut bench = pulling();
+        let from = Some(D0.instance);
+        bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
+        bench.now = Nanos::from_secs(27) + Nanos(1);
+        bench.loaded(D0, "r");
+        bench.fails("the lease of which ended at 27.0");
+        let mut bench = self::bench();
+        let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };
+        let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
+        bench.see(Observation::DecodeHook { who: D0, hook });
+        bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
+        bench.now = Nanos::from_secs(5);
+        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
+        bench.now = Nanos::from_secs(31);
+        bench.loaded(D0, "r");
+        bench.holds();
     }
 
     #[test]

@@ -165,7 +165,7 @@ pub struct Simulation {
 const LOOK: u8 = 8;
 
 /// Latency between the parts of one process host: core, transfer actors, engine.
-const LOCAL: Nanos = Nanos(2_000);
+pub(crate) const LOCAL: Nanos = Nanos(2_000);
 
 impl Simulation {
     /// The next turn of a machine; none when the run is over. Handles what does not concern a

@@ -9,9 +9,8 @@ use crate::memory::Slice;
 use crate::net::{FrameFate, FrameInfo};
 use crate::observe::{self, BlockRef, Observation, Submission, Who};
 use engine::core::dialect::native::{self, Frame};
-use engine::core::ids::{ClientId, LegId};
-use engine::core::layout::BlockList;
-use engine::core::message::{Job, Message};
+use engine::core::ids::{ClientId, LegId, RequestId};
+use engine::core::message::{DecodeHook, Job, Message};
 use engine::core::router::LegBody;
 use engine::core::time::Nanos;
 use engine::fabric::Direction;
@@ -34,7 +33,9 @@ pub(super) struct Watch {
     local: Vec<BlockRef>,
     remote: Vec<BlockRef>,
     hits: Vec<Hit>,
-    /// When a decode asked for what a block is to be filled with; kept for faults that race.
+    /// When a decode asked for a prompt, and for what a block is to be filled with; kept for faults
+    /// that race.
+    arrived: BTreeMap<(u16, RequestId), Nanos>,
     asked: BTreeMap<(u16, BlockRef), Nanos>,
     /// A lease as its reader counts it.
     usable: Nanos,
@@ -53,6 +54,7 @@ impl Watch {
             local: Vec::new(),
             remote: Vec::new(),
             hits: Vec::new(),
+            arrived: BTreeMap::new(),
             asked: BTreeMap::new(),
             usable: Limits::of(run).usable(),
         }
@@ -77,7 +79,7 @@ impl Watch {
 
     /// Translates what happened to what faults wait for.
     fn tell_faults(&mut self, now: Nanos, seen: &Observation<'_>) {
-        use engine::core::message::{DecodeHook, PrefillHook};
+        use engine::core::message::PrefillHook;
         let client =
             |client: &ClientId| Spot { client: Some(*client), nth: client.0, ..Spot::at(ROUTER) };
         let (event, spot) = match seen {
@@ -111,8 +113,9 @@ impl Watch {
                 PrefillHook::Preempted { .. } => (Event::RequestPreempted, Spot::at(who.instance)),
                 PrefillHook::Arrived { .. } => return,
             },
-            Observation::DecodeHook { who, hook: DecodeHook::Allocated { blocks, .. } } => {
-                self.note_lease(now, who.instance, blocks);
+            Observation::DecodeHook { who, hook } => {
+                self.note_lease(now, who.instance, hook);
+                let DecodeHook::Allocated { .. } = hook else { return };
                 (Event::RequestAllocated, Spot::at(who.instance))
             }
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
@@ -135,14 +138,26 @@ impl Watch {
         self.faults.on_event(now, event, &spot);
     }
 
-    /// A pull asks for its lease when its core is told of the blocks.
-    fn note_lease(&mut self, now: Nanos, instance: u16, blocks: &[BlockList]) {
+    /// A pull asks for its lease when its core is told of its leg.
+    fn note_lease(&mut self, now: Nanos, instance: u16, hook: &DecodeHook) {
         if !self.faults.races() {
             return;
         }
-        for (group, list) in (0..).zip(blocks) {
-            let at = |block: &u32| ((instance, BlockRef { group, block: *block }), now + LOCAL);
-            self.asked.extend(list.ids.iter().map(at));
+        match hook {
+            DecodeHook::Arrived { request, .. } => {
+                self.arrived.insert((instance, request.clone()), now + LOCAL);
+            }
+            DecodeHook::Allocated { request, blocks, .. } => {
+                let asked = self.arrived.get(&(instance, request.clone()));
+                let Some(asked) = asked.copied() else { return };
+                for (group, list) in (0..).zip(blocks) {
+                    let at = |block: &u32| ((instance, BlockRef { group, block: *block }), asked);
+                    self.asked.extend(list.ids.iter().map(at));
+                }
+            }
+            DecodeHook::Finished { request, .. } => {
+                self.arrived.remove(&(instance, request.clone()));
+            }
         }
     }
 

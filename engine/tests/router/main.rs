@@ -2,6 +2,7 @@
 //! order.
 
 mod examples;
+mod pairs;
 mod world;
 
 use engine::core::Nanos;

@@ -1,10 +1,12 @@
 //! The instances together with the legs that are in flight on them.
 
+use super::health::{Weight, of_instance, of_pair};
 use super::io::{LegBody, LegFailure, RouterConfig, RouterEffect};
 use super::pairing::{Choice, Want, choose_decode, choose_prefill};
 use super::registry::{Registry, Slot};
 use super::requests::{Progress, Work};
 use super::view::RouterCounters;
+use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
 use crate::core::machine::Outbox;
 use crate::core::message::{DecodeLeg, PrefillLeg};
@@ -20,6 +22,8 @@ pub(super) struct Leg {
     /// The sample that it decodes; none for a prefill leg.
     pub(super) sample: Option<usize>,
     pub(super) slot: Slot,
+    /// Of a decode leg: where its KV comes from.
+    pub(super) prefill: Option<Slot>,
     /// What it was charged to its instance.
     tokens: u64,
 }
@@ -98,7 +102,8 @@ impl Fleet {
         let key = TransferKey { id, prompt: index as u32 };
         let waiting = samples.iter().filter(|s| s.progress == Progress::Waiting).count() as u32;
         let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
-        let leg = Leg { client, prompt: index, sample: None, slot: prefill.slot, tokens };
+        let slot = prefill.slot;
+        let leg = Leg { client, prompt: index, sample: None, slot, prefill: None, tokens };
         let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
@@ -128,7 +133,7 @@ impl Fleet {
     ) -> LegId {
         let Place { now, client, index, sample, sibling } = place;
         let want = Want { now, client, prompt: &work.prompt, avoid: &work.avoid };
-        let decode = choose_decode(&self.registry, &want, prefill, &self.config)
+        let decode = choose_decode(&self.registry, &want, prefill.slot, &self.config)
             .expect("a prefill is chosen only if there is a decode");
         let source = &self.registry.instance_mut(prefill.slot).registration;
         let transfer = DecodeLeg {
@@ -143,7 +148,8 @@ impl Fleet {
         let body =
             LegBody::Decode { transfer, prompt: index as u32, sample: sample as u32, output };
         let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
-        let leg = Leg { client, prompt: index, sample: Some(sample), slot: decode.slot, tokens };
+        let (slot, from) = (decode.slot, Some(prefill.slot));
+        let leg = Leg { client, prompt: index, sample: Some(sample), slot, prefill: from, tokens };
         let leg = self.send(leg, &work.prompt.prefix, body, out);
         self.registry.note_pair(prefill.slot, decode.slot);
         leg
@@ -204,9 +210,30 @@ impl Fleet {
     pub(super) fn failed(&mut self, now: Nanos, id: LegId, slot: Slot, failure: &LegFailure) {
         let next = LegId(self.next_leg);
         let health = &mut self.registry.instance_mut(slot).health;
-        if let Some(until) = health.failed(now, id, next, failure, &self.config) {
+        if let Some(until) = health.failed(now, id, next, of_instance(failure), &self.config) {
             self.counters.suspicions += 1;
             self.timers.arm(Timer::Heal(slot), until);
+        }
+        if let LegFailure::Instance(why) = failure {
+            self.carried(now, id, Some(why));
+        }
+    }
+
+    /// Notes that the decode of a leg in flight got its KV, or why not.
+    pub(super) fn carried(&mut self, now: Nanos, id: LegId, failure: Option<&Failure>) {
+        let Some(&Leg { slot, prefill: Some(prefill), .. }) = self.legs.get(&id) else { return };
+        if self.registry.get(prefill).is_none() {
+            return;
+        }
+        let next = LegId(self.next_leg);
+        let failing = &mut self.registry.instance_mut(prefill).failing;
+        match failure.map(of_pair) {
+            None => _ = failing.remove(&slot),
+            Some(Weight::Nothing) => {}
+            Some(weight) => {
+                let health = failing.entry(slot).or_default();
+                health.failed(now, id, next, weight, &self.config);
+            }
         }
     }
 

@@ -117,7 +117,7 @@ impl Router {
         for leg in request.works.iter().flat_map(|work| work.legs()) {
             self.fleet.cancel(leg, out);
         }
-        for work in request.works.iter_mut().filter(|work| !work.is_done() || work.recomputed) {
+        for work in request.works.iter_mut().filter(|work| !work.is_done()) {
             self.fleet.abandon(work, out);
         }
         self.active -= u32::from(request.started);
@@ -146,6 +146,7 @@ impl Router {
             }
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 self.fleet.succeeded(slot);
+                self.fleet.carried(now, id, recomputed.as_ref());
                 self.done(id, recomputed, out);
             }
             LegEvent::Done { recomputed, .. } => {
@@ -216,7 +217,7 @@ impl Router {
         failure: LegFailure,
         out: &mut Outbox<RouterEffect>,
     ) {
-        let Leg { client, prompt, sample, slot, .. } = leg;
+        let Leg { client, prompt, sample, slot, prefill, .. } = leg;
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
         let mut streamed = false;
@@ -232,8 +233,8 @@ impl Router {
                 let progress = &mut work.samples[sample].progress;
                 streamed = matches!(progress, Progress::Streaming(_));
                 *progress = Progress::Waiting;
-                if let (LegFailure::Instance(_), Some((prefill, _))) = (&failure, &work.source) {
-                    work.avoid(*prefill);
+                if let (LegFailure::Instance(_), Some(prefill)) = (&failure, prefill) {
+                    work.avoid(prefill);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Whether legs to an instance are likely to be served.
+//! Whether legs to an instance, or KV between two of them, are likely to get through.
 
 use super::io::{LegFailure, RouterConfig};
 use crate::core::error::Failure;
@@ -8,7 +8,7 @@ use crate::core::time::Nanos;
 /// Failures of single requests in a row that count as one failure of the instance.
 const STRIKES_MAX: u32 = 3;
 
-/// What the legs of an instance told of it.
+/// What the legs of an instance, or of a pair of them, told of it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Health {
     /// Failures since the last success.
@@ -21,14 +21,19 @@ pub(super) struct Health {
     strikes: u32,
 }
 
-/// How much a failed leg says about its instance.
-enum Weight {
+/// How much a failed leg says.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Weight {
     Nothing,
+    /// [`STRIKES_MAX`] in a row are a failure.
     Strike,
     Failure,
+    /// It will not be better in these lives.
+    Final,
 }
 
-fn weight(failure: &LegFailure) -> Weight {
+/// What a failed leg says about its instance.
+pub(super) fn of_instance(failure: &LegFailure) -> Weight {
     match failure {
         LegFailure::Connection | LegFailure::Busy => Weight::Failure,
         LegFailure::Request(_) => Weight::Nothing,
@@ -41,8 +46,29 @@ fn weight(failure: &LegFailure) -> Weight {
     }
 }
 
+/// What it says about prefill and decode together that a decode went without the KV.
+pub(super) fn of_pair(failure: &Failure) -> Weight {
+    match failure {
+        Failure::HelloRefused(_) => Weight::Final,
+        Failure::Mismatch(_)
+        | Failure::Unreachable
+        | Failure::PeerSilent
+        | Failure::Stalled
+        | Failure::Fabric(_)
+        | Failure::Refused(_) => Weight::Failure,
+        Failure::Violation(_) => Weight::Strike,
+        // About one of the two or about the one request.
+        _ => Weight::Nothing,
+    }
+}
+
 impl Health {
-    /// True if the instance is kept out of traffic.
+    /// Failures since the last success.
+    pub(super) fn failures(&self) -> u32 {
+        self.failures
+    }
+
+    /// True if it is kept out of traffic.
     pub(super) fn is_suspect(&self, now: Nanos) -> bool {
         now < self.until
     }
@@ -59,7 +85,7 @@ impl Health {
         }
     }
 
-    /// A leg got an answer from the instance.
+    /// A leg got through.
     pub(super) fn succeeded(&mut self) {
         self.failures = 0;
         self.strikes = 0;
@@ -67,16 +93,16 @@ impl Health {
     }
 
     /// A leg failed; `next` is the number of the next leg to be sent anywhere. Returns until when
-    /// the instance is kept out if this changed.
+    /// there is to be no traffic if this changed.
     pub(super) fn failed(
         &mut self,
         now: Nanos,
         leg: LegId,
         next: LegId,
-        failure: &LegFailure,
+        weight: Weight,
         config: &RouterConfig,
     ) -> Option<Nanos> {
-        match weight(failure) {
+        match weight {
             Weight::Nothing => return None,
             Weight::Strike => {
                 self.strikes += 1;
@@ -84,7 +110,7 @@ impl Health {
                     return None;
                 }
             }
-            Weight::Failure => {}
+            Weight::Failure | Weight::Final => {}
         }
         // Many legs fail with one outage; only those sent after it was known tell something new.
         if self.failures > 0 && leg < self.since {
@@ -93,8 +119,13 @@ impl Health {
         self.strikes = 0;
         self.failures = self.failures.saturating_add(1);
         self.since = next;
-        let doubled = config.suspicion.scale(1 << (self.failures - 1).min(32), 1);
-        self.until = now + doubled.min(config.breaker_max);
+        self.until = match weight {
+            Weight::Final => Nanos::MAX,
+            _ => {
+                let doubled = config.suspicion.scale(1 << (self.failures - 1).min(32), 1);
+                now + doubled.min(config.breaker_max)
+            }
+        };
         Some(self.until)
     }
 }
@@ -108,7 +139,7 @@ mod tests {
     }
 
     fn fail(health: &mut Health, now: u64, leg: u64, next: u64) -> Option<Nanos> {
-        health.failed(Nanos(now), LegId(leg), LegId(next), &LegFailure::Connection, &config())
+        health.failed(Nanos(now), LegId(leg), LegId(next), Weight::Failure, &config())
     }
 
     #[test]
@@ -150,12 +181,12 @@ mod tests {
     #[test]
     fn single_request_failures_add_up() {
         let mut health = Health::default();
-        let stalled = LegFailure::Instance(Failure::Stalled);
-        let mismatch = LegFailure::Instance(Failure::PeerSilent);
         let mut fail = |leg: u64, failure| {
-            health.failed(Nanos(0), LegId(leg), LegId(leg + 1), failure, &config()).is_some()
+            let weight = of_instance(&LegFailure::Instance(failure));
+            health.failed(Nanos(0), LegId(leg), LegId(leg + 1), weight, &config()).is_some()
         };
-        assert!(!fail(0, &stalled) && !fail(1, &stalled) && !fail(2, &mismatch));
-        assert!(fail(3, &stalled));
+        assert!(!fail(0, Failure::Stalled) && !fail(1, Failure::Stalled));
+        assert!(!fail(2, Failure::PeerSilent));
+        assert!(fail(3, Failure::Stalled));
     }
 }

@@ -1,17 +1,22 @@
 //! Which instance gets a leg: the least loaded one in tokens, less what a known prefix saves.
 //!
-//! Prefill and decode are chosen independently. Among equals, who met the other side's choice
+//! Prefill and decode are chosen independently, but for pairs between which KV did not get through
+//! lately: they are taken only if there is no other. Among equals, who met the other side's choice
 //! longest ago is taken, then who was not chosen for longest: all pairs get used, and not P_i with
 //! D_i only.
 
+use super::health::Health;
 use super::io::{Prompt, RouterConfig};
 use super::registry::{Instance, Registry, Slot};
 use crate::core::ids::ClientId;
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
 
-/// Whether the instance is to be avoided, then hundredths of tokens; smaller is better.
-type Cost = (bool, i128);
+/// Whether the instance failed this prompt, and whether the pair is suspect.
+type Doubts = (bool, bool);
+
+/// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
+type Cost = (Doubts, i128, u32);
 
 /// What a leg is chosen for.
 #[derive(Clone, Copy)]
@@ -39,13 +44,26 @@ impl Want<'_> {
         saved.min(u64::from(self.prompt.tokens)) as u32
     }
 
-    /// What `candidate` costs and the choice that it would be.
+    /// What `candidate` costs, without regard to a partner, and the choice that it would be.
     fn weigh(&self, (slot, instance): (Slot, &Instance), config: &RouterConfig) -> (Cost, Choice) {
         let saved = self.saved(instance, config);
         let bonus = i128::from(saved) * i128::from(config.affinity_percent);
         let cost = i128::from(instance.tokens) * 100 - bonus;
         let choice = Choice { slot, mode: instance.registration.mode, saved };
-        ((self.avoid.contains(&slot), cost), choice)
+        (((self.avoid.contains(&slot), false), cost, 0), choice)
+    }
+
+    /// The same for a decode of KV from `prefill`.
+    fn weigh_pair(
+        &self,
+        prefill: &Instance,
+        decode: (Slot, &Instance),
+        config: &RouterConfig,
+    ) -> (Cost, Choice) {
+        let (((avoid, _), cost, _), choice) = self.weigh(decode, config);
+        let health = prefill.failing.get(&decode.0);
+        let suspect = health.is_some_and(|health| health.is_suspect(self.now));
+        (((avoid, suspect), cost, health.map_or(0, Health::failures)), choice)
     }
 
     fn takers<'r>(
@@ -55,6 +73,16 @@ impl Want<'_> {
     ) -> impl Iterator<Item = (Slot, &'r Instance)> {
         let (now, client) = (self.now, self.client);
         registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
+    }
+
+    fn decodes_for<'r>(
+        &self,
+        registry: &'r Registry,
+        prefill: &Instance,
+    ) -> impl Iterator<Item = (Slot, &'r Instance)> {
+        let mode = prefill.registration.mode;
+        self.takers(registry, Role::Decode)
+            .filter(move |(_, decode)| decode.registration.mode == mode)
     }
 }
 
@@ -71,22 +99,44 @@ pub(super) fn choose_prefill(
     }
     want.takers(registry, Role::Prefill)
         .filter_map(|candidate| {
-            let (cost, choice) = want.weigh(candidate, config);
-            let decode = decodes[choice.mode as usize].as_ref()?;
-            let met = decode.only.and_then(|decode| candidate.1.paired.get(&decode).copied());
-            Some(((cost, met, candidate.1.picked, choice.slot), choice))
+            let (((avoid, _), cost, _), choice) = want.weigh(candidate, config);
+            let prefill = candidate.1;
+            let anyone = decodes[choice.mode as usize]?;
+            let decode = match prefill.failing.is_empty() {
+                true => anyone,
+                false => Best::of(registry, want, prefill, config)?,
+            };
+            let (doubts, _, failures) = decode.cost;
+            let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
+            Some(((avoid, doubts, cost, failures, met, prefill.picked, choice.slot), choice))
         })
         .min_by_key(|(rank, _)| *rank)
         .map(|(_, choice)| choice)
 }
 
 /// The smallest cost seen, and who has it if it is only one.
+#[derive(Clone, Copy)]
 struct Best {
     cost: Cost,
     only: Option<Slot>,
 }
 
 impl Best {
+    /// The best decode for KV from `prefill`.
+    fn of(
+        registry: &Registry,
+        want: &Want<'_>,
+        prefill: &Instance,
+        config: &RouterConfig,
+    ) -> Option<Best> {
+        let mut best = None;
+        for candidate in want.decodes_for(registry, prefill) {
+            let (cost, choice) = want.weigh_pair(prefill, candidate, config);
+            Best::update(&mut best, cost, choice.slot);
+        }
+        best
+    }
+
     fn update(best: &mut Option<Best>, cost: Cost, slot: Slot) {
         match best {
             Some(best) if best.cost < cost => {}
@@ -100,15 +150,14 @@ impl Best {
 pub(super) fn choose_decode(
     registry: &Registry,
     want: &Want<'_>,
-    prefill: Choice,
+    prefill: Slot,
     config: &RouterConfig,
 ) -> Option<Choice> {
-    let partners = &registry.get(prefill.slot)?.paired;
-    want.takers(registry, Role::Decode)
-        .filter(|(_, decode)| decode.registration.mode == prefill.mode)
+    let prefill = registry.get(prefill)?;
+    want.decodes_for(registry, prefill)
         .map(|candidate| {
-            let (cost, choice) = want.weigh(candidate, config);
-            let met = partners.get(&candidate.0).copied();
+            let (cost, choice) = want.weigh_pair(prefill, candidate, config);
+            let met = prefill.paired.get(&candidate.0).copied();
             ((cost, met, candidate.1.picked, choice.slot), choice)
         })
         .min_by_key(|(rank, _)| *rank)

@@ -43,6 +43,8 @@ pub(super) struct Instance {
     pub(super) picked: u64,
     /// Of a prefill: when each decode was last chosen with it, counted in choices.
     pub(super) paired: BTreeMap<Slot, u64>,
+    /// Of a prefill: the decodes that went without its KV since one last got it.
+    pub(super) failing: BTreeMap<Slot, Health>,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: Abandoned,
 }
@@ -204,6 +206,7 @@ impl Registry {
                 prefixes: PrefixMemory::new(config.prefixes_max),
                 picked: 0,
                 paired: BTreeMap::new(),
+                failing: BTreeMap::new(),
                 abandoned: Abandoned::default(),
             },
         );
@@ -230,6 +233,7 @@ impl Registry {
         assert!(instance.legs.is_empty() && instance.tokens == 0, "legs left on {slot:?}");
         for other in self.instances.values_mut() {
             other.paired.remove(&slot);
+            other.failing.remove(&slot);
         }
         let engine = &instance.registration.engine;
         if matches!(self.known.get(engine), Some(Known { place: Place::Live(s), .. }) if *s == slot)

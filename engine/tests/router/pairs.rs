@@ -1,0 +1,126 @@
+//! Pairs of instances between which KV does not get through.
+
+use crate::up;
+use crate::world::{World, prompt, registration};
+use engine::core::error::Failure;
+use engine::core::message::{FinishReason, Mode, Role};
+use engine::core::router::{Answer, LegEvent, LegFailure, RouterConfig};
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+/// Prefill and decode, by number.
+type Pair = (usize, usize);
+
+fn number(engine: &str) -> usize {
+    engine[1..].parse().unwrap()
+}
+
+fn refused() -> Failure {
+    Failure::HelloRefused("block sizes".into())
+}
+
+/// Serves one request; a decode that cannot get the KV of its prefill computes it itself. Returns
+/// the pair.
+fn serve(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Pair {
+    let client = world.request(vec![prompt(100)], 1);
+    let legs = [Role::Prefill, Role::Decode].map(|role| world.legs(client, role)[0]);
+    let [p, d] = legs.map(|leg| number(&world.live[&leg].engine.to_string()));
+    let recomputed = failure((p, d));
+    world.done(legs[0]);
+    world.leg(
+        legs[1],
+        LegEvent::Done { reason: FinishReason::Stop, recomputed: recomputed.clone() },
+    );
+    assert_eq!(world.answers[&client], Answer::Finished { recomputed });
+    (p, d)
+}
+
+/// Lets as much time pass as a breaker can take, while all instances go on registering.
+fn rest(world: &mut World, (prefills, decodes): Pair, round: u64) {
+    for beat in 1..=4 {
+        world.pass(world.config.breaker_max.scale(1, 4));
+        let prefills = (0..prefills).map(|n| format!("p{n}"));
+        for name in prefills.chain((0..decodes).map(|n| format!("d{n}"))) {
+            world.register(registration(&name, 1, 4 * round + beat, Mode::Push));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_pair_that_does_not_work_is_met_once_if_another_does(
+        size in (1usize..5, 1usize..5),
+        matrix in prop::collection::vec(any::<bool>(), 16),
+        whole in any::<(prop::sample::Index, prop::sample::Index)>(),
+        failure in prop::sample::select(vec![refused(), Failure::Unreachable, Failure::PeerSilent]),
+    ) {
+        let mut world = World::new(RouterConfig::default());
+        up(&mut world, size.0, size.1);
+        let whole = (whole.0.index(size.0), whole.1.index(size.1));
+        let works = |(p, d): Pair| (p, d) == whole || matrix[4 * p + d];
+        let mut met = BTreeSet::new();
+        for round in 1..40 {
+            rest(&mut world, size, round);
+            let pair = serve(&mut world, |pair| (!works(pair)).then(|| failure.clone()));
+            prop_assert!(works(pair) || met.insert(pair), "{pair:?} was met again");
+        }
+    }
+}
+
+/// The decode whose pair with the only prefill failed, and the other one, which is busy.
+fn one_failed_of_two(world: &mut World, failure: Failure) -> (usize, usize) {
+    up(world, 1, 2);
+    let failed = serve(world, |_| Some(failure.clone())).1;
+    let busy = world.request(vec![prompt(5000)], 1);
+    let decode = world.legs(busy, Role::Decode)[0];
+    assert_eq!(number(&world.live[&decode].engine.to_string()), 1 - failed);
+    assert_eq!(serve(world, |_| None).1, 1 - failed);
+    rest(world, (1, 2), 1);
+    (failed, 1 - failed)
+}
+
+#[test]
+fn a_suspect_pair_is_taken_again_when_its_time_is_over() {
+    let mut world = World::new(RouterConfig::default());
+    let (failed, _) = one_failed_of_two(&mut world, Failure::Unreachable);
+    assert_eq!(serve(&mut world, |_| None).1, failed);
+    world.finish();
+}
+
+#[test]
+fn a_pair_that_does_not_fit_is_not_taken_for_another_that_is_busy() {
+    let mut world = World::new(RouterConfig::default());
+    let (_, busy) = one_failed_of_two(&mut world, refused());
+    assert_eq!(serve(&mut world, |_| None).1, busy);
+    world.finish();
+}
+
+#[test]
+fn the_only_pair_is_taken_though_it_does_not_fit() {
+    let mut world = World::new(RouterConfig::default());
+    up(&mut world, 1, 1);
+    for _ in 0..5 {
+        serve(&mut world, |_| Some(refused()));
+    }
+    world.register(registration("d0", 2, 1, Mode::Push));
+    up(&mut world, 1, 2);
+    let pairs: BTreeSet<Pair> = (0..2).map(|_| serve(&mut world, |_| None)).collect();
+    assert_eq!(pairs.len(), 2, "a new life is not answerable for the one before");
+}
+
+#[test]
+fn a_leg_that_failed_for_its_pair_tells_of_the_pair() {
+    let mut world = World::new(RouterConfig::default());
+    up(&mut world, 2, 1);
+    let client = world.request(vec![prompt(100)], 1);
+    let source =
+        |world: &World| world.live[&world.legs(client, Role::Prefill)[0]].engine.to_string();
+    let first = source(&world);
+    let decode = world.legs(client, Role::Decode)[0];
+    world.leg(decode, LegEvent::Failed(LegFailure::Instance(refused())));
+    assert_ne!(source(&world), first);
+    world.legs(client, Role::Decode).into_iter().for_each(|leg| world.done(leg));
+    for _ in 0..6 {
+        assert_ne!(serve(&mut world, |_| None).0, number(&first));
+    }
+}

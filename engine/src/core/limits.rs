@@ -43,13 +43,17 @@ impl CoreConfig {
             Role::Prefill => (requests + early + flows, requests * blocks, 0),
             Role::Decode => (requests, 0, blocks),
         };
+        // Messages, and fences; of a decode also messages for prefills that are out of reach.
+        let messages = match self.role {
+            Role::Prefill => peers * queue,
+            Role::Decode => 2 * peers * queue,
+        };
         Gauges {
             transfers: total(transfers),
             operations: 0,
             held: total(held),
             quarantined: total(quarantined),
-            // Messages, and fences.
-            queued: total(peers * queue + peers),
+            queued: total(messages + peers),
             tombstones: settings.tombstones_max,
             peers: channel.peers_max,
             links: channel.links_max,

@@ -1,6 +1,7 @@
 //! What a prefill and a decode engine say to each other, case by case. Each claim of
 //! `CONTRACT.md` that a small world can show is pinned here.
 
+mod leases;
 mod world;
 
 use engine::core::Nanos;

@@ -3,6 +3,7 @@
 use crate::up;
 use crate::world::{World, prompt, registration};
 use engine::core::error::Failure;
+use engine::core::ids::{ClientId, LegId};
 use engine::core::message::{FinishReason, Mode, Role};
 use engine::core::router::{Answer, LegEvent, LegFailure, RouterConfig};
 use proptest::prelude::*;
@@ -10,6 +11,13 @@ use std::collections::BTreeSet;
 
 /// Prefill and decode, by number.
 type Pair = (usize, usize);
+
+/// The legs of a client and the pair that has them.
+fn legs(world: &World, client: ClientId) -> ([LegId; 2], Pair) {
+    let legs = [Role::Prefill, Role::Decode].map(|role| world.legs(client, role)[0]);
+    let [p, d] = legs.map(|leg| number(&world.live[&leg].engine.to_string()));
+    (legs, (p, d))
+}
 
 fn number(engine: &str) -> usize {
     engine[1..].parse().unwrap()
@@ -23,16 +31,33 @@ fn refused() -> Failure {
 /// the pair.
 fn serve(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Pair {
     let client = world.request(vec![prompt(100)], 1);
-    let legs = [Role::Prefill, Role::Decode].map(|role| world.legs(client, role)[0]);
-    let [p, d] = legs.map(|leg| number(&world.live[&leg].engine.to_string()));
-    let recomputed = failure((p, d));
+    let (legs, pair) = legs(world, client);
+    let recomputed = failure(pair);
     world.done(legs[0]);
     world.leg(
         legs[1],
         LegEvent::Done { reason: FinishReason::Stop, recomputed: recomputed.clone() },
     );
     assert_eq!(world.answers[&client], Answer::Finished { recomputed });
-    (p, d)
+    pair
+}
+
+/// Serves one request; a decode that cannot get the KV of its prefill fails the leg. Returns the
+/// pairs that were tried.
+fn serve_or_fail(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Vec<Pair> {
+    let client = world.request(vec![prompt(100)], 1);
+    let mut tried = Vec::new();
+    while !world.answers.contains_key(&client) {
+        let (legs, pair) = legs(world, client);
+        tried.push(pair);
+        match failure(pair) {
+            Some(failure) => {
+                world.leg(legs[1], LegEvent::Failed(LegFailure::Instance(failure)));
+            }
+            None => legs.into_iter().for_each(|leg| world.done(leg)),
+        }
+    }
+    tried
 }
 
 /// Lets as much time pass as a breaker can take, while all instances go on registering.
@@ -63,6 +88,25 @@ proptest! {
             rest(&mut world, size, round);
             let pair = serve(&mut world, |pair| (!works(pair)).then(|| failure.clone()));
             prop_assert!(works(pair) || met.insert(pair), "{pair:?} was met again");
+        }
+    }
+
+    #[test]
+    fn no_retry_meets_a_pair_that_does_not_fit_again_if_another_does(
+        size in (1usize..5, 1usize..5),
+        matrix in prop::collection::vec(any::<bool>(), 16),
+        whole in any::<(prop::sample::Index, prop::sample::Index)>(),
+    ) {
+        let mut world = World::new(RouterConfig::default());
+        up(&mut world, size.0, size.1);
+        let whole = (whole.0.index(size.0), whole.1.index(size.1));
+        let works = |(p, d): Pair| (p, d) == whole || matrix[4 * p + d];
+        let mut met = BTreeSet::new();
+        for round in 1..20 {
+            rest(&mut world, size, round);
+            for pair in serve_or_fail(&mut world, |pair| (!works(pair)).then(refused)) {
+                prop_assert!(works(pair) || met.insert(pair), "{pair:?} was met again");
+            }
         }
     }
 }

@@ -1,12 +1,13 @@
 //! L1: every request ends within the stated bound after the last fault.
 
 use super::{Found, Invariant, Limits, Now};
-use crate::observe::{Kind, Observation};
-use engine::core::ids::{ClientId, LegId};
+use crate::observe::{Kind, Observation, Who};
+use engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
+use engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
 use engine::core::router::LegEvent;
 use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A request without an answer.
 #[derive(Clone, Copy, Debug)]
@@ -16,15 +17,64 @@ struct Open {
     legs: u32,
 }
 
+/// Prompts to be pulled that hold blocks, and who may be reading them.
+#[derive(Debug, Default)]
+struct Sources {
+    keys: BTreeMap<(Who, RequestId), TransferKey>,
+    readers: BTreeMap<TransferKey, BTreeSet<Who>>,
+}
+
+impl Sources {
+    fn prefill_hook(&mut self, who: Who, hook: &PrefillHook) {
+        if let PrefillHook::Arrived { request, leg, .. } = hook
+            && leg.mode == Mode::Pull
+        {
+            self.keys.insert((who, request.clone()), leg.key.clone());
+        }
+    }
+
+    fn decode_hook(&mut self, who: Who, hook: &DecodeHook) {
+        if let DecodeHook::Arrived { leg, .. } = hook
+            && leg.mode == Mode::Pull
+        {
+            self.readers.entry(leg.key.clone()).or_default().insert(who);
+        }
+    }
+
+    fn prefill_answer(&mut self, who: Who, answer: &PrefillAnswer) {
+        if let PrefillAnswer::SourceFree { request, .. } = answer
+            && let Some(key) = self.keys.remove(&(who, request.clone()))
+        {
+            self.readers.remove(&key);
+        }
+    }
+
+    /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them:
+    /// it can release nothing, and nothing but time keeps it out.
+    fn wait_for_lease(&self, now: Now<'_>) -> bool {
+        let held = self.keys.iter().filter(|((who, _), _)| now.state.acts(*who));
+        held.filter_map(|((who, _), key)| self.readers.get(key).map(|readers| (who, readers))).any(
+            |(who, readers)| {
+                let lost = |reader: &Who| {
+                    let pair = BTreeSet::from([who.instance, reader.instance]);
+                    !now.state.acts(*reader) || now.state.is_broken(&pair)
+                };
+                readers.iter().any(lost)
+            },
+        )
+    }
+}
+
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On top
 /// comes what a request may have to wait for by design: without a leg, for an instance; in pull, for
-/// blocks that a reader which fell silent was granted. The file's own bound, `expect.within`, counts
-/// from the start.
+/// the lease of a reader that is gone for good. The file's own bound, `expect.within`, counts from
+/// the start.
 #[derive(Debug)]
 pub(super) struct EveryRequestEnds {
     limits: Limits,
     open: BTreeMap<ClientId, Open>,
+    sources: Sources,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
     /// The run was late once.
@@ -33,8 +83,14 @@ pub(super) struct EveryRequestEnds {
 
 impl EveryRequestEnds {
     pub(super) fn new(limits: Limits) -> EveryRequestEnds {
-        let (open, legs) = (BTreeMap::new(), BTreeMap::new());
-        EveryRequestEnds { limits, open, legs, progress: Nanos::ZERO, late: false }
+        EveryRequestEnds {
+            limits,
+            open: BTreeMap::new(),
+            sources: Sources::default(),
+            legs: BTreeMap::new(),
+            progress: Nanos::ZERO,
+            late: false,
+        }
     }
 
     fn end_leg(&mut self, leg: LegId) {
@@ -59,8 +115,9 @@ impl EveryRequestEnds {
         let Some(still) = still else { return };
         let id = self.id();
         let limits = self.limits;
+        let lease = if self.sources.wait_for_lease(now) { limits.lease } else { Nanos::ZERO };
         self.open.retain(|client, open| {
-            let wait = if open.legs == 0 { limits.wait } else { limits.hold };
+            let wait = if open.legs == 0 { limits.wait } else { lease };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
                 found.report(id, now.at, || {
@@ -86,7 +143,9 @@ impl Invariant for EveryRequestEnds {
             Kind::Dispatched,
             Kind::Leg,
             Kind::LegClosed,
+            Kind::DecodeHook,
             Kind::DecodeAnswer,
+            Kind::PrefillHook,
             Kind::PrefillAnswer,
             Kind::Stepped,
         ]
@@ -112,6 +171,11 @@ impl Invariant for EveryRequestEnds {
                 self.end_leg(*leg);
             }
             Observation::LegClosed { leg } => self.end_leg(*leg),
+            Observation::PrefillHook { who, hook } => self.sources.prefill_hook(*who, hook),
+            Observation::DecodeHook { who, hook } => self.sources.decode_hook(*who, hook),
+            Observation::PrefillAnswer { who, answer } => {
+                self.sources.prefill_answer(*who, answer);
+            }
             _ => {}
         }
     }
@@ -142,7 +206,10 @@ impl EveryRequestEnds {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, decode_body, finished_answer};
+    use crate::invariants::testing::{
+        Bench, D0, P0, decode_body, decode_leg, finished_answer, key, request,
+    };
+    use engine::core::message::{DecodeLeg, PrefillLeg};
 
     fn bench() -> Bench {
         let mut bench = Bench::new(InvariantId::EveryRequestEnds);
@@ -177,6 +244,41 @@ mod tests {
         let mut bench = bench();
         bench.finish();
         bench.fails("has no answer");
+    }
+
+    /// A prompt of P0 is pulled by D0 in another life than the one that D0 has now, or the same.
+    fn granted(lost: bool) -> Bench {
+        let mut bench = bench();
+        let leg = PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull };
+        let hook = &PrefillHook::Arrived { request: request("s"), leg, tokens: 16 };
+        bench.see(Observation::PrefillHook { who: P0, hook });
+        let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };
+        let hook = &DecodeHook::Arrived { request: request("s"), leg, tokens: 16 };
+        bench.see(Observation::DecodeHook { who: D0, hook });
+        if lost {
+            bench.crash(D0);
+        }
+        bench.now = bench.now + Nanos::from_secs(20);
+        bench
+    }
+
+    #[test]
+    fn only_the_lease_of_a_reader_that_is_gone_is_waited_for() {
+        let mut bench = granted(false);
+        bench.see(Observation::Stepped { who: P0 });
+        bench.fails("client 1 of 0.000000 s has no answer");
+        let mut bench = granted(true);
+        bench.see(Observation::Stepped { who: P0 });
+        bench.holds();
+        bench.now = bench.now + Nanos::from_secs(60);
+        bench.see(Observation::Stepped { who: P0 });
+        bench.fails("client 1 of 0.000000 s has no answer");
+        let mut bench = granted(true);
+        let answer = &PrefillAnswer::SourceFree { request: request("s"), failure: None };
+        bench.see(Observation::PrefillAnswer { who: P0, answer });
+        bench.now = bench.now + Nanos::from_secs(20);
+        bench.see(Observation::Stepped { who: P0 });
+        bench.fails("client 1 of 0.000000 s has no answer");
     }
 
     #[test]

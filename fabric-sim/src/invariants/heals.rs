@@ -13,32 +13,26 @@ use std::collections::{BTreeMap, BTreeSet};
 struct Try {
     key: Option<TransferKey>,
     served: BTreeSet<u16>,
-    /// Who served the tries before.
-    before: BTreeSet<u16>,
 }
 
 /// A probe, which comes when everything transient is over and peers and breakers have had their
 /// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
-/// fault for good or a pair that does not fit. If a pair of the core is whole, some probe finds it.
+/// fault for good or a pair that does not fit; where a pair of the core is whole, no pair that does
+/// not fit is met twice, and some probe finds a whole one.
 #[derive(Debug, Default)]
 pub(super) struct Heals {
     open: BTreeMap<ClientId, Try>,
+    /// Pairs that do not fit and served a probe.
+    misfits: BTreeSet<BTreeSet<u16>>,
     /// Probes that took the fast path, and others.
     fast: u32,
     slow: u32,
 }
 
-/// True if the engines of this try said that they do not fit, and it is so; or if a lease was over
-/// before the prefill began, because it keeps the blocks of tries before for a lease.
-fn is_misfit(now: Now<'_>, why: &Failure, newest: &Try) -> bool {
-    let served = &newest.served;
-    match why {
-        Failure::Mismatch(_) | Failure::HelloRefused(_) => {
-            !served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
-        }
-        Failure::LeaseExpired => served.intersection(&newest.before).next().is_some(),
-        _ => false,
-    }
+/// True if these engines said that they do not fit, and it is so.
+fn is_misfit(now: Now<'_>, why: &Failure, served: &BTreeSet<u16>) -> bool {
+    matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_))
+        && !served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
 }
 
 impl Heals {
@@ -49,9 +43,7 @@ impl Heals {
             LegBody::Decode { transfer, .. } => &transfer.key,
         };
         if newest.key.as_ref() != Some(key) {
-            let mut before = std::mem::take(&mut newest.before);
-            before.append(&mut newest.served);
-            *newest = Try { key: Some(key.clone()), served: BTreeSet::new(), before };
+            *newest = Try { key: Some(key.clone()), served: BTreeSet::new() };
         }
         newest.served.insert(instance);
     }
@@ -65,7 +57,11 @@ impl Heals {
                 return;
             }
             Answer::Finished { recomputed: Some(why) }
-            | Answer::Failed(LegFailure::Instance(why)) => is_misfit(now, why, &newest),
+            | Answer::Failed(LegFailure::Instance(why)) => {
+                is_misfit(now, why, served)
+                    && (self.misfits.insert(served.clone())
+                        || now.state.whole_pairs().next().is_none())
+            }
             Answer::Failed(_) => false,
             Answer::NoInstance => served.is_empty() && now.state.whole_pairs().next().is_none(),
         };
@@ -208,6 +204,28 @@ mod tests {
         begin(&mut bench, 1, "r", P0, D0);
         bench.answered(1, &Answer::Finished { recomputed: Some(mismatch()) });
         bench.holds();
+    }
+
+    #[test]
+    fn a_misfit_is_met_once_if_a_pair_is_whole() {
+        let mismatch = || Failure::Mismatch(Mismatch("tokens".into()));
+        for whole in [false, true] {
+            let mut bench = match whole {
+                true => bench(&[], &[]),
+                false => bench(&[], &[(D1.instance, None), (P1.instance, None)]),
+            };
+            bench.start_as(D0, |spec| spec.block_tokens = 24);
+            for client in 1..3 {
+                bench.holds();
+                bench.probed(client);
+                begin(&mut bench, client, "r", P0, D0);
+                bench.answered(client, &Answer::Finished { recomputed: Some(mismatch()) });
+            }
+            match whole {
+                true => bench.fails("client 2 came after the faults and was served by p0 and d0"),
+                false => bench.holds(),
+            }
+        }
     }
 
     #[test]

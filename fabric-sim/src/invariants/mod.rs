@@ -32,7 +32,6 @@ pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observe::{Kind, Observation};
 use engine::core::channel::ChannelConfig;
-use engine::core::message::Mode;
 use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
@@ -119,9 +118,6 @@ pub(crate) struct Limits {
     pub(crate) fence: Nanos,
     /// Length of a source lease.
     pub(crate) lease: Nanos,
-    /// How long blocks are kept from others although their reader fell silent: a lease in pull,
-    /// where nothing but time keeps a reader out; no time in push.
-    pub(crate) hold: Nanos,
     /// Longest wait at the router for an instance.
     pub(crate) wait: Nanos,
     /// Longest time that the router keeps away from an instance that failed.
@@ -137,12 +133,10 @@ impl Limits {
         let channel = ChannelConfig::default();
         let core = CoreSettings::default();
         let lease = run.protocol.lease.unwrap_or(core.lease);
-        let pulls = run.instances.iter().any(|spec| spec.mode == Mode::Pull);
         Limits {
             silent: run.protocol.silent.unwrap_or(channel.silent),
             fence: run.protocol.fence.unwrap_or(Nanos::from_secs(2)),
             lease,
-            hold: if pulls { lease } else { Nanos::ZERO },
             wait: run.router.config.wait_max,
             breaker: run.router.config.breaker_max,
             retries: run.router.config.retries_max,

@@ -1,8 +1,10 @@
 //! The decode side of transfers: one per engine core.
 //!
 //! `request` follows the engine's requests from arrival to the one answer that each gets; `read`
-//! holds what only pull needs: leases and the flows of this engine's own transfer actors.
+//! holds what only pull needs: leases and the flows of this engine's own transfer actors; `debts`
+//! tells prefills later what they could not be told at once.
 
+mod debts;
 mod read;
 mod request;
 
@@ -10,7 +12,7 @@ use super::blocks::{Ledger, Owner};
 use super::command::ControlCommand;
 use super::error::Failure;
 use super::idmap::IdMap;
-use super::ids::{FlowId, PeerSlot, RequestId, TransferKey};
+use super::ids::{EngineId, FlowId, PeerSlot, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, Tag};
 use super::station::{CoreConfig, News, Station};
@@ -18,6 +20,7 @@ use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
 use crate::fabric::ControlEvent;
+use debts::Debt;
 use request::Request;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -77,6 +80,8 @@ enum Timer {
     Renew(RequestId),
     /// The lease of a read ends.
     Expiry(RequestId),
+    /// Try again to tell a prefill what was given up.
+    Remind(EngineId),
 }
 
 /// The decode state machine of one engine core.
@@ -88,6 +93,7 @@ pub struct Decode {
     ids: IdMap,
     ledger: Ledger,
     flows: BTreeMap<FlowId, RequestId>,
+    debts: BTreeMap<EngineId, Debt>,
     tombstones: Tombstones<(TransferKey, u32)>,
     timers: Timers<Timer>,
     news: Vec<News>,
@@ -105,6 +111,7 @@ impl Decode {
             ids: IdMap::default(),
             ledger: Ledger::default(),
             flows: BTreeMap::new(),
+            debts: BTreeMap::new(),
             tombstones: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
             news: Vec::new(),
@@ -137,7 +144,10 @@ impl Decode {
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
             News::Message { slot, message } => self.message(now, slot, message, out),
-            News::Up { slot } => self.peer_up(now, slot, out),
+            News::Up { slot } => {
+                self.peer_up(now, slot, out);
+                self.pay(now, slot, out);
+            }
             News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
             News::Fenced { slot } => self.peer_fenced(now, slot, out),
             News::Abandoned { .. } => {}
@@ -174,7 +184,7 @@ impl Decode {
             Message::Grant { blocks, tokens, lease, .. } => {
                 self.granted(now, &request, tokens, blocks, lease, out);
             }
-            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease),
+            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, out),
             _ => {}
         }
     }
@@ -191,6 +201,7 @@ impl Decode {
             match timer {
                 Timer::Renew(request) => self.renew(now, &request, out),
                 Timer::Expiry(request) => self.fail(now, &request, Failure::LeaseExpired, out),
+                Timer::Remind(engine) => self.remind(now, &engine, out),
             }
         }
     }
@@ -237,11 +248,13 @@ impl Machine for Decode {
     }
 
     fn gauges(&self) -> Gauges {
+        let station = self.station.gauges();
         Gauges {
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
+            queued: station.queued + self.owed(),
             tombstones: self.tombstones.len(),
-            ..self.station.gauges()
+            ..station
         }
     }
 }

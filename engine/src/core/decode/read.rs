@@ -15,15 +15,16 @@ use std::sync::Arc;
 pub(super) struct Lease {
     /// When the newest question about it was sent, and its number.
     asked: (Nanos, u32),
-    /// Until when what was read may be used; none before the grant.
+    /// Until when what was read may be used; none before the grant, nor if it took so long that it
+    /// has to be renewed first.
     expiry: Option<Nanos>,
-    /// The source blocks that were granted.
-    remote: Blocks,
+    /// The source blocks, once they are granted.
+    remote: Option<Blocks>,
 }
 
 impl Lease {
     pub(super) fn asked(now: Nanos) -> Lease {
-        Lease { asked: (now, 0), expiry: None, remote: Blocks::default() }
+        Lease { asked: (now, 0), expiry: None, remote: None }
     }
 }
 
@@ -70,24 +71,33 @@ impl Decode {
     ) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
-        if lease.expiry.is_some() {
+        if lease.remote.is_some() {
             return;
         }
-        let expiry = lease.asked.0 + usable;
-        lease.expiry = Some(expiry);
-        lease.remote = Arc::new(remote);
+        lease.remote = Some(Arc::new(remote));
+        let asked = lease.asked.0;
         let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
-        if now >= expiry {
-            return self.fail(now, id, Failure::LeaseExpired, out);
-        }
         if tokens != wanted {
             let text = format!("{tokens} tokens granted, {wanted} wanted");
             return self.fail(now, id, Failure::Mismatch(Mismatch(text.into())), out);
         }
+        // The lease counts from when it was asked for; the prompt may have been queued since.
+        if now + usable.scale(1, 3) >= asked + usable {
+            return self.renew(now, id, out);
+        }
+        self.timers.arm(Timer::Renew(id.clone()), now.max(asked + length.scale(1, 3)));
+        self.extend(id, asked + usable, out);
+    }
+
+    /// Makes the lease last until `expiry`, and reads if it did not last before.
+    fn extend(&mut self, id: &RequestId, expiry: Nanos, out: &mut Out) {
+        let Some(lease) = self.lease_mut(id) else { return };
+        let first = lease.expiry.replace(expiry).is_none();
         self.timers.arm(Timer::Expiry(id.clone()), expiry);
-        self.timers.arm(Timer::Renew(id.clone()), now + length.scale(1, 3));
-        self.due(id, out);
-        self.start_reading(id, out);
+        if first {
+            self.due(id, out);
+            self.start_reading(id, out);
+        }
     }
 
     /// Reads as soon as there are blocks on both sides.
@@ -95,7 +105,7 @@ impl Decode {
         let flow = FlowId(self.fresh());
         let ranks = RankSet::first(self.config.geometry.tp);
         let Some(request) = self.requests.get_mut(id) else { return };
-        let (Phase::Reading(read), Some(Lease { expiry: Some(_), remote, .. })) =
+        let (Phase::Reading(read), Some(Lease { expiry: Some(_), remote: Some(remote), .. })) =
             (&mut request.phase, &request.lease)
         else {
             return;
@@ -125,15 +135,13 @@ impl Decode {
         let _ = self.station.send(now, slot, message, out);
     }
 
-    pub(super) fn renewed(&mut self, id: &RequestId, count: u32, length: Nanos) {
+    pub(super) fn renewed(&mut self, id: &RequestId, count: u32, length: Nanos, out: &mut Out) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
-        if lease.asked.1 != count {
-            return;
+        let (asked, newest) = lease.asked;
+        if count == newest && lease.remote.is_some() {
+            self.extend(id, asked + usable, out);
         }
-        let expiry = lease.asked.0 + usable;
-        lease.expiry = Some(expiry);
-        self.timers.arm(Timer::Expiry(id.clone()), expiry);
     }
 
     /// Ends a read without success: at once if it has not started, else when its flow is quiet.

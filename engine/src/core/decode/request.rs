@@ -4,12 +4,12 @@ use super::read::{Lease, Read};
 use super::{Decode, Out};
 use crate::core::blocks::Owner;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, Incarnation, PeerSlot, RankSet, RequestId};
+use crate::core::ids::{Attempt, EngineId, Incarnation, PeerSlot, RankSet, RequestId};
 use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
 use crate::core::message::{DecodeAnswer, DecodeLeg, Message, Mode, Tag};
 use crate::core::station::Blocks;
 use crate::core::time::Nanos;
-use crate::fabric::Refused;
+use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
 
 /// Where a request stands between its arrival and its answer.
@@ -38,7 +38,9 @@ pub(super) struct Request {
     pub(super) blocks: Blocks,
     pub(super) phase: Phase,
     /// The prefill's life that has the prompt.
-    life: Option<Incarnation>,
+    pub(super) life: Option<Incarnation>,
+    /// Its name, and where it listens.
+    pub(super) prefill: (EngineId, Endpoint),
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
     owner: Owner,
@@ -83,6 +85,7 @@ impl Decode {
                 blocks: Blocks::default(),
                 phase: Phase::Arrived { due: false },
                 life: leg.life,
+                prefill: (leg.prefill, leg.control),
                 lease,
                 owner,
             },
@@ -100,16 +103,16 @@ impl Decode {
 
     /// The peer said in which life it is.
     pub(super) fn peer_up(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        let past = |request: &Request| request.slot == slot && self.is_past(slot, request.life);
-        let lost: Vec<_> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| past(request))
-            .map(|(id, _)| id.clone())
-            .collect();
-        for id in lost {
-            self.fail(now, &id, Failure::PeerRestarted, out);
+        for id in self.requests_of(slot) {
+            if self.requests.get(&id).is_some_and(|request| self.is_past(slot, request.life)) {
+                self.fail(now, &id, Failure::PeerRestarted, out);
+            }
         }
+    }
+
+    fn requests_of(&self, slot: PeerSlot) -> Vec<RequestId> {
+        let of_slot = self.requests.iter().filter(|(_, request)| request.slot == slot);
+        of_slot.map(|(id, _)| id.clone()).collect()
     }
 
     /// The prefill is ready for the request's blocks.
@@ -281,17 +284,17 @@ impl Decode {
         failure: &Failure,
         out: &mut Out,
     ) {
-        let lost: Vec<_> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| request.slot == slot)
-            .map(|(id, _)| id.clone())
-            .collect();
-        for id in lost {
+        for id in self.requests_of(slot) {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let owner = request.owner;
             match &mut request.phase {
-                Phase::Arrived { .. } => self.reject(now, &id, failure.clone(), out),
+                Phase::Arrived { .. } => {
+                    // A grant may be under way.
+                    if request.lease.is_some() {
+                        self.owe(now, &id);
+                    }
+                    self.reject(now, &id, failure.clone(), out);
+                }
                 Phase::Announced { .. } => {
                     request.phase = Phase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
@@ -305,17 +308,11 @@ impl Decode {
 
     /// Nothing of the peer lands here any more.
     pub(super) fn peer_fenced(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        let safe: Vec<_> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| request.slot == slot)
-            .filter_map(|(id, request)| match &request.phase {
-                Phase::Fencing(failure) => Some((id.clone(), failure.clone())),
-                _ => None,
-            })
-            .collect();
-        for (id, failure) in safe {
-            self.answer(now, &id, Err(failure), out);
+        for id in self.requests_of(slot) {
+            if let Some(Request { phase: Phase::Fencing(failure), .. }) = self.requests.get(&id) {
+                let failure = failure.clone();
+                self.answer(now, &id, Err(failure), out);
+            }
         }
     }
 
@@ -323,9 +320,11 @@ impl Decode {
     pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
-        let (slot, tag) = (request.slot, request.tag.clone());
-        // A prefill that cannot be told frees by lease.
-        let _ = self.station.send(now, slot, Message::Release { tag, ranks }, out);
+        let (slot, tag, pulls) = (request.slot, request.tag.clone(), request.lease.is_some());
+        let told = self.station.send(now, slot, Message::Release { tag, ranks }, out);
+        if told.is_err() && pulls {
+            self.owe(now, id);
+        }
     }
 
     pub(super) fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {

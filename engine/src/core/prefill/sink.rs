@@ -4,7 +4,7 @@
 use super::request::Request;
 use super::{FlowEntry, Out, Prefill, Timer};
 use crate::core::error::Failure;
-use crate::core::ids::{FlowId, PeerSlot, RankSet, SourceId, TransferKey};
+use crate::core::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, SourceId, TransferKey};
 use crate::core::layout::Mismatch;
 use crate::core::message::{Job, Message, Mode, Tag};
 use crate::core::station::Blocks;
@@ -39,6 +39,8 @@ enum State {
 #[derive(Debug)]
 pub(super) struct Sink {
     slot: PeerSlot,
+    /// Who that is; it may speak for the receiver in a later conversation, too.
+    reader: Option<(EngineId, Incarnation)>,
     tag: Tag,
     tokens: u32,
     want: Want,
@@ -93,7 +95,7 @@ impl Prefill {
         let sink = self.keys.get_mut(&tag.key).and_then(|key| key.sinks.get_mut(&tag.sibling));
         if let Some(sink) = sink.filter(|sink| sink.slot == slot) {
             if sink.tag.attempt == tag.attempt && matches!(sink.want, Want::Ask) {
-                sink.want = want;
+                (sink.want, sink.tokens) = (want, tokens);
                 return self.bind(now, &tag.key, tag.sibling, out);
             }
             if sink.tag.attempt >= tag.attempt {
@@ -103,13 +105,14 @@ impl Prefill {
         if let Err(failure) = self.accepts(&tag) {
             return self.tell_ended(now, slot, tag, failure, true, out);
         }
-        let entry = self.keys.entry(tag.key.clone()).or_default();
-        let (key, sibling) = (tag.key.clone(), tag.sibling);
+        let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(slot));
+        let entry = self.keys.entry(key.clone()).or_default();
         if entry.request.is_none() {
             let orphan = now + self.config.settings.orphan;
             self.timers.arm_if_idle(Timer::Orphan(key.clone()), orphan);
         }
-        let sink = Sink { slot, tag, tokens, want, begun: false, state: State::Waiting };
+        let state = State::Waiting;
+        let sink = Sink { slot, reader, tag, tokens, want, begun: false, state };
         entry.sinks.insert(sibling, sink);
         self.station.hold(now, slot, out);
         self.bind(now, &key, sibling, out);
@@ -279,8 +282,14 @@ impl Prefill {
     }
 
     fn sink_state(&mut self, slot: PeerSlot, tag: &Tag) -> Option<&mut State> {
+        let reader = self.reader(slot);
         let sink = self.keys.get_mut(&tag.key)?.sinks.get_mut(&tag.sibling)?;
-        (sink.slot == slot && sink.tag.attempt == tag.attempt).then_some(&mut sink.state)
+        let same = sink.slot == slot || sink.reader.is_some() && sink.reader == reader;
+        (same && sink.tag.attempt == tag.attempt).then_some(&mut sink.state)
+    }
+
+    fn reader(&self, slot: PeerSlot) -> Option<(EngineId, Incarnation)> {
+        self.station.info(slot).map(|info| (info.engine.clone(), info.incarnation))
     }
 
     /// The receiver needs the source no more.

@@ -12,7 +12,7 @@ use crate::core::ids::ClientId;
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
 
-/// Whether the instance failed this prompt, and whether the pair is suspect.
+/// Whether the pair is suspect, and whether the instance failed this prompt.
 type Doubts = (bool, bool);
 
 /// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
@@ -50,7 +50,7 @@ impl Want<'_> {
         let bonus = i128::from(saved) * i128::from(config.affinity_percent);
         let cost = i128::from(instance.tokens) * 100 - bonus;
         let choice = Choice { slot, mode: instance.registration.mode, saved };
-        (((self.avoid.contains(&slot), false), cost, 0), choice)
+        (((false, self.avoid.contains(&slot)), cost, 0), choice)
     }
 
     /// The same for a decode of KV from `prefill`.
@@ -60,10 +60,10 @@ impl Want<'_> {
         decode: (Slot, &Instance),
         config: &RouterConfig,
     ) -> (Cost, Choice) {
-        let (((avoid, _), cost, _), choice) = self.weigh(decode, config);
+        let (((_, avoid), cost, _), choice) = self.weigh(decode, config);
         let health = prefill.failing.get(&decode.0);
         let suspect = health.is_some_and(|health| health.is_suspect(self.now));
-        (((avoid, suspect), cost, health.map_or(0, Health::failures)), choice)
+        (((suspect, avoid), cost, health.map_or(0, Health::failures)), choice)
     }
 
     fn takers<'r>(
@@ -99,16 +99,17 @@ pub(super) fn choose_prefill(
     }
     want.takers(registry, Role::Prefill)
         .filter_map(|candidate| {
-            let (((avoid, _), cost, _), choice) = want.weigh(candidate, config);
+            let (((_, avoid), cost, _), choice) = want.weigh(candidate, config);
             let prefill = candidate.1;
             let anyone = decodes[choice.mode as usize]?;
             let decode = match prefill.failing.is_empty() {
                 true => anyone,
                 false => Best::of(registry, want, prefill, config)?,
             };
-            let (doubts, _, failures) = decode.cost;
+            let ((suspect, avoids), _, failures) = decode.cost;
             let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
-            Some(((avoid, doubts, cost, failures, met, prefill.picked, choice.slot), choice))
+            let doubts = (suspect, avoid, avoids);
+            Some(((doubts, cost, failures, met, prefill.picked, choice.slot), choice))
         })
         .min_by_key(|(rank, _)| *rank)
         .map(|(_, choice)| choice)

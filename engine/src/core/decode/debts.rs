@@ -1,0 +1,89 @@
+//! Pull: releases that a prefill out of reach has not got. Until it is met again, or a lease is
+//! over, it keeps blocks that nobody reads.
+
+use super::{Decode, Out, Timer};
+use crate::core::ids::{EngineId, Incarnation, PeerSlot, RankSet, RequestId};
+use crate::core::message::{Message, Tag};
+use crate::core::time::Nanos;
+use crate::fabric::Endpoint;
+
+/// What a prefill is still to be told.
+#[derive(Debug)]
+pub(super) struct Debt {
+    control: Endpoint,
+    /// The life that granted; a later one has none of it.
+    life: Incarnation,
+    /// By then leases have freed all of it.
+    until: Nanos,
+    /// What was given up; as many as a queue of messages may hold.
+    pub(super) tags: Vec<Tag>,
+}
+
+impl Decode {
+    /// Notes that a prefill could not be told that a request is done with its source.
+    pub(super) fn owe(&mut self, now: Nanos, id: &RequestId) {
+        let Some(request) = self.requests.get(id) else { return };
+        let Some(life) = request.life else { return };
+        let (engine, control) = &request.prefill;
+        let until = now + self.config.settings.lease;
+        let known = self.debts.len() < self.config.channel.peers_max as usize
+            || self.debts.contains_key(engine);
+        if !known {
+            return;
+        }
+        let debt = self.debts.entry(engine.clone()).or_insert_with(|| Debt {
+            control: control.clone(),
+            life,
+            until,
+            tags: Vec::new(),
+        });
+        if debt.life < life {
+            debt.life = life;
+            debt.tags.clear();
+        }
+        if debt.life == life && debt.tags.len() < self.config.channel.queue_max as usize {
+            debt.until = until;
+            debt.control = control.clone();
+            debt.tags.push(request.tag.clone());
+        }
+        let again = now + self.config.channel.retransmit_max;
+        self.timers.arm_if_idle(Timer::Remind(engine.clone()), again);
+    }
+
+    /// Looks for a prefill that is to be told something.
+    pub(super) fn remind(&mut self, now: Nanos, engine: &EngineId, out: &mut Out) {
+        let Some(debt) = self.debts.get(engine) else { return };
+        if now >= debt.until {
+            self.debts.remove(engine);
+            return;
+        }
+        let again = now + self.config.channel.retransmit_max;
+        self.timers.arm(Timer::Remind(engine.clone()), again);
+        let slot = self.station.reach(now, engine, &debt.control, out);
+        self.pay(now, slot, out);
+    }
+
+    /// Tells a prefill what it is still to be told, if it is up.
+    pub(super) fn pay(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        let Some(info) = self.station.info(slot) else { return };
+        let (engine, life) = (info.engine.clone(), info.incarnation);
+        let Some(mut debt) = self.debts.remove(&engine) else { return };
+        let ranks = RankSet::first(self.config.geometry.tp);
+        while debt.life == life
+            && let Some(tag) = debt.tags.pop()
+        {
+            let message = Message::Release { tag: tag.clone(), ranks };
+            if self.station.send(now, slot, message, out).is_err() {
+                debt.tags.push(tag);
+                self.debts.insert(engine, debt);
+                return;
+            }
+        }
+        self.timers.cancel(&Timer::Remind(engine));
+    }
+
+    /// Messages that wait for prefills out of reach.
+    pub(super) fn owed(&self) -> u32 {
+        self.debts.values().map(|debt| debt.tags.len() as u32).sum()
+    }
+}

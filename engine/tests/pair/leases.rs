@@ -1,0 +1,74 @@
+//! Pull: what a lease covers, and what is done when nobody can be told.
+
+use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
+use super::{prefill_all, settle};
+use crate::world::{Fate, Pair, Who};
+use engine::core::error::Failure;
+use engine::core::ids::Incarnation;
+use engine::core::message::{DecodeAnswer, Mode};
+
+#[test]
+fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {
+    for seconds in [1, 12, 19, 26, 28, 100] {
+        let mut pair = Pair::new(Mode::Pull, 2, 1);
+        let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
+        arrive_prefill(&mut pair, Mode::Pull, 100, 1);
+        settle(&mut pair, seconds);
+        prefill_all(&mut pair, 100);
+        settle(&mut pair, 1);
+        let due = DecodeAnswer::Allocate { request: request.clone() };
+        assert_eq!(pair.decode_said, [due.clone()], "after {seconds} s");
+        allocate(&mut pair, &request, 0, 100, 10);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said, [due, loaded(&request)], "after {seconds} s");
+        assert_eq!(pair.prefill_said, [freed(None)]);
+        assert!(pair.at_rest());
+    }
+}
+
+/// A partition begins in the middle of a read, or when the prompt has just been granted.
+fn cut_off(reads: bool) -> Pair {
+    let mut pair = Pair::new(Mode::Pull, 2, 2);
+    pair.op_fate = Box::new(|_| Fate::Silent);
+    let request = arrive_decode_for(&mut pair, Mode::Pull, 100, 0, Some(Incarnation(1)));
+    if reads {
+        allocate(&mut pair, &request, 0, 100, 10);
+    }
+    arrive_prefill(&mut pair, Mode::Pull, 100, 1);
+    settle(&mut pair, 1);
+    if !reads {
+        pair.frame_passes = Box::new(|_: Who| false);
+    }
+    prefill_all(&mut pair, 100);
+    settle(&mut pair, 1);
+    pair.frame_passes = Box::new(|_: Who| false);
+    settle(&mut pair, 12);
+    let failure = Failure::PeerSilent;
+    let told = match reads {
+        true => DecodeAnswer::LoadFailed { request, failure },
+        false => DecodeAnswer::Rejected { request, failure },
+    };
+    assert_eq!(pair.decode_said.last(), Some(&told));
+    assert_eq!(pair.prefill_said, [], "a reader that fell silent may still read");
+    pair
+}
+
+#[test]
+fn what_a_reader_gave_up_is_released_when_it_meets_the_same_life_again() {
+    for reads in [true, false] {
+        let mut pair = cut_off(reads);
+        pair.frame_passes = Box::new(|_: Who| true);
+        settle(&mut pair, 4);
+        assert_eq!(pair.prefill_said.len(), 1, "freed though the lease goes on");
+        assert!(pair.at_rest());
+    }
+}
+
+#[test]
+fn a_reader_that_never_meets_the_prefill_again_gives_up_with_the_lease() {
+    let mut pair = cut_off(true);
+    assert!(!pair.at_rest());
+    settle(&mut pair, 32);
+    assert_eq!(pair.prefill_said.len(), 1);
+    assert!(pair.at_rest());
+}

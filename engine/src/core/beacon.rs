@@ -2,11 +2,10 @@
 
 use super::command::ControlCommand;
 use super::dialect::native::{self, Frame};
-use super::ids::TransferKey;
 use super::machine::Outbox;
 use super::message::Registration;
 use super::peers::Peers;
-use super::station::CoreConfig;
+use super::station::{CoreConfig, News};
 use super::time::Nanos;
 use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
 
@@ -19,8 +18,6 @@ pub(super) struct Beacon {
     link: Option<LinkId>,
     up: bool,
     next: Option<Nanos>,
-    /// Transfers that the router gave up.
-    pub(super) abandoned: Vec<TransferKey>,
     /// Frames that are none that a router sends.
     pub(super) violations: u32,
 }
@@ -46,7 +43,6 @@ impl Beacon {
             link: None,
             up: false,
             next: None,
-            abandoned: Vec::new(),
             violations: 0,
         })
     }
@@ -90,6 +86,7 @@ impl Beacon {
         &mut self,
         now: Nanos,
         event: &ControlEvent,
+        news: &mut Vec<News>,
         out: &mut Outbox<E>,
     ) {
         match event {
@@ -103,7 +100,9 @@ impl Beacon {
             }
             ControlEvent::Frame { parts, .. } => {
                 match native::decode(parts.first().map_or(&[], |part| &part[..])) {
-                    Ok(Frame::Abandon { keys }) => self.abandoned.extend(keys),
+                    Ok(Frame::Abandon { keys }) => {
+                        news.extend(keys.into_iter().map(|key| News::Abandoned { key }));
+                    }
                     _ => self.violations += 1,
                 }
             }

@@ -269,10 +269,11 @@ impl Station {
         &mut self,
         now: Nanos,
         event: ControlEvent,
+        news: &mut Vec<News>,
         out: &mut Outbox<E>,
     ) {
         match &mut self.beacon {
-            Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, out),
+            Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, news, out),
             _ => {
                 self.peers.control(now, event, &mut self.peer_out);
             }
@@ -352,9 +353,6 @@ impl Station {
         out: &mut Outbox<E>,
     ) {
         self.flush(out);
-        if let Some(beacon) = &mut self.beacon {
-            news.extend(beacon.abandoned.drain(..).map(|key| News::Abandoned { key }));
-        }
         let events = std::mem::take(&mut self.peer_out.events);
         for event in events {
             match event {

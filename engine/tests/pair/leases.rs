@@ -2,10 +2,13 @@
 
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
-use crate::world::{Fate, Pair, Who};
+use crate::world::{BLOCK, Fate, Pair, Who};
+use engine::core::dialect::native::FRAME_MAX;
 use engine::core::error::Failure;
 use engine::core::ids::Incarnation;
 use engine::core::message::{DecodeAnswer, Mode};
+use engine::core::station::CoreSettings;
+use engine::fabric::Refused;
 
 #[test]
 fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {
@@ -70,5 +73,33 @@ fn a_reader_that_never_meets_the_prefill_again_gives_up_with_the_lease() {
     assert!(!pair.at_rest());
     settle(&mut pair, 32);
     assert_eq!(pair.prefill_said.len(), 1);
+    assert!(pair.at_rest());
+}
+
+#[test]
+fn a_grant_that_no_frame_holds_costs_its_transfer_only() {
+    let mut pair = Pair::new(Mode::Pull, 1, 1);
+    let blocks = FRAME_MAX as u32 / 5 + 1;
+    let request = arrive_decode(&mut pair, Mode::Pull, blocks * BLOCK, 0);
+    arrive_prefill(&mut pair, Mode::Pull, blocks * BLOCK, 1);
+    prefill_all(&mut pair, blocks * BLOCK);
+    settle(&mut pair, 1);
+    let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
+    let refused = DecodeAnswer::Rejected { request, failure: failure.clone() };
+    assert_eq!(pair.decode_said, [refused]);
+    assert_eq!(pair.prefill_said, [freed(Some(failure))]);
+    assert!(pair.at_rest());
+}
+
+#[test]
+fn a_release_is_taken_though_no_receiver_is() {
+    let settings = CoreSettings { receivers_max: 0, ..CoreSettings::default() };
+    let mut pair = Pair::with(Mode::Pull, 1, 1, &settings);
+    arrive_prefill(&mut pair, Mode::Pull, 64, 1);
+    let request = arrive_decode(&mut pair, Mode::Pull, 64, 0);
+    allocate(&mut pair, &request, 64, 64, 10);
+    prefill_all(&mut pair, 64);
+    settle(&mut pair, 1);
+    assert_eq!(pair.prefill_said, [freed(None)]);
     assert!(pair.at_rest());
 }

@@ -8,7 +8,7 @@ use engine::core::Nanos;
 use engine::core::decode::DecodeInput;
 use engine::core::error::Failure;
 use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
-use engine::core::layout::BlockList;
+use engine::core::layout::{BlockList, Mismatch};
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
 use engine::fabric::{Cause, Landed};
@@ -497,5 +497,29 @@ fn lost_frames_are_sent_again() {
         assert_eq!(pair.decode_said, [loaded(&request)], "{mode}");
         assert_eq!(pair.prefill_said, [freed(None)], "{mode}");
         assert!(pair.at_rest());
+    }
+}
+
+#[test]
+fn a_sibling_that_the_prompt_does_not_have_is_refused_and_costs_the_others_nothing() {
+    for mode in [Mode::Push, Mode::Pull] {
+        for early in [true, false] {
+            let mut pair = Pair::new(mode, 1, 1);
+            let stray = early.then(|| arrive_decode(&mut pair, mode, 64, 7));
+            settle(&mut pair, 1);
+            arrive_prefill(&mut pair, mode, 64, 1);
+            let stray = stray.unwrap_or_else(|| arrive_decode(&mut pair, mode, 64, 7));
+            prefill_all(&mut pair, 64);
+            settle(&mut pair, 1);
+            let failure = Failure::Mismatch(Mismatch("sibling 7 of 1".into()));
+            let refused = DecodeAnswer::Rejected { request: stray, failure };
+            assert_eq!(pair.decode_said, [refused]);
+            assert_eq!(pair.prefill_said, [], "sibling 0 is still to come");
+            let request = arrive_decode(&mut pair, mode, 64, 0);
+            allocate(&mut pair, &request, 0, 64, 10);
+            settle(&mut pair, 1);
+            assert_eq!(pair.decode_said[1..], [loaded(&request)]);
+            assert!(pair.at_rest());
+        }
     }
 }

@@ -93,7 +93,7 @@ fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
         .collect()
 }
 
-fn core_config(role: Role, mode: Mode, tp: u16) -> CoreConfig {
+fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> CoreConfig {
     CoreConfig {
         engine: role.to_string().into(),
         incarnation: Incarnation(1),
@@ -104,7 +104,7 @@ fn core_config(role: Role, mode: Mode, tp: u16) -> CoreConfig {
         control: "prefill-control".into(),
         dp: (0, 1),
         router: None,
-        settings: CoreSettings::default(),
+        settings: settings.clone(),
         channel: ChannelConfig::default(),
     }
 }
@@ -126,10 +126,20 @@ fn transfer_config(role: Role, mode: Mode, tp: u16, rank: u16) -> TransferConfig
 
 impl Pair {
     pub(crate) fn new(mode: Mode, prefill_tp: u16, decode_tp: u16) -> Pair {
+        Pair::with(mode, prefill_tp, decode_tp, &CoreSettings::default())
+    }
+
+    pub(crate) fn with(
+        mode: Mode,
+        prefill_tp: u16,
+        decode_tp: u16,
+        settings: &CoreSettings,
+    ) -> Pair {
+        let core = |role, tp| core_config(role, mode, tp, settings);
         let mut pair = Pair {
             now: Nanos::ZERO,
-            prefill: Some(Prefill::new(core_config(Role::Prefill, mode, prefill_tp))),
-            decode: Some(Decode::new(core_config(Role::Decode, mode, decode_tp))),
+            prefill: Some(Prefill::new(core(Role::Prefill, prefill_tp))),
+            decode: Some(Decode::new(core(Role::Decode, decode_tp))),
             ranks: BTreeMap::new(),
             queue: BTreeMap::new(),
             sequence: 0,

@@ -31,7 +31,7 @@ pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observe::{Kind, Observation};
-use engine::core::channel::ChannelConfig;
+use crate::settings;
 use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
@@ -130,13 +130,10 @@ pub(crate) struct Limits {
 
 impl Limits {
     pub(crate) fn of(run: &Run) -> Limits {
-        let channel = ChannelConfig::default();
-        let core = CoreSettings::default();
-        let lease = run.protocol.lease.unwrap_or(core.lease);
         Limits {
-            silent: run.protocol.silent.unwrap_or(channel.silent),
+            silent: settings::channel(run).silent,
             fence: run.protocol.fence.unwrap_or(Nanos::from_secs(2)),
-            lease,
+            lease: settings::core(run).lease,
             wait: run.router.config.wait_max,
             breaker: run.router.config.breaker_max,
             retries: run.router.config.retries_max,

@@ -53,17 +53,16 @@ pub(super) struct Rest {
 
 impl Rest {
     pub(super) fn new(run: &Run) -> Rest {
-        let lease = run.protocol.lease.unwrap_or(Nanos::from_secs(30));
-        let silent = run.protocol.silent.unwrap_or(Nanos::from_secs(7));
+        let limits = Limits::of(run);
         Rest {
             within: run.expect.within,
-            hold: lease + lease + silent + Nanos::from_secs(30),
+            hold: limits.lease.scale(2, 1) + limits.silent + Nanos::from_secs(30),
             progress: Nanos::ZERO,
             served: Nanos::ZERO,
             switch: switch_at(run),
-            grace: has_probes(run).then(|| Limits::of(run).grace()),
+            grace: has_probes(run).then(|| limits.grace()),
             probing: false,
-            lease: Limits::of(run).lease + Nanos::from_secs(1),
+            lease: limits.lease + Nanos::from_secs(1),
             cleared: Nanos::ZERO,
             healed: None,
             core: Vec::new(),

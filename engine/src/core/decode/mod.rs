@@ -222,7 +222,9 @@ impl Machine for Decode {
     fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut Out) {
         match input {
             DecodeInput::Hook(hook) => self.hook(now, hook, out),
-            DecodeInput::Control(event) => self.station.control(now, event, out),
+            DecodeInput::Control(event) => {
+                self.station.control(now, event, &mut self.news, out);
+            }
             DecodeInput::Report { rank, report } => {
                 self.station.report(now, rank, report, &mut self.news, out);
             }

@@ -240,7 +240,9 @@ impl Machine for Prefill {
     fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut Out) {
         match input {
             PrefillInput::Hook(hook) => self.hook(now, hook, out),
-            PrefillInput::Control(event) => self.station.control(now, event, out),
+            PrefillInput::Control(event) => {
+                self.station.control(now, event, &mut self.news, out);
+            }
             PrefillInput::Report { rank, report } => {
                 self.station.report(now, rank, report, &mut self.news, out);
             }

@@ -31,10 +31,20 @@ pub(super) struct Request {
     pub(super) draining: BTreeMap<SourceId, u32>,
 }
 
+/// Number of samples of a prompt; at least one.
+fn siblings(leg: &PrefillLeg) -> u32 {
+    leg.siblings.max(1)
+}
+
 impl Request {
     /// True if the prompt is not yet as far as it was before a preemption.
     pub(super) fn is_behind(&self) -> bool {
         self.scheduled < self.lost
+    }
+
+    /// Number of samples; each has a receiver.
+    pub(super) fn siblings(&self) -> u32 {
+        siblings(&self.leg)
     }
 
     /// True if a step computes the prompt, or did.
@@ -111,7 +121,7 @@ impl Prefill {
         let copies = self.keys.get(&leg.key).map_or(0, |key| key.copies);
         let duplicate = self.requests.contains_key(id)
             || self.tombstones.contains(&leg.key)
-            || copies >= leg.siblings.max(1);
+            || copies >= siblings(leg);
         if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
@@ -124,7 +134,8 @@ impl Prefill {
             return;
         }
         request.mentioned = true;
-        let (key, behind) = (request.key.clone(), request.is_behind());
+        let resumed = request.lost > 0 && !request.is_behind();
+        let key = (first || resumed).then(|| request.key.clone());
         out.push(Job::Source {
             source: request.source,
             step,
@@ -133,7 +144,8 @@ impl Prefill {
             tokens: request.tokens,
             blocks: Arc::new(chunk.blocks),
         });
-        if !behind {
+        let Some(key) = key else { return };
+        if resumed {
             self.timers.cancel(&Timer::Resume(key.clone()));
         }
         if first {
@@ -207,7 +219,8 @@ impl Prefill {
             return self.forget_if_idle(key);
         };
         let Some(request) = self.requests.get(&id) else { return };
-        let all_served = entry.served.len() as u32 >= request.leg.siblings.max(1);
+        let served = entry.served.range(..request.siblings()).count() as u32;
+        let all_served = served >= request.siblings();
         let ended = request.finished.is_some() && (all_served || entry.closed);
         if !ended || !entry.sinks.is_empty() || !request.draining.is_empty() {
             return;
@@ -260,7 +273,10 @@ impl Prefill {
         entry.closed = true;
         let missing =
             entry.request.as_ref().and_then(|id| self.requests.get(id)).is_some_and(|request| {
-                ((entry.served.len() + entry.sinks.len()) as u32) < request.leg.siblings
+                let of_prompt = ..request.siblings();
+                let served = entry.served.range(of_prompt).count();
+                let open = entry.sinks.range(of_prompt).count();
+                ((served + open) as u32) < request.siblings()
             });
         if missing {
             entry.failure.get_or_insert(Failure::NotFetched);

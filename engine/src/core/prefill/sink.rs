@@ -3,12 +3,14 @@
 
 use super::request::Request;
 use super::{FlowEntry, Out, Prefill, Timer};
+use crate::core::dialect::native;
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, SourceId, TransferKey};
 use crate::core::layout::Mismatch;
 use crate::core::message::{Job, Message, Mode, Tag};
 use crate::core::station::Blocks;
 use crate::core::time::Nanos;
+use crate::fabric::Refused;
 
 /// What a receiver asked for.
 #[derive(Clone, Debug)]
@@ -102,7 +104,8 @@ impl Prefill {
                 return;
             }
         }
-        if let Err(failure) = self.accepts(&tag) {
+        let room = self.station.unusable().cloned().map_or(Ok(()), Err);
+        if let Err(failure) = self.accepts(&tag).and(room) {
             return self.tell_ended(now, slot, tag, failure, true, out);
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(slot));
@@ -121,9 +124,6 @@ impl Prefill {
     fn accepts(&self, tag: &Tag) -> Result<(), Failure> {
         if self.tombstones.contains(&tag.key) {
             return Err(Failure::UnknownTransfer);
-        }
-        if let Some(failure) = self.station.unusable() {
-            return Err(failure.clone());
         }
         match self.keys.get(&tag.key) {
             Some(key) if key.closed => Err(Failure::UnknownTransfer),
@@ -154,6 +154,10 @@ impl Prefill {
         let Some(sink) = entry.sinks.get(&sibling) else { return };
         if !matches!(sink.state, State::Waiting) {
             return;
+        }
+        if sibling >= request.siblings() {
+            let text = format!("sibling {sibling} of {}", request.siblings());
+            return self.end_sink(now, key, sibling, Failure::Mismatch(Mismatch(text.into())), out);
         }
         let wanted = request.leg.mode;
         let mode = match sink.want {
@@ -250,13 +254,17 @@ impl Prefill {
             return;
         };
         let Some(sink) = entry.sinks.get_mut(&sibling) else { return };
-        sink.state = State::Granted { released: RankSet::EMPTY };
         let grant = Message::Grant {
             tag: sink.tag.clone(),
             tokens: request.tokens,
             blocks: request.blocks.clone(),
             lease,
         };
+        if !native::fits(&grant) {
+            let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
+            return self.end_sink(now, key, sibling, failure, out);
+        }
+        sink.state = State::Granted { released: RankSet::EMPTY };
         let slot = sink.slot;
         self.timers.arm(Timer::Lease(key.clone(), sibling), now + lease);
         self.tell(now, slot, grant, out);

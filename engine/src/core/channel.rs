@@ -201,6 +201,11 @@ impl Channel {
         Ok(())
     }
 
+    /// Messages of which it is not known that the peer has them, in order.
+    pub fn unacknowledged(&self) -> impl Iterator<Item = &Message> {
+        self.queue.iter()
+    }
+
     /// Says whether the owner waits for the peer: then it is probed and its silence counts.
     pub fn watch(&mut self, now: Nanos, waiting: bool) {
         if self.waiting == waiting {

@@ -243,6 +243,9 @@ pub struct PrefillLeg {
     pub siblings: u32,
     /// Who moves the bytes.
     pub mode: Mode,
+    /// The life of the prefill that it was sent to, if the router knows; another one keeps nothing
+    /// of it, because decode will not ask that one.
+    pub life: Option<Incarnation>,
 }
 
 /// What the decode leg of a request carries beside the prompt.

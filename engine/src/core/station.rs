@@ -9,7 +9,7 @@ use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, TransferKey};
 use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
 use super::machine::{Gauges, Outbox};
 use super::message::{FlowState, Job, Message, Mode, Report, Role, Tag};
-use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers};
+use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers, Unsaid};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -124,6 +124,7 @@ pub(super) enum News {
     Down {
         slot: PeerSlot,
         failure: Failure,
+        unsaid: Option<Box<Unsaid>>,
     },
     /// Nothing moves between the peer and this engine any more.
     Fenced {
@@ -361,10 +362,10 @@ impl Station {
                     news.push(News::Up { slot });
                 }
                 PeerEvent::Message { slot, message } => news.push(News::Message { slot, message }),
-                PeerEvent::Down { slot, failure } => {
+                PeerEvent::Down { slot, failure, unsaid } => {
                     self.rebuilds.remove(&slot);
                     self.timers.cancel(&Timer::Rebuild(slot));
-                    news.push(News::Down { slot, failure });
+                    news.push(News::Down { slot, failure, unsaid });
                     self.fence(slot, news, out);
                 }
                 // Violations are counted by the peers; a hello that does not fit is none.
@@ -456,8 +457,8 @@ impl Station {
             self.timers.arm(Timer::Rebuild(slot), now + pause);
         } else {
             self.rebuilds.remove(&slot);
-            self.peers.close(now, slot, &mut self.peer_out);
-            news.push(News::Down { slot, failure: Failure::Unreachable });
+            let unsaid = self.peers.close(now, slot, &mut self.peer_out);
+            news.push(News::Down { slot, failure: Failure::Unreachable, unsaid });
             news.push(News::Fenced { slot });
         }
     }

@@ -220,7 +220,7 @@ async fn carry(mode: Mode) {
     decode.send(Give(DecodeInput::Hook(allocated))).await.unwrap();
 
     let request = RequestId::from("p");
-    let leg = PrefillLeg { key, siblings: 1, mode };
+    let leg = PrefillLeg { key, siblings: 1, mode, life: None };
     let arrived = PrefillHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
     prefill.send(Give(PrefillInput::Hook(arrived))).await.unwrap();
     while store.lock().unwrap().len() < 2 * usize::from(TP) {

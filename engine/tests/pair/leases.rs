@@ -68,6 +68,25 @@ fn what_a_reader_gave_up_is_released_when_it_meets_the_same_life_again() {
 }
 
 #[test]
+fn a_release_that_was_never_acknowledged_is_said_again_when_both_meet() {
+    let mut pair = Pair::new(Mode::Pull, 2, 2);
+    let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
+    arrive_prefill(&mut pair, Mode::Pull, 100, 1);
+    prefill_all(&mut pair, 100);
+    settle(&mut pair, 1);
+    // Decode has the grant; now nothing gets to the prefill.
+    pair.frame_passes = Box::new(|from: Who| from == Who::Prefill);
+    allocate(&mut pair, &request, 0, 100, 10);
+    settle(&mut pair, 12);
+    assert_eq!(pair.decode_said.last(), Some(&loaded(&request)));
+    assert_eq!(pair.prefill_said, []);
+    pair.frame_passes = Box::new(|_: Who| true);
+    settle(&mut pair, 4);
+    assert_eq!(pair.prefill_said, [freed(None)]);
+    assert!(pair.at_rest());
+}
+
+#[test]
 fn a_reader_that_never_meets_the_prefill_again_gives_up_with_the_lease() {
     let mut pair = cut_off(true);
     assert!(!pair.at_rest());

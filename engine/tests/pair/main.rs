@@ -19,7 +19,17 @@ fn key() -> TransferKey {
 }
 
 fn arrive_prefill(pair: &mut Pair, mode: Mode, tokens: u32, siblings: u32) {
-    let leg = PrefillLeg { key: key(), siblings, mode };
+    arrive_prefill_for(pair, mode, tokens, siblings, None);
+}
+
+fn arrive_prefill_for(
+    pair: &mut Pair,
+    mode: Mode,
+    tokens: u32,
+    siblings: u32,
+    life: Option<Incarnation>,
+) {
+    let leg = PrefillLeg { key: key(), siblings, mode, life };
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
 }
@@ -393,6 +403,19 @@ fn a_later_life_is_not_asked_for_what_an_earlier_one_had() {
         arrive_decode_for(&mut pair, mode, 96, 2, Some(Incarnation(1)));
         settle(&mut pair, 1);
         assert_eq!(pair.decode_said.len(), 2, "{mode}: this life has it");
+    }
+}
+
+#[test]
+fn a_prompt_for_another_life_of_the_prefill_is_computed_and_not_kept() {
+    for mode in [Mode::Push, Mode::Pull] {
+        for life in [Incarnation(0), Incarnation(2)] {
+            let mut pair = Pair::new(mode, 1, 1);
+            arrive_prefill_for(&mut pair, mode, 64, 1, Some(life));
+            prefill_all(&mut pair, 64);
+            assert_eq!(pair.prefill_said, [freed(None)]);
+            assert!(pair.at_rest());
+        }
     }
 }
 

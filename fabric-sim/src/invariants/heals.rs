@@ -31,8 +31,7 @@ pub(super) struct Heals {
 
 /// True if these engines said that they do not fit, and it is so.
 fn is_misfit(now: Now<'_>, why: &Failure, served: &BTreeSet<u16>) -> bool {
-    matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_))
-        && !served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
+    matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_)) && now.state.has_misfit(served)
 }
 
 impl Heals {

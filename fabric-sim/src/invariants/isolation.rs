@@ -78,9 +78,6 @@ impl Isolation {
     }
 
     fn excused(&self, now: Now<'_>, tries: &Tries, answer: &Answer) -> bool {
-        let fit = |served: &BTreeSet<u16>| {
-            served.iter().any(|a| served.iter().any(|b| now.state.fits(*a, *b)))
-        };
         match answer {
             Answer::Finished { .. } => true,
             Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
@@ -91,7 +88,9 @@ impl Isolation {
                     why,
                     LegFailure::Instance(Failure::Mismatch(_) | Failure::HelloRefused(_))
                 );
-                tries.last().any(|served| self.concerns(served) || (refused && !fit(served)))
+                tries.last().any(|served| {
+                    self.concerns(served) || (refused && now.state.has_misfit(served))
+                })
             }
         }
     }
@@ -207,12 +206,13 @@ mod tests {
     #[test]
     fn a_misfit_has_to_be_one() {
         let refused = || Answer::Failed(LegFailure::Instance(Failure::HelloRefused("tp".into())));
-        for misfit in [true, false] {
+        for (others, misfit) in [(&[D1][..], true), (&[D0, D1], true), (&[D0], false)] {
             let mut bench = Bench::new(InvariantId::Isolation);
             bench.start_as(D1, |spec| spec.block_tokens = 24);
-            let (p, d) = (P0, if misfit { D1 } else { D0 });
-            bench.dispatched(1, 1, p, &prefill_body("r"));
-            bench.dispatched(1, 2, d, &decode_body("r"));
+            bench.dispatched(1, 1, P0, &prefill_body("r"));
+            for (leg, d) in (2..).zip(others) {
+                bench.dispatched(1, leg, *d, &decode_body("r"));
+            }
             bench.answered(1, &refused());
             match misfit {
                 true => bench.holds(),

@@ -284,7 +284,7 @@ pub(super) fn decode_body(name: &str) -> LegBody {
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {
-    let transfer = PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push };
+    let transfer = PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push, life: None };
     LegBody::Prefill { transfer, prompt: 0 }
 }
 

@@ -4,6 +4,7 @@ use super::Simulation;
 use super::entry::Entry;
 use crate::observe::Observation;
 use engine::core::ids::ClientId;
+use engine::core::message::Role;
 use engine::core::router::{self, Answer, ClientRequest, RouterInput};
 use engine::core::time::Nanos;
 use scenarios::Run;
@@ -18,8 +19,8 @@ pub(super) enum End {
     Unknown,
 }
 
-/// Requests of the world's own, sent one after another.
-pub(super) const PROBES: usize = 8;
+/// Requests of the world's own, sent one after another, at least.
+const PROBES: usize = 8;
 
 /// Tokens of their prompts, at most.
 const PROBE_TOKENS: u64 = 64;
@@ -59,9 +60,12 @@ impl Clients {
         self.next == self.own
     }
 
-    /// Probes that have arrived.
-    pub(super) fn probes(&self) -> usize {
-        self.states.len() - self.own
+    /// True if all probes have arrived: as many as there are pairs, because all but one of them may
+    /// be found not to work.
+    pub(super) fn all_probed(&self, run: &Run) -> bool {
+        let of = |role| run.instances.iter().filter(|spec| spec.role == role).count();
+        let pairs = of(Role::Prefill) * of(Role::Decode);
+        self.states.len() - self.own >= pairs.max(PROBES)
     }
 
     /// Requests that ended in some way.

@@ -2,7 +2,6 @@
 //! requests of the world's own show whether the fast path is back.
 
 use super::Simulation;
-use super::clients::PROBES;
 use crate::fit::fits;
 use crate::keyed::Keyed;
 use crate::observe::Observation;
@@ -117,7 +116,7 @@ impl Simulation {
     /// everything has had its time; true until all have ended. Runs without faults have none.
     pub(super) fn probe(&mut self) -> bool {
         let Some(at) = self.rest.probe_at() else { return false };
-        if self.clients.probes() == PROBES {
+        if self.clients.all_probed(&self.run) {
             return false;
         }
         if self.now >= at {

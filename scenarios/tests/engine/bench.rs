@@ -90,7 +90,7 @@ impl Bench {
         let key = ::engine::core::ids::TransferKey { id: format!("x{leg}").into(), prompt: 0 };
         let body = match self.engine.config().role {
             Role::Prefill => LegBody::Prefill {
-                transfer: PrefillLeg { key, siblings: 1, mode: Mode::Push },
+                transfer: PrefillLeg { key, siblings: 1, mode: Mode::Push, life: None },
                 prompt: 0,
             },
             Role::Decode => LegBody::Decode {

@@ -4,11 +4,12 @@
 use super::{Decode, Out, Timer};
 use crate::core::ids::{EngineId, Incarnation, PeerSlot, RankSet, RequestId};
 use crate::core::message::{Message, Tag};
+use crate::core::peers::Unsaid;
 use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 
 /// What a prefill is still to be told.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Debt {
     control: Endpoint,
     /// The life that granted; a later one has none of it.
@@ -21,33 +22,33 @@ pub(super) struct Debt {
 
 impl Decode {
     /// Notes that a prefill could not be told that a request is done with its source.
-    pub(super) fn owe(&mut self, now: Nanos, id: &RequestId) {
+    pub(super) fn owe_release(&mut self, now: Nanos, id: &RequestId) {
         let Some(request) = self.requests.get(id) else { return };
         let Some(life) = request.life else { return };
-        let (engine, control) = &request.prefill;
-        let until = now + self.config.settings.lease;
-        let known = self.debts.len() < self.config.channel.peers_max as usize
-            || self.debts.contains_key(engine);
-        if !known {
+        let (engine, control) = request.prefill.clone();
+        self.owe(now, Unsaid { engine, control, life, tags: vec![request.tag.clone()] });
+    }
+
+    /// Notes what a prefill is still to be told. What there is no room for the lease ends.
+    pub(super) fn owe(&mut self, now: Nanos, unsaid: Unsaid) {
+        let Unsaid { engine, control, life, tags } = unsaid;
+        let full = self.debts.len() >= self.config.channel.peers_max as usize;
+        if full && !self.debts.contains_key(&engine) {
             return;
-        }
-        let debt = self.debts.entry(engine.clone()).or_insert_with(|| Debt {
-            control: control.clone(),
-            life,
-            until,
-            tags: Vec::new(),
-        });
-        if debt.life < life {
-            debt.life = life;
-            debt.tags.clear();
-        }
-        if debt.life == life && debt.tags.len() < self.config.channel.queue_max as usize {
-            debt.until = until;
-            debt.control = control.clone();
-            debt.tags.push(request.tag.clone());
         }
         let again = now + self.config.channel.retransmit_max;
         self.timers.arm_if_idle(Timer::Remind(engine.clone()), again);
+        let until = now + self.config.settings.lease;
+        let fresh = Debt { control, life, until, tags: Vec::new() };
+        let debt = self.debts.entry(engine).or_insert_with(|| fresh.clone());
+        if debt.life < life {
+            *debt = fresh;
+        }
+        if debt.life == life {
+            debt.until = until;
+            let room = (self.config.channel.queue_max as usize).saturating_sub(debt.tags.len());
+            debt.tags.extend(tags.into_iter().take(room));
+        }
     }
 
     /// Looks for a prefill that is to be told something.

@@ -148,7 +148,12 @@ impl Decode {
                 self.peer_up(now, slot, out);
                 self.pay(now, slot, out);
             }
-            News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
+            News::Down { slot, failure, unsaid } => {
+                if let Some(unsaid) = unsaid {
+                    self.owe(now, *unsaid);
+                }
+                self.peer_down(now, slot, &failure, out);
+            }
             News::Fenced { slot } => self.peer_fenced(now, slot, out),
             News::Abandoned { .. } => {}
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),

@@ -291,7 +291,7 @@ impl Decode {
                 Phase::Arrived { .. } => {
                     // A grant may be under way.
                     if request.lease.is_some() {
-                        self.owe(now, &id);
+                        self.owe_release(now, &id);
                     }
                     self.reject(now, &id, failure.clone(), out);
                 }
@@ -323,7 +323,7 @@ impl Decode {
         let (slot, tag, pulls) = (request.slot, request.tag.clone(), request.lease.is_some());
         let told = self.station.send(now, slot, Message::Release { tag, ranks }, out);
         if told.is_err() && pulls {
-            self.owe(now, id);
+            self.owe_release(now, id);
         }
     }
 

@@ -13,7 +13,7 @@ use super::command::ControlCommand;
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, Incarnation, PeerSlot};
 use super::layout::{Geometry, RankLayout};
-use super::message::{Message, Role};
+use super::message::{Message, Role, Tag};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Cause, Endpoint, LinkId};
@@ -75,6 +75,8 @@ pub enum PeerEvent {
         slot: PeerSlot,
         /// Why.
         failure: Failure,
+        /// What is still to be said, if this side dialled and the peer was up.
+        unsaid: Option<Box<Unsaid>>,
     },
     /// A hello was refused by this side; the peer was told the reason.
     Refused {
@@ -85,6 +87,32 @@ pub enum PeerEvent {
     },
     /// A frame broke the protocol and was dropped.
     Violation(PeerViolation),
+}
+
+/// Releases that a peer has not acknowledged when the conversation ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsaid {
+    /// Its name.
+    pub engine: EngineId,
+    /// Where it listens.
+    pub control: Endpoint,
+    /// The life that has what is released.
+    pub life: Incarnation,
+    /// What is released.
+    pub tags: Vec<Tag>,
+}
+
+impl Unsaid {
+    fn of(slot: &Slot) -> Option<Box<Unsaid>> {
+        let (control, info) = (slot.endpoint.clone()?, slot.info.as_ref()?);
+        let releases = slot.channel.unacknowledged().filter_map(|message| match message {
+            Message::Release { tag, .. } => Some(tag.clone()),
+            _ => None,
+        });
+        let tags: Vec<Tag> = releases.collect();
+        let (engine, life) = (slot.engine.clone(), info.incarnation);
+        (!tags.is_empty()).then(|| Box::new(Unsaid { engine, control, life, tags }))
+    }
 }
 
 /// What the calls of [`Peers`] produce; the owner drains both, commands in order.
@@ -237,7 +265,7 @@ impl Peers {
             None => None,
         };
         if let Some(failure) = failure {
-            out.events.push(PeerEvent::Down { slot: id, failure });
+            out.events.push(PeerEvent::Down { slot: id, failure, unsaid: None });
             return id;
         }
         self.next_session += 1;
@@ -324,9 +352,10 @@ impl Peers {
         self.end(now, slot, failure, out);
     }
 
-    /// Ends a conversation; no event follows. Unknown slots are ignored.
-    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut PeerOut) {
-        self.retire(now, slot, out);
+    /// Ends a conversation; no event follows. Unknown slots are ignored. Returns what is still to
+    /// be said.
+    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut PeerOut) -> Option<Box<Unsaid>> {
+        self.retire(now, slot, out).and_then(|slot| Unsaid::of(&slot))
     }
 
     /// The peer, once it is up and until it is down.
@@ -421,10 +450,11 @@ impl Peers {
     /// The conversation ends by itself: tells the owner, and the peer if a link is left.
     fn end(&mut self, now: Nanos, id: PeerSlot, failure: Failure, out: &mut PeerOut) {
         let Some(slot) = self.retire(now, id, out) else { return };
+        let unsaid = Unsaid::of(&slot);
         if let (None, Some(endpoint)) = (&slot.info, slot.endpoint) {
             self.shun(now, (slot.engine, endpoint), failure.clone());
         }
-        out.events.push(PeerEvent::Down { slot: id, failure });
+        out.events.push(PeerEvent::Down { slot: id, failure, unsaid });
     }
 
     /// After repeated failures a target is left alone for longer and longer.

@@ -168,7 +168,7 @@ impl Prefill {
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
             News::Message { slot, message } => self.message(now, slot, message, out),
-            News::Down { slot, failure } => self.peer_down(now, slot, &failure, out),
+            News::Down { slot, failure, .. } => self.peer_down(now, slot, &failure, out),
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
             News::Up { .. } | News::Fenced { .. } => {}
             News::Abandoned { key } => self.abandoned(now, &key, out),

@@ -25,7 +25,8 @@ pub(super) struct Request {
     /// Tokens that were computed before a preemption.
     lost: u32,
     pub(super) finished: Option<FinishReason>,
-    /// Another copy of the prompt serves the siblings; this one is only computed.
+    /// Only computed: another copy of the prompt serves the siblings, or decode will not ask this
+    /// life of the engine.
     spare: bool,
     /// Sources given up by preemptions and the flows that still read from them.
     pub(super) draining: BTreeMap<SourceId, u32>,
@@ -92,9 +93,12 @@ impl Prefill {
         }
         let source = SourceId(self.fresh());
         let key = leg.key.clone();
-        let entry = self.keys.entry(key.clone()).or_default();
-        entry.copies += 1;
-        let spare = entry.request.is_some();
+        let other_life = leg.life.is_some_and(|life| life != self.config.incarnation);
+        let spare = other_life || {
+            let entry = self.keys.entry(key.clone()).or_default();
+            entry.copies += 1;
+            entry.request.is_some()
+        };
         let request = Request {
             key: key.clone(),
             leg,
@@ -110,7 +114,7 @@ impl Prefill {
         };
         self.requests.insert(id.clone(), request);
         if !spare {
-            entry.request = Some(id);
+            self.keys.entry(key.clone()).or_default().request = Some(id);
             self.timers.cancel(&Timer::Orphan(key.clone()));
             self.bind_sinks(now, &key, out);
         }

@@ -104,7 +104,8 @@ impl Fleet {
         let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
         let slot = prefill.slot;
         let leg = Leg { client, prompt: index, sample: None, slot, prefill: None, tokens };
-        let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode };
+        let life = Some(self.registry.instance_mut(slot).registration.incarnation);
+        let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode, life };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
         work.prefill = Some(prefill_leg);

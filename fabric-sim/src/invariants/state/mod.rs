@@ -120,6 +120,15 @@ impl State {
         spec(a).zip(spec(b)).is_some_and(|(a, b)| fits(&self.model, a, b))
     }
 
+    /// True if a prefill and a decode of these cannot exchange KV.
+    pub(crate) fn has_misfit(&self, these: &BTreeSet<u16>) -> bool {
+        let of = |role| {
+            let is = move |one: &&u16| self.place(**one).is_some_and(|place| place.role == role);
+            these.iter().filter(is)
+        };
+        of(Role::Prefill).any(|p| of(Role::Decode).any(|d| !self.fits(*p, *d)))
+    }
+
     /// True if one of these instances is down or has a fault for good, or two of them between them.
     pub(crate) fn is_broken(&self, these: &BTreeSet<u16>) -> bool {
         let well = |one: &u16| self.place(*one).is_some_and(|place| place.alive && !place.frozen);

@@ -158,7 +158,7 @@ pub enum Placement {
     /// Once the operation has completed.
     OnCompletion,
     /// Only after the next `Quiet` of its session: completions may overtake data (several queue
-    /// pairs, relaxed ordering).
+    /// pairs, relaxed ordering). What is done is not lost, even if the session is closed before.
     OnQuiet,
 }
 

@@ -98,6 +98,22 @@ fn the_next_session_of_a_life_replaces_the_one_before() {
 }
 
 #[test]
+fn a_later_life_is_not_judged_by_one_that_did_not_fit() {
+    let mut net = Net::new(me(PREFILL, 1, 3), me(DECODE, 1, 2), Faults::NONE);
+    net.set_ranks(PREFILL, shape(3).1);
+    net.set_ranks(DECODE, shape(2).1);
+    net.reach_life(Some(Incarnation(1)));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[DECODE].failures().len(), 1);
+    net.restart(PREFILL, 2);
+    for (life, ups) in [(Some(Incarnation(1)), 0), (None, 0), (Some(Incarnation(2)), 1)] {
+        net.reach_life(life);
+        net.run(Nanos::from_ms(1));
+        assert_eq!(net.cores[DECODE].up().len(), ups, "{life:?}");
+    }
+}
+
+#[test]
 fn another_engine_may_not_answer() {
     let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
     net.set_ranks(DECODE, shape(2).1);
@@ -203,7 +219,7 @@ fn a_peer_above_the_limit_is_refused_until_there_is_room() {
 /// What becomes of an attempt of the decode to reach another prefill.
 fn reach_another(net: &mut Net) -> PeerOut {
     let mut out = PeerOut::default();
-    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), &mut out);
+    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, &mut out);
     out
 }
 

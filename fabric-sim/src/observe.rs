@@ -9,7 +9,7 @@ use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::machine::Gauges;
 use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
 use engine::core::router::{Answer, LegBody, LegEvent};
-use engine::fabric::{Direction, OpId, Outcome, Placement, Refused, SessionId, Ticket};
+use engine::fabric::{Direction, OpId, Outcome, PeerId, Placement, Refused, SessionId, Ticket};
 use scenarios::engine::PoolGauges;
 use scenarios::lists::FaultKind;
 use scenarios::run::Instance;
@@ -340,11 +340,15 @@ pub enum Observation<'a> {
     Fencing {
         /// Whose memory.
         at: Rank,
+        /// Its name of the peer, in this conversation.
+        id: PeerId,
     },
     /// Nothing of a peer lands in the memory of a rank any more, and its actor was told so.
     Fenced {
         /// Whose memory.
         at: Rank,
+        /// Its name of the peer, in this conversation.
+        id: PeerId,
         /// Who is kept out.
         peer: Rank,
     },

@@ -124,12 +124,16 @@ impl Pair {
 
     /// A write of `slices` slices of 256 bytes.
     fn write(&mut self, slices: u64, fate: OpFate) -> Result<OpId, Refused> {
+        self.submit(Direction::Write, slices, fate)
+    }
+
+    fn submit(&mut self, direction: Direction, slices: u64, fate: OpFate) -> Result<OpId, Refused> {
         self.ops += 1;
         let op = OpId(self.ops);
         self.fates.0.insert(op, fate);
         let offsets: Vec<u64> = (0..slices).map(|n| n * 512).collect();
         let len = vec![256; slices as usize];
-        let (session, direction) = (SESSION, Direction::Write);
+        let session = SESSION;
         let (local, remote, len) = (&offsets, &offsets, &len);
         self.planes[0].submit(Submit { op, session, direction, local, remote, len })?;
         self.perform();
@@ -397,4 +401,32 @@ fn what_was_done_lands_before_a_close_is_over() {
     pair.run();
     assert_eq!(pair.slices(op), 64);
     assert!(pair.quiet(1).is_some());
+}
+
+#[test]
+fn what_was_read_is_not_lost_by_what_becomes_of_the_source() {
+    for ill in 0..4 {
+        let mut pair = Pair::new();
+        let fate =
+            OpFate { bytes: Bytes::Overtaken { by: Nanos::from_ms(1) }, ..OpFate::default() };
+        let op = pair.submit(Direction::Read, 64, fate).unwrap();
+        pair.run_until(pair.queue.now() + Nanos::from_us(20));
+        assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+        assert!(pair.slices(op) < 64);
+        let now = pair.queue.now();
+        match ill {
+            0 => pair.planes[1].fence(PeerId(0)),
+            1 => pair.planes[1].deregister(RegionId(0)).unwrap(),
+            2 => pair.dma.set_cut(now, (1, 0), true, &mut pair.queue),
+            _ => {
+                let (linger, mut out) = ((Nanos::from_us(1), None), Vec::new());
+                pair.dma.crash(now, PlaneIx(1), linger, &mut pair.queue, &mut out);
+                pair.take(out);
+            }
+        }
+        pair.planes[0].quiesce(SESSION, Ticket(1));
+        pair.run();
+        assert_eq!(pair.slices(op), 64, "{ill}");
+        assert!(pair.quiet(1).is_some());
+    }
 }

@@ -235,9 +235,10 @@ impl Station {
         now: Nanos,
         engine: &EngineId,
         control: &Endpoint,
+        life: Option<Incarnation>,
         out: &mut Outbox<E>,
     ) -> PeerSlot {
-        let slot = self.peers.reach(now, engine, control, &mut self.peer_out);
+        let slot = self.peers.reach(now, engine, control, life, &mut self.peer_out);
         self.flush(out);
         slot
     }

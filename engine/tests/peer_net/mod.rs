@@ -199,8 +199,12 @@ impl Net {
     }
 
     pub(crate) fn reach(&mut self) -> PeerSlot {
+        self.reach_life(None)
+    }
+
+    pub(crate) fn reach_life(&mut self, life: Option<Incarnation>) -> PeerSlot {
         let Core { peers, out, .. } = &mut self.cores[DECODE];
-        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), out);
+        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), life, out);
         peers.watch(self.now, slot, true, out);
         self.perform(DECODE);
         slot

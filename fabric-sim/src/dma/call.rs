@@ -324,6 +324,8 @@ pub enum Output {
     Fenced {
         /// Who fenced.
         plane: PlaneIx,
+        /// Its name of who is kept out.
+        id: PeerId,
         /// Who is kept out.
         peer: PlaneIx,
     },

@@ -8,6 +8,7 @@
 //! is rewritten before tears a read as well as a write. A landing checks that both regions exist
 //! and that the other side still lets the initiator in.
 
+mod access;
 mod call;
 mod nic;
 mod plane;
@@ -484,10 +485,10 @@ impl Dma {
         if !me.alive {
             return;
         }
-        if let News::Event(DataEvent::Fenced { peer }) = &news
-            && let Some((peer, _)) = me.peers.get(peer)
+        if let News::Event(DataEvent::Fenced { peer: id }) = &news
+            && let Some((peer, _)) = me.peers.get(id)
         {
-            out.push(Output::Fenced { plane, peer: *peer });
+            out.push(Output::Fenced { plane, id: *id, peer: *peer });
         }
         if me.paused {
             me.held.push(news);

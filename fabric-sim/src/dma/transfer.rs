@@ -18,12 +18,12 @@ pub(super) struct Op {
     id: OpId,
     pub(super) plane: PlaneIx,
     pub(super) peer: PlaneIx,
-    session: u32,
+    pub(super) session: u32,
     /// Order of acceptance in the session.
     order: u64,
-    direction: Direction,
-    from: Side,
-    to: Side,
+    pub(super) direction: Direction,
+    pub(super) from: Side,
+    pub(super) to: Side,
     pub(super) slices: Vec<Slice>,
     /// Slices landed.
     next: u32,
@@ -43,7 +43,7 @@ pub(super) struct Op {
     pub(super) reported: bool,
     pub(super) outcome: Option<Outcome>,
     /// Access was checked in these epochs of initiator and peer.
-    checked: Option<(u32, u32)>,
+    pub(super) checked: Option<(u32, u32)>,
     /// Since when it waits for a partition to end.
     stalled: bool,
     rest: u64,
@@ -53,6 +53,12 @@ pub(super) struct Op {
 const NO_SERVER: u32 = u32::MAX;
 
 impl Op {
+    /// True if it is done but for the last way of its bytes, at their destination, where no link
+    /// is in between.
+    pub(super) fn is_past(&self) -> bool {
+        !self.ended && !self.moving && self.outcome == Some(Outcome::Done)
+    }
+
     /// True if it was reported as failed.
     pub(super) fn failed(&self) -> bool {
         self.reported && matches!(self.outcome, Some(Outcome::Failed { .. }))
@@ -274,13 +280,10 @@ impl Dma {
         if op.turn != turn || op.ended || op.stalled {
             return;
         }
-        let epochs = (self.planes[op.plane.0 as usize].epoch, self.epoch_of(key));
-        if self.ops[key as usize].checked != Some(epochs)
-            && let Err(cause) = self.check_access(key, epochs)
-        {
+        if let Err(cause) = self.may_land(key) {
             return self.break_off(now, key, cause, queue, out);
         }
-        if !self.cut.is_empty() && self.is_cut(key) {
+        if !self.ops[key as usize].is_past() && !self.cut.is_empty() && self.is_cut(key) {
             return self.stall(now, key, queue);
         }
         let single = self.config.fidelity == Fidelity::Bytes;
@@ -317,48 +320,9 @@ impl Dma {
             return;
         }
         let left = op.slices.len() as u32 - op.next;
-        let epochs = (self.planes[op.plane.0 as usize].epoch, self.epoch_of(key));
-        if self.check_access(key, epochs).is_ok() {
+        if self.may_land(key).is_ok() {
             self.land_slices(key, left, out);
         }
-    }
-
-    fn epoch_of(&self, key: u32) -> u32 {
-        self.planes[self.ops[key as usize].peer.0 as usize].epoch
-    }
-
-    fn is_cut(&self, key: u32) -> bool {
-        let op = &self.ops[key as usize];
-        let asked = op.direction == Direction::Read && self.cut_between(op.peer, op.plane);
-        asked || self.cut_between(op.plane, op.peer)
-    }
-
-    /// Whether both regions exist and the peer lets us in.
-    fn check_access(&mut self, key: u32, epochs: (u32, u32)) -> Result<(), Cause> {
-        let op = &self.ops[key as usize];
-        let session = &self.sessions[op.session as usize];
-        let me = &self.planes[op.plane.0 as usize];
-        let peer = &self.planes[op.peer.0 as usize];
-        let Some((local, _)) = me.places.get(&session.local) else {
-            return Err(Cause::LocalAccess);
-        };
-        if !peer.alive {
-            return Err(Cause::PeerGone);
-        }
-        let remote = peer.places.get(&session.remote.serial);
-        let admitted = peer.admitted.contains(&(op.plane, session.pass));
-        let Some((remote, _)) = remote.filter(|_| admitted) else {
-            return Err(Cause::RemoteAccess);
-        };
-        let local = Side { store: op.plane.0 as usize, place: *local };
-        let remote = Side { store: op.peer.0 as usize, place: *remote };
-        let op = &mut self.ops[key as usize];
-        (op.from, op.to) = match op.direction {
-            Direction::Write => (local, remote),
-            Direction::Read => (remote, local),
-        };
-        op.checked = Some(epochs);
-        Ok(())
     }
 
     /// An operation fails where it stands.

@@ -117,8 +117,8 @@ impl Invariant for NoEarlyReuse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, done, failed};
-    use engine::fabric::{Landed, SessionId, Ticket};
+    use crate::invariants::testing::{Bench, D0, P0, P1, done, failed, rank};
+    use engine::fabric::{Landed, PeerId, SessionId, Ticket};
 
     fn bench() -> Bench {
         let mut bench = Bench::new(InvariantId::NoEarlyReuse);
@@ -208,6 +208,22 @@ mod tests {
         bench.holds();
         bench.land(P0, D0, 2, &[4]);
         bench.fails("after it was quiet or fenced");
+    }
+
+    #[test]
+    fn a_fence_of_an_earlier_conversation_ends_nothing_of_a_later_one() {
+        let [before, other] = [7, 8].map(PeerId);
+        let mut bench = bench();
+        let (at, peer) = (rank(D0), rank(P0));
+        bench.see(Observation::Fencing { at, id: before });
+        bench.session = SessionId(2);
+        bench.see(Observation::Opening { from: peer, session: SessionId(2) });
+        bench.see(Observation::Fencing { at, id: other });
+        bench.write(P0, D0, 1, &[4]);
+        bench.see(Observation::Fenced { at, id: other, peer: rank(P1) });
+        bench.see(Observation::Fenced { at, id: before, peer });
+        bench.land(P0, D0, 1, &[4]);
+        bench.holds();
     }
 
     #[test]

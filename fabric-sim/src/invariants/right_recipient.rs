@@ -64,7 +64,7 @@ impl Invariant for RightRecipient {
         match seen {
             Observation::Landed(landing) => self.landed(now, landing, found),
             // A live peer may connect again under a new pass, with operations of its own.
-            Observation::Fenced { at, peer } if !now.state.is_current(peer.who) => {
+            Observation::Fenced { at, peer, .. } if !now.state.is_current(peer.who) => {
                 self.fenced.insert((*at, *peer));
             }
             Observation::Started { who, .. } => {

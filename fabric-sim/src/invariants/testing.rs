@@ -11,7 +11,9 @@ use engine::core::layout::BlockList;
 use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Tag};
 use engine::core::router::{Answer, LegBody, LegEvent};
 use engine::core::time::Nanos;
-use engine::fabric::{Cause, Direction, Landed, OpId, Outcome, Placement, SessionId, Ticket};
+use engine::fabric::{
+    Cause, Direction, Landed, OpId, Outcome, PeerId, Placement, SessionId, Ticket,
+};
 use scenarios::lists::InvariantId;
 use scenarios::run::Instance;
 
@@ -75,13 +77,20 @@ pub(super) struct Bench {
     invariants: Invariants,
     pub(super) now: Nanos,
     seq: u64,
+    /// Of what is submitted.
+    pub(super) session: SessionId,
 }
 
 impl Bench {
     pub(super) fn new(id: InvariantId) -> Bench {
         let mut run = run(two_and_two(), Vec::new());
         run.expect.hold = vec![id];
-        let mut bench = Bench { invariants: Invariants::new(&run), now: Nanos(1), seq: 0 };
+        let mut bench = Bench {
+            invariants: Invariants::new(&run),
+            now: Nanos(1),
+            seq: 0,
+            session: SessionId(1),
+        };
         for who in [P0, P1, D0, D1] {
             bench.start(who);
             bench.see(Observation::Opening { from: rank(who), session: SessionId(1) });
@@ -185,7 +194,7 @@ impl Bench {
             from: rank(from),
             peer: rank(to),
             op: OpId(op),
-            session: SessionId(1),
+            session: self.session,
             direction,
             placement: Placement::OnCompletion,
             credits: 3,
@@ -235,8 +244,9 @@ impl Bench {
     }
 
     pub(super) fn fence(&mut self, at: Who, peer: Who) {
-        self.see(Observation::Fencing { at: rank(at) });
-        self.see(Observation::Fenced { at: rank(at), peer: rank(peer) });
+        let id = PeerId(u32::from(peer.instance));
+        self.see(Observation::Fencing { at: rank(at), id });
+        self.see(Observation::Fenced { at: rank(at), id, peer: rank(peer) });
     }
 
     pub(super) fn loaded(&mut self, who: Who, name: &str) {

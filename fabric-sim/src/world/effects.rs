@@ -177,8 +177,8 @@ impl Simulation {
             DataCommand::Open { session, .. } => {
                 self.watch.see(self.now, &Observation::Opening { from, session });
             }
-            DataCommand::Fence { .. } => {
-                self.watch.see(self.now, &Observation::Fencing { at: from });
+            DataCommand::Fence { peer: id } => {
+                self.watch.see(self.now, &Observation::Fencing { at: from, id });
             }
             _ => {}
         }
@@ -268,10 +268,10 @@ impl Simulation {
                     self.watch.see(self.now, &seen);
                 }
                 Output::Quiet { .. } => {}
-                Output::Fenced { plane, peer } => {
+                Output::Fenced { plane, id, peer } => {
                     let at = self.planes[plane.0 as usize].at;
                     let peer = self.planes[peer.0 as usize].at;
-                    self.watch.see(self.now, &Observation::Fenced { at, peer });
+                    self.watch.see(self.now, &Observation::Fenced { at, id, peer });
                 }
             }
         }

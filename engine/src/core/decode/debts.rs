@@ -60,7 +60,7 @@ impl Decode {
         }
         let again = now + self.config.channel.retransmit_max;
         self.timers.arm(Timer::Remind(engine.clone()), again);
-        let slot = self.station.reach(now, engine, &debt.control, out);
+        let slot = self.station.reach(now, engine, &debt.control, Some(debt.life), out);
         self.pay(now, slot, out);
     }
 

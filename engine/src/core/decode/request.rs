@@ -59,7 +59,7 @@ impl Decode {
             out.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
-        let slot = self.station.reach(now, &leg.prefill, &leg.control, out);
+        let slot = self.station.reach(now, &leg.prefill, &leg.control, leg.life, out);
         if self.is_past(slot, leg.life) {
             self.ids.remove_request(&id);
             out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });

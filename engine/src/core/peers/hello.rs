@@ -252,6 +252,9 @@ impl Peers {
         out: &mut PeerOut,
     ) {
         self.refuse(link, hello, &failure, out);
+        if let Some(slot) = self.slots.get_mut(&id) {
+            slot.refused = Some(hello.incarnation);
+        }
         self.end(now, id, failure, out);
     }
 

@@ -153,10 +153,11 @@ impl Peers {
         failure: Failure,
         out: &mut PeerOut,
     ) {
-        let Some(slot) = self.slots.get(&id) else { return };
+        let Some(slot) = self.slots.get_mut(&id) else { return };
         let life = slot.info.as_ref().map(|info| info.incarnation);
         let ours = envelope.to == self.me.incarnation && envelope.session == slot.session;
         if ours && life.is_none_or(|life| envelope.from >= life) {
+            slot.refused = Some(envelope.from);
             self.end(now, id, failure, out);
         } else {
             self.stale += 1;

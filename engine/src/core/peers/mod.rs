@@ -165,6 +165,8 @@ struct Shun {
     until: Nanos,
     wait: Nanos,
     failure: Failure,
+    /// The life that this is about, if it said so.
+    life: Option<Incarnation>,
 }
 
 /// All peers of one engine core.
@@ -245,12 +247,14 @@ impl Peers {
     }
 
     /// The slot of a prefill at an endpoint; starts a conversation if there is none. While a peer
-    /// that just failed is being left alone, the new slot goes down at once, for the same reason.
+    /// that just failed is being left alone, the new slot goes down at once, for the same reason,
+    /// unless it is a later `life` that is wanted.
     pub fn reach(
         &mut self,
         now: Nanos,
         engine: &EngineId,
         endpoint: &Endpoint,
+        life: Option<Incarnation>,
         out: &mut PeerOut,
     ) -> PeerSlot {
         let target = (engine.clone(), endpoint.clone());
@@ -258,7 +262,8 @@ impl Peers {
             return *slot;
         }
         let id = self.fresh_slot();
-        let shun = self.shunned.get(&target).filter(|shun| now < shun.until);
+        let later = |shun: &Shun| life.zip(shun.life).is_some_and(|(life, shun)| life > shun);
+        let shun = self.shunned.get(&target).filter(|shun| now < shun.until && !later(shun));
         let failure = match shun {
             Some(shun) => Some(shun.failure.clone()),
             None if !self.has_room() || !self.has_link() => Some(Failure::Overload),
@@ -452,13 +457,19 @@ impl Peers {
         let Some(slot) = self.retire(now, id, out) else { return };
         let unsaid = Unsaid::of(&slot);
         if let (None, Some(endpoint)) = (&slot.info, slot.endpoint) {
-            self.shun(now, (slot.engine, endpoint), failure.clone());
+            self.shun(now, (slot.engine, endpoint), failure.clone(), slot.refused);
         }
         out.events.push(PeerEvent::Down { slot: id, failure, unsaid });
     }
 
     /// After repeated failures a target is left alone for longer and longer.
-    fn shun(&mut self, now: Nanos, target: (EngineId, Endpoint), failure: Failure) {
+    fn shun(
+        &mut self,
+        now: Nanos,
+        target: (EngineId, Endpoint),
+        failure: Failure,
+        life: Option<Incarnation>,
+    ) {
         let known = self.shunned.contains_key(&target);
         if !known && self.shunned.len() >= self.config.peers_max as usize {
             let over = self.shunned.iter().find(|(_, shun)| shun.until <= now);
@@ -470,6 +481,6 @@ impl Peers {
         let (first, most) = (self.config.retransmit, self.config.retransmit_max);
         let wait =
             self.shunned.get(&target).map_or(first, |shun| (shun.wait + shun.wait).min(most));
-        self.shunned.insert(target, Shun { until: now + wait, wait, failure });
+        self.shunned.insert(target, Shun { until: now + wait, wait, failure, life });
     }
 }

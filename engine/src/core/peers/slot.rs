@@ -2,7 +2,7 @@
 
 use super::PeerInfo;
 use crate::core::channel::{Channel, ChannelConfig};
-use crate::core::ids::EngineId;
+use crate::core::ids::{EngineId, Incarnation};
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
 
@@ -57,6 +57,8 @@ pub(super) struct Slot {
     pub(super) session: u64,
     /// Known from the hello on.
     pub(super) info: Option<PeerInfo>,
+    /// The life of the peer that did not fit.
+    pub(super) refused: Option<Incarnation>,
     pub(super) channel: Channel,
     pub(super) dial: Dial,
     /// Since when there is no link; None while there is, and before the first dial.
@@ -110,6 +112,7 @@ impl Slot {
             endpoint,
             session,
             info: None,
+            refused: None,
             channel,
             dial: Dial::Idle,
             unlinked: None,

@@ -203,7 +203,9 @@ impl State {
             Observation::Quiet { from, session, ticket } => {
                 self.ops.quiet(*from, *session, *ticket, &mut self.places);
             }
-            Observation::Fenced { at, peer } => self.ops.fenced(*at, *peer, &mut self.places),
+            Observation::Fenced { at, id, peer } => {
+                self.ops.fenced(*at, *id, *peer, &mut self.places);
+            }
             Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
                 self.faulted(now);
@@ -234,7 +236,7 @@ impl State {
                 self.end_load(who.instance, answer.request());
             }
             Observation::Opening { from, session } => self.ops.opening(*from, *session, self.seq),
-            Observation::Fencing { at } => self.ops.fencing(*at, self.seq),
+            Observation::Fencing { at, id } => self.ops.fencing(*at, *id, self.seq),
             Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
                 self.message_sent(*from, *to, message);
             }

@@ -2,7 +2,7 @@
 
 use super::Place;
 use crate::observe::{BlockRef, Rank, Submission, Who};
-use engine::fabric::{SessionId, Ticket};
+use engine::fabric::{PeerId, SessionId, Ticket};
 use std::collections::{BTreeMap, VecDeque};
 
 /// An operation.
@@ -89,7 +89,7 @@ pub(crate) struct Ops {
     older: BTreeMap<Rank, u32>,
     tickets: BTreeMap<(Rank, SessionId, Ticket), u64>,
     /// Fences that were asked for and not answered, and since when.
-    fencing: Vec<(Rank, u64)>,
+    fencing: BTreeMap<(Rank, PeerId), u64>,
     /// Memory to be used again.
     spare: Vec<Vec<BlockRef>>,
 }
@@ -101,7 +101,7 @@ impl Ops {
             newest: vec![Vec::new(); instances],
             older: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            fencing: Vec::new(),
+            fencing: BTreeMap::new(),
             spare: Vec::new(),
         }
     }
@@ -157,8 +157,8 @@ impl Ops {
         }
     }
 
-    pub(super) fn fencing(&mut self, at: Rank, seq: u64) {
-        self.fencing.push((at, seq));
+    pub(super) fn fencing(&mut self, at: Rank, id: PeerId, seq: u64) {
+        self.fencing.insert((at, id), seq);
     }
 
     #[inline]
@@ -249,9 +249,8 @@ impl Ops {
         self.trim(from);
     }
 
-    pub(super) fn fenced(&mut self, at: Rank, peer: Rank, places: &mut [Place]) {
-        let asked = self.fencing.iter().position(|(rank, _)| *rank == at);
-        let asked = asked.map_or(u64::MAX, |index| self.fencing.remove(index).1);
+    pub(super) fn fenced(&mut self, at: Rank, id: PeerId, peer: Rank, places: &mut [Place]) {
+        let asked = self.fencing.remove(&(at, id)).unwrap_or(u64::MAX);
         let Some(plane) = self.plane_mut(peer) else { return };
         let before = plane.sessions.iter().filter(|(seq, _)| *seq < asked);
         let Some(void) = before.map(|(_, session)| *session).max() else { return };

@@ -2,11 +2,13 @@
 
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation};
+use crate::settings;
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, TransferKey};
 use engine::core::message::Role;
 use engine::core::router::{Answer, LegBody, LegFailure};
 use scenarios::lists::{FaultKind, InvariantId};
+use scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The tries of a request, each with a key of its own.
@@ -39,9 +41,14 @@ impl Tries {
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
 /// was left needs faults that concern all of a role. That a client goes away concerns nobody else.
-#[derive(Debug, Default)]
+/// Before any fault there were more requests than a core or the router takes, if one of them is full.
+#[derive(Debug)]
 pub(super) struct Isolation {
     clients: BTreeMap<ClientId, Tries>,
+    /// Most requests that were open at a time.
+    peak: u64,
+    /// Requests that a core takes, and the router.
+    room: (u64, u64),
     instances: BTreeSet<u16>,
     pairs: BTreeSet<(u16, u16)>,
     /// A fault concerned the router, or everybody.
@@ -49,6 +56,34 @@ pub(super) struct Isolation {
 }
 
 impl Isolation {
+    pub(super) fn new(run: &Run) -> Isolation {
+        let core = settings::core(run);
+        let cores = [core.requests_max, core.early_max, core.receivers_max].into_iter().min();
+        let router = &run.router.config;
+        Isolation {
+            clients: BTreeMap::new(),
+            peak: 0,
+            room: (
+                u64::from(cores.unwrap_or(0)),
+                u64::from(router.requests_max) + u64::from(router.waiting_max),
+            ),
+            instances: BTreeSet::new(),
+            pairs: BTreeSet::new(),
+            general: false,
+        }
+    }
+
+    /// True if a core or the router was full by the number of requests alone.
+    fn is_full(&self, answer: &Answer) -> bool {
+        let calm = self.instances.is_empty() && self.pairs.is_empty() && !self.general;
+        let (core, router) = self.room;
+        calm && match answer {
+            Answer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
+            Answer::NoInstance => self.peak > router,
+            _ => false,
+        }
+    }
+
     fn faulted(&mut self, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
         match (from, to) {
             _ if matches!(kind, FaultKind::Abort | FaultKind::BothAbort) => {}
@@ -81,7 +116,7 @@ impl Isolation {
         match answer {
             Answer::Finished { .. } => true,
             Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
-            _ if self.general => true,
+            _ if self.general || self.is_full(answer) => true,
             Answer::NoInstance => self.concerns_all(now),
             Answer::Failed(why) => {
                 let refused = matches!(
@@ -102,12 +137,16 @@ impl Invariant for Isolation {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Dispatched, Kind::Answered, Kind::ClientGone, Kind::Faulted]
+        &[Kind::Asked, Kind::Dispatched, Kind::Answered, Kind::ClientGone, Kind::Faulted]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
             Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
+            Observation::Asked { client } => {
+                self.clients.insert(*client, Tries::default());
+                self.peak = self.peak.max(self.clients.len() as u64);
+            }
             Observation::Dispatched { client, instance, body, .. } => {
                 self.clients.entry(*client).or_default().dispatched(*instance, body);
             }
@@ -219,6 +258,31 @@ mod tests {
                 false => bench.fails("client 1, served by p0 and d0"),
             }
         }
+    }
+
+    #[test]
+    fn a_full_table_needs_as_many_requests_or_a_fault() {
+        let full = || Answer::Failed(LegFailure::Instance(Failure::Overload));
+        for (asked, room) in [(3, true), (2, false)] {
+            let limit = |run: &mut Run| {
+                run.protocol.requests_max = Some(2);
+                run.router.config.requests_max = 1;
+                run.router.config.waiting_max = 1;
+            };
+            for answer in [full(), Answer::NoInstance] {
+                let mut bench = Bench::with(InvariantId::Isolation, limit);
+                (1..=asked).for_each(|client| bench.asked(client));
+                bench.answered(1, &answer);
+                match room {
+                    true => bench.holds(),
+                    false => bench.fails("client 1"),
+                }
+            }
+        }
+        let mut bench = bench();
+        bench.asked(1);
+        bench.answered(1, &full());
+        bench.fails("client 1");
     }
 
     #[test]

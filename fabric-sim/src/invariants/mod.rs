@@ -190,7 +190,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         }
         InvariantId::Heals => Box::new(heals::Heals::default()),
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
-        InvariantId::Isolation => Box::new(isolation::Isolation::default()),
+        InvariantId::Isolation => Box::new(isolation::Isolation::new(run)),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),
     }
 }

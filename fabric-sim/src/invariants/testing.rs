@@ -15,7 +15,7 @@ use engine::fabric::{
     Cause, Direction, Landed, OpId, Outcome, PeerId, Placement, SessionId, Ticket,
 };
 use scenarios::lists::InvariantId;
-use scenarios::run::Instance;
+use scenarios::run::{Instance, Run};
 
 pub(super) const P0: Who = Who { instance: 0, life: 0 };
 pub(super) const P1: Who = Who { instance: 1, life: 0 };
@@ -83,8 +83,13 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn new(id: InvariantId) -> Bench {
+        Bench::with(id, |_| ())
+    }
+
+    pub(super) fn with(id: InvariantId, change: impl Fn(&mut Run)) -> Bench {
         let mut run = run(two_and_two(), Vec::new());
         run.expect.hold = vec![id];
+        change(&mut run);
         let mut bench = Bench {
             invariants: Invariants::new(&run),
             now: Nanos(1),

@@ -20,7 +20,7 @@ fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {
         prefill_all(&mut pair, 100);
         settle(&mut pair, 1);
         let due = DecodeAnswer::Allocate { request: request.clone() };
-        assert_eq!(pair.decode_said, [due.clone()], "after {seconds} s");
+        assert_eq!(pair.decode_said.as_slice(), std::slice::from_ref(&due), "after {seconds} s");
         allocate(&mut pair, &request, 0, 100, 10);
         settle(&mut pair, 1);
         assert_eq!(pair.decode_said, [due, loaded(&request)], "after {seconds} s");

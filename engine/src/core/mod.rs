@@ -7,6 +7,7 @@ pub mod command;
 pub mod decode;
 pub mod dialect;
 pub mod error;
+pub mod hashes;
 pub mod idmap;
 pub mod ids;
 pub mod layout;

@@ -27,27 +27,26 @@ fn halves(layer: &Layer, base: u64, label: u32, position: u32) -> [(Range<usize>
 #[inline]
 fn write_words(bytes: &mut [u8], seed: u64) {
     let mut word = seed;
-    let mut chunks = bytes.chunks_exact_mut(8);
-    for chunk in &mut chunks {
-        chunk.copy_from_slice(&word.to_le_bytes());
+    let (words, rest) = bytes.as_chunks_mut::<8>();
+    for place in words {
+        *place = word.to_le_bytes();
         word = word.wrapping_add(STEP);
     }
-    let rest = chunks.into_remainder();
-    let len = rest.len();
-    rest.copy_from_slice(&word.to_le_bytes()[..len]);
+    if !rest.is_empty() {
+        rest.copy_from_slice(&word.to_le_bytes()[..rest.len()]);
+    }
 }
 
 #[inline]
 fn same_words(bytes: &[u8], seed: u64) -> bool {
     let mut word = seed;
     let mut same = true;
-    let chunks = bytes.chunks_exact(8);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        same &= chunk == word.to_le_bytes();
+    let (words, rest) = bytes.as_chunks::<8>();
+    for found in words {
+        same &= u64::from_le_bytes(*found) == word;
         word = word.wrapping_add(STEP);
     }
-    same && *rest == word.to_le_bytes()[..rest.len()]
+    same && (rest.is_empty() || *rest == word.to_le_bytes()[..rest.len()])
 }
 
 /// Overwrites tokens with what the engine computed.

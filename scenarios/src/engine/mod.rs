@@ -17,7 +17,6 @@ mod groups;
 mod io;
 mod machine;
 mod pool;
-mod prefix;
 mod request;
 mod steps;
 

@@ -1,8 +1,8 @@
 //! The blocks of one KV cache group.
 
 use super::io::PoolGauges;
-use super::prefix::PrefixTable;
 use crate::run::Allocator;
+use engine::core::hashes::HashIndex;
 
 /// Blocks with reference counts, a queue of unused ones, and a prefix cache.
 ///
@@ -11,7 +11,7 @@ use crate::run::Allocator;
 #[derive(Debug)]
 pub(super) struct BlockPool {
     blocks: Vec<Block>,
-    prefixes: PrefixTable,
+    prefixes: HashIndex,
     allocator: Allocator,
     gauges: PoolGauges,
     released: u64,
@@ -37,7 +37,7 @@ impl BlockPool {
     pub(super) fn new(blocks: u32, allocator: Allocator) -> BlockPool {
         let mut pool = BlockPool {
             blocks: vec![Block::default(); blocks as usize],
-            prefixes: PrefixTable::new(blocks),
+            prefixes: HashIndex::new(blocks),
             allocator,
             gauges: PoolGauges { total: blocks - 1, free: blocks - 1, ..PoolGauges::default() },
             released: 0,

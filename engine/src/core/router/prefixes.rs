@@ -1,6 +1,6 @@
 //! Which prompt prefixes an instance has computed lately, as far as the router knows.
 
-use std::collections::BTreeMap;
+use crate::core::hashes::HashIndex;
 
 /// No neighbour.
 const NONE: u32 = u32::MAX;
@@ -12,13 +12,13 @@ struct Node {
     older: u32,
 }
 
-/// A bounded set of prefix hashes that forgets the least recently used; O(log n) per hash.
+/// A bounded set of prefix hashes that forgets the least recently used.
 ///
 /// A prompt touches its longest prefix first, so a prefix is always more recent than what extends
 /// it and is forgotten after it.
 #[derive(Clone, Debug)]
 pub(super) struct PrefixMemory {
-    places: BTreeMap<u64, u32>,
+    places: HashIndex,
     nodes: Vec<Node>,
     newest: u32,
     oldest: u32,
@@ -30,7 +30,7 @@ impl PrefixMemory {
     pub(super) fn new(capacity: u32) -> Self {
         let capacity = capacity.min(NONE - 1);
         PrefixMemory {
-            places: BTreeMap::new(),
+            places: HashIndex::new(0),
             nodes: Vec::new(),
             newest: NONE,
             oldest: NONE,
@@ -40,16 +40,15 @@ impl PrefixMemory {
 
     /// Number of leading hashes of `prefix` that are remembered.
     pub(super) fn matched(&self, prefix: &[u64]) -> usize {
-        prefix.iter().take_while(|hash| self.places.contains_key(hash)).count()
+        prefix.iter().take_while(|hash| self.places.get(**hash).is_some()).count()
     }
 
     /// Makes the hashes of `prefix` the most recent, the first one before all.
     pub(super) fn touch(&mut self, prefix: &[u64]) {
         let kept = prefix.len().min(self.capacity as usize);
         for hash in prefix[..kept].iter().rev() {
-            let place = match self.places.get(hash) {
+            let place = match self.places.get(*hash) {
                 Some(place) => {
-                    let place = *place;
                     self.unlink(place);
                     place
                 }
@@ -67,7 +66,7 @@ impl PrefixMemory {
             let place = self.oldest;
             self.unlink(place);
             let node = &mut self.nodes[place as usize];
-            self.places.remove(&node.hash);
+            self.places.remove(node.hash);
             node.hash = hash;
             place
         };

@@ -1,8 +1,9 @@
 //! L3: retries per request and reconnects per peer stay under their limits while nothing
 //! progresses.
 
+use super::state::Op;
 use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Rank, Who};
+use crate::observe::{BlockRef, Kind, Observation, Rank, Who};
 use crate::settings;
 use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
@@ -27,9 +28,10 @@ struct Dials {
 }
 
 /// Operations of a rank that failed, without one between that succeeded.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Row {
-    failures: u64,
+    /// How many for each range of blocks.
+    failures: BTreeMap<(Rank, Option<BlockRef>, Option<BlockRef>), u64>,
     /// Flows that had ended before.
     ended: u64,
 }
@@ -40,7 +42,7 @@ pub(super) struct NoLivelock {
     /// Dispatches of a leg beyond the first.
     retries: u32,
     channel: ChannelConfig,
-    /// Failures that one flow of a rank may see: every operation that is in flight, each time.
+    /// Failures that one flow may see for one range of blocks: one operation a layer, each time.
     failures_max: u64,
     dispatches: BTreeMap<ClientId, BTreeMap<Part, u32>>,
     dials: BTreeMap<(Who, u16), Dials>,
@@ -56,8 +58,7 @@ impl NoLivelock {
         NoLivelock {
             retries: run.router.config.retries_max,
             channel: settings::channel(run),
-            failures_max: u64::from(transfer.operations_max)
-                * (1 + u64::from(transfer.retries_max)),
+            failures_max: u64::from(run.model.layers) * (1 + u64::from(transfer.retries_max)),
             dispatches: BTreeMap::new(),
             dials: BTreeMap::new(),
             started: BTreeMap::new(),
@@ -146,8 +147,8 @@ impl Invariant for NoLivelock {
                 from,
                 report: Report::Flow { state: FlowState::Done { .. } | FlowState::Failed(_), .. },
             } => *self.ended.entry(*from).or_default() += 1,
-            Observation::Completed { from, outcome, .. } => {
-                self.completed(now, *from, outcome, found)
+            Observation::Completed { from, op, outcome } => {
+                self.completed(now, *from, op.0, outcome, found)
             }
             _ => {}
         }
@@ -155,23 +156,36 @@ impl Invariant for NoLivelock {
 }
 
 impl NoLivelock {
-    fn completed(&mut self, now: Now<'_>, from: Rank, outcome: &Outcome, found: &mut Found) {
+    fn completed(
+        &mut self,
+        now: Now<'_>,
+        from: Rank,
+        op: u64,
+        outcome: &Outcome,
+        found: &mut Found,
+    ) {
         if *outcome == Outcome::Done {
             if !self.rows.is_empty() {
                 self.rows.remove(&from);
             }
             return;
         }
+        let Some(range) = now.state.op(from, op).map(Op::range) else { return };
         let ended = self.ended.get(&from).copied().unwrap_or(0);
-        let row = self.rows.entry(from).or_insert(Row { failures: 0, ended });
-        row.failures += 1;
+        let fresh = || Row { failures: BTreeMap::new(), ended };
+        let row = self.rows.entry(from).or_insert_with(fresh);
+        let failures = row.failures.entry(range).or_default();
+        *failures += 1;
         // The flows under way at the first failure, those since, and what was left of those before.
         let started = self.started.get(&from.who).copied().unwrap_or(0);
         let limit = (1 + started.saturating_sub(row.ended)) * self.failures_max;
-        if row.failures == limit + 1 {
+        if *failures == limit + 1 {
             found.report(self.id(), now.at, || {
                 let name = now.state.name(from.who.instance);
-                format!("{limit} operations of {name} rank {} failed in a row", from.rank)
+                let rank = from.rank;
+                format!(
+                    "{limit} operations of {name} rank {rank} on the same blocks failed in a row"
+                )
             });
         }
     }
@@ -181,10 +195,10 @@ impl NoLivelock {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, P0, decode_body, done, failed, finished_answer, prefill_body, rank,
+        Bench, D0, P0, decode_body, done, failed, finished_answer, prefill_body,
     };
     use engine::core::ids::{FlowId, PeerSlot, SourceId};
-    use engine::fabric::{Landed, OpId};
+    use engine::fabric::Landed;
 
     fn bench() -> Bench {
         Bench::new(InvariantId::NoLivelock)
@@ -230,14 +244,15 @@ mod tests {
         let mut complete = |bench: &mut Bench, count: u64, outcome: &Outcome| {
             for _ in 0..count {
                 op += 1;
-                bench.see(Observation::Completed { from: rank(P0), op: OpId(op), outcome });
+                bench.write(P0, D0, op, &[4]);
+                bench.complete(P0, op, outcome);
             }
         };
         let failure = failed(Landed::None);
-        // The plane takes 1024 operations, and each is tried four times.
-        complete(&mut bench, 4_096, &failure);
+        // There are layers operations of a range, and each is tried four times.
+        complete(&mut bench, 8, &failure);
         complete(&mut bench, 1, &done());
-        complete(&mut bench, 4_096, &failure);
+        complete(&mut bench, 8, &failure);
         let job = Job::Write {
             flow: FlowId(1),
             source: SourceId(1),
@@ -247,9 +262,9 @@ mod tests {
             blocks: Default::default(),
         };
         bench.see(Observation::Job { who: P0, job: &job });
-        complete(&mut bench, 4_096, &failure);
+        complete(&mut bench, 8, &failure);
         bench.holds();
         complete(&mut bench, 2, &failure);
-        bench.fails("8192 operations of p0 rank 0 failed in a row");
+        bench.fails("16 operations of p0 rank 0 on the same blocks failed in a row");
     }
 }

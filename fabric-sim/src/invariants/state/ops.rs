@@ -41,6 +41,14 @@ impl Op {
     }
 }
 
+impl Op {
+    /// What tells it from others of its plane, but for its layers: the target, and the first and
+    /// the last block that it writes.
+    pub(crate) fn range(&self) -> (Rank, Option<BlockRef>, Option<BlockRef>) {
+        (self.target, self.writes.first().copied(), self.writes.last().copied())
+    }
+}
+
 /// The operations of one data plane, by id.
 #[derive(Debug)]
 struct Plane {

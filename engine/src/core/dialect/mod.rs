@@ -1,5 +1,6 @@
 //! Typed frames and their bytes.
 
+mod error;
 mod kind;
 pub mod native;
 mod skim;

@@ -1,13 +1,12 @@
 //! The native dialect: versioned frames of one part, MessagePack behind a fixed header.
 
+pub use super::error::DecodeError;
 pub use super::kind::MessageKind;
 use super::skim::skim;
-use crate::core::error::PeerViolation;
 use crate::core::ids::{EngineId, Incarnation, TransferKey};
 use crate::core::message::{Hello, Message, Registration};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::sync::Arc;
 
 /// Which conversation a frame belongs to.
@@ -72,30 +71,6 @@ pub enum Frame {
         keys: Vec<TransferKey>,
     },
 }
-
-/// Why bytes are no frame.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DecodeError {
-    /// Name of the message, if the header says it.
-    pub frame: &'static str,
-    /// What is wrong.
-    pub rule: Arc<str>,
-}
-
-impl DecodeError {
-    /// The violation, with the name of who sent the bytes.
-    pub fn violation(&self, peer: &str) -> PeerViolation {
-        PeerViolation { peer: peer.into(), frame: self.frame.into(), rule: self.rule.clone() }
-    }
-}
-
-impl fmt::Display for DecodeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in {}", self.rule, self.frame)
-    }
-}
-
-impl std::error::Error for DecodeError {}
 
 /// Newest protocol version that this side speaks.
 pub const VERSION: u16 = 1;

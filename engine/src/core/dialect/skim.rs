@@ -1,9 +1,14 @@
 //! A look over MessagePack bytes before they are decoded.
 
 /// Checks that `bytes` are exactly one value and that no length in it exceeds what is there, so
-/// that decoding allocates in proportion to the bytes and leaves none over. Extension types are
-/// not used by any dialect and refused.
+/// that decoding allocates in proportion to the bytes and leaves none over.
 pub(super) fn skim(bytes: &[u8]) -> Result<(), &'static str> {
+    if span(bytes)? == bytes.len() { Ok(()) } else { Err("bytes after the end") }
+}
+
+/// Length in bytes of the value at the start of `bytes`, whatever is nested in it. Extension types
+/// are not used by any dialect and refused.
+pub(super) fn span(bytes: &[u8]) -> Result<usize, &'static str> {
     let mut rest = bytes;
     let mut values: u64 = 1;
     while values > 0 {
@@ -39,7 +44,7 @@ pub(super) fn skim(bytes: &[u8]) -> Result<(), &'static str> {
             return Err(if more > 0 { "list longer than the frame" } else { "cut short" });
         }
     }
-    if rest.is_empty() { Ok(()) } else { Err("bytes after the end") }
+    Ok(bytes.len() - rest.len())
 }
 
 /// Takes a big-endian length of `width` bytes.

@@ -2,5 +2,6 @@
 
 mod error;
 mod kind;
+pub mod moriio;
 pub mod native;
 mod skim;

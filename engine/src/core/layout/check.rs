@@ -27,7 +27,7 @@ impl fmt::Display for Mismatch {
 impl std::error::Error for Mismatch {}
 
 /// A mismatch with this text.
-pub(super) fn refuse<T>(text: fmt::Arguments<'_>) -> Result<T, Mismatch> {
+pub(crate) fn refuse<T>(text: fmt::Arguments<'_>) -> Result<T, Mismatch> {
     Err(Mismatch(text.to_string().into()))
 }
 

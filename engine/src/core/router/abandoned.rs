@@ -75,15 +75,15 @@ mod tests {
     #[test]
     fn keys_are_told_at_once_and_again_with_the_next_registrations() {
         let mut abandoned = Abandoned::default();
-        assert_eq!(keys(abandoned.add(key(1))), [], "there is no link yet");
+        assert!(keys(abandoned.add(key(1))).is_empty(), "there is no link yet");
         assert_eq!(keys(abandoned.repeat(LinkId(7))), [1]);
         assert_eq!(keys(abandoned.add(key(2))), [2]);
         assert_eq!(keys(abandoned.repeat(LinkId(7))), [1, 2]);
         assert_eq!(keys(abandoned.repeat(LinkId(7))), [1, 2]);
         assert_eq!(keys(abandoned.repeat(LinkId(7))), [2]);
-        assert_eq!(keys(abandoned.repeat(LinkId(7))), []);
+        assert!(keys(abandoned.repeat(LinkId(7))).is_empty());
         abandoned.unlink(LinkId(7));
-        assert_eq!(keys(abandoned.add(key(3))), []);
+        assert!(keys(abandoned.add(key(3))).is_empty());
     }
 
     #[test]

@@ -1,0 +1,6 @@
+//! MoRIIO's bytes: equal to what vLLM 0.32.0 writes, and read as it reads them.
+
+mod address;
+mod blocks;
+mod fixture;
+mod ports;

@@ -2,5 +2,9 @@
 
 mod address;
 mod blocks;
+mod descriptor;
 mod fixture;
+mod handshake;
+mod notify;
 mod ports;
+mod registration;

@@ -7,8 +7,16 @@
 
 pub mod address;
 pub mod blocks;
+pub mod descriptor;
+pub mod handshake;
+pub mod notify;
 pub mod ports;
+pub mod registration;
+mod value;
 
+pub use super::error::DecodeError;
+
+use serde::{Serialize, Serializer};
 use std::fmt;
 
 /// Why a message may not be sent.
@@ -27,3 +35,29 @@ impl fmt::Display for Unsendable {
 }
 
 impl std::error::Error for Unsendable {}
+
+/// Bytes that are written as `bin`.
+struct Bin<'a>(&'a [u8]);
+
+impl Serialize for Bin<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(self.0)
+    }
+}
+
+/// The bytes of a value whose structs are maps with keys in the order of declaration.
+fn pack(value: &impl Serialize) -> Vec<u8> {
+    rmp_serde::to_vec_named(value).expect("a Vec takes every value of known length")
+}
+
+fn error(frame: &'static str, rule: &'static str) -> DecodeError {
+    DecodeError { frame, rule: rule.into() }
+}
+
+/// The only part of a frame.
+fn only<'a, P: AsRef<[u8]>>(frame: &'static str, parts: &'a [P]) -> Result<&'a [u8], DecodeError> {
+    match parts {
+        [part] => Ok(part.as_ref()),
+        _ => Err(error(frame, "not one part")),
+    }
+}

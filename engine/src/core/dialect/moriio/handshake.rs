@@ -1,0 +1,165 @@
+//! The handshake: a dialler asks once, the listener answers with two replies.
+
+use super::value::{Map, Value};
+use super::{Bin, DecodeError, error, only, pack};
+use serde::{Serialize, Serializer};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Asks for both replies; the only part of a frame.
+pub const REQUEST: &[u8] = b"get_meta_msg";
+
+/// Announces that the next frame is the id of a finished transfer. Sent by nobody, only logged by
+/// 0.32.0.
+const DONE_RECV: &[u8] = b"pop_done_recv";
+
+/// What a handshake listener is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Call {
+    /// Both replies are wanted.
+    Metadata,
+    /// The next frame of the same link is an id and of no consequence.
+    DoneRecv,
+}
+
+/// What a listener is asked with this frame; `parts` are those after the sender's identity.
+///
+/// # Errors
+/// Anything else, also the leading empty part of a REQ socket. Ends the listener of 0.32.0.
+pub fn decode_call<P: AsRef<[u8]>>(parts: &[P]) -> Result<Call, DecodeError> {
+    match only("handshake", parts)? {
+        REQUEST => Ok(Call::Metadata),
+        DONE_RECV => Ok(Call::DoneRecv),
+        _ => Err(error("handshake", "unknown call")),
+    }
+}
+
+/// First reply: a rank's MoRI engine and its KV cache.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct AgentMetadata {
+    /// `host:port` with the handshake port of rank 0, the same for all ranks of the engine.
+    pub engine_id: Arc<str>,
+    /// [`EngineDesc`](super::descriptor::EngineDesc); for MoRI, these bytes and no others.
+    pub engine: Arc<[u8]>,
+    /// Address of each registered region, in the order of registration.
+    pub base_addrs: Vec<u64>,
+    /// Blocks per layer. Signed on the wire and not checked here.
+    pub num_blocks: i64,
+    /// Bytes of one block of the first attention layer. Signed on the wire and not checked here.
+    pub block_len: i64,
+    /// E.g. `FLASH_ATTN`.
+    pub attn_backend: Arc<str>,
+}
+
+#[derive(Serialize)]
+struct MetadataWire<'a> {
+    engine_id: &'a str,
+    agent_metadata: Bin<'a>,
+    kv_caches_base_addr: &'a [u64],
+    num_blocks: i64,
+    block_len: i64,
+    attn_backend_name: &'a str,
+}
+
+impl AgentMetadata {
+    /// The two parts after the dialler's identity.
+    pub fn encode(&self) -> [Vec<u8>; 2] {
+        let wire = MetadataWire {
+            engine_id: &self.engine_id,
+            agent_metadata: Bin(&self.engine),
+            kv_caches_base_addr: &self.base_addrs,
+            num_blocks: self.num_blocks,
+            block_len: self.block_len,
+            attn_backend_name: &self.attn_backend,
+        };
+        [Vec::new(), pack(&wire)]
+    }
+
+    /// The reply that the parts are. Types are as strict as in 0.32.0: nothing is converted.
+    ///
+    /// # Errors
+    /// Names the field that is missing or of another type.
+    pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<AgentMetadata, DecodeError> {
+        let frame = "agent_metadata";
+        let map = Value::only(reply(frame, parts)?).and_then(Map::read);
+        let map = map.map_err(|rule| error(frame, rule))?;
+        let fields = || {
+            let text = |name, rule| map.get(name).and_then(Value::text).ok_or(rule);
+            let int = |name, rule| map.get(name).and_then(Value::number).ok_or(rule);
+            let engine = map.get("agent_metadata").and_then(Value::bin);
+            let bases = map.get("kv_caches_base_addr").and_then(Value::items);
+            let bases = bases.and_then(|items| items.map(Value::number).collect::<Option<_>>());
+            Ok(AgentMetadata {
+                engine_id: text("engine_id", "engine_id missing or no text")?.into(),
+                engine: engine.ok_or("agent_metadata missing or no bytes")?.into(),
+                base_addrs: bases.ok_or("kv_caches_base_addr missing or no addresses")?,
+                num_blocks: int("num_blocks", "num_blocks missing or no number")?,
+                block_len: int("block_len", "block_len missing or no number")?,
+                attn_backend: text("attn_backend_name", "attn_backend_name missing or no text")?
+                    .into(),
+            })
+        };
+        fields().map_err(|rule| error(frame, rule))
+    }
+}
+
+/// One layer of the second reply.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Layer {
+    /// Name of the layer, e.g. `model.layers.0.self_attn.attn`.
+    pub name: Arc<str>,
+    /// A [`MemoryDesc`](super::descriptor::MemoryDesc) per region: one of an attention layer, two
+    /// (conv, ssm) of a state layer. For MoRI, these bytes and no others.
+    pub regions: Vec<Arc<[u8]>>,
+}
+
+/// Second reply: the memory of each layer, in the order of registration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct LayerMemory(pub Vec<Layer>);
+
+impl Serialize for LayerMemory {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|layer| {
+            (&layer.name, layer.regions.iter().map(|region| Bin(region)).collect::<Vec<_>>())
+        }))
+    }
+}
+
+impl LayerMemory {
+    /// The two parts after the dialler's identity.
+    pub fn encode(&self) -> [Vec<u8>; 2] {
+        [Vec::new(), pack(self)]
+    }
+
+    /// The reply that the parts are.
+    ///
+    /// # Errors
+    /// Not a map of lists of bytes, or a layer named twice: its memory would be a guess.
+    pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<LayerMemory, DecodeError> {
+        let frame = "layer_memory";
+        let map = Value::only(reply(frame, parts)?).map_err(|rule| error(frame, rule))?;
+        let entries = map.entries().ok_or_else(|| error(frame, "not a map"))?;
+        let mut layers = Vec::new();
+        let mut names = BTreeSet::new();
+        for (name, regions) in entries {
+            let name = name.text().ok_or_else(|| error(frame, "name that is no text"))?;
+            let regions = regions.items().and_then(|items| {
+                items.map(|region| region.bin().map(Arc::from)).collect::<Option<Vec<_>>>()
+            });
+            let regions = regions.ok_or_else(|| error(frame, "regions that are no bytes"))?;
+            if !names.insert(name) {
+                return Err(error(frame, "layer named twice"));
+            }
+            layers.push(Layer { name: name.into(), regions });
+        }
+        Ok(LayerMemory(layers))
+    }
+}
+
+/// What follows the empty part that leads every reply.
+fn reply<'a, P: AsRef<[u8]>>(frame: &'static str, parts: &'a [P]) -> Result<&'a [u8], DecodeError> {
+    match parts {
+        [empty, part] if empty.as_ref().is_empty() => Ok(part.as_ref()),
+        _ => Err(error(frame, "not an empty part and one more")),
+    }
+}

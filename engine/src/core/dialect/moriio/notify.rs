@@ -1,0 +1,316 @@
+//! What engines tell each other on the notify channel: one part each, one way, unanswered.
+
+use super::address::int;
+use super::ports::expected_acks;
+use super::value::{Map, Value};
+use super::{DecodeError, Unsendable, error, only, pack};
+use crate::core::ids::{BlockId, RequestId, TransferId};
+use crate::core::message::Role;
+use serde::Serialize;
+use std::num::NonZeroU16;
+
+/// A decode tells a prefill rank where to write; WRITE mode.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RemoteBlocks {
+    request: Option<RequestId>,
+    transfer: TransferId,
+    blocks: Vec<BlockId>,
+    decode_rank: u16,
+}
+
+impl RemoteBlocks {
+    /// Blocks of attention group 0 in the order of the prompt. `request` is the decode's name of
+    /// the request, which 0.32.0 sends and does not need; `decode_rank` is its global DP rank.
+    ///
+    /// # Errors
+    /// No blocks: that ends the listener of 0.32.0. A [`Release`] says that nothing is needed.
+    pub fn new(
+        request: Option<RequestId>,
+        transfer: TransferId,
+        blocks: Vec<BlockId>,
+        decode_rank: u16,
+    ) -> Result<RemoteBlocks, Unsendable> {
+        if blocks.is_empty() {
+            return Err(Unsendable { frame: "remote_blocks", rule: "no blocks" });
+        }
+        Ok(RemoteBlocks { request, transfer, blocks, decode_rank })
+    }
+
+    /// The request as the decode names it.
+    pub fn request(&self) -> Option<&RequestId> {
+        self.request.as_ref()
+    }
+
+    /// The transfer.
+    pub fn transfer(&self) -> &TransferId {
+        &self.transfer
+    }
+
+    /// At least one block of the decode.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
+    /// Global DP rank of the decode.
+    pub fn decode_rank(&self) -> u16 {
+        self.decode_rank
+    }
+}
+
+/// A decode needs a prefill rank's blocks no longer, or never did.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Release {
+    transfer: TransferId,
+    consumer_tp: NonZeroU16,
+}
+
+impl Release {
+    /// The release of a decode with `consumer_tp` TP ranks for a prefill with `producer_tp`, 0 if
+    /// that is not known.
+    ///
+    /// # Errors
+    /// Sizes from which 0.32.0 cannot tell how many releases to wait for: it fails there.
+    pub fn new(
+        transfer: TransferId,
+        consumer_tp: NonZeroU16,
+        producer_tp: u16,
+    ) -> Result<Release, Unsendable> {
+        let producer_tp = if producer_tp == 0 { consumer_tp.get() } else { producer_tp };
+        match expected_acks(producer_tp, consumer_tp.get()) {
+            Ok(_) => Ok(Release { transfer, consumer_tp }),
+            Err(_) => Err(Unsendable { frame: "release", rule: "TP sizes that do not divide" }),
+        }
+    }
+
+    /// The transfer.
+    pub fn transfer(&self) -> &TransferId {
+        &self.transfer
+    }
+
+    /// TP size of the decode, from which a prefill derives how many releases it waits for, see
+    /// [`expected_acks`].
+    pub fn consumer_tp(&self) -> NonZeroU16 {
+        self.consumer_tp
+    }
+}
+
+/// A transfer id without anything around it. 0.32.0 takes it for a [`Release`] by a decode of TP
+/// size 1 or for `write_done`, and does not send it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct RawCompletion(TransferId);
+
+impl RawCompletion {
+    /// The completion of this transfer.
+    ///
+    /// # Errors
+    /// An empty id ends the listener of 0.32.0. One whose first byte is that of a long map could
+    /// be taken for a map.
+    pub fn new(transfer: TransferId) -> Result<RawCompletion, Unsendable> {
+        let rule = match transfer.0.as_bytes() {
+            [] => "empty transfer id",
+            [first, ..] if starts_map(*first) => "transfer id that starts like a map",
+            _ => return Ok(RawCompletion(transfer)),
+        };
+        Err(Unsendable { frame: "completion", rule })
+    }
+}
+
+/// All that may be sent to the notify listener of a prefill rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ToPrefill {
+    /// Where to write.
+    RemoteBlocks(RemoteBlocks),
+    /// The blocks are free.
+    Release(Release),
+    /// The same from older decodes.
+    Completion(RawCompletion),
+}
+
+/// All that may be sent to the notify listener of a decode rank.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ToDecode {
+    /// Everything of this transfer is written.
+    WriteDone(TransferId),
+    /// The same from older prefills.
+    Completion(RawCompletion),
+}
+
+#[derive(Serialize)]
+struct RemoteBlocksWire<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    req_id: Option<&'a RequestId>,
+    transfer_id: &'a TransferId,
+    block_notify_list: &'a [BlockId],
+    decode_rank: u16,
+    r#type: &'static str,
+}
+
+#[derive(Serialize)]
+struct TypedWire<'a> {
+    r#type: &'static str,
+    transfer_id: &'a TransferId,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    consumer_tp_size: Option<NonZeroU16>,
+}
+
+impl ToPrefill {
+    /// The bytes of the only part.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            ToPrefill::RemoteBlocks(message) => pack(&RemoteBlocksWire {
+                req_id: message.request.as_ref(),
+                transfer_id: &message.transfer,
+                block_notify_list: &message.blocks,
+                decode_rank: message.decode_rank,
+                r#type: "remote_blocks",
+            }),
+            ToPrefill::Release(Release { transfer, consumer_tp }) => pack(&TypedWire {
+                r#type: "release",
+                transfer_id: transfer,
+                consumer_tp_size: Some(*consumer_tp),
+            }),
+            ToPrefill::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
+        }
+    }
+}
+
+impl ToDecode {
+    /// The bytes of the only part.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            ToDecode::WriteDone(transfer) => pack(&TypedWire {
+                r#type: "write_done",
+                transfer_id: transfer,
+                consumer_tp_size: None,
+            }),
+            ToDecode::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
+        }
+    }
+}
+
+/// What the notify listener of a prefill rank hears.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum AtPrefill {
+    /// Where to write.
+    RemoteBlocks(RemoteBlocks),
+    /// The blocks are free, also as [`RawCompletion`].
+    Release(Release),
+    /// Blocks or a rank that are none. 0.32.0 takes such an announcement and fails later; here it
+    /// costs the transfer that it names.
+    Unusable {
+        /// The transfer.
+        transfer: TransferId,
+        /// What is wrong.
+        rule: &'static str,
+    },
+}
+
+/// What a prefill rank hears with this frame; `parts` are those after the sender's identity.
+///
+/// # Errors
+/// Names the message and the rule. Most of these end the listener of 0.32.0.
+pub fn decode_at_prefill<P: AsRef<[u8]>>(parts: &[P]) -> Result<AtPrefill, DecodeError> {
+    match read(Role::Prefill, parts)? {
+        Read::Text(transfer) => {
+            Ok(AtPrefill::Release(Release { transfer, consumer_tp: NonZeroU16::MIN }))
+        }
+        Read::Typed("release", map) => release(&map).map(AtPrefill::Release),
+        Read::Typed(_, map) => remote_blocks(&map),
+    }
+}
+
+/// The transfer of which a decode rank hears with this frame that it is written; `parts` are those
+/// after the sender's identity.
+///
+/// # Errors
+/// Names the message and the rule. Most of these end the listener of 0.32.0.
+pub fn decode_at_decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<TransferId, DecodeError> {
+    match read(Role::Decode, parts)? {
+        Read::Text(transfer) => Ok(transfer),
+        Read::Typed(kind, map) => transfer_of(kind, &map),
+    }
+}
+
+enum Read<'a> {
+    /// Not a map.
+    Text(TransferId),
+    /// A map of a type that the role is told.
+    Typed(&'static str, Map<'a>),
+}
+
+fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<Read<'a>, DecodeError> {
+    let frame = only("notify", parts)?;
+    let first = *frame.first().ok_or_else(|| error("notify", "empty"))?;
+    let map = if starts_map(first) {
+        Value::only(frame).and_then(Map::read)
+    } else {
+        Err("neither map nor text")
+    };
+    let map = match (map, std::str::from_utf8(frame)) {
+        (Ok(map), _) => map,
+        (Err(_), Ok(text)) => return Ok(Read::Text(text.into())),
+        (Err(rule), Err(_)) => return Err(error("notify", rule)),
+    };
+    let kind = match map.get("type").filter(|kind| !kind.is_nil()) {
+        Some(kind) => kind.text(),
+        None => map.get("req_id").map(|_| "remote_blocks"),
+    };
+    let (kind, receiver) = match kind {
+        Some("remote_blocks") => ("remote_blocks", Role::Prefill),
+        Some("release") => ("release", Role::Prefill),
+        Some("write_done") => ("write_done", Role::Decode),
+        Some(_) => return Err(error("notify", "unknown type")),
+        None => return Err(error("notify", "no type")),
+    };
+    if role == receiver {
+        Ok(Read::Typed(kind, map))
+    } else {
+        Err(error(kind, "told to the wrong role"))
+    }
+}
+
+/// True for the first byte of a map; a text may start with those of long ones.
+fn starts_map(byte: u8) -> bool {
+    matches!(byte, 0x80..=0x8f | 0xde | 0xdf)
+}
+
+fn transfer_of(kind: &'static str, map: &Map<'_>) -> Result<TransferId, DecodeError> {
+    let id = map.get("transfer_id").ok_or_else(|| error(kind, "no transfer_id"))?;
+    let text = id.text_or_bin().ok_or_else(|| error(kind, "transfer_id is no text"))?;
+    Ok(text.into())
+}
+
+fn release(map: &Map<'_>) -> Result<Release, DecodeError> {
+    let transfer = transfer_of("release", map)?;
+    let consumer_tp = match map.get("consumer_tp_size") {
+        None => Some(NonZeroU16::MIN),
+        Some(size) => size
+            .number()
+            .or_else(|| size.cut())
+            .or_else(|| int(size.text_or_bin()?))
+            .and_then(|size: i64| u16::try_from(size).ok())
+            .and_then(NonZeroU16::new),
+    };
+    let consumer_tp = consumer_tp.ok_or_else(|| error("release", "consumer_tp_size is no size"))?;
+    Ok(Release { transfer, consumer_tp })
+}
+
+fn remote_blocks(map: &Map<'_>) -> Result<AtPrefill, DecodeError> {
+    let kind = "remote_blocks";
+    let transfer = transfer_of(kind, map)?;
+    let list = map.get("block_notify_list").filter(|list| !list.is_nil());
+    let list = list.ok_or_else(|| error(kind, "no block_notify_list"))?;
+    let Some(items) = list.items() else {
+        return Ok(AtPrefill::Unusable { transfer, rule: "block_notify_list is no list" });
+    };
+    let Some(blocks) = items.map(|id| id.number().map(BlockId)).collect::<Option<Vec<_>>>() else {
+        return Ok(AtPrefill::Unusable { transfer, rule: "block id that is none" });
+    };
+    let Some(decode_rank) = map.get("decode_rank").map_or(Some(0), |rank| rank.number()) else {
+        return Ok(AtPrefill::Unusable { transfer, rule: "decode_rank is no rank" });
+    };
+    let request = map.get("req_id").and_then(|id| id.text()).map(RequestId::from);
+    RemoteBlocks::new(request, transfer, blocks, decode_rank)
+        .map(AtPrefill::RemoteBlocks)
+        .map_err(|unsendable| error(kind, unsendable.rule))
+}

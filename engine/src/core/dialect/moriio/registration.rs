@@ -1,0 +1,203 @@
+//! Registration with a router, which is the heartbeat as well: the same frame every 3 s, one way.
+
+use super::address::ZmqAddress;
+use super::value::{Map, Value};
+use super::{DecodeError, Unsendable, error, pack};
+use crate::core::Nanos;
+use crate::core::message::{Mode, Role};
+use crate::fabric::Endpoint;
+use serde::Serialize;
+use std::borrow::Cow;
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+/// Time between two registrations, `PING_INTERVAL` of 0.32.0. vllm-router 0.1.17 forgets an
+/// instance 4 to 5 s after its last one.
+pub const PERIOD: Nanos = Nanos::from_secs(3);
+
+/// What an instance says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Heartbeat {
+    role: Role,
+    http: Endpoint,
+    zmq: ZmqAddress,
+    dp_size: NonZeroU16,
+    tp_size: NonZeroU16,
+    mode: Mode,
+}
+
+#[derive(Serialize)]
+struct HeartbeatWire<'a> {
+    r#type: &'static str,
+    http_address: &'a Endpoint,
+    zmq_address: String,
+    dp_size: NonZeroU16,
+    tp_size: NonZeroU16,
+    transfer_mode: &'static str,
+}
+
+impl Heartbeat {
+    /// `http` is `host:port`, with brackets around IPv6; `zmq` has the base ports; `dp_size` is
+    /// the global one.
+    ///
+    /// # Errors
+    /// Addresses on which routers fail later, or those of [`ZmqAddress::check`].
+    pub fn new(
+        role: Role,
+        http: Endpoint,
+        zmq: ZmqAddress,
+        dp_size: NonZeroU16,
+        tp_size: NonZeroU16,
+        mode: Mode,
+    ) -> Result<Heartbeat, Unsendable> {
+        if !is_http(&http.0) {
+            let rule = "http_address that is not host:port";
+            return Err(Unsendable { frame: "registration", rule });
+        }
+        zmq.check()?;
+        Ok(Heartbeat { role, http, zmq, dp_size, tp_size, mode })
+    }
+
+    /// What it does.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// Where its legs are sent.
+    pub fn http(&self) -> &Endpoint {
+        &self.http
+    }
+
+    /// Where its peers find it.
+    pub fn zmq(&self) -> &ZmqAddress {
+        &self.zmq
+    }
+
+    /// Number of DP ranks in all pods.
+    pub fn dp_size(&self) -> NonZeroU16 {
+        self.dp_size
+    }
+
+    /// Number of TP ranks.
+    pub fn tp_size(&self) -> NonZeroU16 {
+        self.tp_size
+    }
+
+    /// Who moves the bytes.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// The bytes of the only part.
+    pub fn encode(&self) -> Vec<u8> {
+        pack(&HeartbeatWire {
+            r#type: match self.role {
+                Role::Prefill => "P",
+                Role::Decode => "D",
+            },
+            http_address: &self.http,
+            zmq_address: self.zmq.to_string(),
+            dp_size: self.dp_size,
+            tp_size: self.tp_size,
+            transfer_mode: match self.mode {
+                Mode::Push => "WRITE",
+                Mode::Pull => "READ",
+            },
+        })
+    }
+}
+
+/// A registration as vllm-router 0.1.17 takes it, with addresses and sizes that may be of no use.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Heard {
+    /// What the instance does.
+    pub role: Role,
+    /// Where its legs are sent; names the instance within its role.
+    pub http_address: Arc<str>,
+    /// Where its peers find it.
+    pub zmq_address: Arc<str>,
+    /// Number of DP ranks; 1 if not told or told as 0.
+    pub dp_size: u64,
+    /// Number of TP ranks; 1 if not told.
+    pub tp_size: u64,
+    /// Who moves the bytes.
+    pub mode: Mode,
+}
+
+impl Heard {
+    /// The registration; `parts` are those after the sender's identity, of which the first counts.
+    /// Texts may be `bin`, and bytes may follow the map.
+    ///
+    /// # Errors
+    /// Names the field that is missing or wrong. vllm-router 0.1.17 drops the same.
+    pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<Heard, DecodeError> {
+        let part = parts.first().map_or(&[][..], |part| part.as_ref());
+        Heard::read(part).map_err(|rule| error("registration", rule))
+    }
+
+    fn read(part: &[u8]) -> Result<Heard, &'static str> {
+        let (value, _) = Value::first(part)?;
+        let map = Map::read(value)?;
+        let text = |name, rule| map.get_loosely(name).and_then(Value::text_or_bin).ok_or(rule);
+        let size = |name, rule| match map.get_loosely(name).filter(|size| !size.is_nil()) {
+            Some(size) => size.number::<u64>().ok_or(rule),
+            None => Ok(1),
+        };
+        Ok(Heard {
+            role: match text("type", "type missing or no text")? {
+                "P" => Role::Prefill,
+                "D" => Role::Decode,
+                _ => return Err("unknown type"),
+            },
+            http_address: text("http_address", "http_address missing or no text")?.into(),
+            zmq_address: text("zmq_address", "zmq_address missing or no text")?.into(),
+            dp_size: size("dp_size", "dp_size is no size")?.max(1),
+            tp_size: size("tp_size", "tp_size is no size")?,
+            mode: match text("transfer_mode", "transfer_mode missing or no text")? {
+                "WRITE" => Mode::Push,
+                "READ" => Mode::Pull,
+                _ => return Err("unknown transfer_mode"),
+            },
+        })
+    }
+
+    /// The registration of an instance that can be used.
+    ///
+    /// # Errors
+    /// What would fail with each request that is sent there: no address, or sizes out of range.
+    pub fn check(&self) -> Result<Heartbeat, DecodeError> {
+        let size = |size: u64, rule| {
+            let size = u16::try_from(size).ok().and_then(NonZeroU16::new);
+            size.ok_or_else(|| error("registration", rule))
+        };
+        let zmq = ZmqAddress::parse(&self.zmq_address)
+            .ok_or_else(|| error("registration", "zmq_address that is none"))?;
+        let dp_size = size(self.dp_size, "dp_size out of range")?;
+        let tp_size = size(self.tp_size, "tp_size out of range")?;
+        let http = Endpoint(bracketed(&self.http_address).into());
+        Heartbeat::new(self.role, http, zmq, dp_size, tp_size, self.mode)
+            .map_err(|unsendable| error("registration", unsendable.rule))
+    }
+}
+
+/// True for `host:port`.
+fn is_http(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else { return false };
+    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let named = |c: char| {
+        c.is_ascii_alphanumeric() || ".-_%".contains(c) || (c == ':' && address.is_some())
+    };
+    let host = address.unwrap_or(host);
+    let port = port.bytes().all(|c| c.is_ascii_digit()) && port.parse().is_ok_and(|p: u16| p > 0);
+    port && !host.is_empty() && host.chars().all(named)
+}
+
+/// The address with brackets around IPv6, which vLLM leaves out: the port is behind the last colon.
+fn bracketed(text: &str) -> Cow<'_, str> {
+    match text.rsplit_once(':') {
+        Some((host, port)) if host.contains(':') && !host.starts_with('[') => {
+            format!("[{host}]:{port}").into()
+        }
+        _ => text.into(),
+    }
+}

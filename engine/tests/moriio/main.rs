@@ -6,5 +6,6 @@ mod descriptor;
 mod fixture;
 mod handshake;
 mod notify;
+mod params;
 mod ports;
 mod registration;

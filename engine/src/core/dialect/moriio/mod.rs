@@ -10,6 +10,7 @@ pub mod blocks;
 pub mod descriptor;
 pub mod handshake;
 pub mod notify;
+pub mod params;
 pub mod ports;
 pub mod registration;
 mod value;

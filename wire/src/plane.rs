@@ -1,0 +1,194 @@
+//! The control plane, from the side of the core.
+
+use crate::address::resolve;
+use crate::io::{Command, Io};
+use crate::shared::{Inbox, News, Queued};
+use engine::core::Nanos;
+use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused, Wake};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel, sync_channel};
+use std::task::Waker;
+use std::thread::JoinHandle;
+use std::time::Duration;
+use zmq::{Context, Socket, SocketType};
+
+/// Where a plane listens and how long it dials.
+#[derive(Clone, Debug)]
+pub struct WireConfig {
+    /// Host or address to listen at, IPv6 in brackets; `*` for all.
+    pub host: String,
+    /// Port of each channel; a free one where none is given.
+    pub ports: BTreeMap<Channel, u16>,
+    /// A connection, and then the answer to a greeting, that takes longer has failed.
+    pub dial: Duration,
+}
+
+impl Default for WireConfig {
+    fn default() -> Self {
+        WireConfig {
+            host: "127.0.0.1".into(),
+            ports: BTreeMap::new(),
+            dial: Duration::from_secs(2),
+        }
+    }
+}
+
+/// A control plane over ZeroMQ.
+pub struct ZmqPlane {
+    config: WireConfig,
+    inbox: Arc<Inbox>,
+    commands: Option<Sender<Command>>,
+    bell: Socket,
+    thread: Option<JoinHandle<()>>,
+    links: BTreeMap<LinkId, Arc<Queued>>,
+    listens: BTreeSet<Channel>,
+}
+
+impl std::fmt::Debug for ZmqPlane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ZmqPlane").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+impl ZmqPlane {
+    /// A plane that has done nothing, and its thread.
+    ///
+    /// # Errors
+    /// What libzmq or the system says when there is no room for a socket or a thread.
+    pub fn new(config: WireConfig) -> std::io::Result<ZmqPlane> {
+        let context = Context::new();
+        let pair = || -> zmq::Result<(Socket, Socket)> {
+            let (near, far) =
+                (context.socket(SocketType::PAIR)?, context.socket(SocketType::PAIR)?);
+            near.set_linger(0)?;
+            far.bind("inproc://bell")?;
+            near.connect("inproc://bell")?;
+            Ok((near, far))
+        };
+        let (bell, far) = pair()?;
+        let (commands, receiver) = channel();
+        let inbox = Arc::<Inbox>::default();
+        let io = Io::new(context, far, receiver, inbox.clone());
+        let thread = std::thread::Builder::new().name("kvferry-wire".into()).spawn(|| io.run())?;
+        Ok(ZmqPlane {
+            config,
+            inbox,
+            commands: Some(commands),
+            bell,
+            thread: Some(thread),
+            links: BTreeMap::new(),
+            listens: BTreeSet::new(),
+        })
+    }
+
+    /// Fails only if the thread is gone, which is a bug of it.
+    fn tell(&self, command: Command) -> Result<(), Refused> {
+        let commands = self.commands.as_ref().ok_or(Refused::Gone)?;
+        commands.send(command).map_err(|_| Refused::Gone)?;
+        self.ring();
+        Ok(())
+    }
+
+    /// A bell that is full rings already.
+    fn ring(&self) {
+        let _ = self.bell.send("", zmq::DONTWAIT);
+    }
+}
+
+impl Drop for ZmqPlane {
+    fn drop(&mut self) {
+        self.commands = None;
+        self.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl ControlPlane for ZmqPlane {
+    fn listen(&mut self, channel: Channel) -> Result<Endpoint, Refused> {
+        if !self.listens.insert(channel) {
+            return Err(Refused::Invalid(format!("{channel:?} is listened on already").into()));
+        }
+        let port = match self.config.ports.get(&channel) {
+            Some(port) => port.to_string(),
+            None => "*".into(),
+        };
+        let at = format!("tcp://{}:{port}", self.config.host);
+        let (answer, bound) = sync_channel(1);
+        self.tell(Command::Listen { channel, at: at.clone(), answer })?;
+        match bound.recv() {
+            Ok(Ok(bound)) => Ok(Endpoint::from(bound.as_str())),
+            Ok(Err(why)) => {
+                self.listens.remove(&channel);
+                Err(Refused::Invalid(format!("cannot listen at {at}: {why}").into()))
+            }
+            Err(_) => Err(Refused::Gone),
+        }
+    }
+
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> Result<(), Refused> {
+        if self.links.contains_key(&link) {
+            return Err(Refused::Invalid(format!("link {link} is in use").into()));
+        }
+        let to = resolve(to)?;
+        let queued = Arc::<Queued>::default();
+        let wait = self.config.dial;
+        self.tell(Command::Dial { link, channel, to, queued: queued.clone(), wait })?;
+        self.links.insert(link, queued);
+        Ok(())
+    }
+
+    fn send(&mut self, link: LinkId, parts: &[&[u8]]) -> Result<(), Refused> {
+        let queued = self.links.get(&link).ok_or(Refused::Gone)?;
+        if !queued.enter() {
+            return Err(Refused::Busy);
+        }
+        let parts = parts.iter().map(|part| part.to_vec()).collect();
+        self.tell(Command::Send { link, parts })
+    }
+
+    fn hang_up(&mut self, link: LinkId) {
+        if self.links.remove(&link).is_some() {
+            // Without the thread there is nothing to hang up.
+            let _ = self.tell(Command::HangUp { link });
+        }
+    }
+
+    fn set_waker(&mut self, waker: Waker) {
+        self.inbox.set_waker(waker);
+    }
+
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> Wake {
+        let full = self.inbox.is_full();
+        for news in self.inbox.take() {
+            match news {
+                News::Up { link, channel, queued } => {
+                    if link.is_inbound() {
+                        self.links.insert(link, queued);
+                    } else if !self.links.contains_key(&link) {
+                        continue;
+                    }
+                    out.push(ControlEvent::LinkUp { link, channel });
+                }
+                News::Frame { link, parts } if self.links.contains_key(&link) => {
+                    out.push(ControlEvent::Frame { link, parts });
+                }
+                News::Down { link } if self.links.remove(&link).is_some() => {
+                    out.push(ControlEvent::LinkDown { link });
+                }
+                // Of a link that was hung up.
+                News::Frame { .. } | News::Down { .. } => {}
+            }
+        }
+        if full {
+            self.ring();
+        }
+        if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
+            let lost = std::mem::take(&mut self.links).into_keys();
+            out.extend(lost.map(|link| ControlEvent::LinkDown { link }));
+        }
+        Wake::External
+    }
+}

@@ -1,0 +1,60 @@
+//! The conformance suite of control planes, over loopback.
+
+mod common;
+
+use common::Ears;
+use engine::conformance::{ControlFixture, control_plane};
+use engine::core::Nanos;
+use engine::fabric::{ControlPlane, Endpoint};
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+use wire::ZmqPlane;
+
+/// Longest wait for news in one round; 200,000 rounds are 20 s.
+const ROUND: Duration = Duration::from_micros(100);
+
+struct Pair {
+    planes: [ZmqPlane; 2],
+    start: Instant,
+}
+
+impl Pair {
+    fn new(host: &str) -> Pair {
+        let plane = || Ears::new(host).plane;
+        Pair { planes: [plane(), plane()], start: Instant::now() }
+    }
+}
+
+impl ControlFixture for Pair {
+    fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
+        &mut self.planes[index]
+    }
+
+    fn nowhere(&mut self) -> Endpoint {
+        let taken = TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
+        let address = taken.local_addr().expect("it is bound");
+        Endpoint::from(format!("tcp://{address}").as_str())
+    }
+
+    fn closes_inbound(&self) -> bool {
+        false
+    }
+
+    fn advance(&mut self) {
+        std::thread::park_timeout(ROUND);
+    }
+
+    fn now(&mut self) -> Nanos {
+        Nanos(self.start.elapsed().as_nanos() as u64)
+    }
+}
+
+#[test]
+fn control_plane_over_ipv4_conforms() {
+    control_plane(&mut || Box::new(Pair::new("127.0.0.1")));
+}
+
+#[test]
+fn control_plane_over_ipv6_conforms() {
+    control_plane(&mut || Box::new(Pair::new("[::1]")));
+}

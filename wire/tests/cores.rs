@@ -1,0 +1,200 @@
+//! Router, prefill and decode find each other over ZeroMQ, as they do over the simulated network.
+
+mod common;
+
+use common::Ears;
+use engine::core::channel::ChannelConfig;
+use engine::core::command::ControlCommand;
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::ids::{Incarnation, StepId, TransferKey};
+use engine::core::layout::{
+    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout,
+};
+use engine::core::message::*;
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
+use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::{Machine, Nanos, Outbox};
+use engine::fabric::{Address, Channel, ControlEvent, ControlPlane, Endpoint, RegionDesc};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A command to the control plane, or another effect.
+type Sorted<E> = Result<ControlCommand, Box<E>>;
+
+/// A machine with a control plane of its own.
+struct Node<M: Machine> {
+    machine: M,
+    ears: Ears,
+    start: Instant,
+    /// Effects that are none of the control plane.
+    said: Vec<M::Effect>,
+    tick: fn() -> M::Input,
+    hear: fn(ControlEvent) -> M::Input,
+    command: fn(M::Effect) -> Sorted<M::Effect>,
+}
+
+impl<M: Machine> Node<M> {
+    fn give(&mut self, input: M::Input) {
+        let mut out = Outbox::new();
+        let now = Nanos(self.start.elapsed().as_nanos() as u64);
+        self.machine.handle(now, input, &mut out);
+        for effect in out.take() {
+            match (self.command)(effect) {
+                Ok(ControlCommand::Dial { link, to, channel }) => {
+                    self.ears.plane.dial(link, &to, channel).expect("the address is one");
+                }
+                // A link that just went down says so itself.
+                Ok(ControlCommand::Send { link, frame }) => {
+                    let _ = self.ears.plane.send(link, &[&frame]);
+                }
+                Ok(ControlCommand::HangUp { link }) => self.ears.plane.hang_up(link),
+                Err(other) => self.said.push(*other),
+            }
+        }
+    }
+
+    fn turn(&mut self) {
+        let now = Nanos(self.start.elapsed().as_nanos() as u64);
+        let mut events = Vec::new();
+        self.ears.plane.poll(now, &mut events);
+        for event in events {
+            self.give((self.hear)(event));
+        }
+        if self.machine.deadline().is_some_and(|due| due <= now) {
+            self.give((self.tick)());
+        }
+    }
+}
+
+fn geometry() -> Geometry {
+    let group = Group { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
+    Geometry {
+        model: "wire".into(),
+        tp: 1,
+        kv_heads: 1,
+        latent: false,
+        layers: 1,
+        groups: vec![group],
+    }
+}
+
+/// Where the KV of the only rank would be; nothing is moved here.
+fn ready() -> Report {
+    let shape = [8, 1, 16, 8];
+    let stride = [128, 128, 8, 1];
+    let slots = HeadSlots::Fused;
+    let layer = LayerLayout { region: 0, base: 0, shape, stride, element: 2, slots };
+    let layout = RankLayout {
+        rank: 0,
+        address: Address([].into()),
+        regions: vec![(RegionDesc([].into()), 8 * 256)],
+        layers: vec![layer],
+    };
+    Report::Ready { layout }
+}
+
+fn config(role: Role, control: &Endpoint, router: &Endpoint) -> CoreConfig {
+    CoreConfig {
+        engine: role.to_string().into(),
+        incarnation: Incarnation(1),
+        role,
+        mode: Mode::Push,
+        geometry: Arc::new(geometry()),
+        http: "http://127.0.0.1:1".into(),
+        control: control.clone(),
+        dp: (0, 1),
+        router: Some(router.clone()),
+        settings: CoreSettings::default(),
+        channel: ChannelConfig::default(),
+    }
+}
+
+struct Trio {
+    router: Node<Router>,
+    prefill: Node<Prefill>,
+    decode: Node<Decode>,
+}
+
+impl Trio {
+    fn new(host: &str) -> (Trio, Endpoint) {
+        let start = Instant::now();
+        let [mut a, mut b, c] = [0; 3].map(|_| Ears::new(host));
+        let discovery = a.plane.listen(Channel::Discovery).unwrap();
+        let control = b.plane.listen(Channel::Handshake).unwrap();
+        let router = Node {
+            machine: Router::new(RouterConfig::default(), Incarnation(1)),
+            ears: a,
+            start,
+            said: Vec::new(),
+            tick: || RouterInput::Tick,
+            hear: RouterInput::Control,
+            command: |effect| match effect {
+                RouterEffect::Control(command) => Ok(command),
+                other => Err(Box::new(other)),
+            },
+        };
+        let prefill = Node {
+            machine: Prefill::new(config(Role::Prefill, &control, &discovery)),
+            ears: b,
+            start,
+            said: Vec::new(),
+            tick: || PrefillInput::Tick,
+            hear: PrefillInput::Control,
+            command: |effect| match effect {
+                PrefillEffect::Control(command) => Ok(command),
+                other => Err(Box::new(other)),
+            },
+        };
+        let decode = Node {
+            machine: Decode::new(config(Role::Decode, &control, &discovery)),
+            ears: c,
+            start,
+            said: Vec::new(),
+            tick: || DecodeInput::Tick,
+            hear: DecodeInput::Control,
+            command: |effect| match effect {
+                DecodeEffect::Control(command) => Ok(command),
+                other => Err(Box::new(other)),
+            },
+        };
+        (Trio { router, prefill, decode }, control)
+    }
+
+    fn until(&mut self, what: &str, done: impl Fn(&Trio) -> bool) {
+        let start = Instant::now();
+        while !done(self) {
+            assert!(start.elapsed() < PATIENCE, "no {what}");
+            self.router.turn();
+            self.prefill.turn();
+            self.decode.turn();
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+}
+
+#[test]
+fn cores_register_say_hello_and_speak_over_zeromq() {
+    let (mut trio, control) = Trio::new("127.0.0.1");
+    trio.prefill.give(PrefillInput::Report { rank: 0, report: ready() });
+    trio.decode.give(DecodeInput::Report { rank: 0, report: ready() });
+    trio.until("registrations", |trio| trio.router.machine.gauges().peers == 2);
+    let key = TransferKey { id: "tx".into(), prompt: 0 };
+    let life = Some(Incarnation(1));
+    let mode = Mode::Push;
+    let leg =
+        DecodeLeg { key: key.clone(), sibling: 0, mode, prefill: "prefill".into(), control, life };
+    let request = "d".into();
+    trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 16 }));
+    let leg = PrefillLeg { key, siblings: 1, mode, life };
+    let request = "p".into();
+    trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens: 16 }));
+    let blocks = vec![BlockList::new(vec![1])];
+    let chunk = Chunk { request: "p".into(), from: 0, to: 16, blocks };
+    let hook = PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] };
+    trio.prefill.give(PrefillInput::Hook(hook));
+    let due = DecodeEffect::Answer(DecodeAnswer::Allocate { request: "d".into() });
+    trio.until("word that the prompt is computed", |trio| trio.decode.said.contains(&due));
+}

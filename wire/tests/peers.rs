@@ -1,0 +1,124 @@
+//! Peers that go, that are not what they should be, and addresses that are taken.
+
+mod common;
+
+use common::Ears;
+use engine::core::Nanos;
+use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::time::Duration;
+use wire::{WireConfig, ZmqPlane};
+
+const LINK: LinkId = LinkId(7);
+
+fn dial(from: &mut Ears, to: &Endpoint) {
+    from.plane.dial(LINK, to, Channel::Notify).unwrap();
+    let up = ControlEvent::LinkUp { link: LINK, channel: Channel::Notify };
+    from.wait_for(|event| *event == up);
+}
+
+#[test]
+fn a_port_that_is_taken_is_an_error_with_the_address() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let ports = [(Channel::Notify, port)].into();
+    let mut plane = ZmqPlane::new(WireConfig { ports, ..WireConfig::default() }).unwrap();
+    let Err(Refused::Invalid(why)) = plane.listen(Channel::Notify) else {
+        panic!("a taken port was listened on")
+    };
+    assert!(why.contains(&format!("tcp://127.0.0.1:{port}")), "{why}");
+}
+
+#[test]
+fn the_end_of_a_process_ends_its_links_and_what_it_said_comes_before() {
+    for dialler_goes in [true, false] {
+        let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
+        let to = far.plane.listen(Channel::Notify).unwrap();
+        dial(&mut near, &to);
+        near.plane.send(LINK, &[b"last words"]).unwrap();
+        let inbound = match dialler_goes {
+            true => {
+                drop(near);
+                far.next_frame().0
+            }
+            false => {
+                let inbound = far.next_frame().0;
+                far.plane.send(inbound, &[b"last words"]).unwrap();
+                drop(far);
+                assert_eq!(near.next_frame().0, LINK);
+                near.wait_for(|event| *event == ControlEvent::LinkDown { link: LINK });
+                assert_eq!(near.plane.send(LINK, &[b"x"]), Err(Refused::Gone));
+                continue;
+            }
+        };
+        far.wait_for(|event| *event == ControlEvent::LinkDown { link: inbound });
+        assert_eq!(far.plane.send(inbound, &[b"x"]), Err(Refused::Gone));
+    }
+}
+
+#[test]
+fn a_listener_that_never_answers_is_down_in_time() {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let to = Endpoint::from(format!("tcp://{}", silent.local_addr().unwrap()).as_str());
+    let dial = Duration::from_millis(50);
+    let mut ours = Ears::with(WireConfig { dial, ..WireConfig::default() });
+    ours.plane.dial(LINK, &to, Channel::Notify).unwrap();
+    let event = ours.wait_for(|_| true);
+    assert_eq!(event, ControlEvent::LinkDown { link: LINK });
+}
+
+#[test]
+fn garbage_costs_its_connection_only() {
+    let mut ours = Ears::new("127.0.0.1");
+    let to = ours.plane.listen(Channel::Notify).unwrap();
+    let address = to.0.strip_prefix("tcp://").unwrap().to_string();
+    // Signature, version and mechanism as RFC 37 has them, then a frame of 2^63 bytes.
+    let mut greeting = [&[0xff][..], &[0; 8], &[0x7f, 3, 1], b"NULL"].concat();
+    greeting.resize(64, 0);
+    let endless = [&greeting[..], &[2, 0x80, 0, 0, 0, 0, 0, 0, 0]].concat();
+    let noise: Vec<u8> =
+        (0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let cases: [&[u8]; 5] = [b"", b"GET / HTTP/1.1\r\n\r\n", &greeting[..10], &endless, &noise];
+    for case in cases {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        // libzmq may have closed it already.
+        let _ = stream.write_all(case);
+        let _ = stream.shutdown(Shutdown::Write);
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let _ = stream.read_to_end(&mut Vec::new());
+    }
+    let mut peer = Ears::new("127.0.0.1");
+    dial(&mut peer, &to);
+    peer.plane.send(LINK, &[b"a", b"b"]).unwrap();
+    let (link, parts) = ours.next_frame();
+    assert_eq!(parts, [b"a", b"b"]);
+    ours.plane.send(link, &[b"c"]).unwrap();
+    assert_eq!(peer.next_frame(), (LINK, vec![b"c".to_vec()]));
+    let mut rest = Vec::new();
+    ours.plane.poll(Nanos::ZERO, &mut rest);
+    assert!(!rest.iter().any(|event| matches!(event, ControlEvent::Frame { .. })));
+}
+
+#[test]
+fn a_reader_that_does_not_read_is_felt_by_the_sender() {
+    let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
+    let to = far.plane.listen(Channel::Notify).unwrap();
+    dial(&mut near, &to);
+    let (mut sent, mut refused) = (0_u32, 0_u32);
+    // More than both sides hold and the system between them, unless a queue has no end.
+    while refused < 2_000 {
+        assert!(sent < 200_000, "somebody takes what nobody reads");
+        match near.plane.send(LINK, &[&[0; 1_024]]) {
+            Ok(()) => (sent, refused) = (sent + 1, 0),
+            Err(why) => {
+                assert_eq!(why, Refused::Busy);
+                refused += 1;
+                std::thread::park_timeout(Duration::from_micros(100));
+            }
+        }
+    }
+    for _ in 0..sent {
+        far.next_frame();
+    }
+}

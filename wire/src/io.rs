@@ -6,6 +6,7 @@ use crate::shared::{Inbox, News, Queued};
 use engine::fabric::{Channel, LinkId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
 use std::time::Duration;
 use zmq::{Context, POLLIN, POLLOUT, Socket};
@@ -47,6 +48,7 @@ pub(crate) struct Io {
     context: Context,
     /// Rings when there is a command or room in the inbox.
     bell: Socket,
+    rung: Arc<AtomicBool>,
     commands: Receiver<Command>,
     inbox: Arc<Inbox>,
     listeners: Vec<(Channel, Listener)>,
@@ -57,12 +59,12 @@ pub(crate) struct Io {
 impl Io {
     pub(crate) fn new(
         context: Context,
-        bell: Socket,
+        (bell, rung): (Socket, Arc<AtomicBool>),
         commands: Receiver<Command>,
         inbox: Arc<Inbox>,
     ) -> Io {
         let (listeners, diallers) = (Vec::new(), BTreeMap::new());
-        Io { context, bell, commands, inbox, listeners, diallers, next_inbound: 0 }
+        Io { context, bell, rung, commands, inbox, listeners, diallers, next_inbound: 0 }
     }
 
     /// Runs until the plane is gone.
@@ -70,6 +72,8 @@ impl Io {
         loop {
             self.wait();
             while self.bell.recv_bytes(zmq::DONTWAIT).is_ok() {}
+            // Before the commands are looked at: what comes later rings again.
+            self.rung.store(false, Ordering::Release);
             loop {
                 match self.commands.try_recv() {
                     Ok(command) => self.command(command),

@@ -7,6 +7,7 @@ use engine::core::Nanos;
 use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused, Wake};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel, sync_channel};
 use std::task::Waker;
 use std::thread::JoinHandle;
@@ -40,6 +41,7 @@ pub struct ZmqPlane {
     inbox: Arc<Inbox>,
     commands: Option<Sender<Command>>,
     bell: Socket,
+    rung: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     links: BTreeMap<LinkId, Arc<Queued>>,
     listens: BTreeSet<Channel>,
@@ -69,13 +71,15 @@ impl ZmqPlane {
         let (bell, far) = pair()?;
         let (commands, receiver) = channel();
         let inbox = Arc::<Inbox>::default();
-        let io = Io::new(context, far, receiver, inbox.clone());
+        let rung = Arc::<AtomicBool>::default();
+        let io = Io::new(context, (far, rung.clone()), receiver, inbox.clone());
         let thread = std::thread::Builder::new().name("kvferry-wire".into()).spawn(|| io.run())?;
         Ok(ZmqPlane {
             config,
             inbox,
             commands: Some(commands),
             bell,
+            rung,
             thread: Some(thread),
             links: BTreeMap::new(),
             listens: BTreeSet::new(),
@@ -90,9 +94,12 @@ impl ZmqPlane {
         Ok(())
     }
 
-    /// A bell that is full rings already.
+    /// Rings once until it is heard, so that a burst of messages costs one.
     fn ring(&self) {
-        let _ = self.bell.send("", zmq::DONTWAIT);
+        if !self.rung.swap(true, Ordering::AcqRel) {
+            // The pair has room for one.
+            let _ = self.bell.send("", zmq::DONTWAIT);
+        }
     }
 }
 

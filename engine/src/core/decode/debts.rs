@@ -17,7 +17,7 @@ pub(super) struct Debt {
     /// By then leases have freed all of it.
     until: Nanos,
     /// What was given up; as many as a queue of messages may hold.
-    pub(super) tags: Vec<Tag>,
+    tags: Vec<Tag>,
 }
 
 impl Decode {

@@ -97,7 +97,9 @@ impl Prefill {
         let spare = other_life || {
             let entry = self.keys.entry(key.clone()).or_default();
             entry.copies += 1;
-            entry.request.is_some()
+            let taken = entry.request.is_some();
+            entry.request.get_or_insert_with(|| id.clone());
+            taken
         };
         let request = Request {
             key: key.clone(),
@@ -112,9 +114,8 @@ impl Prefill {
             spare,
             draining: BTreeMap::new(),
         };
-        self.requests.insert(id.clone(), request);
+        self.requests.insert(id, request);
         if !spare {
-            self.keys.entry(key.clone()).or_default().request = Some(id);
             self.timers.cancel(&Timer::Orphan(key.clone()));
             self.bind_sinks(now, &key, out);
         }

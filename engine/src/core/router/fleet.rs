@@ -104,7 +104,7 @@ impl Fleet {
         let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
         let slot = prefill.slot;
         let leg = Leg { client, prompt: index, sample: None, slot, prefill: None, tokens };
-        let life = Some(self.registry.instance_mut(slot).registration.incarnation);
+        let life = self.registry.get(slot).map(|prefill| prefill.registration.incarnation);
         let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode, life };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);

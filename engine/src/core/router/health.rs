@@ -119,13 +119,14 @@ impl Health {
         self.strikes = 0;
         self.failures = self.failures.saturating_add(1);
         self.since = next;
-        self.until = match weight {
+        let until = match weight {
             Weight::Final => Nanos::MAX,
             _ => {
                 let doubled = config.suspicion.scale(1 << (self.failures - 1).min(32), 1);
                 now + doubled.min(config.breaker_max)
             }
         };
+        self.until = self.until.max(until);
         Some(self.until)
     }
 }
@@ -155,6 +156,16 @@ mod tests {
         health.succeeded();
         assert!(!health.is_suspect(Nanos(900)));
         assert_eq!(fail(&mut health, 2000, 4, 5), Some(Nanos(2100)));
+    }
+
+    #[test]
+    fn what_is_final_stays_so_until_a_leg_gets_through() {
+        let mut health = Health::default();
+        health.failed(Nanos(0), LegId(0), LegId(1), Weight::Final, &config());
+        fail(&mut health, 1, 1, 2);
+        assert!(health.is_suspect(Nanos(1_000_000)));
+        health.succeeded();
+        assert!(!health.is_suspect(Nanos(2)));
     }
 
     #[test]

@@ -63,6 +63,10 @@ pub fn perform_control(
             let _lost = plane.send(link, &[&frame]);
             None
         }
+        ControlCommand::Reply { link, frame } => {
+            let _lost = plane.send(link, &[&[], &frame]);
+            None
+        }
         ControlCommand::HangUp { link } => {
             plane.hang_up(link);
             None

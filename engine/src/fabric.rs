@@ -45,6 +45,10 @@ impl LinkId {
     /// Set in the ids of links that the other side opened.
     pub const INBOUND: u32 = 1 << 31;
 
+    /// Set in the ids of links that a core opens to peers that speak MoRIIO, so that they differ
+    /// from those to native peers.
+    pub(crate) const MORIIO: u32 = 1 << 30;
+
     /// True if the other side opened the link.
     pub const fn is_inbound(self) -> bool {
         self.0 & Self::INBOUND != 0

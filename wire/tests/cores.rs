@@ -50,6 +50,9 @@ impl<M: Machine> Node<M> {
                 Ok(ControlCommand::Send { link, frame }) => {
                     let _ = self.ears.plane.send(link, &[&frame]);
                 }
+                Ok(ControlCommand::Reply { link, frame }) => {
+                    let _ = self.ears.plane.send(link, &[&[], &frame]);
+                }
                 Ok(ControlCommand::HangUp { link }) => self.ears.plane.hang_up(link),
                 Err(other) => self.said.push(*other),
             }
@@ -109,6 +112,7 @@ fn config(role: Role, control: &Endpoint, router: &Endpoint) -> CoreConfig {
         router: Some(router.clone()),
         settings: CoreSettings::default(),
         channel: ChannelConfig::default(),
+        moriio: None,
     }
 }
 
@@ -184,11 +188,18 @@ fn cores_register_say_hello_and_speak_over_zeromq() {
     let key = TransferKey { id: "tx".into(), prompt: 0 };
     let life = Some(Incarnation(1));
     let mode = Mode::Push;
-    let leg =
-        DecodeLeg { key: key.clone(), sibling: 0, mode, prefill: "prefill".into(), control, life };
+    let leg = DecodeLeg {
+        key: key.clone(),
+        sibling: 0,
+        mode,
+        prefill: "prefill".into(),
+        control,
+        life,
+        moriio: None,
+    };
     let request = "d".into();
     trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 16 }));
-    let leg = PrefillLeg { key, siblings: 1, mode, life };
+    let leg = PrefillLeg { key, siblings: 1, mode, life, moriio: None };
     let request = "p".into();
     trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens: 16 }));
     let blocks = vec![BlockList::new(vec![1])];

@@ -8,7 +8,7 @@ use crate::fabric::{
 use serde::{Deserialize, Serialize};
 
 /// A call on a [`crate::fabric::ControlPlane`]. A refused `Dial` comes back as `LinkDown`; a
-/// refused `Send` is a lost frame.
+/// refused `Send` or `Reply` is a lost frame.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ControlCommand {
     /// Start connecting.
@@ -22,6 +22,13 @@ pub enum ControlCommand {
     },
     /// Send one message of one part.
     Send {
+        /// The link.
+        link: LinkId,
+        /// The encoded frame.
+        frame: Vec<u8>,
+    },
+    /// Send one message of an empty part and this one.
+    Reply {
         /// The link.
         link: LinkId,
         /// The encoded frame.

@@ -103,6 +103,16 @@ number_id!(
     LegId(u64)
 );
 
+impl PeerSlot {
+    /// Set in the slots of peers that speak MoRIIO.
+    pub(crate) const MORIIO: u32 = 1 << 31;
+
+    /// True if the peer speaks MoRIIO.
+    pub const fn is_moriio(self) -> bool {
+        self.0 & Self::MORIIO != 0
+    }
+}
+
 /// What one transfer is about: prompt `prompt` of the request that travels as `id`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TransferKey {

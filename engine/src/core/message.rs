@@ -2,6 +2,7 @@
 //! with the router ([`Registration`] and the legs), with the serving engine ([`PrefillHook`],
 //! [`DecodeHook`] and their answers), and with the transfer actors ([`Job`], [`Report`]).
 
+use super::dialect::moriio::params::Peer;
 use super::error::Failure;
 use super::ids::*;
 use super::layout::{BlockList, Geometry, RankLayout};
@@ -234,6 +235,15 @@ pub struct Registration {
     pub draining: bool,
 }
 
+/// What a leg says of a peer that speaks MoRIIO.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct MoriioPeer {
+    /// Who that is. None at a prefill that is read from: its decode comes by itself.
+    pub peer: Option<Peer>,
+    /// Pull, at a decode: what to read, per group; the prefill's answer to its leg.
+    pub blocks: Vec<BlockList>,
+}
+
 /// What the prefill leg of a request carries beside the prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PrefillLeg {
@@ -246,6 +256,9 @@ pub struct PrefillLeg {
     /// The life of the prefill that it was sent to, if the router knows; another one keeps nothing
     /// of it, because decode will not ask that one.
     pub life: Option<Incarnation>,
+    /// The decode, if it speaks MoRIIO.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moriio: Option<Arc<MoriioPeer>>,
 }
 
 /// What the decode leg of a request carries beside the prompt.
@@ -263,6 +276,9 @@ pub struct DecodeLeg {
     pub control: Endpoint,
     /// Its life that got the prefill leg, if the router knows; a later one knows nothing of it.
     pub life: Option<Incarnation>,
+    /// The prefill, if it speaks MoRIIO.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moriio: Option<Arc<MoriioPeer>>,
 }
 
 /// How a request ended on its engine.

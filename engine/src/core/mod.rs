@@ -14,6 +14,7 @@ pub mod layout;
 mod limits;
 pub mod machine;
 pub mod message;
+pub mod moriio;
 pub mod peers;
 pub mod prefill;
 pub mod router;

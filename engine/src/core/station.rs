@@ -4,11 +4,12 @@
 use super::beacon::Beacon;
 use super::channel::{ChannelConfig, capability};
 use super::command::ControlCommand;
-use super::error::Failure;
-use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, TransferKey};
+use super::error::{Failure, PeerViolation};
+use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, RequestId, TransferKey};
 use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
 use super::machine::{Gauges, Outbox};
-use super::message::{FlowState, Job, Message, Mode, Report, Role, Tag};
+use super::message::{FlowState, Job, Message, Mode, MoriioPeer, Report, Role, Tag};
+use super::moriio::{MoriioConfig, MoriioCounters, MoriioPeers};
 use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers, Unsaid};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -42,6 +43,8 @@ pub struct CoreConfig {
     pub settings: CoreSettings,
     /// Times and limits of the channels to peers.
     pub channel: ChannelConfig,
+    /// Who it is to peers that speak MoRIIO, if it deals with any.
+    pub moriio: Option<MoriioConfig>,
 }
 
 /// Times and limits of a prefill or decode core.
@@ -143,6 +146,8 @@ pub(super) enum News {
     Unusable {
         failure: Failure,
     },
+    /// A frame broke the protocol and was dropped.
+    Violation(PeerViolation),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -158,6 +163,7 @@ pub(super) struct Station {
     receivers_max: u32,
     rebuild_delay: Nanos,
     peers: Peers,
+    moriio: Option<MoriioPeers>,
     peer_out: PeerOut,
     beacon: Option<Beacon>,
     layouts: Vec<Option<RankLayout>>,
@@ -194,6 +200,10 @@ impl Station {
             receivers_max: config.settings.receivers_max,
             rebuild_delay: config.settings.rebuild_delay,
             peers: Peers::new(config.channel.clone(), me),
+            moriio: config
+                .moriio
+                .clone()
+                .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
             peer_out: PeerOut::default(),
             beacon: Beacon::new(config),
             layouts: vec![None; usize::from(config.geometry.tp)],
@@ -208,8 +218,18 @@ impl Station {
         }
     }
 
-    /// Whether a request with a leg of this mode can be taken beside `requests` others.
-    pub(super) fn admit(&self, mode: Mode, requests: usize) -> Result<(), Failure> {
+    /// Whether a request with a leg of this mode, with a peer of this kind, can be taken beside
+    /// `requests` others.
+    pub(super) fn admit(
+        &self,
+        mode: Mode,
+        peer: Option<&Arc<MoriioPeer>>,
+        requests: usize,
+    ) -> Result<(), Failure> {
+        if peer.is_some() && self.moriio.is_none() {
+            let text = "the leg names a peer that speaks MoRIIO, this engine does not";
+            return Err(Failure::Mismatch(Mismatch(text.into())));
+        }
         if let Some(failure) = &self.unusable {
             return Err(failure.clone());
         }
@@ -227,7 +247,46 @@ impl Station {
     }
 
     pub(super) fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
-        self.peers.info(slot)
+        match &self.moriio {
+            Some(moriio) if slot.is_moriio() => moriio.info(slot),
+            _ => self.peers.info(slot),
+        }
+    }
+
+    /// The slot of a prefill that speaks MoRIIO, for one transfer.
+    pub(super) fn reach_moriio<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        (request, key): (&RequestId, &TransferKey),
+        peer: &Arc<MoriioPeer>,
+        out: &mut Outbox<E>,
+    ) -> PeerSlot {
+        let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
+        let slot = moriio.reach(now, request, &key.id, peer, &mut self.peer_out);
+        self.flush(out);
+        slot
+    }
+
+    /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
+    pub(super) fn expect_moriio<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        wanted: (Mode, u32),
+        peer: &Arc<MoriioPeer>,
+        out: &mut Outbox<E>,
+    ) {
+        if let Some(moriio) = &mut self.moriio {
+            moriio.expect(now, key, wanted, peer, &mut self.peer_out);
+            self.flush(out);
+        }
+    }
+
+    /// The engine is done with a transfer.
+    pub(super) fn forget(&mut self, key: &TransferKey) {
+        if let Some(moriio) = &mut self.moriio {
+            moriio.forget(&key.id);
+        }
     }
 
     pub(super) fn reach<E: From<ControlCommand>>(
@@ -252,6 +311,11 @@ impl Station {
         message: Message,
         out: &mut Outbox<E>,
     ) -> Result<(), Failure> {
+        if let Some(moriio) = self.moriio.as_mut().filter(|_| slot.is_moriio()) {
+            moriio.send(now, slot, message, &mut self.peer_out);
+            self.flush(out);
+            return Ok(());
+        }
         let awaited = is_awaited(&message);
         let sent = self.peers.send(now, slot, message, &mut self.peer_out);
         if awaited && sent == Err(Failure::Overload) {
@@ -277,7 +341,13 @@ impl Station {
         match &mut self.beacon {
             Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, news, out),
             _ => {
-                self.peers.control(now, event, &mut self.peer_out);
+                let native = match &mut self.moriio {
+                    Some(moriio) => moriio.control(now, event, &mut self.peer_out),
+                    None => Some(event),
+                };
+                if let Some(event) = native {
+                    self.peers.control(now, event, &mut self.peer_out);
+                }
             }
         }
         self.flush(out);
@@ -289,6 +359,9 @@ impl Station {
         out: &mut Outbox<E>,
     ) {
         self.peers.tick(now, &mut self.peer_out);
+        if let Some(moriio) = &mut self.moriio {
+            moriio.tick(now, &mut self.peer_out);
+        }
         self.flush(out);
         if let Some(beacon) = &mut self.beacon {
             beacon.tick(now, &mut self.peers, out);
@@ -300,7 +373,8 @@ impl Station {
 
     pub(super) fn deadline(&self) -> Option<Nanos> {
         let beacon = self.beacon.as_ref().and_then(Beacon::deadline);
-        [self.peers.deadline(), self.timers.next(), beacon].into_iter().flatten().min()
+        let moriio = self.moriio.as_ref().and_then(MoriioPeers::deadline);
+        [self.peers.deadline(), self.timers.next(), beacon, moriio].into_iter().flatten().min()
     }
 
     pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
@@ -319,7 +393,7 @@ impl Station {
         let uses = self.uses.entry(slot).or_default();
         *uses += 1;
         self.uses_total += 1;
-        if *uses == 1 {
+        if *uses == 1 && !slot.is_moriio() {
             self.peers.watch(now, slot, true, &mut self.peer_out);
             self.flush(out);
         }
@@ -337,6 +411,9 @@ impl Station {
         self.uses_total -= 1;
         if *uses == 0 {
             self.uses.remove(&slot);
+            if slot.is_moriio() {
+                return;
+            }
             self.peers.watch(now, slot, false, &mut self.peer_out);
             self.flush(out);
         }
@@ -369,19 +446,20 @@ impl Station {
                     news.push(News::Down { slot, failure, unsaid });
                     self.fence(slot, news, out);
                 }
-                // Violations are counted by the peers; a hello that does not fit is none.
-                PeerEvent::Refused { .. } | PeerEvent::Violation(_) => {}
+                PeerEvent::Violation(violation) => news.push(News::Violation(violation)),
+                // A hello that does not fit is no violation.
+                PeerEvent::Refused { .. } => {}
             }
         }
     }
 
     fn connect_ranks<E: From<Job>>(&mut self, slot: PeerSlot, out: &mut Outbox<E>) {
-        let Some(info) = self.peers.info(slot) else { return };
+        let Some(info) = self.info(slot).cloned() else { return };
         self.connected.insert(slot);
         out.push(Job::Peer {
             peer: slot,
-            geometry: info.geometry.clone(),
-            ranks: info.ranks.clone(),
+            geometry: info.geometry,
+            ranks: info.ranks,
             pass: info.pass,
         });
     }
@@ -415,6 +493,12 @@ impl Station {
             Report::PeerReady { peer } => {
                 self.rebuilds.remove(&peer);
             }
+            Report::PeerFailed { peer, failure } if peer.is_moriio() => {
+                // Nobody else says that it is gone.
+                if let Some(moriio) = &mut self.moriio {
+                    moriio.fail(peer, failure, &mut self.peer_out);
+                }
+            }
             Report::PeerFailed { peer, .. } => self.fence(peer, news, out),
             Report::Fenced { peer } => self.rank_fenced(now, rank, peer, news),
             Report::Flow { flow, state } => news.push(News::Flow { rank, flow, state }),
@@ -431,6 +515,9 @@ impl Station {
         let Some(slot) = self.layouts.get_mut(usize::from(rank)) else { return };
         *slot = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
+            if let Some(moriio) = &mut self.moriio {
+                moriio.set_ranks(now, ranks.clone(), &mut self.peer_out);
+            }
             self.peers.set_ranks(now, ranks, &mut self.peer_out);
             if let Some(beacon) = &mut self.beacon {
                 beacon.start(now, &mut self.peers, out);
@@ -464,14 +551,20 @@ impl Station {
         }
     }
 
+    /// What was counted of peers that speak MoRIIO.
+    pub(super) fn moriio(&self) -> MoriioCounters {
+        self.moriio.as_ref().map(MoriioPeers::counters).unwrap_or_default()
+    }
+
     pub(super) fn gauges(&self) -> Gauges {
         let peers = self.peers.gauges();
         let beacon = self.beacon.as_ref().map_or(0, |beacon| beacon.violations);
+        let [known, links, notices] = self.moriio.as_ref().map_or([0; 3], MoriioPeers::sizes);
         Gauges {
-            queued: peers.queued + self.fencing.len() as u32,
-            peers: peers.peers,
-            links: peers.links,
-            violations: peers.violations + self.violations + beacon,
+            queued: peers.queued + notices + self.fencing.len() as u32,
+            peers: peers.peers + known,
+            links: peers.links + links,
+            violations: peers.violations + self.violations + beacon + self.moriio().violations,
             ..Gauges::default()
         }
     }

@@ -39,6 +39,7 @@ fn core_config(role: Role, mode: Mode) -> CoreConfig {
         router: None,
         settings: CoreSettings::default(),
         channel: ChannelConfig::default(),
+        moriio: None,
     }
 }
 
@@ -211,6 +212,7 @@ async fn carry(mode: Mode) {
         prefill: "prefill".into(),
         control: "loopback".into(),
         life: None,
+        moriio: None,
     };
     let request = RequestId::from("d");
     let arrived = DecodeHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
@@ -220,7 +222,7 @@ async fn carry(mode: Mode) {
     decode.send(Give(DecodeInput::Hook(allocated))).await.unwrap();
 
     let request = RequestId::from("p");
-    let leg = PrefillLeg { key, siblings: 1, mode, life: None };
+    let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: None };
     let arrived = PrefillHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
     prefill.send(Give(PrefillInput::Hook(arrived))).await.unwrap();
     while store.lock().unwrap().len() < 2 * usize::from(TP) {

@@ -29,7 +29,7 @@ fn arrive_prefill_for(
     siblings: u32,
     life: Option<Incarnation>,
 ) {
-    let leg = PrefillLeg { key: key(), siblings, mode, life };
+    let leg = PrefillLeg { key: key(), siblings, mode, life, moriio: None };
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
 }
@@ -53,6 +53,7 @@ fn arrive_decode_for(
         prefill: "prefill".into(),
         control: "prefill-control".into(),
         life,
+        moriio: None,
     };
     pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));
     request

@@ -106,6 +106,7 @@ fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> Core
         router: None,
         settings: settings.clone(),
         channel: ChannelConfig::default(),
+        moriio: None,
     }
 }
 
@@ -248,6 +249,7 @@ impl Pair {
                         PrefillEffect::Control(command) => self.control(who, command),
                         PrefillEffect::Job(job) => self.job(Role::Prefill, job),
                         PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
+                        PrefillEffect::Violation(violation) => panic!("{violation}"),
                     }
                 }
             }
@@ -260,6 +262,7 @@ impl Pair {
                         DecodeEffect::Control(command) => self.control(who, command),
                         DecodeEffect::Job(job) => self.job(Role::Decode, job),
                         DecodeEffect::Answer(answer) => self.decode_said.push(answer),
+                        DecodeEffect::Violation(violation) => panic!("{violation}"),
                     }
                 }
             }
@@ -379,6 +382,7 @@ impl Pair {
                     self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
                 }
             }
+            ControlCommand::Reply { .. } => panic!("nobody speaks MoRIIO here"),
             ControlCommand::HangUp { link } => {
                 if let Some(there) = self.links.remove(&link) {
                     self.links.remove(&there);

@@ -353,6 +353,7 @@ impl Net {
             match command {
                 ControlCommand::Dial { link, .. } => self.connect(core, link),
                 ControlCommand::Send { link, frame } => self.carry(core, link, frame),
+                ControlCommand::Reply { .. } => panic!("nobody speaks MoRIIO here"),
                 ControlCommand::HangUp { link } => self.hang_up(core, link),
             }
         }

@@ -249,7 +249,8 @@ mod tests {
     /// A prompt of P0 is pulled by D0 in another life than the one that D0 has now, or the same.
     fn granted(lost: bool) -> Bench {
         let mut bench = bench();
-        let leg = PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull, life: None };
+        let leg =
+            PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull, life: None, moriio: None };
         let hook = &PrefillHook::Arrived { request: request("s"), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };

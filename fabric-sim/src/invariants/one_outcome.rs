@@ -258,7 +258,8 @@ mod tests {
     #[test]
     fn a_source_is_freed_once_and_not_before_the_end() {
         let mut bench = bench();
-        let leg = PrefillLeg { key: key("r"), siblings: 1, mode: Mode::Push, life: None };
+        let leg =
+            PrefillLeg { key: key("r"), siblings: 1, mode: Mode::Push, life: None, moriio: None };
         prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };

@@ -69,6 +69,7 @@ pub(super) fn decode_leg(name: &str) -> DecodeLeg {
         prefill,
         control: "sim://p0".into(),
         life: None,
+        moriio: None,
     }
 }
 
@@ -299,7 +300,8 @@ pub(super) fn decode_body(name: &str) -> LegBody {
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {
-    let transfer = PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push, life: None };
+    let transfer =
+        PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push, life: None, moriio: None };
     LegBody::Prefill { transfer, prompt: 0 }
 }
 

@@ -234,6 +234,7 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         router: Some(Endpoint(format!("sim://{ROUTER}").into())),
         settings: settings::core(run),
         channel: settings::channel(run),
+        moriio: None,
     })
 }
 

@@ -56,6 +56,7 @@ impl Simulation {
                     self.watch.see(self.now, &Observation::PrefillAnswer { who, answer: &answer });
                     self.tell_engine(instance, EngineInput::Prefill(answer));
                 }
+                PrefillEffect::Violation(_) => {}
             }
         }
         self.flush_control(instance);
@@ -74,6 +75,7 @@ impl Simulation {
                     self.stats.answered(self.now, instance, &answer);
                     self.tell_engine(instance, EngineInput::Decode(answer));
                 }
+                DecodeEffect::Violation(_) => {}
             }
         }
         self.flush_control(instance);

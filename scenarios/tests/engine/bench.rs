@@ -90,7 +90,13 @@ impl Bench {
         let key = ::engine::core::ids::TransferKey { id: format!("x{leg}").into(), prompt: 0 };
         let body = match self.engine.config().role {
             Role::Prefill => LegBody::Prefill {
-                transfer: PrefillLeg { key, siblings: 1, mode: Mode::Push, life: None },
+                transfer: PrefillLeg {
+                    key,
+                    siblings: 1,
+                    mode: Mode::Push,
+                    life: None,
+                    moriio: None,
+                },
                 prompt: 0,
             },
             Role::Decode => LegBody::Decode {
@@ -101,6 +107,7 @@ impl Bench {
                     prefill: "p0".into(),
                     control: Endpoint("p0:1".into()),
                     life: None,
+                    moriio: None,
                 },
                 prompt: 0,
                 sample: 0,

@@ -10,11 +10,12 @@ mod request;
 
 use super::blocks::{Ledger, Owner};
 use super::command::ControlCommand;
-use super::error::Failure;
+use super::error::{Failure, PeerViolation};
 use super::idmap::IdMap;
 use super::ids::{EngineId, FlowId, PeerSlot, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, Tag};
+use super::moriio::MoriioCounters;
 use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -54,6 +55,8 @@ pub enum DecodeEffect {
     Job(Job),
     /// Tell the engine.
     Answer(DecodeAnswer),
+    /// For the log: a peer broke the protocol, and the frame was dropped.
+    Violation(PeerViolation),
 }
 
 impl From<ControlCommand> for DecodeEffect {
@@ -158,6 +161,7 @@ impl Decode {
             News::Abandoned { .. } => {}
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
             News::Unusable { failure } => self.give_up(now, &failure, out),
+            News::Violation(violation) => out.push(DecodeEffect::Violation(violation)),
         }
     }
 
@@ -217,6 +221,13 @@ impl Decode {
         for id in ids {
             self.fail(now, &id, failure.clone(), out);
         }
+    }
+}
+
+impl Decode {
+    /// What was counted of peers that speak MoRIIO.
+    pub fn moriio(&self) -> MoriioCounters {
+        self.station.moriio()
     }
 }
 

@@ -59,7 +59,10 @@ impl Decode {
             out.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
-        let slot = self.station.reach(now, &leg.prefill, &leg.control, leg.life, out);
+        let slot = match &leg.moriio {
+            Some(peer) => self.station.reach_moriio(now, (&id, &leg.key), peer, out),
+            None => self.station.reach(now, &leg.prefill, &leg.control, leg.life, out),
+        };
         if self.is_past(slot, leg.life) {
             self.ids.remove_request(&id);
             out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
@@ -126,7 +129,7 @@ impl Decode {
     }
 
     fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
-        self.station.admit(leg.mode, self.requests.len())?;
+        self.station.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
         let transfer = (leg.key.clone(), leg.sibling);
         if self.tombstones.contains(&transfer) {
             return Err(Failure::DuplicateKey);
@@ -289,8 +292,10 @@ impl Decode {
             let owner = request.owner;
             match &mut request.phase {
                 Phase::Arrived { .. } => {
-                    // A grant may be under way.
-                    if request.lease.is_some() {
+                    if slot.is_moriio() {
+                        self.release_source(now, &id, out);
+                    } else if request.lease.is_some() {
+                        // A grant may be under way.
                         self.owe_release(now, &id);
                     }
                     self.reject(now, &id, failure.clone(), out);
@@ -355,6 +360,7 @@ impl Decode {
         }
         self.ledger.release(request.owner);
         self.cancel_timers(id);
+        self.station.forget(&request.tag.key);
         self.station.unhold(now, request.slot, out);
     }
 

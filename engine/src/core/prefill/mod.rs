@@ -8,10 +8,11 @@ mod request;
 mod sink;
 
 use super::command::ControlCommand;
-use super::error::Failure;
+use super::error::{Failure, PeerViolation};
 use super::ids::{FlowId, PeerSlot, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{FlowState, Job, Message, PrefillAnswer, PrefillHook, Report};
+use super::moriio::MoriioCounters;
 use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -51,6 +52,8 @@ pub enum PrefillEffect {
     Job(Job),
     /// Tell the engine.
     Answer(PrefillAnswer),
+    /// For the log: a peer broke the protocol, and the frame was dropped.
+    Violation(PeerViolation),
 }
 
 impl From<ControlCommand> for PrefillEffect {
@@ -173,6 +176,7 @@ impl Prefill {
             News::Up { .. } | News::Fenced { .. } => {}
             News::Abandoned { key } => self.abandoned(now, &key, out),
             News::Unusable { failure } => self.give_up(now, &failure, out),
+            News::Violation(violation) => out.push(PrefillEffect::Violation(violation)),
         }
     }
 
@@ -230,6 +234,13 @@ impl Prefill {
                 Timer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
             }
         }
+    }
+}
+
+impl Prefill {
+    /// What was counted of peers that speak MoRIIO.
+    pub fn moriio(&self) -> MoriioCounters {
+        self.station.moriio()
     }
 }
 

@@ -93,6 +93,7 @@ impl Prefill {
         }
         let source = SourceId(self.fresh());
         let key = leg.key.clone();
+        let (peer, wanted) = (leg.moriio.clone(), (leg.mode, tokens));
         let other_life = leg.life.is_some_and(|life| life != self.config.incarnation);
         let spare = other_life || {
             let entry = self.keys.entry(key.clone()).or_default();
@@ -118,11 +119,14 @@ impl Prefill {
         if !spare {
             self.timers.cancel(&Timer::Orphan(key.clone()));
             self.bind_sinks(now, &key, out);
+            if let Some(peer) = peer {
+                self.station.expect_moriio(now, &key, wanted, &peer, out);
+            }
         }
     }
 
     fn admit(&self, id: &RequestId, leg: &PrefillLeg) -> Result<(), Failure> {
-        self.station.admit(leg.mode, self.requests.len())?;
+        self.station.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
         let copies = self.keys.get(&leg.key).map_or(0, |key| key.copies);
         let duplicate = self.requests.contains_key(id)
             || self.tombstones.contains(&leg.key)
@@ -249,6 +253,9 @@ impl Prefill {
 
     fn free(&mut self, id: &RequestId, failure: Option<Failure>, out: &mut Out) {
         let Some(request) = self.requests.remove(id) else { return };
+        if !request.spare {
+            self.station.forget(&request.key);
+        }
         self.held -= request.blocks_held();
         if request.mentioned {
             out.push(Job::Forget { source: request.source });

@@ -105,7 +105,13 @@ impl Fleet {
         let slot = prefill.slot;
         let leg = Leg { client, prompt: index, sample: None, slot, prefill: None, tokens };
         let life = self.registry.get(slot).map(|prefill| prefill.registration.incarnation);
-        let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode, life };
+        let transfer = PrefillLeg {
+            key: key.clone(),
+            siblings: waiting,
+            mode: prefill.mode,
+            life,
+            moriio: None,
+        };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
         work.prefill = Some(prefill_leg);
@@ -144,6 +150,7 @@ impl Fleet {
             prefill: source.engine.clone(),
             control: source.control.clone(),
             life: Some(source.incarnation),
+            moriio: None,
         };
         let output = work.output;
         let body =

@@ -6,7 +6,7 @@ use super::ports::{Shape, pod_of};
 use super::{DecodeError, Unsendable, error};
 use crate::core::ids::{BlockId, EngineId, RequestId, TransferId};
 use crate::core::message::{Mode, Role};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
@@ -200,7 +200,7 @@ pub fn unnamed_transfer(request: &RequestId) -> TransferId {
 }
 
 /// Who is at the other end of a transfer.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Peer {
     /// Where it listens, in pod 0.
     pub address: ZmqAddress,

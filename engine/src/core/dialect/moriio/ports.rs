@@ -2,9 +2,13 @@
 
 use crate::core::layout::Mismatch;
 use crate::core::layout::check::refuse;
+use serde::{Deserialize, Serialize};
 
 /// How a listener's port is made of its base port and its rank. Both sides need the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
 pub enum PortFormula {
     /// As vLLM 0.32.0: listeners at `dp + tp`, some of which collide when DP and TP are above 1,
     /// and diallers that partly look elsewhere.
@@ -30,7 +34,7 @@ pub enum Dial {
 }
 
 /// The sizes of an engine that its ports depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Shape {
     /// DP ranks per pod; 0 if all are in one.
     pub dp_size_local: u16,

@@ -1,0 +1,156 @@
+//! The prefill's part at a decode: answers in its name, and hears the notices that it sends.
+
+use super::{Dial, MoriioPeers, Timer};
+use crate::core::dialect::moriio::notify::{Release, RemoteBlocks, ToPrefill};
+use crate::core::dialect::moriio::params::Peer;
+use crate::core::error::Failure;
+use crate::core::ids::{BlockId, PeerSlot, RankSet, RequestId, TransferId};
+use crate::core::layout::{BlockList, senders};
+use crate::core::message::{Message, MoriioPeer, Tag};
+use crate::core::peers::{PeerEvent, PeerOut};
+use crate::core::time::Nanos;
+use crate::fabric::Refused;
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+/// A prompt that is fetched from a prefill.
+#[derive(Debug)]
+pub(super) struct Fetch {
+    slot: PeerSlot,
+    request: RequestId,
+    peer: Arc<MoriioPeer>,
+    /// What the core asked for, and the tokens of the prompt.
+    asked: Option<(Tag, u32)>,
+}
+
+impl MoriioPeers {
+    /// The slot of the prefill of a leg; what is said of the transfer goes there.
+    pub fn reach(
+        &mut self,
+        now: Nanos,
+        request: &RequestId,
+        transfer: &TransferId,
+        peer: &Arc<MoriioPeer>,
+        out: &mut PeerOut,
+    ) -> PeerSlot {
+        let slot = self.slot_of(now, peer, out);
+        let fetch = Fetch { slot, request: request.clone(), peer: peer.clone(), asked: None };
+        self.fetches.insert(transfer.clone(), fetch);
+        slot
+    }
+
+    /// What the decode core says to a prefill.
+    pub(super) fn fetch(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        message: Message,
+        out: &mut PeerOut,
+    ) {
+        let transfer = message.tag().key.id.clone();
+        let Some(fetch) = self.fetches.get_mut(&transfer) else { return };
+        match message {
+            Message::Ask { tag, tokens } => {
+                fetch.asked = Some((tag.clone(), tokens));
+                self.tell(slot, Message::Begun { tag }, out);
+            }
+            Message::Pull { tag, tokens } => {
+                fetch.asked = Some((tag.clone(), tokens));
+                let blocks = fetch.peer.blocks.clone();
+                let lease = self.config.settings.hold;
+                self.tell(slot, Message::Grant { tag, tokens, blocks, lease }, out);
+            }
+            Message::Announce { tag, tokens, from, blocks } => {
+                fetch.asked = Some((tag.clone(), tokens));
+                if let Err(failure) = self.say_blocks(now, &transfer, from, &blocks, out) {
+                    let message = Message::Ended { tag, failure, quiet: true };
+                    out.events.push(PeerEvent::Message { slot, message });
+                    self.forget(&transfer);
+                }
+            }
+            Message::Release { .. } => self.say_release(now, &transfer, out),
+            // A write cannot be called off: the word that it is done is waited for, or its time.
+            _ => {}
+        }
+    }
+
+    fn say_blocks(
+        &mut self,
+        now: Nanos,
+        transfer: &TransferId,
+        from: u32,
+        blocks: &[BlockList],
+        out: &mut PeerOut,
+    ) -> Result<(), Failure> {
+        let unsupported = |text: &str| Err(Failure::Refused(Refused::Unsupported(text.into())));
+        let ([list], 0) = (blocks, from) else {
+            return unsupported("MoRIIO cannot name prefix hits, nor more than one KV group");
+        };
+        let Some(fetch) = self.fetches.get(transfer) else { return Ok(()) };
+        let Some(peer) = fetch.peer.peer.clone() else { return Err(Failure::Unreachable) };
+        let ids = list.ids.iter().map(|id| BlockId(*id)).collect();
+        let request = Some(fetch.request.clone());
+        let Ok(notice) = RemoteBlocks::new(request, transfer.clone(), ids, 0) else {
+            return unsupported("MoRIIO cannot announce that there is no block");
+        };
+        let frame = ToPrefill::RemoteBlocks(notice).encode();
+        self.say_to_ranks(now, Dial::RemoteBlocks, &peer, &frame, out)?;
+        let until = now + self.config.settings.write;
+        self.timers.arm(Timer::Written(transfer.clone()), until);
+        Ok(())
+    }
+
+    /// Tells the prefill that its blocks are needed no more, or that there are none here for it.
+    fn say_release(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOut) {
+        let Some(fetch) = self.fetches.get(transfer) else { return };
+        let Some(peer) = fetch.peer.peer.clone() else { return };
+        let tp = NonZeroU16::new(self.geometry.tp).unwrap_or(NonZeroU16::MIN);
+        let what = if fetch.peer.blocks.is_empty() { Dial::EarlyRelease } else { Dial::Release };
+        match Release::new(transfer.clone(), tp, peer.shape.tp_size) {
+            Ok(release) => {
+                let frame = ToPrefill::Release(release).encode();
+                // An address of no use was met at the handshake.
+                let _ = self.say_to_ranks(now, what, &peer, &frame, out);
+            }
+            Err(_) => self.notices.dropped += 1,
+        }
+        self.forget(transfer);
+    }
+
+    fn say_to_ranks(
+        &mut self,
+        now: Nanos,
+        what: Dial,
+        peer: &Peer,
+        frame: &[u8],
+        out: &mut PeerOut,
+    ) -> Result<(), Failure> {
+        let ranks = self.config.settings.ports.fan_out(self.geometry.tp, peer.shape);
+        for rank in 0..ranks {
+            let to = self.endpoint(what, peer, rank)?;
+            self.notify(now, to, frame.to_vec(), out);
+        }
+        Ok(())
+    }
+
+    /// The prefill has written everything.
+    pub(super) fn on_written(&mut self, transfer: &TransferId, out: &mut PeerOut) {
+        let Some(fetch) = self.fetches.get(transfer) else { return };
+        let (slot, Some((tag, tokens))) = (fetch.slot, fetch.asked.clone()) else { return };
+        self.timers.cancel(&Timer::Written(transfer.clone()));
+        let ranks = match self.info(slot) {
+            Some(info) => senders(&info.geometry, &self.geometry),
+            None => RankSet::EMPTY,
+        };
+        let message = Message::Delivered { tag, ranks, tokens };
+        out.events.push(PeerEvent::Message { slot, message });
+    }
+
+    /// Nothing was heard of a write. It may still be under way, so that its blocks can be had back
+    /// only by keeping the prefill out.
+    pub(super) fn overdue(&mut self, transfer: &TransferId, out: &mut PeerOut) {
+        if let Some(slot) = self.fetches.get(transfer).map(|fetch| fetch.slot) {
+            self.fail(slot, Failure::Stalled, out);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Notices: one way, unanswered, over a link per receiver that is kept.
+
+use super::{MoriioPeers, Timer};
+use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::notify::{AtPrefill, decode_at_decode, decode_at_prefill};
+use crate::core::message::Role;
+use crate::core::peers::PeerOut;
+use crate::core::time::Nanos;
+use crate::fabric::{Channel, Endpoint, LinkId};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Pause before a receiver is dialled again.
+pub(super) const REDIAL: Nanos = Nanos::from_ms(200);
+
+#[derive(Debug, Default)]
+struct Line {
+    link: Option<LinkId>,
+    up: bool,
+    /// Notices that wait for the link, with the time at which they are dropped.
+    queue: VecDeque<(Nanos, Vec<u8>)>,
+}
+
+/// The links by which notices are sent.
+#[derive(Debug, Default)]
+pub(super) struct Notices {
+    lines: BTreeMap<Endpoint, Line>,
+    links: BTreeMap<LinkId, Endpoint>,
+    pub(super) dropped: u32,
+}
+
+impl Notices {
+    pub(super) fn links(&self) -> usize {
+        self.links.len()
+    }
+
+    pub(super) fn queued(&self) -> u32 {
+        self.lines.values().map(|line| line.queue.len() as u32).sum()
+    }
+
+    /// A link can be used: sends what waits for it.
+    pub(super) fn up(&mut self, link: LinkId, out: &mut PeerOut) {
+        let Some(line) = self.links.get(&link).and_then(|to| self.lines.get_mut(to)) else {
+            return;
+        };
+        line.up = true;
+        let frames = line.queue.drain(..).map(|(_, frame)| ControlCommand::Send { link, frame });
+        out.commands.extend(frames);
+    }
+
+    /// A link is gone; returns where it led to if notices wait for it.
+    pub(super) fn down(&mut self, link: LinkId) -> Option<Endpoint> {
+        let to = self.links.remove(&link)?;
+        let line = self.lines.get_mut(&to)?;
+        if line.queue.is_empty() {
+            self.lines.remove(&to);
+            return None;
+        }
+        (line.link, line.up) = (None, false);
+        Some(to)
+    }
+
+    /// Drops what has waited too long; false if nothing is left.
+    fn expire(&mut self, now: Nanos, to: &Endpoint) -> bool {
+        let Some(line) = self.lines.get_mut(to) else { return false };
+        while line.queue.front().is_some_and(|(until, _)| *until <= now) {
+            line.queue.pop_front();
+            self.dropped += 1;
+        }
+        if line.queue.is_empty() && line.link.is_none() {
+            self.lines.remove(to);
+            return false;
+        }
+        true
+    }
+}
+
+impl MoriioPeers {
+    /// Sends a notice, at the latest when the receiver can be reached again.
+    pub(super) fn notify(&mut self, now: Nanos, to: Endpoint, frame: Vec<u8>, out: &mut PeerOut) {
+        let settings = &self.config.settings;
+        let line = self.notices.lines.entry(to.clone()).or_default();
+        if let (Some(link), true) = (line.link, line.up) {
+            out.commands.push(ControlCommand::Send { link, frame });
+            return;
+        }
+        if line.queue.len() >= settings.notices_max as usize {
+            self.notices.dropped += 1;
+            return;
+        }
+        line.queue.push_back((now + settings.notice, frame));
+        if line.link.is_none() {
+            self.dial_line(now, to, out);
+        }
+    }
+
+    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut PeerOut) {
+        let link = self.fresh_link();
+        let Some(line) = self.notices.lines.get_mut(&to) else { return };
+        line.link = Some(link);
+        self.notices.links.insert(link, to.clone());
+        self.timers.arm(Timer::Notice(to.clone()), now + self.config.settings.notice);
+        out.commands.push(ControlCommand::Dial { link, to, channel: Channel::Notify });
+    }
+
+    /// Notices wait for a receiver: dial it again, or give them up.
+    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOut) {
+        if !self.notices.expire(now, to) {
+            return;
+        }
+        let Some(line) = self.notices.lines.get(to) else { return };
+        if line.link.is_none() {
+            self.dial_line(now, to.clone(), out);
+        }
+    }
+
+    /// A notice came. What is none is counted, reported and dropped.
+    pub(super) fn on_notice(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        parts: &[Vec<u8>],
+        out: &mut PeerOut,
+    ) {
+        let heard = match self.role {
+            Role::Prefill => decode_at_prefill(parts).map(Ok),
+            Role::Decode => decode_at_decode(parts).map(Err),
+        };
+        match heard {
+            Ok(Ok(AtPrefill::RemoteBlocks(notice))) => self.on_blocks(now, &notice, out),
+            Ok(Ok(AtPrefill::Release(notice))) => self.on_release(now, &notice, out),
+            Ok(Ok(AtPrefill::Unusable { transfer, rule })) => {
+                let error = super::DecodeError { frame: "remote_blocks", rule: rule.into() };
+                self.violation(link, &error, out);
+                self.unusable(now, &transfer, out);
+            }
+            Ok(Err(transfer)) => self.on_written(&transfer, out),
+            Err(error) => self.violation(link, &error, out),
+        }
+    }
+}

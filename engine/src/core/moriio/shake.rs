@@ -1,0 +1,202 @@
+//! The handshake: asked of a peer before its memory is used, and answered to whoever asks.
+
+use super::{MoriioPeers, OPEN_PASS, Timer, memory};
+use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::DecodeError;
+use crate::core::dialect::moriio::handshake::{
+    AgentMetadata, Call, LayerMemory, REQUEST, decode_call,
+};
+use crate::core::error::Failure;
+use crate::core::ids::{EngineId, Incarnation, PeerSlot};
+use crate::core::message::Message;
+use crate::core::peers::{PeerEvent, PeerInfo, PeerOut};
+use crate::core::time::Nanos;
+use crate::fabric::{Channel, Endpoint, LinkId};
+use std::sync::Arc;
+
+/// Messages that wait for one handshake; more end it.
+const PENDING_MAX: usize = 65_536;
+
+/// A peer whose memory is or will be known.
+#[derive(Debug)]
+pub(super) struct Slot {
+    pub(super) endpoint: Endpoint,
+    /// The handshake that is under way.
+    pub(super) link: Option<LinkId>,
+    pub(super) info: Option<PeerInfo>,
+    metadata: Option<AgentMetadata>,
+    replies: Option<(AgentMetadata, LayerMemory)>,
+    verified: Nanos,
+    /// What the core is told when the handshake is done.
+    pending: Vec<Message>,
+}
+
+impl Slot {
+    pub(super) fn new(endpoint: Endpoint) -> Slot {
+        Slot {
+            endpoint,
+            link: None,
+            info: None,
+            metadata: None,
+            replies: None,
+            verified: Nanos(0),
+            pending: Vec::new(),
+        }
+    }
+
+    fn is_ready(&self) -> bool {
+        self.info.is_some() && self.link.is_none()
+    }
+}
+
+/// True for a frame with which a handshake begins.
+pub(super) fn is_call(parts: &[Vec<u8>]) -> bool {
+    decode_call(parts) == Ok(Call::Metadata)
+}
+
+impl MoriioPeers {
+    /// Starts the handshake of a slot that has none under way.
+    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+        if self.ranks.is_none() {
+            return;
+        }
+        let link = self.fresh_link();
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        slot.link = Some(link);
+        slot.metadata = None;
+        self.shaking.insert(link, id);
+        let to = slot.endpoint.clone();
+        self.timers.arm_if_idle(Timer::Shake(id), now + self.config.settings.handshake);
+        out.commands.push(ControlCommand::Dial { link, to, channel: Channel::Handshake });
+    }
+
+    /// Repeats a handshake that is too old.
+    pub(super) fn verify(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+        let trust = self.config.settings.trust;
+        let old = |slot: &&Slot| slot.is_ready() && slot.verified + trust < now;
+        if self.slots.get(&id).filter(old).is_some() {
+            self.dial(now, id, out);
+        }
+    }
+
+    pub(super) fn ask(&mut self, link: LinkId, out: &mut PeerOut) {
+        out.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
+    }
+
+    /// Nobody listens there now. A peer that was known is gone; one that is starting is asked again
+    /// by the next leg.
+    pub(super) fn handshake_broke(&mut self, id: PeerSlot, out: &mut PeerOut) {
+        if let Some(slot) = self.slots.get_mut(&id) {
+            slot.link = None;
+        }
+        self.fail(id, Failure::Unreachable, out);
+    }
+
+    pub(super) fn on_reply(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        parts: &[Vec<u8>],
+        out: &mut PeerOut,
+    ) {
+        let Some(id) = self.shaking.get(&link).copied() else {
+            let error = DecodeError { frame: "notify", rule: "answer to a notice".into() };
+            return self.violation(link, &error, out);
+        };
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        let broken = match slot.metadata.take() {
+            None => match AgentMetadata::decode(parts) {
+                Ok(metadata) => {
+                    slot.metadata = Some(metadata);
+                    return;
+                }
+                Err(error) => error,
+            },
+            Some(metadata) => match LayerMemory::decode(parts) {
+                Ok(memory) => return self.shook(now, id, (metadata, memory), out),
+                Err(error) => error,
+            },
+        };
+        let peer = slot.endpoint.to_string();
+        self.violation(link, &broken, out);
+        self.fail(id, Failure::Violation(broken.violation(&peer)), out);
+    }
+
+    /// Both replies are there.
+    fn shook(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        replies: (AgentMetadata, LayerMemory),
+        out: &mut PeerOut,
+    ) {
+        let (Some(slot), Some(ranks)) = (self.slots.get_mut(&id), &self.ranks) else { return };
+        if let Some(link) = slot.link.take() {
+            self.shaking.remove(&link);
+            out.commands.push(ControlCommand::HangUp { link });
+        }
+        self.timers.cancel(&Timer::Shake(id));
+        slot.verified = now;
+        if let Some(before) = &slot.replies {
+            if *before != replies {
+                return self.fail(id, Failure::PeerRestarted, out);
+            }
+        } else {
+            let own = (&*self.geometry, &ranks[..]);
+            match memory::peer(&self.config, self.role, own, &replies) {
+                Ok((geometry, ranks)) => {
+                    slot.info = Some(PeerInfo {
+                        engine: EngineId(replies.0.engine_id.clone()),
+                        incarnation: Incarnation(0),
+                        geometry: Arc::new(geometry),
+                        ranks: Arc::new(ranks),
+                        capabilities: 0,
+                        pass: OPEN_PASS,
+                    });
+                    slot.replies = Some(replies);
+                    out.events.push(PeerEvent::Up { slot: id });
+                }
+                Err(mismatch) => return self.fail(id, Failure::Mismatch(mismatch), out),
+            }
+        }
+        let pending = slot.pending.drain(..);
+        out.events.extend(pending.map(|message| PeerEvent::Message { slot: id, message }));
+    }
+
+    /// Tells the core something in the name of a peer, once its memory is known.
+    pub(super) fn tell(&mut self, id: PeerSlot, message: Message, out: &mut PeerOut) {
+        match self.slots.get_mut(&id) {
+            Some(slot) if !slot.is_ready() => {
+                if slot.pending.len() >= PENDING_MAX {
+                    return self.fail(id, Failure::Overload, out);
+                }
+                slot.pending.push(message);
+            }
+            Some(_) => out.events.push(PeerEvent::Message { slot: id, message }),
+            // Its `Down` has dealt with what was under way.
+            None => {}
+        }
+    }
+
+    /// Answers whoever asks for this engine's memory.
+    pub(super) fn answer(&mut self, link: LinkId, out: &mut PeerOut) {
+        let Some(ranks) = self.ranks.as_deref() else {
+            self.early_calls.insert(link);
+            return;
+        };
+        // Each rank has a listener of its own, which is that of rank 0 here.
+        match memory::replies(&self.config, &ranks[0]) {
+            Ok((metadata, memory)) => {
+                let frames = [metadata.encode(), memory.encode()];
+                for [_, frame] in frames {
+                    out.commands.push(ControlCommand::Reply { link, frame });
+                }
+            }
+            Err(mismatch) => {
+                let error = DecodeError { frame: "handshake", rule: mismatch.0 };
+                self.violation(link, &error, out);
+                out.commands.push(ControlCommand::HangUp { link });
+            }
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! A decode core and a prefill of vLLM.
+
+use crate::world::*;
+use engine::core::Nanos;
+use engine::core::decode::DecodeInput;
+use engine::core::dialect::moriio::notify::{AtPrefill, ToDecode, decode_at_prefill};
+use engine::core::error::Failure;
+use engine::core::ids::{BlockId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::*;
+use engine::fabric::{Address, Channel, ControlEvent};
+use std::sync::Arc;
+
+fn arrive(table: &mut DecodeTable, name: &str, mode: Mode, peer: Arc<MoriioPeer>) {
+    let leg = DecodeLeg {
+        key: TransferKey { id: format!("tx-{name}").as_str().into(), prompt: 0 },
+        sibling: 0,
+        mode,
+        prefill: "10.0.0.9:6301".into(),
+        control: "tcp://10.0.0.9:6301".into(),
+        life: None,
+        moriio: Some(peer),
+    };
+    let hook = DecodeHook::Arrived { request: name.into(), leg, tokens: 40 };
+    table.give(DecodeInput::Hook(hook));
+}
+
+fn allocate(table: &mut DecodeTable, name: &str, computed: u32) {
+    let blocks = vec![BlockList::new(vec![3, 4, 5])];
+    let hook = DecodeHook::Allocated { request: name.into(), computed, blocks };
+    table.give(DecodeInput::Hook(hook));
+}
+
+/// A push up to the announcement; returns the table.
+fn announced(name: &str) -> DecodeTable {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, name, Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    let Job::Peer { ranks, pass, .. } = table.job() else { panic!("no peer job") };
+    assert_eq!((pass, &ranks[0].address), (0, &Address((*b"its engine").into())));
+    assert_eq!(table.answer(), DecodeAnswer::Allocate { request: name.into() });
+    allocate(&mut table, name, 0);
+    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    table.up(link, Channel::Notify);
+    let Ok(AtPrefill::RemoteBlocks(notice)) = decode_at_prefill(&[table.said(link)]) else {
+        panic!("no remote_blocks")
+    };
+    assert_eq!(&*notice.transfer().0, format!("tx-{name}"));
+    assert_eq!(notice.blocks(), [BlockId(3), BlockId(4), BlockId(5)]);
+    assert_eq!(notice.request(), Some(&name.into()));
+    table
+}
+
+#[test]
+fn blocks_are_announced_and_the_word_that_they_are_written_loads_them() {
+    let mut table = announced("d");
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&ToDecode::WriteDone("tx-other".into()).encode()]);
+    table.hear(link, &[&ToDecode::WriteDone("tx-d".into()).encode()]);
+    assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
+    // Twice is once.
+    table.hear(link, &[&ToDecode::WriteDone("tx-d".into()).encode()]);
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+}
+
+#[test]
+fn a_cancelled_push_keeps_its_blocks_until_they_are_written() {
+    let mut table = announced("d");
+    let (request, reason) = ("d".into(), FinishReason::Aborted);
+    table.give(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[b"tx-d"]);
+    let failure = Failure::Cancelled;
+    assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
+}
+
+#[test]
+fn a_prefill_that_says_nothing_is_kept_out_before_the_blocks_go() {
+    let mut table = announced("d");
+    table.wait(Nanos::from_secs(121));
+    let Job::Fence { peer } = table.job() else { panic!("no fence") };
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    table.report(Report::Fenced { peer });
+    let failure = Failure::Stalled;
+    assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
+}
+
+#[test]
+fn a_prefill_that_the_data_plane_lost_is_kept_out() {
+    let mut table = announced("d");
+    table.wait(Nanos::from_ms(10));
+    let peer = engine::core::ids::PeerSlot(1 << 31 | 1);
+    let failure = Failure::Unreachable;
+    table.report(Report::PeerFailed { peer, failure: failure.clone() });
+    assert_eq!(table.job(), Job::Fence { peer });
+    table.report(Report::Fenced { peer });
+    assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
+}
+
+#[test]
+fn prefix_hits_cannot_be_announced() {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    table.job();
+    table.answer();
+    allocate(&mut table, "d", 16);
+    let DecodeAnswer::LoadFailed { failure: Failure::Refused(_), .. } = table.answer() else {
+        panic!("announced prefix hits")
+    };
+}
+
+#[test]
+fn a_prompt_that_is_there_already_is_released() {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    table.job();
+    table.answer();
+    allocate(&mut table, "d", 40);
+    assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
+    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    table.up(link, Channel::Notify);
+    assert_released(&mut table, link);
+}
+
+fn assert_released(table: &mut DecodeTable, link: engine::fabric::LinkId) {
+    match decode_at_prefill(&[table.said(link)]) {
+        Ok(AtPrefill::Release(release)) => assert_eq!(&*release.transfer().0, "tx-d"),
+        other => panic!("no release: {other:?}"),
+    }
+}
+
+/// A pull up to the read; returns the flow.
+fn reading() -> (DecodeTable, engine::core::ids::FlowId) {
+    let mut table = decode(Mode::Pull).ready();
+    let blocks = vec![BlockList::new(vec![6, 7, 1])];
+    let peer = Arc::new(MoriioPeer { peer: Some(peer()), blocks: blocks.clone() });
+    arrive(&mut table, "d", Mode::Pull, peer);
+    table.shake(&good_replies());
+    table.job();
+    assert_eq!(table.answer(), DecodeAnswer::Allocate { request: "d".into() });
+    allocate(&mut table, "d", 0);
+    let Job::Read { flow, remote, tokens: 40, .. } = table.job() else { panic!("no read") };
+    assert_eq!(*remote, blocks);
+    (table, flow)
+}
+
+#[test]
+fn the_blocks_of_the_leg_are_read_and_then_released() {
+    let (mut table, flow) = reading();
+    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
+    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    table.up(link, Channel::Notify);
+    assert_released(&mut table, link);
+}
+
+#[test]
+fn what_was_read_too_late_is_not_used() {
+    let (mut table, flow) = reading();
+    table.wait(Nanos::from_secs(55));
+    assert_eq!(table.job(), Job::Stop { flow });
+    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    let failure = Failure::LeaseExpired;
+    assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
+}
+
+#[test]
+fn peers_that_do_not_fit_are_refused() {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    table.shake(&replies(0x10_0000, 4096));
+    let DecodeAnswer::Rejected { failure: Failure::Mismatch(why), .. } = table.answer() else {
+        panic!("not refused")
+    };
+    assert!(why.to_string().contains("4096"), "{why}");
+    // The prefill is told that nobody comes.
+    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    table.up(link, Channel::Notify);
+    assert_released(&mut table, link);
+}
+
+#[test]
+fn a_prefill_that_was_restarted_is_met_anew() {
+    let mut table = announced("a");
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[b"tx-a"]);
+    table.answer();
+    table.wait(Nanos::from_secs(6));
+    arrive(&mut table, "b", Mode::Push, moriio_peer());
+    table.shake(&replies(0x20_0000, 512));
+    let Job::Fence { .. } = table.job() else { panic!("the old life is not kept out") };
+    let failure = Failure::PeerRestarted;
+    assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "b".into(), failure });
+    arrive(&mut table, "c", Mode::Push, moriio_peer());
+    table.shake(&replies(0x20_0000, 512));
+    let Job::Peer { .. } = table.job() else { panic!("the new life is not met") };
+}
+
+#[test]
+fn a_silent_handshake_and_a_refused_one_end() {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    table.up(link, Channel::Handshake);
+    table.wait(Nanos::from_secs(6));
+    let failure = Failure::Unreachable;
+    assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "d".into(), failure });
+    arrive(&mut table, "e", Mode::Push, moriio_peer());
+    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    table.control(ControlEvent::LinkDown { link });
+    let failure = Failure::Unreachable;
+    assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "e".into(), failure });
+}

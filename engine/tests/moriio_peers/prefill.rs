@@ -1,0 +1,184 @@
+//! A prefill core and a decode of vLLM.
+
+use crate::world::*;
+use engine::core::Nanos;
+use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
+use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToPrefill, decode_at_decode};
+use engine::core::error::Failure;
+use engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::*;
+use engine::core::prefill::PrefillInput;
+use engine::fabric::Channel;
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+fn arrive(table: &mut PrefillTable, mode: Mode, peer: Arc<MoriioPeer>) {
+    let key = TransferKey { id: "tx-p".into(), prompt: 0 };
+    let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: Some(peer) };
+    let hook = PrefillHook::Arrived { request: "p".into(), leg, tokens: 40 };
+    table.give(PrefillInput::Hook(hook));
+}
+
+fn compute(table: &mut PrefillTable) {
+    let blocks = vec![BlockList::new(vec![1, 2, 3])];
+    let chunk = Chunk { request: "p".into(), from: 0, to: 40, blocks };
+    let hook = PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] };
+    table.give(PrefillInput::Hook(hook));
+}
+
+fn finish(table: &mut PrefillTable) {
+    let (request, reason) = ("p".into(), FinishReason::Length);
+    table.give(PrefillInput::Hook(PrefillHook::Finished { request, reason }));
+}
+
+fn blocks() -> Vec<u8> {
+    let ids = [6, 7, 1].map(BlockId).to_vec();
+    let notice = RemoteBlocks::new(Some("d".into()), "tx-p".into(), ids, 0).unwrap();
+    ToPrefill::RemoteBlocks(notice).encode()
+}
+
+fn release(consumer_tp: u16) -> Vec<u8> {
+    let tp = NonZeroU16::new(consumer_tp).unwrap();
+    ToPrefill::Release(Release::new("tx-p".into(), tp, 1).unwrap()).encode()
+}
+
+/// The flow that writes into the announced blocks.
+fn writing(table: &mut PrefillTable) -> FlowId {
+    table.take("write", |want| match want {
+        Want::Job(Job::Write { flow, blocks, .. }) => {
+            assert_eq!(blocks[0].ids, [6, 7, 1]);
+            Some(*flow)
+        }
+        _ => None,
+    })
+}
+
+#[test]
+fn what_a_decode_announced_is_written_and_it_is_told() {
+    for early in [false, true] {
+        let mut table = prefill(Mode::Push).ready();
+        let link = table.accept(Channel::Notify);
+        if early {
+            table.hear(link, &[&blocks()]);
+        }
+        arrive(&mut table, Mode::Push, moriio_peer());
+        table.shake(&good_replies());
+        if !early {
+            table.hear(link, &[&blocks()]);
+        }
+        compute(&mut table);
+        let flow = writing(&mut table);
+        // A second list changes nothing: writes to the first may be under way.
+        table.hear(link, &[&blocks()]);
+        finish(&mut table);
+        table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+        let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+        table.up(notify, Channel::Notify);
+        assert_eq!(decode_at_decode(&[table.said(notify)]), Ok("tx-p".into()));
+        assert_eq!(
+            table.answer(),
+            PrefillAnswer::SourceFree { request: "p".into(), failure: None }
+        );
+    }
+}
+
+#[test]
+fn a_failed_write_is_counted_because_the_decode_cannot_be_told() {
+    let mut table = prefill(Mode::Push).ready();
+    arrive(&mut table, Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&blocks()]);
+    compute(&mut table);
+    let flow = writing(&mut table);
+    finish(&mut table);
+    let failure = Failure::Stalled;
+    table.report(Report::Flow { flow, state: FlowState::Failed(failure.clone()) });
+    let freed = PrefillAnswer::SourceFree { request: "p".into(), failure: Some(failure) };
+    assert_eq!(table.answer(), freed);
+    assert_eq!(table.core.moriio().untold, 1);
+}
+
+#[test]
+fn a_source_is_kept_until_it_is_released() {
+    let mut table = prefill(Mode::Pull).ready();
+    arrive(&mut table, Mode::Pull, Arc::default());
+    compute(&mut table);
+    finish(&mut table);
+    table.wait(Nanos::from_secs(40));
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    let link = table.accept(Channel::Notify);
+    // Two ranks of the decode read from this one.
+    table.hear(link, &[&release(2)]);
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    table.hear(link, &[&release(2)]);
+    assert_eq!(table.answer(), PrefillAnswer::SourceFree { request: "p".into(), failure: None });
+}
+
+#[test]
+fn a_source_that_nobody_releases_goes_after_the_time_of_vllm() {
+    let mut table = prefill(Mode::Pull).ready();
+    arrive(&mut table, Mode::Pull, Arc::default());
+    compute(&mut table);
+    finish(&mut table);
+    table.wait(Nanos::from_secs(50));
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    table.wait(Nanos::from_secs(11));
+    let failure = Some(Failure::LeaseExpired);
+    assert_eq!(table.answer(), PrefillAnswer::SourceFree { request: "p".into(), failure });
+}
+
+#[test]
+fn an_early_release_frees_the_source_of_a_push() {
+    let mut table = prefill(Mode::Push).ready();
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&release(1)]);
+    arrive(&mut table, Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    compute(&mut table);
+    finish(&mut table);
+    assert!(
+        table.wants.iter().any(|want| matches!(
+            want,
+            Want::Answer(PrefillAnswer::SourceFree { failure: None, .. })
+        ))
+    );
+}
+
+#[test]
+fn a_handshake_is_answered_with_what_the_blobs_say() {
+    // Who asks before the memory is registered is answered later.
+    let mut table = prefill(Mode::Pull);
+    let link = table.accept(Channel::Handshake);
+    table.hear(link, &[REQUEST]);
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    let mut table = table.ready();
+    let metadata = AgentMetadata::decode(&[Vec::new(), table.replied(link)]).unwrap();
+    let memory = LayerMemory::decode(&[Vec::new(), table.replied(link)]).unwrap();
+    assert_eq!(&*metadata.engine, b"own engine");
+    assert_eq!(&*metadata.engine_id, "10.0.0.1:6300");
+    assert_eq!(metadata.base_addrs, [0x1000, 0x1000 + 4096]);
+    assert_eq!((metadata.num_blocks, metadata.block_len), (8, 512));
+    assert_eq!(&*memory.0[1].name, "model.layers.1.self_attn.attn");
+    assert_eq!(*memory.0[1].regions[0], *blob(0x1000, 8192));
+}
+
+#[test]
+fn garbage_is_counted_reported_and_survived() {
+    let mut table = prefill(Mode::Pull).ready();
+    let link = table.accept(Channel::Notify);
+    for frame in [&b""[..], b"\xff\xfe", b"\x81\xa4type\xa3foo"] {
+        table.hear(link, &[frame]);
+        assert!(table.violation().contains("link"));
+    }
+    table.hear(link, &[b"a", b"b"]);
+    table.violation();
+    assert_eq!(table.core.moriio().violations, 4);
+    let shake = table.accept(Channel::Handshake);
+    table.hear(shake, &[b"garbage"]);
+    table.violation();
+    let shake = table.accept(Channel::Handshake);
+    table.hear(shake, &[REQUEST]);
+    table.replied(shake);
+}

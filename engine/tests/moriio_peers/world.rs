@@ -1,0 +1,335 @@
+//! One core on a table: the test plays its engine, its ranks, and vLLM at the other end of the wire.
+
+use engine::core::command::ControlCommand;
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::dialect::moriio::descriptor::{DescLayout, MemoryDesc};
+use engine::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory, REQUEST};
+use engine::core::dialect::moriio::params::Peer;
+use engine::core::dialect::moriio::ports::Shape;
+use engine::core::ids::Incarnation;
+use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
+use engine::core::message::{Job, Mode, MoriioPeer, Report, Role};
+use engine::core::moriio::{MoriioConfig, MoriioSettings};
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::{Machine, Nanos, Outbox};
+use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
+use std::sync::Arc;
+
+pub(crate) const LAYERS: u16 = 2;
+pub(crate) const BLOCKS: u32 = 8;
+/// Bytes of a block: 2 heads, 16 tokens, 8 elements of 2 bytes.
+const BLOCK: u64 = 2 * 16 * 8 * 2;
+const LAYER: u64 = BLOCK * BLOCKS as u64;
+
+fn geometry() -> Geometry {
+    let group = Group { kind: GroupKind::Full, block_tokens: 16, layers: vec![0, 1] };
+    Geometry {
+        model: "m".into(),
+        tp: 1,
+        kv_heads: 2,
+        latent: false,
+        layers: LAYERS,
+        groups: vec![group],
+    }
+}
+
+fn name(layer: u16) -> Arc<str> {
+    format!("model.layers.{layer}.self_attn.attn").into()
+}
+
+pub(crate) fn blob(data: u64, size: u64) -> Vec<u8> {
+    let desc = MemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MemoryDesc::default() };
+    desc.encode(DescLayout::V1_2_2)
+}
+
+/// Where the KV of the only rank lies, both layers in one region that begins at `data`.
+pub(crate) fn layout(data: u64) -> RankLayout {
+    let layer = |layer: u16| LayerLayout {
+        region: 0,
+        base: u64::from(layer) * LAYER,
+        shape: [BLOCKS, 2, 16, 8],
+        stride: [256, 128, 8, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    };
+    let size = LAYER * u64::from(LAYERS);
+    RankLayout {
+        rank: 0,
+        address: Address((*b"own engine").into()),
+        regions: vec![(RegionDesc(blob(data, size).into()), size)],
+        layers: (0..LAYERS).map(layer).collect(),
+    }
+}
+
+/// What vLLM answers to a handshake, its memory at `data`.
+pub(crate) fn replies(data: u64, block_len: i64) -> (AgentMetadata, LayerMemory) {
+    let region: Arc<[u8]> = blob(data, LAYER * u64::from(LAYERS)).into();
+    let metadata = AgentMetadata {
+        engine_id: "10.0.0.9:6301".into(),
+        engine: (*b"its engine").into(),
+        base_addrs: (0..LAYERS).map(|layer| data + u64::from(layer) * LAYER).collect(),
+        num_blocks: i64::from(BLOCKS),
+        block_len,
+        attn_backend: "CPU_ATTN".into(),
+    };
+    let layer = |layer| Layer { name: name(layer), regions: vec![region.clone()] };
+    (metadata, LayerMemory((0..LAYERS).map(layer).collect()))
+}
+
+pub(crate) fn good_replies() -> (AgentMetadata, LayerMemory) {
+    replies(0x10_0000, BLOCK as i64)
+}
+
+/// A peer at 10.0.0.9, whose handshake port is 6301 and notify port 7301.
+pub(crate) fn peer() -> Peer {
+    let address = ZmqAddress { host: "10.0.0.9".into(), handshake: 6301, notify: 7301 };
+    let hosts = vec![address.host.clone()];
+    let shape = Shape { dp_size_local: 1, tp_size: 1 };
+    Peer { address, hosts, dp_size: 1, dp_rank: 0, shape }
+}
+
+pub(crate) fn moriio_peer() -> Arc<MoriioPeer> {
+    Arc::new(MoriioPeer { peer: Some(peer()), blocks: Vec::new() })
+}
+
+pub(crate) fn settings() -> CoreSettings {
+    CoreSettings { lease: Nanos::from_secs(9), ..CoreSettings::default() }
+}
+
+fn config(role: Role, mode: Mode) -> CoreConfig {
+    CoreConfig {
+        engine: "10.0.0.1:6300".into(),
+        incarnation: Incarnation(5),
+        role,
+        mode,
+        geometry: Arc::new(geometry()),
+        http: "10.0.0.1:80".into(),
+        control: "tcp://10.0.0.1:6300".into(),
+        dp: (0, 1),
+        router: None,
+        settings: settings(),
+        channel: Default::default(),
+        moriio: Some(MoriioConfig {
+            address: ZmqAddress { host: "10.0.0.1".into(), handshake: 6300, notify: 7300 },
+            layer_names: (0..LAYERS).map(name).collect(),
+            attn_backend: "CPU_ATTN".into(),
+            settings: MoriioSettings::default(),
+        }),
+    }
+}
+
+/// What a core wants done, whichever it is.
+#[derive(Debug)]
+pub(crate) enum Want<A> {
+    Control(ControlCommand),
+    Job(Job),
+    Answer(A),
+    Violation(String),
+}
+
+/// How the test talks to a machine.
+pub(crate) struct Ways<M: Machine, A> {
+    control: fn(ControlEvent) -> M::Input,
+    report: fn(Report) -> M::Input,
+    tick: fn() -> M::Input,
+    sort: fn(M::Effect) -> Want<A>,
+}
+
+pub(crate) struct Table<M: Machine, A> {
+    pub(crate) core: M,
+    ways: Ways<M, A>,
+    pub(crate) now: Nanos,
+    pub(crate) wants: Vec<Want<A>>,
+    inbound: u32,
+}
+
+pub(crate) type PrefillTable = Table<Prefill, engine::core::message::PrefillAnswer>;
+pub(crate) type DecodeTable = Table<Decode, engine::core::message::DecodeAnswer>;
+
+pub(crate) fn prefill(mode: Mode) -> PrefillTable {
+    let ways = Ways {
+        control: PrefillInput::Control,
+        report: |report| PrefillInput::Report { rank: 0, report },
+        tick: || PrefillInput::Tick,
+        sort: |effect| match effect {
+            PrefillEffect::Control(command) => Want::Control(command),
+            PrefillEffect::Job(job) => Want::Job(job),
+            PrefillEffect::Answer(answer) => Want::Answer(answer),
+            PrefillEffect::Violation(violation) => Want::Violation(violation.to_string()),
+        },
+    };
+    Table::new(Prefill::new(config(Role::Prefill, mode)), ways)
+}
+
+pub(crate) fn decode(mode: Mode) -> DecodeTable {
+    let ways = Ways {
+        control: DecodeInput::Control,
+        report: |report| DecodeInput::Report { rank: 0, report },
+        tick: || DecodeInput::Tick,
+        sort: |effect| match effect {
+            DecodeEffect::Control(command) => Want::Control(command),
+            DecodeEffect::Job(job) => Want::Job(job),
+            DecodeEffect::Answer(answer) => Want::Answer(answer),
+            DecodeEffect::Violation(violation) => Want::Violation(violation.to_string()),
+        },
+    };
+    Table::new(Decode::new(config(Role::Decode, mode)), ways)
+}
+
+impl<M: Machine, A> Table<M, A> {
+    fn new(core: M, ways: Ways<M, A>) -> Self {
+        Table { core, ways, now: Nanos(1), wants: Vec::new(), inbound: LinkId::INBOUND }
+    }
+
+    pub(crate) fn ready(mut self) -> Self {
+        self.report(Report::Ready { layout: layout(0x1000) });
+        self
+    }
+
+    pub(crate) fn give(&mut self, input: M::Input) {
+        let mut out = Outbox::new();
+        self.core.handle(self.now, input, &mut out);
+        self.wants.extend(out.take().into_iter().map(self.ways.sort));
+    }
+
+    pub(crate) fn report(&mut self, report: Report) {
+        self.give((self.ways.report)(report));
+    }
+
+    pub(crate) fn control(&mut self, event: ControlEvent) {
+        self.give((self.ways.control)(event));
+    }
+
+    /// Lets time pass, with a tick at each deadline.
+    pub(crate) fn wait(&mut self, time: Nanos) {
+        let end = self.now + time;
+        while let Some(due) = self.core.deadline().filter(|due| *due <= end) {
+            self.now = due.max(self.now);
+            self.give((self.ways.tick)());
+        }
+        self.now = end;
+    }
+
+    /// Takes the first thing wanted that `pick` knows.
+    pub(crate) fn take<T>(&mut self, what: &str, pick: impl Fn(&Want<A>) -> Option<T>) -> T
+    where
+        A: std::fmt::Debug,
+    {
+        match self.wants.iter().enumerate().find_map(|(at, want)| Some((at, pick(want)?))) {
+            Some((at, found)) => {
+                self.wants.remove(at);
+                found
+            }
+            None => panic!("no {what} in {:#?}", self.wants),
+        }
+    }
+
+    /// The link that the core dials to an endpoint.
+    pub(crate) fn dialled(&mut self, to: &str, channel: Channel) -> LinkId
+    where
+        A: std::fmt::Debug,
+    {
+        let wanted = Endpoint::from(to);
+        self.take(to, |want| match want {
+            Want::Control(ControlCommand::Dial { link, to, channel: what })
+                if *to == wanted && *what == channel =>
+            {
+                Some(*link)
+            }
+            _ => None,
+        })
+    }
+
+    pub(crate) fn up(&mut self, link: LinkId, channel: Channel) {
+        self.control(ControlEvent::LinkUp { link, channel });
+    }
+
+    /// A link that the other side opened.
+    pub(crate) fn accept(&mut self, channel: Channel) -> LinkId {
+        self.inbound += 1;
+        let link = LinkId(self.inbound);
+        self.up(link, channel);
+        link
+    }
+
+    pub(crate) fn hear(&mut self, link: LinkId, parts: &[&[u8]]) {
+        let parts = parts.iter().map(|part| part.to_vec()).collect();
+        self.control(ControlEvent::Frame { link, parts });
+    }
+
+    /// The next frame that the core sends over a link.
+    pub(crate) fn said(&mut self, link: LinkId) -> Vec<u8>
+    where
+        A: std::fmt::Debug,
+    {
+        self.take("frame", |want| match want {
+            Want::Control(ControlCommand::Send { link: on, frame }) if *on == link => {
+                Some(frame.clone())
+            }
+            _ => None,
+        })
+    }
+
+    /// The next frame that the core answers with over a link.
+    pub(crate) fn replied(&mut self, link: LinkId) -> Vec<u8>
+    where
+        A: std::fmt::Debug,
+    {
+        self.take("reply", |want| match want {
+            Want::Control(ControlCommand::Reply { link: on, frame }) if *on == link => {
+                Some(frame.clone())
+            }
+            _ => None,
+        })
+    }
+
+    pub(crate) fn job(&mut self) -> Job
+    where
+        A: std::fmt::Debug,
+    {
+        self.take("job", |want| match want {
+            Want::Job(job) => Some(job.clone()),
+            _ => None,
+        })
+    }
+
+    pub(crate) fn answer(&mut self) -> A
+    where
+        A: Clone + std::fmt::Debug,
+    {
+        self.take("answer", |want| match want {
+            Want::Answer(answer) => Some(answer.clone()),
+            _ => None,
+        })
+    }
+
+    pub(crate) fn violation(&mut self) -> String
+    where
+        A: std::fmt::Debug,
+    {
+        self.take("violation", |want| match want {
+            Want::Violation(text) => Some(text.clone()),
+            _ => None,
+        })
+    }
+
+    /// Plays vLLM's side of the handshake that the core begins.
+    pub(crate) fn shake(&mut self, (metadata, memory): &(AgentMetadata, LayerMemory))
+    where
+        A: std::fmt::Debug,
+    {
+        let link = self.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+        self.up(link, Channel::Handshake);
+        assert_eq!(self.said(link), REQUEST);
+        for frame in [metadata.encode(), memory.encode()] {
+            let parts: Vec<&[u8]> = frame.iter().map(|part| &part[..]).collect();
+            self.hear(link, &parts);
+        }
+        self.take("hang-up", |want| match want {
+            Want::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
+            _ => None,
+        });
+    }
+}

@@ -1,13 +1,16 @@
 //! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
 
 use super::command::ControlCommand;
+use super::dialect::moriio::registration::Heartbeat;
 use super::dialect::native::{self, Frame};
 use super::machine::Outbox;
 use super::message::Registration;
+use super::moriio::MoriioConfig;
 use super::peers::Peers;
 use super::station::{CoreConfig, News};
 use super::time::Nanos;
 use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
+use std::num::NonZeroU16;
 
 /// Sends registrations while the engine lives; a lost one is replaced by the next.
 #[derive(Debug)]
@@ -15,6 +18,8 @@ pub(super) struct Beacon {
     router: Endpoint,
     heartbeat: Nanos,
     registration: Registration,
+    /// What routers that know only MoRIIO are told, too.
+    moriio: Option<Heartbeat>,
     link: Option<LinkId>,
     up: bool,
     next: Option<Nanos>,
@@ -24,8 +29,10 @@ pub(super) struct Beacon {
 
 impl Beacon {
     pub(super) fn new(config: &CoreConfig) -> Option<Beacon> {
+        let router = config.router.clone()?;
         Some(Beacon {
-            router: config.router.clone()?,
+            router,
+            moriio: config.moriio.as_ref().map(|moriio| heartbeat(config, moriio)),
             heartbeat: config.settings.heartbeat,
             registration: Registration {
                 engine: config.engine.clone(),
@@ -112,7 +119,14 @@ impl Beacon {
     fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
         let Some(link) = self.link else { return };
         self.registration.sequence += 1;
-        let frame = native::encode(&Frame::Register(self.registration.clone()));
+        let native = native::encode(&Frame::Register(self.registration.clone()));
+        let frame = match &self.moriio {
+            // Routers that know only MoRIIO take every heartbeat for life; without one, they forget.
+            Some(heartbeat) if !self.registration.draining => {
+                heartbeat.encode_with(self.registration.incarnation, &native)
+            }
+            _ => native,
+        };
         out.push(ControlCommand::Send { link, frame });
         self.next = Some(now + self.heartbeat);
     }
@@ -146,4 +160,14 @@ impl Beacon {
     pub(super) fn deadline(&self) -> Option<Nanos> {
         self.next
     }
+}
+
+/// # Panics
+/// If the configuration says addresses that are none, which whoever made it has checked.
+fn heartbeat(config: &CoreConfig, moriio: &MoriioConfig) -> Heartbeat {
+    let size = |size| NonZeroU16::new(size).unwrap_or(NonZeroU16::MIN);
+    let (dp, tp) = (size(config.dp.1), size(config.geometry.tp));
+    let (http, zmq) = (config.http.clone(), moriio.address.clone());
+    Heartbeat::new(config.role, http, zmq, dp, tp, config.mode)
+        .unwrap_or_else(|why| panic!("{} cannot register: {why}", config.engine))
 }

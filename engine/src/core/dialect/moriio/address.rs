@@ -1,7 +1,7 @@
 //! Where an engine listens, and request ids that say it of both engines of a transfer.
 
 use super::Unsendable;
-use crate::core::ids::RequestId;
+use crate::core::ids::{Incarnation, RequestId};
 use crate::core::message::Role;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -80,6 +80,22 @@ pub fn embed(
     prefill.check()?;
     decode.check()?;
     Ok(format!("{PREFILL_MARK}{prefill}{DECODE_MARK}{decode}_{unique:032x}").into())
+}
+
+/// Name of the part by which an address says that its engine speaks the native dialect, too. Peers
+/// and routers of 0.32.0 ignore it and pass it on.
+const NATIVE: &str = "kvferry";
+
+/// The address of an engine that speaks the native dialect, too, in this life of it.
+pub fn with_life(address: &ZmqAddress, life: Incarnation) -> String {
+    format!("{address},{NATIVE}:{:x}", life.0)
+}
+
+/// The life in the text of an address, if its engine speaks the native dialect.
+pub fn life_of(text: &str) -> Option<Incarnation> {
+    let parts = text.split(',').filter_map(|part| part.split_once(':'));
+    let life = parts.filter(|(key, _)| key.trim() == NATIVE).last()?.1;
+    u64::from_str_radix(life.trim(), 16).ok().map(Incarnation)
 }
 
 /// The text in an engine's request id that should be its peer's address, if there is one: at a

@@ -1,9 +1,10 @@
 //! Registration with a router, which is the heartbeat as well: the same frame every 3 s, one way.
 
-use super::address::ZmqAddress;
+use super::address::{ZmqAddress, with_life};
 use super::value::{Map, Value};
-use super::{DecodeError, Unsendable, error, pack};
+use super::{Bin, DecodeError, Unsendable, error, pack};
 use crate::core::Nanos;
+use crate::core::ids::Incarnation;
 use crate::core::message::{Mode, Role};
 use crate::fabric::Endpoint;
 use serde::Serialize;
@@ -34,6 +35,8 @@ struct HeartbeatWire<'a> {
     dp_size: NonZeroU16,
     tp_size: NonZeroU16,
     transfer_mode: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kvferry: Option<Bin<'a>>,
 }
 
 impl Heartbeat {
@@ -90,19 +93,31 @@ impl Heartbeat {
 
     /// The bytes of the only part.
     pub fn encode(&self) -> Vec<u8> {
+        self.pack(self.zmq.to_string(), None)
+    }
+
+    /// The same of an instance that speaks the native dialect, too, in this life: with a
+    /// registration in that dialect under a key, and with a part in the address, both of which
+    /// others ignore.
+    pub fn encode_with(&self, life: Incarnation, native: &[u8]) -> Vec<u8> {
+        self.pack(with_life(&self.zmq, life), Some(Bin(native)))
+    }
+
+    fn pack(&self, zmq_address: String, kvferry: Option<Bin<'_>>) -> Vec<u8> {
         pack(&HeartbeatWire {
             r#type: match self.role {
                 Role::Prefill => "P",
                 Role::Decode => "D",
             },
             http_address: &self.http,
-            zmq_address: self.zmq.to_string(),
+            zmq_address,
             dp_size: self.dp_size,
             tp_size: self.tp_size,
             transfer_mode: match self.mode {
                 Mode::Push => "WRITE",
                 Mode::Pull => "READ",
             },
+            kvferry,
         })
     }
 }

@@ -99,6 +99,33 @@ fn a_prefill_that_the_data_plane_lost_is_kept_out() {
 }
 
 #[test]
+fn a_prefill_that_hung_up_is_asked_whether_it_is_still_there() {
+    for alive in [true, false] {
+        let mut table = decode(Mode::Push).ready();
+        arrive(&mut table, "d", Mode::Push, moriio_peer());
+        table.shake(&good_replies());
+        let Job::Peer { peer, .. } = table.job() else { panic!("no peer job") };
+        table.answer();
+        allocate(&mut table, "d", 0);
+        let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+        table.up(notify, Channel::Notify);
+        table.said(notify);
+        table.control(ControlEvent::LinkDown { link: notify });
+        if alive {
+            table.shake(&good_replies());
+            assert!(table.wants.is_empty(), "{:?}", table.wants);
+            continue;
+        }
+        let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+        table.control(ControlEvent::LinkDown { link });
+        assert_eq!(table.job(), Job::Fence { peer });
+        table.report(Report::Fenced { peer });
+        let failure = Failure::Unreachable;
+        assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
+    }
+}
+
+#[test]
 fn prefix_hits_cannot_be_announced() {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, "d", Mode::Push, moriio_peer());

@@ -23,6 +23,16 @@ pub(super) struct Fetch {
     asked: Option<(Tag, u32)>,
 }
 
+impl Fetch {
+    pub(super) fn slot(&self) -> PeerSlot {
+        self.slot
+    }
+
+    pub(super) fn peer(&self) -> &MoriioPeer {
+        &self.peer
+    }
+}
+
 impl MoriioPeers {
     /// The slot of the prefill of a leg; what is said of the transfer goes there.
     pub fn reach(

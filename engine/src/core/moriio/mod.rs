@@ -190,9 +190,11 @@ impl MoriioPeers {
         match self.shaking.remove(&link) {
             Some(slot) => self.handshake_broke(slot, out),
             None => {
-                if let Some(to) = self.notices.down(link) {
-                    self.timers.arm_if_idle(Timer::Notice(to), now + notice::REDIAL);
+                let Some((to, waiting)) = self.notices.down(link) else { return };
+                if waiting {
+                    self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL);
                 }
+                self.doubt(now, &to, out);
             }
         }
     }

@@ -47,16 +47,16 @@ impl Notices {
         out.commands.extend(frames);
     }
 
-    /// A link is gone; returns where it led to if notices wait for it.
-    pub(super) fn down(&mut self, link: LinkId) -> Option<Endpoint> {
+    /// A link is gone; returns where it led to and whether notices wait for it.
+    pub(super) fn down(&mut self, link: LinkId) -> Option<(Endpoint, bool)> {
         let to = self.links.remove(&link)?;
         let line = self.lines.get_mut(&to)?;
         if line.queue.is_empty() {
             self.lines.remove(&to);
-            return None;
+            return Some((to, false));
         }
         (line.link, line.up) = (None, false);
-        Some(to)
+        Some((to, true))
     }
 
     /// Drops what has waited too long; false if nothing is left.

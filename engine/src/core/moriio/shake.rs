@@ -1,6 +1,7 @@
 //! The handshake: asked of a peer before its memory is used, and answered to whoever asks.
 
-use super::{MoriioPeers, OPEN_PASS, Timer, memory};
+use super::fetch::Fetch;
+use super::{Dial as PortOf, MoriioPeers, OPEN_PASS, Timer, memory};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::DecodeError;
 use crate::core::dialect::moriio::handshake::{
@@ -12,6 +13,7 @@ use crate::core::message::Message;
 use crate::core::peers::{PeerEvent, PeerInfo, PeerOut};
 use crate::core::time::Nanos;
 use crate::fabric::{Channel, Endpoint, LinkId};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Messages that wait for one handshake; more end it.
@@ -76,6 +78,22 @@ impl MoriioPeers {
         let old = |slot: &&Slot| slot.is_ready() && slot.verified + trust < now;
         if self.slots.get(&id).filter(old).is_some() {
             self.dial(now, id, out);
+        }
+    }
+
+    /// A receiver of notices hung up, and what it was told may be lost: whoever waits for it finds
+    /// out whether it is still there.
+    pub(super) fn doubt(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOut) {
+        let told = |fetch: &Fetch| {
+            let peer = fetch.peer().peer.as_ref()?;
+            let endpoint = self.endpoint(PortOf::RemoteBlocks, peer, 0).ok()?;
+            (endpoint == *to).then(|| fetch.slot())
+        };
+        let slots: BTreeSet<PeerSlot> = self.fetches.values().filter_map(told).collect();
+        for slot in slots {
+            if self.slots.get(&slot).is_some_and(Slot::is_ready) {
+                self.dial(now, slot, out);
+            }
         }
     }
 

@@ -121,7 +121,9 @@ fn every_hazard_has_a_line_in_the_contract() {
 #[test]
 fn the_readme_names_every_crate() {
     let readme = read(&root().join("README.md"));
-    for crate_name in ["engine", "scenarios", "fabric-sim", "wire", "host", "benches"] {
+    for crate_name in
+        ["engine", "scenarios", "fabric-sim", "fabric-host", "wire", "host", "benches"]
+    {
         assert!(readme.contains(&format!("`{crate_name}")), "README.md does not name {crate_name}");
     }
 }

@@ -1,0 +1,139 @@
+//! What a host plane is told at its start.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::time::Duration;
+
+/// How bytes get from one process to another, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Path {
+    /// The source is a memory file that the owner of the destination maps.
+    SharedMemory,
+    /// The kernel copies between the address spaces of two processes of one host.
+    CrossMemory,
+    /// A TCP connection.
+    Tcp,
+}
+
+impl Path {
+    /// All paths, fastest first.
+    pub const ALL: [Path; 3] = [Path::SharedMemory, Path::CrossMemory, Path::Tcp];
+
+    /// `shared-memory`, `cross-memory` or `tcp`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Path::SharedMemory => "shared-memory",
+            Path::CrossMemory => "cross-memory",
+            Path::Tcp => "tcp",
+        }
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Settings of a [`HostPlane`](crate::HostPlane). Times in milliseconds unless the name says
+/// otherwise.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HostConfig {
+    /// Name of this engine, in its address and in its regions' descriptors.
+    pub key: String,
+    /// Host name or address to listen at; IPv6 with or without brackets.
+    pub host: String,
+    /// Port to listen at; 0 for a free one.
+    pub port: u16,
+    /// The host that peers are told, where `host` is a wildcard or not what they can reach.
+    pub advertised: Option<String>,
+    /// Threads that copy. Each peer's connection belongs to one of them.
+    pub workers: u32,
+    /// Most operations in flight.
+    pub operations_max: u32,
+    /// Most slices in one operation.
+    pub slices_max: u32,
+    /// Most connections of peers that are served at a time.
+    pub links_max: u32,
+    /// A connection, and then its greeting, that takes longer has failed.
+    pub connect_ms: u32,
+    /// A session that takes longer to open has failed.
+    pub open_ms: u32,
+    /// A host that is silent for longer is dead; with processes of this host it takes no time.
+    pub dead_ms: u32,
+    /// How long a thread looks for work before it sleeps.
+    pub spin_us: u32,
+    /// The paths that may be taken.
+    pub paths: Vec<Path>,
+    /// Take a slower path of `paths` where the one that memory and hosts call for cannot be had.
+    /// Otherwise that fails the session.
+    pub slower: bool,
+    /// Serve sessions under pass 0 of peers that were never connected to, until they are fenced.
+    pub open_door: bool,
+}
+
+impl Default for HostConfig {
+    fn default() -> Self {
+        HostConfig {
+            key: "kvferry".into(),
+            host: "127.0.0.1".into(),
+            port: 0,
+            advertised: None,
+            workers: 1,
+            operations_max: 4_096,
+            slices_max: 65_536,
+            links_max: 1_024,
+            connect_ms: 2_000,
+            open_ms: 5_000,
+            dead_ms: 5_000,
+            spin_us: 50,
+            paths: Path::ALL.into(),
+            slower: false,
+            open_door: false,
+        }
+    }
+}
+
+impl HostConfig {
+    pub(crate) fn connect(&self) -> Duration {
+        Duration::from_millis(self.connect_ms.into())
+    }
+
+    pub(crate) fn allows(&self, path: Path) -> bool {
+        self.paths.contains(&path)
+    }
+
+    /// # Errors
+    /// The setting, its value and what it may be.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let at_least_one = [
+            ("workers", self.workers),
+            ("operations_max", self.operations_max),
+            ("slices_max", self.slices_max),
+            ("links_max", self.links_max),
+            ("connect_ms", self.connect_ms),
+            ("open_ms", self.open_ms),
+            ("dead_ms", self.dead_ms),
+        ];
+        for (name, value) in at_least_one {
+            if value == 0 {
+                return Err(format!("{name} = 0: it has to be 1 or more"));
+            }
+        }
+        for (name, value, most) in [
+            ("workers", self.workers, 256),
+            ("operations_max", self.operations_max, 1 << 20),
+            ("slices_max", self.slices_max, 1 << 20),
+        ] {
+            if value > most {
+                return Err(format!("{name} = {value}: it may be {most} at most"));
+            }
+        }
+        if self.paths.is_empty() {
+            return Err("paths = []: name at least one of shared-memory, cross-memory, tcp".into());
+        }
+        Ok(())
+    }
+}

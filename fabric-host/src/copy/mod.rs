@@ -1,0 +1,115 @@
+//! Copies within a host: plain ones, and those that the kernel does between two processes.
+
+mod slices;
+
+pub(crate) use slices::{Cursor, Slice, all_inside};
+
+use crate::memory::Reach;
+use crate::sys::{self, range};
+use rustix::io::Errno;
+
+/// Which side did not let itself be copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The source.
+    Source,
+    /// The destination.
+    Destination,
+}
+
+/// Buffers that are used again and again.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    local: Vec<libc::iovec>,
+    remote: Vec<libc::iovec>,
+    bounce: Vec<u8>,
+}
+
+/// The buffers are empty or bytes; no address in them is used after the call that put it there.
+// SAFETY: See above.
+unsafe impl Send for Scratch {}
+
+/// Copies one chunk, whose ranges are inside both regions.
+pub(crate) fn copy(
+    chunk: &[Slice],
+    from: &Reach,
+    to: &Reach,
+    scratch: &mut Scratch,
+) -> Result<(), Fault> {
+    match (from, to) {
+        (Reach::Here { base: from, .. }, Reach::Here { base: to, .. }) => {
+            for slice in chunk {
+                let (from, to) = ((from + slice.from) as *const u8, (to + slice.to) as *mut u8);
+                // SAFETY: Both ranges are inside memory that is mapped as long as its region or
+                // session is held. `copy` and not `copy_nonoverlapping`: a session may lead from a
+                // region to itself.
+                unsafe { std::ptr::copy(from, to, slice.len as usize) };
+            }
+            Ok(())
+        }
+        (Reach::There { process, base }, Reach::Here { base: here, .. }) => {
+            scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
+            scratch.read(process.pid)?;
+            // A process of the same id that came later is not what was meant.
+            if process.is_alive() { Ok(()) } else { Err(Fault::Source) }
+        }
+        (Reach::Here { base: here, .. }, Reach::There { process, base }) => {
+            scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
+            scratch.write(process.pid)
+        }
+        (Reach::There { .. }, Reach::There { .. }) => {
+            let mut bounce = std::mem::take(&mut scratch.bounce);
+            let bytes = chunk.iter().map(|slice| slice.len).sum::<u64>() as usize;
+            bounce.resize(bytes.max(bounce.len()), 0);
+            let middle = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
+            let mut at = 0;
+            let mut packed = |slice: &Slice| {
+                at += slice.len;
+                at - slice.len
+            };
+            let offsets: Vec<u64> = chunk.iter().map(&mut packed).collect();
+            let with = |f: fn(&Slice, u64) -> Slice| -> Vec<Slice> {
+                chunk.iter().zip(&offsets).map(|(slice, at)| f(slice, *at)).collect()
+            };
+            let into = with(|slice, at| Slice { to: at, ..*slice });
+            let out = with(|slice, at| Slice { from: at, ..*slice });
+            let done =
+                copy(&into, from, &middle, scratch).and_then(|()| copy(&out, &middle, to, scratch));
+            scratch.bounce = bounce;
+            done
+        }
+    }
+}
+
+impl Scratch {
+    fn fill(
+        &mut self,
+        chunk: &[Slice],
+        local: impl Fn(&Slice) -> u64,
+        remote: impl Fn(&Slice) -> u64,
+    ) {
+        self.local.clear();
+        self.local.extend(chunk.iter().map(|slice| range(local(slice), slice.len)));
+        self.remote.clear();
+        self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
+    }
+
+    fn bytes(&self) -> u64 {
+        self.local.iter().map(|range| range.iov_len as u64).sum()
+    }
+
+    fn read(&self, pid: u32) -> Result<(), Fault> {
+        match sys::read_process(pid, &self.local, &self.remote) {
+            Ok(moved) if moved == self.bytes() => Ok(()),
+            Ok(_) | Err(_) => Err(Fault::Source),
+        }
+    }
+
+    fn write(&self, pid: u32) -> Result<(), Fault> {
+        match sys::write_process(pid, &self.local, &self.remote) {
+            Ok(moved) if moved == self.bytes() => Ok(()),
+            Ok(_) | Err(Errno::FAULT | Errno::SRCH | Errno::PERM) => Err(Fault::Destination),
+            Err(_) => Err(Fault::Destination),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Byte ranges of one operation, and their walk in chunks.
+
+use crate::sys::RANGES_MAX;
+
+/// Bytes that are copied between two looks at whether the copy is still wanted; below a
+/// millisecond on every path.
+pub(crate) const CHUNK_MAX: u64 = 4 << 20;
+
+/// One range; offsets into the two regions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    pub(crate) len: u64,
+}
+
+/// True if all slices are inside regions of these lengths.
+pub(crate) fn all_inside(slices: &[Slice], from: u64, to: u64) -> bool {
+    let inside = |at: u64, len: u64, end: u64| at.checked_add(len).is_some_and(|to| to <= end);
+    slices
+        .iter()
+        .all(|slice| inside(slice.from, slice.len, from) && inside(slice.to, slice.len, to))
+}
+
+/// A walk over slices, from where it was left.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Cursor {
+    index: usize,
+    offset: u64,
+}
+
+impl Cursor {
+    /// True if nothing is left.
+    pub(crate) fn is_at_end(&self, slices: &[Slice]) -> bool {
+        self.index >= slices.len()
+    }
+
+    /// Puts the next ranges into `chunk`, as many as one call takes and a chunk may have bytes.
+    pub(crate) fn next(&mut self, slices: &[Slice], chunk: &mut Vec<Slice>) {
+        chunk.clear();
+        let mut room = CHUNK_MAX;
+        while room > 0 && chunk.len() < RANGES_MAX && self.index < slices.len() {
+            let slice = slices[self.index];
+            let len = (slice.len - self.offset).min(room);
+            let (from, to) = (slice.from + self.offset, slice.to + self.offset);
+            chunk.push(Slice { from, to, len });
+            room -= len;
+            self.advance(slices, len);
+        }
+    }
+
+    /// Goes on by some bytes, all of which are in the slices.
+    pub(crate) fn advance(&mut self, slices: &[Slice], mut bytes: u64) {
+        while self.index < slices.len() {
+            let left = slices[self.index].len - self.offset;
+            if bytes < left {
+                self.offset += bytes;
+                return;
+            }
+            bytes -= left;
+            (self.index, self.offset) = (self.index + 1, 0);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_every_byte_once_and_keep_their_limits() {
+        let lens =
+            [3, CHUNK_MAX * 2 + 1, 1, CHUNK_MAX].into_iter().chain((0..3_000).map(|_| 4_096));
+        let slices: Vec<_> = lens
+            .scan(0, |at, len| {
+                let slice = Slice { from: *at, to: *at * 2, len };
+                *at += len;
+                Some(slice)
+            })
+            .collect();
+        let (mut cursor, mut chunk, mut seen) = (Cursor::default(), Vec::new(), 0);
+        while !cursor.is_at_end(&slices) {
+            cursor.next(&slices, &mut chunk);
+            assert!(chunk.len() <= RANGES_MAX);
+            assert!(chunk.iter().map(|slice| slice.len).sum::<u64>() <= CHUNK_MAX);
+            for slice in &chunk {
+                assert_eq!(slice.from, seen);
+                seen += slice.len;
+            }
+        }
+        assert_eq!(seen, slices.iter().map(|slice| slice.len).sum::<u64>());
+    }
+
+    #[test]
+    fn ranges_that_wrap_or_leave_a_region_are_not_inside() {
+        let at = |from, to, len| [Slice { from, to, len }];
+        assert!(all_inside(&at(8, 0, 8), 16, 8));
+        assert!(!all_inside(&at(9, 0, 8), 16, 8));
+        assert!(!all_inside(&at(0, 1, 8), 16, 8));
+        assert!(!all_inside(&at(u64::MAX, 0, 2), 16, 8));
+        assert!(!all_inside(&at(0, u64::MAX, 2), 16, 8));
+    }
+}

@@ -1,0 +1,230 @@
+//! Listens, and greets who connects. Each greeting has a thread of its own for as long as it
+//! takes, with a deadline, and there are only so many.
+
+use super::local_in::{Ends, LocalIn};
+use super::segment::Segment;
+use super::{Inbound, Station, socket};
+use crate::descriptor::{Identity, Location};
+use crate::hub::Hub;
+use crate::memory::Process;
+use crate::proto::{Control, Rules, VERSION};
+use crate::sys;
+use crate::worker::Command;
+use engine::fabric::Address;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, socket_with,
+};
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Greetings at a time; who comes then is dropped.
+const GREETINGS_MAX: u32 = 64;
+
+/// Connections that the kernel keeps for us.
+const BACKLOG: i32 = 128;
+
+/// The thread that listens.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    bell: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+    greetings: Arc<AtomicU32>,
+}
+
+/// Sockets to listen at.
+pub(crate) struct Ears {
+    pub(crate) tcp: TcpListener,
+    pub(crate) unix: OwnedFd,
+}
+
+impl Ears {
+    /// # Errors
+    /// What cannot be listened at and why.
+    pub(crate) fn open(at: &[SocketAddr], name: &[u8]) -> Result<Ears, String> {
+        let tcp = TcpListener::bind(at).map_err(|why| {
+            let at: Vec<_> = at.iter().map(ToString::to_string).collect();
+            format!("cannot listen at {}: {why}", at.join(" or "))
+        })?;
+        tcp.set_nonblocking(true).map_err(|why| format!("listening: {why}"))?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let unix = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .and_then(|unix| {
+                bind(&unix, &SocketAddrUnix::new_abstract_name(name)?)?;
+                rustix::net::listen(&unix, BACKLOG)?;
+                Ok(unix)
+            })
+            .map_err(|why| {
+                format!("cannot listen at unix socket @{}: {why}", name.escape_ascii())
+            })?;
+        Ok(Ears { tcp, unix })
+    }
+}
+
+/// Starts to listen.
+///
+/// # Errors
+/// No thread or descriptor is left.
+pub(crate) fn listen(hub: Arc<Hub>, ears: Ears) -> Result<Listener, String> {
+    let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(|why| format!("doorbell: {why}"))?;
+    let bell = Arc::new(bell);
+    let heard = bell.clone();
+    let greetings = Arc::<AtomicU32>::default();
+    let going_on = greetings.clone();
+    let thread = std::thread::Builder::new()
+        .name("kvferry-listen".into())
+        .spawn(move || accept_all(&hub, &ears, &heard, &going_on))
+        .map_err(|why| format!("thread: {why}"))?;
+    Ok(Listener { bell, thread: Some(thread), greetings })
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        crate::worker::ring(self.bell.as_fd());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        // Each has a deadline of its own.
+        while self.greetings.load(Ordering::Acquire) > 0 {
+            std::thread::yield_now();
+        }
+    }
+}
+
+fn accept_all(hub: &Arc<Hub>, ears: &Ears, bell: &OwnedFd, greetings: &Arc<AtomicU32>) {
+    loop {
+        let mut polled = [
+            PollFd::new(bell, PollFlags::IN),
+            PollFd::new(&ears.unix, PollFlags::IN),
+            PollFd::new(&ears.tcp, PollFlags::IN),
+        ];
+        if poll(&mut polled, None).is_err() {
+            continue;
+        }
+        let [rung, unix, _tcp] = polled.map(|fd| !fd.revents().is_empty());
+        if rung {
+            return;
+        }
+        if unix && let Ok(peer) = accept_with(&ears.unix, SocketFlags::CLOEXEC) {
+            greet(hub, peer, greetings);
+        }
+    }
+}
+
+fn greet(hub: &Arc<Hub>, peer: OwnedFd, greetings: &Arc<AtomicU32>) {
+    let refuse = |hub: &Hub| hub.counts.refused.fetch_add(1, Ordering::Relaxed);
+    if greetings.fetch_add(1, Ordering::AcqRel) >= GREETINGS_MAX {
+        greetings.fetch_sub(1, Ordering::AcqRel);
+        refuse(hub);
+        return;
+    }
+    let (hub_too, count) = (hub.clone(), greetings.clone());
+    let greeting = move || {
+        if greet_local(&hub_too, peer).is_none() {
+            refuse(&hub_too);
+        }
+        count.fetch_sub(1, Ordering::AcqRel);
+    };
+    if std::thread::Builder::new().name("kvferry-greet".into()).spawn(greeting).is_err() {
+        greetings.fetch_sub(1, Ordering::AcqRel);
+        refuse(hub);
+    }
+}
+
+/// Waits no longer than this for a socket that otherwise blocks.
+pub(super) fn limit(socket: BorrowedFd<'_>, time: Duration) -> Result<(), String> {
+    for way in [Timeout::Recv, Timeout::Send] {
+        set_socket_timeout(socket, way, Some(time)).map_err(|why| format!("socket: {why}"))?;
+    }
+    Ok(())
+}
+
+/// From here on the socket belongs to a thread that does not wait for it.
+pub(super) fn unblock(socket: BorrowedFd<'_>) -> Result<(), String> {
+    fcntl_getfl(socket)
+        .and_then(|flags| fcntl_setfl(socket, flags | OFlags::NONBLOCK))
+        .map_err(|why| format!("socket: {why}"))
+}
+
+/// Who says hello, under which pass and rules.
+pub(super) struct Caller {
+    pub(super) who: Identity,
+    pub(super) pass: u64,
+    pub(super) link: u64,
+    pub(super) ends: Vec<u64>,
+    pub(super) rules: Rules,
+}
+
+/// # Errors
+/// What to answer.
+pub(super) fn caller(hub: &Hub, hello: Control) -> Result<Caller, Box<Control>> {
+    let refuse = |why: &str, over| Box::new(Control::Refuse { why: why.into(), over });
+    let Control::Hello { version, from, to, pass, link, ends, rules } = hello else {
+        return Err(refuse("no hello", false));
+    };
+    if version != VERSION {
+        let why = format!("version {version} of the protocol, this plane speaks {VERSION}");
+        return Err(refuse(&why, false));
+    }
+    let own = &hub.location.who;
+    if (&*to.0, to.1) != (&*own.key, own.incarnation) {
+        let why = format!(
+            "here is {} in incarnation {:016x}, not {} in {:016x}: it was restarted",
+            own.key, own.incarnation, to.0, to.1
+        );
+        return Err(refuse(&why, true));
+    }
+    let from = Location::decode(&Address(from.into()));
+    let Some(from) = from else { return Err(refuse("an address of another kind", false)) };
+    Ok(Caller { who: from.who, pass, link, ends, rules })
+}
+
+fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
+    limit(peer.as_fd(), hub.config.connect()).ok()?;
+    let (hello, fds) = socket::receive(peer.as_fd()).ok()??;
+    let refuse = |answer: &Control| {
+        let _ = socket::send(peer.as_fd(), answer, &[]);
+    };
+    let caller = caller(hub, hello).map_err(|answer| refuse(&answer)).ok()?;
+    let [segment, bell] = <[OwnedFd; 2]>::try_from(fds).ok()?;
+    let segment = Segment::map(&segment).ok()?;
+    let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
+    let watch = process.as_ref().and_then(|process| Process::open(process.pid).ok());
+    let id = hub.fresh();
+    let worker = hub.worker_of(id);
+    let whose = (caller.who, caller.pass, caller.link);
+    let inbound = Arc::new(Inbound::new(id, whose, worker.clone(), Some(segment.clone())));
+    if let Err(why) = hub.admit(&inbound, &caller.ends) {
+        refuse(&Control::Refuse { why, over: true });
+        return None;
+    }
+    let ready = || -> Result<(), String> {
+        let roll = hub.with_roll(|roll| rustix::io::fcntl_dupfd_cloexec(roll.file(), 0));
+        let roll = roll.map_err(|why| format!("roll: {why}"))?;
+        let welcome = Control::Welcome { rules: hub.rules() };
+        socket::send(peer.as_fd(), &welcome, &[worker.bell(), roll.as_fd()])
+            .map_err(|why| format!("{why:?}"))?;
+        unblock(peer.as_fd())
+    };
+    if ready().is_err() {
+        hub.dismiss(id);
+        return None;
+    }
+    let ends = Ends {
+        socket: peer,
+        watch: watch.map(|process| process.handle),
+        process: process.map(Arc::new),
+        bell,
+        segment,
+        rules: caller.rules,
+    };
+    let station: Box<dyn Station> = Box::new(LocalIn::new(ends, inbound));
+    worker.tell(Command::Add(id, station));
+    Some(())
+}

@@ -1,0 +1,61 @@
+//! A link of a peer, as far as the owner of this plane rules over it.
+
+use super::segment::Segment;
+use crate::descriptor::Identity;
+use crate::worker::WorkerHandle;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A link that a peer dialled.
+#[derive(Debug)]
+pub(crate) struct Inbound {
+    pub(crate) id: u64,
+    pub(crate) who: Identity,
+    pub(crate) pass: u64,
+    /// The number that the peer gave it.
+    pub(crate) theirs: u64,
+    worker: Arc<WorkerHandle>,
+    segment: Option<Segment>,
+    shut: AtomicBool,
+    /// Held while bytes of the peer land.
+    landing: Mutex<()>,
+}
+
+impl Inbound {
+    pub(crate) fn new(
+        id: u64,
+        (who, pass, theirs): (Identity, u64, u64),
+        worker: Arc<WorkerHandle>,
+        segment: Option<Segment>,
+    ) -> Inbound {
+        let (shut, landing) = (AtomicBool::new(false), Mutex::new(()));
+        Inbound { id, who, pass, theirs, worker, segment, shut, landing }
+    }
+
+    /// Lets the peer in.
+    pub(crate) fn admit(&self) {
+        if let Some(segment) = &self.segment {
+            segment.set_open(true);
+        }
+    }
+
+    /// Shuts the peer out for good; returns when the chunk that is landing has landed.
+    pub(crate) fn shut(&self) {
+        self.shut.store(true, Ordering::SeqCst);
+        if let Some(segment) = &self.segment {
+            segment.set_open(false);
+        }
+        drop(self.landing.lock().unwrap_or_else(PoisonError::into_inner));
+        self.worker.wake();
+    }
+
+    pub(crate) fn is_shut(&self) -> bool {
+        self.shut.load(Ordering::SeqCst)
+    }
+
+    /// Keeps the peer in as long as the guard is held; none if it is shut out.
+    pub(crate) fn hold(&self) -> Option<MutexGuard<'_, ()>> {
+        let guard = self.landing.lock().unwrap_or_else(PoisonError::into_inner);
+        (!self.is_shut()).then_some(guard)
+    }
+}

@@ -1,0 +1,299 @@
+//! The side of a local link that serves: it copies what the peer pushes.
+
+use super::segment::{RingWords, Segment};
+use super::{End, Inbound, Station, socket};
+use crate::config::Path;
+use crate::copy::{Cursor, Fault, Slice, copy};
+use crate::memory::{Process, Reach, Region};
+use crate::path::reach;
+use crate::proto::{Control, Denial, Part, Record, Rules, Side, Status, bytes_inside, take_slices};
+use crate::ring::{Consumer, Producer};
+use crate::worker::{Cx, ring};
+use rustix::event::epoll::EventFlags;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Sessions that one peer may have open.
+const SESSIONS_MAX: usize = 16_384;
+
+/// Answers that wait for room in the ring before requests are left where they are.
+const ANSWERS_MAX: usize = 1_024;
+
+/// Records taken in one step.
+const BURST: usize = 64;
+
+/// A session of the peer: from its region to ours.
+struct Session {
+    region: Arc<Region>,
+    source: Reach,
+    source_len: u64,
+    path: Path,
+}
+
+/// The part that is being copied.
+struct Work {
+    part: Part,
+    cursor: Cursor,
+    bytes: u64,
+}
+
+/// What the peer of a local link is reached by.
+pub(super) struct Ends {
+    pub(super) socket: OwnedFd,
+    /// Readable when the process has ended; none for a process of another namespace.
+    pub(super) watch: Option<OwnedFd>,
+    pub(super) process: Option<Arc<Process>>,
+    pub(super) bell: OwnedFd,
+    pub(super) segment: Segment,
+    pub(super) rules: Rules,
+}
+
+impl Ends {
+    pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
+        let socket = (self.socket.as_fd(), EventFlags::IN | EventFlags::OUT | EventFlags::ET);
+        let watch = self.watch.as_ref().map(|fd| (fd.as_fd(), EventFlags::IN));
+        std::iter::once(socket).chain(watch).collect()
+    }
+}
+
+/// The serving side.
+pub(super) struct LocalIn {
+    ends: Ends,
+    inbound: Arc<Inbound>,
+    requests: Consumer<RingWords>,
+    answers: Producer<RingWords>,
+    waiting: VecDeque<Vec<u64>>,
+    replies: VecDeque<(Control, Option<Arc<Region>>)>,
+    sessions: BTreeMap<u32, Session>,
+    slices: Vec<Slice>,
+    work: Option<Work>,
+    /// How the operation goes whose parts are coming in, and its bytes so far.
+    running: (Status, u64),
+    readable: bool,
+    ended: bool,
+}
+
+impl LocalIn {
+    pub(super) fn new(ends: Ends, inbound: Arc<Inbound>) -> LocalIn {
+        LocalIn {
+            inbound,
+            requests: Consumer::new(ends.segment.requests()),
+            answers: Producer::new(ends.segment.answers()),
+            ends,
+            waiting: VecDeque::new(),
+            replies: VecDeque::new(),
+            sessions: BTreeMap::new(),
+            slices: Vec::new(),
+            work: None,
+            running: (Status::Done, 0),
+            readable: true,
+            ended: false,
+        }
+    }
+
+    fn controls(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        let mut worked = false;
+        while let Some((reply, region)) = self.replies.front() {
+            let file = region.as_ref().and_then(|region| region.file.as_ref());
+            let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+            if !socket::send(self.ends.socket.as_fd(), reply, &fds)? {
+                return Ok(worked);
+            }
+            self.replies.pop_front();
+            worked = true;
+        }
+        if self.readable {
+            match socket::receive(self.ends.socket.as_fd())? {
+                None => self.readable = false,
+                Some((Control::Open { session, region, token, local }, mut fds)) => {
+                    let answer = self.open(cx, session, (region, token), &local, fds.pop());
+                    let (result, region) = match answer {
+                        Ok((answer, region)) => (Ok(answer), Some(region)),
+                        Err(denial) => (Err(denial), None),
+                    };
+                    self.replies.push_back((Control::Opened { session, result }, region));
+                    worked = true;
+                }
+                Some(_) => return Err(End::Corrupt),
+            }
+        }
+        Ok(worked)
+    }
+
+    #[allow(clippy::type_complexity, reason = "the answer and whose file goes with it")]
+    fn open(
+        &mut self,
+        cx: &Cx,
+        session: u32,
+        (region, token): (u32, u64),
+        local: &Side,
+        file: Option<OwnedFd>,
+    ) -> Result<((Path, Side, u32), Arc<Region>), Denial> {
+        let deny = |why: &str| Denial { why: why.into(), tcp: false };
+        if self.sessions.len() >= SESSIONS_MAX || self.sessions.contains_key(&session) {
+            return Err(deny("session in use, or too many of them"));
+        }
+        let (region, place) =
+            cx.hub.region(region, token).ok_or_else(|| deny("the region is not registered"))?;
+        let rules = cx.hub.rules();
+        let process = self.ends.process.as_ref();
+        let (path, source) = reach(local, file, process, [&rules, &self.ends.rules])?;
+        let entry = Session { region: region.clone(), source, source_len: local.len, path };
+        self.sessions.insert(session, entry);
+        Ok(((path, Side::of(&region, true), place), region))
+    }
+
+    fn answer(&mut self, record: Record) -> Result<(), End> {
+        let mut words = Vec::new();
+        record.encode(&mut words);
+        self.waiting.push_back(words);
+        self.flush().map(|_| ())
+    }
+
+    fn flush(&mut self) -> Result<bool, End> {
+        let mut worked = false;
+        while let Some(words) = self.waiting.front() {
+            if !self.answers.push(words).map_err(|_| End::Corrupt)? {
+                break;
+            }
+            self.waiting.pop_front();
+            worked = true;
+        }
+        if worked && self.answers.must_wake() {
+            ring(self.ends.bell.as_fd());
+        }
+        Ok(worked)
+    }
+
+    fn take(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        if self.waiting.len() >= ANSWERS_MAX {
+            return Ok(false);
+        }
+        if !self.requests.pop(&mut cx.record).map_err(|_| End::Corrupt)? {
+            return Ok(false);
+        }
+        if self.requests.made_room() {
+            ring(self.ends.bell.as_fd());
+        }
+        let (record, rest) = Record::decode(&cx.record).ok_or(End::Corrupt)?;
+        match record {
+            Record::Write(part) => {
+                if !take_slices(rest, &mut self.slices) {
+                    return Err(End::Corrupt);
+                }
+                let lens = self.sessions.get(&part.session).map(|s| (s.source_len, s.region.len));
+                let bytes = match lens {
+                    Some((from, to)) => {
+                        Some(bytes_inside(&self.slices, from, to).ok_or(End::Corrupt)?)
+                    }
+                    None => None,
+                };
+                if bytes.is_none() && self.running.0 == Status::Done {
+                    self.running.0 = Status::Refused;
+                }
+                self.work =
+                    Some(Work { part, cursor: Cursor::default(), bytes: bytes.unwrap_or(0) });
+            }
+            Record::Close { session } => {
+                self.sessions.remove(&session);
+                self.answer(Record::Closed { session })?;
+            }
+            _ => return Err(End::Corrupt),
+        }
+        Ok(true)
+    }
+
+    /// One chunk of the part at hand, and its end.
+    fn copy(&mut self, cx: &mut Cx) -> Result<(), End> {
+        let Some(work) = &mut self.work else { return Ok(()) };
+        if self.running.0 == Status::Done && !work.cursor.is_at_end(&self.slices) {
+            let session = &self.sessions[&work.part.session];
+            work.cursor.next(&self.slices, &mut cx.chunk);
+            let Some(_in) = self.inbound.hold() else { return Err(End::Ours) };
+            self.running.0 = match session.region.hold() {
+                None => Status::Refused,
+                Some(_registered) => {
+                    let to = &session.region.reach;
+                    match copy(&cx.chunk, &session.source, to, &mut cx.scratch) {
+                        Ok(()) => Status::Done,
+                        Err(Fault::Source) => Status::Source,
+                        Err(Fault::Destination) => Status::Destination,
+                    }
+                }
+            };
+        }
+        if self.running.0 != Status::Done || work.cursor.is_at_end(&self.slices) {
+            let (part, bytes) = (work.part, work.bytes);
+            self.running.1 += bytes;
+            self.work = None;
+            if part.last {
+                let (status, bytes) = std::mem::replace(&mut self.running, (Status::Done, 0));
+                if status == Status::Done
+                    && let Some(session) = self.sessions.get(&part.session)
+                {
+                    cx.hub.counts.served[session.path as usize].add(bytes);
+                }
+                self.answer(Record::Done { op: part.op, status })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Station for LocalIn {
+    fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
+        self.ends.fds()
+    }
+
+    fn ready(&mut self, index: usize) {
+        match index {
+            0 => self.readable = true,
+            _ => self.ended = true,
+        }
+    }
+
+    fn step(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        if self.inbound.is_shut() {
+            return Err(End::Ours);
+        }
+        if self.ended {
+            return Err(End::Closed);
+        }
+        let mut worked = false;
+        if self.readable || !self.replies.is_empty() {
+            worked |= self.controls(cx)?;
+        }
+        if !self.waiting.is_empty() {
+            worked |= self.flush()?;
+        }
+        for _ in 0..BURST {
+            if self.work.is_none() && !self.take(cx)? {
+                break;
+            }
+            worked = true;
+            let chunked = self.work.as_ref().is_some_and(|work| work.bytes > 1 << 16);
+            self.copy(cx)?;
+            if chunked {
+                break;
+            }
+        }
+        Ok(worked)
+    }
+
+    fn doze(&mut self) -> bool {
+        let stuck = self.waiting.len() >= ANSWERS_MAX;
+        let empty = self.requests.sleep() || stuck;
+        empty && self.work.is_none() && !self.readable && !self.inbound.is_shut()
+    }
+
+    fn end(self: Box<Self>, cx: &mut Cx, why: End) {
+        cx.hub.dismiss(self.inbound.id);
+        if why == End::Corrupt {
+            cx.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
+        }
+        // Reads of the peer end, too.
+        self.inbound.shut();
+    }
+}

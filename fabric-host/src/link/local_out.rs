@@ -1,0 +1,224 @@
+//! The side of a local link that initiates: it reads from the peer, and hears how its writes went.
+
+use super::local_in::Ends;
+use super::out::{OutLink, Read, Source};
+use super::segment::RingWords;
+use super::{End, Station, socket};
+use crate::config::Path;
+use crate::copy::{Cursor, Fault, copy};
+use crate::hub::{Lane, Notice};
+use crate::memory::Map;
+use crate::path::reach;
+use crate::proto::{Control, Denial, Record, Side, Status};
+use crate::ring::Consumer;
+use crate::worker::Cx;
+use engine::fabric::SessionId;
+use rustix::event::epoll::EventFlags;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Answers taken in one step.
+const BURST: usize = 64;
+
+/// The initiating side.
+pub(super) struct LocalOut {
+    ends: Ends,
+    link: Arc<OutLink>,
+    roll: Arc<Map>,
+    answers: Consumer<RingWords>,
+    /// Tokens of the regions that sessions are being opened to.
+    opening: BTreeMap<u32, u64>,
+    read: Option<(Read, Cursor)>,
+    readable: bool,
+    ended: bool,
+}
+
+impl LocalOut {
+    pub(super) fn new(ends: Ends, link: Arc<OutLink>, roll: Map) -> LocalOut {
+        LocalOut {
+            answers: Consumer::new(ends.segment.answers()),
+            ends,
+            link,
+            roll: Arc::new(roll),
+            opening: BTreeMap::new(),
+            read: None,
+            readable: true,
+            ended: false,
+        }
+    }
+
+    fn controls(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        let mut worked = false;
+        loop {
+            let next = self.link.lock().controls.pop_front();
+            let Some((message, region)) = next else { break };
+            let file = region.as_ref().and_then(|region| region.file.as_ref());
+            let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+            if !socket::send(self.ends.socket.as_fd(), &message, &fds)? {
+                self.link.lock().controls.push_front((message, region));
+                break;
+            }
+            worked = true;
+            if let Control::Open { session, token, .. } = message {
+                self.opening.insert(session, token);
+            }
+        }
+        while self.readable {
+            match socket::receive(self.ends.socket.as_fd())? {
+                None => self.readable = false,
+                Some((Control::Opened { session, result }, mut fds)) => {
+                    let token = self.opening.remove(&session).ok_or(End::Corrupt)?;
+                    let result = result.and_then(|answer| {
+                        let lane = self.lane(cx, token, answer, fds.pop());
+                        if lane.is_err() {
+                            self.link.close(session);
+                        }
+                        lane
+                    });
+                    let session = SessionId(session);
+                    cx.hub.notify(Notice::Opened { session, link: self.link.id, result });
+                    worked = true;
+                }
+                Some(_) => return Err(End::Corrupt),
+            }
+        }
+        Ok(worked)
+    }
+
+    fn lane(
+        &self,
+        cx: &Cx,
+        token: u64,
+        (write, side, place): (Path, Side, u32),
+        file: Option<OwnedFd>,
+    ) -> Result<Lane, Denial> {
+        let rules = cx.hub.rules();
+        let process = self.ends.process.as_ref();
+        let (read, reach) = reach(&side, file, process, [&rules, &self.ends.rules])?;
+        let place = place as usize;
+        if place >= crate::memory::ROLL_MAX {
+            return Err(Denial { why: format!("place {place} in a roll"), tcp: false });
+        }
+        let source = Source {
+            reach,
+            len: side.len,
+            token,
+            place,
+            roll: self.roll.clone(),
+            segment: self.ends.segment.clone(),
+            cancelled: AtomicBool::new(false),
+        };
+        Ok(Lane { write, read, source: Some(Arc::new(source)) })
+    }
+
+    fn hear(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        let mut worked = false;
+        for _ in 0..BURST {
+            if !self.answers.pop(&mut cx.record).map_err(|_| End::Corrupt)? {
+                break;
+            }
+            worked = true;
+            if self.answers.made_room() {
+                self.link.ring_peer();
+            }
+            match Record::decode(&cx.record) {
+                Some((Record::Done { op, status }, [])) => {
+                    if !self.link.lock().awaited.remove(&op) {
+                        return Err(End::Corrupt);
+                    }
+                    cx.complete(op, status);
+                }
+                Some((Record::Closed { session }, [])) => {
+                    let session = SessionId(session);
+                    cx.hub.notify(Notice::Closed { session, local: false });
+                }
+                _ => return Err(End::Corrupt),
+            }
+        }
+        Ok(worked)
+    }
+
+    /// One chunk of a read.
+    fn copy(&mut self, cx: &mut Cx) -> bool {
+        if self.read.is_none() {
+            let next = self.link.lock().reads.pop_front();
+            self.read = next.map(|read| (read, Cursor::default()));
+        }
+        let (op, status) = match &mut self.read {
+            None => return false,
+            Some((Read::Barrier { session }, _)) => {
+                let session = SessionId(*session);
+                cx.hub.notify(Notice::Closed { session, local: true });
+                self.read = None;
+                return true;
+            }
+            Some((Read::Copy { op, source, region, slices }, cursor)) => {
+                let status = if source.is_cancelled() || !source.is_permitted() {
+                    Status::Refused
+                } else {
+                    cursor.next(slices, &mut cx.chunk);
+                    match region.hold() {
+                        None => Status::Destination,
+                        Some(_registered) => {
+                            match copy(&cx.chunk, &source.reach, &region.reach, &mut cx.scratch) {
+                                Err(Fault::Source) => Status::Source,
+                                Err(Fault::Destination) => Status::Destination,
+                                // What was read of a region that is gone may be anything.
+                                Ok(()) if !source.is_permitted() => Status::Source,
+                                Ok(()) => Status::Done,
+                            }
+                        }
+                    }
+                };
+                if status == Status::Done && !cursor.is_at_end(slices) {
+                    return true;
+                }
+                (*op, status)
+            }
+        };
+        self.read = None;
+        cx.complete(op, status);
+        true
+    }
+}
+
+impl Station for LocalOut {
+    fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
+        self.ends.fds()
+    }
+
+    fn ready(&mut self, index: usize) {
+        match index {
+            0 => self.readable = true,
+            _ => self.ended = true,
+        }
+    }
+
+    fn step(&mut self, cx: &mut Cx) -> Result<bool, End> {
+        if self.ended {
+            return Err(End::Closed);
+        }
+        let mut worked = self.hear(cx)?;
+        if self.readable || !self.link.is_idle() {
+            worked |= self.controls(cx)?;
+        }
+        worked |= self.link.flush_ring()?;
+        worked |= self.copy(cx);
+        Ok(worked)
+    }
+
+    fn doze(&mut self) -> bool {
+        let empty = self.answers.sleep();
+        empty && self.link.is_idle() && self.read.is_none() && !self.readable
+    }
+
+    fn end(self: Box<Self>, cx: &mut Cx, why: End) {
+        if why == End::Corrupt {
+            cx.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
+        }
+        let proven = why == End::Closed;
+        cx.hub.notify(Notice::LinkDown { link: self.link.id, proven });
+    }
+}

@@ -1,0 +1,65 @@
+//! Control messages by Unix sockets, with descriptors.
+
+use super::End;
+use crate::proto::{CONTROL_MAX, Control};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+/// Descriptors that one message may carry.
+const FDS_MAX: usize = 2;
+
+/// Sends a message whole; false if the socket takes none now.
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    message: &Control,
+    fds: &[BorrowedFd<'_>],
+) -> Result<bool, End> {
+    let bytes = message.encode();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    match sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL) {
+        Ok(_) => Ok(true),
+        Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+        Err(Errno::PIPE | Errno::CONNRESET) => Err(End::Closed),
+        Err(_) => Err(End::Lost),
+    }
+}
+
+/// Receives a message; none if there is none now.
+pub(crate) fn receive(socket: BorrowedFd<'_>) -> Result<Option<(Control, Vec<OwnedFd>)>, End> {
+    let mut bytes = [0; CONTROL_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut into = [IoSliceMut::new(&mut bytes)];
+    let got = match recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+        Err(Errno::CONNRESET) => return Err(End::Closed),
+        Err(_) => return Err(End::Lost),
+    };
+    let fds: Vec<OwnedFd> = ancillary
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    if got.bytes == 0 {
+        return Err(End::Closed);
+    }
+    if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(End::Corrupt);
+    }
+    let message = Control::decode(&bytes[..got.bytes]).ok_or(End::Corrupt)?;
+    Ok(Some((message, fds)))
+}

@@ -1,0 +1,146 @@
+//! Memory that planes can share best: sealed memory files.
+
+use super::Map;
+use engine::fabric::Memory;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{Advice, madvise};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// Whether a pool is to have huge pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HugePages {
+    /// Ordinary pages.
+    #[default]
+    No,
+    /// Reserved ones if there are, else what the kernel makes of the advice.
+    Try,
+    /// Reserved ones; without them there is no pool.
+    Reserved,
+}
+
+/// Bytes of a reserved huge page.
+const HUGE: u64 = 2 << 20;
+
+/// A sealed memory file, mapped: memory of a process that allocates its own KV pool.
+#[derive(Debug)]
+pub struct Pool {
+    map: Map,
+    file: OwnedFd,
+    huge: u64,
+}
+
+/// A memory file of fixed size, for good.
+pub(crate) fn sealed(name: &str, len: u64) -> Result<OwnedFd, String> {
+    sealed_file(name, len, SealFlags::SEAL)
+}
+
+/// A memory file of fixed size.
+pub(super) fn sealed_file(name: &str, len: u64, seal: SealFlags) -> Result<OwnedFd, String> {
+    file_of(name, len, MemfdFlags::empty(), seal)
+}
+
+fn file_of(name: &str, len: u64, flags: MemfdFlags, seal: SealFlags) -> Result<OwnedFd, String> {
+    let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = memfd_create(name, flags).map_err(|why| format!("creating a memory file: {why}"))?;
+    ftruncate(&file, len).map_err(|why| format!("memory file of {len} bytes: {why}"))?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | seal)
+        .map_err(|why| format!("sealing a memory file: {why}"))?;
+    Ok(file)
+}
+
+impl Pool {
+    /// Allocates `len` bytes, rounded up to whole pages, all zero and all there: every page is
+    /// touched.
+    ///
+    /// # Errors
+    /// Why there is no such pool, and what to do about it.
+    pub fn new(len: u64, huge: HugePages) -> Result<Pool, String> {
+        if len == 0 {
+            return Err("a pool of 0 bytes: it has to have some".into());
+        }
+        let reserved = match huge {
+            HugePages::No => None,
+            HugePages::Try => Pool::reserved(len).ok(),
+            HugePages::Reserved => Some(Pool::reserved(len).map_err(|why| {
+                format!("{why}; reserve huge pages by /proc/sys/vm/nr_hugepages or take `try`")
+            })?),
+        };
+        let (file, map) = match reserved {
+            Some(pool) => pool,
+            None => {
+                let len = len.checked_next_multiple_of(4_096).ok_or("longer than can be")?;
+                let file = sealed_file("kvferry-pool", len, SealFlags::SEAL)?;
+                let map = Map::new(&file, len, true)?;
+                if huge == HugePages::Try {
+                    // SAFETY: Advice on a mapping of ours changes none of its bytes. Whether it
+                    // did anything is read below.
+                    let _ =
+                        unsafe { madvise(map.start().cast(), map.len(), Advice::LinuxHugepage) };
+                }
+                (file, map)
+            }
+        };
+        for at in (0..map.len()).step_by(4_096) {
+            // SAFETY: Inside the mapping, which nobody else knows yet.
+            unsafe { map.start().add(at).write_volatile(0) };
+        }
+        let huge = huge_bytes(map.start() as u64);
+        Ok(Pool { map, file, huge })
+    }
+
+    fn reserved(len: u64) -> Result<(OwnedFd, Map), String> {
+        let len = len.checked_next_multiple_of(HUGE).ok_or("longer than can be")?;
+        let flags = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = file_of("kvferry-pool", len, flags, SealFlags::SEAL)?;
+        let map = Map::new(&file, len, true)?;
+        Ok((file, map))
+    }
+
+    /// What to register. The pool has to outlive the registration only in the sense that its bytes
+    /// are there: planes keep the file open.
+    pub fn memory(&self) -> Memory {
+        Memory::MemFd { fd: self.file.as_raw_fd(), len: self.map.len() as u64 }
+    }
+
+    /// The first byte.
+    pub fn start(&self) -> *mut u8 {
+        self.map.start()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// False: there is no pool without bytes.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// Bytes that are in huge pages, as the kernel accounts for them after all were touched.
+    pub fn huge(&self) -> u64 {
+        self.huge
+    }
+}
+
+/// Bytes in huge pages of the mapping that starts at an address; advice that is taken need not
+/// have done anything.
+fn huge_bytes(start: u64) -> u64 {
+    let Ok(smaps) = fs::read_to_string("/proc/self/smaps") else { return 0 };
+    let head = format!("{start:x}-");
+    let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&head)).skip(1);
+    let fields = ["AnonHugePages:", "ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"];
+    let of_next = |line: &str| line.split_whitespace().next().is_some_and(|w| !w.ends_with(':'));
+    lines
+        .by_ref()
+        .take_while(|line| !of_next(line))
+        .filter_map(|line| {
+            let field = fields.iter().find(|field| line.starts_with(**field))?;
+            line[field.len()..].split_whitespace().next()?.parse::<u64>().ok()
+        })
+        .sum::<u64>()
+        * 1_024
+}

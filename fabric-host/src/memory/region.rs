@@ -1,0 +1,134 @@
+//! Registered memory.
+
+use super::Map;
+use crate::sys;
+use engine::fabric::{Cause, Memory, RegionId};
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+/// A process by more than its id.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) pid: u32,
+    /// When it started, see [`sys::started`]; 0 where that cannot be read.
+    pub(crate) started: u64,
+    /// Readable once it has ended.
+    pub(crate) handle: OwnedFd,
+}
+
+impl Process {
+    /// # Errors
+    /// There is none, or no descriptor for it.
+    pub(crate) fn open(pid: u32) -> Result<Process, Errno> {
+        let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
+        let handle = pidfd_open(id, PidfdFlags::empty())?;
+        Ok(Process { pid, started: sys::started(pid).unwrap_or(0), handle })
+    }
+
+    /// True if it has not ended. Bytes copied ahead of that came from it and no successor.
+    pub(crate) fn is_alive(&self) -> bool {
+        sys::is_alive(&self.handle)
+    }
+}
+
+/// How this process gets at memory.
+#[derive(Clone, Debug)]
+pub(crate) enum Reach {
+    /// By address.
+    Here {
+        /// Address of the first byte.
+        base: u64,
+        /// What keeps it mapped, if that is ours to do.
+        #[allow(dead_code, reason = "kept for its drop")]
+        map: Option<Arc<Map>>,
+    },
+    /// By the kernel, in the address space of another process.
+    There {
+        /// Whose.
+        process: Arc<Process>,
+        /// Address of the first byte there.
+        base: u64,
+    },
+}
+
+impl Reach {
+    /// Address of the first byte in its address space.
+    pub(crate) fn base(&self) -> u64 {
+        match self {
+            Reach::Here { base, .. } | Reach::There { base, .. } => *base,
+        }
+    }
+}
+
+/// Memory that is, or was, registered.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pub(crate) id: RegionId,
+    /// Unique in the life of the plane.
+    pub(crate) token: u64,
+    pub(crate) len: u64,
+    pub(crate) reach: Reach,
+    /// The memory file that others may map.
+    pub(crate) file: Option<OwnedFd>,
+    alive: RwLock<bool>,
+}
+
+fn backend(text: String) -> Cause {
+    Cause::Backend(text.into())
+}
+
+impl Region {
+    /// Checks that the memory is there and maps it where it is a file.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<Region, Cause> {
+        let mut file = None;
+        let reach = match memory {
+            Memory::Own { base, len } => {
+                match sys::probe_process(std::process::id(), base, len) {
+                    // Where the kernel does not say, the owner's word has to do.
+                    Ok(()) | Err(Errno::PERM | Errno::NOSYS) => Reach::Here { base, map: None },
+                    Err(_) => return Err(Cause::LocalAccess),
+                }
+            }
+            Memory::MemFd { fd, len } if fd >= 0 => {
+                // SAFETY: The owner passes a descriptor of its own; a wrong one is an error below.
+                let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
+                let ours = fcntl_dupfd_cloexec(theirs, 0)
+                    .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
+                let map = Map::new(&ours, len, true)
+                    .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
+                file = Some(ours);
+                Reach::Here { base: map.start() as u64, map: Some(Arc::new(map)) }
+            }
+            Memory::OtherProcess { pid, base, len } => {
+                let process =
+                    Process::open(pid).map_err(|why| backend(format!("process {pid}: {why}")))?;
+                sys::probe_process(pid, base, len).map_err(|why| match why {
+                    Errno::FAULT => Cause::LocalAccess,
+                    why => backend(format!(
+                        "memory of process {pid}: {why}; cross-memory attach needs the same user \
+                         and ptrace access, see /proc/sys/kernel/yama/ptrace_scope"
+                    )),
+                })?;
+                Reach::There { process: Arc::new(process), base }
+            }
+            other => return Err(backend(format!("{other:?} is not for this plane"))),
+        };
+        Ok(Region { id, token, len: memory.len(), reach, file, alive: RwLock::new(true) })
+    }
+
+    /// Keeps the region registered as long as the guard is held; none if it is not any more.
+    pub(crate) fn hold(&self) -> Option<RwLockReadGuard<'_, bool>> {
+        let guard = self.alive.read().unwrap_or_else(PoisonError::into_inner);
+        guard.then_some(guard)
+    }
+
+    /// Ends all access through this process; returns when the chunk that is being copied is done.
+    pub(crate) fn kill(&self) {
+        *self.alive.write().unwrap_or_else(PoisonError::into_inner) = false;
+    }
+}

@@ -1,0 +1,147 @@
+//! A plane's start and end.
+
+use super::HostPlane;
+use crate::HostConfig;
+use crate::descriptor::{Identity, Location, this_node};
+use crate::hub::Hub;
+use crate::link::{Ears, listen};
+use crate::ring::{Consumer, Producer, words_for};
+use crate::sync::AtomicU64;
+use crate::worker::{Worker, WorkerHandle};
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Why there is no plane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HostError {
+    /// A setting: which, its value and what it may be.
+    Config(String),
+    /// An address that cannot be listened at, with address, port and reason.
+    Listen(String),
+    /// Threads, descriptors or memory that the system does not give.
+    System(String),
+}
+
+impl fmt::Display for HostError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            HostError::Config(text) | HostError::Listen(text) => f.write_str(text),
+            HostError::System(text) => write!(f, "host plane: {text}"),
+        }
+    }
+}
+
+impl std::error::Error for HostError {}
+
+/// Host without the brackets of an IPv6 address.
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+fn resolve(config: &HostConfig) -> Result<Vec<SocketAddr>, HostError> {
+    let (host, port) = (bare(&config.host), config.port);
+    let fail = |why: String| HostError::Listen(format!("cannot listen at {host}:{port}: {why}"));
+    let found: Vec<_> = (host, port).to_socket_addrs().map_err(|w| fail(w.to_string()))?.collect();
+    if found.is_empty() { Err(fail("no address of that name".into())) } else { Ok(found) }
+}
+
+/// The host that peers are told.
+fn advertised(config: &HostConfig) -> Result<Arc<str>, HostError> {
+    if let Some(host) = &config.advertised {
+        return Ok(bare(host).into());
+    }
+    let host = bare(&config.host);
+    if host.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified()) {
+        let text = format!("host = \"{host}\" is no address for peers: name one by `advertised`");
+        return Err(HostError::Config(text));
+    }
+    Ok(host.into())
+}
+
+fn incarnation() -> Result<u64, HostError> {
+    let mut bytes = [0; 8];
+    match getrandom(&mut bytes, GetRandomFlags::empty()) {
+        Ok(8) => Ok(u64::from_le_bytes(bytes)),
+        other => Err(HostError::System(format!("no random bytes: {other:?}"))),
+    }
+}
+
+impl HostPlane {
+    /// Listens and starts the threads.
+    ///
+    /// # Errors
+    /// A setting that cannot be, an address that cannot be listened at, or what the system lacks.
+    pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
+        config.check().map_err(HostError::Config)?;
+        let host = advertised(&config)?;
+        let who = Identity { key: config.key.as_str().into(), incarnation: incarnation()? };
+        let uname = rustix::system::uname();
+        let mut location = Location {
+            who,
+            node: this_node(),
+            hostname: uname.nodename().to_string_lossy().into(),
+            host,
+            port: 0,
+            pid: std::process::id(),
+        };
+        let ears = Ears::open(&resolve(&config)?, &location.socket_name());
+        let ears = ears.map_err(HostError::Listen)?;
+        let bound = ears.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
+        location.port = bound.port();
+        let handles = (0..config.workers).map(|_| WorkerHandle::new().map(Arc::new));
+        let handles = handles
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(|why| HostError::System(format!("doorbell: {why}")))?;
+        let room = (4 * config.operations_max as usize + 16).next_power_of_two();
+        let hub = Arc::new(Hub::new(config, location, handles).map_err(HostError::System)?);
+        let mut plane = HostPlane {
+            hub: hub.clone(),
+            listener: None,
+            threads: Vec::new(),
+            outcomes: Vec::new(),
+            regions: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            dials: BTreeMap::new(),
+            proofs: Vec::new(),
+            links: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            operations: BTreeMap::new(),
+            order: 0,
+            events: VecDeque::new(),
+            slices: Vec::new(),
+            record: Vec::new(),
+        };
+        for handle in &hub.workers {
+            let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();
+            plane.outcomes.push(Consumer::new(words.clone()));
+            let worker = Worker::new(hub.clone(), handle.clone(), Producer::new(words))
+                .map_err(|why| HostError::System(format!("epoll: {why}")))?;
+            let thread = std::thread::Builder::new()
+                .name("kvferry-copy".into())
+                .spawn(|| worker.run())
+                .map_err(|why| HostError::System(format!("thread: {why}")))?;
+            plane.threads.push(thread);
+        }
+        plane.listener = Some(listen(hub, ears).map_err(HostError::System)?);
+        Ok(plane)
+    }
+}
+
+impl Drop for HostPlane {
+    fn drop(&mut self) {
+        self.hub.stopping.store(true, Ordering::Release);
+        for worker in &self.hub.workers {
+            worker.wake();
+        }
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+        // Last: who is refused may conclude that nothing lands here any more.
+        self.listener = None;
+    }
+}

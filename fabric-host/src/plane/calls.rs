@@ -1,0 +1,228 @@
+//! The calls of the trait.
+
+use super::{Awaits, Held, HostPlane, Peer, Phase, Session, Way};
+use crate::Path;
+use crate::descriptor::{Claim, Location};
+use crate::link::{Dial, Kind, dial};
+use crate::memory::Region;
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Address, Caps, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement, Refused,
+    RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+pub(super) fn invalid<T>(why: impl Into<String>) -> Result<T, Refused> {
+    Err(Refused::Invalid(why.into().into()))
+}
+
+impl HostPlane {
+    /// Has a session opened by a link of some kind, which is dialled if there is none.
+    pub(super) fn seek(&mut self, id: SessionId, kind: Kind) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&session.peer) else { return };
+        match peer.links.get(&kind) {
+            Some(Way::Up(link)) => {
+                let claim = (session.claim.region.0, session.claim.token);
+                link.open(id.0, claim, session.region.clone());
+                session.link = Some(link.id);
+                session.phase = Phase::Opening(link.clone());
+                return;
+            }
+            Some(Way::Dialling) => {}
+            None => {
+                let number = self.hub.fresh();
+                let to = (*peer.location).clone();
+                dial(&self.hub, Dial { id: number, to, pass: peer.pass, kind, ends: Vec::new() });
+                self.dials.insert(number, (session.peer, kind));
+                peer.links.insert(kind, Way::Dialling);
+            }
+        }
+        session.phase = Phase::Waiting(kind);
+    }
+}
+
+impl DataPlane for HostPlane {
+    fn caps(&self) -> Caps {
+        Caps {
+            read: true,
+            write: true,
+            operations_max: self.hub.config.operations_max,
+            slices_max: self.hub.config.slices_max,
+            placement: Placement::OnCompletion,
+            fence: FenceScope::Peer,
+        }
+    }
+
+    fn address(&self) -> Address {
+        self.hub.location.encode()
+    }
+
+    fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
+        if self.regions.contains_key(&region) {
+            return invalid(format!("region {region} is registered already"));
+        }
+        let base = match memory {
+            Memory::Own { base, .. } | Memory::OtherProcess { base, .. } => base,
+            Memory::MemFd { fd, .. } if fd >= 0 => 0,
+            Memory::MemFd { fd, .. } => return invalid(format!("descriptor {fd}")),
+            other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
+        };
+        if memory.is_empty() || base.checked_add(memory.len()).is_none() {
+            return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
+        }
+        let made = Region::new(region, self.hub.next_token(), memory).and_then(|made| {
+            let made = Arc::new(made);
+            self.hub.add_region(&made).map(|()| made)
+        });
+        let result = made.map(|made| {
+            let claim = Claim {
+                owner: self.hub.location.who.clone(),
+                region,
+                token: made.token,
+                base: made.reach.base(),
+                len: made.len,
+            };
+            self.regions.insert(region, Held { region: made, operations: 0 });
+            claim.encode()
+        });
+        self.events.push_back(DataEvent::Registered { region, result });
+        Ok(())
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
+        match self.regions.get(&region) {
+            None => return invalid(format!("region {region} is not registered")),
+            Some(held) if held.operations > 0 => return Err(Refused::Busy),
+            Some(_) => {}
+        }
+        self.regions.remove(&region);
+        self.hub.remove_region(region);
+        let users = self.sessions.iter().filter(|(_, session)| session.local == region);
+        let users: Vec<_> = users.map(|(id, _)| *id).collect();
+        for id in users {
+            self.kill(id);
+        }
+        Ok(())
+    }
+
+    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
+        if self.peers.contains_key(&peer) {
+            return invalid(format!("peer {peer} is connected already"));
+        }
+        let Some(location) = Location::decode(address) else {
+            return invalid("address of another kind of plane");
+        };
+        self.hub.invite(&location.who, peer, pass);
+        let location = Arc::new(location);
+        self.peers.insert(peer, Peer { location, pass, links: BTreeMap::new() });
+        Ok(())
+    }
+
+    fn disconnect(&mut self, peer: PeerId) {
+        let Some(gone) = self.peers.remove(&peer) else { return };
+        self.hub.uninvite(&gone.location.who, peer);
+        let its: Vec<_> =
+            self.sessions.iter().filter(|(_, s)| s.peer == peer).map(|(id, _)| *id).collect();
+        for session in its {
+            self.close(session);
+        }
+        self.dials.retain(|_, (whose, _)| *whose != peer);
+        self.reap();
+    }
+
+    fn open(
+        &mut self,
+        session: SessionId,
+        local: RegionId,
+        peer: PeerId,
+        remote: &RegionDesc,
+    ) -> Result<(), Refused> {
+        if self.sessions.contains_key(&session) {
+            return invalid(format!("session {session} is open already"));
+        }
+        let Some(held) = self.regions.get(&local) else {
+            return invalid(format!("region {local} is not registered"));
+        };
+        let Some(named) = self.peers.get(&peer) else {
+            return invalid(format!("peer {peer} is not connected"));
+        };
+        let claim = Claim::decode(remote).filter(|claim| claim.owner == named.location.who);
+        let Some(claim) = claim else { return invalid("descriptor of another plane") };
+        let route = self.hub.route(&named.location);
+        let entry = Session {
+            local,
+            region: held.region.clone(),
+            peer,
+            location: named.location.clone(),
+            pass: named.pass,
+            claim,
+            phase: Phase::Dead,
+            deadline: Instant::now() + Duration::from_millis(self.hub.config.open_ms.into()),
+            link: None,
+            operations: BTreeMap::new(),
+            tickets: VecDeque::new(),
+            awaits: Awaits::default(),
+        };
+        self.sessions.insert(session, entry);
+        match route {
+            Ok(kind) => self.seek(session, kind),
+            Err(why) => self.opened(session, Err(engine::fabric::Cause::Backend(why.into()))),
+        }
+        Ok(())
+    }
+
+    fn close(&mut self, session: SessionId) {
+        self.shut(session);
+    }
+
+    fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused> {
+        self.post(&batch)
+    }
+
+    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+        match self.sessions.get_mut(&session) {
+            None => self.events.push_back(DataEvent::Quiet { session, ticket }),
+            Some(known) => {
+                known.tickets.push_back((ticket, self.order));
+                self.settle(session);
+            }
+        }
+    }
+
+    fn fence(&mut self, peer: PeerId) {
+        if let Some(known) = self.peers.get(&peer) {
+            self.hub.fence(&known.location.who, known.pass);
+        }
+        self.events.push_back(DataEvent::Fenced { peer });
+    }
+
+    fn set_waker(&mut self, waker: Waker) {
+        self.hub.set_waker(waker);
+    }
+
+    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+        self.take_news();
+        out.extend(self.events.drain(..));
+        if !self.outcomes.iter().all(|ring| ring.sleep()) {
+            return Wake::Ready;
+        }
+        match self.next_deadline() {
+            Some(at) => {
+                let left = at.saturating_duration_since(Instant::now());
+                Wake::At(now + Nanos(left.as_nanos() as u64))
+            }
+            None => Wake::External,
+        }
+    }
+}
+
+impl HostPlane {
+    /// Operations and bytes that succeeded.
+    pub(super) fn count(&self, path: Path, bytes: u64) {
+        self.hub.counts.initiated[path as usize].add(bytes);
+    }
+}

@@ -1,0 +1,264 @@
+//! The threads that copy. Each serves its links in turns of one chunk, looks for work for a while
+//! when there is none, and then sleeps.
+
+use crate::copy::{Scratch, Slice};
+use crate::hub::Hub;
+use crate::link::Station;
+use crate::proto::Status;
+use crate::ring::Producer;
+use crate::sync::AtomicU64 as Word;
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Rounds with work between two looks at the sockets.
+const SOCKETS_EVERY: u32 = 16;
+
+/// Descriptors that one link may have watched.
+const FDS_MAX: u64 = 4;
+
+/// The number of the doorbell among watched descriptors.
+const BELL: u64 = u64::MAX;
+
+/// What a thread is told.
+pub(crate) enum Command {
+    /// Serve a link.
+    Add(u64, Box<dyn Station>),
+    /// End one.
+    Remove(u64),
+}
+
+/// A thread, for others.
+pub(crate) struct WorkerHandle {
+    bell: OwnedFd,
+    asleep: AtomicBool,
+    commands: Mutex<Vec<Command>>,
+}
+
+impl std::fmt::Debug for WorkerHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WorkerHandle").field("asleep", &self.asleep).finish_non_exhaustive()
+    }
+}
+
+/// Rings the doorbell of a thread of this or of another process.
+pub(crate) fn ring(bell: BorrowedFd<'_>) {
+    // It cannot overflow: each ring is heard before the next. If the peer broke it, it is its loss.
+    let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+}
+
+impl WorkerHandle {
+    /// # Errors
+    /// No descriptor is left.
+    pub(crate) fn new() -> Result<WorkerHandle, Errno> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(WorkerHandle { bell, asleep: AtomicBool::new(false), commands: Mutex::default() })
+    }
+
+    /// The doorbell, for peers.
+    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    /// Wakes the thread if it sleeps.
+    pub(crate) fn wake(&self) {
+        if self.asleep.swap(false, Ordering::AcqRel) {
+            ring(self.bell());
+        }
+    }
+
+    pub(crate) fn tell(&self, command: Command) {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push(command);
+        self.wake();
+    }
+
+    fn take(&self) -> Vec<Command> {
+        std::mem::take(&mut *self.commands.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn has_commands(&self) -> bool {
+        !self.commands.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+}
+
+/// Completions on their way to the owner.
+pub(crate) type Outcomes = Producer<Arc<[Word]>>;
+
+/// What a link needs to take a step.
+pub(crate) struct Cx {
+    pub(crate) hub: Arc<Hub>,
+    pub(crate) scratch: Scratch,
+    pub(crate) chunk: Vec<Slice>,
+    pub(crate) record: Vec<u64>,
+    outcomes: Outcomes,
+    /// Outcomes of operations that were closed before, for which no room was kept.
+    late: VecDeque<[u64; 2]>,
+}
+
+impl Cx {
+    /// Tells the owner how an operation ended.
+    pub(crate) fn complete(&mut self, op: u64, status: Status) {
+        self.late.push_back([op, status as u64]);
+        self.flush();
+    }
+
+    /// Passes on what had no room; the owner rings when there is some.
+    fn flush(&mut self) {
+        let mut passed = false;
+        while let Some(outcome) = self.late.front() {
+            match self.outcomes.push(outcome) {
+                Ok(true) => passed = true,
+                // The owner is of this process and breaks nothing.
+                Ok(false) | Err(_) => break,
+            }
+            self.late.pop_front();
+        }
+        if passed && self.outcomes.must_wake() {
+            self.hub.wake();
+        }
+    }
+}
+
+/// The thread itself.
+pub(crate) struct Worker {
+    handle: Arc<WorkerHandle>,
+    epoll: OwnedFd,
+    cx: Cx,
+    links: BTreeMap<u64, Box<dyn Station>>,
+    spin: Duration,
+}
+
+impl Worker {
+    /// # Errors
+    /// No descriptor is left.
+    pub(crate) fn new(
+        hub: Arc<Hub>,
+        handle: Arc<WorkerHandle>,
+        outcomes: Outcomes,
+    ) -> Result<Worker, Errno> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let bell = epoll::EventData::new_u64(BELL);
+        epoll::add(&epoll, handle.bell(), bell, epoll::EventFlags::IN)?;
+        let spin = Duration::from_micros(hub.config.spin_us.into());
+        let cx = Cx {
+            hub,
+            scratch: Scratch::default(),
+            chunk: Vec::new(),
+            record: Vec::new(),
+            outcomes,
+            late: VecDeque::new(),
+        };
+        Ok(Worker { handle, epoll, cx, links: BTreeMap::new(), spin })
+    }
+
+    pub(crate) fn run(mut self) {
+        let mut last_work = Instant::now();
+        let mut rounds = 0_u32;
+        while !self.cx.hub.stopping.load(Ordering::Acquire) {
+            let worked = self.round();
+            rounds = rounds.wrapping_add(1);
+            if worked {
+                if rounds.is_multiple_of(SOCKETS_EVERY) {
+                    self.hear(false);
+                }
+                last_work = Instant::now();
+            } else if last_work.elapsed() < self.spin {
+                std::hint::spin_loop();
+            } else {
+                if self.may_sleep() {
+                    self.hear(true);
+                } else {
+                    self.hear(false);
+                }
+                self.handle.asleep.store(false, Ordering::Release);
+                last_work = Instant::now();
+            }
+        }
+        for (_, link) in std::mem::take(&mut self.links) {
+            link.end(&mut self.cx, crate::link::End::Ours);
+        }
+    }
+
+    /// One step of every link.
+    fn round(&mut self) -> bool {
+        let mut worked = false;
+        if self.handle.has_commands() {
+            worked = true;
+            for command in self.handle.take() {
+                match command {
+                    Command::Add(id, link) => self.add(id, link),
+                    Command::Remove(id) => {
+                        if let Some(link) = self.links.remove(&id) {
+                            link.end(&mut self.cx, crate::link::End::Ours);
+                        }
+                    }
+                }
+            }
+        }
+        if !self.cx.late.is_empty() {
+            self.cx.flush();
+        }
+        let mut ended = Vec::new();
+        for (id, link) in &mut self.links {
+            match link.step(&mut self.cx) {
+                Ok(step) => worked |= step,
+                Err(why) => ended.push((*id, why)),
+            }
+        }
+        for (id, why) in ended {
+            worked = true;
+            if let Some(link) = self.links.remove(&id) {
+                link.end(&mut self.cx, why);
+            }
+        }
+        worked
+    }
+
+    fn add(&mut self, id: u64, mut link: Box<dyn Station>) {
+        let mut watched = Ok(());
+        for (n, (fd, flags)) in link.fds().into_iter().enumerate() {
+            let data = epoll::EventData::new_u64(id * FDS_MAX + n as u64);
+            watched = watched.and_then(|()| epoll::add(&self.epoll, fd, data, flags));
+        }
+        match watched {
+            Ok(()) => {
+                // What came before it was watched.
+                link.ready(0);
+                self.links.insert(id, link);
+            }
+            Err(_) => link.end(&mut self.cx, crate::link::End::Ours),
+        }
+    }
+
+    /// Announces that this thread sleeps; false if there is work.
+    fn may_sleep(&mut self) -> bool {
+        self.handle.asleep.swap(true, Ordering::AcqRel);
+        self.links.values_mut().all(|link| link.doze())
+            && !self.handle.has_commands()
+            && !self.cx.hub.stopping.load(Ordering::Acquire)
+    }
+
+    /// Takes in what happened at descriptors.
+    fn hear(&mut self, wait: bool) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
+        let timeout = if wait { None } else { Some(&now) };
+        // Interrupted is as good as nothing: the next round looks again.
+        let count = epoll::wait(&self.epoll, &mut events[..], timeout).unwrap_or(0);
+        for event in &events[..count] {
+            let data = event.data.u64();
+            if data == BELL {
+                let _ = rustix::io::read(self.handle.bell(), &mut [0; 8]);
+            } else if let Some(link) = self.links.get_mut(&(data / FDS_MAX)) {
+                link.ready((data % FDS_MAX) as usize);
+            }
+        }
+    }
+}

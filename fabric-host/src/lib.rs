@@ -19,4 +19,4 @@ mod worker;
 pub use config::{HostConfig, Path};
 pub use hub::{Counters, PathCount};
 pub use memory::{HugePages, Pool};
-pub use plane::{HostError, HostPlane, SessionPaths};
+pub use plane::{HostError, HostPlane, Meter, SessionPaths};

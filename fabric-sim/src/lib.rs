@@ -17,7 +17,7 @@ pub mod net;
 pub mod observe;
 pub mod queue;
 pub mod replay;
-mod settings;
+pub mod settings;
 #[cfg(test)]
 mod testing;
 pub mod world;

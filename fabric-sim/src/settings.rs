@@ -7,7 +7,7 @@ use engine::fabric::{Caps, FenceScope, Placement};
 use scenarios::run::Run;
 
 /// What all data planes can do.
-pub(crate) fn caps(placement: Placement) -> Caps {
+pub fn caps(placement: Placement) -> Caps {
     Caps {
         read: true,
         write: true,
@@ -19,7 +19,7 @@ pub(crate) fn caps(placement: Placement) -> Caps {
 }
 
 /// Of the prefill and decode cores.
-pub(crate) fn core(run: &Run) -> CoreSettings {
+pub fn core(run: &Run) -> CoreSettings {
     let (default, protocol) = (CoreSettings::default(), &run.protocol);
     CoreSettings {
         heartbeat: run.router.heartbeat,
@@ -35,7 +35,7 @@ pub(crate) fn core(run: &Run) -> CoreSettings {
 }
 
 /// Of the channels between cores.
-pub(crate) fn channel(run: &Run) -> ChannelConfig {
+pub fn channel(run: &Run) -> ChannelConfig {
     let (default, protocol) = (ChannelConfig::default(), &run.protocol);
     ChannelConfig {
         hello: protocol.hello.unwrap_or(default.hello),
@@ -49,7 +49,7 @@ pub(crate) fn channel(run: &Run) -> ChannelConfig {
 }
 
 /// Of the transfer actors, on planes that can do `caps`.
-pub(crate) fn transfer(run: &Run, caps: &Caps) -> TransferSettings {
+pub fn transfer(run: &Run, caps: &Caps) -> TransferSettings {
     let (default, protocol) = (TransferSettings::default(), &run.protocol);
     TransferSettings {
         layers_per_op: protocol.layers_per_op.max(1),

@@ -1,7 +1,8 @@
 //! The command line.
 
 use crate::exit::{Exit, Stop};
-use crate::{lists, replay, run, sweep};
+use crate::serve::{self, ServeArgs};
+use crate::{lists, logs, replay, run, sweep};
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -29,6 +30,8 @@ enum Command {
     Replay(ReplayArgs),
     /// Print what scenario files can say
     List(ListArgs),
+    /// Serve as a prefill or decode instance without a model
+    Serve(Box<ServeArgs>),
 }
 
 /// Arguments of `run`.
@@ -108,6 +111,10 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Sweep(args) => sweep::command(&args, &mut out),
         Command::Replay(args) => replay::command(&args, &mut out),
         Command::List(args) => lists::command(&args, &mut out),
+        Command::Serve(args) => {
+            logs::start();
+            serve::command(&args, &mut out)
+        }
     };
     let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
     match ended {

@@ -8,10 +8,12 @@ mod cli;
 mod exit;
 mod files;
 mod lists;
+mod logs;
 mod outcome;
 mod progress;
 mod replay;
 mod run;
+mod serve;
 mod sweep;
 mod table;
 

@@ -2,7 +2,7 @@
 
 use crate::fixture::*;
 use engine::core::dialect::moriio::address::*;
-use engine::core::ids::RequestId;
+use engine::core::ids::{Incarnation, RequestId};
 use engine::core::message::Role;
 use proptest::prelude::*;
 use serde_json::json;
@@ -142,5 +142,21 @@ proptest! {
         if let Some(address) = ZmqAddress::parse(&text) {
             prop_assert_eq!(ZmqAddress::parse(&address.to_string()), Some(address));
         }
+    }
+}
+
+#[test]
+fn an_address_can_say_that_its_engine_speaks_the_native_dialect() {
+    let address = ZmqAddress { host: "::1".into(), handshake: 6301, notify: 61005 };
+    let text = with_life(&address, Incarnation(0x1f));
+    assert_eq!(text, "host:::1,handshake:6301,notify:61005,kvferry:1f");
+    assert_eq!(ZmqAddress::parse(&text), Some(address.clone()));
+    assert_eq!(life_of(&text), Some(Incarnation(0x1f)));
+    assert_eq!(life_of(&address.to_string()), None);
+    assert_eq!(life_of("host:x,kvferry:no"), None);
+    // Behind a router that pastes addresses into request ids.
+    let id = format!("___prefill_addr_{text}___decode_addr_{text}_{:032x}", 7).as_str().into();
+    for role in [Role::Prefill, Role::Decode] {
+        assert_eq!(embedded_peer(role, &id).and_then(life_of), Some(Incarnation(0x1f)));
     }
 }

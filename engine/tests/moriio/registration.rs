@@ -1,8 +1,9 @@
 //! Registrations.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::dialect::moriio::address::{ZmqAddress, life_of};
 use engine::core::dialect::moriio::registration::*;
+use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Role};
 use engine::fabric::Endpoint;
 use proptest::prelude::*;
@@ -156,7 +157,11 @@ proptest! {
     #[test]
     fn registrations_round_trip(heartbeat in heartbeat()) {
         let heard = Heard::decode(&[heartbeat.encode()]).unwrap();
-        prop_assert_eq!(heard.check(), Ok(heartbeat));
+        prop_assert_eq!(heard.check(), Ok(heartbeat.clone()));
+        // What only our own routers read is in nobody's way.
+        let native = Heard::decode(&[heartbeat.encode_with(Incarnation(7), b"native")]).unwrap();
+        prop_assert_eq!(life_of(&native.zmq_address), Some(Incarnation(7)));
+        prop_assert_eq!(native.check(), Ok(heartbeat));
     }
 
     #[test]

@@ -137,6 +137,17 @@ impl std::fmt::Debug for HostPlane {
     }
 }
 
+/// Reads the counters of a plane, also after its end.
+#[derive(Clone, Debug)]
+pub struct Meter(Arc<Hub>);
+
+impl Meter {
+    /// What the plane did so far.
+    pub fn read(&self) -> Counters {
+        self.0.counts.get()
+    }
+}
+
 impl HostPlane {
     /// The settings that it was made with.
     pub fn config(&self) -> &HostConfig {
@@ -151,6 +162,11 @@ impl HostPlane {
     /// What it did so far.
     pub fn counters(&self) -> Counters {
         self.hub.counts.get()
+    }
+
+    /// The same for who has no access to the plane itself, such as an exporter of metrics.
+    pub fn meter(&self) -> Meter {
+        Meter(self.hub.clone())
     }
 
     /// How the bytes of a session go; none unless it is open.

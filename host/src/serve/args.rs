@@ -1,0 +1,229 @@
+//! What an instance is told on the command line.
+
+use crate::exit::Stop;
+use clap::{Args, ValueEnum};
+use engine::core::Nanos;
+use engine::core::layout::GroupKind;
+use engine::core::message::{Mode, Role};
+use scenarios::cost::Cost;
+use scenarios::run::{
+    Allocator, EngineSettings, Instance, LoadFailure, MemoryLayout, Model, ModelGroup, Run,
+};
+use std::path::PathBuf;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RoleArg {
+    Prefill,
+    Decode,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModeArg {
+    Push,
+    Pull,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FabricArg {
+    Host,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnFailure {
+    Fail,
+    Recompute,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LayoutArg {
+    Block,
+    Layer,
+    HeadSplit,
+    Token,
+}
+
+/// Arguments of `serve`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// What the instance does
+    #[arg(long)]
+    pub(crate) role: Option<RoleArg>,
+    /// Who moves the bytes: prefill pushes (vLLM's WRITE) or decode pulls (READ)
+    #[arg(long)]
+    pub(crate) mode: Option<ModeArg>,
+    /// What moves the bytes
+    #[arg(long, default_value = "host")]
+    pub(crate) fabric: FabricArg,
+    /// Discovery address of the router to register with
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) proxy: Option<String>,
+    /// Host or address to listen at and to tell others
+    #[arg(long, default_value = "127.0.0.1")]
+    pub(crate) host: String,
+    /// Port for legs; 0 for a free one
+    #[arg(long, default_value_t = 0)]
+    pub(crate) http_port: u16,
+    /// Port for handshakes; 0 for a free one
+    #[arg(long, default_value_t = 0)]
+    pub(crate) handshake_port: u16,
+    /// Port for notices of MoRIIO peers; 0 for a free one
+    #[arg(long, default_value_t = 0)]
+    pub(crate) notify_port: u16,
+    /// Take model, KV cache and cost of an instance from this scenario file
+    #[arg(long, value_name = "FILE", requires = "instance")]
+    pub(crate) scenario: Option<PathBuf>,
+    /// Name of the instance in the scenario
+    #[arg(long, value_name = "NAME")]
+    pub(crate) instance: Option<String>,
+    /// Seed of the scenario
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Name of the model; equal on both sides
+    #[arg(long, default_value = "kvferry-tiny")]
+    pub(crate) model: String,
+    /// Layers of the model
+    #[arg(long, default_value_t = 4)]
+    pub(crate) layers: u16,
+    /// KV heads of the model
+    #[arg(long, default_value_t = 4)]
+    pub(crate) kv_heads: u16,
+    /// Bytes of K and V of one token in one head of one layer
+    #[arg(long, default_value_t = 512)]
+    pub(crate) head_bytes: u32,
+    /// Bytes per KV element
+    #[arg(long, default_value_t = 4)]
+    pub(crate) element: u32,
+    /// Tokens per KV block
+    #[arg(long, default_value_t = 32)]
+    pub(crate) block_tokens: u32,
+    /// KV blocks
+    #[arg(long, default_value_t = 512)]
+    pub(crate) blocks: u32,
+    /// How a block lies in memory; MoRIIO peers need `block` or `token`
+    #[arg(long, default_value = "block")]
+    pub(crate) layout: LayoutArg,
+    /// Name of layer N, with {} for N; by it MoRIIO peers find its memory
+    #[arg(long, default_value = "model.layers.{}.self_attn.attn")]
+    pub(crate) layer_name: String,
+    /// What a decode does with a prompt whose KV did not arrive
+    #[arg(long, default_value = "fail")]
+    pub(crate) on_load_failure: OnFailure,
+    /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
+    /// file that they map
+    #[arg(long)]
+    pub(crate) private_memory: bool,
+}
+
+/// An instance as it is to be.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) model: Model,
+    pub(super) instance: Instance,
+    pub(super) engine: EngineSettings,
+    /// The scenario whose times and limits hold; the defaults without one.
+    pub(super) run: Option<Box<Run>>,
+}
+
+impl ServeArgs {
+    /// What the arguments, or the scenario that they name, ask for.
+    ///
+    /// # Errors
+    /// Arguments that are missing or describe no instance.
+    pub(super) fn plan(&self) -> Result<Plan, Stop> {
+        let input = |text: String| Stop::Input(text);
+        if let Some(path) = &self.scenario {
+            let run = scenarios::load(path)?.draw(self.seed)?;
+            let name = self.instance.as_deref().unwrap_or_default();
+            let instance = run.instances.iter().find(|instance| instance.name == name);
+            let Some(instance) = instance.cloned() else {
+                let names: Vec<&str> =
+                    run.instances.iter().map(|instance| &*instance.name).collect();
+                let (file, names) = (path.display(), names.join(", "));
+                return Err(input(format!("{file} has no instance {name:?}, only {names}")));
+            };
+            let (model, engine) = (run.model.clone(), run.engine);
+            return Ok(Plan { model, instance, engine, run: Some(Box::new(run)) });
+        }
+        let role = match self.role {
+            Some(RoleArg::Prefill) => Role::Prefill,
+            Some(RoleArg::Decode) => Role::Decode,
+            None => return Err(input("--role prefill or --role decode is missing".into())),
+        };
+        let mode = match self.mode {
+            Some(ModeArg::Push) => Mode::Push,
+            Some(ModeArg::Pull) => Mode::Pull,
+            None => return Err(input("--mode push or --mode pull is missing".into())),
+        };
+        let counts = [
+            ("--layers", u32::from(self.layers)),
+            ("--kv-heads", u32::from(self.kv_heads)),
+            ("--element", self.element),
+            ("--block-tokens", self.block_tokens),
+            ("--blocks", self.blocks),
+        ];
+        if let Some((name, _)) = counts.iter().find(|(_, count)| *count == 0) {
+            return Err(input(format!("{name} is 0; at least 1 is needed")));
+        }
+        let row = 2 * self.element;
+        if self.head_bytes == 0 || !self.head_bytes.is_multiple_of(row) {
+            let bytes = self.head_bytes;
+            return Err(input(format!("--head-bytes {bytes} is no multiple of {row}, K and V")));
+        }
+        let group = ModelGroup { kind: GroupKind::Full, layers: (0..self.layers).collect() };
+        let model = Model {
+            name: self.model.clone(),
+            layers: self.layers,
+            kv_heads: self.kv_heads,
+            latent: false,
+            head_bytes: self.head_bytes,
+            element: self.element,
+            state_bytes: 0,
+            groups: vec![group],
+        };
+        let instance = self.instance_of(role, mode);
+        Ok(Plan { model, instance, engine: self.engine(), run: None })
+    }
+
+    /// Limits as of vLLM's defaults.
+    fn engine(&self) -> EngineSettings {
+        EngineSettings {
+            chunk: 2_048,
+            max_running: 256,
+            max_waiting: 4_096,
+            load_failure: match self.on_load_failure {
+                OnFailure::Fail => LoadFailure::Fail,
+                OnFailure::Recompute => LoadFailure::Recompute,
+            },
+            allocator: Allocator::Fifo,
+        }
+    }
+
+    fn instance_of(&self, role: Role, mode: Mode) -> Instance {
+        Instance {
+            name: role.to_string(),
+            host: role.to_string(),
+            node: "here".into(),
+            role,
+            tp: 1,
+            dp_rank: 0,
+            dp_size: 1,
+            blocks: self.blocks,
+            block_tokens: self.block_tokens,
+            layout: match self.layout {
+                LayoutArg::Block => MemoryLayout::Block,
+                LayoutArg::Layer => MemoryLayout::Layer,
+                LayoutArg::HeadSplit => MemoryLayout::HeadSplit,
+                LayoutArg::Token => MemoryLayout::Token,
+            },
+            mode,
+            prefix_cache: false,
+            cost: Cost {
+                step: Nanos::ZERO,
+                weights: Nanos::ZERO,
+                token_fs: 0,
+                pair_fs: 0,
+                context_fs: 0,
+            },
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! The HTTP side: OpenAI-shaped requests become legs.
+
+use super::content;
+use super::instance::{Cancel, Counters, Instance, NEWS_MAX, News, Start};
+use super::legs::Own;
+use super::openai::{Answer, Body, error, failed};
+use actix::Addr;
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::sse::{Event, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use engine::core::ids::{LegId, RequestId, TransferId};
+use engine::core::router::{LegBody, LegFailure};
+use futures_util::stream::{StreamExt, iter, unfold};
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::sync::mpsc::{Receiver, channel};
+
+/// Longest body of a request, in bytes.
+const BODY_MAX: usize = 64 << 20;
+
+/// What the handlers share.
+pub(super) struct Shared {
+    pub(super) instance: Addr<Instance>,
+    pub(super) own: Own,
+    pub(super) model: String,
+    pub(super) counters: Arc<Counters>,
+    pub(super) planes: Box<dyn Fn() -> String + Send + Sync>,
+    pub(super) draining: AtomicBool,
+    pub(super) requests: AtomicU64,
+}
+
+pub(super) fn app(shared: Arc<Shared>) -> axum::Router {
+    axum::Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/models", get(models))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .layer(DefaultBodyLimit::max(BODY_MAX))
+        .with_state(shared)
+}
+
+async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
+    if shared.draining.load(Ordering::Relaxed) {
+        StatusCode::SERVICE_UNAVAILABLE
+    } else {
+        StatusCode::OK
+    }
+}
+
+async fn models(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let model = json!({"id": shared.model, "object": "model", "owned_by": "kvferry"});
+    Json(json!({"object": "list", "data": [model]}))
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> String {
+    let counters = &shared.counters;
+    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let totals = [
+        ("legs", "Legs that arrived", read(&counters.legs)),
+        ("legs_finished", "Legs that ended well", read(&counters.finished)),
+        ("legs_failed", "Legs that did not", read(&counters.failed)),
+        ("kv_transferred", "Legs whose KV was transferred", read(&counters.transferred)),
+        ("kv_computed", "Legs whose KV was computed here", read(&counters.computed)),
+        ("violations", "Frames that broke the protocol", read(&counters.violations)),
+        ("faults", "Broken promises of the protocol core", read(&counters.faults)),
+    ];
+    let mut text = String::new();
+    for (name, help, value) in totals {
+        let _ = writeln!(text, "# HELP kvferry_{name}_total {help}.");
+        let _ = writeln!(text, "# TYPE kvferry_{name}_total counter");
+        let _ = writeln!(text, "kvferry_{name}_total {value}");
+    }
+    let open = read(&counters.open);
+    let _ = writeln!(text, "# HELP kvferry_legs_open Legs that have not ended.");
+    let _ = writeln!(text, "# TYPE kvferry_legs_open gauge\nkvferry_legs_open {open}");
+    text + &(shared.planes)()
+}
+
+async fn completions(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Response {
+    serve(shared.0, &headers, &body, false).await
+}
+
+async fn chat(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Response {
+    serve(shared.0, &headers, &body, true).await
+}
+
+/// Tells the instance when a caller goes away.
+struct Guard {
+    instance: Addr<Instance>,
+    leg: Option<LegId>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some(leg) = self.leg.take() {
+            self.instance.do_send(Cancel(leg));
+        }
+    }
+}
+
+/// A request that is being served.
+struct Serving {
+    shared: Arc<Shared>,
+    news: Receiver<News>,
+    guard: Guard,
+    id: RequestId,
+    model: String,
+    chat: bool,
+    created: u64,
+    tokens: u32,
+    output: u32,
+    transfer: TransferId,
+}
+
+async fn serve(shared: Arc<Shared>, headers: &HeaderMap, body: &[u8], chat: bool) -> Response {
+    match begin(shared, headers, body, chat).await {
+        Ok((serving, true)) => serving.stream(),
+        Ok((serving, false)) => serving.whole().await,
+        Err(why) => refuse(error(400, "invalid_request_error", &why)),
+    }
+}
+
+async fn begin(
+    shared: Arc<Shared>,
+    headers: &HeaderMap,
+    body: &[u8],
+    chat: bool,
+) -> Result<(Serving, bool), String> {
+    let body = Body::parse(body)?;
+    let tokens = body.tokens(chat)?;
+    let number = shared.requests.fetch_add(1, Ordering::Relaxed);
+    let named = headers.get("x-request-id").and_then(|id| id.to_str().ok());
+    let id: RequestId = named.map_or_else(|| format!("kvferry-{number}"), str::to_string).into();
+    let output = body.output();
+    let leg = shared.own.leg(&id, body.kv_transfer_params.as_deref(), output)?;
+    let (sender, news) = channel(NEWS_MAX);
+    let transfer = match &leg {
+        LegBody::Prefill { transfer, .. } => transfer.key.id.clone(),
+        LegBody::Decode { transfer, .. } => transfer.key.id.clone(),
+    };
+    let prompt = content::prompt(&tokens);
+    let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
+    let start = Start { request: id.clone(), prompt, body: leg, news: sender };
+    let leg = shared.instance.send(start).await.map_err(|why| format!("shutting down: {why}"))?;
+    let stream = body.stream.unwrap_or(false);
+    let serving = Serving {
+        guard: Guard { instance: shared.instance.clone(), leg: Some(leg) },
+        news,
+        id,
+        model: body.model.unwrap_or_else(|| shared.model.clone()),
+        chat,
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+        tokens: tokens.len() as u32,
+        output,
+        transfer,
+        shared,
+    };
+    Ok((serving, stream))
+}
+
+fn refuse((status, body): (u16, Value)) -> Response {
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    (status, Json(body)).into_response()
+}
+
+impl Serving {
+    fn answer(&self) -> Answer<'_> {
+        Answer {
+            id: &self.id.0,
+            model: &self.model,
+            chat: self.chat,
+            created: self.created,
+            prompt_tokens: self.tokens,
+            completion_tokens: self.output,
+        }
+    }
+
+    async fn whole(mut self) -> Response {
+        loop {
+            match self.news.recv().await {
+                Some(News::First(_)) => {}
+                Some(News::Done(kv, blocks)) => {
+                    self.guard.leg = None;
+                    let params = (!blocks.is_empty()).then(|| {
+                        let params = self.shared.own.answer(&self.transfer, &blocks);
+                        params
+                            .encode_answer()
+                            .ok()
+                            .and_then(|json| serde_json::from_slice(&json).ok())
+                    });
+                    let answer = self.answer().whole(&kv.digest, &kv, params.flatten());
+                    return Json(answer).into_response();
+                }
+                Some(News::Failed(failure)) => {
+                    self.guard.leg = None;
+                    return refuse(failed(&failure));
+                }
+                None => return refuse(failed(&LegFailure::Connection)),
+            }
+        }
+    }
+
+    /// The first token has the digest, the last event the usage.
+    fn stream(self) -> Response {
+        let events = unfold((Some(self), true), |(serving, first)| async move {
+            let mut serving = serving?;
+            let news = serving.news.recv().await;
+            let (events, next) = serving.events(news, first);
+            Some((iter(events), (next.then_some(serving), false)))
+        });
+        Sse::new(events.flatten()).into_response()
+    }
+
+    /// The events that tell the news, and whether there will be more.
+    fn events(
+        &mut self,
+        news: Option<News>,
+        first: bool,
+    ) -> (Vec<Result<Event, Infallible>>, bool) {
+        let Some(news) = news else { return (Vec::new(), false) };
+        match news {
+            News::First(kv) => {
+                (vec![event(&self.answer().chunk(&kv.digest, Some(&kv), false))], true)
+            }
+            News::Done(kv, _) => {
+                self.guard.leg = None;
+                let text = if first { &*kv.digest } else { "" };
+                let last = event(&self.answer().chunk(text, Some(&kv), true));
+                (vec![last, Ok(Event::default().data("[DONE]"))], false)
+            }
+            News::Failed(failure) => {
+                self.guard.leg = None;
+                (vec![event(&failed(&failure).1)], false)
+            }
+        }
+    }
+}
+
+fn event(value: &Value) -> Result<Event, Infallible> {
+    Ok(Event::default().data(value.to_string()))
+}

@@ -1,0 +1,362 @@
+//! The actor between HTTP and the protocol: it owns the stand-in engine and plays its steps.
+
+use super::content::Kv as Memory;
+use super::openai;
+use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
+use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankReport};
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::ids::{LegId, RequestId, StepId};
+use engine::core::layout::BlockList;
+use engine::core::message::{FinishReason, Job, PrefillHook};
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::router::{LegBody, LegEvent, LegFailure};
+use engine::core::transfer::TransferInput;
+use engine::core::{Machine, Outbox};
+use scenarios::engine::{Engine, EngineEffect, EngineInput, PromptContent, StepPlan};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::mpsc::Sender;
+
+/// The protocol core of the instance.
+pub(super) enum Core {
+    Prefill(Addr<Driver<ControlSeat<Prefill>>>),
+    Decode(Addr<Driver<ControlSeat<Decode>>>),
+}
+
+/// What the caller of a leg is told; at most [`NEWS_MAX`] each.
+#[derive(Debug)]
+pub(super) enum News {
+    /// A decode has its first token.
+    First(openai::Kv),
+    /// The leg ended well. A prefill says which blocks have the KV.
+    Done(openai::Kv, Vec<BlockList>),
+    /// It did not.
+    Failed(LegFailure),
+}
+
+/// Room for all news of a leg.
+pub(super) const NEWS_MAX: usize = 4;
+
+/// A leg arrived by HTTP.
+#[derive(Message)]
+#[rtype(result = "LegId")]
+pub(super) struct Start {
+    pub(super) request: RequestId,
+    pub(super) prompt: PromptContent,
+    pub(super) body: LegBody,
+    pub(super) news: Sender<News>,
+}
+
+/// The caller of a leg went away.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct Cancel(pub(super) LegId);
+
+/// A step is over.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct StepOver(StepId);
+
+/// Registers as draining from now on.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct Drain;
+
+/// What is counted, for metrics.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) legs: AtomicU64,
+    pub(super) finished: AtomicU64,
+    pub(super) failed: AtomicU64,
+    pub(super) open: AtomicU64,
+    pub(super) transferred: AtomicU64,
+    pub(super) computed: AtomicU64,
+    pub(super) violations: AtomicU64,
+    pub(super) faults: AtomicU64,
+}
+
+struct Leg {
+    content: PromptContent,
+    news: Sender<News>,
+    request: Option<RequestId>,
+    blocks: Vec<BlockList>,
+    digest: Option<String>,
+}
+
+/// What an instance is started with.
+pub(super) struct Parts {
+    pub(super) engine: Engine,
+    pub(super) memory: Memory,
+    pub(super) core: Core,
+    pub(super) rank: Addr<Driver<DataSeat>>,
+    pub(super) clock: Clock,
+    pub(super) layers: u16,
+    pub(super) counters: Arc<Counters>,
+}
+
+/// The instance.
+pub(super) struct Instance {
+    parts: Parts,
+    legs: BTreeMap<LegId, Leg>,
+    requests: BTreeMap<RequestId, LegId>,
+    next: u64,
+    out: Outbox<EngineEffect>,
+}
+
+impl Instance {
+    pub(super) fn new(parts: Parts) -> Instance {
+        let (legs, requests) = (BTreeMap::new(), BTreeMap::new());
+        Instance { parts, legs, requests, next: 0, out: Outbox::new() }
+    }
+
+    fn run(&mut self, input: EngineInput, starting: Option<LegId>, context: &mut Context<Self>) {
+        let now = (self.parts.clock)();
+        self.parts.engine.handle(now, input, &mut self.out);
+        for effect in self.out.take() {
+            match effect {
+                EngineEffect::Prefill(hook) => self.prefill(hook, starting),
+                EngineEffect::Decode(hook) => {
+                    if let (Some(leg), engine::core::message::DecodeHook::Arrived { request, .. }) =
+                        (starting, &hook)
+                    {
+                        self.named(leg, request);
+                    }
+                    if let Core::Decode(core) = &self.parts.core {
+                        core.do_send(Give(DecodeInput::Hook(hook)));
+                    }
+                }
+                EngineEffect::Step(plan) => self.step(plan, context),
+                EngineEffect::Leg { leg, event } => self.leg(leg, event),
+                EngineEffect::Use { request, tokens, blocks, .. } => {
+                    self.used(&request, tokens, &blocks);
+                }
+                EngineEffect::Fault(text) => {
+                    self.parts.counters.faults.fetch_add(1, Ordering::Relaxed);
+                    tracing::error!(fault = text, "the protocol core broke a promise");
+                }
+                EngineEffect::Taken { .. } | EngineEffect::Freed { .. } => {}
+            }
+        }
+    }
+
+    fn named(&mut self, leg: LegId, request: &RequestId) {
+        self.requests.insert(request.clone(), leg);
+        if let Some(leg) = self.legs.get_mut(&leg) {
+            leg.request = Some(request.clone());
+        }
+    }
+
+    fn prefill(&mut self, hook: PrefillHook, starting: Option<LegId>) {
+        match (&hook, starting) {
+            (PrefillHook::Arrived { request, .. }, Some(leg)) => self.named(leg, request),
+            (PrefillHook::Scheduled { chunks, .. }, _) => {
+                for chunk in chunks {
+                    let leg = self.requests.get(&chunk.request);
+                    let Some(leg) = leg.and_then(|leg| self.legs.get_mut(leg)) else { continue };
+                    append(&mut leg.blocks, &chunk.blocks);
+                }
+            }
+            (PrefillHook::Preempted { request }, _) => {
+                let leg = self.requests.get(request).and_then(|leg| self.legs.get_mut(leg));
+                if let Some(leg) = leg {
+                    leg.blocks.clear();
+                }
+            }
+            _ => {}
+        }
+        if let Core::Prefill(core) = &self.parts.core {
+            core.do_send(Give(PrefillInput::Hook(hook)));
+        }
+    }
+
+    /// Computes what a step computes, layer by layer, so that pushes begin before it is over.
+    fn step(&mut self, plan: StepPlan, context: &mut Context<Self>) {
+        let step = plan.step;
+        for layer in 0..self.parts.layers {
+            for compute in &plan.computes {
+                let range = compute.from..compute.to.min(compute.content.tokens);
+                self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
+            }
+            let layers = layer + 1;
+            self.parts.rank.do_send(Give(TransferInput::Layers { step, layers }));
+        }
+        let wait = Duration::from_nanos(plan.duration.0);
+        context.notify_later(StepOver(step), wait);
+    }
+
+    /// A decode is about to read what was transferred.
+    fn used(&mut self, request: &RequestId, tokens: u32, blocks: &[BlockList]) {
+        let Some(leg) = self.requests.get(request).and_then(|leg| self.legs.get_mut(leg)) else {
+            return;
+        };
+        leg.digest = Some(self.parts.memory.digest(tokens, blocks));
+    }
+
+    fn kv(&self, leg: &Leg) -> openai::Kv {
+        let expected = self.parts.memory.expected(&leg.content);
+        let (digest, source) = match &leg.digest {
+            Some(digest) => (digest.clone(), "transferred"),
+            None => (expected.clone(), "computed"),
+        };
+        openai::Kv { digest, expected, source, failure: None }
+    }
+
+    fn leg(&mut self, id: LegId, event: LegEvent) {
+        let counters = self.parts.counters.clone();
+        let Some(leg) = self.legs.get(&id) else { return };
+        let news = match event {
+            LegEvent::FirstToken => News::First(self.kv(leg)),
+            LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
+                let failure = recomputed.map(|failure| failure.to_string());
+                let transferred = leg.digest.is_some();
+                let which = if transferred { &counters.transferred } else { &counters.computed };
+                which.fetch_add(1, Ordering::Relaxed);
+                counters.finished.fetch_add(1, Ordering::Relaxed);
+                News::Done(openai::Kv { failure, ..self.kv(leg) }, leg.blocks.clone())
+            }
+            LegEvent::Done { reason, .. } => {
+                counters.failed.fetch_add(1, Ordering::Relaxed);
+                News::Failed(LegFailure::Request(format!("ended: {reason:?}").into()))
+            }
+            LegEvent::Failed(failure) => {
+                counters.failed.fetch_add(1, Ordering::Relaxed);
+                tracing::warn!(request = leg.request.as_ref().map(|id| &*id.0), %failure, "leg");
+                News::Failed(failure)
+            }
+        };
+        let last = !matches!(news, News::First(_));
+        // There is room for all; who does not listen has gone.
+        let _ = leg.news.try_send(news);
+        if last {
+            self.forget(id);
+        }
+    }
+
+    fn forget(&mut self, id: LegId) {
+        let Some(leg) = self.legs.remove(&id) else { return };
+        self.parts.counters.open.fetch_sub(1, Ordering::Relaxed);
+        if let Some(request) = leg.request {
+            self.requests.remove(&request);
+        }
+    }
+
+    fn job(&self, job: Job) {
+        self.parts.rank.do_send(Give(TransferInput::Job(job)));
+    }
+
+    fn violation(&self, violation: &engine::core::error::PeerViolation) {
+        self.parts.counters.violations.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(
+            peer = &*violation.peer,
+            frame = &*violation.frame,
+            rule = &*violation.rule,
+            "dropped a frame"
+        );
+    }
+}
+
+/// Adds the blocks of a chunk to those of its request.
+fn append(have: &mut Vec<BlockList>, more: &[BlockList]) {
+    have.resize_with(more.len().max(have.len()), BlockList::default);
+    for (have, more) in have.iter_mut().zip(more) {
+        if have.ids.is_empty() {
+            have.first = more.first;
+        }
+        have.ids.extend_from_slice(&more.ids);
+    }
+}
+
+impl Actor for Instance {
+    type Context = Context<Self>;
+}
+
+impl Handler<Start> for Instance {
+    type Result = actix::MessageResult<Start>;
+
+    fn handle(&mut self, start: Start, context: &mut Self::Context) -> Self::Result {
+        self.next += 1;
+        let leg = LegId(self.next);
+        let Start { request, prompt, body, news } = start;
+        let (blocks, digest) = (Vec::new(), None);
+        let entry = Leg { content: prompt.clone(), news, request: None, blocks, digest };
+        self.legs.insert(leg, entry);
+        self.parts.counters.legs.fetch_add(1, Ordering::Relaxed);
+        self.parts.counters.open.fetch_add(1, Ordering::Relaxed);
+        let input = EngineInput::Leg { leg, request, prompt, body, stop: false };
+        self.run(input, Some(leg), context);
+        actix::MessageResult(leg)
+    }
+}
+
+impl Handler<Cancel> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, Cancel(leg): Cancel, context: &mut Self::Context) {
+        if self.legs.contains_key(&leg) {
+            self.run(EngineInput::CancelLeg { leg }, None, context);
+            self.forget(leg);
+        }
+    }
+}
+
+impl Handler<StepOver> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, StepOver(step): StepOver, context: &mut Self::Context) {
+        self.run(EngineInput::StepDone { step }, None, context);
+    }
+}
+
+impl Handler<Drain> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, _: Drain, _: &mut Self::Context) {
+        match &self.parts.core {
+            Core::Prefill(core) => core.do_send(Give(PrefillInput::Drain)),
+            Core::Decode(core) => core.do_send(Give(DecodeInput::Drain)),
+        }
+    }
+}
+
+impl Handler<RankReport> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, RankReport { rank, report }: RankReport, _: &mut Self::Context) {
+        match &self.parts.core {
+            Core::Prefill(core) => core.do_send(Give(PrefillInput::Report { rank, report })),
+            Core::Decode(core) => core.do_send(Give(DecodeInput::Report { rank, report })),
+        }
+    }
+}
+
+impl Handler<Foreign<PrefillEffect>> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, Foreign(effect): Foreign<PrefillEffect>, context: &mut Self::Context) {
+        match effect {
+            PrefillEffect::Job(job) => self.job(job),
+            PrefillEffect::Answer(answer) => {
+                self.run(EngineInput::Prefill(answer), None, context);
+            }
+            PrefillEffect::Violation(violation) => self.violation(&violation),
+            PrefillEffect::Control(_) => {}
+        }
+    }
+}
+
+impl Handler<Foreign<DecodeEffect>> for Instance {
+    type Result = ();
+
+    fn handle(&mut self, Foreign(effect): Foreign<DecodeEffect>, context: &mut Self::Context) {
+        match effect {
+            DecodeEffect::Job(job) => self.job(job),
+            DecodeEffect::Answer(answer) => {
+                self.run(EngineInput::Decode(answer), None, context);
+            }
+            DecodeEffect::Violation(violation) => self.violation(&violation),
+            DecodeEffect::Control(_) => {}
+        }
+    }
+}

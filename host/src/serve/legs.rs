@@ -1,0 +1,147 @@
+//! `kv_transfer_params` of a request, as the leg that the cores know, and of an answer.
+
+use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, life_of};
+use engine::core::dialect::moriio::params::{Params, unnamed_transfer};
+use engine::core::dialect::moriio::ports::{Dial, PortFormula, port};
+use engine::core::ids::{BlockId, EngineId, RequestId, TransferId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::{DecodeLeg, Mode, MoriioPeer, PrefillLeg, Role};
+use engine::core::router::LegBody;
+use engine::fabric::Endpoint;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::sync::Arc;
+
+/// What this instance is to its peers.
+#[derive(Clone, Debug)]
+pub(super) struct Own {
+    pub(super) role: Role,
+    pub(super) mode: Mode,
+    pub(super) address: ZmqAddress,
+    pub(super) ports: PortFormula,
+}
+
+/// The leg of the native dialect beside the rest, from a router that knows both ends to speak it.
+#[derive(Deserialize)]
+struct Native<T> {
+    kvferry: T,
+}
+
+impl Own {
+    /// The leg of a request.
+    ///
+    /// # Errors
+    /// What is missing or wrong, for the client.
+    pub(super) fn leg(
+        &self,
+        request: &RequestId,
+        params: Option<&RawValue>,
+        output: u32,
+    ) -> Result<LegBody, String> {
+        match self.role {
+            Role::Prefill => self.prefill(request, params),
+            Role::Decode => self.decode(request, params, output),
+        }
+    }
+
+    fn prefill(&self, request: &RequestId, params: Option<&RawValue>) -> Result<LegBody, String> {
+        let Some(json) = params else {
+            return Err("a prefill instance takes legs of a router, with kv_transfer_params".into());
+        };
+        if let Ok(Native { kvferry: transfer }) = serde_json::from_str(json.get()) {
+            return Ok(LegBody::Prefill { transfer, prompt: 0 });
+        }
+        let params = Params::decode(json.get().as_bytes()).map_err(|why| why.to_string())?;
+        if !params.do_remote_decode {
+            return Err("kv_transfer_params without do_remote_decode, sent to a prefill".into());
+        }
+        let native =
+            embedded_peer(Role::Prefill, request).is_some_and(|peer| life_of(peer).is_some());
+        // A decode that pulls comes by itself and need not be known.
+        let peer = match self.mode {
+            Mode::Push => Some(params.peer(Role::Prefill, request).map_err(|why| why.to_string())?),
+            Mode::Pull => None,
+        };
+        let moriio = (!native).then(|| Arc::new(MoriioPeer { peer, blocks: Vec::new() }));
+        let id = params.transfer_id.unwrap_or_else(|| unnamed_transfer(request));
+        let key = TransferKey { id, prompt: 0 };
+        let transfer = PrefillLeg { key, siblings: 1, mode: self.mode, life: None, moriio };
+        Ok(LegBody::Prefill { transfer, prompt: 0 })
+    }
+
+    fn decode(
+        &self,
+        request: &RequestId,
+        params: Option<&RawValue>,
+        output: u32,
+    ) -> Result<LegBody, String> {
+        let body = |transfer| Ok(LegBody::Decode { transfer, prompt: 0, sample: 0, output });
+        if let Some(json) = params
+            && let Ok(Native { kvferry: transfer }) = serde_json::from_str(json.get())
+        {
+            return body(transfer);
+        }
+        let params = match params {
+            Some(json) => Params::decode(json.get().as_bytes()).map_err(|why| why.to_string())?,
+            None => Params::default(),
+        };
+        if !params.do_remote_prefill {
+            return body(self.alone(request));
+        }
+        let id = params.transfer().map_err(|why| why.to_string())?.clone();
+        let peer = params.peer(Role::Decode, request).map_err(|why| why.to_string())?;
+        let base = peer.address.handshake;
+        let offset = self.ports.dial(Dial::Handshake, peer.shape, peer.dp_rank, 0);
+        let offset = offset.map_err(|why| why.to_string())?;
+        let host = peer.host(peer.dp_rank);
+        let port = port(base, offset).ok_or("no such handshake port")?;
+        let blocks = params.remote_block_ids.unwrap_or_default();
+        let list = |ids: Vec<BlockId>| BlockList::new(ids.into_iter().map(|id| id.0).collect());
+        let blocks = blocks.into_iter().map(list).collect();
+        let life = embedded_peer(Role::Decode, request).and_then(life_of);
+        let prefill = EngineId::from(format!("{host}:{base}"));
+        let control = Endpoint(format!("tcp://{}:{port}", bracketed(host)).into());
+        let moriio =
+            life.is_none().then(|| Arc::new(MoriioPeer { peer: Some(peer.clone()), blocks }));
+        let key = TransferKey { id, prompt: 0 };
+        body(DecodeLeg { key, sibling: 0, mode: self.mode, prefill, control, life, moriio })
+    }
+
+    /// A request without a prefill: its leg names nobody, so that the instance computes the prompt
+    /// itself, or fails it, as it is told to for prompts that did not arrive.
+    fn alone(&self, request: &RequestId) -> DecodeLeg {
+        DecodeLeg {
+            key: TransferKey { id: TransferId(request.0.clone()), prompt: 0 },
+            sibling: 0,
+            mode: self.mode,
+            prefill: "nobody".into(),
+            control: "".into(),
+            life: None,
+            moriio: Some(Arc::default()),
+        }
+    }
+
+    /// What a prefill answers: where its blocks are.
+    pub(super) fn answer(&self, transfer: &TransferId, blocks: &[BlockList]) -> Params {
+        let lists = blocks.iter().map(|list| list.ids.iter().map(|id| BlockId(*id)).collect());
+        let address = &self.address;
+        Params {
+            do_remote_prefill: true,
+            transfer_id: Some(transfer.clone()),
+            remote_engine_id: Some(format!("{}:{}", address.host, address.handshake).into()),
+            remote_block_ids: Some(lists.collect()),
+            remote: Some(address.clone()),
+            remote_dp_rank: Some(0),
+            remote_dp_rank_override: true,
+            remote_dp_size: Some(1),
+            remote_dp_size_local: Some(1),
+            remote_tp_size: 1,
+            ..Params::default()
+        }
+    }
+}
+
+/// The host, in brackets if it is an IPv6 address.
+pub(super) fn bracketed(host: &str) -> String {
+    if host.contains(':') { format!("[{host}]") } else { host.to_string() }
+}

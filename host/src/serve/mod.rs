@@ -1,0 +1,298 @@
+//! `kvferry serve`: a prefill or decode instance without a model, over real planes.
+//!
+//! Its KV is a function of the token ids, and a decode answers with a digest of what it got, so
+//! that wrong bytes show in the answer. `instance` is the actor between HTTP (`http`) and the
+//! protocol; `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
+
+mod args;
+mod content;
+mod http;
+mod instance;
+mod legs;
+mod memory;
+mod openai;
+
+pub(crate) use args::ServeArgs;
+
+use crate::exit::{Exit, Stop};
+use actix::{Actor, Addr, AsyncContext, System};
+use args::Plan;
+use engine::actors::{Clock, ControlSeat, DataSeat, Driver};
+use engine::core::Nanos;
+use engine::core::decode::Decode;
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::ids::Incarnation;
+use engine::core::message::Role;
+use engine::core::moriio::{MoriioConfig, MoriioSettings};
+use engine::core::prefill::Prefill;
+use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
+use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint};
+use fabric_host::{HostConfig, HostPlane};
+use instance::{Core, Counters, Drain, Instance, Parts};
+use legs::{Own, bracketed};
+use memory::Backing;
+use scenarios::decide;
+use scenarios::engine::{Engine, EngineConfig, GroupConfig};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::net::TcpListener;
+use wire::{WireConfig, ZmqPlane};
+
+/// Turns that a core or transfer actor may have in its mailbox.
+const CREDITS: usize = 64;
+
+/// Routers send legs for as long as they remember the last heartbeat: 5 s of vllm-router 0.1.17.
+const LINGER: Duration = Duration::from_secs(6);
+
+/// What the instance says on its standard output once it serves: one JSON object in one line.
+#[derive(Serialize)]
+struct Ready<'a> {
+    role: Role,
+    http: &'a str,
+    handshake: &'a str,
+    notify: &'a str,
+    incarnation: u64,
+}
+
+/// Serves until it is told to stop.
+pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    let plan = args.plan()?;
+    System::new().block_on(serve(args, &plan, out))
+}
+
+async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exit, Stop> {
+    let counters = Arc::new(Counters::default());
+    let listener = listen(&args.host, args.http_port).await?;
+    let port = listener.local_addr()?.port();
+    let address = format!("{}:{port}", bracketed(&args.host));
+    let incarnation = Incarnation(
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_micros() as u64),
+    );
+    let mut wire = control_plane(args)?;
+    let handshake = bind(wire.as_mut(), Channel::Handshake)?;
+    let notify = bind(wire.as_mut(), Channel::Notify)?;
+    let zmq = ZmqAddress {
+        host: args.host.as_str().into(),
+        handshake: i64::from(port_of(&handshake)),
+        notify: i64::from(port_of(&notify)),
+    };
+    zmq.check().map_err(|why| Stop::Input(format!("--host {}: {why}", args.host)))?;
+    let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
+    let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
+    let plane = HostPlane::new(HostConfig {
+        key: format!("{}-{:x}", config.engine, incarnation.0),
+        host: args.host.clone(),
+        open_door: true,
+        slower: args.private_memory,
+        ..HostConfig::default()
+    });
+    let plane = plane.map_err(|why| Stop::Input(why.to_string()))?;
+    let meter = plane.meter();
+    let transfer = transfer_config(plan, &config, &plane, &backing);
+    let own = Own {
+        role: config.role,
+        mode: config.mode,
+        address: zmq,
+        ports: MoriioSettings::default().ports,
+    };
+    let instance =
+        start(plan, config, (wire, Box::new(plane)), transfer, backing, counters.clone())?;
+    let shared = Arc::new(http::Shared {
+        instance: instance.clone(),
+        own,
+        model: plan.model.name.clone(),
+        counters: counters.clone(),
+        planes: Box::new(move || memory::metrics(&meter)),
+        draining: AtomicBool::new(false),
+        requests: AtomicU64::new(0),
+    });
+    let ready = Ready {
+        role: plan.instance.role,
+        http: &address,
+        handshake: &handshake.0,
+        notify: &notify.0,
+        incarnation: incarnation.0,
+    };
+    writeln!(out, "{}", serde_json::to_string(&ready).expect("names and numbers"))?;
+    out.flush()?;
+    tracing::info!(http = address, handshake = &*handshake.0, notify = &*notify.0, "serving");
+    let app = http::app(shared.clone());
+    let stop = stopped(instance, shared, counters);
+    axum::serve(listener, app).with_graceful_shutdown(stop).await?;
+    Ok(Exit::Held)
+}
+
+async fn listen(host: &str, port: u16) -> Result<TcpListener, Stop> {
+    let address = format!("{}:{port}", bracketed(host));
+    TcpListener::bind(&address).await.map_err(|why| {
+        Stop::Input(format!("cannot listen at {address} (--host, --http-port): {why}"))
+    })
+}
+
+fn control_plane(args: &ServeArgs) -> Result<Box<ZmqPlane>, Stop> {
+    let given = [(Channel::Handshake, args.handshake_port), (Channel::Notify, args.notify_port)];
+    let ports: BTreeMap<Channel, u16> = given.into_iter().filter(|(_, port)| *port != 0).collect();
+    let host = bracketed(&args.host);
+    Ok(Box::new(ZmqPlane::new(WireConfig { host, ports, ..WireConfig::default() })?))
+}
+
+fn bind(wire: &mut dyn ControlPlane, channel: Channel) -> Result<Endpoint, Stop> {
+    wire.listen(channel).map_err(|why| Stop::Input(why.to_string()))
+}
+
+fn port_of(endpoint: &Endpoint) -> u16 {
+    let port = endpoint.0.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+    port.expect("a plane listens at a port")
+}
+
+fn core_config(
+    args: &ServeArgs,
+    plan: &Plan,
+    zmq: ZmqAddress,
+    http: &str,
+    handshake: &Endpoint,
+    incarnation: Incarnation,
+) -> CoreConfig {
+    let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
+    let (settings, channel) = match &plan.run {
+        Some(run) => (fabric_sim::settings::core(run), fabric_sim::settings::channel(run)),
+        None => (CoreSettings::default(), Default::default()),
+    };
+    CoreConfig {
+        engine: format!("{}:{}", zmq.host, zmq.handshake).into(),
+        incarnation,
+        role: plan.instance.role,
+        mode: plan.instance.mode,
+        geometry: Arc::new(scenarios::geometry::geometry(&plan.model, &plan.instance)),
+        http: Endpoint(http.into()),
+        control: handshake.clone(),
+        dp: (plan.instance.dp_rank, plan.instance.dp_size),
+        router: args.proxy.as_ref().map(|proxy| Endpoint(format!("tcp://{proxy}").into())),
+        settings,
+        channel,
+        moriio: Some(MoriioConfig {
+            address: zmq,
+            layer_names: (0..plan.model.layers).map(name).collect(),
+            attn_backend: "CPU_ATTN".into(),
+            settings: MoriioSettings::default(),
+        }),
+    }
+}
+
+fn transfer_config(
+    plan: &Plan,
+    core: &CoreConfig,
+    plane: &HostPlane,
+    backing: &Backing,
+) -> TransferConfig {
+    let caps = plane.caps();
+    let settings = match &plan.run {
+        Some(run) => fabric_sim::settings::transfer(run, &caps),
+        None => TransferSettings {
+            operations_max: caps.operations_max,
+            slices_max: caps.slices_max,
+            ..TransferSettings::default()
+        },
+    };
+    TransferConfig {
+        rank: 0,
+        role: core.role,
+        mode: core.mode,
+        geometry: core.geometry.clone(),
+        address: plane.address(),
+        placement: caps.placement,
+        memory: vec![backing.memory()],
+        layers: backing.layers().to_vec(),
+        settings,
+    }
+}
+
+fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
+    let group = |group: &scenarios::run::ModelGroup| GroupConfig {
+        kind: group.kind,
+        block_tokens: plan.instance.block_tokens,
+        blocks: scenarios::geometry::tensor_blocks(&plan.instance),
+    };
+    let config = EngineConfig {
+        role: plan.instance.role,
+        tp: 1,
+        layers: plan.model.layers,
+        groups: plan.model.groups.iter().map(group).collect(),
+        max_batched_tokens: plan.engine.chunk,
+        max_running: plan.engine.max_running,
+        max_waiting: plan.engine.max_waiting,
+        prefix_cache: plan.instance.prefix_cache,
+        allocator: plan.engine.allocator,
+        load_failure: plan.engine.load_failure,
+        id_seed: Some(decide::mix(incarnation.0, u64::from(std::process::id()))),
+        cost: plan.instance.cost,
+    };
+    Engine::new(config).map_err(|why| Stop::Input(why.to_string()))
+}
+
+/// Starts the actors: instance, core and transfer, each beside the plane that it uses.
+fn start(
+    plan: &Plan,
+    config: CoreConfig,
+    (wire, plane): (Box<dyn ControlPlane>, Box<dyn DataPlane>),
+    transfer: TransferConfig,
+    backing: Backing,
+    counters: Arc<Counters>,
+) -> Result<Addr<Instance>, Stop> {
+    let engine = engine(plan, config.incarnation)?;
+    let layers = plan.model.layers;
+    let begun = Instant::now();
+    let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+    Ok(Instance::create(move |context| {
+        let own = context.address();
+        let core = match config.role {
+            Role::Prefill => {
+                let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
+                let machine = Prefill::new(config);
+                Core::Prefill(Driver::start(seat, machine, None, clock.clone(), CREDITS))
+            }
+            Role::Decode => {
+                let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
+                let machine = Decode::new(config);
+                Core::Decode(Driver::start(seat, machine, None, clock.clone(), CREDITS))
+            }
+        };
+        let seat = DataSeat { rank: 0, plane, core: own.recipient() };
+        let first = Some(TransferInput::Start);
+        let machine = Transfer::new(transfer);
+        let rank = Driver::start(seat, machine, first, clock.clone(), CREDITS);
+        let memory = backing.into_kv();
+        Instance::new(Parts { engine, memory, core, rank, clock, layers, counters })
+    }))
+}
+
+/// Ends when the process is told to stop and its legs are done: it unregisters first, because
+/// routers go on sending for a while.
+async fn stopped(instance: Addr<Instance>, shared: Arc<http::Shared>, counters: Arc<Counters>) {
+    signalled().await;
+    tracing::info!("draining");
+    instance.do_send(Drain);
+    shared.draining.store(true, Ordering::Relaxed);
+    tokio::time::sleep(LINGER).await;
+    while counters.open.load(Ordering::Relaxed) > 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+async fn signalled() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
+        tracing::error!("signals cannot be heard; only a kill ends this process");
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+}

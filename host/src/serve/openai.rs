@@ -1,0 +1,187 @@
+//! OpenAI's bodies, as far as an instance without a model has use for them.
+
+use engine::core::router::LegFailure;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+/// Tokens that are generated where a request does not say how many.
+const MAX_TOKENS: u32 = 16;
+
+/// A request; unknown keys are ignored.
+#[derive(Deserialize)]
+pub(super) struct Body {
+    prompt: Option<Prompt>,
+    messages: Option<Vec<Message>>,
+    max_tokens: Option<u32>,
+    max_completion_tokens: Option<u32>,
+    #[serde(default)]
+    pub(super) stream: Option<bool>,
+    n: Option<u32>,
+    pub(super) model: Option<String>,
+    pub(super) kv_transfer_params: Option<Box<RawValue>>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+    Texts(Vec<String>),
+    Many(Vec<Vec<u32>>),
+}
+
+#[derive(Deserialize)]
+struct Message {
+    role: String,
+    content: Value,
+}
+
+impl Body {
+    /// The body in these bytes.
+    ///
+    /// # Errors
+    /// What is wrong, for the client.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Body, String> {
+        let body: Body = serde_json::from_slice(bytes)
+            .map_err(|why| format!("the body cannot be used: {why}"))?;
+        match body.n {
+            None | Some(1) => Ok(body),
+            Some(n) => Err(format!("n is {n}; one sample is served per request")),
+        }
+    }
+
+    /// Tokens to generate.
+    pub(super) fn output(&self) -> u32 {
+        self.max_completion_tokens.or(self.max_tokens).unwrap_or(MAX_TOKENS)
+    }
+
+    /// The ids of the prompt; a byte of text is a token.
+    ///
+    /// # Errors
+    /// There is no prompt, or more than one.
+    pub(super) fn tokens(&self, chat: bool) -> Result<Vec<u32>, String> {
+        let bytes = |text: &str| text.bytes().map(u32::from).collect();
+        match (&self.prompt, &self.messages) {
+            (_, Some(messages)) if chat => Ok(bytes(&transcript(messages))),
+            (None, _) if chat => Err("messages are missing".into()),
+            (Some(Prompt::Text(text)), _) if !chat => Ok(bytes(text)),
+            (Some(Prompt::Tokens(tokens)), _) if !chat => Ok(tokens.clone()),
+            (Some(Prompt::Texts(texts)), _) if !chat => match &texts[..] {
+                [text] => Ok(bytes(text)),
+                texts => Err(format!("{} prompts; one is served per request", texts.len())),
+            },
+            (Some(Prompt::Many(prompts)), _) if !chat => match &prompts[..] {
+                [tokens] => Ok(tokens.clone()),
+                prompts => Err(format!("{} prompts; one is served per request", prompts.len())),
+            },
+            _ => Err("prompt is missing".into()),
+        }
+    }
+}
+
+fn transcript(messages: &[Message]) -> String {
+    let line = |message: &Message| match &message.content {
+        Value::String(text) => format!("{}: {text}\n", message.role),
+        other => format!("{}: {other}\n", message.role),
+    };
+    messages.iter().map(line).collect()
+}
+
+/// What became of the KV, beside the answer.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Kv {
+    /// Digest of the KV that the instance has.
+    pub(super) digest: String,
+    /// Digest of what a prefill without a model computes for the prompt.
+    pub(super) expected: String,
+    /// `transferred` or `computed`.
+    pub(super) source: &'static str,
+    /// Why the instance computed the prompt itself, if it had to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) failure: Option<String>,
+}
+
+/// What an answer is made of.
+pub(super) struct Answer<'a> {
+    pub(super) id: &'a str,
+    pub(super) model: &'a str,
+    pub(super) chat: bool,
+    pub(super) created: u64,
+    pub(super) prompt_tokens: u32,
+    pub(super) completion_tokens: u32,
+}
+
+impl Answer<'_> {
+    fn usage(&self) -> Value {
+        json!({
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        })
+    }
+
+    fn frame(&self, object: &str, choice: Value) -> Value {
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "choices": [choice],
+        })
+    }
+
+    /// The whole answer.
+    pub(super) fn whole(&self, text: &str, kv: &Kv, params: Option<Value>) -> Value {
+        let (object, choice) = if self.chat {
+            let message = json!({"role": "assistant", "content": text});
+            ("chat.completion", json!({"index": 0, "message": message, "finish_reason": "length"}))
+        } else {
+            (
+                "text_completion",
+                json!({"index": 0, "text": text, "logprobs": null,
+                "finish_reason": "length"}),
+            )
+        };
+        let mut answer = self.frame(object, choice);
+        answer["usage"] = self.usage();
+        answer["kvferry"] = json!(kv);
+        if let Some(params) = params {
+            answer["kv_transfer_params"] = params;
+        }
+        answer
+    }
+
+    /// One event of a stream; the last one has a finish reason.
+    pub(super) fn chunk(&self, text: &str, kv: Option<&Kv>, last: bool) -> Value {
+        let finish = if last { json!("length") } else { Value::Null };
+        let (object, choice) = if self.chat {
+            let delta = json!({"role": "assistant", "content": text});
+            ("chat.completion.chunk", json!({"index": 0, "delta": delta, "finish_reason": finish}))
+        } else {
+            ("text_completion", json!({"index": 0, "text": text, "finish_reason": finish}))
+        };
+        let mut chunk = self.frame(object, choice);
+        if let Some(kv) = kv {
+            chunk["kvferry"] = json!(kv);
+        }
+        if last {
+            chunk["usage"] = self.usage();
+        }
+        chunk
+    }
+}
+
+/// Status and error object of a failure.
+pub(super) fn failed(failure: &LegFailure) -> (u16, Value) {
+    match failure {
+        LegFailure::Request(why) => error(400, "invalid_request_error", why),
+        LegFailure::Busy => error(503, "overloaded_error", "the instance is full"),
+        other => error(500, "server_error", &other.to_string()),
+    }
+}
+
+/// An error object of OpenAI's API.
+pub(super) fn error(status: u16, kind: &str, message: &str) -> (u16, Value) {
+    (status, json!({"error": {"message": message, "type": kind, "code": status}}))
+}

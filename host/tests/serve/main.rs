@@ -1,0 +1,215 @@
+//! `kvferry serve`: pairs of real processes, with the test in the router's place.
+
+mod process;
+
+use process::Process;
+use serde_json::{Value, json};
+
+/// A prefill and a decode with a mode.
+struct Pair {
+    prefill: Process,
+    decode: Process,
+    mode: &'static str,
+    native: bool,
+    next: u32,
+}
+
+impl Pair {
+    fn start(mode: &'static str, native: bool, more: &[&str]) -> Pair {
+        let start = |role| {
+            let mut args = vec!["--role", role, "--mode", mode];
+            args.extend_from_slice(more);
+            Process::serve(&args)
+        };
+        Pair { prefill: start("prefill"), decode: start("decode"), mode, native, next: 0 }
+    }
+
+    /// The request id that a router would make, and the transfer.
+    fn ids(&mut self) -> (String, String) {
+        self.next += 1;
+        let (p, d) = (self.prefill.address(self.native), self.decode.address(self.native));
+        let id = format!("___prefill_addr_{p}___decode_addr_{d}_{:032x}", self.next);
+        (id, format!("tx-{:032x}", self.next))
+    }
+
+    fn legs(&mut self, tokens: &[u32]) -> (String, Value, Value) {
+        let (id, transfer) = self.ids();
+        let params = |prefill: bool| {
+            json!({
+                "do_remote_decode": prefill, "do_remote_prefill": !prefill,
+                "remote_engine_id": null, "remote_block_ids": null,
+                "transfer_id": transfer, "remote_dp_size": 1, "remote_tp_size": 1,
+            })
+        };
+        let body = |prefill, max_tokens| {
+            json!({"prompt": tokens, "max_tokens": max_tokens, "stream": false,
+                "kv_transfer_params": params(prefill)})
+        };
+        (id, body(true, 1), body(false, 4))
+    }
+
+    /// Serves a prompt with both legs; the answers of prefill and decode.
+    fn request(&mut self, tokens: &[u32]) -> (Value, Value) {
+        let (id, prefill, mut decode) = self.legs(tokens);
+        let path = "/v1/completions";
+        let answers = if self.mode == "push" {
+            std::thread::scope(|scope| {
+                let first = scope.spawn(|| self.prefill.post(path, &id, &prefill));
+                let second = self.decode.post(path, &id, &decode);
+                [first.join().expect("no panic"), second]
+            })
+        } else {
+            let first = self.prefill.post(path, &id, &prefill);
+            let answer: Value = serde_json::from_str(&first.1).expect("JSON");
+            decode["kv_transfer_params"] = answer["kv_transfer_params"].clone();
+            [first, self.decode.post(path, &id, &decode)]
+        };
+        let [prefill, decode] = answers.map(|(status, body)| {
+            assert_eq!(status, 200, "{body}");
+            serde_json::from_str(&body).expect("JSON")
+        });
+        (prefill, decode)
+    }
+}
+
+fn prompt(len: u32, seed: u32) -> Vec<u32> {
+    (0..len).map(|at| (at * 7 + seed * 13) % 251).collect()
+}
+
+/// Metrics of an instance by name.
+fn metric(process: &Process, name: &str) -> u64 {
+    let text = process.get("/metrics");
+    let line = text.lines().find(|line| line.starts_with(name));
+    let value = line.and_then(|line| line.rsplit_once(' ')).map(|(_, value)| value.parse());
+    value.unwrap_or_else(|| panic!("no {name} in {text}")).expect("a number")
+}
+
+fn serves(mode: &'static str, native: bool, more: &[&str], path: &str) {
+    let mut pair = Pair::start(mode, native, more);
+    let lengths = [1, 31, 32, 33, 100, 2500];
+    for (seed, len) in (0..).zip(lengths) {
+        let tokens = prompt(len, seed);
+        let (prefill, decode) = pair.request(&tokens);
+        assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
+        assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
+        assert_eq!(decode["choices"][0]["text"], prefill["choices"][0]["text"]);
+        assert_eq!(decode["usage"]["prompt_tokens"], len);
+        assert_eq!(decode["usage"]["completion_tokens"], 4);
+    }
+    let count = lengths.len() as u64;
+    assert_eq!(metric(&pair.decode, "kvferry_kv_transferred_total"), count);
+    let initiator = if mode == "push" { &pair.prefill } else { &pair.decode };
+    let bytes = metric(
+        initiator,
+        &format!("kvferry_host_bytes_total{{side=\"initiated\",path=\"{path}\"}}"),
+    );
+    let tokens: u32 = lengths.iter().sum();
+    assert!(bytes >= u64::from(tokens) * 4 * 4 * 512, "{bytes} bytes went by {path}");
+    for process in [&pair.prefill, &pair.decode] {
+        assert_eq!(metric(process, "kvferry_faults_total"), 0);
+        assert_eq!(metric(process, "kvferry_violations_total"), 0);
+    }
+}
+
+#[test]
+fn push_over_moriio() {
+    serves("push", false, &[], "shared-memory");
+}
+
+#[test]
+fn pull_over_moriio() {
+    serves("pull", false, &[], "shared-memory");
+}
+
+#[test]
+fn push_over_the_native_dialect() {
+    serves("push", true, &[], "shared-memory");
+}
+
+#[test]
+fn pull_over_the_native_dialect() {
+    serves("pull", true, &[], "shared-memory");
+}
+
+#[test]
+fn push_between_private_memories() {
+    serves("push", false, &["--private-memory"], "cross-memory");
+}
+
+#[test]
+fn pull_between_private_memories() {
+    serves("pull", true, &["--private-memory"], "cross-memory");
+}
+
+#[test]
+fn a_stream_has_the_digest_and_ends() {
+    let mut pair = Pair::start("push", true, &[]);
+    let (id, prefill, mut decode) = pair.legs(&prompt(70, 3));
+    decode["stream"] = true.into();
+    let path = "/v1/completions";
+    let (first, second) = std::thread::scope(|scope| {
+        let first = scope.spawn(|| pair.prefill.post(path, &id, &prefill));
+        let second = pair.decode.post(path, &id, &decode);
+        (first.join().expect("no panic"), second)
+    });
+    let answer: Value = serde_json::from_str(&first.1).expect("JSON");
+    let digest = answer["kvferry"]["expected"].as_str().expect("a text");
+    let events: Vec<&str> =
+        second.1.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert!(events[0].contains(digest), "{events:?}");
+    assert_eq!(events.last(), Some(&"[DONE]"));
+}
+
+#[test]
+fn a_decode_whose_prefill_died_answers_an_error() {
+    let mut pair = Pair::start("push", false, &[]);
+    pair.request(&prompt(40, 1));
+    let (id, _, decode) = pair.legs(&prompt(40, 2));
+    pair.prefill.signal("KILL");
+    pair.prefill.wait();
+    let (status, body) = pair.decode.post("/v1/completions", &id, &decode);
+    assert_eq!(status, 500, "{body}");
+    let body: Value = serde_json::from_str(&body).expect("JSON");
+    assert_eq!(body["error"]["type"], "server_error");
+}
+
+#[test]
+fn bad_requests_are_answered_with_what_is_wrong() {
+    let decode = Process::serve(&["--role", "decode", "--mode", "push"]);
+    let cases = [
+        (json!({"max_tokens": 1}), "prompt is missing"),
+        (json!({"prompt": ["a", "b"]}), "2 prompts"),
+        (json!({"prompt": "a", "n": 2}), "n is 2"),
+        (json!({"prompt": []}), "the prompt is empty"),
+        (json!({"prompt": "a", "kv_transfer_params": 7}), "no object"),
+    ];
+    for (body, text) in cases {
+        let (status, answer) = decode.post("/v1/completions", "r", &body);
+        assert_eq!(status, 400, "{body}: {answer}");
+        assert!(answer.contains(text), "{body}: {answer}");
+    }
+    let prefill = Process::serve(&["--role", "prefill", "--mode", "push"]);
+    let (status, answer) = prefill.post("/v1/completions", "r", &json!({"prompt": "a"}));
+    assert!(status == 400 && answer.contains("kv_transfer_params"), "{answer}");
+}
+
+#[test]
+fn a_taken_port_and_missing_arguments_are_said_at_the_start() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("bound").port().to_string();
+    let run = |args: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .arg("serve")
+            .args(args)
+            .output()
+            .expect("the program starts");
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    for flag in ["--http-port", "--handshake-port", "--notify-port"] {
+        let (code, text) = run(&["--role", "decode", "--mode", "push", flag, &port]);
+        assert_eq!(code, Some(2), "{text}");
+        assert!(text.contains(&format!("127.0.0.1:{port}")), "{text}");
+    }
+    let (code, text) = run(&["--mode", "push"]);
+    assert!(code == Some(2) && text.contains("--role"), "{text}");
+}

@@ -1,7 +1,7 @@
 //! Addresses of the form `tcp://host:port`.
 
 use engine::fabric::{Endpoint, Refused};
-use std::net::ToSocketAddrs;
+use std::net::{SocketAddr, ToSocketAddrs};
 
 const SCHEME: &str = "tcp://";
 
@@ -25,9 +25,27 @@ pub(crate) fn resolve(to: &Endpoint) -> Result<String, Refused> {
     Ok(format!("{SCHEME}{address}"))
 }
 
+/// The address as others should be told it: libzmq names IPv4 addresses in their IPv6 form.
+pub(crate) fn told(bound: &str) -> String {
+    let address = bound.strip_prefix(SCHEME).and_then(|rest| rest.parse::<SocketAddr>().ok());
+    match address {
+        Some(address) => {
+            format!("{SCHEME}{}", SocketAddr::new(address.ip().to_canonical(), address.port()))
+        }
+        None => bound.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_are_told_as_they_are_dialled() {
+        assert_eq!(told("tcp://[::ffff:127.0.0.1]:80"), "tcp://127.0.0.1:80");
+        assert_eq!(told("tcp://[::1]:80"), "tcp://[::1]:80");
+        assert_eq!(told("tcp://10.0.0.1:80"), "tcp://10.0.0.1:80");
+    }
 
     #[test]
     fn hosts_are_resolved_and_mistakes_named() {

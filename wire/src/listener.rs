@@ -43,6 +43,7 @@ impl Listener {
         socket.bind(at)?;
         let bound = socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
         let (links, by_fd, by_name, blocked) = Default::default();
+        let bound = crate::address::told(&bound);
         Ok((Listener { socket, monitor, channel, links, by_fd, by_name, blocked }, bound))
     }
 

@@ -3,6 +3,7 @@
 use crate::exit::Stop;
 use clap::{Args, ValueEnum};
 use engine::core::Nanos;
+use engine::core::ids::TP_MAX;
 use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
 use scenarios::cost::Cost;
@@ -81,6 +82,9 @@ pub(crate) struct ServeArgs {
     /// Name of the model; equal on both sides
     #[arg(long, default_value = "kvferry-tiny")]
     pub(crate) model: String,
+    /// TP ranks; peers that speak MoRIIO need 1
+    #[arg(long, default_value_t = 1)]
+    pub(crate) tp: u16,
     /// Layers of the model
     #[arg(long, default_value_t = 4)]
     pub(crate) layers: u16,
@@ -155,6 +159,7 @@ impl ServeArgs {
             None => return Err(input("--mode push or --mode pull is missing".into())),
         };
         let counts = [
+            ("--tp", u32::from(self.tp)),
             ("--layers", u32::from(self.layers)),
             ("--kv-heads", u32::from(self.kv_heads)),
             ("--element", self.element),
@@ -163,6 +168,11 @@ impl ServeArgs {
         ];
         if let Some((name, _)) = counts.iter().find(|(_, count)| *count == 0) {
             return Err(input(format!("{name} is 0; at least 1 is needed")));
+        }
+        let (tp, heads) = (self.tp, self.kv_heads);
+        if !(heads.is_multiple_of(tp) || tp.is_multiple_of(heads)) || tp > TP_MAX {
+            let text = format!("--tp {tp} with --kv-heads {heads}: neither divides the other");
+            return Err(input(text));
         }
         let row = 2 * self.element;
         if self.head_bytes == 0 || !self.head_bytes.is_multiple_of(row) {
@@ -204,7 +214,7 @@ impl ServeArgs {
             host: role.to_string(),
             node: "here".into(),
             role,
-            tp: 1,
+            tp: self.tp,
             dp_rank: 0,
             dp_size: 1,
             blocks: self.blocks,

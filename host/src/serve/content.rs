@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use std::ops::Range;
 
 /// What the prompt with these token ids says, token by token.
-pub fn prompt(tokens: &[u32]) -> PromptContent {
+pub(crate) fn prompt(tokens: &[u32]) -> PromptContent {
     let chain = |hash: &mut u64, token: &u32| {
         *hash = mix(*hash, u64::from(*token));
         Some(*hash)
@@ -17,38 +17,32 @@ pub fn prompt(tokens: &[u32]) -> PromptContent {
     PromptContent { tokens: count, prefix: prefix.into(), prefix_tokens: 1, tail: 0 }
 }
 
-/// The KV memory of one rank: its bytes and where the layers lie in them.
+/// The KV memory of an instance, all its TP ranks.
 #[derive(Debug)]
 pub(super) struct Kv {
+    geometry: Geometry,
+    ranks: Vec<Rank>,
+}
+
+/// One rank's memory: its bytes and where the layers lie in them.
+#[derive(Debug)]
+pub(super) struct Rank {
     base: *mut u8,
     bytes: usize,
     layers: Vec<LayerLayout>,
-    groups: Vec<Vec<u16>>,
-    block_tokens: Vec<u32>,
 }
 
 // SAFETY: the memory belongs to this value; what peers do to it at the same time is what the
 // protocol orders, and bytes have no invalid values.
-unsafe impl Send for Kv {}
+unsafe impl Send for Rank {}
 
-impl Kv {
+impl Rank {
     /// The memory at `base`, one region.
     ///
     /// # Safety
     /// `bytes` bytes from `base` on are mapped, readable and writable, as long as this lives.
-    pub(super) unsafe fn new(
-        base: *mut u8,
-        bytes: usize,
-        geometry: &Geometry,
-        layers: Vec<LayerLayout>,
-    ) -> Kv {
-        Kv {
-            base,
-            bytes,
-            layers,
-            groups: geometry.groups.iter().map(|group| group.layers.clone()).collect(),
-            block_tokens: geometry.groups.iter().map(|group| group.block_tokens).collect(),
-        }
+    pub(super) unsafe fn new(base: *mut u8, bytes: usize, layers: Vec<LayerLayout>) -> Rank {
+        Rank { base, bytes, layers }
     }
 
     fn row(&mut self, start: u64, len: usize) -> &mut [u8] {
@@ -57,8 +51,29 @@ impl Kv {
         // SAFETY: the range is inside the memory, see `new`.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(start), len) }
     }
+}
 
-    /// Writes what a step computed: tokens `range` of all layers of `layer`'s group.
+/// Where one token of one layer lies.
+#[derive(Clone, Copy)]
+struct Place {
+    layer: u16,
+    block: u32,
+    token: u32,
+}
+
+impl Kv {
+    pub(super) fn new(geometry: Geometry, ranks: Vec<Rank>) -> Kv {
+        Kv { geometry, ranks }
+    }
+
+    fn place(&self, layer: u16, token: u32, blocks: &[BlockList]) -> Option<Place> {
+        let group = self.geometry.group_of(layer)?;
+        let size = self.geometry.groups[group].block_tokens.max(1);
+        let block = blocks.get(group)?.get(token / size)?;
+        Some(Place { layer, block, token: token % size })
+    }
+
+    /// Writes what a step computed: tokens `range` of a layer.
     pub(super) fn compute(
         &mut self,
         layer: u16,
@@ -66,82 +81,100 @@ impl Kv {
         range: Range<u32>,
         blocks: &[BlockList],
     ) {
-        let Some(group) = self.groups.iter().position(|layers| layers.contains(&layer)) else {
-            return;
-        };
-        let layout = self.layers[usize::from(layer)].clone();
         for token in range {
+            let Some(place) = self.place(layer, token, blocks) else { continue };
             let stamp = mix(content.stamp(token), u64::from(layer));
-            for (start, len, label) in self.rows(&layout, group, token, blocks) {
-                fill(self.row(start, len), mix(stamp, label));
+            for rank in 0..self.ranks.len() {
+                for label in labels(&self.geometry, rank) {
+                    let (start, len) = self.locate(rank, place, label);
+                    fill(self.ranks[rank].row(start, len), mix(stamp, label));
+                }
             }
         }
     }
 
     /// SHA-256 over the KV of tokens `..tokens` as it is in memory: layer by layer, token by token,
-    /// head by head, K and then V.
+    /// head by head, K and then V. Replicas of a head that differ make it another.
     pub(super) fn digest(&mut self, tokens: u32, blocks: &[BlockList]) -> String {
         let mut hash = Sha256::new();
-        for layer in 0..self.layers.len() as u16 {
-            let Some(group) = self.groups.iter().position(|layers| layers.contains(&layer)) else {
-                continue;
-            };
-            let layout = self.layers[usize::from(layer)].clone();
-            for token in 0..tokens {
-                let mut rows = self.rows(&layout, group, token, blocks);
-                rows.sort_by_key(|(_, _, label)| *label);
-                for (start, len, _) in rows {
-                    hash.update(&*self.row(start, len));
+        for layer in 0..self.geometry.layers {
+            for token in needed(&self.geometry, layer, tokens) {
+                let Some(place) = self.place(layer, token, blocks) else { continue };
+                let mut seen: Option<u64> = None;
+                for rank in 0..self.ranks.len() {
+                    for label in labels(&self.geometry, rank) {
+                        let (start, len) = self.locate(rank, place, label);
+                        if seen.is_some_and(|seen| label <= seen)
+                            && self.is_replica(rank, place, label)
+                        {
+                            continue;
+                        }
+                        hash.update(&*self.ranks[rank].row(start, len));
+                        seen = Some(label);
+                    }
                 }
             }
         }
         hex(&hash.finalize())
+    }
+
+    /// True if the rank before has the same bytes of a head that both hold.
+    fn is_replica(&mut self, rank: usize, place: Place, label: u64) -> bool {
+        let (start, len) = self.locate(rank, place, label);
+        let here = self.ranks[rank].row(start, len).to_vec();
+        let (start, len) = self.locate(rank - 1, place, label);
+        *self.ranks[rank - 1].row(start, len) == here[..]
     }
 
     /// The same of what a prefill would have computed.
     pub(super) fn expected(&self, content: &PromptContent) -> String {
-        let mut hash = Sha256::new();
-        let mut bytes = Vec::new();
-        for (number, layout) in self.layers.iter().enumerate() {
-            let half = half(layout);
-            bytes.resize(half, 0);
-            for token in 0..content.tokens {
-                let stamp = mix(content.stamp(token), number as u64);
-                for label in 0..2 * heads(layout) {
-                    fill(&mut bytes, mix(stamp, label));
-                    hash.update(&bytes);
-                }
-            }
-        }
-        hex(&hash.finalize())
+        let row = half(&self.ranks[0].layers[0]);
+        expected(&self.geometry, row, content)
     }
 
-    /// The K and V rows of a token: first byte, length, and `2 * head` for K, one more for V.
-    fn rows(
-        &self,
-        layout: &LayerLayout,
-        group: usize,
-        token: u32,
-        blocks: &[BlockList],
-    ) -> Vec<(u64, usize, u64)> {
-        let size = self.block_tokens[group].max(1);
-        let Some(block) = blocks.get(group).and_then(|list| list.get(token / size)) else {
-            return Vec::new();
+    /// First byte and length of a row: K, or V with an odd label, of head `label / 2`.
+    fn locate(&self, rank: usize, place: Place, label: u64) -> (u64, usize) {
+        let layout = &self.ranks[rank].layers[usize::from(place.layer)];
+        let (half, heads) = (half(layout), heads(layout));
+        let (head, v) = ((label - labels(&self.geometry, rank).start) / 2, label % 2);
+        let (slot, offset) = match layout.slots {
+            HeadSlots::Fused => (head, v * half as u64),
+            HeadSlots::Split => (head + v * heads, 0),
         };
-        let element = u64::from(layout.element);
-        let at = |slot: u64| {
-            let index = [u64::from(block), slot, u64::from(token % size)];
-            let offset: u64 = index.iter().zip(layout.stride).map(|(at, stride)| at * stride).sum();
-            layout.base + offset * element
-        };
-        let half = half(layout);
-        let heads = heads(layout);
-        let place = |head: u64, v: u64| match layout.slots {
-            HeadSlots::Fused => at(head) + v * half as u64,
-            HeadSlots::Split => at(head + v * heads),
-        };
-        (0..2 * heads).map(|label| (place(label / 2, label % 2), half, label)).collect()
+        let index = [u64::from(place.block), slot, u64::from(place.token)];
+        let at: u64 = index.iter().zip(layout.stride).map(|(at, stride)| at * stride).sum();
+        (layout.base + at * u64::from(layout.element) + offset, half)
     }
+}
+
+/// Digest of the KV of a prompt; `row` is the length of K of one head and token in bytes.
+pub(crate) fn expected(geometry: &Geometry, row: usize, content: &PromptContent) -> String {
+    let mut hash = Sha256::new();
+    let mut bytes = vec![0; row];
+    for layer in 0..geometry.layers {
+        for token in needed(geometry, layer, content.tokens) {
+            let stamp = mix(content.stamp(token), u64::from(layer));
+            for label in 0..2 * u64::from(geometry.kv_heads) {
+                fill(&mut bytes, mix(stamp, label));
+                hash.update(&bytes);
+            }
+        }
+    }
+    hex(&hash.finalize())
+}
+
+/// Tokens of a prompt whose KV is needed in a layer.
+fn needed(geometry: &Geometry, layer: u16, tokens: u32) -> Range<u32> {
+    let from = geometry.group_of(layer).map_or(0, |group| geometry.needed_from(group, 0, tokens));
+    from..tokens
+}
+
+/// What a rank holds: `2 * head` for K, one more for V.
+fn labels(geometry: &Geometry, rank: usize) -> Range<u64> {
+    let (heads, tp, rank) = (u64::from(geometry.kv_heads), u64::from(geometry.tp), rank as u64);
+    // A head may be on several neighbouring ranks.
+    let first = rank * heads / tp;
+    2 * first..2 * (first + (heads / tp).max(1))
 }
 
 /// KV heads of a layer.
@@ -201,8 +234,8 @@ mod tests {
         let mut memory = vec![0_u8; 4096];
         let layers = vec![layout(slots, block_tokens)];
         // SAFETY: the vector outlives the value.
-        let mut kv =
-            unsafe { Kv::new(memory.as_mut_ptr(), memory.len(), &geometry(block_tokens), layers) };
+        let rank = unsafe { Rank::new(memory.as_mut_ptr(), memory.len(), layers) };
+        let mut kv = Kv::new(geometry(block_tokens), vec![rank]);
         let blocks = [BlockList::new(blocks)];
         kv.compute(0, &content, 0..content.tokens, &blocks);
         [kv.digest(content.tokens, &blocks), kv.expected(&content)]
@@ -217,5 +250,30 @@ mod tests {
         assert_eq!(digest(HeadSlots::Fused, 8, &[1, 2, 3, 4, 5], vec![2])[0], expected);
         assert_ne!(digest(HeadSlots::Fused, 4, &[1, 2, 3, 4, 6], vec![0, 2])[0], expected);
         assert_ne!(digest(HeadSlots::Fused, 4, &[2, 1, 3, 4, 5], vec![0, 2])[0], expected);
+    }
+
+    #[test]
+    fn ranks_hold_their_heads_and_replicas_have_to_be_equal() {
+        let content = prompt(&[7, 8, 9]);
+        let blocks = [BlockList::new(vec![1])];
+        for tp in [1, 2, 4] {
+            let geometry = Geometry { tp, ..geometry(4) };
+            let heads = (2 / u32::from(tp)).max(1);
+            let stride = [u64::from(heads) * 32, 8, u64::from(heads) * 8, 1];
+            let layer =
+                LayerLayout { shape: [4, heads, 4, 8], stride, ..layout(HeadSlots::Fused, 4) };
+            let mut memory = vec![vec![0_u8; 4096]; usize::from(tp)];
+            let rank = |bytes: &mut Vec<u8>| {
+                // SAFETY: the vectors outlive the value.
+                unsafe { Rank::new(bytes.as_mut_ptr(), bytes.len(), vec![layer.clone()]) }
+            };
+            let mut kv = Kv::new(geometry, memory.iter_mut().map(rank).collect());
+            kv.compute(0, &content, 0..3, &blocks);
+            assert_eq!(kv.digest(3, &blocks), kv.expected(&content), "tp {tp}");
+            let place = kv.place(0, 2, &blocks).expect("a block");
+            let (start, len) = kv.locate(usize::from(tp) - 1, place, 3);
+            kv.ranks[usize::from(tp) - 1].row(start, len)[0] ^= 1;
+            assert_ne!(kv.digest(3, &blocks), kv.expected(&content), "tp {tp}");
+        }
     }
 }

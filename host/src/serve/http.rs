@@ -70,6 +70,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> String {
         ("legs_failed", "Legs that did not", read(&counters.failed)),
         ("kv_transferred", "Legs whose KV was transferred", read(&counters.transferred)),
         ("kv_computed", "Legs whose KV was computed here", read(&counters.computed)),
+        ("flows", "Transfers that this instance moves", read(&counters.flows)),
         ("violations", "Frames that broke the protocol", read(&counters.violations)),
         ("faults", "Broken promises of the protocol core", read(&counters.faults)),
     ];

@@ -73,6 +73,7 @@ pub(super) struct Counters {
     pub(super) open: AtomicU64,
     pub(super) transferred: AtomicU64,
     pub(super) computed: AtomicU64,
+    pub(super) flows: AtomicU64,
     pub(super) violations: AtomicU64,
     pub(super) faults: AtomicU64,
 }
@@ -90,7 +91,7 @@ pub(super) struct Parts {
     pub(super) engine: Engine,
     pub(super) memory: Memory,
     pub(super) core: Core,
-    pub(super) rank: Addr<Driver<DataSeat>>,
+    pub(super) ranks: Vec<Addr<Driver<DataSeat>>>,
     pub(super) clock: Clock,
     pub(super) layers: u16,
     pub(super) counters: Arc<Counters>,
@@ -180,7 +181,9 @@ impl Instance {
                 self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
             }
             let layers = layer + 1;
-            self.parts.rank.do_send(Give(TransferInput::Layers { step, layers }));
+            for rank in &self.parts.ranks {
+                rank.do_send(Give(TransferInput::Layers { step, layers }));
+            }
         }
         let wait = Duration::from_nanos(plan.duration.0);
         context.notify_later(StepOver(step), wait);
@@ -243,7 +246,12 @@ impl Instance {
     }
 
     fn job(&self, job: Job) {
-        self.parts.rank.do_send(Give(TransferInput::Job(job)));
+        if matches!(job, Job::Write { .. } | Job::Read { .. }) {
+            self.parts.counters.flows.fetch_add(1, Ordering::Relaxed);
+        }
+        for rank in &self.parts.ranks {
+            rank.do_send(Give(TransferInput::Job(job.clone())));
+        }
     }
 
     fn violation(&self, violation: &engine::core::error::PeerViolation) {

@@ -1,21 +1,21 @@
 //! The memory that an instance keeps its KV in, and what its data plane says of itself.
 
 use super::args::Plan;
-use super::content::Kv;
-use engine::core::layout::{Geometry, LayerLayout};
+use super::content::Rank;
+use engine::core::layout::GroupKind;
+use engine::core::layout::LayerLayout;
 use engine::fabric::Memory;
-use fabric_host::{HugePages, Meter, Path, Pool};
-use scenarios::geometry::{geometry, rank_memory};
+use fabric_host::{Counters, HugePages, Meter, Path, PathCount, Pool};
+use scenarios::geometry::rank_memory;
 use std::alloc::{Layout, alloc_zeroed};
 use std::fmt::Write as _;
 
 const PAGE: usize = 4096;
 
-/// Memory of one region with the layout of one rank.
+/// The memory of one rank: one region.
 pub(super) struct Backing {
     kind: Kind,
     bytes: usize,
-    geometry: Geometry,
     layers: Vec<LayerLayout>,
 }
 
@@ -27,15 +27,14 @@ enum Kind {
 }
 
 impl Backing {
-    /// Memory for the KV cache of an instance; it lives until the process ends, because peers and
+    /// Memory for the KV cache of a rank; it lives until the process ends, because peers and
     /// threads of the data plane reach into it.
     ///
     /// # Errors
     /// A geometry that takes more than one region, or memory that cannot be had; with the remedy.
     pub(super) fn new(plan: &Plan, private: bool) -> Result<Backing, String> {
-        if plan.instance.tp != 1 {
-            let tp = plan.instance.tp;
-            return Err(format!("serve plays one TP rank, the instance has {tp}: use tp = 1"));
+        if plan.model.groups.iter().any(|group| group.kind == GroupKind::State) {
+            return Err("the model has state layers, of which serve has no KV to compute".into());
         }
         let memory = rank_memory(&plan.model, &plan.instance);
         let [len] = memory.regions[..] else {
@@ -56,8 +55,7 @@ impl Backing {
         } else {
             Kind::Shared(Pool::new(pages, HugePages::No)?)
         };
-        let geometry = geometry(&plan.model, &plan.instance);
-        Ok(Backing { kind, bytes, geometry, layers: memory.layers })
+        Ok(Backing { kind, bytes, layers: memory.layers })
     }
 
     pub(super) fn layers(&self) -> &[LayerLayout] {
@@ -72,28 +70,34 @@ impl Backing {
         }
     }
 
-    pub(super) fn into_kv(self) -> Kv {
+    pub(super) fn into_rank(self) -> Rank {
         let start = match self.kind {
             Kind::Private(start) => start,
             // Never unmapped, see `new`.
             Kind::Shared(pool) => Box::leak(Box::new(pool)).start(),
         };
         // SAFETY: the memory was mapped with this size and is never given back.
-        unsafe { Kv::new(start, self.bytes, &self.geometry, self.layers) }
+        unsafe { Rank::new(start, self.bytes, self.layers) }
     }
 }
 
 /// Bytes and operations by path, as Prometheus text.
-pub(super) fn metrics(meter: &Meter) -> String {
-    let counters = meter.read();
-    let sides = [("initiated", counters.initiated), ("served", counters.served)];
+pub(super) fn metrics(meters: &[Meter]) -> String {
+    let counters: Vec<_> = meters.iter().map(Meter::read).collect();
+    let sum = |counts: fn(&Counters) -> &[PathCount; 3], path: usize| {
+        let counts = counters.iter().map(|counters| counts(counters)[path]);
+        counts.fold((0, 0), |sum, count| (sum.0 + count.bytes, sum.1 + count.operations))
+    };
+    let sides: [(_, fn(&Counters) -> &[PathCount; 3]); 2] =
+        [("initiated", |counters| &counters.initiated), ("served", |counters| &counters.served)];
     let mut text = String::new();
     for (name, help) in [("bytes", "Bytes moved"), ("operations", "Operations done")] {
         let _ = writeln!(text, "# HELP kvferry_host_{name}_total {help}, by side and path.");
         let _ = writeln!(text, "# TYPE kvferry_host_{name}_total counter");
         for (side, counts) in &sides {
-            for (path, count) in Path::ALL.iter().zip(counts) {
-                let value = if name == "bytes" { count.bytes } else { count.operations };
+            for (index, path) in Path::ALL.iter().enumerate() {
+                let (bytes, operations) = sum(*counts, index);
+                let value = if name == "bytes" { bytes } else { operations };
                 let labels = format!("side=\"{side}\",path=\"{path}\"");
                 let _ = writeln!(text, "kvferry_host_{name}_total{{{labels}}} {value}");
             }

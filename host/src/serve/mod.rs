@@ -17,6 +17,7 @@ pub(crate) use args::ServeArgs;
 use crate::exit::{Exit, Stop};
 use actix::{Actor, Addr, AsyncContext, System};
 use args::Plan;
+use content::Kv;
 use engine::actors::{Clock, ControlSeat, DataSeat, Driver};
 use engine::core::Nanos;
 use engine::core::decode::Decode;
@@ -28,7 +29,7 @@ use engine::core::prefill::Prefill;
 use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
 use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint};
-use fabric_host::{HostConfig, HostPlane};
+use fabric_host::{HostConfig, HostPlane, Meter};
 use instance::{Core, Counters, Drain, Instance, Parts};
 use legs::{Own, bracketed};
 use memory::Backing;
@@ -83,31 +84,22 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     };
     zmq.check().map_err(|why| Stop::Input(format!("--host {}: {why}", args.host)))?;
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
-    let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
-    let plane = HostPlane::new(HostConfig {
-        key: format!("{}-{:x}", config.engine, incarnation.0),
-        host: args.host.clone(),
-        open_door: true,
-        slower: args.private_memory,
-        ..HostConfig::default()
-    });
-    let plane = plane.map_err(|why| Stop::Input(why.to_string()))?;
-    let meter = plane.meter();
-    let transfer = transfer_config(plan, &config, &plane, &backing);
+    let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
+    let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
+    let meters: Vec<Meter> = ranks.iter().map(|rank| rank.meter.clone()).collect();
     let own = Own {
         role: config.role,
         mode: config.mode,
         address: zmq,
         ports: MoriioSettings::default().ports,
     };
-    let instance =
-        start(plan, config, (wire, Box::new(plane)), transfer, backing, counters.clone())?;
+    let instance = start(plan, config, wire, ranks, counters.clone())?;
     let shared = Arc::new(http::Shared {
         instance: instance.clone(),
         own,
         model: plan.model.name.clone(),
         counters: counters.clone(),
-        planes: Box::new(move || memory::metrics(&meter)),
+        planes: Box::new(move || memory::metrics(&meters)),
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
     });
@@ -184,9 +176,37 @@ fn core_config(
     }
 }
 
+/// What a TP rank is started with.
+struct RankParts {
+    plane: HostPlane,
+    meter: Meter,
+    transfer: TransferConfig,
+    backing: Backing,
+}
+
+fn rank_parts(
+    args: &ServeArgs,
+    plan: &Plan,
+    core: &CoreConfig,
+    rank: u16,
+) -> Result<RankParts, Stop> {
+    let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
+    let plane = HostPlane::new(HostConfig {
+        key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
+        host: args.host.clone(),
+        open_door: true,
+        slower: args.private_memory,
+        ..HostConfig::default()
+    });
+    let plane = plane.map_err(|why| Stop::Input(why.to_string()))?;
+    let transfer = transfer_config(plan, core, rank, &plane, &backing);
+    Ok(RankParts { meter: plane.meter(), plane, transfer, backing })
+}
+
 fn transfer_config(
     plan: &Plan,
     core: &CoreConfig,
+    rank: u16,
     plane: &HostPlane,
     backing: &Backing,
 ) -> TransferConfig {
@@ -200,7 +220,7 @@ fn transfer_config(
         },
     };
     TransferConfig {
-        rank: 0,
+        rank,
         role: core.role,
         mode: core.mode,
         geometry: core.geometry.clone(),
@@ -220,7 +240,7 @@ fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
     };
     let config = EngineConfig {
         role: plan.instance.role,
-        tp: 1,
+        tp: plan.instance.tp,
         layers: plan.model.layers,
         groups: plan.model.groups.iter().map(group).collect(),
         max_batched_tokens: plan.engine.chunk,
@@ -239,15 +259,15 @@ fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
 fn start(
     plan: &Plan,
     config: CoreConfig,
-    (wire, plane): (Box<dyn ControlPlane>, Box<dyn DataPlane>),
-    transfer: TransferConfig,
-    backing: Backing,
+    wire: Box<dyn ControlPlane>,
+    ranks: Vec<RankParts>,
     counters: Arc<Counters>,
 ) -> Result<Addr<Instance>, Stop> {
     let engine = engine(plan, config.incarnation)?;
     let layers = plan.model.layers;
     let begun = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+    let geometry = (*config.geometry).clone();
     Ok(Instance::create(move |context| {
         let own = context.address();
         let core = match config.role {
@@ -262,12 +282,19 @@ fn start(
                 Core::Decode(Driver::start(seat, machine, None, clock.clone(), CREDITS))
             }
         };
-        let seat = DataSeat { rank: 0, plane, core: own.recipient() };
-        let first = Some(TransferInput::Start);
-        let machine = Transfer::new(transfer);
-        let rank = Driver::start(seat, machine, first, clock.clone(), CREDITS);
-        let memory = backing.into_kv();
-        Instance::new(Parts { engine, memory, core, rank, clock, layers, counters })
+        let mut memories = Vec::with_capacity(ranks.len());
+        let mut drivers = Vec::with_capacity(ranks.len());
+        for (rank, parts) in (0..).zip(ranks) {
+            let plane = Box::new(parts.plane);
+            let seat = DataSeat { rank, plane, core: own.clone().recipient() };
+            let first = Some(TransferInput::Start);
+            let machine = Transfer::new(parts.transfer);
+            drivers.push(Driver::start(seat, machine, first, clock.clone(), CREDITS));
+            memories.push(parts.backing.into_rank());
+        }
+        let memory = Kv::new(geometry, memories);
+        let ranks = drivers;
+        Instance::new(Parts { engine, memory, core, ranks, clock, layers, counters })
     }))
 }
 

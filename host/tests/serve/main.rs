@@ -142,6 +142,21 @@ fn pull_between_private_memories() {
 }
 
 #[test]
+fn ranks_and_layouts_may_differ() {
+    let start = |role, more: &[&str]| {
+        let mut args = vec!["--role", role, "--mode", "pull"];
+        args.extend_from_slice(more);
+        Process::serve(&args)
+    };
+    let prefill = start("prefill", &["--tp", "2", "--layout", "head-split"]);
+    let decode = start("decode", &["--tp", "8", "--block-tokens", "16", "--blocks", "1024"]);
+    let mut pair = Pair { prefill, decode, mode: "pull", native: true, next: 0 };
+    let (prefill, decode) = pair.request(&prompt(333, 1));
+    assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
+    assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
+}
+
+#[test]
 fn a_stream_has_the_digest_and_ends() {
     let mut pair = Pair::start("push", true, &[]);
     let (id, prefill, mut decode) = pair.legs(&prompt(70, 3));

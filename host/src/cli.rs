@@ -1,6 +1,7 @@
 //! The command line.
 
 use crate::exit::{Exit, Stop};
+use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
 use crate::{lists, logs, replay, run, sweep};
 use clap::{Args, Parser, Subcommand};
@@ -30,6 +31,8 @@ enum Command {
     Replay(ReplayArgs),
     /// Print what scenario files can say
     List(ListArgs),
+    /// Route requests to prefill and decode instances
+    Router(Box<RouterArgs>),
     /// Serve as a prefill or decode instance without a model
     Serve(Box<ServeArgs>),
 }
@@ -111,6 +114,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Sweep(args) => sweep::command(&args, &mut out),
         Command::Replay(args) => replay::command(&args, &mut out),
         Command::List(args) => lists::command(&args, &mut out),
+        Command::Router(args) => router::command(&args, &mut out),
         Command::Serve(args) => {
             logs::start();
             serve::command(&args, &mut out)

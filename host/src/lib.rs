@@ -1,4 +1,4 @@
-//! The `kvferry` program: runs, sweeps and replays scenarios.
+//! The `kvferry` program: runs, sweeps and replays scenarios, and routes requests to instances.
 //!
 //! [`main`] is the whole program; the binary hands it the arguments and passes on the exit code.
 
@@ -12,6 +12,7 @@ mod logs;
 mod outcome;
 mod progress;
 mod replay;
+mod router;
 mod run;
 mod serve;
 mod sweep;

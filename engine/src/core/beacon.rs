@@ -119,13 +119,12 @@ impl Beacon {
     fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
         let Some(link) = self.link else { return };
         self.registration.sequence += 1;
-        let native = native::encode(&Frame::Register(self.registration.clone()));
         let frame = match &self.moriio {
             // Routers that know only MoRIIO take every heartbeat for life; without one, they forget.
             Some(heartbeat) if !self.registration.draining => {
-                heartbeat.encode_with(self.registration.incarnation, &native)
+                heartbeat.encode_with(&self.registration)
             }
-            _ => native,
+            _ => native::encode(&Frame::Register(self.registration.clone())),
         };
         out.push(ControlCommand::Send { link, frame });
         self.next = Some(now + self.heartbeat);

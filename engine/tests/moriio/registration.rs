@@ -4,7 +4,7 @@ use crate::fixture::*;
 use engine::core::dialect::moriio::address::{ZmqAddress, life_of};
 use engine::core::dialect::moriio::registration::*;
 use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Role};
+use engine::core::message::{Mode, Registration, Role};
 use engine::fabric::Endpoint;
 use proptest::prelude::*;
 use serde_json::Value;
@@ -159,8 +159,22 @@ proptest! {
         let heard = Heard::decode(&[heartbeat.encode()]).unwrap();
         prop_assert_eq!(heard.check(), Ok(heartbeat.clone()));
         // What only our own routers read is in nobody's way.
-        let native = Heard::decode(&[heartbeat.encode_with(Incarnation(7), b"native")]).unwrap();
+        let registration = Registration {
+            engine: "e".into(),
+            incarnation: Incarnation(7),
+            sequence: 1,
+            role: heartbeat.role(),
+            mode: heartbeat.mode(),
+            http: heartbeat.http().clone(),
+            control: "tcp://10.0.0.1:1".into(),
+            dp_rank: 0,
+            dp_size: 1,
+            tp: 1,
+            draining: false,
+        };
+        let native = Heard::decode(&[heartbeat.encode_with(&registration)]).unwrap();
         prop_assert_eq!(life_of(&native.zmq_address), Some(Incarnation(7)));
+        prop_assert_eq!(native.native.as_ref(), Some(&registration));
         prop_assert_eq!(native.check(), Ok(heartbeat));
     }
 

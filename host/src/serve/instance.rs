@@ -211,6 +211,8 @@ impl Instance {
         let Some(leg) = self.legs.get(&id) else { return };
         let news = match event {
             LegEvent::FirstToken => News::First(self.kv(leg)),
+            // Only a router that relays a prefill's answer says so.
+            LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 let failure = recomputed.map(|failure| failure.to_string());
                 let transferred = leg.digest.is_some();

@@ -75,7 +75,8 @@ impl Own {
         params: Option<&RawValue>,
         output: u32,
     ) -> Result<LegBody, String> {
-        let body = |transfer| Ok(LegBody::Decode { transfer, prompt: 0, sample: 0, output });
+        let body =
+            |transfer| Ok(LegBody::Decode { transfer, prompt: 0, sample: 0, output, params: None });
         if let Some(json) = params
             && let Ok(Native { kvferry: transfer }) = serde_json::from_str(json.get())
         {

@@ -4,8 +4,8 @@ use super::address::{ZmqAddress, with_life};
 use super::value::{Map, Value};
 use super::{Bin, DecodeError, Unsendable, error, pack};
 use crate::core::Nanos;
-use crate::core::ids::Incarnation;
-use crate::core::message::{Mode, Role};
+use crate::core::dialect::native::{self, Frame};
+use crate::core::message::{Mode, Registration, Role};
 use crate::fabric::Endpoint;
 use serde::Serialize;
 use std::borrow::Cow;
@@ -96,11 +96,12 @@ impl Heartbeat {
         self.pack(self.zmq.to_string(), None)
     }
 
-    /// The same of an instance that speaks the native dialect, too, in this life: with a
-    /// registration in that dialect under a key, and with a part in the address, both of which
-    /// others ignore.
-    pub fn encode_with(&self, life: Incarnation, native: &[u8]) -> Vec<u8> {
-        self.pack(with_life(&self.zmq, life), Some(Bin(native)))
+    /// The same of an instance that speaks the native dialect, too: with its native registration
+    /// under one more key, and with a part in the address that tells its life, both of which others
+    /// ignore.
+    pub fn encode_with(&self, registration: &Registration) -> Vec<u8> {
+        let native = native::encode(&Frame::Register(registration.clone()));
+        self.pack(with_life(&self.zmq, registration.incarnation), Some(Bin(&native)))
     }
 
     fn pack(&self, zmq_address: String, kvferry: Option<Bin<'_>>) -> Vec<u8> {
@@ -137,6 +138,8 @@ pub struct Heard {
     pub tp_size: u64,
     /// Who moves the bytes.
     pub mode: Mode,
+    /// What a native instance says beside it, see [`Heartbeat::encode_with`].
+    pub native: Option<Box<Registration>>,
 }
 
 impl Heard {
@@ -173,6 +176,7 @@ impl Heard {
                 "READ" => Mode::Pull,
                 _ => return Err("unknown transfer_mode"),
             },
+            native: map.get("kvferry").and_then(Value::bin).and_then(registration),
         })
     }
 
@@ -192,6 +196,14 @@ impl Heard {
         let http = Endpoint(bracketed(&self.http_address).into());
         Heartbeat::new(self.role, http, zmq, dp_size, tp_size, self.mode)
             .map_err(|unsendable| error("registration", unsendable.rule))
+    }
+}
+
+/// The native registration; none if the bytes are something else, or of another version.
+fn registration(bytes: &[u8]) -> Option<Box<Registration>> {
+    match native::decode(bytes) {
+        Ok(Frame::Register(registration)) => Some(Box::new(registration)),
+        _ => None,
     }
 }
 

@@ -4,7 +4,7 @@ use crate::exit::{Exit, Stop};
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
 use crate::{lists, logs, replay, run, sweep};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::num::NonZeroUsize;
@@ -37,6 +37,13 @@ enum Command {
     Serve(Box<ServeArgs>),
 }
 
+/// Where scenarios are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Fabric {
+    Sim,
+    Host,
+}
+
 /// Arguments of `run`.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
@@ -59,6 +66,9 @@ pub(crate) struct RunArgs {
     /// Run the protocol in its actors; the second run is without them
     #[arg(long)]
     pub(crate) actors: bool,
+    /// Where: in the simulator, or as processes of this machine that move host memory
+    #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
+    pub(crate) fabric: Fabric,
 }
 
 /// Arguments of `sweep`.

@@ -7,6 +7,7 @@ mod attempt;
 mod cli;
 mod exit;
 mod files;
+mod fleet;
 mod lists;
 mod logs;
 mod outcome;

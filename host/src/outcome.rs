@@ -73,6 +73,9 @@ pub(crate) struct Outcome {
     /// The same by phase of the transfers concerned.
     #[serde(skip)]
     pub(crate) coverage: BTreeMap<(FaultKind, Phase), u64>,
+    /// Faults and invariants that this fabric cannot inject or check, and why.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) skipped: Vec<String>,
     /// The command that runs it again.
     pub(crate) repeat: String,
 }
@@ -134,6 +137,7 @@ impl Outcome {
             faults: BTreeMap::new(),
             drawn: run.faults.iter().map(|fault| fault.kind).chain(run.shaped.clone()).collect(),
             coverage: BTreeMap::new(),
+            skipped: Vec::new(),
             repeat,
         }
     }

@@ -1,9 +1,10 @@
 //! `run`: scenarios one after another.
 
 use crate::attempt::{Again, Setup, quiet_panics};
-use crate::cli::{RunArgs, complain};
+use crate::cli::{Fabric, RunArgs, complain};
 use crate::exit::{Exit, Stop};
 use crate::files::{Source, find};
+use crate::fleet::Job;
 use crate::outcome::Outcome;
 use crate::progress::Progress;
 use crate::table;
@@ -75,6 +76,10 @@ fn one(
     };
     let scenario = setup.load()?;
     let seed = args.seed.or(scenario.seed()).unwrap_or(SEED);
+    if args.fabric == Fabric::Host {
+        let trace = args.workload_trace.as_deref();
+        return Job { source, scenario: &scenario, seed, trace }.run();
+    }
     let again = if args.actors { Again::Always } else { Again::IfCheap };
     let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;
     if let (Some(path), Some(recording)) = (&args.record, recording) {
@@ -101,6 +106,7 @@ fn print(outcomes: &[Outcome], out: &mut dyn Write) -> Result<(), Stop> {
         }
     }
     for outcome in outcomes {
+        write!(out, "{}", table::skipped(outcome))?;
         write!(out, "{}", table::trouble(outcome, usize::MAX))?;
     }
     Ok(())

@@ -41,16 +41,19 @@ pub(crate) fn one(outcome: &Outcome) -> String {
     row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
     row("failed", caused(outcome.failed, &outcome.failed_causes));
     row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
-    row("time to first token", spread(outcome.ttft.as_ref()));
-    row("transfer time", spread(outcome.transfer.as_ref()));
     row("bytes moved", bytes(outcome.bytes_moved));
-    row("link utilisation", format!("{:.2} %", 100.0 * outcome.link_utilisation));
-    row("peak blocks held", grouped(outcome.peak_blocks));
-    row("peak blocks in quarantine", grouped(outcome.peak_quarantined));
-    row("events", rate(outcome));
-    row("simulated time", format!("{:.3} s", outcome.sim_seconds));
     row("wall time", format!("{:.3} s", outcome.wall_seconds));
-    row("trace hash", outcome.trace_hash.clone());
+    // Only the simulator sees the rest.
+    if !outcome.trace_hash.is_empty() {
+        row("time to first token", spread(outcome.ttft.as_ref()));
+        row("transfer time", spread(outcome.transfer.as_ref()));
+        row("link utilisation", format!("{:.2} %", 100.0 * outcome.link_utilisation));
+        row("peak blocks held", grouped(outcome.peak_blocks));
+        row("peak blocks in quarantine", grouped(outcome.peak_quarantined));
+        row("events", rate(outcome));
+        row("simulated time", format!("{:.3} s", outcome.sim_seconds));
+        row("trace hash", outcome.trace_hash.clone());
+    }
     table.trim_fmt()
 }
 
@@ -96,6 +99,12 @@ pub(crate) fn many(outcomes: &[Outcome]) -> String {
         }
     }
     table.trim_fmt()
+}
+
+/// What the fabric could not do of a scenario; empty if it could all.
+pub(crate) fn skipped(outcome: &Outcome) -> String {
+    let lines = outcome.skipped.iter();
+    lines.map(|what| format!("{}: skipped: {what}\n", outcome.scenario)).collect()
 }
 
 /// What went wrong in a run, in at most `most` lines, and how to see it again; empty if nothing did.

@@ -73,6 +73,9 @@ pub(crate) struct ServeArgs {
     /// Take model, KV cache and cost of an instance from this scenario file
     #[arg(long, value_name = "FILE", requires = "instance")]
     pub(crate) scenario: Option<PathBuf>,
+    /// Request trace in place of the one that the scenario names
+    #[arg(long, value_name = "FILE.jsonl", requires = "scenario")]
+    pub(crate) workload_trace: Option<PathBuf>,
     /// Name of the instance in the scenario
     #[arg(long, value_name = "NAME")]
     pub(crate) instance: Option<String>,
@@ -136,7 +139,8 @@ impl ServeArgs {
     pub(super) fn plan(&self) -> Result<Plan, Stop> {
         let input = |text: String| Stop::Input(text);
         if let Some(path) = &self.scenario {
-            let run = scenarios::load(path)?.draw(self.seed)?;
+            let trace = self.workload_trace.as_deref();
+            let run = scenarios::load_with_trace(path, trace)?.draw(self.seed)?;
             let name = self.instance.as_deref().unwrap_or_default();
             let instance = run.instances.iter().find(|instance| instance.name == name);
             let Some(instance) = instance.cloned() else {

@@ -17,6 +17,12 @@ pub(crate) fn prompt(tokens: &[u32]) -> PromptContent {
     PromptContent { tokens: count, prefix: prefix.into(), prefix_tokens: 1, tail: 0 }
 }
 
+/// Token ids of a prompt of a scenario; equal prefixes have equal ids.
+pub(crate) fn prompt_ids(prompt: &scenarios::run::Prompt, prefix_tokens: u32) -> Vec<u32> {
+    let content = PromptContent::new(prompt, prefix_tokens);
+    (0..prompt.tokens).map(|token| (content.stamp(token) >> 40) as u32).collect()
+}
+
 /// The KV memory of an instance, all its TP ranks.
 #[derive(Debug)]
 pub(super) struct Kv {

@@ -70,6 +70,7 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> String {
         ("legs_failed", "Legs that did not", read(&counters.failed)),
         ("kv_transferred", "Legs whose KV was transferred", read(&counters.transferred)),
         ("kv_computed", "Legs whose KV was computed here", read(&counters.computed)),
+        ("kv_recomputed", "Legs whose KV did not arrive", read(&counters.recomputed)),
         ("flows", "Transfers that this instance moves", read(&counters.flows)),
         ("violations", "Frames that broke the protocol", read(&counters.violations)),
         ("faults", "Broken promises of the protocol core", read(&counters.faults)),
@@ -80,9 +81,14 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> String {
         let _ = writeln!(text, "# TYPE kvferry_{name}_total counter");
         let _ = writeln!(text, "kvferry_{name}_total {value}");
     }
-    let open = read(&counters.open);
-    let _ = writeln!(text, "# HELP kvferry_legs_open Legs that have not ended.");
-    let _ = writeln!(text, "# TYPE kvferry_legs_open gauge\nkvferry_legs_open {open}");
+    let gauges = [
+        ("legs_open", "Legs that have not ended", read(&counters.open)),
+        ("blocks_held", "KV blocks in use or in quarantine", read(&counters.held)),
+    ];
+    for (name, help, value) in gauges {
+        let _ = writeln!(text, "# HELP kvferry_{name} {help}.");
+        let _ = writeln!(text, "# TYPE kvferry_{name} gauge\nkvferry_{name} {value}");
+    }
     text + &(shared.planes)()
 }
 

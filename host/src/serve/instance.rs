@@ -74,6 +74,8 @@ pub(super) struct Counters {
     pub(super) transferred: AtomicU64,
     pub(super) computed: AtomicU64,
     pub(super) flows: AtomicU64,
+    pub(super) recomputed: AtomicU64,
+    pub(super) held: AtomicU64,
     pub(super) violations: AtomicU64,
     pub(super) faults: AtomicU64,
 }
@@ -140,6 +142,9 @@ impl Instance {
                 EngineEffect::Taken { .. } | EngineEffect::Freed { .. } => {}
             }
         }
+        let gauges = self.parts.engine.gauges();
+        let held = u64::from(gauges.held) + u64::from(gauges.quarantined);
+        self.parts.counters.held.store(held, Ordering::Relaxed);
     }
 
     fn named(&mut self, leg: LegId, request: &RequestId) {
@@ -215,6 +220,7 @@ impl Instance {
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 let failure = recomputed.map(|failure| failure.to_string());
+                counters.recomputed.fetch_add(u64::from(failure.is_some()), Ordering::Relaxed);
                 let transferred = leg.digest.is_some();
                 let which = if transferred { &counters.transferred } else { &counters.computed };
                 which.fetch_add(1, Ordering::Relaxed);

@@ -5,7 +5,7 @@
 //! protocol; `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
 
 mod args;
-mod content;
+pub(crate) mod content;
 mod http;
 mod instance;
 mod legs;

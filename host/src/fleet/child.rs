@@ -1,0 +1,153 @@
+//! The processes of a run.
+
+use super::Files;
+use super::client::Client;
+use crate::exit::Stop;
+use crate::outcome::Outcome;
+use rustix::process::{Pid, Signal, kill_process};
+use scenarios::Run;
+use serde_json::Value;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+/// One process; killed when it is dropped.
+pub(super) struct Process {
+    /// Name of the instance, or `router`.
+    pub(super) name: String,
+    args: Vec<OsString>,
+    child: Child,
+    ready: Value,
+    pub(super) paused: bool,
+    /// Lost its state by a fault, so that what it held is not asked for.
+    pub(super) alive: bool,
+}
+
+impl Process {
+    fn start(name: &str, args: Vec<OsString>) -> Result<Process, Stop> {
+        let failed = |why: String| Stop::Input(format!("cannot start {name}: {why}"));
+        let program = std::env::current_exe().map_err(|why| failed(why.to_string()))?;
+        let mut child = Command::new(program)
+            .args(&args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .env("KVFERRY_LOG", std::env::var("KVFERRY_LOG").unwrap_or_else(|_| "error".into()))
+            .spawn()
+            .map_err(|why| failed(why.to_string()))?;
+        let mut line = String::new();
+        let out = child.stdout.take().expect("it was piped");
+        // A process that cannot start says so on stderr and ends, which ends its output.
+        BufReader::new(out).read_line(&mut line)?;
+        let ready = serde_json::from_str(&line);
+        let ready = ready.map_err(|_| failed("it ended at once; it said why above".into()));
+        let (name, paused, alive) = (name.to_string(), false, true);
+        Ok(Process { name, args, child, ready: ready?, paused, alive })
+    }
+
+    /// What it said of itself when it was ready.
+    ///
+    /// # Errors
+    /// It said no such thing.
+    pub(super) fn ready(&self, key: &str) -> Result<&str, Stop> {
+        let text = self.ready[key].as_str();
+        text.ok_or_else(|| Stop::Input(format!("{} does not say its {key}", self.name)))
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id() as i32).expect("a child has a pid");
+        // It can only be gone already.
+        let _ = kill_process(pid, signal);
+    }
+
+    pub(super) fn pause(&mut self) {
+        self.paused = true;
+        self.signal(Signal::STOP);
+    }
+
+    pub(super) fn resume(&mut self) {
+        self.paused = false;
+        self.signal(Signal::CONT);
+    }
+
+    pub(super) fn crash(&mut self) {
+        self.alive = false;
+        self.signal(Signal::KILL);
+        // The child is there until it was waited for.
+        let _ = self.child.wait();
+    }
+
+    /// Starts it again at the same address.
+    pub(super) fn restart(&mut self) -> Result<(), Stop> {
+        let mut args = self.args.clone();
+        for (flag, key) in [
+            ("--http-port", "http"),
+            ("--handshake-port", "handshake"),
+            ("--notify-port", "notify"),
+        ] {
+            let address = self.ready(key)?;
+            let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
+            args.extend([flag.into(), port.into()]);
+        }
+        let mut fresh = Process::start(&self.name, args)?;
+        fresh.args = std::mem::take(&mut self.args);
+        *self = fresh;
+        Ok(())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if self.alive {
+            self.crash();
+        }
+    }
+}
+
+/// The router and the instances.
+pub(super) struct Fleet {
+    pub(super) router: Process,
+    pub(super) instances: Vec<Process>,
+}
+
+impl Fleet {
+    pub(super) fn start(run: &Run, files: &Files, seed: u64) -> Result<Fleet, Stop> {
+        let text = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
+        let expiry = format!("{}", run.router.config.expiry.0 as f64 / 1e9);
+        let any = "127.0.0.1:0";
+        let router =
+            text(&["router", "--json", "--listen", any, "--discovery", any, "--expiry", &expiry]);
+        let router = Process::start("router", router)?;
+        let proxy = router.ready("discovery")?.trim_start_matches("tcp://").to_string();
+        let seed = seed.to_string();
+        let mut instances = Vec::with_capacity(run.instances.len());
+        for instance in &run.instances {
+            let mut args = text(&["serve", "--proxy", &proxy, "--seed", &seed]);
+            args.extend(text(&["--instance", &instance.name, "--scenario"]));
+            args.push(files.scenario.clone().into());
+            if let Some(trace) = &files.trace {
+                args.extend(["--workload-trace".into(), trace.clone().into()]);
+            }
+            instances.push(Process::start(&instance.name, args)?);
+        }
+        Ok(Fleet { router, instances })
+    }
+
+    /// Lets paused processes go on.
+    pub(super) fn resume_all(&mut self) {
+        for process in self.instances.iter_mut().filter(|process| process.paused) {
+            process.resume();
+        }
+    }
+
+    /// Takes what living instances counted into the outcome.
+    pub(super) async fn gather(&self, client: &Client, outcome: &mut Outcome) {
+        for process in self.instances.iter().filter(|process| process.alive) {
+            let Ok(http) = process.ready("http") else { continue };
+            let Some(metrics) = client.metrics(http).await else { continue };
+            outcome.bytes_moved += metrics.sum("kvferry_host_bytes_total{side=\"initiated\"");
+            let computed = metrics.sum("kvferry_kv_recomputed_total");
+            outcome.recomputed += computed;
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Faults on processes: which can be injected, and when.
+
+use super::child::{Fleet, Process};
+use super::client::Client;
+use scenarios::run::{Fault, Request, Trigger};
+use scenarios::{Event, FaultKind, Run};
+use std::time::{Duration, Instant};
+
+/// How often counters are looked at for faults that wait for an event.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// What is done to a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Deed {
+    Crash,
+    Restart,
+    Pause,
+}
+
+/// What a fault waits for.
+#[derive(Clone, Debug)]
+enum When {
+    At(Duration),
+    /// The value of a counter, at an instance or over all.
+    Count {
+        metric: &'static str,
+        at: Option<String>,
+        value: u64,
+    },
+}
+
+#[derive(Clone, Debug)]
+struct Injection {
+    deed: Deed,
+    target: Option<String>,
+    when: When,
+    lasts: Option<Duration>,
+    name: &'static str,
+}
+
+/// The faults of a run as far as processes can have them.
+pub(super) struct Plan {
+    injections: Vec<Injection>,
+    /// The others, and why.
+    pub(super) skipped: Vec<String>,
+}
+
+impl Plan {
+    pub(super) fn new(run: &Run) -> Plan {
+        let mut plan = Plan { injections: Vec::new(), skipped: Vec::new() };
+        for fault in &run.faults {
+            match injection(fault) {
+                Ok(injection) => plan.injections.push(injection),
+                Err(why) => plan.skipped.push(format!("{}: {why}", fault.kind)),
+            }
+        }
+        let stops = |request: &&Request| request.stop;
+        if run.requests.iter().any(|request| stops(&request)) {
+            plan.skipped.push("first tokens that stop: clients cannot ask for them".into());
+        }
+        plan
+    }
+}
+
+fn injection(fault: &Fault) -> Result<Injection, &'static str> {
+    let deed = match fault.kind {
+        FaultKind::Crash => Deed::Crash,
+        FaultKind::Restart => Deed::Restart,
+        FaultKind::Pause => Deed::Pause,
+        _ => return Err("this fabric cannot inject it"),
+    };
+    let when = match &fault.trigger {
+        Trigger::At(at) => When::At(Duration::from_nanos(at.0)),
+        Trigger::Chance(_) => return Err("a chance at each step cannot be drawn from outside"),
+        Trigger::On { event, from, nth, .. } => {
+            let metric = counter(*event).ok_or("its event cannot be seen from outside")?;
+            When::Count { metric, at: from.clone(), value: u64::from(*nth) }
+        }
+    };
+    let lasts = fault.lasts.map(|span| Duration::from_nanos(span.max.0));
+    Ok(Injection { deed, target: fault.target.clone(), when, lasts, name: fault.kind.name() })
+}
+
+/// The counter that grows with an event.
+fn counter(event: Event) -> Option<&'static str> {
+    match event {
+        Event::OpPosted | Event::OpLanded | Event::OpCompleted => {
+            Some("kvferry_host_operations_total{side=\"initiated\"")
+        }
+        Event::TransferAnnounced
+        | Event::TransferGranted
+        | Event::TransferWriting
+        | Event::TransferReading
+        | Event::TransferDelivered => Some("kvferry_flows_total"),
+        _ => None,
+    }
+}
+
+/// Injects what is planned, in the order in which it falls due; ends when all of it is over.
+pub(super) async fn inject(plan: &Plan, fleet: &mut Fleet, client: &Client, begun: Instant) {
+    let mut waiting = plan.injections.clone();
+    let mut healing: Vec<(Instant, usize, Deed)> = Vec::new();
+    while !(waiting.is_empty() && healing.is_empty()) {
+        let mut later = Vec::new();
+        for injection in waiting {
+            if !is_due(&injection.when, fleet, client, begun).await {
+                later.push(injection);
+                continue;
+            }
+            for index in targets(&injection, fleet) {
+                let process = &mut fleet.instances[index];
+                strike(process, injection.deed);
+                tracing::info!(fault = injection.name, target = process.name, "injected");
+                if let (Some(lasts), true) = (injection.lasts, injection.deed != Deed::Crash) {
+                    healing.push((Instant::now() + lasts, index, injection.deed));
+                }
+            }
+        }
+        waiting = later;
+        let now = Instant::now();
+        healing.retain(|(at, index, deed)| {
+            let due = *at <= now;
+            if due {
+                heal(&mut fleet.instances[*index], *deed);
+            }
+            !due
+        });
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+fn strike(process: &mut Process, deed: Deed) {
+    match deed {
+        Deed::Pause => process.pause(),
+        Deed::Crash | Deed::Restart => process.crash(),
+    }
+}
+
+fn heal(process: &mut Process, deed: Deed) {
+    match deed {
+        Deed::Pause => process.resume(),
+        Deed::Crash => {}
+        Deed::Restart => {
+            if let Err(why) = process.restart() {
+                tracing::error!(target = process.name, %why, "does not start again");
+            }
+        }
+    }
+}
+
+async fn is_due(when: &When, fleet: &Fleet, client: &Client, begun: Instant) -> bool {
+    match when {
+        When::At(at) => begun.elapsed() >= *at,
+        When::Count { metric, at, value } => {
+            let mut sum = 0;
+            for process in fleet.instances.iter().filter(|process| process.alive) {
+                if at.as_ref().is_some_and(|at| !is_named(&process.name, at)) {
+                    continue;
+                }
+                let Ok(http) = process.ready("http") else { continue };
+                sum += client.metrics(http).await.map_or(0, |metrics| metrics.sum(metric));
+            }
+            sum >= *value
+        }
+    }
+}
+
+/// True if an instance has this name, or is a DP rank of the host of this name.
+fn is_named(instance: &str, name: &str) -> bool {
+    instance == name || instance.strip_prefix(name).is_some_and(|rest| rest.starts_with('.'))
+}
+
+/// The processes that a fault strikes: the DP ranks of its target, or the first that lives.
+fn targets(injection: &Injection, fleet: &Fleet) -> Vec<usize> {
+    let lives = |index: &usize| fleet.instances[*index].alive && !fleet.instances[*index].paused;
+    let all = (0..fleet.instances.len()).filter(lives);
+    match &injection.target {
+        Some(name) => all.filter(|index| is_named(&fleet.instances[*index].name, name)).collect(),
+        None => all.take(1).collect(),
+    }
+}

@@ -1,0 +1,143 @@
+//! `run --fabric host`: a scenario on real processes of this machine.
+//!
+//! The topology is started as `kvferry router` and `kvferry serve` processes on loopback, and the
+//! workload goes through the router over HTTP (`client`). Faults of processes are real signals
+//! (`faults`); what this fabric cannot inject or check is listed as skipped. Answers carry digests
+//! of the KV that decodes got, which are compared with what the prompts' KV is (`check`).
+
+mod check;
+mod child;
+mod client;
+mod faults;
+
+use crate::exit::{Exit, Stop};
+use crate::files::Source;
+use crate::outcome::Outcome;
+use check::Checks;
+use child::Fleet;
+use client::{Client, Ended};
+use faults::Plan;
+use scenarios::{Run, Scenario};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
+
+/// Longest time for a workload, where the scenario does not say.
+const WITHIN: Duration = Duration::from_secs(120);
+
+/// Longest time for processes to start and to register.
+const START: Duration = Duration::from_secs(30);
+
+/// Longest time after the last answer for all blocks to be free: a lease, and what fences take.
+const REST: Duration = Duration::from_secs(75);
+
+/// What is run.
+pub(crate) struct Job<'a> {
+    pub(crate) source: &'a Source,
+    pub(crate) scenario: &'a Scenario,
+    pub(crate) seed: u64,
+    pub(crate) trace: Option<&'a Path>,
+}
+
+impl Job<'_> {
+    /// Runs it.
+    ///
+    /// # Errors
+    /// A scenario that processes cannot play, or processes that do not start; with the remedy.
+    pub(crate) fn run(&self) -> Result<Outcome, Stop> {
+        let Source::File(path) = self.source else {
+            let text = "the bundled scenario is no file, which the processes could read";
+            return Err(Stop::Input(format!("{text}; name a scenario file")));
+        };
+        let run = Arc::new(self.scenario.draw(self.seed)?);
+        let repeat = format!("kvferry run {} --seed {} --fabric host", path.display(), self.seed);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let mut outcome = Outcome::empty(&run, repeat);
+        let started = Instant::now();
+        let files = Files { scenario: path.clone(), trace: self.trace.map(Path::to_path_buf) };
+        runtime.block_on(play(&run, &files, self.seed, &mut outcome))?;
+        outcome.wall_seconds = started.elapsed().as_secs_f64();
+        outcome.judge(run.expect.exit);
+        Ok(outcome)
+    }
+}
+
+/// What the processes read.
+struct Files {
+    scenario: PathBuf,
+    trace: Option<PathBuf>,
+}
+
+async fn play(run: &Arc<Run>, files: &Files, seed: u64, outcome: &mut Outcome) -> Result<(), Stop> {
+    let plan = Plan::new(run);
+    outcome.skipped = plan.skipped.clone();
+    let mut fleet = Fleet::start(run, files, seed)?;
+    let client = Arc::new(Client::new(fleet.router.ready("http")?));
+    let registered = client.registered(run.instances.len(), START).await;
+    registered.map_err(Stop::Input)?;
+    let limit = run.expect.within.map_or(WITHIN, |within| {
+        // Virtual seconds are no promise about this machine; shorter ones are not held to it.
+        Duration::from_nanos(within.0).max(Duration::from_secs(30))
+    });
+    let begun = Instant::now();
+    let mut requests = JoinSet::new();
+    for (index, request) in run.requests.iter().enumerate() {
+        let (client, run, request) = (client.clone(), run.clone(), request.clone());
+        requests.spawn(async move {
+            tokio::time::sleep_until((begun + Duration::from_nanos(request.arrival.0)).into())
+                .await;
+            (index, client.send(&run, &request).await)
+        });
+    }
+    let injecting = faults::inject(&plan, &mut fleet, &client, begun);
+    let mut checks = Checks::new(run);
+    let mut ended = Vec::new();
+    let all = async {
+        while let Some(joined) = requests.join_next().await {
+            let (index, end) = joined.expect("no task panics or is cancelled");
+            ended.push((index, end));
+        }
+    };
+    let in_time = tokio::time::timeout(limit, async {
+        // Faults that are still due when all is answered are not waited for.
+        tokio::select! {
+            () = all => {}
+            () = async { injecting.await; std::future::pending::<()>().await } => {}
+        }
+    });
+    let in_time = in_time.await.is_ok();
+    let unanswered = requests.len();
+    requests.abort_all();
+    for (index, end) in ended {
+        count(outcome, &checks.request(index, end));
+    }
+    outcome.unknown = outcome.requests - outcome.finished - outcome.failed;
+    if !in_time {
+        let text = format!(
+            "L1-every-request-ends: {unanswered} requests without an answer after {limit:?}"
+        );
+        outcome.violate(Exit::Liveness, text);
+    }
+    fleet.resume_all();
+    fleet.gather(&client, outcome).await;
+    checks.rest(&fleet, &client, outcome, REST).await;
+    checks.expectations(outcome);
+    Ok(())
+}
+
+/// Books one request.
+fn count(outcome: &mut Outcome, end: &Ended) {
+    match end {
+        Ended::Finished { .. } => outcome.finished += 1,
+        Ended::Failed(why) => {
+            outcome.failed += 1;
+            *outcome.failed_causes.entry(why.clone()).or_default() += 1;
+        }
+        Ended::Gone => {}
+        Ended::Wrong(text) => {
+            outcome.finished += 1;
+            outcome.violate(Exit::Correctness, text.clone());
+        }
+    }
+}

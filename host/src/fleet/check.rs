@@ -41,7 +41,7 @@ impl<'a> Checks<'a> {
         }
         for (at, content) in request.prompts.iter().enumerate() {
             let content = prompt(&prompt_ids(content, self.run.prefix_tokens));
-            let want = expected(&geometry, row, &content);
+            let want = expected(&geometry, row, &content, content.tokens);
             let got = &digests[at * samples..(at + 1) * samples];
             if let Some(got) = got.iter().find(|got| **got != want) {
                 return Ended::Wrong(format!(

@@ -133,9 +133,9 @@ impl Kv {
     }
 
     /// The same of what a prefill would have computed.
-    pub(super) fn expected(&self, content: &PromptContent) -> String {
+    pub(super) fn expected(&self, content: &PromptContent, tokens: u32) -> String {
         let row = half(&self.ranks[0].layers[0]);
-        expected(&self.geometry, row, content)
+        expected(&self.geometry, row, content, tokens)
     }
 
     /// First byte and length of a row: K, or V with an odd label, of head `label / 2`.
@@ -153,12 +153,18 @@ impl Kv {
     }
 }
 
-/// Digest of the KV of a prompt; `row` is the length of K of one head and token in bytes.
-pub(crate) fn expected(geometry: &Geometry, row: usize, content: &PromptContent) -> String {
+/// Digest of the KV of tokens `..tokens` of a prompt; `row` is the length of K of one head and token
+/// in bytes.
+pub(crate) fn expected(
+    geometry: &Geometry,
+    row: usize,
+    content: &PromptContent,
+    tokens: u32,
+) -> String {
     let mut hash = Sha256::new();
     let mut bytes = vec![0; row];
     for layer in 0..geometry.layers {
-        for token in needed(geometry, layer, content.tokens) {
+        for token in needed(geometry, layer, tokens) {
             let stamp = mix(content.stamp(token), u64::from(layer));
             for label in 0..2 * u64::from(geometry.kv_heads) {
                 fill(&mut bytes, mix(stamp, label));
@@ -244,7 +250,7 @@ mod tests {
         let mut kv = Kv::new(geometry(block_tokens), vec![rank]);
         let blocks = [BlockList::new(blocks)];
         kv.compute(0, &content, 0..content.tokens, &blocks);
-        [kv.digest(content.tokens, &blocks), kv.expected(&content)]
+        [kv.digest(content.tokens, &blocks), kv.expected(&content, content.tokens)]
     }
 
     #[test]
@@ -275,11 +281,11 @@ mod tests {
             };
             let mut kv = Kv::new(geometry, memory.iter_mut().map(rank).collect());
             kv.compute(0, &content, 0..3, &blocks);
-            assert_eq!(kv.digest(3, &blocks), kv.expected(&content), "tp {tp}");
+            assert_eq!(kv.digest(3, &blocks), kv.expected(&content, 3), "tp {tp}");
             let place = kv.place(0, 2, &blocks).expect("a block");
             let (start, len) = kv.locate(usize::from(tp) - 1, place, 3);
             kv.ranks[usize::from(tp) - 1].row(start, len)[0] ^= 1;
-            assert_ne!(kv.digest(3, &blocks), kv.expected(&content), "tp {tp}");
+            assert_ne!(kv.digest(3, &blocks), kv.expected(&content, 3), "tp {tp}");
         }
     }
 }

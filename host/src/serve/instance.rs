@@ -199,11 +199,18 @@ impl Instance {
         let Some(leg) = self.requests.get(request).and_then(|leg| self.legs.get_mut(leg)) else {
             return;
         };
-        leg.digest = Some(self.parts.memory.digest(tokens, blocks));
+        // A request that was preempted has generated tokens behind its prompt.
+        let tokens = tokens.min(leg.content.tokens);
+        let memory = &mut self.parts.memory;
+        let found = memory.digest(tokens, blocks);
+        // What is found of a part (prefix hits) answers for the whole only if it is right.
+        let right = tokens < leg.content.tokens && found == memory.expected(&leg.content, tokens);
+        let whole = leg.content.tokens;
+        leg.digest = Some(if right { memory.expected(&leg.content, whole) } else { found });
     }
 
     fn kv(&self, leg: &Leg) -> openai::Kv {
-        let expected = self.parts.memory.expected(&leg.content);
+        let expected = self.parts.memory.expected(&leg.content, leg.content.tokens);
         let (digest, source) = match &leg.digest {
             Some(digest) => (digest.clone(), "transferred"),
             None => (expected.clone(), "computed"),

@@ -180,7 +180,7 @@ fn limited(peers_max: u32, links_max: u32) -> Net {
     let config = ChannelConfig { peers_max, links_max, ..ChannelConfig::default() };
     let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
     for core in [PREFILL, DECODE] {
-        net.cores[core].peers = Peers::new(config.clone(), me(core, 1, 2));
+        net.cores[core].peers = Peers::new(config.clone(), me(core, 1, 2), false);
         net.set_ranks(core, shape(2).1);
     }
     net

@@ -199,7 +199,7 @@ impl Station {
             requests_max: config.settings.requests_max as usize,
             receivers_max: config.settings.receivers_max,
             rebuild_delay: config.settings.rebuild_delay,
-            peers: Peers::new(config.channel.clone(), me),
+            peers: Peers::new(config.channel.clone(), me, config.moriio.is_some()),
             moriio: config
                 .moriio
                 .clone()
@@ -226,9 +226,13 @@ impl Station {
         peer: Option<&Arc<MoriioPeer>>,
         requests: usize,
     ) -> Result<(), Failure> {
-        if peer.is_some() && self.moriio.is_none() {
-            let text = "the leg names a peer that speaks MoRIIO, this engine does not";
-            return Err(Failure::Mismatch(Mismatch(text.into())));
+        match (peer, &self.moriio) {
+            (Some(_), None) => {
+                let text = "the leg names a peer that speaks MoRIIO, this engine does not";
+                return Err(Failure::Mismatch(Mismatch(text.into())));
+            }
+            (Some(_), Some(moriio)) => moriio.admits()?,
+            (None, _) => {}
         }
         if let Some(failure) = &self.unusable {
             return Err(failure.clone());

@@ -18,6 +18,7 @@ fn metadata_of(decoded: &Value) -> AgentMetadata {
         num_blocks: number(&decoded["num_blocks"]),
         block_len: number(&decoded["block_len"]),
         attn_backend: text(&decoded["attn_backend_name"]).into(),
+        native: false,
     }
 }
 
@@ -110,14 +111,17 @@ fn a_layer_is_named_once() {
 
 fn metadata() -> impl Strategy<Value = AgentMetadata> {
     let numbers = (vec(any::<u64>(), 0..80), any::<i64>(), any::<i64>());
-    (any_text(), any_bytes(), numbers, any_text()).prop_map(
-        |(engine_id, engine, (base_addrs, num_blocks, block_len), attn_backend)| AgentMetadata {
-            engine_id,
-            engine,
-            base_addrs,
-            num_blocks,
-            block_len,
-            attn_backend,
+    (any_text(), any_bytes(), numbers, any_text(), any::<bool>()).prop_map(
+        |(engine_id, engine, (base_addrs, num_blocks, block_len), attn_backend, native)| {
+            AgentMetadata {
+                engine_id,
+                engine,
+                base_addrs,
+                num_blocks,
+                block_len,
+                attn_backend,
+                native,
+            }
         },
     )
 }

@@ -174,7 +174,7 @@ proptest! {
         };
         let native = Heard::decode(&[heartbeat.encode_with(&registration)]).unwrap();
         prop_assert_eq!(life_of(&native.zmq_address), Some(Incarnation(7)));
-        prop_assert_eq!(native.native.as_ref(), Some(&registration));
+        prop_assert_eq!(native.native.as_deref(), Some(&registration));
         prop_assert_eq!(native.check(), Ok(heartbeat));
     }
 

@@ -2,8 +2,11 @@
 
 use crate::world::*;
 use engine::core::Nanos;
+use engine::core::command::ControlCommand;
 use engine::core::decode::DecodeInput;
+use engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
 use engine::core::dialect::moriio::notify::{AtPrefill, ToDecode, decode_at_prefill};
+use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::{BlockId, TransferKey};
 use engine::core::layout::BlockList;
@@ -240,4 +243,49 @@ fn a_silent_handshake_and_a_refused_one_end() {
     table.control(ControlEvent::LinkDown { link });
     let failure = Failure::Unreachable;
     assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "e".into(), failure });
+}
+
+/// A leg of a router that knows both ends to speak the native dialect.
+fn arrive_natively(table: &mut DecodeTable) -> engine::fabric::LinkId {
+    let leg = DecodeLeg {
+        key: TransferKey { id: "tx".into(), prompt: 0 },
+        sibling: 0,
+        mode: Mode::Push,
+        prefill: "10.0.0.9:6301".into(),
+        control: "tcp://10.0.0.9:6301".into(),
+        life: None,
+        moriio: None,
+    };
+    let hook = DecodeHook::Arrived { request: "d".into(), leg, tokens: 40 };
+    table.give(DecodeInput::Hook(hook));
+    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    table.up(link, Channel::Handshake);
+    assert_eq!(table.said(link), REQUEST);
+    assert!(table.wants.is_empty(), "said more than vLLM can hear: {:?}", table.wants);
+    link
+}
+
+#[test]
+fn a_hello_is_said_only_to_who_takes_hellos() {
+    let mut table = decode(Mode::Push).ready();
+    let link = arrive_natively(&mut table);
+    let (metadata, memory) = good_replies();
+    let frame = metadata.encode();
+    table.hear(link, &[&frame[0], &frame[1]]);
+    let DecodeAnswer::Rejected { failure: Failure::HelloRefused(why), .. } = table.answer() else {
+        panic!("not refused")
+    };
+    assert!(why.contains("only MoRIIO"), "{why}");
+    assert!(
+        !table.wants.iter().any(|want| matches!(want, Want::Control(ControlCommand::Send { .. })))
+    );
+
+    let mut table = decode(Mode::Push).ready();
+    let link = arrive_natively(&mut table);
+    for frame in [AgentMetadata { native: true, ..metadata }.encode(), memory.encode()] {
+        table.hear(link, &[&frame[0], &frame[1]]);
+    }
+    let Ok(Frame::Hello(hello)) = native::decode(&table.said(link)) else { panic!("no hello") };
+    assert_eq!(hello.expects, "10.0.0.9:6301".into());
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
 }

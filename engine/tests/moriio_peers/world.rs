@@ -73,6 +73,7 @@ pub(crate) fn replies(data: u64, block_len: i64) -> (AgentMetadata, LayerMemory)
         num_blocks: i64::from(BLOCKS),
         block_len,
         attn_backend: "CPU_ATTN".into(),
+        native: false,
     };
     let layer = |layer| Layer { name: name(layer), regions: vec![region.clone()] };
     (metadata, LayerMemory((0..LAYERS).map(layer).collect()))

@@ -126,7 +126,7 @@ impl Core {
     fn new(me: Me) -> Core {
         let life = me.incarnation.0;
         Core {
-            peers: Peers::new(ChannelConfig::default(), me),
+            peers: Peers::new(ChannelConfig::default(), me, false),
             life,
             out: PeerOut::default(),
             events: Vec::new(),

@@ -54,6 +54,7 @@ pub(super) fn replies(
         num_blocks: i64::from(first.shape[0]),
         block_len: block as i64,
         attn_backend: config.attn_backend.clone(),
+        native: true,
     };
     let named = rank.layers.iter().zip(&config.layer_names);
     let layers = named.map(|(layer, name)| {
@@ -61,6 +62,20 @@ pub(super) fn replies(
         Layer { name: name.clone(), regions: vec![region] }
     });
     Ok((metadata, LayerMemory(layers.collect())))
+}
+
+/// What an engine answers that has no words for its memory: that it speaks the native dialect.
+pub(super) fn native_only(config: &MoriioConfig) -> (AgentMetadata, LayerMemory) {
+    let metadata = AgentMetadata {
+        engine_id: format!("{}:{}", config.address.host, config.address.handshake).into(),
+        engine: [].into(),
+        base_addrs: Vec::new(),
+        num_blocks: 0,
+        block_len: 0,
+        attn_backend: config.attn_backend.clone(),
+        native: true,
+    };
+    (metadata, LayerMemory::default())
 }
 
 /// The geometry and the ranks of a peer with one TP rank, from what it answered. What MoRIIO does
@@ -75,7 +90,7 @@ pub(super) fn peer(
     (metadata, memory): &(AgentMetadata, LayerMemory),
 ) -> Result<(Geometry, Vec<RankLayout>), Mismatch> {
     let (geometry, [rank]) = own else {
-        return refuse(format_args!("peers that speak MoRIIO need TP 1, this engine has more"));
+        return refuse(format_args!("this engine has more than one rank"));
     };
     let Ok(blocks) = u32::try_from(metadata.num_blocks) else {
         return refuse(format_args!("{} blocks", metadata.num_blocks));

@@ -21,11 +21,13 @@ pub use config::{MoriioConfig, MoriioSettings};
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
+use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
 use super::dialect::moriio::params::Peer;
 use super::dialect::moriio::ports::{Dial, port};
 use super::error::Failure;
 use super::ids::{PeerSlot, TransferId};
-use super::layout::{Geometry, RankLayout};
+use super::layout::check::refuse;
+use super::layout::{Geometry, Mismatch, RankLayout};
 use super::message::{Message, MoriioPeer, Role};
 use super::peers::{PeerEvent, PeerInfo, PeerOut};
 use super::time::Nanos;
@@ -76,6 +78,8 @@ pub struct MoriioPeers {
     role: Role,
     geometry: Arc<Geometry>,
     ranks: Option<Vec<RankLayout>>,
+    /// What a handshake is answered, or why the own memory is of no use to the peers.
+    replies: Result<(AgentMetadata, LayerMemory), Mismatch>,
     next_slot: u32,
     next_link: u32,
     slots: BTreeMap<PeerSlot, Slot>,
@@ -102,6 +106,7 @@ impl MoriioPeers {
             role,
             geometry,
             ranks: None,
+            replies: Err(Mismatch("the memory is not registered".into())),
             next_slot: 0,
             next_link: 0,
             slots: BTreeMap::new(),
@@ -123,6 +128,13 @@ impl MoriioPeers {
         if self.ranks.as_ref() == Some(&ranks) {
             return;
         }
+        self.replies = match &ranks[..] {
+            [rank] => memory::replies(&self.config, rank),
+            ranks => {
+                let tp = ranks.len();
+                refuse(format_args!("peers that speak MoRIIO need TP 1, this engine has {tp}"))
+            }
+        };
         let rebuilt = self.ranks.replace(ranks).is_some();
         let slots: Vec<PeerSlot> = self.slots.keys().copied().collect();
         for slot in slots {
@@ -134,6 +146,17 @@ impl MoriioPeers {
         }
         for link in std::mem::take(&mut self.early_calls) {
             self.answer(link, out);
+        }
+    }
+
+    /// Whether legs with peers that speak MoRIIO can be taken.
+    ///
+    /// # Errors
+    /// Why this engine's memory is of no use to them.
+    pub fn admits(&self) -> Result<(), Failure> {
+        match (&self.ranks, &self.replies) {
+            (Some(_), Err(mismatch)) => Err(Failure::Mismatch(mismatch.clone())),
+            _ => Ok(()),
         }
     }
 

@@ -198,23 +198,16 @@ impl MoriioPeers {
 
     /// Answers whoever asks for this engine's memory.
     pub(super) fn answer(&mut self, link: LinkId, out: &mut PeerOut) {
-        let Some(ranks) = self.ranks.as_deref() else {
+        if self.ranks.is_none() {
             self.early_calls.insert(link);
             return;
+        }
+        let (metadata, memory) = match &self.replies {
+            Ok(replies) => replies.clone(),
+            Err(_) => memory::native_only(&self.config),
         };
-        // Each rank has a listener of its own, which is that of rank 0 here.
-        match memory::replies(&self.config, &ranks[0]) {
-            Ok((metadata, memory)) => {
-                let frames = [metadata.encode(), memory.encode()];
-                for [_, frame] in frames {
-                    out.commands.push(ControlCommand::Reply { link, frame });
-                }
-            }
-            Err(mismatch) => {
-                let error = DecodeError { frame: "handshake", rule: mismatch.0 };
-                self.violation(link, &error, out);
-                out.commands.push(ControlCommand::HangUp { link });
-            }
+        for [_, frame] in [metadata.encode(), memory.encode()] {
+            out.commands.push(ControlCommand::Reply { link, frame });
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::{Me, PeerEvent, PeerInfo, PeerOut, Peers, Slot};
 use crate::core::channel::{Channel, capability};
 use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::handshake;
 use crate::core::dialect::native::{self, Envelope, Frame, VERSION, VERSION_MIN};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, PeerSlot};
@@ -85,8 +86,13 @@ impl Peers {
         }))
     }
 
-    /// Says hello on a link that is being tried.
+    /// Says hello on a link that is being tried, or asks whether it may be said.
     pub(super) fn say_hello(&self, slot: &Slot, link: LinkId, out: &mut PeerOut) {
+        if self.cautious && slot.native != Some(link) {
+            let frame = handshake::REQUEST.to_vec();
+            out.commands.push(ControlCommand::Send { link, frame });
+            return;
+        }
         if let Some(hello) = self.hello(slot.session, &slot.engine) {
             let frame = native::encode(&Frame::Hello(hello));
             out.commands.push(ControlCommand::Send { link, frame });

@@ -4,6 +4,7 @@ use super::slot::{Dial, REDIALS_MAX};
 use super::{Owner, PeerEvent, PeerOut, Peers, Slot, Timer};
 use crate::core::channel::Received;
 use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::handshake::AgentMetadata;
 use crate::core::dialect::native::{self, DecodeError, Envelope, Frame};
 use crate::core::error::Failure;
 use crate::core::ids::PeerSlot;
@@ -62,6 +63,13 @@ impl Peers {
 
     fn on_frame(&mut self, now: Nanos, link: LinkId, parts: &[Vec<u8>], out: &mut PeerOut) -> bool {
         let Some(owner) = self.links.get(&link).copied() else { return false };
+        if let (Owner::Slot(id), [empty, _]) = (owner, parts)
+            && self.cautious
+            && empty.is_empty()
+        {
+            self.on_handshake(now, id, link, parts, out);
+            return true;
+        }
         let frame = match parts {
             [part] => native::decode(part),
             _ => Err(DecodeError { frame: "frame", rule: "not one part".into() }),
@@ -76,6 +84,32 @@ impl Peers {
             }
         }
         true
+    }
+
+    /// A reply of MoRIIO's handshake: the first one says whether a hello may follow.
+    fn on_handshake(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        link: LinkId,
+        parts: &[Vec<u8>],
+        out: &mut PeerOut,
+    ) {
+        let Some(slot) = self.slots.get_mut(&id).filter(|slot| slot.native != Some(link)) else {
+            // The second reply, or that to a question that was repeated.
+            return;
+        };
+        match AgentMetadata::decode(parts) {
+            Ok(AgentMetadata { native: true, .. }) => {
+                slot.native = Some(link);
+                self.say_hello(&self.slots[&id], link, out);
+            }
+            Ok(_) => {
+                let reason = format!("{} speaks only MoRIIO", slot.engine);
+                self.end(now, id, Failure::HelloRefused(reason.into()), out);
+            }
+            Err(error) => self.violation(link, Owner::Slot(id), &error, out),
+        }
     }
 
     fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut PeerOut) {

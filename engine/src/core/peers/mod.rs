@@ -174,6 +174,7 @@ struct Shun {
 pub struct Peers {
     config: ChannelConfig,
     me: Me,
+    cautious: bool,
     ranks: Option<Vec<RankLayout>>,
     fingerprint: u64,
     next_link: u32,
@@ -197,17 +198,20 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// No peers yet. Nothing is said before [`Peers::set_ranks`].
+    /// No peers yet. Nothing is said before [`Peers::set_ranks`]. With `cautious`, whoever is
+    /// dialled is asked first, in MoRIIO's words, whether it speaks the native dialect: a hello
+    /// ends the listener of vLLM 0.32.0, which may be what listens there today.
     ///
     /// # Panics
     /// If `me` has no transfer mode.
-    pub fn new(mut config: ChannelConfig, me: Me) -> Peers {
+    pub fn new(mut config: ChannelConfig, me: Me, cautious: bool) -> Peers {
         (config.retransmit, config.retransmit_max) = config.waits();
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
         let fingerprint = me.geometry.fingerprint();
         Peers {
             config,
             me,
+            cautious,
             ranks: None,
             fingerprint,
             next_link: 0,

@@ -61,6 +61,8 @@ pub(super) struct Slot {
     pub(super) refused: Option<Incarnation>,
     pub(super) channel: Channel,
     pub(super) dial: Dial,
+    /// The link on which the peer said that it takes hellos.
+    pub(super) native: Option<LinkId>,
     /// Since when there is no link; None while there is, and before the first dial.
     pub(super) unlinked: Option<Nanos>,
     /// Dials since the last progress.
@@ -114,6 +116,7 @@ impl Slot {
             info: None,
             refused: None,
             channel,
+            native: None,
             dial: Dial::Idle,
             unlinked: None,
             redials: 0,

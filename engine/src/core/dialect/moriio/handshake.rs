@@ -49,6 +49,9 @@ pub struct AgentMetadata {
     pub block_len: i64,
     /// E.g. `FLASH_ATTN`.
     pub attn_backend: Arc<str>,
+    /// The listener takes hellos of the native dialect, too; said by one more key, which vLLM
+    /// ignores.
+    pub native: bool,
 }
 
 #[derive(Serialize)]
@@ -59,6 +62,8 @@ struct MetadataWire<'a> {
     num_blocks: i64,
     block_len: i64,
     attn_backend_name: &'a str,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    kvferry: bool,
 }
 
 impl AgentMetadata {
@@ -71,6 +76,7 @@ impl AgentMetadata {
             num_blocks: self.num_blocks,
             block_len: self.block_len,
             attn_backend_name: &self.attn_backend,
+            kvferry: self.native,
         };
         [Vec::new(), pack(&wire)]
     }
@@ -97,6 +103,7 @@ impl AgentMetadata {
                 block_len: int("block_len", "block_len missing or no number")?,
                 attn_backend: text("attn_backend_name", "attn_backend_name missing or no text")?
                     .into(),
+                native: map.get("kvferry").is_some(),
             })
         };
         fields().map_err(|rule| error(frame, rule))

@@ -1,0 +1,78 @@
+//! `kvferry run --fabric host`: scenarios as real processes.
+
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+
+fn scenario(text: &str) -> PathBuf {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hash = DefaultHasher::new();
+    text.hash(&mut hash);
+    let name = format!("fleet-{:016x}.toml", hash.finish());
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, text).expect("the folder for tests can be written");
+    path
+}
+
+fn run(path: &std::path::Path) -> (Option<i32>, Value, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["run", "--fabric", "host", "--json"])
+        .arg(path)
+        .output()
+        .expect("the program starts");
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    let result = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
+    (output.status.code(), result, errors)
+}
+
+const TOPOLOGY: &str = r#"
+[topology]
+prefill = [{ name = "p0", blocks = 64 }, { name = "p1", tp = 2, blocks = 64 }]
+decode = [{ name = "d0", blocks = 64 }, { name = "d1", tp = 2, blocks = 64 }]
+"#;
+
+#[test]
+fn a_workload_goes_through_processes() {
+    for mode in ["push", "pull"] {
+        let text = format!(
+            "about = \"processes\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"{mode}\"\n\
+             requests = 12\nprompt_tokens = \"16..200\"\n[expect]\n\
+             requests = {{ finished = 12, recomputed = 0 }}\n"
+        );
+        let (code, result, errors) = run(&scenario(&text));
+        assert_eq!(code, Some(0), "{result}\n{errors}");
+        assert_eq!(result["finished"], 12);
+        assert!(result["bytes_moved"].as_u64() > Some(0), "{result}");
+        let skipped = result["skipped"].to_string();
+        assert!(skipped.contains("I2-no-early-reuse"), "{skipped}");
+    }
+}
+
+#[test]
+fn faults_of_processes_are_signals_and_others_are_listed() {
+    let text = format!(
+        "about = \"faults\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"push\"\nrequests = 24\n\
+         prompt_tokens = \"16..200\"\narrival = \"5ms\"\n\
+         [[fault]]\nkind = \"process.restart\"\ntarget = \"p0\"\n\
+         on = {{ event = \"op.posted\", nth = 3 }}\nlasts = \"10ms\"\n\
+         [[fault]]\nkind = \"process.crash\"\ntarget = \"d1\"\nat = \"40ms\"\n\
+         [[fault]]\nkind = \"process.pause\"\ntarget = \"p1\"\nat = \"20ms\"\nlasts = \"200ms\"\n\
+         [[fault]]\nkind = \"wire.loss\"\nchance = 0.1\n\
+         [expect]\nrequests = {{ finished = 24 }}\n"
+    );
+    let (code, result, errors) = run(&scenario(&text));
+    assert_eq!(code, Some(0), "{result}\n{errors}");
+    let skipped = result["skipped"].to_string();
+    assert!(skipped.contains("wire.loss: this fabric cannot inject it"), "{skipped}");
+    assert!(!skipped.contains("process."), "{skipped}");
+}
+
+#[test]
+fn what_processes_cannot_play_is_said() {
+    let text = format!(
+        "about = \"state layers\"\nseed = 1\n[model]\nlayers = 2\nstate_layers = 1\n{TOPOLOGY}[workload]\nmode = \"pull\"\nrequests = 1\nprompt_tokens = 16\n"
+    );
+    let (code, _, errors) = run(&scenario(&text));
+    assert_eq!(code, Some(2), "{errors}");
+    assert!(errors.contains("state layers"), "{errors}");
+}

@@ -14,6 +14,9 @@ mod stream;
 mod tcp_in;
 mod tcp_out;
 
+#[cfg(all(test, not(loom)))]
+mod hostile;
+
 pub(crate) use dial::{Dial, dial};
 pub(crate) use greet::{Ears, Listener, listen};
 pub(crate) use inbound::Inbound;

@@ -94,7 +94,7 @@ pub fn with_life(address: &ZmqAddress, life: Incarnation) -> String {
 /// The life in the text of an address, if its engine speaks the native dialect.
 pub fn life_of(text: &str) -> Option<Incarnation> {
     let parts = text.split(',').filter_map(|part| part.split_once(':'));
-    let life = parts.filter(|(key, _)| key.trim() == NATIVE).last()?.1;
+    let life = parts.rev().find(|(key, _)| key.trim() == NATIVE)?.1;
     u64::from_str_radix(life.trim(), 16).ok().map(Incarnation)
 }
 

@@ -48,15 +48,20 @@ impl CoreConfig {
             Role::Prefill => peers * queue,
             Role::Decode => 2 * peers * queue,
         };
+        let moriio = self.moriio.as_ref().map(|moriio| &moriio.settings);
+        let [moriio_peers, lines, notices] = moriio.map_or([0; 3], |settings| {
+            [settings.peers_max, settings.links_max, settings.notices_max].map(u64::from)
+        });
         Gauges {
             transfers: total(transfers),
             operations: 0,
             held: total(held),
             quarantined: total(quarantined),
-            queued: total(messages + peers),
+            queued: total(messages + peers + moriio_peers + lines * notices),
             tombstones: settings.tombstones_max,
-            peers: channel.peers_max,
-            links: channel.links_max,
+            peers: total(peers + moriio_peers),
+            // A handshake with each peer, and notices both ways.
+            links: total(u64::from(channel.links_max) + moriio_peers + 2 * lines),
             violations: COUNT,
         }
     }

@@ -2,14 +2,16 @@
 
 use crate::world::*;
 use engine::core::Nanos;
+use engine::core::command::ControlCommand;
 use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToPrefill, decode_at_decode};
 use engine::core::error::Failure;
 use engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::*;
+use engine::core::moriio::MoriioSettings;
 use engine::core::prefill::PrefillInput;
-use engine::fabric::Channel;
+use engine::fabric::{Channel, ControlEvent, LinkId};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
@@ -144,6 +146,36 @@ fn an_early_release_frees_the_source_of_a_push() {
             Want::Answer(PrefillAnswer::SourceFree { failure: None, .. })
         ))
     );
+}
+
+#[test]
+fn releases_may_come_again_and_again() {
+    let mut table = prefill(Mode::Push).ready();
+    let link = table.accept(Channel::Notify);
+    arrive(&mut table, Mode::Push, moriio_peer());
+    for _ in 0..=u16::MAX {
+        table.hear(link, &[&release(1)]);
+    }
+    compute(&mut table);
+    finish(&mut table);
+    assert_eq!(table.answer(), PrefillAnswer::SourceFree { request: "p".into(), failure: None });
+}
+
+#[test]
+fn links_above_the_limit_are_closed() {
+    let mut table = prefill(Mode::Pull).ready();
+    for _ in 0..MoriioSettings::default().links_max {
+        table.accept(Channel::Notify);
+    }
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
+    let link = table.accept(Channel::Notify);
+    table.take("hang-up", |want| match want {
+        Want::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
+        _ => None,
+    });
+    table.control(ControlEvent::LinkDown { link: LinkId(LinkId::INBOUND + 1) });
+    table.accept(Channel::Notify);
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
 }
 
 #[test]

@@ -44,6 +44,9 @@ pub struct MoriioSettings {
     pub early_max: u32,
     /// Peers at a time.
     pub peers_max: u32,
+    /// Links by which notices come, and likewise receivers of notices, at a time. Further links are
+    /// closed at once, notices to further receivers are dropped.
+    pub links_max: u32,
 }
 
 impl Default for MoriioSettings {
@@ -58,6 +61,7 @@ impl Default for MoriioSettings {
             notices_max: 4_096,
             early_max: 65_536,
             peers_max: 4_096,
+            links_max: 8_192,
         }
     }
 }

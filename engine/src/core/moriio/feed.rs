@@ -123,7 +123,7 @@ impl MoriioPeers {
             }
             return;
         };
-        feed.acks += 1;
+        feed.acks = feed.acks.saturating_add(1);
         let needed = match feed.slot {
             READERS => expected_acks(self.geometry.tp, notice.consumer_tp().get()).unwrap_or(1),
             // An early release: nothing was announced, and no rank waits for the others.

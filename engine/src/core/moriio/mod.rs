@@ -177,7 +177,7 @@ impl MoriioPeers {
     ) -> Option<ControlEvent> {
         match event {
             ControlEvent::LinkUp { link, channel: Channel::Notify } if link.is_inbound() => {
-                self.heard.insert(link);
+                self.hear_link(link, out);
             }
             ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, out),
             ControlEvent::Frame { link, parts } if self.heard.contains(&link) => {
@@ -199,6 +199,15 @@ impl MoriioPeers {
             }
         }
         None
+    }
+
+    /// Somebody will send notices by this link, unless too many do.
+    fn hear_link(&mut self, link: LinkId, out: &mut PeerOut) {
+        if self.heard.len() < self.config.settings.links_max as usize {
+            self.heard.insert(link);
+        } else {
+            out.commands.push(ControlCommand::HangUp { link });
+        }
     }
 
     fn link_up(&mut self, link: LinkId, out: &mut PeerOut) {

@@ -78,6 +78,11 @@ impl MoriioPeers {
     /// Sends a notice, at the latest when the receiver can be reached again.
     pub(super) fn notify(&mut self, now: Nanos, to: Endpoint, frame: Vec<u8>, out: &mut PeerOut) {
         let settings = &self.config.settings;
+        let full = self.notices.lines.len() >= settings.links_max as usize;
+        if full && !self.notices.lines.contains_key(&to) {
+            self.notices.dropped += 1;
+            return;
+        }
         let line = self.notices.lines.entry(to.clone()).or_default();
         if let (Some(link), true) = (line.link, line.up) {
             out.commands.push(ControlCommand::Send { link, frame });

@@ -1,0 +1,41 @@
+//! What the fuzzer calls: one module per target, whose `run` takes the fuzzer's bytes and panics on
+//! a finding; and the seeds that it starts from. Ordinary tests run the seeds without a fuzzer.
+
+pub mod descriptors;
+pub mod moriio;
+pub mod native;
+pub mod request_id;
+pub mod scenario;
+pub mod seeds;
+pub mod sequence;
+
+/// A target of the fuzzer.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Name of its binary.
+    pub name: &'static str,
+    /// Takes the fuzzer's bytes; panics on a finding.
+    pub run: fn(&[u8]),
+    /// Inputs to start from.
+    pub seeds: fn() -> Vec<Vec<u8>>,
+}
+
+/// All targets.
+pub const TARGETS: &[Target] = &[
+    Target { name: "moriio", run: moriio::run, seeds: seeds::moriio },
+    Target { name: "native", run: native::run, seeds: seeds::native },
+    Target { name: "descriptors", run: descriptors::run, seeds: seeds::descriptors },
+    Target { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
+    Target { name: "scenario", run: scenario::run, seeds: seeds::scenarios },
+    Target { name: "sequence", run: sequence::run, seeds: seeds::sequences },
+];
+
+/// The target of this name.
+///
+/// # Errors
+/// There is none; names those that there are.
+pub fn target(name: &str) -> Result<&'static Target, String> {
+    let names: Vec<_> = TARGETS.iter().map(|target| target.name).collect();
+    let found = TARGETS.iter().find(|target| target.name == name);
+    found.ok_or_else(|| format!("no target {name}; there are {}", names.join(", ")))
+}

@@ -1,0 +1,137 @@
+//! Everything that MoRIIO peers, routers and clients send: what decodes, encodes to what decodes
+//! alike, where there is an encoder for it.
+
+use engine::core::dialect::moriio::address::life_of;
+use engine::core::dialect::moriio::handshake::{
+    AgentMetadata, Call, LayerMemory, REQUEST, decode_call,
+};
+use engine::core::dialect::moriio::notify::{
+    AtPrefill, RawCompletion, ToDecode, ToPrefill, decode_at_decode, decode_at_prefill,
+};
+use engine::core::dialect::moriio::params::Params;
+use engine::core::dialect::moriio::ports::{Dial, PortFormula, port};
+use engine::core::dialect::moriio::registration::Heard;
+use engine::core::ids::{Incarnation, RequestId, TransferId};
+use engine::core::message::{Mode, Registration, Role};
+
+/// Gives the bytes to every decoder: as one part, behind the empty part of a reply, and cut into
+/// parts at 0xc1, which is in no MessagePack.
+///
+/// # Panics
+/// If a message changes on its way through the bytes.
+pub fn run(data: &[u8]) {
+    let cut: Vec<&[u8]> = data.split(|byte| *byte == 0xc1).collect();
+    for parts in [&[data][..], &[&[], data], &cut] {
+        notify(parts);
+        handshake(parts);
+        registration(parts);
+    }
+    params(data);
+}
+
+fn notify(parts: &[&[u8]]) {
+    match decode_at_prefill(parts) {
+        Ok(AtPrefill::RemoteBlocks(message)) => {
+            let bytes = ToPrefill::RemoteBlocks(message.clone()).encode();
+            assert_eq!(decode_at_prefill(&[bytes]), Ok(AtPrefill::RemoteBlocks(message)));
+        }
+        Ok(AtPrefill::Release(message)) => {
+            let bytes = ToPrefill::Release(message.clone()).encode();
+            assert_eq!(decode_at_prefill(&[bytes]), Ok(AtPrefill::Release(message)));
+        }
+        Ok(AtPrefill::Unusable { .. }) | Err(_) => {}
+    }
+    if let Ok(transfer) = decode_at_decode(parts) {
+        let bytes = ToDecode::WriteDone(transfer.clone()).encode();
+        assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
+        completion(transfer);
+    }
+}
+
+/// An id that may be sent alone is taken for itself by both roles.
+fn completion(transfer: TransferId) {
+    let Ok(message) = RawCompletion::new(transfer.clone()) else { return };
+    let bytes = ToDecode::Completion(message.clone()).encode();
+    assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
+    let bytes = ToPrefill::Completion(message).encode();
+    let Ok(AtPrefill::Release(release)) = decode_at_prefill(&[bytes]) else {
+        panic!("{transfer:?} is no completion at a prefill");
+    };
+    assert_eq!((release.transfer(), release.consumer_tp().get()), (&transfer, 1));
+}
+
+fn handshake(parts: &[&[u8]]) {
+    let asks = parts.len() == 1 && parts[0] == REQUEST;
+    assert_eq!(decode_call(parts) == Ok(Call::Metadata), asks);
+    if let Ok(metadata) = AgentMetadata::decode(parts) {
+        assert_eq!(AgentMetadata::decode(&metadata.encode()), Ok(metadata));
+    }
+    if let Ok(memory) = LayerMemory::decode(parts) {
+        assert_eq!(LayerMemory::decode(&memory.encode()), Ok(memory));
+    }
+}
+
+fn registration(parts: &[&[u8]]) {
+    let Ok(heard) = Heard::decode(parts) else { return };
+    let Ok(heartbeat) = heard.check() else { return };
+    let again = Heard::decode(&[heartbeat.encode()]).expect("a heartbeat is heard");
+    assert_eq!(again.check().as_ref(), Ok(&heartbeat));
+    let life = Incarnation(heard.dp_size << 32 | heard.tp_size);
+    let native = Registration {
+        engine: "e".into(),
+        incarnation: life,
+        sequence: heard.tp_size,
+        role: heard.role,
+        mode: heard.mode,
+        http: heartbeat.http().clone(),
+        control: "tcp://10.0.0.1:1".into(),
+        dp_rank: 0,
+        dp_size: heartbeat.dp_size().get(),
+        tp: heartbeat.tp_size().get(),
+        draining: heard.dp_size % 2 == 1,
+    };
+    let again = Heard::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
+    assert_eq!(again.check(), Ok(heartbeat));
+    assert_eq!(life_of(&again.zmq_address), Some(life));
+}
+
+fn params(json: &[u8]) {
+    let Ok(params) = Params::decode(json) else { return };
+    let ids = [
+        "",
+        "___prefill_addr_host:a,handshake:1,notify:2___decode_addr_host:b,handshake:3,notify:4_0123456789abcdef0123456789abcdef",
+    ];
+    for request in ids.map(RequestId::from) {
+        for role in [Role::Prefill, Role::Decode] {
+            peer(&params, role, &request);
+            for mode in [Mode::Push, Mode::Pull] {
+                if let Ok(bytes) = params.encode_leg(role, mode, &request) {
+                    assert_eq!(Params::decode(&bytes).as_ref(), Ok(&params));
+                }
+            }
+        }
+    }
+    if let Ok(bytes) = params.encode_answer() {
+        assert_eq!(Params::decode(&bytes), Ok(params));
+    }
+}
+
+/// Everything that is computed of a peer before it is dialled.
+fn peer(params: &Params, role: Role, request: &RequestId) {
+    for sizes in [0, 1, u16::MAX] {
+        params.is_leader(sizes, sizes);
+    }
+    let Ok(peer) = params.peer(role, request) else { return };
+    for dp in [0, peer.dp_rank, peer.dp_size, u16::MAX] {
+        assert!(peer.hosts.contains(peer.host(dp)));
+        for formula in [PortFormula::Legacy, PortFormula::Injective] {
+            formula.fan_out(1, peer.shape);
+            for dial in [Dial::Handshake, Dial::RemoteBlocks, Dial::EarlyRelease] {
+                if let Ok(offset) = formula.dial(dial, peer.shape, dp, 0) {
+                    port(peer.address.handshake, offset);
+                    port(peer.address.notify, offset);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Frames of the native dialect: what decodes, encodes to what decodes alike.
+
+use engine::core::dialect::native::{Frame, decode, encode, kind_of, peek};
+
+/// Decodes the bytes.
+///
+/// # Panics
+/// If the frame changes on its way through the bytes, or the header does not say what it is.
+pub fn run(data: &[u8]) {
+    let Ok(frame) = decode(data) else { return };
+    if let Frame::Data { message, .. } = &frame {
+        assert_eq!(peek(data), Some(kind_of(message)));
+    }
+    let bytes = encode(&frame);
+    assert_eq!(peek(&bytes), peek(data), "{frame:?}");
+    assert_eq!(decode(&bytes), Ok(frame));
+}

@@ -1,0 +1,225 @@
+//! The frames that peers say, well formed.
+
+use super::step::{Saying, Words};
+use engine::core::Nanos;
+use engine::core::channel::capability;
+use engine::core::dialect::moriio::descriptor::{DescLayout, MemoryDesc};
+use engine::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory, REQUEST};
+use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToDecode, ToPrefill};
+use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::error::Failure;
+use engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
+use engine::core::layout::{
+    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout,
+};
+use engine::core::message::{Hello, Message, Mode, Registration, Role, Tag};
+use engine::fabric::{Address, RegionDesc};
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+pub(super) const LAYERS: u16 = 2;
+pub(super) const BLOCKS: u32 = 32;
+pub(super) const BLOCK_TOKENS: u32 = 16;
+/// Bytes of a block: 2 heads, 16 tokens, 8 elements of 2 bytes.
+const BLOCK: u64 = 2 * BLOCK_TOKENS as u64 * 8 * 2;
+const LAYER: u64 = BLOCK * BLOCKS as u64;
+/// The engine whose core is tested, and its life.
+pub(super) const OWN: (&str, Incarnation) = ("10.0.0.1:6300", Incarnation(5));
+
+pub(super) fn geometry() -> Geometry {
+    let layers = (0..LAYERS).collect();
+    let group = Group { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, layers };
+    Geometry {
+        model: "m".into(),
+        tp: 1,
+        kv_heads: 2,
+        latent: false,
+        layers: LAYERS,
+        groups: vec![group],
+    }
+}
+
+pub(super) fn layer_name(layer: u16) -> Arc<str> {
+    format!("model.layers.{layer}.self_attn.attn").into()
+}
+
+fn region(data: u64) -> Vec<u8> {
+    let size = LAYER * u64::from(LAYERS);
+    let desc = MemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MemoryDesc::default() };
+    desc.encode(DescLayout::V1_2_2)
+}
+
+/// The KV of the only rank, both layers in one region that begins at `data`.
+pub(super) fn layout(data: u64) -> RankLayout {
+    let layer = |layer: u16| LayerLayout {
+        region: 0,
+        base: u64::from(layer) * LAYER,
+        shape: [BLOCKS, 2, BLOCK_TOKENS, 8],
+        stride: [256, 128, 8, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    };
+    RankLayout {
+        rank: 0,
+        address: Address((*b"an engine").into()),
+        regions: vec![(RegionDesc(region(data).into()), LAYER * u64::from(LAYERS))],
+        layers: (0..LAYERS).map(layer).collect(),
+    }
+}
+
+/// What vLLM answers to a handshake, its memory at `data`.
+pub(super) fn metadata(data: u64, num_blocks: i64) -> AgentMetadata {
+    AgentMetadata {
+        engine_id: "10.0.0.9:6301".into(),
+        engine: (*b"its engine").into(),
+        base_addrs: (0..LAYERS).map(|layer| data + u64::from(layer) * LAYER).collect(),
+        num_blocks,
+        block_len: BLOCK as i64,
+        attn_backend: "CPU_ATTN".into(),
+        native: num_blocks % 2 == 1,
+    }
+}
+
+pub(super) fn memory(data: u64, layers: u16) -> LayerMemory {
+    let region: Arc<[u8]> = region(data).into();
+    let layer = |layer| Layer { name: layer_name(layer), regions: vec![region.clone()] };
+    LayerMemory((0..layers).map(layer).collect())
+}
+
+pub(super) fn transfer(number: u8) -> TransferId {
+    format!("tx-{}", number % 6).into()
+}
+
+/// The hello of a peer with this role; `odd` other than 0 makes it one that does not fit.
+pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) -> Box<Hello> {
+    let mut geometry = geometry();
+    let mut ranks = vec![layout(0x10_0000)];
+    match odd % 16 {
+        1 => geometry.kv_heads = 3,
+        2 => geometry.tp = 2,
+        3 => ranks.clear(),
+        4 => ranks[0].layers[0].stride = [u64::MAX; 4],
+        5 => ranks[0].layers[0].shape = [u32::MAX, 2, u32::MAX, 8],
+        6 => geometry.groups[0].block_tokens = 0,
+        7 => geometry.groups.clear(),
+        _ => {}
+    }
+    Box::new(Hello {
+        version: if odd % 16 == 8 { 9 } else { 1 },
+        version_min: if odd % 16 == 8 { 9 } else { 1 },
+        engine: format!("peer-{}", peer % 4).into(),
+        incarnation: Incarnation(life),
+        session,
+        expects: OWN.0.into(),
+        role,
+        capabilities: capability::PUSH | capability::PULL,
+        fingerprint: geometry.fingerprint(),
+        geometry,
+        ranks,
+    })
+}
+
+/// A native message; tags that the core used are in `known`.
+pub(super) fn message(saying: &Saying, known: &[Tag]) -> Message {
+    let tag = saying.tag.and_then(|at| known.get(usize::from(at) % known.len().max(1))).cloned();
+    let tag = tag.unwrap_or_else(|| Tag {
+        key: TransferKey { id: transfer(saying.transfer), prompt: 0 },
+        sibling: u32::from(saying.sibling % 4),
+        attempt: Attempt(u32::from(saying.attempt)),
+    });
+    let tokens = u32::from(saying.tokens);
+    let count = u32::from(saying.from);
+    let ids = saying.blocks.iter().map(|id| u32::from(*id)).collect();
+    let blocks = vec![BlockList { first: u32::from(saying.first), ids }];
+    let ranks = RankSet(u64::from(saying.ranks));
+    let lease = Nanos(saying.time);
+    match saying.kind % 11 {
+        0 => Message::Ask { tag, tokens },
+        1 => Message::Announce { tag, tokens, from: count, blocks },
+        2 => Message::Pull { tag, tokens },
+        3 => Message::Grant { tag, tokens, blocks, lease },
+        4 => Message::Delivered { tag, ranks, tokens },
+        5 => Message::Release { tag, ranks },
+        6 => Message::Cancel { tag },
+        7 => Message::Ended { tag, failure: Failure::Stalled, quiet: saying.quiet },
+        8 => Message::Begun { tag },
+        9 => Message::Renew { tag, count },
+        _ => Message::Renewed { tag, count, lease },
+    }
+}
+
+/// The parts of words that are the same over every link; none for words of the native dialect.
+pub(super) fn moriio(words: &Words) -> Option<Vec<Vec<u8>>> {
+    let part = match words {
+        Words::Blocks { transfer: id, ids, rank } => {
+            let ids = ids.iter().map(|id| BlockId(u32::from(*id))).collect();
+            let blocks = RemoteBlocks::new(None, transfer(*id), ids, u16::from(*rank));
+            ToPrefill::RemoteBlocks(blocks.ok()?).encode()
+        }
+        Words::Released { transfer: id, tp } => {
+            let release = Release::new(transfer(*id), NonZeroU16::new(*tp)?, 0);
+            ToPrefill::Release(release.ok()?).encode()
+        }
+        Words::Written { transfer: id } => ToDecode::WriteDone(transfer(*id)).encode(),
+        Words::Bare { transfer: id } => transfer(*id).0.as_bytes().to_vec(),
+        Words::Call => REQUEST.to_vec(),
+        Words::Metadata { shift, blocks } => {
+            let data = 0x10_0000 + u64::from(*shift) / 2;
+            return Some(metadata(data, i64::from(*blocks)).encode().into());
+        }
+        Words::Memory { shift, layers } => {
+            let data = 0x10_0000 + u64::from(*shift) / 2;
+            return Some(memory(data, u16::from(*layers % 4)).encode().into());
+        }
+        _ => return None,
+    };
+    Some(vec![part])
+}
+
+/// One native frame of each kind.
+pub(crate) fn samples() -> Vec<Frame> {
+    let envelope = Envelope { from: Incarnation(7), to: OWN.1, session: 1 };
+    let saying = Saying {
+        kind: 0,
+        tag: None,
+        transfer: 1,
+        sibling: 1,
+        attempt: 1,
+        tokens: 40,
+        from: 16,
+        first: 0,
+        blocks: vec![1, 2, 200],
+        ranks: 1,
+        time: 9_000_000_000,
+        quiet: true,
+    };
+    let data = (0..11).map(|kind| {
+        let message = message(&Saying { kind, ..saying.clone() }, &[]);
+        Frame::Data { envelope, seq: u64::from(kind), message }
+    });
+    let hello = hello(Role::Decode, 0, (7, 1), 0);
+    let registration = Registration {
+        engine: OWN.0.into(),
+        incarnation: OWN.1,
+        sequence: 1,
+        role: Role::Decode,
+        mode: Mode::Pull,
+        http: "10.0.0.1:80".into(),
+        control: "tcp://10.0.0.1:6300".into(),
+        dp_rank: 0,
+        dp_size: 1,
+        tp: 1,
+        draining: false,
+    };
+    let others = [
+        Frame::Hello(hello.clone()),
+        Frame::Welcome(hello),
+        Frame::Refuse { envelope, engine: OWN.0.into(), reason: "full".into() },
+        Frame::Ack { envelope, next: 1 },
+        Frame::Probe { envelope },
+        Frame::Bye { envelope },
+        Frame::Register(registration),
+        Frame::Abandon { keys: vec![TransferKey { id: transfer(1), prompt: 0 }] },
+    ];
+    data.chain(others).collect()
+}

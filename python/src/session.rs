@@ -1,25 +1,30 @@
 //! `mori.io`'s sessions and statuses.
 
-use engine::fabric::Direction;
+use crate::engine::Engine;
+use ::engine::fabric::Direction;
 use mori_compat::Status;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// Transfers between one local and one remote region; offsets and sizes in bytes.
 #[pyclass(frozen, module = "mori.io", name = "IOEngineSession")]
-pub struct Session(pub(crate) mori_compat::Session);
+pub struct Session {
+    pub(crate) session: mori_compat::Session,
+    /// Has to live as long.
+    pub(crate) _engine: Py<Engine>,
+}
 
 #[pymethods]
 impl Session {
     /// How written and how read bytes go, e.g. `("cross-memory", "cross-memory")`; None if dead.
     #[getter]
     fn paths(&self, py: Python<'_>) -> Option<(&'static str, &'static str)> {
-        let paths = py.detach(|| self.0.paths())?;
+        let paths = py.detach(|| self.session.paths())?;
         Some((paths.write.name(), paths.read.name()))
     }
 
     fn __repr__(&self) -> String {
-        format!("IOEngineSession(with {})", self.0.peer())
+        format!("IOEngineSession(with {})", self.session.peer())
     }
 
     /// Copies ranges of the remote region into the local one.
@@ -81,7 +86,7 @@ impl Session {
         [local, remote, len]: [Vec<u64>; 3],
         uid: u64,
     ) -> TransferStatus {
-        TransferStatus(py.detach(|| self.0.post(direction, local, remote, len, uid)))
+        TransferStatus(py.detach(|| self.session.post(direction, local, remote, len, uid)))
     }
 }
 

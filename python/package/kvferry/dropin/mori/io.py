@@ -97,7 +97,6 @@ class IOEngine:
         self._config = config
         self._lock = threading.Lock()
         self._native: Engine | None = None
-        self._kept: list[object] = []
 
     def __repr__(self) -> str:
         return f"IOEngine({self._key} over kvferry)"
@@ -136,9 +135,7 @@ class IOEngine:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor with strides {tensor.stride()}: it has to be contiguous")
-        desc = self._engine().register_memory(tensor.data_ptr(), tensor.nbytes)
-        self._kept.append(tensor)
-        return desc
+        return self._engine().register_memory(tensor.data_ptr(), tensor.nbytes, tensor)
 
     def register_memory(
         self, ptr: int, size: int, device: int, location: MemoryLocationType
@@ -146,7 +143,7 @@ class IOEngine:
         """Registers `size` bytes at address `ptr`, which the caller keeps mapped."""
         if location != MemoryLocationType.CPU or device != -1:
             raise ValueError("kvferry's mori moves host memory only: device -1, location CPU")
-        return self._engine().register_memory(ptr, size)
+        return self._engine().register_memory(ptr, size, None)
 
     def create_session(self, local: MemoryDesc, remote: MemoryDesc) -> IOEngineSession:
         session = self._engine().create_session(local, remote)

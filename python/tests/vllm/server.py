@@ -40,7 +40,9 @@ ENVIRONMENT = {
 class Process:
     """A child in a session of its own, with its output in a file."""
 
-    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], log: Path, stdout: int | None = None
+    ):
         self.name = name
         self.log = log
         with log.open("wb") as output:
@@ -48,8 +50,8 @@ class Process:
                 command,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
                 start_new_session=True,
             )
 
@@ -121,6 +123,10 @@ class Server(Process):
                 "vllm:kv_cache_usage_perc",
             )
         )
+
+    def is_busy(self) -> bool:
+        """True while it runs a request."""
+        return metric(self.port, "vllm:num_requests_running") > 0
 
     def wait_idle(self, seconds: float = 30) -> None:
         self.wait_until("all blocks are free", self.idle, seconds)

@@ -94,6 +94,7 @@ pub(crate) struct Cx {
     pub(crate) scratch: Scratch,
     pub(crate) chunk: Vec<Slice>,
     pub(crate) record: Vec<u64>,
+    pub(crate) bounce: Vec<u8>,
     outcomes: Outcomes,
     /// Outcomes of operations that were closed before, for which no room was kept.
     late: VecDeque<[u64; 2]>,
@@ -149,6 +150,7 @@ impl Worker {
             scratch: Scratch::default(),
             chunk: Vec::new(),
             record: Vec::new(),
+            bounce: Vec::new(),
             outcomes,
             late: VecDeque::new(),
         };

@@ -15,3 +15,8 @@ fn shared_memory_conforms() {
 fn cross_memory_conforms() {
     data_plane(&mut || Box::new(Pair::new(Path::CrossMemory)));
 }
+
+#[test]
+fn tcp_conforms() {
+    data_plane(&mut || Box::new(Pair::new(Path::Tcp)));
+}

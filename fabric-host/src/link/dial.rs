@@ -5,7 +5,9 @@ use super::local_in::Ends;
 use super::local_out::LocalOut;
 use super::out::OutLink;
 use super::segment::Segment;
-use super::{Kind, socket};
+use super::tcp_out::TcpOut;
+use super::{Kind, greeting, socket};
+use crate::config::Path;
 use crate::descriptor::Location;
 use crate::hub::{Hub, Notice};
 use crate::memory::{Map, Process, ROLL_BYTES};
@@ -15,8 +17,11 @@ use crate::sys;
 use crate::worker::Command;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use std::io::ErrorKind;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Whom to dial and how.
 #[derive(Clone, Debug)]
@@ -55,7 +60,7 @@ pub(crate) fn dial(hub: &Arc<Hub>, dial: Dial) {
     let run = move || {
         let link = match dial.kind {
             Kind::Local => dial_local(&hub_too, &dial),
-            Kind::Tcp => Err(Failed::ours("this plane has no TCP path")),
+            Kind::Tcp => dial_tcp(&hub_too, &dial),
         };
         hub_too.notify(match link {
             Ok(link) => Notice::LinkUp { dial: dial.id, link },
@@ -134,5 +139,42 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
         rules,
     };
     worker.tell(Command::Add(id, Box::new(LocalOut::new(ends, link.clone(), roll))));
+    Ok(link)
+}
+
+fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
+    let deadline = Instant::now() + hub.config.connect();
+    let (host, port) = (&*dial.to.host, dial.to.port);
+    let at = |why: std::io::Error| format!("{host}:{port}: {why}");
+    let addresses =
+        (host, port).to_socket_addrs().map_err(|why| Failed::unreachable(at(why), false))?;
+    let mut peer = Err(Failed::unreachable(format!("{host}:{port}: no such address"), false));
+    for address in addresses {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            break;
+        }
+        peer = TcpStream::connect_timeout(&address, left).map_err(|why| {
+            // The listener of a plane outlives its threads.
+            let gone = why.kind() == ErrorKind::ConnectionRefused;
+            Failed::unreachable(at(why), gone)
+        });
+        if peer.is_ok() {
+            break;
+        }
+    }
+    let mut peer = peer?;
+    let silent = |why| Failed::unreachable(at(why), false);
+    greeting::tune(&peer, hub.config.dead_ms).map_err(silent)?;
+    let id = hub.fresh();
+    greeting::send(&mut peer, &hello(hub, dial, id), deadline).map_err(silent)?;
+    let rules = welcomed(greeting::receive(&mut peer, deadline).map_err(silent)?)?;
+    if !rules.paths.contains(&Path::Tcp) {
+        return Err(Failed::ours("the peer does not allow tcp: add it to its `paths`"));
+    }
+    unblock(peer.as_fd()).map_err(Failed::ours)?;
+    let worker = hub.worker_of(id);
+    let link = Arc::new(OutLink::new(id, Kind::Tcp, worker.clone(), None));
+    worker.tell(Command::Add(id, Box::new(TcpOut::new(peer.into(), link.clone()))));
     Ok(link)
 }

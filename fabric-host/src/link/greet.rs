@@ -3,7 +3,8 @@
 
 use super::local_in::{Ends, LocalIn};
 use super::segment::Segment;
-use super::{Inbound, Station, socket};
+use super::tcp_in::TcpIn;
+use super::{Inbound, Station, greeting, socket};
 use crate::descriptor::{Identity, Location};
 use crate::hub::Hub;
 use crate::memory::Process;
@@ -17,12 +18,12 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, socket_with,
 };
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Greetings at a time; who comes then is dropped.
 const GREETINGS_MAX: u32 = 64;
@@ -107,17 +108,24 @@ fn accept_all(hub: &Arc<Hub>, ears: &Ears, bell: &OwnedFd, greetings: &Arc<Atomi
         if poll(&mut polled, None).is_err() {
             continue;
         }
-        let [rung, unix, _tcp] = polled.map(|fd| !fd.revents().is_empty());
+        let [rung, unix, tcp] = polled.map(|fd| !fd.revents().is_empty());
         if rung {
             return;
         }
         if unix && let Ok(peer) = accept_with(&ears.unix, SocketFlags::CLOEXEC) {
-            greet(hub, peer, greetings);
+            greet(hub, greetings, move |hub| greet_local(hub, peer));
+        }
+        if tcp && let Ok((peer, _)) = ears.tcp.accept() {
+            greet(hub, greetings, move |hub| greet_tcp(hub, peer));
         }
     }
 }
 
-fn greet(hub: &Arc<Hub>, peer: OwnedFd, greetings: &Arc<AtomicU32>) {
+fn greet(
+    hub: &Arc<Hub>,
+    greetings: &Arc<AtomicU32>,
+    how: impl FnOnce(&Arc<Hub>) -> Option<()> + Send + 'static,
+) {
     let refuse = |hub: &Hub| hub.counts.refused.fetch_add(1, Ordering::Relaxed);
     if greetings.fetch_add(1, Ordering::AcqRel) >= GREETINGS_MAX {
         greetings.fetch_sub(1, Ordering::AcqRel);
@@ -126,7 +134,7 @@ fn greet(hub: &Arc<Hub>, peer: OwnedFd, greetings: &Arc<AtomicU32>) {
     }
     let (hub_too, count) = (hub.clone(), greetings.clone());
     let greeting = move || {
-        if greet_local(&hub_too, peer).is_none() {
+        if how(&hub_too).is_none() {
             refuse(&hub_too);
         }
         count.fetch_sub(1, Ordering::AcqRel);
@@ -225,6 +233,38 @@ fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
         rules: caller.rules,
     };
     let station: Box<dyn Station> = Box::new(LocalIn::new(ends, inbound));
+    worker.tell(Command::Add(id, station));
+    Some(())
+}
+
+fn greet_tcp(hub: &Arc<Hub>, mut peer: TcpStream) -> Option<()> {
+    let deadline = Instant::now() + hub.config.connect();
+    peer.set_nonblocking(false).ok()?;
+    greeting::tune(&peer, hub.config.dead_ms).ok()?;
+    let hello = greeting::receive(&mut peer, deadline).ok()?;
+    let caller = match caller(hub, hello) {
+        Ok(caller) => caller,
+        Err(answer) => {
+            greeting::send(&mut peer, &answer, deadline).ok()?;
+            return None;
+        }
+    };
+    let id = hub.fresh();
+    let worker = hub.worker_of(id);
+    let whose = (caller.who, caller.pass, caller.link);
+    let inbound = Arc::new(Inbound::new(id, whose, worker.clone(), None));
+    if let Err(why) = hub.admit(&inbound, &caller.ends) {
+        let answer = Control::Refuse { why, over: true };
+        greeting::send(&mut peer, &answer, deadline).ok()?;
+        return None;
+    }
+    let welcome = Control::Welcome { rules: hub.rules() };
+    let told = greeting::send(&mut peer, &welcome, deadline);
+    if told.is_err() || unblock(peer.as_fd()).is_err() {
+        hub.dismiss(id);
+        return None;
+    }
+    let station: Box<dyn Station> = Box::new(TcpIn::new(peer.into(), inbound));
     worker.tell(Command::Add(id, station));
     Some(())
 }

@@ -3,12 +3,16 @@
 
 mod dial;
 mod greet;
+mod greeting;
 mod inbound;
 mod local_in;
 mod local_out;
 mod out;
 mod segment;
 mod socket;
+mod stream;
+mod tcp_in;
+mod tcp_out;
 
 pub(crate) use dial::{Dial, dial};
 pub(crate) use greet::{Ears, Listener, listen};

@@ -67,7 +67,7 @@ pub(crate) struct Out {
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(super) words: Vec<u64>,
-    /// Of the slices of a write or read by TCP.
+    /// Where a write or read by TCP has its bytes on this side.
     pub(super) memory: Option<(Arc<Region>, Vec<Slice>)>,
 }
 
@@ -214,11 +214,18 @@ impl OutLink {
         Ok(worked)
     }
 
-    /// True if the thread of a local link has nothing to do for it. Records that wait for room in
-    /// the ring are rung for by the peer.
+    /// True if the thread of the link has nothing to do for it. Records that wait for room in a
+    /// ring are rung for by the peer.
     pub(super) fn is_idle(&self) -> bool {
         let out = self.lock();
-        out.controls.is_empty() && out.reads.is_empty() && !out.broken
+        let records = out.ring.is_some() || out.records.is_empty();
+        records && out.controls.is_empty() && out.reads.is_empty() && !out.broken
+    }
+
+    /// True if there is nothing in the queues but records.
+    pub(super) fn only_records(&self) -> bool {
+        let out = self.lock();
+        out.controls.is_empty() && out.reads.is_empty()
     }
 
     /// Wakes the peer's thread.

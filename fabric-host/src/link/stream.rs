@@ -1,0 +1,383 @@
+//! Records and the bytes that go with them by TCP. Bytes go from memory to the socket and from the
+//! socket to memory without a stop, in large batches of ranges.
+
+use super::End;
+use crate::copy::{Cursor, Slice};
+use crate::memory::{Reach, Region};
+use crate::proto::{CONTROL_MAX, Control, RECORD_MAX, Record};
+use crate::sys::{self, range};
+use crate::worker::Cx;
+use rustix::event::epoll::EventFlags;
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// Bytes read ahead of knowing what they are.
+const INPUT: usize = 64 << 10;
+
+/// Bytes that stop over in a buffer, for memory that a socket cannot reach.
+const BOUNCE: u64 = 256 << 10;
+
+/// Bytes sent in one step.
+const SEND_MAX: u64 = 4 << 20;
+
+/// A record with its length ahead, as bytes.
+pub(super) fn pack(words: &[u64]) -> Vec<u8> {
+    let all = std::iter::once(words.len() as u64).chain(words.iter().copied());
+    all.flat_map(u64::to_le_bytes).collect()
+}
+
+/// A control message as a record.
+pub(super) fn pack_control(message: &Control) -> Vec<u8> {
+    let mut bytes = message.encode();
+    let mut words = Vec::new();
+    Record::Control { bytes: bytes.len() as u32 }.encode(&mut words);
+    bytes.resize(bytes.len().next_multiple_of(8), 0);
+    let (whole, _) = bytes.as_chunks::<8>();
+    words.extend(whole.iter().map(|word| u64::from_le_bytes(*word)));
+    pack(&words)
+}
+
+/// The message of a control record of so many bytes.
+pub(super) fn unpack_control(bytes: u32, words: &[u64]) -> Option<Control> {
+    let all: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    if bytes as usize > CONTROL_MAX {
+        return None;
+    }
+    Control::decode(all.get(..bytes as usize)?)
+}
+
+/// What is to be sent.
+pub(super) struct Frame {
+    head: Vec<u8>,
+    sent: usize,
+    payload: Option<Payload>,
+    /// Operation and whether this is its last part: told when it was sent.
+    part: Option<(u64, bool)>,
+}
+
+struct Payload {
+    region: Arc<Region>,
+    slices: Vec<Slice>,
+    cursor: Cursor,
+    /// The memory is gone: what is sent instead is worthless.
+    failed: bool,
+}
+
+impl Frame {
+    pub(super) fn plain(head: Vec<u8>) -> Frame {
+        Frame { head, sent: 0, payload: None, part: None }
+    }
+
+    /// A part of an operation, and the memory that follows it.
+    pub(super) fn part(
+        head: Vec<u8>,
+        part: (u64, bool),
+        memory: Option<(Arc<Region>, Vec<Slice>)>,
+    ) -> Frame {
+        let payload = memory.map(|(region, slices)| Payload {
+            region,
+            slices,
+            cursor: Cursor::default(),
+            failed: false,
+        });
+        Frame { head, sent: 0, payload, part: Some(part) }
+    }
+
+    fn is_sent(&self) -> bool {
+        let paid = |payload: &Payload| payload.cursor.is_at_end(&payload.slices);
+        self.sent == self.head.len() && self.payload.as_ref().is_none_or(paid)
+    }
+}
+
+/// A part that was sent.
+pub(super) struct Sent {
+    pub(super) op: u64,
+    pub(super) last: bool,
+    /// Not all of it was what it should be.
+    pub(super) failed: bool,
+}
+
+/// Bytes that are coming in for some ranges.
+pub(super) struct Landing {
+    /// None: they are dropped.
+    pub(super) region: Option<Arc<Region>>,
+    pub(super) slices: Vec<Slice>,
+    pub(super) cursor: Cursor,
+    pub(super) left: u64,
+}
+
+/// A connection.
+pub(super) struct Stream {
+    socket: OwnedFd,
+    pub(super) readable: bool,
+    writable: bool,
+    sending: VecDeque<Frame>,
+    input: Vec<u8>,
+    /// What of `input` is there and not used.
+    unread: std::ops::Range<usize>,
+}
+
+fn lost(why: Errno) -> End {
+    // A reset says nothing of what the peer still copies out of its buffers.
+    let _ = why;
+    End::Lost
+}
+
+impl Stream {
+    pub(super) fn new(socket: OwnedFd) -> Stream {
+        let (sending, input) = (VecDeque::new(), vec![0; INPUT]);
+        Stream { socket, readable: true, writable: true, sending, input, unread: 0..0 }
+    }
+
+    pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
+        vec![(self.socket.as_fd(), EventFlags::IN | EventFlags::OUT | EventFlags::ET)]
+    }
+
+    pub(super) fn ready(&mut self) {
+        (self.readable, self.writable) = (true, true);
+    }
+
+    pub(super) fn queue(&mut self, frame: Frame) {
+        self.sending.push_back(frame);
+    }
+
+    /// Frames that were not sent yet.
+    pub(super) fn queued(&self) -> usize {
+        self.sending.len()
+    }
+
+    /// True if there is nothing that could be done now.
+    pub(super) fn is_idle(&self) -> bool {
+        !self.readable && (!self.writable || self.sending.is_empty())
+    }
+
+    /// True if there is something to send that the socket does not take.
+    pub(super) fn is_stuck(&self) -> bool {
+        !self.writable && !self.sending.is_empty()
+    }
+
+    /// Sends what the socket takes; true if it took something.
+    pub(super) fn send(&mut self, cx: &mut Cx, done: &mut Vec<Sent>) -> Result<bool, End> {
+        let mut budget = SEND_MAX;
+        while self.writable
+            && budget > 0
+            && let Some(frame) = self.sending.front_mut()
+        {
+            match frame.send(self.socket.as_fd(), cx) {
+                Ok(sent) => budget = budget.saturating_sub(sent.max(1)),
+                Err(Errno::AGAIN) => self.writable = false,
+                Err(Errno::INTR) => {}
+                Err(why) => return Err(lost(why)),
+            }
+            if frame.is_sent()
+                && let Some(Frame { part, payload, .. }) = self.sending.pop_front()
+                && let Some((op, last)) = part
+            {
+                let failed = payload.is_some_and(|payload| payload.failed);
+                done.push(Sent { op, last, failed });
+            }
+        }
+        Ok(budget < SEND_MAX)
+    }
+
+    fn receive(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
+        loop {
+            match sys::receive_ranges(self.socket.as_fd(), ranges) {
+                Err(Errno::INTR) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// The next record; false if it is not all there yet.
+    pub(super) fn record(&mut self, into: &mut Vec<u64>) -> Result<bool, End> {
+        loop {
+            let (words, _) = self.input[self.unread.clone()].as_chunks::<8>();
+            if let Some((len, rest)) = words.split_first() {
+                let len = u64::from_le_bytes(*len);
+                if len == 0 || len > RECORD_MAX as u64 {
+                    return Err(End::Corrupt);
+                }
+                let len = len as usize;
+                if let Some(record) = rest.get(..len) {
+                    into.clear();
+                    into.extend(record.iter().map(|word| u64::from_le_bytes(*word)));
+                    self.unread.start += 8 + 8 * len;
+                    return Ok(true);
+                }
+            }
+            if !self.readable {
+                return Ok(false);
+            }
+            self.input.copy_within(self.unread.clone(), 0);
+            self.unread = 0..self.unread.len();
+            let space = &mut self.input[self.unread.end..];
+            let space = [range(space.as_mut_ptr() as u64, space.len() as u64)];
+            match self.receive(&space) {
+                Ok(0) => return Err(End::Closed),
+                Ok(count) => self.unread.end += count as usize,
+                Err(Errno::AGAIN) => self.readable = false,
+                Err(why) => return Err(lost(why)),
+            }
+        }
+    }
+
+    /// Puts bytes where they belong; false if none are there. The caller holds the region.
+    ///
+    /// # Errors
+    /// The connection ended. A destination that cannot be written is `Ok` with `failed` set; what
+    /// is left is to be dropped.
+    pub(super) fn land(
+        &mut self,
+        landing: &mut Landing,
+        cx: &mut Cx,
+        failed: &mut bool,
+    ) -> Result<bool, End> {
+        let moved = if self.unread.is_empty() {
+            match self.land_fresh(landing, cx) {
+                Ok(Some(moved)) => moved,
+                Ok(None) => return Ok(false),
+                Err(Some(end)) => return Err(end),
+                Err(None) => {
+                    (*failed, landing.region) = (true, None);
+                    return Ok(true);
+                }
+            }
+        } else {
+            let bytes = &self.input[self.unread.clone()];
+            let count = bytes.len().min(landing.left as usize);
+            if !landing.place(&bytes[..count], cx) {
+                (*failed, landing.region) = (true, None);
+            }
+            self.unread.start += count;
+            count as u64
+        };
+        landing.cursor.advance(&landing.slices, moved);
+        landing.left -= moved;
+        Ok(true)
+    }
+
+    /// Straight from the socket. `Err(None)`: the destination refused.
+    fn land_fresh(&mut self, landing: &Landing, cx: &mut Cx) -> Result<Option<u64>, Option<End>> {
+        if !self.readable {
+            return Ok(None);
+        }
+        let direct = match landing.region.as_deref() {
+            Some(Region { reach: Reach::Here { base, .. }, .. }) => Some(*base),
+            _ => None,
+        };
+        let mut bounce = std::mem::take(&mut cx.bounce);
+        let ranges: Vec<libc::iovec> = match direct {
+            Some(base) => {
+                landing.cursor.clone().next(&landing.slices, &mut cx.chunk);
+                cx.chunk.iter().map(|slice| range(base + slice.to, slice.len)).collect()
+            }
+            None => {
+                bounce.resize(BOUNCE as usize, 0);
+                vec![range(bounce.as_mut_ptr() as u64, landing.left.min(BOUNCE))]
+            }
+        };
+        let got = self.receive(&ranges);
+        let placed = match got {
+            Ok(count) if direct.is_none() => landing.place(&bounce[..count as usize], cx),
+            _ => true,
+        };
+        cx.bounce = bounce;
+        match got {
+            Ok(0) => Err(Some(End::Closed)),
+            // The bytes are gone either way.
+            Ok(_) if !placed => Err(None),
+            Ok(count) => Ok(Some(count)),
+            Err(Errno::AGAIN) => {
+                self.readable = false;
+                Ok(None)
+            }
+            Err(Errno::FAULT) => Err(None),
+            Err(why) => Err(Some(lost(why))),
+        }
+    }
+}
+
+impl Landing {
+    /// Copies bytes to the next ranges; false if the destination cannot be written.
+    fn place(&self, bytes: &[u8], cx: &mut Cx) -> bool {
+        let Some(region) = &self.region else { return true };
+        let mut cursor = self.cursor;
+        let mut at = 0_u64;
+        while at < bytes.len() as u64 {
+            cursor.next(&self.slices, &mut cx.chunk);
+            for slice in &mut cx.chunk {
+                slice.len = slice.len.min(bytes.len() as u64 - at);
+                slice.from = at;
+                at += slice.len;
+            }
+            let here = Reach::Here { base: bytes.as_ptr() as u64, map: None };
+            if crate::copy::copy(&cx.chunk, &here, &region.reach, &mut cx.scratch).is_err() {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+impl Frame {
+    fn send(&mut self, socket: BorrowedFd<'_>, cx: &mut Cx) -> Result<u64, Errno> {
+        let head = &self.head[self.sent..];
+        let mut ranges = vec![range(head.as_ptr() as u64, head.len() as u64)];
+        let mut bounce = std::mem::take(&mut cx.bounce);
+        let held = self.payload.as_ref().map(|payload| payload.region.clone());
+        let held = held.as_ref().and_then(|region| region.hold());
+        if let Some(payload) = &mut self.payload {
+            payload.failed |= held.is_none();
+            payload.gather(&mut ranges, &mut bounce, cx);
+        }
+        let sent = sys::send_ranges(socket, &ranges);
+        cx.bounce = bounce;
+        let sent = match (sent, &mut self.payload) {
+            // The ranges of the memory, not the head.
+            (Err(Errno::FAULT), Some(payload)) if !payload.failed => {
+                payload.failed = true;
+                return Ok(0);
+            }
+            (sent, _) => sent?,
+        };
+        let of_head = sent.min(head.len() as u64);
+        self.sent += of_head as usize;
+        if let Some(payload) = &mut self.payload {
+            payload.cursor.advance(&payload.slices, sent - of_head);
+        }
+        Ok(sent)
+    }
+}
+
+impl Payload {
+    /// Appends the next ranges; all of them end up in this process.
+    fn gather(&mut self, ranges: &mut Vec<libc::iovec>, bounce: &mut Vec<u8>, cx: &mut Cx) {
+        let mut cursor = self.cursor;
+        cursor.next(&self.slices, &mut cx.chunk);
+        // One range is the head.
+        cx.chunk.truncate(sys::RANGES_MAX - 1);
+        if let (false, Reach::Here { base, .. }) = (self.failed, &self.region.reach) {
+            ranges.extend(cx.chunk.iter().map(|slice| range(base + slice.from, slice.len)));
+            return;
+        }
+        let mut room = BOUNCE;
+        for slice in &mut cx.chunk {
+            (slice.len, slice.to) = (slice.len.min(room), BOUNCE - room);
+            room -= slice.len;
+        }
+        bounce.resize(BOUNCE as usize, 0);
+        if !self.failed {
+            cx.chunk.retain(|slice| slice.len > 0);
+            let here = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
+            let reach = &self.region.reach;
+            self.failed = crate::copy::copy(&cx.chunk, reach, &here, &mut cx.scratch).is_err();
+        }
+        if self.failed {
+            bounce.fill(0);
+        }
+        ranges.push(range(bounce.as_ptr() as u64, BOUNCE - room));
+    }
+}

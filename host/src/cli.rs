@@ -1,7 +1,7 @@
 //! The command line.
 
 use crate::exit::{Exit, Stop};
-use crate::{lists, replay, run, sweep};
+use crate::{lists, replay, router, run, sweep};
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -29,6 +29,8 @@ enum Command {
     Replay(ReplayArgs),
     /// Print what scenario files can say
     List(ListArgs),
+    /// Route requests to prefill and decode instances
+    Router(router::RouterArgs),
 }
 
 /// Arguments of `run`.
@@ -108,6 +110,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Sweep(args) => sweep::command(&args, &mut out),
         Command::Replay(args) => replay::command(&args, &mut out),
         Command::List(args) => lists::command(&args, &mut out),
+        Command::Router(args) => router::command(&args, &mut out),
     };
     let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
     match ended {

@@ -1,4 +1,4 @@
-//! The `kvferry` program: runs, sweeps and replays scenarios.
+//! The `kvferry` program: runs, sweeps and replays scenarios, and routes requests to instances.
 //!
 //! [`main`] is the whole program; the binary hands it the arguments and passes on the exit code.
 
@@ -11,6 +11,7 @@ mod lists;
 mod outcome;
 mod progress;
 mod replay;
+mod router;
 mod run;
 mod sweep;
 mod table;

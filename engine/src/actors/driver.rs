@@ -2,11 +2,11 @@
 
 use super::Clock;
 use super::credit::{Full, Port};
-use super::shell::{Effects, Shell};
+use super::shell::{Effects, Look, Shell};
 use crate::core::machine::Machine;
 use crate::core::time::Nanos;
 use crate::fabric::Wake;
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, SpawnHandle};
+use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, ResponseFuture, SpawnHandle};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -147,6 +147,16 @@ impl<S: Seat> Handler<Give<Input<S>>> for Driver<S> {
     fn handle(&mut self, give: Give<Input<S>>, context: &mut Self::Context) {
         self.backlog.push_back(give.0);
         self.run(context);
+    }
+}
+
+/// Answered by the shell, in turn with the inputs before it; an error only when it is gone.
+impl<S: Seat, R: Send + 'static> Handler<Look<S::Machine, R>> for Driver<S> {
+    type Result = ResponseFuture<R>;
+
+    fn handle(&mut self, look: Look<S::Machine, R>, _: &mut Self::Context) -> Self::Result {
+        let answer = self.shell.ask(look);
+        Box::pin(async move { answer.await.expect("a shell lives as long as its driver") })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Behaviour of the router under registrations, requests, failures, expiries and aborts in any
 //! order.
 
+mod discovery;
 mod examples;
 mod pairs;
 mod world;
@@ -37,7 +38,9 @@ fn event() -> impl Strategy<Value = LegEvent> {
         1 => Just(done(Some(Failure::PeerSilent))),
         1 => Just(LegEvent::Done { reason: FinishReason::Error, recomputed: None }),
         2 => Just(LegEvent::Failed(LegFailure::Connection)),
+        1 => Just(LegEvent::Prefilled { params: "{}".into() }),
         1 => Just(LegEvent::Failed(LegFailure::Busy)),
+        1 => Just(LegEvent::Failed(LegFailure::Answer(500))),
         1 => Just(LegEvent::Failed(LegFailure::Instance(Failure::Unreachable))),
         1 => Just(LegEvent::Failed(LegFailure::Request("too long".into()))),
     ]

@@ -117,10 +117,11 @@ impl World {
         for effect in effects {
             match effect {
                 RouterEffect::Control(command) => self.told.push(command),
-                RouterEffect::Dispatch { leg, client, engine, http, body } => {
+                RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
                     assert_eq!(http, self.known[&engine].registration.http);
                     self.judge_dispatch(leg, client, engine, &body);
                 }
+                RouterEffect::Probe { http, .. } => panic!("{http} is probed unasked"),
                 RouterEffect::CancelLeg { leg } => self.end(leg),
                 RouterEffect::Answer { client, answer } => {
                     assert!(self.open.remove(&client), "{client} has no open request");
@@ -254,7 +255,7 @@ impl World {
             LegEvent::FirstToken => {
                 self.live.get_mut(&leg).unwrap().streams = sample.is_some();
             }
-            LegEvent::Done { .. } | LegEvent::Failed(_) => {
+            LegEvent::Done { .. } | LegEvent::Prefilled { .. } | LegEvent::Failed(_) => {
                 self.live.remove(&leg);
                 self.ended.push(leg);
             }

@@ -157,7 +157,9 @@ impl Invariant for OneOutcome {
             Observation::Leg { leg, event, .. } => {
                 let over = match event {
                     LegEvent::FirstToken => self.ended_legs.contains(leg),
-                    LegEvent::Done { .. } | LegEvent::Failed(_) => !self.ended_legs.insert(*leg),
+                    LegEvent::Done { .. } | LegEvent::Prefilled { .. } | LegEvent::Failed(_) => {
+                        !self.ended_legs.insert(*leg)
+                    }
                 };
                 over.then_some("news of a leg that has ended")
             }

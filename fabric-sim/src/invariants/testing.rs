@@ -295,7 +295,7 @@ impl Bench {
 }
 
 pub(super) fn decode_body(name: &str) -> LegBody {
-    LegBody::Decode { transfer: decode_leg(name), prompt: 0, sample: 0, output: 4 }
+    LegBody::Decode { transfer: decode_leg(name), prompt: 0, sample: 0, output: 4, params: None }
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {

@@ -29,8 +29,12 @@ impl Simulation {
                         self.control_input(slot, 0, event);
                     }
                 }
-                RouterEffect::Dispatch { leg, client, engine, http, body } => {
+                RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
                     self.dispatch(leg, client, &engine, &http, body);
+                }
+                // Engines of the simulation register when they can serve.
+                RouterEffect::Probe { probe, .. } => {
+                    self.tell(0, RouterInput::Probed { probe, answers: true }.into());
                 }
                 RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
                 RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),

@@ -147,7 +147,7 @@ impl Simulation {
         let (at, client) = (state.back, state.client);
         match event {
             LegEvent::FirstToken => self.first_token(client),
-            LegEvent::Done { .. } | LegEvent::Failed(_) => {
+            LegEvent::Done { .. } | LegEvent::Prefilled { .. } | LegEvent::Failed(_) => {
                 self.legs.live.remove(&leg);
             }
         }

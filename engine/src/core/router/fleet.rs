@@ -1,7 +1,7 @@
 //! The instances together with the legs that are in flight on them.
 
 use super::health::{Weight, of_instance, of_pair};
-use super::io::{LegBody, LegFailure, RouterConfig, RouterEffect};
+use super::io::{LegBody, LegFailure, Pair, ProbeId, RouterConfig, RouterEffect};
 use super::pairing::{Choice, Want, choose_decode, choose_prefill};
 use super::registry::{Registry, Slot};
 use super::requests::{Progress, Work};
@@ -9,10 +9,11 @@ use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
 use crate::core::machine::Outbox;
-use crate::core::message::{DecodeLeg, PrefillLeg};
+use crate::core::message::{DecodeLeg, Mode, PrefillLeg};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// A leg in flight.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub(super) struct Leg {
     pub(super) prefill: Option<Slot>,
     /// What it was charged to its instance.
     tokens: u64,
+    /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
+    held: Option<Box<(Pair, LegBody)>>,
 }
 
 /// Deadlines of the router.
@@ -35,6 +38,8 @@ pub(super) enum Timer {
     Expiry(Slot),
     /// A suspect instance may take legs again.
     Heal(Slot),
+    /// An instance that did not answer is probed again.
+    Probe(Slot),
     /// A request waited long enough for an instance.
     Wait(ClientId),
 }
@@ -103,11 +108,16 @@ impl Fleet {
         let waiting = samples.iter().filter(|s| s.progress == Progress::Waiting).count() as u32;
         let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
         let slot = prefill.slot;
-        let leg = Leg { client, prompt: index, sample: None, slot, prefill: None, tokens };
+        let (prompt, prefix) = (index, &work.prompt.prefix);
+        let leg = Leg { client, prompt, sample: None, slot, prefill: None, tokens, held: None };
+        let decode = choose_decode(&self.registry, &want, slot, &self.config)
+            .expect("a prefill is chosen only if there is a decode");
+        let pair = self.pair(slot, decode.slot);
         let life = self.registry.get(slot).map(|prefill| prefill.registration.incarnation);
         let transfer = PrefillLeg { key: key.clone(), siblings: waiting, mode: prefill.mode, life };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
-        let prefill_leg = self.send(leg, &work.prompt.prefix, body, out);
+        let prefill_leg = self.assign(leg, prefix);
+        self.emit(prefill_leg, pair, body, out);
         work.prefill = Some(prefill_leg);
         work.source = Some((prefill.slot, key.clone()));
         let mut sibling = 0;
@@ -146,34 +156,64 @@ impl Fleet {
             life: Some(source.incarnation),
         };
         let output = work.output;
-        let body =
-            LegBody::Decode { transfer, prompt: index as u32, sample: sample as u32, output };
+        let (prompt, nth) = (index as u32, sample as u32);
+        let body = LegBody::Decode { transfer, prompt, sample: nth, output, params: None };
+        let pair = self.pair(prefill.slot, decode.slot);
+        let held = prefill.mode == Mode::Pull && !pair.is_native();
         let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
         let (slot, from) = (decode.slot, Some(prefill.slot));
-        let leg = Leg { client, prompt: index, sample: Some(sample), slot, prefill: from, tokens };
-        let leg = self.send(leg, &work.prompt.prefix, body, out);
+        let sample = Some(sample);
+        let leg = Leg { client, prompt: index, sample, slot, prefill: from, tokens, held: None };
+        let leg = self.assign(leg, &work.prompt.prefix);
         self.registry.note_pair(prefill.slot, decode.slot);
+        if held {
+            let waits = self.legs.get_mut(&leg).expect("just assigned");
+            waits.held = Some(Box::new((pair, body)));
+        } else {
+            self.emit(leg, pair, body, out);
+        }
         leg
     }
 
-    fn send(
-        &mut self,
-        leg: Leg,
-        prefix: &[u64],
-        body: LegBody,
-        out: &mut Outbox<RouterEffect>,
-    ) -> LegId {
+    fn pair(&mut self, prefill: Slot, decode: Slot) -> Pair {
+        let mut party = |slot| self.registry.instance_mut(slot).party();
+        Pair { prefill: party(prefill), decode: party(decode) }
+    }
+
+    /// Charges a leg to its instance.
+    fn assign(&mut self, leg: Leg, prefix: &[u64]) -> LegId {
         let id = LegId(self.next_leg);
         self.next_leg += 1;
         self.registry.assign(leg.slot, id, leg.client, leg.tokens);
-        let instance = self.registry.instance_mut(leg.slot);
-        instance.prefixes.touch(prefix);
-        let (engine, http) =
-            (instance.registration.engine.clone(), instance.registration.http.clone());
-        out.push(RouterEffect::Dispatch { leg: id, client: leg.client, engine, http, body });
+        self.registry.instance_mut(leg.slot).prefixes.touch(prefix);
         self.legs.insert(id, leg);
-        self.counters.legs += 1;
         id
+    }
+
+    fn emit(&mut self, id: LegId, pair: Pair, body: LegBody, out: &mut Outbox<RouterEffect>) {
+        let Leg { client, slot, .. } = self.legs[&id];
+        let registration = &self.registry.instance_mut(slot).registration;
+        let (engine, http) = (registration.engine.clone(), registration.http.clone());
+        let pair = Box::new(pair);
+        out.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
+        self.counters.legs += 1;
+    }
+
+    /// Sends a leg that waited for the prefill's answer, if it did; `None` if there is nothing to
+    /// read.
+    pub(super) fn release_held(
+        &mut self,
+        id: LegId,
+        answer: Option<&Arc<str>>,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let held = self.legs.get_mut(&id).and_then(|leg| leg.held.take());
+        let Some((pair, mut body)) = held.map(|held| *held) else { return };
+        if let LegBody::Decode { params, .. } = &mut body {
+            *params = answer.cloned();
+        }
+        self.counters.unread += u64::from(answer.is_none());
+        self.emit(id, pair, body, out);
     }
 
     /// Takes a leg that ended out of the tables.
@@ -187,15 +227,17 @@ impl Fleet {
 
     /// Ends a leg that the instance has not ended.
     pub(super) fn cancel(&mut self, id: LegId, out: &mut Outbox<RouterEffect>) -> Leg {
-        out.push(RouterEffect::CancelLeg { leg: id });
-        self.counters.cancelled += 1;
+        if self.legs[&id].held.is_none() {
+            out.push(RouterEffect::CancelLeg { leg: id });
+            self.counters.cancelled += 1;
+        }
         self.end(id)
     }
 
     /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
     pub(super) fn abandon(&mut self, work: &mut Work, out: &mut Outbox<RouterEffect>) {
         let Some((slot, key)) = work.source.take() else { return };
-        if self.registry.get(slot).is_some() {
+        if self.registry.get(slot).is_some_and(|prefill| prefill.native) {
             let told = self.registry.instance_mut(slot).abandoned.add(key);
             told.into_iter().for_each(|command| out.push(command));
         }
@@ -238,10 +280,33 @@ impl Fleet {
         }
     }
 
+    /// Asks an instance that has not answered whether it does.
+    pub(super) fn probe(&mut self, slot: Slot, out: &mut Outbox<RouterEffect>) {
+        let Some(instance) = self.registry.get(slot) else { return };
+        if instance.unproven && !instance.lost {
+            let http = instance.registration.http.clone();
+            out.push(RouterEffect::Probe { probe: ProbeId(slot.0), http });
+        }
+    }
+
+    /// An instance answered a probe, or did not.
+    pub(super) fn probed(&mut self, now: Nanos, probe: ProbeId, answers: bool) {
+        let slot = Slot(probe.0);
+        if self.registry.get(slot).is_none_or(|instance| !instance.unproven) {
+            return;
+        }
+        if answers {
+            self.registry.instance_mut(slot).unproven = false;
+        } else if let Some(period) = self.config.probe {
+            self.timers.arm(Timer::Probe(slot), now + period);
+        }
+    }
+
     /// Forgets an instance without legs.
     pub(super) fn remove(&mut self, slot: Slot) {
         self.timers.cancel(&Timer::Expiry(slot));
         self.timers.cancel(&Timer::Heal(slot));
+        self.timers.cancel(&Timer::Probe(slot));
         self.registry.remove(slot, &self.config);
     }
 }

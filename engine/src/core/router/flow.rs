@@ -10,6 +10,7 @@ use crate::core::ids::{ClientId, LegId};
 use crate::core::machine::Outbox;
 use crate::core::message::FinishReason;
 use crate::core::time::Nanos;
+use std::sync::Arc;
 
 impl Router {
     /// Takes a new request in.
@@ -75,7 +76,9 @@ impl Router {
             self.next_ticket += 1;
             request.ticket = Some(ticket);
             self.waiting.insert(ticket, client);
-            self.fleet.timers.arm(Timer::Wait(client), now + self.fleet.config.wait_max);
+            let config = &self.fleet.config;
+            let wait = if request.started { config.retry_wait_max } else { config.wait_max };
+            self.fleet.timers.arm(Timer::Wait(client), now + wait);
         }
     }
 
@@ -144,6 +147,15 @@ impl Router {
                 self.fleet.succeeded(slot);
                 self.first_token(id);
             }
+            LegEvent::Prefilled { params } if is_prefill => {
+                self.fleet.succeeded(slot);
+                self.prefilled(id, Some(&params), out);
+            }
+            // Said of another leg than a prefill's it is as if nothing had been recomputed.
+            LegEvent::Prefilled { .. } => {
+                let reason = FinishReason::Length;
+                self.leg_event(now, id, LegEvent::Done { reason, recomputed: None }, out);
+            }
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 self.fleet.succeeded(slot);
                 self.fleet.carried(now, id, recomputed.as_ref());
@@ -166,14 +178,24 @@ impl Router {
         request.works[prompt].samples[sample].progress = Progress::Streaming(id);
     }
 
-    fn done(&mut self, id: LegId, recomputed: Option<Failure>, out: &mut Outbox<RouterEffect>) {
-        let Leg { client, prompt, sample, .. } = self.fleet.end(id);
+    /// A prefill leg ended well; decodes that waited for its answer go.
+    fn prefilled(&mut self, id: LegId, params: Option<&Arc<str>>, out: &mut Outbox<RouterEffect>) {
+        let Leg { client, prompt, .. } = self.fleet.end(id);
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
-        let Some(sample) = sample else {
-            work.prefill = None;
-            return;
+        work.prefill = None;
+        for leg in work.legs() {
+            self.fleet.release_held(leg, params, out);
+        }
+    }
+
+    fn done(&mut self, id: LegId, recomputed: Option<Failure>, out: &mut Outbox<RouterEffect>) {
+        let Some(&Leg { client, prompt, sample: Some(sample), .. }) = self.fleet.leg(id) else {
+            return self.prefilled(id, None, out);
         };
+        self.fleet.end(id);
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
         work.samples[sample].progress = Progress::Done;
         work.recomputed |= recomputed.is_some();
         if work.is_done() {

@@ -36,6 +36,7 @@ pub(super) enum Weight {
 pub(super) fn of_instance(failure: &LegFailure) -> Weight {
     match failure {
         LegFailure::Connection | LegFailure::Busy => Weight::Failure,
+        LegFailure::Answer(_) => Weight::Strike,
         LegFailure::Request(_) => Weight::Nothing,
         LegFailure::Instance(failure) => match failure {
             Failure::EngineGone | Failure::Overload => Weight::Failure,

@@ -1,14 +1,20 @@
 //! What goes into and comes out of the router.
 
 use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
-use crate::core::ids::{ClientId, EngineId, LegId};
+use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
+
+number_id!(
+    /// One life of one instance that is asked whether it answers; never reused.
+    ProbeId(u64)
+);
 
 /// What can happen to the router.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -30,6 +36,13 @@ pub enum RouterInput {
         leg: LegId,
         /// What happened.
         event: LegEvent,
+    },
+    /// Whether an instance answered a probe. Of instances that left it is ignored.
+    Probed {
+        /// The probe.
+        probe: ProbeId,
+        /// True if legs may be sent there.
+        answers: bool,
     },
     /// Take no new requests; finish those there are.
     Drain,
@@ -71,6 +84,12 @@ pub enum LegEvent {
         /// True if a decode computed the prompt itself because the transfer failed.
         recomputed: Option<Failure>,
     },
+    /// A prefill leg ended well, and its answer is what a decode that reads by MoRIIO needs. With
+    /// `Done` instead, such a decode computes the prompt itself.
+    Prefilled {
+        /// `kv_transfer_params` of the answer, a JSON object.
+        params: Arc<str>,
+    },
     /// The leg ended badly.
     Failed(LegFailure),
 }
@@ -85,6 +104,9 @@ pub enum LegFailure {
     Busy,
     /// The instance failed the request (5xx).
     Instance(Failure),
+    /// The instance answered with this HTTP status, or with what is no answer to the request; says
+    /// more about the instance than about the request only if it happens again and again.
+    Answer(u16),
     /// The request itself is wrong (4xx); no other instance will take it.
     Request(Arc<str>),
 }
@@ -95,6 +117,7 @@ impl fmt::Display for LegFailure {
             LegFailure::Connection => f.write_str("connection failed"),
             LegFailure::Busy => f.write_str("instance busy"),
             LegFailure::Instance(failure) => write!(f, "{failure}"),
+            LegFailure::Answer(status) => write!(f, "instance answered with status {status}"),
             LegFailure::Request(why) => write!(f, "bad request: {why}"),
         }
     }
@@ -115,8 +138,18 @@ pub enum RouterEffect {
         engine: EngineId,
         /// Where it takes legs.
         http: Endpoint,
+        /// The two instances between which KV goes; of a prefill leg for several samples the
+        /// decode of the first.
+        pair: Box<Pair>,
         /// What to ask for.
         body: LegBody,
+    },
+    /// Ask an instance whether it answers; told by [`RouterInput::Probed`].
+    Probe {
+        /// The probe.
+        probe: ProbeId,
+        /// Where it takes legs.
+        http: Endpoint,
     },
     /// Close the connection of a leg that has not ended; no event of it is wanted any more.
     CancelLeg {
@@ -136,6 +169,37 @@ impl From<ControlCommand> for RouterEffect {
     fn from(command: ControlCommand) -> Self {
         RouterEffect::Control(command)
     }
+}
+
+/// The two instances of a transfer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Pair {
+    /// Where KV comes from.
+    pub prefill: Party,
+    /// Where it goes.
+    pub decode: Party,
+}
+
+impl Pair {
+    /// True if both speak the native dialect; else both speak MoRIIO.
+    pub fn is_native(&self) -> bool {
+        self.prefill.native && self.decode.native
+    }
+}
+
+/// What the other instance of a transfer has to know of one.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Party {
+    /// Where MoRIIO peers find it; none if it does not speak MoRIIO.
+    pub zmq: Option<ZmqAddress>,
+    /// True if it speaks the native dialect.
+    pub native: bool,
+    /// Its DP rank.
+    pub dp_rank: u16,
+    /// Number of DP ranks.
+    pub dp_size: u16,
+    /// Number of TP ranks.
+    pub tp: u16,
 }
 
 /// The part of a leg that the protocol cares about.
@@ -158,6 +222,9 @@ pub enum LegBody {
         sample: u32,
         /// Tokens to generate.
         output: u32,
+        /// What the prefill answered; only where KV is read by MoRIIO, and then none if there is
+        /// nothing to read.
+        params: Option<Arc<str>>,
     },
 }
 
@@ -205,6 +272,11 @@ pub struct RouterConfig {
     pub waiting_max: u32,
     /// Longest wait for an instance.
     pub wait_max: Nanos,
+    /// The same for a request that was sent before and failed.
+    pub retry_wait_max: Nanos,
+    /// An instance that registers by a frame gets no legs before it answered a probe; it is asked
+    /// again after this long. None: it gets legs at once.
+    pub probe: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,
     /// In-flight tokens by which a prefix hit outweighs load: an instance that has a prefix is
@@ -229,6 +301,8 @@ impl Default for RouterConfig {
             retries_max: 2,
             waiting_max: 100_000,
             wait_max: Nanos::from_secs(30),
+            retry_wait_max: Nanos::from_secs(30),
+            probe: None,
             requests_max: 1_000_000,
             affinity_percent: 100,
             prefix_tokens: 512,

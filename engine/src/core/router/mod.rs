@@ -10,6 +10,7 @@
 //! [`LegFailure::Connection`].
 
 mod abandoned;
+mod discovery;
 mod fleet;
 mod flow;
 mod health;
@@ -17,20 +18,23 @@ mod io;
 mod pairing;
 mod prefixes;
 mod registry;
+mod rejections;
 mod requests;
 mod view;
 
 pub use io::*;
 pub use registry::Reject;
+pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
+use self::discovery::{Entry, Said};
 use self::fleet::{Fleet, Timer};
 use self::registry::{Registered, Slot};
+use self::rejections::Rejections;
 use self::requests::{Request, Ticket};
-use super::dialect::native::{self, Frame};
+use super::dialect::moriio::registration::Heartbeat;
 use super::ids::{ClientId, Incarnation};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::Registration;
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, LinkId};
 use std::collections::BTreeMap;
@@ -45,6 +49,7 @@ pub struct Router {
     /// Requests of which a leg was sent.
     active: u32,
     draining: bool,
+    rejections: Rejections,
 }
 
 impl Router {
@@ -58,6 +63,7 @@ impl Router {
             next_ticket: 0,
             active: 0,
             draining: false,
+            rejections: Rejections::default(),
         }
     }
 
@@ -71,46 +77,86 @@ impl Router {
         &self.fleet.counters
     }
 
+    /// The registrations that were not taken lately, oldest first.
+    pub fn rejections(&self) -> impl Iterator<Item = &Rejection> {
+        self.rejections.iter()
+    }
+
+    /// True if it takes no new requests.
+    pub fn is_draining(&self) -> bool {
+        self.draining
+    }
+
     fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut Outbox<RouterEffect>) {
         // An instance is known by its registrations, not by its link: links come and go.
         match event {
-            ControlEvent::Frame { link, parts, .. } => match registration(&parts) {
-                Some(registration) => self.register(now, registration, Some(link), out),
-                None => self.reject(Reject::Malformed),
+            ControlEvent::Frame { link, parts, .. } => match discovery::read(&parts) {
+                Ok(Said::Entry(entry)) => self.register(now, *entry, Some(link), out),
+                Ok(Said::Heartbeat(beat)) => self.heartbeat(now, &beat, link, out),
+                Err(unread) => {
+                    let from = unread.from.unwrap_or_else(|| format!("link {link}").into());
+                    self.reject(now, &from, unread.reason, &unread.why);
+                }
             },
             ControlEvent::LinkDown { link } => self.fleet.registry.unlink(link),
             ControlEvent::LinkUp { .. } => {}
         }
     }
 
-    fn reject(&mut self, reason: Reject) {
+    fn reject(&mut self, now: Nanos, from: &str, reason: Reject, why: &str) {
         *self.fleet.counters.rejected.entry(reason).or_default() += 1;
+        self.rejections.add(now, from, reason, why);
+    }
+
+    fn heartbeat(
+        &mut self,
+        now: Nanos,
+        beat: &Heartbeat,
+        link: LinkId,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        if u32::from(beat.dp_size().get()) > self.fleet.config.instances_max {
+            let why = "dp_size above the number of instances that the router takes";
+            return self.reject(now, &beat.http().0, Reject::DataParallel, why);
+        }
+        let entries = self.fleet.registry.entries(beat);
+        self.fleet.registry.outlive(&entries);
+        for entry in entries {
+            self.register(now, entry, Some(link), out);
+        }
     }
 
     fn register(
         &mut self,
         now: Nanos,
-        registration: Registration,
+        entry: Entry,
         link: Option<LinkId>,
         out: &mut Outbox<RouterEffect>,
     ) {
-        let draining = registration.draining;
+        let (draining, native) = (entry.registration.draining, entry.native);
+        let http = entry.registration.http.clone();
         let Fleet { registry, config, .. } = &mut self.fleet;
-        let (slot, replaced) = match registry.register(now, registration, config) {
+        let new = registry.next_slot();
+        let (slot, replaced) = match registry.register(now, entry, config) {
             Ok(Registered::Current { slot, replaced }) => (slot, replaced),
             Ok(Registered::Stale) => {
                 self.fleet.counters.stale += 1;
                 return;
             }
-            Err(reason) => return self.reject(reason),
+            Err(reason) => return self.reject(now, &http.0, reason, &reason.to_string()),
         };
         if let Some(slot) = slot {
             let lives = if draining { config.drain_max } else { config.expiry };
             self.fleet.timers.arm(Timer::Expiry(slot), now + lives);
-            if let Some(link) = link {
+            // MoRIIO has no messages of routers.
+            if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.fleet.registry.instance_mut(slot).abandoned;
                 let told = abandoned.repeat(link);
                 told.into_iter().for_each(|command| out.push(command));
+            }
+            if slot == new && link.is_some() && self.fleet.config.probe.is_some() {
+                self.fleet.registry.instance_mut(slot).unproven = true;
+                self.fleet.probe(slot, out);
             }
             if self.fleet.registry.is_over(slot) {
                 self.fleet.remove(slot);
@@ -143,6 +189,7 @@ impl Router {
                 Timer::Expiry(slot) => self.expired(now, slot, out),
                 // It was armed to have the waiting requests looked at.
                 Timer::Heal(_) => {}
+                Timer::Probe(slot) => self.fleet.probe(slot, out),
                 Timer::Wait(client) => self.gave_up(client, out),
             }
         }
@@ -157,10 +204,13 @@ impl Machine for Router {
         self.fire(now, out);
         match input {
             RouterInput::Control(event) => self.control(now, event, out),
-            RouterInput::Register(registration) => self.register(now, registration, None, out),
+            RouterInput::Register(registration) => {
+                self.register(now, Entry::native(registration), None, out);
+            }
             RouterInput::Request(request) => self.request(now, request, out),
             RouterInput::Gone { client } => self.finish(client, None, out),
             RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),
+            RouterInput::Probed { probe, answers } => self.fleet.probed(now, probe, answers),
             RouterInput::Drain => self.draining = true,
             RouterInput::Tick => {}
         }
@@ -180,13 +230,5 @@ impl Machine for Router {
             violations: rejected.min(u64::from(u32::MAX)) as u32,
             ..Gauges::default()
         }
-    }
-}
-
-/// The registration in a message of the discovery channel; further parts are ignored.
-fn registration(parts: &[Vec<u8>]) -> Option<Registration> {
-    match native::decode(parts.first()?) {
-        Ok(Frame::Register(registration)) => Some(registration),
-        _ => None,
     }
 }

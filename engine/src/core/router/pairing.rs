@@ -78,11 +78,12 @@ impl Want<'_> {
     fn decodes_for<'r>(
         &self,
         registry: &'r Registry,
-        prefill: &Instance,
+        prefill: &'r Instance,
     ) -> impl Iterator<Item = (Slot, &'r Instance)> {
         let mode = prefill.registration.mode;
-        self.takers(registry, Role::Decode)
-            .filter(move |(_, decode)| decode.registration.mode == mode)
+        self.takers(registry, Role::Decode).filter(move |(_, decode)| {
+            decode.registration.mode == mode && decode.understands(prefill)
+        })
     }
 }
 
@@ -93,7 +94,11 @@ pub(super) fn choose_prefill(
     config: &RouterConfig,
 ) -> Option<Choice> {
     let mut decodes = [const { None }; 2];
+    // Whether all decodes understand those who speak one dialect only.
+    let (mut all_native, mut all_moriio) = (true, true);
     for candidate in want.takers(registry, Role::Decode) {
+        all_native &= candidate.1.native;
+        all_moriio &= candidate.1.zmq.is_some();
         let (cost, choice) = want.weigh(candidate, config);
         Best::update(&mut decodes[choice.mode as usize], cost, choice.slot);
     }
@@ -102,7 +107,8 @@ pub(super) fn choose_prefill(
             let (((_, avoid), cost, _), choice) = want.weigh(candidate, config);
             let prefill = candidate.1;
             let anyone = decodes[choice.mode as usize]?;
-            let decode = match prefill.failing.is_empty() {
+            let understood = prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
+            let decode = match prefill.failing.is_empty() && understood {
                 true => anyone,
                 false => Best::of(registry, want, prefill, config)?,
             };

@@ -1,9 +1,12 @@
 //! The instances that registered.
 
 use super::abandoned::Abandoned;
+use super::discovery::{Entry, rank_name};
 use super::health::Health;
-use super::io::RouterConfig;
+use super::io::{Party, RouterConfig};
 use super::prefixes::PrefixMemory;
+use crate::core::dialect::moriio::address::ZmqAddress;
+use crate::core::dialect::moriio::registration::Heartbeat;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
 use crate::core::message::{Registration, Role};
 use crate::core::time::Nanos;
@@ -17,13 +20,19 @@ const TEXT_MAX: usize = 512;
 
 /// One life of one engine core as the router numbers it; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Slot(u64);
+pub(super) struct Slot(pub(super) u64);
 
 /// An engine core in one life.
 #[derive(Clone, Debug)]
 pub(super) struct Instance {
     /// What it said last.
     pub(super) registration: Registration,
+    /// Where MoRIIO peers find it, if it speaks MoRIIO.
+    pub(super) zmq: Option<ZmqAddress>,
+    /// True if it speaks the native dialect.
+    pub(super) native: bool,
+    /// True until it answered a probe.
+    pub(super) unproven: bool,
     /// When it said so.
     pub(super) registered: Nanos,
     /// No leg is sent from here on. Kept beside the timer because several instances expire at one
@@ -53,12 +62,30 @@ impl Instance {
     /// True if a leg of `client` may be sent to it.
     pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
         !self.lost
+            && !self.unproven
             && now < self.expires
             && !self.registration.draining
             && !self.health.is_suspect(now)
             && self.health.on_trial().is_none_or(|since| {
                 self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)
             })
+    }
+
+    /// True if a decode and a prefill have a dialect in common.
+    pub(super) fn understands(&self, other: &Instance) -> bool {
+        self.native && other.native || self.zmq.is_some() && other.zmq.is_some()
+    }
+
+    /// What it said last.
+    fn entry(&self) -> Entry {
+        let (registration, zmq) = (self.registration.clone(), self.zmq.clone());
+        Entry { registration, zmq, native: self.native }
+    }
+
+    /// What the other side of a transfer has to know.
+    pub(super) fn party(&self) -> Party {
+        let Registration { dp_rank, dp_size, tp, .. } = self.registration;
+        Party { zmq: self.zmq.clone(), native: self.native, dp_rank, dp_size, tp }
     }
 
     /// True if nothing is expected of it any more.
@@ -73,6 +100,8 @@ impl Instance {
 pub enum Reject {
     /// The frame is not a registration of a version that we speak.
     Malformed,
+    /// A MoRIIO registration with an address or size with which every request would fail.
+    Unusable,
     /// The name is empty, too long, or has control characters.
     Name,
     /// An endpoint is empty, too long, has control characters or spaces, or port 0 or above 65535.
@@ -91,6 +120,7 @@ impl fmt::Display for Reject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Reject::Malformed => "not a registration",
+            Reject::Unusable => "unusable address or size",
             Reject::Name => "bad engine name",
             Reject::Endpoint => "bad endpoint",
             Reject::DataParallel => "bad DP rank or size",
@@ -146,10 +176,11 @@ impl Registry {
     pub(super) fn register(
         &mut self,
         now: Nanos,
-        registration: Registration,
+        entry: Entry,
         config: &RouterConfig,
     ) -> Result<Registered, Reject> {
-        check(&registration)?;
+        let registration = &entry.registration;
+        check(registration)?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
         let mut replaced = None;
         if let Some(known) = self.known.get_mut(&registration.engine) {
@@ -159,7 +190,7 @@ impl Registry {
             match known.place {
                 Place::Live(slot) if known.incarnation == incarnation => {
                     let instance = self.instances.get_mut(&slot).expect("a live name has a slot");
-                    refresh(instance, now, registration)?;
+                    refresh(instance, now, entry)?;
                     instance.expires = now + config.expiry;
                     known.sequence = sequence;
                     return Ok(Registered::Current { slot: Some(slot), replaced: None });
@@ -177,7 +208,7 @@ impl Registry {
             self.instance_mut(slot).lost = true;
         }
         let engine = registration.engine.clone();
-        let slot = (!draining).then(|| self.insert(now, registration, config));
+        let slot = (!draining).then(|| self.insert(now, entry, config));
         let place = match slot {
             Some(slot) => Place::Live(slot),
             None => self.new_left(&engine),
@@ -190,13 +221,67 @@ impl Registry {
         Ok(Registered::Current { slot, replaced })
     }
 
-    fn insert(&mut self, now: Nanos, registration: Registration, config: &RouterConfig) -> Slot {
+    /// What the next instance will be numbered.
+    pub(super) fn next_slot(&self) -> Slot {
+        Slot(self.next_slot)
+    }
+
+    /// What a heartbeat of MoRIIO says: an entry for each of its DP ranks, and one that drains for
+    /// each rank that its last life had beyond. Such an instance has no incarnation; a heartbeat
+    /// that says something else than the one before is taken for a new life.
+    pub(super) fn entries(&self, beat: &Heartbeat) -> Vec<Entry> {
+        let entry = |rank: u16| {
+            let name = rank_name(beat, rank);
+            let Some(known) = self.known.get(&name) else {
+                return (Entry::of_rank(beat, rank, Incarnation(1), 1), 0);
+            };
+            let next = Entry::of_rank(beat, rank, known.incarnation, known.sequence + 1);
+            let before = match known.place {
+                Place::Live(slot) => self.instances.get(&slot),
+                Place::Left(_) => None,
+            };
+            let is_same = before.is_some_and(|instance| instance.entry().is_same_life(&next));
+            let size = before.map_or(0, |instance| instance.registration.dp_size);
+            let life = Incarnation(known.incarnation.0 + 1);
+            (if is_same { next } else { Entry::of_rank(beat, rank, life, 1) }, size)
+        };
+        let (first, before) = entry(0);
+        let told = beat.dp_size().get();
+        let mut entries = vec![first];
+        entries.extend((1..told).map(|rank| entry(rank).0));
+        entries.extend((told..before).map(|rank| {
+            let (mut gone, _) = entry(rank);
+            gone.registration.dp_size = rank + 1;
+            gone.registration.draining = true;
+            gone
+        }));
+        entries
+    }
+
+    /// Takes the lives that are replaced by these entries out of traffic, all before the first is
+    /// replaced: its legs must not fail over to the next.
+    pub(super) fn outlive(&mut self, entries: &[Entry]) {
+        for Registration { engine, incarnation, .. } in entries.iter().map(|it| &it.registration) {
+            if let Some(Known { incarnation: before, place: Place::Live(slot), .. }) =
+                self.known.get(engine)
+                && before < incarnation
+            {
+                self.instances.get_mut(slot).expect("a live name has a slot").lost = true;
+            }
+        }
+    }
+
+    fn insert(&mut self, now: Nanos, entry: Entry, config: &RouterConfig) -> Slot {
+        let Entry { registration, zmq, native } = entry;
         let slot = Slot(self.next_slot);
         self.next_slot += 1;
         self.instances.insert(
             slot,
             Instance {
                 registration,
+                zmq,
+                native,
+                unproven: false,
                 registered: now,
                 expires: now + config.expiry,
                 health: Health::default(),
@@ -306,12 +391,14 @@ impl Registry {
     }
 }
 
-fn refresh(instance: &mut Instance, now: Nanos, new: Registration) -> Result<(), Reject> {
+fn refresh(instance: &mut Instance, now: Nanos, new: Entry) -> Result<(), Reject> {
     let fixed = |r: &Registration| (r.role, r.dp_rank, r.dp_size, r.tp);
-    if fixed(&instance.registration) != fixed(&new) {
+    if fixed(&instance.registration) != fixed(&new.registration) {
         return Err(Reject::Changed);
     }
-    instance.registration = new;
+    instance.registration = new.registration;
+    instance.zmq = new.zmq;
+    instance.native = new.native;
     instance.registered = now;
     instance.lost = false;
     instance.health.registered();
@@ -375,7 +462,7 @@ mod tests {
         let mut registry = Registry::default();
         let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
             Nanos::ZERO,
-            registration(name, incarnation),
+            Entry::native(registration(name, incarnation)),
             &config,
         ) {
             Ok(Registered::Current { slot: Some(slot), .. }) => Some(slot),

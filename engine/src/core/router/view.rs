@@ -1,9 +1,11 @@
 //! What the router tells about itself.
 
 use super::registry::{Instance, Reject};
+use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::ids::{EngineId, Incarnation};
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
+use crate::fabric::Endpoint;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -12,6 +14,8 @@ use std::collections::BTreeMap;
 pub enum InstanceState {
     /// It gets legs.
     Ready,
+    /// It has not answered a probe yet.
+    Unproven,
     /// It failed lately and is left alone for a time.
     Suspect,
     /// It failed repeatedly and has to serve one client before it gets more.
@@ -33,6 +37,12 @@ pub struct InstanceView<'a> {
     pub role: Role,
     /// How it transfers.
     pub mode: Mode,
+    /// Where it takes legs.
+    pub http: &'a Endpoint,
+    /// Where MoRIIO peers find it, if it speaks MoRIIO.
+    pub zmq: Option<&'a ZmqAddress>,
+    /// True if it speaks the native dialect.
+    pub native: bool,
     /// Its DP rank.
     pub dp_rank: u16,
     /// Number of DP ranks.
@@ -56,6 +66,8 @@ impl<'a> InstanceView<'a> {
             InstanceState::Lost
         } else if registration.draining {
             InstanceState::Draining
+        } else if instance.unproven {
+            InstanceState::Unproven
         } else if instance.health.is_suspect(now) {
             InstanceState::Suspect
         } else if instance.health.on_trial().is_some() {
@@ -68,6 +80,9 @@ impl<'a> InstanceView<'a> {
             incarnation: registration.incarnation,
             role: registration.role,
             mode: registration.mode,
+            http: &registration.http,
+            zmq: instance.zmq.as_ref(),
+            native: instance.native,
             dp_rank: registration.dp_rank,
             dp_size: registration.dp_size,
             tp: registration.tp,
@@ -96,6 +111,9 @@ pub struct RouterCounters {
     pub legs: u64,
     /// Legs cancelled.
     pub cancelled: u64,
+    /// Decode legs that should read by MoRIIO and were sent without anything to read, because the
+    /// prefill's answer has nothing.
+    pub unread: u64,
     /// Samples sent again.
     pub retries: u64,
     /// News of legs that were unknown or had ended.

@@ -3,6 +3,7 @@
 use super::Unsendable;
 use crate::core::ids::RequestId;
 use crate::core::message::Role;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ const DECODE_MARK: &str = "___decode_addr_";
 
 /// Host and base ports of an engine's listeners, `host:{ip},handshake:{port},notify:{port}` in
 /// registrations and request ids.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ZmqAddress {
     /// Name or address; IPv6 without brackets.
     pub host: Arc<str>,

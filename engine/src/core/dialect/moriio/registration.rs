@@ -2,9 +2,10 @@
 
 use super::address::ZmqAddress;
 use super::value::{Map, Value};
-use super::{DecodeError, Unsendable, error, pack};
+use super::{Bin, DecodeError, Unsendable, error, pack};
 use crate::core::Nanos;
-use crate::core::message::{Mode, Role};
+use crate::core::dialect::native::{self, Frame};
+use crate::core::message::{Mode, Registration, Role};
 use crate::fabric::Endpoint;
 use serde::Serialize;
 use std::borrow::Cow;
@@ -34,6 +35,8 @@ struct HeartbeatWire<'a> {
     dp_size: NonZeroU16,
     tp_size: NonZeroU16,
     transfer_mode: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kvferry: Option<Bin<'a>>,
 }
 
 impl Heartbeat {
@@ -90,6 +93,16 @@ impl Heartbeat {
 
     /// The bytes of the only part.
     pub fn encode(&self) -> Vec<u8> {
+        self.pack(None)
+    }
+
+    /// The same with one more key, `kvferry`, which holds the native registration; routers that do
+    /// not know it ignore it.
+    pub fn encode_with(&self, registration: &Registration) -> Vec<u8> {
+        self.pack(Some(&native::encode(&Frame::Register(registration.clone()))))
+    }
+
+    fn pack(&self, registration: Option<&[u8]>) -> Vec<u8> {
         pack(&HeartbeatWire {
             r#type: match self.role {
                 Role::Prefill => "P",
@@ -103,6 +116,7 @@ impl Heartbeat {
                 Mode::Push => "WRITE",
                 Mode::Pull => "READ",
             },
+            kvferry: registration.map(Bin),
         })
     }
 }
@@ -122,6 +136,8 @@ pub struct Heard {
     pub tp_size: u64,
     /// Who moves the bytes.
     pub mode: Mode,
+    /// What a native instance says beside it, see [`Heartbeat::encode_with`].
+    pub native: Option<Box<Registration>>,
 }
 
 impl Heard {
@@ -158,6 +174,7 @@ impl Heard {
                 "READ" => Mode::Pull,
                 _ => return Err("unknown transfer_mode"),
             },
+            native: map.get("kvferry").and_then(Value::bin).and_then(registration),
         })
     }
 
@@ -177,6 +194,14 @@ impl Heard {
         let http = Endpoint(bracketed(&self.http_address).into());
         Heartbeat::new(self.role, http, zmq, dp_size, tp_size, self.mode)
             .map_err(|unsendable| error("registration", unsendable.rule))
+    }
+}
+
+/// The native registration; none if the bytes are something else, or of another version.
+fn registration(bytes: &[u8]) -> Option<Box<Registration>> {
+    match native::decode(bytes) {
+        Ok(Frame::Register(registration)) => Some(Box::new(registration)),
+        _ => None,
     }
 }
 

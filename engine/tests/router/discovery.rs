@@ -1,0 +1,321 @@
+//! Instances that register by MoRIIO's heartbeat: lives without an incarnation, decode legs that
+//! wait for the prefill's answer, probes, and what is not taken.
+
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::dialect::moriio::registration::Heartbeat;
+use engine::core::dialect::native::{self, Frame};
+use engine::core::ids::{ClientId, Incarnation, LegId};
+use engine::core::message::{FinishReason, Mode, Registration, Role};
+use engine::core::router::{
+    Answer, ClientRequest, InstanceState, LegBody, LegEvent, LegFailure, Pair, ProbeId, Prompt,
+    Reject, Router, RouterConfig, RouterEffect, RouterInput,
+};
+use engine::core::{Machine, Nanos, Outbox};
+use engine::fabric::{ControlEvent, LinkId};
+use std::num::NonZeroU16;
+
+/// A router and its time.
+struct Bench {
+    router: Router,
+    now: Nanos,
+    clients: u64,
+}
+
+/// A leg that was sent.
+#[derive(Debug)]
+struct Sent {
+    leg: LegId,
+    engine: String,
+    pair: Pair,
+    body: LegBody,
+}
+
+impl Bench {
+    fn new(config: RouterConfig) -> Bench {
+        Bench { router: Router::new(config, Incarnation(7)), now: Nanos::ZERO, clients: 0 }
+    }
+
+    fn give(&mut self, input: RouterInput) -> Vec<RouterEffect> {
+        let mut out = Outbox::new();
+        self.router.handle(self.now, input, &mut out);
+        out.take()
+    }
+
+    fn hear(&mut self, frame: Vec<u8>) -> Vec<RouterEffect> {
+        let link = LinkId(LinkId::INBOUND | 1);
+        self.give(RouterInput::Control(ControlEvent::Frame { link, parts: vec![frame] }))
+    }
+
+    /// Asks for one token of one prompt.
+    fn ask(&mut self) -> Vec<RouterEffect> {
+        let client = ClientId(self.clients);
+        self.clients += 1;
+        let prompts = vec![Prompt { tokens: 10, prefix: [].into() }];
+        self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 4 }))
+    }
+
+    fn leg(&mut self, leg: LegId, event: LegEvent) -> Vec<RouterEffect> {
+        self.give(RouterInput::Leg { leg, event })
+    }
+
+    fn engines(&self) -> Vec<String> {
+        self.router.instances(self.now).map(|it| it.engine.to_string()).collect()
+    }
+
+    fn states(&self) -> Vec<InstanceState> {
+        self.router.instances(self.now).map(|it| it.state).collect()
+    }
+
+    /// Lets time pass to the next deadline.
+    fn tick(&mut self) -> Vec<RouterEffect> {
+        self.now = self.router.deadline().expect("a timer is armed");
+        self.give(RouterInput::Tick)
+    }
+}
+
+fn beat(role: Role, host: &str, handshake: i64, dp: u16, mode: Mode) -> Heartbeat {
+    let zmq = ZmqAddress { host: host.into(), handshake, notify: 61005 };
+    let size = |size| NonZeroU16::new(size).unwrap();
+    let http = match host.contains(':') {
+        true => format!("[{host}]:8000"),
+        false => format!("{host}:8000"),
+    };
+    let http = http.as_str().into();
+    Heartbeat::new(role, http, zmq, size(dp), size(4), mode).unwrap()
+}
+
+fn p(mode: Mode) -> Heartbeat {
+    beat(Role::Prefill, "10.0.0.1", 6301, 1, mode)
+}
+
+fn d(mode: Mode) -> Heartbeat {
+    beat(Role::Decode, "10.0.0.2", 7301, 1, mode)
+}
+
+fn native(name: &str, role: Role, mode: Mode) -> Registration {
+    Registration {
+        engine: name.into(),
+        incarnation: Incarnation(5),
+        sequence: 1,
+        role,
+        mode,
+        http: format!("{name}:8000").as_str().into(),
+        control: format!("tcp://{name}:6301").as_str().into(),
+        dp_rank: 2,
+        dp_size: 8,
+        tp: 4,
+        draining: false,
+    }
+}
+
+fn sent(effects: Vec<RouterEffect>) -> Vec<Sent> {
+    let sent = |effect| match effect {
+        RouterEffect::Dispatch { leg, engine, pair, body, .. } => {
+            Some(Sent { leg, engine: engine.to_string(), pair: *pair, body })
+        }
+        _ => None,
+    };
+    effects.into_iter().filter_map(sent).collect()
+}
+
+fn done() -> LegEvent {
+    LegEvent::Done { reason: FinishReason::Length, recomputed: None }
+}
+
+fn params_of(sent: &Sent) -> Option<&str> {
+    match &sent.body {
+        LegBody::Decode { params, .. } => params.as_deref(),
+        LegBody::Prefill { .. } => panic!("a prefill leg: {sent:?}"),
+    }
+}
+
+#[test]
+fn a_heartbeat_is_an_instance_for_each_of_its_ranks() {
+    let mut bench = Bench::new(RouterConfig::default());
+    for _ in 0..3 {
+        bench.hear(beat(Role::Prefill, "fd00::1", 6301, 3, Mode::Push).encode());
+        bench.now = bench.now + Nanos::from_secs(3);
+    }
+    assert_eq!(bench.engines(), ["P/[fd00::1]:8000/0", "P/[fd00::1]:8000/1", "P/[fd00::1]:8000/2"]);
+    let views: Vec<_> =
+        bench.router.instances(bench.now).map(|it| (it.dp_rank, it.dp_size)).collect();
+    assert_eq!(views, [(0, 3), (1, 3), (2, 3)]);
+    assert_eq!((bench.router.counters().replaced, bench.router.counters().stale), (0, 0));
+    bench.now = bench.now + Nanos::from_secs(10);
+    bench.give(RouterInput::Tick);
+    assert_eq!(bench.engines(), [""; 0]);
+}
+
+#[test]
+fn another_heartbeat_of_the_same_address_is_another_life() {
+    let mut bench = Bench::new(RouterConfig::default());
+    bench.hear(beat(Role::Prefill, "10.0.0.1", 6301, 4, Mode::Push).encode());
+    bench.hear(d(Mode::Push).encode());
+    let legs = sent(bench.ask());
+    assert_eq!(legs.len(), 2);
+    // New ports, fewer ranks: the legs of the old life fail over to the new one at once.
+    let effects = bench.hear(beat(Role::Prefill, "10.0.0.1", 6401, 2, Mode::Push).encode());
+    let cancelled =
+        effects.iter().filter(|it| matches!(it, RouterEffect::CancelLeg { .. })).count();
+    let again = sent(effects);
+    assert_eq!((cancelled, again.len()), (2, 2));
+    assert_eq!(again[0].pair.prefill.zmq.as_ref().unwrap().handshake, 6401);
+    let mut engines = bench.engines();
+    engines.sort();
+    assert_eq!(engines, ["D/10.0.0.2:8000/0", "P/10.0.0.1:8000/0", "P/10.0.0.1:8000/1"]);
+    assert_eq!(bench.router.counters().replaced, 4);
+    // And back: what it was before is a life of its own, too.
+    bench.hear(beat(Role::Prefill, "10.0.0.1", 6301, 4, Mode::Push).encode());
+    assert_eq!(bench.engines().len(), 5);
+}
+
+#[test]
+fn a_decode_that_reads_waits_for_the_prefills_answer() {
+    let mut bench = Bench::new(RouterConfig::default());
+    bench.hear(p(Mode::Pull).encode());
+    bench.hear(d(Mode::Pull).encode());
+    let legs = sent(bench.ask());
+    assert_eq!(legs.len(), 1, "{legs:?}");
+    assert_eq!(legs[0].pair.decode.zmq.as_ref().unwrap().handshake, 7301);
+    let params = r#"{"remote_block_ids":[[1]]}"#;
+    let next = sent(bench.leg(legs[0].leg, LegEvent::Prefilled { params: params.into() }));
+    assert_eq!((next.len(), params_of(&next[0])), (1, Some(params)));
+    assert_eq!(next[0].pair, legs[0].pair);
+    let ended = bench.leg(next[0].leg, done());
+    assert!(matches!(&ended[..], [RouterEffect::Answer { answer: Answer::Finished { .. }, .. }]));
+    assert_eq!(bench.router.gauges().transfers, 0);
+    // Nothing to read: it is sent all the same, and counted.
+    let legs = sent(bench.ask());
+    let next = sent(bench.leg(legs[0].leg, done()));
+    assert_eq!((next.len(), params_of(&next[0])), (1, None));
+    assert_eq!(bench.router.counters().unread, 1);
+}
+
+#[test]
+fn a_decode_that_waited_is_never_heard_of_when_the_prefill_fails() {
+    let mut bench = Bench::new(RouterConfig::default());
+    for host in ["10.0.0.1", "10.0.0.3"] {
+        bench.hear(beat(Role::Prefill, host, 6301, 1, Mode::Pull).encode());
+    }
+    bench.hear(d(Mode::Pull).encode());
+    let legs = sent(bench.ask());
+    let effects = bench.leg(legs[0].leg, LegEvent::Failed(LegFailure::Connection));
+    assert!(!effects.iter().any(|it| matches!(it, RouterEffect::CancelLeg { .. })), "{effects:?}");
+    let again = sent(effects);
+    assert!(again.len() == 1 && again[0].engine != legs[0].engine, "{again:?}");
+    // The same when the client goes.
+    let effects = bench.give(RouterInput::Gone { client: ClientId(0) });
+    assert!(matches!(effects[..], [RouterEffect::CancelLeg { leg }] if leg == again[0].leg));
+    assert_eq!(bench.router.gauges().transfers, 0);
+    let legs: u32 = bench.router.instances(bench.now).map(|it| it.legs).sum();
+    assert_eq!(legs, 0);
+}
+
+#[test]
+fn a_native_registration_in_a_heartbeat_counts() {
+    let mut bench = Bench::new(RouterConfig::default());
+    bench.hear(p(Mode::Pull).encode_with(&native("p0", Role::Prefill, Mode::Pull)));
+    bench.hear(d(Mode::Pull).encode_with(&native("d0", Role::Decode, Mode::Pull)));
+    assert_eq!(bench.engines(), ["p0", "d0"]);
+    let legs = sent(bench.ask());
+    assert_eq!(legs.len(), 2, "native decodes pull by themselves");
+    assert!(legs[0].pair.is_native());
+    let prefill = &legs[0].pair.prefill;
+    assert_eq!((prefill.dp_rank, prefill.dp_size), (2, 8));
+    assert_eq!(prefill.zmq.as_ref().unwrap().handshake, 6301);
+}
+
+#[test]
+fn only_those_are_paired_who_have_a_dialect_in_common() {
+    let mut bench = Bench::new(RouterConfig { wait_max: Nanos(1), ..RouterConfig::default() });
+    // A prefill that speaks MoRIIO only, decodes that do not, and one that speaks both.
+    bench.hear(p(Mode::Push).encode());
+    for name in ["d0", "d1"] {
+        let frame = Frame::Register(native(name, Role::Decode, Mode::Push));
+        bench.hear(native::encode(&frame));
+    }
+    assert!(bench.ask().is_empty());
+    bench.give(RouterInput::Gone { client: ClientId(0) });
+    bench.hear(d(Mode::Push).encode_with(&native("d2", Role::Decode, Mode::Push)));
+    for _ in 0..4 {
+        let legs = sent(bench.ask());
+        assert_eq!(legs.len(), 2);
+        assert!(legs[1].engine == "d2" && !legs[1].pair.is_native(), "{legs:?}");
+    }
+    // A native prefill takes the others.
+    bench.hear(native::encode(&Frame::Register(native("p1", Role::Prefill, Mode::Push))));
+    let legs = sent(bench.ask());
+    assert!(legs[0].engine == "p1" && legs[0].pair.is_native(), "{legs:?}");
+}
+
+#[test]
+fn an_instance_gets_legs_once_it_answered_a_probe() {
+    let config = RouterConfig { probe: Some(Nanos::from_ms(500)), ..RouterConfig::default() };
+    let mut bench = Bench::new(config);
+    let probe = |effects: &[RouterEffect]| -> Vec<ProbeId> {
+        let probe = |effect: &RouterEffect| match effect {
+            RouterEffect::Probe { probe, .. } => Some(*probe),
+            _ => None,
+        };
+        effects.iter().filter_map(probe).collect()
+    };
+    let first = probe(&bench.hear(p(Mode::Push).encode()));
+    let second = probe(&bench.hear(d(Mode::Push).encode()));
+    assert_eq!((first.len(), second.len()), (1, 1));
+    assert!(probe(&bench.hear(p(Mode::Push).encode())).is_empty(), "one probe at a time");
+    assert!(bench.ask().is_empty());
+    bench.give(RouterInput::Probed { probe: first[0], answers: true });
+    assert_eq!(bench.states(), [InstanceState::Ready, InstanceState::Unproven]);
+    bench.give(RouterInput::Probed { probe: second[0], answers: false });
+    let again = probe(&bench.tick());
+    assert_eq!((bench.now, &again), (Nanos::from_ms(500), &second));
+    // What waited goes at once.
+    let effects = bench.give(RouterInput::Probed { probe: second[0], answers: true });
+    assert_eq!(sent(effects).len(), 2);
+    assert!(bench.give(RouterInput::Probed { probe: ProbeId(99), answers: false }).is_empty());
+}
+
+#[test]
+fn what_is_not_taken_is_listed_with_its_reason() {
+    let mut bench = Bench::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
+    let hostless = beat(Role::Prefill, "10.0.0.1", 6301, 3, Mode::Push).encode();
+    for frame in [vec![], b"\xc1k".to_vec(), b"GET / HTTP/1.1".to_vec(), hostless] {
+        bench.now = bench.now + Nanos(1);
+        bench.hear(frame);
+    }
+    let text = |it: &str| {
+        let mut frame = p(Mode::Push).encode();
+        let at = frame.windows(4).position(|window| window == b"host").unwrap();
+        frame[at..at + 4].copy_from_slice(it.as_bytes());
+        frame
+    };
+    bench.hear(text("tsoh"));
+    let listed: Vec<_> = bench.router.rejections().map(|it| (it.reason, it.at.0)).collect();
+    let malformed = Reject::Malformed;
+    let expected = [
+        (malformed, 1),
+        (malformed, 2),
+        (malformed, 3),
+        (Reject::DataParallel, 4),
+        (Reject::Unusable, 4),
+    ];
+    assert_eq!(listed, expected);
+    let last = bench.router.rejections().last().unwrap();
+    assert_eq!((&*last.from, &*last.why), ("10.0.0.1:8000", "zmq_address that is none"));
+    assert_eq!(bench.router.counters().rejected[&malformed], 3);
+    assert_eq!(bench.router.instances(bench.now).count(), 0);
+}
+
+#[test]
+fn what_was_sent_before_waits_less_for_another_instance() {
+    let config = RouterConfig { retry_wait_max: Nanos::from_secs(1), ..RouterConfig::default() };
+    let mut bench = Bench::new(RouterConfig { suspicion: Nanos::from_secs(5), ..config });
+    bench.hear(p(Mode::Push).encode());
+    bench.hear(d(Mode::Push).encode());
+    let legs = sent(bench.ask());
+    bench.leg(legs[0].leg, LegEvent::Failed(LegFailure::Connection));
+    let ended = bench.tick();
+    assert_eq!(bench.now, Nanos::from_secs(1));
+    let failed = Answer::Failed(LegFailure::Connection);
+    assert!(matches!(&ended[..], [RouterEffect::Answer { answer, .. }] if *answer == failed));
+}

@@ -1,0 +1,255 @@
+//! What the router tells about itself, and what it asks an instance on a client's behalf.
+
+use super::error::Refusal;
+use super::front::Core;
+use super::leg::{self, Http, JSON};
+use super::metrics::{self, role_name, state_name};
+use super::serve::Desk;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use engine::actors::Look;
+use engine::core::message::{Mode, Role};
+use engine::core::router::{InstanceState, Router, RouterCounters};
+use engine::core::{Machine, Nanos};
+use http_body_util::Full;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::{Request, StatusCode, Uri};
+use prometheus_client::registry::Registry;
+use serde::Serialize;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Time for an instance to list its models.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Instances that are asked for their models before the client is told that there are none.
+const ASKED_MAX: usize = 3;
+
+/// What the handlers here need.
+#[derive(Clone)]
+pub(crate) struct Admin {
+    pub(crate) core: Core,
+    pub(crate) desk: Desk,
+    pub(crate) http: Http,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) clock: engine::actors::Clock,
+}
+
+/// An instance as it is listed.
+#[derive(Serialize)]
+struct Worker {
+    engine: String,
+    role: &'static str,
+    http: String,
+    zmq: Option<String>,
+    transfer_mode: &'static str,
+    native: bool,
+    dp_rank: u16,
+    dp_size: u16,
+    tp_size: u16,
+    state: &'static str,
+    age_seconds: f64,
+    in_flight_legs: u32,
+    in_flight_tokens: u64,
+    #[serde(skip)]
+    is: (Role, Mode, InstanceState),
+}
+
+/// A registration that was not taken, as it is listed.
+#[derive(Serialize)]
+struct Rejected {
+    from: String,
+    reason: String,
+    why: String,
+    age_seconds: f64,
+}
+
+struct State {
+    workers: Vec<Worker>,
+    rejected: Vec<Rejected>,
+    counters: RouterCounters,
+    waiting: u32,
+    draining: bool,
+}
+
+fn seconds(span: Nanos) -> f64 {
+    span.0 as f64 / 1e9
+}
+
+fn state(router: &Router, now: Nanos) -> State {
+    let workers = router.instances(now).map(|it| Worker {
+        engine: it.engine.to_string(),
+        role: role_name(it.role),
+        http: it.http.to_string(),
+        zmq: it.zmq.map(ToString::to_string),
+        transfer_mode: match it.mode {
+            Mode::Push => "WRITE",
+            Mode::Pull => "READ",
+        },
+        native: it.native,
+        dp_rank: it.dp_rank,
+        dp_size: it.dp_size,
+        tp_size: it.tp,
+        state: state_name(it.state),
+        age_seconds: seconds(it.age),
+        in_flight_legs: it.legs,
+        in_flight_tokens: it.tokens,
+        is: (it.role, it.mode, it.state),
+    });
+    let rejected = router.rejections().map(|it| Rejected {
+        from: it.from.to_string(),
+        reason: it.reason.to_string(),
+        why: it.why.to_string(),
+        age_seconds: seconds(now - it.at),
+    });
+    State {
+        workers: workers.collect(),
+        rejected: rejected.collect(),
+        counters: router.counters().clone(),
+        waiting: router.gauges().queued,
+        draining: router.is_draining(),
+    }
+}
+
+fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    match serde_json::to_vec(value) {
+        Ok(body) => {
+            let mut response = (status, body).into_response();
+            response.headers_mut().insert(CONTENT_TYPE, JSON);
+            response
+        }
+        Err(why) => {
+            Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, &why.to_string()).into_response()
+        }
+    }
+}
+
+impl Admin {
+    async fn state(&self) -> Result<State, Refusal> {
+        let now = (self.clock)();
+        let look = Look(Box::new(move |router: &Router| state(router, now)));
+        let gone = |_| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
+        self.core.send(look).await.map_err(gone)
+    }
+
+    /// Whether there is a pair of instances of one mode that can serve.
+    pub(crate) async fn readiness(&self) -> Response {
+        let state = match self.state().await {
+            Ok(state) => state,
+            Err(refusal) => return refusal.into_response(),
+        };
+        let has = |role, mode| {
+            let serves = |it: &Worker| {
+                it.is == (role, mode, InstanceState::Ready)
+                    || it.is == (role, mode, InstanceState::Trial)
+            };
+            state.workers.iter().any(serves)
+        };
+        let pair = |mode| has(Role::Prefill, mode) && has(Role::Decode, mode);
+        let ready = !state.draining && (pair(Mode::Push) || pair(Mode::Pull));
+        let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        let count = |role| {
+            state
+                .workers
+                .iter()
+                .filter(|it| it.is.0 == role && it.is.2 == InstanceState::Ready)
+                .count()
+        };
+        json(
+            status,
+            &serde_json::json!({
+                "ready": ready,
+                "draining": state.draining,
+                "prefill": count(Role::Prefill),
+                "decode": count(Role::Decode),
+            }),
+        )
+    }
+
+    /// All instances.
+    pub(crate) async fn workers(&self) -> Response {
+        match self.state().await {
+            Ok(state) => json(StatusCode::OK, &serde_json::json!({ "workers": state.workers })),
+            Err(refusal) => refusal.into_response(),
+        }
+    }
+
+    /// Registrations that were not taken.
+    pub(crate) async fn rejected(&self) -> Response {
+        match self.state().await {
+            Ok(state) => {
+                let counts = &state.counters.rejected;
+                let total: u64 = counts.values().sum();
+                let rejected = serde_json::json!({ "total": total, "last": state.rejected });
+                json(StatusCode::OK, &rejected)
+            }
+            Err(refusal) => refusal.into_response(),
+        }
+    }
+
+    /// The page for Prometheus.
+    pub(crate) async fn metrics(&self) -> Response {
+        match self.state().await {
+            Ok(state) => {
+                let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
+                self.desk.metrics.update(&state.counters, instances, state.waiting);
+                let mut response = metrics::page(&self.registry).into_response();
+                let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+                response
+            }
+            Err(refusal) => refusal.into_response(),
+        }
+    }
+
+    /// The models, as an instance lists them.
+    pub(crate) async fn models(&self, client: HeaderMap) -> Response {
+        match self.ask_for_models(&client).await {
+            Ok(response) => response,
+            Err(refusal) => refusal.into_response(),
+        }
+    }
+
+    async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, Refusal> {
+        let state = self.state().await?;
+        let mut ready: Vec<_> =
+            state.workers.iter().filter(|it| it.is.2 == InstanceState::Ready).collect();
+        ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
+        let settings = &self.desk.settings;
+        let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
+        let mut why = "no instance is ready; see /workers for what is registered".to_owned();
+        for worker in ready.iter().take(ASKED_MAX) {
+            let asked = timeout(PATIENCE, self.models_of(worker, key)).await;
+            match asked.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
+                Ok(response) => return Ok(response),
+                Err(said) => why = format!("instance {}: {said}", worker.http),
+            }
+        }
+        Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, &why))
+    }
+
+    async fn models_of(
+        &self,
+        worker: &Worker,
+        key: Option<&HeaderValue>,
+    ) -> Result<Response, String> {
+        let uri = Uri::builder().scheme("http").authority(&*worker.http);
+        let mut request = Request::new(Full::<Bytes>::default());
+        *request.uri_mut() =
+            uri.path_and_query("/v1/models").build().map_err(|why| why.to_string())?;
+        if let Some(key) = key {
+            request.headers_mut().insert(AUTHORIZATION, key.clone());
+        }
+        let answer = self.http.request(request).await.map_err(|why| leg::chain(&why))?;
+        let (head, body) = answer.into_parts();
+        if head.status.is_server_error() {
+            return Err(format!("status {}", head.status));
+        }
+        let limits = &self.desk.settings.limits;
+        let body = leg::collect(body, limits.answer_bytes, limits.idle).await?;
+        let mut response = (head.status, body).into_response();
+        response.headers_mut().insert(CONTENT_TYPE, JSON);
+        Ok(response)
+    }
+}

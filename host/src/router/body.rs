@@ -1,0 +1,181 @@
+//! The streamed answer to a client, made of one or more streams of decodes.
+
+use super::error::Refusal;
+use super::front::{Event, Front, Left, PartBody};
+use super::merge::Merger;
+use super::relay::Relay;
+use actix::Addr;
+use bytes::Bytes;
+use engine::core::ids::ClientId;
+use hyper::StatusCode;
+use hyper::body::{Body, Frame};
+use std::collections::VecDeque;
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use tokio::sync::mpsc;
+
+/// Tells the front that the client has gone, or has its answer.
+pub(crate) struct Guard {
+    pub(crate) front: Addr<Front>,
+    pub(crate) client: ClientId,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.front.do_send(Left(self.client));
+    }
+}
+
+/// The body of a streamed answer.
+pub(crate) struct ClientBody {
+    events: mpsc::Receiver<Event>,
+    /// Streams that have begun and not ended, with their parts.
+    relays: Vec<(usize, Relay)>,
+    /// Streams that have not ended.
+    left: usize,
+    /// Streams that have not begun.
+    to_come: usize,
+    merger: Option<Merger>,
+    queue: VecDeque<Bytes>,
+    /// The last bytes were the end of an event.
+    between_events: bool,
+    ended: bool,
+    _guard: Guard,
+}
+
+impl ClientBody {
+    /// A body of `parts` streams; `merger` unless they are passed on as they are.
+    pub(crate) fn new(
+        parts: usize,
+        events: mpsc::Receiver<Event>,
+        merger: Option<Merger>,
+        guard: Guard,
+    ) -> ClientBody {
+        ClientBody {
+            events,
+            relays: Vec::new(),
+            left: parts,
+            to_come: parts,
+            merger,
+            queue: VecDeque::new(),
+            between_events: true,
+            ended: false,
+            _guard: guard,
+        }
+    }
+
+    /// Adds a stream that has begun.
+    pub(crate) fn add(&mut self, part: usize, body: PartBody, cached: Option<u64>) {
+        self.to_come -= 1;
+        if let Some(merger) = &mut self.merger {
+            merger.cached(part, cached);
+        }
+        match body {
+            PartBody::Stream(relay) => self.relays.push((part, *relay)),
+            PartBody::Whole(bytes) => {
+                self.take(part, bytes);
+                self.part_ended(part);
+            }
+        }
+    }
+
+    fn take(&mut self, part: usize, bytes: Bytes) {
+        match &mut self.merger {
+            None => self.queue.push_back(bytes),
+            Some(merger) => {
+                if let Err(why) = merger.feed(part, &bytes, &mut self.queue) {
+                    self.fail(&Refusal::new(StatusCode::BAD_GATEWAY, why));
+                }
+            }
+        }
+    }
+
+    fn part_ended(&mut self, part: usize) {
+        self.left -= 1;
+        if let Some(merger) = &mut self.merger {
+            merger.part_ended(part, &mut self.queue);
+            if self.left == 0 {
+                merger.finish(&mut self.queue);
+            }
+        }
+        self.ended |= self.left == 0;
+    }
+
+    /// Ends the stream with an event that says why.
+    fn fail(&mut self, why: &Refusal) {
+        if !self.between_events {
+            self.queue.push_back(Bytes::from_static(b"\n\n"));
+        }
+        self.queue.push_back(why.event());
+        self.relays.clear();
+        self.ended = true;
+    }
+
+    fn poll_events(&mut self, context: &mut Context<'_>) {
+        while self.to_come > 0 && !self.ended {
+            match self.events.poll_recv(context) {
+                Poll::Ready(Some(Event::Part { part, body, cached, .. })) => {
+                    self.add(part, body, cached);
+                }
+                Poll::Ready(Some(Event::Ended(Err(refusal)))) => self.fail(&refusal),
+                Poll::Ready(Some(Event::Ended(Ok(()))) | None) => {
+                    let status = StatusCode::INTERNAL_SERVER_ERROR;
+                    self.fail(&Refusal::new(status, "the router lost the request"));
+                }
+                Poll::Pending => return,
+            }
+        }
+    }
+
+    fn poll_relays(&mut self, context: &mut Context<'_>) {
+        let mut at = 0;
+        while at < self.relays.len() {
+            let (part, relay) = &mut self.relays[at];
+            let part = *part;
+            match relay.poll(context) {
+                Poll::Ready(Ok(bytes)) => {
+                    self.take(part, bytes);
+                    // What is there goes out before more is read.
+                    if !self.queue.is_empty() {
+                        return;
+                    }
+                }
+                Poll::Ready(Err(Ok(()))) => {
+                    self.relays.remove(at);
+                    self.part_ended(part);
+                }
+                Poll::Ready(Err(Err(why))) => {
+                    let message = format!("the decode instance broke off: {why}");
+                    return self.fail(&Refusal::new(StatusCode::BAD_GATEWAY, &message));
+                }
+                Poll::Pending => at += 1,
+            }
+        }
+    }
+}
+
+impl Body for ClientBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if self.queue.is_empty() && !self.ended {
+            self.poll_events(context);
+        }
+        if self.queue.is_empty() && !self.ended {
+            self.poll_relays(context);
+        }
+        match self.queue.pop_front() {
+            Some(bytes) => {
+                self.between_events = bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n");
+                Poll::Ready(Some(Ok(Frame::data(bytes))))
+            }
+            None if self.ended => Poll::Ready(None),
+            None => Poll::Pending,
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Error objects as OpenAI's clients expect them.
+
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use hyper::StatusCode;
+use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use serde::Serialize;
+
+#[derive(Serialize)]
+struct Object<'a> {
+    error: Inner<'a>,
+}
+
+#[derive(Serialize)]
+struct Inner<'a> {
+    message: &'a str,
+    r#type: &'a str,
+    param: Option<&'a str>,
+    code: u16,
+}
+
+/// What a client is told instead of an answer.
+#[derive(Clone, Debug)]
+pub(crate) struct Refusal {
+    pub(crate) status: StatusCode,
+    /// A JSON object.
+    pub(crate) body: Bytes,
+}
+
+impl Refusal {
+    /// `message` says what is wrong and what to do about it.
+    pub(crate) fn new(status: StatusCode, message: &str) -> Refusal {
+        Refusal::with_param(status, message, None)
+    }
+
+    /// The request is wrong; `param` names the field.
+    pub(crate) fn bad(message: &str, param: &str) -> Refusal {
+        let param = (!param.is_empty()).then_some(param);
+        Refusal::with_param(StatusCode::BAD_REQUEST, message, param)
+    }
+
+    fn with_param(status: StatusCode, message: &str, param: Option<&str>) -> Refusal {
+        let kind = match status {
+            StatusCode::NOT_FOUND => "NotFoundError",
+            StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
+            StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
+            StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => "BadGatewayError",
+            status if status.is_client_error() => "BadRequestError",
+            _ => "InternalServerError",
+        };
+        let error = Inner { message, r#type: kind, param, code: status.as_u16() };
+        let body = serde_json::to_vec(&Object { error }).expect("texts and numbers are JSON");
+        Refusal { status, body: body.into() }
+    }
+
+    /// An instance's own words if they are an error object, else as the message of one.
+    pub(crate) fn relayed(status: StatusCode, body: Bytes) -> Refusal {
+        let object: Option<serde_json::Map<String, serde_json::Value>> =
+            serde_json::from_slice(&body).ok();
+        let is_error = object.is_some_and(|it| {
+            it.contains_key("error") || it.get("object").is_some_and(|it| it == "error")
+        });
+        if is_error {
+            return Refusal { status, body };
+        }
+        let text = String::from_utf8_lossy(&body);
+        let shown: String = text.chars().take(1000).collect();
+        Refusal::new(status, &format!("the instance answered with status {status}: {shown}"))
+    }
+
+    /// The same as an event of a stream that had begun, and the end of the stream.
+    pub(crate) fn event(&self) -> Bytes {
+        let mut event = Vec::with_capacity(self.body.len() + 32);
+        event.extend_from_slice(b"data: ");
+        event.extend_from_slice(&self.body);
+        event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
+        event.into()
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let mut response = Response::new(self.body.into());
+        *response.status_mut() = self.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if matches!(self.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
+            headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    #[test]
+    fn what_instances_say_is_kept_only_if_it_is_an_error_object() {
+        let relayed = |body: &'static str| {
+            let refusal =
+                Refusal::relayed(StatusCode::BAD_REQUEST, Bytes::from_static(body.as_bytes()));
+            serde_json::from_slice::<Value>(&refusal.body).unwrap()
+        };
+        assert_eq!(relayed(r#"{"error":{"message":"m"}}"#)["error"]["message"], "m");
+        assert_eq!(relayed(r#"{"object":"error","message":"m"}"#)["message"], "m");
+        for text in ["not json", "{}", "[1]", ""] {
+            let object = relayed(text);
+            let message = object["error"]["message"].as_str().unwrap();
+            assert!(message.contains(text) && object["error"]["code"] == 400, "{object}");
+        }
+    }
+}

@@ -1,0 +1,454 @@
+//! The actor between the router core and HTTP: it turns what the core wants into legs, and what
+//! becomes of them into news for the core and answers for the clients.
+
+use super::api::Asked;
+use super::error::Refusal;
+use super::leg::{self, DP_RANK, Fault, Head, Http, JSON, News, Order, REQUEST_ID};
+use super::merge;
+use super::metrics::{Leg as LegLabels, Metrics, role_name};
+use super::params::{self, Unique};
+use super::probe;
+use super::relay::{End, Relay};
+use super::settings::Settings;
+use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
+use bytes::Bytes;
+use engine::actors::{Clock, ControlSeat, Driver, Foreign, Give};
+use engine::core::ids::{ClientId, EngineId, LegId, TransferId};
+use engine::core::message::{FinishReason, Mode, Role};
+use engine::core::router::{
+    Answer, ClientRequest, LegBody, LegEvent, LegFailure, Pair, Prompt, Router, RouterEffect,
+    RouterInput,
+};
+use engine::fabric::{ControlPlane, Endpoint};
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::{StatusCode, Uri};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::collections::HashMap;
+use std::sync::Arc;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+
+/// The actor with the router core.
+pub(crate) type Core = Addr<Driver<ControlSeat<Router>>>;
+
+/// Turns that the core may have waiting.
+const CREDITS: usize = 1024;
+
+/// A client's request.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) asked: Asked,
+    /// Headers that all legs carry.
+    pub(crate) headers: HeaderMap,
+}
+
+/// What a client gets to hear; after `Ended` nothing more.
+pub(crate) enum Event {
+    /// The answer of one part, or its beginning.
+    Part { part: usize, head: Head, body: PartBody, cached: Option<u64> },
+    /// All parts are there, or it failed.
+    Ended(Result<(), Refusal>),
+}
+
+/// The answer of one part.
+pub(crate) enum PartBody {
+    Whole(Bytes),
+    Stream(Box<Relay>),
+}
+
+/// A client asks.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Ask {
+    pub(crate) client: ClientId,
+    pub(crate) job: Arc<Job>,
+    pub(crate) prompts: Vec<Prompt>,
+    /// With room for all parts and the end.
+    pub(crate) events: mpsc::Sender<Event>,
+}
+
+/// A client went away, or has its answer.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct Left(pub(crate) ClientId);
+
+/// News of a leg.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct OfLeg(LegId, News);
+
+/// A stream ended.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct StreamEnded(LegId, End);
+
+struct Client {
+    job: Arc<Job>,
+    events: mpsc::Sender<Event>,
+    parts: Vec<PartState>,
+    fault: Option<Refusal>,
+}
+
+/// One transfer of a request.
+#[derive(Clone, Debug, Default)]
+struct PartState {
+    /// What the legs of its last attempt are called by.
+    unique: Option<(TransferId, Unique)>,
+    /// Prompt tokens that the prefill had cached.
+    cached: Option<u64>,
+}
+
+/// A leg in flight.
+struct Running {
+    client: ClientId,
+    part: usize,
+    role: Role,
+    engine: EngineId,
+    /// The prefill's answer is what the decode reads by.
+    wants_params: bool,
+    task: JoinHandle<()>,
+    /// Cuts the stream when it is dropped.
+    cut: Option<oneshot::Sender<()>>,
+}
+
+/// The actor.
+pub(crate) struct Front {
+    core: Core,
+    http: Http,
+    settings: Arc<Settings>,
+    metrics: Metrics,
+    clients: HashMap<ClientId, Client>,
+    legs: HashMap<LegId, Running>,
+}
+
+impl Front {
+    /// Starts the actor and the router core, which listens on `plane`.
+    pub(crate) fn start(
+        router: Router,
+        plane: Box<dyn ControlPlane>,
+        clock: Clock,
+        http: Http,
+        settings: Arc<Settings>,
+        metrics: Metrics,
+    ) -> (Addr<Front>, Core) {
+        let mut started = None;
+        let front = Front::create(|context: &mut Context<Front>| {
+            let seat = ControlSeat { plane, outlet: context.address().recipient() };
+            let core = Driver::start(seat, router, None, clock, CREDITS);
+            started = Some(core.clone());
+            let (clients, legs) = Default::default();
+            Front { core, http, settings, metrics, clients, legs }
+        });
+        (front, started.expect("made with the front"))
+    }
+
+    fn give(&self, input: RouterInput) {
+        self.core.do_send(Give(input));
+    }
+
+    fn tell(&self, leg: LegId, event: LegEvent) {
+        self.give(RouterInput::Leg { leg, event });
+    }
+
+    fn count(&self, role: Role, outcome: &'static str) {
+        self.metrics.legs.get_or_create(&LegLabels { role: role_name(role), outcome }).inc();
+    }
+
+    fn dispatch(&mut self, sent: Sent, context: &mut Context<Front>) {
+        let Sent { leg, client, engine, http, pair, body } = sent;
+        let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
+        let (part, role) = (*prompt as usize, role_of(&body));
+        let wants_params = match &body {
+            LegBody::Prefill { transfer, .. } => transfer.mode == Mode::Pull && !pair.is_native(),
+            LegBody::Decode { .. } => false,
+        };
+        let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
+        let front = context.address();
+        let (sender, limits) = (self.http.clone(), self.settings.limits);
+        let task = actix::spawn(async move {
+            let news = match order {
+                Ok(order) => leg::run(sender, order, limits).await,
+                Err(why) => News::Failed(Fault::nonsense(&why)),
+            };
+            front.do_send(OfLeg(leg, news));
+        });
+        let running = Running { client, part, role, engine, wants_params, task, cut: None };
+        self.legs.insert(leg, running);
+    }
+
+    /// The request of a leg; none if its client has gone.
+    fn order(
+        &mut self,
+        client: ClientId,
+        part: usize,
+        http: &Endpoint,
+        pair: &Pair,
+        body: &LegBody,
+    ) -> Option<Result<Order, String>> {
+        let client = self.clients.get_mut(&client)?;
+        let (LegBody::Prefill { transfer: engine::core::message::PrefillLeg { key, .. }, .. }
+        | LegBody::Decode { transfer: engine::core::message::DecodeLeg { key, .. }, .. }) = body;
+        let state = &mut client.parts[part];
+        let unique = match &state.unique {
+            Some((id, unique)) if *id == key.id => *unique,
+            _ => state.unique.insert((key.id.clone(), Unique(rand::random()))).1,
+        };
+        Some(order(&client.job, part, http, pair, body, unique))
+    }
+
+    fn whole(&mut self, leg: LegId, head: Head, body: Bytes) {
+        let Some(running) = self.legs.remove(&leg) else { return };
+        let Some(client) = self.clients.get_mut(&running.client) else { return };
+        let part = running.part;
+        if running.role == Role::Prefill {
+            client.parts[part].cached = merge::cached(&body);
+            return self.prefilled(leg, &running, &body);
+        }
+        let cached = client.parts[part].cached;
+        let body = PartBody::Whole(body);
+        // There is room for every part, or the client has gone and its guard says so.
+        let _ = client.events.try_send(Event::Part { part, head, body, cached });
+        self.count(Role::Decode, "done");
+        self.tell(leg, done());
+    }
+
+    fn prefilled(&mut self, leg: LegId, running: &Running, body: &[u8]) {
+        #[derive(Deserialize)]
+        struct Answered<'a> {
+            #[serde(borrow)]
+            kv_transfer_params: Option<&'a RawValue>,
+        }
+        if !running.wants_params {
+            self.count(Role::Prefill, "done");
+            return self.tell(leg, done());
+        }
+        match serde_json::from_slice::<Answered<'_>>(body) {
+            Ok(Answered { kv_transfer_params: Some(params) }) if params.get() != "null" => {
+                self.count(Role::Prefill, "done");
+                let params = params.get().into();
+                self.tell(leg, LegEvent::Prefilled { params });
+            }
+            Ok(_) => {
+                tracing::warn!(%leg, engine = %running.engine,
+                    "prefill answered without kv_transfer_params: decode computes the prompt");
+                self.count(Role::Prefill, "done");
+                self.tell(leg, done());
+            }
+            Err(why) => {
+                let why = format!("prefill {} answered what is no JSON: {why}", running.engine);
+                self.failed(leg, running, Fault::nonsense(&why));
+            }
+        }
+    }
+
+    fn begun(
+        &mut self,
+        leg: LegId,
+        head: Head,
+        first: Bytes,
+        body: hyper::body::Incoming,
+        context: &mut Context<Front>,
+    ) {
+        let Some(running) = self.legs.get_mut(&leg) else { return };
+        let Some(client) = self.clients.get_mut(&running.client) else { return };
+        let (cut, is_cut) = oneshot::channel();
+        running.cut = Some(cut);
+        let part = running.part;
+        let front = context.address();
+        let report = move |end| front.do_send(StreamEnded(leg, end));
+        let relay = Relay::new(first, body, self.settings.limits.idle, is_cut, report);
+        let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
+        let _ = client.events.try_send(Event::Part { part, head, body, cached });
+        self.tell(leg, LegEvent::FirstToken);
+    }
+
+    fn failed(&mut self, leg: LegId, running: &Running, fault: Fault) {
+        let Fault { failure, refusal } = fault;
+        tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
+            client = %running.client, %failure, "leg failed");
+        self.count(running.role, "failed");
+        if let Some(client) = self.clients.get_mut(&running.client) {
+            client.fault = Some(refusal);
+        }
+        self.tell(leg, LegEvent::Failed(failure));
+    }
+
+    fn answer(&mut self, client: ClientId, answer: &Answer) {
+        let Some(mut known) = self.clients.remove(&client) else { return };
+        let ended = match answer {
+            Answer::Finished { .. } => Ok(()),
+            Answer::Failed(failure) => Err(known.fault.take().unwrap_or_else(|| refusal(failure))),
+            Answer::NoInstance => Err(Refusal::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "no prefill and decode instance of equal transfer mode is ready; \
+                 see /workers for what is registered",
+            )),
+        };
+        let _ = known.events.try_send(Event::Ended(ended));
+    }
+}
+
+/// A dispatch of the core.
+struct Sent {
+    leg: LegId,
+    client: ClientId,
+    engine: EngineId,
+    http: Endpoint,
+    pair: Box<Pair>,
+    body: LegBody,
+}
+
+fn done() -> LegEvent {
+    LegEvent::Done { reason: FinishReason::Length, recomputed: None }
+}
+
+fn role_of(body: &LegBody) -> Role {
+    match body {
+        LegBody::Prefill { .. } => Role::Prefill,
+        LegBody::Decode { .. } => Role::Decode,
+    }
+}
+
+/// What a client is told when the core gave up and no instance had said anything.
+fn refusal(failure: &LegFailure) -> Refusal {
+    match failure {
+        LegFailure::Request(why) => Refusal::bad(why, ""),
+        LegFailure::Busy => Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "all instances are busy"),
+        failure => Refusal::new(StatusCode::BAD_GATEWAY, &format!("no instance served: {failure}")),
+    }
+}
+
+fn order(
+    job: &Job,
+    part: usize,
+    http: &Endpoint,
+    pair: &Pair,
+    body: &LegBody,
+    unique: Unique,
+) -> Result<Order, String> {
+    let mut headers = job.headers.clone();
+    let id = unique.request_id(pair)?;
+    headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);
+    let to = match body {
+        LegBody::Prefill { .. } => &pair.prefill,
+        LegBody::Decode { .. } => &pair.decode,
+    };
+    if to.dp_size > 1 {
+        headers.insert(DP_RANK, to.dp_rank.into());
+    }
+    let path = job.asked.api.path();
+    let uri = Uri::builder().scheme("http").authority(&*http.0).path_and_query(path).build();
+    let uri = uri.map_err(|why| format!("{http}: {why}"))?;
+    let transfer = params::write(body, pair, unique)?;
+    let prefill = role_of(body) == Role::Prefill;
+    let stream = job.asked.stream && !prefill;
+    let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
+    Ok(Order { uri, headers, body, stream })
+}
+
+impl Job {
+    /// A job whose legs carry these headers of the client, and this authorization.
+    pub(crate) fn new(asked: Asked, client: &HeaderMap, own: Option<&HeaderValue>) -> Job {
+        let mut headers = HeaderMap::with_capacity(8);
+        headers.insert(CONTENT_TYPE, JSON);
+        if let Some(key) = own.or_else(|| client.get(AUTHORIZATION)) {
+            headers.insert(AUTHORIZATION, key.clone());
+        }
+        for name in leg::TRACE {
+            if let Some(value) = client.get(&name) {
+                headers.insert(name, value.clone());
+            }
+        }
+        Job { asked, headers }
+    }
+}
+
+impl Actor for Front {
+    type Context = Context<Self>;
+
+    fn started(&mut self, context: &mut Self::Context) {
+        // Every message belongs to a request or a leg, whose numbers are bounded.
+        context.set_mailbox_capacity(CREDITS);
+    }
+}
+
+impl Handler<Ask> for Front {
+    type Result = ();
+
+    fn handle(&mut self, ask: Ask, _: &mut Context<Front>) {
+        let Ask { client, job, prompts, events } = ask;
+        let parts = vec![PartState::default(); job.asked.parts.len()];
+        let output = job.asked.output;
+        self.clients.insert(client, Client { job, events, parts, fault: None });
+        self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output }));
+    }
+}
+
+impl Handler<Left> for Front {
+    type Result = ();
+
+    fn handle(&mut self, Left(client): Left, _: &mut Context<Front>) {
+        if self.clients.remove(&client).is_some() {
+            self.give(RouterInput::Gone { client });
+        }
+    }
+}
+
+impl Handler<OfLeg> for Front {
+    type Result = ();
+
+    fn handle(&mut self, OfLeg(leg, news): OfLeg, context: &mut Context<Front>) {
+        match news {
+            News::Whole(head, body) => self.whole(leg, head, body),
+            News::Begun(head, first, body) => self.begun(leg, head, first, body, context),
+            News::Failed(fault) => {
+                if let Some(running) = self.legs.remove(&leg) {
+                    self.failed(leg, &running, fault);
+                }
+            }
+        }
+    }
+}
+
+impl Handler<StreamEnded> for Front {
+    type Result = ();
+
+    fn handle(&mut self, StreamEnded(leg, end): StreamEnded, _: &mut Context<Front>) {
+        let Some(running) = self.legs.remove(&leg) else { return };
+        match end {
+            Ok(()) => {
+                self.count(Role::Decode, "done");
+                self.tell(leg, done());
+            }
+            Err(why) => {
+                let message = format!("decode {}: the stream broke off: {why}", running.engine);
+                let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
+                self.failed(leg, &running, Fault { failure: LegFailure::Connection, refusal });
+            }
+        }
+    }
+}
+
+impl Handler<Foreign<RouterEffect>> for Front {
+    type Result = ();
+
+    fn handle(&mut self, effect: Foreign<RouterEffect>, context: &mut Context<Front>) {
+        match effect.0 {
+            RouterEffect::Dispatch { leg, client, engine, http, pair, body } => {
+                self.dispatch(Sent { leg, client, engine, http, pair, body }, context);
+            }
+            RouterEffect::CancelLeg { leg } => {
+                if let Some(running) = self.legs.remove(&leg) {
+                    self.count(running.role, "cancelled");
+                    running.task.abort();
+                }
+            }
+            RouterEffect::Answer { client, answer } => self.answer(client, &answer),
+            RouterEffect::Probe { probe, http } => {
+                probe::start(probe, http, self.http.clone(), self.core.clone());
+            }
+            RouterEffect::Control(_) => unreachable!("the seat performs these"),
+        }
+    }
+}

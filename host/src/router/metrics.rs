@@ -1,0 +1,147 @@
+//! What is counted, in the format of Prometheus.
+
+use engine::core::message::Role;
+use engine::core::router::{InstanceState, RouterCounters};
+use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use std::sync::atomic::Ordering;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Answered {
+    pub(crate) path: &'static str,
+    pub(crate) code: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct Leg {
+    pub(crate) role: &'static str,
+    pub(crate) outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Instances {
+    role: &'static str,
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: String,
+}
+
+/// All metrics; clones share them.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    pub(crate) requests: Family<Answered, Counter>,
+    pub(crate) legs: Family<Leg, Counter>,
+    pub(crate) in_flight: Gauge,
+    pub(crate) connections: Gauge,
+    /// Seconds from a request to the begin of its answer.
+    pub(crate) first_byte: Histogram,
+    instances: Family<Instances, Gauge>,
+    rejected: Family<Reason, Counter>,
+    waiting: Gauge,
+    /// Those of the router core, in the order of [`CORE`].
+    core: [Counter; CORE.len()],
+}
+
+const CORE: [(&str, &str); 6] = [
+    ("retries", "Transfers sent again after a failure"),
+    ("expired", "Instances whose registration expired"),
+    ("replaced", "Instances that were replaced by a new life"),
+    ("suspicions", "Times that an instance became suspect"),
+    ("cancelled_legs", "Legs that were cancelled"),
+    ("unread_prefills", "Decode legs in READ mode without anything to read"),
+];
+
+impl Metrics {
+    /// New metrics and the registry that has them.
+    pub(crate) fn new() -> (Metrics, Registry) {
+        // From 0.5 ms up to 4 min.
+        let buckets = prometheus_client::metrics::histogram::exponential_buckets(5e-4, 2.0, 20);
+        let metrics = Metrics {
+            requests: Family::default(),
+            legs: Family::default(),
+            in_flight: Gauge::default(),
+            connections: Gauge::default(),
+            first_byte: Histogram::new(buckets),
+            instances: Family::default(),
+            rejected: Family::default(),
+            waiting: Gauge::default(),
+            core: Default::default(),
+        };
+        let mut registry = Registry::with_prefix("kvferry_router");
+        let all = &metrics;
+        registry.register("requests", "Answers to clients", all.requests.clone());
+        registry.register("legs", "Legs that ended", all.legs.clone());
+        registry.register("in_flight", "Requests in flight", all.in_flight.clone());
+        registry.register("connections", "Connections of clients", all.connections.clone());
+        let about = "From a request to the begin of its answer";
+        registry.register("first_byte_seconds", about, all.first_byte.clone());
+        registry.register("instances", "Instances by state", all.instances.clone());
+        let about = "Registrations that were not taken";
+        registry.register("registrations_rejected", about, all.rejected.clone());
+        registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
+        for ((name, about), counter) in CORE.iter().zip(&all.core) {
+            registry.register(*name, *about, counter.clone());
+        }
+        (metrics, registry)
+    }
+
+    /// Takes over what the router core counts.
+    pub(crate) fn update(
+        &self,
+        counters: &RouterCounters,
+        instances: impl Iterator<Item = (Role, InstanceState)>,
+        waiting: u32,
+    ) {
+        self.instances.clear();
+        for (role, state) in instances {
+            let labels = Instances { role: role_name(role), state: state_name(state) };
+            self.instances.get_or_create(&labels).inc();
+        }
+        for (reason, count) in &counters.rejected {
+            let counter = self.rejected.get_or_create(&Reason { reason: reason.to_string() });
+            counter.inner().store(*count, Ordering::Relaxed);
+        }
+        self.waiting.set(i64::from(waiting));
+        let RouterCounters { retries, expired, replaced, suspicions, cancelled, unread, .. } =
+            counters;
+        let counts = [retries, expired, replaced, suspicions, cancelled, unread];
+        for (counter, count) in self.core.iter().zip(counts) {
+            counter.inner().store(*count, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The page that is scraped.
+pub(crate) fn page(registry: &Registry) -> String {
+    let mut page = String::new();
+    // A String takes everything.
+    let _ = text::encode(&mut page, registry);
+    page
+}
+
+/// The name of a role in metrics and lists.
+pub(crate) fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
+    }
+}
+
+/// The name of a state in metrics and lists.
+pub(crate) fn state_name(state: InstanceState) -> &'static str {
+    match state {
+        InstanceState::Ready => "ready",
+        InstanceState::Unproven => "unproven",
+        InstanceState::Suspect => "suspect",
+        InstanceState::Trial => "trial",
+        InstanceState::Draining => "draining",
+        InstanceState::Lost => "lost",
+    }
+}

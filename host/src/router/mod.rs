@@ -1,0 +1,265 @@
+//! `kvferry router`: the router core behind HTTP and the discovery socket.
+//!
+//! The core ([`engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
+//! is only what turns HTTP into its inputs and its effects into HTTP. Everything runs on one
+//! thread: the core as an actor ([`engine::actors`]), the [`front`] actor beside it, and a task for
+//! each connection and each leg.
+
+mod admin;
+mod api;
+mod args;
+mod body;
+mod error;
+mod fields;
+mod front;
+mod leg;
+mod merge;
+mod metrics;
+mod params;
+mod probe;
+mod relay;
+mod serve;
+mod server;
+mod settings;
+mod sse;
+
+pub(crate) use args::RouterArgs;
+
+use self::admin::Admin;
+use self::api::APIS;
+use self::args::LogFormat;
+use self::error::Refusal;
+use self::front::Front;
+use self::metrics::Metrics;
+use self::serve::Desk;
+use self::settings::{Limits, Settings};
+use crate::exit::{Exit, Stop};
+use axum::Router;
+use axum::body::Body;
+use axum::routing::{get, post};
+use engine::actors::{Clock, Give};
+use engine::core::Nanos;
+use engine::core::ids::Incarnation;
+use engine::core::router::{RouterConfig, RouterInput};
+use engine::fabric::{Channel, ControlPlane, Endpoint};
+use hyper::header::{HeaderMap, HeaderValue};
+use hyper::{Request, StatusCode};
+use std::io::{self, Write};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use wire::{WireConfig, ZmqPlane};
+
+/// Runs the router until SIGTERM or SIGINT.
+///
+/// # Errors
+/// An argument or an address that cannot be used.
+pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, Stop> {
+    log(args);
+    let settings = settings(args)?;
+    let config = config(args)?;
+    let drain = seconds("--drain-timeout", args.drain_timeout)?;
+    let (mut plane, discovery) = discovery(&args.discovery)?;
+    let listen = resolve("--listen", &args.listen)?;
+    let bound = std::net::TcpListener::bind(listen)
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .map_err(|why| Stop::Input(format!("--listen {}: cannot listen: {why}", args.listen)))?;
+    let http = bound.local_addr()?;
+    plane.set_waker(std::task::Waker::noop().clone());
+    announce(args, http, &discovery, out)?;
+    actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
+    Ok(Exit::Held)
+}
+
+fn announce(
+    args: &RouterArgs,
+    http: SocketAddr,
+    discovery: &Endpoint,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let pid = std::process::id();
+    if args.json {
+        let line = serde_json::json!({
+            "event": "listening", "http": http.to_string(), "discovery": discovery, "pid": pid,
+        });
+        writeln!(out, "{line}")?;
+    } else {
+        writeln!(out, "listening http={http} discovery={discovery} pid={pid}")?;
+    }
+    out.flush()
+}
+
+async fn run(
+    args: &RouterArgs,
+    bound: std::net::TcpListener,
+    plane: Box<dyn ControlPlane>,
+    config: RouterConfig,
+    settings: Settings,
+    drain: Duration,
+) -> io::Result<()> {
+    let mut ends = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let listener = TcpListener::from_std(bound)?;
+    let start = Instant::now();
+    let clock: Clock = Arc::new(move || Nanos(start.elapsed().as_nanos() as u64));
+    let (metrics, registry) = Metrics::new();
+    let http = leg::http(&settings.limits);
+    let settings = Arc::new(settings);
+    let router = engine::core::router::Router::new(config, Incarnation(rand::random()));
+    let (front, core) =
+        Front::start(router, plane, clock.clone(), http.clone(), settings.clone(), metrics.clone());
+    let desk = Desk { front, settings, metrics: metrics.clone(), next_client: Arc::default() };
+    let admin =
+        Admin { core: core.clone(), desk: desk.clone(), http, registry: registry.into(), clock };
+    let (stop, stopped) = watch::channel(false);
+    let serving =
+        server::serve(listener, app(desk, admin), args.connections_max as usize, metrics, stopped);
+    let mut serving = std::pin::pin!(serving);
+    tokio::select! {
+        () = serving.as_mut() => {}
+        _ = ends.0.recv() => {}
+        _ = ends.1.recv() => {}
+    }
+    tracing::info!("draining: requests in flight are finished, no new ones are taken");
+    core.do_send(Give(RouterInput::Drain));
+    // The receiver lives as long as `serving`.
+    let _ = stop.send(true);
+    let drained = tokio::time::timeout(drain, serving).await.is_ok();
+    match drained {
+        true => tracing::info!("drained"),
+        false => tracing::warn!(?drain, "requests were cut off by --drain-timeout"),
+    }
+    Ok(())
+}
+
+fn app(desk: Desk, admin: Admin) -> Router {
+    let mut app = Router::new();
+    for api in APIS {
+        let desk = desk.clone();
+        let serve = move |request: Request<Body>| {
+            let desk = desk.clone();
+            async move { desk.serve(api, request).await }
+        };
+        app = app.route(api.path(), post(serve));
+    }
+    macro_rules! told {
+        ($what:ident) => {{
+            let admin = admin.clone();
+            get(move || {
+                let admin = admin.clone();
+                async move { admin.$what().await }
+            })
+        }};
+    }
+    let models = admin.clone();
+    let models = get(move |client: HeaderMap| {
+        let admin = models.clone();
+        async move { admin.models(client).await }
+    });
+    app.route("/health", get("OK"))
+        .route("/liveness", get("OK"))
+        .route("/readiness", told!(readiness))
+        .route("/workers", told!(workers))
+        .route("/list_workers", told!(workers))
+        .route("/registrations/rejected", told!(rejected))
+        .route("/metrics", told!(metrics))
+        .route("/v1/models", models)
+        .fallback(|request: Request<Body>| async move {
+            let message = format!("no such path: {}", request.uri().path());
+            Refusal::new(StatusCode::NOT_FOUND, &message)
+        })
+        .method_not_allowed_fallback(|request: Request<Body>| async move {
+            let message = format!("{} is not taken on {}", request.method(), request.uri().path());
+            Refusal::new(StatusCode::METHOD_NOT_ALLOWED, &message)
+        })
+}
+
+fn log(args: &RouterArgs) {
+    let builder = tracing_subscriber::fmt()
+        .with_max_level(args.log_level)
+        .with_target(false)
+        .with_writer(io::stderr);
+    // Fails only if there is a subscriber already, as in tests within one process.
+    let _ = match args.log_format {
+        LogFormat::Text => builder.with_ansi(false).try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+}
+
+fn seconds(option: &str, seconds: f64) -> Result<Duration, Stop> {
+    let in_range = seconds.is_finite() && (0.001..=1e6).contains(&seconds);
+    let wrong = || Stop::Input(format!("{option} {seconds}: give 0.001 to 1000000 seconds"));
+    in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
+}
+
+fn nanos(option: &str, span: f64) -> Result<Nanos, Stop> {
+    Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
+}
+
+fn config(args: &RouterArgs) -> Result<RouterConfig, Stop> {
+    let wait_max = nanos("--queue-timeout", args.queue_timeout)?;
+    Ok(RouterConfig {
+        expiry: nanos("--expiry", args.expiry)?,
+        wait_max,
+        // With the pauses of an instance that failed twice: 2 s from its death to an answer.
+        retry_wait_max: wait_max.min(Nanos::from_secs(1)),
+        probe: Some(Nanos::from_ms(500)),
+        waiting_max: args.queue_size,
+        requests_max: args.requests_max,
+        retries_max: args.retries,
+        legs_max: args.parts_max.saturating_mul(2),
+        ..RouterConfig::default()
+    })
+}
+
+fn settings(args: &RouterArgs) -> Result<Settings, Stop> {
+    let authorization = match std::env::var("OPENAI_API_KEY") {
+        Ok(key) if !key.is_empty() => {
+            let mut value = HeaderValue::try_from(format!("Bearer {key}"))
+                .map_err(|_| Stop::Input("OPENAI_API_KEY is no header value".into()))?;
+            value.set_sensitive(true);
+            Some(value)
+        }
+        _ => None,
+    };
+    let limits = Limits {
+        connect: seconds("--connect-timeout", args.connect_timeout)?,
+        answer: seconds("--answer-timeout", args.answer_timeout)?,
+        idle: seconds("--idle-timeout", args.idle_timeout)?,
+        body_bytes: args.body_max,
+        body: Duration::from_secs(60),
+        answer_bytes: 256 << 20,
+        parts: args.parts_max,
+        prefix_tokens: RouterConfig::default().prefix_tokens,
+    };
+    Ok(Settings { limits, authorization })
+}
+
+/// The address of an argument `host:port`.
+fn resolve(option: &str, text: &str) -> Result<SocketAddr, Stop> {
+    let wrong = |why: String| {
+        Stop::Input(format!("{option} {text}: {why}; give HOST:PORT, IPv6 in brackets"))
+    };
+    let mut found = text.to_socket_addrs().map_err(|why| wrong(why.to_string()))?;
+    found.next().ok_or_else(|| wrong("host without an address".into()))
+}
+
+/// The plane that listens for registrations, and where.
+fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), Stop> {
+    // As vLLM's and ZeroMQ's documents have it.
+    let all = text.replacen("*:", "0.0.0.0:", usize::from(text.starts_with("*:")));
+    let at = resolve("--discovery", &all)?;
+    let host = match at {
+        SocketAddr::V4(at) => at.ip().to_string(),
+        SocketAddr::V6(at) => format!("[{}]", at.ip()),
+    };
+    let ports = (at.port() > 0).then_some((Channel::Discovery, at.port()));
+    let config = WireConfig { host, ports: ports.into_iter().collect(), ..WireConfig::default() };
+    let mut plane = ZmqPlane::new(config)?;
+    let bound = plane
+        .listen(Channel::Discovery)
+        .map_err(|why| Stop::Input(format!("--discovery {text}: {why}")))?;
+    Ok((plane, bound))
+}

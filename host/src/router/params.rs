@@ -1,0 +1,102 @@
+//! `kv_transfer_params` and ids of the legs.
+//!
+//! As vllm-router 0.1.17 sends them, and beyond that: the DP rank of the peer, with
+//! `remote_dp_rank_override`, and its TP size in both modes. As the override alone would have only
+//! the decode rank with the prefill's number tell the prefill of its blocks,
+//! the decode leg also says that its rank is the one to do it.
+
+use super::fields::{Edit, Fields};
+use engine::core::dialect::moriio::address::embed;
+use engine::core::message::Mode;
+use engine::core::router::{LegBody, Pair, Party};
+use serde::Serialize;
+use std::io::Write;
+
+/// What both legs of one transfer are called by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Unique(pub(crate) u128);
+
+impl Unique {
+    pub(crate) fn transfer_id(self) -> String {
+        format!("tx-{:032x}", self.0)
+    }
+
+    /// The request id that both engines find their peer in.
+    ///
+    /// # Errors
+    /// An address that no instance may have registered with.
+    pub(crate) fn request_id(self, pair: &Pair) -> Result<String, String> {
+        match (&pair.prefill.zmq, &pair.decode.zmq) {
+            (Some(prefill), Some(decode)) => {
+                let id = embed(prefill, decode, self.0).map_err(|why| why.to_string())?;
+                Ok(id.0.as_ref().to_owned())
+            }
+            _ => Ok(format!("kvferry-{:032x}", self.0)),
+        }
+    }
+}
+
+/// The object for a leg; none for a decode that has nothing to read.
+///
+/// # Errors
+/// A prefill answer that is no object.
+pub(crate) fn write(body: &LegBody, pair: &Pair, unique: Unique) -> Result<Option<String>, String> {
+    let native = pair.is_native();
+    match body {
+        LegBody::Prefill { transfer, .. } => {
+            let native = native.then(|| json(transfer));
+            Ok(Some(leg(&pair.decode, true, unique, native)))
+        }
+        LegBody::Decode { params: Some(answer), .. } => read(answer, &pair.prefill).map(Some),
+        LegBody::Decode { transfer, .. } if transfer.mode == Mode::Pull && !native => Ok(None),
+        LegBody::Decode { transfer, .. } => {
+            let native = native.then(|| json(transfer));
+            Ok(Some(leg(&pair.prefill, false, unique, native)))
+        }
+    }
+}
+
+fn json(leg: &impl Serialize) -> String {
+    serde_json::to_string(leg).expect("legs are texts and numbers")
+}
+
+fn leg(peer: &Party, to_prefill: bool, unique: Unique, native: Option<String>) -> String {
+    let mut out = Vec::with_capacity(320);
+    // Writing to a Vec does not fail.
+    let _ = write!(
+        out,
+        "{{\"do_remote_decode\":{to_prefill},\"do_remote_prefill\":{},\
+         \"remote_engine_id\":null,\"remote_block_ids\":null,\"remote_dp_size\":{},\
+         \"remote_tp_size\":{},\"transfer_id\":\"{}\",\"remote_dp_rank\":{},\
+         \"remote_dp_rank_override\":true",
+        !to_prefill,
+        peer.dp_size,
+        peer.tp,
+        unique.transfer_id(),
+        peer.dp_rank
+    );
+    if !to_prefill {
+        out.extend_from_slice(b",\"is_request_leader\":true");
+    }
+    if let Some(native) = native {
+        let _ = write!(out, ",\"kvferry\":{native}");
+    }
+    out.push(b'}');
+    String::from_utf8(out).expect("made of texts")
+}
+
+/// A decode leg that reads: the prefill's answer, with what the registration knows better.
+fn read(answer: &str, prefill: &Party) -> Result<String, String> {
+    let fields = Fields::parse(answer.to_owned().into())?;
+    let [dp_size, tp, rank] =
+        [prefill.dp_size, prefill.tp, prefill.dp_rank].map(|number| number.to_string());
+    let edits = [
+        ("remote_dp_size", Edit::Put(&dp_size)),
+        ("remote_tp_size", Edit::Put(&tp)),
+        ("remote_dp_rank", Edit::Default(&rank)),
+        ("remote_dp_rank_override", Edit::Default("true")),
+    ];
+    let mut out = Vec::with_capacity(answer.len() + 64);
+    fields.write(&edits, &mut out);
+    String::from_utf8(out).map_err(|why| why.to_string())
+}

@@ -1,0 +1,40 @@
+//! Whether an instance answers HTTP before it gets legs.
+
+use super::front::Core;
+use super::leg::Http;
+use bytes::Bytes;
+use engine::actors::Give;
+use engine::core::router::{ProbeId, RouterInput};
+use engine::fabric::Endpoint;
+use http_body_util::Full;
+use hyper::{Request, Uri};
+use std::time::Duration;
+
+/// Time for an answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Asks an instance for its health and tells the core. Any answer will do that is not the server's
+/// own failure: the instance listens.
+pub(crate) fn start(probe: ProbeId, to: Endpoint, http: Http, core: Core) {
+    // The task ends within its patience.
+    let _detached = actix::spawn(async move {
+        let asked = tokio::time::timeout(PATIENCE, ask(&to, &http)).await;
+        let answers = match asked {
+            Ok(Ok(status)) => status < 500,
+            _ => false,
+        };
+        match answers {
+            true => tracing::info!(http = %to, "instance answers"),
+            false => tracing::debug!(http = %to, "instance does not answer yet"),
+        }
+        core.do_send(Give(RouterInput::Probed { probe, answers }));
+    });
+}
+
+async fn ask(to: &Endpoint, http: &Http) -> Result<u16, String> {
+    let uri = Uri::builder().scheme("http").authority(&*to.0).path_and_query("/health").build();
+    let mut request = Request::new(Full::<Bytes>::default());
+    *request.uri_mut() = uri.map_err(|why| why.to_string())?;
+    let answer = http.request(request).await.map_err(|why| why.to_string())?;
+    Ok(answer.status().as_u16())
+}

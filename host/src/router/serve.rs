@@ -1,0 +1,175 @@
+//! Requests of clients that are served by a prefill and a decode.
+
+use super::api::{Api, Asked};
+use super::body::{ClientBody, Guard};
+use super::error::Refusal;
+use super::fields::Fields;
+use super::front::{Ask, Event, Front, Job, PartBody};
+use super::leg::{Head, REQUEST_ID};
+use super::merge::{self, Answered, Merger};
+use super::metrics::{self, Metrics};
+use super::settings::Settings;
+use actix::Addr;
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use engine::core::ids::ClientId;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use hyper::header::{
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
+use hyper::{Request, StatusCode};
+use rand::distr::{Alphanumeric, SampleString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+/// What handlers share.
+#[derive(Clone)]
+pub(crate) struct Desk {
+    pub(crate) front: Addr<Front>,
+    pub(crate) settings: Arc<Settings>,
+    pub(crate) metrics: Metrics,
+    pub(crate) next_client: Arc<AtomicU64>,
+}
+
+impl Desk {
+    /// Serves one request on one of the paths.
+    pub(crate) async fn serve(&self, api: Api, request: Request<Body>) -> Response {
+        let start = Instant::now();
+        let id = request_id(api, request.headers());
+        self.metrics.in_flight.inc();
+        let mut response = match self.answer(api, request).await {
+            Ok(response) => response,
+            Err(refusal) => refusal.into_response(),
+        };
+        self.metrics.in_flight.dec();
+        self.metrics.first_byte.observe(start.elapsed().as_secs_f64());
+        let labels = metrics::Answered { path: api.path(), code: response.status().as_u16() };
+        self.metrics.requests.get_or_create(&labels).inc();
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+
+    async fn answer(&self, api: Api, request: Request<Body>) -> Result<Response, Refusal> {
+        let (parts, body) = request.into_parts();
+        check_type(&parts.headers)?;
+        let limits = &self.settings.limits;
+        let body = self.body(body).await?;
+        let fields = Fields::parse(body)
+            .map_err(|why| Refusal::bad(&format!("the body is no JSON object: {why}"), ""))?;
+        let (asked, prompts) = Asked::read(api, fields, limits.prefix_tokens, limits.parts)?;
+        let own = self.settings.authorization.as_ref();
+        let job = Arc::new(Job::new(asked, &parts.headers, own));
+        let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
+        let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
+        let guard = Guard { front: self.front.clone(), client };
+        self.front.do_send(Ask { client, job: job.clone(), prompts, events: sender });
+        match job.asked.stream {
+            true => streamed(&job.asked, events, guard).await,
+            false => whole(&job.asked, events, guard).await,
+        }
+    }
+
+    async fn body(&self, body: Body) -> Result<Bytes, Refusal> {
+        let limits = &self.settings.limits;
+        let collected = timeout(limits.body, Limited::new(body, limits.body_bytes).collect()).await;
+        let collected = collected.map_err(|_| {
+            let message = format!("the body did not come within {:?}", limits.body);
+            Refusal::new(StatusCode::REQUEST_TIMEOUT, &message)
+        })?;
+        let collected = collected.map_err(|why| match why.downcast_ref::<LengthLimitError>() {
+            Some(_) => {
+                let message = format!(
+                    "the body is longer than {} bytes, the limit of --body-max",
+                    limits.body_bytes
+                );
+                Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, &message)
+            }
+            None => Refusal::bad(&format!("the body broke off: {why}"), ""),
+        })?;
+        Ok(collected.to_bytes())
+    }
+}
+
+/// The client's own id, or a new one.
+fn request_id(api: Api, headers: &HeaderMap) -> HeaderValue {
+    if let Some(id) = headers.get(REQUEST_ID) {
+        return id.clone();
+    }
+    let mut id = api.id_prefix().to_owned();
+    Alphanumeric.append_string(&mut rand::rng(), &mut id, 24);
+    HeaderValue::try_from(id).expect("letters and digits")
+}
+
+fn check_type(headers: &HeaderMap) -> Result<(), Refusal> {
+    let told = headers.get(CONTENT_TYPE).and_then(|told| told.to_str().ok()).unwrap_or("");
+    let kind = told.split(';').next().unwrap_or("").trim();
+    if kind.eq_ignore_ascii_case("application/json") || kind.ends_with("+json") {
+        return Ok(());
+    }
+    let message = format!("content-type is {told:?}: send application/json");
+    Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, &message))
+}
+
+fn lost() -> Refusal {
+    Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the router lost the request")
+}
+
+/// Headers of an instance that concern its own connection only.
+const HOP: [HeaderName; 4] =
+    [CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, HeaderName::from_static("keep-alive")];
+
+fn response(head: Head, body: Body) -> Response {
+    let mut response = Response::new(body);
+    *response.status_mut() = head.status;
+    *response.headers_mut() = head.headers;
+    for name in HOP {
+        response.headers_mut().remove(name);
+    }
+    response
+}
+
+async fn whole(
+    asked: &Asked,
+    mut events: mpsc::Receiver<Event>,
+    _guard: Guard,
+) -> Result<Response, Refusal> {
+    let mut first = None;
+    let mut answers: Vec<Option<Answered>> = asked.parts.iter().map(|_| None).collect();
+    loop {
+        match events.recv().await.ok_or_else(lost)? {
+            Event::Part { part, head, body: PartBody::Whole(body), cached } => {
+                let counts_prompt = asked.parts[part].sample == 0;
+                answers[part] = Some(Answered { body, counts_prompt, cached });
+                first.get_or_insert(head);
+            }
+            Event::Part { .. } => return Err(lost()),
+            Event::Ended(ended) => break ended?,
+        }
+    }
+    let answers: Option<Vec<Answered>> = answers.into_iter().collect();
+    let (Some(head), Some(answers)) = (first, answers) else { return Err(lost()) };
+    let body = merge::whole(&answers).map_err(|why| Refusal::new(StatusCode::BAD_GATEWAY, &why))?;
+    Ok(response(head, body.into()))
+}
+
+async fn streamed(
+    asked: &Asked,
+    mut events: mpsc::Receiver<Event>,
+    guard: Guard,
+) -> Result<Response, Refusal> {
+    let (part, head, body, cached) = match events.recv().await.ok_or_else(lost)? {
+        Event::Part { part, head, body, cached } => (part, head, body, cached),
+        Event::Ended(Err(refusal)) => return Err(refusal),
+        Event::Ended(Ok(())) => return Err(lost()),
+    };
+    // One stream is only looked into if there is something to put into it.
+    let merger = (asked.is_split() || cached.is_some())
+        .then(|| Merger::new(asked.parts.iter().map(|part| part.sample == 0)));
+    let mut streams = ClientBody::new(asked.parts.len(), events, merger, guard);
+    streams.add(part, body, cached);
+    Ok(response(head, Body::new(streams)))
+}

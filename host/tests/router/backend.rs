@@ -1,0 +1,374 @@
+//! Stand-in instances: an HTTP server that answers as a test says, and heartbeats over ZeroMQ.
+
+use bytes::Bytes;
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::dialect::moriio::registration::Heartbeat;
+use engine::core::message::{Mode, Registration, Role};
+use engine::fabric::Endpoint;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::service::service_fn;
+use hyper::{HeaderMap, Request, Response};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use std::num::NonZeroU16;
+use std::pin::Pin;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::JoinHandle;
+
+/// A leg as it arrived.
+#[derive(Clone, Debug)]
+pub(crate) struct Leg {
+    pub(crate) path: String,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: Value,
+}
+
+impl Leg {
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().unwrap())
+    }
+
+    pub(crate) fn params(&self) -> &Value {
+        &self.body["kv_transfer_params"]
+    }
+}
+
+/// What an instance does with a leg.
+#[derive(Clone)]
+pub(crate) enum Act {
+    Json(u16, Value),
+    Text(u16, &'static str),
+    /// Chunks of an event stream, then its end.
+    Stream(Vec<String>),
+    /// Chunks, then the connection is cut.
+    Broken(Vec<String>),
+    /// Chunks as the test sends them; the end when the sender is dropped.
+    Fed(Arc<Mutex<Option<mpsc::UnboundedReceiver<String>>>>),
+    /// The connection is cut without an answer.
+    Cut,
+    /// No answer, for ever.
+    Never,
+    /// The other act, once told.
+    After(Arc<Notify>, Box<Act>),
+}
+
+type Decide = Arc<dyn Fn(&Leg) -> Act + Send + Sync>;
+
+/// An instance.
+pub(crate) struct Backend {
+    pub(crate) role: Role,
+    pub(crate) http: String,
+    pub(crate) legs: Arc<Mutex<Vec<Leg>>>,
+    decide: Arc<Mutex<Decide>>,
+    /// Legs that came, counted; and legs whose connection the router closed before the answer.
+    pub(crate) arrived: watch::Sender<usize>,
+    pub(crate) dropped: watch::Sender<usize>,
+    server: Option<JoinHandle<()>>,
+}
+
+/// What vLLM's prefill answers in READ mode.
+pub(crate) fn prefill_params(transfer: &Value) -> Value {
+    json!({
+        "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[11, 12, 13]],
+        "remote_engine_id": "engine-P", "remote_host": "127.0.0.1", "remote_handshake_port": 6301,
+        "remote_notify_port": 61005, "remote_dp_rank": 0, "remote_dp_rank_override": true,
+        "remote_dp_size": 1, "remote_dp_size_local": 1, "tp_size": 1, "transfer_id": transfer,
+    })
+}
+
+fn usual(role: Role, leg: &Leg) -> Act {
+    let text = if role == Role::Prefill { "from P" } else { "from D" };
+    let id = format!("cmpl-{}", leg.header("x-request-id"));
+    if role == Role::Decode && leg.body["stream"] == true {
+        let chunk = |n: u32| json!({"id": id, "choices": [{"index": 0, "text": format!("t{n}")}]});
+        let mut chunks: Vec<_> = (0..3).map(|n| format!("data: {}\n\n", chunk(n))).collect();
+        if leg.body["stream_options"]["include_usage"] == true {
+            let usage = json!({"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6});
+            let last = json!({"id": id, "choices": [], "usage": usage});
+            chunks.push(format!("data: {last}\n\n"));
+        }
+        chunks.push("data: [DONE]\n\n".into());
+        return Act::Stream(chunks);
+    }
+    let params = match role {
+        Role::Prefill => prefill_params(&leg.params()["transfer_id"]),
+        Role::Decode => Value::Null,
+    };
+    Act::Json(
+        200,
+        json!({
+            "id": id, "object": "text_completion", "model": "fake-model",
+            "choices": [{"index": 0, "finish_reason": "length", "text": text}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+            "kv_transfer_params": params,
+        }),
+    )
+}
+
+type Chunks = Pin<Box<dyn http_body::Body<Data = Bytes, Error = std::io::Error> + Send>>;
+
+fn cut() -> std::io::Error {
+    std::io::Error::other("cut by the test")
+}
+
+fn chunks(chunks: Vec<String>, ends: bool) -> Chunks {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    for chunk in chunks {
+        sender.send(Ok(chunk)).unwrap();
+    }
+    if !ends {
+        sender.send(Err(cut())).unwrap();
+    }
+    fed(receiver)
+}
+
+fn fed(mut chunks: mpsc::UnboundedReceiver<Result<String, std::io::Error>>) -> Chunks {
+    let stream = futures_poll(move |context| {
+        chunks
+            .poll_recv(context)
+            .map(|chunk| chunk.map(|chunk| chunk.map(|c| Frame::data(c.into()))))
+    });
+    Box::pin(StreamBody::new(stream))
+}
+
+/// A stream made of a function.
+fn futures_poll<T, F>(poll: F) -> impl futures_core::Stream<Item = T>
+where
+    F: FnMut(&mut std::task::Context<'_>) -> std::task::Poll<Option<T>> + Unpin,
+{
+    struct Polled<F>(F);
+    impl<T, F> futures_core::Stream for Polled<F>
+    where
+        F: FnMut(&mut std::task::Context<'_>) -> std::task::Poll<Option<T>> + Unpin,
+    {
+        type Item = T;
+        fn poll_next(
+            mut self: Pin<&mut Self>,
+            context: &mut std::task::Context<'_>,
+        ) -> std::task::Poll<Option<T>> {
+            (self.0)(context)
+        }
+    }
+    Polled(poll)
+}
+
+/// Counts a leg that is dropped before it was answered.
+struct Watch(Option<watch::Sender<usize>>);
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if let Some(dropped) = &self.0 {
+            dropped.send_modify(|count| *count += 1);
+        }
+    }
+}
+
+async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
+    let mut act = act;
+    loop {
+        let (status, kind, body) = match act {
+            Act::Json(status, value) => {
+                (status, "application/json", chunks(vec![value.to_string()], true))
+            }
+            Act::Text(status, text) => (status, "text/plain", chunks(vec![text.into()], true)),
+            Act::Stream(list) => (200, "text/event-stream", chunks(list, true)),
+            Act::Broken(list) => (200, "text/event-stream", chunks(list, false)),
+            Act::Fed(source) => {
+                let mut source = source.lock().unwrap().take().expect("fed once");
+                let (sender, receiver) = mpsc::unbounded_channel();
+                tokio::spawn(async move {
+                    while let Some(chunk) = source.recv().await {
+                        if sender.send(Ok(chunk)).is_err() {
+                            break;
+                        }
+                    }
+                });
+                (200, "text/event-stream", fed(receiver))
+            }
+            Act::Cut => return Err(cut()),
+            Act::Never => std::future::pending().await,
+            Act::After(notify, then) => {
+                notify.notified().await;
+                act = *then;
+                continue;
+            }
+        };
+        let response = Response::builder().status(status).header("content-type", kind);
+        return Ok(response.body(body).unwrap());
+    }
+}
+
+impl Backend {
+    /// An instance at a free port that does the usual.
+    pub(crate) async fn start(role: Role) -> Backend {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let http = listener.local_addr().unwrap().to_string();
+        let decide: Decide = Arc::new(move |leg| usual(role, leg));
+        let mut backend = Backend {
+            role,
+            http,
+            legs: Arc::default(),
+            decide: Arc::new(Mutex::new(decide)),
+            arrived: watch::Sender::new(0),
+            dropped: watch::Sender::new(0),
+            server: None,
+        };
+        let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
+        let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
+        backend.server = Some(tokio::spawn(async move {
+            let mut connections = tokio::task::JoinSet::new();
+            loop {
+                let Ok((stream, _)) = listener.accept().await else { return };
+                stream.set_nodelay(true).unwrap();
+                let state = (legs.clone(), decide.clone(), arrived.clone(), dropped.clone());
+                let service = service_fn(move |request| serve(request, state.clone()));
+                let server = hyper::server::conn::http1::Builder::new();
+                connections.spawn(server.serve_connection(TokioIo::new(stream), service));
+            }
+        }));
+        backend
+    }
+
+    /// Does with each leg what `decide` says; the usual if it says nothing.
+    pub(crate) fn on(&self, decide: impl Fn(&Leg) -> Option<Act> + Send + Sync + 'static) {
+        let role = self.role;
+        *self.decide.lock().unwrap() =
+            Arc::new(move |leg| decide(leg).unwrap_or_else(|| usual(role, leg)));
+    }
+
+    /// Does this with each leg.
+    pub(crate) fn always(&self, act: Act) {
+        self.on(move |_| Some(act.clone()));
+    }
+
+    /// Legs that came so far.
+    pub(crate) fn seen(&self) -> Vec<Leg> {
+        self.legs.lock().unwrap().clone()
+    }
+
+    /// Waits for the `count`th leg.
+    pub(crate) async fn arrival(&self, count: usize) {
+        self.arrived.subscribe().wait_for(|arrived| *arrived >= count).await.unwrap();
+    }
+
+    /// Waits until the router has given up `count` legs.
+    pub(crate) async fn given_up(&self, count: usize) {
+        self.dropped.subscribe().wait_for(|dropped| *dropped >= count).await.unwrap();
+    }
+
+    /// Dies with all its connections.
+    pub(crate) fn die(&mut self) {
+        self.server.take().expect("it lives").abort();
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        if let Some(server) = self.server.take() {
+            server.abort();
+        }
+    }
+}
+
+type State = (Arc<Mutex<Vec<Leg>>>, Arc<Mutex<Decide>>, watch::Sender<usize>, watch::Sender<usize>);
+
+async fn serve(
+    request: Request<Incoming>,
+    (legs, decide, arrived, dropped): State,
+) -> Result<Response<Chunks>, std::io::Error> {
+    if request.method() == hyper::Method::GET {
+        let body = json!({"object": "list", "data": [{"id": "fake-model"}],
+            "authorization": request.headers().get("authorization").map(|key| key.to_str().unwrap())});
+        return act(Act::Json(200, body)).await;
+    }
+    let (head, body) = request.into_parts();
+    let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
+    let body = serde_json::from_slice(&body).unwrap();
+    let leg = Leg { path: head.uri.path().into(), headers: head.headers, body };
+    let decided = decide.lock().unwrap().clone()(&leg);
+    legs.lock().unwrap().push(leg);
+    arrived.send_modify(|count| *count += 1);
+    let mut watch = Watch(Some(dropped));
+    let answer = act(decided).await;
+    watch.0 = None;
+    answer
+}
+
+/// What a heartbeat says beside role and HTTP address.
+#[derive(Clone, Debug)]
+pub(crate) struct Form {
+    pub(crate) mode: Mode,
+    pub(crate) dp: u16,
+    pub(crate) tp: u16,
+    pub(crate) native: Option<Registration>,
+}
+
+impl Form {
+    pub(crate) fn of(mode: Mode) -> Form {
+        Form { mode, dp: 1, tp: 1, native: None }
+    }
+}
+
+/// The frame of a stand-in instance.
+pub(crate) fn frame(role: Role, http: &str, form: &Form) -> Vec<u8> {
+    let zmq = match role {
+        Role::Prefill => "host:127.0.0.1,handshake:6301,notify:61005",
+        Role::Decode => "host:127.0.0.1,handshake:7301,notify:62005",
+    };
+    let size = |size| NonZeroU16::new(size).unwrap();
+    let beat = Heartbeat::new(
+        role,
+        Endpoint::from(http),
+        ZmqAddress::parse(zmq).unwrap(),
+        size(form.dp),
+        size(form.tp),
+        form.mode,
+    )
+    .unwrap();
+    match &form.native {
+        Some(registration) => beat.encode_with(registration),
+        None => beat.encode(),
+    }
+}
+
+/// A DEALER that repeats its messages until it is dropped.
+pub(crate) struct Heart {
+    stop: Option<Sender<()>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Heart {
+    /// Sends the message, each of `parts`, at once and then every second.
+    pub(crate) fn beat(discovery: &str, parts: Vec<Vec<u8>>) -> Heart {
+        let (stop, stopped) = channel();
+        let context = zmq::Context::new();
+        let socket = context.socket(zmq::DEALER).unwrap();
+        socket.set_linger(0).unwrap();
+        socket.set_ipv6(true).unwrap();
+        socket.connect(discovery).unwrap();
+        let thread = std::thread::spawn(move || {
+            loop {
+                socket.send_multipart(&parts, 0).unwrap();
+                match stopped.recv_timeout(Duration::from_secs(1)) {
+                    Err(RecvTimeoutError::Timeout) => {}
+                    _ => return,
+                }
+            }
+        });
+        Heart { stop: Some(stop), thread: Some(thread) }
+    }
+}
+
+impl Drop for Heart {
+    fn drop(&mut self) {
+        self.stop = None;
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}

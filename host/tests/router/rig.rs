@@ -1,0 +1,230 @@
+//! The real program, its clients, and what they wait for.
+
+use crate::backend::{Backend, Form, Heart, frame};
+use bytes::Bytes;
+use engine::core::message::{Mode, Role};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::{HeaderMap, Request, Response};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Nothing takes as long on a machine that works.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A running router.
+pub(crate) struct Router {
+    pub(crate) child: Child,
+    out: BufReader<ChildStdout>,
+    pub(crate) http: String,
+    pub(crate) discovery: String,
+    client: Client<HttpConnector, Full<Bytes>>,
+    hearts: Vec<Heart>,
+}
+
+/// An answer that was read to its end.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) headers: HeaderMap,
+    pub(crate) body: String,
+}
+
+impl Answer {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap_or_else(|why| panic!("{why}: {self:?}"))
+    }
+
+    /// The message of an OpenAI error object.
+    pub(crate) fn error(&self) -> String {
+        let object = self.json();
+        let error = &object["error"];
+        assert_eq!(error["code"], self.status, "{object}");
+        assert!(error["type"].is_string(), "{object}");
+        error["message"].as_str().unwrap_or_else(|| panic!("no message: {object}")).into()
+    }
+
+    /// The data of the events of a stream.
+    pub(crate) fn events(&self) -> Vec<Value> {
+        let events = self.body.split("\n\n").filter(|event| !event.is_empty());
+        let data = |event: &str| match event.strip_prefix("data: ") {
+            Some("[DONE]") => Value::String("[DONE]".into()),
+            Some(json) => serde_json::from_str(json).unwrap(),
+            None => panic!("no data: {event}"),
+        };
+        events.map(data).collect()
+    }
+}
+
+impl Router {
+    /// A router at free ports; `options` beside.
+    pub(crate) fn start(options: &[&str]) -> Router {
+        Router::start_with(options, |_| {})
+    }
+
+    /// The same, with a last look at the command.
+    pub(crate) fn start_with(options: &[&str], with: impl FnOnce(&mut Command)) -> Router {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        command.args(["router", "--json", "--listen", "127.0.0.1:0"]);
+        if !options.contains(&"--discovery") {
+            command.args(["--discovery", "127.0.0.1:0"]);
+        }
+        command.args(options).env_remove("OPENAI_API_KEY").stdout(Stdio::piped());
+        command.stderr(Stdio::null());
+        with(&mut command);
+        let mut child = command.spawn().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        let line: Value = serde_json::from_str(&line).unwrap_or_else(|why| panic!("{why}: {line}"));
+        let text = |key: &str| line[key].as_str().unwrap().to_owned();
+        let (http, discovery) = (text("http"), text("discovery"));
+        let client = Client::builder(TokioExecutor::new()).build_http();
+        Router { child, out, http, discovery, client, hearts: Vec::new() }
+    }
+
+    /// Has an instance beat until the router is gone.
+    pub(crate) fn register(&mut self, backend: &Backend, form: &Form) {
+        self.send(vec![frame(backend.role, &backend.http, form)]);
+    }
+
+    /// Sends a message of the discovery channel, again and again.
+    pub(crate) fn send(&mut self, parts: Vec<Vec<u8>>) {
+        self.hearts.push(Heart::beat(&self.discovery, parts));
+    }
+
+    /// Stops the last heart.
+    pub(crate) fn hush(&mut self) {
+        self.hearts.pop().expect("one beats");
+    }
+
+    pub(crate) async fn call(&self, request: Request<Full<Bytes>>) -> Response<Incoming> {
+        tokio::time::timeout(PATIENCE, self.client.request(request)).await.unwrap().unwrap()
+    }
+
+    pub(crate) async fn read(response: Response<Incoming>) -> Answer {
+        let (head, body) = response.into_parts();
+        let body = tokio::time::timeout(PATIENCE, body.collect()).await.unwrap();
+        let body = String::from_utf8(body.unwrap().to_bytes().to_vec()).unwrap();
+        Answer { status: head.status.as_u16(), headers: head.headers, body }
+    }
+
+    pub(crate) fn request(&self, path: &str, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
+        let uri = format!("http://{}{path}", self.http);
+        let request = Request::post(uri).header("content-type", "application/json");
+        request.body(Full::new(body.into())).unwrap()
+    }
+
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
+        Router::read(self.call(self.request(path, body.to_string())).await).await
+    }
+
+    /// The usual request.
+    pub(crate) async fn ask(&self) -> Answer {
+        self.post("/v1/completions", &completion()).await
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> Answer {
+        let request = Request::get(format!("http://{}{path}", self.http));
+        Router::read(self.call(request.body(Full::default()).unwrap()).await).await
+    }
+
+    pub(crate) async fn workers(&self) -> Vec<Value> {
+        self.get("/workers").await.json()["workers"].as_array().unwrap().clone()
+    }
+
+    /// Asks for the list of instances until it is as wanted.
+    pub(crate) async fn until(&self, what: &str, wanted: impl Fn(&[Value]) -> bool) {
+        let start = Instant::now();
+        loop {
+            let workers = self.workers().await;
+            if wanted(&workers) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{what}: {workers:?}");
+        }
+    }
+
+    /// Waits until so many instances are ready.
+    pub(crate) async fn ready(&self, count: usize) {
+        let is_ready = |worker: &&Value| worker["state"] == "ready";
+        self.until("ready", |workers| workers.iter().filter(is_ready).count() == count).await;
+    }
+
+    /// The value of a metric with these labels.
+    pub(crate) async fn metric(&self, name: &str) -> u64 {
+        let page = self.get("/metrics").await.body;
+        let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.map_or(0, |value| value.parse().unwrap())
+    }
+
+    /// Waits until a metric is at least `least`.
+    pub(crate) async fn metric_reaches(&self, name: &str, least: u64) {
+        let start = Instant::now();
+        while self.metric(name).await < least {
+            assert!(start.elapsed() < PATIENCE, "{name} does not reach {least}");
+        }
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args([name, &self.child.id().to_string()]).status();
+        assert!(sent.unwrap().success());
+    }
+
+    /// Waits for its end; its exit code.
+    pub(crate) fn exit(mut self) -> Option<i32> {
+        let mut rest = String::new();
+        self.out.read_to_string(&mut rest).unwrap();
+        self.child.wait().unwrap().code()
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn completion() -> Value {
+    json!({"model": "m", "prompt": "hello", "max_tokens": 5})
+}
+
+pub(crate) fn streaming() -> Value {
+    json!({"model": "m", "prompt": "hello", "max_tokens": 5, "stream": true})
+}
+
+/// A router with so many prefills and decodes of one mode, all ready.
+pub(crate) async fn fleet(
+    mode: Mode,
+    prefills: usize,
+    decodes: usize,
+    options: &[&str],
+) -> (Router, Vec<Backend>, Vec<Backend>) {
+    let mut router = Router::start(options);
+    let (mut ps, mut ds) = (Vec::new(), Vec::new());
+    for _ in 0..prefills {
+        ps.push(Backend::start(Role::Prefill).await);
+    }
+    for _ in 0..decodes {
+        ds.push(Backend::start(Role::Decode).await);
+    }
+    for backend in ps.iter().chain(&ds) {
+        router.register(backend, &Form::of(mode));
+    }
+    router.ready(prefills + decodes).await;
+    (router, ps, ds)
+}
+
+/// One of each.
+pub(crate) async fn pair(mode: Mode, options: &[&str]) -> (Router, Backend, Backend) {
+    let (router, mut ps, mut ds) = fleet(mode, 1, 1, options).await;
+    (router, ps.remove(0), ds.remove(0))
+}

@@ -156,6 +156,8 @@ impl State {
         let mut events = std::mem::take(&mut self.events);
         let mut wake = plane.poll(now, &mut events);
         let changed = !events.is_empty();
+        // Answering an event can call the plane, and what that does wakes nobody.
+        let mut called = changed;
         for event in events.drain(..) {
             self.on_event(now, event, done);
         }
@@ -163,10 +165,14 @@ impl State {
         while let Some(entry) = self.due.first_entry()
             && entry.key().0 <= now
         {
+            called = true;
             match entry.remove() {
                 Due::Tell(finished) => done.push(finished),
                 Due::Move(batch) => self.move_late(now, batch),
             }
+        }
+        if called {
+            wake = Wake::Ready;
         }
         if let Some(((due, _), _)) = self.due.first_key_value() {
             wake = match wake {

@@ -14,6 +14,8 @@ pub(crate) struct Seen {
     pub(crate) tickets: Vec<(SessionId, Ticket)>,
     pub(crate) closed: Vec<SessionId>,
     pub(crate) credits: Option<usize>,
+    /// Answers a quiesce by itself, without a word to the waker.
+    pub(crate) quiet_at_once: bool,
     pub(crate) refuse_open: Option<Cause>,
     events: Vec<DataEvent>,
     waker: Option<Waker>,
@@ -149,7 +151,11 @@ impl DataPlane for Fake {
     }
 
     fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
-        self.hand.seen().tickets.push((session, ticket));
+        let mut seen = self.hand.seen();
+        seen.tickets.push((session, ticket));
+        if seen.quiet_at_once {
+            seen.events.push(DataEvent::Quiet { session, ticket });
+        }
     }
 
     fn fence(&mut self, _peer: PeerId) {}

@@ -88,6 +88,11 @@ fn a_failure_is_told_once_nothing_can_land_any_more() {
     rig.hand.complete(rig.hand.op(2), failed(Landed::None));
     until(|| clean.failed());
     assert_eq!(rig.hand.seen().tickets.len(), 1, "what left no byte needs no quiet");
+
+    rig.hand.seen().quiet_at_once = true;
+    let status = rig.read(&[0]);
+    rig.hand.complete(rig.hand.op(3), failed(Landed::Unknown));
+    until(|| status.failed());
 }
 
 #[test]

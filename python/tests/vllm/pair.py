@@ -1,8 +1,6 @@
 """A prefill and a decode server with vLLM's own MoRIIOConnector over the drop-in `mori`."""
 
 import socket
-import subprocess
-import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,12 +17,6 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
-
-
-def dropin() -> str:
-    """The line of the README."""
-    command = [sys.executable, "-m", "kvferry.dropin"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def request(prompt: list[int], **more) -> dict:
@@ -62,7 +54,6 @@ class Pair:
             "kv_connector_extra_config": extra,
         }
         name = f"{role}-{self.mode.lower()}"
-        env = {"PYTHONPATH": dropin(), **env}
         return Server(name, model, http, logs / f"{name}.log", kv, env)
 
     def ready(self) -> "Pair":

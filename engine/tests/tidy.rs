@@ -121,9 +121,18 @@ fn every_hazard_has_a_line_in_the_contract() {
 #[test]
 fn the_readme_names_every_crate() {
     let readme = read(&root().join("README.md"));
-    for crate_name in
-        ["engine", "scenarios", "fabric-sim", "fabric-host", "wire", "host", "benches"]
-    {
+    let crates = [
+        "engine",
+        "scenarios",
+        "fabric-sim",
+        "fabric-host",
+        "wire",
+        "host",
+        "mori-compat",
+        "python",
+        "benches",
+    ];
+    for crate_name in crates {
         assert!(readme.contains(&format!("`{crate_name}")), "README.md does not name {crate_name}");
     }
 }

@@ -226,8 +226,10 @@ fn every_fault_leaves_every_promise_held() {
         ),
     ];
     let mut broken = Vec::new();
-    // A leg that is delivered again after it ended is known to begin its attempt anew.
-    let kinds = FaultKind::ALL.iter().filter(|kind| **kind != FaultKind::DispatchedTwice);
+    // A leg that is delivered again after it ended is known to begin its attempt anew, and nothing
+    // survives operations that move no byte.
+    let unfit = [FaultKind::DispatchedTwice, FaultKind::NoCopy];
+    let kinds = FaultKind::ALL.iter().filter(|kind| !unfit.contains(kind));
     for kind in kinds {
         for (nth, (trigger, pull)) in triggers.iter().enumerate() {
             for mode in [Mode::Push, Mode::Pull] {

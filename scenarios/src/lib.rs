@@ -20,5 +20,5 @@ mod value;
 pub use bundled::{BUNDLED, bundled};
 pub use error::ScenarioError;
 pub use lists::{Event, FaultKind, InvariantId, MessageName};
-pub use parse::{Form, Opportunity, Scenario, load, load_with_trace, parse};
+pub use parse::{FaultFile, Form, Opportunity, Scenario, load, load_with_trace, parse};
 pub use run::Run;

@@ -63,6 +63,7 @@ closed_list! {
         LateLanding "A14" "fabric.late_landing" "an operation fails at once, its bytes land later, up to Quiet"
         SiblingFailure "A15" "fabric.sibling_failure" "one operation of a session fails while others of the same flow are in flight"
         SlowLink "A17" "fabric.slow_link" "bandwidth of one direction is divided by a factor"
+        NoCopy "A18" "fabric.no_copy" "an operation is reported as done and moves no byte: what no protocol survives, to prove that a check looks at the bytes"
         Loss "B1" "wire.loss" "a control frame is lost"
         Duplicate "B2" "wire.duplicate" "a control frame is delivered again, perhaps much later"
         FrameReorder "B3" "wire.reorder" "a control frame is overtaken by later ones of its link"

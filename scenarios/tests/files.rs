@@ -50,6 +50,8 @@ fn every_file_parses_and_draws_twenty_seeds() {
 #[test]
 fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
     let swarm = scenarios::load(folder().join("swarm.toml")).unwrap_or_else(|why| panic!("{why}"));
+    // No run survives operations that move nothing.
+    let survivable = |kind: &FaultKind| *kind != FaultKind::NoCopy;
     let mut seen = BTreeSet::new();
     let mut left_out = BTreeSet::new();
     let mut pairs = BTreeSet::new();
@@ -58,11 +60,12 @@ fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
         assert!(run.requests.len() <= 12);
         let on: BTreeSet<_> =
             run.faults.iter().map(|fault| fault.kind).chain(run.shaped.iter().copied()).collect();
-        left_out.extend(FaultKind::ALL.iter().filter(|kind| !on.contains(kind)));
+        left_out
+            .extend(FaultKind::ALL.iter().filter(|kind| !on.contains(kind) && survivable(kind)));
         pairs.insert([FaultKind::Loss, FaultKind::AckLost].map(|kind| on.contains(&kind)));
         seen.extend(on);
     }
-    let all: BTreeSet<_> = FaultKind::ALL.iter().copied().collect();
+    let all: BTreeSet<_> = FaultKind::ALL.iter().copied().filter(survivable).collect();
     assert_eq!(seen, all);
     assert_eq!(left_out, all);
     assert_eq!(pairs.len(), 4, "two kinds are on independently of each other");

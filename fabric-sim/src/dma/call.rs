@@ -192,6 +192,8 @@ pub enum Bytes {
         /// How much later.
         by: Nanos,
     },
+    /// None arrive, and it completes all the same: no fabric may do that.
+    Missing,
 }
 
 /// What becomes of a completion.

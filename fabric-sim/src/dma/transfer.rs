@@ -180,7 +180,7 @@ impl Dma {
         let some = keyed.below(draw::STOP, actor, nth, u64::from(count)) as u32;
         op.stop = match op.fate.bytes {
             Bytes::Whole | Bytes::Fails { landed: Landed::All, .. } => count,
-            Bytes::Fails { landed: Landed::None, .. } => 0,
+            Bytes::Fails { landed: Landed::None, .. } | Bytes::Missing => 0,
             Bytes::Fails { landed: Landed::Unknown, .. } | Bytes::Overtaken { .. } => some,
         };
     }
@@ -414,7 +414,7 @@ impl Dma {
         let (turn, bytes) = (op.turn, op.fate.bytes.clone());
         let mut wait = ack;
         let late = match bytes {
-            Bytes::Whole => {
+            Bytes::Whole | Bytes::Missing => {
                 (op.outcome, wait) = whole;
                 None
             }

@@ -19,6 +19,7 @@ const fn rank(bytes: &Bytes) -> u8 {
         Bytes::Fails { landed: Landed::All, .. } => 2,
         Bytes::Fails { landed: Landed::None, .. } => 3,
         Bytes::Fails { landed: Landed::Unknown, .. } => 4,
+        Bytes::Missing => 5,
     }
 }
 
@@ -81,6 +82,7 @@ fn op_effect(plan: &Plan) -> OpFate {
         FaultKind::Partial if plan.coin() => OpFate { delay, ..none },
         FaultKind::Partial => OpFate { delay, bytes: fails(injected(), None), ..none },
         FaultKind::LateLanding => OpFate { bytes: fails(Cause::AckTimeout, Some(delay)), ..none },
+        FaultKind::NoCopy => OpFate { bytes: Bytes::Missing, ..none },
         FaultKind::SiblingFailure => OpFate { bytes: fails(injected(), late), ..none },
         _ => none,
     }

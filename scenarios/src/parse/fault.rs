@@ -190,15 +190,31 @@ impl FaultSpec {
         }
     }
 
-    /// Checks that every instance that is named can exist.
-    pub(super) fn check_names(&self, file: &File, known: &[String]) -> Result<(), ScenarioError> {
+    /// Every instance that it names.
+    fn names(&self) -> impl Iterator<Item = &Draw<Name>> {
         let on = match &self.trigger {
             Some(TriggerSpec::On(on)) => [on.from.as_ref(), on.to.as_ref()],
             _ => [None, None],
         };
-        let named = [self.target.as_ref(), self.from.as_ref(), self.to.as_ref(), on[0], on[1]];
-        for (draw, name) in
-            named.iter().flatten().flat_map(|draw| draw.ends().map(move |n| (draw, n)))
+        let own = [self.target.as_ref(), self.from.as_ref(), self.to.as_ref()];
+        own.into_iter().chain(on).flatten()
+    }
+
+    /// Checks that it names no instance, where there is no topology.
+    pub(super) fn check_nameless(&self, file: &File) -> Result<(), ScenarioError> {
+        match self.names().next() {
+            None => Ok(()),
+            Some(draw) => {
+                let what = format!("{} names an instance, and here is no topology", self.kind);
+                let remedy = "remove `target`, `from` and `to`: the fault concerns this process";
+                Err(file.error(draw.line, what, remedy))
+            }
+        }
+    }
+
+    /// Checks that every instance that is named can exist.
+    pub(super) fn check_names(&self, file: &File, known: &[String]) -> Result<(), ScenarioError> {
+        for (draw, name) in self.names().flat_map(|draw| draw.ends().map(move |name| (draw, name)))
         {
             let is_role = ROLES.contains(&&*name.0);
             let is_router = &*name.0 == ROUTER;
@@ -216,7 +232,10 @@ impl FaultSpec {
                 return Err(file.error(draw.line, what, remedy));
             }
             let process = self.kind.name().starts_with("process.");
-            if is_router && process && self.target.as_ref() == Some(draw) {
+            if is_router
+                && process
+                && self.target.as_ref().is_some_and(|own| std::ptr::eq(own, draw))
+            {
                 let what = format!("{} cannot happen to the router", self.kind);
                 return Err(file.error(draw.line, what, "name an instance"));
             }

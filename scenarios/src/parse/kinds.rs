@@ -96,7 +96,7 @@ impl FaultKind {
         use FaultKind::*;
         use Opportunity::*;
         match self {
-            QpError | AckLost | CompletionLost | SiblingFailure => form(Operation, PAIR),
+            QpError | AckLost | CompletionLost | SiblingFailure | NoCopy => form(Operation, PAIR),
             QueueFull => form(Operation, PAIR_LASTS).lasting_ms(1, 20),
             CompletionReorder => form(Operation, PAIR_DELAY).late_us(10, 2_000),
             NotifyOvertakes => form(Operation, PAIR_DELAY).late_us(10, 2_000),

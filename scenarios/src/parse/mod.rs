@@ -1,6 +1,7 @@
 //! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
 
 mod fault;
+mod fault_file;
 mod kinds;
 mod model;
 mod settings;
@@ -8,6 +9,7 @@ mod shape;
 mod topology;
 mod workload;
 
+pub use fault_file::FaultFile;
 pub use kinds::{Form, Opportunity};
 
 use crate::decide::Keyed;
@@ -62,12 +64,8 @@ pub fn load_with_trace(
 ) -> Result<Scenario, ScenarioError> {
     let path = path.as_ref();
     let file = path.display().to_string();
-    let text = std::fs::read_to_string(path).map_err(|why| ScenarioError {
-        file: file.as_str().into(),
-        line: 0,
-        what: format!("cannot read the scenario: {why}"),
-        remedy: "name a scenario file, see `kvferry list scenarios`".into(),
-    })?;
+    let remedy = "name a scenario file, see `kvferry list scenarios`";
+    let text = text_of(path, "scenario", remedy)?;
     parse(&file, &text, path.parent().unwrap_or(Path::new("")), trace)
 }
 
@@ -86,6 +84,13 @@ pub fn parse(
     scenario.replace_trace(trace)?;
     scenario.check()?;
     Ok(scenario)
+}
+
+fn text_of(path: &Path, what: &str, remedy: &str) -> Result<String, ScenarioError> {
+    std::fs::read_to_string(path).map_err(|why| {
+        let file = File(path.display().to_string().into());
+        file.error(0, format!("cannot read the {what}: {why}"), remedy)
+    })
 }
 
 fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError> {

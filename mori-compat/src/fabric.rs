@@ -1,0 +1,16 @@
+//! What an engine needs of a plane beside moving bytes.
+
+use ::engine::fabric::{DataPlane, SessionId};
+use fabric_host::{HostPlane, SessionPaths};
+
+/// A data plane whose address and regions are MoRI's descriptors.
+pub trait Fabric: DataPlane {
+    /// How the bytes of an open session go, where the plane has more than one way.
+    fn paths(&self, session: SessionId) -> Option<SessionPaths>;
+}
+
+impl Fabric for HostPlane {
+    fn paths(&self, session: SessionId) -> Option<SessionPaths> {
+        HostPlane::paths(self, session)
+    }
+}

@@ -1,0 +1,97 @@
+//! What the environment says.
+
+use crate::error::Error;
+use fabric_host::HostConfig;
+use std::env;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// TOML file of `[[fault]]` tables to inject.
+const FAULTS: &str = "KVFERRY_FAULTS";
+/// File to which a line of JSON is appended for each finished transfer.
+const AUDIT: &str = "KVFERRY_AUDIT";
+/// TOML file of settings of the fabric.
+const FABRIC: &str = "KVFERRY_FABRIC";
+/// MoRI's own name for how long a post waits for room in the queue.
+const BACKOFF_US: &str = "MORI_IO_SQ_BACKOFF_TIMEOUT_US";
+
+/// What `KVFERRY_FABRIC` may not say, because the caller does.
+const CALLERS: [&str; 5] = ["key", "host", "port", "workers", "open_door"];
+
+/// Settings that are not arguments of MoRI's calls.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Faults to inject, `KVFERRY_FAULTS`; see [`scenarios::FaultFile`].
+    pub faults: Option<PathBuf>,
+    /// Where to log what was moved, `KVFERRY_AUDIT`.
+    pub audit: Option<PathBuf>,
+    /// How the fabric is set up, `KVFERRY_FABRIC`; key, host, port and workers come with the calls.
+    pub fabric: HostConfig,
+    /// How long a post waits for room in a full queue before it fails with "SQ full",
+    /// `MORI_IO_SQ_BACKOFF_TIMEOUT_US`; 5 s as in MoRI.
+    pub backoff: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            faults: None,
+            audit: None,
+            fabric: HostConfig::default(),
+            backoff: Duration::from_secs(5),
+        }
+    }
+}
+
+impl Settings {
+    /// What the environment variables say.
+    ///
+    /// # Errors
+    /// `Setting` with the variable, what is wrong with it and what it may be.
+    pub fn from_env() -> Result<Settings, Error> {
+        let mut settings = Settings {
+            faults: env::var_os(FAULTS).map(PathBuf::from),
+            audit: env::var_os(AUDIT).map(PathBuf::from),
+            ..Settings::default()
+        };
+        if let Some(path) = env::var_os(FABRIC).map(PathBuf::from) {
+            let text = std::fs::read_to_string(&path).map_err(|why| {
+                let path = path.display();
+                Error::Setting(format!("{FABRIC}={path}: cannot read it: {why}"))
+            })?;
+            settings.fabric = fabric(&text)
+                .map_err(|why| Error::Setting(format!("{FABRIC}={}: {why}", path.display())))?;
+        }
+        if let Some(text) = env::var_os(BACKOFF_US) {
+            let us = text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
+                Error::Setting(format!("{BACKOFF_US}={text:?}: give a number of microseconds"))
+            })?;
+            settings.backoff = Duration::from_micros(us);
+        }
+        Ok(settings)
+    }
+}
+
+fn fabric(text: &str) -> Result<HostConfig, String> {
+    let table: toml::Table = text.parse().map_err(|why| format!("not TOML: {why}"))?;
+    if let Some(key) = CALLERS.iter().find(|key| table.contains_key(**key)) {
+        return Err(format!("`{key}` is set by the caller of mori.io: remove it"));
+    }
+    table.try_into().map_err(|why: toml::de::Error| why.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fabric_host::Path;
+
+    #[test]
+    fn a_fabric_file_sets_what_the_caller_does_not() {
+        let read = fabric("paths = [\"tcp\"]\nslower = true").expect("valid");
+        assert_eq!((read.paths, read.slower), (vec![Path::Tcp], true));
+        let key = fabric("key = \"me\"").expect_err("the caller's");
+        assert!(key.contains("`key`") && key.contains("remove it"), "{key}");
+        let unknown = fabric("pahts = []").expect_err("unknown");
+        assert!(unknown.contains("pahts") && unknown.contains("paths"), "{unknown}");
+    }
+}

@@ -1,0 +1,5 @@
+"""Prints the folder to put on PYTHONPATH."""
+
+from pathlib import Path
+
+print(Path(__file__).parent)

@@ -1,0 +1,1 @@
+"""kvferry's stand-in for MoRI; only `mori.io`."""

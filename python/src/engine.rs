@@ -1,0 +1,68 @@
+//! The engine behind `mori.io.IOEngine`.
+
+use crate::desc::{EngineDesc, MemoryDesc};
+use crate::raise;
+use crate::session::Session;
+use mori_compat::Settings;
+use pyo3::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// An engine that listens at `host:port`; `workers` threads copy. Settings come from the
+/// environment. Lives as long as it or one of its sessions is referenced.
+#[pyclass(frozen, module = "kvferry._native")]
+pub struct Engine {
+    engine: mori_compat::Engine,
+    /// Owners of registered memory.
+    kept: Mutex<Vec<Py<PyAny>>>,
+}
+
+#[pymethods]
+impl Engine {
+    #[new]
+    fn new(py: Python<'_>, key: &str, host: &str, port: u16, workers: u32) -> PyResult<Engine> {
+        py.detach(|| {
+            let settings = Settings::from_env()?;
+            mori_compat::Engine::start(key, host, port, workers, &settings)
+        })
+        .map(|engine| Engine { engine, kept: Mutex::default() })
+        .map_err(raise)
+    }
+
+    /// What peers need to reach it.
+    fn desc(&self) -> EngineDesc {
+        EngineDesc(self.engine.desc().clone())
+    }
+
+    /// Makes `len` bytes at address `base` reachable; keeps `owner` for the engine's life.
+    fn register_memory(
+        &self,
+        py: Python<'_>,
+        base: u64,
+        len: u64,
+        owner: Py<PyAny>,
+    ) -> PyResult<MemoryDesc> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(owner);
+        py.detach(|| self.engine.register_memory(base, len)).map(MemoryDesc).map_err(raise)
+    }
+
+    /// Names a peer.
+    fn register_remote_engine(&self, py: Python<'_>, desc: &EngineDesc) -> PyResult<()> {
+        py.detach(|| self.engine.register_remote_engine(&desc.0)).map_err(raise)
+    }
+
+    /// Prepares transfers between a region of this engine and one of a peer.
+    fn create_session(
+        slf: Bound<'_, Engine>,
+        local: &MemoryDesc,
+        remote: &MemoryDesc,
+    ) -> PyResult<Session> {
+        let engine = &slf.get().engine;
+        let session = slf.py().detach(|| engine.create_session(&local.0, &remote.0));
+        Ok(Session { session: session.map_err(raise)?, _engine: slf.unbind() })
+    }
+
+    /// A number that no transfer of this engine had.
+    fn allocate_transfer_uid(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.engine.allocate_transfer_uid())
+    }
+}

@@ -1,0 +1,54 @@
+"""HTTP, as much as the tests need."""
+
+import http.client
+import json
+
+HOST = "127.0.0.1"
+
+
+class Refused(Exception):
+    """An answer that is not 200; carries the status and the body."""
+
+    def __init__(self, status: int, body: str):
+        super().__init__(f"{status}: {body}")
+        self.status = status
+        self.body = body
+
+
+def get(port: int, path: str) -> int | None:
+    """Status of a GET, `None` if nobody answers."""
+    try:
+        return _exchange(port, "GET", path, None, {}, 5)[0]
+    except OSError:
+        return None
+
+
+def post(port: int, path: str, body: dict, seconds: float, headers: dict | None = None) -> dict:
+    """JSON answer to a JSON request; `OSError` if there is none in `seconds`, `Refused` if it is
+    an error."""
+    headers = {"Content-Type": "application/json"} | (headers or {})
+    status, answer = _exchange(port, "POST", path, json.dumps(body), headers, seconds)
+    if status != 200:
+        raise Refused(status, answer)
+    return json.loads(answer)
+
+
+def metric(port: int, name: str) -> float:
+    """Sum of a Prometheus series of all labels."""
+    _, text = _exchange(port, "GET", "/metrics", None, {}, 10)
+    lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    if not lines:
+        raise KeyError(f"no series {name} at port {port}")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def _exchange(port, method, path, body, headers, seconds) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(HOST, port, timeout=seconds)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except http.client.HTTPException as error:
+        raise OSError(f"{method} {path}: {error!r}") from error
+    finally:
+        connection.close()

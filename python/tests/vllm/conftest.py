@@ -1,0 +1,116 @@
+"""One reference server for all tests, one pair of servers per mode; and the drills that have to come
+before any other request of a pair, because fault files count operations from the start."""
+
+import os
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import model as tiny
+import pytest
+from client import Refused
+from pair import Pair, free_ports, request, tokens
+from router import Router
+from server import Server
+
+MODES = ["WRITE", "READ"]
+
+# The first request (one operation per layer) is answered without a copy. A queue that is full
+# while the second is posted and a failure in the third only READ survives: in WRITE the connector
+# neither tries again nor tells decode, which then waits for ever.
+FAULTS = f"""
+[[fault]]
+kind = "fabric.no_copy"
+on = {{ event = "op.posted" }}
+times = {tiny.LAYERS}
+"""
+READ_FAULTS = f"""
+[[fault]]
+kind = "fabric.queue_full"
+on = {{ event = "op.posted", nth = {tiny.LAYERS + 1} }}
+lasts = "20ms"
+[[fault]]
+kind = "fabric.sibling_failure"
+on = {{ event = "op.posted", nth = {2 * tiny.LAYERS + 1} }}
+"""
+
+
+def prompt(length: int, seed: object) -> list[int]:
+    """Random token ids; others for every seed."""
+    random_ = random.Random(f"{length} {seed}")
+    return [random_.randrange(256) for _ in range(length)]
+
+
+class Reference:
+    """A server without a connector: what the answers have to be."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self.known: dict[tuple, list[int]] = {}
+
+    def __call__(self, ids: list[int]) -> list[int]:
+        key = tuple(ids)
+        if key not in self.known:
+            self.known[key] = tokens(self.server.complete(request(ids)))
+        return self.known[key]
+
+
+@dataclass
+class Drills:
+    """Answers to the first requests of a pair, which met faults."""
+
+    suppressed: list[int]
+    queue_full: list[int] | None = None
+    failed: str | None = None
+
+
+@pytest.fixture(scope="session")
+def logs() -> Path:
+    """A folder that is kept, named in errors."""
+    folder = os.environ.get("KVFERRY_VLLM_LOGS")
+    return Path(folder or tempfile.mkdtemp(prefix="kvferry-vllm-"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reference(model, logs):
+    server = Server("reference", model, free_ports(1)[0], logs / "reference.log", None, {})
+    reference = Reference(server)
+    yield reference
+    server.stop()
+
+
+@pytest.fixture(scope="session", params=MODES)
+def pair(request, model, logs, reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    faults = folder / "faults.toml"
+    faults.write_text(FAULTS + (READ_FAULTS if request.param == "READ" else ""))
+    audit = folder / "audit.jsonl"
+    env = {"KVFERRY_FAULTS": str(faults), "KVFERRY_AUDIT": str(audit)}
+    router = Router(logs / f"router-{request.param.lower()}.log")
+    made = Pair(request.param, model, logs, router.discovery, {"prefill": env, "decode": env})
+    try:
+        made.router, made.audit = router, audit
+        reference.server.ready()
+        made.ready()
+        router.wait_for(f"a {made.mode} pair")
+        made.drills = drill(made)
+        yield made
+    finally:
+        made.stop()
+        router.stop()
+
+
+def drill(pair: Pair) -> Drills:
+    drills = Drills(pair.complete(prompt(100, "suppressed")))
+    if pair.mode == "READ":
+        drills.queue_full = pair.complete(prompt(100, "queue full"))
+        with pytest.raises(Refused) as refused:
+            pair.complete(prompt(100, "failed"))
+        drills.failed = str(refused.value)
+    return drills

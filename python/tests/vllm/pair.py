@@ -1,0 +1,102 @@
+"""A prefill and a decode server with vLLM's own MoRIIOConnector over the drop-in `mori`."""
+
+import socket
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from server import Server
+
+TOKENS = 16
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def request(prompt: list[int], **more) -> dict:
+    """A greedy completion whose token ids come back."""
+    greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": prompt, "max_tokens": TOKENS, **greedy, **more}
+
+
+def tokens(answer: dict) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+class Pair:
+    """Both servers, and the two legs of a request sent straight to them."""
+
+    def __init__(self, mode: str, model: Path, logs: Path, discovery: int, env: dict[str, dict]):
+        self.mode = mode
+        self.prefill = self._start("prefill", model, logs, discovery, env.get("prefill", {}))
+        self.decode = self._start("decode", model, logs, discovery, env.get("decode", {}))
+
+    def _start(self, role: str, model: Path, logs: Path, discovery: int, env: dict) -> Server:
+        http, handshake, notify = free_ports(3)
+        extra = {
+            "host_ip": "127.0.0.1",
+            "http_port": http,
+            "handshake_port": handshake,
+            "notify_port": notify,
+            "read_mode": self.mode == "READ",
+            "proxy_ip": "127.0.0.1" if discovery else "",
+            "proxy_ping_port": discovery,
+        }
+        kv = {
+            "kv_connector": "MoRIIOConnector",
+            "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
+            "kv_connector_extra_config": extra,
+        }
+        name = f"{role}-{self.mode.lower()}"
+        return Server(name, model, http, logs / f"{name}.log", kv, env)
+
+    def ready(self) -> "Pair":
+        self.prefill.ready()
+        self.decode.ready()
+        return self
+
+    def stop(self) -> None:
+        self.prefill.stop()
+        self.decode.stop()
+
+    def complete(self, prompt: list[int], decode_prompt: list[int] | None = None) -> list[int]:
+        """Sends both legs without a router; decode may be told another prompt than prefill."""
+        transfer = f"tx-{uuid.uuid4()}"
+        to_prefill = request(prompt, max_tokens=1)
+        to_decode = request(decode_prompt or prompt)
+        if self.mode == "READ":
+            answer = self.prefill.complete(to_prefill | self._params(transfer, True, None))
+            params = answer["kv_transfer_params"]
+            return tokens(self.decode.complete(to_decode | {"kv_transfer_params": params}))
+        with ThreadPoolExecutor(1) as pool:
+            body = to_prefill | self._params(transfer, True, self.decode)
+            first = pool.submit(self.prefill.complete, body)
+            body = to_decode | self._params(transfer, False, self.prefill)
+            answer = self.decode.complete(body)
+            first.result()
+        return tokens(answer)
+
+    @staticmethod
+    def _params(transfer: str, to_prefill: bool, peer: Server | None) -> dict:
+        params = {
+            "transfer_id": transfer,
+            "do_remote_decode": to_prefill,
+            "do_remote_prefill": not to_prefill,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+        }
+        if peer is not None:
+            params |= {
+                "remote_host": "127.0.0.1",
+                "remote_handshake_port": peer.extra["handshake_port"],
+                "remote_notify_port": peer.extra["notify_port"],
+                "remote_dp_size": 1,
+                "remote_tp_size": 1,
+            }
+        return {"kv_transfer_params": params}

@@ -1,0 +1,47 @@
+"""`kvferry router` between the tests and a pair of servers."""
+
+import json
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+from client import get, post
+from server import START_S, Process
+
+BINARY = "KVFERRY_BIN"
+
+
+class Router(Process):
+    """Listens at ports of its own choice, which it tells in its first line."""
+
+    def __init__(self, log: Path):
+        if BINARY not in os.environ:
+            raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
+        command = [os.environ[BINARY], "router", "--json"]
+        command += ["--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"]
+        super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)
+        try:
+            line = self._first_line()
+        except BaseException:
+            self.kill()
+            raise
+        self.port = int(line["http"].rsplit(":", 1)[1])
+        self.discovery = int(line["discovery"].rsplit(":", 1)[1])
+
+    def _first_line(self) -> dict:
+        late = threading.Timer(30, self.child.kill)
+        late.start()
+        line = self.child.stdout.readline()
+        late.cancel()
+        if not line:
+            raise RuntimeError(f"the router does not start\n{self.tail()}")
+        return json.loads(line)
+
+    def wait_for(self, what: str) -> None:
+        """Waits until it has a prefill and a decode that it can use."""
+        self.wait_until(f"it knows {what}", lambda: get(self.port, "/readiness") == 200, START_S)
+
+    def complete(self, body: dict, seconds: float = 60) -> dict:
+        """Answer to /v1/completions; `Refused` carries its error."""
+        return post(self.port, "/v1/completions", body, seconds)

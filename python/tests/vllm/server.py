@@ -1,0 +1,132 @@
+"""Starts and stops vLLM servers; every wait has a deadline and shows the end of the log."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from client import get, metric, post
+
+START_S = 240
+STOP_S = 20
+LOG_LINES = 40
+
+BLOCK_TOKENS = 32
+BATCHED_TOKENS = 2048
+KV_BYTES = 128 << 20
+
+FLAGS = [
+    *("--enforce-eager", "--no-async-scheduling"),
+    *("--dtype", "float32"),
+    *("--max-model-len", "4096"),
+    *("--block-size", str(BLOCK_TOKENS)),
+    *("--kv-cache-memory-bytes", str(KV_BYTES)),
+    *("--max-num-batched-tokens", str(BATCHED_TOKENS)),
+]
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Process:
+    """A child in a session of its own, with its output in a file."""
+
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], log: Path, stdout: int | None = None
+    ):
+        self.name = name
+        self.log = log
+        with log.open("wb") as output:
+            self.child = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return f"last lines of {self.name}:\n" + "\n".join(lines)
+
+    def wait_until(self, what: str, condition, seconds: float) -> None:
+        """Polls `condition` until it holds; fails with the log if the process ends or is late."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if (code := self.child.poll()) is not None:
+                raise RuntimeError(f"{self.name} ended with {code}, {what}\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name}: not in {seconds:.0f} s: {what}\n{self.tail()}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """`kill -9` of the process and its children."""
+        try:
+            os.killpg(self.child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.child.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL for what is left."""
+        self.child.terminate()
+        try:
+            self.child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+
+
+class Server(Process):
+    """A vLLM server for the tiny model; with `kv`, as one half of a pair."""
+
+    def __init__(self, name: str, model: Path, port: int, log: Path, kv: dict | None, env: dict):
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+            *FLAGS,
+        ]
+        if kv is not None:
+            command += ["--kv-transfer-config", json.dumps(kv)]
+        super().__init__(name, command, os.environ | ENVIRONMENT | env, log)
+        self.port = port
+        self.extra = (kv or {}).get("kv_connector_extra_config", {})
+
+    def ready(self) -> "Server":
+        self.wait_until("answers /health", lambda: get(self.port, "/health") == 200, START_S)
+        return self
+
+    def complete(self, body: dict, seconds: float = 60) -> dict:
+        """Answer to /v1/completions; raises with the log if it is none or late."""
+        try:
+            return post(self.port, "/v1/completions", body, seconds)
+        except OSError as error:
+            raise RuntimeError(f"{self.name}: {error}\n{self.tail()}") from error
+
+    def idle(self) -> bool:
+        """True if it runs nothing and holds no block."""
+        return all(
+            metric(self.port, name) == 0
+            for name in (
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc",
+            )
+        )
+
+    def is_busy(self) -> bool:
+        """True while it runs a request."""
+        return metric(self.port, "vllm:num_requests_running") > 0
+
+    def wait_idle(self, seconds: float = 30) -> None:
+        self.wait_until("all blocks are free", self.idle, seconds)

@@ -214,3 +214,16 @@ fn garbage_is_counted_reported_and_survived() {
     table.hear(shake, &[REQUEST]);
     table.replied(shake);
 }
+
+#[test]
+fn a_decode_that_could_not_be_reached_is_met_when_it_announces() {
+    let mut table = prefill(Mode::Push).ready();
+    arrive(&mut table, Mode::Push, moriio_peer());
+    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    table.control(ControlEvent::LinkDown { link });
+    compute(&mut table);
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&blocks()]);
+    table.shake(&good_replies());
+    writing(&mut table);
+}

@@ -106,10 +106,10 @@ class Server(Process):
         self.wait_until("answers /health", lambda: get(self.port, "/health") == 200, START_S)
         return self
 
-    def complete(self, body: dict, seconds: float = 60) -> dict:
+    def complete(self, body: dict, seconds: float = 60, headers: dict | None = None) -> dict:
         """Answer to /v1/completions; raises with the log if it is none or late."""
         try:
-            return post(self.port, "/v1/completions", body, seconds)
+            return post(self.port, "/v1/completions", body, seconds, headers)
         except OSError as error:
             raise RuntimeError(f"{self.name}: {error}\n{self.tail()}") from error
 

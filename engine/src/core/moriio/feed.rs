@@ -71,7 +71,7 @@ impl MoriioPeers {
         let Some(early) = self.early.remove(&key.id) else { return };
         self.timers.cancel(&Timer::Early(key.id.clone()));
         if let Some(blocks) = early.blocks {
-            self.announce(&key.id, blocks, out);
+            self.announce(now, &key.id, blocks, out);
         }
         for release in &early.releases {
             self.on_release(now, release, out);
@@ -85,7 +85,7 @@ impl MoriioPeers {
     fn early(&mut self, now: Nanos, transfer: &TransferId) -> Option<&mut Early> {
         let full = self.early.len() >= self.config.settings.early_max as usize;
         if full && !self.early.contains_key(transfer) {
-            self.counters.violations += 1;
+            self.counters.violations = self.counters.violations.saturating_add(1);
             return None;
         }
         let until = now + self.config.settings.hold;
@@ -96,20 +96,28 @@ impl MoriioPeers {
     pub(super) fn on_blocks(&mut self, now: Nanos, notice: &RemoteBlocks, out: &mut PeerOut) {
         let blocks: Vec<u32> = notice.blocks().iter().map(|block| block.0).collect();
         if self.feeds.contains_key(notice.transfer()) {
-            self.announce(notice.transfer(), blocks, out);
+            self.announce(now, notice.transfer(), blocks, out);
         } else if let Some(early) = self.early(now, notice.transfer()) {
             early.blocks.get_or_insert(blocks);
         }
     }
 
     /// The first list counts: writes to it may be under way.
-    fn announce(&mut self, transfer: &TransferId, blocks: Vec<u32>, out: &mut PeerOut) {
+    fn announce(&mut self, now: Nanos, transfer: &TransferId, blocks: Vec<u32>, out: &mut PeerOut) {
         let Some(feed) = self.feeds.get_mut(transfer) else { return };
         if feed.slot == READERS || std::mem::replace(&mut feed.announced, true) {
-            self.counters.violations += 1;
+            self.counters.violations = self.counters.violations.saturating_add(1);
             return;
         }
-        let (slot, tag, tokens) = (feed.slot, feed.tag.clone(), feed.tokens);
+        let (mut slot, tag, tokens) = (feed.slot, feed.tag.clone(), feed.tokens);
+        if !self.slots.contains_key(&slot) {
+            // It could not be reached when the leg came, and is there now.
+            let peer = feed.peer.clone();
+            slot = self.slot_of(now, &peer, out);
+            if let Some(feed) = self.feeds.get_mut(transfer) {
+                feed.slot = slot;
+            }
+        }
         let blocks = vec![BlockList::new(blocks)];
         self.tell(slot, Message::Announce { tag, tokens, from: 0, blocks }, out);
     }
@@ -145,7 +153,7 @@ impl MoriioPeers {
             }
             return;
         };
-        self.counters.untold += 1;
+        self.counters.untold = self.counters.untold.saturating_add(1);
         let (slot, tag) = (feed.slot, feed.tag.clone());
         out.events.push(PeerEvent::Message { slot, message: Message::Cancel { tag } });
     }

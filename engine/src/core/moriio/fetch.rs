@@ -122,7 +122,7 @@ impl MoriioPeers {
                 // An address of no use was met at the handshake.
                 let _ = self.say_to_ranks(now, what, &peer, &frame, out);
             }
-            Err(_) => self.notices.dropped += 1,
+            Err(_) => self.notices.dropped = self.notices.dropped.saturating_add(1),
         }
         self.forget(transfer);
     }

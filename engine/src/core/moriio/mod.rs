@@ -348,7 +348,7 @@ impl MoriioPeers {
     }
 
     fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut PeerOut) {
-        self.counters.violations += 1;
+        self.counters.violations = self.counters.violations.saturating_add(1);
         let peer = match self.shaking.get(&link).and_then(|slot| self.slots.get(slot)) {
             Some(slot) => slot.endpoint.to_string(),
             None => format!("on link {link}"),

@@ -64,7 +64,7 @@ impl Notices {
         let Some(line) = self.lines.get_mut(to) else { return false };
         while line.queue.front().is_some_and(|(until, _)| *until <= now) {
             line.queue.pop_front();
-            self.dropped += 1;
+            self.dropped = self.dropped.saturating_add(1);
         }
         if line.queue.is_empty() && line.link.is_none() {
             self.lines.remove(to);
@@ -80,7 +80,7 @@ impl MoriioPeers {
         let settings = &self.config.settings;
         let full = self.notices.lines.len() >= settings.links_max as usize;
         if full && !self.notices.lines.contains_key(&to) {
-            self.notices.dropped += 1;
+            self.notices.dropped = self.notices.dropped.saturating_add(1);
             return;
         }
         let line = self.notices.lines.entry(to.clone()).or_default();
@@ -89,7 +89,7 @@ impl MoriioPeers {
             return;
         }
         if line.queue.len() >= settings.notices_max as usize {
-            self.notices.dropped += 1;
+            self.notices.dropped = self.notices.dropped.saturating_add(1);
             return;
         }
         line.queue.push_back((now + settings.notice, frame));

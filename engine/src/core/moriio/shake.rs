@@ -199,7 +199,11 @@ impl MoriioPeers {
     /// Answers whoever asks for this engine's memory.
     pub(super) fn answer(&mut self, link: LinkId, out: &mut PeerOut) {
         if self.ranks.is_none() {
-            self.early_calls.insert(link);
+            if self.early_calls.len() < self.config.settings.links_max as usize {
+                self.early_calls.insert(link);
+            } else {
+                out.commands.push(ControlCommand::HangUp { link });
+            }
             return;
         }
         let (metadata, memory) = match &self.replies {

@@ -12,7 +12,8 @@ use work::{ROWS, Row, Stats};
 
 fn row(near: &mut Near, row: &Row) {
     let [from, to] = row.blocks();
-    let mut stats: Vec<(Way, Stats)> = Way::ALL.iter().map(|way| (*way, Stats::default())).collect();
+    let mut stats: Vec<(Way, Stats)> =
+        Way::ALL.iter().map(|way| (*way, Stats::default())).collect();
     for (way, stats) in &mut stats {
         near.verify(*way, row, &from, &to);
         stats.bytes = row.bytes();

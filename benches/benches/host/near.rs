@@ -30,8 +30,7 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(crate) const ALL: [Way; 5] =
-        [Way::Memcpy, Way::Shared, Way::Attach, Way::Cross, Way::Tcp];
+    pub(crate) const ALL: [Way; 5] = [Way::Memcpy, Way::Shared, Way::Attach, Way::Cross, Way::Tcp];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -98,8 +97,7 @@ impl Near {
         let told = BufReader::new(child.stdout.take().expect("piped"));
         let pool = Pool::new(POOL, HugePages::No).expect("a pool");
         let (copy, planes) = (vec![1; POOL as usize], Vec::new());
-        let mut near =
-            Near { child, tell, told, pool, copy, planes, far: (0, 0), op: 0, seed: 0 };
+        let mut near = Near { child, tell, told, pool, copy, planes, far: (0, 0), op: 0, seed: 0 };
         for path in Path::ALL {
             let line = near.hear();
             let (address, desc) = line.split_once(' ').expect("two words");
@@ -227,9 +225,10 @@ impl Near {
 
     fn push(&mut self, path: Path, from: &[u64], to: &[u64], size: u64) {
         let op = self.post(path, from, to, size);
-        let done = wait(&mut self.planes[path as usize], |event| {
-            matches!(event, DataEvent::Completed { op: id, .. } if *id == op)
-        });
+        let done = wait(
+            &mut self.planes[path as usize],
+            |event| matches!(event, DataEvent::Completed { op: id, .. } if *id == op),
+        );
         assert_eq!(done, DataEvent::Completed { op, outcome: Outcome::Done });
     }
 
@@ -254,7 +253,8 @@ impl Near {
                 }
             }
         }
-        for (name, stats) in ["shared memory", "cross-memory", "tcp", "bare tcp echo"].iter().zip(&stats)
+        for (name, stats) in
+            ["shared memory", "cross-memory", "tcp", "bare tcp echo"].iter().zip(&stats)
         {
             stats.print(name, &[]);
         }

@@ -32,6 +32,8 @@ pub(super) struct LocalOut {
     opening: BTreeMap<u32, u64>,
     read: Option<(Read, Cursor)>,
     readable: bool,
+    /// The socket takes a message, as far as is known.
+    writable: bool,
     ended: bool,
 }
 
@@ -45,19 +47,21 @@ impl LocalOut {
             opening: BTreeMap::new(),
             read: None,
             readable: true,
+            writable: true,
             ended: false,
         }
     }
 
     fn controls(&mut self, cx: &mut Cx) -> Result<bool, End> {
         let mut worked = false;
-        loop {
+        while self.writable {
             let next = self.link.lock().controls.pop_front();
             let Some((message, region)) = next else { break };
             let file = region.as_ref().and_then(|region| region.file.as_ref());
             let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
             if !socket::send(self.ends.socket.as_fd(), &message, &fds)? {
                 self.link.lock().controls.push_front((message, region));
+                self.writable = false;
                 break;
             }
             worked = true;
@@ -191,7 +195,7 @@ impl Station for LocalOut {
 
     fn ready(&mut self, index: usize) {
         match index {
-            0 => self.readable = true,
+            0 => (self.readable, self.writable) = (true, true),
             _ => self.ended = true,
         }
     }
@@ -211,7 +215,8 @@ impl Station for LocalOut {
 
     fn doze(&mut self) -> bool {
         let empty = self.answers.sleep();
-        empty && self.link.is_idle() && self.read.is_none() && !self.readable
+        let told = self.link.is_idle() || (!self.writable && self.link.only_controls());
+        empty && told && self.read.is_none() && !self.readable
     }
 
     fn end(self: Box<Self>, cx: &mut Cx, why: End) {

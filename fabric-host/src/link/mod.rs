@@ -59,6 +59,11 @@ pub(crate) trait Station: Send {
     /// Does some work, at most one chunk of a copy; true if there was any.
     fn step(&mut self, cx: &mut Cx) -> Result<bool, End>;
 
+    /// True if news come by a socket alone, and not by shared memory.
+    fn is_by_socket(&self) -> bool {
+        false
+    }
+
     /// Announces that the thread is going to sleep; false if there is work.
     fn doze(&mut self) -> bool;
 

@@ -222,6 +222,12 @@ impl OutLink {
         records && out.controls.is_empty() && out.reads.is_empty() && !out.broken
     }
 
+    /// True if there is nothing to do but to send control messages.
+    pub(super) fn only_controls(&self) -> bool {
+        let out = self.lock();
+        out.reads.is_empty() && !out.broken
+    }
+
     /// True if there is nothing in the queues but records.
     pub(super) fn only_records(&self) -> bool {
         let out = self.lock();

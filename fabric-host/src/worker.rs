@@ -168,7 +168,9 @@ impl Worker {
                     self.hear(false);
                 }
                 last_work = Instant::now();
-            } else if last_work.elapsed() < self.spin {
+            } else if last_work.elapsed() < self.spin
+                && self.links.values().any(|link| link.spins())
+            {
                 if self.links.values().any(|link| link.is_by_socket()) {
                     self.hear(false);
                 } else {

@@ -9,7 +9,7 @@ use engine::fabric::{
     Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
     SessionId, Submit, Ticket,
 };
-use fabric_host::{HostPlane, Path};
+use fabric_host::{HostConfig, HostPlane, Path};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -49,10 +49,14 @@ struct World {
 
 impl World {
     fn new(path: Path, initiator: usize) -> World {
+        World::with(path, config(path), initiator)
+    }
+
+    fn with(path: Path, config: HostConfig, initiator: usize) -> World {
         let file = path == Path::SharedMemory;
-        let setup = Setup { config: config(path), memory: LEN, file };
+        let setup = Setup { config: config.clone(), memory: LEN, file };
         let far = Remote::start(&setup);
-        let near = HostPlane::new(config(path)).expect("a plane");
+        let near = HostPlane::new(config).expect("a plane");
         let mut bytes = Bytes::new(LEN, file);
         let own = bytes.memory();
         let mut world = World { near, bytes, far, seen: Default::default(), initiator };
@@ -286,6 +290,33 @@ fn kill_the_target_of_a_push(path: Path) {
     assert!(failed, "got {:?}", world.outcome(0));
 }
 
+/// A host that is silent is given up, but what it had received may land when it wakes up.
+fn lose_the_target_of_a_push() {
+    let config = HostConfig { dead_ms: 1_000, ..config(Path::Tcp) };
+    let mut world = World::with(Path::Tcp, config, 0);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Write);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(LEN - SLICE, &mut first);
+    }
+    world.far.stop();
+    world.near.quiesce(SESSION, Ticket(1));
+    world.wait("PeerDown", false, |world| {
+        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
+    });
+    assert!(matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. })));
+    (0..SUSPICION).for_each(|_| world.pump(false));
+    assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
+    world.far.go_on();
+    world.wait("Quiet", false, |world| world.is_quiet(0));
+    world.far.poke(0, &vec![0x5a; LEN as usize]);
+    (0..SUSPICION).for_each(|_| world.pump(true));
+    let mut now = vec![0; LEN as usize];
+    world.far.peek(0, &mut now);
+    assert!(now.iter().all(|byte| *byte == 0x5a), "bytes landed after Quiet");
+}
+
 fn each_path(check: fn(Path)) {
     Path::ALL.into_iter().for_each(check);
 }
@@ -318,6 +349,11 @@ fn a_peer_that_was_stopped_while_it_reads_delays_nobody() {
 #[test]
 fn a_push_is_not_quiet_before_its_target_says_so() {
     each_path(close_amid_a_push);
+}
+
+#[test]
+fn a_connection_that_broke_is_not_quiet_before_its_peer_was_heard() {
+    lose_the_target_of_a_push();
 }
 
 #[test]

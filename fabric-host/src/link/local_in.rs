@@ -247,6 +247,12 @@ impl LocalIn {
     }
 }
 
+impl std::fmt::Debug for LocalIn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalIn").field("inbound", &self.inbound).finish_non_exhaustive()
+    }
+}
+
 impl Station for LocalIn {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.ends.fds()

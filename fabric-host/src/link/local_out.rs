@@ -173,6 +173,12 @@ impl LocalOut {
     }
 }
 
+impl std::fmt::Debug for LocalOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalOut").field("link", &self.link).finish_non_exhaustive()
+    }
+}
+
 impl Station for LocalOut {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.ends.fds()

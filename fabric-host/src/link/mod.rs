@@ -49,7 +49,7 @@ pub(crate) enum End {
 }
 
 /// One side of a link, served by a thread.
-pub(crate) trait Station: Send {
+pub(crate) trait Station: Send + std::fmt::Debug {
     /// Descriptors to watch, and for what.
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)>;
 

@@ -3,7 +3,7 @@
 use super::{HostPlane, Phase, Way};
 use crate::Path;
 use crate::hub::Notice;
-use crate::link::{Heard, Kind, OutLink};
+use crate::link::{Heard, Kind, OutLink, Station};
 use crate::proto::Status;
 use crate::worker::Command;
 use engine::fabric::{Cause, DataEvent, Landed, OpId, Outcome, SessionId};
@@ -18,7 +18,7 @@ impl HostPlane {
         self.look();
         for notice in notices {
             match notice {
-                Notice::LinkUp { dial, link } => self.link_up(dial, link),
+                Notice::LinkUp { dial, link, station } => self.link_up(dial, link, station),
                 Notice::DialFailed { dial, why, unreachable, gone } => {
                     self.dial_failed(dial, &why, unreachable, gone);
                 }
@@ -138,15 +138,13 @@ impl HostPlane {
         self.sessions.iter().filter(|(_, session)| waits(session)).map(|(id, _)| *id).collect()
     }
 
-    fn link_up(&mut self, dial: u64, link: Arc<OutLink>) {
+    fn link_up(&mut self, dial: u64, link: Arc<OutLink>, station: Box<dyn Station>) {
+        // Nobody else wants it: it ends with its station.
         if self.proof_answered(dial, true) {
-            self.hub.worker_of(link.id).tell(Command::Remove(link.id));
             return;
         }
-        let Some((peer, kind)) = self.dials.remove(&dial) else {
-            self.hub.worker_of(link.id).tell(Command::Remove(link.id));
-            return;
-        };
+        let Some((peer, kind)) = self.dials.remove(&dial) else { return };
+        self.hub.worker_of(link.id).tell(Command::Add(link.id, station));
         self.links.insert(link.id, link.clone());
         if let Some(known) = self.peers.get_mut(&peer) {
             known.links.insert(kind, Way::Up(link));

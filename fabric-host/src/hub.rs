@@ -2,7 +2,7 @@
 
 use crate::config::{HostConfig, Path};
 use crate::descriptor::{Identity, Location};
-use crate::link::{Inbound, OutLink};
+use crate::link::{Inbound, OutLink, Station};
 use crate::memory::{Region, Roll};
 use crate::path::candidates;
 use crate::proto::{Denial, Rules};
@@ -16,8 +16,9 @@ use std::task::Waker;
 /// What rarely happens; completions have a ring of their own.
 #[derive(Debug)]
 pub(crate) enum Notice {
-    /// A dialled link can be used.
-    LinkUp { dial: u64, link: Arc<OutLink> },
+    /// A dialled link can be used, once the owner has given it to its thread: what happens to it
+    /// is told after this.
+    LinkUp { dial: u64, link: Arc<OutLink>, station: Box<dyn Station> },
     /// It could not be had; `gone` if that proves that the peer has ended.
     DialFailed { dial: u64, why: String, unreachable: bool, gone: bool },
     /// A link ended; `proven` if nothing sent by it can land any more.

@@ -9,7 +9,7 @@ use engine::fabric::{
     Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
     SessionId, Submit, Ticket,
 };
-use fabric_host::{HostPlane, Path};
+use fabric_host::{HostConfig, HostPlane, Path};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,13 @@ const SESSION: SessionId = SessionId(3);
 const OP: OpId = OpId(4);
 const PASS: u64 = 5;
 
-/// Bytes of each side's memory.
-const LEN: u64 = 32 << 20;
-/// How often one operation covers them: it takes long enough to be caught in the middle.
-const TIMES: u64 = 64;
-const SLICE: u64 = 64 << 10;
+/// Bytes of each side's memory: few, so that whatever lands late hits what is looked at.
+const LEN: u64 = 64 << 10;
+
+/// How often one operation copies them: it takes long enough to be caught in the middle.
+fn times(path: Path) -> usize {
+    if path == Path::Tcp { 1 << 16 } else { 1 << 18 }
+}
 
 /// Rounds in which something that must not happen is waited for.
 const SUSPICION: usize = 400;
@@ -39,6 +41,7 @@ fn child() {
 
 /// A plane of this process and one of another, with a session between them.
 struct World {
+    path: Path,
     near: HostPlane,
     bytes: Bytes,
     far: Remote,
@@ -49,13 +52,18 @@ struct World {
 
 impl World {
     fn new(path: Path, initiator: usize) -> World {
+        World::with(path, config(path), initiator)
+    }
+
+    fn with(path: Path, config: HostConfig, initiator: usize) -> World {
+        let config = HostConfig { slices_max: 1 << 18, ..config };
         let file = path == Path::SharedMemory;
-        let setup = Setup { config: config(path), memory: LEN, file };
+        let setup = Setup { config: config.clone(), memory: LEN, file };
         let far = Remote::start(&setup);
-        let near = HostPlane::new(config(path)).expect("a plane");
+        let near = HostPlane::new(config).expect("a plane");
         let mut bytes = Bytes::new(LEN, file);
         let own = bytes.memory();
-        let mut world = World { near, bytes, far, seen: Default::default(), initiator };
+        let mut world = World { path, near, bytes, far, seen: Default::default(), initiator };
         world.near.connect(PEER, &world.far.address(), PASS).expect("a peer");
         world.far.connect(PEER, &world.near.address(), PASS).expect("a peer");
         let theirs = world.far.memory();
@@ -108,19 +116,17 @@ impl World {
 
     /// Submits one operation over all memory, many times.
     fn submit(&mut self, direction: Direction) {
-        let offsets: Vec<u64> =
-            (0..TIMES).flat_map(|_| (0..LEN / SLICE).rev().map(|n| n * SLICE)).collect();
-        let len = vec![SLICE; offsets.len()];
+        let offsets = vec![0; times(self.path)];
+        let len = vec![LEN; offsets.len()];
         let (local, remote, len) = (&offsets[..], &offsets[..], &len[..]);
         let batch = Submit { op: OP, session: SESSION, direction, local, remote, len };
         self.plane(self.initiator).submit(batch).expect("a batch is taken");
     }
 
-    /// The first word of the last slice of our memory, which an operation writes first.
+    /// The first word of our memory, which an operation writes first.
     fn front(&mut self) -> &AtomicU64 {
-        let at = self.bytes.start().wrapping_add((LEN - SLICE) as usize);
         // SAFETY: Inside the memory and aligned.
-        unsafe { AtomicU64::from_ptr(at.cast()) }
+        unsafe { AtomicU64::from_ptr(self.bytes.start().cast()) }
     }
 
     /// Waits until the first bytes of an operation have landed in our memory.
@@ -228,7 +234,7 @@ fn leave_a_peer_that_reads(path: Path) {
     world.submit(Direction::Read);
     let mut first = [0];
     while first[0] != 9 {
-        world.far.peek(LEN - SLICE, &mut first);
+        world.far.peek(0, &mut first);
     }
     world.far.stop();
     world.near.deregister(REGION).expect("only own operations keep a region");
@@ -247,7 +253,7 @@ fn close_amid_a_push(path: Path) {
     world.submit(Direction::Write);
     let mut first = [0];
     while first[0] != 9 {
-        world.far.peek(LEN - SLICE, &mut first);
+        world.far.peek(0, &mut first);
     }
     world.far.stop();
     world.near.close(SESSION);
@@ -271,7 +277,7 @@ fn kill_the_target_of_a_push(path: Path) {
     world.submit(Direction::Write);
     let mut first = [0];
     while first[0] != 9 {
-        world.far.peek(LEN - SLICE, &mut first);
+        world.far.peek(0, &mut first);
     }
     world.far.stop();
     world.near.quiesce(SESSION, Ticket(1));
@@ -284,6 +290,33 @@ fn kill_the_target_of_a_push(path: Path) {
     world.wait("Quiet", false, |world| world.is_quiet(0));
     let failed = matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. }));
     assert!(failed, "got {:?}", world.outcome(0));
+}
+
+/// A host that is silent is given up, but what it had received may land when it wakes up.
+fn lose_the_target_of_a_push() {
+    let config = HostConfig { dead_ms: 1_000, ..config(Path::Tcp) };
+    let mut world = World::with(Path::Tcp, config, 0);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Write);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(0, &mut first);
+    }
+    world.far.stop();
+    world.near.quiesce(SESSION, Ticket(1));
+    world.wait("PeerDown", false, |world| {
+        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
+    });
+    assert!(matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. })));
+    (0..SUSPICION).for_each(|_| world.pump(false));
+    assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
+    world.far.go_on();
+    world.wait("Quiet", false, |world| world.is_quiet(0));
+    world.far.poke(0, &vec![0x5a; LEN as usize]);
+    (0..SUSPICION).for_each(|_| world.pump(true));
+    let mut now = vec![0; LEN as usize];
+    world.far.peek(0, &mut now);
+    assert!(now.iter().all(|byte| *byte == 0x5a), "bytes landed after Quiet");
 }
 
 fn each_path(check: fn(Path)) {
@@ -318,6 +351,11 @@ fn a_peer_that_was_stopped_while_it_reads_delays_nobody() {
 #[test]
 fn a_push_is_not_quiet_before_its_target_says_so() {
     each_path(close_amid_a_push);
+}
+
+#[test]
+fn a_connection_that_broke_is_not_quiet_before_its_peer_was_heard() {
+    lose_the_target_of_a_push();
 }
 
 #[test]

@@ -34,7 +34,10 @@ pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
         (5_000, 7, 1),
         (1_024, 2_048, 512),
         (1_536, 2_560, 64),
+        // These go on where the one before ends on one side only.
+        (1_600, 3_000, 8),
         (9, 4_096, 777),
+        (2_000, 4_873, 16),
     ];
     for direction in [Direction::Write, Direction::Read] {
         let caps = rig.plane(0).caps();

@@ -6,15 +6,13 @@ use super::local_out::LocalOut;
 use super::out::OutLink;
 use super::segment::Segment;
 use super::tcp_out::TcpOut;
-use super::{Kind, greeting, socket};
+use super::{Kind, Station, greeting, socket};
 use crate::config::Path;
 use crate::descriptor::Location;
 use crate::hub::{Hub, Notice};
 use crate::memory::{Map, Process, ROLL_BYTES};
 use crate::proto::{Control, Rules, VERSION};
-use crate::ring::Producer;
 use crate::sys;
-use crate::worker::Command;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io::ErrorKind;
@@ -33,6 +31,9 @@ pub(crate) struct Dial {
     /// Broken links of ours that the peer has to leave before it answers.
     pub(crate) ends: Vec<u64>,
 }
+
+/// A link, and what its thread has to serve.
+type Dialled = (Arc<OutLink>, Box<dyn Station>);
 
 /// Why there is no link.
 pub(super) struct Failed {
@@ -63,7 +64,7 @@ pub(crate) fn dial(hub: &Arc<Hub>, dial: Dial) {
             Kind::Tcp => dial_tcp(&hub_too, &dial),
         };
         hub_too.notify(match link {
-            Ok(link) => Notice::LinkUp { dial: dial.id, link },
+            Ok((link, station)) => Notice::LinkUp { dial: dial.id, link, station },
             Err(Failed { why, unreachable, gone }) => {
                 Notice::DialFailed { dial: dial.id, why, unreachable, gone }
             }
@@ -99,7 +100,7 @@ pub(super) fn welcomed(answer: Control) -> Result<Rules, Failed> {
     }
 }
 
-fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
+fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     let flags = SocketFlags::CLOEXEC;
     let peer = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map_err(|why| Failed::ours(format!("socket: {why}")))?;
@@ -128,8 +129,8 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
     let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
     let watch = process.as_ref().and_then(|process| Process::open(process.pid).ok());
     let ring_bell = bell.try_clone().map_err(Failed::ours)?;
-    let ring = Some((Producer::new(segment.requests()), ring_bell));
-    let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), ring));
+    let local = Some((&segment, ring_bell));
+    let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), local));
     let ends = Ends {
         socket: peer,
         watch: watch.map(|process| process.handle),
@@ -138,11 +139,10 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
         segment,
         rules,
     };
-    worker.tell(Command::Add(id, Box::new(LocalOut::new(ends, link.clone(), roll))));
-    Ok(link)
+    Ok((link.clone(), Box::new(LocalOut::new(ends, link, roll))))
 }
 
-fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
+fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     let deadline = Instant::now() + hub.config.connect();
     let (host, port) = (&*dial.to.host, dial.to.port);
     let at = |why: std::io::Error| format!("{host}:{port}: {why}");
@@ -175,6 +175,5 @@ fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
     unblock(peer.as_fd()).map_err(Failed::ours)?;
     let worker = hub.worker_of(id);
     let link = Arc::new(OutLink::new(id, Kind::Tcp, worker.clone(), None));
-    worker.tell(Command::Add(id, Box::new(TcpOut::new(peer.into(), link.clone()))));
-    Ok(link)
+    Ok((link.clone(), Box::new(TcpOut::new(peer.into(), link))))
 }

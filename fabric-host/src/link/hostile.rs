@@ -2,14 +2,15 @@
 
 use super::greeting::{receive, send};
 use super::segment::Segment;
-use super::socket;
 use super::stream::{pack, pack_control};
+use super::{End, Kind, OutLink, socket};
 use crate::copy::Slice;
 use crate::descriptor::{Claim, Identity, Location};
 use crate::memory::sealed;
-use crate::proto::{Control, PART_MAX, Part, Record, Rules, Side, VERSION, push_slices};
+use crate::proto::{Control, PART_MAX, Part, Record, Rules, Side, Status, VERSION, push_slices};
 use crate::ring::{Consumer, Producer};
 use crate::sync::{AtomicU64, Ordering};
+use crate::worker::WorkerHandle;
 use crate::{HostConfig, HostPlane, Path};
 use engine::core::time::Nanos;
 use engine::fabric::{
@@ -22,6 +23,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const LEN: usize = 4_096;
@@ -211,7 +213,7 @@ fn records_that_no_plane_sends_end_the_connection() {
     let many = vec![slice(0, 0, 0); PART_MAX + 1];
     let done = |op| {
         let mut words = Vec::new();
-        Record::Done { op, status: crate::proto::Status::Done }.encode(&mut words);
+        Record::Done { op, status: Status::Done }.encode(&mut words);
         pack(&words)
     };
     let mut ragged = vec![0; 3];
@@ -274,7 +276,7 @@ fn unknown_sessions_and_regions_are_answered_with_an_error() {
     stream.read_exact(&mut answer).unwrap();
     let words: Vec<u64> =
         answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-    let refused = Record::Done { op: 1, status: crate::proto::Status::Refused };
+    let refused = Record::Done { op: 1, status: Status::Refused };
     assert_eq!(Record::decode(&words[1..]), Some((refused, &[][..])));
     victim.assert_untouched();
 }
@@ -286,7 +288,7 @@ struct Local {
 }
 
 impl Local {
-    fn say_hello(victim: &Victim, file: &OwnedFd) -> (OwnedFd, Result<Control, super::End>) {
+    fn say_hello(victim: &Victim, file: &OwnedFd) -> (OwnedFd, Result<Control, End>) {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let name = victim.location().socket_name();
@@ -305,7 +307,7 @@ impl Local {
     }
 
     fn is_dropped(&self) -> bool {
-        matches!(socket::receive(self.socket.as_fd()), Err(super::End::Closed))
+        matches!(socket::receive(self.socket.as_fd()), Err(End::Closed))
     }
 
     fn open(&self, victim: &Victim, local: Side, file: Option<&OwnedFd>) -> Control {
@@ -326,7 +328,7 @@ fn segments_that_could_shrink_or_are_short_are_refused() {
     let short = sealed("short", 4_096).unwrap();
     for (n, file) in [unsealed, short].iter().enumerate() {
         let (_, answer) = Local::say_hello(&victim, file);
-        assert!(matches!(answer, Err(super::End::Closed)), "{answer:?}");
+        assert!(matches!(answer, Err(End::Closed)), "{answer:?}");
         victim.until("refused", |counters| counters.refused == n as u64 + 1);
     }
 }
@@ -341,6 +343,8 @@ fn sources_that_are_not_what_they_claim_are_refused() {
     let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
     let unsealed = unsealed.unwrap();
     ftruncate(&unsealed, len).unwrap();
+    // It could be read, but the process is not the one of that start.
+    let own = victim.claim.base;
     let stale = Some((std::process::id(), 1));
     for (case, file) in [
         (side(0, 2 * len, None, true), Some(&short)),
@@ -349,7 +353,7 @@ fn sources_that_are_not_what_they_claim_are_refused() {
         (side(0, len, None, false), None),
         (side(u64::MAX, len, None, false), None),
         (side(8, 0, None, false), None),
-        (side(8, len, stale, false), None),
+        (side(own, len, stale, false), None),
         (side(8, len, Some((u32::MAX, 1)), false), None),
     ] {
         let answer = local.open(&victim, case.clone(), file);
@@ -444,12 +448,12 @@ fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
 fn answers_to_what_was_not_asked_end_the_link() {
     let done = |op| {
         let mut words = Vec::new();
-        Record::Done { op, status: crate::proto::Status::Done }.encode(&mut words);
+        Record::Done { op, status: Status::Done }.encode(&mut words);
         pack(&words)
     };
     let bytes = {
         let mut words = Vec::new();
-        Record::Bytes { op: 1, status: crate::proto::Status::Done }.encode(&mut words);
+        Record::Bytes { op: 1, status: Status::Done }.encode(&mut words);
         pack(&words)
     };
     let opened = Control::Opened { session: 99, result: Ok((Path::Tcp, side_of(8), 0)) };
@@ -469,6 +473,21 @@ fn a_peer_that_hangs_up_fails_what_is_being_opened() {
     let (_, events) = betrayed(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
     let gone = DataEvent::Opened { session: SessionId(2), result: Err(Cause::PeerGone) };
     assert!(events.contains(&gone), "{events:?}");
+}
+
+#[test]
+fn answers_by_ring_to_what_was_not_asked_end_the_link() {
+    for record in [Record::Done { op: 1, status: Status::Done }, Record::Control { bytes: 1 }] {
+        let (segment, _file) = Segment::create().unwrap();
+        let worker = Arc::new(WorkerHandle::new().unwrap());
+        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let link = OutLink::new(1, Kind::Local, worker, Some((&segment, bell)));
+        let mut words = Vec::new();
+        record.encode(&mut words);
+        assert_eq!(Producer::new(segment.answers()).push(&words), Ok(true));
+        let mut heard = Vec::new();
+        assert_eq!((link.hear(&mut heard), &heard[..]), (Err(End::Corrupt), &[][..]));
+    }
 }
 
 /// So that the type stays the one that both sides map.

@@ -178,6 +178,12 @@ impl TcpIn {
     }
 }
 
+impl std::fmt::Debug for TcpIn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpIn").field("inbound", &self.inbound).finish_non_exhaustive()
+    }
+}
+
 impl Station for TcpIn {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.stream.fds()
@@ -212,6 +218,10 @@ impl Station for TcpIn {
         }
         self.sent = sent;
         Ok(worked)
+    }
+
+    fn is_by_socket(&self) -> bool {
+        true
     }
 
     fn doze(&mut self) -> bool {

@@ -174,6 +174,12 @@ impl TcpOut {
     }
 }
 
+impl std::fmt::Debug for TcpOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TcpOut").field("link", &self.link).finish_non_exhaustive()
+    }
+}
+
 impl Station for TcpOut {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.stream.fds()
@@ -201,6 +207,10 @@ impl Station for TcpOut {
             }
         }
         Ok(worked)
+    }
+
+    fn is_by_socket(&self) -> bool {
+        true
     }
 
     fn doze(&mut self) -> bool {

@@ -2,7 +2,7 @@
 
 use super::{Consumer, Producer, words_for};
 use crate::sync::AtomicU64;
-use loom::sync::{Arc, Condvar, Mutex};
+use loom::sync::{Arc, Notify};
 use loom::thread;
 use std::ops::Deref;
 
@@ -22,27 +22,7 @@ fn ring(capacity: usize) -> (Producer<Words>, Consumer<Words>) {
 }
 
 /// An eventfd: what was rung is not lost.
-#[derive(Clone)]
-struct Bell(Arc<(Mutex<bool>, Condvar)>);
-
-impl Bell {
-    fn new() -> Bell {
-        Bell(Arc::new((Mutex::new(false), Condvar::new())))
-    }
-
-    fn ring(&self) {
-        *self.0.0.lock().unwrap() = true;
-        self.0.1.notify_one();
-    }
-
-    fn wait(&self) {
-        let mut rung = self.0.0.lock().unwrap();
-        while !*rung {
-            rung = self.0.1.wait(rung).unwrap();
-        }
-        *rung = false;
-    }
-}
+type Bell = Arc<Notify>;
 
 fn write(mut producer: Producer<Words>, bells: [Option<Bell>; 2]) {
     let [filled, room] = bells;
@@ -53,11 +33,10 @@ fn write(mut producer: Producer<Words>, bells: [Option<Bell>; 2]) {
                 None => thread::yield_now(),
             }
         }
-        let must_wake = producer.must_wake();
         if let Some(filled) = &filled
-            && must_wake
+            && producer.must_wake()
         {
-            filled.ring();
+            filled.notify();
         }
     }
 }
@@ -74,11 +53,10 @@ fn read(mut consumer: Consumer<Words>, bells: [Option<Bell>; 2]) {
             }
         }
         assert_eq!(record, [n, n + 10]);
-        let made_room = consumer.made_room();
         if let Some(room) = &room
-            && made_room
+            && consumer.made_room()
         {
-            room.ring();
+            room.notify();
         }
     }
 }
@@ -87,7 +65,7 @@ fn read(mut consumer: Consumer<Words>, bells: [Option<Bell>; 2]) {
 fn check(capacity: usize, sleeps: [bool; 2]) {
     loom::model(move || {
         let (producer, consumer) = ring(capacity);
-        let bells = sleeps.map(|sleeps| sleeps.then(Bell::new));
+        let bells = sleeps.map(|sleeps| sleeps.then(|| Arc::new(Notify::new())));
         let theirs = bells.clone();
         let writer = thread::spawn(move || write(producer, theirs));
         read(consumer, bells);

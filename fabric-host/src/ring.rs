@@ -142,6 +142,11 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
         self.words[TAIL].load(Ordering::Acquire) != self.head
     }
 
+    /// Announces that the consumer looks by itself and has not to be woken.
+    pub(crate) fn attend(&self) {
+        self.words[ASLEEP].store(0, Ordering::Relaxed);
+    }
+
     /// Announces that the consumer goes to sleep; false if it must not, as there is something.
     pub(crate) fn sleep(&self) -> bool {
         self.words[ASLEEP].swap(1, Ordering::AcqRel);

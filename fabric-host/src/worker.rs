@@ -168,8 +168,14 @@ impl Worker {
                     self.hear(false);
                 }
                 last_work = Instant::now();
-            } else if last_work.elapsed() < self.spin {
-                std::hint::spin_loop();
+            } else if last_work.elapsed() < self.spin
+                && self.links.values().any(|link| link.spins())
+            {
+                if self.links.values().any(|link| link.is_by_socket()) {
+                    self.hear(false);
+                } else {
+                    std::hint::spin_loop();
+                }
             } else {
                 if self.may_sleep() {
                     self.hear(true);

@@ -224,6 +224,8 @@ pub(super) fn deregister_ends_remote_access(fixture: &mut dyn DataFixture) {
 pub(super) fn peer_death_fails_operations(fixture: &mut dyn DataFixture) {
     let mut rig = Rig::connected(fixture);
     let mut ops = writes(&mut rig, SESSION, 4);
+    // What a real process did before its end is done.
+    let early = if rig.fixture.runs_by_itself() { ops.len() } else { 0 };
     if !rig.fixture.kill() {
         return;
     }
@@ -231,9 +233,10 @@ pub(super) fn peer_death_fails_operations(fixture: &mut dyn DataFixture) {
         Ok(op) => ops.push(op),
         Err(refused) => assert_eq!(refused, Refused::Gone),
     }
-    for op in &ops {
+    for (n, op) in ops.iter().enumerate() {
         let outcome = rig.finish(*op);
-        assert!(outcome != Outcome::Done, "a write to a dead process succeeded");
+        let done = outcome == Outcome::Done;
+        assert!(n < early || !done, "a write to a dead process succeeded");
     }
     rig.quiesce(SESSION, Ticket(1));
     rig.plane(0).close(SESSION);

@@ -35,6 +35,12 @@ pub trait DataFixture {
     /// The time that planes are polled with.
     fn now(&mut self) -> Nanos;
 
+    /// True if operations go on between two calls of [`DataFixture::advance`], so that some may
+    /// have succeeded before [`DataFixture::kill`].
+    fn runs_by_itself(&self) -> bool {
+        false
+    }
+
     /// Kills the process of plane 1; false if that cannot be done.
     fn kill(&mut self) -> bool {
         false

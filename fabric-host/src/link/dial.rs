@@ -12,7 +12,6 @@ use crate::descriptor::Location;
 use crate::hub::{Hub, Notice};
 use crate::memory::{Map, Process, ROLL_BYTES};
 use crate::proto::{Control, Rules, VERSION};
-use crate::ring::Producer;
 use crate::sys;
 use crate::worker::Command;
 use rustix::io::Errno;
@@ -128,8 +127,8 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Arc<OutLink>, Failed> {
     let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
     let watch = process.as_ref().and_then(|process| Process::open(process.pid).ok());
     let ring_bell = bell.try_clone().map_err(Failed::ours)?;
-    let ring = Some((Producer::new(segment.requests()), ring_bell));
-    let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), ring));
+    let local = Some((&segment, ring_bell));
+    let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), local));
     let ends = Ends {
         socket: peer,
         watch: watch.map(|process| process.handle),

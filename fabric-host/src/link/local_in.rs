@@ -72,6 +72,8 @@ pub(super) struct LocalIn {
     /// How the operation goes whose parts are coming in, and its bytes so far.
     running: (Status, u64),
     readable: bool,
+    /// The socket takes a message, as far as is known.
+    writable: bool,
     ended: bool,
 }
 
@@ -89,6 +91,7 @@ impl LocalIn {
             work: None,
             running: (Status::Done, 0),
             readable: true,
+            writable: true,
             ended: false,
         }
     }
@@ -99,6 +102,8 @@ impl LocalIn {
             let file = region.as_ref().and_then(|region| region.file.as_ref());
             let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
             if !socket::send(self.ends.socket.as_fd(), reply, &fds)? {
+                // No more is taken from a peer that does not hear the answers.
+                self.writable = false;
                 return Ok(worked);
             }
             self.replies.pop_front();
@@ -249,7 +254,7 @@ impl Station for LocalIn {
 
     fn ready(&mut self, index: usize) {
         match index {
-            0 => self.readable = true,
+            0 => (self.readable, self.writable) = (true, true),
             _ => self.ended = true,
         }
     }
@@ -262,7 +267,7 @@ impl Station for LocalIn {
             return Err(End::Closed);
         }
         let mut worked = false;
-        if self.readable || !self.replies.is_empty() {
+        if self.writable && (self.readable || !self.replies.is_empty()) {
             worked |= self.controls(cx)?;
         }
         if !self.waiting.is_empty() {
@@ -285,7 +290,8 @@ impl Station for LocalIn {
     fn doze(&mut self) -> bool {
         let stuck = self.waiting.len() >= ANSWERS_MAX;
         let empty = self.requests.sleep() || stuck;
-        empty && self.work.is_none() && !self.readable && !self.inbound.is_shut()
+        let heard = !self.writable || (!self.readable && self.replies.is_empty());
+        empty && heard && self.work.is_none() && !self.inbound.is_shut()
     }
 
     fn end(self: Box<Self>, cx: &mut Cx, why: End) {

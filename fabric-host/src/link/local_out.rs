@@ -1,16 +1,14 @@
 //! The side of a local link that initiates: it reads from the peer, and hears how its writes went.
 
 use super::local_in::Ends;
-use super::out::{OutLink, Read, Source};
-use super::segment::RingWords;
+use super::out::{Heard, OutLink, Read, Source};
 use super::{End, Station, socket};
 use crate::config::Path;
 use crate::copy::{Cursor, Fault, copy};
 use crate::hub::{Lane, Notice};
 use crate::memory::Map;
 use crate::path::reach;
-use crate::proto::{Control, Denial, Record, Side, Status};
-use crate::ring::Consumer;
+use crate::proto::{Control, Denial, Side, Status};
 use crate::worker::Cx;
 use engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
@@ -19,45 +17,49 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Answers taken in one step.
-const BURST: usize = 64;
-
 /// The initiating side.
 pub(super) struct LocalOut {
     ends: Ends,
     link: Arc<OutLink>,
     roll: Arc<Map>,
-    answers: Consumer<RingWords>,
+    heard: Vec<Heard>,
     /// Tokens of the regions that sessions are being opened to.
     opening: BTreeMap<u32, u64>,
     read: Option<(Read, Cursor)>,
+    /// Reads are what this link does of late: more of them are looked for.
+    reads: bool,
     readable: bool,
+    /// The socket takes a message, as far as is known.
+    writable: bool,
     ended: bool,
 }
 
 impl LocalOut {
     pub(super) fn new(ends: Ends, link: Arc<OutLink>, roll: Map) -> LocalOut {
         LocalOut {
-            answers: Consumer::new(ends.segment.answers()),
             ends,
+            heard: Vec::new(),
             link,
             roll: Arc::new(roll),
             opening: BTreeMap::new(),
             read: None,
+            reads: false,
             readable: true,
+            writable: true,
             ended: false,
         }
     }
 
     fn controls(&mut self, cx: &mut Cx) -> Result<bool, End> {
         let mut worked = false;
-        loop {
+        while self.writable {
             let next = self.link.lock().controls.pop_front();
             let Some((message, region)) = next else { break };
             let file = region.as_ref().and_then(|region| region.file.as_ref());
             let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
             if !socket::send(self.ends.socket.as_fd(), &message, &fds)? {
                 self.link.lock().controls.push_front((message, region));
+                self.writable = false;
                 break;
             }
             worked = true;
@@ -114,30 +116,17 @@ impl LocalOut {
     }
 
     fn hear(&mut self, cx: &mut Cx) -> Result<bool, End> {
-        let mut worked = false;
-        for _ in 0..BURST {
-            if !self.answers.pop(&mut cx.record).map_err(|_| End::Corrupt)? {
-                break;
-            }
-            worked = true;
-            if self.answers.made_room() {
-                self.link.ring_peer();
-            }
-            match Record::decode(&cx.record) {
-                Some((Record::Done { op, status }, [])) => {
-                    if !self.link.lock().awaited.remove(&op) {
-                        return Err(End::Corrupt);
-                    }
-                    cx.complete(op, status);
-                }
-                Some((Record::Closed { session }, [])) => {
+        let result = self.link.hear(&mut self.heard);
+        for heard in self.heard.drain(..) {
+            match heard {
+                Heard::Done { op, status } => cx.complete(op, status),
+                Heard::Closed { session } => {
                     let session = SessionId(session);
                     cx.hub.notify(Notice::Closed { session, local: false });
                 }
-                _ => return Err(End::Corrupt),
             }
         }
-        Ok(worked)
+        result
     }
 
     /// One chunk of a read.
@@ -191,7 +180,7 @@ impl Station for LocalOut {
 
     fn ready(&mut self, index: usize) {
         match index {
-            0 => self.readable = true,
+            0 => (self.readable, self.writable) = (true, true),
             _ => self.ended = true,
         }
     }
@@ -201,17 +190,25 @@ impl Station for LocalOut {
             return Err(End::Closed);
         }
         let mut worked = self.hear(cx)?;
+        self.reads &= !worked;
         if self.readable || !self.link.is_idle() {
             worked |= self.controls(cx)?;
         }
         worked |= self.link.flush_ring()?;
-        worked |= self.copy(cx);
-        Ok(worked)
+        let read = self.copy(cx);
+        self.reads |= read;
+        Ok(worked | read)
+    }
+
+    fn spins(&self) -> bool {
+        // What the peer answers, the owner looks for.
+        self.reads
     }
 
     fn doze(&mut self) -> bool {
-        let empty = self.answers.sleep();
-        empty && self.link.is_idle() && self.read.is_none() && !self.readable
+        let empty = self.link.sleep();
+        let told = self.link.is_idle() || (!self.writable && self.link.only_controls());
+        empty && told && self.read.is_none() && !self.readable
     }
 
     fn end(self: Box<Self>, cx: &mut Cx, why: End) {

@@ -14,10 +14,13 @@ mod stream;
 mod tcp_in;
 mod tcp_out;
 
+#[cfg(all(test, not(loom)))]
+mod hostile;
+
 pub(crate) use dial::{Dial, dial};
 pub(crate) use greet::{Ears, Listener, listen};
 pub(crate) use inbound::Inbound;
-pub(crate) use out::{OutLink, Read, Source};
+pub(crate) use out::{Heard, OutLink, Read, Source};
 
 use crate::worker::Cx;
 use rustix::event::epoll::EventFlags;
@@ -55,6 +58,16 @@ pub(crate) trait Station: Send {
 
     /// Does some work, at most one chunk of a copy; true if there was any.
     fn step(&mut self, cx: &mut Cx) -> Result<bool, End>;
+
+    /// True if it pays to look for more work for a while.
+    fn spins(&self) -> bool {
+        true
+    }
+
+    /// True if news come by a socket alone, and not by shared memory.
+    fn is_by_socket(&self) -> bool {
+        false
+    }
 
     /// Announces that the thread is going to sleep; false if there is work.
     fn doze(&mut self) -> bool;

@@ -5,8 +5,8 @@ use super::segment::{RingWords, Segment};
 use super::{End, Kind};
 use crate::copy::Slice;
 use crate::memory::{Map, Reach, Region};
-use crate::proto::{Control, PART_MAX, Part, Record, Side, push_slices};
-use crate::ring::Producer;
+use crate::proto::{Control, PART_MAX, Part, Record, Side, Status, push_slices};
+use crate::ring::{Consumer, Producer};
 use crate::sync::Ordering as RingOrdering;
 use crate::worker::{WorkerHandle, ring};
 use std::collections::{BTreeSet, VecDeque};
@@ -71,6 +71,26 @@ pub(crate) struct Outgoing {
     pub(super) memory: Option<(Arc<Region>, Vec<Slice>)>,
 }
 
+/// What a peer answers by its ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Heard {
+    Done { op: u64, status: Status },
+    Closed { session: u32 },
+}
+
+/// Answers taken at a time.
+const BURST: usize = 64;
+
+/// The ring of answers. The owner looks itself while it waits, so that an answer takes no way round
+/// by our thread; else the thread does.
+#[derive(Debug)]
+struct Answers {
+    ring: Consumer<RingWords>,
+    record: Vec<u64>,
+    /// The owner looks.
+    attended: bool,
+}
+
 /// The link.
 #[derive(Debug)]
 pub(crate) struct OutLink {
@@ -80,6 +100,7 @@ pub(crate) struct OutLink {
     /// Doorbell of the thread that serves us.
     bell: Option<OwnedFd>,
     out: Mutex<Out>,
+    answers: Option<Mutex<Answers>>,
 }
 
 impl OutLink {
@@ -87,9 +108,14 @@ impl OutLink {
         id: u64,
         kind: Kind,
         worker: Arc<WorkerHandle>,
-        ring: Option<(Producer<RingWords>, OwnedFd)>,
+        local: Option<(&Segment, OwnedFd)>,
     ) -> OutLink {
-        let (ring, bell) = ring.unzip();
+        let (segment, bell) = local.unzip();
+        let ring = segment.map(|segment| Producer::new(segment.requests()));
+        let answers = segment.map(|segment| {
+            let ring = Consumer::new(segment.answers());
+            Mutex::new(Answers { ring, record: Vec::new(), attended: false })
+        });
         let out = Out {
             ring,
             records: VecDeque::new(),
@@ -98,11 +124,71 @@ impl OutLink {
             awaited: BTreeSet::new(),
             broken: false,
         };
-        OutLink { id, kind, worker, bell, out: Mutex::new(out) }
+        OutLink { id, kind, worker, bell, out: Mutex::new(out), answers }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Out> {
         self.out.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answers(&self) -> Option<MutexGuard<'_, Answers>> {
+        Some(self.answers.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes answers; true if there were any.
+    fn take(&self, answers: &mut Answers, heard: &mut Vec<Heard>) -> Result<bool, End> {
+        for taken in 0..BURST {
+            if !answers.ring.pop(&mut answers.record).map_err(|_| End::Corrupt)? {
+                return Ok(taken > 0);
+            }
+            if answers.ring.made_room() {
+                self.ring_peer();
+            }
+            heard.push(match Record::decode(&answers.record) {
+                Some((Record::Done { op, status }, [])) => {
+                    if !self.lock().awaited.remove(&op) {
+                        return Err(End::Corrupt);
+                    }
+                    Heard::Done { op, status }
+                }
+                Some((Record::Closed { session }, [])) => Heard::Closed { session },
+                _ => return Err(End::Corrupt),
+            });
+        }
+        Ok(true)
+    }
+
+    /// Takes answers for the thread, unless the owner looks.
+    pub(super) fn hear(&self, heard: &mut Vec<Heard>) -> Result<bool, End> {
+        match self.answers() {
+            Some(mut answers) if !answers.attended => self.take(&mut answers, heard),
+            _ => Ok(false),
+        }
+    }
+
+    /// Announces that the thread goes to sleep; false if there is an answer that is its to take.
+    pub(super) fn sleep(&self) -> bool {
+        self.answers().is_none_or(|answers| answers.attended || answers.ring.sleep())
+    }
+
+    /// Takes answers for the owner.
+    pub(crate) fn look(&self, heard: &mut Vec<Heard>) {
+        let Some(mut answers) = self.answers() else { return };
+        if self.take(&mut answers, heard).is_err() {
+            self.lock().broken = true;
+            self.worker.wake();
+        }
+    }
+
+    /// The owner looks from now on, or no more; false if there is something to look at.
+    pub(crate) fn attend(&self, attended: bool) -> bool {
+        let Some(mut answers) = self.answers() else { return true };
+        answers.attended = attended;
+        if attended {
+            answers.ring.attend();
+            return true;
+        }
+        answers.ring.sleep()
     }
 
     /// Asks for a session.
@@ -220,6 +306,12 @@ impl OutLink {
         let out = self.lock();
         let records = out.ring.is_some() || out.records.is_empty();
         records && out.controls.is_empty() && out.reads.is_empty() && !out.broken
+    }
+
+    /// True if there is nothing to do but to send control messages.
+    pub(super) fn only_controls(&self) -> bool {
+        let out = self.lock();
+        out.reads.is_empty() && !out.broken
     }
 
     /// True if there is nothing in the queues but records.

@@ -214,6 +214,10 @@ impl Station for TcpIn {
         Ok(worked)
     }
 
+    fn is_by_socket(&self) -> bool {
+        true
+    }
+
     fn doze(&mut self) -> bool {
         let stuck = self.stream.queued() >= ANSWERS_MAX && self.stream.is_stuck();
         (self.stream.is_idle() || stuck) && !self.inbound.is_shut()

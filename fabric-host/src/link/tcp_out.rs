@@ -203,6 +203,10 @@ impl Station for TcpOut {
         Ok(worked)
     }
 
+    fn is_by_socket(&self) -> bool {
+        true
+    }
+
     fn doze(&mut self) -> bool {
         // With a full queue the socket is what is waited for.
         let idle =

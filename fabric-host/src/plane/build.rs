@@ -115,6 +115,8 @@ impl HostPlane {
             events: VecDeque::new(),
             slices: Vec::new(),
             record: Vec::new(),
+            heard: Vec::new(),
+            attending: None,
         };
         for handle in &hub.workers {
             let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();

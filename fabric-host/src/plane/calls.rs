@@ -206,7 +206,11 @@ impl DataPlane for HostPlane {
 
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
         self.take_news();
+        let news = !self.events.is_empty();
         out.extend(self.events.drain(..));
+        if self.attend(news) {
+            return Wake::Ready;
+        }
         if !self.outcomes.iter().all(|ring| ring.sleep()) {
             return Wake::Ready;
         }

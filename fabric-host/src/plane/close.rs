@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Pause between two tries to learn what became of a peer.
-const PROOF_PAUSE: Duration = Duration::from_millis(500);
+/// Shortest and longest pause between two tries to learn what became of a peer.
+const PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
 
 /// A peer whose connection broke: whether it still copies what it had received is learnt from
 /// itself, when it answers a hello that names the broken links, or from its end.
@@ -24,6 +24,7 @@ pub(super) struct Proof {
     /// The dial that is going on.
     pub(super) dial: Option<u64>,
     pub(super) again: Instant,
+    pub(super) pause: Duration,
 }
 
 impl HostPlane {
@@ -164,8 +165,8 @@ impl HostPlane {
             Some(proof) if proof.dial.is_none() => proof.links.push(link),
             _ => {
                 let (dial, again) = (None, Instant::now());
-                let links = vec![link];
-                self.proofs.push(Proof { location, pass, kind, links, dial, again });
+                let (links, pause) = (vec![link], PAUSES[0]);
+                self.proofs.push(Proof { location, pass, kind, links, dial, again, pause });
             }
         }
     }
@@ -189,8 +190,10 @@ impl HostPlane {
             return false;
         };
         if !proven {
-            self.proofs[at].dial = None;
-            self.proofs[at].again = Instant::now() + PROOF_PAUSE;
+            let proof = &mut self.proofs[at];
+            proof.dial = None;
+            proof.again = Instant::now() + proof.pause;
+            proof.pause = (2 * proof.pause).min(PAUSES[1]);
             return true;
         }
         let proof = self.proofs.remove(at);

@@ -11,7 +11,7 @@ pub use build::HostError;
 use crate::copy::Slice;
 use crate::descriptor::{Claim, Location};
 use crate::hub::{Counters, Hub, Lane};
-use crate::link::{Kind, Listener, OutLink};
+use crate::link::{Heard, Kind, Listener, OutLink};
 use crate::memory::Region;
 use crate::ring::Consumer;
 use crate::sync::AtomicU64;
@@ -129,6 +129,9 @@ pub struct HostPlane {
     events: VecDeque<DataEvent>,
     slices: Vec<Slice>,
     record: Vec<u64>,
+    heard: Vec<Heard>,
+    /// Since when there is nothing new, if we look at the rings of answers ourselves.
+    attending: Option<Instant>,
 }
 
 impl std::fmt::Debug for HostPlane {

@@ -3,18 +3,19 @@
 use super::{HostPlane, Phase, Way};
 use crate::Path;
 use crate::hub::Notice;
-use crate::link::{Kind, OutLink};
+use crate::link::{Heard, Kind, OutLink};
 use crate::proto::Status;
 use crate::worker::Command;
 use engine::fabric::{Cause, DataEvent, Landed, OpId, Outcome, SessionId};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 impl HostPlane {
     pub(super) fn take_news(&mut self) {
         // Outcomes that were told ahead of a notice are looked at ahead of it.
         let notices = self.hub.take_notices();
         self.take_outcomes();
+        self.look();
         for notice in notices {
             match notice {
                 Notice::LinkUp { dial, link } => self.link_up(dial, link),
@@ -23,17 +24,66 @@ impl HostPlane {
                 }
                 Notice::LinkDown { link, proven } => self.link_down(link, proven),
                 Notice::Opened { session, link, result } => self.answered(session, link, result),
-                Notice::Closed { session, local } => {
-                    if let Some(known) = self.sessions.get_mut(&session) {
-                        *if local { &mut known.awaits.local } else { &mut known.awaits.remote } =
-                            false;
-                        self.settle(session);
-                    }
-                }
+                Notice::Closed { session, local } => self.closed(session, local),
             }
         }
         self.expire();
         self.pursue_proofs();
+    }
+
+    /// Takes what peers answered by their rings, if that is ours to do.
+    fn look(&mut self) {
+        if self.attending.is_none() {
+            return;
+        }
+        let mut heard = std::mem::take(&mut self.heard);
+        self.links.values().for_each(|link| link.look(&mut heard));
+        for answer in heard.drain(..) {
+            match answer {
+                Heard::Done { op, status } => self.completed(OpId(op), status),
+                Heard::Closed { session } => self.closed(SessionId(session), false),
+            }
+        }
+        self.heard = heard;
+    }
+
+    fn closed(&mut self, session: SessionId, local: bool) {
+        if let Some(known) = self.sessions.get_mut(&session) {
+            *if local { &mut known.awaits.local } else { &mut known.awaits.remote } = false;
+            self.settle(session);
+        }
+    }
+
+    /// An operation was posted: its end is looked for.
+    pub(super) fn look_soon(&mut self) {
+        if self.attending.is_none() {
+            self.links.values().for_each(|link| {
+                link.attend(true);
+            });
+        }
+        self.attending = Some(Instant::now());
+    }
+
+    /// True if the owner is to look again at once: operations are under way and the last news are
+    /// not long ago.
+    pub(super) fn attend(&mut self, news: bool) -> bool {
+        let Some(since) = self.attending else { return false };
+        if news {
+            self.attending = Some(Instant::now());
+        }
+        let spin = Duration::from_micros(self.hub.config.spin_us.into());
+        if !self.operations.is_empty() && (news || since.elapsed() < spin) {
+            return true;
+        }
+        self.attending = None;
+        let mut idle = true;
+        for link in self.links.values() {
+            idle &= link.attend(false);
+        }
+        if !idle {
+            self.look_soon();
+        }
+        !idle
     }
 
     fn take_outcomes(&mut self) {

@@ -88,6 +88,7 @@ impl HostPlane {
         if let Some(held) = self.regions.get_mut(&region) {
             held.operations += 1;
         }
+        self.look_soon();
         Ok(())
     }
 }

@@ -1,0 +1,56 @@
+//! The host plane between two processes, beside a plain copy, bare cross-memory attach and a bare
+//! TCP echo, in one run and in turns. All bytes are compared. Times are from the submit to the
+//! completion at the initiator; the target copies.
+#![allow(missing_docs, clippy::print_stdout, reason = "a benchmark prints its figures")]
+
+mod child;
+mod near;
+mod work;
+
+use near::{Near, Way};
+use work::{ROWS, Row, Stats};
+
+fn row(near: &mut Near, row: &Row) {
+    let [from, to] = row.blocks();
+    let mut stats: Vec<(Way, Stats)> =
+        Way::ALL.iter().map(|way| (*way, Stats::default())).collect();
+    for (way, stats) in &mut stats {
+        near.verify(*way, row, &from, &to);
+        stats.bytes = row.bytes();
+    }
+    for _ in 0..row.repeats() {
+        for (way, stats) in &mut stats {
+            near.measure(*way, row, &from, &to, stats);
+        }
+    }
+    println!("\n{} ({} x {} B)", row.name, row.count, row.size);
+    stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
+    let of = |way: Way| stats.iter().find(|(w, _)| *w == way).map(|(_, stats)| stats);
+    if let (Some(copy), Some(shared), Some(bare), Some(cross)) =
+        (of(Way::Memcpy), of(Way::Shared), of(Way::Attach), of(Way::Cross))
+    {
+        println!(
+            "  shared memory: {:.2} of the CPU of memcpy; cross-memory: {:.2} of the throughput of \
+             bare attach, {:.2} of its CPU",
+            shared.cpu() / copy.cpu(),
+            bare.median() / cross.median(),
+            cross.cpu() / bare.cpu(),
+        );
+    }
+}
+
+fn main() {
+    if child::run_if_child() {
+        return;
+    }
+    let load = || std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    println!("load average before: {}", load().trim());
+    println!("GB/s, then CPU seconds per GB of the initiator and of the target");
+    let mut near = Near::start();
+    near.round_trips();
+    for one in ROWS {
+        row(&mut near, one);
+    }
+    near.many();
+    println!("\nload average after: {}", load().trim());
+}

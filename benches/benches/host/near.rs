@@ -1,0 +1,322 @@
+//! The process that initiates and measures.
+
+use super::child::{CHILD, cpu, plane};
+use super::work::{POOL, Row, Stats, content};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Address, DataEvent, DataPlane, Direction, OpId, Outcome, PeerId, RegionDesc, RegionId,
+    SessionId, Submit, Wake,
+};
+use fabric_host::{HostPlane, HugePages, Path, Pool};
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::task::Waker;
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+/// How bytes are moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// Within this process.
+    Memcpy,
+    Shared,
+    /// Nothing but the system call.
+    Attach,
+    Cross,
+    Tcp,
+}
+
+impl Way {
+    pub(crate) const ALL: [Way; 5] = [Way::Memcpy, Way::Shared, Way::Attach, Way::Cross, Way::Tcp];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Way::Memcpy => "memcpy",
+            Way::Shared => "shared memory",
+            Way::Attach => "bare attach",
+            Way::Cross => "cross-memory",
+            Way::Tcp => "tcp",
+        }
+    }
+
+    fn path(self) -> Option<Path> {
+        match self {
+            Way::Memcpy | Way::Attach => None,
+            Way::Shared => Some(Path::SharedMemory),
+            Way::Cross => Some(Path::CrossMemory),
+            Way::Tcp => Some(Path::Tcp),
+        }
+    }
+}
+
+/// Looks for an event so long before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+
+struct Unpark(Thread);
+
+impl std::task::Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+pub(crate) struct Near {
+    child: Child,
+    tell: ChildStdin,
+    told: BufReader<ChildStdout>,
+    pool: Pool,
+    /// Where the plain copy goes.
+    copy: Vec<u8>,
+    planes: Vec<HostPlane>,
+    /// The child's pool in its address space, and the port of its echo.
+    far: (u64, u16),
+    op: u64,
+    seed: u64,
+}
+
+fn bytes(hex: &str) -> Arc<[u8]> {
+    (0..hex.len() / 2)
+        .map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).expect("hexadecimal"))
+        .collect()
+}
+
+const SESSION: SessionId = SessionId(1);
+
+impl Near {
+    pub(crate) fn start() -> Near {
+        let mut child = Command::new(std::env::current_exe().expect("this binary"))
+            .env(CHILD, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the benchmark runs again");
+        let tell = child.stdin.take().expect("piped");
+        let told = BufReader::new(child.stdout.take().expect("piped"));
+        let pool = Pool::new(POOL, HugePages::No).expect("a pool");
+        let (copy, planes) = (vec![1; POOL as usize], Vec::new());
+        let mut near = Near { child, tell, told, pool, copy, planes, far: (0, 0), op: 0, seed: 0 };
+        for path in Path::ALL {
+            let line = near.hear();
+            let (address, desc) = line.split_once(' ').expect("two words");
+            let (mut plane, _) = plane(path, &near.pool);
+            plane.set_waker(Waker::from(Arc::new(Unpark(std::thread::current()))));
+            plane.connect(PeerId(1), &Address(bytes(address)), 0).expect("a peer");
+            let desc = RegionDesc(bytes(desc));
+            plane.open(SESSION, RegionId(1), PeerId(1), &desc).expect("an open is taken");
+            match wait(&mut plane, |_| true) {
+                DataEvent::Opened { result: Ok(()), .. } => {}
+                other => panic!("not opened: {other:?}"),
+            }
+            near.planes.push(plane);
+        }
+        let line = near.hear();
+        let (base, port) = line.split_once(' ').expect("two words");
+        near.far = (base.parse().expect("a number"), port.parse().expect("a port"));
+        near
+    }
+
+    fn hear(&mut self) -> String {
+        let mut line = String::new();
+        self.told.read_line(&mut line).expect("the child lives");
+        line.trim().into()
+    }
+
+    fn ask(&mut self, line: &str) -> String {
+        writeln!(self.tell, "{line}").expect("the child lives");
+        self.hear()
+    }
+
+    fn far_cpu(&mut self) -> Duration {
+        Duration::from_nanos(self.ask("cpu").parse().expect("nanoseconds"))
+    }
+
+    /// Moves known bytes and has them compared.
+    pub(crate) fn verify(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64]) {
+        self.seed += 1;
+        for (n, at) in (0..).zip(from) {
+            let block = content(self.seed, n, row.size);
+            // SAFETY: Inside the pool; nothing is under way.
+            unsafe {
+                let start = self.pool.start().add(*at as usize);
+                std::ptr::copy_nonoverlapping(block.as_ptr(), start, block.len());
+            }
+        }
+        assert_eq!(self.ask("clear"), "cleared");
+        self.copy.fill(0);
+        self.go(way, row, from, to);
+        if way == Way::Memcpy {
+            for (n, at) in (0..).zip(to) {
+                let at = *at as usize;
+                let block = &self.copy[at..at + row.size as usize];
+                assert!(*block == content(self.seed, n, row.size)[..], "{way:?} {row:?}");
+            }
+        } else {
+            let seed = self.seed;
+            let right = self.ask(&format!("verify {} {seed}", row.name));
+            assert_eq!(right, "true", "{way:?} {row:?} moved other bytes");
+        }
+    }
+
+    pub(crate) fn measure(
+        &mut self,
+        way: Way,
+        row: &Row,
+        from: &[u64],
+        to: &[u64],
+        stats: &mut Stats,
+    ) {
+        let (far, near) = (self.far_cpu(), cpu());
+        let start = Instant::now();
+        self.go(way, row, from, to);
+        stats.times.push(start.elapsed());
+        stats.near_cpu += cpu() - near;
+        stats.far_cpu += self.far_cpu() - far;
+    }
+
+    fn go(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64]) {
+        let size = row.size as usize;
+        match way.path() {
+            Some(path) => self.push(path, from, to, row.size),
+            None if way == Way::Memcpy => {
+                for (from, to) in from.iter().zip(to) {
+                    // SAFETY: Inside the pool and the buffer.
+                    unsafe {
+                        let source = self.pool.start().add(*from as usize);
+                        let target = self.copy.as_mut_ptr().add(*to as usize);
+                        std::ptr::copy_nonoverlapping(source, target, size);
+                    }
+                }
+            }
+            None => self.attach(row, from, to),
+        }
+    }
+
+    /// Writes to the child as it is meant, 1024 ranges a call.
+    fn attach(&self, row: &Row, from: &[u64], to: &[u64]) {
+        let range = |base: u64, at: &u64| libc::iovec {
+            iov_base: (base + at) as *mut libc::c_void,
+            iov_len: row.size as usize,
+        };
+        let base = self.pool.start() as u64;
+        for (from, to) in from.chunks(1_024).zip(to.chunks(1_024)) {
+            let local: Vec<_> = from.iter().map(|at| range(base, at)).collect();
+            let remote: Vec<_> = to.iter().map(|at| range(self.far.0, at)).collect();
+            let (pid, count) = (self.child.id() as i32, local.len() as u64);
+            // SAFETY: Ranges of both pools.
+            let moved = unsafe {
+                libc::process_vm_writev(pid, local.as_ptr(), count, remote.as_ptr(), count, 0)
+            };
+            assert_eq!(moved as u64, count * row.size, "short");
+        }
+    }
+
+    fn post(&mut self, path: Path, from: &[u64], to: &[u64], size: u64) -> OpId {
+        self.op += 1;
+        let op = OpId(self.op);
+        let len = vec![size; from.len()];
+        let (session, direction) = (SESSION, Direction::Write);
+        let batch = Submit { op, session, direction, local: from, remote: to, len: &len };
+        self.planes[path as usize].submit(batch).expect("a batch is taken");
+        op
+    }
+
+    fn push(&mut self, path: Path, from: &[u64], to: &[u64], size: u64) {
+        let op = self.post(path, from, to, size);
+        let done = wait(
+            &mut self.planes[path as usize],
+            |event| matches!(event, DataEvent::Completed { op: id, .. } if *id == op),
+        );
+        assert_eq!(done, DataEvent::Completed { op, outcome: Outcome::Done });
+    }
+
+    /// 64 bytes there and the word of it back.
+    pub(crate) fn round_trips(&mut self) {
+        println!("\nrtt64");
+        let mut stats = [0; 4].map(|_| Stats { bytes: 64, ..Stats::default() });
+        let mut echo = TcpStream::connect(("127.0.0.1", self.far.1)).expect("the echo listens");
+        echo.set_nodelay(true).expect("loopback");
+        for _ in 0..200 {
+            for (n, stats) in stats.iter_mut().enumerate() {
+                for round in 0..110 {
+                    let start = Instant::now();
+                    match Path::ALL.get(n) {
+                        Some(path) => self.push(*path, &[0], &[0], 64),
+                        None => {
+                            echo.write_all(&[1; 64]).expect("the echo hears");
+                            echo.read_exact(&mut [0; 64]).expect("the echo answers");
+                        }
+                    }
+                    // The first of a turn wake those who slept.
+                    if round >= 10 {
+                        stats.times.push(start.elapsed());
+                    }
+                }
+            }
+        }
+        for (name, stats) in
+            ["shared memory", "cross-memory", "tcp", "bare tcp echo"].iter().zip(&stats)
+        {
+            stats.print(name, &[]);
+        }
+    }
+
+    /// A thousand operations of 32 blocks of 4 KiB in flight at a time.
+    pub(crate) fn many(&mut self) {
+        println!("\nmany (1000 x 32 x 4096 B)");
+        let blocks: Vec<u64> = (0..32_000).map(|n| n * 8_192).collect();
+        for path in Path::ALL {
+            let mut stats = Stats { bytes: 32_000 * 4_096, ..Stats::default() };
+            for _ in 0..15 {
+                let (far, near) = (self.far_cpu(), cpu());
+                let start = Instant::now();
+                let mut open: BTreeSet<OpId> =
+                    blocks.chunks(32).map(|part| self.post(path, part, part, 4_096)).collect();
+                while !open.is_empty() {
+                    match wait(&mut self.planes[path as usize], |_| true) {
+                        DataEvent::Completed { op, outcome: Outcome::Done } => open.remove(&op),
+                        other => panic!("{other:?}"),
+                    };
+                }
+                stats.times.push(start.elapsed());
+                stats.near_cpu += cpu() - near;
+                stats.far_cpu += self.far_cpu() - far;
+            }
+            stats.print(path.name(), &[]);
+        }
+    }
+}
+
+/// The next event of a kind; spins for a while and then sleeps until it is woken.
+fn wait(plane: &mut HostPlane, wanted: impl Fn(&DataEvent) -> bool) -> DataEvent {
+    thread_local! {
+        static LATER: std::cell::RefCell<std::collections::VecDeque<DataEvent>> =
+            const { std::cell::RefCell::new(std::collections::VecDeque::new()) };
+    }
+    let start = Instant::now();
+    let mut events = Vec::new();
+    loop {
+        let found = LATER.with_borrow_mut(|later| {
+            let wake = plane.poll(Nanos::ZERO, &mut events);
+            later.extend(events.drain(..));
+            let at = later.iter().position(&wanted);
+            (at.and_then(|at| later.remove(at)), wake)
+        });
+        match found {
+            (Some(event), _) => return event,
+            (None, Wake::Ready) => {}
+            (None, _) if start.elapsed() < SPIN => std::hint::spin_loop(),
+            (None, Wake::At(at)) => std::thread::park_timeout(Duration::from_nanos(at.0)),
+            (None, Wake::External) => std::thread::park(),
+        }
+    }
+}
+
+impl Drop for Near {
+    fn drop(&mut self) {
+        let _ = writeln!(self.tell, "end");
+        let _ = self.child.wait();
+    }
+}

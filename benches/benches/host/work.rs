@@ -1,0 +1,124 @@
+//! Workloads and figures.
+
+use std::time::Duration;
+
+/// Bytes of each side's pool.
+pub(crate) const POOL: u64 = 512 << 20;
+
+/// `count` blocks of `size` bytes, drawn from twice as many places on both sides, in runs.
+#[derive(Debug)]
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    pub(crate) size: u64,
+    pub(crate) count: u64,
+    /// Blocks that lie one after the other on both sides.
+    pub(crate) run: u64,
+}
+
+const fn kv(name: &'static str, size: u64, count: u64, run: u64) -> Row {
+    Row { name, size, count, run }
+}
+
+pub(crate) const ROWS: &[Row] = &[
+    kv("p1m6", 1_611_713, 1, 1),
+    kv("p3k3", 3_305, 1, 1),
+    kv("kv4Kx512", 4 << 10, 512, 1),
+    kv("kv16Kx512", 16 << 10, 512, 1),
+    kv("kv64Kx512", 64 << 10, 512, 1),
+    kv("kv256Kx512", 256 << 10, 512, 1),
+    kv("kv4K-256M", 4 << 10, 65_536, 1),
+    kv("kv16K-256M", 16 << 10, 16_384, 1),
+    kv("kv64K-256M", 64 << 10, 4_096, 1),
+    kv("kv4K-run32", 4 << 10, 65_536, 32),
+];
+
+/// The next number of a sequence, whose bits look drawn.
+pub(crate) fn mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+impl Row {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.size * self.count
+    }
+
+    pub(crate) fn repeats(&self) -> usize {
+        (6_000_000_000 / self.bytes()).clamp(15, 1_000) as usize
+    }
+
+    /// Offsets of the blocks on both sides.
+    pub(crate) fn blocks(&self) -> [Vec<u64>; 2] {
+        [1, 2].map(|seed| self.drawn(seed))
+    }
+
+    fn drawn(&self, mut seed: u64) -> Vec<u64> {
+        let runs = self.count / self.run;
+        let mut places: Vec<u64> = (0..2 * runs).collect();
+        for at in (1..places.len()).rev() {
+            places.swap(at, (mix(&mut seed) % (at as u64 + 1)) as usize);
+        }
+        places.truncate(runs as usize);
+        let (run, size) = (self.run, self.size);
+        let blocks = move |place: u64| (0..run).map(move |n| (place * run + n) * size);
+        places.into_iter().flat_map(blocks).collect()
+    }
+}
+
+/// What a block holds, by its place in the list: enough to tell it from all others.
+pub(crate) fn content(seed: u64, block: u64, size: u64) -> Vec<u8> {
+    let mut state = seed << 32 | block;
+    let words = (0..size.div_ceil(8)).flat_map(|_| mix(&mut state).to_le_bytes());
+    words.take(size as usize).collect()
+}
+
+/// Times and CPU of one way.
+#[derive(Debug, Default)]
+pub(crate) struct Stats {
+    pub(crate) times: Vec<Duration>,
+    pub(crate) bytes: u64,
+    pub(crate) near_cpu: Duration,
+    pub(crate) far_cpu: Duration,
+}
+
+impl Stats {
+    fn sorted(&self) -> Vec<f64> {
+        let mut times: Vec<f64> = self.times.iter().map(Duration::as_secs_f64).collect();
+        times.sort_by(f64::total_cmp);
+        times
+    }
+
+    /// Median time in seconds.
+    pub(crate) fn median(&self) -> f64 {
+        let times = self.sorted();
+        times[times.len() / 2]
+    }
+
+    fn per_gb(&self, cpu: Duration) -> f64 {
+        cpu.as_secs_f64() * 1e9 / (self.bytes * self.times.len() as u64) as f64
+    }
+
+    /// CPU seconds per GB of both sides.
+    pub(crate) fn cpu(&self) -> f64 {
+        self.per_gb(self.near_cpu + self.far_cpu)
+    }
+
+    pub(crate) fn print(&self, name: &str, extra: &[&str]) {
+        let times = self.sorted();
+        let p99 = times[(times.len() * 99 / 100).min(times.len() - 1)];
+        let (min, p50) = (times[0], self.median());
+        println!(
+            "  {name:<14} {:>7.2} GB/s   min {:>9.1} us  p50 {:>9.1} us  p99 {:>9.1} us   \
+             cpu {:.3} + {:.3} s/GB  {}",
+            self.bytes as f64 / p50 / 1e9,
+            min * 1e6,
+            p50 * 1e6,
+            p99 * 1e6,
+            self.per_gb(self.near_cpu),
+            self.per_gb(self.far_cpu),
+            extra.join(" ")
+        );
+    }
+}

@@ -1,0 +1,478 @@
+//! Peers that say what no plane says: it costs them their connection, and is counted.
+
+use super::greeting::{receive, send};
+use super::segment::Segment;
+use super::socket;
+use super::stream::{pack, pack_control};
+use crate::copy::Slice;
+use crate::descriptor::{Claim, Identity, Location};
+use crate::memory::sealed;
+use crate::proto::{Control, PART_MAX, Part, Record, Rules, Side, VERSION, push_slices};
+use crate::ring::{Consumer, Producer};
+use crate::sync::{AtomicU64, Ordering};
+use crate::{HostConfig, HostPlane, Path};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Cause, DataEvent, DataPlane, Memory, PeerId, RegionDesc, RegionId, SessionId,
+};
+use proptest::prelude::*;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+const LEN: usize = 4_096;
+const MARK: u8 = 0xa5;
+
+fn deadline() -> Instant {
+    Instant::now() + Duration::from_secs(30)
+}
+
+/// A plane with an open door and one region.
+struct Victim {
+    plane: HostPlane,
+    bytes: Box<[u8; LEN]>,
+    claim: Claim,
+}
+
+impl Victim {
+    fn new() -> Victim {
+        let config = HostConfig { open_door: true, connect_ms: 300, ..HostConfig::default() };
+        let mut plane = HostPlane::new(config).unwrap();
+        let mut bytes = Box::new([MARK; LEN]);
+        let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
+        plane.register(RegionId(1), memory).unwrap();
+        let mut events = Vec::new();
+        plane.poll(Nanos::ZERO, &mut events);
+        let [DataEvent::Registered { result: Ok(desc), .. }] = &events[..] else {
+            panic!("{events:?}")
+        };
+        let claim = Claim::decode(desc).unwrap();
+        Victim { plane, bytes, claim }
+    }
+
+    fn location(&self) -> Location {
+        Location::decode(&self.plane.address()).unwrap()
+    }
+
+    fn hello(&self) -> Control {
+        let who = &self.location().who;
+        Control::Hello {
+            version: VERSION,
+            from: stranger(0).encode().0.to_vec(),
+            to: (who.key.to_string(), who.incarnation),
+            pass: 0,
+            link: 0,
+            ends: Vec::new(),
+            rules: rules(),
+        }
+    }
+
+    fn dial(&self) -> TcpStream {
+        let stream = TcpStream::connect(("127.0.0.1", self.plane.port())).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream
+    }
+
+    /// A connection that was let in, with a session open.
+    fn enter(&self) -> TcpStream {
+        let mut stream = self.dial();
+        send(&mut stream, &self.hello(), deadline()).unwrap();
+        let welcome = receive(&mut stream, deadline()).unwrap();
+        assert!(matches!(welcome, Control::Welcome { .. }), "{welcome:?}");
+        let local = Side { base: 0, len: LEN as u64, process: None, file: false };
+        let (region, token) = (self.claim.region.0, self.claim.token);
+        let open = Control::Open { session: 9, region, token, local };
+        stream.write_all(&pack_control(&open)).unwrap();
+        let opened = receive(&mut stream, deadline()).unwrap();
+        assert!(matches!(opened, Control::Opened { session: 9, result: Ok(_) }), "{opened:?}");
+        stream
+    }
+
+    /// Waits for a count of the plane.
+    fn until(&self, what: &str, count: impl Fn(&crate::Counters) -> bool) {
+        let end = deadline();
+        while !count(&self.plane.counters()) {
+            assert!(Instant::now() < end, "{what}: {:?}", self.plane.counters());
+            std::thread::yield_now();
+        }
+    }
+
+    fn assert_untouched(&self) {
+        assert!(self.bytes.iter().all(|byte| *byte == MARK), "bytes of a stranger landed");
+    }
+}
+
+fn rules() -> Rules {
+    Rules { paths: Path::ALL.into(), slower: true }
+}
+
+fn stranger(port: u16) -> Location {
+    Location {
+        who: Identity { key: "stranger".into(), incarnation: 77 },
+        node: "elsewhere/1/1".into(),
+        hostname: "elsewhere".into(),
+        host: "127.0.0.1".into(),
+        port,
+        pid: 1,
+    }
+}
+
+/// True if the other side closed the connection.
+fn is_dropped(stream: &mut TcpStream) -> bool {
+    let mut rest = Vec::new();
+    // A reset, too, is an end.
+    match stream.read_to_end(&mut rest) {
+        Ok(_) => true,
+        Err(why) => why.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+#[test]
+fn what_is_no_greeting_is_refused() {
+    let victim = Victim::new();
+    let mut long = u64::MAX.to_le_bytes().to_vec();
+    long.extend([1; 64]);
+    let http = b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n".to_vec();
+    let mut half = pack_control(&victim.hello());
+    half.truncate(half.len() / 2);
+    let record = |record: Record| {
+        let mut words = Vec::new();
+        record.encode(&mut words);
+        pack(&words)
+    };
+    let early = record(Record::Close { session: 1 });
+    let lying = record(Record::Control { bytes: u32::MAX });
+    for (n, bytes) in [long, http, vec![0; 8], half, early, lying].into_iter().enumerate() {
+        let mut stream = victim.dial();
+        stream.write_all(&bytes).unwrap();
+        assert!(is_dropped(&mut stream), "greeting {n}");
+        victim.until("refused", |counters| counters.refused == n as u64 + 1);
+    }
+}
+
+#[test]
+fn hellos_that_do_not_fit_are_told_why() {
+    let victim = Victim::new();
+    let change = |f: fn(&mut Control)| {
+        let mut hello = victim.hello();
+        f(&mut hello);
+        let mut stream = victim.dial();
+        send(&mut stream, &hello, deadline()).unwrap();
+        match receive(&mut stream, deadline()).unwrap() {
+            Control::Refuse { why, .. } => why,
+            other => panic!("{other:?}"),
+        }
+    };
+    let why = change(|hello| {
+        if let Control::Hello { version, .. } = hello {
+            *version += 1;
+        }
+    });
+    assert!(why.contains("version 2"), "{why}");
+    let why = change(|hello| {
+        if let Control::Hello { to, .. } = hello {
+            to.1 ^= 1;
+        }
+    });
+    assert!(why.contains("restarted"), "{why}");
+    let why = change(|hello| {
+        if let Control::Hello { pass, .. } = hello {
+            *pass = 1;
+        }
+    });
+    assert!(why.contains("not connected"), "{why}");
+    let why = change(|hello| {
+        if let Control::Hello { from, .. } = hello {
+            from.truncate(5);
+        }
+    });
+    assert!(why.contains("address"), "{why}");
+}
+
+fn write(session: u32, slices: &[Slice]) -> Vec<u8> {
+    let mut words = Vec::new();
+    Record::Write(Part { session, op: 1, last: true }).encode(&mut words);
+    push_slices(slices, &mut words);
+    pack(&words)
+}
+
+fn slice(from: u64, to: u64, len: u64) -> Slice {
+    Slice { from, to, len }
+}
+
+#[test]
+fn records_that_no_plane_sends_end_the_connection() {
+    let victim = Victim::new();
+    let len = LEN as u64;
+    let many = vec![slice(0, 0, 0); PART_MAX + 1];
+    let done = |op| {
+        let mut words = Vec::new();
+        Record::Done { op, status: crate::proto::Status::Done }.encode(&mut words);
+        pack(&words)
+    };
+    let mut ragged = vec![0; 3];
+    Record::Write(Part { session: 9, op: 1, last: true }).encode(&mut ragged);
+    ragged.push(7);
+    let cases = [
+        write(9, &[slice(0, 0, 8), slice(0, len, 1)]),
+        write(9, &[slice(len, 0, 1)]),
+        write(9, &[slice(0, u64::MAX, 8)]),
+        write(9, &[slice(0, 8, u64::MAX)]),
+        write(9, &many),
+        pack(&ragged),
+        pack(&[u64::MAX]),
+        pack(&[]),
+        done(1),
+        pack_control(&Control::Welcome { rules: rules() }),
+    ];
+    for (n, bytes) in cases.into_iter().enumerate() {
+        let mut stream = victim.enter();
+        stream.write_all(&bytes).unwrap();
+        // Bytes for ranges that were not taken.
+        let _ = stream.write_all(&[1; 64]);
+        assert!(is_dropped(&mut stream), "record {n}");
+        victim.until("corrupt", |counters| counters.corrupt == n as u64 + 1);
+    }
+    victim.assert_untouched();
+}
+
+#[test]
+fn half_of_a_write_lands_and_is_no_success() {
+    let victim = Victim::new();
+    let mut stream = victim.enter();
+    stream.write_all(&write(9, &[slice(0, 0, 64)])).unwrap();
+    stream.write_all(&[1; 32]).unwrap();
+    drop(stream);
+    // The next link is greeted when the first one may be over or not: both are fine.
+    let _ = victim.enter();
+    assert_eq!(victim.plane.counters().served[Path::Tcp as usize].operations, 0);
+}
+
+#[test]
+fn unknown_sessions_and_regions_are_answered_with_an_error() {
+    let victim = Victim::new();
+    let mut stream = victim.enter();
+    let local = Side { base: 0, len: 8, process: None, file: false };
+    let open = |session, region, token, local: &Side| {
+        pack_control(&Control::Open { session, region, token, local: local.clone() })
+    };
+    let token = victim.claim.token;
+    for bytes in
+        [open(10, 1, token + 1, &local), open(10, 2, token, &local), open(9, 1, token, &local)]
+    {
+        stream.write_all(&bytes).unwrap();
+        let answer = receive(&mut stream, deadline()).unwrap();
+        assert!(matches!(answer, Control::Opened { result: Err(_), .. }), "{answer:?}");
+    }
+    stream.write_all(&write(11, &[slice(0, 0, 64)])).unwrap();
+    stream.write_all(&[1; 64]).unwrap();
+    let mut answer = [0; 24];
+    stream.read_exact(&mut answer).unwrap();
+    let words: Vec<u64> =
+        answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let refused = Record::Done { op: 1, status: crate::proto::Status::Refused };
+    assert_eq!(Record::decode(&words[1..]), Some((refused, &[][..])));
+    victim.assert_untouched();
+}
+
+/// A local link that was let in, seen from who dialled it.
+struct Local {
+    socket: OwnedFd,
+    segment: Segment,
+}
+
+impl Local {
+    fn say_hello(victim: &Victim, file: &OwnedFd) -> (OwnedFd, Result<Control, super::End>) {
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let name = victim.location().socket_name();
+        connect(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
+        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        socket::send(socket.as_fd(), &victim.hello(), &[file.as_fd(), bell.as_fd()]).unwrap();
+        let answer = socket::receive(socket.as_fd()).map(|answer| answer.unwrap().0);
+        (socket, answer)
+    }
+
+    fn enter(victim: &Victim) -> Local {
+        let (segment, file) = Segment::create().unwrap();
+        let (socket, answer) = Local::say_hello(victim, &file);
+        assert!(matches!(answer, Ok(Control::Welcome { .. })), "{answer:?}");
+        Local { socket, segment }
+    }
+
+    fn is_dropped(&self) -> bool {
+        matches!(socket::receive(self.socket.as_fd()), Err(super::End::Closed))
+    }
+
+    fn open(&self, victim: &Victim, local: Side, file: Option<&OwnedFd>) -> Control {
+        let (region, token) = (victim.claim.region.0, victim.claim.token);
+        let open = Control::Open { session: 9, region, token, local };
+        let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+        socket::send(self.socket.as_fd(), &open, &fds).unwrap();
+        socket::receive(self.socket.as_fd()).unwrap().unwrap().0
+    }
+}
+
+#[test]
+fn segments_that_could_shrink_or_are_short_are_refused() {
+    let victim = Victim::new();
+    let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+    let unsealed = unsealed.unwrap();
+    ftruncate(&unsealed, 1 << 24).unwrap();
+    let short = sealed("short", 4_096).unwrap();
+    for (n, file) in [unsealed, short].iter().enumerate() {
+        let (_, answer) = Local::say_hello(&victim, file);
+        assert!(matches!(answer, Err(super::End::Closed)), "{answer:?}");
+        victim.until("refused", |counters| counters.refused == n as u64 + 1);
+    }
+}
+
+#[test]
+fn sources_that_are_not_what_they_claim_are_refused() {
+    let victim = Victim::new();
+    let local = Local::enter(&victim);
+    let len = LEN as u64;
+    let side = |base, len, process, file| Side { base, len, process, file };
+    let short = sealed("short", 4_096).unwrap();
+    let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+    let unsealed = unsealed.unwrap();
+    ftruncate(&unsealed, len).unwrap();
+    let stale = Some((std::process::id(), 1));
+    for (case, file) in [
+        (side(0, 2 * len, None, true), Some(&short)),
+        (side(0, len, None, true), Some(&unsealed)),
+        (side(0, len, None, true), None),
+        (side(0, len, None, false), None),
+        (side(u64::MAX, len, None, false), None),
+        (side(8, 0, None, false), None),
+        (side(8, len, stale, false), None),
+        (side(8, len, Some((u32::MAX, 1)), false), None),
+    ] {
+        let answer = local.open(&victim, case.clone(), file);
+        assert!(matches!(answer, Control::Opened { result: Err(_), .. }), "{case:?}: {answer:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_words_in_the_ring_are_survived(
+        noise in prop::collection::vec((0..80_usize, any::<u64>()), 1..30),
+        records in prop::collection::vec(prop::collection::vec(any::<u64>(), 0..12), 0..6),
+    ) {
+        let victim = Victim::new();
+        let local = Local::enter(&victim);
+        let words = local.segment.requests();
+        let mut requests = Producer::new(local.segment.requests());
+        for record in &records {
+            prop_assert_eq!(requests.push(record), Ok(true));
+        }
+        for (at, word) in noise {
+            words[at].store(word, Ordering::Relaxed);
+        }
+        // The tail says that there is something, whatever it is.
+        words[0].fetch_or(1 << 40, Ordering::Release);
+        // It is awake, or wakes up by this.
+        let (region, token) = (victim.claim.region.0, victim.claim.token);
+        let own = Side { base: 0, len: 8, process: None, file: false };
+        let open = Control::Open { session: 1, region, token, local: own };
+        let _ = socket::send(local.socket.as_fd(), &open, &[]);
+        victim.until("corrupt", |counters| counters.corrupt == 1);
+        victim.assert_untouched();
+        // It lives and lets others in.
+        Local::enter(&victim);
+    }
+}
+
+#[test]
+fn out_of_range_writes_by_ring_end_the_link() {
+    let victim = Victim::new();
+    let local = Local::enter(&victim);
+    let source = [1_u8; LEN];
+    let base = source.as_ptr() as u64;
+    let side = Side { base, len: LEN as u64, process: None, file: false };
+    let answer = local.open(&victim, side, None);
+    assert!(matches!(answer, Control::Opened { result: Ok(_), .. }), "{answer:?}");
+    let mut words = Vec::new();
+    Record::Write(Part { session: 9, op: 1, last: true }).encode(&mut words);
+    push_slices(&[slice(0, 0, 8), slice(0, LEN as u64 - 1, 2)], &mut words);
+    assert_eq!(Producer::new(local.segment.requests()).push(&words), Ok(true));
+    let again = Control::Welcome { rules: rules() };
+    let _ = socket::send(local.socket.as_fd(), &again, &[]);
+    assert!(local.is_dropped());
+    victim.until("corrupt", |counters| counters.corrupt == 1);
+    victim.assert_untouched();
+    let answers: Consumer<_> = Consumer::new(local.segment.answers());
+    assert!(!answers.is_filled(), "an answer to a write out of range");
+}
+
+/// A plane that opens a session to a peer of ours, who answers its hello and then `says`.
+fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let peer = stranger(listener.local_addr().unwrap().port());
+    let mut plane = HostPlane::new(HostConfig::default()).unwrap();
+    let bytes = Box::leak(Box::new([MARK; LEN]));
+    let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
+    plane.register(RegionId(1), memory).unwrap();
+    plane.connect(PeerId(1), &peer.encode(), 5).unwrap();
+    let claim = Claim { owner: peer.who, region: RegionId(4), token: 6, base: 0, len: 4_096 };
+    let desc: RegionDesc = claim.encode();
+    plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
+    let (mut stream, _) = listener.accept().unwrap();
+    receive(&mut stream, deadline()).unwrap();
+    send(&mut stream, &Control::Welcome { rules: rules() }, deadline()).unwrap();
+    let mut events = Vec::new();
+    let end = deadline();
+    let mut says = Some(says);
+    while !events.iter().any(|event| matches!(event, DataEvent::PeerDown { .. })) {
+        assert!(Instant::now() < end, "{events:?}");
+        plane.poll(Nanos::ZERO, &mut events);
+        if let Some(says) = says.take() {
+            says(&mut stream);
+        }
+        std::thread::yield_now();
+    }
+    (plane, events)
+}
+
+#[test]
+fn answers_to_what_was_not_asked_end_the_link() {
+    let done = |op| {
+        let mut words = Vec::new();
+        Record::Done { op, status: crate::proto::Status::Done }.encode(&mut words);
+        pack(&words)
+    };
+    let bytes = {
+        let mut words = Vec::new();
+        Record::Bytes { op: 1, status: crate::proto::Status::Done }.encode(&mut words);
+        pack(&words)
+    };
+    let opened = Control::Opened { session: 99, result: Ok((Path::Tcp, side_of(8), 0)) };
+    for bytes in [done(1), bytes, pack_control(&opened), pack(&[0]), u64::MAX.to_le_bytes().into()]
+    {
+        let (plane, _) = betrayed(|stream| stream.write_all(&bytes).unwrap());
+        assert_eq!(plane.counters().corrupt, 1);
+    }
+}
+
+fn side_of(len: u64) -> Side {
+    Side { base: 0, len, process: None, file: false }
+}
+
+#[test]
+fn a_peer_that_hangs_up_fails_what_is_being_opened() {
+    let (_, events) = betrayed(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
+    let gone = DataEvent::Opened { session: SessionId(2), result: Err(Cause::PeerGone) };
+    assert!(events.contains(&gone), "{events:?}");
+}
+
+/// So that the type stays the one that both sides map.
+#[test]
+fn words_are_eight_bytes() {
+    assert_eq!(size_of::<AtomicU64>(), 8);
+}

@@ -1,0 +1,396 @@
+//! What a host plane does beyond what every data plane has to do.
+
+mod common;
+
+use common::remote::{Bytes, Remote, Setup, serve_if_child};
+use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Address, Cause, DataEvent, DataPlane, Direction, Landed, Memory, OpId, Outcome, PeerId,
+    RegionDesc, RegionId, SessionId, Submit, Ticket,
+};
+use fabric_host::{HostConfig, HostError, HostPlane, HugePages, Path, Pool};
+use std::sync::Arc;
+use std::task::{Wake, Waker};
+use std::time::{Duration, Instant};
+
+const REGION: RegionId = RegionId(1);
+const PEER: PeerId = PeerId(2);
+const SESSION: SessionId = SessionId(3);
+const LEN: u64 = 8_192;
+
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+fn plane(config: HostConfig) -> HostPlane {
+    HostPlane::new(config).expect("a plane at loopback")
+}
+
+fn door() -> HostConfig {
+    HostConfig { open_door: true, ..HostConfig::default() }
+}
+
+/// The next event of a plane.
+fn next(plane: &mut dyn DataPlane) -> DataEvent {
+    let end = Instant::now() + Duration::from_secs(30);
+    let mut events = Vec::new();
+    while events.is_empty() {
+        assert!(Instant::now() < end, "no event");
+        plane.poll(Nanos::ZERO, &mut events);
+        std::thread::yield_now();
+    }
+    assert_eq!(events.len(), 1, "{events:?}");
+    events.remove(0)
+}
+
+fn register(plane: &mut dyn DataPlane, memory: Memory) -> RegionDesc {
+    plane.register(REGION, memory).expect("memory is taken");
+    match next(plane) {
+        DataEvent::Registered { result: Ok(desc), .. } => desc,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn open(plane: &mut HostPlane, to: &Address, desc: &RegionDesc) -> Result<(), Cause> {
+    plane.connect(PEER, to, 0).expect("a peer");
+    plane.open(SESSION, REGION, PEER, desc).expect("an open is taken");
+    match next(plane) {
+        DataEvent::Opened { result, .. } => result,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Outcome {
+    let (op, session) = (OpId(op), SESSION);
+    let (local, remote, len) = (&[0, 64][..], &[64, 128][..], &[64, 64][..]);
+    plane.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+    match next(plane) {
+        DataEvent::Completed { outcome, .. } => outcome,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn fill(bytes: &mut Bytes, with: u8) {
+    bytes.poke(0, &[with; LEN as usize]);
+}
+
+fn at(bytes: &mut Bytes, offset: u64) -> u8 {
+    let mut byte = [0];
+    bytes.peek(offset, &mut byte);
+    byte[0]
+}
+
+#[test]
+fn a_taken_port_is_an_error_that_names_it() {
+    let first = plane(HostConfig::default());
+    let config = HostConfig { port: first.port(), ..HostConfig::default() };
+    let error = HostPlane::new(config).expect_err("the port is taken");
+    let named = error.to_string().contains(&format!("127.0.0.1:{}", first.port()));
+    assert!(matches!(error, HostError::Listen(_)) && named, "{error}");
+}
+
+#[test]
+fn settings_that_cannot_be_are_named() {
+    let zero = HostConfig { workers: 0, ..HostConfig::default() };
+    let none = HostConfig { paths: Vec::new(), ..HostConfig::default() };
+    let wild = HostConfig { host: "0.0.0.0".into(), ..HostConfig::default() };
+    for (config, name) in [(zero, "workers"), (none, "paths"), (wild, "advertised")] {
+        let error = HostPlane::new(config).expect_err("a setting that cannot be").to_string();
+        assert!(error.contains(name), "{error}");
+    }
+    let unknown = toml::from_str::<HostConfig>("wrokers = 2").expect_err("no such setting");
+    assert!(unknown.to_string().contains("wrokers"), "{unknown}");
+    let config: HostConfig = toml::from_str("paths = [\"tcp\"]\nslower = true").expect("settings");
+    assert_eq!(config.paths, [Path::Tcp]);
+}
+
+#[test]
+fn addresses_and_regions_are_descriptors_of_mori() {
+    let mut plane = plane(HostConfig { key: "consumer:h:1:tp0:dp0".into(), ..door() });
+    let engine = EngineDesc::decode(&plane.address().0).expect("an engine descriptor");
+    assert_eq!((&*engine.key, &*engine.host), ("consumer:h:1:tp0:dp0", "127.0.0.1"));
+    assert_eq!(engine.port, i32::from(plane.port()));
+    assert_eq!(engine.pid, std::process::id() as i32);
+    let mut bytes = Bytes::new(LEN, false);
+    let memory = bytes.memory();
+    let desc = register(&mut plane, memory);
+    let (layout, region) = MemoryDesc::decode(&desc.0).expect("a memory descriptor");
+    assert_eq!(layout, DescLayout::V1_2_2);
+    assert_eq!((region.data, region.size), (bytes.start() as u64, LEN));
+    assert_eq!((region.id, region.loc, region.device_id), (1, MemoryDesc::LOC_CPU, -1));
+    assert_eq!(&*region.engine_key, "consumer:h:1:tp0:dp0");
+}
+
+#[test]
+fn the_path_that_is_taken_can_be_seen_and_is_counted() {
+    for (path, file) in [
+        (Path::SharedMemory, true),
+        (Path::CrossMemory, false),
+        (Path::CrossMemory, true),
+        (Path::Tcp, true),
+    ] {
+        // All paths, or one that is slower than what the memory calls for.
+        let natural = if file { Path::SharedMemory } else { Path::CrossMemory };
+        let paths = if path == natural { Path::ALL.into() } else { vec![path] };
+        let mut near = plane(HostConfig { paths: paths.clone(), ..door() });
+        let mut far = plane(HostConfig { paths, ..door() });
+        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let (own, other) = (ours.memory(), theirs.memory());
+        register(&mut near, own);
+        let desc = register(&mut far, other);
+        assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
+        fill(&mut ours, 7);
+        fill(&mut theirs, 9);
+        assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+        assert_eq!((at(&mut theirs, 63), at(&mut theirs, 64), at(&mut theirs, 192)), (9, 7, 9));
+        fill(&mut theirs, 11);
+        assert_eq!(run(&mut near, Direction::Read, 2), Outcome::Done);
+        assert_eq!((at(&mut ours, 0), at(&mut ours, 128)), (11, 7));
+        let paths = near.paths(SESSION).expect("it is open");
+        assert_eq!((paths.write, paths.read), (path, path));
+        assert_eq!(near.paths_of(PEER), [(SESSION, paths)]);
+        let (near, far) = (near.counters(), far.counters());
+        for (n, (initiated, served)) in near.initiated.iter().zip(&far.served).enumerate() {
+            let its = n == path as usize;
+            assert_eq!(
+                (initiated.operations, initiated.bytes),
+                if its { (2, 256) } else { (0, 0) }
+            );
+            assert_eq!((served.operations, served.bytes), if its { (1, 128) } else { (0, 0) });
+        }
+    }
+}
+
+#[test]
+fn a_slower_path_than_configured_fails_unless_it_is_allowed() {
+    for slower in [false, true] {
+        let config = HostConfig { paths: vec![Path::SharedMemory, Path::Tcp], slower, ..door() };
+        let (mut near, mut far) = (plane(config.clone()), plane(config));
+        let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+        let (own, other) = (ours.memory(), theirs.memory());
+        register(&mut near, own);
+        let desc = register(&mut far, other);
+        let opened = open(&mut near, &far.address(), &desc);
+        if slower {
+            assert_eq!(opened, Ok(()));
+            assert_eq!(near.paths(SESSION).expect("it is open").write, Path::Tcp);
+            assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+        } else {
+            let Err(Cause::Backend(why)) = opened else { panic!("{opened:?}") };
+            assert!(why.contains("slower = true"), "{why}");
+        }
+    }
+}
+
+#[test]
+fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
+    let (mut near, mut far) = (plane(HostConfig::default()), plane(door()));
+    let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+    let (own, other) = (ours.memory(), theirs.memory());
+    register(&mut near, own);
+    let desc = register(&mut far, other);
+    // `far` never connected to `near`.
+    assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
+    assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+    far.connect(PEER, &near.address(), 0).expect("a peer");
+    far.fence(PEER);
+    assert_eq!(next(&mut far), DataEvent::Fenced { peer: PEER });
+    assert_eq!(next(&mut near), DataEvent::PeerDown { peer: PEER });
+    for connected in [true, false] {
+        if !connected {
+            far.disconnect(PEER);
+        }
+        near.close(SESSION);
+        near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
+        let refused = next(&mut near);
+        let DataEvent::Opened { result: Err(Cause::Backend(why)), .. } = &refused else {
+            panic!("{refused:?}")
+        };
+        assert!(why.contains("fenced"), "{why}");
+    }
+    near.disconnect(PEER);
+    far.connect(PEER, &near.address(), 8).expect("a peer");
+    near.connect(PEER, &far.address(), 8).expect("a peer");
+    near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
+    assert_eq!(next(&mut near), DataEvent::Opened { session: SESSION, result: Ok(()) });
+}
+
+#[test]
+fn without_a_door_strangers_stay_outside() {
+    let (mut near, mut far) = (plane(door()), plane(HostConfig::default()));
+    let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+    let (own, other) = (ours.memory(), theirs.memory());
+    register(&mut near, own);
+    let desc = register(&mut far, other);
+    let refused = open(&mut near, &far.address(), &desc);
+    let Err(Cause::Backend(why)) = refused else { panic!("{refused:?}") };
+    assert!(why.contains("not connected"), "{why}");
+    assert_eq!(far.counters().refused, 1);
+}
+
+#[test]
+fn another_life_at_the_same_port_is_refused() {
+    for path in Path::ALL {
+        let config = HostConfig { paths: vec![path], ..door() };
+        let mut near = plane(config.clone());
+        let mut far = plane(config.clone());
+        let file = path == Path::SharedMemory;
+        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let (own, other) = (ours.memory(), theirs.memory());
+        register(&mut near, own);
+        let desc = register(&mut far, other);
+        let (address, port) = (far.address(), far.port());
+        assert_eq!(open(&mut near, &address, &desc), Ok(()));
+        drop(far);
+        assert_eq!(next(&mut near), DataEvent::PeerDown { peer: PEER });
+        let mut again = plane(HostConfig { port, ..config });
+        let desc_again = register(&mut again, other);
+        assert!(again.address() != address && desc_again != desc);
+        near.close(SESSION);
+        near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
+        let refused = next(&mut near);
+        let failed = matches!(refused, DataEvent::Opened { result: Err(_), .. });
+        assert!(failed, "{refused:?}");
+    }
+}
+
+#[test]
+fn a_plane_registers_memory_of_another_process() {
+    let setup = Setup { config: door(), memory: LEN, file: false };
+    let owner = Remote::start(&setup);
+    let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
+    let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
+    for (path, file) in [(Path::SharedMemory, true), (Path::CrossMemory, false), (Path::Tcp, false)]
+    {
+        let paths = if path == Path::Tcp { vec![path] } else { Path::ALL.into() };
+        let mut side = plane(HostConfig { paths: paths.clone(), ..door() });
+        let desc = register(&mut side, memory);
+        let mut near = plane(HostConfig { paths, ..door() });
+        let mut ours = Bytes::new(LEN, file);
+        let own = ours.memory();
+        register(&mut near, own);
+        assert_eq!(open(&mut near, &side.address(), &desc), Ok(()));
+        owner.poke(0, &[3; LEN as usize]);
+        fill(&mut ours, 7);
+        assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+        let mut seen = [0; 256];
+        owner.peek(0, &mut seen);
+        assert!(seen[64..192] == [7; 128] && seen[..64] == [3; 64] && seen[192..] == [3; 64]);
+        owner.poke(0, &[5; 256]);
+        assert_eq!(run(&mut near, Direction::Read, 2), Outcome::Done);
+        assert_eq!((at(&mut ours, 127), at(&mut ours, 128)), (5, 7), "{path}");
+    }
+}
+
+#[test]
+fn memory_of_a_process_that_has_ended_fails_the_operation() {
+    let setup = Setup { config: door(), memory: LEN, file: false };
+    let mut owner = Remote::start(&setup);
+    let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
+    let mut side = plane(door());
+    let desc = register(&mut side, Memory::OtherProcess { pid: owner.pid(), base, len });
+    let mut near = plane(door());
+    let mut ours = Bytes::new(LEN, false);
+    let own = ours.memory();
+    register(&mut near, own);
+    assert_eq!(open(&mut near, &side.address(), &desc), Ok(()));
+    owner.kill();
+    for (op, direction) in [(1, Direction::Write), (2, Direction::Read)] {
+        let cause = Cause::RemoteAccess;
+        let failed = Outcome::Failed { cause, landed: Landed::Unknown };
+        assert_eq!(run(&mut near, direction, op), failed);
+    }
+}
+
+#[test]
+fn memory_that_is_not_there_is_not_registered() {
+    let mut plane = plane(door());
+    let unsealed = rustix::fs::memfd_create("unsealed", rustix::fs::MemfdFlags::ALLOW_SEALING);
+    let unsealed = unsealed.expect("a memory file");
+    rustix::fs::ftruncate(&unsealed, LEN).expect("a length");
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&unsealed);
+    for (n, memory) in [
+        Memory::Own { base: 4_096, len: LEN },
+        Memory::OtherProcess { pid: std::process::id(), base: 4_096, len: LEN },
+        Memory::OtherProcess { pid: u32::MAX, base: 4_096, len: LEN },
+        Memory::MemFd { fd, len: LEN },
+        Memory::MemFd { fd: 9_999, len: LEN },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        plane.register(RegionId(n as u32), memory).expect("the answer is an event");
+        let answer = next(&mut plane);
+        let failed = matches!(answer, DataEvent::Registered { result: Err(_), .. });
+        assert!(failed, "{memory:?}: {answer:?}");
+    }
+    let device = Memory::Device { base: 4_096, len: LEN, device: 0 };
+    assert!(matches!(plane.register(REGION, device), Err(engine::fabric::Refused::Unsupported(_))));
+}
+
+#[test]
+fn a_pool_says_what_pages_it_got() {
+    let pool = Pool::new(3 << 20, HugePages::No).expect("a pool");
+    assert_eq!((pool.len(), pool.huge()), (3 << 20, 0));
+    let pool = Pool::new(3 << 20, HugePages::Try).expect("a pool");
+    assert!(pool.len() >= 3 << 20 && pool.huge() <= pool.len());
+    match Pool::new(3 << 20, HugePages::Reserved) {
+        Ok(pool) => assert_eq!((pool.len(), pool.huge()), (4 << 20, 4 << 20)),
+        Err(why) => assert!(why.contains("nr_hugepages"), "{why}"),
+    }
+    assert!(Pool::new(0, HugePages::No).is_err());
+}
+
+struct Flag(std::sync::mpsc::Sender<()>);
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        // The test may have seen enough.
+        let _ = self.0.send(());
+    }
+}
+
+/// An owner that polls only when it is woken gets all there is.
+#[test]
+fn the_waker_is_enough() {
+    for path in Path::ALL {
+        let config = HostConfig { paths: vec![path], ..door() };
+        let (mut near, mut far) = (plane(config.clone()), plane(config));
+        let file = path == Path::SharedMemory;
+        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let (own, other) = (ours.memory(), theirs.memory());
+        register(&mut near, own);
+        let desc = register(&mut far, other);
+        let (bell, rung) = std::sync::mpsc::channel();
+        near.set_waker(Waker::from(Arc::new(Flag(bell))));
+        near.connect(PEER, &far.address(), 0).expect("a peer");
+        near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
+        let mut events = Vec::new();
+        let wait = |near: &mut HostPlane, events: &mut Vec<DataEvent>| {
+            while near.poll(Nanos::ZERO, events) == engine::fabric::Wake::Ready {}
+            while events.is_empty() {
+                rung.recv_timeout(Duration::from_secs(30)).expect("woken");
+                while near.poll(Nanos::ZERO, events) == engine::fabric::Wake::Ready {}
+            }
+            std::mem::take(events)
+        };
+        assert_eq!(
+            wait(&mut near, &mut events),
+            [DataEvent::Opened { session: SESSION, result: Ok(()) }]
+        );
+        for op in (1..200).map(OpId) {
+            let direction = if op.0 % 2 == 0 { Direction::Read } else { Direction::Write };
+            let (session, local, remote, len) = (SESSION, &[0][..], &[0][..], &[64][..]);
+            near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+            let done = DataEvent::Completed { op, outcome: Outcome::Done };
+            assert_eq!(wait(&mut near, &mut events), [done]);
+        }
+        near.quiesce(SESSION, Ticket(1));
+        assert_eq!(
+            wait(&mut near, &mut events),
+            [DataEvent::Quiet { session: SESSION, ticket: Ticket(1) }]
+        );
+    }
+}

@@ -1,0 +1,362 @@
+//! Quiet and fences while the other process is stopped, or killed, in the middle of a copy.
+
+mod common;
+
+use common::config;
+use common::remote::{Bytes, Remote, Setup, serve_if_child};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
+    SessionId, Submit, Ticket,
+};
+use fabric_host::{HostConfig, HostPlane, Path};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const REGION: RegionId = RegionId(1);
+const PEER: PeerId = PeerId(2);
+const SESSION: SessionId = SessionId(3);
+const OP: OpId = OpId(4);
+const PASS: u64 = 5;
+
+/// Bytes of each side's memory.
+const LEN: u64 = 32 << 20;
+/// How often one operation covers them: it takes long enough to be caught in the middle.
+const TIMES: u64 = 64;
+const SLICE: u64 = 64 << 10;
+
+/// Rounds in which something that must not happen is waited for.
+const SUSPICION: usize = 400;
+
+/// Longest wait for what must happen.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The other process: this test, executed again by the others.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+/// A plane of this process and one of another, with a session between them.
+struct World {
+    near: HostPlane,
+    bytes: Bytes,
+    far: Remote,
+    seen: [Vec<DataEvent>; 2],
+    /// Who opened the session.
+    initiator: usize,
+}
+
+impl World {
+    fn new(path: Path, initiator: usize) -> World {
+        World::with(path, config(path), initiator)
+    }
+
+    fn with(path: Path, config: HostConfig, initiator: usize) -> World {
+        let file = path == Path::SharedMemory;
+        let setup = Setup { config: config.clone(), memory: LEN, file };
+        let far = Remote::start(&setup);
+        let near = HostPlane::new(config).expect("a plane");
+        let mut bytes = Bytes::new(LEN, file);
+        let own = bytes.memory();
+        let mut world = World { near, bytes, far, seen: Default::default(), initiator };
+        world.near.connect(PEER, &world.far.address(), PASS).expect("a peer");
+        world.far.connect(PEER, &world.near.address(), PASS).expect("a peer");
+        let theirs = world.far.memory();
+        let descs = [world.register(0, own), world.register(1, theirs)];
+        let remote = descs[1 - initiator].clone();
+        world.plane(initiator).open(SESSION, REGION, PEER, &remote).expect("an open is taken");
+        let opened = DataEvent::Opened { session: SESSION, result: Ok(()) };
+        world.until("Opened", |world| world.seen[initiator].contains(&opened));
+        world
+    }
+
+    fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
+        if index == 0 { &mut self.near } else { &mut self.far }
+    }
+
+    fn register(&mut self, index: usize, memory: Memory) -> RegionDesc {
+        self.plane(index).register(REGION, memory).expect("memory is taken");
+        self.until("Registered", |world| {
+            world.seen[index].iter().any(|e| matches!(e, DataEvent::Registered { .. }))
+        });
+        self.seen[index]
+            .iter()
+            .find_map(|event| match event {
+                DataEvent::Registered { result, .. } => Some(result.clone().expect("registered")),
+                _ => None,
+            })
+            .expect("just seen")
+    }
+
+    /// Polls the near plane, and the far one if it runs.
+    fn pump(&mut self, far: bool) {
+        self.near.poll(Nanos::ZERO, &mut self.seen[0]);
+        if far {
+            self.far.poll(Nanos::ZERO, &mut self.seen[1]);
+        }
+        std::thread::yield_now();
+    }
+
+    fn until(&mut self, what: &str, done: impl Fn(&World) -> bool) {
+        self.wait(what, true, done);
+    }
+
+    fn wait(&mut self, what: &str, far: bool, done: impl Fn(&World) -> bool) {
+        let start = Instant::now();
+        while !done(self) {
+            assert!(start.elapsed() < PATIENCE, "no {what}; seen: {:?}", self.seen);
+            self.pump(far);
+        }
+    }
+
+    /// Submits one operation over all memory, many times.
+    fn submit(&mut self, direction: Direction) {
+        let offsets: Vec<u64> =
+            (0..TIMES).flat_map(|_| (0..LEN / SLICE).rev().map(|n| n * SLICE)).collect();
+        let len = vec![SLICE; offsets.len()];
+        let (local, remote, len) = (&offsets[..], &offsets[..], &len[..]);
+        let batch = Submit { op: OP, session: SESSION, direction, local, remote, len };
+        self.plane(self.initiator).submit(batch).expect("a batch is taken");
+    }
+
+    /// The first word of the last slice of our memory, which an operation writes first.
+    fn front(&mut self) -> &AtomicU64 {
+        let at = self.bytes.start().wrapping_add((LEN - SLICE) as usize);
+        // SAFETY: Inside the memory and aligned.
+        unsafe { AtomicU64::from_ptr(at.cast()) }
+    }
+
+    /// Waits until the first bytes of an operation have landed in our memory.
+    fn until_landing(&mut self) {
+        let start = Instant::now();
+        while self.front().load(Ordering::Relaxed) == 0 {
+            assert!(start.elapsed() < PATIENCE, "nothing lands");
+            std::thread::yield_now();
+        }
+    }
+
+    fn fill_far(&mut self, byte: u8) {
+        self.far.poke(0, &vec![byte; LEN as usize]);
+    }
+
+    /// Overwrites our memory and sees that nothing lands in it any more.
+    fn assert_untouched(&mut self, far: bool) {
+        let marker = vec![0xa5; LEN as usize];
+        self.bytes.poke(0, &marker);
+        (0..SUSPICION).for_each(|_| self.pump(far));
+        std::thread::park_timeout(Duration::from_millis(20));
+        let mut now = vec![0; LEN as usize];
+        self.bytes.peek(0, &mut now);
+        assert!(now == marker, "bytes landed that must not");
+    }
+
+    fn outcome(&self, plane: usize) -> Option<&Outcome> {
+        self.seen[plane].iter().find_map(|event| match event {
+            DataEvent::Completed { op, outcome } if *op == OP => Some(outcome),
+            _ => None,
+        })
+    }
+
+    fn is_quiet(&self, plane: usize) -> bool {
+        self.seen[plane].contains(&DataEvent::Quiet { session: SESSION, ticket: Ticket(1) })
+    }
+
+    fn served(&self, path: Path) -> u64 {
+        self.near.counters().served[path as usize].operations
+    }
+}
+
+fn fence_amid_a_push(path: Path) {
+    let mut world = World::new(path, 1);
+    world.fill_far(7);
+    world.submit(Direction::Write);
+    world.until_landing();
+    world.far.stop();
+    world.near.fence(PEER);
+    assert_eq!(world.served(path), 0, "the push was over before it was fenced");
+    let fenced = DataEvent::Fenced { peer: PEER };
+    world.wait("Fenced", false, |world| world.seen[0].contains(&fenced));
+    world.assert_untouched(false);
+    world.far.go_on();
+    world.until("the end of the operation", |world| world.outcome(1).is_some());
+    assert!(world.outcome(1) != Some(&Outcome::Done), "a fenced push succeeded");
+    world.assert_untouched(true);
+}
+
+fn deregister_amid_a_push(path: Path) {
+    let mut world = World::new(path, 1);
+    world.fill_far(7);
+    world.submit(Direction::Write);
+    world.until_landing();
+    world.far.stop();
+    world.near.deregister(REGION).expect("only own operations keep a region");
+    assert_eq!(world.served(path), 0, "the push was over before");
+    world.assert_untouched(false);
+    world.far.go_on();
+    world.until("the end of the operation", |world| world.outcome(1).is_some());
+    assert!(world.outcome(1) != Some(&Outcome::Done), "the push succeeded");
+}
+
+fn kill_amid_a_push(path: Path) {
+    let mut world = World::new(path, 1);
+    world.fill_far(7);
+    world.submit(Direction::Write);
+    world.until_landing();
+    world.far.kill();
+    world.near.fence(PEER);
+    world.assert_untouched(false);
+}
+
+fn close_amid_a_read(path: Path) {
+    let mut world = World::new(path, 0);
+    world.fill_far(7);
+    world.submit(Direction::Read);
+    world.until_landing();
+    world.far.stop();
+    world.near.quiesce(SESSION, Ticket(1));
+    assert!(world.outcome(0).is_none(), "the read was over before it was closed");
+    world.near.close(SESSION);
+    world.wait("Quiet", false, |world| world.is_quiet(0));
+    let failed = matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::Closed, .. }));
+    assert!(failed, "got {:?}", world.outcome(0));
+    world.assert_untouched(false);
+    world.near.deregister(REGION).expect("nothing uses it");
+    world.far.go_on();
+    world.assert_untouched(true);
+}
+
+fn leave_a_peer_that_reads(path: Path) {
+    let mut world = World::new(path, 1);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Read);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(LEN - SLICE, &mut first);
+    }
+    world.far.stop();
+    world.near.deregister(REGION).expect("only own operations keep a region");
+    world.near.fence(PEER);
+    let fenced = DataEvent::Fenced { peer: PEER };
+    world.wait("Fenced", false, |world| world.seen[0].contains(&fenced));
+    world.far.go_on();
+    world.until("the end of the operation", |world| world.outcome(1).is_some());
+    assert!(world.outcome(1) != Some(&Outcome::Done), "a read of what is gone succeeded");
+}
+
+/// The peer copies what we push: while it is stopped nobody can say that it is quiet.
+fn close_amid_a_push(path: Path) {
+    let mut world = World::new(path, 0);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Write);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(LEN - SLICE, &mut first);
+    }
+    world.far.stop();
+    world.near.close(SESSION);
+    world.near.quiesce(SESSION, Ticket(1));
+    world.near.poll(Nanos::ZERO, &mut { Vec::new() });
+    (0..SUSPICION).for_each(|_| world.pump(false));
+    assert!(!world.is_quiet(0), "quiet though the peer will go on");
+    world.far.go_on();
+    world.until("Quiet", |world| world.is_quiet(0));
+    let marker = vec![0x5a; LEN as usize];
+    world.far.poke(0, &marker);
+    (0..SUSPICION).for_each(|_| world.pump(true));
+    let mut now = vec![0; LEN as usize];
+    world.far.peek(0, &mut now);
+    assert!(now == marker, "bytes landed after Quiet");
+}
+
+fn kill_the_target_of_a_push(path: Path) {
+    let mut world = World::new(path, 0);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Write);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(LEN - SLICE, &mut first);
+    }
+    world.far.stop();
+    world.near.quiesce(SESSION, Ticket(1));
+    (0..SUSPICION).for_each(|_| world.pump(false));
+    assert!(!world.is_quiet(0) && world.outcome(0).is_none(), "ended by itself");
+    world.far.kill();
+    world.wait("PeerDown", false, |world| {
+        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
+    });
+    world.wait("Quiet", false, |world| world.is_quiet(0));
+    let failed = matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. }));
+    assert!(failed, "got {:?}", world.outcome(0));
+}
+
+/// A host that is silent is given up, but what it had received may land when it wakes up.
+fn lose_the_target_of_a_push() {
+    let config = HostConfig { dead_ms: 1_000, ..config(Path::Tcp) };
+    let mut world = World::with(Path::Tcp, config, 0);
+    world.bytes.poke(0, &vec![9; LEN as usize]);
+    world.submit(Direction::Write);
+    let mut first = [0];
+    while first[0] != 9 {
+        world.far.peek(LEN - SLICE, &mut first);
+    }
+    world.far.stop();
+    world.near.quiesce(SESSION, Ticket(1));
+    world.wait("PeerDown", false, |world| {
+        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
+    });
+    assert!(matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. })));
+    (0..SUSPICION).for_each(|_| world.pump(false));
+    assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
+    world.far.go_on();
+    world.wait("Quiet", false, |world| world.is_quiet(0));
+    world.far.poke(0, &vec![0x5a; LEN as usize]);
+    (0..SUSPICION).for_each(|_| world.pump(true));
+    let mut now = vec![0; LEN as usize];
+    world.far.peek(0, &mut now);
+    assert!(now.iter().all(|byte| *byte == 0x5a), "bytes landed after Quiet");
+}
+
+fn each_path(check: fn(Path)) {
+    Path::ALL.into_iter().for_each(check);
+}
+
+#[test]
+fn a_fence_holds_while_the_initiator_is_stopped_amid_a_push() {
+    each_path(fence_amid_a_push);
+}
+
+#[test]
+fn deregistering_holds_while_the_initiator_is_stopped_amid_a_push() {
+    each_path(deregister_amid_a_push);
+}
+
+#[test]
+fn a_fence_holds_when_the_initiator_was_killed_amid_a_push() {
+    each_path(kill_amid_a_push);
+}
+
+#[test]
+fn a_read_is_quiet_while_the_peer_is_stopped() {
+    each_path(close_amid_a_read);
+}
+
+#[test]
+fn a_peer_that_was_stopped_while_it_reads_delays_nobody() {
+    each_path(leave_a_peer_that_reads);
+}
+
+#[test]
+fn a_push_is_not_quiet_before_its_target_says_so() {
+    each_path(close_amid_a_push);
+}
+
+#[test]
+fn a_connection_that_broke_is_not_quiet_before_its_peer_was_heard() {
+    lose_the_target_of_a_push();
+}
+
+#[test]
+fn a_push_ends_with_its_target() {
+    each_path(kill_the_target_of_a_push);
+}

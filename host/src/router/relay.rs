@@ -13,9 +13,9 @@ use tokio::time::{Instant, Sleep, sleep};
 pub(crate) type End = Result<(), String>;
 
 /// A stream that has begun.
-pub(crate) struct Relay {
+pub(crate) struct Relay<B = Incoming> {
     first: Option<Bytes>,
-    body: Incoming,
+    body: B,
     /// Fires when the instance has been silent for too long.
     silence: Pin<Box<Sleep>>,
     idle: Duration,
@@ -25,15 +25,19 @@ pub(crate) struct Relay {
     report: Option<Box<dyn FnOnce(End) + Send>>,
 }
 
-impl Relay {
+impl<B> Relay<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: std::error::Error + 'static,
+{
     /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped.
     pub(crate) fn new(
         first: Bytes,
-        body: Incoming,
+        body: B,
         idle: Duration,
         cut: oneshot::Receiver<()>,
         report: impl FnOnce(End) + Send + 'static,
-    ) -> Relay {
+    ) -> Relay<B> {
         let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as Box<_>));
         Relay { first: Some(first), body, silence, idle, cut, report }
     }
@@ -73,5 +77,87 @@ impl Relay {
             report(end.clone());
         }
         Poll::Ready(Err(end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hyper::body::Frame;
+    use std::convert::Infallible;
+    use std::future::poll_fn;
+    use std::sync::mpsc::{Receiver, channel};
+    use tokio::sync::mpsc;
+    use tokio::time::advance;
+
+    struct Fed(mpsc::UnboundedReceiver<Bytes>);
+
+    impl Body for Fed {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.poll_recv(context).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
+        }
+    }
+
+    const IDLE: Duration = Duration::from_secs(10);
+
+    struct Bench {
+        relay: Relay<Fed>,
+        tokens: mpsc::UnboundedSender<Bytes>,
+        cut: Option<oneshot::Sender<()>>,
+        told: Receiver<End>,
+    }
+
+    fn bench() -> Bench {
+        let (tokens, fed) = mpsc::unbounded_channel();
+        let (cut, is_cut) = oneshot::channel();
+        let (tell, told) = channel();
+        let report = move |end| tell.send(end).expect("the test listens");
+        let relay = Relay::new(Bytes::from_static(b"first"), Fed(fed), IDLE, is_cut, report);
+        Bench { relay, tokens, cut: Some(cut), told }
+    }
+
+    async fn next(relay: &mut Relay<Fed>) -> Result<Bytes, End> {
+        poll_fn(|context| relay.poll(context)).await
+    }
+
+    /// Ten times the idle time in all.
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_may_last_as_long_as_it_is_never_silent_for_long() {
+        let Bench { mut relay, tokens, cut: _cut, told } = bench();
+        assert_eq!(next(&mut relay).await, Ok(Bytes::from_static(b"first")));
+        for _ in 0..11 {
+            advance(IDLE - Duration::from_secs(1)).await;
+            tokens.send(Bytes::from_static(b"more")).expect("it listens");
+            assert_eq!(next(&mut relay).await, Ok(Bytes::from_static(b"more")));
+        }
+        drop(tokens);
+        assert_eq!(next(&mut relay).await, Err(Ok(())));
+        assert_eq!(told.try_recv(), Ok(Ok(())));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_stream_ends_at_its_time() {
+        let Bench { mut relay, tokens: _tokens, cut: _cut, told } = bench();
+        next(&mut relay).await.expect("the first bytes");
+        let start = Instant::now();
+        assert_eq!(next(&mut relay).await, Err(Err("silent for 10s".into())));
+        assert_eq!(start.elapsed().as_secs(), 10);
+        assert!(told.try_recv().is_ok_and(|end| end.is_err()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_that_is_given_up_ends_at_once() {
+        let Bench { mut relay, tokens: _tokens, mut cut, told: _told } = bench();
+        next(&mut relay).await.expect("the first bytes");
+        cut.take();
+        let start = Instant::now();
+        assert!(next(&mut relay).await.is_err_and(|end| end.is_err()));
+        assert_eq!(start.elapsed(), Duration::ZERO);
     }
 }

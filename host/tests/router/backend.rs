@@ -15,6 +15,7 @@ use std::num::NonZeroU16;
 use std::pin::Pin;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, watch};
@@ -68,6 +69,8 @@ pub(crate) struct Backend {
     /// Legs that came, counted; and legs whose connection the router closed before the answer.
     pub(crate) arrived: watch::Sender<usize>,
     pub(crate) dropped: watch::Sender<usize>,
+    /// Whether it answers probes well, and what key they had.
+    pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
     server: Option<JoinHandle<()>>,
 }
 
@@ -128,10 +131,22 @@ fn chunks(chunks: Vec<String>, ends: bool) -> Chunks {
 }
 
 fn fed(mut chunks: mpsc::UnboundedReceiver<Result<String, std::io::Error>>) -> Chunks {
+    let mut cut = None;
     let stream = futures_poll(move |context| {
-        chunks
-            .poll_recv(context)
-            .map(|chunk| chunk.map(|chunk| chunk.map(|c| Frame::data(c.into()))))
+        if let Some(why) = cut.take() {
+            return Poll::Ready(Some(Err(why)));
+        }
+        match chunks.poll_recv(context) {
+            Poll::Ready(Some(Ok(chunk))) => Poll::Ready(Some(Ok(Frame::data(chunk.into())))),
+            // What was written before goes out first.
+            Poll::Ready(Some(Err(why))) => {
+                cut = Some(why);
+                context.waker().wake_by_ref();
+                Poll::Pending
+            }
+            Poll::Ready(None) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
     });
     Box::pin(StreamBody::new(stream))
 }
@@ -139,18 +154,15 @@ fn fed(mut chunks: mpsc::UnboundedReceiver<Result<String, std::io::Error>>) -> C
 /// A stream made of a function.
 fn futures_poll<T, F>(poll: F) -> impl futures_core::Stream<Item = T>
 where
-    F: FnMut(&mut std::task::Context<'_>) -> std::task::Poll<Option<T>> + Unpin,
+    F: FnMut(&mut Context<'_>) -> Poll<Option<T>> + Unpin,
 {
     struct Polled<F>(F);
     impl<T, F> futures_core::Stream for Polled<F>
     where
-        F: FnMut(&mut std::task::Context<'_>) -> std::task::Poll<Option<T>> + Unpin,
+        F: FnMut(&mut Context<'_>) -> Poll<Option<T>> + Unpin,
     {
         type Item = T;
-        fn poll_next(
-            mut self: Pin<&mut Self>,
-            context: &mut std::task::Context<'_>,
-        ) -> std::task::Poll<Option<T>> {
+        fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<T>> {
             (self.0)(context)
         }
     }
@@ -182,10 +194,15 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
                 let mut source = source.lock().unwrap().take().expect("fed once");
                 let (sender, receiver) = mpsc::unbounded_channel();
                 tokio::spawn(async move {
-                    while let Some(chunk) = source.recv().await {
-                        if sender.send(Ok(chunk)).is_err() {
-                            break;
-                        }
+                    loop {
+                        let chunk = tokio::select! {
+                            chunk = source.recv() => chunk,
+                            () = sender.closed() => None,
+                        };
+                        // The connection may close between the two.
+                        let Some(true) = chunk.map(|chunk| sender.send(Ok(chunk)).is_ok()) else {
+                            return;
+                        };
                     }
                 });
                 (200, "text/event-stream", fed(receiver))
@@ -216,16 +233,24 @@ impl Backend {
             decide: Arc::new(Mutex::new(decide)),
             arrived: watch::Sender::new(0),
             dropped: watch::Sender::new(0),
+            health: Arc::new(Mutex::new((true, Vec::new()))),
             server: None,
         };
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
         let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
+        let health = backend.health.clone();
         backend.server = Some(tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             loop {
                 let Ok((stream, _)) = listener.accept().await else { return };
                 stream.set_nodelay(true).unwrap();
-                let state = (legs.clone(), decide.clone(), arrived.clone(), dropped.clone());
+                let state = State {
+                    legs: legs.clone(),
+                    decide: decide.clone(),
+                    arrived: arrived.clone(),
+                    dropped: dropped.clone(),
+                    health: health.clone(),
+                };
                 let service = service_fn(move |request| serve(request, state.clone()));
                 let server = hyper::server::conn::http1::Builder::new();
                 connections.spawn(server.serve_connection(TokioIo::new(stream), service));
@@ -275,15 +300,32 @@ impl Drop for Backend {
     }
 }
 
-type State = (Arc<Mutex<Vec<Leg>>>, Arc<Mutex<Decide>>, watch::Sender<usize>, watch::Sender<usize>);
+/// What connections share.
+#[derive(Clone)]
+struct State {
+    legs: Arc<Mutex<Vec<Leg>>>,
+    decide: Arc<Mutex<Decide>>,
+    arrived: watch::Sender<usize>,
+    dropped: watch::Sender<usize>,
+    health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+}
 
 async fn serve(
     request: Request<Incoming>,
-    (legs, decide, arrived, dropped): State,
+    State { legs, decide, arrived, dropped, health }: State,
 ) -> Result<Response<Chunks>, std::io::Error> {
     if request.method() == hyper::Method::GET {
-        let body = json!({"object": "list", "data": [{"id": "fake-model"}],
-            "authorization": request.headers().get("authorization").map(|key| key.to_str().unwrap())});
+        let key =
+            request.headers().get("authorization").map(|key| key.to_str().unwrap().to_owned());
+        if request.uri().path() == "/health" {
+            let status = {
+                let mut health = health.lock().unwrap();
+                health.1.push(key);
+                if health.0 { 200 } else { 503 }
+            };
+            return act(Act::Text(status, "")).await;
+        }
+        let body = json!({"object": "list", "data": [{"id": "fake-model"}], "key": key});
         return act(Act::Json(200, body)).await;
     }
     let (head, body) = request.into_parts();
@@ -343,8 +385,8 @@ pub(crate) struct Heart {
 }
 
 impl Heart {
-    /// Sends the message, each of `parts`, at once and then every second.
-    pub(crate) fn beat(discovery: &str, parts: Vec<Vec<u8>>) -> Heart {
+    /// Sends the messages at once and then every second.
+    pub(crate) fn beat(discovery: &str, messages: Vec<Vec<Vec<u8>>>) -> Heart {
         let (stop, stopped) = channel();
         let context = zmq::Context::new();
         let socket = context.socket(zmq::DEALER).unwrap();
@@ -353,7 +395,9 @@ impl Heart {
         socket.connect(discovery).unwrap();
         let thread = std::thread::spawn(move || {
             loop {
-                socket.send_multipart(&parts, 0).unwrap();
+                for parts in &messages {
+                    socket.send_multipart(parts, 0).unwrap();
+                }
                 match stopped.recv_timeout(Duration::from_secs(1)) {
                     Err(RecvTimeoutError::Timeout) => {}
                     _ => return,

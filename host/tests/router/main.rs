@@ -1,5 +1,12 @@
 //! `kvferry router` with real sockets: stand-in instances over HTTP and ZeroMQ, and clients.
 
+mod admin;
 mod backend;
 mod dispatch;
+mod ends;
+mod failures;
+mod parts;
+mod registrations;
+mod requests;
 mod rig;
+mod streams;

@@ -90,12 +90,12 @@ impl Router {
 
     /// Has an instance beat until the router is gone.
     pub(crate) fn register(&mut self, backend: &Backend, form: &Form) {
-        self.send(vec![frame(backend.role, &backend.http, form)]);
+        self.send(vec![vec![frame(backend.role, &backend.http, form)]]);
     }
 
-    /// Sends a message of the discovery channel, again and again.
-    pub(crate) fn send(&mut self, parts: Vec<Vec<u8>>) {
-        self.hearts.push(Heart::beat(&self.discovery, parts));
+    /// Sends messages of the discovery channel, again and again.
+    pub(crate) fn send(&mut self, messages: Vec<Vec<Vec<u8>>>) {
+        self.hearts.push(Heart::beat(&self.discovery, messages));
     }
 
     /// Stops the last heart.

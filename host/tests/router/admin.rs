@@ -1,0 +1,97 @@
+//! B10: what the router tells about itself.
+
+use crate::backend::{Act, Backend, Form};
+use crate::rig::{Router, pair};
+use engine::core::message::{Mode, Role};
+use serde_json::{Value, json};
+
+#[tokio::test]
+async fn readiness_comes_from_the_registry() {
+    let mut router = Router::start(&[]);
+    assert_eq!(router.get("/health").await.status, 200);
+    assert_eq!(router.get("/liveness").await.status, 200);
+    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
+    router.register(&p, &Form::of(Mode::Push));
+    router.ready(1).await;
+    let answer = router.get("/readiness").await;
+    assert_eq!((answer.status, &answer.json()["prefill"]), (503, &json!(1)));
+    // Of the other mode: no pair.
+    let other = Backend::start(Role::Decode).await;
+    router.register(&other, &Form::of(Mode::Pull));
+    router.ready(2).await;
+    assert_eq!(router.get("/readiness").await.status, 503);
+    router.register(&d, &Form::of(Mode::Push));
+    router.ready(3).await;
+    assert_eq!(router.get("/readiness").await.status, 200);
+}
+
+#[tokio::test]
+async fn models_come_from_an_instance() {
+    let (router, _p, mut d) = pair(Mode::Push, &[]).await;
+    let answer = router.get("/v1/models").await.json();
+    assert_eq!(answer["data"][0]["id"], "fake-model");
+    // If one does not answer, another is asked.
+    d.die();
+    assert_eq!(router.get("/v1/models").await.status, 200);
+    let nobody = Router::start(&[]);
+    let answer = nobody.get("/v1/models").await;
+    assert_eq!(answer.status, 503);
+    assert!(answer.error().contains("no instance is ready"));
+}
+
+#[tokio::test]
+async fn workers_are_listed_with_what_they_do() {
+    let mut router = Router::start(&[]);
+    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
+    router.register(&p, &Form { dp: 2, tp: 4, ..Form::of(Mode::Push) });
+    router.register(&d, &Form { tp: 2, ..Form::of(Mode::Push) });
+    router.ready(3).await;
+    p.always(Act::Never);
+    d.always(Act::Never);
+    let asked = router.ask();
+    let look = async {
+        p.arrival(1).await;
+        d.arrival(1).await;
+        router.workers().await
+    };
+    let workers = tokio::select! {
+        answer = asked => panic!("{answer:?}"),
+        workers = look => workers,
+    };
+    let of =
+        |role: &str| -> Vec<&Value> { workers.iter().filter(|it| it["role"] == role).collect() };
+    let (prefills, decodes) = (of("prefill"), of("decode"));
+    assert_eq!((prefills.len(), decodes.len()), (2, 1));
+    let legs: u64 = prefills.iter().map(|it| it["in_flight_legs"].as_u64().unwrap()).sum();
+    assert_eq!((legs, decodes[0]["in_flight_legs"].as_u64()), (1, Some(1)));
+    let decode = decodes[0];
+    assert_eq!(decode["http"], d.http);
+    assert_eq!(decode["zmq"], "host:127.0.0.1,handshake:7301,notify:62005");
+    assert_eq!((&decode["transfer_mode"], &decode["state"]), (&json!("WRITE"), &json!("ready")));
+    assert_eq!(
+        (&prefills[1]["dp_rank"], &prefills[1]["dp_size"], &prefills[1]["tp_size"]),
+        (&json!(1), &json!(2), &json!(4))
+    );
+    assert!(decode["age_seconds"].as_f64().unwrap() < 60.0);
+    assert_eq!(router.get("/list_workers").await.status, 200);
+}
+
+#[tokio::test]
+async fn metrics_count() {
+    let (router, _p, _d) = pair(Mode::Push, &[]).await;
+    for _ in 0..3 {
+        router.ask().await;
+    }
+    let counts = [
+        ("kvferry_router_requests_total{path=\"/v1/completions\",code=\"200\"}", 3),
+        ("kvferry_router_legs_total{role=\"prefill\",outcome=\"done\"}", 3),
+        ("kvferry_router_legs_total{role=\"decode\",outcome=\"done\"}", 3),
+        ("kvferry_router_instances{role=\"prefill\",state=\"ready\"}", 1),
+        ("kvferry_router_in_flight", 0),
+    ];
+    for (name, count) in counts {
+        assert_eq!(router.metric(name).await, count, "{name}");
+    }
+    let page = router.get("/metrics").await;
+    assert!(page.body.ends_with("# EOF\n"));
+}

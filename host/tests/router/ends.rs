@@ -1,0 +1,87 @@
+//! B14: clients that go, and the end of the router.
+
+use crate::backend::Act;
+use crate::rig::{Router, completion, pair, streaming};
+use engine::core::message::Mode;
+use http_body_util::BodyExt;
+use std::sync::Arc;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+
+async fn raw(router: &Router, body: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(&router.http).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn a_client_that_goes_takes_its_legs_along() {
+    for body in [completion(), streaming()] {
+        let (router, p, d) = pair(Mode::Push, &[]).await;
+        p.always(Act::Never);
+        d.always(Act::Never);
+        let client = raw(&router, &body.to_string()).await;
+        p.arrival(1).await;
+        d.arrival(1).await;
+        drop(client);
+        p.given_up(1).await;
+        d.given_up(1).await;
+        let (router, p, d) = pair(Mode::Pull, &[]).await;
+        p.always(Act::Never);
+        let client = raw(&router, &body.to_string()).await;
+        p.arrival(1).await;
+        drop(client);
+        p.given_up(1).await;
+        assert!(d.seen().is_empty(), "the decode never heard of it");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_goes_within_its_stream_frees_the_decode() {
+    let (router, _p, d) = pair(Mode::Push, &[]).await;
+    let (tokens, receiver) = tokio::sync::mpsc::unbounded_channel();
+    d.always(Act::Fed(Arc::new(std::sync::Mutex::new(Some(receiver)))));
+    tokens.send("data: {}\n\n".to_owned()).unwrap();
+    let mut answer = router.call(router.request("/v1/completions", streaming().to_string())).await;
+    answer.body_mut().frame().await.unwrap().unwrap();
+    drop(answer);
+    // The decode's connection is closed: at some time nobody takes its tokens any more.
+    tokens.closed().await;
+    router.until("legs end", |all| all.iter().all(|it| it["in_flight_legs"] == 0)).await;
+}
+
+#[tokio::test]
+async fn sigterm_lets_requests_finish() {
+    let (router, p, d) = pair(Mode::Push, &[]).await;
+    let go = Arc::new(Notify::new());
+    let answer = Act::Json(200, serde_json::json!({"id": "late"}));
+    d.always(Act::After(go.clone(), Box::new(answer)));
+    let end = async {
+        p.arrival(1).await;
+        d.arrival(1).await;
+        router.signal("-TERM");
+        // No new connections, once it has heard of it.
+        while TcpStream::connect(&router.http).await.is_ok() {}
+        go.notify_one();
+    };
+    let (answer, ()) = tokio::join!(router.ask(), end);
+    assert_eq!((answer.status, &answer.json()["id"]), (200, &"late".into()));
+    assert_eq!(router.exit(), Some(0));
+}
+
+#[tokio::test]
+async fn what_does_not_finish_is_cut_off_after_its_time() {
+    let (router, p, d) = pair(Mode::Push, &["--drain-timeout", "0.2"]).await;
+    d.always(Act::Never);
+    let client = raw(&router, &completion().to_string()).await;
+    p.arrival(1).await;
+    router.signal("-TERM");
+    assert_eq!(router.exit(), Some(0));
+    drop(client);
+}

@@ -1,0 +1,106 @@
+//! B5, B9, B12: streams.
+
+use crate::backend::Act;
+use crate::rig::{PATIENCE, Router, pair, streaming};
+use engine::core::message::Mode;
+use http_body_util::BodyExt;
+use serde_json::json;
+use std::sync::{Arc, Mutex};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::timeout;
+
+fn feed() -> (mpsc::UnboundedSender<String>, Act) {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    (sender, Act::Fed(Arc::new(Mutex::new(Some(receiver)))))
+}
+
+fn event(text: &str) -> String {
+    format!("data: {}\n\n", json!({"choices": [{"index": 0, "text": text}]}))
+}
+
+#[tokio::test]
+async fn a_stream_is_neither_held_back_nor_changed() {
+    let (router, p, d) = pair(Mode::Push, &[]).await;
+    let (go, (tokens, fed)) = (Arc::new(Notify::new()), feed());
+    p.always(Act::After(go.clone(), Box::new(Act::Json(200, json!({"id": "x"})))));
+    d.always(fed);
+    let request = router.request("/v1/completions", streaming().to_string());
+    tokens.send(event("a")).unwrap();
+    let mut answer = router.call(request).await;
+    assert_eq!(answer.headers()["content-type"], "text/event-stream");
+    // The prefill has not answered, and the next token has not been made.
+    for text in ["a", "b", "c"] {
+        if text != "a" {
+            tokens.send(event(text)).unwrap();
+        }
+        let frame = timeout(PATIENCE, answer.body_mut().frame()).await.unwrap().unwrap().unwrap();
+        assert_eq!(frame.into_data().unwrap(), event(text));
+    }
+    go.notify_one();
+    drop(tokens);
+    assert!(timeout(PATIENCE, answer.body_mut().frame()).await.unwrap().is_none());
+    let done = "kvferry_router_legs_total{role=\"decode\",outcome=\"done\"}";
+    router.metric_reaches(done, 1).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_inside_an_event_ends_with_one_that_can_be_read() {
+    let (router, _p, d) = pair(Mode::Push, &[]).await;
+    d.always(Act::Broken(vec![event("a"), "data: {\"choi".into()]));
+    let answer = router.post("/v1/completions", &streaming()).await;
+    let events: Vec<_> = answer.body.split("\n\n").filter(|it| !it.is_empty()).collect();
+    assert_eq!((events[0], events[1]), (event("a").trim_end(), "data: {\"choi"));
+    let error: serde_json::Value = serde_json::from_str(&events[2]["data: ".len()..]).unwrap();
+    assert_eq!(error["error"]["code"], 502);
+    assert_eq!(events[3..], ["data: [DONE]"]);
+}
+
+#[tokio::test]
+async fn a_silent_stream_is_given_up() {
+    let (router, _p, d) = pair(Mode::Push, &["--idle-timeout", "0.3"]).await;
+    let (tokens, fed) = feed();
+    d.always(fed);
+    tokens.send(event("a")).unwrap();
+    let answer = router.post("/v1/completions", &streaming()).await;
+    let events = answer.events();
+    assert_eq!(events.len(), 3);
+    assert!(events[1]["error"]["message"].as_str().unwrap().contains("silent for"), "{events:?}");
+}
+
+#[tokio::test]
+async fn before_the_first_token_a_stream_is_tried_again() {
+    let (router, _p, d) = pair(Mode::Push, &[]).await;
+    let tries = std::sync::atomic::AtomicUsize::new(0);
+    d.on(move |_| match tries.fetch_add(1, std::sync::atomic::Ordering::SeqCst) {
+        0 => Some(Act::Broken(Vec::new())),
+        _ => None,
+    });
+    let answer = router.post("/v1/completions", &streaming()).await;
+    assert_eq!(answer.events().len(), 4, "{answer:?}");
+    assert_eq!(d.seen().len(), 2);
+}
+
+/// Both modes: the value of the prefill replaces that of a decode for which all is cached.
+#[tokio::test]
+async fn usage_tells_what_the_prefill_had_cached() {
+    let usage = |cached: u64| {
+        json!({"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10,
+            "prompt_tokens_details": {"cached_tokens": cached}})
+    };
+    let (router, p, d) = pair(Mode::Pull, &[]).await;
+    let params = json!({"remote_block_ids": [[1]]});
+    p.always(Act::Json(200, json!({"usage": usage(4), "kv_transfer_params": params})));
+    d.always(Act::Json(200, json!({"choices": [], "usage": usage(9)})));
+    let answer = router.ask().await.json();
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 4);
+    let chunk = |value: serde_json::Value| format!("data: {value}\n\n");
+    d.always(Act::Stream(vec![
+        event("a"),
+        chunk(json!({"choices": [], "usage": usage(9)})),
+        "data: [DONE]\n\n".into(),
+    ]));
+    let events = router.post("/v1/completions", &streaming()).await.events();
+    assert_eq!(events[1]["usage"]["prompt_tokens_details"]["cached_tokens"], 4);
+    assert_eq!(events.len(), 3);
+    let _: &Router = &router;
+}

@@ -45,15 +45,15 @@ def test_the_path_is_known(session):
     assert session.paths == ("cross-memory", "cross-memory")
 
 
-def test_a_slower_path_has_to_be_allowed(monkeypatch, tmp_path, peer, buffer):
+def test_the_paths_are_configured(monkeypatch, tmp_path, peer, buffer):
     settings = tmp_path / "fabric.toml"
     monkeypatch.setenv("KVFERRY_FABRIC", str(settings))
-    settings.write_text('paths = ["tcp"]\n')
+    settings.write_text('paths = ["shared-memory", "tcp"]\n')
     strict = engine("strict")
     strict.register_remote_engine(peer.desc)
-    with pytest.raises(RuntimeError, match="cannot open a session with peer"):
+    with pytest.raises(RuntimeError, match="cross-memory.*slower = true"):
         strict.create_session(buffer.register(strict), peer.memory)
-    settings.write_text('paths = ["tcp"]\nslower = true\n')
+    settings.write_text('paths = ["tcp"]\n')
     mine = engine("mine")
     mine.register_remote_engine(peer.desc)
     session = mine.create_session(buffer.register(mine), peer.memory)

@@ -45,6 +45,25 @@ def test_the_path_is_known(session):
     assert session.paths == ("cross-memory", "cross-memory")
 
 
+def test_the_paths_are_configured(monkeypatch, tmp_path, peer, buffer):
+    settings = tmp_path / "fabric.toml"
+    monkeypatch.setenv("KVFERRY_FABRIC", str(settings))
+    settings.write_text('paths = ["shared-memory", "tcp"]\n')
+    strict = engine("strict")
+    strict.register_remote_engine(peer.desc)
+    with pytest.raises(RuntimeError, match="cross-memory.*slower = true"):
+        strict.create_session(buffer.register(strict), peer.memory)
+    settings.write_text('paths = ["tcp"]\n')
+    mine = engine("mine")
+    mine.register_remote_engine(peer.desc)
+    session = mine.create_session(buffer.register(mine), peer.memory)
+    assert session.paths == ("tcp", "tcp")
+    assert finish(session.batch_read(LOCAL, REMOTE, SIZES, 1)).Succeeded()
+    assert buffer.memory[500000:800000] == pattern(2)[8192:308192]
+    assert finish(session.write(0, 0, 4096, 2)).Succeeded()
+    assert peer.bytes(0, 4096) == buffer.memory[:4096]
+
+
 @pytest.mark.parametrize("at", [SIZE - 7, SIZE, 1 << 62, (1 << 64) - 4])
 def test_nothing_outside_of_a_region(session, peer, at):
     for local, remote in [(at, 0), (0, at)]:

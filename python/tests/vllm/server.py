@@ -10,7 +10,7 @@ from pathlib import Path
 
 from client import get, metric, post
 
-START_S = 240
+START_S = 600
 STOP_S = 20
 LOG_LINES = 40
 

@@ -1,5 +1,6 @@
 //! Stand-in instances: an HTTP server that answers as a test says, and heartbeats over ZeroMQ.
 
+use crate::rig::PATIENCE;
 use bytes::Bytes;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::dialect::moriio::registration::Heartbeat;
@@ -20,6 +21,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
 /// A leg as it arrived.
 #[derive(Clone, Debug)]
@@ -278,12 +280,16 @@ impl Backend {
 
     /// Waits for the `count`th leg.
     pub(crate) async fn arrival(&self, count: usize) {
-        self.arrived.subscribe().wait_for(|arrived| *arrived >= count).await.unwrap();
+        let mut arrived = self.arrived.subscribe();
+        let waiting = arrived.wait_for(|arrived| *arrived >= count);
+        timeout(PATIENCE, waiting).await.expect("the leg arrives").unwrap();
     }
 
     /// Waits until the router has given up `count` legs.
     pub(crate) async fn given_up(&self, count: usize) {
-        self.dropped.subscribe().wait_for(|dropped| *dropped >= count).await.unwrap();
+        let mut dropped = self.dropped.subscribe();
+        let waiting = dropped.wait_for(|dropped| *dropped >= count);
+        timeout(PATIENCE, waiting).await.expect("the leg is given up").unwrap();
     }
 
     /// Dies with all its connections.

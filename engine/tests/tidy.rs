@@ -92,7 +92,8 @@ fn every_test_and_scenario_that_the_contract_names_exists() {
     let sources: String = files("", ".rs").iter().map(|path| read(path)).collect();
     let functions: BTreeSet<&str> = sources
         .lines()
-        .filter_map(|line| line.trim_start().strip_prefix("fn "))
+        .map(|line| line.trim_start())
+        .filter_map(|line| line.strip_prefix("async ").unwrap_or(line).strip_prefix("fn "))
         .filter_map(|rest| rest.split(['(', '<']).next())
         .collect();
     let quoted: Vec<&str> = contract.split('`').skip(1).step_by(2).collect();

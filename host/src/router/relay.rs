@@ -135,6 +135,8 @@ mod tests {
             advance(IDLE - Duration::from_secs(1)).await;
             tokens.send(Bytes::from_static(b"more")).expect("it listens");
             assert_eq!(next(&mut relay).await, Ok(Bytes::from_static(b"more")));
+            let goes_on = poll_fn(|context| Poll::Ready(relay.poll(context).is_pending())).await;
+            assert!(goes_on);
         }
         drop(tokens);
         assert_eq!(next(&mut relay).await, Err(Ok(())));

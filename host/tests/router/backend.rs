@@ -1,5 +1,6 @@
 //! Stand-in instances: an HTTP server that answers as a test says, and heartbeats over ZeroMQ.
 
+use crate::rig::PATIENCE;
 use bytes::Bytes;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::dialect::moriio::registration::Heartbeat;
@@ -20,6 +21,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
 /// A leg as it arrived.
 #[derive(Clone, Debug)]
@@ -54,9 +56,17 @@ pub(crate) enum Act {
     Cut,
     /// No answer, for ever.
     Never,
+    /// The other act, once one of these instances has got the leg of this transfer.
+    Kv(Vec<Legs>, String, Box<Act>),
     /// The other act, once told.
     After(Arc<Notify>, Box<Act>),
 }
+
+/// Legs that an instance got.
+pub(crate) type Legs = Arc<Mutex<Vec<Leg>>>;
+
+/// A leg arrived somewhere.
+static ARRIVAL: Notify = Notify::const_new();
 
 type Decide = Arc<dyn Fn(&Leg) -> Act + Send + Sync>;
 
@@ -64,7 +74,7 @@ type Decide = Arc<dyn Fn(&Leg) -> Act + Send + Sync>;
 pub(crate) struct Backend {
     pub(crate) role: Role,
     pub(crate) http: String,
-    pub(crate) legs: Arc<Mutex<Vec<Leg>>>,
+    pub(crate) legs: Legs,
     decide: Arc<Mutex<Decide>>,
     /// Legs that came, counted; and legs whose connection the router closed before the answer.
     pub(crate) arrived: watch::Sender<usize>,
@@ -209,6 +219,18 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
             }
             Act::Cut => return Err(cut()),
             Act::Never => std::future::pending().await,
+            Act::Kv(prefills, transfer, then) => {
+                loop {
+                    let arrival = ARRIVAL.notified();
+                    let is_it = |leg: &Leg| leg.params()["transfer_id"] == *transfer;
+                    if prefills.iter().any(|legs| legs.lock().unwrap().iter().any(is_it)) {
+                        break;
+                    }
+                    arrival.await;
+                }
+                act = *then;
+                continue;
+            }
             Act::After(notify, then) => {
                 notify.notified().await;
                 act = *then;
@@ -266,6 +288,17 @@ impl Backend {
             Arc::new(move |leg| decide(leg).unwrap_or_else(|| usual(role, leg)));
     }
 
+    /// Does the usual with each leg once one of these prefills has got the other leg, as a decode
+    /// that waits for its KV.
+    pub(crate) fn waits_for(&self, prefills: &[Backend]) {
+        let role = self.role;
+        let prefills: Vec<_> = prefills.iter().map(|it| it.legs.clone()).collect();
+        self.on(move |leg| {
+            let transfer = leg.params()["transfer_id"].as_str()?.to_owned();
+            Some(Act::Kv(prefills.clone(), transfer, Box::new(usual(role, leg))))
+        });
+    }
+
     /// Does this with each leg.
     pub(crate) fn always(&self, act: Act) {
         self.on(move |_| Some(act.clone()));
@@ -278,12 +311,16 @@ impl Backend {
 
     /// Waits for the `count`th leg.
     pub(crate) async fn arrival(&self, count: usize) {
-        self.arrived.subscribe().wait_for(|arrived| *arrived >= count).await.unwrap();
+        let mut arrived = self.arrived.subscribe();
+        let waiting = arrived.wait_for(|arrived| *arrived >= count);
+        timeout(PATIENCE, waiting).await.expect("the leg arrives").unwrap();
     }
 
     /// Waits until the router has given up `count` legs.
     pub(crate) async fn given_up(&self, count: usize) {
-        self.dropped.subscribe().wait_for(|dropped| *dropped >= count).await.unwrap();
+        let mut dropped = self.dropped.subscribe();
+        let waiting = dropped.wait_for(|dropped| *dropped >= count);
+        timeout(PATIENCE, waiting).await.expect("the leg is given up").unwrap();
     }
 
     /// Dies with all its connections.
@@ -303,7 +340,7 @@ impl Drop for Backend {
 /// What connections share.
 #[derive(Clone)]
 struct State {
-    legs: Arc<Mutex<Vec<Leg>>>,
+    legs: Legs,
     decide: Arc<Mutex<Decide>>,
     arrived: watch::Sender<usize>,
     dropped: watch::Sender<usize>,
@@ -335,6 +372,7 @@ async fn serve(
     let decided = decide.lock().unwrap().clone()(&leg);
     legs.lock().unwrap().push(leg);
     arrived.send_modify(|count| *count += 1);
+    ARRIVAL.notify_waiters();
     let mut watch = Watch(Some(dropped));
     let answer = act(decided).await;
     watch.0 = None;

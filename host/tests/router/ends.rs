@@ -1,13 +1,14 @@
 //! B14: clients that go, and the end of the router.
 
 use crate::backend::Act;
-use crate::rig::{Router, completion, pair, streaming};
+use crate::rig::{PATIENCE, Router, completion, pair, streaming};
 use engine::core::message::Mode;
 use http_body_util::BodyExt;
 use std::sync::Arc;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
+use tokio::time::timeout;
 
 async fn raw(router: &Router, body: &str) -> TcpStream {
     let mut stream = TcpStream::connect(&router.http).await.unwrap();
@@ -52,7 +53,7 @@ async fn a_client_that_goes_within_its_stream_frees_the_decode() {
     answer.body_mut().frame().await.unwrap().unwrap();
     drop(answer);
     // The decode's connection is closed: at some time nobody takes its tokens any more.
-    tokens.closed().await;
+    timeout(PATIENCE, tokens.closed()).await.expect("the decode is left");
     router.until("legs end", |all| all.iter().all(|it| it["in_flight_legs"] == 0)).await;
 }
 

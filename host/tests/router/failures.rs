@@ -6,6 +6,8 @@ use crate::rig::{Answer, Router, completion, fleet, pair, streaming};
 use engine::core::message::Mode;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::sync::Arc;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 fn forced(status: u16, who: &str) -> Act {
@@ -169,14 +171,20 @@ async fn recorded_failures_have_our_verdicts() {
 #[tokio::test]
 async fn a_failed_leg_ends_the_other_at_once() {
     let (router, p, d) = pair(Mode::Push, &["--retries", "0"]).await;
-    p.always(forced(500, "P"));
-    d.always(Act::Never);
-    assert_eq!(router.ask().await.status, 500);
-    d.given_up(1).await;
-    p.always(Act::Never);
-    d.always(forced(500, "D"));
-    assert_eq!(router.ask().await.status, 500);
-    p.given_up(1).await;
+    for (failing, other) in [(&p, &d), (&d, &p)] {
+        let go = Arc::new(Notify::new());
+        failing.always(Act::After(go.clone(), Box::new(forced(500, "X"))));
+        other.always(Act::Never);
+        let (before, others) = (failing.seen().len(), other.seen().len());
+        let both_are_there = async {
+            failing.arrival(before + 1).await;
+            other.arrival(others + 1).await;
+            go.notify_one();
+        };
+        let (answer, ()) = tokio::join!(router.ask(), both_are_there);
+        assert_eq!(answer.status, 500);
+        other.given_up(1).await;
+    }
 }
 
 // B6: another instance, a new transfer.
@@ -185,6 +193,7 @@ async fn a_failed_leg_ends_the_other_at_once() {
 async fn requests_move_from_a_dead_prefill_to_another() {
     for mode in [Mode::Push, Mode::Pull] {
         let (router, mut ps, ds) = fleet(mode, 2, 1, &[]).await;
+        ds[0].waits_for(&ps);
         ps[0].die();
         for _ in 0..12 {
             assert_eq!(router.ask().await.status, 200);
@@ -205,7 +214,8 @@ async fn requests_move_from_a_dead_prefill_to_another() {
 
 #[tokio::test]
 async fn tries_are_bounded() {
-    let (router, p, _d) = pair(Mode::Push, &["--retries", "4"]).await;
+    let (router, p, d) = pair(Mode::Push, &["--retries", "4"]).await;
+    d.always(Act::Never);
     p.always(Act::Json(500, json!({"error": {"message": "m", "type": "t", "code": 500}})));
     let answer = router.ask().await;
     assert_eq!((answer.status, answer.error().as_str()), (500, "m"));

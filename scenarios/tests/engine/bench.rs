@@ -105,6 +105,7 @@ impl Bench {
                 prompt: 0,
                 sample: 0,
                 output,
+                params: None,
             },
         };
         self.open.insert(leg);

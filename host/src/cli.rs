@@ -3,7 +3,7 @@
 use crate::exit::{Exit, Stop};
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
-use crate::{lists, logs, replay, run, sweep};
+use crate::{lists, replay, run, sweep};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -125,10 +125,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Replay(args) => replay::command(&args, &mut out),
         Command::List(args) => lists::command(&args, &mut out),
         Command::Router(args) => router::command(&args, &mut out),
-        Command::Serve(args) => {
-            logs::start();
-            serve::command(&args, &mut out)
-        }
+        Command::Serve(args) => serve::command(&args, &mut out),
     };
     let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
     match ended {

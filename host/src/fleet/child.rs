@@ -29,10 +29,10 @@ impl Process {
         let program = std::env::current_exe().map_err(|why| failed(why.to_string()))?;
         let mut child = Command::new(program)
             .args(&args)
+            .args(["--log-level", "error"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
-            .env("KVFERRY_LOG", std::env::var("KVFERRY_LOG").unwrap_or_else(|_| "error".into()))
             .spawn()
             .map_err(|why| failed(why.to_string()))?;
         let mut line = String::new();

@@ -1,6 +1,7 @@
 //! Arguments of `kvferry router`.
 
-use clap::{Args, ValueEnum};
+use crate::logs::LogArgs;
+use clap::Args;
 
 /// Arguments of `router`.
 #[derive(Clone, Debug, Args)]
@@ -15,12 +16,8 @@ pub(crate) struct RouterArgs {
     /// Print the start line as JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Form of the log, which goes to stderr
-    #[arg(long, value_name = "FORM", default_value = "text")]
-    pub(crate) log_format: LogFormat,
-    /// Least severity that is logged: error, warn, info, debug or trace
-    #[arg(long, value_name = "LEVEL", default_value = "info")]
-    pub(crate) log_level: tracing::Level,
+    #[command(flatten)]
+    pub(crate) logs: LogArgs,
     /// A registration that is not repeated for this many seconds is dropped
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     pub(crate) expiry: f64,
@@ -57,11 +54,4 @@ pub(crate) struct RouterArgs {
     /// Connections of clients
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
-}
-
-/// How lines of the log look.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LogFormat {
-    Text,
-    Json,
 }

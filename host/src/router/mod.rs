@@ -27,13 +27,13 @@ pub(crate) use args::RouterArgs;
 
 use self::admin::Admin;
 use self::api::APIS;
-use self::args::LogFormat;
 use self::error::Refusal;
 use self::front::Front;
 use self::metrics::Metrics;
 use self::serve::Desk;
 use self::settings::{Limits, Settings};
 use crate::exit::{Exit, Stop};
+use crate::logs;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
@@ -58,7 +58,7 @@ use wire::{WireConfig, ZmqPlane};
 /// # Errors
 /// An argument or an address that cannot be used.
 pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, Stop> {
-    log(args);
+    logs::start(&args.logs);
     let settings = settings(args)?;
     let config = config(args)?;
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
@@ -174,18 +174,6 @@ fn app(desk: Desk, admin: Admin) -> Router {
             let message = format!("{} is not taken on {}", request.method(), request.uri().path());
             Refusal::new(StatusCode::METHOD_NOT_ALLOWED, &message)
         })
-}
-
-fn log(args: &RouterArgs) {
-    let builder = tracing_subscriber::fmt()
-        .with_max_level(args.log_level)
-        .with_target(false)
-        .with_writer(io::stderr);
-    // Fails only if there is a subscriber already, as in tests within one process.
-    let _ = match args.log_format {
-        LogFormat::Text => builder.with_ansi(false).try_init(),
-        LogFormat::Json => builder.json().try_init(),
-    };
 }
 
 fn seconds(option: &str, seconds: f64) -> Result<Duration, Stop> {

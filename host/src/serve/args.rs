@@ -1,6 +1,7 @@
 //! What an instance is told on the command line.
 
 use crate::exit::Stop;
+use crate::logs::LogArgs;
 use clap::{Args, ValueEnum};
 use engine::core::Nanos;
 use engine::core::ids::TP_MAX;
@@ -115,6 +116,8 @@ pub(crate) struct ServeArgs {
     /// What a decode does with a prompt whose KV did not arrive
     #[arg(long, default_value = "fail")]
     pub(crate) on_load_failure: OnFailure,
+    #[command(flatten)]
+    pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
     /// file that they map
     #[arg(long)]

@@ -15,6 +15,7 @@ mod openai;
 pub(crate) use args::ServeArgs;
 
 use crate::exit::{Exit, Stop};
+use crate::logs;
 use actix::{Actor, Addr, AsyncContext, System};
 use args::Plan;
 use content::Kv;
@@ -62,6 +63,7 @@ struct Ready<'a> {
 
 /// Serves until it is told to stop.
 pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    logs::start(&args.logs);
     let plan = args.plan()?;
     System::new().block_on(serve(args, &plan, out))
 }

@@ -22,7 +22,7 @@ impl Process {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg("serve")
             .args(args)
-            .env("KVFERRY_LOG", "warn")
+            .args(["--log-level", "error"])
             .stdout(Stdio::piped())
             .spawn()
             .expect("the program starts");

@@ -4,7 +4,6 @@ use crate::audit::Audit;
 use crate::desc::{EngineDesc, MemoryDesc};
 use crate::error::Error;
 use crate::fabric::Fabric;
-use crate::faults::Faults;
 use crate::pump::{self, Shared};
 use crate::session::Session;
 use crate::settings::Settings;
@@ -65,10 +64,7 @@ impl Engine {
     pub fn over(plane: Box<dyn Fabric>, settings: &Settings) -> Result<Engine, Error> {
         let desc = EngineDesc::unpack(&plane.address().0)?;
         let key = desc.key().clone();
-        let faults = match &settings.faults {
-            Some(path) => Faults::load(path)?,
-            None => Faults::default(),
-        };
+        let faults = settings.faults()?;
         let audit = settings.audit.as_ref().map(|path| Audit::open(path, &key)).transpose()?;
         let state = State::new(plane, faults);
         let shared = Arc::new(Shared::new(state, audit, settings.backoff));

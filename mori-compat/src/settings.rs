@@ -1,6 +1,7 @@
 //! What the environment says.
 
 use crate::error::Error;
+use crate::faults::Faults;
 use fabric_host::HostConfig;
 use std::env;
 use std::path::PathBuf;
@@ -69,6 +70,18 @@ impl Settings {
             settings.backoff = Duration::from_micros(us);
         }
         Ok(settings)
+    }
+
+    /// Reads what the settings name, without an engine.
+    ///
+    /// # Errors
+    /// `Setting` for faults that cannot be read or injected.
+    pub fn check(&self) -> Result<(), Error> {
+        self.faults().map(drop)
+    }
+
+    pub(crate) fn faults(&self) -> Result<Faults, Error> {
+        self.faults.as_deref().map_or_else(|| Ok(Faults::default()), Faults::load)
     }
 }
 

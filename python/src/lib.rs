@@ -7,10 +7,9 @@ mod desc;
 mod engine;
 mod session;
 
-use mori_compat::Error;
-use pyo3::PyErr;
+use mori_compat::{Error, Settings};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::pymodule;
+use pyo3::{PyErr, PyResult, pyfunction, pymodule};
 
 /// Wrong arguments and settings are a `ValueError`, what the fabric does not do a `RuntimeError`.
 fn raise(error: Error) -> PyErr {
@@ -20,9 +19,17 @@ fn raise(error: Error) -> PyErr {
     }
 }
 
+/// Raises ValueError if an environment variable, or a file that it names, is wrong.
+#[pyfunction]
+fn check_settings() -> PyResult<()> {
+    Settings::from_env().and_then(|settings| settings.check()).map_err(raise)
+}
+
 /// The native half of the package `kvferry`.
 #[pymodule(gil_used = false)]
 mod _native {
+    #[pymodule_export]
+    use super::check_settings;
     #[pymodule_export]
     use crate::desc::{EngineDesc, MemoryDesc};
     #[pymodule_export]

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 from conftest import engine, finish, pattern
@@ -62,6 +64,12 @@ def test_a_wrong_fault_file_is_an_error_at_the_start(faults, text, said):
     faults(text)
     with pytest.raises(ValueError, match=said):
         engine("me")
+
+
+def test_a_wrong_fault_file_stops_the_import(faults):
+    faults(FIRST.format("wire.loss"))
+    ends = subprocess.run([sys.executable, "-c", "import mori.io"], capture_output=True, text=True)
+    assert ends.returncode == 1 and "faults.toml:2" in ends.stderr, ends
 
 
 def test_the_audit_tells_the_bytes_in_place(monkeypatch, tmp_path, peer, buffer):

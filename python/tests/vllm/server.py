@@ -13,6 +13,8 @@ from client import get, metric, post
 START_S = 600
 STOP_S = 20
 LOG_LINES = 40
+# What vLLM logs when its worker failed.
+LOST = "WorkerProc hit an exception"
 
 BLOCK_TOKENS = 32
 BATCHED_TOKENS = 2048
@@ -63,11 +65,15 @@ class Process:
         """Polls `condition` until it holds; fails with the log if the process ends or is late."""
         deadline = time.monotonic() + seconds
         while not condition():
-            if (code := self.child.poll()) is not None:
-                raise RuntimeError(f"{self.name} ended with {code}, {what}\n{self.tail()}")
+            if self.is_lost():
+                raise RuntimeError(f"{self.name} ended before this: {what}\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.name}: not in {seconds:.0f} s: {what}\n{self.tail()}")
             time.sleep(0.1)
+
+    def is_lost(self) -> bool:
+        """True if it has ended."""
+        return self.child.poll() is not None
 
     def kill(self) -> None:
         """`kill -9` of the process and its children."""
@@ -105,6 +111,10 @@ class Server(Process):
     def ready(self) -> "Server":
         self.wait_until("answers /health", lambda: get(self.port, "/health") == 200, START_S)
         return self
+
+    def is_lost(self) -> bool:
+        """Also true for a server that hangs after its worker failed at the start."""
+        return super().is_lost() or LOST in self.log.read_text(errors="replace")
 
     def complete(self, body: dict, seconds: float = 60, headers: dict | None = None) -> dict:
         """Answer to /v1/completions; raises with the log if it is none or late."""

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from kvferry._native import Engine, EngineDesc, MemoryDesc
-from kvferry._native import IOEngineSession, TransferStatus
+from kvferry._native import IOEngineSession, TransferStatus, check_settings
 from kvferry.cuda import stand_in
 
 __all__ = [
@@ -157,10 +157,16 @@ class IOEngine:
 def _check_vllm() -> None:
     """vLLM on a CPU allocates KV where its connector cannot register it, and says so in words that
     do not help."""
-    if "vllm" not in sys.modules or sys.modules["torch"].cuda.is_available():
+    if not {"torch", "vllm"} <= sys.modules.keys() or sys.modules["torch"].cuda.is_available():
         return
     if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1":
         raise RuntimeError(
             "vLLM's MoRIIOConnector needs its KV cache page-aligned: set THP_MEM_ALLOC_ENABLE=1 "
             "in the environment of this server"
         )
+
+
+# A worker of vLLM that fails once its connector beats its heart never ends; one that cannot import
+# it does.
+check_settings()
+_check_vllm()

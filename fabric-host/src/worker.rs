@@ -173,9 +173,9 @@ impl Worker {
             {
                 if self.links.values().any(|link| link.is_by_socket()) {
                     self.hear(false);
-                } else {
-                    std::hint::spin_loop();
                 }
+                // Who is to give us work may wait for this very core.
+                std::thread::yield_now();
             } else {
                 if self.may_sleep() {
                     self.hear(true);

@@ -306,8 +306,9 @@ fn wait(plane: &mut HostPlane, wanted: impl Fn(&DataEvent) -> bool) -> DataEvent
         });
         match found {
             (Some(event), _) => return event,
-            (None, Wake::Ready) => {}
-            (None, _) if start.elapsed() < SPIN => std::hint::spin_loop(),
+            // The thread that is waited for may be queued behind this one.
+            (None, Wake::Ready) => std::thread::yield_now(),
+            (None, _) if start.elapsed() < SPIN => std::thread::yield_now(),
             (None, Wake::At(at)) => std::thread::park_timeout(Duration::from_nanos(at.0)),
             (None, Wake::External) => std::thread::park(),
         }

@@ -110,7 +110,9 @@ pub struct SessionPaths {
 /// memory of other processes of this host.
 ///
 /// Its address is the descriptor of a MoRI engine, its region descriptors are those of MoRI's
-/// memory. Dropping it waits for its threads, so that nothing lands any more.
+/// memory. While operations are under way its poll says [`Ready`](engine::fabric::Wake::Ready) for
+/// a while; who yields to other threads before it comes again gets answers soonest where cores are
+/// few. Dropping it waits for its threads, so that nothing lands any more.
 pub struct HostPlane {
     hub: Arc<Hub>,
     listener: Option<Listener>,

@@ -142,9 +142,11 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
         self.words[TAIL].load(Ordering::Acquire) != self.head
     }
 
-    /// Announces that the consumer looks by itself and has not to be woken.
-    pub(crate) fn attend(&self) {
-        self.words[ASLEEP].store(0, Ordering::Relaxed);
+    /// Announces that the consumer looks by itself and has not to be woken; true if it was rung for
+    /// since it went to sleep.
+    pub(crate) fn attend(&self) -> bool {
+        // A swap, not a store, which would part the producer's swap from that of `sleep`.
+        self.words[ASLEEP].swap(0, Ordering::AcqRel) == 0
     }
 
     /// Announces that the consumer goes to sleep; false if it must not, as there is something.

@@ -185,7 +185,8 @@ impl OutLink {
         let Some(mut answers) = self.answers() else { return true };
         answers.attended = attended;
         if attended {
-            answers.ring.attend();
+            // A bell of before is for the thread, which leaves the record to us.
+            let _rung = answers.ring.attend();
             return true;
         }
         answers.ring.sleep()

@@ -78,6 +78,27 @@ fn a_consumer_never_sleeps_over_a_record() {
     check(8, [true, false]);
 }
 
+/// Whoever was rung for may have left it to the consumer that looks: then that one sees what it
+/// was, or does not go to sleep over it.
+#[test]
+fn a_consumer_that_looks_by_itself_misses_no_bell() {
+    loom::model(|| {
+        let (mut producer, mut consumer) = ring(4);
+        assert!(consumer.sleep());
+        let writer = thread::spawn(move || {
+            assert_eq!(producer.push(&[7]), Ok(true));
+            producer.must_wake()
+        });
+        let rung = consumer.attend();
+        let mut record = Vec::new();
+        let seen = consumer.pop(&mut record).unwrap();
+        let asleep = !seen && consumer.sleep();
+        assert!(!(rung && asleep), "asleep over a record whose bell was rung before");
+        let rings = writer.join().unwrap();
+        assert!(rings || !asleep, "asleep and not rung for");
+    });
+}
+
 #[test]
 fn a_producer_never_waits_for_room_that_is_there() {
     check(4, [false, true]);

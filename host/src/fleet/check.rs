@@ -31,7 +31,7 @@ impl<'a> Checks<'a> {
         let Ended::Finished { digests } = end else { return end };
         let request = &self.run.requests[index];
         let geometry = scenarios::geometry::geometry(&self.run.model, &self.run.instances[0]);
-        let row = self.run.model.head_bytes as usize / 2;
+        let row = (self.run.model.head_bytes as usize / 2, self.run.model.element as usize);
         let samples = request.samples.max(1) as usize;
         if digests.len() != request.prompts.len() * samples {
             let (got, want) = (digests.len(), request.prompts.len() * samples);

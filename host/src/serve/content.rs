@@ -90,10 +90,11 @@ impl Kv {
         for token in range {
             let Some(place) = self.place(layer, token, blocks) else { continue };
             let stamp = mix(content.stamp(token), u64::from(layer));
+            let element = self.element();
             for rank in 0..self.ranks.len() {
                 for label in labels(&self.geometry, rank) {
                     let (start, len) = self.locate(rank, place, label);
-                    fill(self.ranks[rank].row(start, len), mix(stamp, label));
+                    fill(self.ranks[rank].row(start, len), mix(stamp, label), element);
                 }
             }
         }
@@ -134,8 +135,12 @@ impl Kv {
 
     /// The same of what a prefill would have computed.
     pub(super) fn expected(&self, content: &PromptContent, tokens: u32) -> String {
-        let row = half(&self.ranks[0].layers[0]);
+        let row = (half(&self.ranks[0].layers[0]), self.element());
         expected(&self.geometry, row, content, tokens)
+    }
+
+    fn element(&self) -> usize {
+        self.ranks[0].layers[0].element as usize
     }
 
     /// First byte and length of a row: K, or V with an odd label, of head `label / 2`.
@@ -153,11 +158,11 @@ impl Kv {
     }
 }
 
-/// Digest of the KV of tokens `..tokens` of a prompt; `row` is the length of K of one head and token
-/// in bytes.
+/// Digest of the KV of tokens `..tokens` of a prompt; `row` and `element` are the bytes of K of one head
+/// and token, and of one element of it.
 pub(crate) fn expected(
     geometry: &Geometry,
-    row: usize,
+    (row, element): (usize, usize),
     content: &PromptContent,
     tokens: u32,
 ) -> String {
@@ -167,7 +172,7 @@ pub(crate) fn expected(
         for token in needed(geometry, layer, tokens) {
             let stamp = mix(content.stamp(token), u64::from(layer));
             for label in 0..2 * u64::from(geometry.kv_heads) {
-                fill(&mut bytes, mix(stamp, label));
+                fill(&mut bytes, mix(stamp, label), element);
                 hash.update(&bytes);
             }
         }
@@ -209,11 +214,16 @@ fn half(layout: &LayerLayout) -> usize {
 /// Distance between neighbouring words; odd, so that no two words of a row are equal.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-fn fill(bytes: &mut [u8], seed: u64) {
+/// Words of a sequence, with the highest bit of each element's exponent cleared: engines multiply
+/// what they mask by zero, which infinities and what is no number survive.
+fn fill(bytes: &mut [u8], seed: u64, element: usize) {
     let mut word = seed;
     for place in bytes.chunks_mut(8) {
         place.copy_from_slice(&word.to_le_bytes()[..place.len()]);
         word = word.wrapping_add(STEP);
+    }
+    for high in bytes.iter_mut().skip(element - 1).step_by(element) {
+        *high &= !0x40;
     }
 }
 

@@ -65,6 +65,17 @@ class Drills:
     failed: str | None = None
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """A mode after the other, and last in each what ends its pair."""
+
+    def place(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return MODES.index(params.get("pair", MODES[0])), bool(item.get_closest_marker("last"))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def logs() -> Path:
     """A folder that is kept, named in errors."""

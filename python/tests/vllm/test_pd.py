@@ -88,6 +88,7 @@ def test_afterwards_every_block_is_free(pair):
     pair.decode.wait_idle()
 
 
+@pytest.mark.last
 def test_a_killed_prefill_is_a_clear_answer(pair):
     ids = prompt(2500, f"{pair.mode} killed")
     with ThreadPoolExecutor(1) as pool:

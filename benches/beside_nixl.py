@@ -1,0 +1,119 @@
+"""NIXL 1.5.1 (PyPI: `pip install nixl==1.5.1 numpy`) on the workloads of `cargo bench -p benches
+--bench host`, between two processes, each row in turns with that benchmark.
+
+    python benches/beside_nixl.py BENCH [ROW...]
+
+BENCH is the benchmark's binary below target/release/deps. Prints the median of both in GB/s; all bytes
+are compared.
+"""
+
+import multiprocessing
+import random
+import re
+import subprocess
+import sys
+import time
+
+import numpy
+
+KIB = 1024
+# Name: bytes of a block, blocks.
+ROWS = {
+    "kv4Kx512": (4 * KIB, 512),
+    "kv16Kx512": (16 * KIB, 512),
+    "kv64Kx512": (64 * KIB, 512),
+    "kv256Kx512": (256 * KIB, 512),
+    "kv4K-256M": (4 * KIB, 65536),
+    "kv16K-256M": (16 * KIB, 16384),
+    "kv64K-256M": (64 * KIB, 4096),
+}
+ROUNDS = 3
+REPEATS = 9
+
+
+def agent(name: str):
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+
+
+def pool(size: int, count: int, fill: int) -> numpy.ndarray:
+    """Memory of twice as many slots as blocks."""
+    data = numpy.empty(2 * count * size, dtype=numpy.uint8)
+    data[:] = fill
+    return data
+
+
+def slots(data: numpy.ndarray, size: int, order: list[int]) -> list[tuple[int, int, int]]:
+    return [(data.ctypes.data + slot * size, size, 0) for slot in order]
+
+
+def target(pipe, size: int, count: int, order: list[int]) -> None:
+    one = agent("target")
+    data = pool(size, count, 0)
+    one.register_memory([(data.ctypes.data, data.nbytes, 0, "")], "DRAM")
+    pipe.send((one.get_agent_metadata(), slots(data, size, order)))
+    while pipe.recv() == "look":
+        pipe.send([int(data[slot * size]) for slot in order])
+
+
+def measure(size: int, count: int) -> float:
+    """Median GB/s of writes."""
+    draw = random.Random(size * count)
+    here, there = (draw.sample(range(2 * count), count) for _ in range(2))
+    pipe, other = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=target, args=(other, size, count, there), daemon=True)
+    child.start()
+    one = agent("initiator")
+    data = pool(size, count, 1)
+    for nth, slot in enumerate(here):
+        data[slot * size : (slot + 1) * size] = nth % 250 + 1
+    one.register_memory([(data.ctypes.data, data.nbytes, 0, "")], "DRAM")
+    metadata, remote = pipe.recv()
+    peer = one.add_remote_agent(metadata)
+    local = one.prep_xfer_dlist("", slots(data, size, here), "DRAM")
+    remote = one.prep_xfer_dlist(peer, remote, "DRAM")
+    indices = list(range(count))
+    times = []
+    for _ in range(REPEATS + 1):
+        handle = one.make_prepped_xfer("WRITE", local, indices, remote, indices)
+        begun = time.perf_counter()
+        state = one.transfer(handle)
+        while state == "PROC":
+            state = one.check_xfer_state(handle)
+        times.append(time.perf_counter() - begun)
+        assert state == "DONE", state
+        one.release_xfer_handle(handle)
+    pipe.send("look")
+    assert pipe.recv() == [nth % 250 + 1 for nth in range(count)], "other bytes arrived"
+    pipe.send("end")
+    child.join()
+    # The first one opens connections.
+    return size * count / sorted(times[1:])[REPEATS // 2] / 1e9
+
+
+def ours(bench: str, row: str) -> dict[str, float]:
+    """Median GB/s by way."""
+    text = subprocess.run([bench, row, "--bench"], capture_output=True, text=True, check=True).stdout
+    part = re.search(rf"^{row} \(.*?(?=^\S|\Z)", text, re.S | re.M).group()
+    found = re.findall(r"^  (shared memory|cross-memory) +([\d.]+) GB/s", part, re.M)
+    return {name: float(rate) for name, rate in found}
+
+
+def main() -> None:
+    bench, *rows = sys.argv[1:]
+    load = open("/proc/loadavg").read().split()[0]
+    print(f"load average {load}; GB/s, median of {ROUNDS} rounds in turns")
+    for row in rows or ROWS:
+        size, count = ROWS[row]
+        rates: dict[str, list[float]] = {}
+        for _ in range(ROUNDS):
+            for name, rate in ours(bench, row).items():
+                rates.setdefault(name, []).append(rate)
+            rates.setdefault("NIXL", []).append(measure(size, count))
+        told = {name: sorted(values)[ROUNDS // 2] for name, values in rates.items()}
+        print(row, *(f"{name} {rate:.2f}" for name, rate in told.items()), sep="  ", flush=True)
+
+
+if __name__ == "__main__":
+    main()

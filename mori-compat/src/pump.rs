@@ -101,7 +101,8 @@ fn run(shared: &Shared) {
         }
         shared.settle(std::mem::take(&mut done));
         match wake {
-            Wake::Ready => {}
+            // A plane that spins may wait for a thread, or a process, that waits for this core.
+            Wake::Ready => std::thread::yield_now(),
             Wake::External => thread::park(),
             Wake::At(at) => {
                 let now = shared.now();

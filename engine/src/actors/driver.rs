@@ -93,7 +93,11 @@ impl<S: Seat> Driver<S> {
             }
         }
         match wake {
-            Wake::Ready => context.notify(Wakeup),
+            Wake::Ready => {
+                // A plane that spins may wait for a thread, or a process, that waits for this core.
+                std::thread::yield_now();
+                context.notify(Wakeup);
+            }
             Wake::At(at) => self.arm(now, Some(at), context),
             Wake::External => self.arm(now, None, context),
         }

@@ -88,7 +88,8 @@ pub(super) fn metrics(meters: &[Meter]) -> String {
         let counts = counters.iter().map(|counters| counts(counters)[path]);
         counts.fold((0, 0), |sum, count| (sum.0 + count.bytes, sum.1 + count.operations))
     };
-    let sides: [(_, fn(&Counters) -> &[PathCount; 3]); 2] =
+    type Side = fn(&Counters) -> &[PathCount; 3];
+    let sides: [(&str, Side); 2] =
         [("initiated", |counters| &counters.initiated), ("served", |counters| &counters.served)];
     let mut text = String::new();
     for (name, help) in [("bytes", "Bytes moved"), ("operations", "Operations done")] {

@@ -53,8 +53,15 @@ def target(pipe, size: int, count: int, order: list[int]) -> None:
     data = pool(size, count, 0)
     one.register_memory([(data.ctypes.data, data.nbytes, 0, "")], "DRAM")
     pipe.send((one.get_agent_metadata(), slots(data, size, order)))
-    while pipe.recv() == "look":
+    while hear(one, pipe) == "look":
         pipe.send([int(data[slot * size]) for slot in order])
+
+
+def hear(one, pipe) -> str:
+    """What the initiator says. Without a thread of its own, NIXL goes on only while it is asked."""
+    while not pipe.poll(0):
+        one.get_new_notifs()
+    return pipe.recv()
 
 
 def measure(size: int, count: int) -> float:

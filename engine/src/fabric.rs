@@ -12,6 +12,7 @@
 use crate::core::ids::number_id;
 use crate::core::time::Nanos;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::task::Waker;
@@ -71,6 +72,21 @@ pub struct RegionDesc(pub Arc<[u8]>);
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Endpoint(pub Arc<str>);
+
+impl Endpoint {
+    /// A TCP port of a host; IPv6 addresses may be without brackets.
+    pub fn tcp(host: &str, port: u16) -> Endpoint {
+        Endpoint(format!("tcp://{}:{port}", bracketed(host)).into())
+    }
+}
+
+/// The host as it stands before a port: an IPv6 address gets brackets.
+pub fn bracketed(host: &str) -> Cow<'_, str> {
+    match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]").into(),
+        false => host.into(),
+    }
+}
 
 impl From<&str> for Endpoint {
     fn from(text: &str) -> Self {

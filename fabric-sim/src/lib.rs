@@ -6,6 +6,7 @@
 //! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and [`net::Net`]). The
 //! halves talk in values, so that they can live in one loop or on both sides of a mailbox.
 
+mod caps;
 pub mod dma;
 pub mod faults;
 mod fit;
@@ -17,7 +18,6 @@ pub mod net;
 pub mod observe;
 pub mod queue;
 pub mod replay;
-pub mod settings;
 #[cfg(test)]
 mod testing;
 pub mod world;

@@ -15,7 +15,9 @@ mod progress;
 mod replay;
 mod router;
 mod run;
+mod scrape;
 mod serve;
+mod signals;
 mod sweep;
 mod table;
 

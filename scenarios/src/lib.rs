@@ -14,6 +14,7 @@ pub mod lists;
 mod parse;
 pub mod preset;
 pub mod run;
+pub mod settings;
 pub mod trace;
 mod value;
 

@@ -2,13 +2,13 @@
 
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation};
-use crate::settings;
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, TransferKey};
 use engine::core::message::Role;
 use engine::core::router::{Answer, LegBody, LegFailure};
 use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::Run;
+use scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The tries of a request, each with a key of its own.

@@ -31,11 +31,11 @@ pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observe::{Kind, Observation};
-use crate::settings;
 use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
 use scenarios::run::Run;
+use scenarios::settings;
 use state::State;
 use std::fmt;
 

@@ -4,7 +4,6 @@
 use super::state::Op;
 use super::{Found, Invariant, Now};
 use crate::observe::{BlockRef, Kind, Observation, Rank, Who};
-use crate::settings;
 use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::ClientId;
@@ -14,6 +13,7 @@ use engine::core::time::Nanos;
 use engine::fabric::{Outcome, Placement};
 use scenarios::Run;
 use scenarios::lists::InvariantId;
+use scenarios::settings;
 use std::collections::BTreeMap;
 
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
@@ -54,7 +54,7 @@ pub(super) struct NoLivelock {
 
 impl NoLivelock {
     pub(super) fn new(run: &Run) -> NoLivelock {
-        let transfer = settings::transfer(run, &settings::caps(Placement::OnCompletion));
+        let transfer = settings::transfer(run, &crate::caps::caps(Placement::OnCompletion));
         NoLivelock {
             retries: run.router.config.retries_max,
             channel: settings::channel(run),

@@ -3,10 +3,8 @@
 use super::shape::{Layer, Shape};
 use super::{BlockTokens, Found, Slice, Wrong, sides};
 use scenarios::decide::mix;
+use scenarios::engine::{WORD_STEP, write_words};
 use std::ops::Range;
-
-/// Distance between neighbouring words; odd, so that no two words of a row are equal.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Seed of the words of one K or V row.
 #[inline]
@@ -25,26 +23,13 @@ fn halves(layer: &Layer, base: u64, label: u32, position: u32) -> [(Range<usize>
 }
 
 #[inline]
-fn write_words(bytes: &mut [u8], seed: u64) {
-    let mut word = seed;
-    let (words, rest) = bytes.as_chunks_mut::<8>();
-    for place in words {
-        *place = word.to_le_bytes();
-        word = word.wrapping_add(STEP);
-    }
-    if !rest.is_empty() {
-        rest.copy_from_slice(&word.to_le_bytes()[..rest.len()]);
-    }
-}
-
-#[inline]
 fn same_words(bytes: &[u8], seed: u64) -> bool {
     let mut word = seed;
     let mut same = true;
     let (words, rest) = bytes.as_chunks::<8>();
     for found in words {
         same &= u64::from_le_bytes(*found) == word;
-        word = word.wrapping_add(STEP);
+        word = word.wrapping_add(WORD_STEP);
     }
     same && (rest.is_empty() || *rest == word.to_le_bytes()[..rest.len()])
 }

@@ -15,7 +15,6 @@ use crate::memory::{Fidelity, Shape, Store, Unit};
 use crate::net::{Net, NetCalls, NetConfig};
 use crate::observe::Who;
 use crate::queue::Queue;
-use crate::settings;
 use engine::core::Gauges;
 use engine::core::ids::Incarnation;
 use engine::core::station::CoreConfig;
@@ -23,9 +22,10 @@ use engine::core::time::Nanos;
 use engine::core::transfer::TransferConfig;
 use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, Memory};
 use scenarios::decide;
-use scenarios::engine::{EngineConfig, GroupConfig};
-use scenarios::geometry::{RankMemory, geometry, rank_memory, tensor_blocks};
+use scenarios::engine::EngineConfig;
+use scenarios::geometry::{RankMemory, geometry, rank_memory};
 use scenarios::run::{Instance as Spec, MemoryModel, Run, Span};
+use scenarios::settings;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -263,25 +263,8 @@ pub(super) fn transfer(
 
 /// Settings of an instance's serving engine.
 pub(super) fn engine(run: &Run, spec: &Spec, index: u16, life: u32) -> EngineConfig {
-    let group = |group: &scenarios::run::ModelGroup| GroupConfig {
-        kind: group.kind,
-        block_tokens: spec.block_tokens,
-        blocks: tensor_blocks(spec),
-    };
     let actor = u64::from(index) << 32 | u64::from(life);
     let seed = decide::decide(run.seed, decide::kind("engine.ids"), actor, 0);
-    EngineConfig {
-        role: spec.role,
-        tp: spec.tp,
-        layers: run.model.layers,
-        groups: run.model.groups.iter().map(group).collect(),
-        max_batched_tokens: run.engine.chunk,
-        max_running: run.engine.max_running,
-        max_waiting: run.engine.max_waiting,
-        prefix_cache: spec.prefix_cache,
-        allocator: run.engine.allocator,
-        load_failure: run.engine.load_failure,
-        id_seed: run.router.ids_differ.then_some(seed),
-        cost: spec.cost,
-    }
+    let id_seed = run.router.ids_differ.then_some(seed);
+    EngineConfig::new(&run.model, spec, &run.engine, id_seed)
 }

@@ -8,7 +8,6 @@ use crate::dma::{NicIx, PlaneIx, SimDataPlane};
 use crate::memory::Shape;
 use crate::net::SimControlPlane;
 use crate::observe::{Observation, Rank, Who};
-use crate::settings;
 use engine::core::Outbox;
 use engine::core::ids::Incarnation;
 use engine::core::message::Role;
@@ -122,7 +121,7 @@ impl Simulation {
             let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
             let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
             let registered = segment.collect();
-            let caps = settings::caps(self.watch.faults.placement());
+            let caps = crate::caps::caps(self.watch.faults.placement());
             let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
             let plane = self.dma.add_plane(plane);
             let at = Rank { who, rank };

@@ -3,8 +3,9 @@
 use super::error::Refusal;
 use super::front::Core;
 use super::leg::{self, Http, JSON};
-use super::metrics::{self, role_name, state_name};
+use super::metrics::{role_name, state_name};
 use super::serve::Desk;
+use crate::scrape;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use engine::actors::Look;
@@ -194,10 +195,7 @@ impl Admin {
             Ok(state) => {
                 let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
                 self.desk.metrics.update(&state.counters, instances, state.waiting);
-                let mut response = metrics::page(&self.registry).into_response();
-                let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
-                response
+                scrape::page(&self.registry)
             }
             Err(refusal) => refusal.into_response(),
         }

@@ -2,7 +2,7 @@
 
 use engine::core::message::Role;
 use engine::core::router::{InstanceState, RouterCounters};
-use prometheus_client::encoding::{EncodeLabelSet, text};
+use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -116,14 +116,6 @@ impl Metrics {
             counter.inner().store(*count, Ordering::Relaxed);
         }
     }
-}
-
-/// The page that is scraped.
-pub(crate) fn page(registry: &Registry) -> String {
-    let mut page = String::new();
-    // A String takes everything.
-    let _ = text::encode(&mut page, registry);
-    page
 }
 
 /// The name of a role in metrics and lists.

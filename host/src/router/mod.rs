@@ -34,6 +34,7 @@ use self::serve::Desk;
 use self::settings::{Limits, Settings};
 use crate::exit::{Exit, Stop};
 use crate::logs;
+use crate::signals::Ends;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
@@ -41,7 +42,7 @@ use engine::actors::{Clock, Give};
 use engine::core::Nanos;
 use engine::core::ids::Incarnation;
 use engine::core::router::{RouterConfig, RouterInput};
-use engine::fabric::{Channel, ControlPlane, Endpoint};
+use engine::fabric::{Channel, ControlPlane, Endpoint, bracketed};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
 use std::io::{self, Write};
@@ -49,7 +50,6 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use wire::{WireConfig, ZmqPlane};
 
@@ -100,7 +100,7 @@ async fn run(
     settings: Settings,
     drain: Duration,
 ) -> io::Result<()> {
-    let mut ends = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut ends = Ends::new()?;
     let listener = TcpListener::from_std(bound)?;
     let start = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(start.elapsed().as_nanos() as u64));
@@ -119,8 +119,7 @@ async fn run(
     let mut serving = std::pin::pin!(serving);
     tokio::select! {
         () = serving.as_mut() => {}
-        _ = ends.0.recv() => {}
-        _ = ends.1.recv() => {}
+        () = ends.heard() => {}
     }
     tracing::info!("draining: requests in flight are finished, no new ones are taken");
     core.do_send(Give(RouterInput::Drain));
@@ -239,10 +238,7 @@ fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), Stop> {
     // As vLLM's and ZeroMQ's documents have it.
     let all = text.replacen("*:", "0.0.0.0:", usize::from(text.starts_with("*:")));
     let at = resolve("--discovery", &all)?;
-    let host = match at {
-        SocketAddr::V4(at) => at.ip().to_string(),
-        SocketAddr::V6(at) => format!("[{}]", at.ip()),
-    };
+    let host = bracketed(&at.ip().to_string()).into_owned();
     let ports = (at.port() > 0).then_some((Channel::Discovery, at.port()));
     let config = WireConfig { host, ports: ports.into_iter().collect(), ..WireConfig::default() };
     let mut plane = ZmqPlane::new(config)?;

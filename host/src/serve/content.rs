@@ -2,7 +2,7 @@
 
 use engine::core::layout::{BlockList, Geometry, HeadSlots, LayerLayout};
 use scenarios::decide::mix;
-use scenarios::engine::PromptContent;
+use scenarios::engine::{PromptContent, write_words};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 
@@ -211,17 +211,10 @@ fn half(layout: &LayerLayout) -> usize {
     }
 }
 
-/// Distance between neighbouring words; odd, so that no two words of a row are equal.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
-
 /// Words of a sequence, with the highest bit of each element's exponent cleared: engines multiply
 /// what they mask by zero, which infinities and what is no number survive.
 fn fill(bytes: &mut [u8], seed: u64, element: usize) {
-    let mut word = seed;
-    for place in bytes.chunks_mut(8) {
-        place.copy_from_slice(&word.to_le_bytes()[..place.len()]);
-        word = word.wrapping_add(STEP);
-    }
+    write_words(bytes, seed);
     for high in bytes.iter_mut().skip(element - 1).step_by(element) {
         *high &= !0x40;
     }

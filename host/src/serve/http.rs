@@ -1,9 +1,10 @@
 //! The HTTP side: OpenAI-shaped requests become legs.
 
 use super::content;
-use super::instance::{Cancel, Counters, Instance, NEWS_MAX, News, Start};
+use super::instance::{Cancel, Instance, NEWS_MAX, News, Start};
 use super::legs::Own;
 use super::openai::{Answer, Body, error, failed};
+use crate::scrape;
 use actix::Addr;
 use axum::Json;
 use axum::body::Bytes;
@@ -15,9 +16,9 @@ use axum::routing::{get, post};
 use engine::core::ids::{LegId, RequestId, TransferId};
 use engine::core::router::{LegBody, LegFailure};
 use futures_util::stream::{StreamExt, iter, unfold};
+use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use std::convert::Infallible;
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -31,8 +32,7 @@ pub(super) struct Shared {
     pub(super) instance: Addr<Instance>,
     pub(super) own: Own,
     pub(super) model: String,
-    pub(super) counters: Arc<Counters>,
-    pub(super) planes: Box<dyn Fn() -> String + Send + Sync>,
+    pub(super) registry: Registry,
     pub(super) draining: AtomicBool,
     pub(super) requests: AtomicU64,
 }
@@ -61,35 +61,8 @@ async fn models(State(shared): State<Arc<Shared>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [model]}))
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> String {
-    let counters = &shared.counters;
-    let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let totals = [
-        ("legs", "Legs that arrived", read(&counters.legs)),
-        ("legs_finished", "Legs that ended well", read(&counters.finished)),
-        ("legs_failed", "Legs that did not", read(&counters.failed)),
-        ("kv_transferred", "Legs whose KV was transferred", read(&counters.transferred)),
-        ("kv_computed", "Legs whose KV was computed here", read(&counters.computed)),
-        ("kv_recomputed", "Legs whose KV did not arrive", read(&counters.recomputed)),
-        ("flows", "Transfers that this instance moves", read(&counters.flows)),
-        ("violations", "Frames that broke the protocol", read(&counters.violations)),
-        ("faults", "Broken promises of the protocol core", read(&counters.faults)),
-    ];
-    let mut text = String::new();
-    for (name, help, value) in totals {
-        let _ = writeln!(text, "# HELP kvferry_{name}_total {help}.");
-        let _ = writeln!(text, "# TYPE kvferry_{name}_total counter");
-        let _ = writeln!(text, "kvferry_{name}_total {value}");
-    }
-    let gauges = [
-        ("legs_open", "Legs that have not ended", read(&counters.open)),
-        ("blocks_held", "KV blocks in use or in quarantine", read(&counters.held)),
-    ];
-    for (name, help, value) in gauges {
-        let _ = writeln!(text, "# HELP kvferry_{name} {help}.");
-        let _ = writeln!(text, "# TYPE kvferry_{name} gauge\nkvferry_{name} {value}");
-    }
-    text + &(shared.planes)()
+async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    scrape::page(&shared.registry)
 }
 
 async fn completions(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Response {

@@ -1,7 +1,9 @@
 //! The actor between HTTP and the protocol: it owns the stand-in engine and plays its steps.
 
 use super::content::Kv as Memory;
+use super::metrics::Metrics;
 use super::openai;
+use actix::fut::{ActorFutureExt, wrap_future};
 use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
 use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankReport};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
@@ -14,8 +16,6 @@ use engine::core::transfer::TransferInput;
 use engine::core::{Machine, Outbox};
 use scenarios::engine::{Engine, EngineEffect, EngineInput, PromptContent, StepPlan};
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 
@@ -64,28 +64,25 @@ struct StepOver(StepId);
 #[rtype(result = "()")]
 pub(super) struct Drain;
 
-/// What is counted, for metrics.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) legs: AtomicU64,
-    pub(super) finished: AtomicU64,
-    pub(super) failed: AtomicU64,
-    pub(super) open: AtomicU64,
-    pub(super) transferred: AtomicU64,
-    pub(super) computed: AtomicU64,
-    pub(super) flows: AtomicU64,
-    pub(super) recomputed: AtomicU64,
-    pub(super) held: AtomicU64,
-    pub(super) violations: AtomicU64,
-    pub(super) faults: AtomicU64,
-}
-
 struct Leg {
     content: PromptContent,
     news: Sender<News>,
     request: Option<RequestId>,
     blocks: Vec<BlockList>,
+    /// Of the prompt's KV as a prefill computes it.
+    expected: String,
+    /// Of what was found, if it was transferred.
     digest: Option<String>,
+}
+
+impl Leg {
+    fn kv(&self, failure: Option<String>) -> openai::Kv {
+        let (digest, source) = match &self.digest {
+            Some(digest) => (digest.clone(), "transferred"),
+            None => (self.expected.clone(), "computed"),
+        };
+        openai::Kv { digest, expected: self.expected.clone(), source, failure }
+    }
 }
 
 /// What an instance is started with.
@@ -96,7 +93,7 @@ pub(super) struct Parts {
     pub(super) ranks: Vec<Addr<Driver<DataSeat>>>,
     pub(super) clock: Clock,
     pub(super) layers: u16,
-    pub(super) counters: Arc<Counters>,
+    pub(super) metrics: Metrics,
 }
 
 /// The instance.
@@ -130,21 +127,21 @@ impl Instance {
                         core.do_send(Give(DecodeInput::Hook(hook)));
                     }
                 }
-                EngineEffect::Step(plan) => self.step(plan, context),
+                EngineEffect::Step(plan) => self.layer(plan, 0, context),
                 EngineEffect::Leg { leg, event } => self.leg(leg, event),
                 EngineEffect::Use { request, tokens, blocks, .. } => {
                     self.used(&request, tokens, &blocks);
                 }
                 EngineEffect::Fault(text) => {
-                    self.parts.counters.faults.fetch_add(1, Ordering::Relaxed);
+                    self.parts.metrics.faults.inc();
                     tracing::error!(fault = text, "the protocol core broke a promise");
                 }
                 EngineEffect::Taken { .. } | EngineEffect::Freed { .. } => {}
             }
         }
         let gauges = self.parts.engine.gauges();
-        let held = u64::from(gauges.held) + u64::from(gauges.quarantined);
-        self.parts.counters.held.store(held, Ordering::Relaxed);
+        let held = i64::from(gauges.held) + i64::from(gauges.quarantined);
+        self.parts.metrics.held.set(held);
     }
 
     fn named(&mut self, leg: LegId, request: &RequestId) {
@@ -177,21 +174,24 @@ impl Instance {
         }
     }
 
-    /// Computes what a step computes, layer by layer, so that pushes begin before it is over.
-    fn step(&mut self, plan: StepPlan, context: &mut Context<Self>) {
-        let step = plan.step;
-        for layer in 0..self.parts.layers {
-            for compute in &plan.computes {
-                let range = compute.from..compute.to.min(compute.content.tokens);
-                self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
-            }
-            let layers = layer + 1;
-            for rank in &self.parts.ranks {
-                rank.do_send(Give(TransferInput::Layers { step, layers }));
-            }
+    /// Computes a layer, and the next one after the other actors of this thread had their turn:
+    /// they move this one.
+    fn layer(&mut self, plan: StepPlan, layer: u16, context: &mut Context<Self>) {
+        if layer == self.parts.layers {
+            let wait = Duration::from_nanos(plan.duration.0);
+            context.notify_later(StepOver(plan.step), wait);
+            return;
         }
-        let wait = Duration::from_nanos(plan.duration.0);
-        context.notify_later(StepOver(step), wait);
+        for compute in &plan.computes {
+            let range = compute.from..compute.to.min(compute.content.tokens);
+            self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
+        }
+        let layers = layer + 1;
+        for rank in &self.parts.ranks {
+            rank.do_send(Give(TransferInput::Layers { step: plan.step, layers }));
+        }
+        let others = wrap_future::<_, Self>(tokio::task::yield_now());
+        context.spawn(others.map(move |(), own, context| own.layer(plan, layers, context)));
     }
 
     /// A decode is about to read what was transferred.
@@ -205,41 +205,31 @@ impl Instance {
         let found = memory.digest(tokens, blocks);
         // What is found of a part (prefix hits) answers for the whole only if it is right.
         let right = tokens < leg.content.tokens && found == memory.expected(&leg.content, tokens);
-        let whole = leg.content.tokens;
-        leg.digest = Some(if right { memory.expected(&leg.content, whole) } else { found });
-    }
-
-    fn kv(&self, leg: &Leg) -> openai::Kv {
-        let expected = self.parts.memory.expected(&leg.content, leg.content.tokens);
-        let (digest, source) = match &leg.digest {
-            Some(digest) => (digest.clone(), "transferred"),
-            None => (expected.clone(), "computed"),
-        };
-        openai::Kv { digest, expected, source, failure: None }
+        leg.digest = Some(if right { leg.expected.clone() } else { found });
     }
 
     fn leg(&mut self, id: LegId, event: LegEvent) {
-        let counters = self.parts.counters.clone();
+        let metrics = self.parts.metrics.clone();
         let Some(leg) = self.legs.get(&id) else { return };
         let news = match event {
-            LegEvent::FirstToken => News::First(self.kv(leg)),
+            LegEvent::FirstToken => News::First(leg.kv(None)),
             // Only a router that relays a prefill's answer says so.
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 let failure = recomputed.map(|failure| failure.to_string());
-                counters.recomputed.fetch_add(u64::from(failure.is_some()), Ordering::Relaxed);
+                metrics.recomputed.inc_by(u64::from(failure.is_some()));
                 let transferred = leg.digest.is_some();
-                let which = if transferred { &counters.transferred } else { &counters.computed };
-                which.fetch_add(1, Ordering::Relaxed);
-                counters.finished.fetch_add(1, Ordering::Relaxed);
-                News::Done(openai::Kv { failure, ..self.kv(leg) }, leg.blocks.clone())
+                let which = if transferred { &metrics.transferred } else { &metrics.computed };
+                which.inc();
+                metrics.finished.inc();
+                News::Done(leg.kv(failure), leg.blocks.clone())
             }
             LegEvent::Done { reason, .. } => {
-                counters.failed.fetch_add(1, Ordering::Relaxed);
+                metrics.failed.inc();
                 News::Failed(LegFailure::Request(format!("ended: {reason:?}").into()))
             }
             LegEvent::Failed(failure) => {
-                counters.failed.fetch_add(1, Ordering::Relaxed);
+                metrics.failed.inc();
                 tracing::warn!(request = leg.request.as_ref().map(|id| &*id.0), %failure, "leg");
                 News::Failed(failure)
             }
@@ -254,7 +244,7 @@ impl Instance {
 
     fn forget(&mut self, id: LegId) {
         let Some(leg) = self.legs.remove(&id) else { return };
-        self.parts.counters.open.fetch_sub(1, Ordering::Relaxed);
+        self.parts.metrics.open.dec();
         if let Some(request) = leg.request {
             self.requests.remove(&request);
         }
@@ -262,7 +252,7 @@ impl Instance {
 
     fn job(&self, job: Job) {
         if matches!(job, Job::Write { .. } | Job::Read { .. }) {
-            self.parts.counters.flows.fetch_add(1, Ordering::Relaxed);
+            self.parts.metrics.flows.inc();
         }
         for rank in &self.parts.ranks {
             rank.do_send(Give(TransferInput::Job(job.clone())));
@@ -270,7 +260,7 @@ impl Instance {
     }
 
     fn violation(&self, violation: &engine::core::error::PeerViolation) {
-        self.parts.counters.violations.fetch_add(1, Ordering::Relaxed);
+        self.parts.metrics.violations.inc();
         tracing::warn!(
             peer = &*violation.peer,
             frame = &*violation.frame,
@@ -302,11 +292,12 @@ impl Handler<Start> for Instance {
         self.next += 1;
         let leg = LegId(self.next);
         let Start { request, prompt, body, news } = start;
-        let (blocks, digest) = (Vec::new(), None);
-        let entry = Leg { content: prompt.clone(), news, request: None, blocks, digest };
+        let expected = self.parts.memory.expected(&prompt, prompt.tokens);
+        let (content, blocks) = (prompt.clone(), Vec::new());
+        let entry = Leg { content, news, request: None, blocks, expected, digest: None };
         self.legs.insert(leg, entry);
-        self.parts.counters.legs.fetch_add(1, Ordering::Relaxed);
-        self.parts.counters.open.fetch_add(1, Ordering::Relaxed);
+        self.parts.metrics.legs.inc();
+        self.parts.metrics.open.inc();
         let input = EngineInput::Leg { leg, request, prompt, body, stop: false };
         self.run(input, Some(leg), context);
         actix::MessageResult(leg)

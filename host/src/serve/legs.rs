@@ -2,13 +2,13 @@
 
 use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, life_of};
 use engine::core::dialect::moriio::params::{Params, unnamed_transfer};
-use engine::core::dialect::moriio::ports::{Dial, PortFormula, port};
-use engine::core::ids::{BlockId, EngineId, RequestId, TransferId, TransferKey};
+use engine::core::dialect::moriio::ports::{Dial, PortFormula};
+use engine::core::ids::{BlockId, RequestId, TransferId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{DecodeLeg, Mode, MoriioPeer, PrefillLeg, Role};
 use engine::core::router::LegBody;
-use engine::fabric::Endpoint;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 use std::sync::Arc;
 
@@ -23,8 +23,20 @@ pub(super) struct Own {
 
 /// The leg of the native dialect beside the rest, from a router that knows both ends to speak it.
 #[derive(Deserialize)]
-struct Native<T> {
-    kvferry: T,
+struct Native<'a> {
+    #[serde(borrow)]
+    kvferry: Option<&'a RawValue>,
+}
+
+/// That leg, if there is one.
+///
+/// # Errors
+/// One that cannot be used; the rest is not taken in its place.
+fn native<T: DeserializeOwned>(params: &RawValue) -> Result<Option<T>, String> {
+    // What is no object is told as such by who reads the rest.
+    let leg = serde_json::from_str(params.get()).ok().and_then(|Native { kvferry }| kvferry);
+    let leg = leg.map(|leg| serde_json::from_str(leg.get())).transpose();
+    leg.map_err(|why| format!("the key kvferry of kv_transfer_params: {why}"))
 }
 
 impl Own {
@@ -48,7 +60,7 @@ impl Own {
         let Some(json) = params else {
             return Err("a prefill instance takes legs of a router, with kv_transfer_params".into());
         };
-        if let Ok(Native { kvferry: transfer }) = serde_json::from_str(json.get()) {
+        if let Some(transfer) = native(json)? {
             return Ok(LegBody::Prefill { transfer, prompt: 0 });
         }
         let params = Params::decode(json.get().as_bytes()).map_err(|why| why.to_string())?;
@@ -77,9 +89,7 @@ impl Own {
     ) -> Result<LegBody, String> {
         let body =
             |transfer| Ok(LegBody::Decode { transfer, prompt: 0, sample: 0, output, params: None });
-        if let Some(json) = params
-            && let Ok(Native { kvferry: transfer }) = serde_json::from_str(json.get())
-        {
+        if let Some(transfer) = params.map(native).transpose()?.flatten() {
             return body(transfer);
         }
         let params = match params {
@@ -91,19 +101,14 @@ impl Own {
         }
         let id = params.transfer().map_err(|why| why.to_string())?.clone();
         let peer = params.peer(Role::Decode, request).map_err(|why| why.to_string())?;
-        let base = peer.address.handshake;
-        let offset = self.ports.dial(Dial::Handshake, peer.shape, peer.dp_rank, 0);
-        let offset = offset.map_err(|why| why.to_string())?;
-        let host = peer.host(peer.dp_rank);
-        let port = port(base, offset).ok_or("no such handshake port")?;
+        let control =
+            peer.endpoint(self.ports, Dial::Handshake, 0).map_err(|why| why.to_string())?;
         let blocks = params.remote_block_ids.unwrap_or_default();
         let list = |ids: Vec<BlockId>| BlockList::new(ids.into_iter().map(|id| id.0).collect());
         let blocks = blocks.into_iter().map(list).collect();
         let life = embedded_peer(Role::Decode, request).and_then(life_of);
-        let prefill = EngineId::from(format!("{host}:{base}"));
-        let control = Endpoint(format!("tcp://{}:{port}", bracketed(host)).into());
-        let moriio =
-            life.is_none().then(|| Arc::new(MoriioPeer { peer: Some(peer.clone()), blocks }));
+        let prefill = peer.engine();
+        let moriio = life.is_none().then(|| Arc::new(MoriioPeer { peer: Some(peer), blocks }));
         let key = TransferKey { id, prompt: 0 };
         body(DecodeLeg { key, sibling: 0, mode: self.mode, prefill, control, life, moriio })
     }
@@ -129,7 +134,7 @@ impl Own {
         Params {
             do_remote_prefill: true,
             transfer_id: Some(transfer.clone()),
-            remote_engine_id: Some(format!("{}:{}", address.host, address.handshake).into()),
+            remote_engine_id: Some(address.engine()),
             remote_block_ids: Some(lists.collect()),
             remote: Some(address.clone()),
             remote_dp_rank: Some(0),
@@ -140,9 +145,4 @@ impl Own {
             ..Params::default()
         }
     }
-}
-
-/// The host, in brackets if it is an IPv6 address.
-pub(super) fn bracketed(host: &str) -> String {
-    if host.contains(':') { format!("[{host}]") } else { host.to_string() }
 }

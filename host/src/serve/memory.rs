@@ -1,14 +1,13 @@
-//! The memory that an instance keeps its KV in, and what its data plane says of itself.
+//! The memory that an instance keeps its KV in.
 
 use super::args::Plan;
 use super::content::Rank;
 use engine::core::layout::GroupKind;
 use engine::core::layout::LayerLayout;
 use engine::fabric::Memory;
-use fabric_host::{Counters, HugePages, Meter, Path, PathCount, Pool};
+use fabric_host::{HugePages, Pool};
 use scenarios::geometry::rank_memory;
 use std::alloc::{Layout, alloc_zeroed};
-use std::fmt::Write as _;
 
 const PAGE: usize = 4096;
 
@@ -79,30 +78,4 @@ impl Backing {
         // SAFETY: the memory was mapped with this size and is never given back.
         unsafe { Rank::new(start, self.bytes, self.layers) }
     }
-}
-
-/// Bytes and operations by path, as Prometheus text.
-pub(super) fn metrics(meters: &[Meter]) -> String {
-    let counters: Vec<_> = meters.iter().map(Meter::read).collect();
-    let sum = |counts: fn(&Counters) -> &[PathCount; 3], path: usize| {
-        let counts = counters.iter().map(|counters| counts(counters)[path]);
-        counts.fold((0, 0), |sum, count| (sum.0 + count.bytes, sum.1 + count.operations))
-    };
-    type Side = fn(&Counters) -> &[PathCount; 3];
-    let sides: [(&str, Side); 2] =
-        [("initiated", |counters| &counters.initiated), ("served", |counters| &counters.served)];
-    let mut text = String::new();
-    for (name, help) in [("bytes", "Bytes moved"), ("operations", "Operations done")] {
-        let _ = writeln!(text, "# HELP kvferry_host_{name}_total {help}, by side and path.");
-        let _ = writeln!(text, "# TYPE kvferry_host_{name}_total counter");
-        for (side, counts) in &sides {
-            for (index, path) in Path::ALL.iter().enumerate() {
-                let (bytes, operations) = sum(*counts, index);
-                let value = if name == "bytes" { bytes } else { operations };
-                let labels = format!("side=\"{side}\",path=\"{path}\"");
-                let _ = writeln!(text, "kvferry_host_{name}_total{{{labels}}} {value}");
-            }
-        }
-    }
-    text
 }

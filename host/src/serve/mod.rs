@@ -10,12 +10,14 @@ mod http;
 mod instance;
 mod legs;
 mod memory;
+mod metrics;
 mod openai;
 
 pub(crate) use args::ServeArgs;
 
 use crate::exit::{Exit, Stop};
 use crate::logs;
+use crate::signals::Ends;
 use actix::{Actor, Addr, AsyncContext, System};
 use args::Plan;
 use content::Kv;
@@ -29,13 +31,14 @@ use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::prefill::Prefill;
 use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
-use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint};
+use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, bracketed};
 use fabric_host::{HostConfig, HostPlane, Meter};
-use instance::{Core, Counters, Drain, Instance, Parts};
-use legs::{Own, bracketed};
+use instance::{Core, Drain, Instance, Parts};
+use legs::Own;
 use memory::Backing;
+use metrics::Metrics;
 use scenarios::decide;
-use scenarios::engine::{Engine, EngineConfig, GroupConfig};
+use scenarios::engine::{Engine, EngineConfig};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -69,7 +72,7 @@ pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, Sto
 }
 
 async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exit, Stop> {
-    let counters = Arc::new(Counters::default());
+    let ends = Ends::new()?;
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
@@ -88,20 +91,20 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
     let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
     let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
-    let meters: Vec<Meter> = ranks.iter().map(|rank| rank.meter.clone()).collect();
+    let meters = ranks.iter().map(|rank| rank.meter.clone()).collect();
+    let (metrics, registry) = Metrics::new(meters);
     let own = Own {
         role: config.role,
         mode: config.mode,
         address: zmq,
         ports: MoriioSettings::default().ports,
     };
-    let instance = start(plan, config, wire, ranks, counters.clone())?;
+    let instance = start(plan, config, wire, ranks, metrics.clone())?;
     let shared = Arc::new(http::Shared {
         instance: instance.clone(),
         own,
         model: plan.model.name.clone(),
-        counters: counters.clone(),
-        planes: Box::new(move || memory::metrics(&meters)),
+        registry,
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
     });
@@ -116,7 +119,7 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     out.flush()?;
     tracing::info!(http = address, handshake = &*handshake.0, notify = &*notify.0, "serving");
     let app = http::app(shared.clone());
-    let stop = stopped(instance, shared, counters);
+    let stop = stopped(ends, instance, shared, metrics);
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     Ok(Exit::Held)
 }
@@ -131,7 +134,7 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener, Stop> {
 fn control_plane(args: &ServeArgs) -> Result<Box<ZmqPlane>, Stop> {
     let given = [(Channel::Handshake, args.handshake_port), (Channel::Notify, args.notify_port)];
     let ports: BTreeMap<Channel, u16> = given.into_iter().filter(|(_, port)| *port != 0).collect();
-    let host = bracketed(&args.host);
+    let host = bracketed(&args.host).into_owned();
     Ok(Box::new(ZmqPlane::new(WireConfig { host, ports, ..WireConfig::default() })?))
 }
 
@@ -154,11 +157,11 @@ fn core_config(
 ) -> CoreConfig {
     let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
     let (settings, channel) = match &plan.run {
-        Some(run) => (fabric_sim::settings::core(run), fabric_sim::settings::channel(run)),
+        Some(run) => (scenarios::settings::core(run), scenarios::settings::channel(run)),
         None => (CoreSettings::default(), Default::default()),
     };
     CoreConfig {
-        engine: format!("{}:{}", zmq.host, zmq.handshake).into(),
+        engine: zmq.engine(),
         incarnation,
         role: plan.instance.role,
         mode: plan.instance.mode,
@@ -214,7 +217,7 @@ fn transfer_config(
 ) -> TransferConfig {
     let caps = plane.caps();
     let settings = match &plan.run {
-        Some(run) => fabric_sim::settings::transfer(run, &caps),
+        Some(run) => scenarios::settings::transfer(run, &caps),
         None => TransferSettings {
             operations_max: caps.operations_max,
             slices_max: caps.slices_max,
@@ -235,25 +238,8 @@ fn transfer_config(
 }
 
 fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
-    let group = |group: &scenarios::run::ModelGroup| GroupConfig {
-        kind: group.kind,
-        block_tokens: plan.instance.block_tokens,
-        blocks: scenarios::geometry::tensor_blocks(&plan.instance),
-    };
-    let config = EngineConfig {
-        role: plan.instance.role,
-        tp: plan.instance.tp,
-        layers: plan.model.layers,
-        groups: plan.model.groups.iter().map(group).collect(),
-        max_batched_tokens: plan.engine.chunk,
-        max_running: plan.engine.max_running,
-        max_waiting: plan.engine.max_waiting,
-        prefix_cache: plan.instance.prefix_cache,
-        allocator: plan.engine.allocator,
-        load_failure: plan.engine.load_failure,
-        id_seed: Some(decide::mix(incarnation.0, u64::from(std::process::id()))),
-        cost: plan.instance.cost,
-    };
+    let id_seed = decide::mix(incarnation.0, u64::from(std::process::id()));
+    let config = EngineConfig::new(&plan.model, &plan.instance, &plan.engine, Some(id_seed));
     Engine::new(config).map_err(|why| Stop::Input(why.to_string()))
 }
 
@@ -263,7 +249,7 @@ fn start(
     config: CoreConfig,
     wire: Box<dyn ControlPlane>,
     ranks: Vec<RankParts>,
-    counters: Arc<Counters>,
+    metrics: Metrics,
 ) -> Result<Addr<Instance>, Stop> {
     let engine = engine(plan, config.incarnation)?;
     let layers = plan.model.layers;
@@ -296,32 +282,24 @@ fn start(
         }
         let memory = Kv::new(geometry, memories);
         let ranks = drivers;
-        Instance::new(Parts { engine, memory, core, ranks, clock, layers, counters })
+        Instance::new(Parts { engine, memory, core, ranks, clock, layers, metrics })
     }))
 }
 
 /// Ends when the process is told to stop and its legs are done: it unregisters first, because
 /// routers go on sending for a while.
-async fn stopped(instance: Addr<Instance>, shared: Arc<http::Shared>, counters: Arc<Counters>) {
-    signalled().await;
+async fn stopped(
+    mut ends: Ends,
+    instance: Addr<Instance>,
+    shared: Arc<http::Shared>,
+    metrics: Metrics,
+) {
+    ends.heard().await;
     tracing::info!("draining");
     instance.do_send(Drain);
     shared.draining.store(true, Ordering::Relaxed);
     tokio::time::sleep(LINGER).await;
-    while counters.open.load(Ordering::Relaxed) > 0 {
+    while metrics.open.get() > 0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
-
-async fn signalled() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
-    let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
-        tracing::error!("signals cannot be heard; only a kill ends this process");
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
     }
 }

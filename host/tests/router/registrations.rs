@@ -78,8 +78,10 @@ fn parts(case: &Value, good: &[u8]) -> Vec<Vec<u8>> {
 /// One after the other, each from an instance of its own, to one router: none ends the listener.
 #[tokio::test]
 async fn odd_registrations_get_their_verdicts_and_end_nothing() {
-    let path =
-        concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/router/registrations_edge_cases.json");
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../engine/tests/moriio/fixtures/registrations_edge_cases.json"
+    );
     let fixture: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
     let cases = fixture["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 40);

@@ -1,7 +1,8 @@
 //! Settings of one stand-in engine.
 
 use crate::cost::Cost;
-use crate::run::{Allocator, LoadFailure};
+use crate::geometry::tensor_blocks;
+use crate::run::{Allocator, EngineSettings, Instance, LoadFailure, Model, ModelGroup};
 use engine::core::layout::GroupKind;
 use engine::core::machine::Gauges;
 use engine::core::message::Role;
@@ -104,6 +105,34 @@ impl fmt::Display for EngineConfigError {
 impl std::error::Error for EngineConfigError {}
 
 impl EngineConfig {
+    /// Settings of an engine that serves the model as this instance.
+    pub fn new(
+        model: &Model,
+        instance: &Instance,
+        settings: &EngineSettings,
+        id_seed: Option<u64>,
+    ) -> EngineConfig {
+        let group = |group: &ModelGroup| GroupConfig {
+            kind: group.kind,
+            block_tokens: instance.block_tokens,
+            blocks: tensor_blocks(instance),
+        };
+        EngineConfig {
+            role: instance.role,
+            tp: instance.tp,
+            layers: model.layers,
+            groups: model.groups.iter().map(group).collect(),
+            max_batched_tokens: settings.chunk,
+            max_running: settings.max_running,
+            max_waiting: settings.max_waiting,
+            prefix_cache: instance.prefix_cache,
+            allocator: settings.allocator,
+            load_failure: settings.load_failure,
+            id_seed,
+            cost: instance.cost,
+        }
+    }
+
     /// Blocks that can be handed out, all groups together.
     pub fn blocks(&self) -> u32 {
         self.groups.iter().map(|group| group.blocks - 1).sum()

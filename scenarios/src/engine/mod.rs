@@ -19,8 +19,10 @@ mod machine;
 mod pool;
 mod request;
 mod steps;
+mod words;
 
 pub use self::config::{EngineConfig, EngineConfigError, GroupConfig};
 pub use self::content::PromptContent;
 pub use self::io::{Compute, EngineEffect, EngineInput, Growth, PoolGauges, StepPlan};
 pub use self::machine::Engine;
+pub use self::words::{WORD_STEP, write_words};

@@ -48,7 +48,7 @@ pub(super) fn replies(
     }
     let base = |layer: &LayerLayout| starts[usize::from(layer.region)] + layer.base;
     let metadata = AgentMetadata {
-        engine_id: format!("{}:{}", config.address.host, config.address.handshake).into(),
+        engine_id: config.address.engine().0,
         engine: rank.address.0.clone(),
         base_addrs: rank.layers.iter().map(base).collect(),
         num_blocks: i64::from(first.shape[0]),
@@ -67,7 +67,7 @@ pub(super) fn replies(
 /// What an engine answers that has no words for its memory: that it speaks the native dialect.
 pub(super) fn native_only(config: &MoriioConfig) -> (AgentMetadata, LayerMemory) {
     let metadata = AgentMetadata {
-        engine_id: format!("{}:{}", config.address.host, config.address.handshake).into(),
+        engine_id: config.address.engine().0,
         engine: [].into(),
         base_addrs: Vec::new(),
         num_blocks: 0,

@@ -23,7 +23,7 @@ use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
 use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
 use super::dialect::moriio::params::Peer;
-use super::dialect::moriio::ports::{Dial, port};
+use super::dialect::moriio::ports::Dial;
 use super::error::Failure;
 use super::ids::{PeerSlot, TransferId};
 use super::layout::check::refuse;
@@ -320,19 +320,7 @@ impl MoriioPeers {
 
     /// Where a TP rank of a peer listens.
     fn endpoint(&self, what: Dial, peer: &Peer, tp: u16) -> Result<Endpoint, Failure> {
-        let offset = self.config.settings.ports.dial(what, peer.shape, peer.dp_rank, tp);
-        let offset = offset.map_err(Failure::Mismatch)?;
-        let base = match what {
-            Dial::Handshake => peer.address.handshake,
-            _ => peer.address.notify,
-        };
-        let port = port(base, offset).ok_or(Failure::Unreachable)?;
-        let host = peer.host(peer.dp_rank);
-        let text = match host.contains(':') {
-            true => format!("tcp://[{host}]:{port}"),
-            false => format!("tcp://{host}:{port}"),
-        };
-        Ok(Endpoint(text.into()))
+        peer.endpoint(self.config.settings.ports, what, tp).map_err(Failure::Mismatch)
     }
 
     /// Links of this side are numbered apart from those of native peers.

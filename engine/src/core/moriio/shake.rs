@@ -206,11 +206,14 @@ impl MoriioPeers {
             }
             return;
         }
-        let (metadata, memory) = match &self.replies {
-            Ok(replies) => replies.clone(),
-            Err(_) => memory::native_only(&self.config),
+        let frames = match &self.replies {
+            Ok((metadata, memory)) => [metadata.encode(), memory.encode()],
+            Err(_) => {
+                let (metadata, memory) = memory::native_only(&self.config);
+                [metadata.encode(), memory.encode()]
+            }
         };
-        for [_, frame] in [metadata.encode(), memory.encode()] {
+        for [_, frame] in frames {
             out.commands.push(ControlCommand::Reply { link, frame });
         }
     }

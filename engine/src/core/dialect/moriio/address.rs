@@ -1,7 +1,7 @@
 //! Where an engine listens, and request ids that say it of both engines of a transfer.
 
 use super::Unsendable;
-use crate::core::ids::{Incarnation, RequestId};
+use crate::core::ids::{EngineId, Incarnation, RequestId};
 use crate::core::message::Role;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -39,6 +39,11 @@ impl ZmqAddress {
         }
         let (handshake, notify) = (int(handshake?)?, int(notify?)?);
         Some(ZmqAddress { host: host?.into(), handshake, notify })
+    }
+
+    /// Name of the engine, the same for all its ranks.
+    pub fn engine(&self) -> EngineId {
+        format!("{}:{}", self.host, self.handshake).into()
     }
 
     /// Checks that 0.32.0 and the routers read the address back as it is meant.

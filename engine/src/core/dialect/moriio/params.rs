@@ -2,10 +2,13 @@
 //! answers for the decode. JSON objects in the bodies of requests and answers.
 
 use super::address::{ZmqAddress, embedded_peer, int};
-use super::ports::{Shape, pod_of};
+use super::ports::{Dial, PortFormula, Shape, pod_of, port};
 use super::{DecodeError, Unsendable, error};
 use crate::core::ids::{BlockId, EngineId, RequestId, TransferId};
+use crate::core::layout::Mismatch;
+use crate::core::layout::check::refuse;
 use crate::core::message::{Mode, Role};
+use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -215,6 +218,33 @@ pub struct Peer {
 }
 
 impl Peer {
+    /// Name of the engine, as its DP rank names itself.
+    pub fn engine(&self) -> EngineId {
+        let host = self.host(self.dp_rank).clone();
+        ZmqAddress { host, ..self.address }.engine()
+    }
+
+    /// Where TP rank `tp` of the DP rank listens.
+    ///
+    /// # Errors
+    /// A rank that the peer does not have, or no port.
+    pub fn endpoint(
+        &self,
+        formula: PortFormula,
+        what: Dial,
+        tp: u16,
+    ) -> Result<Endpoint, Mismatch> {
+        let offset = formula.dial(what, self.shape, self.dp_rank, tp)?;
+        let base = match what {
+            Dial::Handshake => self.address.handshake,
+            _ => self.address.notify,
+        };
+        match port(base, offset) {
+            Some(port) => Ok(Endpoint::tcp(self.host(self.dp_rank), port)),
+            None => refuse(format_args!("no port at {base} + {offset}")),
+        }
+    }
+
     /// The host of a global DP rank; of pod 0 if the pod is not known.
     pub fn host(&self, dp: u16) -> &Arc<str> {
         let pod = usize::from(pod_of(dp, self.shape.dp_size_local));

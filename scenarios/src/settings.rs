@@ -1,22 +1,10 @@
 //! Settings of the protocol machines of a run, for who makes them and for who checks them.
 
-use engine::core::channel::ChannelConfig;
-use engine::core::station::CoreSettings;
-use engine::core::transfer::TransferSettings;
-use engine::fabric::{Caps, FenceScope, Placement};
-use scenarios::run::Run;
-
-/// What all data planes can do.
-pub fn caps(placement: Placement) -> Caps {
-    Caps {
-        read: true,
-        write: true,
-        operations_max: 1024,
-        slices_max: 65_536,
-        placement,
-        fence: FenceScope::Peer,
-    }
-}
+use crate::run::Run;
+use ::engine::core::channel::ChannelConfig;
+use ::engine::core::station::CoreSettings;
+use ::engine::core::transfer::TransferSettings;
+use ::engine::fabric::Caps;
 
 /// Of the prefill and decode cores.
 pub fn core(run: &Run) -> CoreSettings {

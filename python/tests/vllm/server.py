@@ -134,9 +134,5 @@ class Server(Process):
             )
         )
 
-    def is_busy(self) -> bool:
-        """True while it runs a request."""
-        return metric(self.port, "vllm:num_requests_running") > 0
-
     def wait_idle(self, seconds: float = 30) -> None:
         self.wait_until("all blocks are free", self.idle, seconds)

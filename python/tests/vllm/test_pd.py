@@ -5,8 +5,10 @@ all requests, and the last test kills the prefill.
 """
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 from client import Refused
@@ -18,8 +20,10 @@ from server import BATCHED_TOKENS, BLOCK_TOKENS
 LENGTHS = [1, 5, 31, 32, 33, 64, 100, 257, 700, 1500, 2500]
 # K and V of a block in one layer, float32.
 BLOCK_BYTES = BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 2 * 4
-# Answer or error after the death of an instance.
+# Answer or error after the death of an instance, in seconds.
 CLEAR_S = 2
+# Clients that ask when it dies.
+CLIENTS = 4
 
 
 def test_without_copies_the_answer_is_another(pair, reference):
@@ -90,15 +94,30 @@ def test_afterwards_every_block_is_free(pair):
 
 @pytest.mark.last
 def test_a_killed_prefill_is_a_clear_answer(pair):
-    ids = prompt(2500, f"{pair.mode} killed")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(pair.router.complete, request(ids))
-        pair.prefill.wait_until("it runs the request", pair.prefill.is_busy, 30)
-        pair.prefill.kill()
-        killed = time.monotonic()
+    """Clients that ask on and on, so that requests in all phases are in flight when it is killed."""
+    first, last = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(_ask_on, pair, n, first, last) for n in range(CLIENTS)]
         try:
-            assert len(tokens(answer.result())) == TOKENS
+            assert first.wait(30), f"no answer ahead of the kill\n{pair.prefill.tail()}"
+        finally:
+            killed = time.monotonic()
+            last.set()
+            pair.prefill.kill()
+        ends = [client.result() for client in clients]
+    assert max(ends) - killed < CLEAR_S
+
+
+def _ask_on(pair, client: int, first: threading.Event, last: threading.Event) -> float:
+    """When the request ended that was in flight at the time of `last`."""
+    for n in count():
+        ids = prompt(1500, f"{pair.mode} killed {client} {n}")
+        try:
+            assert len(tokens(pair.router.complete(request(ids)))) == TOKENS
         except Refused as refused:
             error = json.loads(refused.body)["error"]
             assert refused.status in (502, 503, 504) and error["message"] and error["type"]
-        assert time.monotonic() - killed < CLEAR_S
+            assert last.is_set(), f"refused ahead of the kill: {refused}"
+        first.set()
+        if last.is_set():
+            return time.monotonic()

@@ -470,6 +470,8 @@ pub enum ControlEvent {
         link: LinkId,
         /// What it is for.
         channel: Channel,
+        /// Whence the other side opened it, where the plane can tell; for logs and nothing else.
+        from: Option<Endpoint>,
     },
     /// A message of one or more parts. Anonymous until the dialect names its sender.
     Frame {

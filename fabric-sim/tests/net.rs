@@ -180,7 +180,7 @@ fn a_restarted_process_takes_over_the_name() {
     pair.planes[2].listen(Channel::Handshake).expect("it listens");
     pair.planes[0].dial(LinkId(2), &name, Channel::Handshake).expect("a dial is taken");
     pair.run();
-    let up = ControlEvent::LinkUp { link: INBOUND, channel: Channel::Handshake };
+    let up = ControlEvent::LinkUp { link: INBOUND, channel: Channel::Handshake, from: None };
     assert_eq!(pair.seen[2], [up]);
     assert!(pair.send(&[1]).is_empty(), "the old link leads nowhere");
     assert_eq!(pair.seen[2].len(), 1);

@@ -61,6 +61,7 @@ impl Dialler {
             match event {
                 Connection::Ready if !std::mem::replace(&mut self.up, true) => {
                     inbox.push(News::Up {
+                        from: None,
                         link: self.link,
                         channel: self.channel,
                         queued: self.queued.clone(),

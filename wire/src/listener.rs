@@ -3,8 +3,10 @@
 use crate::message::{Message, receive};
 use crate::monitor::{Connection, Monitor};
 use crate::shared::{Inbox, News, Queued};
-use engine::fabric::{Channel, LinkId};
+use engine::fabric::{Channel, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use zmq::{Context, Socket, SocketType};
 
@@ -112,7 +114,7 @@ impl Listener {
         let inbound = Inbound { name, out, queued: queued.clone(), early: false };
         self.links.insert(link, inbound);
         self.by_fd.insert(fd, link);
-        inbox.push(News::Up { link, channel: self.channel, queued });
+        inbox.push(News::Up { link, channel: self.channel, queued, from: peer_of(fd) });
         link
     }
 
@@ -171,6 +173,15 @@ impl Listener {
         }
         self.blocked.remove(&link);
     }
+}
+
+/// The other end of a connection. One that is gone already is not told, or as that of a younger one
+/// with the same descriptor.
+fn peer_of(fd: i32) -> Option<Endpoint> {
+    // SAFETY: Nothing is read, written or closed; a descriptor that is no socket, or none, is an error.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let at: SocketAddr = rustix::net::getpeername(fd).ok()??.try_into().ok()?;
+    Some(Endpoint::tcp(&at.ip().to_canonical().to_string(), at.port()))
 }
 
 #[cfg(test)]

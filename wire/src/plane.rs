@@ -171,13 +171,13 @@ impl ControlPlane for ZmqPlane {
         let full = self.inbox.is_full();
         for news in self.inbox.take() {
             match news {
-                News::Up { link, channel, queued } => {
+                News::Up { link, channel, queued, from } => {
                     if link.is_inbound() {
                         self.links.insert(link, queued);
                     } else if !self.links.contains_key(&link) {
                         continue;
                     }
-                    out.push(ControlEvent::LinkUp { link, channel });
+                    out.push(ControlEvent::LinkUp { link, channel, from });
                 }
                 News::Frame { link, parts } if self.links.contains_key(&link) => {
                     out.push(ControlEvent::Frame { link, parts });

@@ -1,6 +1,6 @@
 //! What the plane and its thread share.
 
-use engine::fabric::{Channel, LinkId};
+use engine::fabric::{Channel, Endpoint, LinkId};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
@@ -31,7 +31,7 @@ impl Queued {
 /// What happened to a link.
 #[derive(Debug)]
 pub(crate) enum News {
-    Up { link: LinkId, channel: Channel, queued: Arc<Queued> },
+    Up { link: LinkId, channel: Channel, queued: Arc<Queued>, from: Option<Endpoint> },
     Frame { link: LinkId, parts: Vec<Vec<u8>> },
     Down { link: LinkId },
 }

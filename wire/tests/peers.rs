@@ -14,7 +14,7 @@ const LINK: LinkId = LinkId(7);
 
 fn dial(from: &mut Ears, to: &Endpoint) {
     from.plane.dial(LINK, to, Channel::Notify).unwrap();
-    let up = ControlEvent::LinkUp { link: LINK, channel: Channel::Notify };
+    let up = ControlEvent::LinkUp { link: LINK, channel: Channel::Notify, from: None };
     from.wait_for(|event| *event == up);
 }
 

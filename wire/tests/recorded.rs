@@ -88,7 +88,7 @@ fn a_recorded_listener_hears_the_recorded_dialler() {
     let player = std::thread::spawn(move || play(server.accept().unwrap().0, &mine, others));
     let (mut ours, link) = (Ears::new("127.0.0.1"), LinkId(1));
     ours.plane.dial(link, &to, Channel::Handshake).unwrap();
-    let up = ControlEvent::LinkUp { link, channel: Channel::Handshake };
+    let up = ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None };
     ours.wait_for(|event| *event == up);
     ours.plane.send(link, &[&frames(&dialler)[1].1]).unwrap();
     let answers: Vec<_> = frames(&listener)[1..].iter().map(|(_, bytes)| bytes.clone()).collect();

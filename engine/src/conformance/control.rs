@@ -101,11 +101,11 @@ impl<'a> Rig<'a> {
     fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> LinkId {
         let before = self.seen[1].len();
         self.plane(0).dial(link, to, channel).expect("a dial is taken");
-        let up = ControlEvent::LinkUp { link, channel };
-        self.until("LinkUp of the dialler", |rig| rig.seen[0].contains(&up));
+        let up = |event: &ControlEvent| matches!(event, ControlEvent::LinkUp { link: its, channel: of, .. } if (*its, *of) == (link, channel));
+        self.until("LinkUp of the dialler", |rig| rig.seen[0].iter().any(up));
         self.until("LinkUp of the listener", |rig| rig.seen[1].len() > before);
         match self.seen[1][before] {
-            ControlEvent::LinkUp { link, channel: of } if of == channel => link,
+            ControlEvent::LinkUp { link, channel: of, .. } if of == channel => link,
             ref other => panic!("expected LinkUp, got {other:?}"),
         }
     }

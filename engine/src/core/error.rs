@@ -1,7 +1,7 @@
 //! Why things end without success.
 
 use super::layout::Mismatch;
-use crate::fabric::{Cause, Refused};
+use crate::fabric::{Cause, Endpoint, LinkId, Refused};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -111,6 +111,15 @@ pub struct PeerViolation {
     pub frame: Arc<str>,
     /// Which rule.
     pub rule: Arc<str>,
+}
+
+/// Who sent what is not known to be of a peer: whence the link came if the plane told, else its
+/// number.
+pub(super) fn stranger(link: LinkId, from: Option<&Endpoint>) -> String {
+    match from {
+        Some(from) => format!("at {from}"),
+        None => format!("on link {link}"),
+    }
 }
 
 impl fmt::Display for PeerViolation {

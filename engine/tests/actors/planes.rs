@@ -147,9 +147,9 @@ impl ControlPlane for Side {
     }
 
     fn dial(&mut self, link: LinkId, _: &Endpoint, channel: Channel) -> Result<(), Refused> {
-        self.tell(self.side, ControlEvent::LinkUp { link, channel });
+        self.tell(self.side, ControlEvent::LinkUp { link, channel, from: None });
         let link = LinkId(link.0 ^ LinkId::INBOUND);
-        self.tell(1 - self.side, ControlEvent::LinkUp { link, channel });
+        self.tell(1 - self.side, ControlEvent::LinkUp { link, channel, from: None });
         Ok(())
     }
 

@@ -17,6 +17,9 @@ use engine::core::{Machine, Nanos, Outbox};
 use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
 use std::sync::Arc;
 
+/// Whence the other side opens its links.
+pub(crate) const STRANGER: &str = "tcp://192.0.2.7:50123";
+
 pub(crate) const LAYERS: u16 = 2;
 pub(crate) const BLOCKS: u32 = 8;
 /// Bytes of a block: 2 heads, 16 tokens, 8 elements of 2 bytes.
@@ -244,14 +247,15 @@ impl<M: Machine, A> Table<M, A> {
     }
 
     pub(crate) fn up(&mut self, link: LinkId, channel: Channel) {
-        self.control(ControlEvent::LinkUp { link, channel });
+        self.control(ControlEvent::LinkUp { link, channel, from: None });
     }
 
     /// A link that the other side opened.
     pub(crate) fn accept(&mut self, channel: Channel) -> LinkId {
         self.inbound += 1;
         let link = LinkId(self.inbound);
-        self.up(link, channel);
+        let from = Some(Endpoint::from(STRANGER));
+        self.control(ControlEvent::LinkUp { link, channel, from });
         link
     }
 

@@ -372,8 +372,8 @@ impl Pair {
                 let inbound = LinkId(link.0 | LinkId::INBOUND);
                 self.links.insert(link, inbound);
                 self.links.insert(inbound, link);
-                self.link_event(from, ControlEvent::LinkUp { link, channel });
-                self.link_event(other, ControlEvent::LinkUp { link: inbound, channel });
+                self.link_event(from, ControlEvent::LinkUp { link, channel, from: None });
+                self.link_event(other, ControlEvent::LinkUp { link: inbound, channel, from: None });
             }
             ControlCommand::Send { link, frame } => {
                 if let Some(&link) = self.links.get(&link)

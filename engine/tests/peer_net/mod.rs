@@ -264,7 +264,7 @@ impl Net {
         let life = self.cores[PREFILL].life;
         let event = match parts {
             Some(parts) => ControlEvent::Frame { link, parts },
-            None => ControlEvent::LinkUp { link, channel: Channel::Handshake },
+            None => ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None },
         };
         self.happen(self.now, Happening::Control(PREFILL, life, event));
     }
@@ -365,7 +365,7 @@ impl Net {
     fn event(&mut self, (core, link): (usize, LinkId), delay: Nanos, up: bool) {
         let life = self.cores[core].life;
         let event = match up {
-            true => ControlEvent::LinkUp { link, channel: Channel::Handshake },
+            true => ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None },
             false => ControlEvent::LinkDown { link },
         };
         self.happen(self.now + delay, Happening::Control(core, life, event));

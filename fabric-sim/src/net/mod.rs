@@ -298,7 +298,7 @@ impl Net {
         let event = match what {
             What::Up => {
                 let channel = self.links[link as usize].channel;
-                ControlEvent::LinkUp { link: id, channel }
+                ControlEvent::LinkUp { link: id, channel, from: None }
             }
             What::Down => {
                 self.links[link as usize].ends[end].open = false;

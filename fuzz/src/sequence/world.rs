@@ -175,7 +175,7 @@ impl<E: Engine> World<E> {
 
     fn accept(&mut self, channel: Channel) -> LinkId {
         let link = self.wire.open(channel);
-        self.tell(Told::Control(ControlEvent::LinkUp { link, channel }));
+        self.tell(Told::Control(ControlEvent::LinkUp { link, channel, from: None }));
         link
     }
 
@@ -216,7 +216,7 @@ impl<E: Engine> World<E> {
                 {
                     entry.up = true;
                     let channel = entry.channel;
-                    self.tell(Told::Control(ControlEvent::LinkUp { link, channel }));
+                    self.tell(Told::Control(ControlEvent::LinkUp { link, channel, from: None }));
                 }
             }
             Step::Report { what, which } => {

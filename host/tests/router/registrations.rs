@@ -118,16 +118,19 @@ async fn rejections_name_the_sender() {
     let mut bad = frame(Role::Prefill, "10.1.2.3:8000", &Form::of(Mode::Push));
     let at = bad.windows(5).position(|it| it == b"host:").unwrap();
     bad[at] = b'x';
-    router.send(vec![vec![bad]]);
+    router.send(vec![vec![bad], vec![b"?".to_vec()]]);
     let start = Instant::now();
     let rejected = loop {
         let rejected = router.get("/registrations/rejected").await.json();
-        if rejected["total"] != 0 {
+        if rejected["total"] == 2 {
             break rejected;
         }
         assert!(start.elapsed() < PATIENCE);
     };
     assert_eq!(rejected["last"][0]["from"], "10.1.2.3:8000");
+    // Who does not say where it serves is named by its connection.
+    let from = rejected["last"][1]["from"].as_str().unwrap();
+    assert!(from.starts_with("at tcp://127.0.0.1:"), "{from}");
     let name = "kvferry_router_registrations_rejected_total{reason=\"unusable address or size\"}";
     assert!(router.metric(name).await >= 1);
 }

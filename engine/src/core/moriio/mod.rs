@@ -24,7 +24,7 @@ use super::dialect::moriio::DecodeError;
 use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
 use super::dialect::moriio::params::Peer;
 use super::dialect::moriio::ports::Dial;
-use super::error::Failure;
+use super::error::{Failure, stranger};
 use super::ids::{PeerSlot, TransferId};
 use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
@@ -89,7 +89,7 @@ pub struct MoriioPeers {
     /// Links of diallers that asked for memory before it was registered.
     early_calls: BTreeSet<LinkId>,
     /// Links by which notices come.
-    heard: BTreeSet<LinkId>,
+    heard: BTreeMap<LinkId, Option<Endpoint>>,
     notices: Notices,
     feeds: BTreeMap<TransferId, Feed>,
     early: BTreeMap<TransferId, Early>,
@@ -113,7 +113,7 @@ impl MoriioPeers {
             targets: BTreeMap::new(),
             shaking: BTreeMap::new(),
             early_calls: BTreeSet::new(),
-            heard: BTreeSet::new(),
+            heard: BTreeMap::new(),
             notices: Notices::default(),
             feeds: BTreeMap::new(),
             early: BTreeMap::new(),
@@ -176,11 +176,11 @@ impl MoriioPeers {
         out: &mut PeerOut,
     ) -> Option<ControlEvent> {
         match event {
-            ControlEvent::LinkUp { link, channel: Channel::Notify } if link.is_inbound() => {
-                self.hear_link(link, out);
+            ControlEvent::LinkUp { link, channel: Channel::Notify, from } if link.is_inbound() => {
+                self.hear_link(link, from, out);
             }
             ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, out),
-            ControlEvent::Frame { link, parts } if self.heard.contains(&link) => {
+            ControlEvent::Frame { link, parts } if self.heard.contains_key(&link) => {
                 self.on_notice(now, link, &parts, out);
             }
             ControlEvent::Frame { link, parts } if self.is_own(link) => {
@@ -189,7 +189,7 @@ impl MoriioPeers {
             ControlEvent::Frame { link, parts } if shake::is_call(&parts) => {
                 self.answer(link, out);
             }
-            ControlEvent::LinkDown { link } if self.heard.remove(&link) => {}
+            ControlEvent::LinkDown { link } if self.heard.remove(&link).is_some() => {}
             ControlEvent::LinkDown { link } if self.is_own(link) => self.link_down(now, link, out),
             other => {
                 if let ControlEvent::LinkDown { link } = &other {
@@ -202,9 +202,9 @@ impl MoriioPeers {
     }
 
     /// Somebody will send notices by this link, unless too many do.
-    fn hear_link(&mut self, link: LinkId, out: &mut PeerOut) {
+    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut PeerOut) {
         if self.heard.len() < self.config.settings.links_max as usize {
-            self.heard.insert(link);
+            self.heard.insert(link, from);
         } else {
             out.commands.push(ControlCommand::HangUp { link });
         }
@@ -339,7 +339,7 @@ impl MoriioPeers {
         self.counters.violations = self.counters.violations.saturating_add(1);
         let peer = match self.shaking.get(&link).and_then(|slot| self.slots.get(slot)) {
             Some(slot) => slot.endpoint.to_string(),
-            None => format!("on link {link}"),
+            None => stranger(link, self.heard.get(&link).and_then(Option::as_ref)),
         };
         out.events.push(PeerEvent::Violation(error.violation(&peer)));
     }

@@ -6,19 +6,19 @@ use crate::core::channel::Received;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake::AgentMetadata;
 use crate::core::dialect::native::{self, DecodeError, Envelope, Frame};
-use crate::core::error::Failure;
+use crate::core::error::{Failure, stranger};
 use crate::core::ids::PeerSlot;
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, Channel, ControlEvent, LinkId};
+use crate::fabric::{Cause, Channel, ControlEvent, Endpoint, LinkId};
 
 impl Peers {
     /// Takes an event of the control plane; false if the link is none of these peers' (and the
     /// event was not used).
     pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut PeerOut) -> bool {
         match event {
-            ControlEvent::LinkUp { link, channel } if link.is_inbound() => {
+            ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => {
                 if channel == Channel::Handshake {
-                    self.on_guest(now, link, out);
+                    self.on_guest(now, link, from, out);
                 }
                 channel == Channel::Handshake
             }
@@ -28,12 +28,13 @@ impl Peers {
         }
     }
 
-    fn on_guest(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) {
+    fn on_guest(&mut self, now: Nanos, link: LinkId, from: Option<Endpoint>, out: &mut PeerOut) {
         if !self.has_link() {
             out.commands.push(ControlCommand::HangUp { link });
             return;
         }
         self.links.insert(link, Owner::Guest);
+        self.from.extend(from.map(|from| (link, from)));
         self.timers.arm(Timer::Link(link), now + self.config.hello);
     }
 
@@ -47,6 +48,7 @@ impl Peers {
     }
 
     fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) -> bool {
+        self.from.remove(&link);
         let Some(owner) = self.links.remove(&link) else { return false };
         self.timers.cancel(&Timer::Link(link));
         let Owner::Slot(id) = owner else { return true };
@@ -210,14 +212,19 @@ impl Peers {
             Owner::Slot(id) if self.slots.contains_key(&id) => {
                 error.violation(&self.slots[&id].engine.0)
             }
-            _ => error.violation(&format!("on link {link}")),
+            _ => error.violation(&stranger(link, self.from.get(&link))),
         };
         out.events.push(PeerEvent::Violation(violation));
         if owner == Owner::Guest {
-            self.links.remove(&link);
             self.timers.cancel(&Timer::Link(link));
-            out.commands.push(ControlCommand::HangUp { link });
+            self.hang_up(link, out);
         }
+    }
+
+    pub(super) fn hang_up(&mut self, link: LinkId, out: &mut PeerOut) {
+        self.links.remove(&link);
+        self.from.remove(&link);
+        out.commands.push(ControlCommand::HangUp { link });
     }
 
     /// Opens the next link of a slot, or gives up.
@@ -276,12 +283,12 @@ impl Peers {
     /// Continues the conversation over a link; the one before is closed.
     pub(super) fn attach(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
-        let Some(info) = &slot.info else { return };
+        let Some(incarnation) = slot.info.as_ref().map(|info| info.incarnation) else { return };
         if let Some(old) = slot.channel.detach() {
-            self.links.remove(&old);
-            out.commands.push(ControlCommand::HangUp { link: old });
+            self.hang_up(old, out);
         }
-        slot.channel.attach(now, link, info.incarnation, &mut out.commands);
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        slot.channel.attach(now, link, incarnation, &mut out.commands);
         slot.link(now);
         self.rearm(id);
     }

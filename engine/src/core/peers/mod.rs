@@ -191,6 +191,8 @@ pub struct Peers {
     known: BTreeMap<EngineId, (Incarnation, u64)>,
     shunned: BTreeMap<(EngineId, Endpoint), Shun>,
     links: BTreeMap<LinkId, Owner>,
+    /// Whence the links of others came, as far as known.
+    from: BTreeMap<LinkId, Endpoint>,
     timers: Timers<Timer>,
     inbox: Vec<Message>,
     violations: u32,
@@ -224,6 +226,7 @@ impl Peers {
             known: BTreeMap::new(),
             shunned: BTreeMap::new(),
             links: BTreeMap::new(),
+            from: BTreeMap::new(),
             timers: Timers::default(),
             inbox: Vec::new(),
             violations: 0,
@@ -332,8 +335,8 @@ impl Peers {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 Timer::Link(link) => {
-                    if self.links.remove(&link).is_some() {
-                        out.commands.push(ControlCommand::HangUp { link });
+                    if self.links.contains_key(&link) {
+                        self.hang_up(link, out);
                     }
                 }
                 Timer::Slot(id) => {
@@ -429,8 +432,7 @@ impl Peers {
                 Due::Hello(link) => self.repeat_hello(now, id, link, out),
                 Due::Abandon(link) => {
                     slot.dial_again(now, &self.config);
-                    self.links.remove(&link);
-                    out.commands.push(ControlCommand::HangUp { link });
+                    self.hang_up(link, out);
                 }
                 Due::Mend => {
                     slot.mend();

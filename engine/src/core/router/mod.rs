@@ -33,11 +33,15 @@ use self::registry::{Registered, Slot};
 use self::rejections::Rejections;
 use self::requests::{Request, Ticket};
 use super::dialect::moriio::registration::Heartbeat;
+use super::error::stranger;
 use super::ids::{ClientId, Incarnation};
 use super::machine::{Gauges, Machine, Outbox};
 use super::time::Nanos;
-use crate::fabric::{ControlEvent, LinkId};
+use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use std::collections::BTreeMap;
+
+/// Links that are remembered with whence they came.
+const NAMED_MAX: usize = 4_096;
 
 /// The router.
 #[derive(Debug)]
@@ -50,6 +54,8 @@ pub struct Router {
     active: u32,
     draining: bool,
     rejections: Rejections,
+    /// Whence links came, as far as known.
+    from: BTreeMap<LinkId, Endpoint>,
 }
 
 impl Router {
@@ -64,6 +70,7 @@ impl Router {
             active: 0,
             draining: false,
             rejections: Rejections::default(),
+            from: BTreeMap::new(),
         }
     }
 
@@ -94,12 +101,19 @@ impl Router {
                 Ok(Said::Entry(entry)) => self.register(now, *entry, Some(link), out),
                 Ok(Said::Heartbeat(beat)) => self.heartbeat(now, &beat, link, out),
                 Err(unread) => {
-                    let from = unread.from.unwrap_or_else(|| format!("link {link}").into());
+                    let from =
+                        unread.from.unwrap_or_else(|| stranger(link, self.from.get(&link)).into());
                     self.reject(now, &from, unread.reason, &unread.why);
                 }
             },
-            ControlEvent::LinkDown { link } => self.fleet.registry.unlink(link),
-            ControlEvent::LinkUp { .. } => {}
+            ControlEvent::LinkDown { link } => {
+                self.from.remove(&link);
+                self.fleet.registry.unlink(link);
+            }
+            ControlEvent::LinkUp { link, from, .. } => {
+                let from = from.filter(|_| self.from.len() < NAMED_MAX);
+                self.from.extend(from.map(|from| (link, from)));
+            }
         }
     }
 

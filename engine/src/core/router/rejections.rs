@@ -17,7 +17,7 @@ const TEXT_MAX: usize = 256;
 pub struct Rejection {
     /// When.
     pub at: Nanos,
-    /// The HTTP address that it gave, else the link that it came by. Control characters are
+    /// The HTTP address that it gave, else whence it came. Control characters are
     /// replaced.
     pub from: Arc<str>,
     /// The kind of mistake.

@@ -24,6 +24,10 @@ const FDS_MAX: u64 = 4;
 /// The number of the doorbell among watched descriptors.
 const BELL: u64 = u64::MAX;
 
+/// Operations of more bytes take longer than it takes to wake a thread: nobody stays awake for the
+/// end of one, or for what may come after it.
+pub(crate) const SHORT_MAX: u64 = 64 << 10;
+
 /// What a thread is told.
 pub(crate) enum Command {
     /// Serve a link.

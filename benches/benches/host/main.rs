@@ -12,18 +12,25 @@ use work::{ROWS, Row, Stats};
 
 fn row(near: &mut Near, row: &Row) {
     let [from, to] = row.blocks();
-    let mut stats: Vec<(Way, Stats)> =
-        Way::ALL.iter().map(|way| (*way, Stats::default())).collect();
-    for (way, stats) in &mut stats {
-        near.verify(*way, row, &from, &to);
-        stats.bytes = row.bytes();
+    for way in Way::ALL {
+        near.verify(way, row, &from, &to);
     }
-    for _ in 0..row.repeats() {
+    turns(near, row, [&from, &to], 1);
+    if row.stream() > 1 {
+        turns(near, row, [&from, &to], row.stream());
+    }
+}
+
+/// All ways in turns; in each the same transfer once or, all at the same time, several times.
+fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) {
+    let fresh = || Stats { bytes: row.bytes() * at_a_time as u64, ..Stats::default() };
+    let mut stats: Vec<(Way, Stats)> = Way::ALL.iter().map(|way| (*way, fresh())).collect();
+    for _ in 0..row.repeats(at_a_time) {
         for (way, stats) in &mut stats {
-            near.measure(*way, row, &from, &to, stats);
+            near.measure(*way, row, from, to, (at_a_time, stats));
         }
     }
-    println!("\n{} ({} x {} B)", row.name, row.count, row.size);
+    println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
     let of = |way: Way| stats.iter().find(|(w, _)| *w == way).map(|(_, stats)| stats);
     if let (Some(copy), Some(shared), Some(bare), Some(cross)) =

@@ -146,7 +146,7 @@ impl Near {
         }
         assert_eq!(self.ask("clear"), "cleared");
         self.copy.fill(0);
-        self.go(way, row, from, to);
+        self.go(way, row, from, to, 1);
         if way == Way::Memcpy {
             for (n, at) in (0..).zip(to) {
                 let at = *at as usize;
@@ -166,31 +166,32 @@ impl Near {
         row: &Row,
         from: &[u64],
         to: &[u64],
-        stats: &mut Stats,
+        (at_a_time, stats): (usize, &mut Stats),
     ) {
         let (far, near) = (self.far_cpu(), cpu());
         let start = Instant::now();
-        self.go(way, row, from, to);
+        self.go(way, row, from, to, at_a_time);
         stats.times.push(start.elapsed());
         stats.near_cpu += cpu() - near;
         stats.far_cpu += self.far_cpu() - far;
     }
 
-    fn go(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64]) {
-        let size = row.size as usize;
+    fn go(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64], at_a_time: usize) {
         match way.path() {
-            Some(path) => self.push(path, from, to, row.size),
-            None if way == Way::Memcpy => {
-                for (from, to) in from.iter().zip(to) {
-                    // SAFETY: Inside the pool and the buffer.
-                    unsafe {
-                        let source = self.pool.start().add(*from as usize);
-                        let target = self.copy.as_mut_ptr().add(*to as usize);
-                        std::ptr::copy_nonoverlapping(source, target, size);
-                    }
-                }
+            Some(path) => self.push(path, from, to, row.size, at_a_time),
+            None if way == Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
+            None => (0..at_a_time).for_each(|_| self.attach(row, from, to)),
+        }
+    }
+
+    fn plain(&mut self, row: &Row, from: &[u64], to: &[u64]) {
+        for (from, to) in from.iter().zip(to) {
+            // SAFETY: Inside the pool and the buffer.
+            unsafe {
+                let source = self.pool.start().add(*from as usize);
+                let target = self.copy.as_mut_ptr().add(*to as usize);
+                std::ptr::copy_nonoverlapping(source, target, row.size as usize);
             }
-            None => self.attach(row, from, to),
         }
     }
 
@@ -223,13 +224,15 @@ impl Near {
         op
     }
 
-    fn push(&mut self, path: Path, from: &[u64], to: &[u64], size: u64) {
-        let op = self.post(path, from, to, size);
-        let done = wait(
-            &mut self.planes[path as usize],
-            |event| matches!(event, DataEvent::Completed { op: id, .. } if *id == op),
-        );
-        assert_eq!(done, DataEvent::Completed { op, outcome: Outcome::Done });
+    fn push(&mut self, path: Path, from: &[u64], to: &[u64], size: u64, at_a_time: usize) {
+        let ops: Vec<OpId> = (0..at_a_time).map(|_| self.post(path, from, to, size)).collect();
+        for op in ops {
+            let done = wait(
+                &mut self.planes[path as usize],
+                |event| matches!(event, DataEvent::Completed { op: id, .. } if *id == op),
+            );
+            assert_eq!(done, DataEvent::Completed { op, outcome: Outcome::Done });
+        }
     }
 
     /// 64 bytes there and the word of it back.
@@ -243,7 +246,7 @@ impl Near {
                 for round in 0..110 {
                     let start = Instant::now();
                     match Path::ALL.get(n) {
-                        Some(path) => self.push(*path, &[0], &[0], 64),
+                        Some(path) => self.push(*path, &[0], &[0], 64, 1),
                         None => {
                             echo.write_all(&[1; 64]).expect("the echo hears");
                             echo.read_exact(&mut [0; 64]).expect("the echo answers");

@@ -45,8 +45,13 @@ impl Row {
         self.size * self.count
     }
 
-    pub(crate) fn repeats(&self) -> usize {
-        (6_000_000_000 / self.bytes()).clamp(15, 1_000) as usize
+    pub(crate) fn repeats(&self, at_a_time: usize) -> usize {
+        (6_000_000_000 / (self.bytes() * at_a_time as u64)).clamp(15, 1_000) as usize
+    }
+
+    /// Transfers in flight at a time in a stream, as of a prompt's layers; 1 for none.
+    pub(crate) fn stream(&self) -> usize {
+        ((16 << 20) / self.bytes().max(1 << 20)).max(1) as usize
     }
 
     /// Offsets of the blocks on both sides.

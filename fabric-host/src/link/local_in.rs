@@ -8,7 +8,7 @@ use crate::memory::{Process, Reach, Region};
 use crate::path::reach;
 use crate::proto::{Control, Denial, Part, Record, Rules, Side, Status, bytes_inside, take_slices};
 use crate::ring::{Consumer, Producer};
-use crate::worker::{Cx, ring};
+use crate::worker::{Cx, SHORT_MAX, ring};
 use rustix::event::epoll::EventFlags;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -71,6 +71,8 @@ pub(super) struct LocalIn {
     work: Option<Work>,
     /// How the operation goes whose parts are coming in, and its bytes so far.
     running: (Status, u64),
+    /// The operation that ended last was long.
+    long: bool,
     readable: bool,
     /// The socket takes a message, as far as is known.
     writable: bool,
@@ -90,6 +92,7 @@ impl LocalIn {
             slices: Vec::new(),
             work: None,
             running: (Status::Done, 0),
+            long: false,
             readable: true,
             writable: true,
             ended: false,
@@ -235,6 +238,7 @@ impl LocalIn {
             self.work = None;
             if part.last {
                 let (status, bytes) = std::mem::replace(&mut self.running, (Status::Done, 0));
+                self.long = bytes > SHORT_MAX;
                 if status == Status::Done
                     && let Some(session) = self.sessions.get(&part.session)
                 {
@@ -291,6 +295,10 @@ impl Station for LocalIn {
             }
         }
         Ok(worked)
+    }
+
+    fn spins(&self) -> bool {
+        !self.long
     }
 
     fn doze(&mut self) -> bool {

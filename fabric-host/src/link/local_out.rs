@@ -9,7 +9,7 @@ use crate::hub::{Lane, Notice};
 use crate::memory::Map;
 use crate::path::reach;
 use crate::proto::{Control, Denial, Side, Status};
-use crate::worker::Cx;
+use crate::worker::{Cx, SHORT_MAX};
 use engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ pub(super) struct LocalOut {
     /// Tokens of the regions that sessions are being opened to.
     opening: BTreeMap<u32, u64>,
     read: Option<(Read, Cursor)>,
-    /// Reads are what this link does of late: more of them are looked for.
+    /// Short reads are what this link does of late: more of them are looked for.
     reads: bool,
     readable: bool,
     /// The socket takes a message, as far as is known.
@@ -143,7 +143,7 @@ impl LocalOut {
                 self.read = None;
                 return true;
             }
-            Some((Read::Copy { op, source, region, slices }, cursor)) => {
+            Some((Read::Copy { op, source, region, slices, bytes }, cursor)) => {
                 let status = if source.is_cancelled() || !source.is_permitted() {
                     Status::Refused
                 } else {
@@ -164,6 +164,7 @@ impl LocalOut {
                 if status == Status::Done && !cursor.is_at_end(slices) {
                     return true;
                 }
+                self.reads = *bytes <= SHORT_MAX;
                 (*op, status)
             }
         };
@@ -201,9 +202,7 @@ impl Station for LocalOut {
             worked |= self.controls(cx)?;
         }
         worked |= self.link.flush_ring()?;
-        let read = self.copy(cx);
-        self.reads |= read;
-        Ok(worked | read)
+        Ok(worked | self.copy(cx))
     }
 
     fn spins(&self) -> bool {

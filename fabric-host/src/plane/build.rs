@@ -112,6 +112,7 @@ impl HostPlane {
             sessions: BTreeMap::new(),
             operations: BTreeMap::new(),
             order: 0,
+            short: 0,
             events: VecDeque::new(),
             slices: Vec::new(),
             record: Vec::new(),

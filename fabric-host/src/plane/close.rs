@@ -31,12 +31,10 @@ impl HostPlane {
     /// Fails the operations of a session; it can take no more.
     pub(super) fn fail_all(&mut self, id: SessionId, cause: &Cause) -> (u32, u32) {
         let Some(session) = self.sessions.get_mut(&id) else { return (0, 0) };
+        let operations = std::mem::take(&mut session.operations);
         let (mut reads, mut writes) = (0, 0);
-        for op in std::mem::take(&mut session.operations).into_values() {
-            let Some(operation) = self.operations.remove(&op) else { continue };
-            if let Some(held) = self.regions.get_mut(&operation.region) {
-                held.operations -= 1;
-            }
+        for op in operations.into_values() {
+            let Some(operation) = self.over(op) else { continue };
             *if operation.write { &mut writes } else { &mut reads } += 1;
             let outcome = Outcome::Failed { cause: cause.clone(), landed: Landed::Unknown };
             self.events.push_back(DataEvent::Completed { op, outcome });

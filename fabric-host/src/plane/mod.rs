@@ -128,6 +128,8 @@ pub struct HostPlane {
     operations: BTreeMap<OpId, Operation>,
     /// Operations so far.
     order: u64,
+    /// Short operations in flight.
+    short: u32,
     events: VecDeque<DataEvent>,
     slices: Vec<Slice>,
     record: Vec<u64>,

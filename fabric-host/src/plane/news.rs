@@ -1,11 +1,11 @@
 //! What the threads tell the owner.
 
-use super::{HostPlane, Phase, Way};
+use super::{HostPlane, Operation, Phase, Way};
 use crate::Path;
 use crate::hub::Notice;
 use crate::link::{Heard, Kind, OutLink, Station};
 use crate::proto::Status;
-use crate::worker::Command;
+use crate::worker::{Command, SHORT_MAX};
 use engine::fabric::{Cause, DataEvent, Landed, OpId, Outcome, SessionId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,7 +54,7 @@ impl HostPlane {
         }
     }
 
-    /// An operation was posted: its end is looked for.
+    /// A short operation was posted: its end is looked for.
     pub(super) fn look_soon(&mut self) {
         if self.attending.is_none() {
             self.links.values().for_each(|link| {
@@ -64,15 +64,15 @@ impl HostPlane {
         self.attending = Some(Instant::now());
     }
 
-    /// True if the owner is to look again at once: operations are under way and the last news are
-    /// not long ago.
+    /// True if the owner is to look again at once: short operations are under way and the last news
+    /// are not long ago.
     pub(super) fn attend(&mut self, news: bool) -> bool {
         let Some(since) = self.attending else { return false };
         if news {
             self.attending = Some(Instant::now());
         }
         let spin = Duration::from_micros(self.hub.config.spin_us.into());
-        if !self.operations.is_empty() && (news || since.elapsed() < spin) {
+        if self.short > 0 && (news || since.elapsed() < spin) {
             return true;
         }
         self.attending = None;
@@ -104,12 +104,19 @@ impl HostPlane {
         self.record = record;
     }
 
-    fn completed(&mut self, op: OpId, status: Status) {
-        // Those of closed sessions have failed already.
-        let Some(operation) = self.operations.remove(&op) else { return };
+    /// An operation is in flight no more.
+    pub(super) fn over(&mut self, op: OpId) -> Option<Operation> {
+        let operation = self.operations.remove(&op)?;
         if let Some(held) = self.regions.get_mut(&operation.region) {
             held.operations -= 1;
         }
+        self.short -= u32::from(operation.bytes <= SHORT_MAX);
+        Some(operation)
+    }
+
+    fn completed(&mut self, op: OpId, status: Status) {
+        // Those of closed sessions have failed already.
+        let Some(operation) = self.over(op) else { return };
         let failed = |cause, landed| Outcome::Failed { cause, landed };
         let outcome = match (status, operation.write) {
             (Status::Done, _) => {

@@ -4,6 +4,7 @@ use super::calls::invalid;
 use super::{HostPlane, Operation, Phase};
 use crate::copy::Slice;
 use crate::link::{Kind, Read};
+use crate::worker::SHORT_MAX;
 use engine::fabric::{DataEvent, Direction, Outcome, Refused, Submit};
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
@@ -76,6 +77,7 @@ impl HostPlane {
                 source: source.clone(),
                 region: session.region.clone(),
                 slices: std::mem::take(&mut self.slices),
+                bytes,
             }),
             (false, _) => link.fetch(op, id, &session.region, &self.slices),
         }
@@ -88,7 +90,10 @@ impl HostPlane {
         if let Some(held) = self.regions.get_mut(&region) {
             held.operations += 1;
         }
-        self.look_soon();
+        if bytes <= SHORT_MAX {
+            self.short += 1;
+            self.look_soon();
+        }
         Ok(())
     }
 }

@@ -4,28 +4,32 @@
     python benches/beside_nixl.py BENCH [ROW...]
 
 BENCH is the benchmark's binary below target/release/deps. Prints the median of both in GB/s; all bytes
-are compared.
+are compared. Both have memory with pages of 4 KiB.
 """
 
 import multiprocessing
+import os
 import random
 import re
 import subprocess
 import sys
 import time
 
-import numpy
+# Before it is imported: it would ask for huge pages.
+os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
+import numpy  # noqa: E402
 
 KIB = 1024
-# Name: bytes of a block, blocks.
+# Name: bytes of a block, blocks, blocks that lie one after the other on both sides.
 ROWS = {
-    "kv4Kx512": (4 * KIB, 512),
-    "kv16Kx512": (16 * KIB, 512),
-    "kv64Kx512": (64 * KIB, 512),
-    "kv256Kx512": (256 * KIB, 512),
-    "kv4K-256M": (4 * KIB, 65536),
-    "kv16K-256M": (16 * KIB, 16384),
-    "kv64K-256M": (64 * KIB, 4096),
+    "kv4Kx512": (4 * KIB, 512, 1),
+    "kv16Kx512": (16 * KIB, 512, 1),
+    "kv64Kx512": (64 * KIB, 512, 1),
+    "kv256Kx512": (256 * KIB, 512, 1),
+    "kv4K-256M": (4 * KIB, 65536, 1),
+    "kv16K-256M": (16 * KIB, 16384, 1),
+    "kv64K-256M": (64 * KIB, 4096, 1),
+    "kv4K-run32": (4 * KIB, 65536, 32),
 }
 ROUNDS = 3
 REPEATS = 9
@@ -48,13 +52,28 @@ def slots(data: numpy.ndarray, size: int, order: list[int]) -> list[tuple[int, i
     return [(data.ctypes.data + slot * size, size, 0) for slot in order]
 
 
+def write(data: numpy.ndarray, size: int, order: list[int]) -> None:
+    """Another byte for each of 250 neighbours."""
+    for nth, slot in enumerate(order):
+        data[slot * size : (slot + 1) * size] = nth % 250 + 1
+
+
+def is_written(data: numpy.ndarray, size: int, order: list[int]) -> bool:
+    return all(
+        (data[slot * size : (slot + 1) * size] == nth % 250 + 1).all()
+        for nth, slot in enumerate(order)
+    )
+
+
 def target(pipe, size: int, count: int, order: list[int]) -> None:
     one = agent("target")
     data = pool(size, count, 0)
     one.register_memory([(data.ctypes.data, data.nbytes, 0, "")], "DRAM")
     pipe.send((one.get_agent_metadata(), slots(data, size, order)))
-    while hear(one, pipe) == "look":
-        pipe.send([int(data[slot * size]) for slot in order])
+    while (word := hear(one, pipe)) != "end":
+        if word == "write":
+            write(data, size, order)
+        pipe.send(is_written(data, size, order))
 
 
 def hear(one, pipe) -> str:
@@ -64,26 +83,32 @@ def hear(one, pipe) -> str:
     return pipe.recv()
 
 
-def measure(size: int, count: int) -> float:
-    """Median GB/s of writes."""
+def measure(direction: str, size: int, count: int, run: int) -> float:
+    """Median GB/s of one transfer after the other."""
     draw = random.Random(size * count)
-    here, there = (draw.sample(range(2 * count), count) for _ in range(2))
+    here, there = (
+        [run * first + n for first in draw.sample(range(2 * count // run), count // run) for n in range(run)]
+        for _ in range(2)
+    )
     pipe, other = multiprocessing.Pipe()
     child = multiprocessing.Process(target=target, args=(other, size, count, there), daemon=True)
     child.start()
     one = agent("initiator")
-    data = pool(size, count, 1)
-    for nth, slot in enumerate(here):
-        data[slot * size : (slot + 1) * size] = nth % 250 + 1
+    data = pool(size, count, 0)
+    if direction == "WRITE":
+        write(data, size, here)
     one.register_memory([(data.ctypes.data, data.nbytes, 0, "")], "DRAM")
     metadata, remote = pipe.recv()
+    if direction == "READ":
+        pipe.send("write")
+        assert pipe.recv()
     peer = one.add_remote_agent(metadata)
     local = one.prep_xfer_dlist("", slots(data, size, here), "DRAM")
     remote = one.prep_xfer_dlist(peer, remote, "DRAM")
     indices = list(range(count))
     times = []
     for _ in range(REPEATS + 1):
-        handle = one.make_prepped_xfer("WRITE", local, indices, remote, indices)
+        handle = one.make_prepped_xfer(direction, local, indices, remote, indices)
         begun = time.perf_counter()
         state = one.transfer(handle)
         while state == "PROC":
@@ -92,7 +117,7 @@ def measure(size: int, count: int) -> float:
         assert state == "DONE", state
         one.release_xfer_handle(handle)
     pipe.send("look")
-    assert pipe.recv() == [nth % 250 + 1 for nth in range(count)], "other bytes arrived"
+    assert pipe.recv() and is_written(data, size, here), "other bytes arrived"
     pipe.send("end")
     child.join()
     # The first one opens connections.
@@ -102,8 +127,9 @@ def measure(size: int, count: int) -> float:
 def ours(bench: str, row: str) -> dict[str, float]:
     """Median GB/s by way."""
     text = subprocess.run([bench, row, "--bench"], capture_output=True, text=True, check=True).stdout
-    part = re.search(rf"^{row} \(.*?(?=^\S|\Z)", text, re.S | re.M).group()
-    found = re.findall(r"^  (shared memory|cross-memory) +([\d.]+) GB/s", part, re.M)
+    part = re.search(rf"^{row} \([^)]*\), 1 at a time.*?(?=^\S|\Z)", text, re.S | re.M).group()
+    ways = "shared memory|cross-memory|shared, read|cross, read"
+    found = re.findall(rf"^  ({ways}) +([\d.]+) GB/s", part, re.M)
     return {name: float(rate) for name, rate in found}
 
 
@@ -112,12 +138,12 @@ def main() -> None:
     load = open("/proc/loadavg").read().split()[0]
     print(f"load average {load}; GB/s, median of {ROUNDS} rounds in turns")
     for row in rows or ROWS:
-        size, count = ROWS[row]
         rates: dict[str, list[float]] = {}
         for _ in range(ROUNDS):
             for name, rate in ours(bench, row).items():
                 rates.setdefault(name, []).append(rate)
-            rates.setdefault("NIXL", []).append(measure(size, count))
+            for direction in ["WRITE", "READ"]:
+                rates.setdefault(f"NIXL {direction}", []).append(measure(direction, *ROWS[row]))
         told = {name: sorted(values)[ROUNDS // 2] for name, values in rates.items()}
         print(row, *(f"{name} {rate:.2f}" for name, rate in told.items()), sep="  ", flush=True)
 

@@ -62,10 +62,14 @@ fn open(plane: &mut HostPlane, to: &Address, desc: &RegionDesc) -> Result<(), Ca
     }
 }
 
-fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Outcome {
+fn submit(plane: &mut HostPlane, direction: Direction, op: u64) {
     let (op, session) = (OpId(op), SESSION);
     let (local, remote, len) = (&[0, 64][..], &[64, 128][..], &[64, 64][..]);
     plane.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+}
+
+fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Outcome {
+    submit(plane, direction, op);
     match next(plane) {
         DataEvent::Completed { outcome, .. } => outcome,
         other => panic!("{other:?}"),
@@ -121,6 +125,23 @@ fn addresses_and_regions_are_descriptors_of_mori() {
     assert_eq!((region.data, region.size), (bytes.start() as u64, LEN));
     assert_eq!((region.id, region.loc, region.device_id), (1, MemoryDesc::LOC_CPU, -1));
     assert_eq!(&*region.engine_key, "consumer:h:1:tp0:dp0");
+}
+
+#[test]
+fn a_short_read_is_over_when_it_is_submitted() {
+    for file in [true, false] {
+        let mut near = plane(HostConfig { inline_max: 128, ..door() });
+        let mut far = plane(door());
+        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        register(&mut near, ours.memory());
+        let desc = register(&mut far, theirs.memory());
+        assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
+        fill(&mut theirs, 9);
+        submit(&mut near, Direction::Read, 1);
+        assert_eq!((at(&mut ours, 0), at(&mut ours, 127), at(&mut ours, 128)), (9, 9, 0));
+        let done = DataEvent::Completed { op: OpId(1), outcome: Outcome::Done };
+        assert_eq!(next(&mut near), done);
+    }
 }
 
 #[test]

@@ -42,3 +42,13 @@ fn cross_memory_between_processes_conforms() {
 fn tcp_between_processes_conforms() {
     data_plane(&mut || Box::new(Pair::apart(Path::Tcp)));
 }
+
+#[test]
+fn shared_memory_that_threads_read_conforms() {
+    data_plane(&mut || Box::new(Pair::by_threads(Path::SharedMemory)));
+}
+
+#[test]
+fn cross_memory_that_threads_read_conforms() {
+    data_plane(&mut || Box::new(Pair::by_threads(Path::CrossMemory)));
+}

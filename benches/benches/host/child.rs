@@ -1,6 +1,6 @@
 //! The other process: it holds the targets and does what a line on its standard input says.
 
-use super::work::{POOL, ROWS, content};
+use super::work::{POOL, ROWS, fill, is_filled};
 use engine::core::time::Nanos;
 use engine::fabric::{DataEvent, DataPlane, RegionId};
 use fabric_host::{HostConfig, HostPlane, HugePages, Path, Pool};
@@ -62,20 +62,20 @@ pub(crate) fn run_if_child() -> bool {
                 unsafe { std::ptr::write_bytes(pool.start(), 0, pool.len() as usize) };
                 println!("cleared");
             }
-            Some("verify") => {
+            Some(what @ ("fill" | "verify")) => {
                 let name = words.next();
                 let seed = words.next().and_then(|seed| seed.parse().ok()).expect("a seed");
                 let row = ROWS.iter().find(|row| Some(row.name) == name).expect("a row");
-                let [_, to] = row.blocks();
-                let right = (0..).zip(&to).all(|(n, at)| {
-                    // SAFETY: Inside the pool; nothing is under way.
-                    let block = unsafe {
-                        let from = pool.start().add(*at as usize);
-                        std::slice::from_raw_parts(from, row.size as usize)
-                    };
-                    *block == content(seed, n, row.size)[..]
-                });
-                println!("{right}");
+                let [from, to] = row.blocks();
+                // SAFETY: Blocks of a row are inside the pool, and nothing is under way.
+                unsafe {
+                    if what == "fill" {
+                        fill(pool.start(), &from, seed, row.size);
+                        println!("filled");
+                    } else {
+                        println!("{}", is_filled(pool.start(), &to, seed, row.size));
+                    }
+                }
             }
             _ => break,
         }

@@ -32,13 +32,15 @@ fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) 
     }
     println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
-    let of = |way: Way| stats.iter().find(|(w, _)| *w == way).map(|(_, stats)| stats);
-    if let (Some(copy), Some(shared), Some(bare), Some(cross)) =
-        (of(Way::Memcpy), of(Way::Shared), of(Way::Attach), of(Way::Cross))
+    let of = |way: Way| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
+    let (copy, bare) = (of(Way::Memcpy), of(Way::Attach));
+    for (kind, shared, cross) in
+        [("pushed", Way::Shared, Way::Cross), ("read", Way::SharedRead, Way::CrossRead)]
     {
+        let (shared, cross) = (of(shared), of(cross));
         println!(
-            "  shared memory: {:.2} of the CPU of memcpy; cross-memory: {:.2} of the throughput of \
-             bare attach, {:.2} of its CPU",
+            "  {kind}: shared memory {:.2} of the CPU of memcpy; cross-memory {:.2} of the \
+             throughput of bare attach, {:.2} of its CPU",
             shared.cpu() / copy.cpu(),
             bare.median() / cross.median(),
             cross.cpu() / bare.cpu(),

@@ -1,7 +1,7 @@
 //! The process that initiates and measures.
 
 use super::child::{CHILD, cpu, plane};
-use super::work::{POOL, Row, Stats, content};
+use super::work::{POOL, Row, Stats, fill, is_filled};
 use engine::core::time::Nanos;
 use engine::fabric::{
     Address, DataEvent, DataPlane, Direction, OpId, Outcome, PeerId, RegionDesc, RegionId,
@@ -27,10 +27,21 @@ pub(crate) enum Way {
     Attach,
     Cross,
     Tcp,
+    /// From the child: this side copies.
+    SharedRead,
+    CrossRead,
 }
 
 impl Way {
-    pub(crate) const ALL: [Way; 5] = [Way::Memcpy, Way::Shared, Way::Attach, Way::Cross, Way::Tcp];
+    pub(crate) const ALL: [Way; 7] = [
+        Way::Memcpy,
+        Way::Shared,
+        Way::SharedRead,
+        Way::Attach,
+        Way::Cross,
+        Way::CrossRead,
+        Way::Tcp,
+    ];
 
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -39,17 +50,31 @@ impl Way {
             Way::Attach => "bare attach",
             Way::Cross => "cross-memory",
             Way::Tcp => "tcp",
+            Way::SharedRead => "shared, read",
+            Way::CrossRead => "cross, read",
         }
+    }
+
+    fn reads(self) -> bool {
+        matches!(self, Way::SharedRead | Way::CrossRead)
     }
 
     fn path(self) -> Option<Path> {
         match self {
             Way::Memcpy | Way::Attach => None,
-            Way::Shared => Some(Path::SharedMemory),
-            Way::Cross => Some(Path::CrossMemory),
+            Way::Shared | Way::SharedRead => Some(Path::SharedMemory),
+            Way::Cross | Way::CrossRead => Some(Path::CrossMemory),
             Way::Tcp => Some(Path::Tcp),
         }
     }
+}
+
+/// Blocks of the same size.
+struct Move<'a> {
+    direction: Direction,
+    from: &'a [u64],
+    to: &'a [u64],
+    size: u64,
 }
 
 /// Looks for an event so long before it sleeps.
@@ -136,28 +161,26 @@ impl Near {
     /// Moves known bytes and has them compared.
     pub(crate) fn verify(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64]) {
         self.seed += 1;
-        for (n, at) in (0..).zip(from) {
-            let block = content(self.seed, n, row.size);
-            // SAFETY: Inside the pool; nothing is under way.
-            unsafe {
-                let start = self.pool.start().add(*at as usize);
-                std::ptr::copy_nonoverlapping(block.as_ptr(), start, block.len());
+        let (seed, size, pool) = (self.seed, row.size, self.pool.start());
+        // SAFETY: Blocks of a row are inside every pool, and nothing is under way.
+        let right = unsafe {
+            self.copy.fill(0);
+            if way.reads() {
+                assert_eq!(self.ask(&format!("fill {} {seed}", row.name)), "filled");
+                std::ptr::write_bytes(pool, 0, POOL as usize);
+                self.go(way, row, from, to, 1);
+                is_filled(pool, to, seed, size)
+            } else {
+                fill(pool, from, seed, size);
+                assert_eq!(self.ask("clear"), "cleared");
+                self.go(way, row, from, to, 1);
+                match way {
+                    Way::Memcpy => is_filled(self.copy.as_ptr(), to, seed, size),
+                    _ => self.ask(&format!("verify {} {seed}", row.name)) == "true",
+                }
             }
-        }
-        assert_eq!(self.ask("clear"), "cleared");
-        self.copy.fill(0);
-        self.go(way, row, from, to, 1);
-        if way == Way::Memcpy {
-            for (n, at) in (0..).zip(to) {
-                let at = *at as usize;
-                let block = &self.copy[at..at + row.size as usize];
-                assert!(*block == content(self.seed, n, row.size)[..], "{way:?} {row:?}");
-            }
-        } else {
-            let seed = self.seed;
-            let right = self.ask(&format!("verify {} {seed}", row.name));
-            assert_eq!(right, "true", "{way:?} {row:?} moved other bytes");
-        }
+        };
+        assert!(right, "{way:?} {row:?} moved other bytes");
     }
 
     pub(crate) fn measure(
@@ -178,7 +201,10 @@ impl Near {
 
     fn go(&mut self, way: Way, row: &Row, from: &[u64], to: &[u64], at_a_time: usize) {
         match way.path() {
-            Some(path) => self.push(path, from, to, row.size, at_a_time),
+            Some(path) => {
+                let direction = if way.reads() { Direction::Read } else { Direction::Write };
+                self.transfer(path, &Move { direction, from, to, size: row.size }, at_a_time);
+            }
             None if way == Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
             None => (0..at_a_time).for_each(|_| self.attach(row, from, to)),
         }
@@ -214,18 +240,19 @@ impl Near {
         }
     }
 
-    fn post(&mut self, path: Path, from: &[u64], to: &[u64], size: u64) -> OpId {
+    fn post(&mut self, path: Path, move_: &Move<'_>) -> OpId {
         self.op += 1;
         let op = OpId(self.op);
+        let &Move { direction, from, to, size } = move_;
+        let (local, remote) = if direction == Direction::Write { (from, to) } else { (to, from) };
         let len = vec![size; from.len()];
-        let (session, direction) = (SESSION, Direction::Write);
-        let batch = Submit { op, session, direction, local: from, remote: to, len: &len };
+        let batch = Submit { op, session: SESSION, direction, local, remote, len: &len };
         self.planes[path as usize].submit(batch).expect("a batch is taken");
         op
     }
 
-    fn push(&mut self, path: Path, from: &[u64], to: &[u64], size: u64, at_a_time: usize) {
-        let ops: Vec<OpId> = (0..at_a_time).map(|_| self.post(path, from, to, size)).collect();
+    fn transfer(&mut self, path: Path, move_: &Move<'_>, at_a_time: usize) {
+        let ops: Vec<OpId> = (0..at_a_time).map(|_| self.post(path, move_)).collect();
         for op in ops {
             let done = wait(
                 &mut self.planes[path as usize],
@@ -241,12 +268,13 @@ impl Near {
         let mut stats = [0; 4].map(|_| Stats { bytes: 64, ..Stats::default() });
         let mut echo = TcpStream::connect(("127.0.0.1", self.far.1)).expect("the echo listens");
         echo.set_nodelay(true).expect("loopback");
+        let word = Move { direction: Direction::Write, from: &[0], to: &[0], size: 64 };
         for _ in 0..200 {
             for (n, stats) in stats.iter_mut().enumerate() {
                 for round in 0..110 {
                     let start = Instant::now();
                     match Path::ALL.get(n) {
-                        Some(path) => self.push(*path, &[0], &[0], 64, 1),
+                        Some(path) => self.transfer(*path, &word, 1),
                         None => {
                             echo.write_all(&[1; 64]).expect("the echo hears");
                             echo.read_exact(&mut [0; 64]).expect("the echo answers");
@@ -270,13 +298,14 @@ impl Near {
     pub(crate) fn many(&mut self) {
         println!("\nmany (1000 x 32 x 4096 B)");
         let blocks: Vec<u64> = (0..32_000).map(|n| n * 8_192).collect();
+        let write = |part| Move { direction: Direction::Write, from: part, to: part, size: 4_096 };
         for path in Path::ALL {
             let mut stats = Stats { bytes: 32_000 * 4_096, ..Stats::default() };
             for _ in 0..15 {
                 let (far, near) = (self.far_cpu(), cpu());
                 let start = Instant::now();
                 let mut open: BTreeSet<OpId> =
-                    blocks.chunks(32).map(|part| self.post(path, part, part, 4_096)).collect();
+                    blocks.chunks(32).map(|part| self.post(path, &write(part))).collect();
                 while !open.is_empty() {
                     match wait(&mut self.planes[path as usize], |_| true) {
                         DataEvent::Completed { op, outcome: Outcome::Done } => open.remove(&op),

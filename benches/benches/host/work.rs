@@ -51,7 +51,7 @@ impl Row {
 
     /// Transfers in flight at a time in a stream, as of a prompt's layers; 1 for none.
     pub(crate) fn stream(&self) -> usize {
-        ((16 << 20) / self.bytes().max(1 << 20)).max(1) as usize
+        ((64 << 20) / self.bytes().max(2 << 20)).max(1) as usize
     }
 
     /// Offsets of the blocks on both sides.
@@ -77,6 +77,32 @@ pub(crate) fn content(seed: u64, block: u64, size: u64) -> Vec<u8> {
     let mut state = seed << 32 | block;
     let words = (0..size.div_ceil(8)).flat_map(|_| mix(&mut state).to_le_bytes());
     words.take(size as usize).collect()
+}
+
+/// Puts the blocks of a row into a pool.
+///
+/// # Safety
+/// The pool has all the blocks, and nothing else is at it.
+pub(crate) unsafe fn fill(pool: *mut u8, at: &[u64], seed: u64, size: u64) {
+    for (n, at) in (0..).zip(at) {
+        let block = content(seed, n, size);
+        // SAFETY: See above.
+        unsafe {
+            std::ptr::copy_nonoverlapping(block.as_ptr(), pool.add(*at as usize), block.len())
+        };
+    }
+}
+
+/// True if the blocks of a row are there.
+///
+/// # Safety
+/// As for [`fill`].
+pub(crate) unsafe fn is_filled(pool: *const u8, at: &[u64], seed: u64, size: u64) -> bool {
+    (0..).zip(at).all(|(n, at)| {
+        // SAFETY: See above.
+        let block = unsafe { std::slice::from_raw_parts(pool.add(*at as usize), size as usize) };
+        *block == content(seed, n, size)[..]
+    })
 }
 
 /// Times and CPU of one way.

@@ -24,6 +24,10 @@ const ANSWERS_MAX: usize = 1_024;
 /// Records taken in one step.
 const BURST: usize = 64;
 
+/// Bytes that are copied at most before a sleeping peer hears of answers while there is more to copy:
+/// it would take the very core that copies.
+const QUIET_MAX: u64 = 8 << 20;
+
 /// A session of the peer: from its region to ours.
 struct Session {
     region: Arc<Region>,
@@ -65,6 +69,8 @@ pub(super) struct LocalIn {
     requests: Consumer<RingWords>,
     answers: Producer<RingWords>,
     waiting: VecDeque<Vec<u64>>,
+    /// Bytes that were copied since answers were put into the ring that the peer may not know of.
+    untold: Option<u64>,
     replies: VecDeque<(Control, Option<Arc<Region>>)>,
     sessions: BTreeMap<u32, Session>,
     slices: Vec<Slice>,
@@ -87,6 +93,7 @@ impl LocalIn {
             answers: Producer::new(ends.segment.answers()),
             ends,
             waiting: VecDeque::new(),
+            untold: None,
             replies: VecDeque::new(),
             sessions: BTreeMap::new(),
             slices: Vec::new(),
@@ -169,10 +176,20 @@ impl LocalIn {
             self.waiting.pop_front();
             worked = true;
         }
-        if worked && self.answers.must_wake() {
-            ring(self.ends.bell.as_fd());
+        if worked {
+            self.untold.get_or_insert(0);
         }
         Ok(worked)
+    }
+
+    /// Wakes the peer for its answers, unless there is more to do first.
+    fn tell(&mut self, idle: bool) {
+        if self.untold.is_some_and(|bytes| idle || bytes >= QUIET_MAX) {
+            self.untold = None;
+            if self.answers.must_wake() {
+                ring(self.ends.bell.as_fd());
+            }
+        }
     }
 
     fn take(&mut self, cx: &mut Cx) -> Result<bool, End> {
@@ -219,6 +236,9 @@ impl LocalIn {
         if self.running.0 == Status::Done && !work.cursor.is_at_end(&self.slices) {
             let session = &self.sessions[&work.part.session];
             work.cursor.next(&self.slices, &mut cx.chunk);
+            if let Some(untold) = &mut self.untold {
+                *untold += cx.chunk.iter().map(|slice| slice.len).sum::<u64>();
+            }
             let Some(_in) = self.inbound.hold() else { return Err(End::Ours) };
             self.running.0 = match session.region.hold() {
                 None => Status::Refused,
@@ -283,8 +303,10 @@ impl Station for LocalIn {
         if !self.waiting.is_empty() {
             worked |= self.flush()?;
         }
+        let mut idle = false;
         for _ in 0..BURST {
             if self.work.is_none() && !self.take(cx)? {
+                idle = true;
                 break;
             }
             worked = true;
@@ -294,6 +316,7 @@ impl Station for LocalIn {
                 break;
             }
         }
+        self.tell(idle);
         Ok(worked)
     }
 

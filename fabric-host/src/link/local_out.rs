@@ -4,7 +4,7 @@ use super::local_in::Ends;
 use super::out::{Heard, OutLink, Read, Source};
 use super::{End, Station, socket};
 use crate::config::Path;
-use crate::copy::{Cursor, Fault, copy};
+use crate::copy::Cursor;
 use crate::hub::{Lane, Notice};
 use crate::memory::Map;
 use crate::path::reach;
@@ -144,23 +144,8 @@ impl LocalOut {
                 return true;
             }
             Some((Read::Copy { op, source, region, slices, bytes }, cursor)) => {
-                let status = if source.is_cancelled() || !source.is_permitted() {
-                    Status::Refused
-                } else {
-                    cursor.next(slices, &mut cx.chunk);
-                    match region.hold() {
-                        None => Status::Destination,
-                        Some(_registered) => {
-                            match copy(&cx.chunk, &source.reach, &region.reach, &mut cx.scratch) {
-                                Err(Fault::Source) => Status::Source,
-                                Err(Fault::Destination) => Status::Destination,
-                                // What was read of a region that is gone may be anything.
-                                Ok(()) if !source.is_permitted() => Status::Source,
-                                Ok(()) => Status::Done,
-                            }
-                        }
-                    }
-                };
+                cursor.next(slices, &mut cx.chunk);
+                let status = source.read(&cx.chunk, region, &mut cx.scratch);
                 if status == Status::Done && !cursor.is_at_end(slices) {
                     return true;
                 }

@@ -3,7 +3,7 @@
 
 use super::segment::{RingWords, Segment};
 use super::{End, Kind};
-use crate::copy::Slice;
+use crate::copy::{Fault, Scratch, Slice, copy};
 use crate::memory::{Map, Reach, Region};
 use crate::proto::{Control, PART_MAX, Part, Record, Side, Status, push_slices};
 use crate::ring::{Consumer, Producer};
@@ -37,6 +37,21 @@ impl Source {
 
     pub(crate) fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::SeqCst)
+    }
+
+    /// Copies ranges, at most a chunk, into a region of ours.
+    pub(crate) fn read(&self, chunk: &[Slice], into: &Region, scratch: &mut Scratch) -> Status {
+        if self.is_cancelled() || !self.is_permitted() {
+            return Status::Refused;
+        }
+        let Some(_registered) = into.hold() else { return Status::Destination };
+        match copy(chunk, &self.reach, &into.reach, scratch) {
+            Err(Fault::Source) => Status::Source,
+            Err(Fault::Destination) => Status::Destination,
+            // What was read of a region that is gone may be anything.
+            Ok(()) if !self.is_permitted() => Status::Source,
+            Ok(()) => Status::Done,
+        }
     }
 }
 

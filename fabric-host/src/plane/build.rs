@@ -113,6 +113,7 @@ impl HostPlane {
             operations: BTreeMap::new(),
             order: 0,
             short: 0,
+            desk: Default::default(),
             events: VecDeque::new(),
             slices: Vec::new(),
             record: Vec::new(),

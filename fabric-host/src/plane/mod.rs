@@ -132,6 +132,7 @@ pub struct HostPlane {
     short: u32,
     events: VecDeque<DataEvent>,
     slices: Vec<Slice>,
+    desk: submit::Desk,
     record: Vec<u64>,
     heard: Vec<Heard>,
     /// Since when there is nothing new, if we look at the rings of answers ourselves.

@@ -114,7 +114,7 @@ impl HostPlane {
         Some(operation)
     }
 
-    fn completed(&mut self, op: OpId, status: Status) {
+    pub(super) fn completed(&mut self, op: OpId, status: Status) {
         // Those of closed sessions have failed already.
         let Some(operation) = self.over(op) else { return };
         let failed = |cause, landed| Outcome::Failed { cause, landed };

@@ -2,8 +2,10 @@
 
 use super::calls::invalid;
 use super::{HostPlane, Operation, Phase};
-use crate::copy::Slice;
-use crate::link::{Kind, Read};
+use crate::copy::{Cursor, Scratch, Slice};
+use crate::link::{Kind, Read, Source};
+use crate::memory::Region;
+use crate::proto::Status;
 use crate::worker::SHORT_MAX;
 use engine::fabric::{DataEvent, Direction, Outcome, Refused, Submit};
 
@@ -35,6 +37,28 @@ fn merge(
         }
     }
     Ok(bytes)
+}
+
+/// What the owner copies with.
+#[derive(Debug, Default)]
+pub(super) struct Desk {
+    chunk: Vec<Slice>,
+    scratch: Scratch,
+}
+
+impl Desk {
+    /// A whole read, by the thread that asks for it.
+    fn read(&mut self, source: &Source, into: &Region, slices: &[Slice]) -> Status {
+        let mut cursor = Cursor::default();
+        while !cursor.is_at_end(slices) {
+            cursor.next(slices, &mut self.chunk);
+            match source.read(&self.chunk, into, &mut self.scratch) {
+                Status::Done => {}
+                failed => return failed,
+            }
+        }
+        Status::Done
+    }
 }
 
 impl HostPlane {
@@ -70,15 +94,22 @@ impl HostPlane {
             return Ok(());
         }
         let (op, id) = (batch.op.0, batch.session.0);
+        let mut read = None;
         match (write, &lane.source) {
             (true, _) => link.write(op, id, &session.region, &self.slices),
-            (false, Some(source)) if link.kind == Kind::Local => link.read(Read::Copy {
-                op,
-                source: source.clone(),
-                region: session.region.clone(),
-                slices: std::mem::take(&mut self.slices),
-                bytes,
-            }),
+            (false, Some(source)) if link.kind == Kind::Local => {
+                if bytes <= self.hub.config.inline_max.into() {
+                    read = Some(self.desk.read(source, &session.region, &self.slices));
+                } else {
+                    link.read(Read::Copy {
+                        op,
+                        source: source.clone(),
+                        region: session.region.clone(),
+                        slices: std::mem::take(&mut self.slices),
+                        bytes,
+                    });
+                }
+            }
             (false, _) => link.fetch(op, id, &session.region, &self.slices),
         }
         let order = self.order;
@@ -90,9 +121,11 @@ impl HostPlane {
         if let Some(held) = self.regions.get_mut(&region) {
             held.operations += 1;
         }
-        if bytes <= SHORT_MAX {
-            self.short += 1;
-            self.look_soon();
+        self.short += u32::from(bytes <= SHORT_MAX);
+        match read {
+            Some(status) => self.completed(batch.op, status),
+            None if bytes <= SHORT_MAX => self.look_soon(),
+            None => {}
         }
         Ok(())
     }

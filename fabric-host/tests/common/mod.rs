@@ -51,6 +51,14 @@ impl Pair {
         Pair::with(path, Second::There(Remote::start(&setup)))
     }
 
+    /// The second in a process of its own; no read is copied by the thread that asks for it.
+    pub(crate) fn by_threads(path: Path) -> Pair {
+        let mut pair = Pair::apart(path);
+        let config = HostConfig { inline_max: 0, ..config(path) };
+        pair.first = HostPlane::new(config).expect("a plane at loopback");
+        pair
+    }
+
     fn with(path: Path, second: Second) -> Pair {
         let first = HostPlane::new(config(path)).expect("a plane at loopback");
         let bytes = Bytes::new(MEMORY, path == Path::SharedMemory);

@@ -1,12 +1,12 @@
-//! The actor beside a shell: performs what the machine wants and tells it what happened.
+//! The actor with a machine and its plane: performs what the machine wants and tells it what
+//! happened.
 
 use super::Clock;
-use super::credit::{Full, Port};
-use super::shell::{Effects, Look, Shell};
-use crate::core::machine::Machine;
+use super::shell::Look;
+use crate::core::machine::{Machine, Outbox};
 use crate::core::time::Nanos;
 use crate::fabric::Wake;
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, ResponseFuture, SpawnHandle};
+use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, MessageResult, SpawnHandle};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -47,12 +47,13 @@ impl<I> Message for Give<I> {
 #[rtype(result = "()")]
 struct Wakeup;
 
-/// Drives one shell.
+/// Drives one machine.
 pub struct Driver<S: Seat> {
     seat: S,
-    shell: Port<Shell<S::Machine>>,
+    machine: S::Machine,
+    outbox: Outbox<Effect<S>>,
     clock: Clock,
-    /// Inputs that wait for a credit.
+    /// Inputs that the machine has not taken yet.
     backlog: VecDeque<Input<S>>,
     deadline: Option<Nanos>,
     alarm: Option<(Nanos, SpawnHandle)>,
@@ -60,17 +61,18 @@ pub struct Driver<S: Seat> {
 }
 
 impl<S: Seat> Driver<S> {
-    /// Starts a machine and its driver in the current arbiter; `first` is its first input.
+    /// Starts a machine and its driver in the current arbiter; `seat` is told the driver's address,
+    /// and `first` is the machine's first input.
     pub fn start(
-        seat: S,
+        seat: impl FnOnce(Addr<Driver<S>>) -> S,
         machine: S::Machine,
         first: Option<Input<S>>,
         clock: Clock,
-        credits: usize,
     ) -> Addr<Driver<S>> {
         Driver::create(|context: &mut Context<Driver<S>>| Driver {
-            seat,
-            shell: Shell::start(0, machine, context.address().recipient(), credits),
+            seat: seat(context.address()),
+            machine,
+            outbox: Outbox::new(),
             clock,
             backlog: first.into_iter().collect(),
             deadline: None,
@@ -79,18 +81,28 @@ impl<S: Seat> Driver<S> {
         })
     }
 
+    /// Tells the seat something; what the machine is to hear of it goes to the queue that `tell`
+    /// gets.
+    pub fn tell(
+        &mut self,
+        context: &mut Context<Self>,
+        tell: impl FnOnce(&mut S, &mut VecDeque<Input<S>>),
+    ) {
+        tell(&mut self.seat, &mut self.backlog);
+        self.run(context);
+    }
+
     fn run(&mut self, context: &mut Context<Self>) {
         let now = (self.clock)();
+        self.turns(now);
         let wake = self.seat.poll(now, &mut self.backlog);
         if self.deadline.is_some_and(|deadline| deadline <= now) {
-            self.deadline = None;
             self.backlog.push_back(self.seat.tick());
         }
-        while let Some(input) = self.backlog.pop_front() {
-            if let Err(Full(input)) = self.shell.send(now, input) {
-                self.backlog.push_front(input);
-                break;
-            }
+        if !self.backlog.is_empty() {
+            self.turns(now);
+            // What was performed may have changed what the plane waits for; others come first.
+            return context.notify(Wakeup);
         }
         match wake {
             Wake::Ready => {
@@ -101,6 +113,17 @@ impl<S: Seat> Driver<S> {
             Wake::At(at) => self.arm(now, Some(at), context),
             Wake::External => self.arm(now, None, context),
         }
+    }
+
+    /// Gives the machine its inputs and performs what it wants.
+    fn turns(&mut self, now: Nanos) {
+        while let Some(input) = self.backlog.pop_front() {
+            self.machine.handle(now, input, &mut self.outbox);
+            for effect in self.outbox.drain() {
+                self.seat.perform(effect, &mut self.backlog);
+            }
+        }
+        self.deadline = self.machine.deadline();
     }
 
     /// Keeps one timer, for the earlier of the plane's and the machine's wish.
@@ -132,19 +155,6 @@ impl<S: Seat> Actor for Driver<S> {
     }
 }
 
-impl<S: Seat> Handler<Effects<Effect<S>>> for Driver<S> {
-    type Result = ();
-
-    fn handle(&mut self, turn: Effects<Effect<S>>, context: &mut Self::Context) {
-        for effect in turn.effects {
-            self.seat.perform(effect, &mut self.backlog);
-        }
-        self.deadline = turn.deadline;
-        drop(turn.credit);
-        self.run(context);
-    }
-}
-
 impl<S: Seat> Handler<Give<Input<S>>> for Driver<S> {
     type Result = ();
 
@@ -154,13 +164,11 @@ impl<S: Seat> Handler<Give<Input<S>>> for Driver<S> {
     }
 }
 
-/// Answered by the shell, in turn with the inputs before it; an error only when it is gone.
-impl<S: Seat, R: Send + 'static> Handler<Look<S::Machine, R>> for Driver<S> {
-    type Result = ResponseFuture<R>;
+impl<S: Seat, R: 'static> Handler<Look<S::Machine, R>> for Driver<S> {
+    type Result = MessageResult<Look<S::Machine, R>>;
 
     fn handle(&mut self, look: Look<S::Machine, R>, _: &mut Self::Context) -> Self::Result {
-        let answer = self.shell.ask(look);
-        Box::pin(async move { answer.await.expect("a shell lives as long as its driver") })
+        MessageResult((look.0)(&self.machine))
     }
 }
 

@@ -1,11 +1,12 @@
 //! The machines as actix actors.
 //!
-//! A [`Shell`] owns one machine: it takes a [`Turn`], calls the machine, and hands the [`Effects`]
-//! to the outlet it was given. A [`Driver`] owns the plane of one machine ([`DataSeat`] that of a
-//! transfer actor, [`ControlSeat`] that of a prefill, decode or router actor), performs the
-//! effects and feeds the machine. Time comes from the [`Clock`] of the drivers; shells have none.
+//! A [`Driver`] owns one machine and its plane ([`DataSeat`] that of a transfer actor,
+//! [`ControlSeat`] that of a prefill or decode actor), performs the effects and feeds the machine.
+//! A [`Shell`] owns a machine alone: it takes a [`Turn`], calls the machine, and hands the
+//! [`Effects`] to the outlet it was given. Time comes from the [`Clock`] of the drivers; shells
+//! have none.
 //!
-//! Nothing queues without bound: every turn needs a [`Credit`] of the shell's [`Port`], and the
+//! Nothing queues without bound at a shell: every turn needs a [`Credit`] of its [`Port`], and the
 //! credit travels with the effects until they are performed.
 
 mod credit;

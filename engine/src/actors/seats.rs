@@ -6,7 +6,6 @@ use crate::core::decode::{Decode, DecodeEffect, DecodeInput};
 use crate::core::machine::Machine;
 use crate::core::message::Report;
 use crate::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use crate::core::router::{Router, RouterEffect, RouterInput};
 use crate::core::time::Nanos;
 use crate::core::transfer::{Transfer, TransferEffect, TransferInput};
 use crate::driver::{perform_control, perform_data};
@@ -103,9 +102,8 @@ macro_rules! core_machine {
 
 core_machine!(Prefill, PrefillInput, PrefillEffect);
 core_machine!(Decode, DecodeInput, DecodeEffect);
-core_machine!(Router, RouterInput, RouterEffect);
 
-/// An effect that is not for the control plane: a job, an answer, a leg.
+/// An effect that is not for the control plane: a job or an answer.
 #[derive(Debug)]
 pub struct Foreign<E>(pub E);
 
@@ -113,7 +111,7 @@ impl<E> Message for Foreign<E> {
     type Result = ();
 }
 
-/// The place of a prefill, decode or router actor; what is not for the control plane goes to
+/// The place of a prefill or decode actor; what is not for the control plane goes to
 /// `outlet`.
 pub struct ControlSeat<M: CoreMachine> {
     /// Its control plane.

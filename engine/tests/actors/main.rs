@@ -168,7 +168,7 @@ fn engine<M: Core + Unpin + 'static>(
     let mut core = None;
     let desk = Desk::create(|context: &mut Context<Desk<M>>| {
         let seat = ControlSeat { plane: Box::new(side), outlet: context.address().recipient() };
-        let driver = Driver::start(seat, machine, None, clock.clone(), 4);
+        let driver = Driver::start(|_| seat, machine, None, clock.clone());
         core = Some(driver.clone());
         let ranks = (0..TP)
             .map(|rank| {
@@ -176,7 +176,7 @@ fn engine<M: Core + Unpin + 'static>(
                 let machine = transfer(role, mode, rank, plane.address());
                 let core = context.address().recipient();
                 let seat = DataSeat { rank, plane: Box::new(plane), core };
-                Driver::start(seat, machine, Some(TransferInput::Start), clock.clone(), 4)
+                Driver::start(|_| seat, machine, Some(TransferInput::Start), clock.clone())
             })
             .collect();
         Desk { core: driver, ranks, ready: 0, done: Some(done) }

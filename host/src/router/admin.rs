@@ -1,7 +1,6 @@
 //! What the router tells about itself, and what it asks an instance on a client's behalf.
 
 use super::error::Refusal;
-use super::front::Core;
 use super::leg::{self, Http, JSON};
 use super::metrics::{role_name, state_name};
 use super::serve::Desk;
@@ -30,8 +29,7 @@ const ASKED_MAX: usize = 3;
 /// What the handlers here need.
 #[derive(Clone)]
 pub(crate) struct Admin {
-    pub(crate) core: Core,
-    pub(crate) desk: Desk,
+    pub(crate) desk: Arc<Desk>,
     pub(crate) http: Http,
     pub(crate) registry: Arc<Registry>,
     pub(crate) clock: engine::actors::Clock,
@@ -131,7 +129,7 @@ impl Admin {
         let now = (self.clock)();
         let look = Look(Box::new(move |router: &Router| state(router, now)));
         let gone = |_| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
-        self.core.send(look).await.map_err(gone)
+        self.desk.core.send(look).await.map_err(gone)
     }
 
     /// Whether there is a pair of instances of one mode that can serve.

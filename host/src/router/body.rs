@@ -1,10 +1,9 @@
 //! The streamed answer to a client, made of one or more streams of decodes.
 
 use super::error::Refusal;
-use super::front::{Event, Front, Left, PartBody};
+use super::front::{Core, Event, Left, PartBody};
 use super::merge::Merger;
 use super::relay::Relay;
-use actix::Addr;
 use bytes::Bytes;
 use engine::core::ids::ClientId;
 use hyper::StatusCode;
@@ -15,15 +14,15 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
-/// Tells the front that the client has gone, or has its answer.
+/// Tells the core that the client has gone, or has its answer.
 pub(crate) struct Guard {
-    pub(crate) front: Addr<Front>,
+    pub(crate) core: Core,
     pub(crate) client: ClientId,
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.front.do_send(Left(self.client));
+        self.core.do_send(Left(self.client));
     }
 }
 

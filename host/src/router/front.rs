@@ -1,5 +1,5 @@
-//! The actor between the router core and HTTP: it turns what the core wants into legs, and what
-//! becomes of them into news for the core and answers for the clients.
+//! The seat of the router core between its plane and HTTP: it turns what the core wants into legs,
+//! and what becomes of them into news for the core and answers for the clients.
 
 use super::api::Asked;
 use super::error::Refusal;
@@ -10,30 +10,33 @@ use super::params::{self, Unique};
 use super::probe;
 use super::relay::{End, Relay};
 use super::settings::Settings;
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
+use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
-use engine::actors::{Clock, ControlSeat, Driver, Foreign, Give};
+use engine::actors::{Clock, Driver, Seat};
+use engine::core::Nanos;
 use engine::core::ids::{ClientId, EngineId, LegId, TransferId};
 use engine::core::message::{FinishReason, Mode, Role};
 use engine::core::router::{
     Answer, ClientRequest, LegBody, LegEvent, LegFailure, Pair, Prompt, Router, RouterEffect,
     RouterInput,
 };
-use engine::fabric::{ControlPlane, Endpoint};
+use engine::driver::perform_control;
+use engine::fabric::{ControlPlane, Endpoint, Wake};
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{StatusCode, Uri};
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::task::Waker;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-/// The actor with the router core.
-pub(crate) type Core = Addr<Driver<ControlSeat<Router>>>;
+/// The actor with the router core, in the seat that is [`Front`].
+pub(crate) type Core = Addr<Driver<Front>>;
 
-/// Turns that the core may have waiting.
-const CREDITS: usize = 1024;
+/// What the core is to hear.
+type Inputs = VecDeque<RouterInput>;
 
 /// A client's request.
 #[derive(Debug)]
@@ -112,9 +115,10 @@ struct Running {
     cut: Option<oneshot::Sender<()>>,
 }
 
-/// The actor.
+/// The seat.
 pub(crate) struct Front {
     core: Core,
+    plane: Box<dyn ControlPlane>,
     http: Http,
     settings: Arc<Settings>,
     metrics: Metrics,
@@ -123,7 +127,7 @@ pub(crate) struct Front {
 }
 
 impl Front {
-    /// Starts the actor and the router core, which listens on `plane`.
+    /// Starts the router core, which listens on `plane`.
     pub(crate) fn start(
         router: Router,
         plane: Box<dyn ControlPlane>,
@@ -131,31 +135,19 @@ impl Front {
         http: Http,
         settings: Arc<Settings>,
         metrics: Metrics,
-    ) -> (Addr<Front>, Core) {
-        let mut started = None;
-        let front = Front::create(|context: &mut Context<Front>| {
-            let seat = ControlSeat { plane, outlet: context.address().recipient() };
-            let core = Driver::start(seat, router, None, clock, CREDITS);
-            started = Some(core.clone());
+    ) -> Core {
+        let seat = |core| {
             let (clients, legs) = Default::default();
-            Front { core, http, settings, metrics, clients, legs }
-        });
-        (front, started.expect("made with the front"))
-    }
-
-    fn give(&self, input: RouterInput) {
-        self.core.do_send(Give(input));
-    }
-
-    fn tell(&self, leg: LegId, event: LegEvent) {
-        self.give(RouterInput::Leg { leg, event });
+            Front { core, plane, http, settings, metrics, clients, legs }
+        };
+        Driver::start(seat, router, None, clock)
     }
 
     fn count(&self, role: Role, outcome: &'static str) {
         self.metrics.legs.get_or_create(&LegLabels { role: role_name(role), outcome }).inc();
     }
 
-    fn dispatch(&mut self, sent: Sent, context: &mut Context<Front>) {
+    fn dispatch(&mut self, sent: Sent) {
         let Sent { leg, client, engine, http, pair, body } = sent;
         let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
         let (part, role) = (*prompt as usize, role_of(&body));
@@ -164,14 +156,14 @@ impl Front {
             LegBody::Decode { .. } => false,
         };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
-        let front = context.address();
+        let core = self.core.clone();
         let (sender, limits) = (self.http.clone(), self.settings.limits);
         let task = actix::spawn(async move {
             let news = match order {
                 Ok(order) => leg::run(sender, order, limits).await,
                 Err(why) => News::Failed(Fault::nonsense(&why)),
             };
-            front.do_send(OfLeg(leg, news));
+            core.do_send(OfLeg(leg, news));
         });
         let running = Running { client, part, role, engine, wants_params, task, cut: None };
         self.legs.insert(leg, running);
@@ -197,23 +189,23 @@ impl Front {
         Some(order(&client.job, part, http, pair, body, unique))
     }
 
-    fn whole(&mut self, leg: LegId, head: Head, body: Bytes) {
+    fn whole(&mut self, leg: LegId, head: Head, body: Bytes, out: &mut Inputs) {
         let Some(running) = self.legs.remove(&leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let part = running.part;
         if running.role == Role::Prefill {
             client.parts[part].cached = merge::cached(&body);
-            return self.prefilled(leg, &running, &body);
+            return self.prefilled(leg, &running, &body, out);
         }
         let cached = client.parts[part].cached;
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
         let _ = client.events.try_send(Event::Part { part, head, body, cached });
         self.count(Role::Decode, "done");
-        self.tell(leg, done());
+        out.push_back(news(leg, done()));
     }
 
-    fn prefilled(&mut self, leg: LegId, running: &Running, body: &[u8]) {
+    fn prefilled(&mut self, leg: LegId, running: &Running, body: &[u8], out: &mut Inputs) {
         #[derive(Deserialize)]
         struct Answered<'a> {
             #[serde(borrow)]
@@ -221,23 +213,23 @@ impl Front {
         }
         if !running.wants_params {
             self.count(Role::Prefill, "done");
-            return self.tell(leg, done());
+            return out.push_back(news(leg, done()));
         }
         match serde_json::from_slice::<Answered<'_>>(body) {
             Ok(Answered { kv_transfer_params: Some(params) }) if params.get() != "null" => {
                 self.count(Role::Prefill, "done");
                 let params = params.get().into();
-                self.tell(leg, LegEvent::Prefilled { params });
+                out.push_back(news(leg, LegEvent::Prefilled { params }));
             }
             Ok(_) => {
                 tracing::warn!(%leg, engine = %running.engine,
                     "prefill answered without kv_transfer_params: decode computes the prompt");
                 self.count(Role::Prefill, "done");
-                self.tell(leg, done());
+                out.push_back(news(leg, done()));
             }
             Err(why) => {
                 let why = format!("prefill {} answered what is no JSON: {why}", running.engine);
-                self.failed(leg, running, Fault::nonsense(&why));
+                self.failed(leg, running, Fault::nonsense(&why), out);
             }
         }
     }
@@ -248,22 +240,38 @@ impl Front {
         head: Head,
         first: Bytes,
         body: hyper::body::Incoming,
-        context: &mut Context<Front>,
+        out: &mut Inputs,
     ) {
         let Some(running) = self.legs.get_mut(&leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let (cut, is_cut) = oneshot::channel();
         running.cut = Some(cut);
         let part = running.part;
-        let front = context.address();
-        let report = move |end| front.do_send(StreamEnded(leg, end));
+        let core = self.core.clone();
+        let report = move |end| core.do_send(StreamEnded(leg, end));
         let relay = Relay::new(first, body, self.settings.limits.idle, is_cut, report);
         let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
         let _ = client.events.try_send(Event::Part { part, head, body, cached });
-        self.tell(leg, LegEvent::FirstToken);
+        out.push_back(news(leg, LegEvent::FirstToken));
     }
 
-    fn failed(&mut self, leg: LegId, running: &Running, fault: Fault) {
+    fn stream_ended(&mut self, leg: LegId, end: End, out: &mut Inputs) {
+        let Some(running) = self.legs.remove(&leg) else { return };
+        match end {
+            Ok(()) => {
+                self.count(Role::Decode, "done");
+                out.push_back(news(leg, done()));
+            }
+            Err(why) => {
+                let message = format!("decode {}: the stream broke off: {why}", running.engine);
+                let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
+                let fault = Fault { failure: LegFailure::Connection, refusal };
+                self.failed(leg, &running, fault, out);
+            }
+        }
+    }
+
+    fn failed(&mut self, leg: LegId, running: &Running, fault: Fault, out: &mut Inputs) {
         let Fault { failure, refusal } = fault;
         tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
             client = %running.client, %failure, "leg failed");
@@ -271,7 +279,7 @@ impl Front {
         if let Some(client) = self.clients.get_mut(&running.client) {
             client.fault = Some(refusal);
         }
-        self.tell(leg, LegEvent::Failed(failure));
+        out.push_back(news(leg, LegEvent::Failed(failure)));
     }
 
     fn answer(&mut self, client: ClientId, answer: &Answer) {
@@ -297,6 +305,10 @@ struct Sent {
     http: Endpoint,
     pair: Box<Pair>,
     body: LegBody,
+}
+
+fn news(leg: LegId, event: LegEvent) -> RouterInput {
+    RouterInput::Leg { leg, event }
 }
 
 fn done() -> LegEvent {
@@ -364,79 +376,24 @@ impl Job {
     }
 }
 
-impl Actor for Front {
-    type Context = Context<Self>;
+impl Seat for Front {
+    type Machine = Router;
 
-    fn started(&mut self, context: &mut Self::Context) {
-        // Every message belongs to a request or a leg, whose numbers are bounded.
-        context.set_mailbox_capacity(CREDITS);
+    fn poll(&mut self, now: Nanos, out: &mut Inputs) -> Wake {
+        let mut events = Vec::new();
+        let wake = self.plane.poll(now, &mut events);
+        out.extend(events.into_iter().map(RouterInput::Control));
+        wake
     }
-}
 
-impl Handler<Ask> for Front {
-    type Result = ();
-
-    fn handle(&mut self, ask: Ask, _: &mut Context<Front>) {
-        let Ask { client, job, prompts, events } = ask;
-        let parts = vec![PartState::default(); job.asked.parts.len()];
-        let output = job.asked.output;
-        self.clients.insert(client, Client { job, events, parts, fault: None });
-        self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output }));
-    }
-}
-
-impl Handler<Left> for Front {
-    type Result = ();
-
-    fn handle(&mut self, Left(client): Left, _: &mut Context<Front>) {
-        if self.clients.remove(&client).is_some() {
-            self.give(RouterInput::Gone { client });
-        }
-    }
-}
-
-impl Handler<OfLeg> for Front {
-    type Result = ();
-
-    fn handle(&mut self, OfLeg(leg, news): OfLeg, context: &mut Context<Front>) {
-        match news {
-            News::Whole(head, body) => self.whole(leg, head, body),
-            News::Begun(head, first, body) => self.begun(leg, head, first, body, context),
-            News::Failed(fault) => {
-                if let Some(running) = self.legs.remove(&leg) {
-                    self.failed(leg, &running, fault);
-                }
+    fn perform(&mut self, effect: RouterEffect, out: &mut Inputs) {
+        match effect {
+            RouterEffect::Control(command) => {
+                let events = perform_control(self.plane.as_mut(), command);
+                out.extend(events.map(RouterInput::Control));
             }
-        }
-    }
-}
-
-impl Handler<StreamEnded> for Front {
-    type Result = ();
-
-    fn handle(&mut self, StreamEnded(leg, end): StreamEnded, _: &mut Context<Front>) {
-        let Some(running) = self.legs.remove(&leg) else { return };
-        match end {
-            Ok(()) => {
-                self.count(Role::Decode, "done");
-                self.tell(leg, done());
-            }
-            Err(why) => {
-                let message = format!("decode {}: the stream broke off: {why}", running.engine);
-                let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
-                self.failed(leg, &running, Fault { failure: LegFailure::Connection, refusal });
-            }
-        }
-    }
-}
-
-impl Handler<Foreign<RouterEffect>> for Front {
-    type Result = ();
-
-    fn handle(&mut self, effect: Foreign<RouterEffect>, context: &mut Context<Front>) {
-        match effect.0 {
             RouterEffect::Dispatch { leg, client, engine, http, pair, body } => {
-                self.dispatch(Sent { leg, client, engine, http, pair, body }, context);
+                self.dispatch(Sent { leg, client, engine, http, pair, body });
             }
             RouterEffect::CancelLeg { leg } => {
                 if let Some(running) = self.legs.remove(&leg) {
@@ -448,7 +405,65 @@ impl Handler<Foreign<RouterEffect>> for Front {
             RouterEffect::Probe { probe, http } => {
                 probe::start(probe, http, self.http.clone(), self.core.clone());
             }
-            RouterEffect::Control(_) => unreachable!("the seat performs these"),
         }
+    }
+
+    fn tick(&self) -> RouterInput {
+        RouterInput::Tick
+    }
+
+    fn set_waker(&mut self, waker: Waker) {
+        self.plane.set_waker(waker);
+    }
+}
+
+impl Handler<Ask> for Driver<Front> {
+    type Result = ();
+
+    fn handle(&mut self, ask: Ask, context: &mut Context<Self>) {
+        let Ask { client, job, prompts, events } = ask;
+        let parts = vec![PartState::default(); job.asked.parts.len()];
+        let output = job.asked.output;
+        self.tell(context, |front, out| {
+            front.clients.insert(client, Client { job, events, parts, fault: None });
+            let request = ClientRequest { client, prompts, samples: 1, output };
+            out.push_back(RouterInput::Request(request));
+        });
+    }
+}
+
+impl Handler<Left> for Driver<Front> {
+    type Result = ();
+
+    fn handle(&mut self, Left(client): Left, context: &mut Context<Self>) {
+        self.tell(context, |front, out| {
+            if front.clients.remove(&client).is_some() {
+                out.push_back(RouterInput::Gone { client });
+            }
+        });
+    }
+}
+
+impl Handler<OfLeg> for Driver<Front> {
+    type Result = ();
+
+    fn handle(&mut self, OfLeg(leg, news): OfLeg, context: &mut Context<Self>) {
+        self.tell(context, |front, out| match news {
+            News::Whole(head, body) => front.whole(leg, head, body, out),
+            News::Begun(head, first, body) => front.begun(leg, head, first, body, out),
+            News::Failed(fault) => {
+                if let Some(running) = front.legs.remove(&leg) {
+                    front.failed(leg, &running, fault, out);
+                }
+            }
+        });
+    }
+}
+
+impl Handler<StreamEnded> for Driver<Front> {
+    type Result = ();
+
+    fn handle(&mut self, StreamEnded(leg, end): StreamEnded, context: &mut Context<Self>) {
+        self.tell(context, |front, out| front.stream_ended(leg, end, out));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The core ([`engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
 //! is only what turns HTTP into its inputs and its effects into HTTP. Everything runs on one
-//! thread: the core as an actor ([`engine::actors`]), the [`front`] actor beside it, and a task for
+//! thread: the core as an actor ([`engine::actors`]) in the seat that [`front`] is, and a task for
 //! each connection and each leg.
 
 mod admin;
@@ -48,6 +48,7 @@ use hyper::{Request, StatusCode};
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -108,11 +109,12 @@ async fn run(
     let http = leg::http(&settings.limits);
     let settings = Arc::new(settings);
     let router = engine::core::router::Router::new(config, Incarnation(rand::random()));
-    let (front, core) =
+    let core =
         Front::start(router, plane, clock.clone(), http.clone(), settings.clone(), metrics.clone());
-    let desk = Desk { front, settings, metrics: metrics.clone(), next_client: Arc::default() };
-    let admin =
-        Admin { core: core.clone(), desk: desk.clone(), http, registry: registry.into(), clock };
+    let next_client = AtomicU64::default();
+    let desk =
+        Arc::new(Desk { core: core.clone(), settings, metrics: metrics.clone(), next_client });
+    let admin = Admin { desk: desk.clone(), http, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
     let serving =
         server::serve(listener, app(desk, admin), args.connections_max as usize, metrics, stopped);
@@ -133,7 +135,7 @@ async fn run(
     Ok(())
 }
 
-fn app(desk: Desk, admin: Admin) -> Router {
+fn app(desk: Arc<Desk>, admin: Admin) -> Router {
     let mut app = Router::new();
     for api in APIS {
         let desk = desk.clone();

@@ -4,12 +4,11 @@ use super::api::{Api, Asked};
 use super::body::{ClientBody, Guard};
 use super::error::Refusal;
 use super::fields::Fields;
-use super::front::{Ask, Event, Front, Job, PartBody};
+use super::front::{Ask, Core, Event, Job, PartBody};
 use super::leg::{Head, REQUEST_ID};
 use super::merge::{self, Answered, Merger};
 use super::metrics::{self, Metrics};
 use super::settings::Settings;
-use actix::Addr;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -27,12 +26,11 @@ use tokio::sync::mpsc;
 use tokio::time::timeout;
 
 /// What handlers share.
-#[derive(Clone)]
 pub(crate) struct Desk {
-    pub(crate) front: Addr<Front>,
+    pub(crate) core: Core,
     pub(crate) settings: Arc<Settings>,
     pub(crate) metrics: Metrics,
-    pub(crate) next_client: Arc<AtomicU64>,
+    pub(crate) next_client: AtomicU64,
 }
 
 impl Desk {
@@ -65,8 +63,8 @@ impl Desk {
         let job = Arc::new(Job::new(asked, &parts.headers, own));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
-        let guard = Guard { front: self.front.clone(), client };
-        self.front.do_send(Ask { client, job: job.clone(), prompts, events: sender });
+        let guard = Guard { core: self.core.clone(), client };
+        self.core.do_send(Ask { client, job: job.clone(), prompts, events: sender });
         match job.asked.stream {
             true => streamed(&job.asked, events, guard).await,
             false => whole(&job.asked, events, guard).await,

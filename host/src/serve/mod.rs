@@ -48,9 +48,6 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 use wire::{WireConfig, ZmqPlane};
 
-/// Turns that a core or transfer actor may have in its mailbox.
-const CREDITS: usize = 64;
-
 /// Routers send legs for as long as they remember the last heartbeat: 5 s of vllm-router 0.1.17.
 const LINGER: Duration = Duration::from_secs(6);
 
@@ -262,12 +259,12 @@ fn start(
             Role::Prefill => {
                 let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
                 let machine = Prefill::new(config);
-                Core::Prefill(Driver::start(seat, machine, None, clock.clone(), CREDITS))
+                Core::Prefill(Driver::start(|_| seat, machine, None, clock.clone()))
             }
             Role::Decode => {
                 let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
                 let machine = Decode::new(config);
-                Core::Decode(Driver::start(seat, machine, None, clock.clone(), CREDITS))
+                Core::Decode(Driver::start(|_| seat, machine, None, clock.clone()))
             }
         };
         let mut memories = Vec::with_capacity(ranks.len());
@@ -277,7 +274,7 @@ fn start(
             let seat = DataSeat { rank, plane, core: own.clone().recipient() };
             let first = Some(TransferInput::Start);
             let machine = Transfer::new(parts.transfer);
-            drivers.push(Driver::start(seat, machine, first, clock.clone(), CREDITS));
+            drivers.push(Driver::start(|_| seat, machine, first, clock.clone()));
             memories.push(parts.backing.into_rank());
         }
         let memory = Kv::new(geometry, memories);

@@ -1,8 +1,9 @@
 //! What the router tells about itself, and what it asks an instance on a client's behalf.
 
 use super::error::Refusal;
-use super::leg::{self, Http, JSON};
+use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
+use super::pool::Pool;
 use super::serve::Desk;
 use crate::scrape;
 use axum::response::{IntoResponse, Response};
@@ -11,6 +12,7 @@ use engine::actors::Look;
 use engine::core::message::{Mode, Role};
 use engine::core::router::{InstanceState, Router, RouterCounters};
 use engine::core::{Machine, Nanos};
+use engine::fabric::Endpoint;
 use http_body_util::Full;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
@@ -30,7 +32,7 @@ const ASKED_MAX: usize = 3;
 #[derive(Clone)]
 pub(crate) struct Admin {
     pub(crate) desk: Arc<Desk>,
-    pub(crate) http: Http,
+    pub(crate) pool: Pool,
     pub(crate) registry: Arc<Registry>,
     pub(crate) clock: engine::actors::Clock,
 }
@@ -40,7 +42,7 @@ pub(crate) struct Admin {
 struct Worker {
     engine: String,
     role: &'static str,
-    http: String,
+    http: Endpoint,
     zmq: Option<String>,
     transfer_mode: &'static str,
     native: bool,
@@ -80,7 +82,7 @@ fn state(router: &Router, now: Nanos) -> State {
     let workers = router.instances(now).map(|it| Worker {
         engine: it.engine.to_string(),
         role: role_name(it.role),
-        http: it.http.to_string(),
+        http: it.http.clone(),
         zmq: it.zmq.map(ToString::to_string),
         transfer_mode: match it.mode {
             Mode::Push => "WRITE",
@@ -230,14 +232,12 @@ impl Admin {
         worker: &Worker,
         key: Option<&HeaderValue>,
     ) -> Result<Response, String> {
-        let uri = Uri::builder().scheme("http").authority(&*worker.http);
         let mut request = Request::new(Full::<Bytes>::default());
-        *request.uri_mut() =
-            uri.path_and_query("/v1/models").build().map_err(|why| why.to_string())?;
+        *request.uri_mut() = Uri::from_static("/v1/models");
         if let Some(key) = key {
             request.headers_mut().insert(AUTHORIZATION, key.clone());
         }
-        let answer = self.http.request(request).await.map_err(|why| leg::chain(&why))?;
+        let answer = self.pool.send(&worker.http, request).await?;
         let (head, body) = answer.into_parts();
         if head.status.is_server_error() {
             return Err(format!("status {}", head.status));

@@ -3,10 +3,11 @@
 
 use super::api::Asked;
 use super::error::Refusal;
-use super::leg::{self, DP_RANK, Fault, Head, Http, JSON, News, Order, REQUEST_ID};
+use super::leg::{self, DP_RANK, Fault, Head, JSON, News, Order, REQUEST_ID};
 use super::merge;
 use super::metrics::{Leg as LegLabels, Metrics, role_name};
 use super::params::{self, Unique};
+use super::pool::{Pool, Reply};
 use super::probe;
 use super::relay::{End, Relay};
 use super::settings::Settings;
@@ -22,8 +23,8 @@ use engine::core::router::{
 };
 use engine::driver::perform_control;
 use engine::fabric::{ControlPlane, Endpoint, Wake};
+use hyper::StatusCode;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
-use hyper::{StatusCode, Uri};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
@@ -119,7 +120,7 @@ struct Running {
 pub(crate) struct Front {
     core: Core,
     plane: Box<dyn ControlPlane>,
-    http: Http,
+    pool: Pool,
     settings: Arc<Settings>,
     metrics: Metrics,
     clients: HashMap<ClientId, Client>,
@@ -132,13 +133,13 @@ impl Front {
         router: Router,
         plane: Box<dyn ControlPlane>,
         clock: Clock,
-        http: Http,
+        pool: Pool,
         settings: Arc<Settings>,
         metrics: Metrics,
     ) -> Core {
         let seat = |core| {
             let (clients, legs) = Default::default();
-            Front { core, plane, http, settings, metrics, clients, legs }
+            Front { core, plane, pool, settings, metrics, clients, legs }
         };
         Driver::start(seat, router, None, clock)
     }
@@ -157,10 +158,10 @@ impl Front {
         };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
         let core = self.core.clone();
-        let (sender, limits) = (self.http.clone(), self.settings.limits);
+        let (pool, limits) = (self.pool.clone(), self.settings.limits);
         let task = actix::spawn(async move {
             let news = match order {
-                Ok(order) => leg::run(sender, order, limits).await,
+                Ok(order) => leg::run(pool, order, limits).await,
                 Err(why) => News::Failed(Fault::nonsense(&why)),
             };
             core.do_send(OfLeg(leg, news));
@@ -234,14 +235,7 @@ impl Front {
         }
     }
 
-    fn begun(
-        &mut self,
-        leg: LegId,
-        head: Head,
-        first: Bytes,
-        body: hyper::body::Incoming,
-        out: &mut Inputs,
-    ) {
+    fn begun(&mut self, leg: LegId, head: Head, first: Bytes, body: Reply, out: &mut Inputs) {
         let Some(running) = self.legs.get_mut(&leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let (cut, is_cut) = oneshot::channel();
@@ -349,14 +343,11 @@ fn order(
     if to.dp_size > 1 {
         headers.insert(DP_RANK, to.dp_rank.into());
     }
-    let path = job.asked.api.path();
-    let uri = Uri::builder().scheme("http").authority(&*http.0).path_and_query(path).build();
-    let uri = uri.map_err(|why| format!("{http}: {why}"))?;
     let transfer = params::write(body, pair, unique)?;
     let prefill = role_of(body) == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
-    Ok(Order { uri, headers, body, stream })
+    Ok(Order { to: http.clone(), path: job.asked.api.path(), headers, body, stream })
 }
 
 impl Job {
@@ -403,7 +394,7 @@ impl Seat for Front {
             }
             RouterEffect::Answer { client, answer } => self.answer(client, &answer),
             RouterEffect::Probe { probe, http } => {
-                probe::start(probe, http, self.http.clone(), self.core.clone());
+                probe::start(probe, http, self.pool.clone(), self.core.clone());
             }
         }
     }

@@ -1,46 +1,20 @@
 //! One leg: a request to an instance, and what becomes of it.
 
 use super::error::Refusal;
+use super::pool::{Pool, Reply};
 use super::settings::Limits;
 use bytes::Bytes;
 use engine::core::router::LegFailure;
+use engine::fabric::Endpoint;
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
-use hyper::{Method, Request, StatusCode, Uri};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
+use hyper::http::uri::PathAndQuery;
+use hyper::{Method, Request, StatusCode};
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// The connections to all instances.
-pub(crate) type Http = Client<HttpConnector, Full<Bytes>>;
-
 /// Longest error answer that is kept, in bytes.
 const ERROR_MAX: usize = 1 << 20;
-
-/// Runs what the connections spawn as tasks of the router's one thread.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Here;
-
-impl<F: Future + 'static> hyper::rt::Executor<F> for Here {
-    fn execute(&self, future: F) {
-        // The task ends by itself, with its connection.
-        let _detached = actix::spawn(async move { drop(future.await) });
-    }
-}
-
-/// The connections to all instances; idle ones are closed before vLLM closes them (after 5 s).
-pub(crate) fn http(limits: &Limits) -> Client<HttpConnector, Full<Bytes>> {
-    let mut connector = HttpConnector::new();
-    connector.set_nodelay(true);
-    connector.set_connect_timeout(Some(limits.connect));
-    Client::builder(Here)
-        .pool_timer(hyper_util::rt::TokioTimer::new())
-        .pool_idle_timeout(Duration::from_secs(4))
-        .pool_max_idle_per_host(1024)
-        .build(connector)
-}
 
 /// Why a leg failed.
 #[derive(Clone, Debug)]
@@ -53,9 +27,8 @@ pub(crate) struct Fault {
 
 impl Fault {
     /// The instance could not be reached, cut the connection, or was silent for too long.
-    pub(crate) fn connection(to: &Uri, why: &str) -> Fault {
-        let at = to.authority().map_or("", |at| at.as_str());
-        let message = format!("instance {at}: {why}");
+    pub(crate) fn connection(to: &Endpoint, why: &str) -> Fault {
+        let message = format!("instance {to}: {why}");
         let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
         Fault { failure: LegFailure::Connection, refusal }
     }
@@ -80,14 +53,15 @@ pub(crate) enum News {
     /// The whole answer.
     Whole(Head, Bytes),
     /// The beginning of a stream.
-    Begun(Head, Bytes, Incoming),
+    Begun(Head, Bytes, Reply),
     Failed(Fault),
 }
 
 /// What is sent.
 #[derive(Debug)]
 pub(crate) struct Order {
-    pub(crate) uri: Uri,
+    pub(crate) to: Endpoint,
+    pub(crate) path: &'static str,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
     /// Whether the answer is handed on as it comes.
@@ -95,12 +69,12 @@ pub(crate) struct Order {
 }
 
 /// Sends a leg and waits for its answer, or for the first bytes of a stream.
-pub(crate) async fn run(http: Http, order: Order, limits: Limits) -> News {
-    let uri = order.uri.clone();
-    match exchange(http, order, limits).await {
+pub(crate) async fn run(pool: Pool, order: Order, limits: Limits) -> News {
+    let to = order.to.clone();
+    match exchange(pool, order, limits).await {
         Ok(news) => news,
         Err(Lost::Fault(fault)) => News::Failed(*fault),
-        Err(Lost::Why(why)) => News::Failed(Fault::connection(&uri, &why)),
+        Err(Lost::Why(why)) => News::Failed(Fault::connection(&to, &why)),
     }
 }
 
@@ -115,15 +89,15 @@ impl From<String> for Lost {
     }
 }
 
-async fn exchange(http: Http, order: Order, limits: Limits) -> Result<News, Lost> {
-    let Order { uri, headers, body, stream } = order;
+async fn exchange(pool: Pool, order: Order, limits: Limits) -> Result<News, Lost> {
+    let Order { to, path, headers, body, stream } = order;
     let mut request = Request::new(Full::new(body));
     *request.method_mut() = Method::POST;
-    *request.uri_mut() = uri.clone();
+    *request.uri_mut() = PathAndQuery::from_static(path).into();
     *request.headers_mut() = headers;
-    let answer = timeout(limits.answer, http.request(request)).await;
+    let answer = timeout(limits.answer, pool.send(&to, request)).await;
     let answer = answer.map_err(|_| format!("no answer within {:?}", limits.answer))?;
-    let (head, mut body) = answer.map_err(|why| chain(&why))?.into_parts();
+    let (head, mut body) = answer?.into_parts();
     let head = Head { status: head.status, headers: head.headers };
     if !head.status.is_success() {
         return Err(Lost::Fault(Box::new(refused(head.status, body, limits).await?)));
@@ -148,7 +122,7 @@ async fn exchange(http: Http, order: Order, limits: Limits) -> Result<News, Lost
     }
 }
 
-async fn refused(status: StatusCode, body: Incoming, limits: Limits) -> Result<Fault, String> {
+async fn refused(status: StatusCode, body: Reply, limits: Limits) -> Result<Fault, String> {
     let body = collect(body, ERROR_MAX, limits.idle).await?;
     let refusal = Refusal::relayed(status, body);
     let failure = match status {

@@ -16,6 +16,7 @@ mod leg;
 mod merge;
 mod metrics;
 mod params;
+mod pool;
 mod probe;
 mod relay;
 mod serve;
@@ -30,6 +31,7 @@ use self::api::APIS;
 use self::error::Refusal;
 use self::front::Front;
 use self::metrics::Metrics;
+use self::pool::Pool;
 use self::serve::Desk;
 use self::settings::{Limits, Settings};
 use crate::exit::{Exit, Stop};
@@ -106,15 +108,15 @@ async fn run(
     let start = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(start.elapsed().as_nanos() as u64));
     let (metrics, registry) = Metrics::new();
-    let http = leg::http(&settings.limits);
+    let pool = Pool::new(settings.limits.connect);
     let settings = Arc::new(settings);
     let router = engine::core::router::Router::new(config, Incarnation(rand::random()));
     let core =
-        Front::start(router, plane, clock.clone(), http.clone(), settings.clone(), metrics.clone());
+        Front::start(router, plane, clock.clone(), pool.clone(), settings.clone(), metrics.clone());
     let next_client = AtomicU64::default();
     let desk =
         Arc::new(Desk { core: core.clone(), settings, metrics: metrics.clone(), next_client });
-    let admin = Admin { desk: desk.clone(), http, registry: registry.into(), clock };
+    let admin = Admin { desk: desk.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
     let serving =
         server::serve(listener, app(desk, admin), args.connections_max as usize, metrics, stopped);

@@ -1,7 +1,7 @@
 //! Whether an instance answers HTTP before it gets legs.
 
 use super::front::Core;
-use super::leg::Http;
+use super::pool::Pool;
 use bytes::Bytes;
 use engine::actors::Give;
 use engine::core::router::{ProbeId, RouterInput};
@@ -15,10 +15,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Asks an instance for its health and tells the core. Any answer will do that is not the server's
 /// own failure: the instance listens.
-pub(crate) fn start(probe: ProbeId, to: Endpoint, http: Http, core: Core) {
+pub(crate) fn start(probe: ProbeId, to: Endpoint, pool: Pool, core: Core) {
     // The task ends within its patience.
     let _detached = actix::spawn(async move {
-        let asked = tokio::time::timeout(PATIENCE, ask(&to, &http)).await;
+        let asked = tokio::time::timeout(PATIENCE, ask(&to, &pool)).await;
         let answers = match asked {
             Ok(Ok(status)) => status < 500,
             _ => false,
@@ -31,10 +31,9 @@ pub(crate) fn start(probe: ProbeId, to: Endpoint, http: Http, core: Core) {
     });
 }
 
-async fn ask(to: &Endpoint, http: &Http) -> Result<u16, String> {
-    let uri = Uri::builder().scheme("http").authority(&*to.0).path_and_query("/health").build();
+async fn ask(to: &Endpoint, pool: &Pool) -> Result<u16, String> {
     let mut request = Request::new(Full::<Bytes>::default());
-    *request.uri_mut() = uri.map_err(|why| why.to_string())?;
-    let answer = http.request(request).await.map_err(|why| why.to_string())?;
+    *request.uri_mut() = Uri::from_static("/health");
+    let answer = pool.send(to, request).await?;
     Ok(answer.status().as_u16())
 }

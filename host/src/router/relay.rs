@@ -1,8 +1,9 @@
 //! The stream of one decode leg on its way to the client.
 
 use super::leg::chain;
+use super::pool::Reply;
 use bytes::Bytes;
-use hyper::body::{Body, Incoming};
+use hyper::body::Body;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -13,7 +14,7 @@ use tokio::time::{Instant, Sleep, sleep};
 pub(crate) type End = Result<(), String>;
 
 /// A stream that has begun.
-pub(crate) struct Relay<B = Incoming> {
+pub(crate) struct Relay<B = Reply> {
     first: Option<Bytes>,
     body: B,
     /// Fires when the instance has been silent for too long.

@@ -72,6 +72,7 @@ async fn connection(stream: TcpStream, app: Router, mut stop: watch::Receiver<bo
     let serving = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app));
     let mut serving = std::pin::pin!(serving);
     let ended = tokio::select! {
+        biased;
         ended = serving.as_mut() => ended,
         _ = stop.wait_for(|stop| *stop) => {
             serving.as_mut().graceful_shutdown();

@@ -1,0 +1,240 @@
+//! Connections to instances. A request drives its own, without a task beside it; between requests
+//! they wait here.
+
+use super::leg::chain;
+use bytes::Bytes;
+use engine::fabric::Endpoint;
+use http_body_util::Full;
+use hyper::body::{Body, Frame, Incoming, SizeHint};
+use hyper::client::conn::http1::{Builder, Connection, SendRequest};
+use hyper::header::{HOST, HeaderValue};
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use std::collections::HashMap;
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+
+/// A connection waits this long at most: vLLM closes idle ones after 5 s.
+const LINGER: Duration = Duration::from_secs(4);
+
+/// Connections to one instance that may wait.
+const WAITING_MAX: usize = 1024;
+
+/// The connections to all instances; clones share them.
+#[derive(Clone)]
+pub(crate) struct Pool {
+    waiting: Arc<Mutex<Waiting>>,
+    /// Time for a new connection.
+    connect: Duration,
+}
+
+#[derive(Default)]
+struct Waiting {
+    /// The last one is the one that has waited for the shortest time.
+    lines: HashMap<Endpoint, Vec<(Instant, Box<Line>)>>,
+    /// A task closes those that have waited for too long.
+    is_swept: bool,
+}
+
+/// One connection.
+struct Line {
+    sender: SendRequest<Full<Bytes>>,
+    connection: Connection<TokioIo<TcpStream>, Full<Bytes>>,
+    ended: bool,
+}
+
+impl Line {
+    /// Reads and writes what it can.
+    fn drive(&mut self, context: &mut Context<'_>) {
+        // Why it ended is told to the request that it has, if any.
+        self.ended = self.ended || Pin::new(&mut self.connection).poll(context).is_ready();
+    }
+
+    /// True if it takes a request, as far as can be told.
+    fn is_free(&mut self, context: &mut Context<'_>) -> bool {
+        self.drive(context);
+        !self.ended && self.sender.is_ready()
+    }
+}
+
+impl Pool {
+    /// No connections; new ones may take `connect`.
+    pub(crate) fn new(connect: Duration) -> Pool {
+        Pool { waiting: Arc::default(), connect }
+    }
+
+    /// Sends a request, whose URI is a path, and waits for the head of the answer.
+    ///
+    /// # Errors
+    /// No connection, or it ended before the answer.
+    pub(crate) async fn send(
+        &self,
+        to: &Endpoint,
+        mut request: Request<Full<Bytes>>,
+    ) -> Result<Response<Reply>, String> {
+        let host = HeaderValue::from_str(&to.0).map_err(|why| format!("{to}: {why}"))?;
+        request.headers_mut().insert(HOST, host);
+        loop {
+            let waited = poll_fn(|context| Poll::Ready(self.take(to, context))).await;
+            let is_new = waited.is_none();
+            let mut line = match waited {
+                Some(line) => line,
+                None => self.dial(to).await?,
+            };
+            let mut answer = pin!(line.sender.try_send_request(request));
+            let answer = poll_fn(|context| {
+                line.drive(context);
+                answer.as_mut().poll(context)
+            });
+            match answer.await {
+                Ok(answer) => {
+                    let (pool, to) = (self.clone(), to.clone());
+                    return Ok(answer.map(|body| Reply { body, line: Some(line), to, pool }));
+                }
+                // The instance closed it before it took anything of the request.
+                Err(mut why) => match why.take_message() {
+                    Some(unsent) if !is_new => request = unsent,
+                    _ => return Err(chain(&why.into_error())),
+                },
+            }
+        }
+    }
+
+    async fn dial(&self, to: &Endpoint) -> Result<Box<Line>, String> {
+        let stream = timeout(self.connect, TcpStream::connect(&*to.0)).await;
+        let stream = stream.map_err(|_| format!("no connection within {:?}", self.connect))?;
+        let stream = stream.map_err(|why| format!("cannot connect: {why}"))?;
+        // Without it small bodies wait; with it failing they only wait.
+        let _ = stream.set_nodelay(true);
+        let line = Builder::new().handshake(TokioIo::new(stream)).await;
+        let (sender, connection) = line.map_err(|why| chain(&why))?;
+        Ok(Box::new(Line { sender, connection, ended: false }))
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        // Nothing is left half done by a panic.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self, to: &Endpoint, context: &mut Context<'_>) -> Option<Box<Line>> {
+        let mut waiting = self.waiting();
+        let lines = waiting.lines.get_mut(to)?;
+        while let Some((since, mut line)) = lines.pop() {
+            if since.elapsed() < LINGER && line.is_free(context) {
+                return Some(line);
+            }
+        }
+        None
+    }
+
+    fn put(&self, to: &Endpoint, line: Box<Line>) {
+        let mut waiting = self.waiting();
+        let lines = waiting.lines.entry(to.clone()).or_default();
+        if lines.len() < WAITING_MAX {
+            lines.push((Instant::now(), line));
+        }
+        if !std::mem::replace(&mut waiting.is_swept, true) {
+            // The task ends when nothing waits.
+            let _detached = actix::spawn(self.clone().sweep());
+        }
+    }
+
+    async fn sweep(self) {
+        loop {
+            sleep(LINGER / 4).await;
+            let mut waiting = self.waiting();
+            waiting.lines.retain(|_, lines| {
+                lines.retain(|(since, _)| since.elapsed() < LINGER);
+                !lines.is_empty()
+            });
+            if waiting.lines.is_empty() {
+                waiting.is_swept = false;
+                return;
+            }
+        }
+    }
+}
+
+/// The body of an answer. Read to its end it gives the connection back; dropped before, it closes
+/// it.
+pub(crate) struct Reply {
+    body: Incoming,
+    line: Option<Box<Line>>,
+    to: Endpoint,
+    pool: Pool,
+}
+
+impl Body for Reply {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let mut polled = Pin::new(&mut self.body).poll_frame(context);
+        if polled.is_pending()
+            && let Some(line) = &mut self.line
+        {
+            line.drive(context);
+            polled = Pin::new(&mut self.body).poll_frame(context);
+        }
+        if let Poll::Ready(None) = &polled
+            && let Some(line) = self.line.take()
+        {
+            self.pool.put(&self.to, line);
+        }
+        polled
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http_body_util::BodyExt;
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+
+    /// Serves two connections with two answers each, and says so before it closes one.
+    fn serve(listener: &TcpListener) {
+        for _ in 0..2 {
+            let (mut stream, _) = listener.accept().expect("the test connects");
+            let mut lines = BufReader::new(stream.try_clone().expect("a socket")).lines();
+            for last in ["", "connection: close\r\n"] {
+                while !lines.next().expect("a request").expect("a line").is_empty() {}
+                let head = format!("HTTP/1.1 200 OK\r\n{last}content-length: 2\r\n\r\nok");
+                stream.write_all(head.as_bytes()).expect("the test reads");
+            }
+        }
+    }
+
+    #[test]
+    fn a_connection_is_used_again_until_the_instance_closes_it() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let to = Endpoint::from(&*listener.local_addr().expect("bound").to_string());
+        let server = std::thread::spawn(move || serve(&listener));
+        actix::System::new().block_on(async {
+            let pool = Pool::new(Duration::from_secs(5));
+            for left in [1, 0, 1, 0] {
+                let answer = pool.send(&to, Request::default()).await.expect("it answers");
+                let body = answer.into_body().collect().await.expect("all of it").to_bytes();
+                assert_eq!(body, "ok");
+                let free = poll_fn(|context| Poll::Ready(pool.take(&to, context))).await;
+                assert_eq!(free.is_some(), left == 1);
+                if let Some(line) = free {
+                    pool.put(&to, line);
+                }
+            }
+        });
+        server.join().expect("two connections");
+    }
+}

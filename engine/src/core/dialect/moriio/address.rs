@@ -4,7 +4,7 @@ use super::Unsendable;
 use crate::core::ids::{EngineId, Incarnation, RequestId};
 use crate::core::message::Role;
 use serde::{Deserialize, Serialize};
-use std::fmt;
+use std::fmt::{self, Write};
 use std::sync::Arc;
 
 const PREFILL_MARK: &str = "___prefill_addr_";
@@ -84,7 +84,11 @@ pub fn embed(
 ) -> Result<RequestId, Unsendable> {
     prefill.check()?;
     decode.check()?;
-    Ok(format!("{PREFILL_MARK}{prefill}{DECODE_MARK}{decode}_{unique:032x}").into())
+    // Long enough for the marks, the numbers and the names of the parts, too: legs wait for it.
+    let mut id = String::with_capacity(160 + prefill.host.len() + decode.host.len());
+    // Writing to a String does not fail.
+    let _ = write!(id, "{PREFILL_MARK}{prefill}{DECODE_MARK}{decode}_{unique:032x}");
+    Ok(id.into())
 }
 
 /// Name of the part by which an address says that its engine speaks the native dialect, too. Peers

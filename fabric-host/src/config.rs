@@ -63,8 +63,9 @@ pub struct HostConfig {
     pub open_ms: u32,
     /// A host that is silent for longer is dead; with processes of this host it takes no time.
     pub dead_ms: u32,
-    /// Reads of at most so many bytes are copied by the thread that submits them, where the memory of
-    /// the peer can be reached: it would take longer to wake another one. 0 for none.
+    /// Bytes of reads that are copied by the thread that submits them, between two polls, where the
+    /// memory of the peer can be reached: it would take longer to wake another one. 0 for none; the
+    /// default takes below a millisecond.
     pub inline_max: u32,
     /// How long a thread looks for work before it sleeps.
     pub spin_us: u32,
@@ -91,7 +92,7 @@ impl Default for HostConfig {
             connect_ms: 2_000,
             open_ms: 5_000,
             dead_ms: 5_000,
-            inline_max: 4 << 20,
+            inline_max: 8 << 20,
             spin_us: 50,
             paths: Path::ALL.into(),
             slower: false,

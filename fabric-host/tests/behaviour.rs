@@ -141,6 +141,10 @@ fn a_short_read_is_over_when_it_is_submitted() {
         assert_eq!((at(&mut ours, 0), at(&mut ours, 127), at(&mut ours, 128)), (9, 9, 0));
         let done = DataEvent::Completed { op: OpId(1), outcome: Outcome::Done };
         assert_eq!(next(&mut near), done);
+        // Each turn anew.
+        fill(&mut theirs, 7);
+        submit(&mut near, Direction::Read, 2);
+        assert_eq!(at(&mut ours, 0), 7);
     }
 }
 

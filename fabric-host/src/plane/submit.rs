@@ -42,6 +42,8 @@ fn merge(
 /// What the owner copies with.
 #[derive(Debug, Default)]
 pub(super) struct Desk {
+    /// Bytes since the last poll.
+    pub(super) copied: u64,
     chunk: Vec<Slice>,
     scratch: Scratch,
 }
@@ -98,7 +100,9 @@ impl HostPlane {
         match (write, &lane.source) {
             (true, _) => link.write(op, id, &session.region, &self.slices),
             (false, Some(source)) if link.kind == Kind::Local => {
-                if bytes <= self.hub.config.inline_max.into() {
+                let inline = self.desk.copied.saturating_add(bytes);
+                if inline <= self.hub.config.inline_max.into() {
+                    self.desk.copied = inline;
                     read = Some(self.desk.read(source, &session.region, &self.slices));
                 } else {
                     link.read(Read::Copy {

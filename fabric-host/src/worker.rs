@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 /// Rounds with work between two looks at the sockets.
 const SOCKETS_EVERY: u32 = 16;
 
+/// Rounds with work before an owner that sleeps hears of outcomes: it would take the very core that
+/// copies. A millisecond or so.
+const QUIET_ROUNDS: u32 = 4;
+
 /// Descriptors that one link may have watched.
 const FDS_MAX: u64 = 4;
 
@@ -102,6 +106,8 @@ pub(crate) struct Cx {
     outcomes: Outcomes,
     /// Outcomes of operations that were closed before, for which no room was kept.
     late: VecDeque<[u64; 2]>,
+    /// Rounds since outcomes were passed on that the owner may not know of.
+    untold: Option<u32>,
 }
 
 impl Cx {
@@ -113,17 +119,25 @@ impl Cx {
 
     /// Passes on what had no room; the owner rings when there is some.
     fn flush(&mut self) {
-        let mut passed = false;
         while let Some(outcome) = self.late.front() {
             match self.outcomes.push(outcome) {
-                Ok(true) => passed = true,
+                Ok(true) => _ = self.untold.get_or_insert(0),
                 // The owner is of this process and breaks nothing.
                 Ok(false) | Err(_) => break,
             }
             self.late.pop_front();
         }
-        if passed && self.outcomes.must_wake() {
-            self.hub.wake();
+    }
+
+    /// Wakes the owner for outcomes, unless there is more to do first.
+    fn tell(&mut self, idle: bool) {
+        let Some(rounds) = &mut self.untold else { return };
+        *rounds += 1;
+        if idle || *rounds >= QUIET_ROUNDS {
+            self.untold = None;
+            if self.outcomes.must_wake() {
+                self.hub.wake();
+            }
         }
     }
 }
@@ -157,6 +171,7 @@ impl Worker {
             bounce: Vec::new(),
             outcomes,
             late: VecDeque::new(),
+            untold: None,
         };
         Ok(Worker { handle, epoll, cx, links: BTreeMap::new(), spin })
     }
@@ -166,6 +181,7 @@ impl Worker {
         let mut rounds = 0_u32;
         while !self.cx.hub.stopping.load(Ordering::Acquire) {
             let worked = self.round();
+            self.cx.tell(!worked);
             rounds = rounds.wrapping_add(1);
             if worked {
                 if rounds.is_multiple_of(SOCKETS_EVERY) {

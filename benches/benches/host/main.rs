@@ -8,7 +8,7 @@ mod near;
 mod work;
 
 use near::{Near, Way};
-use work::{ROWS, Row, Stats};
+use work::{ROWS, Row, Stats, shuffle};
 
 fn row(near: &mut Near, row: &Row) {
     let [from, to] = row.blocks();
@@ -21,26 +21,30 @@ fn row(near: &mut Near, row: &Row) {
     }
 }
 
-/// All ways in turns; in each the same transfer once or, all at the same time, several times.
+/// All ways in turns, in another order each time; in each the same transfer once or, all at the same time, several times.
 fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) {
     let fresh = || Stats { bytes: row.bytes() * at_a_time as u64, ..Stats::default() };
     let mut stats: Vec<(Way, Stats)> = Way::ALL.iter().map(|way| (*way, fresh())).collect();
+    let mut seed = 1;
     for _ in 0..row.repeats(at_a_time) {
+        // What ran before leaves caches warm or cold.
+        shuffle(&mut stats, &mut seed);
         for (way, stats) in &mut stats {
             near.measure(*way, row, from, to, (at_a_time, stats));
         }
     }
+    stats.sort_by_key(|(way, _)| Way::ALL.iter().position(|known| known == way));
     println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
     let of = |way: Way| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
-    let (copy, bare) = (of(Way::Memcpy), of(Way::Attach));
+    let (copy, bare) = (of(Way::Memcpy), of(Way::AttachRead));
     for (kind, shared, cross) in
         [("pushed", Way::Shared, Way::Cross), ("read", Way::SharedRead, Way::CrossRead)]
     {
         let (shared, cross) = (of(shared), of(cross));
         println!(
             "  {kind}: shared memory {:.2} of the CPU of memcpy; cross-memory {:.2} of the \
-             throughput of bare attach, {:.2} of its CPU",
+             throughput of bare readv, {:.2} of its CPU",
             shared.cpu() / copy.cpu(),
             bare.median() / cross.median(),
             cross.cpu() / bare.cpu(),

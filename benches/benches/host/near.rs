@@ -23,8 +23,10 @@ pub(crate) enum Way {
     /// Within this process.
     Memcpy,
     Shared,
-    /// Nothing but the system call.
+    /// Nothing but the system call, `process_vm_writev`.
     Attach,
+    /// The same with `process_vm_readv`, which is what planes call.
+    AttachRead,
     Cross,
     Tcp,
     /// From the child: this side copies.
@@ -33,11 +35,12 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(crate) const ALL: [Way; 7] = [
+    pub(crate) const ALL: [Way; 8] = [
         Way::Memcpy,
         Way::Shared,
         Way::SharedRead,
         Way::Attach,
+        Way::AttachRead,
         Way::Cross,
         Way::CrossRead,
         Way::Tcp,
@@ -47,7 +50,8 @@ impl Way {
         match self {
             Way::Memcpy => "memcpy",
             Way::Shared => "shared memory",
-            Way::Attach => "bare attach",
+            Way::Attach => "bare writev",
+            Way::AttachRead => "bare readv",
             Way::Cross => "cross-memory",
             Way::Tcp => "tcp",
             Way::SharedRead => "shared, read",
@@ -56,12 +60,12 @@ impl Way {
     }
 
     fn reads(self) -> bool {
-        matches!(self, Way::SharedRead | Way::CrossRead)
+        matches!(self, Way::AttachRead | Way::SharedRead | Way::CrossRead)
     }
 
     fn path(self) -> Option<Path> {
         match self {
-            Way::Memcpy | Way::Attach => None,
+            Way::Memcpy | Way::Attach | Way::AttachRead => None,
             Way::Shared | Way::SharedRead => Some(Path::SharedMemory),
             Way::Cross | Way::CrossRead => Some(Path::CrossMemory),
             Way::Tcp => Some(Path::Tcp),
@@ -206,7 +210,8 @@ impl Near {
                 self.transfer(path, &Move { direction, from, to, size: row.size }, at_a_time);
             }
             None if way == Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
-            None => (0..at_a_time).for_each(|_| self.attach(row, from, to)),
+            None if way == Way::Attach => (0..at_a_time).for_each(|_| self.attach(row, from, to)),
+            None => (0..at_a_time).for_each(|_| self.attach_read(row, from, to)),
         }
     }
 
@@ -223,19 +228,37 @@ impl Near {
 
     /// Writes to the child as it is meant, 1024 ranges a call.
     fn attach(&self, row: &Row, from: &[u64], to: &[u64]) {
+        self.ranges(row, from, to, |pid, local, remote, count| {
+            // SAFETY: Ranges of both pools.
+            unsafe { libc::process_vm_writev(pid, local, count, remote, count, 0) }
+        });
+    }
+
+    /// The same, read from the child.
+    fn attach_read(&self, row: &Row, from: &[u64], to: &[u64]) {
+        self.ranges(row, to, from, |pid, local, remote, count| {
+            // SAFETY: Ranges of both pools.
+            unsafe { libc::process_vm_readv(pid, local, count, remote, count, 0) }
+        });
+    }
+
+    fn ranges(
+        &self,
+        row: &Row,
+        local: &[u64],
+        remote: &[u64],
+        call: impl Fn(i32, *const libc::iovec, *const libc::iovec, u64) -> isize,
+    ) {
         let range = |base: u64, at: &u64| libc::iovec {
             iov_base: (base + at) as *mut libc::c_void,
             iov_len: row.size as usize,
         };
         let base = self.pool.start() as u64;
-        for (from, to) in from.chunks(1_024).zip(to.chunks(1_024)) {
-            let local: Vec<_> = from.iter().map(|at| range(base, at)).collect();
-            let remote: Vec<_> = to.iter().map(|at| range(self.far.0, at)).collect();
+        for (local, remote) in local.chunks(1_024).zip(remote.chunks(1_024)) {
+            let local: Vec<_> = local.iter().map(|at| range(base, at)).collect();
+            let remote: Vec<_> = remote.iter().map(|at| range(self.far.0, at)).collect();
             let (pid, count) = (self.child.id() as i32, local.len() as u64);
-            // SAFETY: Ranges of both pools.
-            let moved = unsafe {
-                libc::process_vm_writev(pid, local.as_ptr(), count, remote.as_ptr(), count, 0)
-            };
+            let moved = call(pid, local.as_ptr(), remote.as_ptr(), count);
             assert_eq!(moved as u64, count * row.size, "short");
         }
     }

@@ -40,6 +40,13 @@ pub(crate) fn mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// Another order.
+pub(crate) fn shuffle<T>(list: &mut [T], seed: &mut u64) {
+    for at in (1..list.len()).rev() {
+        list.swap(at, (mix(seed) % (at as u64 + 1)) as usize);
+    }
+}
+
 impl Row {
     pub(crate) fn bytes(&self) -> u64 {
         self.size * self.count
@@ -62,9 +69,7 @@ impl Row {
     fn drawn(&self, mut seed: u64) -> Vec<u64> {
         let runs = self.count / self.run;
         let mut places: Vec<u64> = (0..2 * runs).collect();
-        for at in (1..places.len()).rev() {
-            places.swap(at, (mix(&mut seed) % (at as u64 + 1)) as usize);
-        }
+        shuffle(&mut places, &mut seed);
         places.truncate(runs as usize);
         let (run, size) = (self.run, self.size);
         let blocks = move |place: u64| (0..run).map(move |n| (place * run + n) * size);

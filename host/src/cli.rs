@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::embed::{self, HostArgs};
 use crate::exit::{Exit, Stop};
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
@@ -33,6 +34,8 @@ enum Command {
     List(ListArgs),
     /// Route requests to prefill and decode instances
     Router(Box<RouterArgs>),
+    /// Move the KV of a serving engine that runs beside it
+    Host(Box<HostArgs>),
     /// Serve as a prefill or decode instance without a model
     Serve(Box<ServeArgs>),
 }
@@ -125,6 +128,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Replay(args) => replay::command(&args, &mut out),
         Command::List(args) => lists::command(&args, &mut out),
         Command::Router(args) => router::command(&args, &mut out),
+        Command::Host(args) => embed::command(&args),
         Command::Serve(args) => serve::command(&args, &mut out),
     };
     let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));

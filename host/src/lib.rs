@@ -5,9 +5,12 @@
 pub mod actors;
 mod attempt;
 mod cli;
+mod cores;
+pub mod embed;
 mod exit;
 mod files;
 mod fleet;
+mod legs;
 mod lists;
 mod logs;
 mod outcome;
@@ -20,5 +23,6 @@ mod serve;
 mod signals;
 mod sweep;
 mod table;
+mod wiring;
 
 pub use cli::main;

@@ -5,6 +5,7 @@
 
 mod desc;
 mod engine;
+mod link;
 mod session;
 
 use mori_compat::{Error, Settings};
@@ -34,6 +35,8 @@ mod _native {
     use crate::desc::{EngineDesc, MemoryDesc};
     #[pymodule_export]
     use crate::engine::Engine;
+    #[pymodule_export]
+    use crate::link::{Link, host};
     #[pymodule_export]
     use crate::session::{Session, TransferStatus};
 }

@@ -2,8 +2,8 @@
 
 use super::content;
 use super::instance::{Cancel, Instance, NEWS_MAX, News, Start};
-use super::legs::Own;
 use super::openai::{Answer, Body, error, failed};
+use crate::legs::Own;
 use crate::scrape;
 use actix::Addr;
 use axum::Json;
@@ -171,7 +171,7 @@ impl Serving {
                 Some(News::Done(kv, blocks)) => {
                     self.guard.leg = None;
                     let params = (!blocks.is_empty()).then(|| {
-                        let params = self.shared.own.answer(&self.transfer, &blocks);
+                        let params = Own::answer(&self.shared.own.address, &self.transfer, &blocks);
                         params
                             .encode_answer()
                             .ok()

@@ -3,27 +3,21 @@
 use super::content::Kv as Memory;
 use super::metrics::Metrics;
 use super::openai;
+use crate::cores::{Cores, log_violation};
 use actix::fut::{ActorFutureExt, wrap_future};
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
-use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankReport};
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use actix::{Actor, AsyncContext, Context, Handler, Message};
+use engine::actors::{Clock, Foreign, RankReport};
+use engine::core::decode::DecodeEffect;
 use engine::core::ids::{LegId, RequestId, StepId};
 use engine::core::layout::BlockList;
 use engine::core::message::{FinishReason, Job, PrefillHook};
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::prefill::PrefillEffect;
 use engine::core::router::{LegBody, LegEvent, LegFailure};
-use engine::core::transfer::TransferInput;
 use engine::core::{Machine, Outbox};
 use scenarios::engine::{Engine, EngineEffect, EngineInput, PromptContent, StepPlan};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
-
-/// The protocol core of the instance.
-pub(super) enum Core {
-    Prefill(Addr<Driver<ControlSeat<Prefill>>>),
-    Decode(Addr<Driver<ControlSeat<Decode>>>),
-}
 
 /// What the caller of a leg is told; at most [`NEWS_MAX`] each.
 #[derive(Debug)]
@@ -89,8 +83,7 @@ impl Leg {
 pub(super) struct Parts {
     pub(super) engine: Engine,
     pub(super) memory: Memory,
-    pub(super) core: Core,
-    pub(super) ranks: Vec<Addr<Driver<DataSeat>>>,
+    pub(super) cores: Cores,
     pub(super) clock: Clock,
     pub(super) layers: u16,
     pub(super) metrics: Metrics,
@@ -123,9 +116,7 @@ impl Instance {
                     {
                         self.named(leg, request);
                     }
-                    if let Core::Decode(core) = &self.parts.core {
-                        core.do_send(Give(DecodeInput::Hook(hook)));
-                    }
+                    self.parts.cores.decode(hook);
                 }
                 EngineEffect::Step(plan) => self.layer(plan, 0, context),
                 EngineEffect::Leg { leg, event } => self.leg(leg, event),
@@ -169,9 +160,7 @@ impl Instance {
             }
             _ => {}
         }
-        if let Core::Prefill(core) = &self.parts.core {
-            core.do_send(Give(PrefillInput::Hook(hook)));
-        }
+        self.parts.cores.prefill(hook);
     }
 
     /// Computes a layer, and the next one after the other actors of this thread had their turn:
@@ -187,9 +176,7 @@ impl Instance {
             self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
         }
         let layers = layer + 1;
-        for rank in &self.parts.ranks {
-            rank.do_send(Give(TransferInput::Layers { step: plan.step, layers }));
-        }
+        self.parts.cores.layers(None, plan.step, layers);
         let others = wrap_future::<_, Self>(tokio::task::yield_now());
         context.spawn(others.map(move |(), own, context| own.layer(plan, layers, context)));
     }
@@ -254,19 +241,12 @@ impl Instance {
         if matches!(job, Job::Write { .. } | Job::Read { .. }) {
             self.parts.metrics.flows.inc();
         }
-        for rank in &self.parts.ranks {
-            rank.do_send(Give(TransferInput::Job(job.clone())));
-        }
+        self.parts.cores.job(&job);
     }
 
     fn violation(&self, violation: &engine::core::error::PeerViolation) {
         self.parts.metrics.violations.inc();
-        tracing::warn!(
-            peer = &*violation.peer,
-            frame = &*violation.frame,
-            rule = &*violation.rule,
-            "dropped a frame"
-        );
+        log_violation(violation);
     }
 }
 
@@ -327,10 +307,7 @@ impl Handler<Drain> for Instance {
     type Result = ();
 
     fn handle(&mut self, _: Drain, _: &mut Self::Context) {
-        match &self.parts.core {
-            Core::Prefill(core) => core.do_send(Give(PrefillInput::Drain)),
-            Core::Decode(core) => core.do_send(Give(DecodeInput::Drain)),
-        }
+        self.parts.cores.drain();
     }
 }
 
@@ -338,10 +315,7 @@ impl Handler<RankReport> for Instance {
     type Result = ();
 
     fn handle(&mut self, RankReport { rank, report }: RankReport, _: &mut Self::Context) {
-        match &self.parts.core {
-            Core::Prefill(core) => core.do_send(Give(PrefillInput::Report { rank, report })),
-            Core::Decode(core) => core.do_send(Give(DecodeInput::Report { rank, report })),
-        }
+        self.parts.cores.report(rank, report);
     }
 }
 

@@ -8,45 +8,42 @@ mod args;
 pub(crate) mod content;
 mod http;
 mod instance;
-mod legs;
 mod memory;
 mod metrics;
 mod openai;
 
 pub(crate) use args::ServeArgs;
 
+use crate::cores::{Cores, Outlets, RankParts};
 use crate::exit::{Exit, Stop};
+use crate::legs::Own;
 use crate::logs;
 use crate::signals::Ends;
+use crate::wiring::{Ears, born};
 use actix::{Actor, Addr, AsyncContext, System};
 use args::Plan;
 use content::Kv;
-use engine::actors::{Clock, ControlSeat, DataSeat, Driver};
+use engine::actors::Clock;
 use engine::core::Nanos;
-use engine::core::decode::Decode;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::Incarnation;
 use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::core::prefill::Prefill;
 use engine::core::station::{CoreConfig, CoreSettings};
-use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
-use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, bracketed};
+use engine::core::transfer::{TransferConfig, TransferSettings};
+use engine::fabric::{ControlPlane, DataPlane, Endpoint, bracketed};
 use fabric_host::{HostConfig, HostPlane, Meter};
-use instance::{Core, Drain, Instance, Parts};
-use legs::Own;
+use instance::{Drain, Instance, Parts};
 use memory::Backing;
 use metrics::Metrics;
 use scenarios::decide;
 use scenarios::engine::{Engine, EngineConfig};
 use serde::Serialize;
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
-use wire::{WireConfig, ZmqPlane};
 
 /// Routers send legs for as long as they remember the last heartbeat: 5 s of vllm-router 0.1.17.
 const LINGER: Duration = Duration::from_secs(6);
@@ -73,18 +70,9 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let incarnation = Incarnation(
-        SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_micros() as u64),
-    );
-    let mut wire = control_plane(args)?;
-    let handshake = bind(wire.as_mut(), Channel::Handshake)?;
-    let notify = bind(wire.as_mut(), Channel::Notify)?;
-    let zmq = ZmqAddress {
-        host: args.host.as_str().into(),
-        handshake: i64::from(port_of(&handshake)),
-        notify: i64::from(port_of(&notify)),
-    };
-    zmq.check().map_err(|why| Stop::Input(format!("--host {}: {why}", args.host)))?;
+    let ears = Ears::new(&args.host, [args.handshake_port, args.notify_port]);
+    let Ears { plane, handshake, notify, address: zmq } = ears.map_err(Stop::Input)?;
+    let incarnation = born();
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
     let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
     let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
@@ -96,7 +84,7 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
         address: zmq,
         ports: MoriioSettings::default().ports,
     };
-    let instance = start(plan, config, wire, ranks, metrics.clone())?;
+    let instance = start(plan, config, plane, ranks, metrics.clone())?;
     let shared = Arc::new(http::Shared {
         instance: instance.clone(),
         own,
@@ -126,22 +114,6 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener, Stop> {
     TcpListener::bind(&address).await.map_err(|why| {
         Stop::Input(format!("cannot listen at {address} (--host, --http-port): {why}"))
     })
-}
-
-fn control_plane(args: &ServeArgs) -> Result<Box<ZmqPlane>, Stop> {
-    let given = [(Channel::Handshake, args.handshake_port), (Channel::Notify, args.notify_port)];
-    let ports: BTreeMap<Channel, u16> = given.into_iter().filter(|(_, port)| *port != 0).collect();
-    let host = bracketed(&args.host).into_owned();
-    Ok(Box::new(ZmqPlane::new(WireConfig { host, ports, ..WireConfig::default() })?))
-}
-
-fn bind(wire: &mut dyn ControlPlane, channel: Channel) -> Result<Endpoint, Stop> {
-    wire.listen(channel).map_err(|why| Stop::Input(why.to_string()))
-}
-
-fn port_of(endpoint: &Endpoint) -> u16 {
-    let port = endpoint.0.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-    port.expect("a plane listens at a port")
 }
 
 fn core_config(
@@ -179,19 +151,14 @@ fn core_config(
 }
 
 /// What a TP rank is started with.
-struct RankParts {
+struct Rank {
     plane: HostPlane,
     meter: Meter,
     transfer: TransferConfig,
     backing: Backing,
 }
 
-fn rank_parts(
-    args: &ServeArgs,
-    plan: &Plan,
-    core: &CoreConfig,
-    rank: u16,
-) -> Result<RankParts, Stop> {
+fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Result<Rank, Stop> {
     let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
     let plane = HostPlane::new(HostConfig {
         key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
@@ -202,7 +169,7 @@ fn rank_parts(
     });
     let plane = plane.map_err(|why| Stop::Input(why.to_string()))?;
     let transfer = transfer_config(plan, core, rank, &plane, &backing);
-    Ok(RankParts { meter: plane.meter(), plane, transfer, backing })
+    Ok(Rank { meter: plane.meter(), plane, transfer, backing })
 }
 
 fn transfer_config(
@@ -245,7 +212,7 @@ fn start(
     plan: &Plan,
     config: CoreConfig,
     wire: Box<dyn ControlPlane>,
-    ranks: Vec<RankParts>,
+    ranks: Vec<Rank>,
     metrics: Metrics,
 ) -> Result<Addr<Instance>, Stop> {
     let engine = engine(plan, config.incarnation)?;
@@ -255,31 +222,20 @@ fn start(
     let geometry = (*config.geometry).clone();
     Ok(Instance::create(move |context| {
         let own = context.address();
-        let core = match config.role {
-            Role::Prefill => {
-                let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
-                let machine = Prefill::new(config);
-                Core::Prefill(Driver::start(|_| seat, machine, None, clock.clone()))
-            }
-            Role::Decode => {
-                let seat = ControlSeat { plane: wire, outlet: own.clone().recipient() };
-                let machine = Decode::new(config);
-                Core::Decode(Driver::start(|_| seat, machine, None, clock.clone()))
-            }
+        let outlets = Outlets {
+            prefill: own.clone().recipient(),
+            decode: own.clone().recipient(),
+            reports: own.recipient(),
         };
         let mut memories = Vec::with_capacity(ranks.len());
-        let mut drivers = Vec::with_capacity(ranks.len());
-        for (rank, parts) in (0..).zip(ranks) {
-            let plane = Box::new(parts.plane);
-            let seat = DataSeat { rank, plane, core: own.clone().recipient() };
-            let first = Some(TransferInput::Start);
-            let machine = Transfer::new(parts.transfer);
-            drivers.push(Driver::start(|_| seat, machine, first, clock.clone()));
-            memories.push(parts.backing.into_rank());
+        let mut parts = Vec::with_capacity(ranks.len());
+        for Rank { plane, transfer, backing, .. } in ranks {
+            parts.push(RankParts { plane: Box::new(plane), transfer });
+            memories.push(backing.into_rank());
         }
+        let cores = Cores::start(config, wire, parts, outlets, &clock);
         let memory = Kv::new(geometry, memories);
-        let ranks = drivers;
-        Instance::new(Parts { engine, memory, core, ranks, clock, layers, metrics })
+        Instance::new(Parts { engine, memory, cores, clock, layers, metrics })
     }))
 }
 

@@ -12,7 +12,7 @@ import pytest
 from client import Refused
 from pair import Pair, free_ports, request, tokens
 from router import Router
-from server import Server
+from server import BATCHED_TOKENS, Server
 
 MODES = ["WRITE", "READ"]
 
@@ -40,6 +40,14 @@ def prompt(length: int, seed: object) -> list[int]:
     """Random token ids; others for every seed."""
     random_ = random.Random(f"{length} {seed}")
     return [random_.randrange(256) for _ in range(length)]
+
+
+def at_once(seed: str) -> list[list[int]]:
+    """Prompts to be sent together, one of them longer than what is computed in a step."""
+    prompts = [prompt(length, seed) for length in (33, 2500, 700, 1, 2200, 257, 1500, 64)]
+    assert any(len(ids) > BATCHED_TOKENS for ids in prompts)
+    # The same again, and with a common prefix: cached on one side or on both.
+    return [*prompts, prompts[2], prompts[2][:600] + prompt(100, "tail"), prompts[4], prompts[0]]
 
 
 class Reference:

@@ -32,13 +32,25 @@ def tokens(answer: dict) -> list[int]:
 class Pair:
     """Both servers, and the two legs of a request sent straight to them."""
 
-    def __init__(self, mode: str, model: Path, logs: Path, discovery: int, env: dict[str, dict]):
+    def __init__(
+        self,
+        mode: str,
+        model: Path,
+        logs: Path,
+        discovery: int,
+        env: dict[str, dict],
+        connector: dict | None = None,
+    ):
         self.mode = mode
+        self.connector = connector or {"kv_connector": "MoRIIOConnector"}
         self.prefill = self._start("prefill", model, logs, discovery, env.get("prefill", {}))
         self.decode = self._start("decode", model, logs, discovery, env.get("decode", {}))
 
     def _start(self, role: str, model: Path, logs: Path, discovery: int, env: dict) -> Server:
         http, handshake, notify = free_ports(3)
+        if self.connector["kv_connector"] != "MoRIIOConnector":
+            # It tells its peers which it chose.
+            handshake = notify = 0
         extra = {
             "host_ip": "127.0.0.1",
             "http_port": http,
@@ -49,11 +61,11 @@ class Pair:
             "proxy_ping_port": discovery,
         }
         kv = {
-            "kv_connector": "MoRIIOConnector",
+            **self.connector,
             "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
             "kv_connector_extra_config": extra,
         }
-        name = f"{role}-{self.mode.lower()}"
+        name = f"{self.connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
         return Server(name, model, http, logs / f"{name}.log", kv, env)
 
     def ready(self) -> "Pair":

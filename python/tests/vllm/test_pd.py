@@ -12,10 +12,10 @@ from itertools import count
 
 import pytest
 from client import Refused
-from conftest import prompt
+from conftest import at_once, prompt
 from model import KV_HEADS, HEAD_DIM, LAYERS
 from pair import TOKENS, request, tokens
-from server import BATCHED_TOKENS, BLOCK_TOKENS
+from server import BLOCK_TOKENS
 
 LENGTHS = [1, 5, 31, 32, 33, 64, 100, 257, 700, 1500, 2500]
 # K and V of a block in one layer, float32.
@@ -57,11 +57,7 @@ def test_decode_answers_prefills_prompt(pair, reference, length):
 
 
 def test_eight_at_a_time_in_chunks(pair, reference):
-    lengths = [33, 2500, 700, 1, 2200, 257, 1500, 64]
-    assert any(length > BATCHED_TOKENS for length in lengths)
-    prompts = [prompt(length, f"{pair.mode} at once") for length in lengths]
-    # The same again, and with a common prefix: cached on one side or on both.
-    prompts += [prompts[2], prompts[2][:600] + prompt(100, "tail"), prompts[4], prompts[0]]
+    prompts = at_once(f"{pair.mode} at once")
     expected = [reference(ids) for ids in prompts]
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda ids: tokens(pair.router.complete(request(ids))), prompts))

@@ -14,11 +14,11 @@ use std::sync::Arc;
 
 /// What this instance is to its peers.
 #[derive(Clone, Debug)]
-pub(super) struct Own {
-    pub(super) role: Role,
-    pub(super) mode: Mode,
-    pub(super) address: ZmqAddress,
-    pub(super) ports: PortFormula,
+pub(crate) struct Own {
+    pub(crate) role: Role,
+    pub(crate) mode: Mode,
+    pub(crate) address: ZmqAddress,
+    pub(crate) ports: PortFormula,
 }
 
 /// The leg of the native dialect beside the rest, from a router that knows both ends to speak it.
@@ -44,7 +44,7 @@ impl Own {
     ///
     /// # Errors
     /// What is missing or wrong, for the client.
-    pub(super) fn leg(
+    pub(crate) fn leg(
         &self,
         request: &RequestId,
         params: Option<&RawValue>,
@@ -128,9 +128,12 @@ impl Own {
     }
 
     /// What a prefill answers: where its blocks are.
-    pub(super) fn answer(&self, transfer: &TransferId, blocks: &[BlockList]) -> Params {
+    pub(crate) fn answer(
+        address: &ZmqAddress,
+        transfer: &TransferId,
+        blocks: &[BlockList],
+    ) -> Params {
         let lists = blocks.iter().map(|list| list.ids.iter().map(|id| BlockId(*id)).collect());
-        let address = &self.address;
         Params {
             do_remote_prefill: true,
             transfer_id: Some(transfer.clone()),

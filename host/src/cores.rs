@@ -1,0 +1,122 @@
+//! The protocol actors of an instance: its core and one transfer actor per TP rank.
+
+use actix::{Addr, Recipient};
+use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankReport};
+use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use engine::core::error::PeerViolation;
+use engine::core::ids::StepId;
+use engine::core::message::{DecodeHook, Job, PrefillHook, Report, Role};
+use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use engine::core::station::CoreConfig;
+use engine::core::transfer::{Transfer, TransferConfig, TransferInput};
+use engine::fabric::{ControlPlane, DataPlane};
+
+/// A TP rank that is to be started.
+pub(crate) struct RankParts {
+    pub(crate) plane: Box<dyn DataPlane>,
+    pub(crate) transfer: TransferConfig,
+}
+
+/// Where the effects of the actors go that are not for their planes.
+pub(crate) struct Outlets {
+    pub(crate) prefill: Recipient<Foreign<PrefillEffect>>,
+    pub(crate) decode: Recipient<Foreign<DecodeEffect>>,
+    pub(crate) reports: Recipient<RankReport>,
+}
+
+/// The actors, each beside the plane that it uses, on the thread that started them.
+pub(crate) struct Cores {
+    core: Core,
+    ranks: Vec<Addr<Driver<DataSeat>>>,
+}
+
+enum Core {
+    Prefill(Addr<Driver<ControlSeat<Prefill>>>),
+    Decode(Addr<Driver<ControlSeat<Decode>>>),
+}
+
+impl Cores {
+    pub(crate) fn start(
+        config: CoreConfig,
+        plane: Box<dyn ControlPlane>,
+        ranks: Vec<RankParts>,
+        outlets: Outlets,
+        clock: &Clock,
+    ) -> Cores {
+        let core = match config.role {
+            Role::Prefill => {
+                let seat = ControlSeat { plane, outlet: outlets.prefill };
+                let machine = Prefill::new(config);
+                Core::Prefill(Driver::start(|_| seat, machine, None, clock.clone()))
+            }
+            Role::Decode => {
+                let seat = ControlSeat { plane, outlet: outlets.decode };
+                let machine = Decode::new(config);
+                Core::Decode(Driver::start(|_| seat, machine, None, clock.clone()))
+            }
+        };
+        let start = |(rank, parts): (u16, RankParts)| {
+            let seat = DataSeat { rank, plane: parts.plane, core: outlets.reports.clone() };
+            let machine = Transfer::new(parts.transfer);
+            Driver::start(|_| seat, machine, Some(TransferInput::Start), clock.clone())
+        };
+        let ranks = (0..).zip(ranks).map(start).collect();
+        Cores { core, ranks }
+    }
+
+    /// Tells a prefill what its engine does; a decode does not hear it.
+    pub(crate) fn prefill(&self, hook: PrefillHook) {
+        if let Core::Prefill(core) = &self.core {
+            core.do_send(Give(PrefillInput::Hook(hook)));
+        }
+    }
+
+    /// Tells a decode what its engine does; a prefill does not hear it.
+    pub(crate) fn decode(&self, hook: DecodeHook) {
+        if let Core::Decode(core) = &self.core {
+            core.do_send(Give(DecodeInput::Hook(hook)));
+        }
+    }
+
+    /// Passes on what a transfer actor reports.
+    pub(crate) fn report(&self, rank: u16, report: Report) {
+        match &self.core {
+            Core::Prefill(core) => core.do_send(Give(PrefillInput::Report { rank, report })),
+            Core::Decode(core) => core.do_send(Give(DecodeInput::Report { rank, report })),
+        }
+    }
+
+    /// Gives a job to all ranks.
+    pub(crate) fn job(&self, job: &Job) {
+        for rank in &self.ranks {
+            rank.do_send(Give(TransferInput::Job(job.clone())));
+        }
+    }
+
+    /// The first `layers` layers of a step are computed, on one rank or on all.
+    pub(crate) fn layers(&self, rank: Option<u16>, step: StepId, layers: u16) {
+        for (nth, addr) in (0..).zip(&self.ranks) {
+            if rank.is_none_or(|rank| rank == nth) {
+                addr.do_send(Give(TransferInput::Layers { step, layers }));
+            }
+        }
+    }
+
+    /// Registers as draining from now on.
+    pub(crate) fn drain(&self) {
+        match &self.core {
+            Core::Prefill(core) => core.do_send(Give(PrefillInput::Drain)),
+            Core::Decode(core) => core.do_send(Give(DecodeInput::Drain)),
+        }
+    }
+}
+
+/// Logs a frame that was dropped.
+pub(crate) fn log_violation(violation: &PeerViolation) {
+    tracing::warn!(
+        peer = &*violation.peer,
+        frame = &*violation.frame,
+        rule = &*violation.rule,
+        "dropped a frame"
+    );
+}

@@ -1,0 +1,80 @@
+//! `kvferry host`: the protocol actors beside a serving engine.
+//!
+//! The connector in the engine's processes (scheduler and one worker per TP rank) talks to it over
+//! a Unix socket ([`proto`], [`Link`]). It binds the ports of all ranks, has the core, and moves the
+//! bytes of the workers' memory from outside.
+
+mod gateway;
+mod link;
+pub mod proto;
+mod socket;
+pub mod spec;
+mod start;
+
+pub use link::Link;
+
+use crate::exit::{Exit, Stop};
+use crate::legs::Own;
+use crate::logs::{self, LogArgs};
+use crate::signals::Ends;
+use clap::Args;
+use engine::actors::Clock;
+use engine::core::Nanos;
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::ids::TransferId;
+use engine::core::layout::BlockList;
+use gateway::Gateway;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::oneshot;
+
+/// Arguments of `host`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct HostArgs {
+    /// Where the connector finds the host
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: PathBuf,
+    #[command(flatten)]
+    pub(crate) logs: LogArgs,
+}
+
+/// Serves one engine until its connections end, SIGTERM or SIGINT.
+pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
+    logs::start(&args.logs);
+    actix::System::new().block_on(run(args))
+}
+
+async fn run(args: &HostArgs) -> Result<Exit, Stop> {
+    let mut ends = Ends::new()?;
+    let listener = socket::listen(&args.socket).map_err(Stop::Input)?;
+    let begun = Instant::now();
+    let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+    let (over, left) = oneshot::channel();
+    let gateway = Gateway::start(clock, over);
+    tracing::info!(socket = %args.socket.display(), "waiting for an engine");
+    tokio::select! {
+        () = socket::serve(listener, gateway) => {}
+        () = ends.heard() => {}
+        _ = left => tracing::info!("the engine has left"),
+    }
+    // Nobody is to connect to what has ended.
+    let _ = fs::remove_file(&args.socket);
+    Ok(Exit::Held)
+}
+
+/// `kv_transfer_params` that a prefill at `address` answers a request with, in JSON.
+///
+/// # Errors
+/// Parameters that peers could not read.
+pub fn answer_params(
+    address: &ZmqAddress,
+    transfer: &str,
+    blocks: Vec<Vec<u32>>,
+) -> Result<String, String> {
+    let blocks: Vec<BlockList> = blocks.into_iter().map(BlockList::new).collect();
+    let params = Own::answer(address, &TransferId(transfer.into()), &blocks);
+    let json = params.encode_answer().map_err(|why| why.to_string())?;
+    String::from_utf8(json).map_err(|why| why.to_string())
+}

@@ -1,0 +1,115 @@
+//! What the connector in a serving engine and its host tell each other over the local socket:
+//! frames of a length (four bytes, big-endian) and a value of [`ToHost`] or [`FromHost`] in
+//! MessagePack.
+
+use super::spec::{Engine, Worker};
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::ids::{RequestId, StepId};
+use engine::core::layout::BlockList;
+use engine::core::message::{Chunk, DecodeAnswer, FinishReason, PrefillAnswer};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// The version of these messages; both sides have to speak the same one.
+pub const VERSION: u16 = 1;
+
+/// Longest frame in bytes.
+pub const FRAME_MAX: usize = 64 << 20;
+
+/// The first message of a connection.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`VERSION`] of who speaks.
+    pub version: u16,
+    /// Who that is.
+    pub who: Who,
+}
+
+/// A part of a serving engine.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Who {
+    /// Its scheduler; one per engine.
+    Scheduler(Box<Engine>),
+    /// One of its workers.
+    Worker(Box<Worker>),
+}
+
+/// What a connector tells.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum ToHost {
+    /// Scheduler: a request with transfer parameters arrived (`on_new_request`).
+    Arrived {
+        /// The request, as the engine names it.
+        request: RequestId,
+        /// Its `kv_transfer_params`, a JSON object.
+        params: Arc<str>,
+        /// Tokens of its prompt.
+        tokens: u32,
+    },
+    /// Scheduler of a prefill: a step was scheduled; lists only requests that arrived.
+    Scheduled {
+        /// The step.
+        step: StepId,
+        /// What it computes of them.
+        chunks: Vec<Chunk>,
+    },
+    /// Scheduler of a prefill: the blocks of a request are wanted.
+    Preempted {
+        /// The request.
+        request: RequestId,
+    },
+    /// Scheduler of a decode: load tokens `computed..` into these blocks.
+    Allocated {
+        /// The request.
+        request: RequestId,
+        /// Tokens whose KV is there already.
+        computed: u32,
+        /// All blocks, per group.
+        blocks: Vec<BlockList>,
+    },
+    /// Scheduler: the request ended.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// How.
+        reason: FinishReason,
+    },
+    /// Worker of a prefill: the first `layers` layers of a step are computed.
+    Layers {
+        /// The step.
+        step: StepId,
+        /// How many.
+        layers: u16,
+    },
+}
+
+/// What a host tells.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum FromHost {
+    /// To all: the engine is served. Hooks before it are lost.
+    Ready {
+        /// Where peers find the engine.
+        address: ZmqAddress,
+    },
+    /// To all: it is not, and why; the connection ends.
+    Refused {
+        /// What is wrong and what to do.
+        why: String,
+    },
+    /// To a scheduler: the request is served as if it had no transfer parameters, or not at all.
+    Unusable {
+        /// The request.
+        request: RequestId,
+        /// What is wrong with its parameters.
+        why: String,
+    },
+    /// To the scheduler of a prefill.
+    Prefill(PrefillAnswer),
+    /// To the scheduler of a decode.
+    Decode(DecodeAnswer),
+    /// To a worker: the blocks of a preempted request may be reused.
+    PreemptionSafe {
+        /// The request.
+        request: RequestId,
+    },
+}

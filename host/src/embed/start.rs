@@ -1,0 +1,123 @@
+//! From what an engine says of itself to its protocol actors.
+
+use super::spec::{Engine, Region, Worker};
+use crate::cores::{Cores, Outlets, RankParts};
+use crate::legs::Own;
+use crate::wiring::{Ears, born};
+use engine::actors::Clock;
+use engine::core::moriio::{MoriioConfig, MoriioSettings};
+use engine::core::station::CoreConfig;
+use engine::core::transfer::{TransferConfig, TransferSettings};
+use engine::fabric::{DataPlane, Endpoint, Memory, bracketed};
+use fabric_host::{HostConfig, HostPlane};
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::os::fd::IntoRawFd;
+use std::sync::Arc;
+
+/// Starts the actors of an engine; also who it is to others.
+///
+/// # Errors
+/// What cannot be served or had, and why.
+pub(super) fn start(
+    engine: &Engine,
+    workers: &BTreeMap<u16, Worker>,
+    outlets: Outlets,
+    clock: &Clock,
+) -> Result<(Cores, Own), String> {
+    let settings = &engine.settings;
+    let ears = Ears::new(&settings.host_ip, [settings.handshake_port, settings.notify_port])?;
+    let config = core_config(engine, &ears)?;
+    let ranks = (0..engine.tp).map(|rank| {
+        let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
+        rank_parts(engine, &config, worker)
+    });
+    let ranks = ranks.collect::<Result<Vec<_>, String>>()?;
+    let own = Own {
+        role: engine.role,
+        mode: engine.mode(),
+        address: ears.address.clone(),
+        ports: MoriioSettings::default().ports,
+    };
+    tracing::info!(
+        engine = &*config.engine.0,
+        role = %engine.role,
+        mode = %engine.mode(),
+        handshake = &*ears.handshake.0,
+        notify = &*ears.notify.0,
+        ranks = engine.tp,
+        "serving an engine"
+    );
+    Ok((Cores::start(config, ears.plane, ranks, outlets, clock), own))
+}
+
+fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
+    let settings = &engine.settings;
+    let router = (!settings.proxy_ip.is_empty()).then(|| {
+        let (host, port) = (&settings.proxy_ip, settings.proxy_ping_port);
+        Endpoint::tcp(host, port)
+    });
+    let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
+    Ok(CoreConfig {
+        engine: ears.address.engine(),
+        incarnation: born(),
+        role: engine.role,
+        mode: engine.mode(),
+        geometry: Arc::new(engine.geometry()?),
+        http: Endpoint(http.into()),
+        control: ears.handshake.clone(),
+        dp: engine.dp,
+        router,
+        settings: Default::default(),
+        channel: Default::default(),
+        moriio: Some(MoriioConfig {
+            address: ears.address.clone(),
+            layer_names: engine.layer_names(),
+            attn_backend: "CPU_ATTN".into(),
+            settings: MoriioSettings::default(),
+        }),
+    })
+}
+
+fn rank_parts(engine: &Engine, core: &CoreConfig, worker: &Worker) -> Result<RankParts, String> {
+    let layers = engine.layers(worker)?;
+    let memory = worker.regions.iter().map(|region| memory(worker, region));
+    let memory = memory.collect::<Result<Vec<_>, String>>()?;
+    let plane = HostPlane::new(HostConfig {
+        key: format!("{}-{:x}-tp{}", core.engine, core.incarnation.0, worker.rank),
+        host: engine.settings.host_ip.clone(),
+        open_door: true,
+        ..HostConfig::default()
+    });
+    let plane = plane.map_err(|why| why.to_string())?;
+    let caps = plane.caps();
+    let transfer = TransferConfig {
+        rank: worker.rank,
+        role: core.role,
+        mode: core.mode,
+        geometry: core.geometry.clone(),
+        address: plane.address(),
+        placement: caps.placement,
+        memory,
+        layers,
+        settings: TransferSettings {
+            operations_max: caps.operations_max,
+            slices_max: caps.slices_max,
+            ..TransferSettings::default()
+        },
+    };
+    Ok(RankParts { plane: Box::new(plane), transfer })
+}
+
+/// A worker's memory, as this process reaches it.
+fn memory(worker: &Worker, region: &Region) -> Result<Memory, String> {
+    let (pid, len) = (worker.pid, region.len);
+    let Some(file) = region.file else {
+        return Ok(Memory::OtherProcess { pid, base: region.base, len });
+    };
+    let path = format!("/proc/{pid}/fd/{file}");
+    let opened = OpenOptions::new().read(true).write(true).open(&path);
+    let file = opened.map_err(|why| format!("opening {path}, the KV of a worker: {why}"))?;
+    // It stays open as long as the plane, which lives until the process ends.
+    Ok(Memory::MemFd { fd: file.into_raw_fd(), len })
+}

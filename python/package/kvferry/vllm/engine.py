@@ -1,0 +1,81 @@
+"""What vLLM's configuration says of an engine, in the words of the host."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kvferry._native import Link
+
+# Time for a host to start, and then to have all parts of its engine.
+START_S = 60
+
+
+def describe(vllm_config, kv_cache_config) -> str:
+    """The engine in JSON."""
+    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    if transfer.kv_role not in ("kv_producer", "kv_consumer"):
+        raise ValueError(
+            f'kv_role "{transfer.kv_role}": KvferryConnector needs "kv_producer" for a prefill'
+            ' or "kv_consumer" for a decode'
+        )
+    refused = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "asynchronous scheduling (give --no-async-scheduling)": (
+            vllm_config.scheduler_config.async_scheduling
+        ),
+    }
+    if wrong := [what for what, is_on in refused.items() if is_on]:
+        raise ValueError(f"KvferryConnector does not support {', '.join(wrong)}")
+    settings = dict(transfer.kv_connector_extra_config)
+    return json.dumps(
+        {
+            "role": "Prefill" if transfer.is_kv_producer else "Decode",
+            "model": f"{model.model}@{model.revision}" if model.revision else model.model,
+            "tp": parallel.tensor_parallel_size,
+            "dp": [parallel.data_parallel_index, parallel.data_parallel_size],
+            "kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
+            "latent": model.use_mla,
+            "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
+            "settings": settings,
+        }
+    )
+
+
+def _group(group) -> dict:
+    spec = group.kv_cache_spec
+    return {
+        "window": getattr(spec, "sliding_window", None),
+        "block_tokens": spec.block_size,
+        "layers": list(group.layer_names),
+    }
+
+
+def socket_path(vllm_config) -> Path:
+    """Where the host of the engine listens; the same in all its processes."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(folder) / f"kvferry-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{vllm_config.kv_transfer_config.engine_id}.sock"
+
+
+def connect(path: Path, make) -> Link:
+    """`make(path)`, with a host that is started unless there is one. Whoever binds the path serves;
+    a second host ends at once."""
+    deadline = time.monotonic() + START_S
+    started = None
+    while True:
+        try:
+            return make(path)
+        except ConnectionError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"{error}; it was started {START_S} s ago") from error
+        if started is None:
+            command = [sys.executable, "-m", "kvferry.host", "--socket", str(path)]
+            started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(0.02)

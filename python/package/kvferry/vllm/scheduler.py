@@ -1,0 +1,220 @@
+"""The half in the engine core: forwards the scheduler's hooks to the host and applies its answers."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+
+from vllm.v1.request import RequestStatus
+
+from kvferry._native import Link
+from kvferry.vllm.engine import START_S, connect, describe, socket_path
+
+logger = logging.getLogger(__name__)
+
+REASONS = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+}
+
+
+@dataclass
+class Leg:
+    """A request that is handed over or taken over."""
+
+    transfer: str
+    tokens: int
+    # Decode: blocks may be allocated, or there will be nothing to load.
+    may_allocate: bool = False
+    # Decode: blocks were allocated, once.
+    allocated: bool = False
+    # Decode: an answer is due for the allocated blocks.
+    loading: bool = False
+    # The host knows nothing of it any more.
+    over: bool = False
+    # vLLM ended the request and keeps its blocks until the load is over.
+    ended: bool = False
+    # Prefill: blocks of each group that the host was told.
+    blocks: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, vllm_config, kv_cache_config):
+        self.produces = vllm_config.kv_transfer_config.is_kv_producer
+        engine = describe(vllm_config, kv_cache_config)
+        path = socket_path(vllm_config)
+        self.link: Link | None = connect(path, lambda path: Link.scheduler(path, engine))
+        self.link.wait_ready(START_S)
+        self.groups = len(kv_cache_config.kv_cache_groups)
+        self.legs: dict[str, Leg] = {}
+        # Finished requests whose blocks the host holds.
+        self.held: set[str] = set()
+        self.free: set[str] = set()
+        self.loaded: set[str] = set()
+        self.failed: set[str] = set()
+        self.steps = 0
+
+    def arrived(self, request) -> None:
+        params = request.kv_transfer_params
+        wanted = "do_remote_decode" if self.produces else "do_remote_prefill"
+        if not params or not params.get(wanted):
+            return
+        leg = Leg(str(params.get("transfer_id") or ""), request.num_prompt_tokens)
+        self.legs[request.request_id] = leg
+        self._tell("arrived", request.request_id, json.dumps(params), leg.tokens)
+
+    def matched(self, request, computed: int) -> tuple[int | None, bool]:
+        leg = self.legs.get(request.request_id)
+        if self.produces or leg is None or leg.allocated:
+            return 0, False
+        self._hear()
+        if not leg.may_allocate:
+            return None, False
+        external = leg.tokens - computed
+        return (external, True) if external > 0 else (0, False)
+
+    def allocated(self, request, blocks, external: int) -> None:
+        leg = self.legs.get(request.request_id)
+        if self.produces or leg is None or leg.allocated:
+            return
+        leg.allocated = True
+        leg.loading = external > 0
+        if leg.over:
+            if leg.loading:
+                self.failed.add(request.request_id)
+            return
+        lists = [list(ids) for ids in blocks.get_block_ids()]
+        self._tell("allocated", request.request_id, leg.tokens - external, lists)
+
+    def step(self, output) -> tuple[int | None, list[str], list[str]]:
+        """Number of the step if the host is told of it, preempted and failed requests."""
+        preempted = []
+        for request in output.preempted_req_ids or ():
+            leg = self.legs.get(request)
+            if self.produces and leg is not None and not leg.over:
+                leg.blocks.clear()
+                self._tell("preempted", request)
+                preempted.append(request)
+        step = None
+        if chunks := self._chunks(output) if self.produces else []:
+            self.steps += 1
+            step = self.steps
+            self._tell("scheduled", step, chunks)
+        self._hear()
+        failed, self.failed = list(self.failed), set()
+        return step, preempted, failed
+
+    def _chunks(self, output) -> list[tuple]:
+        chunks = []
+        for new in output.scheduled_new_reqs:
+            self._chunk(chunks, output, new.req_id, new.num_computed_tokens, new.block_ids, True)
+        cached = output.scheduled_cached_reqs
+        for at, request in enumerate(cached.req_ids):
+            fresh = request in cached.resumed_req_ids
+            computed, added = cached.num_computed_tokens[at], cached.new_block_ids[at]
+            self._chunk(chunks, output, request, computed, added, fresh)
+        return chunks
+
+    def _chunk(self, chunks, output, request: str, computed: int, added, fresh: bool) -> None:
+        leg = self.legs.get(request)
+        if leg is None or leg.over or computed >= leg.tokens:
+            return
+        if fresh or not leg.blocks:
+            leg.blocks = [0] * self.groups
+            # Blocks of a prefix hit may be computed in this very step, by another request.
+            computed, scheduled = 0, computed
+        else:
+            scheduled = computed
+        lists = []
+        for group in range(self.groups):
+            ids = list(added[group]) if added else []
+            lists.append((leg.blocks[group], ids))
+            leg.blocks[group] += len(ids)
+        to = min(scheduled + output.num_scheduled_tokens[request], leg.tokens)
+        chunks.append((request, computed, to, lists))
+
+    def finished(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
+        leg = self.legs.get(request.request_id)
+        if leg is None:
+            return False, None
+        leg.ended = True
+        if not leg.loading:
+            del self.legs[request.request_id]
+        if leg.over:
+            return False, None
+        reason = REASONS.get(request.status, "error")
+        self._tell("finished", request.request_id, reason)
+        if not self.produces or self.link is None:
+            return False, None
+        self.held.add(request.request_id)
+        if reason not in ("stop", "length"):
+            return True, None
+        blocks = [list(ids) for ids in block_ids]
+        return True, json.loads(self.link.answer(leg.transfer, blocks))
+
+    def deliver(self, output) -> None:
+        """Adds what the host freed and loaded to what vLLM is about to apply."""
+        self._hear()
+        if self.free:
+            output.finished_sending = (output.finished_sending or set()) | self.free
+            self.free = set()
+        if self.loaded:
+            output.finished_recving = (output.finished_recving or set()) | self.loaded
+            self.loaded = set()
+
+    def _tell(self, what: str, *args) -> None:
+        if self.link is None:
+            return
+        try:
+            getattr(self.link, what)(*args)
+        except ConnectionError as error:
+            self._lost(error)
+
+    def _hear(self) -> None:
+        if self.link is None:
+            return
+        try:
+            events = self.link.poll()
+        except ConnectionError as error:
+            self._lost(error)
+            return
+        for kind, request, why in events:
+            self._apply(kind, request, why)
+
+    def _apply(self, kind: str, request: str, why: str | None) -> None:
+        leg = self.legs.get(request)
+        if why is not None:
+            logger.warning("%s: %s: %s", request or "engine", kind.replace("_", " "), why)
+        if request in self.held and kind in ("source_free", "rejected"):
+            self.held.remove(request)
+            self.free.add(request)
+        elif leg is None:
+            return
+        elif kind == "allocate":
+            leg.may_allocate = True
+        elif kind == "loaded":
+            self._loaded(request, leg, self.loaded)
+        elif kind in ("load_failed", "rejected"):
+            leg.over = leg.may_allocate = True
+            self._loaded(request, leg, self.failed)
+
+    def _loaded(self, request: str, leg: Leg, into: set[str]) -> None:
+        """The one answer for allocated blocks."""
+        if not leg.loading:
+            return
+        leg.loading = False
+        if leg.ended:
+            # Whether it was loaded matters no more; the blocks are free.
+            del self.legs[request]
+            into = self.loaded
+        into.add(request)
+
+    def _lost(self, error: Exception) -> None:
+        """Without a host nothing is handed over: what it holds is free, what it loads has failed."""
+        logger.error("%s", error)
+        self.link = None
+        self.free |= self.held
+        self.held = set()
+        for request, leg in list(self.legs.items()):
+            leg.over = leg.may_allocate = True
+            self._loaded(request, leg, self.failed)

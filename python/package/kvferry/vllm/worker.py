@@ -1,0 +1,84 @@
+"""The half in a worker process: says where its KV lies and which layers are computed."""
+
+import json
+import logging
+import os
+import time
+
+from kvferry._native import Link
+from kvferry.vllm.engine import connect, socket_path
+
+logger = logging.getLogger(__name__)
+
+# Longest wait of a step for blocks that the host may still read.
+PREEMPTION_S = 2.0
+
+
+class Worker:
+    def __init__(self, vllm_config, kv_cache_config):
+        self.path = socket_path(vllm_config)
+        self.rank = vllm_config.parallel_config.rank % (
+            vllm_config.parallel_config.tensor_parallel_size
+        )
+        groups = kv_cache_config.kv_cache_groups
+        self.layers = sum(len(group.layer_names) for group in groups)
+        self.link: Link | None = None
+        # Layers of the step that are computed.
+        self.done = 0
+
+    def register(self, kv_caches: dict) -> None:
+        """Tells the host where the KV of each layer lies."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
+        regions = [
+            {"base": base, "len": tensor.untyped_storage().nbytes(), "file": None}
+            for base, tensor in storages.items()
+        ]
+        tensors = [
+            {
+                "layer": name,
+                "start": tensor.data_ptr(),
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "element": tensor.element_size(),
+            }
+            for name, tensor in kv_caches.items()
+        ]
+        worker = {"rank": self.rank, "pid": os.getpid(), "regions": regions, "tensors": tensors}
+        self.link = connect(self.path, lambda path: Link.worker(path, json.dumps(worker)))
+
+    def computed(self, step: int | None, layer_name: str) -> None:
+        """A layer of the step is computed; vLLM computes them one after the other."""
+        if step is not None and self.done < self.layers:
+            self.done += 1
+            self._tell(step)
+
+    def step_over(self, step: int | None) -> None:
+        if step is not None and self.done < self.layers:
+            self.done = self.layers
+            self._tell(step)
+        self.done = 0
+
+    def _tell(self, step: int) -> None:
+        if self.link is None:
+            return
+        try:
+            self.link.layers(step, self.done)
+        except ConnectionError as error:
+            logger.error("%s", error)
+            self.link = None
+
+    def wait_for_preempted(self, requests: list[str]) -> None:
+        """Returns when nothing reads the blocks of these requests any more."""
+        waited, deadline = set(requests), time.monotonic() + PREEMPTION_S
+        while waited and self.link is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                logger.error("blocks of %s are reused while they may be read", sorted(waited))
+                return
+            try:
+                events = self.link.wait(left)
+            except ConnectionError as error:
+                logger.error("%s", error)
+                self.link = None
+                return
+            waited -= {request for kind, request, _ in events if kind == "preemption_safe"}

@@ -1,0 +1,185 @@
+//! The connector's line to its host.
+
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::ids::StepId;
+use engine::core::layout::BlockList;
+use engine::core::message::{Chunk, DecodeAnswer, FinishReason, PrefillAnswer};
+use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::{Link as Line, answer_params};
+use pyo3::exceptions::{PyConnectionError, PyValueError};
+use pyo3::prelude::*;
+use serde::de::DeserializeOwned;
+use std::io;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// What the host says of a request: kind, request, and why.
+type Event = (&'static str, String, Option<String>);
+
+/// Blocks of a chunk: request, first token, one past the last, and per group where its added blocks
+/// begin in the request's list, and their ids.
+type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
+
+fn gone(why: io::Error) -> PyErr {
+    PyConnectionError::new_err(format!("the kvferry host is gone: {why}"))
+}
+
+fn read<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
+    serde_json::from_str(json).map_err(|why| PyValueError::new_err(format!("{what}: {why}")))
+}
+
+/// A connection to the host of this engine.
+#[pyclass(module = "kvferry._native")]
+pub(crate) struct Link {
+    line: Line,
+    heard: Vec<FromHost>,
+    address: Option<ZmqAddress>,
+}
+
+impl Link {
+    fn connect(path: PathBuf, who: Who) -> PyResult<Link> {
+        let line = Line::connect(&path, who).map_err(|why| {
+            PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
+        })?;
+        Ok(Link { line, heard: Vec::new(), address: None })
+    }
+
+    fn send(&mut self, message: &ToHost) -> PyResult<()> {
+        self.line.send(message).map_err(gone)
+    }
+
+    fn events(&mut self) -> Vec<Event> {
+        self.heard.drain(..).filter_map(event).collect()
+    }
+}
+
+fn event(message: FromHost) -> Option<Event> {
+    let (kind, request, why) = match message {
+        FromHost::Ready { .. } => return None,
+        FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
+        FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
+        FromHost::Prefill(PrefillAnswer::SourceFree { request, failure }) => {
+            ("source_free", request, failure.map(|failure| failure.to_string()))
+        }
+        FromHost::Prefill(PrefillAnswer::PreemptionSafe { .. }) => return None,
+        FromHost::Prefill(PrefillAnswer::Rejected { request, failure }) => {
+            ("rejected", request, Some(failure.to_string()))
+        }
+        FromHost::Decode(DecodeAnswer::Allocate { request }) => ("allocate", request, None),
+        FromHost::Decode(DecodeAnswer::Loaded { request }) => ("loaded", request, None),
+        FromHost::Decode(DecodeAnswer::LoadFailed { request, failure }) => {
+            ("load_failed", request, Some(failure.to_string()))
+        }
+        FromHost::Decode(DecodeAnswer::Rejected { request, failure }) => {
+            ("rejected", request, Some(failure.to_string()))
+        }
+        FromHost::PreemptionSafe { request } => ("preemption_safe", request, None),
+    };
+    Some((kind, request.0.to_string(), why))
+}
+
+#[pymethods]
+impl Link {
+    /// Connects as the scheduler of an engine, which is described in JSON.
+    #[staticmethod]
+    fn scheduler(path: PathBuf, engine: &str) -> PyResult<Link> {
+        Link::connect(path, Who::Scheduler(read("kv_connector_extra_config", engine)?))
+    }
+
+    /// Connects as a worker, which is described in JSON.
+    #[staticmethod]
+    fn worker(path: PathBuf, worker: &str) -> PyResult<Link> {
+        Link::connect(path, Who::Worker(read("worker", worker)?))
+    }
+
+    /// Waits until the host serves the engine.
+    fn wait_ready(&mut self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+        let end = Instant::now() + Duration::from_secs_f64(seconds);
+        while self.address.is_none() {
+            let left = end.saturating_duration_since(Instant::now());
+            let (line, heard) = (&mut self.line, &mut self.heard);
+            py.detach(|| line.wait(left, heard)).map_err(gone)?;
+            for message in self.heard.drain(..) {
+                match message {
+                    FromHost::Ready { address } => self.address = Some(address),
+                    FromHost::Refused { why } => {
+                        return Err(PyValueError::new_err(format!("the kvferry host: {why}")));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn arrived(&mut self, request: String, params: String, tokens: u32) -> PyResult<()> {
+        let (request, params) = (request.into(), params.into());
+        self.send(&ToHost::Arrived { request, params, tokens })
+    }
+
+    fn scheduled(&mut self, step: u64, chunks: Vec<ChunkTuple>) -> PyResult<()> {
+        let list = |(first, ids)| BlockList { first, ids };
+        let chunk = |(request, from, to, blocks): ChunkTuple| Chunk {
+            request: request.into(),
+            from,
+            to,
+            blocks: blocks.into_iter().map(list).collect(),
+        };
+        let chunks = chunks.into_iter().map(chunk).collect();
+        self.send(&ToHost::Scheduled { step: StepId(step), chunks })
+    }
+
+    fn preempted(&mut self, request: String) -> PyResult<()> {
+        self.send(&ToHost::Preempted { request: request.into() })
+    }
+
+    fn allocated(&mut self, request: String, computed: u32, blocks: Vec<Vec<u32>>) -> PyResult<()> {
+        let blocks = blocks.into_iter().map(BlockList::new).collect();
+        self.send(&ToHost::Allocated { request: request.into(), computed, blocks })
+    }
+
+    fn finished(&mut self, request: String, reason: &str) -> PyResult<()> {
+        let reason = match reason {
+            "length" => FinishReason::Length,
+            "stop" => FinishReason::Stop,
+            "abort" => FinishReason::Aborted,
+            _ => FinishReason::Error,
+        };
+        self.send(&ToHost::Finished { request: request.into(), reason })
+    }
+
+    fn layers(&mut self, step: u64, layers: u16) -> PyResult<()> {
+        self.send(&ToHost::Layers { step: StepId(step), layers })
+    }
+
+    /// What the host said since the last time.
+    fn poll(&mut self) -> PyResult<Vec<Event>> {
+        self.line.poll(&mut self.heard).map_err(gone)?;
+        Ok(self.events())
+    }
+
+    /// The same, after waiting for something, at most so long.
+    fn wait(&mut self, py: Python<'_>, seconds: f64) -> PyResult<Vec<Event>> {
+        let (line, heard) = (&mut self.line, &mut self.heard);
+        let waited = py.detach(|| line.wait(Duration::from_secs_f64(seconds), heard));
+        match waited {
+            Err(why) if why.kind() != io::ErrorKind::TimedOut => Err(gone(why)),
+            _ => Ok(self.events()),
+        }
+    }
+
+    /// `kv_transfer_params` that a prefill answers with, in JSON.
+    fn answer(&self, transfer: &str, blocks: Vec<Vec<u32>>) -> PyResult<String> {
+        let Some(address) = &self.address else {
+            return Err(PyValueError::new_err("the host does not serve this engine yet"));
+        };
+        answer_params(address, transfer, blocks).map_err(PyValueError::new_err)
+    }
+}
+
+/// Runs `kvferry host` until it ends; the exit code.
+#[pyfunction]
+pub(crate) fn host(py: Python<'_>, args: Vec<String>) -> u8 {
+    let args = ["kvferry".to_string(), "host".to_string()].into_iter().chain(args);
+    py.detach(|| kvferry::main(args.map(Into::into)))
+}

@@ -1,0 +1,45 @@
+"""KvferryConnector with a host beside each server, both modes, against a single server."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import MODES, at_once, prompt
+from pair import Pair, request, tokens
+from router import Router
+from test_pd import LENGTHS
+
+CONNECTOR = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def own(request, model, logs, reference):
+    router = Router(logs / f"router-own-{request.param.lower()}.log")
+    made = Pair(request.param, model, logs, router.discovery, {}, CONNECTOR)
+    try:
+        made.router = router
+        reference.server.ready()
+        made.ready()
+        router.wait_for(f"a {made.mode} pair")
+        yield made
+    finally:
+        made.stop()
+        router.stop()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_same_tokens_as_a_single_server(own, reference, length):
+    ids = prompt(length, f"own {own.mode}")
+    assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+def test_eight_at_a_time_in_chunks(own, reference):
+    prompts = at_once(f"own {own.mode} at once")
+    expected = [reference(ids) for ids in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda ids: tokens(own.router.complete(request(ids))), prompts))
+    assert answers == expected
+
+
+def test_afterwards_every_block_is_free(own):
+    own.prefill.wait_idle()
+    own.decode.wait_idle()

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -13,21 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 MODES = ["push", "pull"]
 # Together a minute.
 SECONDS = float(os.environ.get("KVFERRY_ROUTER_SECONDS", "60")) / len(MODES)
 START_S = 30
 CLIENTS = 4
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; vllm-router takes no others."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Router:

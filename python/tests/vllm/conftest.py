@@ -10,7 +10,8 @@ from pathlib import Path
 import model as tiny
 import pytest
 from client import Refused
-from pair import Pair, free_ports, request, tokens
+from pair import Pair, request, tokens
+from ports import free_ports
 from router import Router
 from server import BATCHED_TOKENS, Server
 

@@ -1,22 +1,13 @@
 """A prefill and a decode server with vLLM's own MoRIIOConnector over the drop-in `mori`."""
 
-import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ports import free_ports
 from server import Server
 
 TOKENS = 16
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def request(prompt: list[int], **more) -> dict:

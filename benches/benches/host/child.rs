@@ -1,9 +1,10 @@
 //! The other process: it holds the targets and does what a line on its standard input says.
 
-use super::work::{POOL, ROWS, fill, is_filled};
+use super::work::{POOL, ROWS, attach, fill, is_filled};
 use engine::core::time::Nanos;
 use engine::fabric::{DataEvent, DataPlane, RegionId};
 use fabric_host::{HostConfig, HostPlane, HugePages, Path, Pool};
+use std::collections::BTreeMap;
 use std::io::{BufRead, Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
@@ -53,6 +54,7 @@ pub(crate) fn run_if_child() -> bool {
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     println!("{} {}", pool.start() as u64, listener.local_addr().expect("bound").port());
     std::thread::spawn(move || echo(&listener));
+    let mut drawn = BTreeMap::new();
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split(' ');
         match words.next() {
@@ -61,6 +63,22 @@ pub(crate) fn run_if_child() -> bool {
                 // SAFETY: The whole pool; nothing is under way.
                 unsafe { std::ptr::write_bytes(pool.start(), 0, pool.len() as usize) };
                 println!("cleared");
+            }
+            Some("readv") => {
+                let name = words.next();
+                let row = ROWS.iter().find(|row| Some(row.name) == name).expect("a row");
+                let mut number = || words.next().and_then(|word| word.parse().ok());
+                let (base, times): (u64, u64) =
+                    (number().expect("a base"), number().expect("a count"));
+                // Drawn when the row was verified, and not while it is measured.
+                let [from, to] = drawn.entry(row.name).or_insert_with(|| row.blocks());
+                let parent = std::os::unix::process::parent_id();
+                for _ in 0..times {
+                    let sides = [(pool.start() as u64, &to[..]), (base, &from[..])];
+                    // SAFETY: Blocks of a row are inside both pools, and nothing is under way.
+                    unsafe { attach(libc::process_vm_readv, parent, sides, row.size) };
+                }
+                println!("done");
             }
             Some(what @ ("fill" | "verify")) => {
                 let name = words.next();

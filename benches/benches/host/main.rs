@@ -37,11 +37,12 @@ fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) 
     println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
     let of = |way: Way| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
-    let (copy, bare) = (of(Way::Memcpy), of(Way::AttachRead));
-    for (kind, shared, cross) in
-        [("pushed", Way::Shared, Way::Cross), ("read", Way::SharedRead, Way::CrossRead)]
-    {
-        let (shared, cross) = (of(shared), of(cross));
+    let copy = of(Way::Memcpy);
+    for (kind, shared, cross, bare) in [
+        ("pushed", Way::Shared, Way::Cross, Way::AttachFar),
+        ("read", Way::SharedRead, Way::CrossRead, Way::AttachRead),
+    ] {
+        let (shared, cross, bare) = (of(shared), of(cross), of(bare));
         println!(
             "  {kind}: shared memory {:.2} of the CPU of memcpy; cross-memory {:.2} of the \
              throughput of bare readv, {:.2} of its CPU",

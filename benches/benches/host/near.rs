@@ -1,7 +1,7 @@
 //! The process that initiates and measures.
 
 use super::child::{CHILD, cpu, plane};
-use super::work::{POOL, Row, Stats, fill, is_filled};
+use super::work::{AttachCall, POOL, Row, Stats, attach, fill, is_filled};
 use engine::core::time::Nanos;
 use engine::fabric::{
     Address, DataEvent, DataPlane, Direction, OpId, Outcome, PeerId, RegionDesc, RegionId,
@@ -27,6 +27,8 @@ pub(crate) enum Way {
     Attach,
     /// The same with `process_vm_readv`, which is what planes call.
     AttachRead,
+    /// The same in the child, which is told by a pipe and answers by one: what a push is.
+    AttachFar,
     Cross,
     Tcp,
     /// From the child: this side copies.
@@ -35,12 +37,13 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(crate) const ALL: [Way; 8] = [
+    pub(crate) const ALL: [Way; 9] = [
         Way::Memcpy,
         Way::Shared,
         Way::SharedRead,
         Way::Attach,
         Way::AttachRead,
+        Way::AttachFar,
         Way::Cross,
         Way::CrossRead,
         Way::Tcp,
@@ -52,6 +55,7 @@ impl Way {
             Way::Shared => "shared memory",
             Way::Attach => "bare writev",
             Way::AttachRead => "bare readv",
+            Way::AttachFar => "readv, told",
             Way::Cross => "cross-memory",
             Way::Tcp => "tcp",
             Way::SharedRead => "shared, read",
@@ -65,7 +69,7 @@ impl Way {
 
     fn path(self) -> Option<Path> {
         match self {
-            Way::Memcpy | Way::Attach | Way::AttachRead => None,
+            Way::Memcpy | Way::Attach | Way::AttachRead | Way::AttachFar => None,
             Way::Shared | Way::SharedRead => Some(Path::SharedMemory),
             Way::Cross | Way::CrossRead => Some(Path::CrossMemory),
             Way::Tcp => Some(Path::Tcp),
@@ -209,9 +213,20 @@ impl Near {
                 let direction = if way.reads() { Direction::Read } else { Direction::Write };
                 self.transfer(path, &Move { direction, from, to, size: row.size }, at_a_time);
             }
-            None if way == Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
-            None if way == Way::Attach => (0..at_a_time).for_each(|_| self.attach(row, from, to)),
-            None => (0..at_a_time).for_each(|_| self.attach_read(row, from, to)),
+            None => {
+                match way {
+                    Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
+                    Way::Attach => (0..at_a_time)
+                        .for_each(|_| self.attach(libc::process_vm_writev, row, from, to)),
+                    Way::AttachRead => (0..at_a_time)
+                        .for_each(|_| self.attach(libc::process_vm_readv, row, to, from)),
+                    _ => {
+                        let base = self.pool.start() as u64;
+                        let told = self.ask(&format!("readv {} {base} {at_a_time}", row.name));
+                        assert_eq!(told, "done");
+                    }
+                }
+            }
         }
     }
 
@@ -226,41 +241,11 @@ impl Near {
         }
     }
 
-    /// Writes to the child as it is meant, 1024 ranges a call.
-    fn attach(&self, row: &Row, from: &[u64], to: &[u64]) {
-        self.ranges(row, from, to, |pid, local, remote, count| {
-            // SAFETY: Ranges of both pools.
-            unsafe { libc::process_vm_writev(pid, local, count, remote, count, 0) }
-        });
-    }
-
-    /// The same, read from the child.
-    fn attach_read(&self, row: &Row, from: &[u64], to: &[u64]) {
-        self.ranges(row, to, from, |pid, local, remote, count| {
-            // SAFETY: Ranges of both pools.
-            unsafe { libc::process_vm_readv(pid, local, count, remote, count, 0) }
-        });
-    }
-
-    fn ranges(
-        &self,
-        row: &Row,
-        local: &[u64],
-        remote: &[u64],
-        call: impl Fn(i32, *const libc::iovec, *const libc::iovec, u64) -> isize,
-    ) {
-        let range = |base: u64, at: &u64| libc::iovec {
-            iov_base: (base + at) as *mut libc::c_void,
-            iov_len: row.size as usize,
-        };
-        let base = self.pool.start() as u64;
-        for (local, remote) in local.chunks(1_024).zip(remote.chunks(1_024)) {
-            let local: Vec<_> = local.iter().map(|at| range(base, at)).collect();
-            let remote: Vec<_> = remote.iter().map(|at| range(self.far.0, at)).collect();
-            let (pid, count) = (self.child.id() as i32, local.len() as u64);
-            let moved = call(pid, local.as_ptr(), remote.as_ptr(), count);
-            assert_eq!(moved as u64, count * row.size, "short");
-        }
+    /// Nothing but the system call.
+    fn attach(&self, call: AttachCall, row: &Row, local: &[u64], remote: &[u64]) {
+        let sides = [(self.pool.start() as u64, local), (self.far.0, remote)];
+        // SAFETY: Ranges of both pools, and nothing else is under way.
+        unsafe { attach(call, self.child.id(), sides, row.size) }
     }
 
     fn post(&mut self, path: Path, move_: &Move<'_>) -> OpId {

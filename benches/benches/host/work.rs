@@ -110,6 +110,43 @@ pub(crate) unsafe fn is_filled(pool: *const u8, at: &[u64], seed: u64, size: u64
     })
 }
 
+/// `process_vm_readv` or `process_vm_writev`.
+pub(crate) type AttachCall = unsafe extern "C" fn(
+    libc::pid_t,
+    *const libc::iovec,
+    libc::c_ulong,
+    *const libc::iovec,
+    libc::c_ulong,
+    libc::c_ulong,
+) -> isize;
+
+/// Moves blocks between this process and another, 1024 ranges a call; bases and offsets of the local
+/// and the remote side.
+///
+/// # Safety
+/// The ranges are in memory that nothing else is at.
+pub(crate) unsafe fn attach(
+    call: AttachCall,
+    pid: u32,
+    [local, remote]: [(u64, &[u64]); 2],
+    size: u64,
+) {
+    let ranges = |base: u64, at: &[u64]| -> Vec<libc::iovec> {
+        let range = |at: &u64| libc::iovec {
+            iov_base: (base + at) as *mut libc::c_void,
+            iov_len: size as usize,
+        };
+        at.iter().map(range).collect()
+    };
+    for (here, there) in local.1.chunks(1_024).zip(remote.1.chunks(1_024)) {
+        let (here, there) = (ranges(local.0, here), ranges(remote.0, there));
+        let count = here.len() as u64;
+        // SAFETY: See above.
+        let moved = unsafe { call(pid as i32, here.as_ptr(), count, there.as_ptr(), count, 0) };
+        assert_eq!(moved as u64, count * size, "short");
+    }
+}
+
 /// Times and CPU of one way.
 #[derive(Debug, Default)]
 pub(crate) struct Stats {

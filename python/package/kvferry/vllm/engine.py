@@ -13,6 +13,12 @@ from kvferry._native import Link
 # Time for a host to start, and then to have all parts of its engine.
 START_S = 60
 
+# Starts a program that is no child of the engine: vLLM kills those before they can clear up.
+ORPHAN = (
+    "import subprocess, sys; "
+    "subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)"
+)
+
 
 def describe(vllm_config, kv_cache_config) -> str:
     """The engine in JSON."""
@@ -77,5 +83,5 @@ def connect(path: Path, make) -> Link:
                 raise ConnectionError(f"{error}; it was started {START_S} s ago") from error
         if started is None:
             command = [sys.executable, "-m", "kvferry.host", "--socket", str(path)]
-            started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            started = subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
         time.sleep(0.02)

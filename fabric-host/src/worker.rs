@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 const SOCKETS_EVERY: u32 = 16;
 
 /// Rounds with work before an owner that sleeps hears of outcomes: it would take the very core that
-/// copies. A millisecond or so.
+/// copies. A round is a chunk of each link.
 const QUIET_ROUNDS: u32 = 4;
 
 /// Descriptors that one link may have watched.

@@ -5,16 +5,72 @@ use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankRe
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::error::PeerViolation;
 use engine::core::ids::StepId;
+use engine::core::layout::LayerLayout;
 use engine::core::message::{DecodeHook, Job, PrefillHook, Report, Role};
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::station::CoreConfig;
-use engine::core::transfer::{Transfer, TransferConfig, TransferInput};
-use engine::fabric::{ControlPlane, DataPlane};
+use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
+use engine::fabric::{ControlPlane, DataPlane, Memory};
+use fabric_host::{HostConfig, HostPlane};
+use scenarios::run::Run;
 
 /// A TP rank that is to be started.
 pub(crate) struct RankParts {
-    pub(crate) plane: Box<dyn DataPlane>,
-    pub(crate) transfer: TransferConfig,
+    plane: Box<dyn DataPlane>,
+    transfer: TransferConfig,
+}
+
+impl RankParts {
+    /// A rank over its plane: where its KV lies, and the times and limits of the run, if it is one.
+    pub(crate) fn new(
+        core: &CoreConfig,
+        rank: u16,
+        plane: HostPlane,
+        (memory, layers): (Vec<Memory>, Vec<LayerLayout>),
+        run: Option<&Run>,
+    ) -> RankParts {
+        let caps = plane.caps();
+        let settings = match run {
+            Some(run) => scenarios::settings::transfer(run, &caps),
+            None => TransferSettings {
+                operations_max: caps.operations_max,
+                slices_max: caps.slices_max,
+                ..TransferSettings::default()
+            },
+        };
+        let transfer = TransferConfig {
+            rank,
+            role: core.role,
+            mode: core.mode,
+            geometry: core.geometry.clone(),
+            address: plane.address(),
+            placement: caps.placement,
+            memory,
+            layers,
+            settings,
+        };
+        RankParts { plane: Box::new(plane), transfer }
+    }
+}
+
+/// The plane of a TP rank, which listens at `host`; `slower` as in [`HostConfig`].
+///
+/// # Errors
+/// What it cannot have, and why.
+pub(crate) fn host_plane(
+    core: &CoreConfig,
+    rank: u16,
+    host: &str,
+    slower: bool,
+) -> Result<HostPlane, String> {
+    let config = HostConfig {
+        key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
+        host: host.into(),
+        open_door: true,
+        slower,
+        ..HostConfig::default()
+    };
+    HostPlane::new(config).map_err(|why| why.to_string())
 }
 
 /// Where the effects of the actors go that are not for their planes.

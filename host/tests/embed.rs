@@ -4,7 +4,8 @@ use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::{StepId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{
-    Chunk, DecodeAnswer, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillLeg, Role,
+    Chunk, DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillHook,
+    PrefillLeg, Role,
 };
 use engine::fabric::{Endpoint, Memory};
 use fabric_host::{HugePages, Pool};
@@ -155,17 +156,19 @@ fn hand_over(mode: Mode) {
     d.tell(&arrived("d-1", "do_remote_prefill", &leg));
     let blocks = vec![BlockList::new(vec![3, 5])];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 40, blocks };
-    p.tell(&ToHost::Scheduled { step: StepId(1), chunks: vec![chunk] });
+    p.tell(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] }));
     for (layer, block) in [(0, 3), (0, 5), (1, 3), (1, 5)] {
         p.block(layer, block).fill(layer as u8 * 16 + block as u8);
     }
     p.worker.send(&ToHost::Layers { step: StepId(1), layers: 1 }).expect("the host hears");
     p.worker.send(&ToHost::Layers { step: StepId(1), layers: 2 }).expect("the host hears");
-    p.tell(&ToHost::Finished { request: "p-1".into(), reason: FinishReason::Length });
+    let (request, reason) = ("p-1".into(), FinishReason::Length);
+    p.tell(&ToHost::Prefill(PrefillHook::Finished { request, reason }));
     let allocate = next(&mut d.scheduler, |_| false);
     assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
     let blocks = vec![BlockList::new(vec![7, 1])];
-    d.tell(&ToHost::Allocated { request: "d-1".into(), computed: 0, blocks });
+    let request = "d-1".into();
+    d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
     let loaded = next(&mut d.scheduler, |_| false);
     assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");
     for (layer, block, from) in [(0, 7, 3), (0, 1, 5), (1, 7, 3), (1, 1, 5)] {
@@ -181,7 +184,8 @@ fn hand_over(mode: Mode) {
     let FromHost::Prefill(PrefillAnswer::SourceFree { failure: None, .. }) = free else {
         panic!("{free:?}")
     };
-    d.tell(&ToHost::Finished { request: "d-1".into(), reason: FinishReason::Length });
+    let (request, reason) = ("d-1".into(), FinishReason::Length);
+    d.tell(&ToHost::Decode(DecodeHook::Finished { request, reason }));
     drop((p, d));
     for mut host in hosts {
         // It ends with its engine, and nothing is left.

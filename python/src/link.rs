@@ -3,8 +3,11 @@
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::StepId;
 use engine::core::layout::BlockList;
-use engine::core::message::{Chunk, DecodeAnswer, FinishReason, PrefillAnswer};
+use engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
+};
 use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::spec::Engine;
 use kvferry::embed::{Link as Line, answer_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
@@ -32,16 +35,17 @@ fn read<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
 #[pyclass(module = "kvferry._native")]
 pub(crate) struct Link {
     line: Line,
+    role: Role,
     heard: Vec<FromHost>,
     address: Option<ZmqAddress>,
 }
 
 impl Link {
-    fn connect(path: PathBuf, who: Who) -> PyResult<Link> {
+    fn connect(path: PathBuf, role: Role, who: Who) -> PyResult<Link> {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
-        Ok(Link { line, heard: Vec::new(), address: None })
+        Ok(Link { line, role, heard: Vec::new(), address: None })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -61,7 +65,9 @@ fn event(message: FromHost) -> Option<Event> {
         FromHost::Prefill(PrefillAnswer::SourceFree { request, failure }) => {
             ("source_free", request, failure.map(|failure| failure.to_string()))
         }
-        FromHost::Prefill(PrefillAnswer::PreemptionSafe { .. }) => return None,
+        FromHost::Prefill(PrefillAnswer::PreemptionSafe { request }) => {
+            ("preemption_safe", request, None)
+        }
         FromHost::Prefill(PrefillAnswer::Rejected { request, failure }) => {
             ("rejected", request, Some(failure.to_string()))
         }
@@ -73,7 +79,6 @@ fn event(message: FromHost) -> Option<Event> {
         FromHost::Decode(DecodeAnswer::Rejected { request, failure }) => {
             ("rejected", request, Some(failure.to_string()))
         }
-        FromHost::PreemptionSafe { request } => ("preemption_safe", request, None),
     };
     Some((kind, request.0.to_string(), why))
 }
@@ -83,13 +88,15 @@ impl Link {
     /// Connects as the scheduler of an engine, which is described in JSON.
     #[staticmethod]
     fn scheduler(path: PathBuf, engine: &str) -> PyResult<Link> {
-        Link::connect(path, Who::Scheduler(read("kv_connector_extra_config", engine)?))
+        let engine: Box<Engine> = read("kv_connector_extra_config", engine)?;
+        Link::connect(path, engine.role, Who::Scheduler(engine))
     }
 
     /// Connects as a worker, which is described in JSON.
     #[staticmethod]
     fn worker(path: PathBuf, worker: &str) -> PyResult<Link> {
-        Link::connect(path, Who::Worker(read("worker", worker)?))
+        // Workers end no request.
+        Link::connect(path, Role::Prefill, Who::Worker(read("worker", worker)?))
     }
 
     /// Waits until the host serves the engine.
@@ -126,16 +133,17 @@ impl Link {
             blocks: blocks.into_iter().map(list).collect(),
         };
         let chunks = chunks.into_iter().map(chunk).collect();
-        self.send(&ToHost::Scheduled { step: StepId(step), chunks })
+        self.send(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(step), chunks }))
     }
 
     fn preempted(&mut self, request: String) -> PyResult<()> {
-        self.send(&ToHost::Preempted { request: request.into() })
+        self.send(&ToHost::Prefill(PrefillHook::Preempted { request: request.into() }))
     }
 
     fn allocated(&mut self, request: String, computed: u32, blocks: Vec<Vec<u32>>) -> PyResult<()> {
         let blocks = blocks.into_iter().map(BlockList::new).collect();
-        self.send(&ToHost::Allocated { request: request.into(), computed, blocks })
+        let request = request.into();
+        self.send(&ToHost::Decode(DecodeHook::Allocated { request, computed, blocks }))
     }
 
     fn finished(&mut self, request: String, reason: &str) -> PyResult<()> {
@@ -145,7 +153,11 @@ impl Link {
             "abort" => FinishReason::Aborted,
             _ => FinishReason::Error,
         };
-        self.send(&ToHost::Finished { request: request.into(), reason })
+        let request = request.into();
+        self.send(&match self.role {
+            Role::Prefill => ToHost::Prefill(PrefillHook::Finished { request, reason }),
+            Role::Decode => ToHost::Decode(DecodeHook::Finished { request, reason }),
+        })
     }
 
     fn layers(&mut self, step: u64, layers: u16) -> PyResult<()> {

@@ -2,8 +2,7 @@
 
 use super::shell::Turn;
 use crate::core::time::Nanos;
-use actix::prelude::Request;
-use actix::{Actor, Addr, Context, Handler, Message};
+use actix::{Actor, Addr, Context, Handler};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -45,16 +44,6 @@ impl<A: Actor<Context = Context<A>>> Port<A> {
     /// Places that are free now.
     pub fn credits(&self) -> usize {
         self.left.load(Ordering::Acquire)
-    }
-
-    /// Asks the actor outside of its turns.
-    pub fn ask<M>(&self, question: M) -> Request<A, M>
-    where
-        A: Handler<M>,
-        M: Message + Send + 'static,
-        M::Result: Send,
-    {
-        self.to.send(question)
     }
 
     /// Gives the actor a turn.

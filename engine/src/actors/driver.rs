@@ -2,7 +2,6 @@
 //! happened.
 
 use super::Clock;
-use super::shell::Look;
 use crate::core::machine::{Machine, Outbox};
 use crate::core::time::Nanos;
 use crate::fabric::Wake;
@@ -40,6 +39,13 @@ pub struct Give<I>(pub I);
 
 impl<I> Message for Give<I> {
     type Result = ();
+}
+
+/// Asks for something that the machine of an actor knows; changes nothing.
+pub struct Look<M, R>(pub Box<dyn FnOnce(&M) -> R + Send>);
+
+impl<M: 'static, R: 'static> Message for Look<M, R> {
+    type Result = R;
 }
 
 /// The plane may have news.

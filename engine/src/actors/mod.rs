@@ -15,9 +15,9 @@ mod seats;
 mod shell;
 
 pub use credit::{Credit, Full, Port};
-pub use driver::{Driver, Give, Seat};
+pub use driver::{Driver, Give, Look, Seat};
 pub use seats::{ControlSeat, CoreMachine, DataSeat, Foreign, RankReport};
-pub use shell::{Effects, Look, Shell, Turn};
+pub use shell::{Effects, Shell, Turn};
 
 use crate::core::time::Nanos;
 use std::sync::Arc;

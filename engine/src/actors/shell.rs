@@ -3,7 +3,7 @@
 use super::credit::{Credit, Port};
 use crate::core::machine::{Gauges, Machine, Outbox};
 use crate::core::time::Nanos;
-use actix::{Actor, Context, Handler, Message, MessageResult, Recipient};
+use actix::{Actor, Context, Handler, Message, Recipient};
 
 /// One input for a machine.
 #[derive(Debug)]
@@ -37,13 +37,6 @@ pub struct Effects<E> {
 
 impl<E> Message for Effects<E> {
     type Result = ();
-}
-
-/// Asks for something that the machine of an actor knows; changes nothing.
-pub struct Look<M, R>(pub Box<dyn FnOnce(&M) -> R + Send>);
-
-impl<M: 'static, R: 'static> Message for Look<M, R> {
-    type Result = R;
 }
 
 /// An actor that owns a machine and knows nothing else.
@@ -88,13 +81,5 @@ impl<M: Machine + Unpin + 'static> Handler<Turn<M::Input>> for Shell<M> {
             gauges: self.machine.gauges(),
             credit: turn.credit,
         });
-    }
-}
-
-impl<M: Machine + Unpin + 'static, R: 'static> Handler<Look<M, R>> for Shell<M> {
-    type Result = MessageResult<Look<M, R>>;
-
-    fn handle(&mut self, look: Look<M, R>, _: &mut Self::Context) -> Self::Result {
-        MessageResult((look.0)(&self.machine))
     }
 }

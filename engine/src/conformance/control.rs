@@ -101,7 +101,10 @@ impl<'a> Rig<'a> {
     fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> LinkId {
         let before = self.seen[1].len();
         self.plane(0).dial(link, to, channel).expect("a dial is taken");
-        let up = |event: &ControlEvent| matches!(event, ControlEvent::LinkUp { link: its, channel: of, .. } if (*its, *of) == (link, channel));
+        let up = |event: &ControlEvent| match *event {
+            ControlEvent::LinkUp { link: its, channel: of, .. } => (its, of) == (link, channel),
+            _ => false,
+        };
         self.until("LinkUp of the dialler", |rig| rig.seen[0].iter().any(up));
         self.until("LinkUp of the listener", |rig| rig.seen[1].len() > before);
         match self.seen[1][before] {

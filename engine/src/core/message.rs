@@ -300,7 +300,8 @@ pub struct Chunk {
     /// The request.
     pub request: RequestId,
     /// First token computed in this step; the KV of those before is there (earlier chunks or
-    /// prefix hits).
+    /// prefix hits). An engine whose prefix hits may be blocks that the same step computes for
+    /// another request, as vLLM's are, says 0 in the first chunk.
     pub from: u32,
     /// One past the last token computed in this step.
     pub to: u32,

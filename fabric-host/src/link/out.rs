@@ -59,7 +59,7 @@ impl Source {
 #[derive(Debug)]
 pub(crate) enum Read {
     /// Copies into a region of ours.
-    Copy { op: u64, source: Arc<Source>, region: Arc<Region>, slices: Vec<Slice>, bytes: u64 },
+    Copy { op: u64, source: Arc<Source>, region: Arc<Region>, slices: Vec<Slice> },
     /// Says that all reads of a session that came ahead of it are over.
     Barrier { session: u32 },
 }

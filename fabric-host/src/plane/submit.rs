@@ -110,7 +110,6 @@ impl HostPlane {
                         source: source.clone(),
                         region: session.region.clone(),
                         slices: std::mem::take(&mut self.slices),
-                        bytes,
                     });
                 }
             }

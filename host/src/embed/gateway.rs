@@ -9,7 +9,7 @@ use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
 use engine::actors::{Clock, Foreign, RankReport};
 use engine::core::decode::DecodeEffect;
 use engine::core::ids::RequestId;
-use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook, Role};
+use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
 use engine::core::prefill::PrefillEffect;
 use engine::core::router::LegBody;
 use serde_json::value::RawValue;
@@ -164,23 +164,11 @@ impl Gateway {
     }
 
     fn said(&mut self, part: Part, message: ToHost) {
-        let Some(Serving { cores, own }) = &self.serving else { return };
-        let prefills = own.role == Role::Prefill;
+        let Some(Serving { cores, .. }) = &self.serving else { return };
         match message {
             ToHost::Arrived { request, params, tokens } => self.arrived(request, &params, tokens),
-            ToHost::Scheduled { step, chunks } => {
-                cores.prefill(PrefillHook::Scheduled { step, chunks });
-            }
-            ToHost::Preempted { request } => cores.prefill(PrefillHook::Preempted { request }),
-            ToHost::Allocated { request, computed, blocks } => {
-                cores.decode(DecodeHook::Allocated { request, computed, blocks });
-            }
-            ToHost::Finished { request, reason } if prefills => {
-                cores.prefill(PrefillHook::Finished { request, reason });
-            }
-            ToHost::Finished { request, reason } => {
-                cores.decode(DecodeHook::Finished { request, reason });
-            }
+            ToHost::Prefill(hook) => cores.prefill(hook),
+            ToHost::Decode(hook) => cores.decode(hook),
             ToHost::Layers { step, layers } => {
                 if let Part::Worker(rank) = part {
                     cores.layers(Some(rank), step, layers);
@@ -249,11 +237,9 @@ impl Handler<Foreign<PrefillEffect>> for Gateway {
         match effect {
             PrefillEffect::Job(job) => cores.job(&job),
             PrefillEffect::Answer(answer) => {
-                if let PrefillAnswer::PreemptionSafe { request } = &answer {
-                    let safe = FromHost::PreemptionSafe { request: request.clone() };
-                    self.tell(|part| part != Part::Scheduler, &safe);
-                }
-                self.scheduler(&FromHost::Prefill(answer));
+                let to_workers = matches!(answer, PrefillAnswer::PreemptionSafe { .. });
+                let answer = FromHost::Prefill(answer);
+                self.tell(|part| (part != Part::Scheduler) == to_workers, &answer);
             }
             PrefillEffect::Violation(violation) => log_violation(&violation),
             PrefillEffect::Control(_) => {}

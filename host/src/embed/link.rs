@@ -1,14 +1,19 @@
 //! The local socket, from the connector's side.
 
 use super::proto::{FRAME_MAX, FromHost, Hello, ToHost, VERSION, Who};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use serde::Serialize;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Bytes of the length in front of a frame.
 const HEAD: usize = 4;
+
+/// Bytes that are read at a time.
+const CHUNK: usize = 1 << 16;
 
 /// A connection to the host. Nothing waits but [`Link::wait`] and a host that does not read.
 #[derive(Debug)]
@@ -17,6 +22,7 @@ pub struct Link {
     /// What came and is no whole frame yet.
     received: Vec<u8>,
     out: Vec<u8>,
+    chunk: Box<[u8]>,
 }
 
 impl Link {
@@ -26,7 +32,8 @@ impl Link {
     /// Nobody listens there.
     pub fn connect(path: &Path, who: Who) -> io::Result<Link> {
         let stream = UnixStream::connect(path)?;
-        let mut link = Link { stream, received: Vec::new(), out: Vec::new() };
+        let (received, out) = (Vec::new(), Vec::new());
+        let mut link = Link { stream, received, out, chunk: vec![0; CHUNK].into() };
         link.write(&Hello { version: VERSION, who })?;
         Ok(link)
     }
@@ -48,7 +55,6 @@ impl Link {
             return Err(io::Error::other(format!("a message of {len} bytes")));
         }
         self.out[..HEAD].copy_from_slice(&(len as u32).to_be_bytes());
-        self.stream.set_nonblocking(false)?;
         self.stream.write_all(&self.out)
     }
 
@@ -57,8 +63,7 @@ impl Link {
     /// # Errors
     /// The host is gone; what it said before was taken.
     pub fn poll(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
-        self.stream.set_nonblocking(true)?;
-        self.read(heard)
+        self.read(RecvFlags::DONTWAIT, heard)
     }
 
     /// The same, after waiting for something.
@@ -67,35 +72,33 @@ impl Link {
     /// The host is gone, or silent for longer than `patience`.
     pub fn wait(&mut self, patience: Duration, heard: &mut Vec<FromHost>) -> io::Result<()> {
         let end = Instant::now() + patience;
-        self.stream.set_nonblocking(false)?;
         while heard.is_empty() {
             let left = end.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(ErrorKind::TimedOut.into());
             }
             self.stream.set_read_timeout(Some(left))?;
-            self.read(heard)?;
+            self.read(RecvFlags::empty(), heard)?;
         }
         Ok(())
     }
 
-    fn read(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
-        let mut chunk = [0; 65_536];
+    fn read(&mut self, mut flags: RecvFlags, heard: &mut Vec<FromHost>) -> io::Result<()> {
         loop {
-            let read = match self.stream.read(&mut chunk) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(read) => read,
-                Err(why) if why.kind() == ErrorKind::Interrupted => continue,
-                Err(why) if matches!(why.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    return Ok(());
-                }
-                Err(why) => return Err(why),
+            let read = match recv(&self.stream, &mut self.chunk[..], flags) {
+                Ok((0, _)) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok((read, _)) => read,
+                Err(Errno::INTR) => continue,
+                // The time to wait for something has the same error.
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(why) => return Err(why.into()),
             };
-            self.received.extend_from_slice(&chunk[..read]);
+            self.received.extend_from_slice(&self.chunk[..read]);
             self.frames(heard)?;
-            if read < chunk.len() {
+            if read < self.chunk.len() {
                 return Ok(());
             }
+            flags = RecvFlags::DONTWAIT;
         }
     }
 

@@ -5,8 +5,7 @@
 use super::spec::{Engine, Worker};
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::{RequestId, StepId};
-use engine::core::layout::BlockList;
-use engine::core::message::{Chunk, DecodeAnswer, FinishReason, PrefillAnswer};
+use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -46,34 +45,10 @@ pub enum ToHost {
         /// Tokens of its prompt.
         tokens: u32,
     },
-    /// Scheduler of a prefill: a step was scheduled; lists only requests that arrived.
-    Scheduled {
-        /// The step.
-        step: StepId,
-        /// What it computes of them.
-        chunks: Vec<Chunk>,
-    },
-    /// Scheduler of a prefill: the blocks of a request are wanted.
-    Preempted {
-        /// The request.
-        request: RequestId,
-    },
-    /// Scheduler of a decode: load tokens `computed..` into these blocks.
-    Allocated {
-        /// The request.
-        request: RequestId,
-        /// Tokens whose KV is there already.
-        computed: u32,
-        /// All blocks, per group.
-        blocks: Vec<BlockList>,
-    },
-    /// Scheduler: the request ended.
-    Finished {
-        /// The request.
-        request: RequestId,
-        /// How.
-        reason: FinishReason,
-    },
+    /// Scheduler of a prefill: anything else of a request that arrived.
+    Prefill(PrefillHook),
+    /// Scheduler of a decode: the same.
+    Decode(DecodeHook),
     /// Worker of a prefill: the first `layers` layers of a step are computed.
     Layers {
         /// The step.
@@ -103,13 +78,8 @@ pub enum FromHost {
         /// What is wrong with its parameters.
         why: String,
     },
-    /// To the scheduler of a prefill.
+    /// To the scheduler of a prefill; that blocks may be reused, to its workers.
     Prefill(PrefillAnswer),
     /// To the scheduler of a decode.
     Decode(DecodeAnswer),
-    /// To a worker: the blocks of a preempted request may be reused.
-    PreemptionSafe {
-        /// The request.
-        request: RequestId,
-    },
 }

@@ -1,15 +1,13 @@
 //! From what an engine says of itself to its protocol actors.
 
 use super::spec::{Engine, Region, Worker};
-use crate::cores::{Cores, Outlets, RankParts};
+use crate::cores::{Cores, Outlets, RankParts, host_plane};
 use crate::legs::Own;
 use crate::wiring::{Ears, born};
 use engine::actors::Clock;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::station::CoreConfig;
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::fabric::{DataPlane, Endpoint, Memory, bracketed};
-use fabric_host::{HostConfig, HostPlane};
+use engine::fabric::{Endpoint, Memory, bracketed};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
@@ -83,30 +81,8 @@ fn rank_parts(engine: &Engine, core: &CoreConfig, worker: &Worker) -> Result<Ran
     let layers = engine.layers(worker)?;
     let memory = worker.regions.iter().map(|region| memory(worker, region));
     let memory = memory.collect::<Result<Vec<_>, String>>()?;
-    let plane = HostPlane::new(HostConfig {
-        key: format!("{}-{:x}-tp{}", core.engine, core.incarnation.0, worker.rank),
-        host: engine.settings.host_ip.clone(),
-        open_door: true,
-        ..HostConfig::default()
-    });
-    let plane = plane.map_err(|why| why.to_string())?;
-    let caps = plane.caps();
-    let transfer = TransferConfig {
-        rank: worker.rank,
-        role: core.role,
-        mode: core.mode,
-        geometry: core.geometry.clone(),
-        address: plane.address(),
-        placement: caps.placement,
-        memory,
-        layers,
-        settings: TransferSettings {
-            operations_max: caps.operations_max,
-            slices_max: caps.slices_max,
-            ..TransferSettings::default()
-        },
-    };
-    Ok(RankParts { plane: Box::new(plane), transfer })
+    let plane = host_plane(core, worker.rank, &engine.settings.host_ip, false)?;
+    Ok(RankParts::new(core, worker.rank, plane, (memory, layers), None))
 }
 
 /// A worker's memory, as this process reaches it.

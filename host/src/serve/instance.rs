@@ -63,19 +63,25 @@ struct Leg {
     news: Sender<News>,
     request: Option<RequestId>,
     blocks: Vec<BlockList>,
-    /// Of the prompt's KV as a prefill computes it.
-    expected: String,
+    /// Of the prompt's KV as a prefill computes it; made when it is first wanted.
+    expected: Option<String>,
     /// Of what was found, if it was transferred.
     digest: Option<String>,
 }
 
 impl Leg {
-    fn kv(&self, failure: Option<String>) -> openai::Kv {
+    fn expected(&mut self, memory: &Memory) -> &String {
+        let make = || memory.expected(&self.content, self.content.tokens);
+        self.expected.get_or_insert_with(make)
+    }
+
+    fn kv(&mut self, memory: &Memory, failure: Option<String>) -> openai::Kv {
+        let expected = self.expected(memory).clone();
         let (digest, source) = match &self.digest {
             Some(digest) => (digest.clone(), "transferred"),
-            None => (self.expected.clone(), "computed"),
+            None => (expected.clone(), "computed"),
         };
-        openai::Kv { digest, expected: self.expected.clone(), source, failure }
+        openai::Kv { digest, expected, source, failure }
     }
 }
 
@@ -192,14 +198,15 @@ impl Instance {
         let found = memory.digest(tokens, blocks);
         // What is found of a part (prefix hits) answers for the whole only if it is right.
         let right = tokens < leg.content.tokens && found == memory.expected(&leg.content, tokens);
-        leg.digest = Some(if right { leg.expected.clone() } else { found });
+        leg.digest = Some(if right { leg.expected(memory).clone() } else { found });
     }
 
     fn leg(&mut self, id: LegId, event: LegEvent) {
         let metrics = self.parts.metrics.clone();
-        let Some(leg) = self.legs.get(&id) else { return };
+        let memory = &self.parts.memory;
+        let Some(leg) = self.legs.get_mut(&id) else { return };
         let news = match event {
-            LegEvent::FirstToken => News::First(leg.kv(None)),
+            LegEvent::FirstToken => News::First(leg.kv(memory, None)),
             // Only a router that relays a prefill's answer says so.
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
@@ -209,7 +216,7 @@ impl Instance {
                 let which = if transferred { &metrics.transferred } else { &metrics.computed };
                 which.inc();
                 metrics.finished.inc();
-                News::Done(leg.kv(failure), leg.blocks.clone())
+                News::Done(leg.kv(memory, failure), leg.blocks.clone())
             }
             LegEvent::Done { reason, .. } => {
                 metrics.failed.inc();
@@ -272,9 +279,8 @@ impl Handler<Start> for Instance {
         self.next += 1;
         let leg = LegId(self.next);
         let Start { request, prompt, body, news } = start;
-        let expected = self.parts.memory.expected(&prompt, prompt.tokens);
         let (content, blocks) = (prompt.clone(), Vec::new());
-        let entry = Leg { content, news, request: None, blocks, expected, digest: None };
+        let entry = Leg { content, news, request: None, blocks, expected: None, digest: None };
         self.legs.insert(leg, entry);
         self.parts.metrics.legs.inc();
         self.parts.metrics.open.inc();

@@ -14,7 +14,7 @@ mod openai;
 
 pub(crate) use args::ServeArgs;
 
-use crate::cores::{Cores, Outlets, RankParts};
+use crate::cores::{Cores, Outlets, RankParts, host_plane};
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs;
@@ -30,9 +30,8 @@ use engine::core::ids::Incarnation;
 use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::station::{CoreConfig, CoreSettings};
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::fabric::{ControlPlane, DataPlane, Endpoint, bracketed};
-use fabric_host::{HostConfig, HostPlane, Meter};
+use engine::fabric::{ControlPlane, Endpoint, bracketed};
+use fabric_host::Meter;
 use instance::{Drain, Instance, Parts};
 use memory::Backing;
 use metrics::Metrics;
@@ -152,53 +151,17 @@ fn core_config(
 
 /// What a TP rank is started with.
 struct Rank {
-    plane: HostPlane,
+    parts: RankParts,
     meter: Meter,
-    transfer: TransferConfig,
     backing: Backing,
 }
 
 fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Result<Rank, Stop> {
     let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
-    let plane = HostPlane::new(HostConfig {
-        key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
-        host: args.host.clone(),
-        open_door: true,
-        slower: args.private_memory,
-        ..HostConfig::default()
-    });
-    let plane = plane.map_err(|why| Stop::Input(why.to_string()))?;
-    let transfer = transfer_config(plan, core, rank, &plane, &backing);
-    Ok(Rank { meter: plane.meter(), plane, transfer, backing })
-}
-
-fn transfer_config(
-    plan: &Plan,
-    core: &CoreConfig,
-    rank: u16,
-    plane: &HostPlane,
-    backing: &Backing,
-) -> TransferConfig {
-    let caps = plane.caps();
-    let settings = match &plan.run {
-        Some(run) => scenarios::settings::transfer(run, &caps),
-        None => TransferSettings {
-            operations_max: caps.operations_max,
-            slices_max: caps.slices_max,
-            ..TransferSettings::default()
-        },
-    };
-    TransferConfig {
-        rank,
-        role: core.role,
-        mode: core.mode,
-        geometry: core.geometry.clone(),
-        address: plane.address(),
-        placement: caps.placement,
-        memory: vec![backing.memory()],
-        layers: backing.layers().to_vec(),
-        settings,
-    }
+    let plane = host_plane(core, rank, &args.host, args.private_memory).map_err(Stop::Input)?;
+    let (meter, kv) = (plane.meter(), (vec![backing.memory()], backing.layers().to_vec()));
+    let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
+    Ok(Rank { parts, meter, backing })
 }
 
 fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
@@ -229,9 +192,9 @@ fn start(
         };
         let mut memories = Vec::with_capacity(ranks.len());
         let mut parts = Vec::with_capacity(ranks.len());
-        for Rank { plane, transfer, backing, .. } in ranks {
-            parts.push(RankParts { plane: Box::new(plane), transfer });
-            memories.push(backing.into_rank());
+        for rank in ranks {
+            parts.push(rank.parts);
+            memories.push(rank.backing.into_rank());
         }
         let cores = Cores::start(config, wire, parts, outlets, &clock);
         let memory = Kv::new(geometry, memories);

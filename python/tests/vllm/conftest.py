@@ -4,6 +4,7 @@ before any other request of a pair, because fault files count operations from th
 import os
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,17 @@ def prompt(length: int, seed: object) -> list[int]:
     return [random_.randrange(256) for _ in range(length)]
 
 
-def at_once(seed: str) -> list[list[int]]:
-    """Prompts to be sent together, one of them longer than what is computed in a step."""
+def at_once(pair, reference, seed: str) -> tuple[list, list]:
+    """Tokens of prompts that are sent eight at a time, and what they have to be."""
+    prompts = _at_once(seed)
+    expected = [reference(ids) for ids in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda ids: tokens(pair.router.complete(request(ids))), prompts)
+        return list(answers), expected
+
+
+def _at_once(seed: str) -> list[list[int]]:
+    """One of them is longer than what is computed in a step."""
     prompts = [prompt(length, seed) for length in (33, 2500, 700, 1, 2200, 257, 1500, 64)]
     assert any(len(ids) > BATCHED_TOKENS for ids in prompts)
     # The same again, and with a common prefix: cached on one side or on both.

@@ -1,7 +1,5 @@
 """KvferryConnector with a host beside each server, both modes, against a single server."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from conftest import MODES, at_once, prompt
 from pair import Pair, request, tokens
@@ -33,10 +31,7 @@ def test_same_tokens_as_a_single_server(own, reference, length):
 
 
 def test_eight_at_a_time_in_chunks(own, reference):
-    prompts = at_once(f"own {own.mode} at once")
-    expected = [reference(ids) for ids in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda ids: tokens(own.router.complete(request(ids))), prompts))
+    answers, expected = at_once(own, reference, f"own {own.mode} at once")
     assert answers == expected
 
 

@@ -57,10 +57,7 @@ def test_decode_answers_prefills_prompt(pair, reference, length):
 
 
 def test_eight_at_a_time_in_chunks(pair, reference):
-    prompts = at_once(f"{pair.mode} at once")
-    expected = [reference(ids) for ids in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda ids: tokens(pair.router.complete(request(ids))), prompts))
+    answers, expected = at_once(pair, reference, f"{pair.mode} at once")
     assert answers == expected
 
 

@@ -119,19 +119,18 @@ class Scheduler:
         leg = self.legs.get(request)
         if leg is None or leg.over or computed >= leg.tokens:
             return
+        begin = computed
         if fresh or not leg.blocks:
             leg.blocks = [0] * self.groups
             # Blocks of a prefix hit may be computed in this very step, by another request.
-            computed, scheduled = 0, computed
-        else:
-            scheduled = computed
+            begin = 0
         lists = []
         for group in range(self.groups):
             ids = list(added[group]) if added else []
             lists.append((leg.blocks[group], ids))
             leg.blocks[group] += len(ids)
-        to = min(scheduled + output.num_scheduled_tokens[request], leg.tokens)
-        chunks.append((request, computed, to, lists))
+        to = min(computed + output.num_scheduled_tokens[request], leg.tokens)
+        chunks.append((request, begin, to, lists))
 
     def finished(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
         leg = self.legs.get(request.request_id)

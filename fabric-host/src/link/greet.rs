@@ -121,12 +121,16 @@ fn accept_all(hub: &Arc<Hub>, ears: &Ears, bell: &OwnedFd, greetings: &Arc<Atomi
     }
 }
 
+fn refuse(hub: &Hub) {
+    hub.counts.refused.fetch_add(1, Ordering::Relaxed);
+}
+
+/// `how` gives `None` where nobody was welcomed and nobody counted it.
 fn greet(
     hub: &Arc<Hub>,
     greetings: &Arc<AtomicU32>,
     how: impl FnOnce(&Arc<Hub>) -> Option<()> + Send + 'static,
 ) {
-    let refuse = |hub: &Hub| hub.counts.refused.fetch_add(1, Ordering::Relaxed);
     if greetings.fetch_add(1, Ordering::AcqRel) >= GREETINGS_MAX {
         greetings.fetch_sub(1, Ordering::AcqRel);
         refuse(hub);
@@ -196,10 +200,16 @@ pub(super) fn caller(hub: &Hub, hello: Control) -> Result<Caller, Box<Control>> 
 fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
     limit(peer.as_fd(), hub.config.connect()).ok()?;
     let (hello, fds) = socket::receive(peer.as_fd()).ok()??;
-    let refuse = |answer: &Control| {
+    // Counted first: who is told that it was refused may look.
+    let turn_away = |answer: &Control| {
+        refuse(hub);
         let _ = socket::send(peer.as_fd(), answer, &[]);
+        Some(())
     };
-    let caller = caller(hub, hello).map_err(|answer| refuse(&answer)).ok()?;
+    let caller = match caller(hub, hello) {
+        Ok(caller) => caller,
+        Err(answer) => return turn_away(&answer),
+    };
     let [segment, bell] = <[OwnedFd; 2]>::try_from(fds).ok()?;
     let segment = Segment::map(&segment).ok()?;
     let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
@@ -209,8 +219,7 @@ fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
     let whose = (caller.who, caller.pass, caller.link);
     let inbound = Arc::new(Inbound::new(id, whose, worker.clone(), Some(segment.clone())));
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
-        refuse(&Control::Refuse { why, over: true });
-        return None;
+        return turn_away(&Control::Refuse { why, over: true });
     }
     let ready = || -> Result<(), String> {
         let roll = hub.with_roll(|roll| rustix::io::fcntl_dupfd_cloexec(roll.file(), 0));
@@ -242,21 +251,21 @@ fn greet_tcp(hub: &Arc<Hub>, mut peer: TcpStream) -> Option<()> {
     peer.set_nonblocking(false).ok()?;
     greeting::tune(&peer, hub.config.dead_ms).ok()?;
     let hello = greeting::receive(&mut peer, deadline).ok()?;
+    let mut turn_away = |answer: &Control| {
+        refuse(hub);
+        let _ = greeting::send(&mut peer, answer, deadline);
+        Some(())
+    };
     let caller = match caller(hub, hello) {
         Ok(caller) => caller,
-        Err(answer) => {
-            greeting::send(&mut peer, &answer, deadline).ok()?;
-            return None;
-        }
+        Err(answer) => return turn_away(&answer),
     };
     let id = hub.fresh();
     let worker = hub.worker_of(id);
     let whose = (caller.who, caller.pass, caller.link);
     let inbound = Arc::new(Inbound::new(id, whose, worker.clone(), None));
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
-        let answer = Control::Refuse { why, over: true };
-        greeting::send(&mut peer, &answer, deadline).ok()?;
-        return None;
+        return turn_away(&Control::Refuse { why, over: true });
     }
     let welcome = Control::Welcome { rules: hub.rules() };
     let told = greeting::send(&mut peer, &welcome, deadline);

@@ -51,6 +51,8 @@ pub struct HostConfig {
     pub advertised: Option<String>,
     /// Threads that copy. Each peer's connection belongs to one of them.
     pub workers: u32,
+    /// Threads that share one long copy by cross-memory attach, who it belongs to among them.
+    pub copiers: u32,
     /// Most operations in flight.
     pub operations_max: u32,
     /// Most slices in one operation.
@@ -86,6 +88,7 @@ impl Default for HostConfig {
             port: 0,
             advertised: None,
             workers: 1,
+            copiers: 2,
             operations_max: 4_096,
             slices_max: 65_536,
             links_max: 1_024,
@@ -115,6 +118,7 @@ impl HostConfig {
     pub(crate) fn check(&self) -> Result<(), String> {
         let at_least_one = [
             ("workers", self.workers),
+            ("copiers", self.copiers),
             ("operations_max", self.operations_max),
             ("slices_max", self.slices_max),
             ("links_max", self.links_max),
@@ -129,6 +133,7 @@ impl HostConfig {
         }
         for (name, value, most) in [
             ("workers", self.workers, 256),
+            ("copiers", self.copiers, 256),
             ("operations_max", self.operations_max, 1 << 20),
             ("slices_max", self.slices_max, 1 << 20),
         ] {

@@ -1,6 +1,7 @@
 //! What the threads of a plane share: regions, who is let in, news for the owner.
 
 use crate::config::{HostConfig, Path};
+use crate::copy::Crew;
 use crate::descriptor::{Identity, Location};
 use crate::link::{Inbound, OutLink, Station};
 use crate::memory::{Region, Roll};
@@ -65,6 +66,7 @@ pub(crate) struct Hub {
     pub(crate) workers: Vec<Arc<WorkerHandle>>,
     pub(crate) counts: Counts,
     pub(crate) stopping: AtomicBool,
+    pub(crate) crew: Arc<Crew>,
     state: Mutex<State>,
     notices: Mutex<(Vec<Notice>, Option<Waker>)>,
     links: AtomicU64,
@@ -89,7 +91,9 @@ impl Hub {
             inbound: BTreeMap::new(),
             tokens: 0,
         };
+        let crew = Arc::new(Crew::new(config.copiers as usize - 1));
         Ok(Hub {
+            crew,
             config,
             location,
             workers,

@@ -164,8 +164,8 @@ impl Worker {
         epoll::add(&epoll, handle.bell(), bell, epoll::EventFlags::IN)?;
         let spin = Duration::from_micros(hub.config.spin_us.into());
         let cx = Cx {
+            scratch: Scratch::new(hub.crew.clone()),
             hub,
-            scratch: Scratch::default(),
             chunk: Vec::new(),
             record: Vec::new(),
             bounce: Vec::new(),

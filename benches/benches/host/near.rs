@@ -85,9 +85,6 @@ struct Move<'a> {
     size: u64,
 }
 
-/// Looks for an event so long before it sleeps.
-const SPIN: Duration = Duration::from_micros(50);
-
 struct Unpark(Thread);
 
 impl std::task::Wake for Unpark {
@@ -329,13 +326,12 @@ impl Near {
     }
 }
 
-/// The next event of a kind; spins for a while and then sleeps until it is woken.
+/// The next event of a kind; sleeps when the plane says so.
 fn wait(plane: &mut HostPlane, wanted: impl Fn(&DataEvent) -> bool) -> DataEvent {
     thread_local! {
         static LATER: std::cell::RefCell<std::collections::VecDeque<DataEvent>> =
             const { std::cell::RefCell::new(std::collections::VecDeque::new()) };
     }
-    let start = Instant::now();
     let mut events = Vec::new();
     loop {
         let found = LATER.with_borrow_mut(|later| {
@@ -348,7 +344,6 @@ fn wait(plane: &mut HostPlane, wanted: impl Fn(&DataEvent) -> bool) -> DataEvent
             (Some(event), _) => return event,
             // The thread that is waited for may be queued behind this one.
             (None, Wake::Ready) => std::thread::yield_now(),
-            (None, _) if start.elapsed() < SPIN => std::thread::yield_now(),
             (None, Wake::At(at)) => std::thread::park_timeout(Duration::from_nanos(at.0)),
             (None, Wake::External) => std::thread::park(),
         }

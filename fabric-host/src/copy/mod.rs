@@ -1,12 +1,15 @@
 //! Copies within a host: plain ones, and those that the kernel does between two processes.
 
+mod crew;
 mod slices;
 
+pub(crate) use crew::Crew;
 pub(crate) use slices::{Cursor, Slice, all_inside};
 
 use crate::memory::Reach;
-use crate::sys::{self, range};
-use rustix::io::Errno;
+use crate::sys::range;
+use crew::Way;
+use std::sync::Arc;
 
 /// Which side did not let itself be copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,8 +21,9 @@ pub(crate) enum Fault {
 }
 
 /// Buffers that are used again and again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Scratch {
+    crew: Arc<Crew>,
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
     bounce: Vec<u8>,
@@ -49,13 +53,13 @@ pub(crate) fn copy(
         }
         (Reach::There { process, base }, Reach::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.read(process.pid)?;
+            scratch.call(process.pid, Way::In).map_err(|()| Fault::Source)?;
             // A process of the same id that came later is not what was meant.
             if process.is_alive() { Ok(()) } else { Err(Fault::Source) }
         }
         (Reach::Here { base: here, .. }, Reach::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.write(process.pid)
+            scratch.call(process.pid, Way::Out).map_err(|()| Fault::Destination)
         }
         (Reach::There { .. }, Reach::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
@@ -82,6 +86,11 @@ pub(crate) fn copy(
 }
 
 impl Scratch {
+    /// Empty, for a thread whose long copies the crew shares.
+    pub(crate) fn new(crew: Arc<Crew>) -> Scratch {
+        Scratch { crew, local: Vec::new(), remote: Vec::new(), bounce: Vec::new() }
+    }
+
     fn fill(
         &mut self,
         chunk: &[Slice],
@@ -94,22 +103,7 @@ impl Scratch {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn bytes(&self) -> u64 {
-        self.local.iter().map(|range| range.iov_len as u64).sum()
-    }
-
-    fn read(&self, pid: u32) -> Result<(), Fault> {
-        match sys::read_process(pid, &self.local, &self.remote) {
-            Ok(moved) if moved == self.bytes() => Ok(()),
-            Ok(_) | Err(_) => Err(Fault::Source),
-        }
-    }
-
-    fn write(&self, pid: u32) -> Result<(), Fault> {
-        match sys::write_process(pid, &self.local, &self.remote) {
-            Ok(moved) if moved == self.bytes() => Ok(()),
-            Ok(_) | Err(Errno::FAULT | Errno::SRCH | Errno::PERM) => Err(Fault::Destination),
-            Err(_) => Err(Fault::Destination),
-        }
+    fn call(&self, pid: u32, way: Way) -> Result<(), ()> {
+        if self.crew.copy(pid, way, &self.local, &self.remote) { Ok(()) } else { Err(()) }
     }
 }

@@ -1,6 +1,7 @@
 //! A plane's start and end.
 
 use super::HostPlane;
+use super::submit::Desk;
 use crate::HostConfig;
 use crate::descriptor::{Identity, Location, this_node};
 use crate::hub::Hub;
@@ -113,23 +114,29 @@ impl HostPlane {
             operations: BTreeMap::new(),
             order: 0,
             short: 0,
-            desk: Default::default(),
+            desk: Desk::new(hub.crew.clone()),
             events: VecDeque::new(),
             slices: Vec::new(),
             record: Vec::new(),
             heard: Vec::new(),
             attending: None,
         };
+        let spawn = |work: Box<dyn FnOnce() + Send>| {
+            std::thread::Builder::new()
+                .name("kvferry-copy".into())
+                .spawn(work)
+                .map_err(|why| HostError::System(format!("thread: {why}")))
+        };
+        for _ in 1..hub.config.copiers {
+            let crew = hub.crew.clone();
+            plane.threads.push(spawn(Box::new(move || crew.work()))?);
+        }
         for handle in &hub.workers {
             let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();
             plane.outcomes.push(Consumer::new(words.clone()));
             let worker = Worker::new(hub.clone(), handle.clone(), Producer::new(words))
                 .map_err(|why| HostError::System(format!("epoll: {why}")))?;
-            let thread = std::thread::Builder::new()
-                .name("kvferry-copy".into())
-                .spawn(|| worker.run())
-                .map_err(|why| HostError::System(format!("thread: {why}")))?;
-            plane.threads.push(thread);
+            plane.threads.push(spawn(Box::new(|| worker.run()))?);
         }
         plane.listener = Some(listen(hub, ears).map_err(HostError::System)?);
         Ok(plane)
@@ -139,6 +146,7 @@ impl HostPlane {
 impl Drop for HostPlane {
     fn drop(&mut self) {
         self.hub.stopping.store(true, Ordering::Release);
+        self.hub.crew.end();
         for worker in &self.hub.workers {
             worker.wake();
         }

@@ -2,12 +2,13 @@
 
 use super::calls::invalid;
 use super::{HostPlane, Operation, Phase};
-use crate::copy::{Cursor, Scratch, Slice};
+use crate::copy::{Crew, Cursor, Scratch, Slice};
 use crate::link::{Kind, Read, Source};
 use crate::memory::Region;
 use crate::proto::Status;
 use crate::worker::SHORT_MAX;
 use engine::fabric::{DataEvent, Direction, Outcome, Refused, Submit};
+use std::sync::Arc;
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
 fn merge(
@@ -40,7 +41,7 @@ fn merge(
 }
 
 /// What the owner copies with.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Desk {
     /// Bytes since the last poll.
     pub(super) copied: u64,
@@ -49,6 +50,10 @@ pub(super) struct Desk {
 }
 
 impl Desk {
+    pub(super) fn new(crew: Arc<Crew>) -> Desk {
+        Desk { copied: 0, chunk: Vec::new(), scratch: Scratch::new(crew) }
+    }
+
     /// A whole read, by the thread that asks for it.
     fn read(&mut self, source: &Source, into: &Region, slices: &[Slice]) -> Status {
         let mut cursor = Cursor::default();

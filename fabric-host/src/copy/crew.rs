@@ -1,0 +1,266 @@
+//! Long copies between two processes: the kernel moves about 5 GB/s per thread, memory takes more.
+//! Whoever has such a copy to do lets others take pieces of it, does what nobody takes, and
+//! returns when no piece is in work any more.
+
+use crate::sys::{self, RANGES_MAX, range};
+use libc::iovec;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Copies of fewer bytes are over before another thread is awake.
+const SHARED_MIN: u64 = 2 << 20;
+
+/// Two threads that copy shorter ranges hinder each other in the kernel more than they help: with
+/// ranges of 4 KiB they were slower than one, with ranges of 16 KiB half as fast again.
+const RANGE_MIN: u64 = 16 << 10;
+
+/// Bytes of a piece, and so about 50 us to wait for the last one.
+const PIECE_MAX: u64 = 256 << 10;
+
+/// How long a helper looks for the next chunk of the same operation before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Which way bytes go, seen from this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// From the other process.
+    In,
+    /// Into the other process.
+    Out,
+}
+
+/// A copy in pieces.
+#[derive(Debug)]
+struct Job {
+    pid: u32,
+    way: Way,
+    local: Vec<iovec>,
+    remote: Vec<iovec>,
+    /// Where each piece begins and ends among the ranges.
+    pieces: Vec<(usize, usize)>,
+    progress: Mutex<Progress>,
+}
+
+/// Addresses are given to the kernel as long as the copy is in work, while its owner holds the
+/// memory; they are never followed here.
+// SAFETY: See above.
+unsafe impl Send for Job {}
+// SAFETY: See above.
+unsafe impl Sync for Job {}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Pieces that were taken.
+    taken: usize,
+    /// Those of them that are in work.
+    working: usize,
+    failed: bool,
+}
+
+/// The threads that help, and what there is to help with.
+#[derive(Debug, Default)]
+pub(crate) struct Crew {
+    /// Threads beside the one that a copy belongs to.
+    size: usize,
+    queue: Mutex<Queue>,
+    bell: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    jobs: VecDeque<Arc<Job>>,
+    is_over: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Copies all ranges by one call; false if not all bytes were.
+pub(super) fn call(pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> bool {
+    let moved = match way {
+        Way::In => sys::read_process(pid, local, remote),
+        Way::Out => sys::write_process(pid, local, remote),
+    };
+    moved.is_ok_and(|moved| moved == bytes(local))
+}
+
+fn bytes(ranges: &[iovec]) -> u64 {
+    ranges.iter().map(|range| range.iov_len as u64).sum()
+}
+
+impl Job {
+    /// Cuts the ranges into pieces.
+    fn new(pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> Job {
+        let (mut locals, mut remotes) = (Vec::new(), Vec::new());
+        let mut pieces = Vec::new();
+        let (mut start, mut room) = (0, PIECE_MAX);
+        for (here, there) in local.iter().zip(remote) {
+            let (mut from, mut to) = (here.iov_base as u64, there.iov_base as u64);
+            let mut left = here.iov_len as u64;
+            while left > 0 {
+                let len = left.min(room);
+                locals.push(range(from, len));
+                remotes.push(range(to, len));
+                (from, to, left, room) = (from + len, to + len, left - len, room - len);
+                if room == 0 || locals.len() - start == RANGES_MAX {
+                    pieces.push((start, locals.len()));
+                    (start, room) = (locals.len(), PIECE_MAX);
+                }
+            }
+        }
+        if start < locals.len() {
+            pieces.push((start, locals.len()));
+        }
+        Job { pid, way, local: locals, remote: remotes, pieces, progress: Mutex::default() }
+    }
+
+    /// Copies one piece; false if none is left.
+    fn advance(&self) -> bool {
+        let (from, to) = {
+            let mut progress = lock(&self.progress);
+            let Some(piece) = self.pieces.get(progress.taken).filter(|_| !progress.failed) else {
+                return false;
+            };
+            progress.taken += 1;
+            progress.working += 1;
+            *piece
+        };
+        let done = call(self.pid, self.way, &self.local[from..to], &self.remote[from..to]);
+        let mut progress = lock(&self.progress);
+        progress.working -= 1;
+        progress.failed |= !done;
+        true
+    }
+
+    /// The outcome, when no piece is in work.
+    fn outcome(&self) -> Option<bool> {
+        let progress = lock(&self.progress);
+        (progress.working == 0).then_some(!progress.failed)
+    }
+}
+
+impl Crew {
+    /// A crew whose other `size` threads are going to [`work`](Crew::work).
+    pub(crate) fn new(size: usize) -> Crew {
+        Crew { size, ..Crew::default() }
+    }
+
+    /// Copies ranges to or from another process; false if not all bytes were.
+    pub(super) fn copy(&self, pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> bool {
+        let bytes = bytes(local);
+        if self.size == 0 || bytes < SHARED_MIN || bytes / (local.len() as u64) < RANGE_MIN {
+            return call(pid, way, local, remote);
+        }
+        let job = Arc::new(Job::new(pid, way, local, remote));
+        lock(&self.queue).jobs.push_back(job.clone());
+        self.bell.notify_all();
+        while job.advance() {}
+        self.forget(&job);
+        loop {
+            if let Some(done) = job.outcome() {
+                return done;
+            }
+            // Somebody has the last piece in work, perhaps on this very core.
+            std::thread::yield_now();
+        }
+    }
+
+    fn forget(&self, job: &Arc<Job>) {
+        lock(&self.queue).jobs.retain(|other| !Arc::ptr_eq(other, job));
+    }
+
+    /// Helps until the end.
+    pub(crate) fn work(&self) {
+        while let Some(job) = self.next() {
+            while job.advance() {}
+            self.forget(&job);
+        }
+    }
+
+    fn next(&self) -> Option<Arc<Job>> {
+        let start = Instant::now();
+        while start.elapsed() < SPIN && lock(&self.queue).jobs.is_empty() {
+            std::thread::yield_now();
+        }
+        let mut queue = lock(&self.queue);
+        loop {
+            if queue.is_over {
+                return None;
+            }
+            if let Some(job) = queue.jobs.front() {
+                return Some(job.clone());
+            }
+            queue = self.bell.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sends everybody home.
+    pub(crate) fn end(&self) {
+        lock(&self.queue).is_over = true;
+        self.bell.notify_all();
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Copies within this process, by its own id, and says what came.
+    fn run(crew: &Crew, lens: &[usize], gap: usize) -> bool {
+        let total: usize = lens.iter().map(|len| len + gap).sum();
+        let source: Vec<u8> = (0..total).map(|at| (at * 7 + at / 251) as u8).collect();
+        let mut target = vec![0_u8; total];
+        let (mut local, mut remote, mut expected) = (Vec::new(), Vec::new(), vec![0_u8; total]);
+        let mut at = 0;
+        for len in lens {
+            local.push(range(target.as_mut_ptr() as u64 + at as u64, *len as u64));
+            remote.push(range(source.as_ptr() as u64 + at as u64, *len as u64));
+            expected[at..at + len].copy_from_slice(&source[at..at + len]);
+            at += len + gap;
+        }
+        crew.copy(std::process::id(), Way::In, &local, &remote) && target == expected
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn every_byte_is_copied_once_and_nothing_beside(
+            lens in prop::collection::vec(1_usize..600_000, 1..12),
+            gap in 0_usize..100,
+            size in 0_usize..3,
+        ) {
+            let crew = Crew::new(size);
+            std::thread::scope(|scope| {
+                for _ in 0..size {
+                    scope.spawn(|| crew.work());
+                }
+                let copied = run(&crew, &lens, gap);
+                crew.end();
+                prop_assert!(copied);
+                Ok(())
+            })?;
+        }
+    }
+
+    #[test]
+    fn who_gets_no_help_does_it_alone() {
+        assert!(run(&Crew::new(1), &[3 << 20, 5], 1));
+    }
+
+    #[test]
+    fn what_cannot_be_read_fails_the_whole_copy() {
+        let crew = Crew::new(1);
+        let mut target = vec![0_u8; 4 << 20];
+        let local = [range(target.as_mut_ptr() as u64, target.len() as u64)];
+        let remote = [range(4_096, target.len() as u64)];
+        std::thread::scope(|scope| {
+            scope.spawn(|| crew.work());
+            assert!(!crew.copy(std::process::id(), Way::In, &local, &remote));
+            crew.end();
+        });
+    }
+}

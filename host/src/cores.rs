@@ -61,14 +61,13 @@ pub(crate) fn host_plane(
     core: &CoreConfig,
     rank: u16,
     host: &str,
-    slower: bool,
+    config: HostConfig,
 ) -> Result<HostPlane, String> {
     let config = HostConfig {
         key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
         host: host.into(),
         open_door: true,
-        slower,
-        ..HostConfig::default()
+        ..config
     };
     HostPlane::new(config).map_err(|why| why.to_string())
 }

@@ -11,7 +11,8 @@ use engine::fabric::{Endpoint, Memory};
 use fabric_host::{HugePages, Pool};
 use kvferry::embed::Link;
 use kvferry::embed::proto::{FromHost, Hello, ToHost, VERSION, Who};
-use kvferry::embed::spec::{Engine, LayerGroup, Region, Settings, Tensor, Worker};
+use kvferry::embed::settings::Settings;
+use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -119,7 +120,7 @@ impl Rig {
         let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let mut worker = host.connect(Who::Worker(Box::new(worker(&pool))));
         let mut scheduler = host.connect(Who::Scheduler(Box::new(engine(role, mode))));
-        let FromHost::Ready { address } = next(&mut scheduler, |_| false) else { panic!() };
+        let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
         assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
         Rig { scheduler, worker, pool, address }
     }

@@ -36,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use crate::engine::Engine;
     #[pymodule_export]
-    use crate::link::{Link, host};
+    use crate::link::{Link, host, settings};
     #[pymodule_export]
     use crate::session::{Session, TransferStatus};
 }

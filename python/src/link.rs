@@ -7,12 +7,14 @@ use engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
 use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::settings::{HostStart, KvMemory, Settings};
 use kvferry::embed::spec::Engine;
 use kvferry::embed::{Link as Line, answer_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -38,6 +40,7 @@ pub(crate) struct Link {
     role: Role,
     heard: Vec<FromHost>,
     address: Option<ZmqAddress>,
+    lease_ms: u64,
 }
 
 impl Link {
@@ -45,7 +48,7 @@ impl Link {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
-        Ok(Link { line, role, heard: Vec::new(), address: None })
+        Ok(Link { line, role, heard: Vec::new(), address: None, lease_ms: 0 })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -85,10 +88,11 @@ fn event(message: FromHost) -> Option<Event> {
 
 #[pymethods]
 impl Link {
-    /// Connects as the scheduler of an engine, which is described in JSON.
+    /// Connects as the scheduler of an engine, which is described in JSON, with what the user set.
     #[staticmethod]
-    fn scheduler(path: PathBuf, engine: &str) -> PyResult<Link> {
-        let engine: Box<Engine> = read("kv_connector_extra_config", engine)?;
+    fn scheduler(path: PathBuf, engine: &str, settings: &str) -> PyResult<Link> {
+        let mut engine: Box<Engine> = read("engine", engine)?;
+        engine.settings = Settings::read(settings).map_err(PyValueError::new_err)?;
         Link::connect(path, engine.role, Who::Scheduler(engine))
     }
 
@@ -108,7 +112,9 @@ impl Link {
             py.detach(|| line.wait(left, heard)).map_err(gone)?;
             for message in self.heard.drain(..) {
                 match message {
-                    FromHost::Ready { address } => self.address = Some(address),
+                    FromHost::Ready { address, lease_ms } => {
+                        (self.address, self.lease_ms) = (Some(address), lease_ms);
+                    }
                     FromHost::Refused { why } => {
                         return Err(PyValueError::new_err(format!("the kvferry host: {why}")));
                     }
@@ -117,6 +123,17 @@ impl Link {
             }
         }
         Ok(())
+    }
+
+    /// Seconds for which blocks of finished prefills may be read though the host has ended.
+    #[getter]
+    fn lease_s(&self) -> f64 {
+        Duration::from_millis(self.lease_ms).as_secs_f64()
+    }
+
+    /// The socket, for who waits until it is closed.
+    fn fileno(&self) -> i32 {
+        self.line.as_fd().as_raw_fd()
     }
 
     fn arrived(&mut self, request: String, params: String, tokens: u32) -> PyResult<()> {
@@ -187,6 +204,15 @@ impl Link {
         };
         answer_params(address, transfer, blocks).map_err(PyValueError::new_err)
     }
+}
+
+/// Reads what the user set: path of the host's socket (empty if it was not given), whether the host
+/// is to be started, and whether the KV cache is to lie in a memory file.
+#[pyfunction]
+pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool)> {
+    let Settings { socket, host, kv_memory, .. } =
+        Settings::read(json).map_err(PyValueError::new_err)?;
+    Ok((socket, host == HostStart::Spawn, kv_memory == KvMemory::File))
 }
 
 /// Runs `kvferry host` until it ends; the exit code.

@@ -19,7 +19,7 @@ pub mod trace;
 mod value;
 
 pub use bundled::{BUNDLED, bundled};
-pub use error::ScenarioError;
+pub use error::{ScenarioError, nearest};
 pub use lists::{Event, FaultKind, InvariantId, MessageName};
 pub use parse::{FaultFile, Form, Opportunity, Scenario, load, load_with_trace, parse};
 pub use run::Run;

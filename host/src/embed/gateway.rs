@@ -41,7 +41,7 @@ pub(super) struct Said {
 pub(super) struct Left(pub(super) u64);
 
 /// A host that no engine came to after this long has no engine.
-const ALONE: Duration = Duration::from_secs(120);
+const ALONE: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
@@ -67,7 +67,7 @@ pub(super) struct Gateway {
     engine: Option<Box<Engine>>,
     workers: BTreeMap<u16, Worker>,
     serving: Option<Serving>,
-    /// Told when the last connection has ended.
+    /// Told when a part of the engine has left.
     over: Option<oneshot::Sender<()>>,
 }
 
@@ -125,17 +125,16 @@ impl Gateway {
             decode: own.clone().recipient(),
             reports: own.recipient(),
         };
-        let (cores, own) = start::start(engine, &self.workers, outlets, &self.clock)?;
-        let ready = FromHost::Ready { address: own.address.clone() };
+        let (cores, own, lease) = start::start(engine, &self.workers, outlets, &self.clock)?;
+        let ready = FromHost::Ready { address: own.address.clone(), lease_ms: lease.0 / 1_000_000 };
         self.serving = Some(Serving { cores, own });
         self.tell(|_| true, &ready);
         Ok(())
     }
 
-    fn end_if_alone(&mut self) {
-        if self.clients.is_empty()
-            && let Some(over) = self.over.take()
-        {
+    /// What is left of an engine whose parts are not all there is not served, and comes again.
+    fn end(&mut self) {
+        if let Some(over) = self.over.take() {
             // Who waits for it may have ended before.
             let _ = over.send(());
         }
@@ -182,7 +181,11 @@ impl Actor for Gateway {
     type Context = Context<Self>;
 
     fn started(&mut self, context: &mut Self::Context) {
-        context.run_later(ALONE, |own, _| own.end_if_alone());
+        context.run_later(ALONE, |own, _| {
+            if own.clients.is_empty() {
+                own.end();
+            }
+        });
     }
 }
 
@@ -214,8 +217,10 @@ impl Handler<Left> for Gateway {
     type Result = ();
 
     fn handle(&mut self, Left(client): Left, _: &mut Self::Context) {
-        self.clients.remove(&client);
-        self.end_if_alone();
+        let was_served = self.clients.remove(&client).is_some() && self.serving.is_some();
+        if was_served || self.clients.is_empty() {
+            self.end();
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use serde::Serialize;
 use std::io::{self, ErrorKind, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -23,6 +24,12 @@ pub struct Link {
     received: Vec<u8>,
     out: Vec<u8>,
     chunk: Box<[u8]>,
+}
+
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
 }
 
 impl Link {

@@ -7,6 +7,7 @@
 mod gateway;
 mod link;
 pub mod proto;
+pub mod settings;
 mod socket;
 pub mod spec;
 mod start;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The version of these messages; both sides have to speak the same one.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -65,6 +65,9 @@ pub enum FromHost {
     Ready {
         /// Where peers find the engine.
         address: ZmqAddress,
+        /// Milliseconds for which a finished prefill's blocks may be read by others though the host
+        /// has ended; 0 where nobody does.
+        lease_ms: u64,
     },
     /// To all: it is not, and why; the connection ends.
     Refused {

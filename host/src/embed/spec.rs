@@ -1,5 +1,6 @@
 //! What a serving engine is, as its connector tells its host.
 
+use super::settings::Settings;
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::core::message::{Mode, Role};
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,7 @@ pub struct Engine {
     /// KV cache groups.
     pub groups: Vec<LayerGroup>,
     /// What the user set.
+    #[serde(default)]
     pub settings: Settings,
 }
 
@@ -35,40 +37,6 @@ pub struct LayerGroup {
     pub block_tokens: u32,
     /// Names of its layers.
     pub layers: Vec<Arc<str>>,
-}
-
-/// `kv_connector_extra_config`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Settings {
-    /// Decode reads (MoRIIO's READ) in place of prefill that writes.
-    pub read_mode: bool,
-    /// Address to listen at and to tell others.
-    pub host_ip: String,
-    /// Host of the router's discovery socket; empty for none.
-    pub proxy_ip: String,
-    /// Its port.
-    pub proxy_ping_port: u16,
-    /// Port of the engine's HTTP server, for the router.
-    pub http_port: u16,
-    /// Port for handshakes; 0 for a free one.
-    pub handshake_port: u16,
-    /// Port for notices of MoRIIO peers; 0 for a free one.
-    pub notify_port: u16,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Settings {
-            read_mode: false,
-            host_ip: "127.0.0.1".into(),
-            proxy_ip: String::new(),
-            proxy_ping_port: 0,
-            http_port: 0,
-            handshake_port: 0,
-            notify_port: 0,
-        }
-    }
 }
 
 /// A worker: one per TP rank.

@@ -1,19 +1,24 @@
 //! From what an engine says of itself to its protocol actors.
 
+use super::settings::Backend;
 use super::spec::{Engine, Region, Worker};
 use crate::cores::{Cores, Outlets, RankParts, host_plane};
 use crate::legs::Own;
 use crate::wiring::{Ears, born};
 use engine::actors::Clock;
-use engine::core::moriio::{MoriioConfig, MoriioSettings};
+use engine::core::Nanos;
+use engine::core::message::{Mode, Role};
+use engine::core::moriio::MoriioConfig;
 use engine::core::station::CoreConfig;
 use engine::fabric::{Endpoint, Memory, bracketed};
+use fabric_host::HostConfig;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 
-/// Starts the actors of an engine; also who it is to others.
+/// Starts the actors of an engine; also who it is to others, and how long they may read its blocks
+/// when it has ended.
 ///
 /// # Errors
 /// What cannot be served or had, and why.
@@ -22,8 +27,12 @@ pub(super) fn start(
     workers: &BTreeMap<u16, Worker>,
     outlets: Outlets,
     clock: &Clock,
-) -> Result<(Cores, Own), String> {
+) -> Result<(Cores, Own, Nanos), String> {
     let settings = &engine.settings;
+    settings.check()?;
+    for key in settings.idle() {
+        tracing::warn!(key, "has no meaning for host memory");
+    }
     let ears = Ears::new(&settings.host_ip, [settings.handshake_port, settings.notify_port])?;
     let config = core_config(engine, &ears)?;
     let ranks = (0..engine.tp).map(|rank| {
@@ -35,7 +44,7 @@ pub(super) fn start(
         role: engine.role,
         mode: engine.mode(),
         address: ears.address.clone(),
-        ports: MoriioSettings::default().ports,
+        ports: settings.moriio.ports,
     };
     tracing::info!(
         engine = &*config.engine.0,
@@ -44,9 +53,13 @@ pub(super) fn start(
         handshake = &*ears.handshake.0,
         notify = &*ears.notify.0,
         ranks = engine.tp,
+        backend = %Backend::Host,
+        memory = memories(workers),
         "serving an engine"
     );
-    Ok((Cores::start(config, ears.plane, ranks, outlets, clock), own))
+    let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
+    let lease = if read { config.settings.lease } else { Nanos::ZERO };
+    Ok((Cores::start(config, ears.plane, ranks, outlets, clock), own, lease))
 }
 
 fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
@@ -72,7 +85,7 @@ fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
             address: ears.address.clone(),
             layer_names: engine.layer_names(),
             attn_backend: "CPU_ATTN".into(),
-            settings: MoriioSettings::default(),
+            settings: settings.moriio.clone(),
         }),
     })
 }
@@ -81,8 +94,19 @@ fn rank_parts(engine: &Engine, core: &CoreConfig, worker: &Worker) -> Result<Ran
     let layers = engine.layers(worker)?;
     let memory = worker.regions.iter().map(|region| memory(worker, region));
     let memory = memory.collect::<Result<Vec<_>, String>>()?;
-    let plane = host_plane(core, worker.rank, &engine.settings.host_ip, false)?;
+    let settings = &engine.settings;
+    let config = HostConfig { workers: settings.num_workers.into(), ..HostConfig::default() };
+    let plane = host_plane(core, worker.rank, &settings.host_ip, config)?;
     Ok(RankParts::new(core, worker.rank, plane, (memory, layers), None))
+}
+
+/// How the workers' memory is reached.
+fn memories(workers: &BTreeMap<u16, Worker>) -> &'static str {
+    let mut regions = workers.values().flat_map(|worker| &worker.regions);
+    match regions.all(|region| region.file.is_some()) {
+        true => "memory files",
+        false => "cross-memory attach",
+    }
 }
 
 /// A worker's memory, as this process reaches it.

@@ -31,7 +31,7 @@ use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::station::{CoreConfig, CoreSettings};
 use engine::fabric::{ControlPlane, Endpoint, bracketed};
-use fabric_host::Meter;
+use fabric_host::{HostConfig, Meter};
 use instance::{Drain, Instance, Parts};
 use memory::Backing;
 use metrics::Metrics;
@@ -158,7 +158,8 @@ struct Rank {
 
 fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Result<Rank, Stop> {
     let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
-    let plane = host_plane(core, rank, &args.host, args.private_memory).map_err(Stop::Input)?;
+    let config = HostConfig { slower: args.private_memory, ..HostConfig::default() };
+    let plane = host_plane(core, rank, &args.host, config).map_err(Stop::Input)?;
     let (meter, kv) = (plane.meter(), (vec![backing.memory()], backing.layers().to_vec()));
     let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
     Ok(Rank { parts, meter, backing })

@@ -1,0 +1,327 @@
+//! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
+
+use engine::core::moriio::MoriioSettings;
+use engine::core::time::Nanos;
+use scenarios::nearest;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::fmt;
+use std::str::FromStr;
+
+/// What moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Backend {
+    /// Host memory.
+    Host,
+    /// MoRI over RDMA; MoRIIO calls it `rdma`.
+    MoriRdma,
+    /// MoRI over xGMI; MoRIIO calls it `xgmi`.
+    MoriXgmi,
+}
+
+/// Where the KV cache of a worker without a GPU lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvMemory {
+    /// In a memory file, which hosts map.
+    File,
+    /// Where vLLM allocates it; hosts use cross-memory attach.
+    Private,
+}
+
+/// Where the host of an engine comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostStart {
+    /// The connector starts it.
+    Spawn,
+    /// It is there.
+    Connect,
+}
+
+/// The keys. Ports are numbers or texts of numbers, times seconds, as in MoRIIO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Decode reads (MoRIIO's READ) in place of prefill that writes.
+    pub read_mode: bool,
+    /// Address to listen at and to tell others.
+    pub host_ip: String,
+    /// Host of the router's discovery socket; empty for none.
+    pub proxy_ip: String,
+    /// Its port.
+    pub proxy_ping_port: u16,
+    /// Port of the engine's HTTP server, for the router.
+    pub http_port: u16,
+    /// Port for handshakes; 0 for a free one.
+    pub handshake_port: u16,
+    /// Port for notices of MoRIIO peers; 0 for a free one.
+    pub notify_port: u16,
+    /// What moves the bytes; by default what the memory of the KV cache calls for.
+    pub backend: Option<Backend>,
+    /// Threads per rank that copy.
+    pub num_workers: u16,
+    /// Queue pairs per transfer; for RDMA only.
+    pub qp_per_transfer: Option<i32>,
+    /// Work requests per post; for RDMA only.
+    pub post_batch_size: Option<i32>,
+    /// `defer_timeout` and `recv_abort_timeout`, towards MoRIIO peers. `transfer_timeout` is taken
+    /// and not needed: an operation fails when its peer does.
+    pub moriio: MoriioSettings,
+    /// Where the KV cache lies.
+    pub kv_memory: KvMemory,
+    /// Where the host comes from.
+    pub host: HostStart,
+    /// Path of the host's socket; empty for one that is named by the engine's id.
+    pub socket: String,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            read_mode: false,
+            host_ip: "127.0.0.1".into(),
+            proxy_ip: String::new(),
+            proxy_ping_port: 0,
+            http_port: 0,
+            handshake_port: 0,
+            notify_port: 0,
+            backend: None,
+            num_workers: 1,
+            qp_per_transfer: None,
+            post_batch_size: None,
+            moriio: MoriioSettings::default(),
+            kv_memory: KvMemory::File,
+            host: HostStart::Spawn,
+            socket: String::new(),
+        }
+    }
+}
+
+/// All keys that a user may give.
+const KEYS: [&str; 17] = [
+    "read_mode",
+    "host_ip",
+    "proxy_ip",
+    "proxy_ping_port",
+    "http_port",
+    "handshake_port",
+    "notify_port",
+    "backend",
+    "num_workers",
+    "qp_per_transfer",
+    "post_batch_size",
+    "transfer_timeout",
+    "defer_timeout",
+    "recv_abort_timeout",
+    "kv_memory",
+    "host",
+    "socket",
+];
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Backend::Host => "host",
+            Backend::MoriRdma => "mori-rdma",
+            Backend::MoriXgmi => "mori-xgmi",
+        })
+    }
+}
+
+fn text(value: &Value) -> Result<&str, String> {
+    value.as_str().ok_or_else(|| format!("{value} is no text"))
+}
+
+fn flag(value: &Value) -> Result<bool, String> {
+    match value {
+        Value::Bool(flag) => Ok(*flag),
+        Value::String(text) if ["true", "1"].contains(&&*text.to_lowercase()) => Ok(true),
+        Value::String(text) if ["false", "0"].contains(&&*text.to_lowercase()) => Ok(false),
+        other => Err(format!("{other} is neither true nor false")),
+    }
+}
+
+/// A number, also as a text.
+fn number<T: FromStr>(value: &Value, what: &str) -> Result<T, String> {
+    let text = match value {
+        Value::String(text) => text.trim().to_owned(),
+        other => other.to_string(),
+    };
+    text.parse().map_err(|_| format!("{value} is no {what}"))
+}
+
+fn port(value: &Value) -> Result<u16, String> {
+    number(value, "port from 0 to 65535")
+}
+
+fn seconds(value: &Value) -> Result<Nanos, String> {
+    let seconds: f64 = number(value, "number of seconds")?;
+    if seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
+        return Ok(Nanos((seconds * 1e9) as u64));
+    }
+    Err(format!("{value} is not from 0.001 to 86400 seconds"))
+}
+
+fn one_of<T: Copy>(value: &Value, known: &[(&str, T)]) -> Result<T, String> {
+    let word = text(value)?;
+    if let Some((_, found)) = known.iter().find(|(name, _)| *name == word) {
+        return Ok(*found);
+    }
+    let names: Vec<_> = known.iter().map(|(name, _)| *name).collect();
+    Err(format!("{word:?} is none of {}", names.join(", ")))
+}
+
+impl Settings {
+    /// Reads the keys that a user gave, a JSON object.
+    ///
+    /// # Errors
+    /// A key that there is not, with the one that is nearest; a value and what it may be.
+    pub fn read(json: &str) -> Result<Settings, String> {
+        let given: Map<String, Value> = serde_json::from_str(json)
+            .map_err(|why| format!("kv_connector_extra_config: {why}"))?;
+        let mut settings = Settings::default();
+        for (key, value) in &given {
+            settings
+                .set(key, value)
+                .map_err(|why| format!("kv_connector_extra_config: {key}: {why}"))?;
+        }
+        settings.check()?;
+        Ok(settings)
+    }
+
+    fn set(&mut self, key: &str, value: &Value) -> Result<(), String> {
+        match key {
+            "read_mode" => self.read_mode = flag(value)?,
+            "host_ip" => self.host_ip = text(value)?.into(),
+            "proxy_ip" => self.proxy_ip = text(value)?.into(),
+            "proxy_ping_port" => self.proxy_ping_port = port(value)?,
+            "http_port" => self.http_port = port(value)?,
+            "handshake_port" => self.handshake_port = port(value)?,
+            "notify_port" => self.notify_port = port(value)?,
+            "backend" => {
+                let known = [
+                    ("host", Backend::Host),
+                    ("mori-rdma", Backend::MoriRdma),
+                    ("mori-xgmi", Backend::MoriXgmi),
+                    ("rdma", Backend::MoriRdma),
+                    ("xgmi", Backend::MoriXgmi),
+                ];
+                self.backend = Some(one_of(value, &known)?);
+            }
+            "num_workers" => self.num_workers = number(value, "number of threads")?,
+            "qp_per_transfer" => self.qp_per_transfer = Some(number(value, "number")?),
+            "post_batch_size" => self.post_batch_size = Some(number(value, "number")?),
+            "transfer_timeout" => _ = seconds(value)?,
+            "defer_timeout" => self.moriio.hold = seconds(value)?,
+            "recv_abort_timeout" => self.moriio.write = seconds(value)?,
+            "kv_memory" => {
+                let known = [("file", KvMemory::File), ("private", KvMemory::Private)];
+                self.kv_memory = one_of(value, &known)?;
+            }
+            "host" => {
+                let known = [("spawn", HostStart::Spawn), ("connect", HostStart::Connect)];
+                self.host = one_of(value, &known)?;
+            }
+            "socket" => self.socket = text(value)?.into(),
+            _ => {
+                return Err(match nearest(key, &KEYS) {
+                    Some(known) => format!("there is no such key; did you mean {known:?}?"),
+                    None => format!("there is no such key; there are {}", KEYS.join(", ")),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// What does not go together, and what to do.
+    pub fn check(&self) -> Result<(), String> {
+        let wrong = match self {
+            Settings {
+                backend: Some(backend @ (Backend::MoriRdma | Backend::MoriXgmi)), ..
+            } => {
+                format!("backend {backend} is not in this build: leave it out, or give \"host\"")
+            }
+            Settings { num_workers: 0 | 257.., .. } => "num_workers is not from 1 to 256".into(),
+            Settings { proxy_ip, proxy_ping_port, .. }
+                if proxy_ip.is_empty() != (*proxy_ping_port == 0) =>
+            {
+                "proxy_ip and proxy_ping_port name the router together: give both or none".into()
+            }
+            Settings { proxy_ip, http_port: 0, .. } if !proxy_ip.is_empty() => {
+                "http_port is what the router sends requests to: give the port of vLLM's server"
+                    .into()
+            }
+            _ => return Ok(()),
+        };
+        Err(format!("kv_connector_extra_config: {wrong}"))
+    }
+
+    /// Keys that were given and have no meaning for host memory.
+    pub fn idle(&self) -> Vec<&'static str> {
+        let keys =
+            [("qp_per_transfer", self.qp_per_transfer), ("post_batch_size", self.post_batch_size)];
+        keys.iter().filter(|(_, value)| value.is_some()).map(|(key, _)| *key).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_known() {
+        for key in KEYS {
+            let why = Settings::default().set(key, &Value::Null).expect_err("null is no value");
+            assert!(!why.contains("no such key"), "{key}: {why}");
+        }
+    }
+
+    #[test]
+    fn what_moriio_users_give_is_taken() {
+        let given = r#"{"proxy_ip": "10.0.0.1", "proxy_ping_port": "36367", "http_port": 8100,
+            "handshake_port": "6301", "notify_port": 61005, "read_mode": "True", "num_workers": 4,
+            "qp_per_transfer": 2, "defer_timeout": 90, "recv_abort_timeout": 1.5, "backend": "host"}"#;
+        let settings = Settings::read(given).expect("all of it is known");
+        let expected = Settings {
+            read_mode: true,
+            proxy_ip: "10.0.0.1".into(),
+            proxy_ping_port: 36_367,
+            http_port: 8_100,
+            handshake_port: 6_301,
+            notify_port: 61_005,
+            backend: Some(Backend::Host),
+            num_workers: 4,
+            qp_per_transfer: Some(2),
+            moriio: MoriioSettings {
+                hold: Nanos::from_secs(90),
+                write: Nanos::from_ms(1_500),
+                ..MoriioSettings::default()
+            },
+            ..Settings::default()
+        };
+        assert_eq!(settings, expected);
+        assert_eq!(settings.idle(), ["qp_per_transfer"]);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_what_to_do() {
+        for (given, said) in [
+            (
+                r#"{"red_mode": true}"#,
+                "red_mode: there is no such key; did you mean \"read_mode\"?",
+            ),
+            (r#"{"quux": 1}"#, "quux: there is no such key; there are read_mode, host_ip"),
+            (r#"{"http_port": 70000}"#, "http_port: 70000 is no port from 0 to 65535"),
+            (r#"{"read_mode": "perhaps"}"#, "read_mode: \"perhaps\" is neither true nor false"),
+            (r#"{"defer_timeout": 0}"#, "defer_timeout: 0 is not from 0.001 to 86400 seconds"),
+            (r#"{"backend": "tcp"}"#, "backend: \"tcp\" is none of host, mori-rdma"),
+            (r#"{"backend": "rdma"}"#, "backend mori-rdma is not in this build"),
+            (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),
+            (r#"{"proxy_ip": "::1"}"#, "give both or none"),
+            (r#"{"proxy_ip": "::1", "proxy_ping_port": 1}"#, "http_port is what the router"),
+            ("[]", "kv_connector_extra_config: invalid type"),
+        ] {
+            let why = Settings::read(given).expect_err(given);
+            assert!(why.contains(said), "{given}: {why}");
+        }
+    }
+}

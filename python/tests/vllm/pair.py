@@ -31,8 +31,10 @@ class Pair:
         discovery: int,
         env: dict[str, dict],
         connector: dict | None = None,
+        asynchronous: bool = False,
     ):
         self.mode = mode
+        self.asynchronous = asynchronous
         self.connector = connector or {"kv_connector": "MoRIIOConnector"}
         self.prefill = self._start("prefill", model, logs, discovery, env.get("prefill", {}))
         self.decode = self._start("decode", model, logs, discovery, env.get("decode", {}))
@@ -57,7 +59,8 @@ class Pair:
             "kv_connector_extra_config": extra,
         }
         name = f"{self.connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
-        return Server(name, model, http, logs / f"{name}.log", kv, env)
+        log = logs / f"{name}{'-async' if self.asynchronous else ''}.log"
+        return Server(name, model, http, log, kv, env, self.asynchronous)
 
     def ready(self) -> "Pair":
         self.prefill.ready()

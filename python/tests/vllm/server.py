@@ -21,7 +21,7 @@ BATCHED_TOKENS = 2048
 KV_BYTES = 128 << 20
 
 FLAGS = [
-    *("--enforce-eager", "--no-async-scheduling"),
+    "--enforce-eager",
     *("--dtype", "float32"),
     *("--max-model-len", "4096"),
     *("--block-size", str(BLOCK_TOKENS)),
@@ -96,11 +96,21 @@ class Process:
 class Server(Process):
     """A vLLM server for the tiny model; with `kv`, as one half of a pair."""
 
-    def __init__(self, name: str, model: Path, port: int, log: Path, kv: dict | None, env: dict):
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        port: int,
+        log: Path,
+        kv: dict | None,
+        env: dict,
+        asynchronous: bool = False,
+    ):
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
             *FLAGS,
+            "--async-scheduling" if asynchronous else "--no-async-scheduling",
         ]
         if kv is not None:
             command += ["--kv-transfer-config", json.dumps(kv)]

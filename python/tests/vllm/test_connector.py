@@ -9,10 +9,15 @@ from test_pd import LENGTHS
 CONNECTOR = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
 
 
-@pytest.fixture(scope="module", params=MODES)
+# With vLLM's default, asynchronous scheduling, and without.
+KINDS = [(mode, asynchronous) for asynchronous in (True, False) for mode in MODES]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{'async' * kind[1]}")
 def own(request, model, logs, reference):
-    router = Router(logs / f"router-own-{request.param.lower()}.log")
-    made = Pair(request.param, model, logs, router.discovery, {}, CONNECTOR)
+    mode, asynchronous = request.param
+    router = Router(logs / f"router-own-{mode.lower()}-{asynchronous}.log")
+    made = Pair(mode, model, logs, router.discovery, {}, CONNECTOR, asynchronous)
     try:
         made.router = router
         reference.server.ready()

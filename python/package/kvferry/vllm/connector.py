@@ -38,6 +38,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self.worker = Worker(vllm_config, kv_cache_config)
 
+    def get_mem_pool_context(self):
+        return self.worker.pool()
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register(kv_caches)
 

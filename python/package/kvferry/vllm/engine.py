@@ -6,9 +6,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry._native import Link
+from kvferry._native import Link, settings
 
 # Time for a host to start, and then to have all parts of its engine.
 START_S = 60
@@ -18,6 +20,32 @@ ORPHAN = (
     "import subprocess, sys; "
     "subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)"
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the host of an engine listens; the same in all its processes."""
+
+    socket: Path
+    # What the user set, in JSON.
+    settings: str
+    # Start one if there is none.
+    spawn: bool
+    # The KV cache is to lie in a memory file.
+    in_file: bool
+
+
+def place(vllm_config) -> Place:
+    """Reads `kv_connector_extra_config`; raises for what is wrong in it."""
+    transfer = vllm_config.kv_transfer_config
+    given = json.dumps(transfer.kv_connector_extra_config)
+    socket, spawn, in_file = settings(given)
+    if socket:
+        return Place(Path(socket), given, spawn, in_file)
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(folder) / f"kvferry-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return Place(folder / f"{transfer.engine_id}.sock", given, spawn, in_file)
 
 
 def describe(vllm_config, kv_cache_config) -> str:
@@ -32,13 +60,9 @@ def describe(vllm_config, kv_cache_config) -> str:
     refused = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
-        "asynchronous scheduling (give --no-async-scheduling)": (
-            vllm_config.scheduler_config.async_scheduling
-        ),
     }
     if wrong := [what for what, is_on in refused.items() if is_on]:
         raise ValueError(f"KvferryConnector does not support {', '.join(wrong)}")
-    settings = dict(transfer.kv_connector_extra_config)
     return json.dumps(
         {
             "role": "Prefill" if transfer.is_kv_producer else "Decode",
@@ -48,7 +72,6 @@ def describe(vllm_config, kv_cache_config) -> str:
             "kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
             "latent": model.use_mla,
             "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
-            "settings": settings,
         }
     )
 
@@ -62,26 +85,18 @@ def _group(group) -> dict:
     }
 
 
-def socket_path(vllm_config) -> Path:
-    """Where the host of the engine listens; the same in all its processes."""
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(folder) / f"kvferry-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"{vllm_config.kv_transfer_config.engine_id}.sock"
-
-
-def connect(path: Path, make) -> Link:
+def connect(at: Place, make: Callable[[Path], Link]) -> Link:
     """`make(path)`, with a host that is started unless there is one. Whoever binds the path serves;
     a second host ends at once."""
     deadline = time.monotonic() + START_S
     started = None
     while True:
         try:
-            return make(path)
+            return make(at.socket)
         except ConnectionError as error:
             if time.monotonic() > deadline:
-                raise ConnectionError(f"{error}; it was started {START_S} s ago") from error
-        if started is None:
-            command = [sys.executable, "-m", "kvferry.host", "--socket", str(path)]
+                raise ConnectionError(f"{error}, for {START_S} s") from error
+        if at.spawn and started is None:
+            command = [sys.executable, "-m", "kvferry.host", "--socket", str(at.socket)]
             started = subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
         time.sleep(0.02)

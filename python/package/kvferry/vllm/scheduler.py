@@ -2,14 +2,20 @@
 
 import json
 import logging
+import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
 from kvferry._native import Link
-from kvferry.vllm.engine import START_S, connect, describe, socket_path
+from kvferry.vllm.engine import START_S, connect, describe, place
+from kvferry.vllm.line import Line
 
 logger = logging.getLogger(__name__)
+
+# Clocks differ.
+LEASE_MARGIN_S = 1.0
 
 REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -42,9 +48,16 @@ class Scheduler:
     def __init__(self, vllm_config, kv_cache_config):
         self.produces = vllm_config.kv_transfer_config.is_kv_producer
         engine = describe(vllm_config, kv_cache_config)
-        path = socket_path(vllm_config)
-        self.link: Link | None = connect(path, lambda path: Link.scheduler(path, engine))
-        self.link.wait_ready(START_S)
+        at = place(vllm_config)
+
+        def make() -> Link:
+            link = connect(at, lambda path: Link.scheduler(path, engine, at.settings))
+            link.wait_ready(START_S)
+            return link
+
+        link = make()
+        self.lease_s = link.lease_s + LEASE_MARGIN_S if link.lease_s else 0.0
+        self.line = Line(link, make)
         self.groups = len(kv_cache_config.kv_cache_groups)
         self.legs: dict[str, Leg] = {}
         # Finished requests whose blocks the host holds.
@@ -52,6 +65,8 @@ class Scheduler:
         self.free: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
+        # Requests whose blocks others may read for a while though the host is gone, and until when.
+        self.leased: deque[tuple[float, set[str]]] = deque()
         self.steps = 0
 
     def arrived(self, request) -> None:
@@ -61,6 +76,10 @@ class Scheduler:
             return
         leg = Leg(str(params.get("transfer_id") or ""), request.num_prompt_tokens)
         self.legs[request.request_id] = leg
+        if self._link() is None:
+            # It is not handed over, and what it was to load has failed.
+            leg.over = leg.may_allocate = True
+            return
         self._tell("arrived", request.request_id, json.dumps(params), leg.tokens)
 
     def matched(self, request, computed: int) -> tuple[int | None, bool]:
@@ -143,13 +162,13 @@ class Scheduler:
             return False, None
         reason = REASONS.get(request.status, "error")
         self._tell("finished", request.request_id, reason)
-        if not self.produces or self.link is None:
+        if not self.produces or self.line.link is None:
             return False, None
         self.held.add(request.request_id)
         if reason not in ("stop", "length"):
             return True, None
         blocks = [list(ids) for ids in block_ids]
-        return True, json.loads(self.link.answer(leg.transfer, blocks))
+        return True, json.loads(self.line.link.answer(leg.transfer, blocks))
 
     def deliver(self, output) -> None:
         """Adds what the host freed and loaded to what vLLM is about to apply."""
@@ -161,19 +180,27 @@ class Scheduler:
             output.finished_recving = (output.finished_recving or set()) | self.loaded
             self.loaded = set()
 
+    def _link(self) -> Link | None:
+        if self.line.lost():
+            self._give_up()
+        self.line.renewed()
+        return self.line.link
+
     def _tell(self, what: str, *args) -> None:
-        if self.link is None:
+        if (link := self._link()) is None:
             return
         try:
-            getattr(self.link, what)(*args)
+            getattr(link, what)(*args)
         except ConnectionError as error:
             self._lost(error)
 
     def _hear(self) -> None:
-        if self.link is None:
+        while self.leased and self.leased[0][0] <= time.monotonic():
+            self.free |= self.leased.popleft()[1]
+        if (link := self._link()) is None:
             return
         try:
-            events = self.link.poll()
+            events = link.poll()
         except ConnectionError as error:
             self._lost(error)
             return
@@ -209,11 +236,16 @@ class Scheduler:
         into.add(request)
 
     def _lost(self, error: Exception) -> None:
-        """Without a host nothing is handed over: what it holds is free, what it loads has failed."""
         logger.error("%s", error)
-        self.link = None
-        self.free |= self.held
-        self.held = set()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Without a host nothing is handed over, and what it loads has failed. What it held is free
+        when nobody reads it any more."""
+        if self.held:
+            self.leased.append((time.monotonic() + self.lease_s, self.held))
+            self.held = set()
+        self.line.link = None
         for request, leg in list(self.legs.items()):
             leg.over = leg.may_allocate = True
             self._loaded(request, leg, self.failed)

@@ -6,7 +6,9 @@ import os
 import time
 
 from kvferry._native import Link
-from kvferry.vllm.engine import connect, socket_path
+from kvferry.vllm.engine import connect, place
+from kvferry.vllm.line import Line
+from kvferry.vllm.memory import Files
 
 logger = logging.getLogger(__name__)
 
@@ -16,21 +18,32 @@ PREEMPTION_S = 2.0
 
 class Worker:
     def __init__(self, vllm_config, kv_cache_config):
-        self.path = socket_path(vllm_config)
+        self.place = place(vllm_config)
+        self.files = Files()
         self.rank = vllm_config.parallel_config.rank % (
             vllm_config.parallel_config.tensor_parallel_size
         )
         groups = kv_cache_config.kv_cache_groups
         self.layers = sum(len(group.layer_names) for group in groups)
-        self.link: Link | None = None
+        self.line: Line | None = None
         # Layers of the step that are computed.
         self.done = 0
 
+    def pool(self):
+        """Where vLLM is to allocate the KV cache; none for where it does."""
+        return self.files.pool() if self.place.in_file else None
+
     def register(self, kv_caches: dict) -> None:
         """Tells the host where the KV of each layer lies."""
+        if wrong := {str(tensor.device) for tensor in kv_caches.values() if not tensor.is_cpu}:
+            raise ValueError(f"KvferryConnector moves KV of host memory, not of {', '.join(wrong)}")
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
         regions = [
-            {"base": base, "len": tensor.untyped_storage().nbytes(), "file": None}
+            {
+                "base": base,
+                "len": tensor.untyped_storage().nbytes(),
+                "file": self.files.by_base.get(base),
+            }
             for base, tensor in storages.items()
         ]
         tensors = [
@@ -44,7 +57,12 @@ class Worker:
             for name, tensor in kv_caches.items()
         ]
         worker = {"rank": self.rank, "pid": os.getpid(), "regions": regions, "tensors": tensors}
-        self.link = connect(self.path, lambda path: Link.worker(path, json.dumps(worker)))
+        described = json.dumps(worker)
+
+        def make() -> Link:
+            return connect(self.place, lambda path: Link.worker(path, described))
+
+        self.line = Line(make(), make)
 
     def computed(self, step: int | None, layer_name: str) -> None:
         """A layer of the step is computed; vLLM computes them one after the other."""
@@ -59,26 +77,34 @@ class Worker:
         self.done = 0
 
     def _tell(self, step: int) -> None:
-        if self.link is None:
+        if (link := self._link()) is None:
             return
         try:
-            self.link.layers(step, self.done)
+            link.layers(step, self.done)
         except ConnectionError as error:
-            logger.error("%s", error)
-            self.link = None
+            self._lost(error)
 
     def wait_for_preempted(self, requests: list[str]) -> None:
         """Returns when nothing reads the blocks of these requests any more."""
         waited, deadline = set(requests), time.monotonic() + PREEMPTION_S
-        while waited and self.link is not None:
+        while waited and (link := self._link()) is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 logger.error("blocks of %s are reused while they may be read", sorted(waited))
                 return
             try:
-                events = self.link.wait(left)
+                events = link.wait(left)
             except ConnectionError as error:
-                logger.error("%s", error)
-                self.link = None
+                # What others still read of a push they throw away.
+                self._lost(error)
                 return
             waited -= {request for kind, request, _ in events if kind == "preemption_safe"}
+
+    def _link(self) -> Link | None:
+        self.line.lost()
+        self.line.renewed()
+        return self.line.link
+
+    def _lost(self, error: Exception) -> None:
+        logger.error("%s", error)
+        self.line.link = None

@@ -1,0 +1,57 @@
+"""KV cache in a memory file, which the host maps, so that it moves bytes without the worker."""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Nobody may cut it: who had it mapped would be killed. (The names of `fcntl` are of Python 3.10.)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Files:
+    """The memory files of a worker, by the address at which they are mapped."""
+
+    def __init__(self):
+        self.by_base: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def pool(self):
+        """While it is entered, byte buffers that vLLM takes from `torch.zeros` lie in memory files."""
+        plain = torch.zeros
+
+        def zeros(*size, dtype=None, device=None, **more):
+            is_cpu = device is not None and torch.device(device).type == "cpu"
+            if not (is_cpu and dtype == torch.int8 and len(size) == 1 and isinstance(size[0], int)):
+                return plain(*size, dtype=dtype, device=device, **more)
+            try:
+                return self.zeros(size[0])
+            except OSError as error:
+                logger.warning("no memory file for the KV cache, so private memory: %s", error)
+                return plain(*size, dtype=dtype, device=device, **more)
+
+        torch.zeros = zeros
+        try:
+            yield
+        finally:
+            torch.zeros = plain
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """Zeroed bytes in a file of their own."""
+        file = os.memfd_create("kvferry-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(file, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+            # The tensor keeps it.
+            mapped = mmap.mmap(file, 0)
+        except OSError:
+            os.close(file)
+            raise
+        buffer = torch.frombuffer(mapped, dtype=torch.int8, count=size)
+        self.by_base[buffer.data_ptr()] = file
+        return buffer

@@ -15,7 +15,7 @@ use kvferry::embed::settings::Settings;
 use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -31,19 +31,23 @@ struct Host {
     socket: PathBuf,
 }
 
+fn spawn(socket: &Path) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["host", "--log-level", "warn", "--socket"])
+        .arg(socket)
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("the binary runs")
+}
+
 impl Host {
     fn start(name: &str) -> Host {
         let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
         let socket = std::env::temp_dir().join(socket);
         let _ = std::fs::remove_file(&socket);
-        let child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-            .args(["host", "--log-level", "warn", "--socket"])
-            .arg(&socket)
-            .stdin(Stdio::null())
-            .spawn()
-            .expect("the binary runs");
+        let child = spawn(&socket);
         let start = Instant::now();
-        while !socket.exists() {
+        while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < PATIENCE, "no host");
             std::thread::yield_now();
         }
@@ -256,20 +260,26 @@ fn a_second_scheduler_and_another_version_are_refused() {
     drop(rig);
 }
 
+/// All parts of an engine may start a host when theirs was killed.
 #[test]
-fn a_path_that_a_killed_host_left_is_taken_over() {
+fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
     let mut first = Host::start("left");
     first.child.kill().expect("it runs");
     first.child.wait().expect("it ends");
     assert!(first.socket.exists());
-    let second = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["host", "--log-level", "warn", "--socket"])
-        .arg(&first.socket)
-        .spawn();
-    let _second = Host { child: second.expect("the binary runs"), socket: first.socket.clone() };
-    let start = Instant::now();
-    while UnixStream::connect(&first.socket).is_err() {
-        assert!(start.elapsed() < PATIENCE, "it was not taken over");
+    let start = || Host { child: spawn(&first.socket), socket: first.socket.clone() };
+    let mut hosts: Vec<Host> = (0..8).map(|_| start()).collect();
+    let begun = Instant::now();
+    while hosts.len() > 1 || UnixStream::connect(&first.socket).is_err() {
+        assert!(begun.elapsed() < PATIENCE, "{} hosts", hosts.len());
+        hosts.retain_mut(|host| match host.child.try_wait().expect("a child") {
+            Some(status) => {
+                assert_eq!(status.code(), Some(2));
+                false
+            }
+            None => true,
+        });
+        assert!(!hosts.is_empty(), "nobody took it over");
         std::thread::yield_now();
     }
 }

@@ -13,6 +13,7 @@ use kvferry::embed::{Link as Line, answer_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
@@ -123,6 +124,15 @@ impl Link {
             }
         }
         Ok(())
+    }
+
+    /// The ports that the host listens at, as settings.
+    #[getter]
+    fn ports(&self) -> BTreeMap<&'static str, i64> {
+        let Some(ZmqAddress { handshake, notify, .. }) = self.address.as_ref() else {
+            return BTreeMap::new();
+        };
+        [("handshake_port", *handshake), ("notify_port", *notify)].into()
     }
 
     /// Seconds for which blocks of finished prefills may be read though the host has ended.

@@ -67,6 +67,8 @@ pub(super) struct Gateway {
     engine: Option<Box<Engine>>,
     workers: BTreeMap<u16, Worker>,
     serving: Option<Serving>,
+    /// The engine was told that it is not served.
+    is_refused: bool,
     /// Told when a part of the engine has left.
     over: Option<oneshot::Sender<()>>,
 }
@@ -75,7 +77,8 @@ impl Gateway {
     pub(super) fn start(clock: Clock, over: oneshot::Sender<()>) -> Addr<Gateway> {
         let (clients, workers) = (BTreeMap::new(), BTreeMap::new());
         let over = Some(over);
-        Gateway { clock, clients, engine: None, workers, serving: None, over }.start()
+        let (engine, serving, is_refused) = Default::default();
+        Gateway { clock, clients, engine, workers, serving, is_refused, over }.start()
     }
 
     /// A part that does not take what it is told is cut off: it would miss an answer.
@@ -88,6 +91,7 @@ impl Gateway {
         tracing::error!(why, "the engine is not served");
         self.tell(|_| true, &FromHost::Refused { why: why.into() });
         self.clients.clear();
+        self.is_refused = true;
     }
 
     /// Takes up a part of the engine.
@@ -217,8 +221,9 @@ impl Handler<Left> for Gateway {
     type Result = ();
 
     fn handle(&mut self, Left(client): Left, _: &mut Self::Context) {
-        let was_served = self.clients.remove(&client).is_some() && self.serving.is_some();
-        if was_served || self.clients.is_empty() {
+        let was_part = self.clients.remove(&client).is_some();
+        let is_left = was_part && (self.serving.is_some() || self.clients.is_empty());
+        if is_left || self.is_refused {
             self.end();
         }
     }

@@ -25,7 +25,6 @@ use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::TransferId;
 use engine::core::layout::BlockList;
 use gateway::Gateway;
-use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -49,19 +48,17 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
 
 async fn run(args: &HostArgs) -> Result<Exit, Stop> {
     let mut ends = Ends::new()?;
-    let listener = socket::listen(&args.socket).map_err(Stop::Input)?;
+    let place = socket::listen(&args.socket).map_err(Stop::Input)?;
     let begun = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let (over, left) = oneshot::channel();
     let gateway = Gateway::start(clock, over);
     tracing::info!(socket = %args.socket.display(), "waiting for an engine");
     tokio::select! {
-        () = socket::serve(listener, gateway) => {}
+        () = socket::serve(&place.listener, gateway) => {}
         () = ends.heard() => {}
         _ = left => tracing::info!("the engine has left"),
     }
-    // Nobody is to connect to what has ended.
-    let _ = fs::remove_file(&args.socket);
     Ok(Exit::Held)
 }
 

@@ -5,10 +5,15 @@ use super::proto::{FRAME_MAX, FromHost, Hello, ToHost};
 use actix::Addr;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::fmt::Display;
+use std::fs::{self, File};
 use std::io;
-use std::path::Path;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio_util::codec::{Framed, LengthDelimitedCodec};
@@ -18,22 +23,61 @@ const WAITING_MAX: usize = 65_536;
 
 type Frames = Framed<UnixStream, LengthDelimitedCodec>;
 
+/// A path that is listened at. Who holds the lock beside it has it; the socket is removed with it.
+pub(super) struct Place {
+    pub(super) listener: UnixListener,
+    path: PathBuf,
+    lock: PathBuf,
+    _held: File,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Nobody is to connect to what has ended. The lock goes last.
+        let _ = fs::remove_file(&self.path);
+        let _ = fs::remove_file(&self.lock);
+    }
+}
+
 /// Listens at a path, also at one that a host left behind which was killed.
 ///
 /// # Errors
 /// The path and why it cannot be listened at: another host is there.
-pub(super) fn listen(path: &Path) -> Result<UnixListener, String> {
-    let left = std::os::unix::net::UnixStream::connect(path);
-    if left.is_err_and(|why| why.kind() == io::ErrorKind::ConnectionRefused) {
-        // If it cannot be removed, that it is there is told next.
-        let _ = std::fs::remove_file(path);
+pub(super) fn listen(path: &Path) -> Result<Place, String> {
+    let fail = |why: &dyn Display| format!("--socket {}: cannot listen: {why}", path.display());
+    let mut lock = path.as_os_str().to_owned();
+    lock.push(".lock");
+    let lock = PathBuf::from(lock);
+    let held = hold(&lock).map_err(|why| fail(&why))?.ok_or_else(|| fail(&"a host is there"))?;
+    if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+        // Whoever had it has no lock any more. If it cannot be removed, that is told next.
+        let _ = fs::remove_file(path);
     }
-    let listener = UnixListener::bind(path);
-    listener.map_err(|why| format!("--socket {}: cannot listen: {why}", path.display()))
+    let listener = UnixListener::bind(path).map_err(|why| fail(&why))?;
+    Ok(Place { listener, path: path.into(), lock, _held: held })
+}
+
+/// Takes the lock; none if another process has it.
+fn hold(lock: &Path) -> io::Result<Option<File>> {
+    loop {
+        let file = File::options().create(true).append(true).mode(0o600).open(lock)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            Err(why) => return Err(why.into()),
+        }
+        let own = file.metadata()?;
+        // Who had it before may have removed it since it was opened.
+        if fs::metadata(lock)
+            .is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()))
+        {
+            return Ok(Some(file));
+        }
+    }
 }
 
 /// Serves connections for ever.
-pub(super) async fn serve(listener: UnixListener, gateway: Addr<Gateway>) {
+pub(super) async fn serve(listener: &UnixListener, gateway: Addr<Gateway>) {
     let mut client = 0;
     loop {
         match listener.accept().await {

@@ -59,7 +59,8 @@ class Pair:
             "kv_connector_extra_config": extra,
         }
         name = f"{self.connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
-        log = logs / f"{name}{'-async' if self.asynchronous else ''}.log"
+        kv["engine_id"] = f"{name}-{uuid.uuid4().hex[:8]}"
+        log = logs / f"{kv['engine_id']}.log"
         return Server(name, model, http, log, kv, env, self.asynchronous)
 
     def ready(self) -> "Pair":

@@ -116,7 +116,8 @@ class Server(Process):
             command += ["--kv-transfer-config", json.dumps(kv)]
         super().__init__(name, command, os.environ | ENVIRONMENT | env, log)
         self.port = port
-        self.extra = (kv or {}).get("kv_connector_extra_config", {})
+        self.kv = kv or {}
+        self.extra = self.kv.get("kv_connector_extra_config", {})
 
     def ready(self) -> "Server":
         self.wait_until("answers /health", lambda: get(self.port, "/health") == 200, START_S)
@@ -125,6 +126,18 @@ class Server(Process):
     def is_lost(self) -> bool:
         """Also true for a server that hangs after its worker failed at the start."""
         return super().is_lost() or LOST in self.log.read_text(errors="replace")
+
+    def host(self) -> int | None:
+        """Process of the `kvferry host` beside it."""
+        socket = f"{self.kv['engine_id']}.sock".encode()
+        for commands in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = commands.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"kvferry.host" in words and any(word.endswith(socket) for word in words):
+                return int(commands.parent.name)
+        return None
 
     def complete(self, body: dict, seconds: float = 60, headers: dict | None = None) -> dict:
         """Answer to /v1/completions; raises with the log if it is none or late."""

@@ -50,9 +50,18 @@ class Scheduler:
         engine = describe(vllm_config, kv_cache_config)
         at = place(vllm_config)
 
+        ports = {}
+
         def make() -> Link:
-            link = connect(at, lambda path: Link.scheduler(path, engine, at.settings))
-            link.wait_ready(START_S)
+            # Peers know the next host by the ports of the last one, if it can have them.
+            settings = json.dumps(json.loads(at.settings) | ports)
+            link = connect(at, lambda path: Link.scheduler(path, engine, settings))
+            try:
+                link.wait_ready(START_S)
+            except ValueError:
+                ports.clear()
+                raise
+            ports.update(link.ports)
             return link
 
         link = make()
@@ -63,6 +72,8 @@ class Scheduler:
         # Finished requests whose blocks the host holds.
         self.held: set[str] = set()
         self.free: set[str] = set()
+        # Requests that vLLM waits for; it ends when it hears of another one.
+        self.awaited: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
         # Requests whose blocks others may read for a while though the host is gone, and until when.
@@ -86,6 +97,9 @@ class Scheduler:
         leg = self.legs.get(request.request_id)
         if self.produces or leg is None or leg.allocated:
             return 0, False
+        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+            # They come of computing the prompt.
+            return 0, False
         self._hear()
         if not leg.may_allocate:
             return None, False
@@ -97,11 +111,12 @@ class Scheduler:
         if self.produces or leg is None or leg.allocated:
             return
         leg.allocated = True
-        leg.loading = external > 0
+        if external > 0:
+            self.awaited.add(request.request_id)
         if leg.over:
-            if leg.loading:
-                self.failed.add(request.request_id)
+            self.failed |= {request.request_id} & self.awaited
             return
+        leg.loading = external > 0
         lists = [list(ids) for ids in blocks.get_block_ids()]
         self._tell("allocated", request.request_id, leg.tokens - external, lists)
 
@@ -176,8 +191,10 @@ class Scheduler:
         if self.free:
             output.finished_sending = (output.finished_sending or set()) | self.free
             self.free = set()
-        if self.loaded:
-            output.finished_recving = (output.finished_recving or set()) | self.loaded
+        if self.loaded or output.finished_recving:
+            ended = (output.finished_recving or set()) | self.loaded
+            output.finished_recving = ended & self.awaited
+            self.awaited -= ended
             self.loaded = set()
 
     def _link(self) -> Link | None:
@@ -209,7 +226,7 @@ class Scheduler:
 
     def _apply(self, kind: str, request: str, why: str | None) -> None:
         leg = self.legs.get(request)
-        if why is not None:
+        if why is not None and (leg is not None or request in self.held):
             logger.warning("%s: %s: %s", request or "engine", kind.replace("_", " "), why)
         if request in self.held and kind in ("source_free", "rejected"):
             self.held.remove(request)

@@ -1,0 +1,174 @@
+"""What happens to KvferryConnector's servers, hosts and clients: each request has its right answer or
+a clear error within a time, the next ones are served, and no block is lost."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from client import Refused
+from conftest import prompt
+from load import Load
+from pair import Pair, request, tokens
+from router import Router
+from test_connector import CONNECTOR
+
+# A request that meets a fault ends within this time.
+CLEAR_S = 10
+# Until a host that was killed is replaced and the router sends requests again.
+AGAIN_S = 60
+# Until blocks of a killed prefill host are free: its lease.
+LEASE_S = 45
+
+PAIRS = [("WRITE", "recompute"), ("READ", "fail")]
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def own(request, model, logs, reference):
+    mode, policy = request.param
+    router = Router(logs / f"router-faults-{mode.lower()}.log")
+    connector = CONNECTOR | {"kv_load_failure_policy": policy}
+    made = Pair(mode, model, logs, router.discovery, {}, connector, asynchronous=True)
+    try:
+        made.router, made.policy = router, policy
+        reference.server.ready()
+        made.ready()
+        router.wait_for(f"a {made.mode} pair")
+        yield made
+    finally:
+        made.stop()
+        router.stop()
+
+
+def prompts(own, seed: str) -> list[list[int]]:
+    return [prompt(700 + n, f"{own.mode} {seed}") for n in range(12)]
+
+
+def check_afterwards(own, reference, seed: str) -> None:
+    own.decode.wait_idle(LEASE_S)
+    own.prefill.wait_idle(LEASE_S)
+    ids = prompt(300, f"{own.mode} after {seed}")
+    assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+def test_a_plain_request_to_a_decode(own, reference):
+    ids = prompt(333, f"{own.mode} plain")
+    assert tokens(own.decode.complete(request(ids))) == reference(ids)
+
+
+def test_logprobs_of_the_prompt(own, reference):
+    """Decode has to compute the prompt itself."""
+    ids = prompt(100, f"{own.mode} logprobs")
+    answer = own.router.complete(request(ids, prompt_logprobs=0))
+    assert tokens(answer) == reference(ids)
+    logprobs = answer["choices"][0]["prompt_logprobs"]
+    assert len(logprobs) == len(ids) and all(logprobs[1:])
+    check_afterwards(own, reference, "logprobs")
+
+
+def test_a_client_leaves_while_decode_waits(own, reference):
+    """Nobody prefills: the leg of the prefill is never sent."""
+    ids = prompt(200, f"{own.mode} left")
+    first = own.prefill.complete(request(ids, max_tokens=1))
+    assert "kv_transfer_params" not in first or first["kv_transfer_params"] is None
+    with pytest.raises(RuntimeError):
+        own.decode.complete(waiting_leg(own) | request(ids), 1)
+    check_afterwards(own, reference, "left")
+
+
+def waiting_leg(own) -> dict:
+    """Parameters of a transfer that the prefill never hears of."""
+    host, port = "127.0.0.1", handshake_of(own)
+    leg = {
+        "key": {"id": f"tx-nobody-{time.monotonic()}", "prompt": 0},
+        "sibling": 0,
+        "mode": "Push" if own.mode == "WRITE" else "Pull",
+        "prefill": f"{host}:{port}",
+        "control": f"tcp://{host}:{port}",
+        "life": None,
+        "moriio": None,
+    }
+    return {"kv_transfer_params": {"do_remote_prefill": True, "kvferry": leg}}
+
+
+def handshake_of(own) -> int:
+    """The port that the prefill's host chose, from its log."""
+    line = [line for line in own.prefill.log.read_text().splitlines() if "handshake=" in line][-1]
+    return int(line.split('handshake="')[1].split('"')[0].rsplit(":", 1)[1])
+
+
+def test_clients_leave_in_every_phase(own, reference):
+    """Thirty requests whose clients wait from 10 to 600 ms."""
+
+    def ask(n: int) -> None:
+        ids = prompt(1200, f"{own.mode} leaves {n}")
+        try:
+            own.router.complete(request(ids), 0.01 + 0.02 * n)
+        except OSError:
+            pass
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(30)))
+    check_afterwards(own, reference, "leaves")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_killed_host_is_replaced(own, reference, side):
+    server = getattr(own, side)
+    with Load(own, reference, prompts(own, f"host of {side}")) as load:
+        load.answers(4, 60)
+        host = server.host()
+        os.kill(host, signal.SIGKILL)
+        killed = time.monotonic()
+        server.wait_until("a new host", lambda: server.host() not in (None, host), AGAIN_S)
+        own.router.wait_for("the pair again")
+        load.answers(8, AGAIN_S)
+    late = [asked for asked in load.in_flight(killed) if asked.ended - killed > CLEAR_S]
+    assert not load.wrong and not late, (load.wrong, late)
+    check_afterwards(own, reference, f"the host of {side} was killed")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_host_that_is_paused_goes_on(own, reference, side):
+    server = getattr(own, side)
+    with Load(own, reference, prompts(own, f"pause of {side}")) as load:
+        load.answers(4, 60)
+        host = server.host()
+        os.kill(host, signal.SIGSTOP)
+        paused = time.monotonic()
+        try:
+            # What is tried meanwhile is not looked at: only the length of the pause matters.
+            while time.monotonic() < paused + 5:
+                time.sleep(0.1)
+        finally:
+            os.kill(host, signal.SIGCONT)
+        load.answers(8, AGAIN_S)
+    late = [asked for asked in load.in_flight(paused) if asked.ended - paused > 5 + CLEAR_S]
+    assert not load.wrong and not late, (load.wrong, late)
+    assert server.host() == host
+    check_afterwards(own, reference, f"a pause of {side}")
+
+
+def test_a_failed_load_follows_the_policy(own, reference):
+    """The prefill's host is gone when decode wants the KV of a request that the prefill answered."""
+    ids = prompt(150, f"{own.mode} failed load")
+    try:
+        got = tokens(own.decode.complete(waiting_leg(own) | request(ids), 60))
+        assert own.policy == "recompute" and got == reference(ids)
+    except (Refused, RuntimeError) as error:
+        assert own.policy == "fail", error
+        assert isinstance(error, Refused) and error.status == 500
+    check_afterwards(own, reference, "a failed load")
+
+
+@pytest.mark.last
+def test_a_killed_decode_is_a_clear_error(own, reference):
+    with Load(own, reference, prompts(own, "decode killed")) as load:
+        load.answers(4, 60)
+        killed = time.monotonic()
+        own.decode.kill()
+        own.prefill.wait_until("a refusal", lambda: load.asked[-1].error is not None, CLEAR_S)
+    late = [asked for asked in load.in_flight(killed) if asked.ended - killed > CLEAR_S]
+    assert not load.wrong and not late, (load.wrong, late)
+    own.prefill.wait_idle(LEASE_S)

@@ -86,11 +86,15 @@ class Drills:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """A mode after the other, and last in each what ends its pair."""
+    """Servers after servers, and last for each what ends them."""
+    groups = {}
 
     def place(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return MODES.index(params.get("pair", MODES[0])), bool(item.get_closest_marker("last"))
+        shared = [(item.module.__name__, params[name]) for name in ("own", "mixed") if name in params]
+        group = shared[0] if shared else params.get("pair", MODES[0])
+        at = groups.setdefault(group, len(groups))
+        return at, bool(item.get_closest_marker("last"))
 
     items.sort(key=place)
 

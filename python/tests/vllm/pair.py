@@ -8,6 +8,7 @@ from ports import free_ports
 from server import Server
 
 TOKENS = 16
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 def request(prompt: list[int], **more) -> dict:
@@ -30,18 +31,19 @@ class Pair:
         logs: Path,
         discovery: int,
         env: dict[str, dict],
-        connector: dict | None = None,
+        connectors: dict[str, dict] | None = None,
         asynchronous: bool = False,
     ):
         self.mode = mode
         self.asynchronous = asynchronous
-        self.connector = connector or {"kv_connector": "MoRIIOConnector"}
+        self.connectors = connectors or dict.fromkeys(ROLES, {"kv_connector": "MoRIIOConnector"})
         self.prefill = self._start("prefill", model, logs, discovery, env.get("prefill", {}))
         self.decode = self._start("decode", model, logs, discovery, env.get("decode", {}))
 
     def _start(self, role: str, model: Path, logs: Path, discovery: int, env: dict) -> Server:
         http, handshake, notify = free_ports(3)
-        if self.connector["kv_connector"] != "MoRIIOConnector":
+        connector = self.connectors[role]
+        if connector["kv_connector"] != "MoRIIOConnector":
             # It tells its peers which it chose.
             handshake = notify = 0
         extra = {
@@ -54,11 +56,11 @@ class Pair:
             "proxy_ping_port": discovery,
         }
         kv = {
-            **self.connector,
-            "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
+            **connector,
+            "kv_role": ROLES[role],
             "kv_connector_extra_config": extra,
         }
-        name = f"{self.connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
+        name = f"{connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
         kv["engine_id"] = f"{name}-{uuid.uuid4().hex[:8]}"
         log = logs / f"{kv['engine_id']}.log"
         return Server(name, model, http, log, kv, env, self.asynchronous)

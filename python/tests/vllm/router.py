@@ -13,13 +13,14 @@ BINARY = "KVFERRY_BIN"
 
 
 class Router(Process):
-    """Listens at ports of its own choice, which it tells in its first line."""
+    """Listens at ports of its own choice, which it tells in its first line, or at those of another one."""
 
-    def __init__(self, log: Path):
+    def __init__(self, log: Path, before: "Router | None" = None):
         if BINARY not in os.environ:
             raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
         command = [os.environ[BINARY], "router", "--json"]
-        command += ["--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"]
+        http, discovery = (before.port, before.discovery) if before else (0, 0)
+        command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
         super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)
         try:
             line = self._first_line()

@@ -1,8 +1,11 @@
 """KvferryConnector with a host beside each server, both modes, against a single server."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import native
 import pytest
 from conftest import MODES, at_once, prompt
-from pair import Pair, request, tokens
+from pair import ROLES, Pair, request, tokens
 from router import Router
 from test_pd import LENGTHS
 
@@ -17,7 +20,8 @@ KINDS = [(mode, asynchronous) for asynchronous in (True, False) for mode in MODE
 def own(request, model, logs, reference):
     mode, asynchronous = request.param
     router = Router(logs / f"router-own-{mode.lower()}-{asynchronous}.log")
-    made = Pair(mode, model, logs, router.discovery, {}, CONNECTOR, asynchronous)
+    connectors = dict.fromkeys(ROLES, CONNECTOR)
+    made = Pair(mode, model, logs, router.discovery, {}, connectors, asynchronous)
     try:
         made.router = router
         reference.server.ready()
@@ -33,6 +37,21 @@ def own(request, model, logs, reference):
 def test_same_tokens_as_a_single_server(own, reference, length):
     ids = prompt(length, f"own {own.mode}")
     assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+@pytest.mark.parametrize("length", [33, 700])
+def test_decode_answers_the_prompt_that_prefill_computed(own, reference, length):
+    """Decode is told another one, and computes none of it but the last token."""
+    ids, other = prompt(length, f"swap {own.mode}"), prompt(length, "another")
+    other[-1] = ids[-1]
+    key = native.key()
+    to_prefill = native.to_prefill(own, key) | request(ids, max_tokens=1)
+    to_decode = native.to_decode(own, key) | request(other)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(own.prefill.complete, to_prefill)
+        assert tokens(own.decode.complete(to_decode)) == reference(ids)
+        first.result()
+    assert reference(other) != reference(ids)
 
 
 def test_eight_at_a_time_in_chunks(own, reference):

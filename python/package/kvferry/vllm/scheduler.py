@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 # Clocks differ.
 LEASE_MARGIN_S = 1.0
 
+# Wait for news in a step without tokens: vLLM makes such steps one after the other while KV is under
+# way, at the expense of who computes it.
+IDLE_S = 0.001
+
 REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
     RequestStatus.FINISHED_LENGTH_CAPPED: "length",
@@ -134,7 +138,7 @@ class Scheduler:
             self.steps += 1
             step = self.steps
             self._tell("scheduled", step, chunks)
-        self._hear()
+        self._hear(0.0 if output.total_num_scheduled_tokens else IDLE_S)
         failed, self.failed = list(self.failed), set()
         return step, preempted, failed
 
@@ -211,13 +215,13 @@ class Scheduler:
         except ConnectionError as error:
             self._lost(error)
 
-    def _hear(self) -> None:
+    def _hear(self, patience: float = 0.0) -> None:
         while self.leased and self.leased[0][0] <= time.monotonic():
             self.free |= self.leased.popleft()[1]
         if (link := self._link()) is None:
             return
         try:
-            events = link.poll()
+            events = link.wait(patience) if patience else link.poll()
         except ConnectionError as error:
             self._lost(error)
             return

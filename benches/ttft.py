@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""Time to the first token behind `kvferry router`: KvferryConnector beside vLLM's MoRIIOConnector over
+the drop-in `mori`, and a single server without a connector.
+
+Needs vLLM, the package `kvferry` and its drop-in on PYTHONPATH, and KVFERRY_BIN, as `./test --vllm` has
+them. In each mode both pairs and the single server have turns of ten requests, one at a time, in another
+order each round; who has no turn is stopped, because vLLM's workers spin for seconds after a request.
+Prompts are random, so that nothing is cached. The table has medians and 90th percentiles in milliseconds.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+
+TESTS = pathlib.Path(__file__).resolve().parent.parent / "python/tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
+
+import model as tiny  # noqa: E402
+from client import get  # noqa: E402
+from pair import ROLES, Pair  # noqa: E402
+from ports import free_ports  # noqa: E402
+from router import Router  # noqa: E402
+from server import Server  # noqa: E402
+
+OWN = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
+MORIIO = {"kv_connector": "MoRIIOConnector"}
+TOKENS = 4
+TURN = 10
+# Of a router and of a server.
+READY = ["/readiness", "/health"]
+
+
+def first_token(port: int, ids: list[int]) -> float:
+    """Milliseconds from the request to the first bytes of the stream."""
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
+    body = json.dumps({"prompt": ids, "stream": True, **greedy})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    start = time.perf_counter()
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    first = answer.readline()
+    took = time.perf_counter() - start
+    rest = answer.read()
+    connection.close()
+    if answer.status != 200 or not first.startswith(b"data: {") or b"error" in first + rest:
+        raise OSError(f"port {port}: {answer.status} {(first + rest).decode(errors='replace')}")
+    return took * 1e3
+
+
+def wake(port: int, length: int) -> None:
+    """Requests that are not counted: connections that were kept over the stop are closed by it."""
+    served = 0
+    for _ in range(20):
+        try:
+            first_token(port, random.choices(range(256), k=length))
+            served += 1
+        except OSError:
+            time.sleep(0.1)
+        if served == 2:
+            return
+    sys.exit(f"port {port} does not serve again")
+
+
+def turn(servers: list[Server], what: signal.Signals) -> None:
+    """Stops servers, or lets them go on."""
+    for server in servers:
+        os.killpg(server.child.pid, what)
+
+
+def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
+    started = []
+    try:
+        ports, servers = {}, {}
+        single = Server("single", model, free_ports(1)[0], logs / f"single-{mode}.log", None, {})
+        started.append(single)
+        for connector in (MORIIO, OWN):
+            name = connector["kv_connector"]
+            router = Router(logs / f"router-{name}-{mode}.log")
+            started.append(router)
+            pair = Pair(mode, model, logs, router.discovery, {}, dict.fromkeys(ROLES, connector))
+            started.append(pair)
+            pair.ready()
+            router.wait_for("the pair")
+            ports[f"{name} {mode}"] = router.port
+            servers[f"{name} {mode}"] = [pair.prefill, pair.decode]
+            turn(servers[f"{name} {mode}"], signal.SIGSTOP)
+        ports["single server"] = single.ready().port
+        servers["single server"] = [single]
+        turn([single], signal.SIGSTOP)
+        rows = {}
+        chance = random.Random(mode)
+        for length in args.lengths:
+            for _ in range(-(-args.requests // TURN)):
+                names = list(ports)
+                chance.shuffle(names)
+                for name in names:
+                    turn(servers[name], signal.SIGCONT)
+                    path = READY[name == "single server"]
+                    single.wait_until("ready again", lambda: get(ports[name], path) == 200, 60)
+                    wake(ports[name], length)
+                    for _ in range(TURN):
+                        ids = [chance.randrange(256) for _ in range(length)]
+                        rows.setdefault((name, length), []).append(first_token(ports[name], ids))
+                    turn(servers[name], signal.SIGSTOP)
+        return rows
+    finally:
+        for name in servers:
+            turn(servers[name], signal.SIGCONT)
+        for process in reversed(started):
+            process.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 257, 1500, 2500])
+    parser.add_argument("--requests", type=int, default=50, help="per length and server")
+    parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"], choices=["WRITE", "READ"])
+    args = parser.parse_args()
+    # Who is stopped is to go on, and to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    logs = pathlib.Path(tempfile.mkdtemp(prefix="kvferry-ttft-"))
+    model = tiny.write(logs / "model")
+    print(
+        f"{os.cpu_count()} CPUs, load average {os.getloadavg()[0]:.1f}, {args.requests} requests per "
+        f"length; median and 90th percentile in ms; logs in {logs}",
+        flush=True,
+    )
+    print("| | " + " | ".join(f"{length} tokens" for length in args.lengths) + " |", flush=True)
+    print("|---" * (len(args.lengths) + 1) + "|", flush=True)
+    for mode in args.modes:
+        rows = measure(mode, model, logs, args)
+        for name in dict.fromkeys(name for name, _ in rows):
+            cells = []
+            for length in args.lengths:
+                took = rows[name, length]
+                late = statistics.quantiles(took, n=10)[-1]
+                cells.append(f"{statistics.median(took):.1f}, {late:.1f}")
+            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

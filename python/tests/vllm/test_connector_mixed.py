@@ -1,0 +1,39 @@
+"""KvferryConnector on one side and vLLM's own MoRIIOConnector on the other, behind `kvferry router`."""
+
+import pytest
+from conftest import MODES, prompt
+from pair import ROLES, Pair, request, tokens
+from router import Router
+from test_connector import CONNECTOR
+from test_pd import LENGTHS
+
+MORIIO = {"kv_connector": "MoRIIOConnector"}
+KINDS = [(role, mode) for role in ROLES for mode in MODES]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
+def mixed(request, model, logs, reference):
+    role, mode = request.param
+    router = Router(logs / f"router-mixed-{role}-{mode.lower()}.log")
+    connectors = {other: CONNECTOR if other == role else MORIIO for other in ROLES}
+    made = Pair(mode, model, logs, router.discovery, {}, connectors)
+    try:
+        made.router = router
+        reference.server.ready()
+        made.ready()
+        router.wait_for(f"a {made.mode} pair")
+        yield made
+    finally:
+        made.stop()
+        router.stop()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_same_tokens_as_a_single_server(mixed, reference, length):
+    ids = prompt(length, f"mixed {mixed.mode}")
+    assert tokens(mixed.router.complete(request(ids))) == reference(ids)
+
+
+def test_afterwards_every_block_is_free(mixed):
+    mixed.prefill.wait_idle(90)
+    mixed.decode.wait_idle(90)

@@ -6,7 +6,7 @@ import native
 import pytest
 from conftest import MODES, at_once, prompt
 from pair import ROLES, Pair, request, tokens
-from router import Router
+from router import served
 from test_pd import LENGTHS
 
 CONNECTOR = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
@@ -19,18 +19,13 @@ KINDS = [(mode, asynchronous) for asynchronous in (True, False) for mode in MODE
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{'async' * kind[1]}")
 def own(request, model, logs, reference):
     mode, asynchronous = request.param
-    router = Router(logs / f"router-own-{mode.lower()}-{asynchronous}.log")
     connectors = dict.fromkeys(ROLES, CONNECTOR)
-    made = Pair(mode, model, logs, router.discovery, {}, connectors, asynchronous)
-    try:
-        made.router = router
-        reference.server.ready()
-        made.ready()
-        router.wait_for(f"a {made.mode} pair")
-        yield made
-    finally:
-        made.stop()
-        router.stop()
+
+    def make(discovery: int) -> Pair:
+        return Pair(mode, model, logs, discovery, {}, connectors, asynchronous)
+
+    with served(f"own-{mode.lower()}-{asynchronous}", logs, reference, make) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -12,7 +12,7 @@ from client import Refused
 from conftest import prompt
 from load import Load
 from pair import ROLES, Pair, request, tokens
-from router import Router
+from router import Router, served
 from test_connector import CONNECTOR
 
 # A request that meets a fault and has not ended after this time hangs.
@@ -29,19 +29,14 @@ PAIRS = [("WRITE", "recompute"), ("READ", "fail")]
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def own(request, model, logs, reference):
     mode, policy = request.param
-    router = Router(logs / f"router-faults-{mode.lower()}.log")
-    connector = CONNECTOR | {"kv_load_failure_policy": policy}
-    connectors = dict.fromkeys(ROLES, connector)
-    made = Pair(mode, model, logs, router.discovery, {}, connectors, asynchronous=True)
-    try:
-        made.router, made.policy = router, policy
-        reference.server.ready()
-        made.ready()
-        router.wait_for(f"a {made.mode} pair")
-        yield made
-    finally:
-        made.stop()
-        made.router.stop()
+    connectors = dict.fromkeys(ROLES, CONNECTOR | {"kv_load_failure_policy": policy})
+
+    def make(discovery: int) -> Pair:
+        return Pair(mode, model, logs, discovery, {}, connectors, asynchronous=True)
+
+    with served(f"faults-{mode.lower()}", logs, reference, make) as pair:
+        pair.policy = policy
+        yield pair
 
 
 def prompts(own, seed: str) -> list[list[int]]:

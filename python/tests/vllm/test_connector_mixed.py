@@ -3,7 +3,7 @@
 import pytest
 from conftest import MODES, prompt
 from pair import ROLES, Pair, request, tokens
-from router import Router
+from router import served
 from test_connector import CONNECTOR
 from test_pd import LENGTHS
 
@@ -14,18 +14,13 @@ KINDS = [(role, mode) for role in ROLES for mode in MODES]
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
 def mixed(request, model, logs, reference):
     role, mode = request.param
-    router = Router(logs / f"router-mixed-{role}-{mode.lower()}.log")
     connectors = {other: CONNECTOR if other == role else MORIIO for other in ROLES}
-    made = Pair(mode, model, logs, router.discovery, {}, connectors)
-    try:
-        made.router = router
-        reference.server.ready()
-        made.ready()
-        router.wait_for(f"a {made.mode} pair")
-        yield made
-    finally:
-        made.stop()
-        router.stop()
+
+    def make(discovery: int) -> Pair:
+        return Pair(mode, model, logs, discovery, {}, connectors)
+
+    with served(f"mixed-{role}-{mode.lower()}", logs, reference, make) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -89,9 +89,10 @@ class Scheduler:
         wanted = "do_remote_decode" if self.produces else "do_remote_prefill"
         if not params or not params.get(wanted):
             return
+        link = self._link()
         leg = Leg(str(params.get("transfer_id") or ""), request.num_prompt_tokens)
         self.legs[request.request_id] = leg
-        if self._link() is None:
+        if link is None:
             # It is not handed over, and what it was to load has failed.
             leg.over = leg.may_allocate = True
             return
@@ -101,7 +102,8 @@ class Scheduler:
         leg = self.legs.get(request.request_id)
         if self.produces or leg is None or leg.allocated:
             return 0, False
-        if request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+        sampling = request.sampling_params
+        if sampling is not None and sampling.prompt_logprobs is not None:
             # They come of computing the prompt.
             return 0, False
         self._hear()
@@ -202,16 +204,17 @@ class Scheduler:
             self.loaded = set()
 
     def _link(self) -> Link | None:
+        """Also takes the next host, which knows nothing of the legs that there are."""
         if self.line.lost():
             self._give_up()
         self.line.renewed()
         return self.line.link
 
     def _tell(self, what: str, *args) -> None:
-        if (link := self._link()) is None:
+        if self.line.link is None:
             return
         try:
-            getattr(link, what)(*args)
+            getattr(self.line.link, what)(*args)
         except ConnectionError as error:
             self._lost(error)
 

@@ -25,17 +25,13 @@ sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import model as tiny  # noqa: E402
 from client import get  # noqa: E402
-from pair import ROLES, Pair  # noqa: E402
+from pair import KVFERRY, MORIIO, ROLES, Pair  # noqa: E402
 from ports import free_ports  # noqa: E402
 from router import Router  # noqa: E402
 from server import Server  # noqa: E402
 
-OWN = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
-MORIIO = {"kv_connector": "MoRIIOConnector"}
 TOKENS = 4
 TURN = 10
-# Of a router and of a server.
-READY = ["/readiness", "/health"]
 
 
 def first_token(port: int, ids: list[int]) -> float:
@@ -76,44 +72,42 @@ def turn(servers: list[Server], what: signal.Signals) -> None:
 
 
 def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
-    started = []
+    """Milliseconds of every request by target and length."""
+    started, targets = [], {}
     try:
-        ports, servers = {}, {}
         single = Server("single", model, free_ports(1)[0], logs / f"single-{mode}.log", None, {})
         started.append(single)
-        for connector in (MORIIO, OWN):
+        for connector in (MORIIO, KVFERRY):
             name = connector["kv_connector"]
             router = Router(logs / f"router-{name}-{mode}.log")
             started.append(router)
-            pair = Pair(mode, model, logs, router.discovery, {}, dict.fromkeys(ROLES, connector))
+            pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, connector))
             started.append(pair)
             pair.ready()
             router.wait_for("the pair")
-            ports[f"{name} {mode}"] = router.port
-            servers[f"{name} {mode}"] = [pair.prefill, pair.decode]
-            turn(servers[f"{name} {mode}"], signal.SIGSTOP)
-        ports["single server"] = single.ready().port
-        servers["single server"] = [single]
+            targets[f"{name} {mode}"] = (router.port, "/readiness", [pair.prefill, pair.decode])
+            turn([pair.prefill, pair.decode], signal.SIGSTOP)
+        targets["single server"] = (single.ready().port, "/health", [single])
         turn([single], signal.SIGSTOP)
         rows = {}
         chance = random.Random(mode)
         for length in args.lengths:
             for _ in range(-(-args.requests // TURN)):
-                names = list(ports)
+                names = list(targets)
                 chance.shuffle(names)
                 for name in names:
-                    turn(servers[name], signal.SIGCONT)
-                    path = READY[name == "single server"]
-                    single.wait_until("ready again", lambda: get(ports[name], path) == 200, 60)
-                    wake(ports[name], length)
+                    port, path, servers = targets[name]
+                    turn(servers, signal.SIGCONT)
+                    single.wait_until("ready again", lambda: get(port, path) == 200, 60)
+                    wake(port, length)
                     for _ in range(TURN):
-                        ids = [chance.randrange(256) for _ in range(length)]
-                        rows.setdefault((name, length), []).append(first_token(ports[name], ids))
-                    turn(servers[name], signal.SIGSTOP)
+                        ids = chance.choices(range(256), k=length)
+                        rows.setdefault((name, length), []).append(first_token(port, ids))
+                    turn(servers, signal.SIGSTOP)
         return rows
     finally:
-        for name in servers:
-            turn(servers[name], signal.SIGCONT)
+        for _, _, servers in targets.values():
+            turn(servers, signal.SIGCONT)
         for process in reversed(started):
             process.stop()
 

@@ -7,11 +7,12 @@ use crate::link::{Inbound, OutLink, Station};
 use crate::memory::{Region, Roll};
 use crate::path::candidates;
 use crate::proto::{Denial, Rules};
+use crate::sync::lock;
 use crate::worker::WorkerHandle;
 use engine::fabric::{Cause, PeerId, RegionId, SessionId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 
 /// What rarely happens; completions have a ring of their own.
@@ -70,10 +71,6 @@ pub(crate) struct Hub {
     state: Mutex<State>,
     notices: Mutex<(Vec<Notice>, Option<Waker>)>,
     links: AtomicU64,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Hub {

@@ -6,13 +6,13 @@ use crate::hub::Hub;
 use crate::link::Station;
 use crate::proto::Status;
 use crate::ring::Producer;
-use crate::sync::AtomicU64 as Word;
+use crate::sync::{AtomicU64 as Word, lock};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Rounds with work between two looks at the sockets.
@@ -80,16 +80,16 @@ impl WorkerHandle {
     }
 
     pub(crate) fn tell(&self, command: Command) {
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push(command);
+        lock(&self.commands).push(command);
         self.wake();
     }
 
     fn take(&self) -> Vec<Command> {
-        std::mem::take(&mut *self.commands.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.commands))
     }
 
     fn has_commands(&self) -> bool {
-        !self.commands.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !lock(&self.commands).is_empty()
     }
 }
 

@@ -53,7 +53,8 @@ impl RankParts {
     }
 }
 
-/// The plane of a TP rank, which listens at `host`; `slower` as in [`HostConfig`].
+/// The plane of a TP rank, which listens at `host`; what makes it one of an instance is set here, the
+/// rest is as in `config`.
 ///
 /// # Errors
 /// What it cannot have, and why.

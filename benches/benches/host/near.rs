@@ -210,20 +210,16 @@ impl Near {
                 let direction = if way.reads() { Direction::Read } else { Direction::Write };
                 self.transfer(path, &Move { direction, from, to, size: row.size }, at_a_time);
             }
-            None => {
-                match way {
-                    Way::Memcpy => (0..at_a_time).for_each(|_| self.plain(row, from, to)),
-                    Way::Attach => (0..at_a_time)
-                        .for_each(|_| self.attach(libc::process_vm_writev, row, from, to)),
-                    Way::AttachRead => (0..at_a_time)
-                        .for_each(|_| self.attach(libc::process_vm_readv, row, to, from)),
-                    _ => {
-                        let base = self.pool.start() as u64;
-                        let told = self.ask(&format!("readv {} {base} {at_a_time}", row.name));
-                        assert_eq!(told, "done");
-                    }
-                }
+            None if way == Way::AttachFar => {
+                let base = self.pool.start() as u64;
+                let told = self.ask(&format!("readv {} {base} {at_a_time}", row.name));
+                assert_eq!(told, "done");
             }
+            None => (0..at_a_time).for_each(|_| match way {
+                Way::Attach => self.attach(libc::process_vm_writev, row, from, to),
+                Way::AttachRead => self.attach(libc::process_vm_readv, row, to, from),
+                _ => self.plain(row, from, to),
+            }),
         }
     }
 

@@ -2,10 +2,11 @@
 //! Whoever has such a copy to do lets others take pieces of it, does what nobody takes, and
 //! returns when no piece is in work any more.
 
+use crate::sync::lock;
 use crate::sys::{self, RANGES_MAX, range};
 use libc::iovec;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Copies of fewer bytes are over before another thread is awake.
@@ -73,17 +74,13 @@ struct Queue {
     is_over: bool,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Copies all ranges by one call; false if not all bytes were.
-pub(super) fn call(pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> bool {
+/// Copies ranges of so many bytes by one call; false if not all of them were.
+fn call(pid: u32, way: Way, bytes: u64, local: &[iovec], remote: &[iovec]) -> bool {
     let moved = match way {
         Way::In => sys::read_process(pid, local, remote),
         Way::Out => sys::write_process(pid, local, remote),
     };
-    moved.is_ok_and(|moved| moved == bytes(local))
+    moved == Ok(bytes)
 }
 
 fn bytes(ranges: &[iovec]) -> u64 {
@@ -127,7 +124,8 @@ impl Job {
             progress.working += 1;
             *piece
         };
-        let done = call(self.pid, self.way, &self.local[from..to], &self.remote[from..to]);
+        let (local, remote) = (&self.local[from..to], &self.remote[from..to]);
+        let done = call(self.pid, self.way, bytes(local), local, remote);
         let mut progress = lock(&self.progress);
         progress.working -= 1;
         progress.failed |= !done;
@@ -151,7 +149,7 @@ impl Crew {
     pub(super) fn copy(&self, pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> bool {
         let bytes = bytes(local);
         if self.size == 0 || bytes < SHARED_MIN || bytes / (local.len() as u64) < RANGE_MIN {
-            return call(pid, way, local, remote);
+            return call(pid, way, bytes, local, remote);
         }
         let job = Arc::new(Job::new(pid, way, local, remote));
         lock(&self.queue).jobs.push_back(job.clone());

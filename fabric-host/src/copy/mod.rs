@@ -53,13 +53,13 @@ pub(crate) fn copy(
         }
         (Reach::There { process, base }, Reach::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.call(process.pid, Way::In).map_err(|()| Fault::Source)?;
+            scratch.call(process.pid, Way::In)?;
             // A process of the same id that came later is not what was meant.
             if process.is_alive() { Ok(()) } else { Err(Fault::Source) }
         }
         (Reach::Here { base: here, .. }, Reach::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.call(process.pid, Way::Out).map_err(|()| Fault::Destination)
+            scratch.call(process.pid, Way::Out)
         }
         (Reach::There { .. }, Reach::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
@@ -103,7 +103,11 @@ impl Scratch {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn call(&self, pid: u32, way: Way) -> Result<(), ()> {
-        if self.crew.copy(pid, way, &self.local, &self.remote) { Ok(()) } else { Err(()) }
+    fn call(&self, pid: u32, way: Way) -> Result<(), Fault> {
+        match (self.crew.copy(pid, way, &self.local, &self.remote), way) {
+            (true, _) => Ok(()),
+            (false, Way::In) => Err(Fault::Source),
+            (false, Way::Out) => Err(Fault::Destination),
+        }
     }
 }

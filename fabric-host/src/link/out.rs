@@ -7,12 +7,12 @@ use crate::copy::{Fault, Scratch, Slice, copy};
 use crate::memory::{Map, Reach, Region};
 use crate::proto::{Control, PART_MAX, Part, Record, Side, Status, push_slices};
 use crate::ring::{Consumer, Producer};
-use crate::sync::Ordering as RingOrdering;
+use crate::sync::{Ordering as RingOrdering, lock};
 use crate::worker::{WorkerHandle, ring};
 use std::collections::{BTreeSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The remote region of a session on this host, for reading.
 #[derive(Debug)]
@@ -143,11 +143,11 @@ impl OutLink {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Out> {
-        self.out.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.out)
     }
 
     fn answers(&self) -> Option<MutexGuard<'_, Answers>> {
-        Some(self.answers.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(lock(self.answers.as_ref()?))
     }
 
     /// Takes answers; true if there were any.

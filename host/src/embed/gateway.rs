@@ -75,10 +75,16 @@ pub(super) struct Gateway {
 
 impl Gateway {
     pub(super) fn start(clock: Clock, over: oneshot::Sender<()>) -> Addr<Gateway> {
-        let (clients, workers) = (BTreeMap::new(), BTreeMap::new());
-        let over = Some(over);
-        let (engine, serving, is_refused) = Default::default();
-        Gateway { clock, clients, engine, workers, serving, is_refused, over }.start()
+        let gateway = Gateway {
+            clock,
+            clients: BTreeMap::new(),
+            engine: None,
+            workers: BTreeMap::new(),
+            serving: None,
+            is_refused: false,
+            over: Some(over),
+        };
+        gateway.start()
     }
 
     /// A part that does not take what it is told is cut off: it would miss an answer.

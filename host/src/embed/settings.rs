@@ -233,7 +233,7 @@ impl Settings {
 
     /// # Errors
     /// What does not go together, and what to do.
-    pub fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), String> {
         let wrong = match self {
             Settings {
                 backend: Some(backend @ (Backend::MoriRdma | Backend::MoriXgmi)), ..

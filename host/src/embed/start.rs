@@ -29,7 +29,6 @@ pub(super) fn start(
     clock: &Clock,
 ) -> Result<(Cores, Own, Nanos), String> {
     let settings = &engine.settings;
-    settings.check()?;
     for key in settings.idle() {
         tracing::warn!(key, "has no meaning for host memory");
     }

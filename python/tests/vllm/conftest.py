@@ -11,9 +11,8 @@ from pathlib import Path
 import model as tiny
 import pytest
 from client import Refused
-from pair import Pair, request, tokens
+from pair import MORIIO, ROLES, Pair, request, served, tokens
 from ports import free_ports
-from router import Router
 from server import BATCHED_TOKENS, Server
 
 MODES = ["WRITE", "READ"]
@@ -126,18 +125,10 @@ def pair(request, model, logs, reference, tmp_path_factory):
     faults.write_text(FAULTS + (READ_FAULTS if request.param == "READ" else ""))
     audit = folder / "audit.jsonl"
     env = {"KVFERRY_FAULTS": str(faults), "KVFERRY_AUDIT": str(audit)}
-    router = Router(logs / f"router-{request.param.lower()}.log")
-    made = Pair(request.param, model, logs, router.discovery, {"prefill": env, "decode": env})
-    try:
-        made.router, made.audit = router, audit
-        reference.server.ready()
-        made.ready()
-        router.wait_for(f"a {made.mode} pair")
-        made.drills = drill(made)
+    mode, connectors = request.param, dict.fromkeys(ROLES, MORIIO)
+    with served(mode.lower(), reference, mode, model, logs, connectors, env) as made:
+        made.audit, made.drills = audit, drill(made)
         yield made
-    finally:
-        made.stop()
-        router.stop()
 
 
 def drill(pair: Pair) -> Drills:

@@ -77,6 +77,7 @@ class Load:
                 error = f"no answer: {broken}"
             self.asked.append(Asked(began, time.monotonic(), error))
 
-    def in_flight(self, at: float) -> list[Asked]:
-        """What had begun at a time and had not ended."""
-        return [asked for asked in self.asked if asked.began <= at < asked.ended]
+    def check(self, at: float, seconds: float) -> None:
+        """No answer was wrong, and what was in flight at a time ended within so many seconds."""
+        late = [asked for asked in self.asked if asked.began <= at < asked.ended - seconds]
+        assert not self.wrong and not late, (self.wrong, late)

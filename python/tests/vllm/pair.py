@@ -1,14 +1,19 @@
-"""A prefill and a decode server with vLLM's own MoRIIOConnector over the drop-in `mori`."""
+"""A prefill and a decode server, each with vLLM's own MoRIIOConnector over the drop-in `mori` or with
+KvferryConnector."""
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from ports import free_ports
+from router import Router
 from server import Server
 
 TOKENS = 16
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+MORIIO = {"kv_connector": "MoRIIOConnector"}
+KVFERRY = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
 
 
 def request(prompt: list[int], **more) -> dict:
@@ -30,20 +35,20 @@ class Pair:
         model: Path,
         logs: Path,
         discovery: int,
-        env: dict[str, dict],
-        connectors: dict[str, dict] | None = None,
+        connectors: dict[str, dict],
+        env: dict[str, str] | None = None,
         asynchronous: bool = False,
     ):
         self.mode = mode
         self.asynchronous = asynchronous
-        self.connectors = connectors or dict.fromkeys(ROLES, {"kv_connector": "MoRIIOConnector"})
-        self.prefill = self._start("prefill", model, logs, discovery, env.get("prefill", {}))
-        self.decode = self._start("decode", model, logs, discovery, env.get("decode", {}))
+        self.connectors = connectors
+        self.prefill = self._start("prefill", model, logs, discovery, env or {})
+        self.decode = self._start("decode", model, logs, discovery, env or {})
 
     def _start(self, role: str, model: Path, logs: Path, discovery: int, env: dict) -> Server:
         http, handshake, notify = free_ports(3)
         connector = self.connectors[role]
-        if connector["kv_connector"] != "MoRIIOConnector":
+        if connector["kv_connector"] != MORIIO["kv_connector"]:
             # It tells its peers which it chose.
             handshake = notify = 0
         extra = {
@@ -109,3 +114,22 @@ class Pair:
                 "remote_tp_size": 1,
             }
         return {"kv_transfer_params": params}
+
+
+@contextmanager
+def served(name: str, reference, mode: str, model: Path, logs: Path, *more, **named):
+    """A pair, made as it is by `Pair`, behind a router of its own."""
+    router = Router(logs / f"router-{name}.log")
+    pair = None
+    try:
+        pair = Pair(mode, model, logs, router.discovery, *more, **named)
+        pair.router = router
+        reference.server.ready()
+        pair.ready()
+        router.wait_for(f"a {mode} pair")
+        yield pair
+    finally:
+        if pair is not None:
+            pair.stop()
+            router = pair.router
+        router.stop()

@@ -4,32 +4,12 @@ import json
 import os
 import subprocess
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 from client import get, post
 from server import START_S, Process
 
 BINARY = "KVFERRY_BIN"
-
-
-@contextmanager
-def served(name: str, logs: Path, reference, make):
-    """A pair of servers behind a router of its own; `make` starts it for a discovery port."""
-    router = Router(logs / f"router-{name}.log")
-    pair = None
-    try:
-        pair = make(router.discovery)
-        pair.router = router
-        reference.server.ready()
-        pair.ready()
-        router.wait_for(f"a {pair.mode} pair")
-        yield pair
-    finally:
-        if pair is not None:
-            pair.stop()
-            router = pair.router
-        router.stop()
 
 
 class Router(Process):

@@ -5,26 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 import native
 import pytest
 from conftest import MODES, at_once, prompt
-from pair import ROLES, Pair, request, tokens
-from router import served
+from pair import KVFERRY, ROLES, request, served, tokens
 from test_pd import LENGTHS
-
-CONNECTOR = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
-
 
 # With vLLM's default, asynchronous scheduling, and without.
 KINDS = [(mode, asynchronous) for asynchronous in (True, False) for mode in MODES]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{'async' * kind[1]}")
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{'async' if kind[1] else 'sync'}")
 def own(request, model, logs, reference):
     mode, asynchronous = request.param
-    connectors = dict.fromkeys(ROLES, CONNECTOR)
-
-    def make(discovery: int) -> Pair:
-        return Pair(mode, model, logs, discovery, {}, connectors, asynchronous)
-
-    with served(f"own-{mode.lower()}-{asynchronous}", logs, reference, make) as pair:
+    connectors = dict.fromkeys(ROLES, KVFERRY)
+    name = f"own-{mode.lower()}-{asynchronous}"
+    with served(name, reference, mode, model, logs, connectors, asynchronous=asynchronous) as pair:
         yield pair
 
 

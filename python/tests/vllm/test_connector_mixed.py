@@ -2,24 +2,18 @@
 
 import pytest
 from conftest import MODES, prompt
-from pair import ROLES, Pair, request, tokens
-from router import served
-from test_connector import CONNECTOR
+from pair import KVFERRY, MORIIO, ROLES, request, served, tokens
 from test_pd import LENGTHS
 
-MORIIO = {"kv_connector": "MoRIIOConnector"}
 KINDS = [(role, mode) for role in ROLES for mode in MODES]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
 def mixed(request, model, logs, reference):
     role, mode = request.param
-    connectors = {other: CONNECTOR if other == role else MORIIO for other in ROLES}
-
-    def make(discovery: int) -> Pair:
-        return Pair(mode, model, logs, discovery, {}, connectors)
-
-    with served(f"mixed-{role}-{mode.lower()}", logs, reference, make) as pair:
+    connectors = {other: KVFERRY if other == role else MORIIO for other in ROLES}
+    name = f"mixed-{role}-{mode.lower()}"
+    with served(name, reference, mode, model, logs, connectors) as pair:
         yield pair
 
 

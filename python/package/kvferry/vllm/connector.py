@@ -54,7 +54,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests are scheduled after their KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer, attn_metadata, **kwargs) -> None:
-        self.worker.computed(self._step(), layer_name)
+        self.worker.computed(self._step())
 
     def wait_for_save(self) -> None:
         self.worker.step_over(self._step())

@@ -89,14 +89,15 @@ def connect(at: Place, make: Callable[[Path], Link]) -> Link:
     """`make(path)`, with a host that is started unless there is one. Whoever binds the path serves;
     a second host ends at once."""
     deadline = time.monotonic() + START_S
-    started = None
+    is_started = not at.spawn
     while True:
         try:
             return make(at.socket)
         except ConnectionError as error:
             if time.monotonic() > deadline:
                 raise ConnectionError(f"{error}, for {START_S} s") from error
-        if at.spawn and started is None:
+        if not is_started:
             command = [sys.executable, "-m", "kvferry.host", "--socket", str(at.socket)]
-            started = subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
+            subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
+            is_started = True
         time.sleep(0.02)

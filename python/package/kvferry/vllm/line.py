@@ -19,30 +19,36 @@ PAUSE_MAX_S = 30.0
 class Line:
     """`link` is of the thread that calls the hooks; another thread waits for its end and makes the next.
 
-    The hooks take the next one by `renewed`, after they have given up what the lost host knew.
+    `on_lost` gives up what the lost host knew, on the thread of the hooks, before the next link is taken.
     """
 
-    def __init__(self, link: Link, make: Callable[[], Link]):
+    def __init__(
+        self, link: Link, make: Callable[[], Link], on_lost: Callable[[], None] = lambda: None
+    ):
         self.link: Link | None = link
         self._next: Link | None = None
         self._make = make
+        self._on_lost = on_lost
         # A descriptor of its own: the hooks may drop a link at any time.
         watch = threading.Thread(target=self._watch, args=(os.dup(link.fileno()),), daemon=True)
         watch.start()
 
-    def lost(self) -> bool:
-        """True once per host that is lost, also if the next one is there already."""
-        if self.link is None or self._next is None:
-            return False
-        self.link = None
-        return True
+    def current(self) -> Link | None:
+        """The link, or the next one if it is there."""
+        if self._next is not None:
+            self._give_up()
+            self.link, self._next = self._next, None
+        return self.link
 
-    def renewed(self) -> bool:
-        """True if there is a new link after one that was given up."""
-        if self.link is not None or self._next is None:
-            return False
-        self.link, self._next = self._next, None
-        return True
+    def lost(self, error: ConnectionError) -> None:
+        """The link does not work any more."""
+        logger.error("%s", error)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self.link is not None:
+            self.link = None
+            self._on_lost()
 
     def _watch(self, socket: int) -> None:
         while True:

@@ -70,7 +70,7 @@ class Scheduler:
 
         link = make()
         self.lease_s = link.lease_s + LEASE_MARGIN_S if link.lease_s else 0.0
-        self.line = Line(link, make)
+        self.line = Line(link, make, self._give_up)
         self.groups = len(kv_cache_config.kv_cache_groups)
         self.legs: dict[str, Leg] = {}
         # Finished requests whose blocks the host holds.
@@ -89,7 +89,8 @@ class Scheduler:
         wanted = "do_remote_decode" if self.produces else "do_remote_prefill"
         if not params or not params.get(wanted):
             return
-        link = self._link()
+        # Before there is the leg: the next host knows nothing of those that there are.
+        link = self.line.current()
         leg = Leg(str(params.get("transfer_id") or ""), request.num_prompt_tokens)
         self.legs[request.request_id] = leg
         if link is None:
@@ -106,7 +107,6 @@ class Scheduler:
         if sampling is not None and sampling.prompt_logprobs is not None:
             # They come of computing the prompt.
             return 0, False
-        self._hear()
         if not leg.may_allocate:
             return None, False
         external = leg.tokens - computed
@@ -203,30 +203,23 @@ class Scheduler:
             self.awaited -= ended
             self.loaded = set()
 
-    def _link(self) -> Link | None:
-        """Also takes the next host, which knows nothing of the legs that there are."""
-        if self.line.lost():
-            self._give_up()
-        self.line.renewed()
-        return self.line.link
-
     def _tell(self, what: str, *args) -> None:
         if self.line.link is None:
             return
         try:
             getattr(self.line.link, what)(*args)
         except ConnectionError as error:
-            self._lost(error)
+            self.line.lost(error)
 
     def _hear(self, patience: float = 0.0) -> None:
         while self.leased and self.leased[0][0] <= time.monotonic():
             self.free |= self.leased.popleft()[1]
-        if (link := self._link()) is None:
+        if (link := self.line.current()) is None:
             return
         try:
             events = link.wait(patience) if patience else link.poll()
         except ConnectionError as error:
-            self._lost(error)
+            self.line.lost(error)
             return
         for kind, request, why in events:
             self._apply(kind, request, why)
@@ -259,17 +252,12 @@ class Scheduler:
             into = self.loaded
         into.add(request)
 
-    def _lost(self, error: Exception) -> None:
-        logger.error("%s", error)
-        self._give_up()
-
     def _give_up(self) -> None:
         """Without a host nothing is handed over, and what it loads has failed. What it held is free
         when nobody reads it any more."""
         if self.held:
             self.leased.append((time.monotonic() + self.lease_s, self.held))
             self.held = set()
-        self.line.link = None
         for request, leg in list(self.legs.items()):
             leg.over = leg.may_allocate = True
             self._loaded(request, leg, self.failed)

@@ -64,7 +64,7 @@ class Worker:
 
         self.line = Line(make(), make)
 
-    def computed(self, step: int | None, layer_name: str) -> None:
+    def computed(self, step: int | None) -> None:
         """A layer of the step is computed; vLLM computes them one after the other."""
         if step is not None and self.done < self.layers:
             self.done += 1
@@ -77,17 +77,17 @@ class Worker:
         self.done = 0
 
     def _tell(self, step: int) -> None:
-        if (link := self._link()) is None:
+        if (link := self.line.current()) is None:
             return
         try:
             link.layers(step, self.done)
         except ConnectionError as error:
-            self._lost(error)
+            self.line.lost(error)
 
     def wait_for_preempted(self, requests: list[str]) -> None:
         """Returns when nothing reads the blocks of these requests any more."""
         waited, deadline = set(requests), time.monotonic() + PREEMPTION_S
-        while waited and (link := self._link()) is not None:
+        while waited and (link := self.line.current()) is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 logger.error("blocks of %s are reused while they may be read", sorted(waited))
@@ -96,15 +96,6 @@ class Worker:
                 events = link.wait(left)
             except ConnectionError as error:
                 # What others still read of a push they throw away.
-                self._lost(error)
+                self.line.lost(error)
                 return
             waited -= {request for kind, request, _ in events if kind == "preemption_safe"}
-
-    def _link(self) -> Link | None:
-        self.line.lost()
-        self.line.renewed()
-        return self.line.link
-
-    def _lost(self, error: Exception) -> None:
-        logger.error("%s", error)
-        self.line.link = None

@@ -1,4 +1,4 @@
-//! Pull: what a lease covers, and what is done when nobody can be told.
+//! What a lease covers, and what is done when nobody can be told.
 
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
@@ -84,6 +84,38 @@ fn a_release_that_was_never_acknowledged_is_said_again_when_both_meet() {
     settle(&mut pair, 4);
     assert_eq!(pair.prefill_said, [freed(None)]);
     assert!(pair.at_rest());
+}
+
+#[test]
+fn what_a_receiver_gave_up_is_released_when_it_meets_the_same_life_again() {
+    for announces in [false, true] {
+        let mut pair = Pair::new(Mode::Push, 1, 1);
+        let arrive = |pair: &mut Pair, sibling| {
+            arrive_decode_for(pair, Mode::Push, 100, sibling, Some(Incarnation(1)))
+        };
+        arrive(&mut pair, 0);
+        arrive_prefill(&mut pair, Mode::Push, 100, 2);
+        prefill_all(&mut pair, 100);
+        settle(&mut pair, 1);
+        // The prefill never hears of the second receiver.
+        pair.frame_passes = Box::new(|_: Who| false);
+        let request = arrive(&mut pair, 1);
+        if announces {
+            allocate(&mut pair, &request, 0, 100, 10);
+        }
+        settle(&mut pair, 12);
+        let failure = Failure::PeerSilent;
+        let told = match announces {
+            true => DecodeAnswer::LoadFailed { request, failure },
+            false => DecodeAnswer::Rejected { request, failure },
+        };
+        assert_eq!(pair.decode_said.last(), Some(&told));
+        assert_eq!(pair.prefill_said, [], "the second receiver is waited for");
+        pair.frame_passes = Box::new(|_: Who| true);
+        settle(&mut pair, 4);
+        assert_eq!(pair.prefill_said.len(), 1, "freed though the prompt is held for longer");
+        assert!(pair.at_rest());
+    }
 }
 
 #[test]

@@ -42,8 +42,14 @@ impl Sources {
     }
 
     fn prefill_answer(&mut self, who: Who, answer: &PrefillAnswer) {
-        if let PrefillAnswer::SourceFree { request, .. } = answer
-            && let Some(key) = self.keys.remove(&(who, request.clone()))
+        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
+            answer
+        else {
+            return;
+        };
+        // A leg that was dispatched twice has a second prompt with the same readers.
+        if let Some(key) = self.keys.remove(&(who, request.clone()))
+            && !self.keys.values().any(|other| *other == key)
         {
             self.readers.remove(&key);
         }
@@ -246,13 +252,17 @@ mod tests {
         bench.fails("has no answer");
     }
 
+    fn prompt_arrives(bench: &mut Bench, id: &str) {
+        let leg =
+            PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull, life: None, moriio: None };
+        let hook = &PrefillHook::Arrived { request: request(id), leg, tokens: 16 };
+        bench.see(Observation::PrefillHook { who: P0, hook });
+    }
+
     /// A prompt of P0 is pulled by D0 in another life than the one that D0 has now, or the same.
     fn granted(lost: bool) -> Bench {
         let mut bench = bench();
-        let leg =
-            PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull, life: None, moriio: None };
-        let hook = &PrefillHook::Arrived { request: request("s"), leg, tokens: 16 };
-        bench.see(Observation::PrefillHook { who: P0, hook });
+        prompt_arrives(&mut bench, "s");
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };
         let hook = &DecodeHook::Arrived { request: request("s"), leg, tokens: 16 };
         bench.see(Observation::DecodeHook { who: D0, hook });
@@ -280,6 +290,17 @@ mod tests {
         bench.now = bench.now + Nanos::from_secs(20);
         bench.see(Observation::Stepped { who: P0 });
         bench.fails("client 1 of 0.000000 s has no answer");
+    }
+
+    #[test]
+    fn a_second_copy_of_a_prompt_that_goes_leaves_the_lease_of_the_first() {
+        let mut bench = granted(true);
+        prompt_arrives(&mut bench, "copy");
+        let answer = &PrefillAnswer::SourceFree { request: request("copy"), failure: None };
+        bench.see(Observation::PrefillAnswer { who: P0, answer });
+        bench.now = bench.now + Nanos::from_secs(20);
+        bench.see(Observation::Stepped { who: P0 });
+        bench.holds();
     }
 
     #[test]

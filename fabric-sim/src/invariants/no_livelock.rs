@@ -198,7 +198,7 @@ mod tests {
         Bench, D0, P0, decode_body, done, failed, finished_answer, prefill_body,
     };
     use engine::core::ids::{FlowId, PeerSlot, SourceId};
-    use engine::fabric::Landed;
+    use engine::fabric::{Direction, Landed};
 
     fn bench() -> Bench {
         Bench::new(InvariantId::NoLivelock)
@@ -266,5 +266,22 @@ mod tests {
         bench.holds();
         complete(&mut bench, 2, &failure);
         bench.fails("16 operations of p0 rank 0 on the same blocks failed in a row");
+    }
+
+    #[test]
+    fn operations_that_reach_nothing_are_told_apart_by_what_they_read() {
+        let mut bench = bench();
+        let fail = |bench: &mut Bench, op, block| {
+            bench.submit((P0, D0), op, Direction::Write, (&[block], &[]));
+            bench.complete(P0, op, &failed(Landed::None));
+        };
+        for op in 0..24 {
+            fail(&mut bench, op, op as u32 % 8);
+        }
+        bench.holds();
+        for op in 24..30 {
+            fail(&mut bench, op, 0);
+        }
+        bench.fails("8 operations of p0 rank 0 on the same blocks failed in a row");
     }
 }

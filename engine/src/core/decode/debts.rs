@@ -1,5 +1,5 @@
-//! Pull: releases that a prefill out of reach has not got. Until it is met again, or a lease is
-//! over, it keeps blocks that nobody reads.
+//! Releases that a prefill out of reach has not got. Until it is met again, or a lease is over, it
+//! keeps blocks that nobody reads.
 
 use super::{Decode, Out, Timer};
 use crate::core::ids::{EngineId, Incarnation, PeerSlot, RankSet, RequestId};
@@ -12,7 +12,7 @@ use crate::fabric::Endpoint;
 #[derive(Clone, Debug)]
 pub(super) struct Debt {
     control: Endpoint,
-    /// The life that granted; a later one has none of it.
+    /// The life that has the prompts; a later one has none of them.
     life: Incarnation,
     /// By then leases have freed all of it.
     until: Nanos,

@@ -294,8 +294,8 @@ impl Decode {
                 Phase::Arrived { .. } => {
                     if slot.is_moriio() {
                         self.release_source(now, &id, out);
-                    } else if request.lease.is_some() {
-                        // A grant may be under way.
+                    } else {
+                        // The prompt may be there, or a grant under way.
                         self.owe_release(now, &id);
                     }
                     self.reject(now, &id, failure.clone(), out);
@@ -303,8 +303,13 @@ impl Decode {
                 Phase::Announced { .. } => {
                     request.phase = Phase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
+                    // The prefill may have heard neither of the blocks nor that they are gone.
+                    self.owe_release(now, &id);
                 }
-                Phase::Ending(first) => request.phase = Phase::Fencing(first.clone()),
+                Phase::Ending(first) => {
+                    request.phase = Phase::Fencing(first.clone());
+                    self.owe_release(now, &id);
+                }
                 Phase::Reading(_) => self.stop_reading(now, &id, failure.clone(), out),
                 Phase::Fencing(_) => {}
             }
@@ -325,9 +330,9 @@ impl Decode {
     pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
-        let (slot, tag, pulls) = (request.slot, request.tag.clone(), request.lease.is_some());
+        let (slot, tag) = (request.slot, request.tag.clone());
         let told = self.station.send(now, slot, Message::Release { tag, ranks }, out);
-        if told.is_err() && pulls {
+        if told.is_err() {
             self.owe_release(now, id);
         }
     }

@@ -43,9 +43,10 @@ impl Op {
 
 impl Op {
     /// What tells it from others of its plane, but for its layers: the target, and the first and
-    /// the last block that it writes.
+    /// the last block that it writes, or that it reads if it reaches nothing that could be written.
     pub(crate) fn range(&self) -> (Rank, Option<BlockRef>, Option<BlockRef>) {
-        (self.target, self.writes.first().copied(), self.writes.last().copied())
+        let blocks = if self.writes.is_empty() { &self.reads } else { &self.writes };
+        (self.target, blocks.first().copied(), blocks.last().copied())
     }
 }
 

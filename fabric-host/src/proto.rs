@@ -5,7 +5,7 @@ use crate::copy::{Slice, all_inside};
 use serde::{Deserialize, Serialize};
 
 /// Planes of another version are refused.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// Longest encoded [`Control`].
 pub(crate) const CONTROL_MAX: usize = 16 << 10;
@@ -14,7 +14,7 @@ pub(crate) const CONTROL_MAX: usize = 16 << 10;
 pub(crate) const PART_MAX: usize = 1_024;
 
 /// Words in the longest record.
-pub(crate) const RECORD_MAX: usize = 2 + 3 * PART_MAX;
+pub(crate) const RECORD_MAX: usize = 3 + 3 * PART_MAX;
 
 /// Which paths a side takes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -172,17 +172,61 @@ impl Record {
     }
 }
 
+/// Ahead of slices that stand as they are, three words each.
+const PLAIN: u64 = 0;
+
+/// Below the length that packed slices share: the number of bits that their offsets are shifted by.
+const SHIFT_BITS: u32 = 6;
+
+/// How slices of one length are packed into a word each; none if their offsets differ in more than
+/// 32 bits. Blocks of a KV cache are such: what the peer has to fetch from another core's cache is
+/// a third as much.
+fn packing(slices: &[Slice]) -> Option<(u64, u32)> {
+    let len = slices.first()?.len;
+    let (mut offsets, mut differ) = (0, len >> (u64::BITS - SHIFT_BITS));
+    for slice in slices {
+        offsets |= slice.from | slice.to;
+        differ |= slice.len ^ len;
+    }
+    let shift = offsets.trailing_zeros().min(u32::BITS);
+    (len > 0 && differ == 0 && offsets >> shift <= u64::from(u32::MAX)).then_some((len, shift))
+}
+
 /// Appends slices to a record.
 pub(crate) fn push_slices(slices: &[Slice], words: &mut Vec<u64>) {
-    words.extend(slices.iter().flat_map(|slice| [slice.from, slice.to, slice.len]));
+    match packing(slices) {
+        Some((len, shift)) => {
+            words.push(len << SHIFT_BITS | u64::from(shift));
+            let pack = |slice: &Slice| slice.from >> shift << u32::BITS | slice.to >> shift;
+            words.extend(slices.iter().map(pack));
+        }
+        None => {
+            words.push(PLAIN);
+            words.extend(slices.iter().flat_map(|slice| [slice.from, slice.to, slice.len]));
+        }
+    }
 }
 
 /// The slices of a part; false if they are not whole or too many.
 pub(crate) fn take_slices(words: &[u64], slices: &mut Vec<Slice>) -> bool {
     slices.clear();
-    let (whole, rest) = words.as_chunks::<3>();
-    slices.extend(whole.iter().map(|&[from, to, len]| Slice { from, to, len }));
-    rest.is_empty() && slices.len() <= PART_MAX
+    let Some((&form, words)) = words.split_first() else { return false };
+    if form == PLAIN {
+        let (whole, rest) = words.as_chunks::<3>();
+        slices.extend(whole.iter().map(|&[from, to, len]| Slice { from, to, len }));
+        return rest.is_empty() && slices.len() <= PART_MAX;
+    }
+    let (len, shift) = (form >> SHIFT_BITS, form as u32 % (1 << SHIFT_BITS));
+    if shift > u32::BITS || words.len() > PART_MAX {
+        return false;
+    }
+    let offset = |half: u64| half << shift;
+    slices.extend(words.iter().map(|word| Slice {
+        from: offset(word >> u32::BITS),
+        to: offset(u64::from(*word as u32)),
+        len,
+    }));
+    true
 }
 
 /// Bytes of slices that are inside regions of these lengths; none if they are not.
@@ -191,4 +235,48 @@ pub(crate) fn bytes_inside(slices: &[Slice], from: u64, to: u64) -> Option<u64> 
         return None;
     }
     slices.iter().try_fold(0_u64, |sum, slice| sum.checked_add(slice.len))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn slices(shift: u32, equal: bool) -> impl Strategy<Value = Vec<Slice>> {
+        let offset = move || any::<u64>().prop_map(move |at| at >> (at % 64) >> shift << shift);
+        let len = if equal { 4_096..4_097_u64 } else { 1..u64::MAX };
+        let slice = (offset(), offset(), len).prop_map(|(from, to, len)| Slice { from, to, len });
+        prop::collection::vec(slice, 0..40)
+    }
+
+    proptest! {
+        #[test]
+        fn slices_come_as_they_went(
+            slices in (0_u32..40, any::<bool>()).prop_flat_map(|(shift, equal)| slices(shift, equal)),
+        ) {
+            let (mut words, mut taken) = (Vec::new(), Vec::new());
+            push_slices(&slices, &mut words);
+            prop_assert!(words.len() <= 1 + 3 * slices.len());
+            prop_assert!(take_slices(&words, &mut taken));
+            prop_assert_eq!(taken, slices);
+        }
+
+        #[test]
+        fn any_words_are_slices_or_refused(words in prop::collection::vec(any::<u64>(), 0..20)) {
+            let mut taken = Vec::new();
+            prop_assert!(!take_slices(&words, &mut taken) || taken.len() < words.len());
+        }
+    }
+
+    #[test]
+    fn blocks_of_one_length_take_a_word_each() {
+        let block = |n: u64| Slice { from: n * 98_304, to: (9 - n) << 40 >> 3, len: 98_304 };
+        let (mut words, blocks) = (Vec::new(), [1, 2, 3].map(block));
+        push_slices(&blocks, &mut words);
+        assert_eq!(words.len(), 4);
+        let longer = Slice { len: 98_305, ..blocks[0] };
+        words.clear();
+        push_slices(&[blocks[0], longer], &mut words);
+        assert_eq!(words.len(), 7);
+    }
 }

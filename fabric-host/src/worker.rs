@@ -197,6 +197,7 @@ impl Worker {
                 // Who is to give us work may wait for this very core.
                 std::thread::yield_now();
             } else {
+                self.cx.scratch.rest();
                 if self.may_sleep() {
                     self.hear(true);
                 } else {

@@ -5,8 +5,10 @@ use engine::core::time::Nanos;
 use engine::fabric::{DataEvent, DataPlane, RegionId};
 use fabric_host::{HostConfig, HostPlane, HugePages, Path, Pool};
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io::{BufRead, Read, Write};
 use std::net::TcpListener;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 pub(crate) const CHILD: &str = "KVFERRY_BENCH_CHILD";
@@ -41,6 +43,31 @@ fn echo(listener: &TcpListener) {
     while stream.read_exact(&mut bytes).is_ok() && stream.write_all(&bytes).is_ok() {}
 }
 
+/// The parent's pool, by the number of its descriptor there.
+fn map(fd: u64) -> *const u8 {
+    let parent = std::os::unix::process::parent_id();
+    let file = File::open(format!("/proc/{parent}/fd/{fd}")).expect("a pool of the parent");
+    let (len, read, shared) = (POOL as usize, libc::PROT_READ, libc::MAP_SHARED);
+    // SAFETY: A new mapping.
+    let map = unsafe { libc::mmap(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), 0) };
+    assert_ne!(map, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+    map.cast()
+}
+
+/// Copies blocks from a mapping into a pool.
+///
+/// # Safety
+/// They are inside both, and nothing else is at them.
+unsafe fn copy(source: *const u8, pool: &Pool, [from, to]: [&[u64]; 2], size: u64) {
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: See above.
+        unsafe {
+            let target = pool.start().add(*to as usize);
+            std::ptr::copy_nonoverlapping(source.add(*from as usize), target, size as usize);
+        }
+    }
+}
+
 /// True if this was the child, which then has ended.
 pub(crate) fn run_if_child() -> bool {
     if std::env::var_os(CHILD).is_none() {
@@ -55,6 +82,7 @@ pub(crate) fn run_if_child() -> bool {
     println!("{} {}", pool.start() as u64, listener.local_addr().expect("bound").port());
     std::thread::spawn(move || echo(&listener));
     let mut drawn = BTreeMap::new();
+    let mut mapped = None;
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split(' ');
         match words.next() {
@@ -64,19 +92,25 @@ pub(crate) fn run_if_child() -> bool {
                 unsafe { std::ptr::write_bytes(pool.start(), 0, pool.len() as usize) };
                 println!("cleared");
             }
-            Some("readv") => {
+            Some(what @ ("memcpy" | "readv")) => {
                 let name = words.next();
                 let row = ROWS.iter().find(|row| Some(row.name) == name).expect("a row");
                 let mut number = || words.next().and_then(|word| word.parse().ok());
-                let (base, times): (u64, u64) =
-                    (number().expect("a base"), number().expect("a count"));
+                let (source, times): (u64, u64) =
+                    (number().expect("a source"), number().expect("a count"));
                 // Drawn when the row was verified, and not while it is measured.
                 let [from, to] = drawn.entry(row.name).or_insert_with(|| row.blocks());
-                let parent = std::os::unix::process::parent_id();
-                for _ in 0..times {
-                    let sides = [(pool.start() as u64, &to[..]), (base, &from[..])];
+                if what == "memcpy" {
+                    let source = *mapped.get_or_insert_with(|| map(source));
                     // SAFETY: Blocks of a row are inside both pools, and nothing is under way.
-                    unsafe { attach(libc::process_vm_readv, parent, sides, row.size) };
+                    (0..times).for_each(|_| unsafe { copy(source, &pool, [from, to], row.size) });
+                } else {
+                    let parent = std::os::unix::process::parent_id();
+                    let sides = [(pool.start() as u64, &to[..]), (source, &from[..])];
+                    // SAFETY: As above.
+                    (0..times).for_each(|_| unsafe {
+                        attach(libc::process_vm_readv, parent, sides, row.size);
+                    });
                 }
                 println!("done");
             }

@@ -37,16 +37,18 @@ fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) 
     println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
     let of = |way: Way| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
-    let copy = of(Way::Memcpy);
-    for (kind, shared, cross, bare) in [
-        ("pushed", Way::Shared, Way::Cross, Way::AttachFar),
-        ("read", Way::SharedRead, Way::CrossRead, Way::AttachRead),
+    let local = of(Way::Memcpy);
+    for (kind, shared, copy, cross, bare) in [
+        ("pushed", Way::Shared, Way::MemcpyFar, Way::Cross, Way::AttachFar),
+        ("read", Way::SharedRead, Way::Memcpy, Way::CrossRead, Way::AttachRead),
     ] {
-        let (shared, cross, bare) = (of(shared), of(cross), of(bare));
+        let (shared, copy, cross, bare) = (of(shared), of(copy), of(cross), of(bare));
         println!(
-            "  {kind}: shared memory {:.2} of the CPU of memcpy; cross-memory {:.2} of the \
-             throughput of bare readv, {:.2} of its CPU",
+            "  {kind}: shared memory {:.2} of the CPU of memcpy in the process that copies, {:.2} of \
+             one in the initiator; cross-memory {:.2} of the throughput of bare readv, {:.2} of its \
+             CPU",
             shared.cpu() / copy.cpu(),
+            shared.cpu() / local.cpu(),
             bare.median() / cross.median(),
             cross.cpu() / bare.cpu(),
         );

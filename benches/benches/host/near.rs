@@ -4,7 +4,7 @@ use super::child::{CHILD, cpu, plane};
 use super::work::{AttachCall, POOL, Row, Stats, attach, fill, is_filled};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, DataEvent, DataPlane, Direction, OpId, Outcome, PeerId, RegionDesc, RegionId,
+    Address, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
     SessionId, Submit, Wake,
 };
 use fabric_host::{HostPlane, HugePages, Path, Pool};
@@ -22,12 +22,15 @@ use std::time::{Duration, Instant};
 pub(crate) enum Way {
     /// Within this process.
     Memcpy,
+    /// In the child, which maps this side's pool, is told by a pipe and answers by one: what a push
+    /// is.
+    MemcpyFar,
     Shared,
     /// Nothing but the system call, `process_vm_writev`.
     Attach,
     /// The same with `process_vm_readv`, which is what planes call.
     AttachRead,
-    /// The same in the child, which is told by a pipe and answers by one: what a push is.
+    /// The same in the child, told by the pipe.
     AttachFar,
     Cross,
     Tcp,
@@ -37,8 +40,9 @@ pub(crate) enum Way {
 }
 
 impl Way {
-    pub(crate) const ALL: [Way; 9] = [
+    pub(crate) const ALL: [Way; 10] = [
         Way::Memcpy,
+        Way::MemcpyFar,
         Way::Shared,
         Way::SharedRead,
         Way::Attach,
@@ -52,6 +56,7 @@ impl Way {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Way::Memcpy => "memcpy",
+            Way::MemcpyFar => "memcpy, told",
             Way::Shared => "shared memory",
             Way::Attach => "bare writev",
             Way::AttachRead => "bare readv",
@@ -69,7 +74,8 @@ impl Way {
 
     fn path(self) -> Option<Path> {
         match self {
-            Way::Memcpy | Way::Attach | Way::AttachRead | Way::AttachFar => None,
+            Way::Memcpy | Way::MemcpyFar => None,
+            Way::Attach | Way::AttachRead | Way::AttachFar => None,
             Way::Shared | Way::SharedRead => Some(Path::SharedMemory),
             Way::Cross | Way::CrossRead => Some(Path::CrossMemory),
             Way::Tcp => Some(Path::Tcp),
@@ -210,9 +216,12 @@ impl Near {
                 let direction = if way.reads() { Direction::Read } else { Direction::Write };
                 self.transfer(path, &Move { direction, from, to, size: row.size }, at_a_time);
             }
-            None if way == Way::AttachFar => {
-                let base = self.pool.start() as u64;
-                let told = self.ask(&format!("readv {} {base} {at_a_time}", row.name));
+            None if matches!(way, Way::MemcpyFar | Way::AttachFar) => {
+                let (what, source) = match (way, self.pool.memory()) {
+                    (Way::MemcpyFar, Memory::MemFd { fd, .. }) => ("memcpy", fd as u64),
+                    _ => ("readv", self.pool.start() as u64),
+                };
+                let told = self.ask(&format!("{what} {} {source} {at_a_time}", row.name));
                 assert_eq!(told, "done");
             }
             None => (0..at_a_time).for_each(|_| match way {

@@ -9,8 +9,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Copies of fewer bytes are over before another thread is awake.
+/// Copies of fewer bytes are not worth the calls for their pieces.
 const SHARED_MIN: u64 = 2 << 20;
+
+/// Fewer bytes at a stretch wake nobody: that takes about 20 us of the one who wakes, and it can be
+/// a millisecond until a core that slept does anything. Helpers that are awake help with less.
+const WAKE_MIN: u64 = 16 << 20;
 
 /// Two threads that copy shorter ranges hinder each other in the kernel more than they help: with
 /// ranges of 4 KiB they were slower than one, with ranges of 16 KiB half as fast again.
@@ -71,6 +75,7 @@ pub(crate) struct Crew {
 #[derive(Debug, Default)]
 struct Queue {
     jobs: VecDeque<Arc<Job>>,
+    asleep: usize,
     is_over: bool,
 }
 
@@ -145,15 +150,28 @@ impl Crew {
         Crew { size, ..Crew::default() }
     }
 
-    /// Copies ranges to or from another process; false if not all bytes were.
-    pub(super) fn copy(&self, pid: u32, way: Way, local: &[iovec], remote: &[iovec]) -> bool {
+    /// Copies ranges to or from another process, in a run of so many bytes; false if not all of
+    /// those of the ranges were copied.
+    pub(super) fn copy(
+        &self,
+        (pid, way, run): (u32, Way, u64),
+        local: &[iovec],
+        remote: &[iovec],
+    ) -> bool {
         let bytes = bytes(local);
-        if self.size == 0 || bytes < SHARED_MIN || bytes / (local.len() as u64) < RANGE_MIN {
+        let short = bytes < SHARED_MIN || bytes / (local.len() as u64) < RANGE_MIN;
+        if self.size == 0 || short || !self.has_help(run) {
             return call(pid, way, bytes, local, remote);
         }
         let job = Arc::new(Job::new(pid, way, local, remote));
-        lock(&self.queue).jobs.push_back(job.clone());
-        self.bell.notify_all();
+        let asleep = {
+            let mut queue = lock(&self.queue);
+            queue.jobs.push_back(job.clone());
+            queue.asleep
+        };
+        if asleep > 0 && run >= WAKE_MIN {
+            self.bell.notify_all();
+        }
         while job.advance() {}
         self.forget(&job);
         loop {
@@ -163,6 +181,11 @@ impl Crew {
             // Somebody has the last piece in work, perhaps on this very core.
             std::thread::yield_now();
         }
+    }
+
+    /// True if somebody is awake, or the run long enough to wake somebody.
+    fn has_help(&self, run: u64) -> bool {
+        run >= WAKE_MIN || lock(&self.queue).asleep < self.size
     }
 
     fn forget(&self, job: &Arc<Job>) {
@@ -190,7 +213,9 @@ impl Crew {
             if let Some(job) = queue.jobs.front() {
                 return Some(job.clone());
             }
+            queue.asleep += 1;
             queue = self.bell.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            queue.asleep -= 1;
         }
     }
 
@@ -219,7 +244,8 @@ mod tests {
             expected[at..at + len].copy_from_slice(&source[at..at + len]);
             at += len + gap;
         }
-        crew.copy(std::process::id(), Way::In, &local, &remote) && target == expected
+        let whole = (std::process::id(), Way::In, WAKE_MIN);
+        crew.copy(whole, &local, &remote) && target == expected
     }
 
     proptest! {
@@ -257,7 +283,7 @@ mod tests {
         let remote = [range(4_096, target.len() as u64)];
         std::thread::scope(|scope| {
             scope.spawn(|| crew.work());
-            assert!(!crew.copy(std::process::id(), Way::In, &local, &remote));
+            assert!(!crew.copy((std::process::id(), Way::In, WAKE_MIN), &local, &remote));
             crew.end();
         });
     }

@@ -27,15 +27,17 @@ pub(crate) struct Scratch {
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
     bounce: Vec<u8>,
+    /// Bytes that the kernel copied for this thread since it last had nothing to do.
+    spell: u64,
 }
 
 /// The buffers are empty or bytes; no address in them is used after the call that put it there.
 // SAFETY: See above.
 unsafe impl Send for Scratch {}
 
-/// Copies one chunk, whose ranges are inside both regions.
+/// Copies one chunk, whose ranges are inside both regions, of an operation of so many `bytes`.
 pub(crate) fn copy(
-    chunk: &[Slice],
+    (chunk, bytes): (&[Slice], u64),
     from: &Reach,
     to: &Reach,
     scratch: &mut Scratch,
@@ -53,18 +55,18 @@ pub(crate) fn copy(
         }
         (Reach::There { process, base }, Reach::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.call(process.pid, Way::In)?;
+            scratch.call(process.pid, Way::In, bytes)?;
             // A process of the same id that came later is not what was meant.
             if process.is_alive() { Ok(()) } else { Err(Fault::Source) }
         }
         (Reach::Here { base: here, .. }, Reach::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.call(process.pid, Way::Out)
+            scratch.call(process.pid, Way::Out, bytes)
         }
         (Reach::There { .. }, Reach::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
-            let bytes = chunk.iter().map(|slice| slice.len).sum::<u64>() as usize;
-            bounce.resize(bytes.max(bounce.len()), 0);
+            let packed_bytes = chunk.iter().map(|slice| slice.len).sum::<u64>() as usize;
+            bounce.resize(packed_bytes.max(bounce.len()), 0);
             let middle = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
             let mut at = 0;
             let mut packed = |slice: &Slice| {
@@ -77,8 +79,8 @@ pub(crate) fn copy(
             };
             let into = with(|slice, at| Slice { to: at, ..*slice });
             let out = with(|slice, at| Slice { from: at, ..*slice });
-            let done =
-                copy(&into, from, &middle, scratch).and_then(|()| copy(&out, &middle, to, scratch));
+            let done = copy((&into, bytes), from, &middle, scratch)
+                .and_then(|()| copy((&out, bytes), &middle, to, scratch));
             scratch.bounce = bounce;
             done
         }
@@ -88,7 +90,12 @@ pub(crate) fn copy(
 impl Scratch {
     /// Empty, for a thread whose long copies the crew shares.
     pub(crate) fn new(crew: Arc<Crew>) -> Scratch {
-        Scratch { crew, local: Vec::new(), remote: Vec::new(), bounce: Vec::new() }
+        Scratch { crew, local: Vec::new(), remote: Vec::new(), bounce: Vec::new(), spell: 0 }
+    }
+
+    /// The thread has nothing to do.
+    pub(crate) fn rest(&mut self) {
+        self.spell = 0;
     }
 
     fn fill(
@@ -103,8 +110,10 @@ impl Scratch {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn call(&self, pid: u32, way: Way) -> Result<(), Fault> {
-        match (self.crew.copy(pid, way, &self.local, &self.remote), way) {
+    fn call(&mut self, pid: u32, way: Way, bytes: u64) -> Result<(), Fault> {
+        let run = bytes.max(self.spell);
+        self.spell += self.local.iter().map(|range| range.iov_len as u64).sum::<u64>();
+        match (self.crew.copy((pid, way, run), &self.local, &self.remote), way) {
             (true, _) => Ok(()),
             (false, Way::In) => Err(Fault::Source),
             (false, Way::Out) => Err(Fault::Destination),

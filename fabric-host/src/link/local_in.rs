@@ -244,7 +244,7 @@ impl LocalIn {
                 None => Status::Refused,
                 Some(_registered) => {
                     let to = &session.region.reach;
-                    match copy(&cx.chunk, &session.source, to, &mut cx.scratch) {
+                    match copy((&cx.chunk, work.bytes), &session.source, to, &mut cx.scratch) {
                         Ok(()) => Status::Done,
                         Err(Fault::Source) => Status::Source,
                         Err(Fault::Destination) => Status::Destination,

@@ -143,13 +143,13 @@ impl LocalOut {
                 self.read = None;
                 return true;
             }
-            Some((Read::Copy { op, source, region, slices }, cursor)) => {
+            Some((Read::Copy { op, source, region, slices, bytes }, cursor)) => {
                 cursor.next(slices, &mut cx.chunk);
-                let status = source.read(&cx.chunk, region, &mut cx.scratch);
+                let status = source.read((&cx.chunk, *bytes), region, &mut cx.scratch);
                 if status == Status::Done && !cursor.is_at_end(slices) {
                     return true;
                 }
-                self.reads = slices.iter().map(|slice| slice.len).sum::<u64>() <= SHORT_MAX;
+                self.reads = *bytes <= SHORT_MAX;
                 (*op, status)
             }
         };

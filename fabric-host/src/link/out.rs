@@ -39,8 +39,13 @@ impl Source {
         self.cancelled.load(Ordering::SeqCst)
     }
 
-    /// Copies ranges, at most a chunk, into a region of ours.
-    pub(crate) fn read(&self, chunk: &[Slice], into: &Region, scratch: &mut Scratch) -> Status {
+    /// Copies ranges, at most a chunk, of an operation of so many bytes into a region of ours.
+    pub(crate) fn read(
+        &self,
+        chunk: (&[Slice], u64),
+        into: &Region,
+        scratch: &mut Scratch,
+    ) -> Status {
         if self.is_cancelled() || !self.is_permitted() {
             return Status::Refused;
         }
@@ -59,7 +64,7 @@ impl Source {
 #[derive(Debug)]
 pub(crate) enum Read {
     /// Copies into a region of ours.
-    Copy { op: u64, source: Arc<Source>, region: Arc<Region>, slices: Vec<Slice> },
+    Copy { op: u64, source: Arc<Source>, region: Arc<Region>, slices: Vec<Slice>, bytes: u64 },
     /// Says that all reads of a session that came ahead of it are over.
     Barrier { session: u32 },
 }
@@ -239,7 +244,7 @@ impl OutLink {
     ) {
         let mut parts = slices.chunks(PART_MAX).peekable();
         while let Some(part) = parts.next() {
-            let mut words = Vec::with_capacity(2 + 3 * part.len());
+            let mut words = Vec::with_capacity(3 + part.len());
             kind(Part { session, op, last: parts.peek().is_none() }).encode(&mut words);
             push_slices(part, &mut words);
             let memory = (self.kind == Kind::Tcp).then(|| (region.clone(), part.to_vec()));

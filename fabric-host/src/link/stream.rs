@@ -314,7 +314,7 @@ impl Landing {
                 at += slice.len;
             }
             let here = Reach::Here { base: bytes.as_ptr() as u64, map: None };
-            if crate::copy::copy(&cx.chunk, &here, &region.reach, &mut cx.scratch).is_err() {
+            if crate::copy::copy((&cx.chunk, 0), &here, &region.reach, &mut cx.scratch).is_err() {
                 return false;
             }
         }
@@ -373,7 +373,7 @@ impl Payload {
             cx.chunk.retain(|slice| slice.len > 0);
             let here = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
             let reach = &self.region.reach;
-            self.failed = crate::copy::copy(&cx.chunk, reach, &here, &mut cx.scratch).is_err();
+            self.failed = crate::copy::copy((&cx.chunk, 0), reach, &here, &mut cx.scratch).is_err();
         }
         if self.failed {
             bounce.fill(0);

@@ -205,7 +205,7 @@ impl DataPlane for HostPlane {
     }
 
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
-        self.desk.copied = 0;
+        self.desk.rest();
         self.take_news();
         let news = !self.events.is_empty();
         out.extend(self.events.drain(..));

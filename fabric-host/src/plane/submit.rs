@@ -44,7 +44,7 @@ fn merge(
 #[derive(Debug)]
 pub(super) struct Desk {
     /// Bytes since the last poll.
-    pub(super) copied: u64,
+    copied: u64,
     chunk: Vec<Slice>,
     scratch: Scratch,
 }
@@ -54,12 +54,18 @@ impl Desk {
         Desk { copied: 0, chunk: Vec::new(), scratch: Scratch::new(crew) }
     }
 
+    /// The owner polls.
+    pub(super) fn rest(&mut self) {
+        self.copied = 0;
+        self.scratch.rest();
+    }
+
     /// A whole read, by the thread that asks for it.
-    fn read(&mut self, source: &Source, into: &Region, slices: &[Slice]) -> Status {
+    fn read(&mut self, source: &Source, into: &Region, (slices, bytes): (&[Slice], u64)) -> Status {
         let mut cursor = Cursor::default();
         while !cursor.is_at_end(slices) {
             cursor.next(slices, &mut self.chunk);
-            match source.read(&self.chunk, into, &mut self.scratch) {
+            match source.read((&self.chunk, bytes), into, &mut self.scratch) {
                 Status::Done => {}
                 failed => return failed,
             }
@@ -108,13 +114,14 @@ impl HostPlane {
                 let inline = self.desk.copied.saturating_add(bytes);
                 if inline <= self.hub.config.inline_max.into() {
                     self.desk.copied = inline;
-                    read = Some(self.desk.read(source, &session.region, &self.slices));
+                    read = Some(self.desk.read(source, &session.region, (&self.slices, bytes)));
                 } else {
                     link.read(Read::Copy {
                         op,
                         source: source.clone(),
                         region: session.region.clone(),
                         slices: std::mem::take(&mut self.slices),
+                        bytes,
                     });
                 }
             }

@@ -204,6 +204,16 @@ impl Simulation {
         for entry in std::mem::take(&mut instance.held) {
             self.queue.push(self.now, entry);
         }
+        // What was late arrives now; what comes after it must not overtake it.
+        let ranks = instance.spec.tp;
+        for rank in 0..ranks {
+            let slot = self.rank_slot(index, rank);
+            let late = &mut self.actors[slot as usize].late;
+            if *late > Nanos::ZERO {
+                *late = (*late).max(self.now);
+            }
+        }
+        let instance = &self.instances[index as usize];
         let Some(process) = &instance.process else { return };
         let planes: Vec<PlaneIx> = process.ranks.iter().map(SimDataPlane::ix).collect();
         let control = process.control.ix();

@@ -8,16 +8,12 @@ from conftest import MODES, at_once, prompt
 from pair import KVFERRY, ROLES, request, served, tokens
 from test_pd import LENGTHS
 
-# With vLLM's default, asynchronous scheduling, and without.
-KINDS = [(mode, asynchronous) for asynchronous in (True, False) for mode in MODES]
 
-
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{'async' if kind[1] else 'sync'}")
+@pytest.fixture(scope="module", params=MODES)
 def own(request, model, logs, reference):
-    mode, asynchronous = request.param
-    connectors = dict.fromkeys(ROLES, KVFERRY)
-    name = f"own-{mode.lower()}-{asynchronous}"
-    with served(name, reference, mode, model, logs, connectors, asynchronous=asynchronous) as pair:
+    """With vLLM's default, asynchronous scheduling; `test_connector_mixed` has each side without."""
+    mode, connectors = request.param, dict.fromkeys(ROLES, KVFERRY)
+    with served(f"own-{mode.lower()}", reference, mode, model, logs, connectors, asynchronous=True) as pair:
         yield pair
 
 

@@ -22,15 +22,16 @@ AGAIN_S = 60
 # Until blocks of a killed prefill host are free: its lease.
 LEASE_S = 90
 
-PAIRS = [("WRITE", "recompute"), ("READ", "fail")]
+# Mode, `kv_load_failure_policy`, and whether with vLLM's default, asynchronous scheduling.
+PAIRS = [("WRITE", "recompute", True), ("READ", "fail", False)]
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(pair[:2]))
 def own(request, model, logs, reference):
-    mode, policy = request.param
+    mode, policy, asynchronous = request.param
     connectors = dict.fromkeys(ROLES, KVFERRY | {"kv_load_failure_policy": policy})
     name = f"faults-{mode.lower()}"
-    with served(name, reference, mode, model, logs, connectors, asynchronous=True) as pair:
+    with served(name, reference, mode, model, logs, connectors, asynchronous=asynchronous) as pair:
         pair.policy = policy
         yield pair
 

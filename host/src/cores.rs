@@ -25,7 +25,7 @@ impl RankParts {
     pub(crate) fn new(
         core: &CoreConfig,
         rank: u16,
-        plane: HostPlane,
+        plane: Box<dyn DataPlane>,
         (memory, layers): (Vec<Memory>, Vec<LayerLayout>),
         run: Option<&Run>,
     ) -> RankParts {
@@ -49,7 +49,7 @@ impl RankParts {
             layers,
             settings,
         };
-        RankParts { plane: Box::new(plane), transfer }
+        RankParts { plane, transfer }
     }
 }
 

@@ -18,7 +18,6 @@ mod desc;
 mod engine;
 mod error;
 mod fabric;
-mod faults;
 mod pump;
 mod session;
 mod settings;

@@ -1,12 +1,12 @@
 //! A session: posts batches.
 
 use crate::audit::Record;
-use crate::faults::Effect;
 use crate::pump::Shared;
 use crate::state::{Batch, Due, Finished, State, Tell, Transfer, injected};
 use crate::status::{Code, Failure, Status};
 use ::engine::fabric::{Direction, OpId, Refused, SessionId};
 use fabric_host::SessionPaths;
+use scenarios::drill::Effect;
 use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;

@@ -1,14 +1,25 @@
 //! What the environment says.
 
 use crate::error::Error;
-use crate::faults::Faults;
 use fabric_host::HostConfig;
+use scenarios::FaultKind;
+use scenarios::drill::{self, Faults};
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// TOML file of `[[fault]]` tables to inject.
-const FAULTS: &str = "KVFERRY_FAULTS";
+/// The kinds of faults that can be injected here.
+const KINDS: [FaultKind; 9] = [
+    FaultKind::QpError,
+    FaultKind::AckLost,
+    FaultKind::CompletionLost,
+    FaultKind::QueueFull,
+    FaultKind::CompletionReorder,
+    FaultKind::NotifyOvertakes,
+    FaultKind::LateLanding,
+    FaultKind::SiblingFailure,
+    FaultKind::NoCopy,
+];
 /// File to which a line of JSON is appended for each finished transfer.
 const AUDIT: &str = "KVFERRY_AUDIT";
 /// TOML file of settings of the fabric.
@@ -51,7 +62,7 @@ impl Settings {
     /// `Setting` with the variable, what is wrong with it and what it may be.
     pub fn from_env() -> Result<Settings, Error> {
         let mut settings = Settings {
-            faults: env::var_os(FAULTS).map(PathBuf::from),
+            faults: env::var_os(drill::VARIABLE).map(PathBuf::from),
             audit: env::var_os(AUDIT).map(PathBuf::from),
             ..Settings::default()
         };
@@ -81,7 +92,8 @@ impl Settings {
     }
 
     pub(crate) fn faults(&self) -> Result<Faults, Error> {
-        self.faults.as_deref().map_or_else(|| Ok(Faults::default()), Faults::load)
+        let Some(path) = &self.faults else { return Ok(Faults::default()) };
+        Faults::load(path, &KINDS).map_err(|why| Error::Setting(why.to_string()))
     }
 }
 

@@ -2,13 +2,13 @@
 
 use crate::audit::{Audit, Record};
 use crate::fabric::Fabric;
-use crate::faults::Faults;
 use crate::status::{Code, Failure, Status};
 use ::engine::core::Nanos;
 use ::engine::fabric::{
     Cause, DataEvent, Direction, Landed, OpId, Outcome, PeerId, Refused, RegionDesc, RegionId,
     SessionId, Submit, Ticket, Wake,
 };
+use scenarios::drill::Faults;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 

@@ -7,6 +7,7 @@ mod bundled;
 pub mod cost;
 pub mod decide;
 mod doc;
+pub mod drill;
 pub mod engine;
 mod error;
 pub mod geometry;

@@ -4,6 +4,7 @@
 //! a Unix socket ([`proto`], [`Link`]). It binds the ports of all ranks, has the core, and moves the
 //! bytes of the workers' memory from outside.
 
+mod drill;
 mod gateway;
 mod link;
 pub mod proto;

@@ -1,5 +1,6 @@
 //! From what an engine says of itself to its protocol actors.
 
+use super::drill::drilled;
 use super::settings::Backend;
 use super::spec::{Engine, Region, Worker};
 use crate::cores::{Cores, Outlets, RankParts, host_plane};
@@ -96,6 +97,7 @@ fn rank_parts(engine: &Engine, core: &CoreConfig, worker: &Worker) -> Result<Ran
     let settings = &engine.settings;
     let config = HostConfig { workers: settings.num_workers.into(), ..HostConfig::default() };
     let plane = host_plane(core, worker.rank, &settings.host_ip, config)?;
+    let plane = drilled(Box::new(plane))?;
     Ok(RankParts::new(core, worker.rank, plane, (memory, layers), None))
 }
 

@@ -161,7 +161,7 @@ fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Re
     let config = HostConfig { slower: args.private_memory, ..HostConfig::default() };
     let plane = host_plane(core, rank, &args.host, config).map_err(Stop::Input)?;
     let (meter, kv) = (plane.meter(), (vec![backing.memory()], backing.layers().to_vec()));
-    let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
+    let parts = RankParts::new(core, rank, Box::new(plane), kv, plan.run.as_deref());
     Ok(Rank { parts, meter, backing })
 }
 

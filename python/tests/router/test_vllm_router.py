@@ -1,71 +1,20 @@
 """The real vllm-router in front of `kvferry serve` instances."""
 
-import http.client
 import itertools
 import json
 import os
-import signal
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from ports import free_ports
+from vllm_router import START_S, VllmRouter
 
 MODES = ["push", "pull"]
 # Together a minute.
 SECONDS = float(os.environ.get("KVFERRY_ROUTER_SECONDS", "60")) / len(MODES)
-START_S = 30
 CLIENTS = 4
-
-
-class Router:
-    """vllm-router in MoRI-IO mode."""
-
-    def __init__(self, log: Path):
-        self.port, self.discovery, self.metrics = free_ports(3)
-        self.log = log
-        self.start()
-
-    def start(self) -> None:
-        command = ["vllm-router", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--vllm-pd-disaggregation", "--kv-connector", "moriio"]
-        command += ["--vllm-discovery-address", f"127.0.0.1:{self.discovery}"]
-        command += ["--policy", "round_robin", "--prometheus-port", str(self.metrics)]
-        with self.log.open("ab") as log:
-            self.child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def stop(self) -> None:
-        os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-
-    def complete(self, prompt: list[int]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            body = json.dumps({"model": "kvferry-tiny", "prompt": prompt, "max_tokens": 4})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
-
-    def wait_for_pair(self) -> None:
-        """Waits until a request is answered."""
-        deadline = time.monotonic() + START_S
-        seen: object = None
-        while time.monotonic() < deadline:
-            try:
-                seen = self.complete([1, 2, 3])
-                if seen[0] == 200:
-                    return
-            except OSError as error:
-                seen = error
-            time.sleep(0.05)
-        raise TimeoutError(f"no pair in {START_S} s: {seen}\n{self.log.read_text()[-2000:]}")
 
 
 def serve(role: str, mode: str, discovery: int) -> subprocess.Popen:
@@ -82,18 +31,22 @@ def serve(role: str, mode: str, discovery: int) -> subprocess.Popen:
 
 @pytest.fixture(params=MODES)
 def fleet(request, tmp_path):
-    router = Router(tmp_path / "router.log")
+    router = VllmRouter(tmp_path / "router.log")
     children = []
     try:
         for role in ("prefill", "decode"):
             children.append(serve(role, request.param, router.discovery))
-        router.wait_for_pair()
+        router.wait_for_pair(request_of([1, 2, 3]))
         yield router, children
     finally:
         for child in children:
             child.kill()
             child.wait()
         router.stop()
+
+
+def request_of(ids: list[int]) -> dict:
+    return {"model": "kvferry-tiny", "prompt": ids, "max_tokens": 4}
 
 
 def prompt(number: int) -> list[int]:
@@ -115,7 +68,7 @@ def test_no_request_is_dropped_and_a_restart_loses_no_instance(fleet):
     def client() -> int:
         served = 0
         while time.monotonic() < deadline:
-            check(router.complete(prompt(next(numbers))))
+            check(router.complete(request_of(prompt(next(numbers)))))
             served += 1
         return served
 
@@ -125,7 +78,7 @@ def test_no_request_is_dropped_and_a_restart_loses_no_instance(fleet):
     assert served > CLIENTS
     router.stop()
     router.start()
-    router.wait_for_pair()
+    router.wait_for_pair(request_of([1, 2, 3]))
     for number in range(20):
-        check(router.complete(prompt(number)))
+        check(router.complete(request_of(prompt(number))))
     assert all(child.poll() is None for child in children)

@@ -16,7 +16,7 @@ def to_prefill(pair, key: dict) -> dict:
 
 
 def to_decode(pair, key: dict) -> dict:
-    at = f"{HOST}:{_handshake_port(pair.prefill)}"
+    at = f"{HOST}:{pair.prefill.peer_ports()[0]}"
     leg = {
         "key": key,
         "sibling": 0,
@@ -31,9 +31,3 @@ def to_decode(pair, key: dict) -> dict:
 
 def _mode(pair) -> str:
     return {"WRITE": "Push", "READ": "Pull"}[pair.mode]
-
-
-def _handshake_port(server) -> int:
-    """The one that the host of a server chose, from the log."""
-    lines = [line for line in server.log.read_text().splitlines() if 'handshake="' in line]
-    return int(lines[-1].split('handshake="')[1].split('"')[0].rsplit(":", 1)[1])

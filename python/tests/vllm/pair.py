@@ -106,10 +106,11 @@ class Pair:
             "remote_block_ids": None,
         }
         if peer is not None:
+            handshake, notify = peer.peer_ports()
             params |= {
                 "remote_host": "127.0.0.1",
-                "remote_handshake_port": peer.extra["handshake_port"],
-                "remote_notify_port": peer.extra["notify_port"],
+                "remote_handshake_port": handshake,
+                "remote_notify_port": notify,
                 "remote_dp_size": 1,
                 "remote_tp_size": 1,
             }

@@ -127,6 +127,15 @@ class Server(Process):
         """Also true for a server that hangs after its worker failed at the start."""
         return super().is_lost() or LOST in self.log.read_text(errors="replace")
 
+    def peer_ports(self) -> tuple[int, int]:
+        """Those for handshakes and notices of peers: as they were given, or as its host chose them."""
+        if self.extra["handshake_port"]:
+            return self.extra["handshake_port"], self.extra["notify_port"]
+        lines = [line for line in self.log.read_text().splitlines() if 'handshake="' in line]
+        at = (lines[-1].split(f'{what}="')[1].split('"')[0] for what in ("handshake", "notify"))
+        handshake, notify = (int(endpoint.rsplit(":", 1)[1]) for endpoint in at)
+        return handshake, notify
+
     def host(self) -> int | None:
         """Process of the `kvferry host` beside it."""
         socket = f"{self.kv['engine_id']}.sock".encode()

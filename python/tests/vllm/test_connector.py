@@ -6,7 +6,11 @@ import native
 import pytest
 from conftest import MODES, at_once, prompt
 from pair import KVFERRY, ROLES, request, served, tokens
+from soak import CLIENTS, Soak, growth, requests_wanted, sample
 from test_pd import LENGTHS
+
+# What an allocator keeps of a host's memory.
+HOST_GROWTH_KIB = 8 << 10
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -43,6 +47,32 @@ def test_eight_at_a_time_in_chunks(own, reference):
     assert answers == expected
 
 
+def test_many_requests_with_aborts_leave_nothing(own, reference):
+    """Threads and descriptors are as many as before, and so is the memory of the hosts."""
+    soak = Soak(own, reference, f"soak {own.mode}")
+    count = requests_wanted()
+    soak.run(count // 4)
+    wait_idle(own)
+    before = sample(own)
+    soak.run(count)
+    wait_idle(own)
+    after = sample(own)
+    print(f"{soak.right} right, {soak.left} left early", *growth(before, after), sep="\n")
+    assert not soak.wrong, soak.wrong[:5]
+    assert soak.right > count / 2 and soak.left > 0
+    assert before.keys() == after.keys(), growth(before, after)
+    for pid, was in before.items():
+        now = after[pid]
+        assert now.threads <= was.threads + 1, (was, now)
+        # Connections that clients of the server keep.
+        assert now.descriptors <= was.descriptors + CLIENTS, (was, now)
+        assert "host" not in was.name or now.memory <= was.memory + HOST_GROWTH_KIB, (was, now)
+
+
 def test_afterwards_every_block_is_free(own):
-    own.prefill.wait_idle()
-    own.decode.wait_idle()
+    wait_idle(own)
+
+
+def wait_idle(own) -> None:
+    own.prefill.wait_idle(90)
+    own.decode.wait_idle(90)

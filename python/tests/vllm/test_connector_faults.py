@@ -1,6 +1,7 @@
 """What happens to KvferryConnector's servers, hosts and clients: each request has its right answer or
 a clear error within a time, the next ones are served, and no block is lost."""
 
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ import pytest
 from client import Refused
 from conftest import prompt
 from load import Load
+from model import LAYERS
 from pair import KVFERRY, ROLES, request, served, tokens
 from router import Router
 
@@ -25,15 +27,57 @@ LEASE_S = 90
 # Mode, `kv_load_failure_policy`, and whether with vLLM's default, asynchronous scheduling.
 PAIRS = [("WRITE", "recompute", True), ("READ", "fail", False)]
 
+# The first request (one operation per layer) is answered without a copy; from the second on every
+# operation fails, until another host takes over, which finds no faults any more.
+FAULTS = f"""
+[[fault]]
+kind = "fabric.no_copy"
+on = {{ event = "op.posted" }}
+times = {LAYERS}
+[[fault]]
+kind = "fabric.sibling_failure"
+on = {{ event = "op.posted", nth = {LAYERS + 1} }}
+times = 1000
+"""
+
 
 @pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(pair[:2]))
-def own(request, model, logs, reference):
+def own(request, model, logs, reference, tmp_path_factory):
     mode, policy, asynchronous = request.param
     connectors = dict.fromkeys(ROLES, KVFERRY | {"kv_load_failure_policy": policy})
+    faults = tmp_path_factory.mktemp(mode) / "faults.toml"
+    faults.write_text(FAULTS)
+    env = {"KVFERRY_FAULTS": str(faults)}
     name = f"faults-{mode.lower()}"
-    with served(name, reference, mode, model, logs, connectors, asynchronous=asynchronous) as pair:
+    with served(name, reference, mode, model, logs, connectors, env, asynchronous) as pair:
         pair.policy = policy
+        # They meet the faults: a copy that is suppressed, and a transfer that fails.
+        pair.drills = [outcome(pair, drill_prompt(pair, what)) for what in ("suppressed", "failed")]
+        faults.write_text("")
+        for server in (pair.prefill, pair.decode):
+            replace_host(server)
+        pair.router.wait_for("the pair again")
         yield pair
+
+
+def drill_prompt(own, what: str) -> list[int]:
+    return prompt(100, f"{own.mode} {what}")
+
+
+def outcome(own, ids: list[int]) -> list[int] | Refused:
+    try:
+        return tokens(own.router.complete(request(ids)))
+    except Refused as refused:
+        return refused
+
+
+def replace_host(server) -> float:
+    """Kills the host of a server, and waits for the next one; says when."""
+    host = server.host()
+    os.kill(host, signal.SIGKILL)
+    killed = time.monotonic()
+    server.wait_until("a new host", lambda: server.host() not in (None, host), AGAIN_S)
+    return killed
 
 
 def prompts(own, seed: str) -> list[list[int]]:
@@ -45,6 +89,21 @@ def check_afterwards(own, reference, seed: str) -> None:
     own.prefill.wait_idle(LEASE_S)
     ids = prompt(300, f"{own.mode} after {seed}")
     assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+def test_without_a_copy_the_tokens_differ(own, reference):
+    """What the other tests compare comes by the transfer."""
+    ids = drill_prompt(own, "suppressed")
+    assert isinstance(own.drills[0], list) and own.drills[0] != reference(ids)
+
+
+def test_a_transfer_that_fails_follows_the_policy(own, reference):
+    if own.policy == "recompute":
+        assert own.drills[1] == reference(drill_prompt(own, "failed"))
+    else:
+        assert isinstance(own.drills[1], Refused) and own.drills[1].status >= 500
+        assert json.loads(own.drills[1].body)["error"]["message"]
+    check_afterwards(own, reference, "drills")
 
 
 def test_a_plain_request_to_a_decode(own, reference):
@@ -92,10 +151,7 @@ def test_a_killed_host_is_replaced(own, reference, side):
     server = getattr(own, side)
     with Load(own, reference, prompts(own, f"host of {side}")) as load:
         load.answers(4, 60)
-        host = server.host()
-        os.kill(host, signal.SIGKILL)
-        killed = time.monotonic()
-        server.wait_until("a new host", lambda: server.host() not in (None, host), AGAIN_S)
+        killed = replace_host(server)
         own.router.wait_for("the pair again")
         load.answers(8, AGAIN_S)
     load.check(killed, CLEAR_S)

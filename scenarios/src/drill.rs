@@ -1,19 +1,21 @@
-//! Faults injected into the transfers of this process: the `fabric.*` kinds of the scenario
-//! language that make sense without a simulated network.
+//! Faults injected into real transfers of a process: the `fabric.*` kinds of the scenario language
+//! that make sense without a simulated network.
 //!
-//! A transfer counts as `op.posted` once it is taken; one that is answered "SQ full" is not. Of
+//! A transfer counts as `op.posted` once it is taken; one that is refused for a full queue is not. Of
 //! several faults that hit the same transfer the first of the file wins.
 
-use crate::error::Error;
+use crate::decide::{Keyed, chance};
+use crate::run::{Fault, Span, Trigger};
+use crate::{Event, FaultFile, FaultKind, ScenarioError};
 use ::engine::core::Nanos;
-use scenarios::decide::{Keyed, chance};
-use scenarios::run::{Fault, Trigger};
-use scenarios::{Event, FaultFile, FaultKind};
 use std::path::Path;
+
+/// Environment variable that names the file, for every process that injects faults.
+pub const VARIABLE: &str = "KVFERRY_FAULTS";
 
 /// What becomes of a transfer that a fault hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Effect {
+pub enum Effect {
     /// Reported as done, nothing moves.
     NoCopy,
     /// It arrives and is reported as failed.
@@ -32,22 +34,9 @@ pub(crate) enum Effect {
     FailsAndMoves(Nanos),
 }
 
-/// The kinds that can be injected here.
-const KINDS: [FaultKind; 9] = [
-    FaultKind::QpError,
-    FaultKind::AckLost,
-    FaultKind::CompletionLost,
-    FaultKind::QueueFull,
-    FaultKind::CompletionReorder,
-    FaultKind::NotifyOvertakes,
-    FaultKind::LateLanding,
-    FaultKind::SiblingFailure,
-    FaultKind::NoCopy,
-];
-
 /// The faults of a file, and what they have done so far.
 #[derive(Debug, Default)]
-pub(crate) struct Faults {
+pub struct Faults {
     seed: u64,
     plans: Vec<Plan>,
     posted: u64,
@@ -63,22 +52,20 @@ struct Plan {
 }
 
 impl Faults {
-    /// Loads a file of faults.
+    /// Loads a file of faults of these kinds.
     ///
     /// # Errors
-    /// `Setting` with file, line, what cannot be injected and what can.
-    pub(crate) fn load(path: &Path) -> Result<Faults, Error> {
-        let setting = |why: scenarios::ScenarioError| Error::Setting(why.to_string());
-        let file = FaultFile::load(path).map_err(setting)?;
-        Faults::new(&file).map_err(setting)
+    /// With file, line, what cannot be injected and what can.
+    pub fn load(path: &Path, kinds: &[FaultKind]) -> Result<Faults, ScenarioError> {
+        Faults::new(&FaultFile::load(path)?, kinds)
     }
 
-    fn new(file: &FaultFile) -> Result<Faults, scenarios::ScenarioError> {
+    fn new(file: &FaultFile, kinds: &[FaultKind]) -> Result<Faults, ScenarioError> {
         let mut plans = Vec::new();
         for (line, fault) in file.faults() {
-            if !KINDS.contains(&fault.kind) {
+            if !kinds.contains(&fault.kind) {
                 let what = format!("{} cannot be injected into real transfers", fault.kind);
-                let names: Vec<&str> = KINDS.iter().map(|kind| kind.name()).collect();
+                let names: Vec<&str> = kinds.iter().map(|kind| kind.name()).collect();
                 return Err(file.error(line, what, &format!("use one of {}", names.join(", "))));
             }
             if let Trigger::On { event, .. } = &fault.trigger
@@ -93,12 +80,12 @@ impl Faults {
     }
 
     /// True if the queue is made out to be full.
-    pub(crate) fn queue_full(&self, now: Nanos) -> bool {
+    pub fn queue_full(&self, now: Nanos) -> bool {
         self.plans.iter().any(|plan| now < plan.full_until)
     }
 
     /// Counts a transfer that is taken; what happens to it.
-    pub(crate) fn posted(&mut self, now: Nanos) -> Option<Effect> {
+    pub fn posted(&mut self, now: Nanos) -> Option<Effect> {
         self.posted += 1;
         let (seed, nth) = (self.seed, self.posted);
         let mut hit = None;
@@ -114,7 +101,7 @@ impl Faults {
 
 impl Plan {
     fn fires(&mut self, seed: u64, nth: u64, now: Nanos) -> bool {
-        let key = Keyed::new(seed, "fault.mori").part("chance").actor(self.fault.key).nth(nth);
+        let key = Keyed::new(seed, "fault.drill").part("chance").actor(self.fault.key).nth(nth);
         let fires = self.left > 0
             && match &self.fault.trigger {
                 Trigger::At(at) => now >= *at,
@@ -130,12 +117,11 @@ impl Plan {
 
     fn effect(&mut self, seed: u64, now: Nanos) -> Option<Effect> {
         let key = |name| {
-            let key = Keyed::new(seed, "fault.mori").part(name);
+            let key = Keyed::new(seed, "fault.drill").part(name);
             key.actor(self.fault.key).nth(self.fired)
         };
-        let draw = |name, span: Option<scenarios::run::Span>| {
-            span.map_or(Nanos::ZERO, |span| span.draw(&key(name)))
-        };
+        let draw =
+            |name, span: Option<Span>| span.map_or(Nanos::ZERO, |span| span.draw(&key(name)));
         let delay = draw("delay", self.fault.delay);
         match self.fault.kind {
             FaultKind::QpError => Some(Effect::KillsPeer),
@@ -158,9 +144,12 @@ impl Plan {
 mod tests {
     use super::*;
 
+    const KINDS: [FaultKind; 4] =
+        [FaultKind::NoCopy, FaultKind::AckLost, FaultKind::CompletionReorder, FaultKind::QueueFull];
+
     fn faults(text: &str) -> Faults {
         let file = FaultFile::parse("f.toml", text).unwrap_or_else(|why| panic!("{why}"));
-        Faults::new(&file).unwrap_or_else(|why| panic!("{why}"))
+        Faults::new(&file, &KINDS).unwrap_or_else(|why| panic!("{why}"))
     }
 
     #[test]
@@ -207,7 +196,7 @@ mod tests {
     fn what_cannot_be_injected_is_refused_with_its_line() {
         let refused = |text: &str| {
             let file = FaultFile::parse("f.toml", text).unwrap_or_else(|why| panic!("{why}"));
-            Faults::new(&file).expect_err("refused").to_string()
+            Faults::new(&file, &KINDS).expect_err("refused").to_string()
         };
         let wire = refused("seed = 1\n[[fault]]\nkind = \"wire.loss\"\nchance = 1\n");
         assert!(wire.contains("f.toml:3") && wire.contains("fabric.no_copy"), "{wire}");

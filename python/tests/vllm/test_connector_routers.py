@@ -1,0 +1,103 @@
+"""KvferryConnector on both sides behind routers that are not ours: the real vllm-router, and legs as
+llm-d and vLLM's toy proxy send them."""
+
+import json
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from client import Refused
+from conftest import MODES, at_once, prompt
+from legs import of, params, router_id
+from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
+from vllm_router import VllmRouter
+
+LENGTHS = [1, 33, 257, 2500]
+# What vLLM's toy proxy takes from the answer of a prefill.
+COPIED = ("remote_engine_id", "remote_block_ids", "transfer_id")
+
+
+class Front:
+    """The router, with answers as the other tests want them."""
+
+    def __init__(self, router: VllmRouter):
+        self.router = router
+
+    def complete(self, body: dict, seconds: float = 60) -> dict:
+        status, text = self.router.complete(body, seconds)
+        if status != 200:
+            raise Refused(status, text)
+        return json.loads(text)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def own(request, model, logs, reference):
+    mode, router, pair = request.param, VllmRouter(logs / f"vllm-router-{request.param}.log"), None
+    try:
+        pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, KVFERRY), asynchronous=True)
+        pair.router = Front(router)
+        reference.server.ready()
+        pair.ready()
+        router.wait_for_pair({"prompt": [1], "max_tokens": 1})
+        yield pair
+    finally:
+        if pair is not None:
+            pair.stop()
+        router.stop()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_behind_the_vllm_router(own, reference, length):
+    ids = prompt(length, f"vllm-router {own.mode}")
+    assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+def test_behind_the_vllm_router_eight_at_a_time(own, reference):
+    answers, expected = at_once(own, reference, f"vllm-router {own.mode} at once")
+    assert answers == expected
+
+
+def test_the_vllm_router_starts_again(own, reference):
+    router = own.router.router
+    router.stop()
+    router.start()
+    router.wait_for_pair({"prompt": [1], "max_tokens": 1})
+    ids = prompt(300, f"vllm-router again {own.mode}")
+    assert tokens(own.router.complete(request(ids))) == reference(ids)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_legs_that_name_host_and_ports(own, reference, length):
+    """As llm-d sends them: nothing is in the request's id."""
+    ids = prompt(length, f"llm-d {own.mode}")
+    assert own.complete(ids) == reference(ids)
+
+
+def test_decode_answers_the_prompt_that_prefill_computed(own, reference):
+    ids, other = prompt(700, f"swap {own.mode}"), prompt(700, "another")
+    other[-1] = ids[-1]
+    assert own.complete(ids, other) == reference(ids) != reference(other)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_legs_of_the_toy_proxy(own, reference, length):
+    """It asks decode for one token less, and copies little of the answer of a prefill."""
+    ids, transfer = prompt(length, f"toy {own.mode}"), f"tx-{uuid.uuid4()}"
+    id = {"X-Request-Id": router_id(of(own.prefill), of(own.decode))}
+    first = request(ids, max_tokens=1) | params(transfer, True)
+    second = request(ids, max_tokens=TOKENS - 1) | params(transfer, False)
+    if own.mode == "READ":
+        answer = own.prefill.complete(first, headers=id)["kv_transfer_params"]
+        second["kv_transfer_params"] |= {key: answer[key] for key in COPIED}
+        got = own.decode.complete(second, headers=id)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(own.prefill.complete, first, headers=id)
+            got = own.decode.complete(second, headers=id)
+            pending.result()
+    assert tokens(got) == reference(ids)[: TOKENS - 1]
+
+
+def test_afterwards_every_block_is_free(own):
+    own.prefill.wait_idle(90)
+    own.decode.wait_idle(90)

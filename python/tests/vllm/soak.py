@@ -19,7 +19,7 @@ ABORTED = 0.2
 
 @dataclass
 class Process:
-    """What a process has; memory in KiB."""
+    """What a process has; memory of its own in KiB, without the KV cache that servers share with hosts."""
 
     name: str
     memory: int
@@ -32,7 +32,7 @@ class Process:
         status = dict(
             line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
         )
-        memory, threads = int(status["VmRSS"].split()[0]), int(status["Threads"])
+        memory, threads = int(status["RssAnon"].split()[0]), int(status["Threads"])
         return cls(name, memory, threads, len(list((folder / "fd").iterdir())))
 
 

@@ -131,7 +131,7 @@ closed_list! {
     /// A control message, for `match = { message = "..." }`.
     MessageName {
         Ask "" "Ask" "decode to prefill, push: this prompt is wanted"
-        Begun "" "Begun" "prefill to decode, push: the prompt is being computed, announce blocks"
+        Begun "" "Begun" "prefill to decode: the prompt is being computed, get blocks"
         Announce "" "Announce" "decode to prefill, push: write into these blocks (also spelled BlocksReady)"
         Pull "" "Pull" "decode to prefill, pull: hold the blocks and tell me"
         Grant "" "Grant" "prefill to decode, pull: the blocks and the lease"

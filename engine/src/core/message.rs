@@ -78,7 +78,8 @@ pub enum Message {
         /// Tokens of the prompt.
         tokens: u32,
     },
-    /// Prefill to decode, push: the prompt is being computed, announce blocks.
+    /// Prefill to decode: the prompt is being computed. Push: announce blocks. Pull, when the last
+    /// step computes: get blocks, the grant follows.
     Begun {
         /// The attempt.
         tag: Tag,

@@ -370,12 +370,16 @@ fn decode_gets_blocks_when_the_prefill_has_its_own() {
         arrive_prefill(&mut pair, mode, 96, 1);
         settle(&mut pair, 1);
         assert_eq!(pair.decode_said, [], "{mode}: the prompt waits for blocks");
-        schedule(&mut pair, 1, 0, 96);
-        settle(&mut pair, 1);
         let due = DecodeAnswer::Allocate { request: request.clone() };
+        schedule(&mut pair, 1, 0, 48);
+        settle(&mut pair, 1);
         let said: &[_] = if mode == Mode::Push { std::slice::from_ref(&due) } else { &[] };
-        assert_eq!(pair.decode_said, said, "{mode}: a pull waits for the whole prompt");
+        assert_eq!(pair.decode_said, said, "{mode}: what is pulled moves when it is whole");
         pair.compute(1, LAYERS);
+        schedule(&mut pair, 2, 48, 96);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said, std::slice::from_ref(&due), "{mode}");
+        pair.compute(2, LAYERS);
         finish(&mut pair, FinishReason::Length);
         // Longer than a lease: the receiver has the source kept while it waits for blocks.
         settle(&mut pair, 100);

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 /// | message | sender | allowed |
 /// |---|---|---|
 /// | `Ask`, `Pull` | decode | first message of an attempt, which is larger than any before |
-/// | `Begun` | prefill | after `Ask`, once, before an `Ended` |
+/// | `Begun` | prefill | after `Ask` or `Pull`, once, before a `Grant` or an `Ended` |
 /// | `Announce` | decode | once, first message of an attempt or after `Ask` |
 /// | `Renew` | decode | after `Pull`; its count grows |
 /// | `Grant`, `Renewed` | prefill | after `Pull`, before a quiet `Ended` |
@@ -29,6 +29,7 @@ struct Sink {
     begun: bool,
     announced: bool,
     pulled: bool,
+    granted: bool,
     spoken: bool,
     renewals: u32,
     quiet: bool,
@@ -97,10 +98,12 @@ impl Legal {
             Message::Release { .. } => None,
             Message::Begun { .. } => {
                 let again = std::mem::replace(&mut sink.begun, true);
-                (!sink.asked || again || sink.quiet)
+                let asked = sink.asked || sink.pulled && !sink.granted;
+                (!asked || again || sink.quiet)
                     .then_some("a beginning that nobody asked about, twice, or after the end")
             }
             Message::Grant { .. } | Message::Renewed { .. } => {
+                sink.granted = true;
                 (!sink.pulled || sink.quiet).then_some("a lease without a pull, or after the end")
             }
             Message::Delivered { ranks, .. } => (!sink.announced || sink.quiet || ranks.is_empty())

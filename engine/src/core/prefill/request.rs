@@ -53,6 +53,11 @@ impl Request {
         self.scheduled > 0
     }
 
+    /// True if a step computes the last of the prompt, or did.
+    pub(super) fn ending(&self) -> bool {
+        self.scheduled >= self.tokens
+    }
+
     fn blocks_held(&self) -> u32 {
         self.blocks.iter().map(|list| list.ids.len() as u32).sum()
     }
@@ -139,25 +144,30 @@ impl Prefill {
         assert!(request.finished.is_none(), "{} was scheduled after it finished", chunk.request);
         let first = !request.begun();
         self.held += request.add(&chunk);
-        if request.spare || request.leg.mode == Mode::Pull {
+        if request.spare {
             return;
         }
-        request.mentioned = true;
         let resumed = request.lost > 0 && !request.is_behind();
-        let key = (first || resumed).then(|| request.key.clone());
-        out.push(Job::Source {
-            source: request.source,
-            step,
-            ready: chunk.from,
-            to: chunk.to,
-            tokens: request.tokens,
-            blocks: Arc::new(chunk.blocks),
-        });
+        let pushes = request.leg.mode == Mode::Push;
+        // What is pulled moves when it is whole: its receivers need no blocks before the last step.
+        let binds = if pushes { first } else { request.ending() };
+        let key = (binds || resumed).then(|| request.key.clone());
+        if pushes {
+            request.mentioned = true;
+            out.push(Job::Source {
+                source: request.source,
+                step,
+                ready: chunk.from,
+                to: chunk.to,
+                tokens: request.tokens,
+                blocks: Arc::new(chunk.blocks),
+            });
+        }
         let Some(key) = key else { return };
         if resumed {
             self.timers.cancel(&Timer::Resume(key.clone()));
         }
-        if first {
+        if binds {
             self.bind_sinks(now, &key, out);
         }
     }
@@ -175,7 +185,7 @@ impl Prefill {
         if request.spare {
             return self.free(&id, None, out);
         }
-        if request.computed() && request.scheduled >= request.tokens {
+        if request.computed() && request.ending() {
             self.bind_sinks(now, &key, out);
             self.timers.arm(Timer::Hold(key.clone()), now + self.config.settings.lease);
         } else {

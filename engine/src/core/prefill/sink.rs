@@ -46,7 +46,7 @@ pub(super) struct Sink {
     tag: Tag,
     tokens: u32,
     want: Want,
-    /// Push: the receiver was told that the prompt is being computed.
+    /// The receiver was told that the prompt (pull: the last of it) is being computed.
     begun: bool,
     state: State,
 }
@@ -55,7 +55,11 @@ impl Sink {
     /// True if the receiver has, or may have, blocks for what it waits for.
     fn binds_blocks(&self) -> bool {
         match self.state {
-            State::Waiting => matches!(self.want, Want::Push { .. }),
+            State::Waiting => match self.want {
+                Want::Ask => false,
+                Want::Push { .. } => true,
+                Want::Pull => self.begun,
+            },
             State::Writing(_) | State::Restarting(_) => true,
             State::Ending(..) | State::Granted { .. } => false,
         }
@@ -178,6 +182,7 @@ impl Prefill {
                 self.await_resumption(now, key);
             }
             Want::Pull if request.computed() => self.grant(now, key, sibling, out),
+            Want::Pull if request.ending() => self.begin(now, key, sibling, out),
             Want::Ask | Want::Pull => {}
         }
     }

@@ -113,9 +113,11 @@ impl HostConfig {
         self.paths.contains(&path)
     }
 
+    /// Whether a plane would take these settings.
+    ///
     /// # Errors
     /// The setting, its value and what it may be.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         let at_least_one = [
             ("workers", self.workers),
             ("copiers", self.copiers),

@@ -20,3 +20,4 @@ pub use config::{HostConfig, Path};
 pub use hub::{Counters, PathCount};
 pub use memory::{HugePages, Pool};
 pub use plane::{HostError, HostPlane, Meter, SessionPaths};
+pub use sys::read_memory;

@@ -36,6 +36,16 @@ pub(crate) fn read_process(
     })
 }
 
+/// Reads memory of a process by cross-memory attach, as planes do; how many bytes were had.
+///
+/// # Errors
+/// As the kernel says it: no permission, no such process, or no memory there.
+pub fn read_memory(pid: u32, base: u64, into: &mut [u8]) -> std::io::Result<usize> {
+    let len = into.len() as u64;
+    let local = [range(into.as_mut_ptr() as u64, len)];
+    Ok(read_process(pid, &local, &[range(base, len)])? as usize)
+}
+
 /// Copies into another process; fewer bytes than asked for mean that a later range is bad.
 pub(crate) fn write_process(
     pid: u32,

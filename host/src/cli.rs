@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::doctor::{self, DoctorArgs, PeerArgs};
 use crate::embed::{self, HostArgs};
 use crate::exit::{Exit, Stop};
 use crate::router::{self, RouterArgs};
@@ -11,7 +12,7 @@ use std::io::{self, Write};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-const AFTER: &str = "Exit codes: 0 everything held, 2 input invalid, 3 liveness, 4 correctness, \
+const AFTER: &str = "Exit codes: 0 everything held, 1 a check of doctor failed, 2 input invalid, 3 liveness, 4 correctness, \
     5 not deterministic, 6 panic or assertion; over several scenarios the worst one.";
 
 #[derive(Debug, Parser)]
@@ -36,6 +37,11 @@ enum Command {
     Router(Box<RouterArgs>),
     /// Move the KV of a serving engine that runs beside it
     Host(Box<HostArgs>),
+    /// Check what a deployment needs of this machine, and say what to do
+    Doctor(Box<DoctorArgs>),
+    /// A process that `doctor` starts
+    #[command(hide = true)]
+    DoctorPeer(PeerArgs),
     /// Serve as a prefill or decode instance without a model
     Serve(Box<ServeArgs>),
 }
@@ -123,17 +129,19 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     };
     let mut out = io::BufWriter::new(io::stdout());
     let ended = match cli.command {
-        Command::Run(args) => run::command(&args, &mut out),
-        Command::Sweep(args) => sweep::command(&args, &mut out),
-        Command::Replay(args) => replay::command(&args, &mut out),
-        Command::List(args) => lists::command(&args, &mut out),
-        Command::Router(args) => router::command(&args, &mut out),
-        Command::Host(args) => embed::command(&args),
-        Command::Serve(args) => serve::command(&args, &mut out),
+        Command::Run(args) => run::command(&args, &mut out).map(Exit::code),
+        Command::Sweep(args) => sweep::command(&args, &mut out).map(Exit::code),
+        Command::Replay(args) => replay::command(&args, &mut out).map(Exit::code),
+        Command::List(args) => lists::command(&args, &mut out).map(Exit::code),
+        Command::Router(args) => router::command(&args, &mut out).map(Exit::code),
+        Command::Host(args) => embed::command(&args).map(Exit::code),
+        Command::Doctor(args) => doctor::command(&args, &mut out),
+        Command::DoctorPeer(args) => doctor::peer_command(&args, &mut out).map(Exit::code),
+        Command::Serve(args) => serve::command(&args, &mut out).map(Exit::code),
     };
-    let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
+    let ended = ended.and_then(|code| Ok(out.flush().map(|()| code)?));
     match ended {
-        Ok(exit) => exit.code(),
+        Ok(code) => code,
         // Who reads the output has seen enough.
         Err(Stop::Output(why)) if why.kind() == io::ErrorKind::BrokenPipe => Exit::Held.code(),
         Err(why) => {

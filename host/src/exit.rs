@@ -7,6 +7,9 @@ use std::io;
 /// How a command ends, by severity: over several scenarios the greatest wins.
 pub(crate) use fabric_sim::world::Verdict as Exit;
 
+/// Exit code of `doctor` on a machine that lacks something.
+pub(crate) const UNFIT: u8 = 1;
+
 /// Why a command cannot go on.
 #[derive(Debug)]
 pub(crate) enum Stop {

@@ -6,6 +6,7 @@ pub mod actors;
 mod attempt;
 mod cli;
 mod cores;
+mod doctor;
 pub mod embed;
 mod exit;
 mod files;

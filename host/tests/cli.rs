@@ -256,3 +256,16 @@ fn a_sweep_names_the_faults_that_never_hit() {
     assert!(ended.out.contains("\nnever hit: fabric.partial\n"), "{}", ended.out);
     assert!(!ended.out.contains("wire.loss"), "{}", ended.out);
 }
+
+#[test]
+fn a_host_is_not_started_with_a_configuration_that_cannot_be_used() {
+    let folder = Folder::new("host-configuration");
+    let file = folder.write("host.toml", "slower = true\ncopier = 2\n");
+    let ended = kvferry(["host", "--socket", "unused.sock", "--config", &file]);
+    let said =
+        format!("error: {file}:2: copier: there is no such key; did you mean \"copiers\"?\n");
+    assert_eq!((ended.code, ended.err), (2, said));
+    let ended = kvferry(["host"]);
+    assert_eq!(ended.code, 2);
+    assert!(ended.err.contains("give --socket PATH, KVFERRY_HOST_SOCKET"), "{}", ended.err);
+}

@@ -31,10 +31,11 @@ struct Host {
     socket: PathBuf,
 }
 
-fn spawn(socket: &Path) -> Child {
+fn spawn(socket: &Path, set: Option<(&str, &str)>) -> Child {
     Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(["host", "--log-level", "warn", "--socket"])
         .arg(socket)
+        .envs(set)
         .stdin(Stdio::null())
         .spawn()
         .expect("the binary runs")
@@ -42,10 +43,14 @@ fn spawn(socket: &Path) -> Child {
 
 impl Host {
     fn start(name: &str) -> Host {
+        Host::with(name, None)
+    }
+
+    fn with(name: &str, set: Option<(&str, &str)>) -> Host {
         let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
         let socket = std::env::temp_dir().join(socket);
         let _ = std::fs::remove_file(&socket);
-        let child = spawn(&socket);
+        let child = spawn(&socket, set);
         let start = Instant::now();
         while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < PATIENCE, "no host");
@@ -147,9 +152,9 @@ fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) -> ToHost {
     ToHost::Arrived { request: request.into(), params: params.to_string().into(), tokens: 40 }
 }
 
-/// A prompt of 40 tokens in two blocks goes from one engine to the other.
-fn hand_over(mode: Mode) {
-    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{name}")));
+/// A prompt of 40 tokens in two blocks is to go from one engine to the other; with what the decode
+/// is told of it.
+fn load(hosts: &[Host; 2], mode: Mode) -> (Rig, Rig, FromHost) {
     let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
     let mut d = Rig::start(&hosts[1], Role::Decode, mode);
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
@@ -175,6 +180,12 @@ fn hand_over(mode: Mode) {
     let request = "d-1".into();
     d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
     let loaded = next(&mut d.scheduler, |_| false);
+    (p, d, loaded)
+}
+
+fn hand_over(mode: Mode) {
+    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{name}")));
+    let (mut p, mut d, loaded) = load(&hosts, mode);
     assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");
     for (layer, block, from) in [(0, 7, 3), (0, 1, 5), (1, 7, 3), (1, 1, 5)] {
         let (moved, rest) = d.block(layer, block).split_at(32);
@@ -207,6 +218,19 @@ fn a_pushed_prompt_is_handed_over() {
 #[test]
 fn a_pulled_prompt_is_handed_over() {
     hand_over(Mode::Pull);
+}
+
+#[test]
+fn the_paths_of_the_configuration_are_those_of_the_planes() {
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host.toml");
+    std::fs::write(&file, "paths = [\"shared-memory\"]").expect("a file can be written");
+    let hosts = [
+        Host::with("paths-p", Some(("KVFERRY_HOST_PATHS", "tcp"))),
+        Host::with("paths-d", Some(("KVFERRY_HOST_CONFIG", file.to_str().expect("UTF-8")))),
+    ];
+    let (_p, _d, answer) = load(&hosts, Mode::Pull);
+    let told = format!("{answer:?}");
+    assert!(told.contains("both sides allow only []"), "{told}");
 }
 
 #[test]
@@ -267,7 +291,7 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
     first.child.kill().expect("it runs");
     first.child.wait().expect("it ends");
     assert!(first.socket.exists());
-    let start = || Host { child: spawn(&first.socket), socket: first.socket.clone() };
+    let start = || Host { child: spawn(&first.socket, None), socket: first.socket.clone() };
     let mut hosts: Vec<Host> = (0..8).map(|_| start()).collect();
     let begun = Instant::now();
     while hosts.len() > 1 || UnixStream::connect(&first.socket).is_err() {

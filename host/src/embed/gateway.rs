@@ -12,6 +12,7 @@ use engine::core::ids::RequestId;
 use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
 use engine::core::prefill::PrefillEffect;
 use engine::core::router::LegBody;
+use fabric_host::HostConfig;
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -63,6 +64,8 @@ struct Serving {
 /// The actor.
 pub(super) struct Gateway {
     clock: Clock,
+    /// What the operator says of the data planes.
+    fabric: HostConfig,
     clients: BTreeMap<u64, Client>,
     engine: Option<Box<Engine>>,
     workers: BTreeMap<u16, Worker>,
@@ -74,9 +77,14 @@ pub(super) struct Gateway {
 }
 
 impl Gateway {
-    pub(super) fn start(clock: Clock, over: oneshot::Sender<()>) -> Addr<Gateway> {
+    pub(super) fn start(
+        clock: Clock,
+        fabric: HostConfig,
+        over: oneshot::Sender<()>,
+    ) -> Addr<Gateway> {
         let gateway = Gateway {
             clock,
+            fabric,
             clients: BTreeMap::new(),
             engine: None,
             workers: BTreeMap::new(),
@@ -135,7 +143,8 @@ impl Gateway {
             decode: own.clone().recipient(),
             reports: own.recipient(),
         };
-        let (cores, own, lease) = start::start(engine, &self.workers, outlets, &self.clock)?;
+        let planes = (&self.workers, &self.fabric);
+        let (cores, own, lease) = start::start(engine, planes, outlets, &self.clock)?;
         let ready = FromHost::Ready { address: own.address.clone(), lease_ms: lease.0 / 1_000_000 };
         self.serving = Some(Serving { cores, own });
         self.tell(|_| true, &ready);

@@ -4,6 +4,7 @@
 //! a Unix socket ([`proto`], [`Link`]). It binds the ports of all ranks, has the core, and moves the
 //! bytes of the workers' memory from outside.
 
+pub(crate) mod config;
 mod drill;
 mod gateway;
 mod link;
@@ -13,48 +14,49 @@ mod socket;
 pub mod spec;
 mod start;
 
+pub(crate) use config::HostArgs;
 pub use link::Link;
 
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
-use crate::logs::{self, LogArgs};
+use crate::logs;
 use crate::signals::Ends;
-use clap::Args;
+use config::Config;
 use engine::actors::Clock;
 use engine::core::Nanos;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::TransferId;
 use engine::core::layout::BlockList;
 use gateway::Gateway;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-/// Arguments of `host`.
-#[derive(Clone, Debug, Args)]
-pub(crate) struct HostArgs {
-    /// Where the connector finds the host
-    #[arg(long, value_name = "PATH")]
-    pub(crate) socket: PathBuf,
-    #[command(flatten)]
-    pub(crate) logs: LogArgs,
-}
-
 /// Serves one engine until its connections end, SIGTERM or SIGINT.
 pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
-    logs::start(&args.logs);
-    actix::System::new().block_on(run(args))
+    let config = args.resolve(std::env::vars_os()).map_err(Stop::Input)?;
+    let Some(socket) = &config.socket else {
+        let text = "no path for the connector's socket: give --socket PATH, KVFERRY_HOST_SOCKET, or \
+            `socket` in the configuration file";
+        return Err(Stop::Input(text.into()));
+    };
+    logs::start(&config.logs);
+    // Not refused: a Kubernetes service "kvferry-host" sets variables like these for every pod.
+    for variable in &config.strangers {
+        tracing::warn!(variable, "the configuration has no such key");
+    }
+    actix::System::new().block_on(run(socket, &config))
 }
 
-async fn run(args: &HostArgs) -> Result<Exit, Stop> {
+async fn run(socket: &Path, config: &Config) -> Result<Exit, Stop> {
     let mut ends = Ends::new()?;
-    let place = socket::listen(&args.socket).map_err(Stop::Input)?;
+    let place = socket::listen(socket).map_err(Stop::Input)?;
     let begun = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let (over, left) = oneshot::channel();
-    let gateway = Gateway::start(clock, over);
-    tracing::info!(socket = %args.socket.display(), "waiting for an engine");
+    let gateway = Gateway::start(clock, config.fabric.clone(), over);
+    tracing::info!(socket = %socket.display(), "waiting for an engine");
     tokio::select! {
         () = socket::serve(&place.listener, gateway) => {}
         () = ends.heard() => {}

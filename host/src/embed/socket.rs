@@ -44,7 +44,7 @@ impl Drop for Place {
 /// # Errors
 /// The path and why it cannot be listened at: another host is there.
 pub(super) fn listen(path: &Path) -> Result<Place, String> {
-    let fail = |why: &dyn Display| format!("--socket {}: cannot listen: {why}", path.display());
+    let fail = |why: &dyn Display| format!("socket {}: cannot listen: {why}", path.display());
     let mut lock = path.as_os_str().to_owned();
     lock.push(".lock");
     let lock = PathBuf::from(lock);

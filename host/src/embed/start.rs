@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// What cannot be served or had, and why.
 pub(super) fn start(
     engine: &Engine,
-    workers: &BTreeMap<u16, Worker>,
+    (workers, fabric): (&BTreeMap<u16, Worker>, &HostConfig),
     outlets: Outlets,
     clock: &Clock,
 ) -> Result<(Cores, Own, Nanos), String> {
@@ -37,7 +37,7 @@ pub(super) fn start(
     let config = core_config(engine, &ears)?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
-        rank_parts(engine, &config, worker)
+        rank_parts(engine, &config, worker, fabric)
     });
     let ranks = ranks.collect::<Result<Vec<_>, String>>()?;
     let own = Own {
@@ -90,12 +90,17 @@ fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
     })
 }
 
-fn rank_parts(engine: &Engine, core: &CoreConfig, worker: &Worker) -> Result<RankParts, String> {
+fn rank_parts(
+    engine: &Engine,
+    core: &CoreConfig,
+    worker: &Worker,
+    fabric: &HostConfig,
+) -> Result<RankParts, String> {
     let layers = engine.layers(worker)?;
     let memory = worker.regions.iter().map(|region| memory(worker, region));
     let memory = memory.collect::<Result<Vec<_>, String>>()?;
     let settings = &engine.settings;
-    let config = HostConfig { workers: settings.num_workers.into(), ..HostConfig::default() };
+    let config = HostConfig { workers: settings.num_workers.into(), ..fabric.clone() };
     let plane = host_plane(core, worker.rank, &settings.host_ip, config)?;
     let plane = drilled(Box::new(plane))?;
     Ok(RankParts::new(core, worker.rank, plane, (memory, layers), None))

@@ -1,0 +1,167 @@
+//! NICs with RDMA, MoRI and GPUs. This build uses none of them, and says so.
+
+use super::{Check, Roots, line};
+use std::env;
+use std::fs::{self, OpenOptions};
+use std::path::{Path, PathBuf};
+
+const RDMA: &str = "rdma";
+const AMD_GPU: &str = "amd-gpu";
+
+/// Names in a folder, sorted; none if it is not there.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+fn devices(sys: &Path) -> PathBuf {
+    sys.join("class/infiniband")
+}
+
+/// True if there is a device, whatever its ports do.
+pub(super) fn has_rdma(sys: &Path) -> bool {
+    !names(&devices(sys)).is_empty()
+}
+
+/// A port of a device: whether it is active, and what the kernel says of it.
+fn port(folder: &Path, name: &str) -> (bool, String) {
+    let text = |name: &str| line(&folder.join(name)).unwrap_or_else(|| "?".into());
+    let (state, rate, layer) = (text("state"), text("rate"), text("link_layer"));
+    // "4: ACTIVE"
+    let state = state.rsplit_once(": ").map_or(&*state, |(_, word)| word);
+    (state == "ACTIVE", format!("{name} {state}, {rate}, {layer}"))
+}
+
+/// RDMA devices and their ports.
+pub(super) fn rdma(roots: &Roots) -> Check {
+    let folder = devices(&roots.sys);
+    let mut ports = Vec::new();
+    for device in names(&folder) {
+        let at = folder.join(&device).join("ports");
+        let numbers = names(&at);
+        ports.extend(numbers.iter().map(|n| port(&at.join(n), &format!("{device} port {n}"))));
+        if numbers.is_empty() {
+            ports.push((false, format!("{device} without ports")));
+        }
+    }
+    if ports.is_empty() {
+        let found = "no device in /sys/class/infiniband: RDMA backends cannot be used here; host \
+            memory and TCP can";
+        return Check::ok(RDMA, found);
+    }
+    let texts: Vec<&str> = ports.iter().map(|(_, text)| &**text).collect();
+    let found = format!("{}; this build has no RDMA backend", texts.join("; "));
+    if !ports.iter().any(|(is_active, _)| *is_active) {
+        let remedy = "bring a port up: see its cable and switch, `ip link set DEV up` for Ethernet, a \
+            subnet manager for InfiniBand (`rdma link` shows the state)";
+        return Check::warn(RDMA, found, remedy);
+    }
+    let verbs = names(&roots.dev.join("infiniband"));
+    if !verbs.iter().any(|name| name.starts_with("uverbs")) {
+        let found = format!("{found}; there is no /dev/infiniband/uverbs*");
+        let remedy = "modprobe ib_uverbs; in a container docker --device=/dev/infiniband";
+        return Check::warn(RDMA, found, remedy);
+    }
+    Check::ok(RDMA, found)
+}
+
+/// Where libraries usually are.
+pub(super) fn library_folders() -> Vec<PathBuf> {
+    let path = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let usual = ["/opt/rocm/lib", "/usr/local/lib", "/usr/lib", "/usr/lib64", "/lib"];
+    let more = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
+    let usual = usual.into_iter().chain(more).map(PathBuf::from);
+    env::split_paths(&path).filter(|path| !path.as_os_str().is_empty()).chain(usual).collect()
+}
+
+/// MoRI's libraries. A Python environment may have its own.
+pub(super) fn mori(folders: &[PathBuf]) -> Check {
+    let is_mori = |name: &String| name.starts_with("libmori") && name.contains(".so");
+    let found = folders.iter().find_map(|folder| {
+        let name = names(folder).into_iter().find(is_mori)?;
+        Some(folder.join(name))
+    });
+    let found = match found {
+        Some(path) => format!("{} is there", path.display()),
+        None => "no libmori*.so in LD_LIBRARY_PATH, /opt/rocm/lib and the usual folders".into(),
+    };
+    Check::ok("mori", format!("{found}; this build has no MoRI backend and would not use it"))
+}
+
+/// Whether GPUs of AMD can be opened.
+pub(super) fn amd_gpu(dev: &Path) -> Check {
+    const NONE: &str = "this build moves host memory only";
+    let path = dev.join("kfd");
+    if !path.exists() {
+        return Check::ok(AMD_GPU, format!("no {}, so no AMD GPU; {NONE}", path.display()));
+    }
+    match OpenOptions::new().read(true).write(true).open(&path) {
+        Ok(_) => Check::ok(AMD_GPU, format!("{} can be opened; {NONE}", path.display())),
+        Err(why) => Check::warn(
+            AMD_GPU,
+            format!("{}: cannot be opened: {why}; {NONE}", path.display()),
+            "usermod -aG render,video USER, and log in again (docker: --device=/dev/kfd \
+             --device=/dev/dri --group-add=render)",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status;
+    use super::super::tests::Tree;
+    use super::*;
+
+    const STATE: &str = "sys/class/infiniband/mlx5_0/ports/1/state";
+    const RATE: &str = "sys/class/infiniband/mlx5_0/ports/1/rate";
+    const LAYER: &str = "sys/class/infiniband/mlx5_0/ports/1/link_layer";
+
+    #[test]
+    fn ports_of_devices_are_told() {
+        let none = Tree::new("no-nic", &[]).roots();
+        assert!(!has_rdma(&none.sys));
+        assert!(rdma(&none).found.contains("host memory and TCP can"));
+        let rest = [(RATE, "200 Gb/sec (4X HDR)\n"), (LAYER, "InfiniBand\n")];
+        let up = Tree::new(
+            "nic",
+            &[(STATE, "4: ACTIVE\n"), rest[0], rest[1], ("dev/infiniband/uverbs0", "")],
+        );
+        let check = rdma(&up.roots());
+        assert!(has_rdma(&up.roots().sys));
+        assert_eq!(check.status, Status::Ok);
+        let said = "mlx5_0 port 1 ACTIVE, 200 Gb/sec (4X HDR), InfiniBand";
+        assert!(check.found.starts_with(said), "{check:?}");
+        let closed = Tree::new("nic-closed", &[(STATE, "4: ACTIVE\n"), rest[0], rest[1]]);
+        let check = rdma(&closed.roots());
+        assert!(check.remedy.is_some_and(|text| text.contains("--device=/dev/infiniband")));
+        let down = Tree::new("nic-down", &[(STATE, "1: DOWN\n"), rest[0], rest[1]]);
+        let check = rdma(&down.roots());
+        assert_eq!(check.status, Status::Warn);
+        assert!(check.found.starts_with("mlx5_0 port 1 DOWN"), "{check:?}");
+        let bare = Tree::new("nic-bare", &[("sys/class/infiniband/rxe0/node_type", "")]);
+        assert!(rdma(&bare.roots()).found.starts_with("rxe0 without ports"));
+    }
+
+    #[test]
+    fn a_library_of_mori_is_found() {
+        let tree = Tree::new("mori", &[("lib/libmori_io.so", ""), ("other/libc.so", "")]);
+        let folders = [tree.0.join("other"), tree.0.join("none"), tree.0.join("lib")];
+        let check = mori(&folders);
+        assert!(check.found.contains("lib/libmori_io.so is there"), "{check:?}");
+        assert!(mori(&folders[..2]).found.starts_with("no libmori*.so"));
+        assert!(check.found.contains("no MoRI backend"));
+    }
+
+    #[test]
+    fn gpus_are_there_or_not() {
+        let tree = Tree::new("gpu", &[("dev/kfd", ""), ("none/file", ""), ("shut/kfd/file", "")]);
+        assert!(amd_gpu(&tree.roots().dev).found.contains("can be opened"));
+        assert!(amd_gpu(&tree.0.join("none")).found.contains("no AMD GPU"));
+        // A folder cannot be opened for writing, whoever tries.
+        let shut = amd_gpu(&tree.0.join("shut"));
+        assert!(shut.remedy.is_some_and(|text| text.contains("render,video")));
+    }
+}

@@ -1,0 +1,191 @@
+//! Two processes that are neither parent nor child of each other, as hosts and servers are: one holds
+//! bytes, the other tries to get at them.
+
+use crate::exit::{Exit, Stop};
+use clap::{Args, Subcommand};
+use engine::fabric::Memory;
+use fabric_host::{HugePages, Pool, read_memory};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+
+/// Bytes that are looked at.
+pub(super) const LEN: usize = 4_096;
+
+/// Arguments of the two processes.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct PeerArgs {
+    #[command(subcommand)]
+    part: Part,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+enum Part {
+    /// Hold bytes until the input ends
+    Hold { seed: u64 },
+    /// Look for them
+    Look { seed: u64, held: String },
+}
+
+/// Where the bytes are.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Held {
+    pid: u32,
+    base: u64,
+    /// Number of the memory file, or why there is none.
+    file: Result<i32, String>,
+}
+
+/// Why something cannot be done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    /// As the kernel says it; 0 if it does not.
+    pub(super) errno: i32,
+    pub(super) why: String,
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Failure {
+        Failure { errno: error.raw_os_error().unwrap_or(0), why: error.to_string() }
+    }
+}
+
+/// What one process can do with another one.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Trial {
+    /// Read its memory by cross-memory attach.
+    pub(super) memory: Result<(), Failure>,
+    /// Have a sealed memory file of its own.
+    pub(super) created: Result<(), String>,
+    /// Open the other's memory file; as good as `created` if there is none.
+    pub(super) opened: Result<(), Failure>,
+}
+
+/// Runs both processes.
+///
+/// # Errors
+/// They could not be run, and why.
+pub(super) fn trial() -> Result<Trial, String> {
+    let seed = rand::random::<u64>().to_string();
+    let mut holder = start(&["hold", &seed], Stdio::piped())?;
+    let mut held = String::new();
+    let said = holder.stdout.take().map(|out| BufReader::new(out).read_line(&mut held));
+    let looked = match said {
+        Some(Ok(1..)) => look(&seed, held.trim()),
+        Some(Err(why)) => Err(format!("a process that holds memory: {why}")),
+        _ => Err("a process that holds memory ended without a word".into()),
+    };
+    drop(holder.stdin.take());
+    holder.wait().map_err(|why| format!("waiting for a process: {why}"))?;
+    looked
+}
+
+fn look(seed: &str, held: &str) -> Result<Trial, String> {
+    let fail = |why: &dyn std::fmt::Display| format!("a process that looks at another one: {why}");
+    let child = start(&["look", seed, held], Stdio::null())?;
+    let output = child.wait_with_output().map_err(|why| fail(&why))?;
+    serde_json::from_slice(&output.stdout).map_err(|why| fail(&why))
+}
+
+fn start(args: &[&str], input: Stdio) -> Result<Child, String> {
+    let program = std::env::current_exe().map_err(|why| format!("the path of kvferry: {why}"))?;
+    let mut command = Command::new(&program);
+    command.arg("doctor-peer").args(args).stdin(input).stdout(Stdio::piped());
+    command.spawn().map_err(|why| format!("starting {}: {why}", program.display()))
+}
+
+fn pattern(seed: u64) -> Vec<u8> {
+    seed.to_le_bytes().repeat(LEN / 8)
+}
+
+/// Is one of the processes.
+///
+/// # Errors
+/// Output that cannot be written.
+pub(crate) fn command(args: &PeerArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    match &args.part {
+        Part::Hold { seed } => hold(*seed, out)?,
+        Part::Look { seed, held } => {
+            let held: Held = serde_json::from_str(held).map_err(io::Error::from)?;
+            serde_json::to_writer(out, &trial_of(&held, &pattern(*seed)))
+                .map_err(io::Error::from)?;
+        }
+    }
+    Ok(Exit::Held)
+}
+
+fn hold(seed: u64, out: &mut dyn Write) -> io::Result<()> {
+    let bytes = pattern(seed);
+    let (pool, file) = match file(&bytes) {
+        Ok((pool, file)) => (Some(pool), Ok(file)),
+        Err(why) => (None, Err(why)),
+    };
+    let held = Held { pid: std::process::id(), base: bytes.as_ptr() as u64, file };
+    writeln!(out, "{}", serde_json::to_string(&held)?)?;
+    out.flush()?;
+    io::stdin().read_to_end(&mut Vec::new())?;
+    // They had to be there until now.
+    drop((std::hint::black_box(bytes), pool));
+    Ok(())
+}
+
+/// A memory file like the one of a KV cache.
+fn file(bytes: &[u8]) -> Result<(Pool, i32), String> {
+    let pool = Pool::new(LEN as u64, HugePages::No)?;
+    let Memory::MemFd { fd, .. } = pool.memory() else { return Err("no memory file".into()) };
+    let path = format!("/proc/self/fd/{fd}");
+    let written = OpenOptions::new().write(true).open(&path);
+    written
+        .and_then(|file| file.write_all_at(bytes, 0))
+        .map_err(|why| format!("writing {path}, a memory file: {why}"))?;
+    Ok((pool, fd))
+}
+
+fn trial_of(held: &Held, expected: &[u8]) -> Trial {
+    let same = |bytes: &[u8]| match bytes == expected {
+        true => Ok(()),
+        false => Err(Failure { errno: 0, why: "other bytes were read than are there".into() }),
+    };
+    let mut bytes = vec![0; LEN];
+    let memory = read_memory(held.pid, held.base, &mut bytes);
+    let memory = memory.map_err(Failure::from).and_then(|len| same(&bytes[..len]));
+    let (created, opened) = match &held.file {
+        Ok(file) => (Ok(()), open(held.pid, *file).map_err(Failure::from).and_then(|b| same(&b))),
+        Err(why) => (Err(why.clone()), Ok(())),
+    };
+    Trial { memory, created, opened }
+}
+
+/// Opens it as `kvferry host` opens the KV of a worker.
+fn open(pid: u32, file: i32) -> io::Result<Vec<u8>> {
+    let path = format!("/proc/{pid}/fd/{file}");
+    let file: File = OpenOptions::new().read(true).write(true).open(path)?;
+    let mut bytes = vec![0; LEN];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_tells_the_bytes_from_others() {
+        let bytes = pattern(7);
+        let (_pool, file) = file(&bytes).expect("memory files are needed for all else");
+        let (pid, base) = (std::process::id(), bytes.as_ptr() as u64);
+        let held = Held { pid, base, file: Ok(file) };
+        let Trial { memory, created, opened } = trial_of(&held, &bytes);
+        assert_eq!((memory, created, opened), (Ok(()), Ok(()), Ok(())));
+        let Trial { memory, opened, .. } = trial_of(&held, &pattern(8));
+        for failed in [memory, opened] {
+            assert!(failed.is_err_and(|failure| failure.why.contains("other bytes")));
+        }
+        let none = Held { base: 0, file: Err("none".into()), ..held };
+        let Trial { memory, created, opened } = trial_of(&none, &bytes);
+        assert!(memory.is_err_and(|failure| failure.errno != 0));
+        assert_eq!((created, opened), (Err("none".into()), Ok(())));
+    }
+}

@@ -1,0 +1,168 @@
+//! Addresses and ports of this machine, and the router's.
+
+use super::{Check, DoctorArgs};
+use engine::fabric::bracketed;
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::Duration;
+
+const HOST_IP: &str = "host-ip";
+const PROXY: &str = "proxy";
+
+/// How long the router may take.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+fn joined(host: &str, port: u16) -> String {
+    format!("{}:{port}", bracketed(host))
+}
+
+/// Whether peers can be told the address and it is one of this machine's.
+pub(super) fn host_ip(host: &str) -> Check {
+    let addresses: Vec<SocketAddr> = match joined(host, 0).to_socket_addrs() {
+        Ok(found) => found.collect(),
+        Err(why) => {
+            let found = format!("{host}: no address: {why}");
+            return Check::fail(HOST_IP, found, "give an address, or a name that resolves");
+        }
+    };
+    if addresses.iter().any(|address| address.ip().is_unspecified()) {
+        let found = format!("{host} is no address that peers can connect to");
+        return Check::fail(HOST_IP, found, "give the one that they reach (`ip -brief address`)");
+    }
+    if let Err(why) = TcpListener::bind(&*addresses) {
+        let found = format!("{host}: cannot listen there: {why}");
+        let remedy = "give an address of this machine (`ip -brief address` lists them; in a \
+            container those of its network, or docker --network=host)";
+        return Check::fail(HOST_IP, found, remedy);
+    }
+    let reach = match addresses.iter().all(|address| address.ip().is_loopback()) {
+        true => ", which peers on other machines do not reach",
+        false => "",
+    };
+    Check::ok(HOST_IP, format!("{host} is an address of this machine{reach}"))
+}
+
+/// The ports that were given, all held together.
+pub(super) fn listeners(args: &DoctorArgs) -> Vec<Check> {
+    let at = |port: Option<u16>| port.map(|port| joined(&args.host_ip, port));
+    let wanted = [
+        ("handshake-port", at(args.handshake_port)),
+        ("notify-port", at(args.notify_port)),
+        ("discovery", args.discovery.clone()),
+    ];
+    let mut held: Vec<(&str, String, TcpListener)> = Vec::new();
+    let mut checks = Vec::new();
+    for (name, address) in wanted {
+        let Some(address) = address else { continue };
+        if let Some((other, ..)) = held.iter().find(|(_, taken, _)| *taken == address) {
+            let found = format!("{address} is to be {other}, too");
+            checks.push(Check::fail(name, found, format!("give {name} or {other} another port")));
+            continue;
+        }
+        match TcpListener::bind(&address) {
+            Ok(listener) => {
+                checks.push(Check::ok(name, format!("{address} can be listened at")));
+                if !address.ends_with(":0") {
+                    held.push((name, address, listener));
+                }
+            }
+            Err(why) => checks.push(taken(name, &address, &why)),
+        }
+    }
+    checks
+}
+
+fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
+    let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
+    let remedy = match why.kind() {
+        ErrorKind::AddrInUse => format!(
+            "end the process that has port {port} (`ss -ltnp 'sport = :{port}'` shows it), or give \
+             another port"
+        ),
+        ErrorKind::PermissionDenied => format!(
+            "give a port from 1024, or allow {port}: sysctl -w \
+             net.ipv4.ip_unprivileged_port_start={port}"
+        ),
+        ErrorKind::AddrNotAvailable => {
+            "give an address of this machine (`ip -brief address`)".into()
+        }
+        _ => "give HOST:PORT of this machine".into(),
+    };
+    Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
+}
+
+/// Whether something listens where the router is to be.
+pub(super) fn proxy(address: &str) -> Check {
+    let addresses = match address.to_socket_addrs() {
+        Ok(found) => found,
+        Err(why) => {
+            let found = format!("{address}: no address: {why}");
+            return Check::fail(PROXY, found, "give HOST:PORT of the router's --discovery");
+        }
+    };
+    let mut last = io::Error::other("the name has no address");
+    for one in addresses {
+        match TcpStream::connect_timeout(&one, PATIENCE) {
+            Ok(_) => return Check::ok(PROXY, format!("{address} takes connections")),
+            Err(why) => last = why,
+        }
+    }
+    Check::fail(
+        PROXY,
+        format!("{address}: cannot connect: {last}"),
+        format!(
+            "start the router there (`kvferry router --discovery {address}`), or open the port in \
+             firewalls between"
+        ),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status;
+    use super::*;
+    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+
+    fn refused(kind: ErrorKind) -> String {
+        let check = taken("notify-port", "10.0.0.1:80", &kind.into());
+        assert_eq!(check.status, Status::Fail);
+        check.remedy.expect("something to do")
+    }
+
+    #[test]
+    fn each_reason_has_its_remedy() {
+        assert!(refused(ErrorKind::AddrInUse).contains("ss -ltnp 'sport = :80'"));
+        assert!(refused(ErrorKind::PermissionDenied).contains("ip_unprivileged_port_start=80"));
+        assert!(refused(ErrorKind::AddrNotAvailable).contains("ip -brief address"));
+    }
+
+    #[test]
+    fn addresses_are_looked_up_and_tried() {
+        let loopback = host_ip("127.0.0.1");
+        assert_eq!(loopback.status, Status::Ok);
+        assert!(loopback.found.contains("other machines do not reach"), "{loopback:?}");
+        // Kept for documentation: no machine has it.
+        let foreign = host_ip("192.0.2.1");
+        assert_eq!(foreign.status, Status::Fail);
+        assert!(foreign.found.starts_with("192.0.2.1: cannot listen there"), "{foreign:?}");
+        assert_eq!(host_ip("0.0.0.0").status, Status::Fail);
+        assert_eq!(host_ip("not a name").status, Status::Fail);
+    }
+
+    #[test]
+    fn a_router_is_there_or_not() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let address = listener.local_addr().expect("bound").to_string();
+        assert_eq!(proxy(&address).status, Status::Ok);
+        // Nobody else gets the port, and nobody listens at it.
+        let silent = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+        let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+        bind(&silent, &loopback).expect("loopback");
+        let address = getsockname(&silent).expect("bound");
+        let address = SocketAddr::try_from(address).expect("of the internet").to_string();
+        let gone = proxy(&address);
+        assert_eq!(gone.status, Status::Fail);
+        assert!(gone.found.starts_with(&format!("{address}: cannot connect")), "{gone:?}");
+        assert_eq!(proxy("127.0.0.1").status, Status::Fail);
+    }
+}

@@ -1,0 +1,89 @@
+//! `kvferry doctor` on this machine.
+
+use rustix::net::sockopt::set_socket_reuseaddr;
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+use serde_json::Value;
+use std::net::{SocketAddr, TcpListener};
+use std::process::Command;
+
+/// The exit code, and the checks by line.
+fn doctor(args: &[&str]) -> (i32, Vec<Value>) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["doctor", "--json"])
+        .args(args)
+        .output()
+        .expect("the program starts");
+    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
+    let lines = text.lines().map(|line| serde_json::from_str(line).expect("an object per line"));
+    (output.status.code().expect("it ends by itself"), lines.collect())
+}
+
+fn check<'a>(checks: &'a [Value], name: &str) -> &'a Value {
+    checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+#[test]
+fn what_is_not_ok_has_a_remedy() {
+    let (code, checks) = doctor(&["--kv-memory", "private"]);
+    for name in
+        ["cross-memory", "memory-file", "memlock", "open-files", "host-ip", "socket", "rdma"]
+    {
+        check(&checks, name);
+    }
+    for check in &checks {
+        let remedy = check["remedy"].as_str();
+        assert!(check["found"].as_str().is_some_and(|text| !text.is_empty()), "{check}");
+        assert_eq!(check["status"] == "ok", remedy.is_none(), "{check}");
+        assert!(remedy.is_none_or(|text| !text.is_empty()), "{check}");
+    }
+    let is_unfit = checks.iter().any(|check| check["status"] == "fail");
+    assert_eq!(code, i32::from(is_unfit), "{checks:?}");
+    // Where memory can be read, it was read: it is not a guess from settings.
+    let attach = check(&checks, "cross-memory");
+    assert!(attach["found"].as_str().is_some_and(|text| text.contains("process_vm_readv")));
+}
+
+#[test]
+fn a_taken_port_is_a_failure_that_names_it() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = taken.local_addr().expect("bound");
+    let port = address.port().to_string();
+    for flag in ["--handshake-port", "--notify-port"] {
+        let (code, checks) = doctor(&[flag, &port]);
+        let check = check(&checks, flag.trim_start_matches("--"));
+        assert_eq!((code, &check["status"]), (1, &"fail".into()), "{check}");
+        let [found, remedy] = ["found", "remedy"].map(|key| check[key].as_str().expect("a text"));
+        assert!(found.starts_with(&address.to_string()), "{check}");
+        assert!(remedy.contains(&port) && remedy.contains("give another port"), "{check}");
+    }
+    let (code, checks) = doctor(&["--proxy", &address.to_string(), "--handshake-port", "0"]);
+    assert_eq!(check(&checks, "proxy")["status"], "ok");
+    assert_eq!(check(&checks, "handshake-port")["status"], "ok");
+    let others = checks.iter().any(|check| check["status"] == "fail");
+    assert_eq!(code, i32::from(others));
+}
+
+#[test]
+fn ports_that_are_to_be_one_are_a_failure() {
+    // Kept from others, and free for who listens.
+    let kept = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    set_socket_reuseaddr(&kept, true).expect("an option");
+    bind(&kept, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("loopback");
+    let address = getsockname(&kept).expect("bound");
+    let port = SocketAddr::try_from(address).expect("of the internet").port().to_string();
+    let (code, checks) = doctor(&["--handshake-port", &port, "--notify-port", &port]);
+    assert_eq!(check(&checks, "handshake-port")["status"], "ok");
+    let check = check(&checks, "notify-port");
+    assert_eq!((code, &check["status"]), (1, &"fail".into()), "{check}");
+    let found = check["found"].as_str().expect("a text");
+    assert!(found.contains(&port) && found.contains("is to be handshake-port, too"), "{check}");
+}
+
+#[test]
+fn a_configuration_that_cannot_be_used_is_a_failure() {
+    let (code, checks) = doctor(&["--config", "/nonexistent/host.toml"]);
+    let check = check(&checks, "configuration");
+    assert_eq!((code, &check["status"]), (1, &"fail".into()), "{check}");
+    let found = check["found"].as_str().expect("a text");
+    assert!(found.contains("/nonexistent/host.toml: cannot read it"), "{check}");
+}

@@ -13,6 +13,7 @@ mod fleet;
 mod legs;
 mod lists;
 mod logs;
+mod meters;
 mod outcome;
 mod progress;
 mod replay;

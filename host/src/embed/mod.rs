@@ -6,7 +6,10 @@
 
 mod gateway;
 mod link;
+mod metrics;
 pub mod proto;
+pub mod record;
+mod records;
 pub mod settings;
 mod socket;
 pub mod spec;
@@ -18,6 +21,7 @@ use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs::{self, LogArgs};
 use crate::signals::Ends;
+use crate::wiring::born;
 use clap::Args;
 use engine::actors::Clock;
 use engine::core::Nanos;
@@ -36,6 +40,10 @@ pub(crate) struct HostArgs {
     /// Where the connector finds the host
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: PathBuf,
+    /// Where metrics are scraped, at /metrics; port 0 takes a free one, which is logged; nowhere
+    /// if not given
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) metrics: Option<String>,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
 }
@@ -49,13 +57,15 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
 async fn run(args: &HostArgs) -> Result<Exit, Stop> {
     let mut ends = Ends::new()?;
     let place = socket::listen(&args.socket).map_err(Stop::Input)?;
-    let begun = Instant::now();
+    let scraped = metrics::listen(args.metrics.as_deref()).await.map_err(Stop::Input)?;
+    let (begun, born) = (Instant::now(), born());
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let (over, left) = oneshot::channel();
-    let gateway = Gateway::start(clock, over);
+    let gateway = Gateway::start(clock, born, over);
     tracing::info!(socket = %args.socket.display(), "waiting for an engine");
     tokio::select! {
-        () = socket::serve(&place.listener, gateway) => {}
+        () = socket::serve(&place.listener, gateway.clone()) => {}
+        () = metrics::serve(scraped, gateway) => {}
         () = ends.heard() => {}
         _ = left => tracing::info!("the engine has left"),
     }

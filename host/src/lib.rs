@@ -8,6 +8,7 @@ mod cli;
 mod cores;
 pub mod embed;
 mod exit;
+mod export;
 mod files;
 mod fleet;
 mod legs;

@@ -5,7 +5,7 @@ use crate::embed::{self, HostArgs};
 use crate::exit::{Exit, Stop};
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
-use crate::{lists, replay, run, sweep};
+use crate::{export, lists, replay, run, sweep};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -42,6 +42,8 @@ enum Command {
     /// A process that `doctor` starts
     #[command(hide = true)]
     DoctorPeer(PeerArgs),
+    /// Write the last transfers of live servers as a trace that Perfetto opens
+    Export(ExportArgs),
     /// Serve as a prefill or decode instance without a model
     Serve(Box<ServeArgs>),
 }
@@ -117,6 +119,17 @@ pub(crate) struct ListArgs {
     pub(crate) folder: PathBuf,
 }
 
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    /// Socket of the `kvferry host` of a server; several are put on one timeline
+    #[arg(long, value_name = "SOCKET", required = true)]
+    pub(crate) live: Vec<PathBuf>,
+    /// File for the trace; standard output if not given
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+}
+
 /// Runs the program with its arguments, the first being its name; returns the exit code.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
@@ -137,6 +150,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Host(args) => embed::command(&args).map(Exit::code),
         Command::Doctor(args) => doctor::command(&args, &mut out),
         Command::DoctorPeer(args) => doctor::peer_command(&args, &mut out).map(Exit::code),
+        Command::Export(args) => export::command(&args, &mut out).map(Exit::code),
         Command::Serve(args) => serve::command(&args, &mut out).map(Exit::code),
     };
     let ended = ended.and_then(|code| Ok(out.flush().map(|()| code)?));

@@ -1,18 +1,24 @@
 //! The protocol actors of an instance: its core and one transfer actor per TP rank.
 
 use actix::{Addr, Recipient};
-use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, RankReport};
+use engine::actors::{Clock, ControlSeat, DataSeat, Driver, Foreign, Give, Look, RankReport};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::error::PeerViolation;
-use engine::core::ids::StepId;
+use engine::core::ids::{EngineId, FlowId, RequestId, StepId};
 use engine::core::layout::LayerLayout;
+use engine::core::machine::{Gauges, Machine};
 use engine::core::message::{DecodeHook, Job, PrefillHook, Report, Role};
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::station::CoreConfig;
 use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
 use engine::fabric::{ControlPlane, DataPlane, Memory};
 use fabric_host::{HostConfig, HostPlane};
+use futures_util::FutureExt;
+use futures_util::future::LocalBoxFuture;
 use scenarios::run::Run;
+
+/// The request that a flow is for, and its peer.
+pub(crate) type FlowOwner = (RequestId, Option<EngineId>);
 
 /// A TP rank that is to be started.
 pub(crate) struct RankParts {
@@ -154,6 +160,34 @@ impl Cores {
         for (nth, addr) in (0..).zip(&self.ranks) {
             if rank.is_none_or(|rank| rank == nth) {
                 addr.do_send(Give(TransferInput::Layers { step, layers }));
+            }
+        }
+    }
+
+    /// Tells later which request a flow is for, and the peer's name if only the core knows it: before
+    /// the core hears of anything that it is told from now on.
+    pub(crate) fn flow(&self, flow: FlowId, tell: impl FnOnce(Option<FlowOwner>) + Send + 'static) {
+        match &self.core {
+            Core::Prefill(core) => {
+                core.do_send(Look(Box::new(move |core: &Prefill| tell(core.flow(flow)))));
+            }
+            Core::Decode(core) => core.do_send(Look(Box::new(move |core: &Decode| {
+                tell(core.flow(flow).map(|request| (request.clone(), None)));
+            }))),
+        }
+    }
+
+    /// Sizes of the core's tables.
+    pub(crate) fn gauges(&self) -> LocalBoxFuture<'static, Gauges> {
+        // A core ends only with its process.
+        match &self.core {
+            Core::Prefill(core) => {
+                let asked = core.send(Look(Box::new(|core: &Prefill| core.gauges())));
+                asked.map(Result::unwrap_or_default).boxed_local()
+            }
+            Core::Decode(core) => {
+                let asked = core.send(Look(Box::new(|core: &Decode| core.gauges())));
+                asked.map(Result::unwrap_or_default).boxed_local()
             }
         }
     }

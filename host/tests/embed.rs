@@ -11,12 +11,15 @@ use engine::fabric::{Endpoint, Memory};
 use fabric_host::{HugePages, Pool};
 use kvferry::embed::Link;
 use kvferry::embed::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::Settings;
 use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -29,6 +32,12 @@ const LAYERS: [&str; 2] = ["layers.0.attn", "layers.1.attn"];
 struct Host {
     child: Child,
     socket: PathBuf,
+}
+
+/// A path for a socket of a test.
+fn place(name: &str) -> PathBuf {
+    let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
+    std::env::temp_dir().join(socket)
 }
 
 fn spawn(socket: &Path, set: Option<(&str, &str)>) -> Child {
@@ -47,10 +56,36 @@ impl Host {
     }
 
     fn with(name: &str, set: Option<(&str, &str)>) -> Host {
-        let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
-        let socket = std::env::temp_dir().join(socket);
+        let socket = place(name);
         let _ = std::fs::remove_file(&socket);
-        let child = spawn(&socket, set);
+        Host::listening(spawn(&socket, set), socket)
+    }
+
+    /// One with an endpoint for its metrics, and where that is.
+    fn with_metrics(name: &str) -> (Host, SocketAddr) {
+        let socket = place(name);
+        let _ = std::fs::remove_file(&socket);
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(["host", "--metrics", "127.0.0.1:0", "--socket"])
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary runs");
+        let mut log = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut line = String::new();
+        while !line.contains("metrics=") {
+            line.clear();
+            assert_ne!(log.read_line(&mut line).expect("a log"), 0, "it serves no metrics");
+        }
+        let (_, at) = line.split_once("http://").expect("an address");
+        let at = at.trim_end().trim_end_matches("/metrics").parse().expect("host and port");
+        // Its log is to have somewhere to go.
+        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+        (Host::listening(child, socket), at)
+    }
+
+    fn listening(child: Child, socket: PathBuf) -> Host {
         let start = Instant::now();
         while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < PATIENCE, "no host");
@@ -112,7 +147,7 @@ fn worker(pool: &Pool) -> Worker {
 }
 
 /// The next thing that the host says, unless `skip` says that it does not matter.
-fn next(link: &mut Link, skip: impl Fn(&FromHost) -> bool) -> FromHost {
+fn next(link: &mut Link, mut skip: impl FnMut(&FromHost) -> bool) -> FromHost {
     let mut heard = Vec::new();
     loop {
         link.wait(PATIENCE, &mut heard).expect("the host says something");
@@ -152,11 +187,17 @@ fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) -> ToHost {
     ToHost::Arrived { request: request.into(), params: params.to_string().into(), tokens: 40 }
 }
 
-/// A prompt of 40 tokens in two blocks is to go from one engine to the other; with what the decode
-/// is told of it.
-fn load(hosts: &[Host; 2], mode: Mode) -> (Rig, Rig, FromHost) {
-    let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
-    let mut d = Rig::start(&hosts[1], Role::Decode, mode);
+/// True for what is only told for metrics; transfers that ended are kept.
+fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
+    if let FromHost::Ended(one) = message {
+        ended.push(one.clone());
+    }
+    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. })
+}
+
+/// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told
+/// of it.
+fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHost {
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
     let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, life: None, moriio: None };
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
@@ -179,13 +220,13 @@ fn load(hosts: &[Host; 2], mode: Mode) -> (Rig, Rig, FromHost) {
     let blocks = vec![BlockList::new(vec![7, 1])];
     let request = "d-1".into();
     d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
-    let loaded = next(&mut d.scheduler, |_| false);
-    (p, d, loaded)
+    next(&mut d.scheduler, |message| is_stats(message, ended))
 }
 
-fn hand_over(mode: Mode) {
-    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{name}")));
-    let (mut p, mut d, loaded) = load(&hosts, mode);
+/// The same, all of it; what both schedulers are told for metrics.
+fn transfer(p: &mut Rig, d: &mut Rig, mode: Mode) -> (Vec<Ended>, Vec<Ended>) {
+    let (mut of_p, mut of_d) = (Vec::new(), Vec::new());
+    let loaded = load(p, d, mode, &mut of_d);
     assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");
     for (layer, block, from) in [(0, 7, 3), (0, 1, 5), (1, 7, 3), (1, 1, 5)] {
         let (moved, rest) = d.block(layer, block).split_at(32);
@@ -196,12 +237,20 @@ fn hand_over(mode: Mode) {
         );
         assert!(block != 7 || rest.iter().all(|byte| *byte == layer as u8 * 16 + from));
     }
-    let free = next(&mut p.scheduler, |_| false);
+    let free = next(&mut p.scheduler, |message| is_stats(message, &mut of_p));
     let FromHost::Prefill(PrefillAnswer::SourceFree { failure: None, .. }) = free else {
         panic!("{free:?}")
     };
     let (request, reason) = ("d-1".into(), FinishReason::Length);
     d.tell(&ToHost::Decode(DecodeHook::Finished { request, reason }));
+    (of_p, of_d)
+}
+
+fn hand_over(mode: Mode) {
+    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{name}")));
+    let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
+    let mut d = Rig::start(&hosts[1], Role::Decode, mode);
+    transfer(&mut p, &mut d, mode);
     drop((p, d));
     for mut host in hosts {
         // It ends with its engine, and nothing is left.
@@ -228,7 +277,9 @@ fn the_paths_of_the_configuration_are_those_of_the_planes() {
         Host::with("paths-p", Some(("KVFERRY_HOST_PATHS", "tcp"))),
         Host::with("paths-d", Some(("KVFERRY_HOST_CONFIG", file.to_str().expect("UTF-8")))),
     ];
-    let (_p, _d, answer) = load(&hosts, Mode::Pull);
+    let mut p = Rig::start(&hosts[0], Role::Prefill, Mode::Pull);
+    let mut d = Rig::start(&hosts[1], Role::Decode, Mode::Pull);
+    let answer = load(&mut p, &mut d, Mode::Pull, &mut Vec::new());
     let told = format!("{answer:?}");
     assert!(told.contains("both sides allow only []"), "{told}");
 }
@@ -239,9 +290,20 @@ fn parameters_that_cannot_be_used_cost_their_request_only() {
     let mut rig = Rig::start(&host, Role::Decode, Mode::Push);
     let (request, params) = ("r".into(), r#"{"do_remote_prefill": true}"#.into());
     rig.tell(&ToHost::Arrived { request, params, tokens: 1 });
-    let answer = next(&mut rig.scheduler, |_| false);
+    let mut ended = Vec::new();
+    let answer = next(&mut rig.scheduler, |message| is_stats(message, &mut ended));
     let FromHost::Unusable { request, why } = answer else { panic!("{answer:?}") };
     assert!(&*request.0 == "r" && !why.is_empty(), "{why}");
+    let [Ended { outcome: Outcome::Failed { cause, .. }, .. }] = &ended[..] else {
+        panic!("{ended:?}")
+    };
+    assert_eq!(&**cause, "unusable-params");
+    let events = events(&[&host.socket]);
+    let failed = events.iter().find(|event| event["ph"] == "i").expect("a failure");
+    assert_eq!(
+        (&failed["name"], &failed["args"]["why"]),
+        (&"failed: unusable-params".into(), &why.into())
+    );
 }
 
 fn refusal(link: &mut Link) -> String {
@@ -305,5 +367,151 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
         });
         assert!(!hosts.is_empty(), "nobody took it over");
         std::thread::yield_now();
+    }
+}
+
+fn export(sockets: &[&Path]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.arg("export");
+    for socket in sockets {
+        command.arg("--live").arg(socket);
+    }
+    command.output().expect("the binary runs")
+}
+
+/// The events of the trace that live hosts give.
+fn events(sockets: &[&PathBuf]) -> Vec<Value> {
+    let sockets: Vec<_> = sockets.iter().map(|socket| socket.as_path()).collect();
+    let output = export(&sockets);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let trace: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    trace["traceEvents"].as_array().expect("events").clone()
+}
+
+/// The page with the metrics.
+fn scrape(at: SocketAddr) -> String {
+    let mut stream = TcpStream::connect(at).expect("the host serves metrics");
+    stream.set_read_timeout(Some(PATIENCE)).expect("a time");
+    let request = "GET /metrics HTTP/1.1\r\nHost: kvferry\r\nConnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).expect("the host reads");
+    let mut page = String::new();
+    stream.read_to_string(&mut page).expect("a page");
+    assert!(page.starts_with("HTTP/1.1 200 OK"), "{page}");
+    page
+}
+
+fn series(page: &str, line: &str) {
+    assert!(page.lines().any(|have| have == line), "no line {line} in\n{page}");
+}
+
+/// Bytes of a prompt: blocks are moved whole.
+const BYTES: u64 = 2 * LAYERS.len() as u64 * BLOCK;
+
+/// Slices of a process of a trace: name, and all arguments.
+fn slices(events: &[Value], process: u32) -> Vec<(&str, &Value)> {
+    let of_process = events.iter().filter(|event| event["pid"] == process && event["ph"] == "X");
+    of_process.map(|event| (event["name"].as_str().expect("a name"), &event["args"])).collect()
+}
+
+fn observe(mode: Mode) {
+    let (p_host, p_metrics) = Host::with_metrics(&format!("observed-{mode}-p"));
+    let (d_host, d_metrics) = Host::with_metrics(&format!("observed-{mode}-d"));
+    assert!(scrape(p_metrics).contains("# EOF"), "an empty page without an engine");
+    let mut p = Rig::start(&p_host, Role::Prefill, mode);
+    let mut d = Rig::start(&d_host, Role::Decode, mode);
+    let sockets = [&p_host.socket, &d_host.socket];
+    // Who looks on is no part of the engine: its host goes on.
+    assert_eq!(slices(&events(&sockets), 1), []);
+    let (of_p, of_d) = transfer(&mut p, &mut d, mode);
+    let moved = |ended: &[Ended]| -> u64 {
+        assert_eq!(ended.len(), 1, "{ended:?}");
+        assert_eq!(ended[0].outcome, Outcome::Done);
+        ended[0].bytes.iter().map(|(_, bytes)| bytes).sum()
+    };
+    let is_push = mode == Mode::Push;
+    assert_eq!((moved(&of_p), moved(&of_d)), (if is_push { BYTES } else { 0 }, BYTES));
+
+    let events = events(&sockets);
+    let (p_slices, d_slices) = (slices(&events, 1), slices(&events, 2));
+    let names = |slices: &[(&str, &Value)]| -> Vec<String> {
+        slices.iter().map(|(name, _)| (*name).to_owned()).collect()
+    };
+    assert_eq!(
+        names(&p_slices),
+        if is_push { ["queued", "transfer"] } else { ["compute", "held"] }
+    );
+    assert_eq!(names(&d_slices), ["queued", "transfer"]);
+    let (mover, other) = if is_push { (&p_slices, &d_slices) } else { (&d_slices, &p_slices) };
+    for (_, args) in mover.iter().chain(other) {
+        assert_eq!((&args["transfer"], &args["outcome"]), (&"tx-1/0".into(), &"done".into()));
+        assert_eq!((&args["tokens"], &args["blocks"]), (&40.into(), &2.into()));
+    }
+    assert_eq!((&mover[1].1["bytes"], &other[1].1["bytes"]), (&BYTES.into(), &Value::Null));
+    assert_eq!(d_slices[1].1["peer"], *p.address.engine().0);
+
+    for (role, page, timed) in
+        [("prefill", scrape(p_metrics), is_push), ("decode", scrape(d_metrics), true)]
+    {
+        let done = format!(r#"role="{role}",mode="{mode}",outcome="done"}} 1"#);
+        series(&page, &format!("kvferry_transfers_total{{{done}"));
+        series(&page, &format!("kvferry_transfer_duration_seconds_count {}", u8::from(timed)));
+        series(&page, &format!("kvferry_transfer_queue_seconds_count {}", u8::from(timed)));
+        let side = if (role == "prefill") == is_push { "initiated" } else { "served" };
+        let bytes = if side == "initiated" || is_push { BYTES } else { 0 };
+        let path = format!(r#"side="{side}",path="shared-memory"}} {bytes}"#);
+        series(&page, &format!("kvferry_transfer_bytes_total{{{path}"));
+        series(&page, "kvferry_blocks_held 0");
+        let version = env!("CARGO_PKG_VERSION");
+        let info = format!(r#"backend="host",memory="memory files",version="{version}"}} 1"#);
+        series(&page, &format!("kvferry_info{{{info}"));
+    }
+}
+
+#[test]
+fn a_pushed_prompt_is_seen_in_metrics_and_traces() {
+    observe(Mode::Push);
+}
+
+#[test]
+fn a_pulled_prompt_is_seen_in_metrics_and_traces() {
+    observe(Mode::Pull);
+}
+
+#[test]
+fn an_export_from_what_is_no_host_says_what_to_do() {
+    let socket = place("no-host");
+    let _ = std::fs::remove_file(&socket);
+    let complain = || {
+        let output = export(&[&socket]);
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8(output.stderr).expect("UTF-8")
+    };
+    let none = complain();
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let answers: [&[u8]; 2] = [b"", &[0, 0, 0, 1, 0xc1]];
+    let server = std::thread::spawn(move || {
+        for answer in answers {
+            let (mut stream, _) = listener.accept().expect("a connection");
+            // The hello is read, so that the end is no reset.
+            let mut hello = [0; 4];
+            stream.read_exact(&mut hello).expect("a hello");
+            let mut hello = vec![0; u32::from_be_bytes(hello) as usize];
+            stream.read_exact(&mut hello).expect("a hello");
+            stream.write_all(answer).expect("who asked is there");
+        }
+    });
+    let (silent, garbage) = (complain(), complain());
+    server.join().expect("it served both");
+    let gone = complain();
+    std::fs::remove_file(&socket).expect("it is there");
+    for (said, expected) in [
+        (none, "there is no socket; give the one"),
+        (silent, "closed without an answer: no `kvferry host` of this version"),
+        (garbage, "use the kvferry of the server"),
+        (gone, "nobody listens there; give the socket"),
+    ] {
+        let begin = format!("error: --live {}: ", socket.display());
+        assert!(said.starts_with(&begin) && said.contains(expected), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
     }
 }

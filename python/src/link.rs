@@ -1,5 +1,6 @@
 //! The connector's line to its host.
 
+use engine::core::Nanos;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::StepId;
 use engine::core::layout::BlockList;
@@ -7,6 +8,7 @@ use engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
 use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::{HostStart, KvMemory, Settings};
 use kvferry::embed::spec::Engine;
 use kvferry::embed::{Link as Line, answer_params};
@@ -26,6 +28,24 @@ type Event = (&'static str, String, Option<String>);
 /// begin in the request's list, and their ids.
 type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
 
+/// A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and
+/// bytes that were moved meanwhile, by path.
+type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Vec<(String, u64)>);
+
+/// Blocks held and in quarantine.
+type Kept = (u32, u32);
+
+fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple {
+    let name = outcome.name();
+    let cause = match outcome {
+        Outcome::Failed { cause, .. } => Some(cause.to_string()),
+        Outcome::Done | Outcome::Local => None,
+    };
+    let bytes = bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect();
+    let seconds = |span: Option<Nanos>| span.map(Nanos::as_secs_f64);
+    (name, cause, seconds(queued), seconds(duration), bytes)
+}
+
 fn gone(why: io::Error) -> PyErr {
     PyConnectionError::new_err(format!("the kvferry host is gone: {why}"))
 }
@@ -40,6 +60,10 @@ pub(crate) struct Link {
     line: Line,
     role: Role,
     heard: Vec<FromHost>,
+    /// Transfers that ended and were not asked for.
+    ended: Vec<EndedTuple>,
+    /// Blocks held and in quarantine, if they changed.
+    kept: Option<Kept>,
     address: Option<ZmqAddress>,
     lease_ms: u64,
 }
@@ -49,7 +73,8 @@ impl Link {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
-        Ok(Link { line, role, heard: Vec::new(), address: None, lease_ms: 0 })
+        let (heard, ended) = (Vec::new(), Vec::new());
+        Ok(Link { line, role, heard, ended, kept: None, address: None, lease_ms: 0 })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -57,13 +82,24 @@ impl Link {
     }
 
     fn events(&mut self) -> Vec<Event> {
-        self.heard.drain(..).filter_map(event).collect()
+        let mut events = Vec::new();
+        for message in self.heard.drain(..) {
+            match message {
+                FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
+                FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
+                message => events.extend(event(message)),
+            }
+        }
+        events
     }
 }
 
 fn event(message: FromHost) -> Option<Event> {
     let (kind, request, why) = match message {
-        FromHost::Ready { .. } => return None,
+        FromHost::Ready { .. }
+        | FromHost::Ended(_)
+        | FromHost::Kept { .. }
+        | FromHost::Trace(_) => return None,
         FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
         FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
         FromHost::Prefill(PrefillAnswer::SourceFree { request, failure }) => {
@@ -205,6 +241,15 @@ impl Link {
             Err(why) if why.kind() != io::ErrorKind::TimedOut => Err(gone(why)),
             _ => Ok(self.events()),
         }
+    }
+
+    /// Transfers that ended, and blocks held and in quarantine if they changed: what `poll` and
+    /// `wait` heard since the last time; none if that was nothing.
+    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>)> {
+        if self.ended.is_empty() && self.kept.is_none() {
+            return None;
+        }
+        Some((std::mem::take(&mut self.ended), self.kept.take()))
     }
 
     /// `kv_transfer_params` that a prefill answers with, in JSON.

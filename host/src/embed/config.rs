@@ -27,8 +27,8 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     over the environment, which wins over the file.";
 
 /// All keys.
-const KEYS: [&str; 7] =
-    ["socket", "log_format", "log_level", "copiers", "spin_us", "paths", "slower"];
+const KEYS: [&str; 8] =
+    ["socket", "metrics", "log_format", "log_level", "copiers", "spin_us", "paths", "slower"];
 
 /// Arguments of `host`.
 #[derive(Clone, Debug, Args)]
@@ -47,6 +47,10 @@ pub(crate) struct Given {
     /// Where the connector finds the host; has to be given
     #[arg(long, value_name = "PATH", value_parser = socket)]
     socket: Option<PathBuf>,
+    /// Where metrics are scraped, at /metrics; port 0 takes a free one, which is logged; nowhere
+    /// if not given
+    #[arg(long, value_name = "HOST:PORT", value_parser = metrics)]
+    metrics: Option<String>,
     /// Form of the log, which goes to stderr: text (the default) or json
     #[arg(long, value_name = "FORM", value_parser = log_format)]
     log_format: Option<LogFormat>,
@@ -77,6 +81,8 @@ struct Paths(Vec<DataPath>);
 pub(crate) struct Config {
     /// Where the connector finds the host; none if no source says it.
     pub(crate) socket: Option<PathBuf>,
+    /// Where metrics are scraped, if anywhere.
+    pub(crate) metrics: Option<String>,
     pub(crate) logs: LogArgs,
     /// Limits of the data planes; what an engine says of itself is not in it yet.
     pub(crate) fabric: HostConfig,
@@ -90,6 +96,13 @@ fn socket(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("socket = \"\": it has to be a path".into()),
         path => Ok(path.into()),
+    }
+}
+
+fn metrics(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("metrics = \"\": it has to be HOST:PORT".into()),
+        place => Ok(place.into()),
     }
 }
 
@@ -151,6 +164,7 @@ impl Given {
     fn set(&mut self, key: &str, text: &str) -> Result<(), String> {
         match key {
             "socket" => self.socket = Some(socket(text)?),
+            "metrics" => self.metrics = Some(metrics(text)?),
             "log_format" => self.log_format = Some(log_format(text)?),
             "log_level" => self.log_level = Some(log_level(text)?),
             "copiers" => self.copiers = Some(copiers(text)?),
@@ -165,6 +179,7 @@ impl Given {
     fn or(self, other: Given) -> Given {
         Given {
             socket: self.socket.or(other.socket),
+            metrics: self.metrics.or(other.metrics),
             log_format: self.log_format.or(other.log_format),
             log_level: self.log_level.or(other.log_level),
             copiers: self.copiers.or(other.copiers),
@@ -261,6 +276,7 @@ impl HostArgs {
         let default = HostConfig::default();
         Ok(Config {
             socket: given.socket,
+            metrics: given.metrics,
             logs: LogArgs {
                 log_format: given.log_format.unwrap_or(LogFormat::Text),
                 log_level: given.log_level.unwrap_or(LevelFilter::INFO),

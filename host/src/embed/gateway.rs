@@ -1,20 +1,32 @@
 //! The actor between the connectors of one engine and the protocol.
 
+use super::metrics::{Metrics, Scrape};
 use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use super::record::{Record, Trace};
+use super::records::{KEPT, Records};
+use super::settings::Backend;
 use super::spec::{Engine, Worker};
-use super::start;
-use crate::cores::{Cores, Outlets, log_violation};
+use super::start::{self, Started};
+use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
 use crate::legs::Own;
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message};
+use crate::scrape;
+use actix::{
+    Actor, ActorFutureExt, Addr, AsyncContext, Context, Handler, Message, ResponseActFuture,
+    WrapFuture,
+};
 use engine::actors::{Clock, Foreign, RankReport};
+use engine::core::Nanos;
 use engine::core::decode::DecodeEffect;
-use engine::core::ids::RequestId;
-use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
+use engine::core::ids::{EngineId, FlowId, Incarnation, RequestId};
+use engine::core::machine::Gauges;
+use engine::core::message::{DecodeHook, Job, PrefillAnswer, PrefillHook};
 use engine::core::prefill::PrefillEffect;
 use engine::core::router::LegBody;
 use fabric_host::HostConfig;
+use futures_util::future::{LocalBoxFuture, ready};
+use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 use tokio::sync::oneshot;
@@ -41,6 +53,17 @@ pub(super) struct Said {
 #[rtype(result = "()")]
 pub(super) struct Left(pub(super) u64);
 
+/// A core says which request a flow is for.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Owned {
+    flow: FlowId,
+    owner: Option<FlowOwner>,
+}
+
+/// How often a scheduler may be told how many blocks are kept.
+const KEPT_EVERY: Duration = Duration::from_secs(1);
+
 /// A host that no engine came to after this long has no engine.
 const ALONE: Duration = Duration::from_secs(20);
 
@@ -59,6 +82,11 @@ struct Client {
 struct Serving {
     cores: Cores,
     own: Own,
+    engine: EngineId,
+    records: Records,
+    metrics: Metrics,
+    /// Blocks held and in quarantine, as the scheduler was told.
+    kept: (u32, u32),
 }
 
 /// The actor.
@@ -66,10 +94,14 @@ pub(super) struct Gateway {
     clock: Clock,
     /// What the operator says of the data planes.
     fabric: HostConfig,
+    /// Microseconds since 1970 at which the clock was zero.
+    started_unix_us: u64,
     clients: BTreeMap<u64, Client>,
     engine: Option<Box<Engine>>,
     workers: BTreeMap<u16, Worker>,
     serving: Option<Serving>,
+    /// Connections that are no part of the engine.
+    observers: BTreeSet<u64>,
     /// The engine was told that it is not served.
     is_refused: bool,
     /// Told when a part of the engine has left.
@@ -77,18 +109,21 @@ pub(super) struct Gateway {
 }
 
 impl Gateway {
+    /// `started` is when the clock was zero.
     pub(super) fn start(
-        clock: Clock,
+        (clock, started): (Clock, Incarnation),
         fabric: HostConfig,
         over: oneshot::Sender<()>,
     ) -> Addr<Gateway> {
         let gateway = Gateway {
             clock,
             fabric,
+            started_unix_us: started.0,
             clients: BTreeMap::new(),
             engine: None,
             workers: BTreeMap::new(),
             serving: None,
+            observers: BTreeSet::new(),
             is_refused: false,
             over: Some(over),
         };
@@ -108,13 +143,23 @@ impl Gateway {
         self.is_refused = true;
     }
 
-    /// Takes up a part of the engine.
-    fn join(&mut self, client: u64, hello: Hello, out: Sender<FromHost>) -> Result<(), String> {
+    /// Takes up a part of the engine. False for an observer, which is none.
+    fn join(&mut self, client: u64, hello: Hello, out: Sender<FromHost>) -> Result<bool, String> {
         if hello.version != VERSION {
             let other = hello.version;
-            return Err(format!("the connector speaks version {other} and the host {VERSION}"));
+            let why = format!(
+                "who connects speaks version {other} and the host {VERSION}; install one version of \
+                 kvferry for both"
+            );
+            return Err(why);
         }
         let part = match &hello.who {
+            Who::Observer => {
+                self.observers.insert(client);
+                // It is told all and dropped with the sender.
+                let _ = out.try_send(FromHost::Trace(Box::new(self.trace())));
+                return Ok(false);
+            }
             Who::Scheduler(_) => Part::Scheduler,
             Who::Worker(worker) => Part::Worker(worker.rank),
         };
@@ -127,8 +172,24 @@ impl Gateway {
         match hello.who {
             Who::Scheduler(engine) => self.engine = Some(engine),
             Who::Worker(worker) => _ = self.workers.insert(worker.rank, *worker),
+            Who::Observer => {}
         }
-        Ok(())
+        Ok(true)
+    }
+
+    fn trace(&self) -> Trace {
+        let told = |serving: &Serving| {
+            let Own { role, mode, .. } = serving.own;
+            (serving.engine.clone(), role, mode)
+        };
+        Trace {
+            program: env!("CARGO_PKG_VERSION").into(),
+            engine: self.serving.as_ref().map(told),
+            pid: std::process::id(),
+            started_unix_us: self.started_unix_us,
+            now: (self.clock)(),
+            records: self.serving.as_ref().map_or(Vec::new(), |serving| serving.records.list()),
+        }
     }
 
     /// Starts the protocol when all parts of the engine are there.
@@ -144,11 +205,34 @@ impl Gateway {
             reports: own.recipient(),
         };
         let planes = (&self.workers, &self.fabric);
-        let (cores, own, lease) = start::start(engine, planes, outlets, &self.clock)?;
+        let started = start::start(engine, planes, outlets, &self.clock)?;
+        let Started { cores, own, engine: name, lease, meters, memory } = started;
         let ready = FromHost::Ready { address: own.address.clone(), lease_ms: lease.0 / 1_000_000 };
-        self.serving = Some(Serving { cores, own });
+        let records = Records::new(own.role, own.mode, engine.tp, KEPT);
+        let metrics = Metrics::new(own.role, own.mode, (Backend::Host, memory), meters);
+        let kept = (0, 0);
+        self.serving = Some(Serving { cores, own, engine: name, records, metrics, kept });
         self.tell(|_| true, &ready);
+        context.run_interval(KEPT_EVERY, |own, context| {
+            let gauges = own.gauges();
+            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_kept(gauges)));
+        });
         Ok(())
+    }
+
+    /// Sizes of the core's tables; zeros as long as there is none.
+    fn gauges(&self) -> LocalBoxFuture<'static, Gauges> {
+        match &self.serving {
+            Some(serving) => serving.cores.gauges(),
+            None => Box::pin(ready(Gauges::default())),
+        }
+    }
+
+    fn tell_kept(&mut self, Gauges { held, quarantined, .. }: Gauges) {
+        let Some(serving) = &mut self.serving else { return };
+        if std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined) {
+            self.scheduler(&FromHost::Kept { held, quarantined });
+        }
     }
 
     /// What is left of an engine whose parts are not all there is not served, and comes again.
@@ -163,18 +247,56 @@ impl Gateway {
         self.tell(|part| part == Part::Scheduler, message);
     }
 
+    /// Tells the scheduler of the transfer that something ended, if it did.
+    fn note(&mut self, watch: impl FnOnce(&mut Records, Nanos) -> Option<&Record>) {
+        let now = (self.clock)();
+        let Some(Serving { records, metrics, .. }) = &mut self.serving else { return };
+        if let Some(ended) = watch(records, now).and_then(|record| metrics.ended(record)) {
+            self.scheduler(&FromHost::Ended(ended));
+        }
+    }
+
+    fn prefill(&mut self, hook: PrefillHook) {
+        self.note(|records, now| {
+            records.prefill(now, &hook);
+            None
+        });
+        if let Some(Serving { cores, .. }) = &self.serving {
+            cores.prefill(hook);
+        }
+    }
+
+    fn decode(&mut self, hook: DecodeHook) {
+        self.note(|records, now| records.decode(now, &hook));
+        if let Some(Serving { cores, .. }) = &self.serving {
+            cores.decode(hook);
+        }
+    }
+
+    /// Has the ranks do a job.
+    fn job(&mut self, job: &Job, gateway: Addr<Gateway>) {
+        let now = (self.clock)();
+        let Some(Serving { cores, records, .. }) = &mut self.serving else { return };
+        if let Some(flow) = records.job(now, job) {
+            // Told before the core hears of the flow's end, and so before its request ends.
+            cores.flow(flow, move |owner| gateway.do_send(Owned { flow, owner }));
+        }
+        cores.job(job);
+    }
+
     fn arrived(&mut self, request: RequestId, params: &str, tokens: u32) {
-        let Some(Serving { cores, own }) = &self.serving else { return };
+        let Some(Serving { own, .. }) = &self.serving else { return };
         let json: Result<Box<RawValue>, _> = serde_json::from_str(params);
         let leg = json.map_err(|why| why.to_string());
         match leg.and_then(|json| own.leg(&request, Some(&json), 1)) {
             Ok(LegBody::Prefill { transfer: leg, .. }) => {
-                cores.prefill(PrefillHook::Arrived { request, leg, tokens });
+                self.prefill(PrefillHook::Arrived { request, leg, tokens });
             }
             Ok(LegBody::Decode { transfer: leg, .. }) => {
-                cores.decode(DecodeHook::Arrived { request, leg, tokens });
+                self.decode(DecodeHook::Arrived { request, leg, tokens });
             }
             Err(why) => {
+                self.note(|records, now| Some(records.unusable(now, &request, tokens, &why)));
                 tracing::warn!(request = &*request.0, why, "kv_transfer_params cannot be used");
                 self.scheduler(&FromHost::Unusable { request, why });
             }
@@ -185,8 +307,8 @@ impl Gateway {
         let Some(Serving { cores, .. }) = &self.serving else { return };
         match message {
             ToHost::Arrived { request, params, tokens } => self.arrived(request, &params, tokens),
-            ToHost::Prefill(hook) => cores.prefill(hook),
-            ToHost::Decode(hook) => cores.decode(hook),
+            ToHost::Prefill(hook) => self.prefill(hook),
+            ToHost::Decode(hook) => self.decode(hook),
             ToHost::Layers { step, layers } => {
                 if let Part::Worker(rank) = part {
                     cores.layers(Some(rank), step, layers);
@@ -212,12 +334,18 @@ impl Handler<Joined> for Gateway {
     type Result = ();
 
     fn handle(&mut self, Joined { client, hello, out }: Joined, context: &mut Self::Context) {
-        if let Err(why) = self.join(client, hello, out.clone()) {
-            tracing::warn!(why, "refused a connection");
-            // It is dropped with the sender.
-            let _ = out.try_send(FromHost::Refused { why });
-        } else if let Err(why) = self.serve(context) {
-            self.refuse(&why);
+        match self.join(client, hello, out.clone()) {
+            Ok(true) => {
+                if let Err(why) = self.serve(context) {
+                    self.refuse(&why);
+                }
+            }
+            Ok(false) => {}
+            Err(why) => {
+                tracing::warn!(why, "refused a connection");
+                // It is dropped with the sender.
+                let _ = out.try_send(FromHost::Refused { why });
+            }
         }
     }
 }
@@ -236,6 +364,9 @@ impl Handler<Left> for Gateway {
     type Result = ();
 
     fn handle(&mut self, Left(client): Left, _: &mut Self::Context) {
+        if self.observers.remove(&client) {
+            return;
+        }
         let was_part = self.clients.remove(&client).is_some();
         let is_left = was_part && (self.serving.is_some() || self.clients.is_empty());
         if is_left || self.is_refused {
@@ -248,20 +379,44 @@ impl Handler<RankReport> for Gateway {
     type Result = ();
 
     fn handle(&mut self, RankReport { rank, report }: RankReport, _: &mut Self::Context) {
-        if let Some(serving) = &self.serving {
-            serving.cores.report(rank, report);
+        let now = (self.clock)();
+        if let Some(Serving { cores, records, .. }) = &mut self.serving {
+            records.report(now, &report);
+            cores.report(rank, report);
         }
+    }
+}
+
+impl Handler<Owned> for Gateway {
+    type Result = ();
+
+    fn handle(&mut self, Owned { flow, owner }: Owned, _: &mut Self::Context) {
+        if let Some(Serving { records, .. }) = &mut self.serving {
+            records.owned(flow, owner);
+        }
+    }
+}
+
+impl Handler<Scrape> for Gateway {
+    type Result = ResponseActFuture<Self, String>;
+
+    fn handle(&mut self, _: Scrape, _: &mut Self::Context) -> Self::Result {
+        let page = |gauges: Gauges, own: &mut Gateway, _: &mut Self::Context| match &own.serving {
+            Some(Serving { records, metrics, .. }) => metrics.page(records.open(), &gauges),
+            None => scrape::encode(&Registry::default()),
+        };
+        Box::pin(self.gauges().into_actor(self).map(page))
     }
 }
 
 impl Handler<Foreign<PrefillEffect>> for Gateway {
     type Result = ();
 
-    fn handle(&mut self, Foreign(effect): Foreign<PrefillEffect>, _: &mut Self::Context) {
-        let Some(Serving { cores, .. }) = &self.serving else { return };
+    fn handle(&mut self, Foreign(effect): Foreign<PrefillEffect>, context: &mut Self::Context) {
         match effect {
-            PrefillEffect::Job(job) => cores.job(&job),
+            PrefillEffect::Job(job) => self.job(&job, context.address()),
             PrefillEffect::Answer(answer) => {
+                self.note(|records, now| records.prefill_answer(now, &answer));
                 let to_workers = matches!(answer, PrefillAnswer::PreemptionSafe { .. });
                 let answer = FromHost::Prefill(answer);
                 self.tell(|part| (part != Part::Scheduler) == to_workers, &answer);
@@ -275,11 +430,13 @@ impl Handler<Foreign<PrefillEffect>> for Gateway {
 impl Handler<Foreign<DecodeEffect>> for Gateway {
     type Result = ();
 
-    fn handle(&mut self, Foreign(effect): Foreign<DecodeEffect>, _: &mut Self::Context) {
-        let Some(Serving { cores, .. }) = &self.serving else { return };
+    fn handle(&mut self, Foreign(effect): Foreign<DecodeEffect>, context: &mut Self::Context) {
         match effect {
-            DecodeEffect::Job(job) => cores.job(&job),
-            DecodeEffect::Answer(answer) => self.scheduler(&FromHost::Decode(answer)),
+            DecodeEffect::Job(job) => self.job(&job, context.address()),
+            DecodeEffect::Answer(answer) => {
+                self.note(|records, now| records.decode_answer(now, &answer));
+                self.scheduler(&FromHost::Decode(answer));
+            }
             DecodeEffect::Violation(violation) => log_violation(&violation),
             DecodeEffect::Control(_) => {}
         }

@@ -8,7 +8,10 @@ pub(crate) mod config;
 mod drill;
 mod gateway;
 mod link;
+mod metrics;
 pub mod proto;
+pub mod record;
+mod records;
 pub mod settings;
 mod socket;
 pub mod spec;
@@ -21,6 +24,7 @@ use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs;
 use crate::signals::Ends;
+use crate::wiring::born;
 use config::Config;
 use engine::actors::Clock;
 use engine::core::Nanos;
@@ -52,13 +56,15 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
 async fn run(socket: &Path, config: &Config) -> Result<Exit, Stop> {
     let mut ends = Ends::new()?;
     let place = socket::listen(socket).map_err(Stop::Input)?;
-    let begun = Instant::now();
+    let scraped = metrics::listen(config.metrics.as_deref()).await.map_err(Stop::Input)?;
+    let (begun, born) = (Instant::now(), born());
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let (over, left) = oneshot::channel();
-    let gateway = Gateway::start(clock, config.fabric.clone(), over);
+    let gateway = Gateway::start((clock, born), config.fabric.clone(), over);
     tracing::info!(socket = %socket.display(), "waiting for an engine");
     tokio::select! {
-        () = socket::serve(&place.listener, gateway) => {}
+        () = socket::serve(&place.listener, gateway.clone()) => {}
+        () = metrics::serve(scraped, gateway) => {}
         () = ends.heard() => {}
         _ = left => tracing::info!("the engine has left"),
     }

@@ -2,6 +2,7 @@
 //! frames of a length (four bytes, big-endian) and a value of [`ToHost`] or [`FromHost`] in
 //! MessagePack.
 
+use super::record::{Ended, Trace};
 use super::spec::{Engine, Worker};
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::{RequestId, StepId};
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The version of these messages; both sides have to speak the same one.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -24,13 +25,15 @@ pub struct Hello {
     pub who: Who,
 }
 
-/// A part of a serving engine.
+/// A part of a serving engine, or who looks on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Who {
     /// Its scheduler; one per engine.
     Scheduler(Box<Engine>),
     /// One of its workers.
     Worker(Box<Worker>),
+    /// Somebody else, who is told the last transfers.
+    Observer,
 }
 
 /// What a connector tells.
@@ -85,4 +88,16 @@ pub enum FromHost {
     Prefill(PrefillAnswer),
     /// To the scheduler of a decode.
     Decode(DecodeAnswer),
+    /// To a scheduler, before the answer that ends it: a transfer ended.
+    Ended(Ended),
+    /// To a scheduler, when they change, at most once per second: KV blocks that the host keeps from
+    /// reuse.
+    Kept {
+        /// Of a prefill, for its transfers.
+        held: u32,
+        /// Of a decode, because bytes of a failed transfer may still land.
+        quarantined: u32,
+    },
+    /// To an observer, whose connection then ends.
+    Trace(Box<Trace>),
 }

@@ -8,18 +8,32 @@ use crate::legs::Own;
 use crate::wiring::{Ears, born};
 use engine::actors::Clock;
 use engine::core::Nanos;
+use engine::core::ids::EngineId;
 use engine::core::message::{Mode, Role};
 use engine::core::moriio::MoriioConfig;
 use engine::core::station::CoreConfig;
 use engine::fabric::{Endpoint, Memory, bracketed};
-use fabric_host::HostConfig;
+use fabric_host::{HostConfig, Meter};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 
-/// Starts the actors of an engine; also who it is to others, and how long they may read its blocks
-/// when it has ended.
+/// An engine that is served.
+pub(super) struct Started {
+    pub(super) cores: Cores,
+    /// What it is to others.
+    pub(super) own: Own,
+    pub(super) engine: EngineId,
+    /// How long others may read its blocks when the host has ended.
+    pub(super) lease: Nanos,
+    /// Of the planes of all ranks.
+    pub(super) meters: Vec<Meter>,
+    /// How the KV is reached.
+    pub(super) memory: &'static str,
+}
+
+/// Starts the actors of an engine.
 ///
 /// # Errors
 /// What cannot be served or had, and why.
@@ -28,7 +42,7 @@ pub(super) fn start(
     (workers, fabric): (&BTreeMap<u16, Worker>, &HostConfig),
     outlets: Outlets,
     clock: &Clock,
-) -> Result<(Cores, Own, Nanos), String> {
+) -> Result<Started, String> {
     let settings = &engine.settings;
     for key in settings.idle() {
         tracing::warn!(key, "has no meaning for host memory");
@@ -39,7 +53,8 @@ pub(super) fn start(
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
         rank_parts(engine, &config, worker, fabric)
     });
-    let ranks = ranks.collect::<Result<Vec<_>, String>>()?;
+    let (ranks, meters) = ranks.collect::<Result<(Vec<_>, Vec<_>), String>>()?;
+    let memory = memories(workers);
     let own = Own {
         role: engine.role,
         mode: engine.mode(),
@@ -54,12 +69,14 @@ pub(super) fn start(
         notify = &*ears.notify.0,
         ranks = engine.tp,
         backend = %Backend::Host,
-        memory = memories(workers),
+        memory,
         "serving an engine"
     );
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
     let lease = if read { config.settings.lease } else { Nanos::ZERO };
-    Ok((Cores::start(config, ears.plane, ranks, outlets, clock), own, lease))
+    let engine = config.engine.clone();
+    let cores = Cores::start(config, ears.plane, ranks, outlets, clock);
+    Ok(Started { cores, own, engine, lease, meters, memory })
 }
 
 fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
@@ -95,15 +112,16 @@ fn rank_parts(
     core: &CoreConfig,
     worker: &Worker,
     fabric: &HostConfig,
-) -> Result<RankParts, String> {
+) -> Result<(RankParts, Meter), String> {
     let layers = engine.layers(worker)?;
     let memory = worker.regions.iter().map(|region| memory(worker, region));
     let memory = memory.collect::<Result<Vec<_>, String>>()?;
     let settings = &engine.settings;
     let config = HostConfig { workers: settings.num_workers.into(), ..fabric.clone() };
     let plane = host_plane(core, worker.rank, &settings.host_ip, config)?;
+    let meter = plane.meter();
     let plane = drilled(Box::new(plane))?;
-    Ok(RankParts::new(core, worker.rank, plane, (memory, layers), None))
+    Ok((RankParts::new(core, worker.rank, plane, (memory, layers), None), meter))
 }
 
 /// How the workers' memory is reached.

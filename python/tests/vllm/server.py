@@ -138,14 +138,25 @@ class Server(Process):
 
     def host(self) -> int | None:
         """Process of the `kvferry host` beside it."""
-        socket = f"{self.kv['engine_id']}.sock".encode()
+        found = self._host()
+        return found[0] if found else None
+
+    def socket(self) -> str:
+        """Where that listens."""
+        found = self._host()
+        assert found, f"{self.name} has no host"
+        return found[1]
+
+    def _host(self) -> tuple[int, str] | None:
+        socket = f"{self.kv['engine_id']}.sock"
         for commands in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                words = commands.read_bytes().split(b"\0")
+                words = commands.read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            if b"kvferry.host" in words and any(word.endswith(socket) for word in words):
-                return int(commands.parent.name)
+            places = [word for word in words if word.endswith(socket)]
+            if "kvferry.host" in words and places:
+                return int(commands.parent.name), places[0]
         return None
 
     def complete(self, body: dict, seconds: float = 60, headers: dict | None = None) -> dict:

@@ -1,11 +1,18 @@
 """KvferryConnector with a host beside each server, both modes, against a single server."""
 
+import json
+import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+import model as tiny
 import native
 import pytest
+from client import metric
 from conftest import MODES, at_once, prompt
 from pair import KVFERRY, ROLES, request, served, tokens
+from router import BINARY
+from server import BLOCK_TOKENS
 from soak import CLIENTS, Soak, growth, requests_wanted, sample
 from test_pd import LENGTHS
 
@@ -67,6 +74,49 @@ def test_many_requests_with_aborts_leave_nothing(own, reference):
         # Connections that clients of the server keep.
         assert now.descriptors <= was.descriptors + CLIENTS, (was, now)
         assert "host" not in was.name or now.memory <= was.memory + HOST_GROWTH_KIB, (was, now)
+
+
+def moved(server) -> float:
+    """Bytes of KV, as vLLM's own metrics say; there is no series before the first."""
+    try:
+        return metric(server.port, "vllm:kvferry_transfer_bytes_total")
+    except KeyError:
+        return 0
+
+
+def test_a_transfer_is_in_the_metrics_of_vllm(own):
+    blocks = 22
+    expected = blocks * BLOCK_TOKENS * tiny.LAYERS * tiny.KV_HEADS * 2 * tiny.HEAD_DIM * 4
+    wait_idle(own)
+    # A prefill that is read from does not see it.
+    sides = [own.decode] if own.mode == "READ" else [own.prefill, own.decode]
+    before = [moved(server) for server in sides]
+    own.router.complete(request(prompt(700, f"metrics {own.mode}")))
+    for server, bytes_before in zip(sides, before, strict=True):
+        after = bytes_before + expected
+        server.wait_until(f"{after} bytes are in its metrics", lambda: moved(server) == after, 30)
+        for series in ("duration_seconds_count", "queue_seconds_count"):
+            assert metric(server.port, f"vllm:kvferry_transfer_{series}") > 0
+    assert metric(own.prefill.port, "vllm:kvferry_transfers_total") > 0
+
+
+def test_the_last_transfers_can_be_exported(own, tmp_path):
+    own.router.complete(request(prompt(100, f"export {own.mode}")))
+    wait_idle(own)
+    file = tmp_path / "trace.json"
+    live = [f"--live={server.socket()}" for server in (own.prefill, own.decode)]
+    subprocess.run([os.environ[BINARY], "export", *live, f"--out={file}"], check=True)
+    slices = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+
+    def done(process: int, name: str) -> set[str]:
+        return {
+            event["args"]["transfer"]
+            for event in slices
+            if (event["pid"], event["name"], event["args"]["outcome"]) == (process, name, "done")
+        }
+
+    handed_over = done(1, "held" if own.mode == "READ" else "transfer")
+    assert done(2, "transfer") and done(2, "transfer") <= handed_over
 
 
 def test_afterwards_every_block_is_free(own):

@@ -38,6 +38,11 @@ pub(super) struct Read {
 }
 
 impl Decode {
+    /// The engine's request that a flow which has not ended is for.
+    pub fn flow(&self, flow: FlowId) -> Option<&RequestId> {
+        self.flows.get(&flow)
+    }
+
     fn read_mut(&mut self, id: &RequestId) -> Option<&mut Read> {
         match &mut self.requests.get_mut(id)?.phase {
             Phase::Reading(read) => Some(read),

@@ -5,7 +5,9 @@ use super::request::Request;
 use super::{FlowEntry, Out, Prefill, Timer};
 use crate::core::dialect::native;
 use crate::core::error::Failure;
-use crate::core::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, SourceId, TransferKey};
+use crate::core::ids::{
+    EngineId, FlowId, Incarnation, PeerSlot, RankSet, RequestId, SourceId, TransferKey,
+};
 use crate::core::layout::Mismatch;
 use crate::core::message::{Job, Message, Mode, Tag};
 use crate::core::station::Blocks;
@@ -71,6 +73,15 @@ impl Sink {
 }
 
 impl Prefill {
+    /// What a flow that has not ended is for: the engine's request, and the receiver's name if it
+    /// has said it.
+    pub fn flow(&self, flow: FlowId) -> Option<(RequestId, Option<EngineId>)> {
+        let flow = self.flows.get(&flow)?;
+        let key = self.keys.get(&flow.key)?;
+        let reader = key.sinks.get(&flow.sibling).and_then(|sink| self.reader(sink.slot));
+        Some((key.request.clone()?, reader.map(|(engine, _)| engine)))
+    }
+
     fn tell(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         // A peer that is down learns nothing; one whose queue is full is about to be.
         let _ = self.station.send(now, slot, message, out);

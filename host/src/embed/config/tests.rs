@@ -41,8 +41,9 @@ impl Drop for File {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 7] = [
+const SAID: [(&str, &str, [&str; 3]); 8] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
+    ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("log_format", "text", ["json", "text", "json"]),
     ("log_level", "info", ["error", "debug", "trace"]),
     ("copiers", "2", ["3", "4", "5"]),
@@ -52,9 +53,10 @@ const SAID: [(&str, &str, [&str; 3]); 7] = [
 ];
 
 fn value(config: &Config, key: &str) -> String {
-    let Config { socket, logs, fabric, .. } = config;
+    let Config { socket, metrics, logs, fabric, .. } = config;
     match key {
         "socket" => socket.as_ref().map_or(String::new(), |path| path.display().to_string()),
+        "metrics" => metrics.clone().unwrap_or_default(),
         "log_format" => format!("{:?}", logs.log_format).to_lowercase(),
         "log_level" => logs.log_level.to_string(),
         "copiers" => fabric.copiers.to_string(),
@@ -121,7 +123,7 @@ fn the_file_is_named_by_a_flag_or_by_the_environment() {
 fn mistakes_in_a_file_are_named_with_their_line() {
     for (text, said) in [
         ("copier = 2", ":1: copier: there is no such key; did you mean \"copiers\"?"),
-        ("\nfoo = 2", ":2: foo: there is no such key; there are socket, log_format"),
+        ("\nfoo = 2", ":2: foo: there is no such key; there are socket, metrics"),
         ("[fabric]\ncopiers = 2", ":1: fabric: there is no such key"),
         ("\n\ncopiers = 0", ":3: copiers = 0: it has to be 1 or more"),
         ("copiers = 257", ":1: copiers = 257: it may be 256 at most"),

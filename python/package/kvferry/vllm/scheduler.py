@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 from kvferry._native import Link
 from kvferry.vllm.engine import START_S, connect, describe, place
 from kvferry.vllm.line import Line
+from kvferry.vllm.stats import KvferryStats
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class Scheduler:
         # Requests whose blocks others may read for a while though the host is gone, and until when.
         self.leased: deque[tuple[float, set[str]]] = deque()
         self.steps = 0
+        # Transfers that failed with a host that is gone, and were not counted.
+        self.lost = 0
 
     def arrived(self, request) -> None:
         params = request.kv_transfer_params
@@ -203,6 +206,18 @@ class Scheduler:
             self.awaited -= ended
             self.loaded = set()
 
+    def stats(self) -> KvferryStats | None:
+        """What was heard of transfers since the last time."""
+        told = self.line.link.stats() if self.line.link is not None else None
+        if told is None and not self.lost:
+            return None
+        stats = KvferryStats()
+        if told is not None:
+            stats.add(*told)
+        stats.add_failures("host-lost", self.lost)
+        self.lost = 0
+        return stats
+
     def _tell(self, what: str, *args) -> None:
         if self.line.link is None:
             return
@@ -259,5 +274,7 @@ class Scheduler:
             self.leased.append((time.monotonic() + self.lease_s, self.held))
             self.held = set()
         for request, leg in list(self.legs.items()):
+            is_open = self.produces or leg.loading or not leg.allocated
+            self.lost += is_open and not leg.over
             leg.over = leg.may_allocate = True
             self._loaded(request, leg, self.failed)

@@ -1,0 +1,473 @@
+//! Follows the transfers of an engine by what its gateway passes on. Knows no clock and no IO; times
+//! are handed in.
+
+use super::record::{Outcome, Record};
+use engine::core::error::Failure;
+use engine::core::ids::{EngineId, FlowId, RequestId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::{
+    DecodeAnswer, DecodeHook, FlowState, Job, Mode, PrefillAnswer, PrefillHook, Report, Role,
+};
+use engine::core::time::Nanos;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Ended transfers that are kept.
+pub(super) const KEPT: usize = 4096;
+
+/// A flow of this engine's ranks.
+#[derive(Debug)]
+struct Flow {
+    begun: Nanos,
+    /// When the last rank that ended it did.
+    moved: Nanos,
+    /// Ranks that have not ended it.
+    left: u16,
+    bytes: u64,
+    /// None until the core says it.
+    request: Option<RequestId>,
+}
+
+/// The transfers of an engine: those under way, and the last that ended.
+#[derive(Debug)]
+pub(super) struct Records {
+    role: Role,
+    mode: Mode,
+    ranks: u16,
+    open: BTreeMap<RequestId, Record>,
+    flows: BTreeMap<FlowId, Flow>,
+    ended: VecDeque<Record>,
+    kept: usize,
+}
+
+fn count(blocks: &[BlockList]) -> u32 {
+    blocks.iter().map(|list| list.ids.len() as u32).sum()
+}
+
+fn failed(failure: &Failure) -> Outcome {
+    Outcome::Failed { cause: failure.kind().into(), why: failure.to_string() }
+}
+
+impl Records {
+    /// Of an engine with `ranks` TP ranks; `kept` of those that ended are kept.
+    pub(super) fn new(role: Role, mode: Mode, ranks: u16, kept: usize) -> Records {
+        let (open, flows, ended) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
+        Records { role, mode, ranks, open, flows, ended, kept }
+    }
+
+    /// True if this engine's ranks move the bytes.
+    fn moves(&self) -> bool {
+        (self.role == Role::Prefill) == (self.mode == Mode::Push)
+    }
+
+    fn record(&self, now: Nanos, request: &RequestId, tokens: u32) -> Record {
+        Record {
+            request: request.clone(),
+            transfer: None,
+            peer: None,
+            arrived: now,
+            begun: None,
+            moved: None,
+            finished: None,
+            ended: None,
+            tokens,
+            computed: 0,
+            blocks: 0,
+            bytes: self.moves().then_some(0),
+        }
+    }
+
+    fn arrived(
+        &mut self,
+        now: Nanos,
+        request: &RequestId,
+        (key, peer): (&TransferKey, Option<&EngineId>),
+        tokens: u32,
+    ) {
+        let (transfer, peer) = (Some(key.clone()), peer.cloned());
+        let record = Record { transfer, peer, ..self.record(now, request, tokens) };
+        // The core refuses a second one of this name, and the first one goes on.
+        self.open.entry(request.clone()).or_insert(record);
+    }
+
+    /// A request whose parameters cannot be used: it begins and ends.
+    pub(super) fn unusable(
+        &mut self,
+        now: Nanos,
+        request: &RequestId,
+        tokens: u32,
+        why: &str,
+    ) -> &Record {
+        let outcome = Outcome::Failed { cause: "unusable-params".into(), why: why.into() };
+        self.keep(Record { ended: Some((now, outcome)), ..self.record(now, request, tokens) })
+    }
+
+    /// A prefill engine told its core something.
+    pub(super) fn prefill(&mut self, now: Nanos, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, leg, tokens } => {
+                self.arrived(now, request, (&leg.key, None), *tokens);
+            }
+            PrefillHook::Scheduled { chunks, .. } => {
+                for chunk in chunks {
+                    if let Some(record) = self.open.get_mut(&chunk.request) {
+                        record.blocks += count(&chunk.blocks);
+                    }
+                }
+            }
+            PrefillHook::Finished { request, .. } => {
+                if let Some(record) = self.open.get_mut(request) {
+                    record.finished = Some(now);
+                }
+            }
+            PrefillHook::Preempted { request } => {
+                if let Some(record) = self.open.get_mut(request) {
+                    record.blocks = 0;
+                }
+            }
+        }
+    }
+
+    /// A decode engine told its core something. A request that ended before it had blocks gets no
+    /// answer; it is given back.
+    pub(super) fn decode(&mut self, now: Nanos, hook: &DecodeHook) -> Option<&Record> {
+        match hook {
+            DecodeHook::Arrived { request, leg, tokens } => {
+                self.arrived(now, request, (&leg.key, Some(&leg.prefill)), *tokens);
+                None
+            }
+            DecodeHook::Allocated { request, computed, blocks } => {
+                let moves = self.moves();
+                let record = self.open.get_mut(request)?;
+                (record.computed, record.blocks) = (*computed, count(blocks));
+                if !moves && *computed < record.tokens {
+                    record.begun = Some(now);
+                }
+                None
+            }
+            DecodeHook::Finished { request, .. } => {
+                let is_waiting = |record: &Record| record.blocks == 0;
+                match self.open.get(request).is_some_and(is_waiting) {
+                    true => self.end(now, request, Some(&Failure::Cancelled)),
+                    false => None,
+                }
+            }
+        }
+    }
+
+    /// The core has its ranks do something; the flow that it begins.
+    pub(super) fn job(&mut self, now: Nanos, job: &Job) -> Option<FlowId> {
+        let (Job::Write { flow, .. } | Job::Read { flow, .. }) = job else { return None };
+        let begun = Flow { begun: now, moved: now, left: self.ranks, bytes: 0, request: None };
+        self.flows.insert(*flow, begun);
+        Some(*flow)
+    }
+
+    /// The core says which request a flow is for.
+    pub(super) fn owned(&mut self, id: FlowId, owner: Option<(RequestId, Option<EngineId>)>) {
+        let flow = self.flows.get_mut(&id);
+        let record = owner.and_then(|(request, peer)| Some((self.open.get_mut(&request)?, peer)));
+        let (Some(flow), Some((record, peer))) = (flow, record) else {
+            self.flows.remove(&id);
+            return;
+        };
+        if flow.begun < record.arrived {
+            // Of an earlier request of this name.
+            self.flows.remove(&id);
+            return;
+        }
+        record.begun = Some(record.begun.map_or(flow.begun, |begun| begun.min(flow.begun)));
+        record.peer = peer.or(record.peer.take());
+        flow.request = Some(record.request.clone());
+        self.flow_ended(id);
+    }
+
+    /// A rank reports.
+    pub(super) fn report(&mut self, now: Nanos, report: &Report) {
+        let Report::Flow { flow: id, state } = report else { return };
+        let Some(flow) = self.flows.get_mut(id) else { return };
+        match state {
+            FlowState::Moving | FlowState::Failing(_) => return,
+            FlowState::Done { bytes } => flow.bytes += bytes,
+            FlowState::Failed(_) => {}
+        }
+        flow.moved = now;
+        flow.left = flow.left.saturating_sub(1);
+        self.flow_ended(*id);
+    }
+
+    /// Adds a flow to its request, once all ranks have ended it and the request is known.
+    fn flow_ended(&mut self, id: FlowId) {
+        let Some(Flow { request: Some(request), left: 0, moved, bytes, .. }) = self.flows.get(&id)
+        else {
+            return;
+        };
+        if let Some(record) = self.open.get_mut(request) {
+            record.moved = record.moved.max(Some(*moved));
+            record.bytes = Some(record.bytes.unwrap_or(0) + bytes);
+        }
+        self.flows.remove(&id);
+    }
+
+    /// A prefill core answered its engine; the transfer that this ends.
+    pub(super) fn prefill_answer(&mut self, now: Nanos, answer: &PrefillAnswer) -> Option<&Record> {
+        match answer {
+            PrefillAnswer::SourceFree { request, failure } => {
+                self.end(now, request, failure.as_ref())
+            }
+            PrefillAnswer::Rejected { request, failure } => self.end(now, request, Some(failure)),
+            PrefillAnswer::PreemptionSafe { .. } => None,
+        }
+    }
+
+    /// A decode core answered its engine; the transfer that this ends.
+    pub(super) fn decode_answer(&mut self, now: Nanos, answer: &DecodeAnswer) -> Option<&Record> {
+        match answer {
+            DecodeAnswer::Allocate { .. } => None,
+            DecodeAnswer::Loaded { request } => self.end(now, request, None),
+            DecodeAnswer::LoadFailed { request, failure }
+            | DecodeAnswer::Rejected { request, failure } => self.end(now, request, Some(failure)),
+        }
+    }
+
+    fn end(
+        &mut self,
+        now: Nanos,
+        request: &RequestId,
+        failure: Option<&Failure>,
+    ) -> Option<&Record> {
+        let mut record = self.open.remove(request)?;
+        // Nobody sees a read of this engine's blocks begin.
+        let is_read = self.role == Role::Prefill && self.mode == Mode::Pull;
+        let outcome = match failure {
+            Some(failure) => failed(failure),
+            None if record.begun.is_none() && !is_read => Outcome::Local,
+            None => Outcome::Done,
+        };
+        if !self.moves() && record.begun.is_some() {
+            record.moved = Some(now);
+        }
+        record.ended = Some((now, outcome));
+        Some(self.keep(record))
+    }
+
+    fn keep(&mut self, record: Record) -> &Record {
+        if self.ended.len() >= self.kept {
+            self.ended.pop_front();
+        }
+        self.ended.push_back(record);
+        self.ended.back().expect("it was added")
+    }
+
+    /// Transfers under way.
+    pub(super) fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// All that are kept, by their arrival.
+    pub(super) fn list(&self) -> Vec<Record> {
+        let mut list: Vec<_> = self.ended.iter().chain(self.open.values()).cloned().collect();
+        list.sort_by_key(|record| record.arrived);
+        list
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::core::ids::{PeerSlot, SourceId, StepId};
+    use engine::core::message::{Chunk, DecodeLeg, FinishReason, PrefillLeg};
+    use engine::fabric::Endpoint;
+    use proptest::prelude::*;
+    use std::sync::Arc;
+
+    const SIDES: [(Role, Mode); 4] = [
+        (Role::Prefill, Mode::Push),
+        (Role::Prefill, Mode::Pull),
+        (Role::Decode, Mode::Push),
+        (Role::Decode, Mode::Pull),
+    ];
+
+    fn id(n: u8) -> RequestId {
+        format!("r{n}").into()
+    }
+
+    fn key(n: u8) -> TransferKey {
+        TransferKey { id: format!("tx{n}").into(), prompt: 0 }
+    }
+
+    fn blocks() -> Vec<BlockList> {
+        vec![BlockList::new(vec![1, 2, 3])]
+    }
+
+    fn arrive(records: &mut Records, now: Nanos, n: u8) {
+        let (request, key, tokens) = (id(n), key(n), 40);
+        let mode = records.mode;
+        if records.role == Role::Prefill {
+            let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: None };
+            return records.prefill(now, &PrefillHook::Arrived { request, leg, tokens });
+        }
+        let (prefill, control) = ("p".into(), Endpoint::tcp("h", 1));
+        let leg = DecodeLeg { key, sibling: 0, mode, prefill, control, life: None, moriio: None };
+        assert_eq!(records.decode(now, &DecodeHook::Arrived { request, leg, tokens }), None);
+    }
+
+    fn allocate(records: &mut Records, now: Nanos, n: u8, computed: u32) {
+        let hook = DecodeHook::Allocated { request: id(n), computed, blocks: blocks() };
+        assert_eq!(records.decode(now, &hook), None);
+    }
+
+    fn job(mode: Mode, flow: u64) -> Job {
+        let (flow, peer, from, tokens) = (FlowId(flow), PeerSlot(0), 0, 40);
+        let blocks = Arc::new(blocks());
+        match mode {
+            Mode::Push => Job::Write { flow, source: SourceId(1), peer, from, tokens, blocks },
+            Mode::Pull => {
+                Job::Read { flow, peer, from, tokens, remote: blocks.clone(), local: blocks }
+            }
+        }
+    }
+
+    fn done(flow: u64, bytes: u64) -> Report {
+        Report::Flow { flow: FlowId(flow), state: FlowState::Done { bytes } }
+    }
+
+    fn answer(
+        records: &mut Records,
+        now: Nanos,
+        n: u8,
+        failure: Option<Failure>,
+    ) -> Option<Record> {
+        let request = id(n);
+        let ended = match (records.role, failure) {
+            (Role::Prefill, failure) => {
+                records.prefill_answer(now, &PrefillAnswer::SourceFree { request, failure })
+            }
+            (_, None) => records.decode_answer(now, &DecodeAnswer::Loaded { request }),
+            (_, Some(failure)) => {
+                records.decode_answer(now, &DecodeAnswer::LoadFailed { request, failure })
+            }
+        };
+        ended.cloned()
+    }
+
+    #[test]
+    fn bytes_and_times_of_all_ranks_are_added_up() {
+        for (role, mode) in [SIDES[0], SIDES[3]] {
+            let mut records = Records::new(role, mode, 2, 8);
+            arrive(&mut records, Nanos(10), 1);
+            assert_eq!(records.job(Nanos(30), &job(mode, 7)), Some(FlowId(7)));
+            // A rank may be done before the core has said whose flow it is.
+            records.report(Nanos(40), &done(7, 100));
+            records.owned(FlowId(7), Some((id(1), Some("other".into()))));
+            records.report(Nanos(45), &Report::Flow { flow: FlowId(7), state: FlowState::Moving });
+            records.report(Nanos(50), &done(7, 11));
+            let record = answer(&mut records, Nanos(60), 1, None).expect("it ends");
+            assert_eq!(record.queued(), Some(Nanos(20)), "{role} {mode}");
+            assert_eq!(record.duration(), Some(Nanos(20)));
+            assert_eq!((record.bytes, record.ended), (Some(111), Some((Nanos(60), Outcome::Done))));
+            assert_eq!(record.peer, Some("other".into()));
+            assert_eq!((records.open(), records.flows.len()), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_decode_that_is_written_to_waits_from_when_its_blocks_are_told() {
+        let mut records = Records::new(Role::Decode, Mode::Push, 1, 8);
+        arrive(&mut records, Nanos(5), 1);
+        allocate(&mut records, Nanos(9), 1, 8);
+        let record = answer(&mut records, Nanos(20), 1, None).expect("it ends");
+        assert_eq!((record.queued(), record.duration()), (Some(Nanos(4)), Some(Nanos(11))));
+        assert_eq!((record.bytes, record.blocks, record.computed), (None, 3, 8));
+        assert_eq!(record.peer, Some("p".into()));
+    }
+
+    #[test]
+    fn what_needs_no_transfer_has_no_times_of_one() {
+        for (role, mode) in SIDES {
+            let mut records = Records::new(role, mode, 1, 8);
+            arrive(&mut records, Nanos(5), 1);
+            if role == Role::Decode {
+                allocate(&mut records, Nanos(6), 1, 40);
+            }
+            let record = answer(&mut records, Nanos(9), 1, None).expect("it ends");
+            let is_read = (role, mode) == SIDES[1];
+            let outcome = if is_read { Outcome::Done } else { Outcome::Local };
+            assert_eq!(record.ended, Some((Nanos(9), outcome)), "{role} {mode}");
+            assert_eq!((record.queued(), record.duration()), (None, None));
+        }
+    }
+
+    #[test]
+    fn failures_keep_their_cause_and_count_no_duration() {
+        let mut records = Records::new(Role::Decode, Mode::Push, 1, 8);
+        arrive(&mut records, Nanos(5), 1);
+        allocate(&mut records, Nanos(6), 1, 0);
+        let record = answer(&mut records, Nanos(9), 1, Some(Failure::PeerSilent)).expect("it ends");
+        let Some((_, Outcome::Failed { cause, why })) = &record.ended else { panic!("{record:?}") };
+        assert_eq!((&**cause, &**why), ("peer-silent", "peer does not answer"));
+        assert_eq!((record.queued(), record.duration()), (Some(Nanos(1)), None));
+        let unread = records.unusable(Nanos(10), &id(2), 3, "no key");
+        assert_eq!(unread.ended.as_ref().map(|(_, outcome)| outcome.name()), Some("failed"));
+        // Nothing answers a request that ended before it had blocks.
+        arrive(&mut records, Nanos(11), 3);
+        let finished = DecodeHook::Finished { request: id(3), reason: FinishReason::Aborted };
+        assert!(records.decode(Nanos(12), &finished).is_some());
+        assert_eq!(records.list().len(), 3);
+    }
+
+    /// Anything that a gateway may pass on, in any order.
+    fn step(records: &mut Records, now: Nanos, (what, n, flow): (u8, u8, u64)) -> Option<Record> {
+        let (request, reason) = (id(n), FinishReason::Length);
+        match (what, records.role) {
+            (0 | 1, _) => arrive(records, now, n),
+            (2, Role::Prefill) => {
+                let chunk = Chunk { request, from: 0, to: 40, blocks: blocks() };
+                let (step, chunks) = (StepId(1), vec![chunk]);
+                records.prefill(now, &PrefillHook::Scheduled { step, chunks });
+            }
+            (2, Role::Decode) => allocate(records, now, n, 0),
+            (3, Role::Prefill) => records.prefill(now, &PrefillHook::Finished { request, reason }),
+            (3, Role::Decode) => {
+                let hook = DecodeHook::Finished { request, reason };
+                return records.decode(now, &hook).cloned();
+            }
+            (4, _) => _ = records.job(now, &job(records.mode, flow)),
+            (5, _) => records.owned(FlowId(flow), Some((request, None))),
+            (6, _) => records.owned(FlowId(flow), None),
+            (7 | 8, _) => records.report(now, &done(flow, 5)),
+            (9, _) => return answer(records, now, n, None),
+            _ => return answer(records, now, n, Some(Failure::Stalled)),
+        }
+        None
+    }
+
+    proptest! {
+        #[test]
+        fn each_that_arrived_ends_once_and_in_order(
+            side in 0..4_usize,
+            steps in prop::collection::vec((0..11_u8, 0..6_u8, 0..6_u64), 0..200),
+        ) {
+            let (role, mode) = SIDES[side];
+            let mut records = Records::new(role, mode, 2, 8);
+            let mut under_way = std::collections::BTreeSet::new();
+            for (now, step_of) in (1..).zip(steps) {
+                let ended = step(&mut records, Nanos(now), step_of);
+                if step_of.0 <= 1 {
+                    under_way.insert(id(step_of.1));
+                }
+                if let Some(record) = ended {
+                    prop_assert!(under_way.remove(&record.request), "{record:?}");
+                    let (end, outcome) = record.ended.clone().expect("it has ended");
+                    let begun = record.begun.unwrap_or(record.arrived);
+                    let moved = record.moved.unwrap_or(begun);
+                    prop_assert!(record.arrived <= begun, "{record:?}");
+                    prop_assert!(begun <= moved && moved <= end, "{record:?}");
+                    prop_assert!(record.duration().is_none() || outcome == Outcome::Done);
+                }
+                prop_assert_eq!(records.open(), under_way.len());
+                prop_assert!(records.ended.len() <= 8);
+                prop_assert_eq!(records.list().len(), records.open() + records.ended.len());
+            }
+        }
+    }
+}

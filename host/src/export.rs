@@ -1,0 +1,180 @@
+//! `kvferry export`: the last transfers of live hosts, in the format of Chrome's traces, which
+//! Perfetto opens.
+
+use crate::cli::ExportArgs;
+use crate::embed::Link;
+use crate::embed::proto::{FromHost, VERSION, Who};
+use crate::embed::record::{Outcome, Record, Trace};
+use crate::exit::{Exit, Stop};
+use engine::core::message::Role;
+use engine::core::time::Nanos;
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufWriter, ErrorKind, Write};
+use std::path::Path;
+use std::time::Duration;
+
+/// Longest wait for a host.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Writes the transfers of all hosts that were named.
+pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    let traces = args.live.iter().map(|path| {
+        let fail = |why| Stop::Input(format!("--live {}: {why}", path.display()));
+        fetch(path).map_err(fail)
+    });
+    let traces = traces.collect::<Result<Vec<_>, Stop>>()?;
+    let file = chrome(&traces);
+    let Some(path) = &args.out else {
+        serde_json::to_writer(&mut *out, &file).map_err(|why| Stop::Output(why.into()))?;
+        writeln!(out)?;
+        return Ok(Exit::Held);
+    };
+    let fail = |why| Stop::Input(format!("--out {}: {why}; name another file", path.display()));
+    let mut to = BufWriter::new(File::create(path).map_err(fail)?);
+    serde_json::to_writer(&mut to, &file).map_err(|why| fail(why.into()))?;
+    to.flush().map_err(fail)?;
+    let transfers: usize = traces.iter().map(|trace| trace.records.len()).sum();
+    let path = path.display();
+    writeln!(out, "{transfers} transfers in {path}; https://ui.perfetto.dev opens it")?;
+    Ok(Exit::Held)
+}
+
+/// Asks a host for its last transfers.
+fn fetch(path: &Path) -> Result<Trace, String> {
+    let mut link = Link::connect(path, Who::Observer).map_err(|why| match why.kind() {
+        ErrorKind::NotFound => {
+            "there is no socket; give the one that the log of the server names after \
+             \"waiting for an engine\", while the server runs"
+                .into()
+        }
+        ErrorKind::ConnectionRefused => {
+            "nobody listens there; give the socket of a `kvferry host` that runs".into()
+        }
+        _ => format!("cannot connect: {why}; run it as the user of the server"),
+    })?;
+    let mut heard = Vec::new();
+    let other = format!("no `kvferry host` of this version ({VERSION} of its messages)");
+    link.wait(PATIENCE, &mut heard).map_err(|why| match why.kind() {
+        ErrorKind::TimedOut => format!("silent for {} s: {other}", PATIENCE.as_secs()),
+        ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+            format!("closed without an answer: {other}; use the kvferry of the server")
+        }
+        _ => format!("{other} answers: {why}; use the kvferry of the server"),
+    })?;
+    match heard.into_iter().next() {
+        Some(FromHost::Trace(trace)) => Ok(*trace),
+        Some(FromHost::Refused { why }) => Err(why),
+        _ => Err(format!("{other} answers")),
+    }
+}
+
+/// Traces as one: a process per engine; times in microseconds since the start of the host that
+/// started first.
+fn chrome(traces: &[Trace]) -> Value {
+    let first = traces.iter().map(|trace| trace.started_unix_us).min().unwrap_or(0);
+    let mut events = Vec::new();
+    for (process, trace) in (1..).zip(traces) {
+        let late = Nanos::from_us(trace.started_unix_us - first);
+        Engine { process, late, trace, role: trace.engine.as_ref().map(|(_, role, _)| *role) }
+            .write(&mut events);
+    }
+    json!({
+        "displayTimeUnit": "ms",
+        "otherData": { "started_unix_us": first, "version": env!("CARGO_PKG_VERSION") },
+        "traceEvents": events,
+    })
+}
+
+/// The events of one engine.
+struct Engine<'a> {
+    process: u32,
+    /// How much later than the first host its host started.
+    late: Nanos,
+    trace: &'a Trace,
+    role: Option<Role>,
+}
+
+impl Engine<'_> {
+    fn write(&self, events: &mut Vec<Value>) {
+        let name = match &self.trace.engine {
+            Some((name, role, mode)) => format!("{role} {name} ({mode})"),
+            None => "no engine yet".into(),
+        };
+        events.push(self.name("process_name", 0, &name));
+        // When each lane is free: what overlaps is not shown in one.
+        let mut lanes: Vec<Nanos> = Vec::new();
+        for record in &self.trace.records {
+            let free = lanes.iter().position(|free| *free <= record.arrived);
+            let lane = free.unwrap_or(lanes.len());
+            if lane == lanes.len() {
+                lanes.push(Nanos::ZERO);
+                events.push(self.name("thread_name", lane, &format!("transfers {lane}")));
+            }
+            lanes[lane] = self.transfer(record, lane, events);
+        }
+    }
+
+    fn name(&self, what: &str, lane: usize, name: &str) -> Value {
+        let args = json!({ "name": name });
+        json!({ "ph": "M", "name": what, "pid": self.process, "tid": lane, "args": args })
+    }
+
+    /// Writes what is known of a transfer; when its lane is free again.
+    fn transfer(&self, record: &Record, lane: usize, events: &mut Vec<Value>) -> Nanos {
+        let end = record.ended.as_ref().map_or(self.trace.now, |(at, _)| *at).max(record.arrived);
+        let args = args(record);
+        let mut slice = |name: &str, from: Nanos, to: Nanos| {
+            events.push(json!({
+                "ph": "X", "cat": "kvferry", "name": name, "pid": self.process, "tid": lane,
+                "ts": self.us(from), "dur": us(to - from), "args": args,
+            }));
+        };
+        match (record.begun, record.finished) {
+            (Some(begun), _) => {
+                slice("queued", record.arrived, begun);
+                slice("transfer", begun, record.moved.unwrap_or(end));
+            }
+            // What is read is not seen: its blocks are held for it.
+            (None, Some(finished)) if self.role == Some(Role::Prefill) => {
+                slice("compute", record.arrived, finished);
+                slice("held", finished, end);
+            }
+            (None, _) => slice("queued", record.arrived, end),
+        }
+        if let Some((at, Outcome::Failed { cause, .. })) = &record.ended {
+            events.push(json!({
+                "ph": "i", "s": "t", "cat": "kvferry", "name": format!("failed: {cause}"),
+                "pid": self.process, "tid": lane, "ts": self.us(*at), "args": args,
+            }));
+        }
+        end
+    }
+
+    fn us(&self, at: Nanos) -> f64 {
+        us(self.late + at)
+    }
+}
+
+fn us(span: Nanos) -> f64 {
+    span.0 as f64 / 1e3
+}
+
+fn args(record: &Record) -> Value {
+    let (outcome, why) = match &record.ended {
+        None => ("open", None),
+        Some((_, Outcome::Failed { why, .. })) => ("failed", Some(why)),
+        Some((_, outcome)) => (outcome.name(), None),
+    };
+    json!({
+        "request": record.request,
+        "transfer": record.transfer.as_ref().map(ToString::to_string),
+        "peer": record.peer,
+        "outcome": outcome,
+        "why": why,
+        "tokens": record.tokens,
+        "computed": record.computed,
+        "blocks": record.blocks,
+        "bytes": record.bytes,
+    })
+}

@@ -215,7 +215,7 @@ fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHos
     p.worker.send(&ToHost::Layers { step: StepId(1), layers: 2 }).expect("the host hears");
     let (request, reason) = ("p-1".into(), FinishReason::Length);
     p.tell(&ToHost::Prefill(PrefillHook::Finished { request, reason }));
-    let allocate = next(&mut d.scheduler, |_| false);
+    let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
     assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
     let blocks = vec![BlockList::new(vec![7, 1])];
     let request = "d-1".into();

@@ -108,15 +108,13 @@ def test_the_last_transfers_can_be_exported(own, tmp_path):
     subprocess.run([os.environ[BINARY], "export", *live, f"--out={file}"], check=True)
     slices = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
 
-    def done(process: int, name: str) -> set[str]:
-        return {
-            event["args"]["transfer"]
-            for event in slices
-            if (event["pid"], event["name"], event["args"]["outcome"]) == (process, name, "done")
-        }
+    def newest(process: int, name: str) -> dict:
+        of_side = [event for event in slices if (event["pid"], event["name"]) == (process, name)]
+        return max(of_side, key=lambda event: event["ts"])["args"]
 
-    handed_over = done(1, "held" if own.mode == "READ" else "transfer")
-    assert done(2, "transfer") and done(2, "transfer") <= handed_over
+    sides = newest(1, "held" if own.mode == "READ" else "transfer"), newest(2, "transfer")
+    assert [side["outcome"] for side in sides] == ["done", "done"]
+    assert sides[0]["transfer"] == sides[1]["transfer"]
 
 
 def test_afterwards_every_block_is_free(own):

@@ -108,4 +108,4 @@ def growth(before: dict[int, Process], after: dict[int, Process]) -> list[str]:
 
 def requests_wanted() -> int:
     """How many requests the test sends in each mode; a soak of hours is a matter of the environment."""
-    return int(os.environ.get("KVFERRY_SOAK_REQUESTS", "160"))
+    return int(os.environ.get("KVFERRY_SOAK_REQUESTS", "80"))

@@ -101,7 +101,7 @@ fn attach(side: &Side, peer: Option<&Arc<Process>>) -> Result<Reach, String> {
     Ok(Reach::There { process, base: side.base })
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
 

@@ -237,7 +237,7 @@ pub(crate) fn bytes_inside(slices: &[Slice], from: u64, to: u64) -> Option<u64> 
     slices.iter().try_fold(0_u64, |sum, slice| sum.checked_add(slice.len))
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -156,7 +156,7 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, feature = "loom"))]
 mod model;
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests;

@@ -1,8 +1,8 @@
 //! Atomics of the standard library, or of loom where the rings are checked by it; and locks.
 
-#[cfg(loom)]
+#[cfg(feature = "loom")]
 pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -14,7 +14,7 @@ mod stream;
 mod tcp_in;
 mod tcp_out;
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod hostile;
 
 pub(crate) use dial::{Dial, dial};

@@ -1,7 +1,7 @@
 //! A link that this side dialled: one DEALER.
 
 use crate::message::receive;
-use crate::monitor::{Connection, Monitor};
+use crate::monitor::{self, Connection, Monitor};
 use crate::shared::{Inbox, News, Queued};
 use engine::fabric::{Channel, LinkId};
 use std::collections::VecDeque;
@@ -24,6 +24,12 @@ pub(crate) struct Dialler {
     up: bool,
 }
 
+impl Drop for Dialler {
+    fn drop(&mut self) {
+        monitor::stop(&mut self.socket);
+    }
+}
+
 impl Dialler {
     pub(crate) fn new(
         context: &Context,
@@ -40,9 +46,10 @@ impl Dialler {
         socket.set_handshake_ivl(wait)?;
         socket.set_reconnect_ivl(NEVER)?;
         let monitor = Monitor::new(context, &socket, &format!("link-{}", link.0))?;
-        socket.connect(to)?;
         let out = VecDeque::new();
-        Ok(Dialler { socket, monitor, link, channel, queued, out, up: false })
+        let dialler = Dialler { socket, monitor, link, channel, queued, out, up: false };
+        dialler.socket.connect(to)?;
+        Ok(dialler)
     }
 
     pub(crate) fn push(&mut self, parts: Vec<Vec<u8>>) {

@@ -1,7 +1,7 @@
 //! A channel that is listened on: one ROUTER with all its links.
 
 use crate::message::{Message, receive};
-use crate::monitor::{Connection, Monitor};
+use crate::monitor::{self, Connection, Monitor};
 use crate::shared::{Inbox, News, Queued};
 use engine::fabric::{Channel, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -31,6 +31,12 @@ pub(crate) struct Listener {
     blocked: BTreeSet<LinkId>,
 }
 
+impl Drop for Listener {
+    fn drop(&mut self) {
+        monitor::stop(&mut self.socket);
+    }
+}
+
 impl Listener {
     /// Listens at an address of libzmq; also the address that others dial.
     pub(crate) fn new(
@@ -42,11 +48,11 @@ impl Listener {
         crate::io::prepare(&socket)?;
         socket.set_router_mandatory(true)?;
         let monitor = Monitor::new(context, &socket, &format!("{channel:?}"))?;
-        socket.bind(at)?;
-        let bound = socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
         let (links, by_fd, by_name, blocked) = Default::default();
-        let bound = crate::address::told(&bound);
-        Ok((Listener { socket, monitor, channel, links, by_fd, by_name, blocked }, bound))
+        let listener = Listener { socket, monitor, channel, links, by_fd, by_name, blocked };
+        listener.socket.bind(at)?;
+        let bound = listener.socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
+        Ok((listener, crate::address::told(&bound)))
     }
 
     /// True if something waits for room at a peer; libzmq does not say when there is.

@@ -15,8 +15,16 @@ pub(crate) enum Connection {
     Failed,
 }
 
-/// The events of one socket.
+/// The events of one socket. [`stop`] comes before its end.
 pub(crate) struct Monitor(pub(crate) Socket);
+
+/// Ends the events of a socket, before its [`Monitor`] goes: a thread of libzmq that all sockets of the
+/// context need would wait for ever for somebody to take them.
+pub(crate) fn stop(socket: &mut Socket) {
+    // SAFETY: The socket lives and is used by this thread only. No address ends the events; that
+    // cannot fail.
+    unsafe { zmq_sys::zmq_socket_monitor(socket.as_mut_ptr(), std::ptr::null(), 0) };
+}
 
 impl Monitor {
     /// Watches a socket; `name` is unique in the context.

@@ -122,3 +122,30 @@ fn a_reader_that_does_not_read_is_felt_by_the_sender() {
         far.next_frame();
     }
 }
+
+/// libzmq tells of the ends of connections on a thread that all sockets need; that thread waits for
+/// ever if nobody is there to be told.
+#[test]
+fn links_that_end_on_both_sides_at_once_cost_no_other_link() {
+    let rude = TcpListener::bind("127.0.0.1:0").unwrap();
+    let gone = Endpoint::from(format!("tcp://{}", rude.local_addr().unwrap()).as_str());
+    std::thread::spawn(move || {
+        for stream in rude.incoming() {
+            drop(stream);
+        }
+    });
+    let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
+    let to = far.plane.listen(Channel::Notify).unwrap();
+    for nth in 0..2_000 {
+        let link = LinkId(100 + nth);
+        near.plane.dial(link, &gone, Channel::Notify).unwrap();
+        if nth % 2 == 0 {
+            near.wait_for(|event| *event == ControlEvent::LinkDown { link });
+        } else {
+            near.plane.hang_up(link);
+        }
+    }
+    dial(&mut near, &to);
+    near.plane.send(LINK, &[b"still here"]).unwrap();
+    assert_eq!(far.next_frame().1, [b"still here"]);
+}

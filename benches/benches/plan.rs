@@ -23,6 +23,7 @@ fn route(latent: bool) -> Route {
         tp: 1,
         kv_heads: 1,
         latent,
+        packed: false,
         layers: LAYERS,
         groups: vec![Group {
             kind: GroupKind::Full,

@@ -101,13 +101,14 @@ fn geometry() -> impl Strategy<Value = Geometry> {
     ];
     let group = (kind, any::<u32>(), vec(any::<u16>(), 0..4))
         .prop_map(|(kind, block_tokens, layers)| Group { kind, block_tokens, layers });
-    let numbers = (any::<u16>(), any::<u16>(), any::<u16>(), any::<bool>());
+    let numbers = (any::<u16>(), any::<u16>(), any::<u16>(), any::<[bool; 2]>());
     (text(), numbers, vec(group, 0..3)).prop_map(
-        |(model, (tp, kv_heads, layers, latent), groups)| Geometry {
+        |(model, (tp, kv_heads, layers, [latent, packed]), groups)| Geometry {
             model,
             tp,
             kv_heads,
             latent,
+            packed,
             layers,
             groups,
         },

@@ -10,6 +10,7 @@ use crate::proto::{Denial, Rules};
 use crate::sync::lock;
 use crate::worker::WorkerHandle;
 use engine::fabric::{Cause, PeerId, RegionId, SessionId};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -272,7 +273,7 @@ impl Hub {
 }
 
 /// Operations and bytes of one path.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathCount {
     /// Operations that succeeded.
     pub operations: u64,
@@ -281,7 +282,7 @@ pub struct PathCount {
 }
 
 /// What a plane did so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
     /// Own operations, by path in the order of [`Path::ALL`].
     pub initiated: [PathCount; 3],

@@ -33,7 +33,15 @@ fn geometry(tp: u16) -> Geometry {
     let layers = (0..LAYERS).collect();
     let group = Group { kind: GroupKind::Full, block_tokens: TOKENS, layers };
     let groups = vec![group];
-    Geometry { model: "m".into(), tp, kv_heads: 4, latent: false, layers: LAYERS, groups }
+    Geometry {
+        model: "m".into(),
+        tp,
+        kv_heads: 4,
+        latent: false,
+        packed: false,
+        layers: LAYERS,
+        groups,
+    }
 }
 
 fn layout(order: Order, slots: u32, layer: u16) -> LayerLayout {

@@ -57,7 +57,17 @@ impl RankParts {
         };
         RankParts { plane, transfer }
     }
+
+    /// Starts its transfer actor on this thread; what it reports goes to `core`.
+    pub(crate) fn start(self, core: Recipient<RankReport>, clock: &Clock) -> RankActor {
+        let seat = DataSeat { rank: self.transfer.rank, plane: self.plane, core };
+        let machine = Transfer::new(self.transfer);
+        Driver::start(|_| seat, machine, Some(TransferInput::Start), clock.clone())
+    }
 }
+
+/// A transfer actor and its plane.
+pub(crate) type RankActor = Addr<Driver<DataSeat>>;
 
 /// The plane of a TP rank, which listens at `host`; what makes it one of an instance is set here, the
 /// rest is as in `config`.
@@ -89,7 +99,8 @@ pub(crate) struct Outlets {
 /// The actors, each beside the plane that it uses, on the thread that started them.
 pub(crate) struct Cores {
     core: Core,
-    ranks: Vec<Addr<Driver<DataSeat>>>,
+    /// None where they are in other processes.
+    ranks: Vec<RankActor>,
 }
 
 enum Core {
@@ -117,12 +128,8 @@ impl Cores {
                 Core::Decode(Driver::start(|_| seat, machine, None, clock.clone()))
             }
         };
-        let start = |(rank, parts): (u16, RankParts)| {
-            let seat = DataSeat { rank, plane: parts.plane, core: outlets.reports.clone() };
-            let machine = Transfer::new(parts.transfer);
-            Driver::start(|_| seat, machine, Some(TransferInput::Start), clock.clone())
-        };
-        let ranks = (0..).zip(ranks).map(start).collect();
+        let ranks = ranks.into_iter().map(|rank| rank.start(outlets.reports.clone(), clock));
+        let ranks = ranks.collect();
         Cores { core, ranks }
     }
 

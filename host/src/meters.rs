@@ -1,17 +1,43 @@
 //! What data planes count, in the format of Prometheus.
 
-use fabric_host::{Meter, Path, PathCount};
+use fabric_host::{Counters, Meter, Path, PathCount};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Where the counters of a data plane are read.
+#[derive(Clone, Debug)]
+pub(crate) enum Tally {
+    /// The plane is in this process.
+    Here(Meter),
+    /// It is in another one, which told them.
+    Told(Arc<Mutex<Counters>>),
+}
+
+impl Tally {
+    pub(crate) fn read(&self) -> Counters {
+        match self {
+            Tally::Here(meter) => meter.read(),
+            Tally::Told(told) => *told.lock().unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+
+    /// Takes what the process of the plane told.
+    pub(crate) fn tell(&self, counters: Counters) {
+        if let Tally::Told(told) = self {
+            *told.lock().unwrap_or_else(PoisonError::into_inner) = counters;
+        }
+    }
+}
 
 /// The data planes of an instance, read when the page is scraped.
 #[derive(Debug)]
 pub(crate) struct Planes {
     prefix: &'static str,
-    meters: Vec<Meter>,
+    tallies: Vec<Tally>,
 }
 
 #[derive(Clone, Debug, EncodeLabelSet)]
@@ -22,8 +48,8 @@ struct Way {
 
 impl Planes {
     /// The names of the series begin with `prefix`.
-    pub(crate) fn new(prefix: &'static str, meters: Vec<Meter>) -> Planes {
-        Planes { prefix, meters }
+    pub(crate) fn new(prefix: &'static str, tallies: Vec<Tally>) -> Planes {
+        Planes { prefix, tallies }
     }
 
     fn encode_sum(
@@ -32,7 +58,7 @@ impl Planes {
         (name, about): (&str, &str),
         value: fn(&PathCount) -> u64,
     ) -> fmt::Result {
-        let counters: Vec<_> = self.meters.iter().map(Meter::read).collect();
+        let counters: Vec<_> = self.tallies.iter().map(Tally::read).collect();
         let name = format!("{}_{name}", self.prefix);
         let mut encoder = encoder.encode_descriptor(&name, about, None, MetricType::Counter)?;
         for (side, initiated) in [("initiated", true), ("served", false)] {

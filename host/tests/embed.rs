@@ -9,11 +9,11 @@ use engine::core::message::{
 };
 use engine::fabric::{Endpoint, Memory};
 use fabric_host::{HugePages, Pool};
-use kvferry::embed::Link;
 use kvferry::embed::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::Settings;
+use kvferry::embed::settings::{Settings, TransferPlace};
 use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
+use kvferry::embed::{Link, Transfers};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -21,6 +21,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+use TransferPlace::{Sidecar, Worker as InWorker};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const BLOCKS: u64 = 16;
@@ -110,11 +112,14 @@ impl Drop for Host {
 struct Rig {
     scheduler: Link,
     worker: Link,
+    /// The transfer actor, if it is in the worker.
+    transfers: Option<Transfers>,
+    groups: usize,
     pool: Pool,
     address: ZmqAddress,
 }
 
-fn engine(role: Role, mode: Mode) -> Engine {
+fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine {
     let layers = LAYERS.iter().map(|name| (*name).into()).collect();
     Engine {
         role,
@@ -123,19 +128,21 @@ fn engine(role: Role, mode: Mode) -> Engine {
         dp: (0, 1),
         kv_heads: 2,
         latent: false,
+        packed: true,
         groups: vec![LayerGroup { window: None, block_tokens: 32, layers }],
-        settings: Settings { read_mode: mode == Mode::Pull, ..Settings::default() },
+        settings: Settings { read_mode: mode == Mode::Pull, transfer, ..Settings::default() },
     }
 }
 
-fn worker(pool: &Pool) -> Worker {
+/// Its blocks have `rows` tokens.
+fn worker(pool: &Pool, rows: u64) -> Worker {
     let Memory::MemFd { fd, len } = pool.memory() else { panic!("pools are memory files") };
     let base = pool.start() as u64;
     let tensor = |(n, name): (u64, &&str)| Tensor {
         layer: (**name).into(),
         start: base + n * BLOCKS * BLOCK,
-        shape: vec![BLOCKS, 2, 32, 8],
-        stride: vec![BLOCK / 4, 32 * 8, 8, 1],
+        shape: vec![BLOCKS * 32 / rows, 2, rows, 8],
+        stride: vec![2 * rows * 8, rows * 8, 8, 1],
         element: 4,
     };
     Worker {
@@ -161,12 +168,24 @@ fn next(link: &mut Link, mut skip: impl FnMut(&FromHost) -> bool) -> FromHost {
 
 impl Rig {
     fn start(host: &Host, role: Role, mode: Mode) -> Rig {
+        Rig::start_with(host, role, mode, Sidecar)
+    }
+
+    fn start_with(host: &Host, role: Role, mode: Mode, transfer: TransferPlace) -> Rig {
+        Rig::of(host, engine(role, mode, transfer))
+    }
+
+    fn of(host: &Host, engine: Engine) -> Rig {
+        let (transfer, groups) = (engine.settings.transfer, engine.groups.len());
         let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-        let mut worker = host.connect(Who::Worker(Box::new(worker(&pool))));
-        let mut scheduler = host.connect(Who::Scheduler(Box::new(engine(role, mode))));
+        let rows = engine.groups[0].block_tokens.into();
+        let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, rows))));
+        let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
+        let transfers = (transfer == InWorker)
+            .then(|| Transfers::start(host.socket.clone(), 0).expect("a thread"));
         let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
         assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
-        Rig { scheduler, worker, pool, address }
+        Rig { scheduler, worker, transfers, groups, pool, address }
     }
 
     fn block(&mut self, layer: u64, block: u32) -> &mut [u8] {
@@ -192,12 +211,23 @@ fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
     if let FromHost::Ended(one) = message {
         ended.push(one.clone());
     }
-    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. })
+    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. } | FromHost::Moved(_))
 }
 
 /// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told
 /// of it.
 fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHost {
+    arrive(p, d, mode);
+    let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
+    assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
+    let blocks = vec![BlockList::new(vec![7, 1]); d.groups];
+    let request = "d-1".into();
+    d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
+    next(&mut d.scheduler, |message| is_stats(message, ended))
+}
+
+/// The prefill computes it, and the decode has no blocks yet.
+fn arrive(p: &mut Rig, d: &mut Rig, mode: Mode) {
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
     let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, life: None, moriio: None };
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
@@ -205,22 +235,23 @@ fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHos
     let prefill = p.address.engine();
     let leg = DecodeLeg { key, sibling: 0, mode, prefill, control, life: None, moriio: None };
     d.tell(&arrived("d-1", "do_remote_prefill", &leg));
-    let blocks = vec![BlockList::new(vec![3, 5])];
+    let blocks = vec![BlockList::new(vec![3, 5]); p.groups];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 40, blocks };
     p.tell(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] }));
     for (layer, block) in [(0, 3), (0, 5), (1, 3), (1, 5)] {
         p.block(layer, block).fill(layer as u8 * 16 + block as u8);
     }
-    p.worker.send(&ToHost::Layers { step: StepId(1), layers: 1 }).expect("the host hears");
-    p.worker.send(&ToHost::Layers { step: StepId(1), layers: 2 }).expect("the host hears");
+    for layers in [1, 2] {
+        match &p.transfers {
+            Some(transfers) => transfers.layers(StepId(1), layers),
+            None => {
+                let message = ToHost::Layers { step: StepId(1), layers };
+                p.worker.send(&message).expect("the host hears");
+            }
+        }
+    }
     let (request, reason) = ("p-1".into(), FinishReason::Length);
     p.tell(&ToHost::Prefill(PrefillHook::Finished { request, reason }));
-    let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
-    assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
-    let blocks = vec![BlockList::new(vec![7, 1])];
-    let request = "d-1".into();
-    d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
-    next(&mut d.scheduler, |message| is_stats(message, ended))
 }
 
 /// The same, all of it; what both schedulers are told for metrics.
@@ -246,10 +277,10 @@ fn transfer(p: &mut Rig, d: &mut Rig, mode: Mode) -> (Vec<Ended>, Vec<Ended>) {
     (of_p, of_d)
 }
 
-fn hand_over(mode: Mode) {
-    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{name}")));
-    let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
-    let mut d = Rig::start(&hosts[1], Role::Decode, mode);
+fn hand_over(mode: Mode, [at_p, at_d]: [TransferPlace; 2]) {
+    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{at_p}-{at_d}-{name}")));
+    let mut p = Rig::start_with(&hosts[0], Role::Prefill, mode, at_p);
+    let mut d = Rig::start_with(&hosts[1], Role::Decode, mode, at_d);
     transfer(&mut p, &mut d, mode);
     drop((p, d));
     for mut host in hosts {
@@ -261,12 +292,61 @@ fn hand_over(mode: Mode) {
 
 #[test]
 fn a_pushed_prompt_is_handed_over() {
-    hand_over(Mode::Push);
+    hand_over(Mode::Push, [Sidecar, Sidecar]);
 }
 
 #[test]
 fn a_pulled_prompt_is_handed_over() {
-    hand_over(Mode::Pull);
+    hand_over(Mode::Pull, [Sidecar, Sidecar]);
+}
+
+#[test]
+fn transfer_actors_in_workers_push() {
+    hand_over(Mode::Push, [InWorker, InWorker]);
+    hand_over(Mode::Push, [Sidecar, InWorker]);
+}
+
+#[test]
+fn transfer_actors_in_workers_pull() {
+    hand_over(Mode::Pull, [InWorker, InWorker]);
+    hand_over(Mode::Pull, [InWorker, Sidecar]);
+}
+
+/// The first layer has a window that begins within the first block.
+#[test]
+fn packed_blocks_are_moved_whole() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let windowed = |role| {
+            let mut engine = engine(role, mode, Sidecar);
+            let mut all = engine.groups[0].clone();
+            engine.groups[0].window = Some(16);
+            all.layers = engine.groups[0].layers.split_off(1);
+            engine.groups.push(all);
+            engine
+        };
+        let hosts = ["p", "d"].map(|name| Host::start(&format!("packed-{mode}-{name}")));
+        let mut p = Rig::of(&hosts[0], windowed(Role::Prefill));
+        let mut d = Rig::of(&hosts[1], windowed(Role::Decode));
+        transfer(&mut p, &mut d, mode);
+    }
+}
+
+#[test]
+fn packed_blocks_of_two_sizes_are_a_failure_that_says_so() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let hosts = ["p", "d"].map(|name| Host::start(&format!("sizes-{mode}-{name}")));
+        let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
+        let mut of_d = engine(Role::Decode, mode, Sidecar);
+        of_d.groups[0].block_tokens = 64;
+        let mut d = Rig::of(&hosts[1], of_d);
+        arrive(&mut p, &mut d, mode);
+        let answer = next(&mut d.scheduler, |message| is_stats(message, &mut Vec::new()));
+        let FromHost::Decode(DecodeAnswer::Rejected { failure, .. }) = answer else {
+            panic!("{answer:?}")
+        };
+        let why = failure.to_string();
+        assert!(why.contains("block size of group 0, with packed blocks"), "{why}");
+    }
 }
 
 #[test]
@@ -317,10 +397,10 @@ fn refusal(link: &mut Link) -> String {
 fn an_engine_that_cannot_be_served_is_told_why() {
     let host = Host::start("refused");
     let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-    let mut spec = worker(&pool);
+    let mut spec = worker(&pool, 32);
     spec.tensors.pop();
     let mut worker = host.connect(Who::Worker(Box::new(spec)));
-    let engine = engine(Role::Prefill, Mode::Push);
+    let engine = engine(Role::Prefill, Mode::Push, Sidecar);
     let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
     let why = refusal(&mut scheduler);
     assert!(why.contains("layers.1.attn"), "{why}");
@@ -331,7 +411,7 @@ fn an_engine_that_cannot_be_served_is_told_why() {
 fn a_second_scheduler_and_another_version_are_refused() {
     let host = Host::start("second");
     let rig = Rig::start(&host, Role::Prefill, Mode::Push);
-    let other = engine(Role::Prefill, Mode::Push);
+    let other = engine(Role::Prefill, Mode::Push, Sidecar);
     let mut second = host.connect(Who::Scheduler(Box::new(other.clone())));
     assert!(refusal(&mut second).contains("give each engine its own"));
     let mut stream = UnixStream::connect(&host.socket).expect("the host listens");
@@ -413,12 +493,12 @@ fn slices(events: &[Value], process: u32) -> Vec<(&str, &Value)> {
     of_process.map(|event| (event["name"].as_str().expect("a name"), &event["args"])).collect()
 }
 
-fn observe(mode: Mode) {
-    let (p_host, p_metrics) = Host::with_metrics(&format!("observed-{mode}-p"));
-    let (d_host, d_metrics) = Host::with_metrics(&format!("observed-{mode}-d"));
+fn observe(mode: Mode, place: TransferPlace) {
+    let (p_host, p_metrics) = Host::with_metrics(&format!("observed-{mode}-{place}-p"));
+    let (d_host, d_metrics) = Host::with_metrics(&format!("observed-{mode}-{place}-d"));
     assert!(scrape(p_metrics).contains("# EOF"), "an empty page without an engine");
-    let mut p = Rig::start(&p_host, Role::Prefill, mode);
-    let mut d = Rig::start(&d_host, Role::Decode, mode);
+    let mut p = Rig::start_with(&p_host, Role::Prefill, mode, place);
+    let mut d = Rig::start_with(&d_host, Role::Decode, mode, place);
     let sockets = [&p_host.socket, &d_host.socket];
     // Who looks on is no part of the engine: its host goes on.
     assert_eq!(slices(&events(&sockets), 1), []);
@@ -462,19 +542,24 @@ fn observe(mode: Mode) {
         series(&page, &format!("kvferry_transfer_bytes_total{{{path}"));
         series(&page, "kvferry_blocks_held 0");
         let version = env!("CARGO_PKG_VERSION");
-        let info = format!(r#"backend="host",memory="memory files",version="{version}"}} 1"#);
-        series(&page, &format!("kvferry_info{{{info}"));
+        let how = format!(r#"transfer="{place}",memory="memory files",version="{version}"}} 1"#);
+        series(&page, &format!(r#"kvferry_info{{backend="host",{how}"#));
     }
 }
 
 #[test]
 fn a_pushed_prompt_is_seen_in_metrics_and_traces() {
-    observe(Mode::Push);
+    observe(Mode::Push, Sidecar);
 }
 
 #[test]
 fn a_pulled_prompt_is_seen_in_metrics_and_traces() {
-    observe(Mode::Pull);
+    observe(Mode::Pull, Sidecar);
+}
+
+#[test]
+fn what_transfer_actors_in_workers_move_is_seen_in_metrics_and_traces() {
+    observe(Mode::Pull, InWorker);
 }
 
 #[test]

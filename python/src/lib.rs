@@ -7,6 +7,7 @@ mod desc;
 mod engine;
 mod link;
 mod session;
+mod transfers;
 
 use mori_compat::{Error, Settings};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -39,4 +40,6 @@ mod _native {
     use crate::link::{Link, host, settings};
     #[pymodule_export]
     use crate::session::{Session, TransferStatus};
+    #[pymodule_export]
+    use crate::transfers::Transfers;
 }

@@ -9,7 +9,7 @@ use engine::core::message::{
 };
 use kvferry::embed::proto::{FromHost, ToHost, Who};
 use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::{HostStart, KvMemory, Settings};
+use kvferry::embed::settings::{HostStart, KvMemory, Settings, TransferPlace};
 use kvferry::embed::spec::Engine;
 use kvferry::embed::{Link as Line, answer_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
@@ -17,8 +17,10 @@ use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::io;
+use std::mem::take;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What the host says of a request: kind, request, and why.
@@ -30,10 +32,17 @@ type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
 
 /// A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and
 /// bytes that were moved meanwhile, by path.
-type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Vec<(String, u64)>);
+type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Moved);
 
 /// Blocks held and in quarantine.
 type Kept = (u32, u32);
+
+/// Bytes by path.
+type Moved = Vec<(String, u64)>;
+
+fn moved(bytes: Vec<(Arc<str>, u64)>) -> Moved {
+    bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect()
+}
 
 fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple {
     let name = outcome.name();
@@ -41,9 +50,16 @@ fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple 
         Outcome::Failed { cause, .. } => Some(cause.to_string()),
         Outcome::Done | Outcome::Local => None,
     };
-    let bytes = bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect();
     let seconds = |span: Option<Nanos>| span.map(Nanos::as_secs_f64);
-    (name, cause, seconds(queued), seconds(duration), bytes)
+    (name, cause, seconds(queued), seconds(duration), moved(bytes))
+}
+
+/// The blocks of a request in a group, the first of which is its `first`. Where a sliding window has
+/// dropped blocks, vLLM's list begins with its null block, 0.
+fn block_list(first: u32, mut ids: Vec<u32>) -> BlockList {
+    let dropped = ids.iter().take_while(|id| **id == 0).count();
+    ids.drain(..dropped);
+    BlockList { first: first + dropped as u32, ids }
 }
 
 fn gone(why: io::Error) -> PyErr {
@@ -64,8 +80,11 @@ pub(crate) struct Link {
     ended: Vec<EndedTuple>,
     /// Blocks held and in quarantine, if they changed.
     kept: Option<Kept>,
+    /// Bytes of no transfer that ended.
+    moved: Moved,
     address: Option<ZmqAddress>,
     lease_ms: u64,
+    life: u64,
 }
 
 impl Link {
@@ -73,8 +92,9 @@ impl Link {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
-        let (heard, ended) = (Vec::new(), Vec::new());
-        Ok(Link { line, role, heard, ended, kept: None, address: None, lease_ms: 0 })
+        let (heard, ended, moved) = (Vec::new(), Vec::new(), Vec::new());
+        let (kept, address, lease_ms, life) = (None, None, 0, 0);
+        Ok(Link { line, role, heard, ended, kept, moved, address, lease_ms, life })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -87,6 +107,7 @@ impl Link {
             match message {
                 FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
                 FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
+                FromHost::Moved(bytes) => self.moved.extend(moved(bytes)),
                 message => events.extend(event(message)),
             }
         }
@@ -97,8 +118,11 @@ impl Link {
 fn event(message: FromHost) -> Option<Event> {
     let (kind, request, why) = match message {
         FromHost::Ready { .. }
+        | FromHost::Begin(_)
+        | FromHost::Job(_)
         | FromHost::Ended(_)
         | FromHost::Kept { .. }
+        | FromHost::Moved(_)
         | FromHost::Trace(_) => return None,
         FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
         FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
@@ -149,8 +173,9 @@ impl Link {
             py.detach(|| line.wait(left, heard)).map_err(gone)?;
             for message in self.heard.drain(..) {
                 match message {
-                    FromHost::Ready { address, lease_ms } => {
+                    FromHost::Ready { address, lease_ms, life } => {
                         (self.address, self.lease_ms) = (Some(address), lease_ms);
+                        self.life = life.0;
                     }
                     FromHost::Refused { why } => {
                         return Err(PyValueError::new_err(format!("the kvferry host: {why}")));
@@ -177,6 +202,12 @@ impl Link {
         Duration::from_millis(self.lease_ms).as_secs_f64()
     }
 
+    /// Names the host's actors; 0 before `wait_ready`.
+    #[getter]
+    fn life(&self) -> u64 {
+        self.life
+    }
+
     /// The socket, for who waits until it is closed.
     fn fileno(&self) -> i32 {
         self.line.as_fd().as_raw_fd()
@@ -188,12 +219,11 @@ impl Link {
     }
 
     fn scheduled(&mut self, step: u64, chunks: Vec<ChunkTuple>) -> PyResult<()> {
-        let list = |(first, ids)| BlockList { first, ids };
         let chunk = |(request, from, to, blocks): ChunkTuple| Chunk {
             request: request.into(),
             from,
             to,
-            blocks: blocks.into_iter().map(list).collect(),
+            blocks: blocks.into_iter().map(|(first, ids)| block_list(first, ids)).collect(),
         };
         let chunks = chunks.into_iter().map(chunk).collect();
         self.send(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(step), chunks }))
@@ -204,7 +234,7 @@ impl Link {
     }
 
     fn allocated(&mut self, request: String, computed: u32, blocks: Vec<Vec<u32>>) -> PyResult<()> {
-        let blocks = blocks.into_iter().map(BlockList::new).collect();
+        let blocks = blocks.into_iter().map(|ids| block_list(0, ids)).collect();
         let request = request.into();
         self.send(&ToHost::Decode(DecodeHook::Allocated { request, computed, blocks }))
     }
@@ -227,6 +257,11 @@ impl Link {
         self.send(&ToHost::Layers { step: StepId(step), layers })
     }
 
+    /// Ends the connection; the host gives up the engine.
+    fn close(&self) {
+        self.line.close();
+    }
+
     /// What the host said since the last time.
     fn poll(&mut self) -> PyResult<Vec<Event>> {
         self.line.poll(&mut self.heard).map_err(gone)?;
@@ -243,13 +278,13 @@ impl Link {
         }
     }
 
-    /// Transfers that ended, and blocks held and in quarantine if they changed: what `poll` and
-    /// `wait` heard since the last time; none if that was nothing.
-    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>)> {
-        if self.ended.is_empty() && self.kept.is_none() {
+    /// Transfers that ended, blocks held and in quarantine if they changed, and bytes beside those of
+    /// the transfers: what `poll` and `wait` heard since the last time; none if that was nothing.
+    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>, Moved)> {
+        if self.ended.is_empty() && self.kept.is_none() && self.moved.is_empty() {
             return None;
         }
-        Some((std::mem::take(&mut self.ended), self.kept.take()))
+        Some((take(&mut self.ended), self.kept.take(), take(&mut self.moved)))
     }
 
     /// `kv_transfer_params` that a prefill answers with, in JSON.
@@ -262,12 +297,14 @@ impl Link {
 }
 
 /// Reads what the user set: path of the host's socket (empty if it was not given), whether the host
-/// is to be started, and whether the KV cache is to lie in a memory file.
+/// is to be started, whether the KV cache is to lie in a memory file, and whether the transfer actors
+/// are in the workers.
 #[pyfunction]
-pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool)> {
-    let Settings { socket, host, kv_memory, .. } =
+pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
+    let Settings { socket, host, kv_memory, transfer, .. } =
         Settings::read(json).map_err(PyValueError::new_err)?;
-    Ok((socket, host == HostStart::Spawn, kv_memory == KvMemory::File))
+    let (spawn, in_file) = (host == HostStart::Spawn, kv_memory == KvMemory::File);
+    Ok((socket, spawn, in_file, transfer == TransferPlace::Worker))
 }
 
 /// Runs `kvferry host` until it ends; the exit code.

@@ -29,6 +29,7 @@ pub fn geometry(model: &Model, instance: &Instance) -> Geometry {
         tp: instance.tp,
         kv_heads: model.kv_heads,
         latent: model.latent,
+        packed: false,
         layers: model.layers,
         groups: model.groups.iter().map(group).collect(),
     }

@@ -79,6 +79,7 @@ fn geometry() -> Geometry {
         tp: 1,
         kv_heads: 1,
         latent: false,
+        packed: false,
         layers: 1,
         groups: vec![group],
     }

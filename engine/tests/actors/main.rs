@@ -49,6 +49,7 @@ fn geometry() -> Geometry {
         tp: TP,
         kv_heads: 4,
         latent: false,
+        packed: false,
         layers: 1,
         groups: vec![Group { kind: GroupKind::Full, block_tokens: BLOCK, layers: vec![0] }],
     }

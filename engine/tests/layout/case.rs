@@ -204,8 +204,15 @@ impl Case {
                 state: [1 + draw.below(3), 1 + draw.below(3)],
             })
             .collect();
-        let mut geometry =
-            Geometry { model: "model".into(), tp: tp[0], kv_heads, latent, layers, groups };
+        let mut geometry = Geometry {
+            model: "model".into(),
+            tp: tp[0],
+            kv_heads,
+            latent,
+            packed: false,
+            layers,
+            groups,
+        };
         let mut other = geometry.clone();
         if !geometry.groups.iter().any(|group| group.kind == GroupKind::State) {
             other.tp = tp[1];
@@ -339,7 +346,8 @@ fn side(draw: &mut Draw<'_>, geometry: Geometry, contents: &[Content], pools: &[
 /// layer after the other, without bytes.
 pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> Side {
     let groups = vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
-    let geometry = Geometry { model: "model".into(), tp, kv_heads, latent, layers: 3, groups };
+    let geometry =
+        Geometry { model: "model".into(), tp, kv_heads, latent, packed: false, layers: 3, groups };
     let heads = u64::from((kv_heads / tp).max(1));
     let layer = |index: u64| LayerLayout {
         region: 0,

@@ -109,6 +109,7 @@ const TWO_SIDED: &[Refusal] = &[
         },
         "latent attention: source has true, sink has false",
     ),
+    (|s| s.geometry.packed = true, "packed blocks: source has true, sink has false"),
     (
         |s| s.geometry.groups[0].kind = GroupKind::Window { tokens: 9 },
         "kind of group 0: source has Window { tokens: 9 }, sink has Full",
@@ -133,6 +134,17 @@ const TWO_SIDED: &[Refusal] = &[
         "elements per token and head of layer 0: source has 7, sink has 8",
     ),
 ];
+
+#[test]
+fn packed_blocks_have_one_size() {
+    let [mut one, mut other] = [1, 1].map(|tp| plain(4, false, tp));
+    (one.geometry.packed, other.geometry.packed) = (true, true);
+    assert_eq!(check(one.view(), other.view()), Ok(()));
+    other.geometry.groups[0].block_tokens *= 2;
+    let text = check(one.view(), other.view()).expect_err("blocks of two sizes").to_string();
+    let expected = "block size of group 0, with packed blocks: source has 4, sink has 8";
+    assert!(text.starts_with(expected), "{text}");
+}
 
 #[test]
 fn check_names_the_property_that_does_not_fit_and_both_values() {

@@ -50,6 +50,7 @@ fn planned(case: &Value) -> Result<Value, Mismatch> {
         tp: 1,
         kv_heads: number(&spec["num_heads"]),
         latent: spec["kind"] == "MLAAttentionSpec",
+        packed: false,
         layers: 1,
         groups: vec![Group { kind: GroupKind::Full, block_tokens, layers: vec![0] }],
     };

@@ -33,6 +33,7 @@ fn geometry() -> Geometry {
         tp: 1,
         kv_heads: 2,
         latent: false,
+        packed: false,
         layers: LAYERS,
         groups: vec![group],
     }

@@ -69,6 +69,7 @@ fn geometry(tp: u16) -> Geometry {
         tp,
         kv_heads: 4,
         latent: false,
+        packed: false,
         layers: LAYERS,
         groups: vec![Group {
             kind: GroupKind::Full,

@@ -92,8 +92,15 @@ pub(crate) struct Net {
 pub(crate) fn shape(layers: u16) -> (Geometry, Vec<RankLayout>) {
     let groups =
         vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: (0..layers).collect() }];
-    let geometry =
-        Geometry { model: "m".into(), tp: 1, kv_heads: 1, latent: false, layers, groups };
+    let geometry = Geometry {
+        model: "m".into(),
+        tp: 1,
+        kv_heads: 1,
+        latent: false,
+        packed: false,
+        layers,
+        groups,
+    };
     let layer = |index: u16| LayerLayout {
         region: 0,
         base: u64::from(index) * 1024,

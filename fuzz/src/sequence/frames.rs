@@ -34,6 +34,7 @@ pub(super) fn geometry() -> Geometry {
         tp: 1,
         kv_heads: 2,
         latent: false,
+        packed: false,
         layers: LAYERS,
         groups: vec![group],
     }

@@ -4,11 +4,12 @@ use super::metrics::{Metrics, Scrape};
 use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use super::record::{Record, Trace};
 use super::records::{KEPT, Records};
-use super::settings::Backend;
+use super::settings::{Backend, TransferPlace};
 use super::spec::{Engine, Worker};
 use super::start::{self, Started};
 use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
 use crate::legs::Own;
+use crate::meters::Tally;
 use crate::scrape;
 use actix::{
     Actor, ActorFutureExt, Addr, AsyncContext, Context, Handler, Message, ResponseActFuture,
@@ -22,7 +23,7 @@ use engine::core::machine::Gauges;
 use engine::core::message::{DecodeHook, Job, PrefillAnswer, PrefillHook};
 use engine::core::prefill::PrefillEffect;
 use engine::core::router::LegBody;
-use fabric_host::HostConfig;
+use fabric_host::{Counters, HostConfig};
 use futures_util::future::{LocalBoxFuture, ready};
 use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
@@ -61,8 +62,8 @@ struct Owned {
     owner: Option<FlowOwner>,
 }
 
-/// How often a scheduler may be told how many blocks are kept.
-const KEPT_EVERY: Duration = Duration::from_secs(1);
+/// How often a scheduler may be told what belongs to no transfer that ended.
+const NEWS_EVERY: Duration = Duration::from_secs(1);
 
 /// A host that no engine came to after this long has no engine.
 const ALONE: Duration = Duration::from_secs(20);
@@ -71,6 +72,8 @@ const ALONE: Duration = Duration::from_secs(20);
 enum Part {
     Scheduler,
     Worker(u16),
+    /// The transfer actor in a worker.
+    Transfer(u16),
 }
 
 struct Client {
@@ -85,6 +88,8 @@ struct Serving {
     engine: EngineId,
     records: Records,
     metrics: Metrics,
+    /// By rank.
+    tallies: Vec<Tally>,
     /// Blocks held and in quarantine, as the scheduler was told.
     kept: (u32, u32),
 }
@@ -162,6 +167,7 @@ impl Gateway {
             }
             Who::Scheduler(_) => Part::Scheduler,
             Who::Worker(worker) => Part::Worker(worker.rank),
+            Who::Transfer { rank } => Part::Transfer(*rank),
         };
         if self.clients.values().any(|known| known.part == part) || self.serving.is_some() {
             return Err(format!(
@@ -172,7 +178,7 @@ impl Gateway {
         match hello.who {
             Who::Scheduler(engine) => self.engine = Some(engine),
             Who::Worker(worker) => _ = self.workers.insert(worker.rank, *worker),
-            Who::Observer => {}
+            Who::Transfer { .. } | Who::Observer => {}
         }
         Ok(true)
     }
@@ -194,10 +200,9 @@ impl Gateway {
 
     /// Starts the protocol when all parts of the engine are there.
     fn serve(&mut self, context: &mut Context<Self>) -> Result<(), String> {
-        let Some(engine) = &self.engine else { return Ok(()) };
-        if self.workers.len() < usize::from(engine.tp) {
+        let Some(engine) = self.engine.as_ref().filter(|engine| self.is_complete(engine)) else {
             return Ok(());
-        }
+        };
         let own = context.address();
         let outlets = Outlets {
             prefill: own.clone().recipient(),
@@ -206,18 +211,32 @@ impl Gateway {
         };
         let planes = (&self.workers, &self.fabric);
         let started = start::start(engine, planes, outlets, &self.clock)?;
-        let Started { cores, own, engine: name, lease, meters, memory } = started;
-        let ready = FromHost::Ready { address: own.address.clone(), lease_ms: lease.0 / 1_000_000 };
+        let Started { cores, own, engine: name, life, lease, tallies, away, memory } = started;
+        let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = Records::new(own.role, own.mode, engine.tp, KEPT);
-        let metrics = Metrics::new(own.role, own.mode, (Backend::Host, memory), meters);
+        let moved_by = (Backend::Host, engine.settings.transfer, memory);
+        let metrics = Metrics::new(own.role, own.mode, moved_by, tallies.clone());
         let kept = (0, 0);
-        self.serving = Some(Serving { cores, own, engine: name, records, metrics, kept });
-        self.tell(|_| true, &ready);
-        context.run_interval(KEPT_EVERY, |own, context| {
+        self.serving = Some(Serving { cores, own, engine: name, records, metrics, tallies, kept });
+        for plan in away {
+            let rank = plan.rank;
+            self.tell(|part| part == Part::Transfer(rank), &FromHost::Begin(Box::new(plan)));
+        }
+        self.tell(|_| true, &FromHost::Ready { address, lease_ms, life });
+        context.run_interval(NEWS_EVERY, |own, context| {
             let gauges = own.gauges();
-            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_kept(gauges)));
+            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_news(gauges)));
         });
         Ok(())
+    }
+
+    /// True if all its parts are there.
+    fn is_complete(&self, engine: &Engine) -> bool {
+        let is_away = engine.settings.transfer == TransferPlace::Worker;
+        let is_there = |part| self.clients.values().any(|client| client.part == part);
+        (0..engine.tp).all(|rank| {
+            self.workers.contains_key(&rank) && (!is_away || is_there(Part::Transfer(rank)))
+        })
     }
 
     /// Sizes of the core's tables; zeros as long as there is none.
@@ -228,10 +247,17 @@ impl Gateway {
         }
     }
 
-    fn tell_kept(&mut self, Gauges { held, quarantined, .. }: Gauges) {
+    /// Tells the scheduler what is new and belongs to no transfer that ended.
+    fn tell_news(&mut self, Gauges { held, quarantined, .. }: Gauges) {
         let Some(serving) = &mut self.serving else { return };
-        if std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined) {
+        let is_new =
+            std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined);
+        let moved = serving.metrics.moved();
+        if is_new {
             self.scheduler(&FromHost::Kept { held, quarantined });
+        }
+        if !moved.is_empty() {
+            self.scheduler(&FromHost::Moved(moved));
         }
     }
 
@@ -282,6 +308,23 @@ impl Gateway {
             cores.flow(flow, move |owner| gateway.do_send(Owned { flow, owner }));
         }
         cores.job(job);
+        self.tell(|part| matches!(part, Part::Transfer(_)), &FromHost::Job(job.clone()));
+    }
+
+    /// Passes on what a transfer actor reports.
+    fn report(&mut self, RankReport { rank, report }: RankReport) {
+        let now = (self.clock)();
+        if let Some(Serving { cores, records, .. }) = &mut self.serving {
+            records.report(now, &report);
+            cores.report(rank, report);
+        }
+    }
+
+    fn moved(&self, rank: u16, counters: Counters) {
+        let tallies = self.serving.as_ref().map(|serving| &serving.tallies);
+        if let Some(tally) = tallies.and_then(|tallies| tallies.get(usize::from(rank))) {
+            tally.tell(counters);
+        }
     }
 
     fn arrived(&mut self, request: RequestId, params: &str, tokens: u32) {
@@ -314,6 +357,18 @@ impl Gateway {
                     cores.layers(Some(rank), step, layers);
                 }
             }
+            ToHost::Report { report, moved } => {
+                if let Part::Transfer(rank) = part {
+                    self.moved(rank, moved);
+                    self.report(RankReport { rank, report });
+                }
+            }
+            ToHost::Moved(moved) => {
+                if let Part::Transfer(rank) = part {
+                    self.moved(rank, moved);
+                }
+            }
+            ToHost::Unable { why } => self.refuse(&why),
         }
     }
 }
@@ -378,12 +433,8 @@ impl Handler<Left> for Gateway {
 impl Handler<RankReport> for Gateway {
     type Result = ();
 
-    fn handle(&mut self, RankReport { rank, report }: RankReport, _: &mut Self::Context) {
-        let now = (self.clock)();
-        if let Some(Serving { cores, records, .. }) = &mut self.serving {
-            records.report(now, &report);
-            cores.report(rank, report);
-        }
+    fn handle(&mut self, report: RankReport, _: &mut Self::Context) {
+        self.report(report);
     }
 }
 
@@ -417,9 +468,11 @@ impl Handler<Foreign<PrefillEffect>> for Gateway {
             PrefillEffect::Job(job) => self.job(&job, context.address()),
             PrefillEffect::Answer(answer) => {
                 self.note(|records, now| records.prefill_answer(now, &answer));
-                let to_workers = matches!(answer, PrefillAnswer::PreemptionSafe { .. });
-                let answer = FromHost::Prefill(answer);
-                self.tell(|part| (part != Part::Scheduler) == to_workers, &answer);
+                let is_for = match answer {
+                    PrefillAnswer::PreemptionSafe { .. } => |part| matches!(part, Part::Worker(_)),
+                    _ => |part| part == Part::Scheduler,
+                };
+                self.tell(is_for, &FromHost::Prefill(answer));
             }
             PrefillEffect::Violation(violation) => log_violation(&violation),
             PrefillEffect::Control(_) => {}

@@ -2,7 +2,7 @@
 
 use super::proto::{FRAME_MAX, FromHost, Hello, ToHost, VERSION, Who};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, recv};
+use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
 use serde::Serialize;
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -63,6 +63,12 @@ impl Link {
         }
         self.out[..HEAD].copy_from_slice(&(len as u32).to_be_bytes());
         self.stream.write_all(&self.out)
+    }
+
+    /// Ends the connection, for the host and for who waits for its end.
+    pub fn close(&self) {
+        // A host that is gone has ended it.
+        let _ = shutdown(&self.stream, Shutdown::Both);
     }
 
     /// What the host said since the last time.

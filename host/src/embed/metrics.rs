@@ -2,8 +2,8 @@
 
 use super::gateway::Gateway;
 use super::record::{Ended, Outcome, Record};
-use super::settings::Backend;
-use crate::meters::Planes;
+use super::settings::{Backend, TransferPlace};
+use crate::meters::{Planes, Tally};
 use crate::scrape;
 use actix::{Addr, Message};
 use axum::extract::State;
@@ -13,7 +13,7 @@ use axum::routing::get;
 use engine::core::machine::Gauges;
 use engine::core::message::{Mode, Role};
 use engine::core::time::Nanos;
-use fabric_host::{Meter, Path};
+use fabric_host::Path;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -45,6 +45,7 @@ struct Cause {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Info {
     backend: String,
+    transfer: String,
     memory: &'static str,
     version: &'static str,
 }
@@ -62,19 +63,19 @@ pub(super) struct Metrics {
     quarantined: Gauge,
     violations: Counter,
     side: (Role, Mode),
-    meters: Vec<Meter>,
+    tallies: Vec<Tally>,
     /// Bytes that the planes had moved when the last transfer ended, by path.
     moved: [u64; 3],
 }
 
 impl Metrics {
-    /// Of an engine whose ranks move bytes by the planes of these meters, and whose KV is reached
-    /// as `memory`.
+    /// Of an engine whose ranks move bytes by the planes of these tallies; and what moves them, where
+    /// its transfer actors are, and how they reach the KV.
     pub(super) fn new(
         role: Role,
         mode: Mode,
-        (backend, memory): (Backend, &'static str),
-        meters: Vec<Meter>,
+        (backend, transfer, memory): (Backend, TransferPlace, &'static str),
+        tallies: Vec<Tally>,
     ) -> Metrics {
         // From 0.1 ms up to 100 s.
         let seconds = || Histogram::new(exponential_buckets(1e-4, 2.0, 21));
@@ -90,13 +91,13 @@ impl Metrics {
             violations: Counter::default(),
             side: (role, mode),
             moved: [0; 3],
-            meters,
+            tallies,
         };
-        metrics.register(backend, memory);
+        metrics.register(backend, transfer, memory);
         metrics
     }
 
-    fn register(&mut self, backend: Backend, memory: &'static str) {
+    fn register(&mut self, backend: Backend, transfer: TransferPlace, memory: &'static str) {
         let all = &mut self.registry;
         all.register("transfers", "Transfers that ended", self.transfers.clone());
         let about = "Transfers that failed, by cause";
@@ -112,10 +113,11 @@ impl Metrics {
         all.register("blocks_quarantined", about, self.quarantined.clone());
         let about = "Frames that broke the protocol";
         all.register("violations", about, self.violations.clone());
-        all.register_collector(Box::new(Planes::new("transfer", self.meters.clone())));
+        all.register_collector(Box::new(Planes::new("transfer", self.tallies.clone())));
         let info: Family<Info, Gauge> = Family::default();
-        let backend = backend.to_string();
-        info.get_or_create(&Info { backend, memory, version: env!("CARGO_PKG_VERSION") }).set(1);
+        let (backend, transfer) = (backend.to_string(), transfer.to_string());
+        let version = env!("CARGO_PKG_VERSION");
+        info.get_or_create(&Info { backend, transfer, memory, version }).set(1);
         all.register("info", "What moves the bytes, and how it reaches the KV", info);
     }
 
@@ -148,9 +150,9 @@ impl Metrics {
 
     /// Bytes that the planes moved since the last call, by path. The first of a path are logged, so
     /// that a slow one is seen.
-    fn moved(&mut self) -> Vec<(Arc<str>, u64)> {
+    pub(super) fn moved(&mut self) -> Vec<(Arc<str>, u64)> {
         let mut sums = [0; 3];
-        for all in self.meters.iter().map(Meter::read) {
+        for all in self.tallies.iter().map(Tally::read) {
             for (index, sum) in sums.iter_mut().enumerate() {
                 *sum += all.initiated[index].bytes + all.served[index].bytes;
             }

@@ -2,7 +2,8 @@
 //!
 //! The connector in the engine's processes (scheduler and one worker per TP rank) talks to it over
 //! a Unix socket ([`proto`], [`Link`]). It binds the ports of all ranks, has the core, and moves the
-//! bytes of the workers' memory from outside.
+//! bytes of the workers' memory from outside; or the workers do, each with its transfer actor inside
+//! ([`Transfers`]).
 
 pub(crate) mod config;
 mod drill;
@@ -10,15 +11,18 @@ mod gateway;
 mod link;
 mod metrics;
 pub mod proto;
+pub mod rank;
 pub mod record;
 mod records;
 pub mod settings;
 mod socket;
 pub mod spec;
 mod start;
+mod transfers;
 
 pub(crate) use config::HostArgs;
 pub use link::Link;
+pub use transfers::Transfers;
 
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;

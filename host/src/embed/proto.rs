@@ -2,16 +2,18 @@
 //! frames of a length (four bytes, big-endian) and a value of [`ToHost`] or [`FromHost`] in
 //! MessagePack.
 
+use super::rank::RankPlan;
 use super::record::{Ended, Trace};
 use super::spec::{Engine, Worker};
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::{RequestId, StepId};
-use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
+use engine::core::ids::{Incarnation, RequestId, StepId};
+use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
+use fabric_host::Counters;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The version of these messages; both sides have to speak the same one.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -32,6 +34,11 @@ pub enum Who {
     Scheduler(Box<Engine>),
     /// One of its workers.
     Worker(Box<Worker>),
+    /// The transfer actor in one of its workers, where they are there.
+    Transfer {
+        /// The worker's rank.
+        rank: u16,
+    },
     /// Somebody else, who is told the last transfers.
     Observer,
 }
@@ -59,6 +66,20 @@ pub enum ToHost {
         /// How many.
         layers: u16,
     },
+    /// Transfer actor: for the core.
+    Report {
+        /// What it says.
+        report: Report,
+        /// What its data plane did so far.
+        moved: Counters,
+    },
+    /// Transfer actor: what its data plane did so far; when it changed, at most once per second.
+    Moved(Counters),
+    /// Transfer actor: it cannot begin.
+    Unable {
+        /// What it lacks and what to do.
+        why: String,
+    },
 }
 
 /// What a host tells.
@@ -71,6 +92,8 @@ pub enum FromHost {
         /// Milliseconds for which a finished prefill's blocks may be read by others though the host
         /// has ended; 0 where nobody does.
         lease_ms: u64,
+        /// The life of this host's actors.
+        life: Incarnation,
     },
     /// To all: it is not, and why; the connection ends.
     Refused {
@@ -84,6 +107,10 @@ pub enum FromHost {
         /// What is wrong with its parameters.
         why: String,
     },
+    /// To a transfer actor, before any job: what it is.
+    Begin(Box<RankPlan>),
+    /// To all transfer actors.
+    Job(Job),
     /// To the scheduler of a prefill; that blocks may be reused, to its workers.
     Prefill(PrefillAnswer),
     /// To the scheduler of a decode.
@@ -98,6 +125,9 @@ pub enum FromHost {
         /// Of a decode, because bytes of a failed transfer may still land.
         quarantined: u32,
     },
+    /// To a scheduler, at most once per second: bytes that were moved since the last transfer ended,
+    /// by path. What lands in a worker is known here only when the worker told of it.
+    Moved(Vec<(Arc<str>, u64)>),
     /// To an observer, whose connection then ends.
     Trace(Box<Trace>),
 }

@@ -28,6 +28,16 @@ pub enum KvMemory {
     Private,
 }
 
+/// Where the transfer actors of an engine are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TransferPlace {
+    /// In its host, which reaches the workers' memory from outside.
+    Sidecar,
+    /// In its workers, one in each. Memory of a GPU needs it: what one process imported from another
+    /// cannot be passed on to a peer.
+    Worker,
+}
+
 /// Where the host of an engine comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostStart {
@@ -67,6 +77,8 @@ pub struct Settings {
     pub moriio: MoriioSettings,
     /// Where the KV cache lies.
     pub kv_memory: KvMemory,
+    /// Where the transfer actors are.
+    pub transfer: TransferPlace,
     /// Where the host comes from.
     pub host: HostStart,
     /// Path of the host's socket; empty for one that is named by the engine's id.
@@ -89,6 +101,7 @@ impl Default for Settings {
             post_batch_size: None,
             moriio: MoriioSettings::default(),
             kv_memory: KvMemory::File,
+            transfer: TransferPlace::Sidecar,
             host: HostStart::Spawn,
             socket: String::new(),
         }
@@ -96,7 +109,7 @@ impl Default for Settings {
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 18] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -112,6 +125,7 @@ const KEYS: [&str; 17] = [
     "defer_timeout",
     "recv_abort_timeout",
     "kv_memory",
+    "transfer",
     "host",
     "socket",
 ];
@@ -123,6 +137,23 @@ impl fmt::Display for Backend {
             Backend::MoriRdma => "mori-rdma",
             Backend::MoriXgmi => "mori-xgmi",
         })
+    }
+}
+
+const PLACES: [TransferPlace; 2] = [TransferPlace::Sidecar, TransferPlace::Worker];
+
+impl TransferPlace {
+    const fn name(self) -> &'static str {
+        match self {
+            TransferPlace::Sidecar => "sidecar",
+            TransferPlace::Worker => "worker",
+        }
+    }
+}
+
+impl fmt::Display for TransferPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -215,6 +246,10 @@ impl Settings {
             "kv_memory" => {
                 let known = [("file", KvMemory::File), ("private", KvMemory::Private)];
                 self.kv_memory = one_of(value, &known)?;
+            }
+            "transfer" => {
+                let known = PLACES.map(|place| (place.name(), place));
+                self.transfer = one_of(value, &known)?;
             }
             "host" => {
                 let known = [("spawn", HostStart::Spawn), ("connect", HostStart::Connect)];
@@ -315,6 +350,7 @@ mod tests {
             (r#"{"defer_timeout": 0}"#, "defer_timeout: 0 is not from 0.001 to 86400 seconds"),
             (r#"{"backend": "tcp"}"#, "backend: \"tcp\" is none of host, mori-rdma"),
             (r#"{"backend": "rdma"}"#, "backend mori-rdma is not in this build"),
+            (r#"{"transfer": "host"}"#, "transfer: \"host\" is none of sidecar, worker"),
             (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),
             (r#"{"proxy_ip": "::1"}"#, "give both or none"),
             (r#"{"proxy_ip": "::1", "proxy_ping_port": 1}"#, "http_port is what the router"),

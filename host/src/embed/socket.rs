@@ -1,7 +1,7 @@
 //! The local socket, from the host's side.
 
 use super::gateway::{Gateway, Joined, Left, Said};
-use super::proto::{FRAME_MAX, FromHost, Hello, ToHost};
+use super::proto::{FRAME_MAX, Hello, ToHost};
 use actix::Addr;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
@@ -19,9 +19,10 @@ use tokio::sync::mpsc;
 use tokio_util::codec::{Framed, LengthDelimitedCodec};
 
 /// Messages that a connection may have waiting for it.
-const WAITING_MAX: usize = 65_536;
+pub(super) const WAITING_MAX: usize = 65_536;
 
-type Frames = Framed<UnixStream, LengthDelimitedCodec>;
+/// A connection, in frames.
+pub(super) type Frames = Framed<UnixStream, LengthDelimitedCodec>;
 
 /// A path that is listened at. Who holds the lock beside it has it; the socket is removed with it.
 pub(super) struct Place {
@@ -106,10 +107,15 @@ fn check(stream: &UnixStream) -> io::Result<()> {
     }
 }
 
+/// Frames of at most [`FRAME_MAX`] bytes.
+pub(super) fn framed(stream: UnixStream) -> Frames {
+    let codec = LengthDelimitedCodec::builder().max_frame_length(FRAME_MAX).new_codec();
+    Framed::new(stream, codec)
+}
+
 async fn connection(stream: UnixStream, client: u64, gateway: &Addr<Gateway>) -> io::Result<()> {
     check(&stream)?;
-    let codec = LengthDelimitedCodec::builder().max_frame_length(FRAME_MAX).new_codec();
-    let mut frames = Framed::new(stream, codec);
+    let mut frames = framed(stream);
     let Some(first) = frames.next().await else { return Ok(()) };
     let hello: Hello = decode(&first?)?;
     let (out, mut waiting) = mpsc::channel(WAITING_MAX);
@@ -132,10 +138,10 @@ async fn connection(stream: UnixStream, client: u64, gateway: &Addr<Gateway>) ->
 }
 
 /// Sends a message and all that wait behind it.
-async fn send(
+pub(super) async fn send<T: Serialize>(
     frames: &mut Frames,
-    first: FromHost,
-    waiting: &mut mpsc::Receiver<FromHost>,
+    first: T,
+    waiting: &mut mpsc::Receiver<T>,
 ) -> io::Result<()> {
     frames.feed(encode(&first)?).await?;
     while let Ok(next) = waiting.try_recv() {
@@ -144,10 +150,10 @@ async fn send(
     SinkExt::<Bytes>::flush(frames).await
 }
 
-fn encode<T: Serialize>(message: &T) -> io::Result<Bytes> {
+pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Bytes> {
     rmp_serde::to_vec(message).map(Bytes::from).map_err(io::Error::other)
 }
 
-fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
+pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
     rmp_serde::from_slice(frame).map_err(io::Error::other)
 }

@@ -21,6 +21,8 @@ pub struct Engine {
     pub kv_heads: u16,
     /// Multi-head latent attention.
     pub latent: bool,
+    /// Only whole blocks have a meaning, see [`Geometry::packed`].
+    pub packed: bool,
     /// KV cache groups.
     pub groups: Vec<LayerGroup>,
     /// What the user set.
@@ -118,6 +120,7 @@ impl Engine {
             tp: self.tp,
             kv_heads: self.kv_heads,
             latent: self.latent,
+            packed: self.packed,
             layers,
             groups: self.groups.iter().map(group).collect(),
         })
@@ -188,6 +191,7 @@ mod tests {
             dp: (0, 1),
             kv_heads: 8,
             latent: false,
+            packed: true,
             groups: vec![group(Some(64), &["l.10.a", "l.2.a"]), group(None, &["l.1.a"])],
             settings: Settings::default(),
         }

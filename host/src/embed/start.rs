@@ -1,23 +1,24 @@
 //! From what an engine says of itself to its protocol actors.
 
-use super::drill::drilled;
-use super::settings::Backend;
+use super::rank::RankPlan;
+use super::settings::{Backend, Settings, TransferPlace};
 use super::spec::{Engine, Region, Worker};
-use crate::cores::{Cores, Outlets, RankParts, host_plane};
+use crate::cores::{Cores, Outlets};
 use crate::legs::Own;
+use crate::meters::Tally;
 use crate::wiring::{Ears, born};
 use engine::actors::Clock;
 use engine::core::Nanos;
-use engine::core::ids::EngineId;
+use engine::core::ids::{EngineId, Incarnation};
 use engine::core::message::{Mode, Role};
 use engine::core::moriio::MoriioConfig;
 use engine::core::station::CoreConfig;
 use engine::fabric::{Endpoint, Memory, bracketed};
-use fabric_host::{HostConfig, Meter};
+use fabric_host::HostConfig;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// An engine that is served.
 pub(super) struct Started {
@@ -25,10 +26,13 @@ pub(super) struct Started {
     /// What it is to others.
     pub(super) own: Own,
     pub(super) engine: EngineId,
+    pub(super) life: Incarnation,
     /// How long others may read its blocks when the host has ended.
     pub(super) lease: Nanos,
     /// Of the planes of all ranks.
-    pub(super) meters: Vec<Meter>,
+    pub(super) tallies: Vec<Tally>,
+    /// Ranks whose transfer actors are in their workers.
+    pub(super) away: Vec<RankPlan>,
     /// How the KV is reached.
     pub(super) memory: &'static str,
 }
@@ -47,13 +51,25 @@ pub(super) fn start(
     for key in settings.idle() {
         tracing::warn!(key, "has no meaning for host memory");
     }
-    let ears = Ears::new(&settings.host_ip, [settings.handshake_port, settings.notify_port])?;
+    let ears = Ears::new(&settings.host_ip, ports(engine)?)?;
     let config = core_config(engine, &ears)?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
-        rank_parts(engine, &config, worker, fabric)
+        rank_plan(engine, &config, worker, fabric)
     });
-    let (ranks, meters) = ranks.collect::<Result<(Vec<_>, Vec<_>), String>>()?;
+    let plans = ranks.collect::<Result<Vec<_>, String>>()?;
+    let (ranks, tallies, away) = match settings.transfer {
+        TransferPlace::Sidecar => {
+            let parts = plans.into_iter().map(RankPlan::parts);
+            let parts = parts.collect::<Result<Vec<_>, String>>()?;
+            let (ranks, meters): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            (ranks, meters.into_iter().map(Tally::Here).collect(), Vec::new())
+        }
+        TransferPlace::Worker => {
+            let told = plans.iter().map(|_| Tally::Told(Arc::new(Mutex::default())));
+            (Vec::new(), told.collect(), plans)
+        }
+    };
     let memory = memories(workers);
     let own = Own {
         role: engine.role,
@@ -68,15 +84,33 @@ pub(super) fn start(
         handshake = &*ears.handshake.0,
         notify = &*ears.notify.0,
         ranks = engine.tp,
+        groups = engine.groups.len(),
         backend = %Backend::Host,
+        transfer = %settings.transfer,
         memory,
         "serving an engine"
     );
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
     let lease = if read { config.settings.lease } else { Nanos::ZERO };
-    let engine = config.engine.clone();
+    let (engine, life) = (config.engine.clone(), config.incarnation);
     let cores = Cores::start(config, ears.plane, ranks, outlets, clock);
-    Ok(Started { cores, own, engine, lease, meters, memory })
+    Ok(Started { cores, own, engine, life, lease, tallies, away, memory })
+}
+
+/// The ports for handshakes and notices: as in MoRIIO each DP rank takes as many as it has TP ranks.
+fn ports(engine: &Engine) -> Result<[u16; 2], String> {
+    let Settings { handshake_port, notify_port, .. } = engine.settings;
+    let offset = engine.dp.0.checked_mul(engine.tp);
+    let of_rank = |(key, port): (&str, u16)| match port {
+        0 => Ok(0),
+        port => offset.and_then(|offset| port.checked_add(offset)).ok_or_else(|| {
+            format!(
+                "{key} {port}: DP rank {} has a port above 65535; give a smaller one",
+                engine.dp.0
+            )
+        }),
+    };
+    Ok([of_rank(("handshake_port", handshake_port))?, of_rank(("notify_port", notify_port))?])
 }
 
 fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
@@ -107,29 +141,41 @@ fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
     })
 }
 
-fn rank_parts(
+fn rank_plan(
     engine: &Engine,
     core: &CoreConfig,
     worker: &Worker,
     fabric: &HostConfig,
-) -> Result<(RankParts, Meter), String> {
-    let layers = engine.layers(worker)?;
-    let memory = worker.regions.iter().map(|region| memory(worker, region));
-    let memory = memory.collect::<Result<Vec<_>, String>>()?;
+) -> Result<RankPlan, String> {
     let settings = &engine.settings;
-    let config = HostConfig { workers: settings.num_workers.into(), ..fabric.clone() };
-    let plane = host_plane(core, worker.rank, &settings.host_ip, config)?;
-    let meter = plane.meter();
-    let plane = drilled(Box::new(plane))?;
-    Ok((RankParts::new(core, worker.rank, plane, (memory, layers), None), meter))
+    let memory = worker.regions.iter().map(|region| match settings.transfer {
+        TransferPlace::Sidecar => memory(worker, region),
+        TransferPlace::Worker => Ok(own_memory(region)),
+    });
+    Ok(RankPlan {
+        core: core.clone(),
+        rank: worker.rank,
+        host: settings.host_ip.clone(),
+        fabric: HostConfig { workers: settings.num_workers.into(), ..fabric.clone() },
+        memory: memory.collect::<Result<Vec<_>, String>>()?,
+        layers: engine.layers(worker)?,
+    })
 }
 
-/// How the workers' memory is reached.
+/// How the workers' memory is reached by other processes.
 fn memories(workers: &BTreeMap<u16, Worker>) -> &'static str {
     let mut regions = workers.values().flat_map(|worker| &worker.regions);
     match regions.all(|region| region.file.is_some()) {
         true => "memory files",
         false => "cross-memory attach",
+    }
+}
+
+/// A worker's memory, as the worker reaches it.
+fn own_memory(&Region { base, len, file }: &Region) -> Memory {
+    match file {
+        Some(fd) => Memory::MemFd { fd, len },
+        None => Memory::Own { base, len },
     }
 }
 

@@ -232,7 +232,15 @@ mod tests {
     fn geometry(block_tokens: u32) -> Geometry {
         let group = Group { kind: GroupKind::Full, block_tokens, layers: vec![0] };
         let groups = vec![group];
-        Geometry { model: "m".into(), tp: 1, kv_heads: 2, latent: false, layers: 1, groups }
+        Geometry {
+            model: "m".into(),
+            tp: 1,
+            kv_heads: 2,
+            latent: false,
+            packed: false,
+            layers: 1,
+            groups,
+        }
     }
 
     fn layout(slots: HeadSlots, block_tokens: u32) -> LayerLayout {

@@ -1,7 +1,6 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::meters::Planes;
-use fabric_host::Meter;
+use crate::meters::{Planes, Tally};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -24,7 +23,7 @@ pub(super) struct Metrics {
 
 impl Metrics {
     /// New metrics, and the registry that has them and those of the data planes.
-    pub(super) fn new(planes: Vec<Meter>) -> (Metrics, Registry) {
+    pub(super) fn new(planes: Vec<Tally>) -> (Metrics, Registry) {
         let metrics = Metrics::default();
         let mut registry = Registry::with_prefix("kvferry");
         let counters = [

@@ -18,6 +18,7 @@ use crate::cores::{Cores, Outlets, RankParts, host_plane};
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs;
+use crate::meters::Tally;
 use crate::signals::Ends;
 use crate::wiring::{Ears, born};
 use actix::{Actor, Addr, AsyncContext, System};
@@ -75,7 +76,7 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
     let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
     let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
-    let meters = ranks.iter().map(|rank| rank.meter.clone()).collect();
+    let meters = ranks.iter().map(|rank| Tally::Here(rank.meter.clone())).collect();
     let (metrics, registry) = Metrics::new(meters);
     let own = Own {
         role: config.role,

@@ -37,6 +37,12 @@ on = {{ event = "op.posted", nth = {2 * tiny.LAYERS + 1} }}
 """
 
 
+def wide(params, narrow: int = 1) -> list:
+    """All but the first are more of the same, which `.ci/run` leaves out."""
+    params = list(params)
+    return params[:narrow] + [pytest.param(it, marks=pytest.mark.wide) for it in params[narrow:]]
+
+
 def prompt(length: int, seed: object) -> list[int]:
     """Random token ids; others for every seed."""
     random_ = random.Random(f"{length} {seed}")

@@ -41,10 +41,11 @@ CONFIG = {
 }
 
 
-def write(folder: Path) -> Path:
-    """Writes config, weights (14 MB, float32) and tokenizer into `folder` and returns it."""
+def write(folder: Path, **more) -> Path:
+    """Writes config, with `more` keys, weights (14 MB, float32) and tokenizer into `folder` and returns
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | more))
     save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(

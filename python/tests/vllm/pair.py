@@ -14,6 +14,13 @@ TOKENS = 16
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 MORIIO = {"kv_connector": "MoRIIOConnector"}
 KVFERRY = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
+# Where its transfer actors are.
+PLACES = ["sidecar", "worker"]
+
+
+def kvferry_at(place: str, **more) -> dict:
+    """KvferryConnector with its transfer actors there."""
+    return {**KVFERRY, "kv_connector_extra_config": {"transfer": place}, **more}
 
 
 def request(prompt: list[int], **more) -> dict:
@@ -38,8 +45,11 @@ class Pair:
         connectors: dict[str, dict],
         env: dict[str, str] | None = None,
         asynchronous: bool = False,
+        flags: dict[str, list[str]] | None = None,
     ):
+        """`connectors` and the `flags` of vLLM, if there are any, are of each role."""
         self.mode = mode
+        self.flags = flags or {}
         self.asynchronous = asynchronous
         self.connectors = connectors
         self.prefill = self._start("prefill", model, logs, discovery, env or {})
@@ -59,6 +69,7 @@ class Pair:
             "read_mode": self.mode == "READ",
             "proxy_ip": "127.0.0.1" if discovery else "",
             "proxy_ping_port": discovery,
+            **connector.get("kv_connector_extra_config", {}),
         }
         kv = {
             **connector,
@@ -68,7 +79,8 @@ class Pair:
         name = f"{connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
         kv["engine_id"] = f"{name}-{uuid.uuid4().hex[:8]}"
         log = logs / f"{kv['engine_id']}.log"
-        return Server(name, model, http, log, kv, env, self.asynchronous)
+        flags = self.flags.get(role, [])
+        return Server(name, model, http, log, kv, env, self.asynchronous, flags)
 
     def ready(self) -> "Pair":
         self.prefill.ready()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from client import get, metric, post
@@ -105,12 +106,14 @@ class Server(Process):
         kv: dict | None,
         env: dict,
         asynchronous: bool = False,
+        flags: Sequence[str] = (),
     ):
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
             *FLAGS,
             "--async-scheduling" if asynchronous else "--no-async-scheduling",
+            *flags,
         ]
         if kv is not None:
             command += ["--kv-transfer-config", json.dumps(kv)]

@@ -9,8 +9,8 @@ import model as tiny
 import native
 import pytest
 from client import metric
-from conftest import MODES, at_once, prompt
-from pair import KVFERRY, ROLES, request, served, tokens
+from conftest import MODES, at_once, prompt, wide
+from pair import PLACES, ROLES, kvferry_at, request, served, tokens
 from router import BINARY
 from server import BLOCK_TOKENS
 from soak import CLIENTS, Soak, growth, requests_wanted, sample
@@ -20,11 +20,17 @@ from test_pd import LENGTHS
 HOST_GROWTH_KIB = 8 << 10
 
 
-@pytest.fixture(scope="module", params=MODES)
+# Both modes from the host, and one from within the workers, are always tried.
+PAIRS = wide([(mode, place) for place in PLACES for mode in MODES], 3)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def own(request, model, logs, reference):
     """With vLLM's default, asynchronous scheduling; `test_connector_mixed` has each side without."""
-    mode, connectors = request.param, dict.fromkeys(ROLES, KVFERRY)
-    with served(f"own-{mode.lower()}", reference, mode, model, logs, connectors, asynchronous=True) as pair:
+    mode, place = request.param
+    connectors = dict.fromkeys(ROLES, kvferry_at(place))
+    name = f"own-{mode.lower()}-{place}"
+    with served(name, reference, mode, model, logs, connectors, asynchronous=True) as pair:
         yield pair
 
 
@@ -94,7 +100,13 @@ def test_a_transfer_is_in_the_metrics_of_vllm(own):
     own.router.complete(request(prompt(700, f"metrics {own.mode}")))
     for server, bytes_before in zip(sides, before, strict=True):
         after = bytes_before + expected
-        server.wait_until(f"{after} bytes are in its metrics", lambda: moved(server) == after, 30)
+
+        def is_told() -> bool:
+            # What landed in a worker is known a second later, and told with the next step.
+            server.complete(request([1], max_tokens=1))
+            return moved(server) == after
+
+        server.wait_until(f"{after} bytes are in its metrics", is_told, 30)
         for series in ("duration_seconds_count", "queue_seconds_count"):
             assert metric(server.port, f"vllm:kvferry_transfer_{series}") > 0
     assert metric(own.prefill.port, "vllm:kvferry_transfers_total") > 0

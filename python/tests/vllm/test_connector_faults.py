@@ -13,7 +13,7 @@ from client import Refused
 from conftest import prompt
 from load import Load
 from model import LAYERS
-from pair import KVFERRY, ROLES, request, served, tokens
+from pair import ROLES, kvferry_at, request, served, tokens
 from router import Router
 
 # A request that meets a fault and has not ended after this time hangs.
@@ -24,8 +24,9 @@ AGAIN_S = 60
 # Until blocks of a killed prefill host are free: its lease.
 LEASE_S = 90
 
-# Mode, `kv_load_failure_policy`, and whether with vLLM's default, asynchronous scheduling.
-PAIRS = [("WRITE", "recompute", True), ("READ", "fail", False)]
+# Mode, `kv_load_failure_policy`, where the transfer actors are, and whether with vLLM's default,
+# asynchronous scheduling.
+PAIRS = [("WRITE", "recompute", "sidecar", True), ("READ", "fail", "worker", False)]
 
 # The first request (one operation per layer) is answered without a copy; from the second on every
 # operation fails, until another host takes over, which finds no faults any more.
@@ -41,10 +42,10 @@ times = 1000
 """
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(pair[:2]))
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(pair[:3]))
 def own(request, model, logs, reference, tmp_path_factory):
-    mode, policy, asynchronous = request.param
-    connectors = dict.fromkeys(ROLES, KVFERRY | {"kv_load_failure_policy": policy})
+    mode, policy, place, asynchronous = request.param
+    connectors = dict.fromkeys(ROLES, kvferry_at(place, kv_load_failure_policy=policy))
     faults = tmp_path_factory.mktemp(mode) / "faults.toml"
     faults.write_text(FAULTS)
     env = {"KVFERRY_FAULTS": str(faults)}

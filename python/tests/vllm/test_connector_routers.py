@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from client import Refused
-from conftest import MODES, at_once, prompt
+from conftest import MODES, at_once, prompt, wide
 from legs import of, params, router_id
 from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
 from vllm_router import VllmRouter
@@ -30,7 +30,7 @@ class Front:
         return json.loads(text)
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=wide(MODES))
 def own(request, model, logs, reference):
     mode, router, pair = request.param, VllmRouter(logs / f"vllm-router-{request.param}.log"), None
     try:

@@ -142,6 +142,7 @@ fn same_model(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
     equal("layers", source.layers, sink.layers)?;
     equal("latent attention", source.latent, sink.latent)?;
     equal("KV heads", source.kv_heads, sink.kv_heads)?;
+    equal("packed blocks", source.packed, sink.packed)?;
     equal("number of groups", source.groups.len(), sink.groups.len())?;
     for (index, (one, other)) in source.groups.iter().zip(&sink.groups).enumerate() {
         equal(&format!("kind of group {index}"), one.kind, other.kind)?;
@@ -151,6 +152,9 @@ fn same_model(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
         if one.kind == GroupKind::State {
             let what = format!("tensor parallel size, with states in group {index}");
             equal(&what, source.tp, sink.tp)?;
+        } else if source.packed {
+            let what = format!("block size of group {index}, with packed blocks");
+            equal(&what, one.block_tokens, other.block_tokens)?;
         } else if large % small != 0 {
             return refuse(format_args!(
                 "block size of group {index}: source has {} tokens, sink has {}, and neither \

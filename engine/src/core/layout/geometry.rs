@@ -20,6 +20,10 @@ pub struct Geometry {
     pub layers: u16,
     /// KV cache groups; every layer is in exactly one.
     pub groups: Vec<Group>,
+    /// The attention backend arranges the tokens of a block as it likes, as that of vLLM for CPUs
+    /// does: only a whole block of a head has a meaning, and both sides need equal ones.
+    #[serde(default)]
+    pub packed: bool,
 }
 
 impl Geometry {
@@ -44,6 +48,10 @@ impl Geometry {
             hash.number(u64::from(group.block_tokens));
             hash.number(group.layers.len() as u64);
             group.layers.iter().for_each(|layer| hash.number(u64::from(*layer)));
+        }
+        // Nothing for most, so that their fingerprints are those of before there was this field.
+        if self.packed {
+            hash.number(1);
         }
         hash.0
     }

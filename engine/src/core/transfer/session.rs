@@ -25,6 +25,8 @@ pub(super) struct Unit {
     kind: GroupKind,
     /// Tokens are sent in multiples of the larger block size of the two sides.
     align: u32,
+    /// Tokens of which only all have a meaning.
+    whole: u32,
 }
 
 impl Unit {
@@ -54,6 +56,7 @@ impl Unit {
             }
             GroupKind::Full => {}
         }
+        span.from -= span.from % self.whole;
         if span.from >= span.to {
             return Ok(());
         }
@@ -211,6 +214,7 @@ impl Transfer {
                         layers: layers.to_vec(),
                         kind: spec.kind,
                         align: own.alignment(geometry, group),
+                        whole: if own.packed { own.groups[group].block_tokens.max(1) } else { 1 },
                     });
                 }
             }

@@ -26,6 +26,10 @@ class Metadata(KVConnectorMetadata):
     preempted: list[str] = field(default_factory=list)
     # Requests whose KV did not arrive.
     failed: list[str] = field(default_factory=list)
+    # Requests that vLLM has ended, whose loads are over.
+    over: list[str] = field(default_factory=list)
+    # Names the last host that was lost.
+    lost: int = 0
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -62,8 +66,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         meta = self._connector_metadata
-        failed = set(meta.failed) if meta is not None else set()
-        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
+        if meta is None:
+            meta = Metadata()
+        self.worker.host_lost(meta.lost)
+        failed = set(meta.failed)
+        return KVConnectorTransferResults(
+            finished_recving=failed.union(meta.over), failed_recving=failed
+        )
 
     def _step(self) -> int | None:
         meta = self._connector_metadata

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
 from kvferry._native import Link, settings
 
 # Time for a host to start, and then to have all parts of its engine.
@@ -33,19 +36,21 @@ class Place:
     spawn: bool
     # The KV cache is to lie in a memory file.
     in_file: bool
+    # The transfer actors are in the workers.
+    in_worker: bool
 
 
 def place(vllm_config) -> Place:
     """Reads `kv_connector_extra_config`; raises for what is wrong in it."""
     transfer = vllm_config.kv_transfer_config
     given = json.dumps(transfer.kv_connector_extra_config)
-    socket, spawn, in_file = settings(given)
+    socket, *how = settings(given)
     if socket:
-        return Place(Path(socket), given, spawn, in_file)
+        return Place(Path(socket), given, *how)
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(folder) / f"kvferry-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return Place(folder / f"{transfer.engine_id}.sock", given, spawn, in_file)
+    return Place(folder / f"{transfer.engine_id}.sock", given, *how)
 
 
 def describe(vllm_config, kv_cache_config) -> str:
@@ -59,7 +64,17 @@ def describe(vllm_config, kv_cache_config) -> str:
         )
     refused = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "DP ranks on several nodes": parallel.data_parallel_size_local
+        != parallel.data_parallel_size,
         "speculative decoding": vllm_config.speculative_config is not None,
+    }
+    kinds = (type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+    refused |= {
+        f"KV cache groups of {kind.__name__}": True
+        for kind in kinds
+        if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
     }
     if wrong := [what for what, is_on in refused.items() if is_on]:
         raise ValueError(f"KvferryConnector does not support {', '.join(wrong)}")
@@ -68,12 +83,23 @@ def describe(vllm_config, kv_cache_config) -> str:
             "role": "Prefill" if transfer.is_kv_producer else "Decode",
             "model": f"{model.model}@{model.revision}" if model.revision else model.model,
             "tp": parallel.tensor_parallel_size,
-            "dp": [parallel.data_parallel_index, parallel.data_parallel_size],
+            "dp": _dp(parallel, transfer.engine_id),
             "kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
             "latent": model.use_mla,
+            # CPU_ATTN arranges the keys of a block for its own instructions.
+            "packed": current_platform.is_cpu(),
             "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
         }
     )
+
+
+def _dp(parallel, engine_id: str) -> tuple[int, int]:
+    """DP rank and number of ranks. Those of a dense model are told by vLLM that each is the only one;
+    but their names differ, so that there are at least two, and requests have to say which they are for.
+    """
+    rank = parallel.data_parallel_index
+    least = max(rank + 1, 2) if engine_id.endswith(f"_dp{rank}") else 1
+    return rank, max(parallel.data_parallel_size, least)
 
 
 def _group(group) -> dict:

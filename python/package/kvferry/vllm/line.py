@@ -1,5 +1,6 @@
 """The link to the host, and another one when it is lost."""
 
+import functools
 import logging
 import os
 import select
@@ -16,14 +17,41 @@ PAUSE_S = 1.0
 PAUSE_MAX_S = 30.0
 
 
+def guarded(otherwise: Callable):
+    """A hook that never raises into vLLM. A mistake costs the host, and with it what was under way, but
+    not the engine; the answer then is what `otherwise` says."""
+
+    def wrap(hook):
+        @functools.wraps(hook)
+        def guard(self, *args):
+            try:
+                return hook(self, *args)
+            except Exception as error:
+                logger.exception("%s failed; the host is given up", hook.__name__)
+                self.line.lost(error)
+                return otherwise(self, *args)
+
+        return guard
+
+    return wrap
+
+
+def nothing(*_) -> None:
+    """The answer of a hook that has none."""
+
+
 class Line:
     """`link` is of the thread that calls the hooks; another thread waits for its end and makes the next.
 
-    `on_lost` gives up what the lost host knew, on the thread of the hooks, before the next link is taken.
+    `on_lost` gives up what the lost host knew, on the thread of the hooks, before the next link is taken;
+    it is told the link to it.
     """
 
     def __init__(
-        self, link: Link, make: Callable[[], Link], on_lost: Callable[[], None] = lambda: None
+        self,
+        link: Link,
+        make: Callable[[], Link],
+        on_lost: Callable[[Link], None] = lambda link: None,
     ):
         self.link: Link | None = link
         self._next: Link | None = None
@@ -40,15 +68,16 @@ class Line:
             self.link, self._next = self._next, None
         return self.link
 
-    def lost(self, error: ConnectionError) -> None:
-        """The link does not work any more."""
+    def lost(self, error: Exception) -> None:
+        """The link does not work any more, or what was said by it cannot be trusted."""
         logger.error("%s", error)
         self._give_up()
 
     def _give_up(self) -> None:
-        if self.link is not None:
-            self.link = None
-            self._on_lost()
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()
+            self._on_lost(link)
 
     def _watch(self, socket: int) -> None:
         while True:

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry._native import Link
 from kvferry.vllm.engine import START_S, connect, describe, place
-from kvferry.vllm.line import Line
+from kvferry.vllm.line import Line, guarded, nothing
 from kvferry.vllm.stats import KvferryStats
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,21 @@ class Leg:
     blocks: list[int] = field(default_factory=list)
 
 
+def _not_loaded(self, request, _, external: int) -> None:
+    """Who waits for blocks that were allocated is told that nothing comes."""
+    if external > 0:
+        self.awaited.add(request.request_id)
+        self.failed.add(request.request_id)
+
+
+def _kept(self, request, _) -> tuple[bool, None]:
+    """Others may still read a prefill's blocks."""
+    if not self.produces:
+        return False, None
+    self.leased.append((time.monotonic() + self.lease_s, {request.request_id}))
+    return True, None
+
+
 class Scheduler:
     def __init__(self, vllm_config, kv_cache_config):
         self.produces = vllm_config.kv_transfer_config.is_kv_producer
@@ -81,12 +96,17 @@ class Scheduler:
         self.awaited: set[str] = set()
         self.loaded: set[str] = set()
         self.failed: set[str] = set()
+        # Requests that vLLM had ended when the host was lost that loaded them.
+        self.over: set[str] = set()
+        # The lost host, for workers with a transfer actor that it told its jobs.
+        self.lost_host = 0
         # Requests whose blocks others may read for a while though the host is gone, and until when.
         self.leased: deque[tuple[float, set[str]]] = deque()
         self.steps = 0
         # Transfers that failed with a host that is gone, and were not counted.
         self.lost = 0
 
+    @guarded(nothing)
     def arrived(self, request) -> None:
         params = request.kv_transfer_params
         wanted = "do_remote_decode" if self.produces else "do_remote_prefill"
@@ -102,6 +122,7 @@ class Scheduler:
             return
         self._tell("arrived", request.request_id, json.dumps(params), leg.tokens)
 
+    @guarded(lambda *_: (0, False))
     def matched(self, request, computed: int) -> tuple[int | None, bool]:
         leg = self.legs.get(request.request_id)
         if self.produces or leg is None or leg.allocated:
@@ -115,6 +136,7 @@ class Scheduler:
         external = leg.tokens - computed
         return (external, True) if external > 0 else (0, False)
 
+    @guarded(_not_loaded)
     def allocated(self, request, blocks, external: int) -> None:
         leg = self.legs.get(request.request_id)
         if self.produces or leg is None or leg.allocated:
@@ -129,8 +151,10 @@ class Scheduler:
         lists = [list(ids) for ids in blocks.get_block_ids()]
         self._tell("allocated", request.request_id, leg.tokens - external, lists)
 
-    def step(self, output) -> tuple[int | None, list[str], list[str]]:
-        """Number of the step if the host is told of it, preempted and failed requests."""
+    @guarded(lambda self, _: (None, [], [], [], self.lost_host))
+    def step(self, output) -> tuple[int | None, list[str], list[str], list[str], int]:
+        """What the workers are told: number of the step if the host is told of it, preempted and
+        failed requests, ended ones whose loads are over, and the host that was lost."""
         preempted = []
         for request in output.preempted_req_ids or ():
             leg = self.legs.get(request)
@@ -145,7 +169,8 @@ class Scheduler:
             self._tell("scheduled", step, chunks)
         self._hear(0.0 if output.total_num_scheduled_tokens else IDLE_S)
         failed, self.failed = list(self.failed), set()
-        return step, preempted, failed
+        over, self.over = list(self.over), set()
+        return step, preempted, failed, over, self.lost_host
 
     def _chunks(self, output) -> list[tuple]:
         chunks = []
@@ -175,6 +200,7 @@ class Scheduler:
         to = min(computed + output.num_scheduled_tokens[request], leg.tokens)
         chunks.append((request, begin, to, lists))
 
+    @guarded(_kept)
     def finished(self, request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict | None]:
         leg = self.legs.get(request.request_id)
         if leg is None:
@@ -194,6 +220,7 @@ class Scheduler:
         blocks = [list(ids) for ids in block_ids]
         return True, json.loads(self.line.link.answer(leg.transfer, blocks))
 
+    @guarded(nothing)
     def deliver(self, output) -> None:
         """Adds what the host freed and loaded to what vLLM is about to apply."""
         self._hear()
@@ -206,6 +233,7 @@ class Scheduler:
             self.awaited -= ended
             self.loaded = set()
 
+    @guarded(nothing)
     def stats(self) -> KvferryStats | None:
         """What was heard of transfers since the last time."""
         told = self.line.link.stats() if self.line.link is not None else None
@@ -251,25 +279,26 @@ class Scheduler:
         elif kind == "allocate":
             leg.may_allocate = True
         elif kind == "loaded":
-            self._loaded(request, leg, self.loaded)
+            self._loaded(request, leg, self.loaded, self.loaded)
         elif kind in ("load_failed", "rejected"):
             leg.over = leg.may_allocate = True
-            self._loaded(request, leg, self.failed)
+            self._loaded(request, leg, self.failed, self.loaded)
 
-    def _loaded(self, request: str, leg: Leg, into: set[str]) -> None:
-        """The one answer for allocated blocks."""
+    def _loaded(self, request: str, leg: Leg, into: set[str], ended: set[str]) -> None:
+        """The one answer for allocated blocks: goes `into` a set, or among the `ended` ones."""
         if not leg.loading:
             return
         leg.loading = False
         if leg.ended:
             # Whether it was loaded matters no more; the blocks are free.
             del self.legs[request]
-            into = self.loaded
+            into = ended
         into.add(request)
 
-    def _give_up(self) -> None:
-        """Without a host nothing is handed over, and what it loads has failed. What it held is free
-        when nobody reads it any more."""
+    def _give_up(self, link: Link) -> None:
+        """Without a host nothing is handed over, and what it loads has failed: as soon as the workers
+        know of it, for they may move KV for it. What it held is free when nobody reads it any more."""
+        self.lost_host = link.life
         if self.held:
             self.leased.append((time.monotonic() + self.lease_s, self.held))
             self.held = set()
@@ -277,4 +306,4 @@ class Scheduler:
             is_open = self.produces or leg.loading or not leg.allocated
             self.lost += is_open and not leg.over
             leg.over = leg.may_allocate = True
-            self._loaded(request, leg, self.failed)
+            self._loaded(request, leg, self.failed, self.over)

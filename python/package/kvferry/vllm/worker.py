@@ -5,9 +5,9 @@ import logging
 import os
 import time
 
-from kvferry._native import Link
+from kvferry._native import Link, Transfers
 from kvferry.vllm.engine import connect, place
-from kvferry.vllm.line import Line
+from kvferry.vllm.line import Line, guarded, nothing
 from kvferry.vllm.memory import Files
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ class Worker:
         groups = kv_cache_config.kv_cache_groups
         self.layers = sum(len(group.layer_names) for group in groups)
         self.line: Line | None = None
+        # The transfer actor, if it is here.
+        self.transfers: Transfers | None = None
+        # The host that was lost last.
+        self.lost = 0
         # Layers of the step that are computed.
         self.done = 0
 
@@ -63,20 +67,33 @@ class Worker:
             return connect(self.place, lambda path: Link.worker(path, described))
 
         self.line = Line(make(), make)
+        if self.place.in_worker:
+            self.transfers = Transfers(self.place.socket, self.rank)
 
+    @guarded(nothing)
     def computed(self, step: int | None) -> None:
         """A layer of the step is computed; vLLM computes them one after the other."""
         if step is not None and self.done < self.layers:
             self.done += 1
             self._tell(step)
 
+    @guarded(nothing)
     def step_over(self, step: int | None) -> None:
         if step is not None and self.done < self.layers:
             self.done = self.layers
             self._tell(step)
         self.done = 0
 
+    def host_lost(self, life: int) -> None:
+        """Blocks of loads that a lost host began are free after this."""
+        if life != self.lost and self.transfers is not None:
+            self.transfers.end(life)
+        self.lost = life
+
     def _tell(self, step: int) -> None:
+        if self.transfers is not None:
+            self.transfers.layers(step, self.done)
+            return
         if (link := self.line.current()) is None:
             return
         try:
@@ -84,6 +101,7 @@ class Worker:
         except ConnectionError as error:
             self.line.lost(error)
 
+    @guarded(nothing)
     def wait_for_preempted(self, requests: list[str]) -> None:
         """Returns when nothing reads the blocks of these requests any more."""
         waited, deadline = set(requests), time.monotonic() + PREEMPTION_S

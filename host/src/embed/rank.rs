@@ -1,0 +1,40 @@
+//! What a transfer actor is started with, in its host or in its worker.
+
+use super::drill::drilled;
+use crate::cores::{RankParts, host_plane};
+use engine::core::layout::LayerLayout;
+use engine::core::station::CoreConfig;
+use engine::fabric::Memory;
+use fabric_host::{HostConfig, Meter};
+use serde::{Deserialize, Serialize};
+
+/// A rank that is to be served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankPlan {
+    /// The core that it works for.
+    pub core: CoreConfig,
+    /// TP rank.
+    pub rank: u16,
+    /// Address that its data plane listens at.
+    pub host: String,
+    /// Settings of its data plane.
+    pub fabric: HostConfig,
+    /// Its KV, as the process reaches it that the actor is in.
+    pub memory: Vec<Memory>,
+    /// Where its layers lie in that.
+    pub layers: Vec<LayerLayout>,
+}
+
+impl RankPlan {
+    /// Makes its data plane.
+    ///
+    /// # Errors
+    /// What the plane cannot have, and why.
+    pub(super) fn parts(self) -> Result<(RankParts, Meter), String> {
+        let plane = host_plane(&self.core, self.rank, &self.host, self.fabric)?;
+        let meter = plane.meter();
+        let plane = drilled(Box::new(plane))?;
+        let kv = (self.memory, self.layers);
+        Ok((RankParts::new(&self.core, self.rank, plane, kv, None), meter))
+    }
+}

@@ -1,0 +1,355 @@
+//! The transfer actor of a rank in the worker whose memory it moves: on a thread with an actix system
+//! of its own, connected to the host.
+
+use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use super::rank::RankPlan;
+use super::socket::{Frames, WAITING_MAX, decode, encode, framed, send};
+use crate::cores::RankActor;
+use actix::{Actor, Context, Handler, System};
+use engine::actors::{Clock, Give, RankReport};
+use engine::core::Nanos;
+use engine::core::ids::{Incarnation, StepId};
+use engine::core::transfer::TransferInput;
+use fabric_host::{Counters, Meter};
+use futures_util::{SinkExt, StreamExt};
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{MissedTickBehavior, interval};
+
+/// Between two looks for a host.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How often a host may be told what was moved, beside reports.
+const MOVED_EVERY: Duration = Duration::from_secs(1);
+
+/// The transfer actor of a rank, for one host after the other. Dropping it ends its thread.
+#[derive(Debug)]
+pub struct Transfers(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// There until nothing of it lands any more.
+    running: Option<Running>,
+    /// The last host that ended; it is served no more, whatever is left of it in the socket.
+    over: Option<Incarnation>,
+    is_closed: bool,
+}
+
+#[derive(Debug)]
+struct Running {
+    life: Incarnation,
+    actor: RankActor,
+    end: Arc<Notify>,
+}
+
+impl Transfers {
+    /// Looks for the host at `socket` from now on, and for the next one when it has ended.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    pub fn start(socket: PathBuf, rank: u16) -> io::Result<Transfers> {
+        let shared = Arc::new(Shared::default());
+        let of_thread = shared.clone();
+        // It ends when it is told to.
+        let _detached = thread::Builder::new()
+            .name(format!("kvferry-{rank}"))
+            .spawn(move || of_thread.run(&socket, rank))?;
+        Ok(Transfers(shared))
+    }
+
+    /// The first `layers` layers of a step are computed. Before the host serves the engine nobody
+    /// hears it.
+    pub fn layers(&self, step: StepId, layers: u16) {
+        if let Some(running) = &self.0.lock().running {
+            running.actor.do_send(Give(TransferInput::Layers { step, layers }));
+        }
+    }
+
+    /// The host of this life has ended: returns when nothing lands here any more that it began. Takes
+    /// as long as a piece of a copy, or a greeting.
+    pub fn end(&self, life: Incarnation) {
+        let mut state = self.0.lock();
+        state.over = Some(life);
+        while let Some(running) = state.running.as_ref().filter(|running| running.life == life) {
+            running.end.notify_one();
+            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.is_closed = true;
+        if let Some(running) = &state.running {
+            running.end.notify_one();
+        }
+        self.0.changed.notify_all();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, socket: &Path, rank: u16) {
+        let mut state = self.lock();
+        while !state.is_closed {
+            drop(state);
+            if let Ok(stream) = UnixStream::connect(socket) {
+                self.session(stream, rank);
+            }
+            state = self.lock();
+            state.running = None;
+            self.changed.notify_all();
+            if !state.is_closed {
+                let waited = self.changed.wait_timeout(state, PAUSE);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    /// Serves a host until it has ended. The actor ends with the system, and with the actor its plane,
+    /// which waits until nothing lands any more.
+    fn session(&self, stream: UnixStream, rank: u16) {
+        let system = System::new();
+        if let Err(why) = system.block_on(self.serve(stream, rank)) {
+            tracing::warn!(rank, %why, "the connection to the host ended");
+        }
+    }
+
+    async fn serve(&self, stream: UnixStream, rank: u16) -> io::Result<()> {
+        stream.set_nonblocking(true)?;
+        let mut frames = framed(tokio::net::UnixStream::from_std(stream)?);
+        let hello = Hello { version: VERSION, who: Who::Transfer { rank } };
+        frames.send(encode(&hello)?).await?;
+        let end = Arc::new(Notify::new());
+        let (out, mut waiting) = mpsc::channel(WAITING_MAX);
+        let mut meter = None;
+        let mut told = Counters::default();
+        let mut every = interval(MOVED_EVERY);
+        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                frame = frames.next() => match frame {
+                    Some(frame) => match decode(&frame?)? {
+                        FromHost::Begin(plan) => match self.begin(*plan, &out, &end) {
+                            Ok(of_plane) => meter = Some(of_plane),
+                            Err(why) => return tell(&mut frames, &ToHost::Unable { why }).await,
+                        },
+                        FromHost::Job(job) => self.job(TransferInput::Job(job)),
+                        FromHost::Refused { why } => return Err(io::Error::other(why)),
+                        _ => {}
+                    },
+                    None => return Ok(()),
+                },
+                Some(message) = waiting.recv() => {
+                    send(&mut frames, message, &mut waiting).await?;
+                }
+                () = end.notified() => return Ok(()),
+                _ = every.tick() => {
+                    let moved = meter.as_ref().map_or(told, Meter::read);
+                    if moved != told {
+                        told = moved;
+                        tell(&mut frames, &ToHost::Moved(moved)).await?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Starts the actor.
+    fn begin(
+        &self,
+        plan: RankPlan,
+        out: &mpsc::Sender<ToHost>,
+        end: &Arc<Notify>,
+    ) -> Result<Meter, String> {
+        let (life, rank) = (plan.core.incarnation, plan.rank);
+        let mut state = self.lock();
+        if state.is_closed || state.over == Some(life) {
+            return Err(format!("rank {rank}: the host has ended"));
+        }
+        let (parts, meter) = plan.parts().map_err(|why| format!("rank {rank}: {why}"))?;
+        let reporter = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
+        let begun = Instant::now();
+        let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+        let actor = parts.start(reporter.start().recipient(), &clock);
+        state.running = Some(Running { life, actor, end: end.clone() });
+        Ok(meter)
+    }
+
+    fn job(&self, input: TransferInput) {
+        if let Some(running) = &self.lock().running {
+            running.actor.do_send(Give(input));
+        }
+    }
+}
+
+async fn tell(frames: &mut Frames, message: &ToHost) -> io::Result<()> {
+    frames.send(encode(message)?).await
+}
+
+/// Passes on what the actor reports.
+struct Reporter {
+    meter: Meter,
+    out: mpsc::Sender<ToHost>,
+    end: Arc<Notify>,
+}
+
+impl Actor for Reporter {
+    type Context = Context<Self>;
+}
+
+impl Handler<RankReport> for Reporter {
+    type Result = ();
+
+    fn handle(&mut self, RankReport { report, .. }: RankReport, _: &mut Self::Context) {
+        let moved = self.meter.read();
+        if self.out.try_send(ToHost::Report { report, moved }).is_err() {
+            // A host that does not take it would miss it.
+            self.end.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+    use engine::core::message::{Mode, Report, Role};
+    use engine::core::station::CoreConfig;
+    use engine::fabric::{Endpoint, Memory};
+    use fabric_host::HostConfig;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixListener;
+    use tokio::sync::mpsc::UnboundedReceiver;
+
+    const LEN: usize = 4096;
+
+    /// A rank with a layer of two blocks, whose plane listens at `port`.
+    fn plan(life: u64, memory: &'static [u8], port: u16) -> RankPlan {
+        let group = Group { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
+        let geometry = Geometry {
+            model: "m".into(),
+            tp: 1,
+            kv_heads: 1,
+            latent: false,
+            packed: false,
+            layers: 1,
+            groups: vec![group],
+        };
+        let core = CoreConfig {
+            engine: "e".into(),
+            incarnation: Incarnation(life),
+            role: Role::Decode,
+            mode: Mode::Push,
+            geometry: Arc::new(geometry),
+            http: Endpoint("127.0.0.1:1".into()),
+            control: Endpoint("127.0.0.1:1".into()),
+            dp: (0, 1),
+            router: None,
+            settings: Default::default(),
+            channel: Default::default(),
+            moriio: None,
+        };
+        let layer = LayerLayout {
+            region: 0,
+            base: 0,
+            shape: [2, 1, 16, 8],
+            stride: [256, 256, 8, 1],
+            element: 4,
+            slots: HeadSlots::Fused,
+        };
+        RankPlan {
+            core,
+            rank: 0,
+            host: "127.0.0.1".into(),
+            fabric: HostConfig { port, ..HostConfig::default() },
+            memory: vec![Memory::Own { base: memory.as_ptr() as u64, len: LEN as u64 }],
+            layers: vec![layer],
+        }
+    }
+
+    /// A host of which the test has the other end.
+    struct Played {
+        begin: mpsc::UnboundedSender<RankPlan>,
+        heard: UnboundedReceiver<ToHost>,
+    }
+
+    impl Played {
+        /// Serves connections, each on the runtime of its own thread, until `begin` is dropped.
+        fn listen(path: &Path) -> Played {
+            let listener = UnixListener::bind(path).expect("a socket");
+            let (begin, mut plans) = mpsc::unbounded_channel::<RankPlan>();
+            let (told, heard) = mpsc::unbounded_channel();
+            thread::spawn(move || {
+                System::new().block_on(async move {
+                    while let Some(plan) = plans.recv().await {
+                        let (stream, _) = listener.accept().expect("it connects");
+                        stream.set_nonblocking(true).expect("a socket");
+                        let stream = tokio::net::UnixStream::from_std(stream).expect("a socket");
+                        let mut frames = framed(stream);
+                        let hello = frames.next().await.expect("a frame").expect("whole");
+                        let Hello { who: Who::Transfer { rank: 0 }, .. } =
+                            decode(&hello).expect("a hello")
+                        else {
+                            panic!("another part")
+                        };
+                        let begin = encode(&FromHost::Begin(Box::new(plan))).expect("it encodes");
+                        frames.send(begin).await.expect("it is read");
+                        while let Some(Ok(frame)) = frames.next().await {
+                            told.send(decode(&frame).expect("a message")).expect("the test reads");
+                        }
+                    }
+                });
+            });
+            Played { begin, heard }
+        }
+
+        fn next(&mut self) -> ToHost {
+            self.heard.blocking_recv().expect("the host is there")
+        }
+    }
+
+    fn is_heard(port: u16) -> bool {
+        TcpStream::connect(("127.0.0.1", port)).is_ok()
+    }
+
+    #[test]
+    fn nothing_is_left_of_the_actor_of_a_host_that_has_ended() {
+        let memory: &'static [u8] = vec![0; LEN].leak();
+        let path = std::env::temp_dir().join(format!("kvferry-over-{}.sock", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let mut host = Played::listen(&path);
+        let transfers = Transfers::start(path.clone(), 0).expect("a thread");
+        let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+        let port = free.expect("a port").port();
+        // The second comes again with the life that is over.
+        for (life, serves) in [(7, true), (7, false), (8, true)] {
+            host.begin.send(plan(life, memory, port)).expect("the host listens");
+            let said = host.next();
+            let is_ready = matches!(said, ToHost::Report { report: Report::Ready { .. }, .. });
+            assert_eq!((is_ready, is_heard(port)), (serves, serves), "{life}: {said:?}");
+            // Its connection is still open.
+            transfers.end(Incarnation(life));
+            assert!(!is_heard(port), "the plane of {life} is there");
+            if !serves {
+                assert!(matches!(said, ToHost::Unable { .. }), "{said:?}");
+            }
+        }
+        std::fs::remove_file(&path).expect("it was there");
+    }
+}

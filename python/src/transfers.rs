@@ -1,0 +1,28 @@
+//! The transfer actor inside the worker.
+
+use engine::core::ids::{Incarnation, StepId};
+use pyo3::prelude::*;
+use std::path::PathBuf;
+
+/// Moves the KV of this process for its host, on threads of its own that need no interpreter.
+#[pyclass(frozen, module = "kvferry._native")]
+pub(crate) struct Transfers(kvferry::embed::Transfers);
+
+#[pymethods]
+impl Transfers {
+    /// Looks for the host at `path` from now on, as the transfer actor of a rank.
+    #[new]
+    fn new(path: PathBuf, rank: u16) -> PyResult<Transfers> {
+        Ok(Transfers(kvferry::embed::Transfers::start(path, rank)?))
+    }
+
+    /// The first `layers` layers of a step are computed.
+    fn layers(&self, step: u64, layers: u16) {
+        self.0.layers(StepId(step), layers);
+    }
+
+    /// The host of this life has ended: returns when nothing lands here any more that it began.
+    fn end(&self, py: Python<'_>, life: u64) {
+        py.detach(|| self.0.end(Incarnation(life)));
+    }
+}

@@ -1,0 +1,61 @@
+"""Hooks that meet a mistake of their own: vLLM hears nothing of it, and no request waits for ever."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from kvferry.vllm.scheduler import Scheduler
+from kvferry.vllm.worker import Worker
+
+REQUEST = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": True})
+# What each hook is called with, and what it answers when it fails.
+SCHEDULER = {
+    "arrived": ((REQUEST,), None),
+    "matched": ((REQUEST, 0), (0, False)),
+    "allocated": ((REQUEST, None, 5), None),
+    "step": ((SimpleNamespace(preempted_req_ids=["r"]),), (None, [], [], [], 7)),
+    "deliver": ((None,), None),
+    "stats": ((), None),
+}
+WORKER = {"computed": (1,), "step_over": (1,), "wait_for_preempted": (["r"],)}
+
+
+def broken(cls, **more):
+    """Without what its hooks need; with a line that notes why the host is given up."""
+    half = cls.__new__(cls)
+    lost = []
+    half.line = SimpleNamespace(lost=lost.append)
+    vars(half).update(more)
+    return half, lost
+
+
+def scheduler(produces: bool):
+    sets = {name: set() for name in ("awaited", "failed", "over")}
+    return broken(Scheduler, produces=produces, leased=[], lease_s=30.0, lost_host=7, **sets)
+
+
+@pytest.mark.parametrize("hook", SCHEDULER)
+def test_a_scheduler_hook_that_fails_gives_up_the_host(hook):
+    half, lost = scheduler(produces=False)
+    args, answer = SCHEDULER[hook]
+    assert getattr(half, hook)(*args) == answer
+    assert len(lost) == 1
+    # Blocks that were allocated for a load are answered for.
+    waits = {"r"} if hook == "allocated" else set()
+    assert (half.awaited, half.failed) == (waits, waits)
+
+
+def test_blocks_of_a_finished_prefill_stay_while_others_may_read_them():
+    half, lost = scheduler(produces=True)
+    assert half.finished(REQUEST, ([1],)) == (True, None)
+    [(until, requests)] = half.leased
+    assert (until > time.monotonic() + 29, requests, len(lost)) == (True, {"r"}, 1)
+    half, lost = scheduler(produces=False)
+    assert (half.finished(REQUEST, ([1],)), half.leased, len(lost)) == ((False, None), [], 1)
+
+
+@pytest.mark.parametrize("hook", WORKER)
+def test_a_worker_hook_that_fails_gives_up_the_host(hook):
+    half, lost = broken(Worker)
+    getattr(half, hook)(*WORKER[hook])
+    assert len(lost) == 1

@@ -52,11 +52,19 @@ class Pair:
         self.flags = flags or {}
         self.asynchronous = asynchronous
         self.connectors = connectors
-        self.prefill = self._start("prefill", model, logs, discovery, env or {})
-        self.decode = self._start("decode", model, logs, discovery, env or {})
+        self.place = model, logs, discovery, env or {}
+        self.http = dict(zip(ROLES, free_ports(2), strict=True))
+        self.prefill = self._start("prefill")
+        self.decode = self._start("decode")
 
-    def _start(self, role: str, model: Path, logs: Path, discovery: int, env: dict) -> Server:
-        http, handshake, notify = free_ports(3)
+    def restart(self, role: str, flags: list[str]) -> None:
+        """Starts a server in place of one that has ended, at the same port."""
+        self.flags = self.flags | {role: flags}
+        setattr(self, role, self._start(role).ready())
+
+    def _start(self, role: str) -> Server:
+        model, logs, discovery, env = self.place
+        http, (handshake, notify) = self.http[role], free_ports(2)
         connector = self.connectors[role]
         if connector["kv_connector"] != MORIIO["kv_connector"]:
             # It tells its peers which it chose.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,8 +30,8 @@ def own(request, model, logs, reference):
     """With vLLM's default, asynchronous scheduling; `test_connector_mixed` has each side without."""
     mode, place = request.param
     connectors = dict.fromkeys(ROLES, kvferry_at(place))
-    name = f"own-{mode.lower()}-{place}"
-    with served(name, reference, mode, model, logs, connectors, asynchronous=True) as pair:
+    name, env = f"own-{mode.lower()}-{place}", {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
+    with served(name, reference, mode, model, logs, connectors, env, asynchronous=True) as pair:
         yield pair
 
 
@@ -110,6 +111,12 @@ def test_a_transfer_is_in_the_metrics_of_vllm(own):
         for series in ("duration_seconds_count", "queue_seconds_count"):
             assert metric(server.port, f"vllm:kvferry_transfer_{series}") > 0
     assert metric(own.prefill.port, "vllm:kvferry_transfers_total") > 0
+
+
+def test_hosts_serve_their_own_metrics(own):
+    for server in (own.prefill, own.decode):
+        port = int(re.findall(r"metrics=http://127.0.0.1:(\d+)/", server.log.read_text())[-1])
+        assert metric(port, "kvferry_transfers_total") >= 1
 
 
 def test_the_last_transfers_can_be_exported(own, tmp_path):

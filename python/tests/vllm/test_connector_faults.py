@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import native
 import pytest
 from client import Refused
-from conftest import prompt
+from conftest import prompt, wide
 from load import Load
 from model import LAYERS
 from pair import ROLES, kvferry_at, request, served, tokens
 from router import Router
+from server import KV_BYTES
 
 # A request that meets a fault and has not ended after this time hangs.
 CLEAR_S = 30
@@ -26,7 +27,12 @@ LEASE_S = 90
 
 # Mode, `kv_load_failure_policy`, where the transfer actors are, and whether with vLLM's default,
 # asynchronous scheduling.
-PAIRS = [("WRITE", "recompute", "sidecar", True), ("READ", "fail", "worker", False)]
+PAIRS = [
+    ("WRITE", "recompute", "sidecar", True),
+    ("READ", "fail", "worker", False),
+    ("WRITE", "fail", "worker", False),
+    ("READ", "recompute", "sidecar", True),
+]
 
 # The first request (one operation per layer) is answered without a copy; from the second on every
 # operation fails, until another host takes over, which finds no faults any more.
@@ -42,7 +48,7 @@ times = 1000
 """
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(pair[:3]))
+@pytest.fixture(scope="module", params=wide(PAIRS, 2), ids=lambda pair: "-".join(pair[:3]))
 def own(request, model, logs, reference, tmp_path_factory):
     mode, policy, place, asynchronous = request.param
     connectors = dict.fromkeys(ROLES, kvferry_at(place, kv_load_failure_policy=policy))
@@ -199,6 +205,18 @@ def test_a_killed_router_leaves_nothing_behind(own, reference, logs):
     own.router = Router(logs / f"router-again-{own.mode.lower()}.log", own.router)
     own.router.wait_for("the pair again")
     check_afterwards(own, reference, "the router was killed")
+
+
+@pytest.mark.wide
+def test_a_prefill_comes_back_with_a_smaller_pool(own, reference):
+    with Load(own, reference, prompts(own, "smaller pool")) as load:
+        load.answers(4, 60)
+        killed = time.monotonic()
+        own.prefill.kill()
+        own.restart("prefill", [f"--kv-cache-memory-bytes={KV_BYTES // 4}"])
+        load.answers(8, AGAIN_S)
+    load.check(killed, CLEAR_S)
+    check_afterwards(own, reference, "a smaller pool")
 
 
 @pytest.mark.last

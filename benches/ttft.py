@@ -6,6 +6,9 @@ Needs vLLM, the package `kvferry` and its drop-in on PYTHONPATH, and KVFERRY_BIN
 them. In each mode both pairs and the single server have turns of ten requests, one at a time, in another
 order each round; who has no turn is stopped, because vLLM's workers spin for seconds after a request.
 Prompts are random, so that nothing is cached. The table has medians and 90th percentiles in milliseconds.
+
+With --hand-off the legs go straight to the servers of the pairs, and the time is that from the answer of
+the prefill, which has computed its last layer, to the first token of the decode.
 """
 
 import argparse
@@ -19,13 +22,17 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent / "python/tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "vllm")]
 
 import model as tiny  # noqa: E402
+import native  # noqa: E402
 from client import get  # noqa: E402
-from pair import KVFERRY, MORIIO, ROLES, Pair  # noqa: E402
+from pair import KVFERRY, MORIIO, ROLES, Pair, request  # noqa: E402
 from ports import free_ports  # noqa: E402
 from router import Router  # noqa: E402
 from server import Server  # noqa: E402
@@ -34,21 +41,52 @@ TOKENS = 4
 TURN = 10
 
 
-def first_token(port: int, ids: list[int]) -> float:
-    """Milliseconds from the request to the first bytes of the stream."""
+def stream(port: int, ids: list[int], **more) -> tuple[float, float, dict]:
+    """When the request was sent and the first bytes of its answer came, in seconds; and the first event."""
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
-    body = json.dumps({"prompt": ids, "stream": True, **greedy})
+    body = json.dumps({"prompt": ids, "stream": True, **greedy, **more})
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     start = time.perf_counter()
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     first = answer.readline()
-    took = time.perf_counter() - start
+    came = time.perf_counter()
     rest = answer.read()
     connection.close()
     if answer.status != 200 or not first.startswith(b"data: {") or b"error" in first + rest:
         raise OSError(f"port {port}: {answer.status} {(first + rest).decode(errors='replace')}")
-    return took * 1e3
+    return start, came, json.loads(first.removeprefix(b"data: "))
+
+
+def first_token(port: int, ids: list[int]) -> float:
+    """Milliseconds from the request to the first bytes of the stream."""
+    start, came, _ = stream(port, ids)
+    return (came - start) * 1e3
+
+
+def hand_off(pair: Pair, ids: list[int]) -> float:
+    """Milliseconds from the answer of the prefill to the first bytes of the decode's stream."""
+
+    def prefill(params: dict) -> tuple[float, dict]:
+        answer = pair.prefill.complete(request(ids, max_tokens=1) | params)
+        return time.perf_counter(), answer
+
+    with ThreadPoolExecutor(1) as pool:
+        if pair.connectors["decode"]["kv_connector"] == KVFERRY["kv_connector"]:
+            key = native.key()
+            answered = pool.submit(prefill, native.to_prefill(pair, key))
+            params = native.to_decode(pair, key)
+        else:
+            transfer, pull = f"tx-{uuid.uuid4()}", pair.mode == "READ"
+            peer = None if pull else pair.decode
+            answered = pool.submit(prefill, pair.params(transfer, True, peer))
+            if pull:
+                answer = answered.result()[1]
+                params = {"kv_transfer_params": answer["kv_transfer_params"]}
+            else:
+                params = pair.params(transfer, False, pair.prefill)
+        _, came, _ = stream(pair.decode.port, ids, **params)
+        return (came - answered.result()[0]) * 1e3
 
 
 def wake(port: int, length: int) -> None:
@@ -85,9 +123,14 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
             started.append(pair)
             pair.ready()
             router.wait_for("the pair")
-            targets[f"{name} {mode}"] = (router.port, "/readiness", [pair.prefill, pair.decode])
+            take = partial(hand_off, pair) if args.hand_off else partial(first_token, router.port)
+            both = [pair.prefill, pair.decode]
+            targets[f"{name} {mode}"] = (router.port, "/readiness", both, take)
             turn([pair.prefill, pair.decode], signal.SIGSTOP)
-        targets["single server"] = (single.ready().port, "/health", [single])
+        single.ready()
+        if not args.hand_off:
+            take = partial(first_token, single.port)
+            targets["single server"] = (single.port, "/health", [single], take)
         turn([single], signal.SIGSTOP)
         rows = {}
         chance = random.Random(mode)
@@ -96,18 +139,17 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
                 names = list(targets)
                 chance.shuffle(names)
                 for name in names:
-                    port, path, servers = targets[name]
+                    port, path, servers, take = targets[name]
                     turn(servers, signal.SIGCONT)
                     single.wait_until("ready again", lambda: get(port, path) == 200, 60)
                     wake(port, length)
                     for _ in range(TURN):
                         ids = chance.choices(range(256), k=length)
-                        rows.setdefault((name, length), []).append(first_token(port, ids))
+                        rows.setdefault((name, length), []).append(take(ids))
                     turn(servers, signal.SIGSTOP)
         return rows
     finally:
-        for _, _, servers in targets.values():
-            turn(servers, signal.SIGCONT)
+        turn([*started[:1], *(it for _, _, both, _ in targets.values() for it in both)], signal.SIGCONT)
         for process in reversed(started):
             process.stop()
 
@@ -119,6 +161,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 257, 1500, 2500])
     parser.add_argument("--requests", type=int, default=50, help="per length and server")
     parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"], choices=["WRITE", "READ"])
+    parser.add_argument("--hand-off", action="store_true", help="in place of the time to the first token")
     args = parser.parse_args()
     # Who is stopped is to go on, and to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -105,19 +105,20 @@ class Pair:
         to_prefill = request(prompt, max_tokens=1)
         to_decode = request(decode_prompt or prompt)
         if self.mode == "READ":
-            answer = self.prefill.complete(to_prefill | self._params(transfer, True, None))
+            answer = self.prefill.complete(to_prefill | self.params(transfer, True, None))
             params = answer["kv_transfer_params"]
             return tokens(self.decode.complete(to_decode | {"kv_transfer_params": params}))
         with ThreadPoolExecutor(1) as pool:
-            body = to_prefill | self._params(transfer, True, self.decode)
+            body = to_prefill | self.params(transfer, True, self.decode)
             first = pool.submit(self.prefill.complete, body)
-            body = to_decode | self._params(transfer, False, self.prefill)
+            body = to_decode | self.params(transfer, False, self.prefill)
             answer = self.decode.complete(body)
             first.result()
         return tokens(answer)
 
     @staticmethod
-    def _params(transfer: str, to_prefill: bool, peer: Server | None) -> dict:
+    def params(transfer: str, to_prefill: bool, peer: Server | None) -> dict:
+        """A leg's transfer, as a MoRIIOConnector is told of it."""
         params = {
             "transfer_id": transfer,
             "do_remote_decode": to_prefill,

@@ -1,0 +1,190 @@
+//! `kvferry host` beside two engines that this test plays: their schedulers, workers and memory.
+
+mod observed;
+mod rig;
+
+use engine::core::message::{DecodeAnswer, Mode, Role};
+use fabric_host::{HugePages, Pool};
+use kvferry::embed::Link;
+use kvferry::embed::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use kvferry::embed::record::{Ended, Outcome};
+use kvferry::embed::settings::TransferPlace;
+use observed::events;
+use rig::*;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+fn hand_over(mode: Mode, [at_p, at_d]: [TransferPlace; 2]) {
+    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{at_p}-{at_d}-{name}")));
+    let mut p = Rig::start_with(&hosts[0], Role::Prefill, mode, at_p);
+    let mut d = Rig::start_with(&hosts[1], Role::Decode, mode, at_d);
+    transfer(&mut p, &mut d, mode);
+    drop((p, d));
+    for mut host in hosts {
+        // It ends with its engine, and nothing is left.
+        assert!(host.child.wait().expect("a child").success());
+        assert!(!host.socket.exists());
+    }
+}
+
+#[test]
+fn a_pushed_prompt_is_handed_over() {
+    hand_over(Mode::Push, [Sidecar, Sidecar]);
+}
+
+#[test]
+fn a_pulled_prompt_is_handed_over() {
+    hand_over(Mode::Pull, [Sidecar, Sidecar]);
+}
+
+#[test]
+fn transfer_actors_in_workers_push() {
+    hand_over(Mode::Push, [InWorker, InWorker]);
+    hand_over(Mode::Push, [Sidecar, InWorker]);
+}
+
+#[test]
+fn transfer_actors_in_workers_pull() {
+    hand_over(Mode::Pull, [InWorker, InWorker]);
+    hand_over(Mode::Pull, [InWorker, Sidecar]);
+}
+
+/// The first layer has a window that begins within the first block.
+#[test]
+fn packed_blocks_are_moved_whole() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let windowed = |role| {
+            let mut engine = engine(role, mode, Sidecar);
+            let mut all = engine.groups[0].clone();
+            engine.groups[0].window = Some(16);
+            all.layers = engine.groups[0].layers.split_off(1);
+            engine.groups.push(all);
+            engine
+        };
+        let hosts = ["p", "d"].map(|name| Host::start(&format!("packed-{mode}-{name}")));
+        let mut p = Rig::of(&hosts[0], windowed(Role::Prefill));
+        let mut d = Rig::of(&hosts[1], windowed(Role::Decode));
+        transfer(&mut p, &mut d, mode);
+    }
+}
+
+#[test]
+fn packed_blocks_of_two_sizes_are_a_failure_that_says_so() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let hosts = ["p", "d"].map(|name| Host::start(&format!("sizes-{mode}-{name}")));
+        let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
+        let mut of_d = engine(Role::Decode, mode, Sidecar);
+        of_d.groups[0].block_tokens = 64;
+        let mut d = Rig::of(&hosts[1], of_d);
+        arrive(&mut p, &mut d, mode);
+        let answer = next(&mut d.scheduler, |message| is_stats(message, &mut Vec::new()));
+        let FromHost::Decode(DecodeAnswer::Rejected { failure, .. }) = answer else {
+            panic!("{answer:?}")
+        };
+        let why = failure.to_string();
+        assert!(why.contains("block size of group 0, with packed blocks"), "{why}");
+    }
+}
+
+#[test]
+fn the_paths_of_the_configuration_are_those_of_the_planes() {
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host.toml");
+    std::fs::write(&file, "paths = [\"shared-memory\"]").expect("a file can be written");
+    let hosts = [
+        Host::with("paths-p", Some(("KVFERRY_HOST_PATHS", "tcp"))),
+        Host::with("paths-d", Some(("KVFERRY_HOST_CONFIG", file.to_str().expect("UTF-8")))),
+    ];
+    let mut p = Rig::start(&hosts[0], Role::Prefill, Mode::Pull);
+    let mut d = Rig::start(&hosts[1], Role::Decode, Mode::Pull);
+    let answer = load(&mut p, &mut d, Mode::Pull, &mut Vec::new());
+    let told = format!("{answer:?}");
+    assert!(told.contains("both sides allow only []"), "{told}");
+}
+
+#[test]
+fn parameters_that_cannot_be_used_cost_their_request_only() {
+    let host = Host::start("params");
+    let mut rig = Rig::start(&host, Role::Decode, Mode::Push);
+    let (request, params) = ("r".into(), r#"{"do_remote_prefill": true}"#.into());
+    rig.tell(&ToHost::Arrived { request, params, tokens: 1 });
+    let mut ended = Vec::new();
+    let answer = next(&mut rig.scheduler, |message| is_stats(message, &mut ended));
+    let FromHost::Unusable { request, why } = answer else { panic!("{answer:?}") };
+    assert!(&*request.0 == "r" && !why.is_empty(), "{why}");
+    let [Ended { outcome: Outcome::Failed { cause, .. }, .. }] = &ended[..] else {
+        panic!("{ended:?}")
+    };
+    assert_eq!(&**cause, "unusable-params");
+    let events = events(&[&host.socket]);
+    let failed = events.iter().find(|event| event["ph"] == "i").expect("a failure");
+    assert_eq!(
+        (&failed["name"], &failed["args"]["why"]),
+        (&"failed: unusable-params".into(), &why.into())
+    );
+}
+
+fn refusal(link: &mut Link) -> String {
+    match next(link, |_| false) {
+        FromHost::Refused { why } => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_engine_that_cannot_be_served_is_told_why() {
+    let host = Host::start("refused");
+    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let mut spec = worker(&pool, 32);
+    spec.tensors.pop();
+    let mut worker = host.connect(Who::Worker(Box::new(spec)));
+    let engine = engine(Role::Prefill, Mode::Push, Sidecar);
+    let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
+    let why = refusal(&mut scheduler);
+    assert!(why.contains("layers.1.attn"), "{why}");
+    assert_eq!(refusal(&mut worker), why);
+}
+
+#[test]
+fn a_second_scheduler_and_another_version_are_refused() {
+    let host = Host::start("second");
+    let rig = Rig::start(&host, Role::Prefill, Mode::Push);
+    let other = engine(Role::Prefill, Mode::Push, Sidecar);
+    let mut second = host.connect(Who::Scheduler(Box::new(other.clone())));
+    assert!(refusal(&mut second).contains("give each engine its own"));
+    let mut stream = UnixStream::connect(&host.socket).expect("the host listens");
+    let hello = Hello { version: VERSION + 1, who: Who::Scheduler(Box::new(other)) };
+    let bytes = rmp_serde::to_vec(&hello).expect("it encodes");
+    stream.write_all(&(bytes.len() as u32).to_be_bytes()).expect("the host reads");
+    stream.write_all(&bytes).expect("the host reads");
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).expect("an answer and the end");
+    let Ok(FromHost::Refused { why }) = rmp_serde::from_slice(&answer[4..]) else { panic!() };
+    assert!(why.contains(&format!("version {}", VERSION + 1)), "{why}");
+    drop(rig);
+}
+
+/// All parts of an engine may start a host when theirs was killed.
+#[test]
+fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
+    let mut first = Host::start("left");
+    first.child.kill().expect("it runs");
+    first.child.wait().expect("it ends");
+    assert!(first.socket.exists());
+    let start = || Host { child: spawn(&first.socket, None), socket: first.socket.clone() };
+    let mut hosts: Vec<Host> = (0..8).map(|_| start()).collect();
+    let begun = Instant::now();
+    while hosts.len() > 1 || UnixStream::connect(&first.socket).is_err() {
+        assert!(begun.elapsed() < PATIENCE, "{} hosts", hosts.len());
+        hosts.retain_mut(|host| match host.child.try_wait().expect("a child") {
+            Some(status) => {
+                assert_eq!(status.code(), Some(2));
+                false
+            }
+            None => true,
+        });
+        assert!(!hosts.is_empty(), "nobody took it over");
+        std::thread::yield_now();
+    }
+}

@@ -1,0 +1,277 @@
+//! Hosts, and engines with one worker that the tests play.
+
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::ids::{StepId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillHook,
+    PrefillLeg, Role,
+};
+use engine::fabric::{Endpoint, Memory};
+use fabric_host::{HugePages, Pool};
+use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::record::Ended;
+use kvferry::embed::settings::{Settings, TransferPlace};
+use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
+use kvferry::embed::{Link, Transfers};
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+pub(crate) use TransferPlace::{Sidecar, Worker as InWorker};
+
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const BLOCKS: u64 = 16;
+/// Bytes of a block in a layer: 2 heads, 32 tokens, 8 elements of 4 bytes.
+pub(crate) const BLOCK: u64 = 2 * 32 * 8 * 4;
+pub(crate) const LAYERS: [&str; 2] = ["layers.0.attn", "layers.1.attn"];
+
+/// A host, ended with the test.
+pub(crate) struct Host {
+    pub(crate) child: Child,
+    pub(crate) socket: PathBuf,
+}
+
+/// A path for a socket of a test.
+pub(crate) fn place(name: &str) -> PathBuf {
+    let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
+    std::env::temp_dir().join(socket)
+}
+
+pub(crate) fn spawn(socket: &Path, set: Option<(&str, &str)>) -> Child {
+    Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["host", "--log-level", "warn", "--socket"])
+        .arg(socket)
+        .envs(set)
+        .stdin(Stdio::null())
+        .spawn()
+        .expect("the binary runs")
+}
+
+impl Host {
+    pub(crate) fn start(name: &str) -> Host {
+        Host::with(name, None)
+    }
+
+    pub(crate) fn with(name: &str, set: Option<(&str, &str)>) -> Host {
+        let socket = place(name);
+        let _ = std::fs::remove_file(&socket);
+        Host::listening(spawn(&socket, set), socket)
+    }
+
+    /// One with an endpoint for its metrics, and where that is.
+    pub(crate) fn with_metrics(name: &str) -> (Host, SocketAddr) {
+        let socket = place(name);
+        let _ = std::fs::remove_file(&socket);
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(["host", "--metrics", "127.0.0.1:0", "--socket"])
+            .arg(&socket)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary runs");
+        let mut log = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut line = String::new();
+        while !line.contains("metrics=") {
+            line.clear();
+            assert_ne!(log.read_line(&mut line).expect("a log"), 0, "it serves no metrics");
+        }
+        let (_, at) = line.split_once("http://").expect("an address");
+        let at = at.trim_end().trim_end_matches("/metrics").parse().expect("host and port");
+        // Its log is to have somewhere to go.
+        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+        (Host::listening(child, socket), at)
+    }
+
+    pub(crate) fn listening(child: Child, socket: PathBuf) -> Host {
+        let start = Instant::now();
+        while UnixStream::connect(&socket).is_err() {
+            assert!(start.elapsed() < PATIENCE, "no host");
+            std::thread::yield_now();
+        }
+        Host { child, socket }
+    }
+
+    pub(crate) fn connect(&self, who: Who) -> Link {
+        Link::connect(&self.socket, who).expect("the host listens")
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// An engine with one worker.
+pub(crate) struct Rig {
+    pub(crate) scheduler: Link,
+    pub(crate) worker: Link,
+    /// The transfer actor, if it is in the worker.
+    pub(crate) transfers: Option<Transfers>,
+    pub(crate) groups: usize,
+    pub(crate) pool: Pool,
+    pub(crate) address: ZmqAddress,
+}
+
+pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine {
+    let layers = LAYERS.iter().map(|name| (*name).into()).collect();
+    Engine {
+        role,
+        model: "m".into(),
+        tp: 1,
+        dp: (0, 1),
+        kv_heads: 2,
+        latent: false,
+        packed: true,
+        groups: vec![LayerGroup { window: None, block_tokens: 32, layers }],
+        settings: Settings { read_mode: mode == Mode::Pull, transfer, ..Settings::default() },
+    }
+}
+
+/// Its blocks have `rows` tokens.
+pub(crate) fn worker(pool: &Pool, rows: u64) -> Worker {
+    let Memory::MemFd { fd, len } = pool.memory() else { panic!("pools are memory files") };
+    let base = pool.start() as u64;
+    let tensor = |(n, name): (u64, &&str)| Tensor {
+        layer: (**name).into(),
+        start: base + n * BLOCKS * BLOCK,
+        shape: vec![BLOCKS * 32 / rows, 2, rows, 8],
+        stride: vec![2 * rows * 8, rows * 8, 8, 1],
+        element: 4,
+    };
+    Worker {
+        rank: 0,
+        pid: std::process::id(),
+        regions: vec![Region { base, len, file: Some(fd) }],
+        tensors: (0..).zip(&LAYERS).map(tensor).collect(),
+    }
+}
+
+/// The next thing that the host says, unless `skip` says that it does not matter.
+pub(crate) fn next(link: &mut Link, mut skip: impl FnMut(&FromHost) -> bool) -> FromHost {
+    let mut heard = Vec::new();
+    loop {
+        link.wait(PATIENCE, &mut heard).expect("the host says something");
+        heard.retain(|message| !skip(message));
+        if !heard.is_empty() {
+            assert_eq!(heard.len(), 1, "{heard:?}");
+            return heard.remove(0);
+        }
+    }
+}
+
+impl Rig {
+    pub(crate) fn start(host: &Host, role: Role, mode: Mode) -> Rig {
+        Rig::start_with(host, role, mode, Sidecar)
+    }
+
+    pub(crate) fn start_with(host: &Host, role: Role, mode: Mode, transfer: TransferPlace) -> Rig {
+        Rig::of(host, engine(role, mode, transfer))
+    }
+
+    pub(crate) fn of(host: &Host, engine: Engine) -> Rig {
+        let (transfer, groups) = (engine.settings.transfer, engine.groups.len());
+        let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+        let rows = engine.groups[0].block_tokens.into();
+        let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, rows))));
+        let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
+        let transfers = (transfer == InWorker)
+            .then(|| Transfers::start(host.socket.clone(), 0).expect("a thread"));
+        let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
+        assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
+        Rig { scheduler, worker, transfers, groups, pool, address }
+    }
+
+    pub(crate) fn block(&mut self, layer: u64, block: u32) -> &mut [u8] {
+        let at = layer * BLOCKS * BLOCK + u64::from(block) * BLOCK;
+        // SAFETY: Inside the pool; the test looks when nothing is under way.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.pool.start().add(at as usize), BLOCK as usize)
+        }
+    }
+
+    pub(crate) fn tell(&mut self, message: &ToHost) {
+        self.scheduler.send(message).expect("the host hears");
+    }
+}
+
+pub(crate) fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) -> ToHost {
+    let params = serde_json::json!({ wanted: true, "kvferry": leg });
+    ToHost::Arrived { request: request.into(), params: params.to_string().into(), tokens: 40 }
+}
+
+/// True for what is only told for metrics; transfers that ended are kept.
+pub(crate) fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
+    if let FromHost::Ended(one) = message {
+        ended.push(one.clone());
+    }
+    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. } | FromHost::Moved(_))
+}
+
+/// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told
+/// of it.
+pub(crate) fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHost {
+    arrive(p, d, mode);
+    let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
+    assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
+    let blocks = vec![BlockList::new(vec![7, 1]); d.groups];
+    let request = "d-1".into();
+    d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
+    next(&mut d.scheduler, |message| is_stats(message, ended))
+}
+
+/// The prefill computes it, and the decode has no blocks yet.
+pub(crate) fn arrive(p: &mut Rig, d: &mut Rig, mode: Mode) {
+    let key = TransferKey { id: "tx-1".into(), prompt: 0 };
+    let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, life: None, moriio: None };
+    p.tell(&arrived("p-1", "do_remote_decode", &leg));
+    let control = Endpoint::tcp(&p.address.host, p.address.handshake as u16);
+    let prefill = p.address.engine();
+    let leg = DecodeLeg { key, sibling: 0, mode, prefill, control, life: None, moriio: None };
+    d.tell(&arrived("d-1", "do_remote_prefill", &leg));
+    let blocks = vec![BlockList::new(vec![3, 5]); p.groups];
+    let chunk = Chunk { request: "p-1".into(), from: 0, to: 40, blocks };
+    p.tell(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] }));
+    for (layer, block) in [(0, 3), (0, 5), (1, 3), (1, 5)] {
+        p.block(layer, block).fill(layer as u8 * 16 + block as u8);
+    }
+    for layers in [1, 2] {
+        match &p.transfers {
+            Some(transfers) => transfers.layers(StepId(1), layers),
+            None => {
+                let message = ToHost::Layers { step: StepId(1), layers };
+                p.worker.send(&message).expect("the host hears");
+            }
+        }
+    }
+    let (request, reason) = ("p-1".into(), FinishReason::Length);
+    p.tell(&ToHost::Prefill(PrefillHook::Finished { request, reason }));
+}
+
+/// The same, all of it; what both schedulers are told for metrics.
+pub(crate) fn transfer(p: &mut Rig, d: &mut Rig, mode: Mode) -> (Vec<Ended>, Vec<Ended>) {
+    let (mut of_p, mut of_d) = (Vec::new(), Vec::new());
+    let loaded = load(p, d, mode, &mut of_d);
+    assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");
+    for (layer, block, from) in [(0, 7, 3), (0, 1, 5), (1, 7, 3), (1, 1, 5)] {
+        let (moved, rest) = d.block(layer, block).split_at(32);
+        // All tokens of the first block, 8 of the second: those are in the first rows of each head.
+        assert!(
+            moved.iter().all(|byte| *byte == layer as u8 * 16 + from),
+            "{mode} {layer} {block}"
+        );
+        assert!(block != 7 || rest.iter().all(|byte| *byte == layer as u8 * 16 + from));
+    }
+    let free = next(&mut p.scheduler, |message| is_stats(message, &mut of_p));
+    let FromHost::Prefill(PrefillAnswer::SourceFree { failure: None, .. }) = free else {
+        panic!("{free:?}")
+    };
+    let (request, reason) = ("d-1".into(), FinishReason::Length);
+    d.tell(&ToHost::Decode(DecodeHook::Finished { request, reason }));
+    (of_p, of_d)
+}

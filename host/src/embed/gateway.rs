@@ -90,6 +90,8 @@ struct Serving {
     metrics: Metrics,
     /// By rank.
     tallies: Vec<Tally>,
+    /// What all are told when these ranks in other processes have said something.
+    pending: Option<(FromHost, BTreeSet<u16>)>,
     /// Blocks held and in quarantine, as the scheduler was told.
     kept: (u32, u32),
 }
@@ -216,18 +218,34 @@ impl Gateway {
         let records = Records::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (Backend::Host, engine.settings.transfer, memory);
         let metrics = Metrics::new(own.role, own.mode, moved_by, tallies.clone());
-        let kept = (0, 0);
-        self.serving = Some(Serving { cores, own, engine: name, records, metrics, tallies, kept });
+        let (engine, kept) = (name, (0, 0));
+        let ranks = away.iter().map(|plan| plan.rank).collect();
+        let pending = Some((FromHost::Ready { address, lease_ms, life }, ranks));
+        let serving = Serving { cores, own, engine, records, metrics, tallies, pending, kept };
+        self.serving = Some(serving);
         for plan in away {
             let rank = plan.rank;
             self.tell(|part| part == Part::Transfer(rank), &FromHost::Begin(Box::new(plan)));
         }
-        self.tell(|_| true, &FromHost::Ready { address, lease_ms, life });
+        self.begun(None);
         context.run_interval(NEWS_EVERY, |own, context| {
             let gauges = own.gauges();
             context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_news(gauges)));
         });
         Ok(())
+    }
+
+    /// A rank in another process has begun, if one is named. If none is waited for any more, the
+    /// engine is served.
+    fn begun(&mut self, rank: Option<u16>) {
+        let Some(Serving { pending, .. }) = &mut self.serving else { return };
+        let Some((_, ranks)) = pending else { return };
+        ranks.retain(|waited| Some(*waited) != rank);
+        if ranks.is_empty()
+            && let Some((ready, _)) = pending.take()
+        {
+            self.tell(|_| true, &ready);
+        }
     }
 
     /// True if all its parts are there.
@@ -359,6 +377,7 @@ impl Gateway {
             }
             ToHost::Report { report, moved } => {
                 if let Part::Transfer(rank) = part {
+                    self.begun(Some(rank));
                     self.moved(rank, moved);
                     self.report(RankReport { rank, report });
                 }

@@ -146,6 +146,25 @@ fn an_engine_that_cannot_be_served_is_told_why() {
     assert_eq!(refusal(&mut worker), why);
 }
 
+/// Its transfer actor cannot have its plane.
+#[test]
+fn an_engine_whose_worker_cannot_begin_is_told_why() {
+    let host = Host::start("unable");
+    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, 32))));
+    let mut scheduler = host.connect(Who::Scheduler(Box::new(engine(
+        Role::Prefill,
+        Mode::Push,
+        TransferPlace::Worker,
+    ))));
+    let mut transfer = host.connect(Who::Transfer { rank: 0 });
+    assert!(matches!(next(&mut transfer, |_| false), FromHost::Begin(_)));
+    let why = "rank 0: no plane".to_owned();
+    transfer.send(&ToHost::Unable { why: why.clone() }).expect("the host hears");
+    // It is not said to be served before.
+    assert_eq!([refusal(&mut scheduler), refusal(&mut worker)], [why.clone(), why]);
+}
+
 #[test]
 fn a_second_scheduler_and_another_version_are_refused() {
     let host = Host::start("second");

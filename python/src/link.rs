@@ -17,10 +17,8 @@ use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
 use std::io;
-use std::mem::take;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What the host says of a request: kind, request, and why.
@@ -32,17 +30,10 @@ type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
 
 /// A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and
 /// bytes that were moved meanwhile, by path.
-type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Moved);
+type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Vec<(String, u64)>);
 
 /// Blocks held and in quarantine.
 type Kept = (u32, u32);
-
-/// Bytes by path.
-type Moved = Vec<(String, u64)>;
-
-fn moved(bytes: Vec<(Arc<str>, u64)>) -> Moved {
-    bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect()
-}
 
 fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple {
     let name = outcome.name();
@@ -50,8 +41,9 @@ fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple 
         Outcome::Failed { cause, .. } => Some(cause.to_string()),
         Outcome::Done | Outcome::Local => None,
     };
+    let bytes = bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect();
     let seconds = |span: Option<Nanos>| span.map(Nanos::as_secs_f64);
-    (name, cause, seconds(queued), seconds(duration), moved(bytes))
+    (name, cause, seconds(queued), seconds(duration), bytes)
 }
 
 /// The blocks of a request in a group, the first of which is its `first`. Where a sliding window has
@@ -80,8 +72,6 @@ pub(crate) struct Link {
     ended: Vec<EndedTuple>,
     /// Blocks held and in quarantine, if they changed.
     kept: Option<Kept>,
-    /// Bytes of no transfer that ended.
-    moved: Moved,
     address: Option<ZmqAddress>,
     lease_ms: u64,
     life: u64,
@@ -92,9 +82,9 @@ impl Link {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
-        let (heard, ended, moved) = (Vec::new(), Vec::new(), Vec::new());
+        let (heard, ended) = (Vec::new(), Vec::new());
         let (kept, address, lease_ms, life) = (None, None, 0, 0);
-        Ok(Link { line, role, heard, ended, kept, moved, address, lease_ms, life })
+        Ok(Link { line, role, heard, ended, kept, address, lease_ms, life })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -107,7 +97,6 @@ impl Link {
             match message {
                 FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
                 FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
-                FromHost::Moved(bytes) => self.moved.extend(moved(bytes)),
                 message => events.extend(event(message)),
             }
         }
@@ -122,7 +111,6 @@ fn event(message: FromHost) -> Option<Event> {
         | FromHost::Job(_)
         | FromHost::Ended(_)
         | FromHost::Kept { .. }
-        | FromHost::Moved(_)
         | FromHost::Trace(_) => return None,
         FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
         FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
@@ -278,13 +266,13 @@ impl Link {
         }
     }
 
-    /// Transfers that ended, blocks held and in quarantine if they changed, and bytes beside those of
-    /// the transfers: what `poll` and `wait` heard since the last time; none if that was nothing.
-    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>, Moved)> {
-        if self.ended.is_empty() && self.kept.is_none() && self.moved.is_empty() {
+    /// Transfers that ended, and blocks held and in quarantine if they changed: what `poll` and
+    /// `wait` heard since the last time; none if that was nothing.
+    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>)> {
+        if self.ended.is_empty() && self.kept.is_none() {
             return None;
         }
-        Some((take(&mut self.ended), self.kept.take(), take(&mut self.moved)))
+        Some((std::mem::take(&mut self.ended), self.kept.take()))
     }
 
     /// `kv_transfer_params` that a prefill answers with, in JSON.

@@ -62,8 +62,8 @@ struct Owned {
     owner: Option<FlowOwner>,
 }
 
-/// How often a scheduler may be told what belongs to no transfer that ended.
-const NEWS_EVERY: Duration = Duration::from_secs(1);
+/// How often a scheduler may be told how many blocks are kept.
+const KEPT_EVERY: Duration = Duration::from_secs(1);
 
 /// A host that no engine came to after this long has no engine.
 const ALONE: Duration = Duration::from_secs(20);
@@ -228,9 +228,9 @@ impl Gateway {
             self.tell(|part| part == Part::Transfer(rank), &FromHost::Begin(Box::new(plan)));
         }
         self.begun(None);
-        context.run_interval(NEWS_EVERY, |own, context| {
+        context.run_interval(KEPT_EVERY, |own, context| {
             let gauges = own.gauges();
-            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_news(gauges)));
+            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_kept(gauges)));
         });
         Ok(())
     }
@@ -265,17 +265,10 @@ impl Gateway {
         }
     }
 
-    /// Tells the scheduler what is new and belongs to no transfer that ended.
-    fn tell_news(&mut self, Gauges { held, quarantined, .. }: Gauges) {
+    fn tell_kept(&mut self, Gauges { held, quarantined, .. }: Gauges) {
         let Some(serving) = &mut self.serving else { return };
-        let is_new =
-            std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined);
-        let moved = serving.metrics.moved();
-        if is_new {
+        if std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined) {
             self.scheduler(&FromHost::Kept { held, quarantined });
-        }
-        if !moved.is_empty() {
-            self.scheduler(&FromHost::Moved(moved));
         }
     }
 

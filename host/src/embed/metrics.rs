@@ -150,7 +150,7 @@ impl Metrics {
 
     /// Bytes that the planes moved since the last call, by path. The first of a path are logged, so
     /// that a slow one is seen.
-    pub(super) fn moved(&mut self) -> Vec<(Arc<str>, u64)> {
+    fn moved(&mut self) -> Vec<(Arc<str>, u64)> {
         let mut sums = [0; 3];
         for all in self.tallies.iter().map(Tally::read) {
             for (index, sum) in sums.iter_mut().enumerate() {

@@ -125,9 +125,6 @@ pub enum FromHost {
         /// Of a decode, because bytes of a failed transfer may still land.
         quarantined: u32,
     },
-    /// To a scheduler, at most once per second: bytes that were moved since the last transfer ended,
-    /// by path. What lands in a worker is known here only when the worker told of it.
-    Moved(Vec<(Arc<str>, u64)>),
     /// To an observer, whose connection then ends.
     Trace(Box<Trace>),
 }

@@ -210,7 +210,7 @@ pub(crate) fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
     if let FromHost::Ended(one) = message {
         ended.push(one.clone());
     }
-    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. } | FromHost::Moved(_))
+    matches!(message, FromHost::Ended(_) | FromHost::Kept { .. })
 }
 
 /// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told

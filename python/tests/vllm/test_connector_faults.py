@@ -184,8 +184,9 @@ def test_a_host_that_is_paused_goes_on(own, reference, side):
     check_afterwards(own, reference, f"a pause of {side}")
 
 
+@pytest.mark.wide
 def test_a_failed_load_follows_the_policy(own, reference):
-    """The prefill does not know the transfer."""
+    """The prefill does not know the transfer, and waits half a minute for it."""
     ids = prompt(150, f"{own.mode} failed load")
     try:
         got = tokens(own.decode.complete(native.to_decode(own, native.key()) | request(ids), 60))

@@ -3,12 +3,14 @@ window."""
 
 import model as tiny
 import pytest
-from conftest import MODES, Reference, at_once, prompt, wide
+from conftest import MODES, Reference, at_once, prompt
 from pair import ROLES, kvferry_at, request, served, tokens
 from ports import free_ports
 from server import Server
 
 WINDOW = 128
+pytestmark = pytest.mark.wide
+
 LENGTHS = [1, 33, 127, 128, 129, 257, 1500, 2500]
 
 
@@ -26,7 +28,7 @@ def single(windowed, logs):
     server.stop()
 
 
-@pytest.fixture(scope="module", params=wide(MODES))
+@pytest.fixture(scope="module", params=MODES)
 def own(request, windowed, logs, single):
     connectors = dict.fromkeys(ROLES, kvferry_at("sidecar"))
     name = f"groups-{request.param.lower()}"

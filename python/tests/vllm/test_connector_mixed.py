@@ -1,14 +1,15 @@
 """KvferryConnector on one side and vLLM's own MoRIIOConnector on the other, behind `kvferry router`."""
 
 import pytest
-from conftest import MODES, prompt
+from conftest import prompt, wide
 from pair import KVFERRY, MORIIO, ROLES, request, served, tokens
 from test_pd import LENGTHS
 
-KINDS = [(role, mode) for role in ROLES for mode in MODES]
+# Who has KvferryConnector, and the mode.
+KINDS = [("prefill", "WRITE"), ("decode", "READ"), ("prefill", "READ"), ("decode", "WRITE")]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
+@pytest.fixture(scope="module", params=wide(KINDS, 2), ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
 def mixed(request, model, logs, reference):
     role, mode = request.param
     connectors = {other: KVFERRY if other == role else MORIIO for other in ROLES}

@@ -45,12 +45,7 @@ class KvferryStats(KVConnectorStats):
             "quarantined": None,
         }
 
-    def add(
-        self,
-        ended: list[Ended],
-        kept: tuple[int, int] | None,
-        moved: list[tuple[str, int]],
-    ) -> None:
+    def add(self, ended: list[Ended], kept: tuple[int, int] | None) -> None:
         """What the host told."""
         for outcome, cause, queue, duration, moved in ended:
             _add(self.data["outcomes"], {outcome: 1})
@@ -61,8 +56,6 @@ class KvferryStats(KVConnectorStats):
                 self.data["queue"].append(queue)
             if duration is not None:
                 self.data["duration"].append(duration)
-        for path, count in moved:
-            _add(self.data["bytes"], {path: count})
         if kept is not None:
             self.data["held"], self.data["quarantined"] = kept
 

@@ -214,7 +214,7 @@ def test_a_prefill_comes_back_with_a_smaller_pool(own, reference):
         load.answers(4, 60)
         killed = time.monotonic()
         own.prefill.kill()
-        own.restart("prefill", [f"--kv-cache-memory-bytes={KV_BYTES // 4}"])
+        own.restart("prefill", [f"--kv-cache-memory-bytes={KV_BYTES // 3}"])
         load.answers(8, AGAIN_S)
     load.check(killed, CLEAR_S)
     check_afterwards(own, reference, "a smaller pool")

@@ -25,6 +25,7 @@ mod scrape;
 mod serve;
 mod signals;
 mod sweep;
+mod sync;
 mod table;
 mod wiring;
 

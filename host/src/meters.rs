@@ -1,12 +1,13 @@
 //! What data planes count, in the format of Prometheus.
 
+use crate::sync::lock;
 use fabric_host::{Counters, Meter, Path, PathCount};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Where the counters of a data plane are read.
 #[derive(Clone, Debug)]
@@ -21,14 +22,14 @@ impl Tally {
     pub(crate) fn read(&self) -> Counters {
         match self {
             Tally::Here(meter) => meter.read(),
-            Tally::Told(told) => *told.lock().unwrap_or_else(PoisonError::into_inner),
+            Tally::Told(told) => *lock(told),
         }
     }
 
     /// Takes what the process of the plane told.
     pub(crate) fn tell(&self, counters: Counters) {
         if let Tally::Told(told) = self {
-            *told.lock().unwrap_or_else(PoisonError::into_inner) = counters;
+            *lock(told) = counters;
         }
     }
 }

@@ -1,13 +1,13 @@
 //! A link that this side dialled: one DEALER.
 
 use crate::message::receive;
-use crate::monitor::{self, Connection, Monitor};
+use crate::monitor::{Connection, Watched};
 use crate::shared::{Inbox, News, Queued};
 use engine::fabric::{Channel, LinkId};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
-use zmq::{Context, Socket, SocketType};
+use zmq::{Context, SocketType};
 
 /// Milliseconds until libzmq dials again, long after this side has closed the socket: or the next
 /// process at the address might hear what was meant for this one. With -1, which stands for never,
@@ -15,19 +15,12 @@ use zmq::{Context, Socket, SocketType};
 const NEVER: i32 = 3_600_000;
 
 pub(crate) struct Dialler {
-    pub(crate) socket: Socket,
-    pub(crate) monitor: Monitor,
+    pub(crate) watched: Watched,
     link: LinkId,
     channel: Channel,
     queued: Arc<Queued>,
     out: VecDeque<Vec<Vec<u8>>>,
     up: bool,
-}
-
-impl Drop for Dialler {
-    fn drop(&mut self) {
-        monitor::stop(&mut self.socket);
-    }
 }
 
 impl Dialler {
@@ -45,11 +38,10 @@ impl Dialler {
         socket.set_connect_timeout(wait)?;
         socket.set_handshake_ivl(wait)?;
         socket.set_reconnect_ivl(NEVER)?;
-        let monitor = Monitor::new(context, &socket, &format!("link-{}", link.0))?;
+        let watched = Watched::new(context, socket, &format!("link-{}", link.0))?;
+        watched.socket.connect(to)?;
         let out = VecDeque::new();
-        let dialler = Dialler { socket, monitor, link, channel, queued, out, up: false };
-        dialler.socket.connect(to)?;
-        Ok(dialler)
+        Ok(Dialler { watched, link, channel, queued, out, up: false })
     }
 
     pub(crate) fn push(&mut self, parts: Vec<Vec<u8>>) {
@@ -64,7 +56,7 @@ impl Dialler {
     /// Does what can be done; false if the link is down, which was told.
     pub(crate) fn pump(&mut self, inbox: &Inbox) -> bool {
         let mut lost = false;
-        while let Some(event) = self.monitor.next() {
+        while let Some(event) = self.watched.next() {
             match event {
                 Connection::Ready if !std::mem::replace(&mut self.up, true) => {
                     inbox.push(News::Up {
@@ -79,7 +71,7 @@ impl Dialler {
             }
         }
         while !inbox.is_full() || lost {
-            let Some(message) = receive(&mut self.socket) else { break };
+            let Some(message) = receive(&mut self.watched.socket) else { break };
             inbox.push(News::Frame { link: self.link, parts: message.parts });
         }
         if lost {
@@ -95,7 +87,7 @@ impl Dialler {
         while self.has_output()
             && let Some(parts) = self.out.front()
         {
-            if self.socket.send_multipart(parts, zmq::DONTWAIT).is_err() {
+            if self.watched.socket.send_multipart(parts, zmq::DONTWAIT).is_err() {
                 return;
             }
             self.out.pop_front();

@@ -94,14 +94,14 @@ impl Io {
         let wanted = if full { zmq::PollEvents::empty() } else { POLLIN };
         let mut items = vec![self.bell.as_poll_item(POLLIN)];
         for (_, listener) in &self.listeners {
-            items.push(listener.monitor.0.as_poll_item(POLLIN));
-            items.push(listener.socket.as_poll_item(wanted));
+            items.push(listener.watched.events.as_poll_item(POLLIN));
+            items.push(listener.watched.socket.as_poll_item(wanted));
         }
         for dialler in self.diallers.values() {
-            items.push(dialler.monitor.0.as_poll_item(POLLIN));
-            items.push(dialler.socket.as_poll_item(wanted));
+            items.push(dialler.watched.events.as_poll_item(POLLIN));
+            items.push(dialler.watched.socket.as_poll_item(wanted));
             if dialler.has_output() {
-                items.push(dialler.socket.as_poll_item(POLLOUT));
+                items.push(dialler.watched.socket.as_poll_item(POLLOUT));
             }
         }
         let retry = self.listeners.iter().any(|(_, listener)| listener.has_output());

@@ -1,14 +1,14 @@
 //! A channel that is listened on: one ROUTER with all its links.
 
 use crate::message::{Message, receive};
-use crate::monitor::{self, Connection, Monitor};
+use crate::monitor::{Connection, Watched};
 use crate::shared::{Inbox, News, Queued};
 use engine::fabric::{Channel, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use zmq::{Context, Socket, SocketType};
+use zmq::{Context, SocketType};
 
 /// A connection of a peer.
 struct Inbound {
@@ -21,20 +21,13 @@ struct Inbound {
 }
 
 pub(crate) struct Listener {
-    pub(crate) socket: Socket,
-    pub(crate) monitor: Monitor,
+    pub(crate) watched: Watched,
     channel: Channel,
     links: BTreeMap<LinkId, Inbound>,
     by_fd: BTreeMap<i32, LinkId>,
     by_name: BTreeMap<Vec<u8>, LinkId>,
     /// Those whose messages libzmq did not take.
     blocked: BTreeSet<LinkId>,
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        monitor::stop(&mut self.socket);
-    }
 }
 
 impl Listener {
@@ -47,12 +40,12 @@ impl Listener {
         let socket = context.socket(SocketType::ROUTER)?;
         crate::io::prepare(&socket)?;
         socket.set_router_mandatory(true)?;
-        let monitor = Monitor::new(context, &socket, &format!("{channel:?}"))?;
+        let watched = Watched::new(context, socket, &format!("{channel:?}"))?;
+        watched.socket.bind(at)?;
+        let bound = watched.socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
         let (links, by_fd, by_name, blocked) = Default::default();
-        let listener = Listener { socket, monitor, channel, links, by_fd, by_name, blocked };
-        listener.socket.bind(at)?;
-        let bound = listener.socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
-        Ok((listener, crate::address::told(&bound)))
+        let bound = crate::address::told(&bound);
+        Ok((Listener { watched, channel, links, by_fd, by_name, blocked }, bound))
     }
 
     /// True if something waits for room at a peer; libzmq does not say when there is.
@@ -81,11 +74,11 @@ impl Listener {
 
     /// Does what can be done.
     pub(crate) fn pump(&mut self, next: &mut u32, inbox: &Inbox) {
-        while let Some(event) = self.monitor.next() {
+        while let Some(event) = self.watched.next() {
             self.event(event, next, inbox);
         }
         while !inbox.is_full() {
-            let Some(message) = receive(&mut self.socket) else { break };
+            let Some(message) = receive(&mut self.watched.socket) else { break };
             self.received(message, next, inbox);
         }
         let waiting: Vec<LinkId> = self.blocked.iter().copied().collect();
@@ -103,7 +96,7 @@ impl Listener {
             }
             Connection::Lost(fd) => {
                 // What it said before comes first.
-                while let Some(message) = receive(&mut self.socket) {
+                while let Some(message) = receive(&mut self.watched.socket) {
                     self.received(message, next, inbox);
                 }
                 self.lost(fd, inbox);
@@ -170,7 +163,7 @@ impl Listener {
         while let Some(parts) = inbound.out.front() {
             let named = std::iter::once(name).chain(parts);
             // Other errors are of a peer that is gone; the monitor tells.
-            if self.socket.send_multipart(named, zmq::DONTWAIT) == Err(zmq::Error::EAGAIN) {
+            if self.watched.socket.send_multipart(named, zmq::DONTWAIT) == Err(zmq::Error::EAGAIN) {
                 self.blocked.insert(link);
                 return;
             }
@@ -199,8 +192,8 @@ mod tests {
     fn events(listener: &Listener, wanted: impl Fn(&Connection) -> bool) -> Vec<Connection> {
         let mut events = Vec::new();
         while !events.iter().any(&wanted) {
-            listener.monitor.0.poll(POLLIN, 20_000).expect("the monitor lives");
-            events.push(listener.monitor.next().unwrap_or(Connection::Failed));
+            listener.watched.events.poll(POLLIN, 20_000).expect("the monitor lives");
+            events.push(listener.watched.next().unwrap_or(Connection::Failed));
             assert!(events.len() < 100, "{events:?}");
         }
         events
@@ -240,8 +233,8 @@ mod tests {
         let peer = context.socket(SocketType::DEALER).unwrap();
         peer.connect(&at).unwrap();
         peer.send("a", 0).unwrap();
-        listener.socket.poll(POLLIN, 20_000).unwrap();
-        let message = receive(&mut listener.socket).expect("it is readable");
+        listener.watched.socket.poll(POLLIN, 20_000).unwrap();
+        let message = receive(&mut listener.watched.socket).expect("it is readable");
         listener.received(message, &mut next, &inbox);
         for event in events(&listener, |event| matches!(event, Connection::Ready)) {
             listener.event(event, &mut next, &inbox);

@@ -15,32 +15,39 @@ pub(crate) enum Connection {
     Failed,
 }
 
-/// The events of one socket. [`stop`] comes before its end.
-pub(crate) struct Monitor(pub(crate) Socket);
-
-/// Ends the events of a socket, before its [`Monitor`] goes: a thread of libzmq that all sockets of the
-/// context need would wait for ever for somebody to take them.
-pub(crate) fn stop(socket: &mut Socket) {
-    // SAFETY: The socket lives and is used by this thread only. No address ends the events; that
-    // cannot fail.
-    unsafe { zmq_sys::zmq_socket_monitor(socket.as_mut_ptr(), std::ptr::null(), 0) };
+/// A socket and the events of its connections.
+pub(crate) struct Watched {
+    pub(crate) socket: Socket,
+    /// Readable when there is an event.
+    pub(crate) events: Socket,
 }
 
-impl Monitor {
+impl Drop for Watched {
+    fn drop(&mut self) {
+        // The events end before who takes them: a thread of libzmq that all sockets of the context
+        // need would wait for ever for somebody to do so.
+        // SAFETY: The socket lives and is used by this thread only. No address ends the events; that
+        // cannot fail.
+        unsafe { zmq_sys::zmq_socket_monitor(self.socket.as_mut_ptr(), std::ptr::null(), 0) };
+    }
+}
+
+impl Watched {
     /// Watches a socket; `name` is unique in the context.
-    pub(crate) fn new(context: &Context, socket: &Socket, name: &str) -> zmq::Result<Monitor> {
+    pub(crate) fn new(context: &Context, socket: Socket, name: &str) -> zmq::Result<Watched> {
         let endpoint = format!("inproc://monitor-{name}");
-        socket.monitor(&endpoint, zmq_sys::ZMQ_EVENT_ALL as i32)?;
         let events = context.socket(SocketType::PAIR)?;
         events.set_linger(0)?;
-        events.connect(&endpoint)?;
-        Ok(Monitor(events))
+        let watched = Watched { socket, events };
+        watched.socket.monitor(&endpoint, zmq_sys::ZMQ_EVENT_ALL as i32)?;
+        watched.events.connect(&endpoint)?;
+        Ok(watched)
     }
 
     /// The next event that matters, if there is one.
     pub(crate) fn next(&self) -> Option<Connection> {
         loop {
-            let parts = self.0.recv_multipart(zmq::DONTWAIT).ok()?;
+            let parts = self.events.recv_multipart(zmq::DONTWAIT).ok()?;
             let &[a, b, c, d, e, f] = parts.first()?.get(..6)? else { return None };
             let (event, value) = (u16::from_le_bytes([a, b]), i32::from_le_bytes([c, d, e, f]));
             return Some(match u32::from(event) {

@@ -4,12 +4,11 @@ use super::metrics::{Metrics, Scrape};
 use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use super::record::{Record, Trace};
 use super::records::{KEPT, Records};
-use super::settings::{Backend, TransferPlace};
+use super::settings::Backend;
 use super::spec::{Engine, Worker};
 use super::start::{self, Started};
 use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
 use crate::legs::Own;
-use crate::meters::Tally;
 use crate::scrape;
 use actix::{
     Actor, ActorFutureExt, Addr, AsyncContext, Context, Handler, Message, ResponseActFuture,
@@ -88,8 +87,6 @@ struct Serving {
     engine: EngineId,
     records: Records,
     metrics: Metrics,
-    /// By rank.
-    tallies: Vec<Tally>,
     /// What all are told when these ranks in other processes have said something.
     pending: Option<(FromHost, BTreeSet<u16>)>,
     /// Blocks held and in quarantine, as the scheduler was told.
@@ -217,11 +214,11 @@ impl Gateway {
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = Records::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (Backend::Host, engine.settings.transfer, memory);
-        let metrics = Metrics::new(own.role, own.mode, moved_by, tallies.clone());
+        let metrics = Metrics::new(own.role, own.mode, moved_by, tallies);
         let (engine, kept) = (name, (0, 0));
         let ranks = away.iter().map(|plan| plan.rank).collect();
         let pending = Some((FromHost::Ready { address, lease_ms, life }, ranks));
-        let serving = Serving { cores, own, engine, records, metrics, tallies, pending, kept };
+        let serving = Serving { cores, own, engine, records, metrics, pending, kept };
         self.serving = Some(serving);
         for plan in away {
             let rank = plan.rank;
@@ -250,7 +247,7 @@ impl Gateway {
 
     /// True if all its parts are there.
     fn is_complete(&self, engine: &Engine) -> bool {
-        let is_away = engine.settings.transfer == TransferPlace::Worker;
+        let is_away = engine.is_away();
         let is_there = |part| self.clients.values().any(|client| client.part == part);
         (0..engine.tp).all(|rank| {
             self.workers.contains_key(&rank) && (!is_away || is_there(Part::Transfer(rank)))
@@ -319,7 +316,9 @@ impl Gateway {
             cores.flow(flow, move |owner| gateway.do_send(Owned { flow, owner }));
         }
         cores.job(job);
-        self.tell(|part| matches!(part, Part::Transfer(_)), &FromHost::Job(job.clone()));
+        if self.engine.as_ref().is_some_and(|engine| engine.is_away()) {
+            self.tell(|part| matches!(part, Part::Transfer(_)), &FromHost::Job(job.clone()));
+        }
     }
 
     /// Passes on what a transfer actor reports.
@@ -332,9 +331,8 @@ impl Gateway {
     }
 
     fn moved(&self, rank: u16, counters: Counters) {
-        let tallies = self.serving.as_ref().map(|serving| &serving.tallies);
-        if let Some(tally) = tallies.and_then(|tallies| tallies.get(usize::from(rank))) {
-            tally.tell(counters);
+        if let Some(Serving { metrics, .. }) = &self.serving {
+            metrics.told(rank, counters);
         }
     }
 

@@ -13,7 +13,7 @@ use axum::routing::get;
 use engine::core::machine::Gauges;
 use engine::core::message::{Mode, Role};
 use engine::core::time::Nanos;
-use fabric_host::Path;
+use fabric_host::{Counters, Path};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -63,6 +63,7 @@ pub(super) struct Metrics {
     quarantined: Gauge,
     violations: Counter,
     side: (Role, Mode),
+    /// By rank.
     tallies: Vec<Tally>,
     /// Bytes that the planes had moved when the last transfer ended, by path.
     moved: [u64; 3],
@@ -168,6 +169,13 @@ impl Metrics {
             }
         }
         moved
+    }
+
+    /// What the plane of a rank in another process did so far.
+    pub(super) fn told(&self, rank: u16, counters: Counters) {
+        if let Some(tally) = self.tallies.get(usize::from(rank)) {
+            tally.tell(counters);
+        }
     }
 
     /// The page.

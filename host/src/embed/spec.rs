@@ -1,6 +1,6 @@
 //! What a serving engine is, as its connector tells its host.
 
-use super::settings::Settings;
+use super::settings::{Settings, TransferPlace};
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::core::message::{Mode, Role};
 use serde::{Deserialize, Serialize};
@@ -84,6 +84,11 @@ impl Engine {
     /// Who moves the bytes.
     pub fn mode(&self) -> Mode {
         if self.settings.read_mode { Mode::Pull } else { Mode::Push }
+    }
+
+    /// True if the transfer actors are in the workers.
+    pub fn is_away(&self) -> bool {
+        self.settings.transfer == TransferPlace::Worker
     }
 
     /// Names of all layers in the order in which peers number them: by the numbers in them, then by

@@ -5,6 +5,7 @@ use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use super::rank::RankPlan;
 use super::socket::{Frames, WAITING_MAX, decode, encode, framed, send};
 use crate::cores::RankActor;
+use crate::sync::lock;
 use actix::{Actor, Context, Handler, System};
 use engine::actors::{Clock, Give, RankReport};
 use engine::core::Nanos;
@@ -101,7 +102,7 @@ impl Drop for Transfers {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn run(&self, socket: &Path, rank: u16) {
@@ -137,7 +138,7 @@ impl Shared {
         frames.send(encode(&hello)?).await?;
         let end = Arc::new(Notify::new());
         let (out, mut waiting) = mpsc::channel(WAITING_MAX);
-        let mut meter = None;
+        let mut begun = None;
         let mut told = Counters::default();
         let mut every = interval(MOVED_EVERY);
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -146,10 +147,14 @@ impl Shared {
                 frame = frames.next() => match frame {
                     Some(frame) => match decode(&frame?)? {
                         FromHost::Begin(plan) => match self.begin(*plan, &out, &end) {
-                            Ok(of_plane) => meter = Some(of_plane),
+                            Ok(actor) => begun = Some(actor),
                             Err(why) => return tell(&mut frames, &ToHost::Unable { why }).await,
                         },
-                        FromHost::Job(job) => self.job(TransferInput::Job(job)),
+                        FromHost::Job(job) => {
+                            if let Some((actor, _)) = &begun {
+                                actor.do_send(Give(TransferInput::Job(job)));
+                            }
+                        }
                         FromHost::Refused { why } => return Err(io::Error::other(why)),
                         _ => {}
                     },
@@ -160,7 +165,7 @@ impl Shared {
                 }
                 () = end.notified() => return Ok(()),
                 _ = every.tick() => {
-                    let moved = meter.as_ref().map_or(told, Meter::read);
+                    let moved = begun.as_ref().map_or(told, |(_, meter)| meter.read());
                     if moved != told {
                         told = moved;
                         tell(&mut frames, &ToHost::Moved(moved)).await?;
@@ -170,13 +175,13 @@ impl Shared {
         }
     }
 
-    /// Starts the actor.
+    /// Starts the actor; it, and what tells what its plane did.
     fn begin(
         &self,
         plan: RankPlan,
         out: &mpsc::Sender<ToHost>,
         end: &Arc<Notify>,
-    ) -> Result<Meter, String> {
+    ) -> Result<(RankActor, Meter), String> {
         let (life, rank) = (plan.core.incarnation, plan.rank);
         let mut state = self.lock();
         if state.is_closed || state.over == Some(life) {
@@ -187,14 +192,8 @@ impl Shared {
         let begun = Instant::now();
         let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
         let actor = parts.start(reporter.start().recipient(), &clock);
-        state.running = Some(Running { life, actor, end: end.clone() });
-        Ok(meter)
-    }
-
-    fn job(&self, input: TransferInput) {
-        if let Some(running) = &self.lock().running {
-            running.actor.do_send(Give(input));
-        }
+        state.running = Some(Running { life, actor: actor.clone(), end: end.clone() });
+        Ok((actor, meter))
     }
 }
 

@@ -2,6 +2,7 @@
 //! they wait here.
 
 use super::leg::chain;
+use crate::sync::lock;
 use bytes::Bytes;
 use engine::fabric::Endpoint;
 use http_body_util::Full;
@@ -13,7 +14,7 @@ use hyper_util::rt::TokioIo;
 use std::collections::HashMap;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
@@ -117,8 +118,7 @@ impl Pool {
     }
 
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        // Nothing is left half done by a panic.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.waiting)
     }
 
     fn take(&self, to: &Endpoint, context: &mut Context<'_>) -> Option<Box<Line>> {

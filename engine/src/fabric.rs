@@ -14,6 +14,7 @@ use crate::core::time::Nanos;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -444,6 +445,14 @@ pub trait DataPlane: Send {
 
     /// Who to wake when [`Wake::External`] ends.
     fn set_waker(&mut self, waker: Waker);
+
+    /// In place of the waker, for an owner that can watch a descriptor: it becomes readable each time
+    /// [`Wake::External`] ends, rung by the peer itself where there is one on this host, without
+    /// the detour over a thread of the plane. To be asked for ahead of the first connect; from then
+    /// on the waker is not called. None if the plane has no such thing.
+    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Appends what happened and says when to come again.
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake;

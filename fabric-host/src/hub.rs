@@ -8,12 +8,13 @@ use crate::memory::{Region, Roll};
 use crate::path::candidates;
 use crate::proto::{Denial, Rules};
 use crate::sync::lock;
-use crate::worker::WorkerHandle;
+use crate::worker::{WorkerHandle, doorbell, ring};
 use engine::fabric::{Cause, PeerId, RegionId, SessionId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::task::Waker;
 
 /// What rarely happens; completions have a ring of their own.
@@ -71,6 +72,8 @@ pub(crate) struct Hub {
     pub(crate) crew: Arc<Crew>,
     state: Mutex<State>,
     notices: Mutex<(Vec<Notice>, Option<Waker>)>,
+    /// What the owner watches in place of its waker.
+    bell: OnceLock<OwnedFd>,
     links: AtomicU64,
 }
 
@@ -99,6 +102,7 @@ impl Hub {
             stopping: AtomicBool::new(false),
             state: Mutex::new(state),
             notices: Mutex::default(),
+            bell: OnceLock::new(),
             links: AtomicU64::new(0),
         })
     }
@@ -118,18 +122,15 @@ impl Hub {
     }
 
     pub(crate) fn notify(&self, notice: Notice) {
-        let waker = {
-            let mut notices = lock(&self.notices);
-            notices.0.push(notice);
-            notices.1.clone()
-        };
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        lock(&self.notices).0.push(notice);
+        self.wake();
     }
 
-    /// Wakes the owner for what is in its ring.
+    /// Wakes the owner for what is in its ring or among the notices.
     pub(crate) fn wake(&self) {
+        if let Some(bell) = self.bell() {
+            return ring(bell);
+        }
         let waker = lock(&self.notices).1.clone();
         if let Some(waker) = waker {
             waker.wake();
@@ -142,6 +143,19 @@ impl Hub {
 
     pub(crate) fn set_waker(&self, waker: Waker) {
         lock(&self.notices).1 = Some(waker);
+    }
+
+    /// What the owner watches, if it does.
+    pub(crate) fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.bell.get().map(OwnedFd::as_fd)
+    }
+
+    /// Makes what the owner watches; none if the system has no descriptor left.
+    pub(crate) fn make_bell(&self) -> Option<BorrowedFd<'_>> {
+        if self.bell.get().is_none() {
+            let _made_meanwhile = self.bell.set(doorbell().ok()?);
+        }
+        self.bell()
     }
 
     pub(crate) fn next_token(&self) -> u64 {

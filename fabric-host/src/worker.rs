@@ -53,6 +53,11 @@ impl std::fmt::Debug for WorkerHandle {
     }
 }
 
+/// A descriptor to be rung.
+pub(crate) fn doorbell() -> Result<OwnedFd, Errno> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+}
+
 /// Rings the doorbell of a thread of this or of another process.
 pub(crate) fn ring(bell: BorrowedFd<'_>) {
     // It cannot overflow: each ring is heard before the next. If the peer broke it, it is its loss.
@@ -63,7 +68,7 @@ impl WorkerHandle {
     /// # Errors
     /// No descriptor is left.
     pub(crate) fn new() -> Result<WorkerHandle, Errno> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let bell = doorbell()?;
         Ok(WorkerHandle { bell, asleep: AtomicBool::new(false), commands: Mutex::default() })
     }
 

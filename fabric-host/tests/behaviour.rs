@@ -10,6 +10,7 @@ use engine::fabric::{
     RegionDesc, RegionId, SessionId, Submit, Ticket,
 };
 use fabric_host::{HostConfig, HostError, HostPlane, HugePages, Path, Pool};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::Arc;
 use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
@@ -368,6 +369,15 @@ fn a_pool_says_what_pages_it_got() {
     assert!(Pool::new(0, HugePages::No).is_err());
 }
 
+/// A waker that has nobody to wake.
+struct Never;
+
+impl Wake for Never {
+    fn wake(self: Arc<Self>) {
+        panic!("woken beside the doorbell");
+    }
+}
+
 struct Flag(std::sync::mpsc::Sender<()>);
 
 impl Wake for Flag {
@@ -377,45 +387,71 @@ impl Wake for Flag {
     }
 }
 
-/// An owner that polls only when it is woken gets all there is.
+/// Polls a plane only when it was woken, from opening a session to its end, with single short
+/// operations and with more long ones at a time than the ring of a link has room for.
+fn goes_through(near: &mut HostPlane, path: Path, mut woken: impl FnMut(&mut HostPlane)) {
+    const LONG: u64 = 1 << 18;
+    let mut far = plane(HostConfig { paths: vec![path], ..door() });
+    let file = path == Path::SharedMemory;
+    let (mut ours, mut theirs) = (Bytes::new(LONG, file), Bytes::new(LONG, file));
+    let (own, other) = (ours.memory(), theirs.memory());
+    register(near, own);
+    let desc = register(&mut far, other);
+    near.connect(PEER, &far.address(), 0).expect("a peer");
+    near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
+    let mut wait = |near: &mut HostPlane, count: usize| {
+        let mut events = Vec::new();
+        while near.poll(Nanos::ZERO, &mut events) == engine::fabric::Wake::Ready {}
+        while events.len() < count {
+            woken(near);
+            while near.poll(Nanos::ZERO, &mut events) == engine::fabric::Wake::Ready {}
+        }
+        events
+    };
+    assert_eq!(wait(near, 1), [DataEvent::Opened { session: SESSION, result: Ok(()) }]);
+    let done = |op| DataEvent::Completed { op, outcome: Outcome::Done };
+    for op in (1..200).map(OpId) {
+        let direction = if op.0 % 2 == 0 { Direction::Read } else { Direction::Write };
+        let (session, local, remote, len) = (SESSION, &[0][..], &[0][..], &[64][..]);
+        near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+        assert_eq!(wait(near, 1), [done(op)]);
+    }
+    let at: Vec<u64> = (0..512).map(|n| 512 * n).collect();
+    let ops: Vec<OpId> = (200..400).map(OpId).collect();
+    for &op in &ops {
+        let (session, direction) = (SESSION, Direction::Write);
+        let (local, remote, len) = (&at[..], &at[..], &[256; 512][..]);
+        near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+    }
+    assert_eq!(wait(near, ops.len()), ops.iter().map(|op| done(*op)).collect::<Vec<_>>());
+    near.quiesce(SESSION, Ticket(1));
+    assert_eq!(wait(near, 1), [DataEvent::Quiet { session: SESSION, ticket: Ticket(1) }]);
+}
+
 #[test]
 fn the_waker_is_enough() {
     for path in Path::ALL {
-        let config = HostConfig { paths: vec![path], ..door() };
-        let (mut near, mut far) = (plane(config.clone()), plane(config));
-        let file = path == Path::SharedMemory;
-        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
-        let (own, other) = (ours.memory(), theirs.memory());
-        register(&mut near, own);
-        let desc = register(&mut far, other);
         let (bell, rung) = std::sync::mpsc::channel();
+        let mut near = plane(HostConfig { paths: vec![path], ..door() });
         near.set_waker(Waker::from(Arc::new(Flag(bell))));
-        near.connect(PEER, &far.address(), 0).expect("a peer");
-        near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
-        let mut events = Vec::new();
-        let wait = |near: &mut HostPlane, events: &mut Vec<DataEvent>| {
-            while near.poll(Nanos::ZERO, events) == engine::fabric::Wake::Ready {}
-            while events.is_empty() {
-                rung.recv_timeout(Duration::from_secs(30)).expect("woken");
-                while near.poll(Nanos::ZERO, events) == engine::fabric::Wake::Ready {}
-            }
-            std::mem::take(events)
-        };
-        assert_eq!(
-            wait(&mut near, &mut events),
-            [DataEvent::Opened { session: SESSION, result: Ok(()) }]
-        );
-        for op in (1..200).map(OpId) {
-            let direction = if op.0 % 2 == 0 { Direction::Read } else { Direction::Write };
-            let (session, local, remote, len) = (SESSION, &[0][..], &[0][..], &[64][..]);
-            near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
-            let done = DataEvent::Completed { op, outcome: Outcome::Done };
-            assert_eq!(wait(&mut near, &mut events), [done]);
-        }
-        near.quiesce(SESSION, Ticket(1));
-        assert_eq!(
-            wait(&mut near, &mut events),
-            [DataEvent::Quiet { session: SESSION, ticket: Ticket(1) }]
-        );
+        goes_through(&mut near, path, |_| {
+            rung.recv_timeout(Duration::from_secs(30)).expect("woken");
+        });
+    }
+}
+
+#[test]
+fn the_doorbell_is_enough() {
+    for path in Path::ALL {
+        let mut near = plane(HostConfig { paths: vec![path], ..door() });
+        near.set_waker(Waker::from(Arc::new(Never)));
+        near.doorbell().expect("a descriptor");
+        goes_through(&mut near, path, |near| {
+            let bell = near.doorbell().expect("a descriptor");
+            let time = Timespec::try_from(Duration::from_secs(30)).expect("half a minute");
+            let rung = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time));
+            assert_eq!(rung, Ok(1), "not rung");
+            rustix::io::read(bell, &mut [0; 8]).expect("it was rung");
+        });
     }
 }

@@ -8,13 +8,12 @@ use engine::fabric::{
     SessionId, Submit, Wake,
 };
 use fabric_host::{HostPlane, HugePages, Path, Pool};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
-use std::task::Waker;
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 /// How bytes are moved.
@@ -91,14 +90,6 @@ struct Move<'a> {
     size: u64,
 }
 
-struct Unpark(Thread);
-
-impl std::task::Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
 pub(crate) struct Near {
     child: Child,
     tell: ChildStdin,
@@ -138,7 +129,7 @@ impl Near {
             let line = near.hear();
             let (address, desc) = line.split_once(' ').expect("two words");
             let (mut plane, _) = plane(path, &near.pool);
-            plane.set_waker(Waker::from(Arc::new(Unpark(std::thread::current()))));
+            plane.doorbell().expect("a descriptor to watch");
             plane.connect(PeerId(1), &Address(bytes(address)), 0).expect("a peer");
             let desc = RegionDesc(bytes(desc));
             plane.open(SESSION, RegionId(1), PeerId(1), &desc).expect("an open is taken");
@@ -349,10 +340,18 @@ fn wait(plane: &mut HostPlane, wanted: impl Fn(&DataEvent) -> bool) -> DataEvent
             (Some(event), _) => return event,
             // The thread that is waited for may be queued behind this one.
             (None, Wake::Ready) => std::thread::yield_now(),
-            (None, Wake::At(at)) => std::thread::park_timeout(Duration::from_nanos(at.0)),
-            (None, Wake::External) => std::thread::park(),
+            (None, Wake::At(at)) => sleep(plane, Some(Duration::from_nanos(at.0))),
+            (None, Wake::External) => sleep(plane, None),
         }
     }
+}
+
+/// Until the plane has news.
+fn sleep(plane: &mut HostPlane, at_most: Option<Duration>) {
+    let bell = plane.doorbell().expect("a descriptor to watch");
+    let time = at_most.map(|time| Timespec::try_from(time).expect("not for years"));
+    poll(&mut [PollFd::new(&bell, PollFlags::IN)], time.as_ref()).expect("a descriptor to watch");
+    let _ = rustix::io::read(bell, &mut [0; 8]);
 }
 
 impl Drop for Near {

@@ -5,12 +5,19 @@ use super::Clock;
 use crate::core::machine::{Machine, Outbox};
 use crate::core::time::Nanos;
 use crate::fabric::Wake;
-use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, MessageResult, SpawnHandle};
+use actix::{
+    Actor, Addr, AsyncContext, Context, Handler, Message, MessageResult, SpawnHandle, StreamHandler,
+};
+use futures_core::Stream;
 use std::collections::VecDeque;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::Waker;
+use std::task::{self, Poll, Waker};
 use std::time::Duration;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 /// A machine's place in the world: its plane, and where its other effects go.
 pub trait Seat: Unpin + 'static {
@@ -28,6 +35,11 @@ pub trait Seat: Unpin + 'static {
 
     /// Who the plane wakes.
     fn set_waker(&mut self, waker: Waker);
+
+    /// What the plane rings in place of the waker, if it has such a thing.
+    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 type Input<S> = <<S as Seat>::Machine as Machine>::Input;
@@ -157,6 +169,15 @@ impl<S: Seat> Actor for Driver<S> {
         let wake =
             Waker::from(Arc::new(Bell { driver: context.address(), woken: self.woken.clone() }));
         self.seat.set_waker(wake);
+        if let Some(bell) = self.seat.doorbell() {
+            context.add_stream(Rings::of(bell));
+        }
+        self.run(context);
+    }
+}
+
+impl<S: Seat> StreamHandler<()> for Driver<S> {
+    fn handle(&mut self, (): (), context: &mut Self::Context) {
         self.run(context);
     }
 }
@@ -184,6 +205,26 @@ impl<S: Seat> Handler<Wakeup> for Driver<S> {
     fn handle(&mut self, _: Wakeup, context: &mut Self::Context) {
         self.woken.store(false, Ordering::Release);
         self.run(context);
+    }
+}
+
+/// The times that a doorbell was rung. It is never read: each ring is an edge.
+struct Rings(AsyncFd<OwnedFd>);
+
+impl Rings {
+    fn of(bell: BorrowedFd<'_>) -> Rings {
+        let bell = bell.try_clone_to_owned().expect("a descriptor is left");
+        // SAFETY: An `OwnedFd` is the same descriptor, and open, until it is dropped.
+        let watched = unsafe { AsyncFd::register_with_interest(bell, Interest::READABLE) };
+        Rings(watched.expect("a descriptor can be watched"))
+    }
+}
+
+impl Stream for Rings {
+    type Item = ();
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut task::Context<'_>) -> Poll<Option<()>> {
+        self.0.poll_read_ready(context).map(|ready| ready.ok().map(|mut rung| rung.clear_ready()))
     }
 }
 

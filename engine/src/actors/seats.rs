@@ -12,6 +12,7 @@ use crate::driver::{perform_control, perform_data};
 use crate::fabric::{ControlEvent, ControlPlane, DataPlane, Wake};
 use actix::{Message, Recipient};
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::task::Waker;
 
 /// A report of a transfer actor for its core.
@@ -61,6 +62,10 @@ impl Seat for DataSeat {
 
     fn set_waker(&mut self, waker: Waker) {
         self.plane.set_waker(waker);
+    }
+
+    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
+        self.plane.doorbell()
     }
 }
 

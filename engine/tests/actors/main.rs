@@ -1,6 +1,7 @@
 //! The machines as actors with drivers of their own, on planes of this process and real time: one
 //! prompt goes from prefill to decode, byte for byte.
 
+mod doorbell;
 mod planes;
 
 use actix::{Actor, Addr, AsyncContext, Context, Handler, Message, System};

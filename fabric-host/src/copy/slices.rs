@@ -49,6 +49,30 @@ impl Cursor {
         }
     }
 
+    /// The next ranges, in place if there are whole ones, else in `chunk` as [`Cursor::next`] has it.
+    pub(crate) fn chunk<'a>(
+        &mut self,
+        slices: &'a [Slice],
+        chunk: &'a mut Vec<Slice>,
+    ) -> &'a [Slice] {
+        let left = &slices[self.index..];
+        let mut room = CHUNK_MAX;
+        let fits = |slice: &&Slice| match room.checked_sub(slice.len) {
+            Some(rest) => {
+                room = rest;
+                true
+            }
+            None => false,
+        };
+        let whole = left.iter().take(RANGES_MAX).take_while(fits).count();
+        if self.offset > 0 || whole == 0 {
+            self.next(slices, chunk);
+            return chunk;
+        }
+        self.index += whole;
+        &left[..whole]
+    }
+
     /// Goes on by some bytes, all of which are in the slices.
     pub(crate) fn advance(&mut self, slices: &[Slice], mut bytes: u64) {
         while self.index < slices.len() {
@@ -78,17 +102,25 @@ mod tests {
                 Some(slice)
             })
             .collect();
-        let (mut cursor, mut chunk, mut seen) = (Cursor::default(), Vec::new(), 0);
-        while !cursor.is_at_end(&slices) {
-            cursor.next(&slices, &mut chunk);
-            assert!(chunk.len() <= RANGES_MAX);
-            assert!(chunk.iter().map(|slice| slice.len).sum::<u64>() <= CHUNK_MAX);
-            for slice in &chunk {
-                assert_eq!(slice.from, seen);
-                seen += slice.len;
+        let all = slices.iter().map(|slice| slice.len).sum::<u64>();
+        for in_place in [false, true] {
+            let (mut cursor, mut chunk, mut seen) = (Cursor::default(), Vec::new(), 0);
+            while !cursor.is_at_end(&slices) {
+                let taken = if in_place {
+                    cursor.chunk(&slices, &mut chunk)
+                } else {
+                    cursor.next(&slices, &mut chunk);
+                    &chunk
+                };
+                assert!((1..=RANGES_MAX).contains(&taken.len()));
+                assert!(taken.iter().map(|slice| slice.len).sum::<u64>() <= CHUNK_MAX);
+                for slice in taken {
+                    assert_eq!(slice.from, seen);
+                    seen += slice.len;
+                }
             }
+            assert_eq!(seen, all);
         }
-        assert_eq!(seen, slices.iter().map(|slice| slice.len).sum::<u64>());
     }
 
     #[test]

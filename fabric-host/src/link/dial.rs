@@ -3,7 +3,7 @@
 use super::greet::{limit, unblock};
 use super::local_in::Ends;
 use super::local_out::LocalOut;
-use super::out::OutLink;
+use super::out::{HeardBy, OutLink};
 use super::segment::Segment;
 use super::tcp_out::TcpOut;
 use super::{Kind, Station, greeting, socket};
@@ -116,8 +116,10 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     let id = hub.fresh();
     let worker = hub.worker_of(id);
     let silent = |_| Failed::unreachable("no answer to the hello", false);
-    socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), worker.bell()])
-        .map_err(silent)?;
+    // Nobody but the owner needs to hear how its writes went.
+    let heard_by = hub.bell().map_or(HeardBy::Thread, |_| HeardBy::Owner);
+    let ours = hub.bell().unwrap_or_else(|| worker.bell());
+    socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), ours]).map_err(silent)?;
     let (answer, fds) = socket::receive(peer.as_fd())
         .map_err(silent)?
         .ok_or_else(|| Failed::unreachable("no answer to the hello in time", false))?;
@@ -129,7 +131,7 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
     let watch = process.as_ref().and_then(|process| Process::open(process.pid).ok());
     let ring_bell = bell.try_clone().map_err(Failed::ours)?;
-    let local = Some((&segment, ring_bell));
+    let local = Some((&segment, ring_bell, heard_by));
     let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), local));
     let ends = Ends {
         socket: peer,

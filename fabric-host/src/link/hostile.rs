@@ -1,6 +1,7 @@
 //! Peers that say what no plane says: it costs them their connection, and is counted.
 
 use super::greeting::{receive, send};
+use super::out::HeardBy;
 use super::segment::Segment;
 use super::stream::{pack, pack_control};
 use super::{End, Kind, OutLink, socket};
@@ -482,7 +483,7 @@ fn answers_by_ring_to_what_was_not_asked_end_the_link() {
         let (segment, _file) = Segment::create().unwrap();
         let worker = Arc::new(WorkerHandle::new().unwrap());
         let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let link = OutLink::new(1, Kind::Local, worker, Some((&segment, bell)));
+        let link = OutLink::new(1, Kind::Local, worker, Some((&segment, bell, HeardBy::Thread)));
         let mut words = Vec::new();
         record.encode(&mut words);
         assert_eq!(Producer::new(segment.answers()).push(&words), Ok(true));

@@ -235,16 +235,16 @@ impl LocalIn {
         let Some(work) = &mut self.work else { return Ok(()) };
         if self.running.0 == Status::Done && !work.cursor.is_at_end(&self.slices) {
             let session = &self.sessions[&work.part.session];
-            work.cursor.next(&self.slices, &mut cx.chunk);
+            let chunk = work.cursor.chunk(&self.slices, &mut cx.chunk);
             if let Some(untold) = &mut self.untold {
-                *untold += cx.chunk.iter().map(|slice| slice.len).sum::<u64>();
+                *untold += chunk.iter().map(|slice| slice.len).sum::<u64>();
             }
             let Some(_in) = self.inbound.hold() else { return Err(End::Ours) };
             self.running.0 = match session.region.hold() {
                 None => Status::Refused,
                 Some(_registered) => {
                     let to = &session.region.reach;
-                    match copy((&cx.chunk, work.bytes), &session.source, to, &mut cx.scratch) {
+                    match copy((chunk, work.bytes), &session.source, to, &mut cx.scratch) {
                         Ok(()) => Status::Done,
                         Err(Fault::Source) => Status::Source,
                         Err(Fault::Destination) => Status::Destination,

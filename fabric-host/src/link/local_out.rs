@@ -144,8 +144,8 @@ impl LocalOut {
                 return true;
             }
             Some((Read::Copy { op, source, region, slices, bytes }, cursor)) => {
-                cursor.next(slices, &mut cx.chunk);
-                let status = source.read((&cx.chunk, *bytes), region, &mut cx.scratch);
+                let chunk = cursor.chunk(slices, &mut cx.chunk);
+                let status = source.read((chunk, *bytes), region, &mut cx.scratch);
                 if status == Status::Done && !cursor.is_at_end(slices) {
                     return true;
                 }

@@ -101,14 +101,30 @@ pub(crate) enum Heard {
 /// Answers taken at a time.
 const BURST: usize = 64;
 
+/// Whom the peer rings for its answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeardBy {
+    /// Our thread, who tells the owner.
+    Thread,
+    /// The owner, by the descriptor that it watches.
+    Owner,
+}
+
 /// The ring of answers. The owner looks itself while it waits, so that an answer takes no way round
-/// by our thread; else the thread does.
+/// by our thread; else who is rung does.
 #[derive(Debug)]
 struct Answers {
     ring: Consumer<RingWords>,
     record: Vec<u64>,
+    heard_by: HeardBy,
     /// The owner looks.
     attended: bool,
+}
+
+impl Answers {
+    fn are_the_owners(&self) -> bool {
+        self.attended || self.heard_by == HeardBy::Owner
+    }
 }
 
 /// The link.
@@ -128,14 +144,14 @@ impl OutLink {
         id: u64,
         kind: Kind,
         worker: Arc<WorkerHandle>,
-        local: Option<(&Segment, OwnedFd)>,
+        local: Option<(&Segment, OwnedFd, HeardBy)>,
     ) -> OutLink {
-        let (segment, bell) = local.unzip();
-        let ring = segment.map(|segment| Producer::new(segment.requests()));
-        let answers = segment.map(|segment| {
+        let ring = local.as_ref().map(|(segment, ..)| Producer::new(segment.requests()));
+        let answers = local.as_ref().map(|&(segment, _, heard_by)| {
             let ring = Consumer::new(segment.answers());
-            Mutex::new(Answers { ring, record: Vec::new(), attended: false })
+            Mutex::new(Answers { ring, record: Vec::new(), heard_by, attended: false })
         });
+        let bell = local.map(|(_, bell, _)| bell);
         let out = Out {
             ring,
             records: VecDeque::new(),
@@ -181,23 +197,32 @@ impl OutLink {
     /// Takes answers for the thread, unless the owner looks.
     pub(super) fn hear(&self, heard: &mut Vec<Heard>) -> Result<bool, End> {
         match self.answers() {
-            Some(mut answers) if !answers.attended => self.take(&mut answers, heard),
+            Some(mut answers) if !answers.are_the_owners() => self.take(&mut answers, heard),
             _ => Ok(false),
         }
     }
 
     /// Announces that the thread goes to sleep; false if there is an answer that is its to take.
     pub(super) fn sleep(&self) -> bool {
-        self.answers().is_none_or(|answers| answers.attended || answers.ring.sleep())
+        self.answers().is_none_or(|answers| answers.are_the_owners() || answers.ring.sleep())
     }
 
-    /// Takes answers for the owner.
+    /// Takes answers for the owner, and goes on with what had no room if it is who was rung for that.
     pub(crate) fn look(&self, heard: &mut Vec<Heard>) {
-        let Some(mut answers) = self.answers() else { return };
-        if self.take(&mut answers, heard).is_err() {
+        let Some(mut answers) = self.answers().filter(|answers| answers.are_the_owners()) else {
+            return;
+        };
+        let rung = answers.heard_by == HeardBy::Owner;
+        if self.take(&mut answers, heard).is_err() || rung && self.flush_ring().is_err() {
             self.lock().broken = true;
             self.worker.wake();
         }
+    }
+
+    /// Announces that the owner goes to sleep; false if there is an answer that is its to take.
+    pub(crate) fn sleep_of_owner(&self) -> bool {
+        self.answers()
+            .is_none_or(|answers| answers.heard_by == HeardBy::Thread || answers.ring.sleep())
     }
 
     /// The owner looks from now on, or no more; false if there is something to look at.

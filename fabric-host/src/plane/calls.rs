@@ -11,6 +11,7 @@ use engine::fabric::{
     RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -204,6 +205,10 @@ impl DataPlane for HostPlane {
         self.hub.set_waker(waker);
     }
 
+    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
+        self.hub.make_bell()
+    }
+
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
         self.desk.rest();
         self.take_news();
@@ -212,7 +217,8 @@ impl DataPlane for HostPlane {
         if self.attend(news) {
             return Wake::Ready;
         }
-        if !self.outcomes.iter().all(|ring| ring.sleep()) {
+        let told = self.outcomes.iter().all(|ring| ring.sleep());
+        if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
             return Wake::Ready;
         }
         match self.next_deadline() {

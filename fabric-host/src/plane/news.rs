@@ -33,7 +33,7 @@ impl HostPlane {
 
     /// Takes what peers answered by their rings, if that is ours to do.
     fn look(&mut self) {
-        if self.attending.is_none() {
+        if self.attending.is_none() && self.hub.bell().is_none() {
             return;
         }
         let mut heard = std::mem::take(&mut self.heard);

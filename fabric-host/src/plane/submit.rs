@@ -64,8 +64,8 @@ impl Desk {
     fn read(&mut self, source: &Source, into: &Region, (slices, bytes): (&[Slice], u64)) -> Status {
         let mut cursor = Cursor::default();
         while !cursor.is_at_end(slices) {
-            cursor.next(slices, &mut self.chunk);
-            match source.read((&self.chunk, bytes), into, &mut self.scratch) {
+            let chunk = cursor.chunk(slices, &mut self.chunk);
+            match source.read((chunk, bytes), into, &mut self.scratch) {
                 Status::Done => {}
                 failed => return failed,
             }

@@ -8,6 +8,7 @@ use engine::fabric::{
 use scenarios::FaultKind;
 use scenarios::drill::{Effect, Faults, VARIABLE};
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::task::Waker;
 
@@ -249,6 +250,10 @@ impl DataPlane for Drilled {
 
     fn set_waker(&mut self, waker: Waker) {
         self.plane.set_waker(waker);
+    }
+
+    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
+        self.plane.doorbell()
     }
 
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {

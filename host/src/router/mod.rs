@@ -194,8 +194,9 @@ fn config(args: &RouterArgs) -> Result<RouterConfig, Stop> {
     Ok(RouterConfig {
         expiry: nanos("--expiry", args.expiry)?,
         wait_max,
-        // With the pauses of an instance that failed twice: 2 s from its death to an answer.
-        retry_wait_max: wait_max.min(Nanos::from_secs(1)),
+        // With the pauses of an instance that failed twice: 1.3 s from its death to an answer, 2 s on
+        // a machine that is busy.
+        retry_wait_max: wait_max.min(Nanos::from_ms(600)),
         probe: Some(Nanos::from_ms(500)),
         waiting_max: args.queue_size,
         requests_max: args.requests_max,

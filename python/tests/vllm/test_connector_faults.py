@@ -18,7 +18,7 @@ from router import Router
 from server import KV_BYTES
 
 # A request that meets a fault and has not ended after this time hangs.
-CLEAR_S = 30
+CLEAR_S = 10
 PAUSE_S = 5
 # Until a host that was killed is replaced and the router sends requests again.
 AGAIN_S = 60

@@ -2,14 +2,20 @@
 
 use crate::sync::AtomicU64;
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// Bytes whose pages are entered by one call.
+const ENTERED_AT_A_TIME: usize = 64 << 20;
 
 /// A mapping of a whole memory file.
 #[derive(Debug)]
 pub(crate) struct Map {
     start: *mut u8,
     len: usize,
+    /// None of its pages is missing in the file.
+    whole: bool,
 }
 
 // SAFETY: The mapping stays where it is for the life of `Map`, whoever holds it.
@@ -29,7 +35,8 @@ impl Map {
         if !seals.contains(SealFlags::SHRINK) {
             return Err("memory file that may shrink: seal it with F_SEAL_SHRINK".into());
         }
-        let size = fstat(file).map_err(|why| format!("memory file: {why}"))?.st_size as u64;
+        let stat = fstat(file).map_err(|why| format!("memory file: {why}"))?;
+        let (size, there) = (stat.st_size as u64, 512 * stat.st_blocks as u64);
         let bytes = usize::try_from(len).map_err(|_| "longer than an address space")?;
         if size < len || bytes == 0 {
             return Err(format!("memory file of {size} bytes where {len} were announced"));
@@ -38,7 +45,29 @@ impl Map {
         // SAFETY: A new mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0) }
             .map_err(|why| format!("mapping {len} bytes: {why}"))?;
-        Ok(Map { start: start.cast(), len: bytes })
+        Ok(Map { start: start.cast(), len: bytes, whole: there >= len })
+    }
+
+    /// Has the kernel enter the pages into our page table, if all are there, on a thread of its own:
+    /// it takes a while, and is no more than help for the first copies.
+    pub(crate) fn enter_pages(self: &Arc<Self>) {
+        if !self.whole {
+            return;
+        }
+        let map = self.clone();
+        let enter = move || {
+            for at in (0..map.len).step_by(ENTERED_AT_A_TIME) {
+                let left = (map.len - at).min(ENTERED_AT_A_TIME);
+                // SAFETY: Inside the mapping, none of whose bytes it changes.
+                let entered =
+                    unsafe { madvise(map.start.add(at).cast(), left, Advice::LinuxPopulateRead) };
+                // An older kernel, or no memory: pages are entered when they are used.
+                if entered.is_err() || Arc::strong_count(&map) == 1 {
+                    return;
+                }
+            }
+        };
+        let _without = std::thread::Builder::new().name("kvferry-pages".into()).spawn(enter);
     }
 
     /// The first byte.

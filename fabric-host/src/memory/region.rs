@@ -102,7 +102,9 @@ impl Region {
                 let map = Map::new(&ours, len, true)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
                 file = Some(ours);
-                Reach::Here { base: map.start() as u64, map: Some(Arc::new(map)) }
+                let map = Arc::new(map);
+                map.enter_pages();
+                Reach::Here { base: map.start() as u64, map: Some(map) }
             }
             Memory::OtherProcess { pid, base, len } => {
                 let process =

@@ -1,6 +1,7 @@
 """KV cache in a memory file, which the host maps, so that it moves bytes without the worker."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -9,6 +10,9 @@ import os
 import torch
 
 logger = logging.getLogger(__name__)
+
+# MADV_POPULATE_WRITE of <linux/mman.h>, which `mmap` has no name for: all pages are there at once.
+POPULATE = 23
 
 # Nobody may cut it: who had it mapped would be killed. (The names of `fcntl` are of Python 3.10.)
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -49,9 +53,17 @@ class Files:
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
             # The tensor keeps it.
             mapped = mmap.mmap(file, 0)
+            buffer = torch.frombuffer(mapped, dtype=torch.int8, count=size)
+            # Or the first request that gets a block waits while the kernel clears its pages.
+            try:
+                mapped.madvise(POPULATE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # A kernel before 5.14.
+                buffer.zero_()
         except OSError:
             os.close(file)
             raise
-        buffer = torch.frombuffer(mapped, dtype=torch.int8, count=size)
         self.by_base[buffer.data_ptr()] = file
         return buffer

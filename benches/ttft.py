@@ -5,8 +5,8 @@ the drop-in `mori`, and a single server without a connector.
 Needs vLLM, the package `kvferry` and its drop-in on PYTHONPATH, and KVFERRY_BIN, as `./test --vllm` has
 them. In each mode both pairs and the single server have turns of ten requests, one at a time, in another
 order each round; who has no turn is stopped, because vLLM's workers spin for seconds after a request. A
-prefill and the single server have one core, decodes another one: where two servers share cores, it is
-chance whether a worker that spins is in the way of the other server.
+prefill and the single server have one core, decodes another one. With --shared-cores all may use all: then
+it is chance whether a worker that spins is in the way of the other server.
 Prompts are random, so that nothing is cached. The table has medians and 90th percentiles in milliseconds.
 
 With --hand-off the legs go straight to the servers of the pairs, and the time is that from the answer of
@@ -105,11 +105,10 @@ def wake(port: int, length: int) -> None:
     sys.exit(f"port {port} does not serve again")
 
 
-def pin(server: Server, core: int) -> Server:
-    """Gives a server that has just been started, and whatever it starts, a core of its own."""
+def pin(server: Server, core: int) -> None:
+    """Gives a server that has just been started, and whatever it starts, one core."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(server.child.pid, {cores[core % len(cores)]})
-    return server
 
 
 def turn(servers: list[Server], what: signal.Signals) -> None:
@@ -123,7 +122,9 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
     started, targets = [], {}
     try:
         log = logs / f"single-{mode}.log"
-        single = pin(Server("single", model, free_ports(1)[0], log, None, {}), 0)
+        single = Server("single", model, free_ports(1)[0], log, None, {})
+        if not args.shared_cores:
+            pin(single, 0)
         started.append(single)
         for connector in (MORIIO, KVFERRY):
             name = connector["kv_connector"]
@@ -131,8 +132,9 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
             started.append(router)
             pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, connector))
             started.append(pair)
-            for core, server in enumerate((pair.prefill, pair.decode)):
-                pin(server, core)
+            if not args.shared_cores:
+                pin(pair.prefill, 0)
+                pin(pair.decode, 1)
             pair.ready()
             router.wait_for("the pair")
             take = partial(hand_off, pair) if args.hand_off else partial(first_token, router.port)
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=50, help="per length and server")
     parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"], choices=["WRITE", "READ"])
     parser.add_argument("--hand-off", action="store_true", help="in place of the time to the first token")
+    parser.add_argument("--shared-cores", action="store_true", help="no core for each server")
     args = parser.parse_args()
     # Who is stopped is to go on, and to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

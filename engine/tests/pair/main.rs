@@ -290,6 +290,26 @@ fn an_abort_before_allocation_releases_the_source() {
     assert!(pair.at_rest());
 }
 
+/// A push can be over, and decode's answer too, before the engine of the prefill has one; a router then
+/// leaves the prefill.
+#[test]
+fn a_prefill_that_is_aborted_when_decode_has_all_did_not_fail() {
+    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let request = arrive_decode(&mut pair, Mode::Push, 100, 0);
+    allocate(&mut pair, &request, 0, 100, 10);
+    arrive_prefill(&mut pair, Mode::Push, 100, 1);
+    schedule(&mut pair, 1, 0, 100);
+    for layer in 1..=LAYERS {
+        pair.compute(1, layer);
+    }
+    settle(&mut pair, 1);
+    assert_eq!(pair.decode_said, [loaded(&request)]);
+    finish(&mut pair, FinishReason::Aborted);
+    settle(&mut pair, 1);
+    assert_eq!(pair.prefill_said, [freed(None)]);
+    assert!(pair.at_rest());
+}
+
 #[test]
 fn a_prefill_that_ends_early_is_told() {
     for mode in [Mode::Push, Mode::Pull] {

@@ -93,3 +93,40 @@ impl Drop for Map {
         let _ = unsafe { munmap(self.start.cast(), self.len) };
     }
 }
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::super::pool::sealed;
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    const LEN: u64 = 1 << 20;
+
+    /// KiB of the mapping that are in the page table.
+    fn entered(map: &Map) -> u64 {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").expect("this process");
+        let head = format!("{:x}-", map.start() as u64);
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&head));
+        let rss = lines.find_map(|line| line.strip_prefix("Rss:")).expect("the mapping");
+        rss.trim().trim_end_matches(" kB").parse().expect("a number")
+    }
+
+    #[test]
+    fn pages_that_are_there_are_entered_and_holes_are_left() {
+        let file = sealed("test", LEN).expect("a memory file");
+        let holes = Map::new(&file, LEN, true).expect("a mapping");
+        assert!(!holes.whole);
+        for at in (0..holes.len()).step_by(4_096) {
+            // SAFETY: Inside the mapping.
+            unsafe { holes.start().add(at).write_volatile(1) };
+        }
+        let map = Arc::new(Map::new(&file, LEN, true).expect("a mapping"));
+        assert_eq!(entered(&map), 0);
+        map.enter_pages();
+        let end = Instant::now() + Duration::from_secs(30);
+        while entered(&map) < LEN / 1_024 {
+            assert!(Instant::now() < end, "{} KiB were entered", entered(&map));
+            std::thread::yield_now();
+        }
+    }
+}

@@ -131,7 +131,7 @@ def test_the_last_transfers_can_be_exported(own, tmp_path):
         return max(of_side, key=lambda event: event["ts"])["args"]
 
     sides = newest(1, "held" if own.mode == "READ" else "transfer"), newest(2, "transfer")
-    assert [side["outcome"] for side in sides] == ["done", "done"]
+    assert [(side["outcome"], side["why"]) for side in sides] == [("done", None)] * 2, sides
     assert sides[0]["transfer"] == sides[1]["transfer"]
 
 

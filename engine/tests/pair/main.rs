@@ -299,9 +299,7 @@ fn a_prefill_that_is_aborted_when_decode_has_all_did_not_fail() {
     allocate(&mut pair, &request, 0, 100, 10);
     arrive_prefill(&mut pair, Mode::Push, 100, 1);
     schedule(&mut pair, 1, 0, 100);
-    for layer in 1..=LAYERS {
-        pair.compute(1, layer);
-    }
+    pair.compute(1, LAYERS);
     settle(&mut pair, 1);
     assert_eq!(pair.decode_said, [loaded(&request)]);
     finish(&mut pair, FinishReason::Aborted);

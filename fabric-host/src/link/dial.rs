@@ -117,8 +117,10 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     let worker = hub.worker_of(id);
     let silent = |_| Failed::unreachable("no answer to the hello", false);
     // Nobody but the owner needs to hear how its writes went.
-    let heard_by = hub.bell().map_or(HeardBy::Thread, |_| HeardBy::Owner);
-    let ours = hub.bell().unwrap_or_else(|| worker.bell());
+    let (ours, heard_by) = match hub.bell() {
+        Some(bell) => (bell, HeardBy::Owner),
+        None => (worker.bell(), HeardBy::Thread),
+    };
     socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), ours]).map_err(silent)?;
     let (answer, fds) = socket::receive(peer.as_fd())
         .map_err(silent)?

@@ -103,13 +103,6 @@ struct Key {
     closed: bool,
 }
 
-impl Key {
-    /// True if each of so many siblings has ended.
-    fn has_served(&self, siblings: u32) -> bool {
-        self.served.range(..siblings).count() as u32 >= siblings
-    }
-}
-
 /// A flow of this engine, until every rank has reported its end.
 #[derive(Debug)]
 struct FlowEntry {

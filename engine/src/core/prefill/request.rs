@@ -192,9 +192,8 @@ impl Prefill {
             request.finished = Some(FinishReason::Aborted);
             // A push may be over before the engine has an answer, that of decode too: then whoever asked
             // leaves, and nobody lacks anything.
-            if !self.has_all(&key) {
-                self.end_key(now, &key, &Failure::PrefillEnded, out);
-            }
+            self.try_free(&key, out);
+            self.end_key(now, &key, &Failure::PrefillEnded, out);
         }
         self.try_free(&key, out);
     }
@@ -235,13 +234,6 @@ impl Prefill {
         }
     }
 
-    /// True if all receivers of a prompt have ended.
-    fn has_all(&self, key: &TransferKey) -> bool {
-        let Some(entry) = self.keys.get(key) else { return false };
-        let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
-        entry.sinks.is_empty() && request.is_some_and(|it| entry.has_served(it.siblings()))
-    }
-
     /// Frees the blocks of a key's request if nobody needs them any more.
     pub(super) fn try_free(&mut self, key: &TransferKey, out: &mut Out) {
         let Some(entry) = self.keys.get(key) else { return };
@@ -249,7 +241,8 @@ impl Prefill {
             return self.forget_if_idle(key);
         };
         let Some(request) = self.requests.get(&id) else { return };
-        let all_served = entry.has_served(request.siblings());
+        let served = entry.served.range(..request.siblings()).count() as u32;
+        let all_served = served >= request.siblings();
         let ended = request.finished.is_some() && (all_served || entry.closed);
         if !ended || !entry.sinks.is_empty() || !request.draining.is_empty() {
             return;

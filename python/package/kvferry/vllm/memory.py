@@ -18,6 +18,17 @@ POPULATE = 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+def _populate(mapped: mmap.mmap, buffer: torch.Tensor) -> None:
+    """Or the first request that gets a block waits while the kernel clears its pages."""
+    try:
+        mapped.madvise(POPULATE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A kernel before 5.14.
+        buffer.zero_()
+
+
 class Files:
     """The memory files of a worker, by the address at which they are mapped."""
 
@@ -54,14 +65,7 @@ class Files:
             # The tensor keeps it.
             mapped = mmap.mmap(file, 0)
             buffer = torch.frombuffer(mapped, dtype=torch.int8, count=size)
-            # Or the first request that gets a block waits while the kernel clears its pages.
-            try:
-                mapped.madvise(POPULATE)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # A kernel before 5.14.
-                buffer.zero_()
+            _populate(mapped, buffer)
         except OSError:
             os.close(file)
             raise

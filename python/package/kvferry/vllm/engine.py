@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,19 @@ def _group(group) -> dict:
     }
 
 
+@contextmanager
+def unbound():
+    """What is started in it runs wherever this server may. vLLM binds a worker to the cores that it
+    computes on: whatever the worker starts would be bound to them as well, and wait for them."""
+    bound = os.sched_getaffinity(0)
+    # The process that started this one is not bound.
+    os.sched_setaffinity(0, bound | os.sched_getaffinity(os.getppid()))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
+
+
 def connect(at: Place, make: Callable[[Path], Link]) -> Link:
     """`make(path)`, with a host that is started unless there is one. Whoever binds the path serves;
     a second host ends at once."""
@@ -124,6 +138,7 @@ def connect(at: Place, make: Callable[[Path], Link]) -> Link:
                 raise ConnectionError(f"{error}, for {START_S} s") from error
         if not is_started:
             command = [sys.executable, "-m", "kvferry.host", "--socket", str(at.socket)]
-            subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
+            with unbound():
+                subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
             is_started = True
         time.sleep(0.02)

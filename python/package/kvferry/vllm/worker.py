@@ -6,7 +6,7 @@ import os
 import time
 
 from kvferry._native import Link, Transfers
-from kvferry.vllm.engine import connect, place
+from kvferry.vllm.engine import connect, place, unbound
 from kvferry.vllm.line import Line, guarded, nothing
 from kvferry.vllm.memory import Files
 
@@ -66,9 +66,10 @@ class Worker:
         def make() -> Link:
             return connect(self.place, lambda path: Link.worker(path, described))
 
-        self.line = Line(make(), make)
-        if self.place.in_worker:
-            self.transfers = Transfers(self.place.socket, self.rank)
+        with unbound():
+            self.line = Line(make(), make)
+            if self.place.in_worker:
+                self.transfers = Transfers(self.place.socket, self.rank)
 
     @guarded(nothing)
     def computed(self, step: int | None) -> None:

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::remote::{Bytes, Remote, Setup, serve_if_child};
+use common::remote::{Bytes, Setup, serve_if_child, start};
 use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
 use engine::core::time::Nanos;
 use engine::fabric::{
@@ -285,7 +285,7 @@ fn another_life_at_the_same_port_is_refused() {
 #[test]
 fn a_plane_registers_memory_of_another_process() {
     let setup = Setup { config: door(), memory: LEN, file: false };
-    let owner = Remote::start(&setup);
+    let owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
     for (path, file) in [(Path::SharedMemory, true), (Path::CrossMemory, false), (Path::Tcp, false)]
@@ -313,7 +313,7 @@ fn a_plane_registers_memory_of_another_process() {
 #[test]
 fn memory_of_a_process_that_has_ended_fails_the_operation() {
     let setup = Setup { config: door(), memory: LEN, file: false };
-    let mut owner = Remote::start(&setup);
+    let mut owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let mut side = plane(door());
     let desc = register(&mut side, Memory::OtherProcess { pid: owner.pid(), base, len });

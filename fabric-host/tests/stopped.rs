@@ -3,7 +3,8 @@
 mod common;
 
 use common::config;
-use common::remote::{Bytes, Remote, Setup, serve_if_child};
+use common::remote::{Bytes, Setup, go_on, serve_if_child, start, stop};
+use engine::conformance::Remote;
 use engine::core::time::Nanos;
 use engine::fabric::{
     Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
@@ -59,7 +60,7 @@ impl World {
         let config = HostConfig { slices_max: 1 << 18, ..config };
         let file = path == Path::SharedMemory;
         let setup = Setup { config: config.clone(), memory: LEN, file };
-        let far = Remote::start(&setup);
+        let far = start(&setup);
         let near = HostPlane::new(config).expect("a plane");
         let mut bytes = Bytes::new(LEN, file);
         let own = bytes.memory();
@@ -175,7 +176,7 @@ fn fence_amid_a_push(path: Path) {
     world.fill_far(7);
     world.submit(Direction::Write);
     world.until_landing();
-    world.far.stop();
+    stop(&world.far);
     world.near.fence(PEER);
     assert_eq!(world.served(path), 0, "the push was over before it was fenced");
     // What a chunk takes is long enough to be seen only if nobody waits in between.
@@ -183,7 +184,7 @@ fn fence_amid_a_push(path: Path) {
     let fenced = DataEvent::Fenced { peer: PEER };
     assert!(world.seen[0].contains(&fenced), "fenced by ourselves, so at once");
     world.assert_untouched(false);
-    world.far.go_on();
+    go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     assert!(world.outcome(1) != Some(&Outcome::Done), "a fenced push succeeded");
     world.assert_untouched(true);
@@ -194,11 +195,11 @@ fn deregister_amid_a_push(path: Path) {
     world.fill_far(7);
     world.submit(Direction::Write);
     world.until_landing();
-    world.far.stop();
+    stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
     assert_eq!(world.served(path), 0, "the push was over before");
     world.assert_untouched(false);
-    world.far.go_on();
+    go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     assert!(world.outcome(1) != Some(&Outcome::Done), "the push succeeded");
 }
@@ -218,7 +219,7 @@ fn close_amid_a_read(path: Path) {
     world.fill_far(7);
     world.submit(Direction::Read);
     world.until_landing();
-    world.far.stop();
+    stop(&world.far);
     world.near.quiesce(SESSION, Ticket(1));
     assert!(world.outcome(0).is_none(), "the read was over before it was closed");
     world.near.close(SESSION);
@@ -227,7 +228,7 @@ fn close_amid_a_read(path: Path) {
     assert!(failed, "got {:?}", world.outcome(0));
     world.assert_untouched(false);
     world.near.deregister(REGION).expect("nothing uses it");
-    world.far.go_on();
+    go_on(&world.far);
     world.assert_untouched(true);
 }
 
@@ -239,12 +240,12 @@ fn leave_a_peer_that_reads(path: Path) {
     while first[0] != 9 {
         world.far.peek(0, &mut first);
     }
-    world.far.stop();
+    stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
     world.near.fence(PEER);
     let fenced = DataEvent::Fenced { peer: PEER };
     world.wait("Fenced", false, |world| world.seen[0].contains(&fenced));
-    world.far.go_on();
+    go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     assert!(world.outcome(1) != Some(&Outcome::Done), "a read of what is gone succeeded");
 }
@@ -258,13 +259,13 @@ fn close_amid_a_push(path: Path) {
     while first[0] != 9 {
         world.far.peek(0, &mut first);
     }
-    world.far.stop();
+    stop(&world.far);
     world.near.close(SESSION);
     world.near.quiesce(SESSION, Ticket(1));
     world.near.poll(Nanos::ZERO, &mut { Vec::new() });
     (0..SUSPICION).for_each(|_| world.pump(false));
     assert!(!world.is_quiet(0), "quiet though the peer will go on");
-    world.far.go_on();
+    go_on(&world.far);
     world.until("Quiet", |world| world.is_quiet(0));
     let marker = vec![0x5a; LEN as usize];
     world.far.poke(0, &marker);
@@ -282,7 +283,7 @@ fn kill_the_target_of_a_push(path: Path) {
     while first[0] != 9 {
         world.far.peek(0, &mut first);
     }
-    world.far.stop();
+    stop(&world.far);
     world.near.quiesce(SESSION, Ticket(1));
     (0..SUSPICION).for_each(|_| world.pump(false));
     assert!(!world.is_quiet(0) && world.outcome(0).is_none(), "ended by itself");
@@ -305,7 +306,7 @@ fn lose_the_target_of_a_push() {
     while first[0] != 9 {
         world.far.peek(0, &mut first);
     }
-    world.far.stop();
+    stop(&world.far);
     world.near.quiesce(SESSION, Ticket(1));
     world.wait("PeerDown", false, |world| {
         world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
@@ -313,7 +314,7 @@ fn lose_the_target_of_a_push() {
     assert!(matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. })));
     (0..SUSPICION).for_each(|_| world.pump(false));
     assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
-    world.far.go_on();
+    go_on(&world.far);
     world.wait("Quiet", false, |world| world.is_quiet(0));
     world.far.poke(0, &vec![0x5a; LEN as usize]);
     (0..SUSPICION).for_each(|_| world.pump(true));

@@ -8,9 +8,11 @@
 mod control;
 mod data;
 mod data_ends;
+mod remote;
 mod rig;
 
 pub use control::{CONTROL_CHECKS, ControlCheck, ControlFixture};
+pub use remote::{Remote, Served, serve_if_child};
 pub use rig::DataFixture;
 
 /// A check of a data plane.

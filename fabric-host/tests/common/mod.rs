@@ -3,11 +3,11 @@
 
 pub(crate) mod remote;
 
-use engine::conformance::DataFixture;
+use engine::conformance::{DataFixture, Remote};
 use engine::core::time::Nanos;
 use engine::fabric::{DataPlane, Memory};
 use fabric_host::{HostConfig, HostPlane, Path};
-use remote::{Bytes, Remote, Setup};
+use remote::{Bytes, Setup, start};
 use std::time::{Duration, Instant};
 
 /// Bytes that the suite wants of each plane.
@@ -48,7 +48,7 @@ impl Pair {
     pub(crate) fn apart(path: Path) -> Pair {
         let file = path == Path::SharedMemory;
         let setup = Setup { config: config(path), memory: MEMORY, file };
-        Pair::with(path, Second::There(Remote::start(&setup)))
+        Pair::with(path, Second::There(start(&setup)))
     }
 
     /// The second in a process of its own; no read is copied by the thread that asks for it.

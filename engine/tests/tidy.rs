@@ -127,6 +127,7 @@ fn the_readme_names_every_crate() {
         "scenarios",
         "fabric-sim",
         "fabric-host",
+        "fabric-mori",
         "wire",
         "host",
         "mori-compat",

@@ -1,0 +1,13 @@
+// One translation unit: the standard library's headers are most of the compiler's work.
+#include "copy.cpp"
+#include "engine.cpp"
+#include "hip.cpp"
+#include "knobs.cpp"
+#include "nic.cpp"
+#include "plan.cpp"
+#include "rdma.cpp"
+#include "server.cpp"
+#include "session.cpp"
+#include "table.cpp"
+#include "wire.cpp"
+#include "xgmi.cpp"

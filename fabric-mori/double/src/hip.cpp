@@ -1,0 +1,52 @@
+// Events that tests make and fire, behind HIP's own name for the question.
+#include <mutex>
+#include <set>
+
+namespace dbl {
+namespace {
+
+constexpr int kSuccess = 0, kInvalidHandle = 400, kNotReady = 600;
+
+struct Event {
+  bool fired = false;
+};
+
+struct Events {
+  std::mutex mu;
+  std::set<Event*> live;
+};
+
+Events& events() {
+  static Events* the = new Events;
+  return *the;
+}
+
+}  // namespace
+}  // namespace dbl
+
+extern "C" int hipEventQuery(void* event) {
+  dbl::Events& all = dbl::events();
+  std::lock_guard lock(all.mu);
+  auto it = all.live.find(static_cast<dbl::Event*>(event));
+  if (it == all.live.end()) return dbl::kInvalidHandle;
+  return (*it)->fired ? dbl::kSuccess : dbl::kNotReady;
+}
+
+extern "C" void* mori_double_event_new() {
+  dbl::Events& all = dbl::events();
+  std::lock_guard lock(all.mu);
+  return *all.live.insert(new dbl::Event).first;
+}
+
+extern "C" void mori_double_event_fire(void* event) {
+  dbl::Events& all = dbl::events();
+  std::lock_guard lock(all.mu);
+  auto it = all.live.find(static_cast<dbl::Event*>(event));
+  if (it != all.live.end()) (*it)->fired = true;
+}
+
+extern "C" void mori_double_event_free(void* event) {
+  dbl::Events& all = dbl::events();
+  std::lock_guard lock(all.mu);
+  if (all.live.erase(static_cast<dbl::Event*>(event)) > 0) delete static_cast<dbl::Event*>(event);
+}

@@ -1,0 +1,213 @@
+// Faults on demand.
+#include "check.hpp"
+
+namespace {
+
+// 64 pieces that cannot be merged.
+struct Pieces {
+  SizeVec local, remote, sizes;
+  Pieces() {
+    for (size_t i = 0; i < 64; ++i) {
+      local.push_back(i * 8192);
+      remote.push_back(i * 16384);
+      sizes.push_back(8192);
+    }
+  }
+};
+
+struct Two {
+  explicit Two(const char* faults, int qps = 1)
+      : a("a", quiet(qps), 1 << 20, 1), b("b", quiet(qps)) {
+    a.meet(b);
+    session = a.engine.CreateSession(a.memory, b.memory);
+    CHECK_EQ(mori_double_faults(faults), 0);
+  }
+  void post(TransferStatus& status) {
+    session->BatchWrite(pieces.local, pieces.remote, pieces.sizes, &status, 1);
+  }
+  size_t landed() {
+    b.look();
+    size_t count = 0;
+    for (size_t at : pieces.remote) count += b.all(1, at, 8192);
+    return count;
+  }
+  void dead() {
+    for (uint64_t id = 0; id < 4; ++id) {
+      TransferStatus &status = new_status();
+      session->Write(0, 8192, 8, &status, id);
+      CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
+      CHECK_EQ(status.Message(), std::string("Work Request Flushed Error"));
+    }
+    b.look();
+    CHECK(b.all(0, 8192, 8));
+  }
+  void lives() {
+    TransferStatus &status = new_status();
+    session->Write(0, 8192, 8, &status, 9);
+    CHECK_EQ(wait(status), StatusCode::SUCCESS);
+  }
+
+  Node a, b;
+  std::optional<IOEngineSession> session;
+  Pieces pieces;
+};
+
+}  // namespace
+
+CASE(fault_qp_error) {
+  Two two("qp_error@1", 4);
+  TransferStatus &status = new_status();
+  two.post(status);
+  CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
+  CHECK_EQ(two.landed(), size_t{32});
+  two.dead();
+  CHECK_EQ(two.landed(), size_t{32});
+}
+
+CASE(fault_ack_lost) {
+  Two two("ack_lost@2", 4);
+  two.lives();
+  std::fill(two.b.bytes.begin(), two.b.bytes.end(), 0);
+  TransferStatus &status = new_status();
+  two.post(status);
+  CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
+  CHECK_EQ(status.Message(), std::string("transport retry counter exceeded"));
+  CHECK_EQ(two.landed(), size_t{64});
+  two.dead();
+}
+
+CASE(fault_lost) {
+  Two two("lost@1");
+  TransferStatus &status = new_status();
+  two.post(status);
+  // On the same queue pair, so behind it.
+  two.lives();
+  CHECK_EQ(two.landed(), size_t{64});
+  CHECK_EQ(status.WaitFor(kNever), StatusCode::IN_PROGRESS);
+}
+
+CASE(fault_late) {
+  Two two("late@1:300", 4);
+  TransferStatus& status = new_status();
+  auto start = Clock::now();
+  two.post(status);
+  CHECK_EQ(status.Code(), StatusCode::ERR_RDMA_OP);
+  two.dead();
+  while (two.landed() < 64) std::this_thread::yield();
+  CHECK(Clock::now() - start >= Millis(300));
+}
+
+// What is to be late, when `end` comes in time; then it never lands.
+static void late_and(const std::function<void(Two&)>& end) {
+  auto landing = Millis(500);
+  auto start = Clock::now();
+  std::unique_ptr<Two> two;
+  do {
+    two = std::make_unique<Two>("late@1:500");
+    start = Clock::now();
+    TransferStatus& status = new_status();
+    two->post(status);
+    CHECK(status.Failed());
+    end(*two);
+  } while (Clock::now() - start >= landing);
+  TransferStatus& never = new_status();
+  never.SetCode(StatusCode::IN_PROGRESS);
+  CHECK_EQ(never.WaitFor(500 + kNever), StatusCode::IN_PROGRESS);
+  CHECK_EQ(two->landed(), size_t{0});
+}
+
+CASE(fault_late_is_removed_with_the_backend) {
+  late_and([](Two& two) { two.a.engine.RemoveBackend(BackendType::RDMA); });
+}
+CASE(fault_late_and_deregistered) {
+  late_and([](Two& two) { two.b.engine.DeregisterMemory(two.b.memory); });
+}
+CASE(fault_late_and_the_target_is_removed) {
+  late_and([](Two& two) { two.b.engine.RemoveBackend(BackendType::RDMA); });
+}
+
+CASE(fault_sq_full) {
+  Two two("sq_full@1:200", 4);
+  TransferStatus& status = new_status();
+  auto start = Clock::now();
+  two.post(status);
+  CHECK(Clock::now() - start >= Millis(200));
+  CHECK_EQ(status.Code(), StatusCode::ERR_RDMA_OP);
+  CHECK(status.Message().starts_with("SQ full"));
+  // Not the queue pair, and not the status, tells when the rest has landed.
+  while (two.landed() < 32) std::this_thread::yield();
+  CHECK(Clock::now() - start >= Millis(400));
+  two.lives();
+  CHECK_EQ(two.landed(), size_t{32});
+}
+
+CASE(fault_slow) {
+  Two two("slow@2+:120");
+  two.lives();
+  for (int i = 0; i < 2; ++i) {
+    TransferStatus &status = new_status();
+    auto start = Clock::now();
+    two.post(status);
+    CHECK_EQ(wait(status), StatusCode::SUCCESS);
+    CHECK(Clock::now() - start >= Millis(120));
+  }
+  CHECK_EQ(two.landed(), size_t{64});
+}
+
+CASE(fault_throw) {
+  Two two("throw@1;throw_other@2;throw@3;lost@7");
+  TransferStatus &status = new_status();
+  CHECK(has(thrown([&] { two.post(status); }), "system_error"));
+  CHECK_EQ(thrown([&] { two.post(status); }), std::string("int 7"));
+  CHECK(has(thrown([&] { two.a.engine.Write(two.a.memory, 0, two.b.memory, 0, 8, &status, 1); }),
+            "system_error"));
+  CHECK_EQ(status.Code(), StatusCode::INIT);
+  two.lives();
+  CHECK_EQ(two.landed(), size_t{0});
+  // Setting them anew begins the count anew.
+  CHECK_EQ(mori_double_faults("throw_other@1"), 0);
+  CHECK_EQ(thrown([&] { two.post(status); }), std::string("int 7"));
+  CHECK_EQ(mori_double_faults(""), 0);
+  two.lives();
+}
+
+CASE(fault_texts) {
+  for (const char* good : {"", ";", "qp_error@1", "late@2:0;slow@3+:10;", "pin@1;pin_remote@4+"}) {
+    CHECK_EQ(mori_double_faults(good), 0);
+  }
+  for (const char* bad : {"qp_error", "qp_error@", "qp_error@0", "qp_error@-1", "qp_error@1:5",
+                          "late@1", "late@1:", "late@1:x", "fire@1", "lost@1 ", "lost@+", "@1"}) {
+    CHECK(mori_double_faults(bad) != 0);
+  }
+}
+
+CASE(fault_environment) {
+  setenv("MORI_DOUBLE_FAULTS", "throw_other@1", 1);
+  setenv("MORI_DOUBLE_LATENCY_US", "60000", 1);
+  Node a("a"), b("b");
+  a.meet(b);
+  TransferStatus &status = new_status(), &again = new_status(), &third = new_status();
+  auto start = Clock::now();
+  auto write = [&](TransferStatus& to) {
+    return thrown([&] { a.engine.Write(a.memory, 0, b.memory, 0, 8, &to, 1); });
+  };
+  CHECK_EQ(write(status), std::string("int 7"));
+  CHECK_EQ(write(again), std::string("nothing"));
+  CHECK_EQ(wait(again), StatusCode::SUCCESS);
+  CHECK(Clock::now() - start >= Millis(60));
+  // A backend that is made again does not arm them again.
+  a.engine.RemoveBackend(BackendType::RDMA);
+  a.engine.CreateBackend(BackendType::RDMA, quiet());
+  a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc());
+  CHECK_EQ(write(third), std::string("nothing"));
+}
+
+CASE(events) {
+  void* event = mori_double_event_new();
+  CHECK_EQ(hipEventQuery(event), 600);
+  mori_double_event_fire(event);
+  CHECK_EQ(hipEventQuery(event), 0);
+  mori_double_event_free(event);
+  CHECK_EQ(hipEventQuery(event), 400);
+  CHECK_EQ(hipEventQuery(nullptr), 400);
+}

@@ -1,0 +1,134 @@
+//! The compiler's run.
+
+use crate::found::Found;
+use crate::sources;
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The name of what is compiled.
+pub const SHIM_FILE: &str = "libkf_mori_shim.so";
+
+/// Why there is no shim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CompileError {
+    /// What was run.
+    pub command: String,
+    /// What it said.
+    pub output: String,
+}
+
+/// Headers whose absence is the most likely reason, by what the compiler then says, and what to do.
+const REMEDIES: [(&str, &str); 3] = [
+    ("msgpack.hpp", "install msgpack-c's C++ headers (libmsgpack-cxx-dev), or MoRI with its own"),
+    ("infiniband/verbs.h", "install the headers of libibverbs (libibverbs-dev, rdma-core-devel)"),
+    ("hsakmt/hsakmt.h", "this is MoRI v1.2.0; install v1.2.1 or later"),
+];
+
+impl fmt::Display for CompileError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "the shim for MoRI does not compile")?;
+        for (name, remedy) in REMEDIES {
+            let said = |line: &str| line.contains("error") && line.contains(name);
+            if self.output.lines().any(said) {
+                writeln!(f, "{remedy}")?;
+            }
+        }
+        write!(f, "{}\n{}", self.command, self.output.trim_end())
+    }
+}
+
+impl std::error::Error for CompileError {}
+
+/// Compiles the shim for a MoRI into the folder `out`, with `CXX` or `c++`, `CXXFLAGS` and then
+/// `flags`; the path of the library. Two MoRIs need two folders.
+pub fn compile(found: &Found, out: &Path, flags: &[&str]) -> Result<PathBuf, CompileError> {
+    let folder = out.join("kf_mori_shim");
+    let library = out.join(SHIM_FILE);
+    let source = sources::write(&folder).map_err(|why| CompileError {
+        command: format!("writing the sources to {}", folder.display()),
+        output: why.to_string(),
+    })?;
+    let mut command = compiler();
+    command.args(["-std=c++20", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]);
+    command.args(words("CXXFLAGS"));
+    command.args(defines(found));
+    command.args(found.includes.iter().flat_map(|dir| [OsStr::new("-I"), dir.as_os_str()]));
+    // After the system's own headers, which are the better ones.
+    command.arg("-idirafter").arg(folder.join(sources::STAND_IN));
+    command.args(flags);
+    command.arg(source).arg("-o").arg(&library);
+    command.args(link(found));
+    run(command)?;
+    Ok(library)
+}
+
+fn words(variable: &str) -> Vec<String> {
+    let value = std::env::var(variable).unwrap_or_default();
+    value.split_whitespace().map(str::to_owned).collect()
+}
+
+/// `CXX` may be a compiler with a launcher before it.
+fn compiler() -> Command {
+    let words = words("CXX");
+    let mut command = Command::new(words.first().map_or("c++", String::as_str));
+    command.args(words.iter().skip(1));
+    command
+}
+
+fn defines(found: &Found) -> Vec<String> {
+    let literal = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"");
+    vec![
+        "-D__HIP_PLATFORM_AMD__=1".into(),
+        "-DMSGPACK_NO_BOOST".into(),
+        format!("-DKF_MORI_LAYOUT={}", found.layout),
+        format!("-DKF_MORI_IDENTITY=\"{}\"", literal(&found.identity)),
+        format!("-DKF_MORI_PATH=\"{}\"", literal(&found.library.to_string_lossy())),
+    ]
+}
+
+fn link(found: &Found) -> Vec<OsString> {
+    let mut args: Vec<OsString> = Vec::new();
+    for dir in &found.library_dirs {
+        args.extend(["-L".into(), dir.into()]);
+        args.extend(["-Xlinker", "-rpath", "-Xlinker"].map(OsString::from));
+        args.push(dir.into());
+    }
+    // DT_RPATH and not DT_RUNPATH: the shim is for this library, whatever LD_LIBRARY_PATH says.
+    args.push("-Wl,--disable-new-dtags,--no-as-needed,--build-id".into());
+    args.push(format!("-Wl,-soname,{SHIM_FILE}").into());
+    args.push(format!("-l:{}", crate::LIBRARY).into());
+    if found.application {
+        // MoRI's own search path need not lead to it.
+        args.push(format!("-l:{}", crate::APPLICATION).into());
+    }
+    args.push("-ldl".into());
+    args
+}
+
+fn run(mut command: Command) -> Result<(), CompileError> {
+    let line = command_line(&command);
+    let output = match command.output() {
+        Ok(output) if output.status.success() => return Ok(()),
+        Ok(output) => {
+            String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+        }
+        Err(why) => why.to_string(),
+    };
+    Err(CompileError { command: line, output })
+}
+
+fn command_line(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let quoted = words.map(|word| {
+        let word = word.to_string_lossy();
+        let plain = |c: char| c.is_ascii_alphanumeric() || "/_-.,=+:".contains(c);
+        if word.chars().all(plain) {
+            word.into_owned()
+        } else {
+            format!("'{}'", word.replace('\'', "'\\''"))
+        }
+    });
+    quoted.collect::<Vec<_>>().join(" ")
+}

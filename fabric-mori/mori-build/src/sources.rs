@@ -1,0 +1,63 @@
+//! The shim's sources, which are in mori-sys.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+macro_rules! sources {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_str!(concat!("../shim/", $name)))),*]
+    };
+}
+
+/// Where the sources have the header that stands in for HIP's.
+pub(crate) const STAND_IN: &str = "hip-stand-in";
+
+/// The source that includes the others.
+const ALL: &str = "all.cpp";
+
+const SOURCES: &[(&str, &str)] = sources![
+    "all.cpp",
+    "engine.cpp",
+    "engine.hpp",
+    "event.cpp",
+    "header.hpp",
+    "hip-stand-in/hip/hip_runtime_api.h",
+    "identity.cpp",
+    "identity.hpp",
+    "kf_mori.h",
+    "last.cpp",
+    "last.hpp",
+    "mori.hpp",
+    "pool.hpp",
+    "post.cpp",
+    "sha256.hpp",
+    "text.hpp",
+];
+
+/// Writes the sources into a folder; the one that is compiled.
+pub(crate) fn write(folder: &Path) -> io::Result<PathBuf> {
+    for (name, text) in SOURCES {
+        let path = folder.join(name);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::write(path, text)?;
+    }
+    Ok(folder.join(ALL))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_of_the_folder_is_embedded() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("shim");
+        for entry in fs::read_dir(folder).expect("shim") {
+            let name = entry.expect("entry").file_name().into_string().expect("name");
+            let embedded = SOURCES.iter().any(|(known, _)| known.split('/').next() == Some(&name));
+            assert!(embedded, "{name}");
+        }
+    }
+}

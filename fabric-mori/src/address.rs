@@ -1,0 +1,139 @@
+//! Addresses and region descriptors: MoRI's own bytes, so that handshakes that carry those carry
+//! these. Addresses have fields at the end that MoRI's decoders ignore; those of memory cannot have
+//! any, as later layouts go on where earlier ones end.
+
+use engine::core::dialect::moriio::descriptor::{EngineDesc, MemoryDesc};
+use engine::fabric::Address;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// First of the fields that follow MoRI's.
+const MARK: &str = "kvferry-mori-1";
+
+/// Who a plane is, from its start or its last reset on.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub(crate) struct Identity {
+    pub(crate) key: Arc<str>,
+    pub(crate) incarnation: u64,
+}
+
+/// What peers need beyond MoRI's fields.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Door {
+    pub(crate) who: Identity,
+    /// TCP port at the host of MoRI's control plane.
+    pub(crate) port: u16,
+    /// Fields of its MoRI's memory descriptors.
+    pub(crate) layout: u32,
+}
+
+/// Where a plane can be reached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Location {
+    pub(crate) host: Arc<str>,
+    /// MoRI's descriptor as its owner wrote it.
+    pub(crate) engine: Arc<[u8]>,
+    /// None for a peer that is not one of ours.
+    pub(crate) door: Option<Door>,
+}
+
+/// Memory of a peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Claim {
+    pub(crate) len: u64,
+    /// MoRI's descriptor as its owner wrote it.
+    pub(crate) memory: Arc<[u8]>,
+    /// What names it: the key of its engine, and a number there.
+    pub(crate) name: Name,
+}
+
+/// Memory as MoRI names it.
+pub(crate) type Name = (Arc<str>, u32);
+
+/// Number of elements of a msgpack array and the length of its header.
+fn header(bytes: &[u8]) -> Option<(usize, usize)> {
+    match *bytes {
+        [first @ 0x90..=0x9f, ..] => Some((usize::from(first & 0x0f), 1)),
+        [0xdc, high, low, ..] => Some((usize::from(u16::from_be_bytes([high, low])), 3)),
+        _ => None,
+    }
+}
+
+/// The array with two more elements: the mark and `tail`.
+fn extend(bytes: &[u8], tail: &impl Serialize) -> Option<Vec<u8>> {
+    let (count, skip) = header(bytes)?;
+    let count = u16::try_from(count + 2).ok()?;
+    let mut longer = vec![0xdc];
+    longer.extend(count.to_be_bytes());
+    longer.extend(&bytes[skip..]);
+    longer.extend(rmp_serde::to_vec(MARK).ok()?);
+    longer.extend(rmp_serde::to_vec(tail).ok()?);
+    Some(longer)
+}
+
+/// The element after the mark.
+fn tail<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Option<T> {
+    let mark = rmp_serde::to_vec(MARK).ok()?;
+    let at = bytes.windows(mark.len()).rposition(|window| window == mark)?;
+    rmp_serde::from_slice(&bytes[at + mark.len()..]).ok()
+}
+
+impl Location {
+    /// `engine` is what MoRI packed; none if that is no array.
+    pub(crate) fn encode(engine: &[u8], door: &Door) -> Option<Address> {
+        Some(Address(extend(engine, door)?.into()))
+    }
+
+    /// None for the address of another kind of plane.
+    pub(crate) fn decode(address: &Address) -> Option<Location> {
+        let desc = EngineDesc::decode(&address.0).ok()?;
+        if desc.host.is_empty() || !(0..=65_535).contains(&desc.port) {
+            return None;
+        }
+        let door = tail(&address.0);
+        Some(Location { host: desc.host, engine: address.0.clone(), door })
+    }
+}
+
+impl Claim {
+    /// None for a descriptor of another kind of plane.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Claim> {
+        let (_, memory) = MemoryDesc::decode(bytes).ok()?;
+        if memory.size == 0 {
+            return None;
+        }
+        let name = (memory.engine_key, memory.id);
+        Some(Claim { len: memory.size, memory: bytes.into(), name })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::core::dialect::moriio::descriptor::DescLayout;
+
+    fn door() -> Door {
+        let who = Identity { key: "k".into(), incarnation: 7 };
+        Door { who, port: 4_711, layout: 15 }
+    }
+
+    #[test]
+    fn addresses_are_mori_s_with_a_door() {
+        let desc = EngineDesc {
+            key: "k~7".into(),
+            host: "127.0.0.1".into(),
+            port: 9,
+            ..EngineDesc::default()
+        };
+        for layout in [DescLayout::V1_2, DescLayout::V1_2_2] {
+            let plain = desc.encode(layout);
+            let address = Location::encode(&plain, &door()).expect("an array");
+            assert_eq!(EngineDesc::decode(&address.0), Ok(desc.clone()), "MoRI reads it");
+            let location = Location::decode(&address).expect("ours");
+            assert_eq!(location.door, Some(door()));
+            let foreign = Location::decode(&Address(plain.into())).expect("MoRI's");
+            assert_eq!(foreign.door, None);
+        }
+        assert_eq!(Location::decode(&Address(b"else".as_slice().into())), None);
+    }
+}

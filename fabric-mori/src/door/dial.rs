@@ -1,0 +1,158 @@
+//! The door of a peer.
+
+use super::{Ask, Grant, Hello, Word, receive, send, watch};
+use crate::address::{Door, Identity, Location, Name};
+use engine::fabric::{PeerId, RegionId, SessionId};
+use std::io;
+use std::net::{Ipv4Addr, Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// What a peer tells of a region, or why it does not.
+pub(crate) type Answer = Result<Grant, String>;
+
+/// What a line tells.
+#[derive(Debug)]
+pub(crate) enum Said {
+    Told {
+        session: SessionId,
+        answer: Answer,
+    },
+    /// The peer wants a region to be left, or all, for which the line is to be hung up in the end.
+    Leave(Arc<Line>, Option<RegionId>),
+    /// The line has ended, and the peer with it or its trust in us.
+    Over {
+        peer: PeerId,
+        line: u64,
+        why: String,
+    },
+}
+
+/// What is known of the socket.
+#[derive(Debug, Default)]
+enum State {
+    /// Asks that wait for the connection.
+    #[default]
+    Dialling,
+    Up(TcpStream),
+    Over,
+}
+
+/// A connection to a peer's door, which a thread of its own makes and reads.
+#[derive(Debug)]
+pub(crate) struct Line {
+    pub(crate) id: u64,
+    state: Mutex<(State, Vec<Ask>)>,
+}
+
+/// How a line is made.
+#[derive(Debug)]
+pub(crate) struct Dial {
+    pub(crate) peer: PeerId,
+    pub(crate) id: u64,
+    pub(crate) who: Identity,
+    pub(crate) pass: u64,
+    pub(crate) patience: Duration,
+    pub(crate) dead: Duration,
+}
+
+impl Line {
+    /// Dials; `say` is called by the thread of the line.
+    pub(crate) fn dial(
+        dial: Dial,
+        to: &Location,
+        door: &Door,
+        say: impl Fn(Said) + Send + Sync + 'static,
+    ) -> Arc<Line> {
+        let line = Arc::new(Line { id: dial.id, state: Mutex::default() });
+        let (host, port, incarnation) = (to.host.clone(), door.port, door.who.incarnation);
+        let ours = line.clone();
+        let (peer, id) = (dial.peer, dial.id);
+        let say = Arc::new(say);
+        let thread = {
+            let say = say.clone();
+            move || {
+                let over = ours.run(&dial, &host, port, incarnation, &*say);
+                let why = over.err().map_or_else(|| "closed".into(), |why| why.to_string());
+                ours.lock().0 = State::Over;
+                say(Said::Over { peer, line: id, why });
+            }
+        };
+        let spawned = std::thread::Builder::new().name("kvferry-dial".into()).spawn(thread);
+        if let Err(why) = spawned {
+            line.lock().0 = State::Over;
+            say(Said::Over { peer, line: id, why: why.to_string() });
+        }
+        line
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, (State, Vec<Ask>)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(
+        self: &Arc<Self>,
+        dial: &Dial,
+        host: &str,
+        port: u16,
+        to: u64,
+        say: &dyn Fn(Said),
+    ) -> io::Result<()> {
+        let host: Ipv4Addr = host.parse().map_err(io::Error::other)?;
+        let socket = TcpStream::connect_timeout(&(host, port).into(), dial.patience)?;
+        watch(&socket, dial.dead)?;
+        send(&socket, &Hello { who: dial.who.clone(), pass: dial.pass, to })?;
+        {
+            let mut state = self.lock();
+            if matches!(state.0, State::Over) {
+                return Ok(());
+            }
+            for ask in state.1.drain(..) {
+                send(&socket, &ask)?;
+            }
+            state.0 = State::Up(socket.try_clone()?);
+        }
+        loop {
+            say(match receive(&socket)? {
+                Word::Told { session, grant } => {
+                    Said::Told { session: SessionId(session), answer: grant }
+                }
+                Word::Release { region } => Said::Leave(self.clone(), Some(region)),
+                Word::Leave => Said::Leave(self.clone(), None),
+            });
+        }
+    }
+
+    /// Asks for memory on behalf of a session; nothing comes of it if the line is over, which is told.
+    pub(crate) fn ask(&self, session: SessionId, name: Name) {
+        let ask = Ask::Enter { session: session.0, name };
+        let mut state = self.lock();
+        match &state.0 {
+            State::Dialling => state.1.push(ask),
+            // A frame of a hundred bytes, so that nothing waits; a broken line is told by its thread.
+            State::Up(socket) => drop(send(socket, &ask)),
+            State::Over => {}
+        }
+    }
+
+    /// True if nothing can be asked any more.
+    pub(crate) fn is_over(&self) -> bool {
+        matches!(self.lock().0, State::Over)
+    }
+
+    /// Says that nothing is under way to or from a region.
+    pub(crate) fn released(&self, region: RegionId) {
+        if let State::Up(socket) = &self.lock().0 {
+            let _told = send(socket, &Ask::Released { region });
+        }
+    }
+
+    /// Ends the line; [`Said::Over`] still follows.
+    pub(crate) fn hang_up(&self) {
+        let mut state = self.lock();
+        if let State::Up(socket) = &state.0 {
+            let _gone = socket.shutdown(Shutdown::Both);
+        }
+        state.0 = State::Over;
+    }
+}

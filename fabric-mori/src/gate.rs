@@ -1,0 +1,234 @@
+//! Who may reach our memory, as the door and the plane see it.
+//!
+//! RDMA is revoked here: with the backend go the keys that peers have. xGMI is not: a peer has mapped
+//! the memory and copies itself, whatever we do. So it is asked to leave, and has left when its line
+//! ends, which it does by itself once it copies no more, or with its process.
+
+use crate::address::{Identity, Name};
+use crate::door::{Grant, ask_to_leave};
+use crate::news::{Board, News};
+use crate::{Backend, MoriConfig};
+use engine::fabric::RegionId;
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A peer's line.
+#[derive(Debug)]
+struct Line {
+    who: Identity,
+    pass: u64,
+    socket: TcpStream,
+    /// Regions that it was told of.
+    entered: BTreeSet<RegionId>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    incarnation: u64,
+    engine: Arc<[u8]>,
+    /// Names of this incarnation, also those from before a rebuild.
+    names: BTreeMap<Name, RegionId>,
+    regions: BTreeMap<RegionId, Arc<[u8]>>,
+    invited: BTreeMap<Identity, BTreeSet<u64>>,
+    fenced: BTreeSet<(Identity, u64)>,
+    lines: BTreeMap<u64, Line>,
+    next_line: u64,
+    /// Identities and passes that MoRI's descriptors of this engine were given to.
+    inside: BTreeSet<(Identity, u64)>,
+}
+
+/// Shared by the plane, its posting thread and the door.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    state: Mutex<State>,
+    /// A line has ended.
+    left: Condvar,
+    backend: Backend,
+    /// Pass 0 is anybody's until it is fenced.
+    open_door: bool,
+    board: Arc<Board>,
+}
+
+impl Gate {
+    pub(crate) fn new(incarnation: u64, config: &MoriConfig, board: Arc<Board>) -> Gate {
+        let state = Mutex::new(State { incarnation, ..State::default() });
+        let MoriConfig { backend, open_door, .. } = *config;
+        Gate { state, left: Condvar::new(), backend, open_door, board }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn incarnation(&self) -> u64 {
+        self.state().incarnation
+    }
+
+    /// From now on peers are told of this engine, in which nobody is yet.
+    pub(crate) fn engine_is(&self, desc: Arc<[u8]>) {
+        let mut state = self.state();
+        state.engine = desc;
+        if self.backend == Backend::Rdma {
+            state.inside.clear();
+        }
+    }
+
+    pub(crate) fn add_region(&self, region: RegionId, name: Name, desc: Arc<[u8]>) {
+        let mut state = self.state();
+        state.names.insert(name, region);
+        state.regions.insert(region, desc);
+    }
+
+    pub(crate) fn remove_region(&self, region: RegionId) {
+        let mut state = self.state();
+        state.regions.remove(&region);
+        state.names.retain(|_, named| *named != region);
+    }
+
+    pub(crate) fn invite(&self, who: &Identity, pass: u64) {
+        self.state().invited.entry(who.clone()).or_default().insert(pass);
+    }
+
+    pub(crate) fn uninvite(&self, who: &Identity, pass: u64) {
+        let mut state = self.state();
+        if let Some(passes) = state.invited.get_mut(who) {
+            passes.remove(&pass);
+            if passes.is_empty() {
+                state.invited.remove(who);
+            }
+        }
+    }
+
+    /// Voids a pass. True if who has it may have reached memory by it.
+    pub(crate) fn fence(&self, who: &Identity, pass: u64) -> bool {
+        let mut state = self.state();
+        let key = (who.clone(), pass);
+        let inside = state.inside.contains(&key);
+        let its = |line: &Line| line.who == key.0 && line.pass == key.1;
+        match self.backend {
+            Backend::Xgmi if inside => state.ask_to_leave(None, its),
+            _ => state.hang_up(its),
+        }
+        state.fenced.insert(key);
+        inside
+    }
+
+    /// True if who has this pass may reach memory.
+    pub(crate) fn is_inside(&self, who: &Identity, pass: u64) -> bool {
+        self.state().inside.contains(&(who.clone(), pass))
+    }
+
+    /// True if peers lose what they have by the end of this backend.
+    pub(crate) fn is_anyone_inside(&self) -> bool {
+        self.backend == Backend::Rdma && !self.state().inside.is_empty()
+    }
+
+    /// Has all leave a region that the backend cannot keep out. False if one has not after `patience`.
+    pub(crate) fn clear_out(&self, region: RegionId, patience: Duration) -> bool {
+        if self.backend == Backend::Rdma {
+            return true;
+        }
+        let entered = |line: &Line| line.entered.contains(&region);
+        let mut state = self.state();
+        state.ask_to_leave(Some(region), entered);
+        let until = Instant::now() + patience;
+        while state.lines.values().any(entered) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.left.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// A line says that it has left a region.
+    pub(crate) fn released(&self, line: u64, region: RegionId) {
+        if let Some(line) = self.state().lines.get_mut(&line) {
+            line.entered.remove(&region);
+        }
+        self.left.notify_all();
+    }
+
+    /// A new incarnation: all that peers know is void, and they are told so by the end of their lines.
+    pub(crate) fn renew(&self, incarnation: u64) {
+        let mut state = self.state();
+        state.hang_up(|_| true);
+        state.incarnation = incarnation;
+        state.names.clear();
+        state.regions.clear();
+        state.invited.clear();
+        state.inside.clear();
+    }
+
+    /// Lets a line in.
+    pub(crate) fn admit(
+        &self,
+        to: u64,
+        who: &Identity,
+        pass: u64,
+        socket: TcpStream,
+    ) -> Result<u64, &'static str> {
+        let mut state = self.state();
+        if to != state.incarnation {
+            return Err("that incarnation is over");
+        }
+        if state.fenced.contains(&(who.clone(), pass)) {
+            return Err("this pass was fenced");
+        }
+        let id = state.next_line;
+        state.next_line += 1;
+        let line = Line { who: who.clone(), pass, socket, entered: BTreeSet::new() };
+        state.lines.insert(id, line);
+        Ok(id)
+    }
+
+    /// The descriptors of a region for who is on a line.
+    pub(crate) fn enter(&self, line: u64, name: &Name) -> Result<Grant, &'static str> {
+        let state = &mut *self.state();
+        let Some(line) = state.lines.get_mut(&line) else { return Err("this pass was fenced") };
+        let invited =
+            state.invited.get(&line.who).is_some_and(|passes| passes.contains(&line.pass));
+        if !(invited || self.open_door && line.pass == 0) {
+            return Err("this pass is not known");
+        }
+        let region = *state.names.get(name).ok_or("no such region")?;
+        let memory = state.regions.get(&region).ok_or("no such region")?.clone();
+        line.entered.insert(region);
+        state.inside.insert((line.who.clone(), line.pass));
+        Ok(Grant { region, engine: state.engine.clone(), memory })
+    }
+
+    /// A line has ended.
+    pub(crate) fn leave(&self, line: u64) {
+        let mut state = self.state();
+        let Some(gone) = state.lines.remove(&line) else { return };
+        let same = |line: &Line| line.who == gone.who && line.pass == gone.pass;
+        if self.backend == Backend::Xgmi && !state.lines.values().any(same) {
+            state.inside.remove(&(gone.who, gone.pass));
+            self.board.tell(News::Left);
+        }
+        self.left.notify_all();
+    }
+}
+
+impl State {
+    fn ask_to_leave(&self, region: Option<RegionId>, whose: impl Fn(&Line) -> bool) {
+        for line in self.lines.values().filter(|line| whose(line)) {
+            // A line that is broken has left, or will have.
+            let _asked = ask_to_leave(&line.socket, region);
+        }
+    }
+
+    fn hang_up(&mut self, whose: impl Fn(&Line) -> bool) {
+        self.lines.retain(|_, line| {
+            let over = whose(line);
+            if over {
+                let _gone = line.socket.shutdown(Shutdown::Both);
+            }
+            !over
+        });
+    }
+}

@@ -1,0 +1,118 @@
+//! A batch as it is posted.
+
+use engine::fabric::{Direction, OpId, Refused, SessionId, Submit};
+
+/// The ranges of a batch: offsets into the two regions, and lengths in bytes. Neighbours that go on
+/// on both sides are one.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) op: OpId,
+    pub(crate) session: SessionId,
+    pub(crate) direction: Direction,
+    pub(crate) local: Vec<u64>,
+    pub(crate) remote: Vec<u64>,
+    pub(crate) len: Vec<u64>,
+}
+
+impl Default for Job {
+    fn default() -> Self {
+        Job {
+            op: OpId(0),
+            session: SessionId(0),
+            direction: Direction::Write,
+            local: Vec::new(),
+            remote: Vec::new(),
+            len: Vec::new(),
+        }
+    }
+}
+
+/// Longest range of one work request; MoRI refuses more.
+const RANGE_MAX: u64 = u32::MAX as u64;
+
+impl Job {
+    /// Takes over a batch after it was checked against the lengths of both regions: MoRI's own checks
+    /// wrap around (RDMA), or are none (xGMI).
+    ///
+    /// # Errors
+    /// `Invalid` with the range and the region's length.
+    pub(crate) fn fill(
+        &mut self,
+        batch: &Submit<'_>,
+        [local_len, remote_len]: [u64; 2],
+    ) -> Result<u64, Refused> {
+        (self.op, self.session, self.direction) = (batch.op, batch.session, batch.direction);
+        self.local.clear();
+        self.remote.clear();
+        self.len.clear();
+        let (mut bytes, mut ends) = (0_u64, (u64::MAX, u64::MAX));
+        for ((&local, &remote), &len) in batch.local.iter().zip(batch.remote).zip(batch.len) {
+            for (side, at, end) in [("local", local, local_len), ("remote", remote, remote_len)] {
+                if at.checked_add(len).is_none_or(|to| to > end) {
+                    let what = format!("{side} range {at}+{len} in a region of {end} bytes");
+                    return Err(Refused::Invalid(what.into()));
+                }
+            }
+            if len == 0 {
+                continue;
+            }
+            bytes = bytes.saturating_add(len);
+            match self.len.last_mut() {
+                Some(last) if ends == (local, remote) && *last + len <= RANGE_MAX => *last += len,
+                _ => self.push(local, remote, len),
+            }
+            ends = (local + len, remote + len);
+        }
+        Ok(bytes)
+    }
+
+    fn push(&mut self, mut local: u64, mut remote: u64, mut len: u64) {
+        while len > 0 {
+            let piece = len.min(RANGE_MAX);
+            self.local.push(local);
+            self.remote.push(remote);
+            self.len.push(piece);
+            (local, remote, len) = (local + piece, remote + piece, len - piece);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn filled(ranges: &[(u64, u64, u64)], lens: [u64; 2]) -> Result<(Job, u64), Refused> {
+        let local: Vec<_> = ranges.iter().map(|range| range.0).collect();
+        let remote: Vec<_> = ranges.iter().map(|range| range.1).collect();
+        let len: Vec<_> = ranges.iter().map(|range| range.2).collect();
+        let (op, session, direction) = (OpId(1), SessionId(2), Direction::Read);
+        let mut job = Job::default();
+        let batch = Submit { op, session, direction, local: &local, remote: &remote, len: &len };
+        job.fill(&batch, lens).map(|bytes| (job, bytes))
+    }
+
+    #[test]
+    fn neighbours_on_both_sides_are_one() {
+        let ranges = [(0, 64, 8), (8, 72, 8), (16, 96, 8), (24, 104, 0), (24, 104, 1)];
+        let (job, bytes) = filled(&ranges, [100, 200]).expect("inside");
+        assert_eq!((job.local, job.remote, job.len), (vec![0, 16], vec![64, 96], vec![16, 9]));
+        assert_eq!(bytes, 25);
+    }
+
+    #[test]
+    fn long_ranges_are_cut() {
+        let long = RANGE_MAX + 5;
+        let (job, bytes) = filled(&[(0, 7, long)], [long, long + 7]).expect("inside");
+        assert_eq!(job.len, [RANGE_MAX, 5]);
+        assert_eq!((job.local[1], job.remote[1], bytes), (RANGE_MAX, RANGE_MAX + 7, long));
+    }
+
+    #[test]
+    fn ranges_that_wrap_or_leave_a_region_are_refused() {
+        let bad =
+            [(u64::MAX - 4, 0, 8), (0, u64::MAX - 4, 8), (93, 0, 8), (0, 193, 8), (101, 0, 0)];
+        for range in bad {
+            assert!(matches!(filled(&[range], [100, 200]), Err(Refused::Invalid(_))), "{range:?}");
+        }
+    }
+}

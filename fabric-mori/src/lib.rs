@@ -1,0 +1,21 @@
+//! A data plane over ROCm's MoRI-IO: RDMA between hosts, xGMI between the GPUs of one. MoRI is
+//! loaded when a plane is made, and only then; without it there is an error that says what was
+//! looked for.
+
+mod address;
+mod config;
+mod counters;
+mod desk;
+mod door;
+mod gate;
+mod job;
+mod mori;
+mod news;
+mod plane;
+pub mod preflight;
+mod watch;
+
+pub use config::{Backend, MoriConfig};
+pub use counters::Counters;
+pub use mori_sys::{Places, Shim, Unavailable};
+pub use plane::{Meter, MoriError, MoriPlane};

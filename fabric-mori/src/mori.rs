@@ -1,0 +1,349 @@
+//! MoRI's objects in Rust: what uses one keeps it alive, and what failed is kept until MoRI cannot
+//! touch it any more.
+
+use crate::config::{Backend, MoriConfig};
+use crate::job::Job;
+use engine::fabric::{Direction, Memory};
+pub(crate) use mori_sys::Shim;
+use mori_sys::{Code as Codes, Functions, Kind, Location, Rdma, Text};
+use std::ffi::{CStr, CString, c_char};
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+/// Bytes of a descriptor at most; those of MoRI have below 1 KiB.
+const DESC_MAX: usize = 8 << 10;
+
+/// A call that failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Fault {
+    call: &'static str,
+    kind: i32,
+    text: String,
+}
+
+impl Fault {
+    pub(crate) fn of(call: &'static str, text: impl Into<String>) -> Fault {
+        Fault { call, kind: Kind::ARGUMENT, text: text.into() }
+    }
+
+    /// True if the system refused something, such as a connection to the peer.
+    pub(crate) fn is_system(&self) -> bool {
+        self.kind == Kind::SYSTEM
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.call, self.text)
+    }
+}
+
+/// Calls a function with room for its text.
+fn call(name: &'static str, function: impl FnOnce(*mut Text) -> i32) -> Result<(), Fault> {
+    let mut buffer = [0_u8; 512];
+    let mut text = Text { data: buffer.as_mut_ptr().cast::<c_char>(), room: buffer.len() };
+    match function(&raw mut text) {
+        Kind::OK => Ok(()),
+        kind => Err(Fault { call: name, kind, text: text_of(&buffer) }),
+    }
+}
+
+fn text_of(buffer: &[u8]) -> String {
+    let text = CStr::from_bytes_until_nul(buffer).unwrap_or_default();
+    text.to_string_lossy().into_owned()
+}
+
+/// Reads a descriptor into a buffer that is long enough.
+fn bytes(
+    name: &'static str,
+    read: impl FnOnce(*mut u8, usize, *mut usize, *mut Text) -> i32,
+) -> Result<Vec<u8>, Fault> {
+    let mut buffer = vec![0; DESC_MAX];
+    let mut len = 0;
+    call(name, |text| read(buffer.as_mut_ptr(), DESC_MAX, &raw mut len, text))?;
+    buffer.truncate(len);
+    Ok(buffer)
+}
+
+/// The engine with its backends, which go when the last that uses it is gone.
+#[derive(Debug)]
+struct Inner {
+    shim: Arc<Shim>,
+    raw: *mut mori_sys::Engine,
+}
+
+// SAFETY: The shim's functions may be called from any thread; those that have to be serialised are
+// called by the owner of `Engine`, `Region` and `Session`, none of which can be copied or shared.
+unsafe impl Send for Inner {}
+// SAFETY: What is called by shared references are the functions of statuses, which lock.
+unsafe impl Sync for Inner {}
+
+impl Inner {
+    fn functions(&self) -> &Functions {
+        &self.shim.functions
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: Regions and sessions hold this, so that there are none any more.
+        let freed = call("kf_engine_free", |text| unsafe {
+            (self.functions().kf_engine_free)(self.raw, text)
+        });
+        debug_assert_eq!(freed, Ok(()), "the engine is leaked");
+    }
+}
+
+/// An engine of MoRI. Its own calls, and those of its regions and sessions, are one thread's.
+#[derive(Debug)]
+pub(crate) struct Engine(Arc<Inner>);
+
+/// MoRI's numbers are signed.
+fn signed(value: u32) -> i32 {
+    i32::try_from(value).unwrap_or(i32::MAX)
+}
+
+impl Engine {
+    /// An engine with the backend of the configuration.
+    pub(crate) fn new(shim: &Arc<Shim>, config: &MoriConfig, key: &str) -> Result<Engine, Fault> {
+        let plain = |text: &str| {
+            CString::new(text).map_err(|_| Fault::of("kf_engine_new", "a name with a NUL"))
+        };
+        let (key, host) = (plain(key)?, plain(&config.host)?);
+        let mut raw = ptr::null_mut();
+        let port = match config.backend {
+            Backend::Rdma => config.port,
+            // Nothing listens: MoRI takes this port as the word for that.
+            Backend::Xgmi => 1,
+        };
+        // SAFETY: Texts that end with NUL, and a place for the result.
+        call("kf_engine_new", |text| unsafe {
+            let new = shim.functions.kf_engine_new;
+            new(key.as_ptr(), host.as_ptr(), port, &raw mut raw, text)
+        })?;
+        let engine = Engine(Arc::new(Inner { shim: shim.clone(), raw }));
+        match config.backend {
+            Backend::Rdma => engine.add_rdma(config)?,
+            // SAFETY: The engine lives.
+            Backend::Xgmi => call("kf_engine_xgmi", |text| unsafe {
+                let streams = signed(config.streams);
+                (shim.functions.kf_engine_xgmi)(raw, streams, streams, text)
+            })?,
+        }
+        Ok(engine)
+    }
+
+    fn add_rdma(&self, config: &MoriConfig) -> Result<(), Fault> {
+        let rdma = Rdma {
+            qp_per_transfer: signed(config.qp_per_transfer),
+            post_batch_size: if config.post_batch_size == 0 {
+                -1
+            } else {
+                signed(config.post_batch_size)
+            },
+            num_workers: signed(config.num_workers),
+            poll_events: config.poll_events.into(),
+            chunking: config.chunking.into(),
+            chunk_bytes: config.chunk_bytes,
+            chunks_max: signed(config.chunks_max),
+            nics_per_transfer: signed(config.nics_per_transfer),
+            send_wr_max: signed(config.send_wr_max),
+            cqe_max: signed(config.cqe_max),
+            sge_max: signed(config.sge_max),
+        };
+        // SAFETY: The engine lives, and the configuration for the call.
+        call("kf_engine_rdma", |text| unsafe {
+            (self.0.functions().kf_engine_rdma)(self.0.raw, &raw const rdma, text)
+        })
+    }
+
+    /// MoRI's packed descriptor.
+    pub(crate) fn desc(&self) -> Result<Vec<u8>, Fault> {
+        // SAFETY: The engine lives, and the buffer has the room that is told.
+        bytes("kf_engine_desc", |out, room, len, text| unsafe {
+            (self.0.functions().kf_engine_desc)(self.0.raw, out, room, len, text)
+        })
+    }
+
+    /// Makes a peer known by its packed descriptor.
+    pub(crate) fn add_peer(&self, desc: &[u8]) -> Result<(), Fault> {
+        // SAFETY: The engine lives, and the bytes for the call.
+        call("kf_peer_add", |text| unsafe {
+            (self.0.functions().kf_peer_add)(self.0.raw, desc.as_ptr(), desc.len(), text)
+        })
+    }
+
+    /// Registers memory, which has to stay until the region is dropped.
+    pub(crate) fn register(&self, memory: Memory) -> Result<Region, Fault> {
+        let (base, len, device, location) = match memory {
+            Memory::Own { base, len } => (base, len, -1, Location::CPU),
+            Memory::Device { base, len, device } => (base, len, signed(device), Location::GPU),
+            other => return Err(Fault::of("kf_memory_new", format!("memory {other:?}"))),
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: The engine lives; MoRI does not look at the memory before a session is made.
+        call("kf_memory_new", |text| unsafe {
+            let new = self.0.functions().kf_memory_new;
+            new(self.0.raw, base, len, device, location, &raw mut raw, text)
+        })?;
+        Ok(Region { engine: self.0.clone(), raw })
+    }
+
+    /// Connects a region with memory of a peer; may take seconds.
+    pub(crate) fn session(&self, local: &Region, remote: &[u8]) -> Result<Session, Fault> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: Engine and region live, and the bytes for the call.
+        call("kf_session_new", |text| unsafe {
+            let new = self.0.functions().kf_session_new;
+            new(self.0.raw, local.raw, remote.as_ptr(), remote.len(), &raw mut raw, text)
+        })?;
+        Ok(Session { engine: self.0.clone(), raw })
+    }
+
+    /// A status that was not used yet.
+    pub(crate) fn status(&self) -> Result<Status, Fault> {
+        let mut handle = 0;
+        // SAFETY: The engine lives.
+        call("kf_status_take", |text| unsafe {
+            (self.0.functions().kf_status_take)(self.0.raw, &raw mut handle, text)
+        })?;
+        Ok(Status { engine: self.0.clone(), handle })
+    }
+}
+
+/// Memory that an engine knows.
+#[derive(Debug)]
+pub(crate) struct Region {
+    engine: Arc<Inner>,
+    raw: *mut mori_sys::Memory,
+}
+
+// SAFETY: Calls come from one thread at a time, whichever it is.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// MoRI's packed descriptor.
+    pub(crate) fn desc(&self) -> Result<Vec<u8>, Fault> {
+        // SAFETY: The memory lives, and the buffer has the room that is told.
+        bytes("kf_memory_desc", |out, room, len, text| unsafe {
+            (self.engine.functions().kf_memory_desc)(self.raw, out, room, len, text)
+        })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: Ours, and used by nobody from here on.
+        let freed = call("kf_memory_free", |text| unsafe {
+            (self.engine.functions().kf_memory_free)(self.raw, text)
+        });
+        debug_assert_eq!(freed, Ok(()), "a memory is leaked, and its engine with it");
+    }
+}
+
+/// A region with memory of a peer.
+#[derive(Debug)]
+pub(crate) struct Session {
+    engine: Arc<Inner>,
+    raw: *mut mori_sys::Session,
+}
+
+// SAFETY: Calls come from one thread at a time, whichever it is.
+unsafe impl Send for Session {}
+
+impl Session {
+    /// Posts a batch; may take seconds. On an error MoRI may have posted a part.
+    pub(crate) fn post(&self, job: &Job, status: &Status) -> Result<(), Fault> {
+        let direction = match job.direction {
+            Direction::Read => mori_sys::Direction::READ,
+            Direction::Write => mori_sys::Direction::WRITE,
+        };
+        // SAFETY: Three lists of one length, which `Job` sees to, of a session and a status that live.
+        call("kf_post", |text| unsafe {
+            (self.engine.functions().kf_post)(
+                self.raw,
+                direction,
+                job.len.len(),
+                job.local.as_ptr(),
+                job.remote.as_ptr(),
+                job.len.as_ptr(),
+                status.handle,
+                text,
+            )
+        })
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // SAFETY: Ours, and used by nobody from here on.
+        let freed = call("kf_session_free", |text| unsafe {
+            (self.engine.functions().kf_session_free)(self.raw, text)
+        });
+        debug_assert_eq!(freed, Ok(()), "a session is leaked, and its engine with it");
+    }
+}
+
+/// What MoRI says of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Code {
+    Success,
+    InProgress,
+    /// Verbs failed.
+    Rdma,
+    /// Anything else that went wrong, as MoRI numbers it.
+    Other(u32),
+}
+
+/// The status of one batch. It goes back to the pool, or is kept there until the engine is gone if
+/// MoRI may still write to it.
+#[derive(Debug)]
+pub(crate) struct Status {
+    engine: Arc<Inner>,
+    handle: u64,
+}
+
+impl Status {
+    /// For one thread at a time, as it drives xGMI.
+    pub(crate) fn poll(&self) -> Code {
+        let mut code = Codes::INIT;
+        // SAFETY: The engine lives, and the handle was given out.
+        let polled = call("kf_status_poll", |text| unsafe {
+            (self.engine.functions().kf_status_poll)(
+                self.engine.raw,
+                self.handle,
+                &raw mut code,
+                text,
+            )
+        });
+        match code {
+            _ if polled.is_err() => Code::Other(Codes::ERR_BAD_STATE),
+            Codes::SUCCESS => Code::Success,
+            Codes::IN_PROGRESS => Code::InProgress,
+            Codes::ERR_RDMA_OP => Code::Rdma,
+            other => Code::Other(other),
+        }
+    }
+
+    /// MoRI's message.
+    pub(crate) fn text(&self) -> String {
+        let mut buffer = [0_u8; 512];
+        let mut text = Text { data: buffer.as_mut_ptr().cast::<c_char>(), room: buffer.len() };
+        // SAFETY: The engine lives, and the buffer has the room that is told.
+        unsafe {
+            (self.engine.functions().kf_status_text)(self.engine.raw, self.handle, &raw mut text);
+        }
+        text_of(&buffer)
+    }
+}
+
+impl Drop for Status {
+    fn drop(&mut self) {
+        // SAFETY: The engine lives, and the handle is ours.
+        let given = call("kf_status_give", |text| unsafe {
+            (self.engine.functions().kf_status_give)(self.engine.raw, self.handle, text)
+        });
+        debug_assert_eq!(given, Ok(()), "a status was given back twice");
+    }
+}

@@ -1,0 +1,79 @@
+//! What the threads of a plane tell its owner.
+
+use crate::door::Said;
+use engine::fabric::{Cause, OpId, RegionId, SessionId};
+use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
+use std::task::Waker;
+
+/// How a batch ended in MoRI.
+#[derive(Debug)]
+pub(crate) enum End {
+    Done,
+    /// Its bytes may move until the backend is removed.
+    Failed(Cause),
+}
+
+/// One piece of news.
+#[derive(Debug)]
+pub(crate) enum News {
+    Registered {
+        region: RegionId,
+        result: Result<Vec<u8>, Cause>,
+    },
+    Opened {
+        session: SessionId,
+        result: Result<(), Cause>,
+    },
+    Ended {
+        op: OpId,
+        end: End,
+    },
+    Line(Said),
+    /// The peer wanted these sessions to end.
+    Closed {
+        sessions: BTreeSet<SessionId>,
+    },
+    /// A peer that was inside has left.
+    Left,
+    /// The old backend is gone, and with it what was under way in it; `again` was posted anew.
+    Rebuilt {
+        again: Vec<OpId>,
+        lost: Vec<(SessionId, Cause)>,
+    },
+    /// There is no backend any more. What was under way may still be, unless it is `quiet`.
+    Broken {
+        why: String,
+        quiet: bool,
+    },
+}
+
+/// Where news is left.
+#[derive(Debug, Default)]
+pub(crate) struct Board {
+    news: Mutex<Vec<News>>,
+    waker: Mutex<Option<Waker>>,
+}
+
+impl Board {
+    pub(crate) fn tell(&self, news: News) {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(news);
+        self.wake();
+    }
+
+    pub(crate) fn wake(&self) {
+        if let Some(waker) = &*self.waker.lock().unwrap_or_else(PoisonError::into_inner) {
+            waker.wake_by_ref();
+        }
+    }
+
+    /// Swaps what is new for an empty list.
+    pub(crate) fn take(&self, into: &mut Vec<News>) {
+        into.clear();
+        std::mem::swap(into, &mut self.news.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(crate) fn set_waker(&self, waker: Waker) {
+        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
+    }
+}

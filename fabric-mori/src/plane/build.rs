@@ -1,0 +1,168 @@
+//! A plane's start and end.
+
+use super::MoriPlane;
+use super::mend::Mending;
+use crate::MoriConfig;
+use crate::counters::Counts;
+use crate::desk::{Common, Desk, Order};
+use crate::door::Listener;
+use crate::gate::Gate;
+use crate::mori::Shim;
+use crate::news::Board;
+use crate::preflight::{self, Finding, Roots};
+use crate::watch::Watch;
+use engine::fabric::Address;
+use mori_sys::Places;
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+/// Why there is no plane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MoriError {
+    /// MoRI cannot be used here: what was looked for, and where.
+    Unavailable(String),
+    /// A setting: which, its value and what it may be.
+    Config(String),
+    /// An address that cannot be listened at, with address, port and reason.
+    Listen(String),
+    /// What this machine lacks, and what to do.
+    Preflight(String),
+    /// What MoRI says.
+    Mori(String),
+    /// Threads or descriptors that the system does not give.
+    System(String),
+}
+
+impl fmt::Display for MoriError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            MoriError::Unavailable(text) => write!(f, "MoRI is not available: {text}"),
+            MoriError::Config(text) | MoriError::Listen(text) | MoriError::Preflight(text) => {
+                f.write_str(text)
+            }
+            MoriError::Mori(text) => write!(f, "MoRI: {text}"),
+            MoriError::System(text) => write!(f, "MoRI plane: {text}"),
+        }
+    }
+}
+
+impl std::error::Error for MoriError {}
+
+pub(super) fn random() -> Result<u64, MoriError> {
+    let mut bytes = [0; 8];
+    match getrandom(&mut bytes, GetRandomFlags::empty()) {
+        Ok(8) => Ok(u64::from_le_bytes(bytes)),
+        other => Err(MoriError::System(format!("no random bytes: {other:?}"))),
+    }
+}
+
+impl MoriPlane {
+    /// Loads MoRI, starts its engine and the threads.
+    ///
+    /// # Errors
+    /// `Unavailable` without MoRI, a setting that cannot be, what the machine lacks, or what MoRI
+    /// says.
+    pub fn new(config: MoriConfig) -> Result<MoriPlane, MoriError> {
+        config.check().map_err(MoriError::Config)?;
+        let shim = Shim::load(&Places::of_process());
+        MoriPlane::with_shim(shim.map_err(|why| MoriError::Unavailable(why.to_string()))?, config)
+    }
+
+    /// The same over MoRI that is loaded already.
+    ///
+    /// # Errors
+    /// A setting that cannot be, what the machine lacks, or what MoRI says.
+    pub fn with_shim(shim: Arc<Shim>, config: MoriConfig) -> Result<MoriPlane, MoriError> {
+        config.check().map_err(MoriError::Config)?;
+        let host: Ipv4Addr =
+            config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
+        check_machine(host, &config)?;
+        let board = Arc::new(Board::default());
+        let gate = Arc::new(Gate::new(random()?, &config, board.clone()));
+        let dead = Duration::from_millis(config.dead_ms.into());
+        let door = Listener::open(host, config.door_port, gate.clone(), dead)
+            .map_err(MoriError::Listen)?;
+        let spin = config.spin_us;
+        let common = Arc::new(Common {
+            door_port: door.port(),
+            config,
+            shim,
+            gate,
+            watch: Watch::default(),
+            board: board.clone(),
+            address: Mutex::new(Address(Arc::default())),
+            counts: Counts::default(),
+        });
+        let desk = Desk::new(common.clone()).map_err(|fault| MoriError::Mori(fault.to_string()))?;
+        let (orders, inbox) = mpsc::channel();
+        let mut plane = MoriPlane {
+            common: common.clone(),
+            orders: Some(orders),
+            door: Some(door),
+            threads: Vec::new(),
+            regions: BTreeMap::new(),
+            peers: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            operations: BTreeMap::new(),
+            events: VecDeque::new(),
+            news: Vec::new(),
+            order: 0,
+            lines: 0,
+            mending: Mending::No,
+            resetting: false,
+            check_at: None,
+            fences: BTreeSet::new(),
+            told: Vec::new(),
+            broken: None,
+        };
+        let spin = Duration::from_micros(spin.into());
+        plane.start("kvferry-watch", move || common.watch.run(&board, spin))?;
+        plane.start("kvferry-mori", move || desk.run(&inbox))?;
+        Ok(plane)
+    }
+
+    fn start(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), MoriError> {
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
+        self.threads.push(thread.map_err(|why| MoriError::System(format!("thread: {why}")))?);
+        Ok(())
+    }
+}
+
+/// MoRI ends the process if it lacks something, so that is found out before.
+fn check_machine(host: Ipv4Addr, config: &MoriConfig) -> Result<(), MoriError> {
+    let roots = Roots::default();
+    let findings = match config.devices {
+        true => preflight::look(config, &roots),
+        false => vec![preflight::control_port(host, config.port)],
+    };
+    let fatal = findings.into_iter().filter(|finding| finding.fatal);
+    let texts: Vec<String> = fatal
+        .map(|Finding { check, found, remedy, .. }| {
+            format!("{check}: {found}; to do: {}", remedy.unwrap_or_default())
+        })
+        .collect();
+    if texts.is_empty() { Ok(()) } else { Err(MoriError::Preflight(texts.join("\n"))) }
+}
+
+impl Drop for MoriPlane {
+    fn drop(&mut self) {
+        self.door = None;
+        // Ends the lines of peers; nobody is told that number.
+        self.common.gate.renew(0);
+        self.tell(Order::End);
+        for thread in self.threads.drain(..) {
+            let _ended = thread.join();
+        }
+        // Last: peers take it for the end of what was under way.
+        for peer in self.peers.values() {
+            if let Some(line) = &peer.line {
+                line.hang_up();
+            }
+        }
+    }
+}

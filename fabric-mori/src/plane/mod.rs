@@ -1,0 +1,160 @@
+//! The data plane, from the side of its owner.
+
+mod build;
+mod calls;
+mod mend;
+mod news;
+mod submit;
+
+pub use build::MoriError;
+
+use crate::address::Location;
+use crate::counters::Counters;
+use crate::desk::{Common, Order};
+use crate::door::{Answer, Line, Listener};
+use crate::news::News;
+use crate::{Backend, MoriConfig};
+use engine::fabric::{DataEvent, OpId, PeerId, RegionId, SessionId, Ticket};
+use mend::Mending;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// A region and the operations in flight that use it.
+#[derive(Debug)]
+struct Held {
+    len: u64,
+    operations: u32,
+}
+
+/// A peer that the owner named.
+#[derive(Debug)]
+struct Peer {
+    location: Location,
+    pass: u64,
+    line: Option<Arc<Line>>,
+    /// Ranges in flight to it.
+    ranges: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Until then it has to be open.
+    Opening(Instant),
+    Open,
+    /// Nothing can be submitted any more.
+    Dead,
+    /// Closed by its owner, not quiet yet.
+    Closing,
+}
+
+#[derive(Debug)]
+struct Session {
+    local: RegionId,
+    peer: PeerId,
+    /// Lengths of both regions.
+    lens: [u64; 2],
+    phase: Phase,
+    /// The line by which the peer told of its memory.
+    line: Option<u64>,
+    /// What MoRI has, in the order of submission; the owner may have been told of its end already.
+    wire: BTreeMap<u64, OpId>,
+    /// Bytes of something that failed may move until the backend is gone.
+    tainted: bool,
+    tickets: VecDeque<(Ticket, u64)>,
+}
+
+/// A batch that MoRI has.
+#[derive(Debug)]
+struct Operation {
+    session: SessionId,
+    order: u64,
+    region: RegionId,
+    ranges: u64,
+    bytes: u64,
+    /// Until then it has to be over.
+    deadline: Instant,
+    /// The owner was told of its end.
+    told: bool,
+}
+
+/// A data plane over MoRI-IO.
+///
+/// Its address is the descriptor of a MoRI engine with more at its end, its region descriptors are
+/// MoRI's. MoRI neither cancels nor recovers: after a failure the whole backend is replaced, which
+/// is when what it had in flight is quiet. Operations with other peers are waited for before, and
+/// posted anew if that takes too long. Dropping it waits for its threads and for MoRI's.
+pub struct MoriPlane {
+    common: Arc<Common>,
+    orders: Option<Sender<Order>>,
+    door: Option<Listener>,
+    threads: Vec<JoinHandle<()>>,
+    regions: BTreeMap<RegionId, Held>,
+    peers: BTreeMap<PeerId, Peer>,
+    sessions: BTreeMap<SessionId, Session>,
+    operations: BTreeMap<OpId, Operation>,
+    events: VecDeque<DataEvent>,
+    news: Vec<News>,
+    /// Operations so far, and lines.
+    order: u64,
+    lines: u64,
+    mending: Mending,
+    /// Peers know descriptors that are void: a reset is due.
+    resetting: bool,
+    /// No deadline passes before.
+    check_at: Option<Instant>,
+    /// Peers to be fenced by the next rebuild.
+    fences: BTreeSet<PeerId>,
+    /// What doors told while the backend was not to be used.
+    told: Vec<(SessionId, Answer)>,
+    /// Why there is no backend any more.
+    broken: Option<Arc<str>>,
+}
+
+impl std::fmt::Debug for MoriPlane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MoriPlane").field("config", &self.common.config).finish_non_exhaustive()
+    }
+}
+
+/// Reads the counters of a plane, also after its end.
+#[derive(Clone, Debug)]
+pub struct Meter(Arc<Common>);
+
+impl Meter {
+    /// What the plane did so far.
+    pub fn read(&self) -> Counters {
+        self.0.counts.get()
+    }
+
+    /// What moves its bytes.
+    pub fn backend(&self) -> Backend {
+        self.0.config.backend
+    }
+}
+
+impl MoriPlane {
+    /// The settings that it was made with.
+    pub fn config(&self) -> &MoriConfig {
+        &self.common.config
+    }
+
+    /// What it did so far.
+    pub fn counters(&self) -> Counters {
+        self.common.counts.get()
+    }
+
+    /// The same for who has no access to the plane itself, such as an exporter of metrics.
+    pub fn meter(&self) -> Meter {
+        Meter(self.common.clone())
+    }
+
+    fn tell(&self, order: Order) {
+        if let Some(orders) = &self.orders {
+            // The thread ends after this plane only.
+            let _taken = orders.send(order);
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! What MoRI needs of a machine, looked at before MoRI is called: where something is missing it may
+//! end the process, or never come back.
+
+use crate::{Backend, MoriConfig};
+use rustix::process::{Resource, getrlimit};
+use std::fs;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+
+/// One thing that was looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// Name of the check.
+    pub check: &'static str,
+    /// What is there.
+    pub found: String,
+    /// What to do about it; none if MoRI can do with it.
+    pub remedy: Option<&'static str>,
+    /// No plane is made; otherwise it depends on the size of the KV.
+    pub fatal: bool,
+}
+
+/// Where the kernel says what there is; tests have others.
+#[derive(Clone, Debug)]
+pub struct Roots {
+    /// `/sys`.
+    pub sys: PathBuf,
+    /// `/dev`.
+    pub dev: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Roots { sys: "/sys".into(), dev: "/dev".into() }
+    }
+}
+
+fn fine(check: &'static str, found: String) -> Finding {
+    Finding { check, found, remedy: None, fatal: false }
+}
+
+fn lacking(check: &'static str, found: String, remedy: &'static str) -> Finding {
+    Finding { check, found, remedy: Some(remedy), fatal: true }
+}
+
+/// Looks at everything that a plane with these settings needs, in the order in which MoRI would.
+pub fn look(config: &MoriConfig, roots: &Roots) -> Vec<Finding> {
+    let mut findings = vec![gpu(&roots.dev)];
+    if config.backend == Backend::Rdma {
+        findings.push(ports(&roots.sys));
+        findings.push(memlock(memlock_limit()));
+    }
+    findings.push(address(&config.host));
+    findings.extend(config.host.parse().ok().map(|host| control_port(host, config.port)));
+    findings
+}
+
+/// Bytes that this process may lock; none if there is no limit.
+pub(crate) fn memlock_limit() -> Option<u64> {
+    getrlimit(Resource::Memlock).current
+}
+
+/// Without a GPU that rocm_smi sees MoRI calls `exit(-1)`, even for host memory.
+fn gpu(dev: &Path) -> Finding {
+    let path = dev.join("kfd");
+    match fs::OpenOptions::new().read(true).write(true).open(&path) {
+        Ok(_) => fine("mori-gpu", format!("{} can be opened", path.display())),
+        Err(why) => lacking(
+            "mori-gpu",
+            format!("{}: {why}; MoRI ends the process where it finds no AMD GPU", path.display()),
+            "usermod -aG render,video USER, and log in again (docker: --device=/dev/kfd \
+             --device=/dev/dri --group-add=render)",
+        ),
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A PCI address such as `0000:c1:00.0` somewhere in a path.
+fn has_pci_address(path: &Path) -> bool {
+    path.components().any(|part| {
+        let part = part.as_os_str().to_string_lossy();
+        let fields: Vec<&str> = part.split([':', '.']).collect();
+        let hex = |field: &&str| field.chars().all(|c| c.is_ascii_hexdigit());
+        matches!(fields[..], [domain, bus, device, function]
+            if domain.len() >= 4 && bus.len() == 2 && device.len() == 2 && function.len() == 1)
+            && fields.iter().all(hex)
+    })
+}
+
+/// Network cards with an active port. MoRI never comes back from one without a PCI address, as
+/// software RDMA has none.
+fn ports(sys: &Path) -> Finding {
+    const NAME: &str = "mori-rdma-ports";
+    let folder = sys.join("class/infiniband");
+    let (mut active, mut seen) = (Vec::new(), Vec::new());
+    for device in names(&folder) {
+        let at = folder.join(&device);
+        let real = fs::canonicalize(&at).unwrap_or_else(|_| at.clone());
+        if !has_pci_address(&real) {
+            return lacking(
+                NAME,
+                format!("{device} has no PCI address; MoRI loops for ever over such a device"),
+                "rdma link delete NAME, or leave it out by MORI_RDMA_DEVICES=^NAME where this MoRI \
+                 looks at that first",
+            );
+        }
+        for port in names(&at.join("ports")) {
+            let state = at.join("ports").join(&port).join("state");
+            let state = fs::read_to_string(state).unwrap_or_default();
+            let text = format!("{device} port {port} {}", state.trim());
+            if state.contains("ACTIVE") { active.push(text) } else { seen.push(text) }
+        }
+    }
+    if !active.is_empty() {
+        return fine(NAME, active.join(", "));
+    }
+    let seen = if seen.is_empty() { "no device".into() } else { seen.join(", ") };
+    lacking(
+        NAME,
+        format!("{}: {seen}", folder.display()),
+        "bring a port up (`rdma link` shows the state; docker: --device=/dev/infiniband), or take \
+         the backend mori-xgmi inside one host",
+    )
+}
+
+/// What to do about a limit of locked memory.
+pub(crate) const MEMLOCK: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
+    memlock=-1, systemd: LimitMEMLOCK=infinity)";
+
+/// MoRI aborts at the first transfer if memory cannot be pinned, also that of a peer.
+fn memlock(limit: Option<u64>) -> Finding {
+    match limit {
+        None => fine("mori-memlock", "unlimited".into()),
+        Some(bytes) => {
+            let found =
+                format!("{bytes} bytes; MoRI ends the process that cannot pin its KV cache");
+            Finding { fatal: false, ..lacking("mori-memlock", found, MEMLOCK) }
+        }
+    }
+}
+
+/// MoRI takes no names.
+fn address(host: &str) -> Finding {
+    const NAME: &str = "mori-address";
+    const REMEDY: &str = "give an IPv4 address of this host (`ip -4 address`)";
+    match host.parse::<Ipv4Addr>() {
+        Err(_) => lacking(NAME, format!("{host}: no IPv4 address"), REMEDY),
+        Ok(ip) if ip.is_unspecified() => lacking(NAME, format!("{host}: any address"), REMEDY),
+        Ok(ip) => match TcpListener::bind((ip, 0)) {
+            Ok(_) => fine(NAME, format!("{host} is this machine's")),
+            Err(why) => lacking(NAME, format!("{host}: {why}"), REMEDY),
+        },
+    }
+}
+
+/// MoRI calls `exit(-1)` if it cannot listen.
+pub(crate) fn control_port(host: Ipv4Addr, port: u16) -> Finding {
+    const NAME: &str = "mori-port";
+    if port == 0 {
+        return fine(NAME, "a free one is taken".into());
+    }
+    match TcpListener::bind((host, port)) {
+        Ok(_) => fine(NAME, format!("{host}:{port} is free")),
+        Err(why) => lacking(NAME, format!("{host}:{port}: {why}"), "name another port, or 0"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A made-up tree of files, which is removed with it.
+    struct Tree(PathBuf);
+
+    impl Tree {
+        fn new(name: &str, files: &[(&str, &str)]) -> Tree {
+            let folder = format!("kvferry-preflight-{}-{name}", std::process::id());
+            let folder = std::env::temp_dir().join(folder);
+            fs::create_dir_all(&folder).expect("a folder");
+            for (path, text) in files {
+                let path = folder.join(path);
+                fs::create_dir_all(path.parent().expect("below it")).expect("a folder");
+                fs::write(path, text).expect("a file");
+            }
+            Tree(folder)
+        }
+
+        /// Devices are links to where they hang, as in the kernel's tree.
+        fn device(&self, name: &str, at: &str) {
+            let class = self.0.join("class/infiniband");
+            fs::create_dir_all(&class).expect("a folder");
+            std::os::unix::fs::symlink(self.0.join(at), class.join(name)).expect("a link");
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            let _gone = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn an_active_port_of_a_card_will_do() {
+        const AT: &str = "devices/pci0000:c0/0000:c1:00.0/infiniband/mlx5_0";
+        let state = format!("{AT}/ports/1/state");
+        for (text, will_do) in [("4: ACTIVE\n", true), ("1: DOWN\n", false)] {
+            let tree = Tree::new("card", &[(&state, text)]);
+            tree.device("mlx5_0", AT);
+            let finding = ports(&tree.0);
+            assert_eq!(finding.remedy.is_none(), will_do, "{finding:?}");
+            assert!(finding.found.contains("mlx5_0 port 1"), "{finding:?}");
+        }
+        let none = Tree::new("none", &[]);
+        assert!(ports(&none.0).found.ends_with("no device"));
+    }
+
+    #[test]
+    fn software_rdma_is_refused() {
+        const AT: &str = "devices/virtual/infiniband/rxe0";
+        let tree = Tree::new("soft", &[(&format!("{AT}/ports/1/state"), "4: ACTIVE\n")]);
+        tree.device("rxe0", AT);
+        assert!(ports(&tree.0).found.contains("loops for ever"));
+    }
+
+    #[test]
+    fn limits_addresses_and_ports_are_looked_at() {
+        assert!(memlock(None).remedy.is_none());
+        assert!(memlock(Some(65_536)).found.starts_with("65536 bytes"));
+        assert!(address("127.0.0.1").remedy.is_none());
+        for bad in ["localhost", "0.0.0.0", "192.0.2.1"] {
+            assert!(address(bad).remedy.is_some(), "{bad}");
+        }
+        let taken = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let port = taken.local_addr().expect("bound").port();
+        assert!(control_port(Ipv4Addr::LOCALHOST, port).remedy.is_some());
+        drop(taken);
+        assert!(control_port(Ipv4Addr::LOCALHOST, 0).remedy.is_none());
+    }
+
+    #[test]
+    fn a_gpu_is_there_or_not() {
+        let tree = Tree::new("gpu", &[("kfd", "")]);
+        assert!(gpu(&tree.0).remedy.is_none());
+        assert!(gpu(Path::new("/nonexistent")).remedy.is_some());
+    }
+}

@@ -1,0 +1,255 @@
+//! Some planes of this process and what they said.
+
+use super::{Local, MEMORY, Setup, config};
+use engine::conformance::{Remote, Served};
+use engine::core::time::Nanos;
+use engine::fabric::{
+    Cause, DataEvent, DataPlane, Direction, Landed, OpId, Outcome, PeerId, RegionDesc, RegionId,
+    SessionId, Submit, Ticket,
+};
+use fabric_mori::{Backend, MoriConfig, MoriPlane};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::ffi::{CString, c_char, c_int};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Faults and latencies of the stand-in are those of the process.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Longest wait for what must happen.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) const REGION: RegionId = RegionId(1);
+pub(crate) const PASS: u64 = 5;
+
+/// Calls a function of the stand-in's library, which is loaded already.
+fn stand_in(name: &str, call: impl FnOnce(&Library)) {
+    let shim = super::shim();
+    let path = Path::new(&shim.info.compiled_at).to_owned();
+    // SAFETY: Loaded before, so nothing is run.
+    let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
+    call(&library.unwrap_or_else(|why| panic!("{name} in {}: {why}", path.display())));
+}
+
+/// Says what goes wrong from here on; see `mori_double`.
+pub(crate) fn faults(spec: &str) {
+    let spec = CString::new(spec).expect("plain text");
+    stand_in("mori_double_faults", |library| {
+        // SAFETY: As the stand-in declares it.
+        let taken = unsafe {
+            let set = library
+                .get::<unsafe extern "C" fn(*const c_char) -> c_int>(b"mori_double_faults\0");
+            (set.expect("it is there"))(spec.as_ptr())
+        };
+        assert_eq!(taken, 0, "{spec:?} is not understood");
+    });
+}
+
+pub(crate) struct World {
+    locals: Vec<Local>,
+    seen: Vec<Vec<DataEvent>>,
+    ops: u64,
+    /// Each plane's region, as it was registered first.
+    pub(crate) descs: Vec<RegionDesc>,
+    start: Instant,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl World {
+    /// So many planes with a region each.
+    pub(crate) fn new(planes: usize, settings: impl Fn(usize) -> MoriConfig) -> World {
+        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let setup = |n| Setup { config: settings(n), memory: MEMORY, faults: None };
+        let locals: Vec<_> = (0..planes).map(|n| Local::new(&setup(n))).collect();
+        faults("");
+        let seen = vec![Vec::new(); planes];
+        let mut world =
+            World { locals, seen, ops: 0, descs: Vec::new(), start: Instant::now(), _alone: alone };
+        for plane in 0..planes {
+            let bytes: Vec<u8> = (0..MEMORY).map(|at| (at * 7 + plane as u64 * 91) as u8).collect();
+            world.locals[plane].poke(0, &bytes);
+        }
+        world
+    }
+
+    pub(crate) fn rdma(planes: usize) -> World {
+        World::new(planes, |_| config(Backend::Rdma))
+    }
+
+    pub(crate) fn plane(&mut self, at: usize) -> &mut MoriPlane {
+        &mut self.locals[at].plane
+    }
+
+    /// A plane in place of another one, which is dropped.
+    pub(crate) fn replace(&mut self, at: usize, config: MoriConfig) {
+        self.locals.remove(at);
+        self.locals.insert(at, Local::new(&Setup { config, memory: MEMORY, faults: None }));
+        self.seen[at].clear();
+    }
+
+    pub(crate) fn seen(&self, at: usize) -> &[DataEvent] {
+        &self.seen[at]
+    }
+
+    pub(crate) fn pump(&mut self) {
+        let now = Nanos(self.start.elapsed().as_nanos() as u64);
+        for (local, seen) in self.locals.iter_mut().zip(&mut self.seen) {
+            local.plane.poll(now, seen);
+        }
+        std::thread::park_timeout(Duration::from_micros(50));
+    }
+
+    /// Waits for an event.
+    pub(crate) fn until<T>(
+        &mut self,
+        at: usize,
+        what: &str,
+        found: impl Fn(&DataEvent) -> Option<T>,
+    ) -> T {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = self.seen[at].iter().rev().find_map(&found) {
+                return found;
+            }
+            assert!(Instant::now() < until, "no {what}; seen: {:?}", self.seen[at]);
+            self.pump();
+        }
+    }
+
+    pub(crate) fn register(&mut self, at: usize) -> RegionDesc {
+        let memory = self.locals[at].memory();
+        self.plane(at).register(REGION, memory).expect("memory registers");
+        self.seen[at].retain(|event| !matches!(event, DataEvent::Registered { .. }));
+        self.until(at, "Registered", |event| match event {
+            DataEvent::Registered { result, .. } => Some(result.clone()),
+            _ => None,
+        })
+        .expect("the region can be used")
+    }
+
+    /// The descriptor of a plane's region, which has one already.
+    pub(crate) fn register_again(&mut self, at: usize) -> RegionDesc {
+        match self.plane(at).deregister(REGION) {
+            Ok(()) => self.register(at),
+            Err(refused) => panic!("plane {at}: {refused}"),
+        }
+    }
+
+    /// Registers the memory of a plane in another process.
+    pub(crate) fn register_of(&mut self, far: &mut Remote) -> RegionDesc {
+        let memory = far.memory();
+        far.register(REGION, memory).expect("memory registers");
+        let mut seen = Vec::new();
+        loop {
+            far.poll(Nanos(0), &mut seen);
+            let answer = seen.iter().find_map(|event| match event {
+                DataEvent::Registered { result, .. } => Some(result.clone()),
+                _ => None,
+            });
+            match answer {
+                Some(result) => return result.expect("the region can be used"),
+                None => self.pump(),
+            }
+        }
+    }
+
+    /// Connects two planes; each has the other under its number.
+    pub(crate) fn connect(&mut self, a: usize, b: usize) {
+        for (from, to) in [(a, b), (b, a)] {
+            let address = self.plane(to).address();
+            self.plane(from).connect(PeerId(to as u32), &address, PASS).expect("a peer connects");
+        }
+    }
+
+    /// Opens a session from one plane to another.
+    pub(crate) fn open(
+        &mut self,
+        session: u32,
+        from: usize,
+        to: usize,
+        remote: &RegionDesc,
+    ) -> Result<(), Cause> {
+        let session = SessionId(session);
+        let peer = PeerId(to as u32);
+        self.plane(from).open(session, REGION, peer, remote).expect("an open is taken");
+        // Of a session of that number before a reset.
+        self.seen[from].retain(
+            |event| !matches!(event, DataEvent::Opened { session: id, .. } if *id == session),
+        );
+        self.until(from, "Opened", |event| match event {
+            DataEvent::Opened { session: id, result } if *id == session => Some(result.clone()),
+            _ => None,
+        })
+    }
+
+    /// Registered, connected, and with session `to` from plane 0 to each other one.
+    pub(crate) fn star(planes: usize) -> World {
+        let mut world = World::rdma(planes);
+        world.descs = (0..planes).map(|at| world.register(at)).collect();
+        for to in 1..planes {
+            world.connect(0, to);
+            let desc = world.descs[to].clone();
+            world.open(to as u32, 0, to, &desc).expect("the session opens");
+        }
+        world
+    }
+
+    /// Writes 64 bytes of plane 0 at an offset of both sides, in two ranges.
+    pub(crate) fn write(&mut self, session: u32, offset: u64) -> OpId {
+        self.ops += 1;
+        let op = OpId(self.ops);
+        let (local, remote) = (&[offset, offset + 64][..], &[offset, offset + 128][..]);
+        let (session, direction, len) = (SessionId(session), Direction::Write, &[64, 64][..]);
+        let batch = Submit { op, session, direction, local, remote, len };
+        let until = Instant::now() + PATIENCE;
+        while let Err(refused) = self.plane(0).submit(batch) {
+            assert_eq!(refused, engine::fabric::Refused::Busy);
+            assert!(Instant::now() < until, "busy for ever");
+            self.pump();
+        }
+        op
+    }
+
+    pub(crate) fn finish(&mut self, op: OpId) -> Outcome {
+        self.until(0, "Completed", |event| match event {
+            DataEvent::Completed { op: id, outcome } if *id == op => Some(outcome.clone()),
+            _ => None,
+        })
+    }
+
+    /// The cause of an operation that failed, of whose bytes nothing is known.
+    pub(crate) fn failure(&mut self, op: OpId) -> Cause {
+        match self.finish(op) {
+            Outcome::Failed { cause, landed: Landed::Unknown } => cause,
+            other => panic!("{op:?} ended with {other:?}"),
+        }
+    }
+
+    pub(crate) fn quiesce(&mut self, session: u32) {
+        let (session, ticket) = (SessionId(session), Ticket(self.ops));
+        self.plane(0).quiesce(session, ticket);
+        let answer = DataEvent::Quiet { session, ticket };
+        self.until(0, "Quiet", |event| (*event == answer).then_some(()));
+    }
+
+    /// Whether what `write` writes at an offset is there.
+    pub(crate) fn has_landed(&mut self, at: usize, offset: u64) -> bool {
+        let mut pairs = [[[0; 64]; 2]; 2];
+        for (n, pair) in pairs.iter_mut().enumerate() {
+            let n = n as u64;
+            self.locals[0].peek(offset + 64 * n, &mut pair[0]);
+            self.locals[at].peek(offset + 128 * n, &mut pair[1]);
+        }
+        pairs.iter().all(|[from, to]| from == to)
+    }
+
+    /// Overwrites the memory of a plane and sees that nothing changes it any more.
+    pub(crate) fn assert_untouched(&mut self, at: usize, rounds: usize) {
+        self.locals[at].poke(0, &[0xa5; MEMORY as usize]);
+        (0..rounds).for_each(|_| self.pump());
+        let mut now = [0; MEMORY as usize];
+        self.locals[at].peek(0, &mut now);
+        assert!(now == [0xa5; MEMORY as usize], "bytes landed in plane {at} that must not");
+    }
+}

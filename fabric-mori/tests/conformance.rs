@@ -1,0 +1,33 @@
+//! The conformance suite of data planes, over both backends, within a process and between two.
+
+mod common;
+
+use common::{Pair, serve_if_child};
+use engine::conformance::data_plane;
+use fabric_mori::Backend;
+
+/// The other process: this test, executed again by the others.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+#[test]
+fn rdma_conforms() {
+    data_plane(&mut || Box::new(Pair::here(Backend::Rdma)));
+}
+
+#[test]
+fn xgmi_conforms() {
+    data_plane(&mut || Box::new(Pair::here(Backend::Xgmi)));
+}
+
+#[test]
+fn rdma_between_processes_conforms() {
+    data_plane(&mut || Box::new(Pair::apart(Backend::Rdma)));
+}
+
+#[test]
+fn xgmi_between_processes_conforms() {
+    data_plane(&mut || Box::new(Pair::apart(Backend::Xgmi)));
+}

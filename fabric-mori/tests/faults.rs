@@ -1,0 +1,191 @@
+//! What MoRI does wrong, and how it ends.
+
+mod common;
+
+use common::world::{World, faults};
+use common::{Setup, config, serve_if_child, start};
+use engine::fabric::{Cause, DataEvent, DataPlane, Outcome, PeerId, Refused, SessionId};
+use fabric_mori::{Backend, MoriConfig, MoriError, MoriPlane};
+use std::net::TcpListener;
+
+/// The other process: this test, executed again.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+/// After a failure: the session takes no more, is quiet, and a new one with the same peer works.
+fn assert_mended(world: &mut World, session: u32) {
+    world.quiesce(session);
+    world.assert_untouched(1, 200);
+    let desc = world.register_again(1);
+    world.plane(0).close(SessionId(session));
+    world.open(session + 100, 0, 1, &desc).expect("a new session opens");
+    let op = world.write(session + 100, 512);
+    assert_eq!(world.finish(op), Outcome::Done);
+    assert!(world.has_landed(1, 512));
+}
+
+/// A fault in the first post: its cause, and all is well afterwards.
+fn fails_with(spec: &str, expected: impl Fn(&Cause) -> bool) {
+    let mut world = World::star(2);
+    faults(spec);
+    let op = world.write(1, 0);
+    let cause = world.failure(op);
+    assert!(expected(&cause), "{spec}: {cause:?}");
+    assert_mended(&mut world, 1);
+    let counters = world.plane(0).counters();
+    assert_eq!((counters.rebuilds, counters.resets, counters.failed), (1, 0, 1), "{spec}");
+    assert!(!world.seen(0).iter().any(|event| matches!(event, DataEvent::Reset { .. })), "{spec}");
+}
+
+#[test]
+fn a_dead_queue_pair_is_replaced() {
+    fails_with("qp_error@1", |cause| {
+        matches!(cause, Cause::Backend(_) | Cause::QueuePair | Cause::RemoteAccess)
+    });
+}
+
+#[test]
+fn a_lost_acknowledgement_is_unknown() {
+    fails_with("ack_lost@1", |cause| *cause == Cause::AckTimeout);
+}
+
+#[test]
+fn a_lost_completion_ends_by_deadline() {
+    fails_with("lost@1", |cause| *cause == Cause::AckTimeout);
+}
+
+#[test]
+fn bytes_that_land_late_land_before_quiet_or_never() {
+    fails_with("late@1:300", |_| true);
+}
+
+#[test]
+fn a_full_send_queue_is_no_back_pressure() {
+    fails_with("sq_full@1:60", |cause| *cause == Cause::QueueFull);
+}
+
+#[test]
+fn exceptions_end_the_operation() {
+    fails_with("throw@1", |cause| matches!(cause, Cause::Backend(_)));
+    fails_with("throw_other@1", |cause| matches!(cause, Cause::Backend(_)));
+}
+
+#[test]
+fn other_peers_notice_nothing() {
+    let mut world = World::star(3);
+    faults("slow@1:2000;qp_error@2");
+    let slow = world.write(2, 0);
+    let broken = world.write(1, 0);
+    world.failure(broken);
+    assert_eq!(world.finish(slow), Outcome::Done, "posted anew");
+    assert!(world.has_landed(2, 0));
+    let counters = world.plane(0).counters();
+    assert_eq!((counters.rebuilds, counters.retried, counters.resets), (1, 1, 0));
+    // Its session goes on.
+    let next = world.write(2, 1_024);
+    assert_eq!(world.finish(next), Outcome::Done);
+    assert!(world.has_landed(2, 1_024));
+}
+
+#[test]
+fn peers_inside_are_told_of_a_rebuild() {
+    let mut world = World::star(3);
+    let desc = world.descs[0].clone();
+    world.open(7, 2, 0, &desc).expect("plane 2 comes in");
+    let before = world.plane(0).address();
+    faults("qp_error@1");
+    let op = world.write(1, 0);
+    world.failure(op);
+    let address = world.until(0, "Reset", |event| match event {
+        DataEvent::Reset { address } => Some(address.clone()),
+        _ => None,
+    });
+    assert!(address != before && address == world.plane(0).address(), "a new incarnation");
+    world.until(2, "PeerDown", |event| {
+        (*event == DataEvent::PeerDown { peer: PeerId(0) }).then_some(())
+    });
+    // All ids are free again.
+    world.register(0);
+    let desc = world.register_again(1);
+    world.plane(1).disconnect(PeerId(0));
+    world.connect(0, 1);
+    world.open(1, 0, 1, &desc).expect("a session after the reset");
+    let op = world.write(1, 256);
+    assert_eq!(world.finish(op), Outcome::Done);
+    assert!(world.has_landed(1, 256));
+}
+
+#[test]
+fn a_restarted_peer_is_another_one() {
+    let mut world = World::star(2);
+    world.replace(1, config(Backend::Rdma));
+    world.until(0, "PeerDown", |event| {
+        (*event == DataEvent::PeerDown { peer: PeerId(1) }).then_some(())
+    });
+    let desc = world.register(1);
+    world.plane(0).disconnect(PeerId(1));
+    world.connect(0, 1);
+    world.open(9, 0, 1, &desc).expect("a session with the new one");
+    let op = world.write(9, 64);
+    assert_eq!(world.finish(op), Outcome::Done);
+    assert!(world.has_landed(1, 64));
+}
+
+#[test]
+fn a_peer_that_aborts_is_an_error() {
+    let mut world = World::rdma(1);
+    world.register(0);
+    let setup = Setup {
+        config: config(Backend::Rdma),
+        memory: 1 << 14,
+        faults: Some("pin_remote@1".into()),
+    };
+    let mut far = start(&setup);
+    let desc = world.register_of(&mut far);
+    let (here, there) = (world.plane(0).address(), far.address());
+    far.connect(PeerId(0), &here, 5).expect("a peer connects");
+    world.plane(0).connect(PeerId(1), &there, 5).expect("a peer connects");
+    assert!(world.open(1, 0, 1, &desc).is_err(), "MoRI ends the peer when it is to pin");
+    world.until(0, "PeerDown", |event| {
+        (*event == DataEvent::PeerDown { peer: PeerId(1) }).then_some(())
+    });
+    assert_eq!(world.plane(0).counters().rebuilds, 0, "nothing was under way");
+}
+
+#[test]
+fn what_would_end_the_process_is_an_error() {
+    let _alone = World::rdma(0);
+    let taken = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let port = taken.local_addr().expect("bound").port();
+    let refused = |config: MoriConfig| MoriPlane::with_shim(common::shim(), config).err();
+    let busy = refused(MoriConfig { port, ..config(Backend::Rdma) });
+    assert!(
+        matches!(&busy, Some(MoriError::Preflight(text)) if text.contains(&port.to_string())),
+        "{busy:?}"
+    );
+    let foreign = refused(MoriConfig { host: "192.0.2.1".into(), ..config(Backend::Rdma) });
+    assert!(foreign.is_some_and(|why| why.to_string().contains("192.0.2.1")));
+    let name = refused(MoriConfig { host: "localhost".into(), ..config(Backend::Rdma) });
+    assert!(matches!(name, Some(MoriError::Config(_))));
+    let bare = refused(MoriConfig { devices: true, ..config(Backend::Rdma) });
+    assert!(
+        matches!(&bare, Some(MoriError::Preflight(text)) if text.contains("to do:")),
+        "{bare:?}"
+    );
+}
+
+#[test]
+fn an_operation_of_a_dead_session_is_refused() {
+    let mut world = World::star(2);
+    faults("qp_error@1");
+    let op = world.write(1, 0);
+    world.failure(op);
+    let lists = &[0][..];
+    let (session, op) = (SessionId(1), engine::fabric::OpId(99));
+    let direction = engine::fabric::Direction::Write;
+    let batch =
+        engine::fabric::Submit { op, session, direction, local: lists, remote: lists, len: &[8] };
+    assert_eq!(world.plane(0).submit(batch), Err(Refused::Gone));
+}

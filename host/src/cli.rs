@@ -53,6 +53,7 @@ enum Command {
 pub(crate) enum Fabric {
     Sim,
     Host,
+    Mori,
 }
 
 /// Arguments of `run`.
@@ -77,7 +78,8 @@ pub(crate) struct RunArgs {
     /// Run the protocol in its actors; the second run is without them
     #[arg(long)]
     pub(crate) actors: bool,
-    /// Where: in the simulator, or as processes of this machine that move host memory
+    /// Where: in the simulator, or as processes of this machine that move host memory by themselves
+    /// or by ROCm's MoRI-IO
     #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
     pub(crate) fabric: Fabric,
 }

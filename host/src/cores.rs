@@ -12,7 +12,6 @@ use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::station::CoreConfig;
 use engine::core::transfer::{Transfer, TransferConfig, TransferInput, TransferSettings};
 use engine::fabric::{ControlPlane, DataPlane, Memory};
-use fabric_host::{HostConfig, HostPlane};
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
 use scenarios::run::Run;
@@ -68,26 +67,6 @@ impl RankParts {
 
 /// A transfer actor and its plane.
 pub(crate) type RankActor = Addr<Driver<DataSeat>>;
-
-/// The plane of a TP rank, which listens at `host`; what makes it one of an instance is set here, the
-/// rest is as in `config`.
-///
-/// # Errors
-/// What it cannot have, and why.
-pub(crate) fn host_plane(
-    core: &CoreConfig,
-    rank: u16,
-    host: &str,
-    config: HostConfig,
-) -> Result<HostPlane, String> {
-    let config = HostConfig {
-        key: format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0),
-        host: host.into(),
-        open_door: true,
-        ..config
-    };
-    HostPlane::new(config).map_err(|why| why.to_string())
-}
 
 /// Where the effects of the actors go that are not for their planes.
 pub(crate) struct Outlets {

@@ -1,13 +1,61 @@
 //! What data planes count, in the format of Prometheus.
 
 use crate::sync::lock;
-use fabric_host::{Counters, Meter, Path, PathCount};
+use fabric_host::{Path, PathCount};
+use fabric_mori::Backend;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Arc, Mutex};
+
+/// How bytes get from one process to another, of all planes.
+pub const PATHS: [&str; 5] = [
+    Path::SharedMemory.name(),
+    Path::CrossMemory.name(),
+    Path::Tcp.name(),
+    Backend::Rdma.name(),
+    Backend::Xgmi.name(),
+];
+
+/// What a plane did so far, by path in the order of [`PATHS`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Own operations.
+    pub initiated: [PathCount; PATHS.len()],
+    /// Writes of peers that landed here, where the plane knows of them.
+    pub served: [PathCount; PATHS.len()],
+}
+
+/// Reads what a plane did so far, also after its end.
+#[derive(Clone, Debug)]
+pub(crate) enum Meter {
+    Host(fabric_host::Meter),
+    Mori(fabric_mori::Meter),
+}
+
+impl Meter {
+    pub(crate) fn read(&self) -> Counters {
+        let mut counters = Counters::default();
+        match self {
+            Meter::Host(meter) => {
+                let read = meter.read();
+                counters.initiated[..read.initiated.len()].copy_from_slice(&read.initiated);
+                counters.served[..read.served.len()].copy_from_slice(&read.served);
+            }
+            Meter::Mori(meter) => {
+                let read = meter.read();
+                let (operations, bytes) = (read.operations, read.bytes);
+                let at = PATHS.iter().position(|path| *path == meter.backend().name());
+                counters.initiated[at.expect("it is one of them")] =
+                    PathCount { operations, bytes };
+            }
+        }
+        counters
+    }
+}
 
 /// Where the counters of a data plane are read.
 #[derive(Clone, Debug)]
@@ -63,13 +111,13 @@ impl Planes {
         let name = format!("{}_{name}", self.prefix);
         let mut encoder = encoder.encode_descriptor(&name, about, None, MetricType::Counter)?;
         for (side, initiated) in [("initiated", true), ("served", false)] {
-            for (index, path) in Path::ALL.iter().enumerate() {
+            for (index, path) in PATHS.into_iter().enumerate() {
                 let counts = counters.iter().map(|all| match initiated {
                     true => &all.initiated[index],
                     false => &all.served[index],
                 });
                 let sum = ConstCounter::new(counts.map(value).sum::<u64>());
-                sum.encode(encoder.encode_family(&Way { side, path: path.name() })?)?;
+                sum.encode(encoder.encode_family(&Way { side, path })?)?;
             }
         }
         Ok(())

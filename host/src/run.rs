@@ -7,6 +7,7 @@ use crate::files::{Source, find};
 use crate::fleet::Job;
 use crate::outcome::Outcome;
 use crate::progress::Progress;
+use crate::serve::FabricArg;
 use crate::table;
 use engine::core::Nanos;
 use fabric_sim::world::Recording;
@@ -76,9 +77,14 @@ fn one(
     };
     let scenario = setup.load()?;
     let seed = args.seed.or(scenario.seed()).unwrap_or(SEED);
-    if args.fabric == Fabric::Host {
+    let processes = match args.fabric {
+        Fabric::Sim => None,
+        Fabric::Host => Some(FabricArg::Host),
+        Fabric::Mori => Some(FabricArg::Mori),
+    };
+    if let Some(fabric) = processes {
         let trace = args.workload_trace.as_deref();
-        return Job { source, scenario: &scenario, seed, trace }.run();
+        return Job { source, scenario: &scenario, seed, trace, fabric }.run();
     }
     let again = if args.actors { Again::Always } else { Again::IfCheap };
     let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;

@@ -1,4 +1,4 @@
-//! `kvferry run --fabric host`: scenarios as real processes.
+//! `kvferry run --fabric host` and `--fabric mori`: scenarios as real processes.
 
 use serde_json::Value;
 use std::path::PathBuf;
@@ -15,9 +15,16 @@ fn scenario(text: &str) -> PathBuf {
 }
 
 fn run(path: &std::path::Path) -> (Option<i32>, Value, String) {
+    run_over("host", path)
+}
+
+fn run_over(fabric: &str, path: &std::path::Path) -> (Option<i32>, Value, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["run", "--fabric", "host", "--json"])
+        .args(["run", "--fabric", fabric, "--json"])
         .arg(path)
+        // For those over MoRI: its stand-in.
+        .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
+        .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
         .output()
         .expect("the program starts");
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -33,14 +40,14 @@ decode = [{ name = "d0", blocks = 64 }, { name = "d1", tp = 2, blocks = 64 }]
 
 #[test]
 fn a_workload_goes_through_processes() {
-    for mode in ["push", "pull"] {
+    for (mode, fabric) in [("push", "host"), ("pull", "host"), ("push", "mori"), ("pull", "mori")] {
         let text = format!(
             "about = \"processes\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"{mode}\"\n\
              requests = 12\nprompt_tokens = \"16..200\"\n[expect]\n\
              requests = {{ finished = 12, recomputed = 0 }}\n"
         );
-        let (code, result, errors) = run(&scenario(&text));
-        assert_eq!(code, Some(0), "{result}\n{errors}");
+        let (code, result, errors) = run_over(fabric, &scenario(&text));
+        assert_eq!(code, Some(0), "{fabric} {result}\n{errors}");
         assert_eq!(result["finished"], 12);
         assert!(result["bytes_moved"].as_u64() > Some(0), "{result}");
         let skipped = result["skipped"].to_string();
@@ -50,6 +57,12 @@ fn a_workload_goes_through_processes() {
 
 #[test]
 fn faults_of_processes_are_signals_and_others_are_listed() {
+    for fabric in ["host", "mori"] {
+        faults_of_processes(fabric);
+    }
+}
+
+fn faults_of_processes(fabric: &str) {
     let text = format!(
         "about = \"faults\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"push\"\nrequests = 24\n\
          prompt_tokens = \"16..200\"\narrival = \"5ms\"\n\
@@ -60,8 +73,8 @@ fn faults_of_processes_are_signals_and_others_are_listed() {
          [[fault]]\nkind = \"wire.loss\"\nchance = 0.1\n\
          [expect]\nrequests = {{ finished = 24 }}\n"
     );
-    let (code, result, errors) = run(&scenario(&text));
-    assert_eq!(code, Some(0), "{result}\n{errors}");
+    let (code, result, errors) = run_over(fabric, &scenario(&text));
+    assert_eq!(code, Some(0), "{fabric} {result}\n{errors}");
     let skipped = result["skipped"].to_string();
     assert!(skipped.contains("wire.loss: this fabric cannot inject it"), "{skipped}");
     assert!(!skipped.contains("process."), "{skipped}");

@@ -9,7 +9,7 @@ use engine::core::message::{
 };
 use kvferry::embed::proto::{FromHost, ToHost, Who};
 use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::{HostStart, KvMemory, Settings, TransferPlace};
+use kvferry::embed::settings::{Backend, HostStart, KvMemory, Settings, TransferPlace};
 use kvferry::embed::spec::Engine;
 use kvferry::embed::{Link as Line, answer_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
@@ -289,10 +289,11 @@ impl Link {
 /// are in the workers.
 #[pyfunction]
 pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
-    let Settings { socket, host, kv_memory, transfer, .. } =
-        Settings::read(json).map_err(PyValueError::new_err)?;
-    let (spawn, in_file) = (host == HostStart::Spawn, kv_memory == KvMemory::File);
-    Ok((socket, spawn, in_file, transfer == TransferPlace::Worker))
+    let settings = Settings::read(json).map_err(PyValueError::new_err)?;
+    // MoRI takes memory where it is.
+    let in_file = settings.kv_memory == KvMemory::File && settings.backend() == Backend::Host;
+    let in_worker = settings.transfer() == TransferPlace::Worker;
+    Ok((settings.socket, settings.host == HostStart::Spawn, in_file, in_worker))
 }
 
 /// Runs `kvferry host` until it ends; the exit code.

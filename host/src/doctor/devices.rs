@@ -1,6 +1,7 @@
-//! NICs with RDMA, MoRI and GPUs. This build uses none of them, and says so.
+//! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
 use super::{Check, Roots, line};
+use fabric_mori::{MoriConfig, Places, Shim, preflight};
 use std::env;
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -53,7 +54,7 @@ pub(super) fn rdma(roots: &Roots) -> Check {
         return Check::ok(RDMA, found);
     }
     let texts: Vec<&str> = ports.iter().map(|(_, text)| &**text).collect();
-    let found = format!("{}; this build has no RDMA backend", texts.join("; "));
+    let found = texts.join("; ");
     if !ports.iter().any(|(is_active, _)| *is_active) {
         let remedy = "bring a port up: see its cable and switch, `ip link set DEV up` for Ethernet, a \
             subnet manager for InfiniBand (`rdma link` shows the state)";
@@ -88,12 +89,37 @@ pub(super) fn mori(folders: &[PathBuf]) -> Check {
         Some(path) => format!("{} is there", path.display()),
         None => "no libmori*.so in LD_LIBRARY_PATH, /opt/rocm/lib and the usual folders".into(),
     };
-    Check::ok("mori", format!("{found}; this build has no MoRI backend and would not use it"))
+    Check::ok("mori", format!("{found}; --fabric mori looks closer"))
+}
+
+/// All that MoRI needs, in the order in which a plane over it would miss it.
+pub(super) fn mori_fabric(config: &MoriConfig) -> Vec<Check> {
+    const NAME: &str = "mori-shim";
+    let shim = match Shim::load(&Places::of_process()) {
+        Ok(shim) => {
+            let (path, info) = (shim.path.display(), &shim.info);
+            let (layout, library) = (info.layout, &info.compiled_at);
+            let found = format!("{path}, for {library} ({layout} fields per memory)");
+            Check::ok(NAME, found)
+        }
+        Err(why) => Check::fail(
+            NAME,
+            why.to_string().replace('\n', "; "),
+            "build kvferry where MoRI is installed (docs/mi300x.md)",
+        ),
+    };
+    let findings = preflight::look(config, &preflight::Roots::default()).into_iter();
+    let checks = findings.map(|finding| match finding.remedy {
+        None => Check::ok(finding.check, finding.found),
+        Some(remedy) if finding.fatal => Check::fail(finding.check, finding.found, remedy),
+        Some(remedy) => Check::warn(finding.check, finding.found, remedy),
+    });
+    std::iter::once(shim).chain(checks).collect()
 }
 
 /// Whether GPUs of AMD can be opened.
 pub(super) fn amd_gpu(dev: &Path) -> Check {
-    const NONE: &str = "this build moves host memory only";
+    const NONE: &str = "only MoRI's backends need one";
     let path = dev.join("kfd");
     if !path.exists() {
         return Check::ok(AMD_GPU, format!("no {}, so no AMD GPU; {NONE}", path.display()));
@@ -152,7 +178,7 @@ mod tests {
         let check = mori(&folders);
         assert!(check.found.contains("lib/libmori_io.so is there"), "{check:?}");
         assert!(mori(&folders[..2]).found.starts_with("no libmori*.so"));
-        assert!(check.found.contains("no MoRI backend"));
+        assert!(check.found.contains("--fabric mori"));
     }
 
     #[test]

@@ -11,7 +11,9 @@ pub(crate) use peer::{PeerArgs, command as peer_command};
 
 use crate::embed::config::{Given, HostArgs};
 use crate::exit::{Exit, Stop, UNFIT};
+use crate::serve::FabricArg;
 use clap::{Args, ValueEnum};
+use fabric_mori::{Backend, MoriConfig};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,6 +23,13 @@ use std::path::{Path, PathBuf};
 pub(crate) enum KvMemoryArg {
     File,
     Private,
+}
+
+/// A backend of MoRI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BackendArg {
+    Rdma,
+    Xgmi,
 }
 
 /// Arguments of `doctor`.
@@ -47,6 +56,12 @@ pub(crate) struct DoctorArgs {
     /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory attach
     #[arg(long, value_name = "WHERE", default_value = "file")]
     pub(crate) kv_memory: KvMemoryArg,
+    /// Also check what this fabric needs: mori, for the backends mori-rdma and mori-xgmi
+    #[arg(long, value_name = "FABRIC", default_value = "host")]
+    pub(crate) fabric: FabricArg,
+    /// The backend to be checked for with --fabric mori
+    #[arg(long, value_name = "BACKEND", default_value = "rdma")]
+    pub(crate) backend: BackendArg,
     /// Check this configuration file of `kvferry host`, too
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -161,6 +176,14 @@ fn checks(args: &DoctorArgs, roots: &Roots) -> Vec<Check> {
     checks.push(devices::rdma(roots));
     checks.push(devices::mori(&devices::library_folders()));
     checks.push(devices::amd_gpu(&roots.dev));
+    if args.fabric == FabricArg::Mori {
+        let backend = match args.backend {
+            BackendArg::Rdma => Backend::Rdma,
+            BackendArg::Xgmi => Backend::Xgmi,
+        };
+        let host = args.host_ip.clone();
+        checks.extend(devices::mori_fabric(&MoriConfig { backend, host, ..MoriConfig::default() }));
+    }
     checks
 }
 

@@ -4,11 +4,11 @@ use super::metrics::{Metrics, Scrape};
 use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use super::record::{Record, Trace};
 use super::records::{KEPT, Records};
-use super::settings::Backend;
 use super::spec::{Engine, Worker};
 use super::start::{self, Started};
 use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
 use crate::legs::Own;
+use crate::meters::Counters;
 use crate::scrape;
 use actix::{
     Actor, ActorFutureExt, Addr, AsyncContext, Context, Handler, Message, ResponseActFuture,
@@ -22,7 +22,7 @@ use engine::core::machine::Gauges;
 use engine::core::message::{DecodeHook, Job, PrefillAnswer, PrefillHook};
 use engine::core::prefill::PrefillEffect;
 use engine::core::router::LegBody;
-use fabric_host::{Counters, HostConfig};
+use fabric_host::HostConfig;
 use futures_util::future::{LocalBoxFuture, ready};
 use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
@@ -213,7 +213,7 @@ impl Gateway {
         let Started { cores, own, engine: name, life, lease, tallies, away, memory } = started;
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = Records::new(own.role, own.mode, engine.tp, KEPT);
-        let moved_by = (Backend::Host, engine.settings.transfer, memory);
+        let moved_by = (engine.settings.backend(), engine.settings.transfer(), memory);
         let metrics = Metrics::new(own.role, own.mode, moved_by, tallies);
         let (engine, kept) = (name, (0, 0));
         let ranks = away.iter().map(|plan| plan.rank).collect();

@@ -3,7 +3,7 @@
 use super::gateway::Gateway;
 use super::record::{Ended, Outcome, Record};
 use super::settings::{Backend, TransferPlace};
-use crate::meters::{Planes, Tally};
+use crate::meters::{Counters, PATHS, Planes, Tally};
 use crate::scrape;
 use actix::{Addr, Message};
 use axum::extract::State;
@@ -13,7 +13,6 @@ use axum::routing::get;
 use engine::core::machine::Gauges;
 use engine::core::message::{Mode, Role};
 use engine::core::time::Nanos;
-use fabric_host::{Counters, Path};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -66,7 +65,7 @@ pub(super) struct Metrics {
     /// By rank.
     tallies: Vec<Tally>,
     /// Bytes that the planes had moved when the last transfer ended, by path.
-    moved: [u64; 3],
+    moved: [u64; PATHS.len()],
 }
 
 impl Metrics {
@@ -91,7 +90,7 @@ impl Metrics {
             quarantined: Gauge::default(),
             violations: Counter::default(),
             side: (role, mode),
-            moved: [0; 3],
+            moved: [0; PATHS.len()],
             tallies,
         };
         metrics.register(backend, transfer, memory);
@@ -152,19 +151,19 @@ impl Metrics {
     /// Bytes that the planes moved since the last call, by path. The first of a path are logged, so
     /// that a slow one is seen.
     fn moved(&mut self) -> Vec<(Arc<str>, u64)> {
-        let mut sums = [0; 3];
+        let mut sums = [0; PATHS.len()];
         for all in self.tallies.iter().map(Tally::read) {
             for (index, sum) in sums.iter_mut().enumerate() {
                 *sum += all.initiated[index].bytes + all.served[index].bytes;
             }
         }
         let mut moved = Vec::new();
-        for ((path, sum), before) in Path::ALL.iter().zip(sums).zip(&mut self.moved) {
+        for ((path, sum), before) in PATHS.into_iter().zip(sums).zip(&mut self.moved) {
             if *before == 0 && sum > 0 {
                 tracing::info!(%path, "KV takes this path");
             }
             if sum > *before {
-                moved.push((path.name().into(), sum - *before));
+                moved.push((path.into(), sum - *before));
                 *before = sum;
             }
         }

@@ -5,10 +5,10 @@
 use super::rank::RankPlan;
 use super::record::{Ended, Trace};
 use super::spec::{Engine, Worker};
+use crate::meters::Counters;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::{Incarnation, RequestId, StepId};
 use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
-use fabric_host::Counters;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

@@ -1,11 +1,12 @@
 //! What a transfer actor is started with, in its host or in its worker.
 
 use super::drill::drilled;
-use crate::cores::{RankParts, host_plane};
+use crate::cores::RankParts;
+use crate::meters::Meter;
+use crate::plane::PlaneConfig;
 use engine::core::layout::LayerLayout;
 use engine::core::station::CoreConfig;
 use engine::fabric::Memory;
-use fabric_host::{HostConfig, Meter};
 use serde::{Deserialize, Serialize};
 
 /// A rank that is to be served.
@@ -18,7 +19,7 @@ pub struct RankPlan {
     /// Address that its data plane listens at.
     pub host: String,
     /// Settings of its data plane.
-    pub fabric: HostConfig,
+    pub plane: PlaneConfig,
     /// Its KV, as the process reaches it that the actor is in.
     pub memory: Vec<Memory>,
     /// Where its layers lie in that.
@@ -31,9 +32,8 @@ impl RankPlan {
     /// # Errors
     /// What the plane cannot have, and why.
     pub(super) fn parts(self) -> Result<(RankParts, Meter), String> {
-        let plane = host_plane(&self.core, self.rank, &self.host, self.fabric)?;
-        let meter = plane.meter();
-        let plane = drilled(Box::new(plane))?;
+        let (plane, meter) = self.plane.start(&self.core, self.rank, &self.host)?;
+        let plane = drilled(plane)?;
         let kv = (self.memory, self.layers);
         Ok((RankParts::new(&self.core, self.rank, plane, kv, None), meter))
     }

@@ -1,7 +1,10 @@
 //! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
 
+use crate::plane::PlaneConfig;
 use engine::core::moriio::MoriioSettings;
 use engine::core::time::Nanos;
+use fabric_host::HostConfig;
+use fabric_mori::MoriConfig;
 use scenarios::nearest;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -70,15 +73,17 @@ pub struct Settings {
     pub num_workers: u16,
     /// Queue pairs per transfer; for RDMA only.
     pub qp_per_transfer: Option<i32>,
-    /// Work requests per post; for RDMA only.
+    /// Work requests per post, -1 for MoRI's choice; for RDMA only.
     pub post_batch_size: Option<i32>,
+    /// What else MoRI can be told.
+    pub mori: MoriConfig,
     /// `defer_timeout` and `recv_abort_timeout`, towards MoRIIO peers. `transfer_timeout` is taken
     /// and not needed: an operation fails when its peer does.
     pub moriio: MoriioSettings,
     /// Where the KV cache lies.
     pub kv_memory: KvMemory,
-    /// Where the transfer actors are.
-    pub transfer: TransferPlace,
+    /// Where the transfer actors are; by default where the backend can be.
+    pub transfer: Option<TransferPlace>,
     /// Where the host comes from.
     pub host: HostStart,
     /// Path of the host's socket; empty for one that is named by the engine's id.
@@ -99,9 +104,10 @@ impl Default for Settings {
             num_workers: 1,
             qp_per_transfer: None,
             post_batch_size: None,
+            mori: MoriConfig::default(),
             moriio: MoriioSettings::default(),
             kv_memory: KvMemory::File,
-            transfer: TransferPlace::Sidecar,
+            transfer: None,
             host: HostStart::Spawn,
             socket: String::new(),
         }
@@ -109,7 +115,7 @@ impl Default for Settings {
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 18] = [
+const KEYS: [&str; 19] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -121,6 +127,7 @@ const KEYS: [&str; 18] = [
     "num_workers",
     "qp_per_transfer",
     "post_batch_size",
+    "mori",
     "transfer_timeout",
     "defer_timeout",
     "recv_abort_timeout",
@@ -240,6 +247,10 @@ impl Settings {
             "num_workers" => self.num_workers = number(value, "number of threads")?,
             "qp_per_transfer" => self.qp_per_transfer = Some(number(value, "number")?),
             "post_batch_size" => self.post_batch_size = Some(number(value, "number")?),
+            "mori" => {
+                self.mori =
+                    MoriConfig::deserialize(value).map_err(|why| format!("{value}: {why}"))?;
+            }
             "transfer_timeout" => _ = seconds(value)?,
             "defer_timeout" => self.moriio.hold = seconds(value)?,
             "recv_abort_timeout" => self.moriio.write = seconds(value)?,
@@ -249,7 +260,7 @@ impl Settings {
             }
             "transfer" => {
                 let known = PLACES.map(|place| (place.name(), place));
-                self.transfer = one_of(value, &known)?;
+                self.transfer = Some(one_of(value, &known)?);
             }
             "host" => {
                 let known = [("spawn", HostStart::Spawn), ("connect", HostStart::Connect)];
@@ -271,10 +282,13 @@ impl Settings {
     fn check(&self) -> Result<(), String> {
         let wrong = match self {
             Settings {
-                backend: Some(backend @ (Backend::MoriRdma | Backend::MoriXgmi)), ..
-            } => {
-                format!("backend {backend} is not in this build: leave it out, or give \"host\"")
-            }
+                backend: Some(backend @ (Backend::MoriRdma | Backend::MoriXgmi)),
+                transfer: Some(TransferPlace::Sidecar),
+                ..
+            } => format!(
+                "backend {backend} has its transfer actors in the workers, whose memory MoRI takes: \
+                 leave `transfer` out, or give \"worker\""
+            ),
             Settings { num_workers: 0 | 257.., .. } => "num_workers is not from 1 to 256".into(),
             Settings { proxy_ip, proxy_ping_port, .. }
                 if proxy_ip.is_empty() != (*proxy_ping_port == 0) =>
@@ -290,8 +304,52 @@ impl Settings {
         Err(format!("kv_connector_extra_config: {wrong}"))
     }
 
+    /// What moves the bytes.
+    pub fn backend(&self) -> Backend {
+        self.backend.unwrap_or(Backend::Host)
+    }
+
+    /// Where the transfer actors are.
+    pub fn transfer(&self) -> TransferPlace {
+        self.transfer.unwrap_or(match self.backend() {
+            Backend::Host => TransferPlace::Sidecar,
+            // What one process imported from another cannot be passed on to a peer.
+            Backend::MoriRdma | Backend::MoriXgmi => TransferPlace::Worker,
+        })
+    }
+
+    /// The data plane of a rank; `fabric` has what a host was told of host memory.
+    ///
+    /// # Errors
+    /// A setting of MoRI that cannot be.
+    pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
+        let backend = match self.backend() {
+            Backend::Host => {
+                let workers = self.num_workers.into();
+                return Ok(PlaneConfig::Host(HostConfig { workers, ..fabric.clone() }));
+            }
+            Backend::MoriRdma => fabric_mori::Backend::Rdma,
+            Backend::MoriXgmi => fabric_mori::Backend::Xgmi,
+        };
+        let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok());
+        let config = MoriConfig {
+            backend,
+            qp_per_transfer: positive(self.qp_per_transfer).unwrap_or(self.mori.qp_per_transfer),
+            post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
+            num_workers: self.num_workers.into(),
+            host: self.host_ip.clone(),
+            ..self.mori.clone()
+        };
+        let wrong = |why| format!("kv_connector_extra_config: mori: {why}");
+        config.check().map_err(wrong)?;
+        Ok(PlaneConfig::Mori(config))
+    }
+
     /// Keys that were given and have no meaning for host memory.
     pub fn idle(&self) -> Vec<&'static str> {
+        if self.backend() != Backend::Host {
+            return Vec::new();
+        }
         let keys =
             [("qp_per_transfer", self.qp_per_transfer), ("post_batch_size", self.post_batch_size)];
         keys.iter().filter(|(_, value)| value.is_some()).map(|(key, _)| *key).collect()
@@ -338,6 +396,27 @@ mod tests {
     }
 
     #[test]
+    fn mori_is_told_what_it_is_given() {
+        let given = r#"{"backend": "xgmi", "host_ip": "10.0.0.1", "qp_per_transfer": 4,
+            "post_batch_size": -1, "num_workers": 2, "mori": {"chunking": true, "qp_per_transfer": 9}}"#;
+        let settings = Settings::read(given).expect("all of it is known");
+        assert_eq!(settings.transfer(), TransferPlace::Worker);
+        assert!(settings.idle().is_empty());
+        let plane = settings.plane(&HostConfig::default()).expect("it can be");
+        let expected = MoriConfig {
+            backend: fabric_mori::Backend::Xgmi,
+            host: "10.0.0.1".into(),
+            qp_per_transfer: 4,
+            num_workers: 2,
+            chunking: true,
+            ..MoriConfig::default()
+        };
+        assert_eq!(plane, PlaneConfig::Mori(expected));
+        let bad = Settings { host_ip: "a.b".into(), ..settings };
+        assert!(bad.plane(&HostConfig::default()).expect_err("a name").contains("IPv4"));
+    }
+
+    #[test]
     fn mistakes_are_named_with_what_to_do() {
         for (given, said) in [
             (
@@ -349,7 +428,11 @@ mod tests {
             (r#"{"read_mode": "perhaps"}"#, "read_mode: \"perhaps\" is neither true nor false"),
             (r#"{"defer_timeout": 0}"#, "defer_timeout: 0 is not from 0.001 to 86400 seconds"),
             (r#"{"backend": "tcp"}"#, "backend: \"tcp\" is none of host, mori-rdma"),
-            (r#"{"backend": "rdma"}"#, "backend mori-rdma is not in this build"),
+            (
+                r#"{"backend": "rdma", "transfer": "sidecar"}"#,
+                "backend mori-rdma has its transfer actors in the workers",
+            ),
+            (r#"{"mori": {"chunkin": true}}"#, "unknown field `chunkin`"),
             (r#"{"transfer": "host"}"#, "transfer: \"host\" is none of sidecar, worker"),
             (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),
             (r#"{"proxy_ip": "::1"}"#, "give both or none"),

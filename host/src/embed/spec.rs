@@ -88,7 +88,7 @@ impl Engine {
 
     /// True if the transfer actors are in the workers.
     pub fn is_away(&self) -> bool {
-        self.settings.transfer == TransferPlace::Worker
+        self.settings.transfer() == TransferPlace::Worker
     }
 
     /// Names of all layers in the order in which peers number them: by the numbers in them, then by

@@ -58,7 +58,7 @@ pub(super) fn start(
         rank_plan(engine, &config, worker, fabric)
     });
     let plans = ranks.collect::<Result<Vec<_>, String>>()?;
-    let (ranks, tallies, away) = match settings.transfer {
+    let (ranks, tallies, away) = match settings.transfer() {
         TransferPlace::Sidecar => {
             let parts = plans.into_iter().map(RankPlan::parts);
             let parts = parts.collect::<Result<Vec<_>, String>>()?;
@@ -70,7 +70,7 @@ pub(super) fn start(
             (Vec::new(), told.collect(), plans)
         }
     };
-    let memory = memories(workers);
+    let memory = memories(settings.backend(), workers);
     let own = Own {
         role: engine.role,
         mode: engine.mode(),
@@ -85,8 +85,8 @@ pub(super) fn start(
         notify = &*ears.notify.0,
         ranks = engine.tp,
         groups = engine.groups.len(),
-        backend = %Backend::Host,
-        transfer = %settings.transfer,
+        backend = %settings.backend(),
+        transfer = %settings.transfer(),
         memory,
         "serving an engine"
     );
@@ -148,22 +148,25 @@ fn rank_plan(
     fabric: &HostConfig,
 ) -> Result<RankPlan, String> {
     let settings = &engine.settings;
-    let memory = worker.regions.iter().map(|region| match settings.transfer {
+    let memory = worker.regions.iter().map(|region| match settings.transfer() {
         TransferPlace::Sidecar => memory(worker, region),
-        TransferPlace::Worker => Ok(own_memory(region)),
+        TransferPlace::Worker => Ok(own_memory(settings.backend(), region)),
     });
     Ok(RankPlan {
         core: core.clone(),
         rank: worker.rank,
         host: settings.host_ip.clone(),
-        fabric: HostConfig { workers: settings.num_workers.into(), ..fabric.clone() },
+        plane: settings.plane(fabric)?,
         memory: memory.collect::<Result<Vec<_>, String>>()?,
         layers: engine.layers(worker)?,
     })
 }
 
 /// How the workers' memory is reached by other processes.
-fn memories(workers: &BTreeMap<u16, Worker>) -> &'static str {
+fn memories(backend: Backend, workers: &BTreeMap<u16, Worker>) -> &'static str {
+    if backend != Backend::Host {
+        return "registered with MoRI";
+    }
     let mut regions = workers.values().flat_map(|worker| &worker.regions);
     match regions.all(|region| region.file.is_some()) {
         true => "memory files",
@@ -172,10 +175,10 @@ fn memories(workers: &BTreeMap<u16, Worker>) -> &'static str {
 }
 
 /// A worker's memory, as the worker reaches it.
-fn own_memory(&Region { base, len, file }: &Region) -> Memory {
-    match file {
-        Some(fd) => Memory::MemFd { fd, len },
-        None => Memory::Own { base, len },
+fn own_memory(backend: Backend, &Region { base, len, file }: &Region) -> Memory {
+    match (backend, file) {
+        (Backend::Host, Some(fd)) => Memory::MemFd { fd, len },
+        _ => Memory::Own { base, len },
     }
 }
 

@@ -5,13 +5,13 @@ use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
 use super::rank::RankPlan;
 use super::socket::{Frames, WAITING_MAX, decode, encode, framed, send};
 use crate::cores::RankActor;
+use crate::meters::{Counters, Meter};
 use crate::sync::lock;
 use actix::{Actor, Context, Handler, System};
 use engine::actors::{Clock, Give, RankReport};
 use engine::core::Nanos;
 use engine::core::ids::{Incarnation, StepId};
 use engine::core::transfer::TransferInput;
-use fabric_host::{Counters, Meter};
 use futures_util::{SinkExt, StreamExt};
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -227,6 +227,7 @@ impl Handler<RankReport> for Reporter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plane::PlaneConfig;
     use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
     use engine::core::message::{Mode, Report, Role};
     use engine::core::station::CoreConfig;
@@ -276,7 +277,7 @@ mod tests {
             core,
             rank: 0,
             host: "127.0.0.1".into(),
-            fabric: HostConfig { port, ..HostConfig::default() },
+            plane: PlaneConfig::Host(HostConfig { port, ..HostConfig::default() }),
             memory: vec![Memory::Own { base: memory.as_ptr() as u64, len: LEN as u64 }],
             layers: vec![layer],
         }

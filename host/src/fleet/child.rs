@@ -123,6 +123,7 @@ impl Fleet {
         let mut instances = Vec::with_capacity(run.instances.len());
         for instance in &run.instances {
             let mut args = text(&["serve", "--proxy", &proxy, "--seed", &seed]);
+            args.extend(text(&["--fabric", files.fabric.name()]));
             args.extend(text(&["--instance", &instance.name, "--scenario"]));
             args.push(files.scenario.clone().into());
             if let Some(trace) = &files.trace {

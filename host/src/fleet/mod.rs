@@ -1,4 +1,4 @@
-//! `run --fabric host`: a scenario on real processes of this machine.
+//! `run --fabric host` and `run --fabric mori`: a scenario on real processes of this machine.
 //!
 //! The topology is started as `kvferry router` and `kvferry serve` processes on loopback, and the
 //! workload goes through the router over HTTP (`client`). Faults of processes are real signals
@@ -13,6 +13,7 @@ mod faults;
 use crate::exit::{Exit, Stop};
 use crate::files::Source;
 use crate::outcome::Outcome;
+use crate::serve::FabricArg;
 use check::Checks;
 use child::Fleet;
 use client::{Client, Ended};
@@ -38,6 +39,8 @@ pub(crate) struct Job<'a> {
     pub(crate) scenario: &'a Scenario,
     pub(crate) seed: u64,
     pub(crate) trace: Option<&'a Path>,
+    /// By what instances move bytes.
+    pub(crate) fabric: FabricArg,
 }
 
 impl Job<'_> {
@@ -51,11 +54,17 @@ impl Job<'_> {
             return Err(Stop::Input(format!("{text}; name a scenario file")));
         };
         let run = Arc::new(self.scenario.draw(self.seed)?);
-        let repeat = format!("kvferry run {} --seed {} --fabric host", path.display(), self.seed);
+        let repeat = format!(
+            "kvferry run {} --seed {} --fabric {}",
+            path.display(),
+            self.seed,
+            self.fabric.name()
+        );
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut outcome = Outcome::empty(&run, repeat);
         let started = Instant::now();
-        let files = Files { scenario: path.clone(), trace: self.trace.map(Path::to_path_buf) };
+        let (trace, fabric) = (self.trace.map(Path::to_path_buf), self.fabric);
+        let files = Files { scenario: path.clone(), trace, fabric };
         runtime.block_on(play(&run, &files, self.seed, &mut outcome))?;
         outcome.wall_seconds = started.elapsed().as_secs_f64();
         outcome.judge(run.expect.exit);
@@ -67,6 +76,7 @@ impl Job<'_> {
 struct Files {
     scenario: PathBuf,
     trace: Option<PathBuf>,
+    fabric: FabricArg,
 }
 
 async fn play(run: &Arc<Run>, files: &Files, seed: u64, outcome: &mut Outcome) -> Result<(), Stop> {

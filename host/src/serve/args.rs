@@ -27,7 +27,20 @@ pub(crate) enum ModeArg {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FabricArg {
+    /// Memory of this host, TCP between hosts
     Host,
+    /// RDMA by ROCm's MoRI-IO
+    Mori,
+}
+
+impl FabricArg {
+    /// As the option has it.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            FabricArg::Host => "host",
+            FabricArg::Mori => "mori",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

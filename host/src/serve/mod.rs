@@ -12,13 +12,14 @@ mod memory;
 mod metrics;
 mod openai;
 
-pub(crate) use args::ServeArgs;
+pub(crate) use args::{FabricArg, ServeArgs};
 
-use crate::cores::{Cores, Outlets, RankParts, host_plane};
+use crate::cores::{Cores, Outlets, RankParts};
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs;
-use crate::meters::Tally;
+use crate::meters::{Meter, Tally};
+use crate::plane::PlaneConfig;
 use crate::signals::Ends;
 use crate::wiring::{Ears, born};
 use actix::{Actor, Addr, AsyncContext, System};
@@ -32,7 +33,8 @@ use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::station::{CoreConfig, CoreSettings};
 use engine::fabric::{ControlPlane, Endpoint, bracketed};
-use fabric_host::{HostConfig, Meter};
+use fabric_host::HostConfig;
+use fabric_mori::MoriConfig;
 use instance::{Drain, Instance, Parts};
 use memory::Backing;
 use metrics::Metrics;
@@ -158,11 +160,19 @@ struct Rank {
 }
 
 fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Result<Rank, Stop> {
-    let backing = Backing::new(plan, args.private_memory).map_err(Stop::Input)?;
-    let config = HostConfig { slower: args.private_memory, ..HostConfig::default() };
-    let plane = host_plane(core, rank, &args.host, config).map_err(Stop::Input)?;
-    let (meter, kv) = (plane.meter(), (vec![backing.memory()], backing.layers().to_vec()));
-    let parts = RankParts::new(core, rank, Box::new(plane), kv, plan.run.as_deref());
+    let config = match args.fabric {
+        FabricArg::Host => {
+            let slower = args.private_memory;
+            PlaneConfig::Host(HostConfig { slower, ..HostConfig::default() })
+        }
+        FabricArg::Mori => PlaneConfig::Mori(MoriConfig::default()),
+    };
+    // MoRI takes memory of its own process only.
+    let private = args.private_memory || args.fabric == FabricArg::Mori;
+    let backing = Backing::new(plan, private).map_err(Stop::Input)?;
+    let (plane, meter) = config.start(core, rank, &args.host).map_err(Stop::Input)?;
+    let kv = (vec![backing.memory()], backing.layers().to_vec());
+    let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
     Ok(Rank { parts, meter, backing })
 }
 

@@ -129,7 +129,11 @@ pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine 
         latent: false,
         packed: true,
         groups: vec![LayerGroup { window: None, block_tokens: 32, layers }],
-        settings: Settings { read_mode: mode == Mode::Pull, transfer, ..Settings::default() },
+        settings: Settings {
+            read_mode: mode == Mode::Pull,
+            transfer: Some(transfer),
+            ..Settings::default()
+        },
     }
 }
 
@@ -175,7 +179,7 @@ impl Rig {
     }
 
     pub(crate) fn of(host: &Host, engine: Engine) -> Rig {
-        let (transfer, groups) = (engine.settings.transfer, engine.groups.len());
+        let (transfer, groups) = (engine.settings.transfer(), engine.groups.len());
         let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let rows = engine.groups[0].block_tokens.into();
         let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, rows))));

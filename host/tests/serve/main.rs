@@ -132,6 +132,15 @@ fn pull_over_the_native_dialect() {
 }
 
 #[test]
+fn over_mori() {
+    for mode in ["push", "pull"] {
+        for native in [false, true] {
+            serves(mode, native, &["--fabric", "mori"], "mori-rdma");
+        }
+    }
+}
+
+#[test]
 fn push_between_private_memories() {
     serves("push", false, &["--private-memory"], "cross-memory");
 }

@@ -22,6 +22,9 @@ impl Process {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg("serve")
             .args(args)
+            // For those over MoRI: its stand-in.
+            .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
+            .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
             .args(["--log-level", "error"])
             .stdout(Stdio::piped())
             .spawn()

@@ -1,0 +1,61 @@
+//! The data planes that there are, by what is configured.
+
+use crate::meters::Meter;
+use engine::core::station::CoreConfig;
+use engine::fabric::DataPlane;
+use fabric_host::{HostConfig, HostPlane};
+use fabric_mori::{Backend, MoriConfig, MoriPlane};
+use serde::{Deserialize, Serialize};
+
+/// Set where MoRI is not looked for GPU and network card before it is called: for a stand-in.
+const WITHOUT_DEVICES: &str = "KVFERRY_MORI_WITHOUT_DEVICES";
+
+/// What moves the bytes, and how.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PlaneConfig {
+    /// Host memory.
+    Host(HostConfig),
+    /// MoRI.
+    Mori(MoriConfig),
+}
+
+impl PlaneConfig {
+    /// `host`, `mori-rdma` or `mori-xgmi`, as configurations and metrics have it.
+    pub fn backend(&self) -> &'static str {
+        match self {
+            PlaneConfig::Host(_) => "host",
+            PlaneConfig::Mori(MoriConfig { backend: Backend::Rdma, .. }) => "mori-rdma",
+            PlaneConfig::Mori(MoriConfig { backend: Backend::Xgmi, .. }) => "mori-xgmi",
+        }
+    }
+
+    /// The plane of a TP rank, which listens at `host`, and what tells what it did. What makes it one
+    /// of an instance is set here, the rest is as configured.
+    ///
+    /// # Errors
+    /// What it cannot have, and why.
+    pub(crate) fn start(
+        self,
+        core: &CoreConfig,
+        rank: u16,
+        host: &str,
+    ) -> Result<(Box<dyn DataPlane>, Meter), String> {
+        let key = format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0);
+        match self {
+            PlaneConfig::Host(config) => {
+                let config = HostConfig { key, host: host.into(), open_door: true, ..config };
+                let plane = HostPlane::new(config).map_err(|why| why.to_string())?;
+                let meter = Meter::Host(plane.meter());
+                Ok((Box::new(plane), meter))
+            }
+            PlaneConfig::Mori(config) => {
+                let devices = config.devices && std::env::var_os(WITHOUT_DEVICES).is_none();
+                let (host, open_door) = (host.into(), true);
+                let config = MoriConfig { key, host, devices, open_door, ..config };
+                let plane = MoriPlane::new(config).map_err(|why| why.to_string())?;
+                let meter = Meter::Mori(plane.meter());
+                Ok((Box::new(plane), meter))
+            }
+        }
+    }
+}

@@ -3,6 +3,7 @@
 mod common;
 
 use common::remote::{Bytes, Setup, serve_if_child, start};
+use engine::conformance::Served;
 use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
 use engine::core::time::Nanos;
 use engine::fabric::{
@@ -285,7 +286,7 @@ fn another_life_at_the_same_port_is_refused() {
 #[test]
 fn a_plane_registers_memory_of_another_process() {
     let setup = Setup { config: door(), memory: LEN, file: false };
-    let owner = start(&setup);
+    let mut owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
     for (path, file) in [(Path::SharedMemory, true), (Path::CrossMemory, false), (Path::Tcp, false)]

@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::Pair;
 use common::remote::serve_if_child;
+use common::{apart, by_threads, here};
 use engine::conformance::data_plane;
 use fabric_host::Path;
 
@@ -15,40 +15,40 @@ fn child() {
 
 #[test]
 fn shared_memory_conforms() {
-    data_plane(&mut || Box::new(Pair::here(Path::SharedMemory)));
+    data_plane(&mut || Box::new(here(Path::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_conforms() {
-    data_plane(&mut || Box::new(Pair::here(Path::CrossMemory)));
+    data_plane(&mut || Box::new(here(Path::CrossMemory)));
 }
 
 #[test]
 fn tcp_conforms() {
-    data_plane(&mut || Box::new(Pair::here(Path::Tcp)));
+    data_plane(&mut || Box::new(here(Path::Tcp)));
 }
 
 #[test]
 fn shared_memory_between_processes_conforms() {
-    data_plane(&mut || Box::new(Pair::apart(Path::SharedMemory)));
+    data_plane(&mut || Box::new(apart(Path::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_between_processes_conforms() {
-    data_plane(&mut || Box::new(Pair::apart(Path::CrossMemory)));
+    data_plane(&mut || Box::new(apart(Path::CrossMemory)));
 }
 
 #[test]
 fn tcp_between_processes_conforms() {
-    data_plane(&mut || Box::new(Pair::apart(Path::Tcp)));
+    data_plane(&mut || Box::new(apart(Path::Tcp)));
 }
 
 #[test]
 fn shared_memory_that_threads_read_conforms() {
-    data_plane(&mut || Box::new(Pair::by_threads(Path::SharedMemory)));
+    data_plane(&mut || Box::new(by_threads(Path::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_that_threads_read_conforms() {
-    data_plane(&mut || Box::new(Pair::by_threads(Path::CrossMemory)));
+    data_plane(&mut || Box::new(by_threads(Path::CrossMemory)));
 }

@@ -4,7 +4,7 @@ mod common;
 
 use common::config;
 use common::remote::{Bytes, Setup, go_on, serve_if_child, start, stop};
-use engine::conformance::Remote;
+use engine::conformance::{Remote, Served};
 use engine::core::time::Nanos;
 use engine::fabric::{
     Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,

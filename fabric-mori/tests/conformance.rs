@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Pair, serve_if_child};
+use common::{apart, here, serve_if_child};
 use engine::conformance::data_plane;
 use fabric_mori::Backend;
 
@@ -14,20 +14,20 @@ fn child() {
 
 #[test]
 fn rdma_conforms() {
-    data_plane(&mut || Box::new(Pair::here(Backend::Rdma)));
+    data_plane(&mut || Box::new(here(Backend::Rdma)));
 }
 
 #[test]
 fn xgmi_conforms() {
-    data_plane(&mut || Box::new(Pair::here(Backend::Xgmi)));
+    data_plane(&mut || Box::new(here(Backend::Xgmi)));
 }
 
 #[test]
 fn rdma_between_processes_conforms() {
-    data_plane(&mut || Box::new(Pair::apart(Backend::Rdma)));
+    data_plane(&mut || Box::new(apart(Backend::Rdma)));
 }
 
 #[test]
 fn xgmi_between_processes_conforms() {
-    data_plane(&mut || Box::new(Pair::apart(Backend::Xgmi)));
+    data_plane(&mut || Box::new(apart(Backend::Xgmi)));
 }

@@ -8,10 +8,12 @@
 mod control;
 mod data;
 mod data_ends;
+mod pair;
 mod remote;
 mod rig;
 
 pub use control::{CONTROL_CHECKS, ControlCheck, ControlFixture};
+pub use pair::{Pair, Second};
 pub use remote::{Remote, Served, serve_if_child};
 pub use rig::DataFixture;
 

@@ -197,29 +197,29 @@ impl Remote {
         self.child.kill().expect("it can be killed");
         self.child.wait().expect("it ends");
     }
+}
 
-    /// See [`Served::memory`].
-    ///
-    /// # Panics
-    /// If the child is not there, as the two below.
-    #[must_use]
-    pub fn memory(&self) -> Memory {
+/// All of it panics if the child is not there.
+impl Served for Remote {
+    fn plane(&mut self) -> &mut dyn DataPlane {
+        self
+    }
+
+    fn memory(&mut self) -> Memory {
         match self.ask(&Call::Memory) {
             Some(Answer::Memory(memory)) => memory,
             other => panic!("no memory: {other:?}"),
         }
     }
 
-    /// See [`Served::peek`].
-    pub fn peek(&self, offset: u64, into: &mut [u8]) {
+    fn peek(&mut self, offset: u64, into: &mut [u8]) {
         match self.ask(&Call::Peek(offset, into.len() as u64)) {
             Some(Answer::Bytes(bytes)) => into.copy_from_slice(&bytes),
             other => panic!("no bytes: {other:?}"),
         }
     }
 
-    /// See [`Served::poke`].
-    pub fn poke(&self, offset: u64, bytes: &[u8]) {
+    fn poke(&mut self, offset: u64, bytes: &[u8]) {
         self.take(&Call::Poke(offset, bytes.to_vec())).expect("bytes are taken");
     }
 }

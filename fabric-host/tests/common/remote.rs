@@ -13,12 +13,20 @@ pub(crate) struct Setup {
     pub(crate) file: bool,
 }
 
-struct Child {
+/// A plane of this process and its memory.
+pub(crate) struct Local {
     plane: HostPlane,
     bytes: Bytes,
 }
 
-impl Served for Child {
+impl Local {
+    pub(crate) fn new(setup: Setup) -> Local {
+        let plane = HostPlane::new(setup.config).expect("a plane at loopback");
+        Local { plane, bytes: Bytes::new(setup.memory, setup.file) }
+    }
+}
+
+impl Served for Local {
     fn plane(&mut self) -> &mut dyn DataPlane {
         &mut self.plane
     }
@@ -38,11 +46,7 @@ impl Served for Child {
 
 /// The body of the test `child`.
 pub(crate) fn serve_if_child() {
-    engine::conformance::serve_if_child(|setup: Setup| {
-        let plane = HostPlane::new(setup.config).expect("a plane");
-        let bytes = Bytes::new(setup.memory, setup.file);
-        Box::new(Child { plane, bytes })
-    });
+    engine::conformance::serve_if_child(|setup: Setup| Box::new(Local::new(setup)));
 }
 
 /// Starts a process with a plane.

@@ -3,20 +3,15 @@
 
 pub(crate) mod world;
 
-use engine::conformance::{DataFixture, Remote, Served};
-use engine::core::time::Nanos;
+use engine::conformance::{Pair, Remote, Second, Served};
 use engine::fabric::{Caps, DataPlane, FenceScope, Memory, Placement};
 use fabric_mori::{Backend, MoriConfig, MoriPlane, Shim};
 use mori_sys::Places;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 /// Bytes that the suite wants of each plane.
 pub(crate) const MEMORY: u64 = 1 << 14;
-
-/// How long a round waits for news, every fourth time; else it only lets others run.
-const ROUND: Duration = Duration::from_micros(20);
 
 /// The shim of one of the stand-in's two layouts, or of the MoRI that is installed. A process can have
 /// one only; `./test` runs all with either layout.
@@ -116,94 +111,20 @@ pub(crate) fn start(setup: &Setup) -> Remote {
     Remote::start(setup, caps)
 }
 
-enum Second {
-    Here(Box<Local>),
-    There(Remote),
+fn setup(backend: Backend) -> Setup {
+    Setup { config: config(backend), memory: MEMORY, faults: None }
 }
 
-/// Plane 0 is of this process, plane 1 of this or of another one.
-pub(crate) struct Pair {
-    first: Local,
-    second: Second,
-    start: Instant,
-    rounds: u64,
+fn local(backend: Backend) -> Box<Local> {
+    Box::new(Local::new(&setup(backend)))
 }
 
-impl Pair {
-    /// Both in this process.
-    pub(crate) fn here(backend: Backend) -> Pair {
-        let setup = Setup { config: config(backend), memory: MEMORY, faults: None };
-        Pair::with(&setup, Second::Here(Box::new(Local::new(&setup))))
-    }
-
-    /// The second in a process of its own.
-    pub(crate) fn apart(backend: Backend) -> Pair {
-        let setup = Setup { config: config(backend), memory: MEMORY, faults: None };
-        Pair::with(&setup, Second::There(start(&setup)))
-    }
-
-    fn with(setup: &Setup, second: Second) -> Pair {
-        Pair { first: Local::new(setup), second, start: Instant::now(), rounds: 0 }
-    }
+/// Both in this process.
+pub(crate) fn here(backend: Backend) -> Pair {
+    Pair::new(local(backend), Second::Here(local(backend)))
 }
 
-impl DataFixture for Pair {
-    fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
-        match (index, &mut self.second) {
-            (0, _) => &mut self.first.plane,
-            (_, Second::Here(local)) => &mut local.plane,
-            (_, Second::There(remote)) => remote,
-        }
-    }
-
-    fn memory(&mut self, index: usize) -> Memory {
-        match (index, &mut self.second) {
-            (0, _) => self.first.memory(),
-            (_, Second::Here(local)) => local.memory(),
-            (_, Second::There(remote)) => remote.memory(),
-        }
-    }
-
-    fn peek(&mut self, index: usize, offset: u64, into: &mut [u8]) {
-        match (index, &mut self.second) {
-            (0, _) => self.first.peek(offset, into),
-            (_, Second::Here(local)) => local.peek(offset, into),
-            (_, Second::There(remote)) => remote.peek(offset, into),
-        }
-    }
-
-    fn poke(&mut self, index: usize, offset: u64, from: &[u8]) {
-        match (index, &mut self.second) {
-            (0, _) => self.first.poke(offset, from),
-            (_, Second::Here(local)) => local.poke(offset, from),
-            (_, Second::There(remote)) => remote.poke(offset, from),
-        }
-    }
-
-    fn advance(&mut self) {
-        self.rounds += 1;
-        if self.rounds.is_multiple_of(4) {
-            std::thread::park_timeout(ROUND);
-        } else {
-            std::thread::yield_now();
-        }
-    }
-
-    fn now(&mut self) -> Nanos {
-        Nanos(self.start.elapsed().as_nanos() as u64)
-    }
-
-    fn runs_by_itself(&self) -> bool {
-        true
-    }
-
-    fn kill(&mut self) -> bool {
-        match &mut self.second {
-            Second::Here(_) => false,
-            Second::There(remote) => {
-                remote.kill();
-                true
-            }
-        }
-    }
+/// The second in a process of its own.
+pub(crate) fn apart(backend: Backend) -> Pair {
+    Pair::new(local(backend), Second::There(start(&setup(backend))))
 }

@@ -1,10 +1,13 @@
-"""One reference server for all tests, one pair of servers per mode; and the drills that have to come
-before any other request of a pair, because fault files count operations from the start."""
+"""One reference server for all tests, one pair of servers per mode, each made while the tests of the
+one before run; and the drills that have to come before any other request of a pair, because fault files
+count operations from the start."""
 
 import os
 import random
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from ports import free_ports
 from server import BATCHED_TOKENS, Server
 
 MODES = ["WRITE", "READ"]
+# What makes the servers of each group of tests, and for what, in the order of the groups.
+GROUPS = pytest.StashKey[list]()
 
 # The first request (one operation per layer) is answered without a copy. A queue that is full
 # while the second is posted and a failure in the third only READ survives: in WRITE the connector
@@ -89,8 +94,63 @@ class Drills:
     failed: str | None = None
 
 
+@dataclass
+class Place:
+    """What servers are made with."""
+
+    model: Path
+    logs: Path
+    reference: Reference
+    folder: Callable[[str], Path]
+
+
+class Ahead:
+    """Servers take longer to start than most tests of them, and the tests mostly wait: so the next pair
+    starts while the tests of one run."""
+
+    def __init__(self, groups: list, place: Place):
+        self._groups = groups
+        self._place = place
+        self._pool = ThreadPoolExecutor(1)
+        self._made: dict[tuple, Future] = {}
+
+    @contextmanager
+    def servers(self, make: Callable, param):
+        """What `make(param, place)` yields; `make` is the module's `servers`."""
+        group = make, param
+        self._start(group)
+        stack, pair = self._made.pop(group).result()
+        with stack:
+            after = self._groups.index(group) + 1
+            for following in self._groups[after : after + 1]:
+                self._start(following)
+            yield pair
+
+    def _start(self, group: tuple) -> None:
+        if group not in self._made:
+            self._made[group] = self._pool.submit(self._make, *group)
+
+    def _make(self, make: Callable, param) -> tuple[ExitStack, Pair]:
+        stack = ExitStack()
+        return stack, stack.enter_context(make(param, self._place))
+
+    def close(self) -> None:
+        for made in self._made.values():
+            made.result()[0].close()
+
+
+def servers_of(item) -> tuple | None:
+    """What makes the servers of a test, and for what."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "pair" in params:
+        return servers, params["pair"]
+    make = getattr(item.module, "servers", None)
+    own = [params[name] for name in ("own", "mixed") if name in params]
+    return (make, own[0]) if make and own else None
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Servers after servers, and last for each what ends them."""
     groups = {}
 
@@ -102,6 +162,8 @@ def pytest_collection_modifyitems(items):
         return at, bool(item.get_closest_marker("last"))
 
     items.sort(key=place)
+    groups = dict.fromkeys(servers_of(item) for item in items)
+    config.stash[GROUPS] = [group for group in groups if group is not None]
 
 
 @pytest.fixture(scope="session")
@@ -124,16 +186,30 @@ def reference(model, logs):
     server.stop()
 
 
-@pytest.fixture(scope="session", params=MODES)
-def pair(request, model, logs, reference, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="session")
+def ahead(request, model, logs, reference, tmp_path_factory):
+    place = Place(model, logs, reference, tmp_path_factory.mktemp)
+    ahead = Ahead(request.config.stash[GROUPS], place)
+    yield ahead
+    ahead.close()
+
+
+@contextmanager
+def servers(mode: str, place: Place):
+    """vLLM's own connector on both sides."""
+    folder = place.folder(mode)
     faults = folder / "faults.toml"
-    faults.write_text(FAULTS + (READ_FAULTS if request.param == "READ" else ""))
+    faults.write_text(FAULTS + (READ_FAULTS if mode == "READ" else ""))
     audit = folder / "audit.jsonl"
     env = {"KVFERRY_FAULTS": str(faults), "KVFERRY_AUDIT": str(audit)}
-    mode, connectors = request.param, dict.fromkeys(ROLES, MORIIO)
-    with served(mode.lower(), reference, mode, model, logs, connectors, env) as made:
+    with served(mode.lower(), place, mode, dict.fromkeys(ROLES, MORIIO), env) as made:
         made.audit, made.drills = audit, drill(made)
+        yield made
+
+
+@pytest.fixture(scope="session", params=MODES)
+def pair(request, ahead):
+    with ahead.servers(servers, request.param) as made:
         yield made
 
 

@@ -139,14 +139,14 @@ class Pair:
 
 
 @contextmanager
-def served(name: str, reference, mode: str, model: Path, logs: Path, *more, **named):
+def served(name: str, place, mode: str, *more, **named):
     """A pair, made as it is by `Pair`, behind a router of its own."""
-    router = Router(logs / f"router-{name}.log")
+    router = Router(place.logs / f"router-{name}.log")
     pair = None
     try:
-        pair = Pair(mode, model, logs, router.discovery, *more, **named)
+        pair = Pair(mode, place.model, place.logs, router.discovery, *more, **named)
         pair.router = router
-        reference.server.ready()
+        place.reference.server.ready()
         pair.ready()
         router.wait_for(f"a {mode} pair")
         yield pair

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import model as tiny
 import native
@@ -25,14 +26,20 @@ HOST_GROWTH_KIB = 8 << 10
 PAIRS = wide([(mode, place) for place in PLACES for mode in MODES], 2)
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
-def own(request, model, logs, reference):
+@contextmanager
+def servers(param: tuple[str, str], place):
     """With vLLM's default, asynchronous scheduling; `test_connector_mixed` has each side without."""
-    mode, place = request.param
-    connectors = dict.fromkeys(ROLES, kvferry_at(place))
-    name, env = f"own-{mode.lower()}-{place}", {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
-    with served(name, reference, mode, model, logs, connectors, env, asynchronous=True) as pair:
-        pair.in_host = place == "sidecar"
+    mode, actors = param
+    connectors = dict.fromkeys(ROLES, kvferry_at(actors))
+    name, env = f"own-{mode.lower()}-{actors}", {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
+    with served(name, place, mode, connectors, env, asynchronous=True) as pair:
+        pair.in_host = actors == "sidecar"
+        yield pair
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+def own(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
         yield pair
 
 

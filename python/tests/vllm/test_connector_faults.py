@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import native
 import pytest
@@ -48,15 +49,14 @@ times = 1000
 """
 
 
-@pytest.fixture(scope="module", params=wide(PAIRS, 2), ids=lambda pair: "-".join(pair[:3]))
-def own(request, model, logs, reference, tmp_path_factory):
-    mode, policy, place, asynchronous = request.param
-    connectors = dict.fromkeys(ROLES, kvferry_at(place, kv_load_failure_policy=policy))
-    faults = tmp_path_factory.mktemp(mode) / "faults.toml"
+@contextmanager
+def servers(param: tuple[str, str, str, bool], place):
+    mode, policy, actors, asynchronous = param
+    connectors = dict.fromkeys(ROLES, kvferry_at(actors, kv_load_failure_policy=policy))
+    faults = place.folder(mode) / "faults.toml"
     faults.write_text(FAULTS)
     env = {"KVFERRY_FAULTS": str(faults)}
-    name = f"faults-{mode.lower()}"
-    with served(name, reference, mode, model, logs, connectors, env, asynchronous) as pair:
+    with served(f"faults-{mode.lower()}", place, mode, connectors, env, asynchronous) as pair:
         pair.policy = policy
         # They meet the faults: a copy that is suppressed, and a transfer that fails.
         pair.drills = [outcome(pair, drill_prompt(pair, what)) for what in ("suppressed", "failed")]
@@ -64,6 +64,12 @@ def own(request, model, logs, reference, tmp_path_factory):
         for server in (pair.prefill, pair.decode):
             replace_host(server)
         pair.router.wait_for("the pair again")
+        yield pair
+
+
+@pytest.fixture(scope="module", params=wide(PAIRS, 2), ids=lambda pair: "-".join(pair[:3]))
+def own(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
         yield pair
 
 

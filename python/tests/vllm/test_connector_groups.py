@@ -3,7 +3,7 @@ window."""
 
 import model as tiny
 import pytest
-from conftest import MODES, Reference, at_once, prompt
+from conftest import MODES, Place, Reference, at_once, prompt
 from pair import ROLES, kvferry_at, request, served, tokens
 from ports import free_ports
 from server import Server
@@ -31,8 +31,8 @@ def single(windowed, logs):
 @pytest.fixture(scope="module", params=MODES)
 def own(request, windowed, logs, single):
     connectors = dict.fromkeys(ROLES, kvferry_at("sidecar"))
-    name = f"groups-{request.param.lower()}"
-    with served(name, single, request.param, windowed, logs, connectors, asynchronous=True) as pair:
+    name, place = f"groups-{request.param.lower()}", Place(windowed, logs, single, None)
+    with served(name, place, request.param, connectors, asynchronous=True) as pair:
         yield pair
 
 

@@ -1,5 +1,7 @@
 """KvferryConnector on one side and vLLM's own MoRIIOConnector on the other, behind `kvferry router`."""
 
+from contextlib import contextmanager
+
 import pytest
 from conftest import prompt, wide
 from pair import KVFERRY, MORIIO, ROLES, request, served, tokens
@@ -9,12 +11,17 @@ from test_pd import LENGTHS
 KINDS = [("prefill", "WRITE"), ("decode", "READ"), ("prefill", "READ"), ("decode", "WRITE")]
 
 
-@pytest.fixture(scope="module", params=wide(KINDS, 2), ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
-def mixed(request, model, logs, reference):
-    role, mode = request.param
+@contextmanager
+def servers(param: tuple[str, str], place):
+    role, mode = param
     connectors = {other: KVFERRY if other == role else MORIIO for other in ROLES}
-    name = f"mixed-{role}-{mode.lower()}"
-    with served(name, reference, mode, model, logs, connectors) as pair:
+    with served(f"mixed-{role}-{mode.lower()}", place, mode, connectors) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module", params=wide(KINDS, 2), ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
+def mixed(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
         yield pair
 
 

@@ -1,22 +1,29 @@
 """KvferryConnector with `backend` `rdma`, in the workers, over the stand-in for MoRI."""
 
 import os
+from contextlib import contextmanager
 
 import pytest
-from conftest import MODES, at_once, prompt
+from conftest import MODES, at_once, prompt, wide
 from pair import ROLES, kvferry_at, request, served, tokens
 
 # Around a block's end, and longer than what is computed in a step.
 LENGTHS = [1, 32, 33, 257, 2500]
 
 
-@pytest.fixture(scope="module", params=MODES)
-def own(request, model, logs, reference):
+@contextmanager
+def servers(mode: str, place):
     connector = kvferry_at("worker")
     connector["kv_connector_extra_config"] |= {"backend": "rdma", "qp_per_transfer": 2}
     env = {"KVFERRY_MORI_WITHOUT_DEVICES": "1", "KVFERRY_MORI_SHIM": os.environ["KVFERRY_MORI_SHIM"]}
-    mode, connectors = request.param, dict.fromkeys(ROLES, connector)
-    with served(f"mori-{mode.lower()}", reference, mode, model, logs, connectors, env) as pair:
+    connectors = dict.fromkeys(ROLES, connector)
+    with served(f"mori-{mode.lower()}", place, mode, connectors, env) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module", params=wide(MODES))
+def own(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
         yield pair
 
 

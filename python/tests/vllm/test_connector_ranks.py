@@ -1,6 +1,7 @@
 """KvferryConnector between engines of several ranks: TP on either side, and DP."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from conftest import at_once, prompt
@@ -20,12 +21,18 @@ PAIRS = {
 }
 
 
+@contextmanager
+def servers(param: str, place):
+    mode, actors, flags = PAIRS[param]
+    connectors = dict.fromkeys(ROLES, kvferry_at(actors))
+    with served(param, place, mode, connectors, flags=flags) as pair:
+        pair.name = param
+        yield pair
+
+
 @pytest.fixture(scope="module", params=PAIRS)
-def own(request, model, logs, reference):
-    mode, place, flags = PAIRS[request.param]
-    connectors = dict.fromkeys(ROLES, kvferry_at(place))
-    with served(request.param, reference, mode, model, logs, connectors, flags=flags) as pair:
-        pair.name = request.param
+def own(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
         yield pair
 
 

@@ -4,6 +4,7 @@ llm-d and vLLM's toy proxy send them."""
 import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from client import Refused
@@ -30,13 +31,14 @@ class Front:
         return json.loads(text)
 
 
-@pytest.fixture(scope="module", params=wide(MODES))
-def own(request, model, logs, reference):
-    mode, router, pair = request.param, VllmRouter(logs / f"vllm-router-{request.param}.log"), None
+@contextmanager
+def servers(mode: str, place):
+    router, pair = VllmRouter(place.logs / f"vllm-router-{mode}.log"), None
+    connectors = dict.fromkeys(ROLES, KVFERRY)
     try:
-        pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, KVFERRY), asynchronous=True)
+        pair = Pair(mode, place.model, place.logs, router.discovery, connectors, asynchronous=True)
         pair.router = Front(router)
-        reference.server.ready()
+        place.reference.server.ready()
         pair.ready()
         router.wait_for_pair({"prompt": [1], "max_tokens": 1})
         yield pair
@@ -44,6 +46,12 @@ def own(request, model, logs, reference):
         if pair is not None:
             pair.stop()
         router.stop()
+
+
+@pytest.fixture(scope="module", params=wide(MODES))
+def own(request, ahead):
+    with ahead.servers(servers, request.param) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -6,6 +6,11 @@ use common::{apart, here, serve_if_child};
 use engine::conformance::data_plane;
 use fabric_mori::Backend;
 
+#[test]
+fn again_over_the_older_layout() {
+    common::again_over_the_older_layout();
+}
+
 /// The other process: this test, executed again by the others.
 #[test]
 fn child() {

@@ -8,6 +8,11 @@ use engine::fabric::{Cause, DataEvent, DataPlane, Outcome, PeerId, Refused, Sess
 use fabric_mori::{Backend, MoriConfig, MoriError, MoriPlane};
 use std::net::TcpListener;
 
+#[test]
+fn again_over_the_older_layout() {
+    common::again_over_the_older_layout();
+}
+
 /// The other process: this test, executed again.
 #[test]
 fn child() {

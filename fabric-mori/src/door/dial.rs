@@ -3,6 +3,8 @@
 use super::{Ask, Grant, Hello, Word, receive, send, watch};
 use crate::address::{Door, Identity, Location, Name};
 use engine::fabric::{PeerId, RegionId, SessionId};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -138,6 +140,16 @@ impl Line {
     /// True if nothing can be asked any more.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.lock().0, State::Over)
+    }
+
+    /// True if the peer's end is closed, whether or not the thread of the line has seen it.
+    pub(crate) fn is_closed(&self) -> bool {
+        let State::Up(socket) = &self.lock().0 else { return true };
+        let look = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match recv(socket, &mut [0_u8; 1][..], look) {
+            Ok((_, waiting)) => waiting == 0,
+            Err(why) => why != Errno::AGAIN,
+        }
     }
 
     /// Says that nothing is under way to or from a region.

@@ -1,6 +1,7 @@
 //! What the threads tell, and what the clock does.
 
 use super::{MoriPlane, Phase, Session};
+use crate::Backend;
 use crate::address::Claim;
 use crate::desk::{Order, Remote};
 use crate::door::{Answer, Said};
@@ -86,6 +87,11 @@ impl MoriPlane {
         let Some(operation) = self.operations.get(&op) else { return };
         let (session, bytes) = (operation.session, operation.bytes);
         match end {
+            End::Done if self.is_into_the_void(session) => {
+                self.fail(op, &Cause::PeerGone);
+                self.landed(op);
+                self.settle(session);
+            }
             End::Done => {
                 self.common.counts.operations.add(1);
                 self.common.counts.bytes.add(bytes);
@@ -99,6 +105,16 @@ impl MoriPlane {
                 self.suspect(session);
             }
         }
+    }
+
+    /// True if the peer is gone, whose memory stays mapped by xGMI: what is written there nobody sees.
+    fn is_into_the_void(&self, session: SessionId) -> bool {
+        let line = || {
+            let session = self.sessions.get(&session)?;
+            session.line?;
+            self.peers.get(&session.peer)?.line.as_ref()
+        };
+        self.common.config.backend == Backend::Xgmi && line().is_some_and(|line| line.is_closed())
     }
 
     /// Tells the owner of an operation's end, once.

@@ -40,7 +40,10 @@ impl fmt::Display for Fault {
 }
 
 /// Calls a function with room for its text.
-fn call(name: &'static str, function: impl FnOnce(*mut Text) -> i32) -> Result<(), Fault> {
+pub(crate) fn call(
+    name: &'static str,
+    function: impl FnOnce(*mut Text) -> i32,
+) -> Result<(), Fault> {
     let mut buffer = [0_u8; 512];
     let mut text = Text { data: buffer.as_mut_ptr().cast::<c_char>(), room: buffer.len() };
     match function(&raw mut text) {

@@ -4,7 +4,7 @@ use crate::meters::Meter;
 use engine::core::station::CoreConfig;
 use engine::fabric::DataPlane;
 use fabric_host::{HostConfig, HostPlane};
-use fabric_mori::{Backend, MoriConfig, MoriPlane};
+use fabric_mori::{Backend, DeviceEvents, MoriConfig, MoriPlane};
 use serde::{Deserialize, Serialize};
 
 /// Set where MoRI is not looked for GPU and network card before it is called: for a stand-in.
@@ -19,6 +19,15 @@ pub enum PlaneConfig {
     Mori(MoriConfig),
 }
 
+/// A data plane that was started.
+pub(crate) struct Plane {
+    pub(crate) plane: Box<dyn DataPlane>,
+    /// What tells what it did.
+    pub(crate) meter: Meter,
+    /// What tells when kernels are done, if it moves memory of a GPU.
+    pub(crate) events: Option<DeviceEvents>,
+}
+
 impl PlaneConfig {
     /// `host`, `mori-rdma` or `mori-xgmi`, as configurations and metrics have it.
     pub fn backend(&self) -> &'static str {
@@ -29,32 +38,42 @@ impl PlaneConfig {
         }
     }
 
-    /// The plane of a TP rank, which listens at `host`, and what tells what it did. What makes it one
-    /// of an instance is set here, the rest is as configured.
+    /// The plane of a TP rank, which listens at `host`. What makes it one of an instance is set here,
+    /// the rest is as configured.
     ///
     /// # Errors
     /// What it cannot have, and why.
-    pub(crate) fn start(
-        self,
-        core: &CoreConfig,
-        rank: u16,
-        host: &str,
-    ) -> Result<(Box<dyn DataPlane>, Meter), String> {
+    pub(crate) fn start(self, core: &CoreConfig, rank: u16, host: &str) -> Result<Plane, String> {
         let key = format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0);
+        self.start_as(key, host, true)
+    }
+
+    /// The plane with a name, which listens at `host`. An open door lets in peers that it was never
+    /// connected to.
+    ///
+    /// # Errors
+    /// What it cannot have, and why.
+    pub(crate) fn start_as(
+        self,
+        key: String,
+        host: &str,
+        open_door: bool,
+    ) -> Result<Plane, String> {
         match self {
             PlaneConfig::Host(config) => {
-                let config = HostConfig { key, host: host.into(), open_door: true, ..config };
+                let config = HostConfig { key, host: host.into(), open_door, ..config };
                 let plane = HostPlane::new(config).map_err(|why| why.to_string())?;
                 let meter = Meter::Host(plane.meter());
-                Ok((Box::new(plane), meter))
+                Ok(Plane { plane: Box::new(plane), meter, events: None })
             }
             PlaneConfig::Mori(config) => {
                 let devices = config.devices && std::env::var_os(WITHOUT_DEVICES).is_none();
-                let (host, open_door) = (host.into(), true);
+                let host = host.into();
                 let config = MoriConfig { key, host, devices, open_door, ..config };
                 let plane = MoriPlane::new(config).map_err(|why| why.to_string())?;
                 let meter = Meter::Mori(plane.meter());
-                Ok((Box::new(plane), meter))
+                let events = Some(plane.device_events());
+                Ok(Plane { plane: Box::new(plane), meter, events })
             }
         }
     }

@@ -16,9 +16,17 @@ impl Transfers {
         Ok(Transfers(kvferry::embed::Transfers::start(path, rank)?))
     }
 
-    /// The first `layers` layers of a step are computed.
-    fn layers(&self, step: u64, layers: u16) {
-        self.0.layers(StepId(step), layers);
+    /// The first `layers` layers of a step are computed, or will be when the event of a GPU is done: a
+    /// `hipEvent_t`, which has to stay until it is seen.
+    #[pyo3(signature = (step, layers, event=None))]
+    fn layers(&self, step: u64, layers: u16, event: Option<u64>) {
+        self.0.layers(StepId(step), layers, event);
+    }
+
+    /// How many events nobody looks at any more, in the order in which they were given.
+    #[getter]
+    fn seen(&self) -> u64 {
+        self.0.seen()
     }
 
     /// The host of this life has ended: returns when nothing lands here any more that it began.

@@ -1,11 +1,13 @@
-// Events that tests make and fire, behind HIP's own name for the question.
+// Behind HIP's own names: events that tests make and fire, and memory, which is the host's.
+#include <cstdlib>
 #include <mutex>
 #include <set>
 
 namespace dbl {
 namespace {
 
-constexpr int kSuccess = 0, kInvalidHandle = 400, kNotReady = 600;
+constexpr int kSuccess = 0, kOutOfMemory = 2, kInvalidDevice = 101;
+constexpr int kInvalidHandle = 400, kNotReady = 600;
 
 struct Event {
   bool fired = false;
@@ -30,6 +32,18 @@ extern "C" int hipEventQuery(void* event) {
   auto it = all.live.find(static_cast<dbl::Event*>(event));
   if (it == all.live.end()) return dbl::kInvalidHandle;
   return (*it)->fired ? dbl::kSuccess : dbl::kNotReady;
+}
+
+extern "C" int hipSetDevice(int device) { return device >= 0 ? dbl::kSuccess : dbl::kInvalidDevice; }
+
+extern "C" int hipMalloc(void** base, size_t len) {
+  *base = std::malloc(len);
+  return *base == nullptr ? dbl::kOutOfMemory : dbl::kSuccess;
+}
+
+extern "C" int hipFree(void* base) {
+  std::free(base);
+  return dbl::kSuccess;
 }
 
 extern "C" void* mori_double_event_new() {

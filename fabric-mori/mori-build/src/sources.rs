@@ -18,9 +18,9 @@ const ALL: &str = "all.cpp";
 
 const SOURCES: &[(&str, &str)] = sources![
     "all.cpp",
+    "device.cpp",
     "engine.cpp",
     "engine.hpp",
-    "event.cpp",
     "header.hpp",
     "hip-stand-in/hip/hip_runtime_api.h",
     "identity.cpp",

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of this file. */
-#define KF_MORI_ABI 1
+#define KF_MORI_ABI 2
 
 enum kf_kind {
   KF_OK = 0,
@@ -91,7 +91,8 @@ int32_t kf_mori_info(kf_info *out) KF_NOEXCEPT;
 int32_t kf_mori_check(kf_text *error) KF_NOEXCEPT;
 
 /* An engine without backends and its pool of statuses. From the first one on, a process that ends
- * while an engine is up prints one line with the last call into MoRI. */
+ * while an engine is up prints one line with the last call into MoRI. It handles SIGABRT for that,
+ * and hands it on. */
 int32_t kf_engine_new(const char *key, const char *host, uint16_t port, kf_engine **out,
                       kf_text *error) KF_NOEXCEPT;
 /* Removes the backends, then the engine, then the statuses. Sessions and memories have to be freed
@@ -139,6 +140,12 @@ int32_t kf_post(kf_session *session, uint32_t direction, size_t count, const uin
                 const uint64_t *remote, const uint64_t *len, uint64_t status,
                 kf_text *error) KF_NOEXCEPT;
 
+/* Where that line is written to beside stderr; -1 for nowhere. */
+int32_t kf_last_words(int32_t fd) KF_NOEXCEPT;
+
+/* hipMalloc and hipFree: memory of a GPU, for who has none of its own. */
+int32_t kf_device_alloc(int32_t device, uint64_t len, uint64_t *base, kf_text *error) KF_NOEXCEPT;
+int32_t kf_device_free(uint64_t base, kf_text *error) KF_NOEXCEPT;
 /* hipEventQuery: whether everything before the event is done. Callable from any thread. */
 int32_t kf_event_done(uint64_t event, uint32_t *done, kf_text *error) KF_NOEXCEPT;
 

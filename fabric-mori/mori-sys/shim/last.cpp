@@ -1,7 +1,11 @@
 #include "last.hpp"
 
+#include "header.hpp"
+
+#include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -16,7 +20,20 @@ namespace {
 
 std::atomic<int> engines_up{0};
 std::atomic<bool> said{false};
+std::atomic<int> words{-1};
 std::terminate_handler before = nullptr;
+struct sigaction abort_before = {};
+
+/// Past the C library's buffers: they may be locked by the thread that ends the process.
+void put(int fd, const char *line, size_t len) noexcept {
+  while (len > 0) {
+    const ssize_t written = write(fd, line, len);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return;
+    line += written;
+    len -= static_cast<size_t>(written);
+  }
+}
 
 void say(const char *how, const char *why) noexcept {
   const int engines = engines_up.load();
@@ -33,11 +50,22 @@ void say(const char *how, const char *why) noexcept {
     len = sizeof line - 1;
     line[len - 1] = '\n';
   }
-  // Past the C library's buffers: they may be locked by the thread that ends the process.
-  if (write(STDERR_FILENO, line, static_cast<size_t>(len)) < 0) return;
+  put(STDERR_FILENO, line, static_cast<size_t>(len));
+  if (const int fd = words.load(); fd >= 0) put(fd, line, static_cast<size_t>(len));
 }
 
-void at_exit() { say("the process exits", ""); }
+void at_exit(int status, void *) {
+  char how[64];
+  std::snprintf(how, sizeof how, "the process exits with status %d", status & 0xff);
+  say(how, "");
+}
+
+/// MoRI aborts where it cannot pin memory; exceptions that nobody catches got here by `at_terminate`.
+void at_abort(int signal) {
+  say("the process aborts", "");
+  sigaction(signal, &abort_before, nullptr);
+  raise(signal);
+}
 
 void at_terminate() {
   char why[256] = "";
@@ -58,7 +86,10 @@ void watch_the_end() {
   static std::once_flag once;
   std::call_once(once, [] {
     before = std::set_terminate(at_terminate);
-    std::atexit(at_exit);
+    on_exit(at_exit, nullptr);
+    struct sigaction handler = {};
+    handler.sa_handler = at_abort;
+    sigaction(SIGABRT, &handler, &abort_before);
   });
 }
 
@@ -67,3 +98,8 @@ void engine_is_up() noexcept { engines_up.fetch_add(1); }
 void engine_is_down() noexcept { engines_up.fetch_sub(1); }
 
 }  // namespace kf
+
+int32_t kf_last_words(int32_t fd) noexcept {
+  kf::words.store(fd);
+  return KF_OK;
+}

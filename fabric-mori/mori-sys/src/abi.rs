@@ -7,7 +7,7 @@ use std::ffi::c_char;
 use std::marker::{PhantomData, PhantomPinned};
 
 /// The version of the interface.
-pub const MORI_ABI: u32 = 1;
+pub const MORI_ABI: u32 = 2;
 
 macro_rules! constants {
     ($(#[$doc:meta])* $group:ident: $type:ty { $($(#[$note:meta])* $name:ident = $value:expr,)* }) => {
@@ -264,6 +264,12 @@ functions! {
         session: *mut Session, direction: u32, count: usize, local: *const u64, remote: *const u64,
         len: *const u64, status: u64, error: *mut Text,
     );
+    /// Where the last line of a process that MoRI ends goes to, beside stderr.
+    fn kf_last_words(fd: i32);
+    /// Memory of a GPU.
+    fn kf_device_alloc(device: i32, len: u64, base: *mut u64, error: *mut Text);
+    /// Frees it.
+    fn kf_device_free(base: u64, error: *mut Text);
     /// Whether all before a HIP event is done.
     fn kf_event_done(event: u64, done: *mut u32, error: *mut Text);
 }

@@ -1,7 +1,7 @@
 //! Shims that are not there, are none, or are for another MoRI.
 
 use mori_build::Found;
-use mori_sys::{Functions, Kind, Places, Shim, Text, Unavailable};
+use mori_sys::{Functions, Kind, MORI_ABI, Places, Shim, Text, Unavailable};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -113,7 +113,8 @@ fn pair(dir: &Path, build_id: &str, (abi, layout): (u32, u32)) -> PathBuf {
 }
 
 /// Those that the stub has itself.
-const REAL: [&str; 3] = ["kf_mori_info", "kf_mori_check", "kf_event_done"];
+const REAL: [&str; 5] =
+    ["kf_mori_info", "kf_mori_check", "kf_device_alloc", "kf_device_free", "kf_event_done"];
 
 /// Each in a process of its own: a process has one library of a name.
 fn in_own_process(test: &str, run: impl FnOnce()) {
@@ -130,7 +131,7 @@ fn in_own_process(test: &str, run: impl FnOnce()) {
 #[test]
 fn a_shim_with_its_library_is_loaded() {
     in_own_process("a_shim_with_its_library_is_loaded", || {
-        let shim = pair(&folder("good"), "0x00c0ffee", (1, 9));
+        let shim = pair(&folder("good"), "0x00c0ffee", (MORI_ABI, 9));
         let places = Places { asked: Some(shim.clone()), ..Places::default() };
         let loaded = Shim::load(&places).expect("a shim");
         assert_eq!(loaded.path, shim);
@@ -150,7 +151,7 @@ fn a_shim_with_its_library_is_loaded() {
 #[test]
 fn a_library_without_build_id_is_known_by_its_hash() {
     in_own_process("a_library_without_build_id_is_known_by_its_hash", || {
-        let shim = pair(&folder("hash"), "none", (1, 15));
+        let shim = pair(&folder("hash"), "none", (MORI_ABI, 15));
         let places = Places { asked: Some(shim), ..Places::default() };
         let loaded = Shim::load(&places).expect("a shim");
         assert!(loaded.info.compiled_for.starts_with("sha256:"));
@@ -161,7 +162,7 @@ fn a_library_without_build_id_is_known_by_its_hash() {
 fn a_shim_of_another_library_is_refused() {
     in_own_process("a_shim_of_another_library_is_refused", || {
         let dir = folder("skewed");
-        let shim = pair(&dir, "0x00c0ffee", (1, 9));
+        let shim = pair(&dir, "0x00c0ffee", (MORI_ABI, 9));
         mori(&dir, "0xdeadbeef");
         let why = refusal(&shim).tried.remove(0).why;
         let library = dir.join("libmori_io.so");
@@ -174,7 +175,7 @@ fn a_shim_of_another_library_is_refused() {
 fn a_library_that_is_gone_is_named() {
     in_own_process("a_library_that_is_gone_is_named", || {
         let dir = folder("gone");
-        let shim = pair(&dir, "0x00c0ffee", (1, 9));
+        let shim = pair(&dir, "0x00c0ffee", (MORI_ABI, 9));
         fs::remove_file(dir.join("libmori_io.so")).expect("it goes");
         let why = refusal(&shim).tried.remove(0).why;
         assert!(why.contains("libmori_io.so: cannot open shared object file"), "{why}");
@@ -184,9 +185,10 @@ fn a_library_that_is_gone_is_named() {
 #[test]
 fn other_interfaces_and_layouts_are_refused() {
     in_own_process("other_interfaces_and_layouts_are_refused", || {
-        let why = refusal(&pair(&folder("interface"), "0x01", (2, 9))).tried.remove(0).why;
-        assert_eq!(why, "it has interface 2 and not 1");
-        let why = refusal(&pair(&folder("layout"), "0x02", (1, 14))).tried.remove(0).why;
+        let why =
+            refusal(&pair(&folder("interface"), "0x01", (MORI_ABI + 1, 9))).tried.remove(0).why;
+        assert_eq!(why, format!("it has interface {} and not {MORI_ABI}", MORI_ABI + 1));
+        let why = refusal(&pair(&folder("layout"), "0x02", (MORI_ABI, 14))).tried.remove(0).why;
         assert_eq!(why, "its MoRI packs 14 fields, and not [9, 15]");
     });
 }

@@ -1,5 +1,5 @@
-// A shim without MoRI: its check and the event query are real, of the rest only the names are there.
-#include "event.cpp"
+// A shim without MoRI: its check and what is asked of HIP are real, of the rest only the names are there.
+#include "device.cpp"
 #include "identity.cpp"
 
 extern "C" void method_of_mori() __asm__("_ZN4mori2io8IOEngine7WaitAllEv");

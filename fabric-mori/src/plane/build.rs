@@ -11,6 +11,7 @@ use crate::mori::Shim;
 use crate::news::Board;
 use crate::preflight::{self, Finding, Roots};
 use crate::watch::Watch;
+use crate::words;
 use engine::fabric::Address;
 use mori_sys::Places;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -82,6 +83,7 @@ impl MoriPlane {
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         check_machine(host, &config)?;
+        words::arrange(&shim);
         let board = Arc::new(Board::default());
         let gate = Arc::new(Gate::new(random()?, &config, board.clone()));
         let dead = Duration::from_millis(config.dead_ms.into());

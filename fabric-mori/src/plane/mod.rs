@@ -13,7 +13,7 @@ use crate::counters::Counters;
 use crate::desk::{Common, Order};
 use crate::door::{Answer, Line, Listener};
 use crate::news::News;
-use crate::{Backend, MoriConfig};
+use crate::{Backend, DeviceEvents, MoriConfig};
 use engine::fabric::{DataEvent, OpId, PeerId, RegionId, SessionId, Ticket};
 use mend::Mending;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -149,6 +149,11 @@ impl MoriPlane {
     /// The same for who has no access to the plane itself, such as an exporter of metrics.
     pub fn meter(&self) -> Meter {
         Meter(self.common.clone())
+    }
+
+    /// What tells when kernels are done, for memory of a GPU: nothing here waits for them.
+    pub fn device_events(&self) -> DeviceEvents {
+        DeviceEvents::of(&self.common.shim)
     }
 
     fn tell(&self, order: Order) {

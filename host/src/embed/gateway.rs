@@ -6,6 +6,7 @@ use super::record::{Record, Trace};
 use super::records::{KEPT, Records};
 use super::spec::{Engine, Worker};
 use super::start::{self, Started};
+use super::words::Words;
 use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
 use crate::legs::Own;
 use crate::meters::Counters;
@@ -103,6 +104,8 @@ pub(super) struct Gateway {
     clients: BTreeMap<u64, Client>,
     engine: Option<Box<Engine>>,
     workers: BTreeMap<u16, Worker>,
+    /// Where those with a transfer actor say why their process ends.
+    words: BTreeMap<u16, Words>,
     serving: Option<Serving>,
     /// Connections that are no part of the engine.
     observers: BTreeSet<u64>,
@@ -126,6 +129,7 @@ impl Gateway {
             clients: BTreeMap::new(),
             engine: None,
             workers: BTreeMap::new(),
+            words: BTreeMap::new(),
             serving: None,
             observers: BTreeSet::new(),
             is_refused: false,
@@ -166,7 +170,7 @@ impl Gateway {
             }
             Who::Scheduler(_) => Part::Scheduler,
             Who::Worker(worker) => Part::Worker(worker.rank),
-            Who::Transfer { rank } => Part::Transfer(*rank),
+            Who::Transfer { rank, .. } => Part::Transfer(*rank),
         };
         if self.clients.values().any(|known| known.part == part) || self.serving.is_some() {
             return Err(format!(
@@ -177,7 +181,12 @@ impl Gateway {
         match hello.who {
             Who::Scheduler(engine) => self.engine = Some(engine),
             Who::Worker(worker) => _ = self.workers.insert(worker.rank, *worker),
-            Who::Transfer { .. } | Who::Observer => {}
+            Who::Transfer { rank, words } => {
+                let pid = self.workers.get(&rank).map(|worker| worker.pid);
+                let words = pid.zip(words).and_then(|(pid, words)| Words::of(pid, words));
+                self.words.extend(words.map(|words| (rank, words)));
+            }
+            Who::Observer => {}
         }
         Ok(true)
     }
@@ -432,7 +441,13 @@ impl Handler<Left> for Gateway {
         if self.observers.remove(&client) {
             return;
         }
-        let was_part = self.clients.remove(&client).is_some();
+        let left = self.clients.remove(&client);
+        if let Some(Client { part: Part::Transfer(rank), .. }) = left
+            && let Some(said) = self.words.remove(&rank).and_then(Words::read)
+        {
+            tracing::error!(rank, said, "the process of a worker has ended");
+        }
+        let was_part = left.is_some();
         let is_left = was_part && (self.serving.is_some() || self.clients.is_empty());
         if is_left || self.is_refused {
             self.end();

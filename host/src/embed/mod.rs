@@ -8,6 +8,7 @@
 pub(crate) mod config;
 mod drill;
 mod gateway;
+mod kernels;
 mod link;
 mod metrics;
 pub mod proto;
@@ -19,6 +20,7 @@ mod socket;
 pub mod spec;
 mod start;
 mod transfers;
+mod words;
 
 pub(crate) use config::HostArgs;
 pub use link::Link;

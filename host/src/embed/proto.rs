@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The version of these messages; both sides have to speak the same one.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -38,6 +38,8 @@ pub enum Who {
     Transfer {
         /// The worker's rank.
         rank: u16,
+        /// Descriptor, in the worker, of the pipe that gets its last words.
+        words: Option<i32>,
     },
     /// Somebody else, who is told the last transfers.
     Observer,

@@ -3,10 +3,11 @@
 use super::drill::drilled;
 use crate::cores::RankParts;
 use crate::meters::Meter;
-use crate::plane::PlaneConfig;
+use crate::plane::{Plane, PlaneConfig};
 use engine::core::layout::LayerLayout;
 use engine::core::station::CoreConfig;
 use engine::fabric::Memory;
+use fabric_mori::DeviceEvents;
 use serde::{Deserialize, Serialize};
 
 /// A rank that is to be served.
@@ -26,15 +27,23 @@ pub struct RankPlan {
     pub layers: Vec<LayerLayout>,
 }
 
+/// An actor to be started, and what tells of its plane.
+pub(super) struct Ready {
+    pub(super) parts: RankParts,
+    pub(super) meter: Meter,
+    pub(super) events: Option<DeviceEvents>,
+}
+
 impl RankPlan {
-    /// Makes its data plane.
+    /// Makes its data plane, and gives it to the actor.
     ///
     /// # Errors
     /// What the plane cannot have, and why.
-    pub(super) fn parts(self) -> Result<(RankParts, Meter), String> {
-        let (plane, meter) = self.plane.start(&self.core, self.rank, &self.host)?;
+    pub(super) fn parts(self) -> Result<Ready, String> {
+        let Plane { plane, meter, events } = self.plane.start(&self.core, self.rank, &self.host)?;
         let plane = drilled(plane)?;
         let kv = (self.memory, self.layers);
-        Ok((RankParts::new(&self.core, self.rank, plane, kv, None), meter))
+        let parts = RankParts::new(&self.core, self.rank, plane, kv, None);
+        Ok(Ready { parts, meter, events })
     }
 }

@@ -52,6 +52,9 @@ pub struct Worker {
     pub regions: Vec<Region>,
     /// Its KV tensors.
     pub tensors: Vec<Tensor>,
+    /// What computes the attention, as vLLM names it, for MoRIIO peers.
+    #[serde(default)]
+    pub attention: Option<Arc<str>>,
 }
 
 /// A range of a worker's memory.
@@ -63,6 +66,9 @@ pub struct Region {
     pub len: u64,
     /// Descriptor, in the worker, of the memory file that is mapped there; its offset 0 is `base`.
     pub file: Option<i32>,
+    /// The GPU whose memory it is, by its number in the worker; none for host memory.
+    #[serde(default)]
+    pub device: Option<u32>,
 }
 
 /// The KV of one layer: `[B, H, N, C]`.
@@ -222,14 +228,14 @@ mod tests {
 
     #[test]
     fn tensors_are_found_in_their_regions() {
-        let region = |base| Region { base, len: 1 << 20, file: None };
+        let region = |base| Region { base, len: 1 << 20, file: None, device: None };
         let regions = vec![region(0x1000_0000), region(0x2000_0000)];
         let tensors = vec![
             tensor("l.1.a", 0x2000_0040, 4),
             tensor("l.2.a", 0x1000_0000, 8),
             tensor("l.10.a", 0x1008_0000, 4),
         ];
-        let mut worker = Worker { rank: 1, pid: 1, regions, tensors };
+        let mut worker = Worker { rank: 1, pid: 1, regions, tensors, attention: None };
         let layers = engine().layers(&worker).expect("all are there");
         let places: Vec<_> = layers.iter().map(|it| (it.region, it.base, it.slots)).collect();
         let expected = [

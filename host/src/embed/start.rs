@@ -1,6 +1,6 @@
 //! From what an engine says of itself to its protocol actors.
 
-use super::rank::RankPlan;
+use super::rank::{RankPlan, Ready};
 use super::settings::{Backend, Settings, TransferPlace};
 use super::spec::{Engine, Region, Worker};
 use crate::cores::{Cores, Outlets};
@@ -51,8 +51,10 @@ pub(super) fn start(
     for key in settings.idle() {
         tracing::warn!(key, "has no meaning for host memory");
     }
+    workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let ears = Ears::new(&settings.host_ip, ports(engine)?)?;
-    let config = core_config(engine, &ears)?;
+    let attention = workers.values().find_map(|worker| worker.attention.clone());
+    let config = core_config(engine, attention, &ears)?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
         rank_plan(engine, &config, worker, fabric)
@@ -60,9 +62,10 @@ pub(super) fn start(
     let plans = ranks.collect::<Result<Vec<_>, String>>()?;
     let (ranks, tallies, away) = match settings.transfer() {
         TransferPlace::Sidecar => {
-            let parts = plans.into_iter().map(RankPlan::parts);
-            let parts = parts.collect::<Result<Vec<_>, String>>()?;
-            let (ranks, meters): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            let ready = plans.into_iter().map(RankPlan::parts);
+            let ready = ready.collect::<Result<Vec<_>, String>>()?;
+            let parts = ready.into_iter().map(|Ready { parts, meter, .. }| (parts, meter));
+            let (ranks, meters): (Vec<_>, Vec<_>) = parts.unzip();
             (ranks, meters.into_iter().map(Tally::Here).collect(), Vec::new())
         }
         TransferPlace::Worker => {
@@ -113,7 +116,11 @@ fn ports(engine: &Engine) -> Result<[u16; 2], String> {
     Ok([of_rank(("handshake_port", handshake_port))?, of_rank(("notify_port", notify_port))?])
 }
 
-fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
+fn core_config(
+    engine: &Engine,
+    attention: Option<Arc<str>>,
+    ears: &Ears,
+) -> Result<CoreConfig, String> {
     let settings = &engine.settings;
     let router = (!settings.proxy_ip.is_empty()).then(|| {
         let (host, port) = (&settings.proxy_ip, settings.proxy_ping_port);
@@ -135,7 +142,8 @@ fn core_config(engine: &Engine, ears: &Ears) -> Result<CoreConfig, String> {
         moriio: Some(MoriioConfig {
             address: ears.address.clone(),
             layer_names: engine.layer_names(),
-            attn_backend: "CPU_ATTN".into(),
+            // Peers do not look at it.
+            attn_backend: attention.unwrap_or_default(),
             settings: settings.moriio.clone(),
         }),
     })
@@ -174,10 +182,32 @@ fn memories(backend: Backend, workers: &BTreeMap<u16, Worker>) -> &'static str {
     }
 }
 
+/// Whether what moves the bytes can do so with a worker's memory.
+fn reachable(backend: Backend, worker: &Worker) -> Result<(), String> {
+    let mut devices = worker.regions.iter().map(|region| region.device);
+    let (wrong, remedy) = match backend {
+        Backend::Host => (devices.find(Option::is_some), "mori-rdma or mori-xgmi"),
+        Backend::MoriRdma => (None, ""),
+        Backend::MoriXgmi => (devices.find(Option::is_none), "mori-rdma, or host"),
+    };
+    match wrong {
+        None => Ok(()),
+        Some(device) => {
+            let at = device.map_or("of the host".into(), |device| format!("of GPU {device}"));
+            let rank = worker.rank;
+            Err(format!(
+                "rank {rank} has its KV in memory {at}, which backend {backend} does not move: set \
+                 `backend` to {remedy}"
+            ))
+        }
+    }
+}
+
 /// A worker's memory, as the worker reaches it.
-fn own_memory(backend: Backend, &Region { base, len, file }: &Region) -> Memory {
-    match (backend, file) {
-        (Backend::Host, Some(fd)) => Memory::MemFd { fd, len },
+fn own_memory(backend: Backend, &Region { base, len, file, device }: &Region) -> Memory {
+    match (backend, file, device) {
+        (Backend::Host, Some(fd), None) => Memory::MemFd { fd, len },
+        (_, _, Some(device)) => Memory::Device { base, len, device },
         _ => Memory::Own { base, len },
     }
 }
@@ -193,4 +223,35 @@ fn memory(worker: &Worker, region: &Region) -> Result<Memory, String> {
     let file = opened.map_err(|why| format!("opening {path}, the KV of a worker: {why}"))?;
     // It stays open as long as the plane, which lives until the process ends.
     Ok(Memory::MemFd { fd: file.into_raw_fd(), len })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_a_backend_does_not_move_is_refused() {
+        let worker = |device| {
+            let region = Region { base: 0x1000, len: 64, file: None, device };
+            Worker { rank: 1, pid: 1, regions: vec![region], tensors: Vec::new(), attention: None }
+        };
+        for (backend, device, remedy) in [
+            (Backend::Host, None, None),
+            (Backend::Host, Some(3), Some("of GPU 3, which backend host does not move")),
+            (Backend::MoriRdma, None, None),
+            (Backend::MoriRdma, Some(0), None),
+            (Backend::MoriXgmi, None, Some("of the host, which backend mori-xgmi does not move")),
+            (Backend::MoriXgmi, Some(0), None),
+        ] {
+            let said = reachable(backend, &worker(device)).err();
+            match (&said, remedy) {
+                (None, None) => {}
+                (Some(said), Some(remedy)) if said.contains(remedy) => {}
+                _ => panic!("{backend} {device:?}: {said:?}"),
+            }
+        }
+        let region = &worker(Some(2)).regions[0];
+        let expected = Memory::Device { base: 0x1000, len: 64, device: 2 };
+        assert_eq!(own_memory(Backend::MoriXgmi, region), expected);
+    }
 }

@@ -1,8 +1,9 @@
 //! The transfer actor of a rank in the worker whose memory it moves: on a thread with an actix system
 //! of its own, connected to the host.
 
+use super::kernels::{Hooks, Kernels, Layers};
 use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
-use super::rank::RankPlan;
+use super::rank::{RankPlan, Ready};
 use super::socket::{Frames, WAITING_MAX, decode, encode, framed, send};
 use crate::cores::RankActor;
 use crate::meters::{Counters, Meter};
@@ -14,8 +15,10 @@ use engine::core::ids::{Incarnation, StepId};
 use engine::core::transfer::TransferInput;
 use futures_util::{SinkExt, StreamExt};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,6 +39,8 @@ pub struct Transfers(Arc<Shared>);
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
+    /// Events that nobody looks at any more.
+    seen: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -51,6 +56,8 @@ struct State {
 struct Running {
     life: Incarnation,
     actor: RankActor,
+    /// Waits for the GPU, if its memory is one's.
+    kernels: Option<Kernels>,
     end: Arc<Notify>,
 }
 
@@ -69,12 +76,26 @@ impl Transfers {
         Ok(Transfers(shared))
     }
 
-    /// The first `layers` layers of a step are computed. Before the host serves the engine nobody
-    /// hears it.
-    pub fn layers(&self, step: StepId, layers: u16) {
-        if let Some(running) = &self.0.lock().running {
-            running.actor.do_send(Give(TransferInput::Layers { step, layers }));
+    /// The first `layers` layers of a step are computed, or will be when the `event` of a GPU is done
+    /// (a `hipEvent_t`, which has to stay until it is [seen](Transfers::seen)). Before the host serves
+    /// the engine nobody hears it.
+    pub fn layers(&self, step: StepId, layers: u16, event: Option<u64>) {
+        let state = self.0.lock();
+        match (&state.running, event) {
+            (Some(Running { actor, .. }), None) => {
+                actor.do_send(Give(TransferInput::Layers { step, layers }));
+            }
+            (Some(Running { kernels: Some(kernels), .. }), Some(event)) => {
+                kernels.wait(Layers { step, layers, event });
+            }
+            (_, Some(_)) => _ = self.0.seen.fetch_add(1, Ordering::Release),
+            (None, None) => {}
         }
+    }
+
+    /// Events that nobody looks at any more, in the order in which they were given.
+    pub fn seen(&self) -> u64 {
+        self.0.seen.load(Ordering::Acquire)
     }
 
     /// The host of this life has ended: returns when nothing lands here any more that it began. Takes
@@ -134,7 +155,8 @@ impl Shared {
     async fn serve(&self, stream: UnixStream, rank: u16) -> io::Result<()> {
         stream.set_nonblocking(true)?;
         let mut frames = framed(tokio::net::UnixStream::from_std(stream)?);
-        let hello = Hello { version: VERSION, who: Who::Transfer { rank } };
+        let words = fabric_mori::last_words().ok().map(|pipe| pipe.as_raw_fd());
+        let hello = Hello { version: VERSION, who: Who::Transfer { rank, words } };
         frames.send(encode(&hello)?).await?;
         let end = Arc::new(Notify::new());
         let (out, mut waiting) = mpsc::channel(WAITING_MAX);
@@ -187,12 +209,30 @@ impl Shared {
         if state.is_closed || state.over == Some(life) {
             return Err(format!("rank {rank}: the host has ended"));
         }
-        let (parts, meter) = plan.parts().map_err(|why| format!("rank {rank}: {why}"))?;
+        let of_rank = |why| format!("rank {rank}: {why}");
+        let Ready { parts, meter, events } = plan.parts().map_err(of_rank)?;
         let reporter = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
         let begun = Instant::now();
         let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
         let actor = parts.start(reporter.start().recipient(), &clock);
-        state.running = Some(Running { life, actor: actor.clone(), end: end.clone() });
+        let kernels = events.map(|events| {
+            let (computing, end, out) = (actor.clone(), end.clone(), out.clone());
+            let hooks = Hooks {
+                ask: Box::new(move |event| events.is_done(event)),
+                computed: Box::new(move |Layers { step, layers, .. }| {
+                    computing.do_send(Give(TransferInput::Layers { step, layers }));
+                }),
+                failed: Box::new(move |why| {
+                    let why = format!("rank {rank}: the GPU failed: {why}");
+                    if out.try_send(ToHost::Unable { why }).is_err() {
+                        end.notify_one();
+                    }
+                }),
+            };
+            Kernels::start(hooks, self.seen.clone())
+        });
+        let kernels = kernels.transpose().map_err(|why| of_rank(why.to_string()))?;
+        state.running = Some(Running { life, actor: actor.clone(), kernels, end: end.clone() });
         Ok((actor, meter))
     }
 }
@@ -303,7 +343,7 @@ mod tests {
                         let stream = tokio::net::UnixStream::from_std(stream).expect("a socket");
                         let mut frames = framed(stream);
                         let hello = frames.next().await.expect("a frame").expect("whole");
-                        let Hello { who: Who::Transfer { rank: 0 }, .. } =
+                        let Hello { who: Who::Transfer { rank: 0, .. }, .. } =
                             decode(&hello).expect("a hello")
                         else {
                             panic!("another part")

@@ -19,7 +19,7 @@ use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::logs;
 use crate::meters::{Meter, Tally};
-use crate::plane::PlaneConfig;
+use crate::plane::{Plane, PlaneConfig};
 use crate::signals::Ends;
 use crate::wiring::{Ears, born};
 use actix::{Actor, Addr, AsyncContext, System};
@@ -170,7 +170,8 @@ fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Re
     // MoRI takes memory of its own process only.
     let private = args.private_memory || args.fabric == FabricArg::Mori;
     let backing = Backing::new(plan, private).map_err(Stop::Input)?;
-    let (plane, meter) = config.start(core, rank, &args.host).map_err(Stop::Input)?;
+    let plane = config.start(core, rank, &args.host).map_err(Stop::Input)?;
+    let Plane { plane, meter, .. } = plane;
     let kv = (vec![backing.memory()], backing.layers().to_vec());
     let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
     Ok(Rank { parts, meter, backing })

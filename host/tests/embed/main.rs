@@ -1,5 +1,6 @@
 //! `kvferry host` beside two engines that this test plays: their schedulers, workers and memory.
 
+mod device;
 mod observed;
 mod rig;
 
@@ -157,7 +158,7 @@ fn an_engine_whose_worker_cannot_begin_is_told_why() {
         Mode::Push,
         TransferPlace::Worker,
     ))));
-    let mut transfer = host.connect(Who::Transfer { rank: 0 });
+    let mut transfer = host.connect(Who::Transfer { rank: 0, words: None });
     assert!(matches!(next(&mut transfer, |_| false), FromHost::Begin(_)));
     let why = "rank 0: no plane".to_owned();
     transfer.send(&ToHost::Unable { why: why.clone() }).expect("the host hears");

@@ -11,7 +11,7 @@ use engine::fabric::{Endpoint, Memory};
 use fabric_host::{HugePages, Pool};
 use kvferry::embed::proto::{FromHost, ToHost, Who};
 use kvferry::embed::record::Ended;
-use kvferry::embed::settings::{Settings, TransferPlace};
+use kvferry::embed::settings::{Backend, Settings, TransferPlace};
 use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
 use kvferry::embed::{Link, Transfers};
 use std::io::{BufRead, BufReader};
@@ -113,6 +113,8 @@ pub(crate) struct Rig {
     pub(crate) worker: Link,
     /// The transfer actor, if it is in the worker.
     pub(crate) transfers: Option<Transfers>,
+    /// What a GPU does when its layers are computed, if the KV is in its memory.
+    pub(crate) events: [Option<u64>; 2],
     pub(crate) groups: usize,
     pub(crate) pool: Pool,
     pub(crate) address: ZmqAddress,
@@ -139,6 +141,11 @@ pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine 
 
 /// Its blocks have `rows` tokens.
 pub(crate) fn worker(pool: &Pool, rows: u64) -> Worker {
+    worker_at(pool, rows, None)
+}
+
+/// The same, with its KV in the memory of a GPU.
+fn worker_at(pool: &Pool, rows: u64, device: Option<u32>) -> Worker {
     let Memory::MemFd { fd, len } = pool.memory() else { panic!("pools are memory files") };
     let base = pool.start() as u64;
     let tensor = |(n, name): (u64, &&str)| Tensor {
@@ -151,8 +158,9 @@ pub(crate) fn worker(pool: &Pool, rows: u64) -> Worker {
     Worker {
         rank: 0,
         pid: std::process::id(),
-        regions: vec![Region { base, len, file: Some(fd) }],
+        regions: vec![Region { base, len, file: Some(fd), device }],
         tensors: (0..).zip(&LAYERS).map(tensor).collect(),
+        attention: None,
     }
 }
 
@@ -182,13 +190,15 @@ impl Rig {
         let (transfer, groups) = (engine.settings.transfer(), engine.groups.len());
         let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let rows = engine.groups[0].block_tokens.into();
-        let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, rows))));
+        let device = (engine.settings.backend() == Backend::MoriXgmi).then_some(0);
+        let worker = worker_at(&pool, rows, device);
+        let mut worker = host.connect(Who::Worker(Box::new(worker)));
         let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
         let transfers = (transfer == InWorker)
             .then(|| Transfers::start(host.socket.clone(), 0).expect("a thread"));
         let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
         assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
-        Rig { scheduler, worker, transfers, groups, pool, address }
+        Rig { scheduler, worker, transfers, events: [None; 2], groups, pool, address }
     }
 
     pub(crate) fn block(&mut self, layer: u64, block: u32) -> &mut [u8] {
@@ -220,13 +230,18 @@ pub(crate) fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
 /// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told
 /// of it.
 pub(crate) fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHost {
+    allocate(p, d, mode, ended);
+    next(&mut d.scheduler, |message| is_stats(message, ended))
+}
+
+/// The same, until the decode has blocks for it.
+pub(crate) fn allocate(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) {
     arrive(p, d, mode);
     let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
     assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
     let blocks = vec![BlockList::new(vec![7, 1]); d.groups];
     let request = "d-1".into();
     d.tell(&ToHost::Decode(DecodeHook::Allocated { request, computed: 0, blocks }));
-    next(&mut d.scheduler, |message| is_stats(message, ended))
 }
 
 /// The prefill computes it, and the decode has no blocks yet.
@@ -244,9 +259,9 @@ pub(crate) fn arrive(p: &mut Rig, d: &mut Rig, mode: Mode) {
     for (layer, block) in [(0, 3), (0, 5), (1, 3), (1, 5)] {
         p.block(layer, block).fill(layer as u8 * 16 + block as u8);
     }
-    for layers in [1, 2] {
+    for (layers, event) in [(1, p.events[0]), (2, p.events[1])] {
         match &p.transfers {
-            Some(transfers) => transfers.layers(StepId(1), layers),
+            Some(transfers) => transfers.layers(StepId(1), layers, event),
             None => {
                 let message = ToHost::Layers { step: StepId(1), layers };
                 p.worker.send(&message).expect("the host hears");

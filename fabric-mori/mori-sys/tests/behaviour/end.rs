@@ -1,15 +1,18 @@
 //! What is said when a process ends inside MoRI.
 
-use super::rig::{Faults, Node, pair};
+use super::rig::{Faults, Node, pair, shim};
 use mori_sys::Direction;
-use std::process::Command;
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus, Stdio};
 
 /// Runs a test again, in a process in which it does the part that ends; what that said.
-fn child(test: &str) -> (Option<i32>, String) {
+fn child(test: &str) -> (ExitStatus, String) {
     let mut again = Command::new(std::env::current_exe().expect("a path"));
     again.args([test, "--exact", "--nocapture"]).env("KF_CHILD", "1");
     let output = again.output().expect("it runs");
-    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    (output.status, String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
 fn is_child() -> bool {
@@ -24,11 +27,45 @@ fn the_last_call_is_named_when_mori_exits() {
         let status = near.take();
         near.post(0, Direction::WRITE, &[[0, 0, 8], [8, 8, 8]], status).expect("it never returns");
     }
-    let (code, said) = child("behaviour::end::the_last_call_is_named_when_mori_exits");
-    let line = "kvferry: the process exits with 2 MoRI engine(s) up; last call into MoRI: \
-                IOEngineSession::BatchWrite, under way\n";
-    assert!(code == Some(255) && said.contains(line), "{code:?} {said}");
+    let (status, said) = child("behaviour::end::the_last_call_is_named_when_mori_exits");
+    let line = "kvferry: the process exits with status 255 with 2 MoRI engine(s) up; last call into \
+                MoRI: IOEngineSession::BatchWrite, under way\n";
+    assert!(status.code() == Some(255) && said.contains(line), "{status} {said}");
     assert_eq!(said.matches("kvferry:").count(), 1, "{said}");
+}
+
+#[test]
+fn the_last_call_is_named_when_mori_aborts() {
+    if is_child() {
+        let _faults = Faults::set("pin@1");
+        pair(Node::rdma, -1);
+    }
+    let (status, said) = child("behaviour::end::the_last_call_is_named_when_mori_aborts");
+    let line = "kvferry: the process aborts with 2 MoRI engine(s) up; last call into MoRI: \
+                IOEngine::CreateSession, under way\n";
+    assert!(status.signal() == Some(6) && said.contains(line), "{status} {said}");
+    assert_eq!(said.matches("kvferry:").count(), 1, "{said}");
+}
+
+#[test]
+fn who_survives_is_told_the_last_words() {
+    if is_child() {
+        // SAFETY: Any number is taken; this one is the end of a pipe.
+        unsafe { (shim().functions.kf_last_words)(std::io::stdout().as_raw_fd()) };
+        let _node = Node::rdma();
+        std::process::exit(3);
+    }
+    let mut again = Command::new(std::env::current_exe().expect("a path"));
+    again.args(["behaviour::end::who_survives_is_told_the_last_words", "--exact", "--nocapture"]);
+    again.env("KF_CHILD", "1").stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = again.spawn().expect("it runs");
+    let mut said = String::new();
+    child.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
+    assert_eq!(child.wait().expect("a child").code(), Some(3));
+    assert!(
+        said.contains("kvferry: the process exits with status 3 with 1 MoRI engine(s)"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -37,10 +74,10 @@ fn an_engine_that_is_left_behind_is_named() {
         let _node = Node::rdma();
         std::process::exit(3);
     }
-    let (code, said) = child("behaviour::end::an_engine_that_is_left_behind_is_named");
+    let (status, said) = child("behaviour::end::an_engine_that_is_left_behind_is_named");
     let line = "with 1 MoRI engine(s) up; last call into MoRI: IOEngine::CreateBackend(RDMA), \
                 returned\n";
-    assert!(code == Some(3) && said.contains(line), "{code:?} {said}");
+    assert!(status.code() == Some(3) && said.contains(line), "{status} {said}");
 }
 
 #[test]
@@ -49,6 +86,6 @@ fn an_orderly_end_says_nothing() {
         drop(pair(Node::rdma, -1));
         std::process::exit(4);
     }
-    let (code, said) = child("behaviour::end::an_orderly_end_says_nothing");
-    assert!(code == Some(4) && !said.contains("kvferry:"), "{code:?} {said}");
+    let (status, said) = child("behaviour::end::an_orderly_end_says_nothing");
+    assert!(status.code() == Some(4) && !said.contains("kvferry:"), "{status} {said}");
 }

@@ -152,6 +152,24 @@ fn threads_take_and_poll_while_one_posts() {
 }
 
 #[test]
+fn memory_of_a_gpu_is_had_of_hip() {
+    let (alloc, free) = (shim().functions.kf_device_alloc, shim().functions.kf_device_free);
+    let mut base = 0;
+    let mut had = |device, len| {
+        // SAFETY: The place that the address goes to is valid.
+        super::rig::answer(|error| unsafe { alloc(device, len, &raw mut base, error) })
+    };
+    assert_eq!(had(-1, 64), Err((Kind::SYSTEM, "hipSetDevice: error 101".into())));
+    assert!(matches!(had(0, 0), Err((Kind::ARGUMENT, _))));
+    assert_eq!(had(0, 64), Ok(()));
+    // SAFETY: It was given out by the stand-in, whose memory is the host's.
+    unsafe {
+        std::slice::from_raw_parts_mut(base as *mut u8, 64).fill(1);
+        assert_eq!(super::rig::answer(|error| free(base, error)), Ok(()));
+    }
+}
+
+#[test]
 fn an_event_is_asked_by_hip() {
     type New = unsafe extern "C" fn() -> u64;
     type Change = unsafe extern "C" fn(u64);

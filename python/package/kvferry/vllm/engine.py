@@ -44,7 +44,10 @@ class Place:
 def place(vllm_config) -> Place:
     """Reads `kv_connector_extra_config`; raises for what is wrong in it."""
     transfer = vllm_config.kv_transfer_config
-    given = json.dumps(transfer.kv_connector_extra_config)
+    given = dict(transfer.kv_connector_extra_config)
+    if current_platform.is_rocm():
+        given.setdefault("backend", "mori-rdma")
+    given = json.dumps(given)
     socket, *how = settings(given)
     if socket:
         return Place(Path(socket), given, *how)

@@ -5,8 +5,11 @@ import logging
 import os
 import time
 
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
 from kvferry._native import Link, Transfers
 from kvferry.vllm.engine import connect, place, unbound
+from kvferry.vllm.kernels import Kernels
 from kvferry.vllm.line import Line, guarded, nothing
 from kvferry.vllm.memory import Files
 
@@ -18,6 +21,7 @@ PREEMPTION_S = 2.0
 
 class Worker:
     def __init__(self, vllm_config, kv_cache_config):
+        self.vllm_config = vllm_config
         self.place = place(vllm_config)
         self.files = Files()
         self.rank = vllm_config.parallel_config.rank % (
@@ -25,6 +29,8 @@ class Worker:
         )
         groups = kv_cache_config.kv_cache_groups
         self.layers = sum(len(group.layer_names) for group in groups)
+        # What the GPU is at, if the KV is in its memory.
+        self.kernels: Kernels | None = None
         self.line: Line | None = None
         # The transfer actor, if it is here.
         self.transfers: Transfers | None = None
@@ -39,14 +45,18 @@ class Worker:
 
     def register(self, kv_caches: dict) -> None:
         """Tells the host where the KV of each layer lies."""
-        if wrong := {str(tensor.device) for tensor in kv_caches.values() if not tensor.is_cpu}:
-            raise ValueError(f"KvferryConnector moves KV of host memory, not of {', '.join(wrong)}")
+        kinds = {tensor.device.type for tensor in kv_caches.values()}
+        if wrong := kinds - {"cpu", "cuda"}:
+            raise ValueError(f"KvferryConnector does not move KV of {', '.join(sorted(wrong))}")
+        if "cuda" in kinds:
+            self.kernels = Kernels()
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
         regions = [
             {
                 "base": base,
                 "len": tensor.untyped_storage().nbytes(),
                 "file": self.files.by_base.get(base),
+                "device": None if tensor.is_cpu else tensor.device.index,
             }
             for base, tensor in storages.items()
         ]
@@ -60,7 +70,14 @@ class Worker:
             }
             for name, tensor in kv_caches.items()
         ]
-        worker = {"rank": self.rank, "pid": os.getpid(), "regions": regions, "tensors": tensors}
+        backends = get_current_attn_backends(self.vllm_config)
+        worker = {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "regions": regions,
+            "tensors": tensors,
+            "attention": backends[0].get_name() if backends else None,
+        }
         described = json.dumps(worker)
 
         def make() -> Link:
@@ -93,7 +110,8 @@ class Worker:
 
     def _tell(self, step: int) -> None:
         if self.transfers is not None:
-            self.transfers.layers(step, self.done)
+            event = self.kernels.mark(self.transfers.seen) if self.kernels is not None else None
+            self.transfers.layers(step, self.done, event)
             return
         if (link := self.line.current()) is None:
             return

@@ -1,0 +1,167 @@
+//! KV in memory of a GPU, which is a word to the stand-in for MoRI, and events that the test fires.
+
+use super::rig::*;
+use engine::core::message::{DecodeAnswer, Mode, Role};
+use kvferry::embed::proto::FromHost;
+use kvferry::embed::settings::Backend;
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use mori_double::INSTALLS;
+use std::ffi::c_void;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// Set where MoRI is the stand-in.
+const SHIM: &str = "KVFERRY_MORI_SHIM";
+
+/// Long enough that bytes would have landed.
+const A_WHILE: Duration = Duration::from_millis(50);
+
+/// Runs a test of this program again, where MoRI is to be found: that is told by the environment, which
+/// a process with threads cannot change. None in that process.
+fn elsewhere(test: &str, faults: &str) -> Option<Output> {
+    if std::env::var_os(SHIM).is_some() {
+        return None;
+    }
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", test, "--nocapture"])
+        .env(SHIM, INSTALLS[1].shim)
+        .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
+        .env("MORI_DOUBLE_FAULTS", faults)
+        .output();
+    Some(output.expect("it runs"))
+}
+
+/// True here, where all of the test was done elsewhere.
+fn is_done_elsewhere(test: &str) -> bool {
+    elsewhere(test, "").is_some_and(|output| {
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{output:?}");
+        true
+    })
+}
+
+/// The stand-in's events.
+struct Events(Library);
+
+impl Events {
+    fn load() -> Events {
+        let path = format!("{}/libmori_io.so", INSTALLS[1].lib);
+        // SAFETY: Code of this project, which runs nothing when it is loaded.
+        Events(unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.expect("it loads"))
+    }
+
+    fn new_event(&self) -> u64 {
+        // SAFETY: As the stand-in declares it.
+        let event = unsafe {
+            let new =
+                self.0.get::<unsafe extern "C" fn() -> *mut c_void>(b"mori_double_event_new\0");
+            (new.expect("it is there"))()
+        };
+        event as u64
+    }
+
+    fn call(&self, name: &[u8], event: u64) {
+        // SAFETY: As the stand-in declares it.
+        unsafe {
+            let call = self.0.get::<unsafe extern "C" fn(*mut c_void)>(name);
+            (call.expect("it is there"))(event as *mut c_void);
+        }
+    }
+
+    fn fire(&self, event: u64) {
+        self.call(b"mori_double_event_fire\0", event);
+    }
+
+    fn free(&self, event: u64) {
+        self.call(b"mori_double_event_free\0", event);
+    }
+}
+
+/// A prefill and a decode with their KV in memory of a GPU, and the hosts of both.
+fn pair(name: &str) -> ([Host; 2], [Rig; 2]) {
+    let hosts = ["p", "d"].map(|role| Host::start(&format!("device-{name}-{role}")));
+    let rig = |host, role| {
+        let mut engine = engine(role, Mode::Push, InWorker);
+        engine.settings.backend = Some(Backend::MoriXgmi);
+        Rig::of(host, engine)
+    };
+    let rigs = [rig(&hosts[0], Role::Prefill), rig(&hosts[1], Role::Decode)];
+    (hosts, rigs)
+}
+
+fn has_landed(d: &mut Rig, layer: u64) -> bool {
+    // It lands in its order: these are the last.
+    d.block(layer, 1)[0] == layer as u8 * 16 + 5
+}
+
+fn soon(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn nothing_is_moved_before_its_kernels_are_done() {
+    if is_done_elsewhere("device::nothing_is_moved_before_its_kernels_are_done") {
+        return;
+    }
+    let (_hosts, [mut p, mut d]) = pair("order");
+    let events = Events::load();
+    let [first, second] = [events.new_event(), events.new_event()];
+    p.events = [Some(first), Some(second)];
+    allocate(&mut p, &mut d, Mode::Push, &mut Vec::new());
+    std::thread::sleep(A_WHILE);
+    assert!(!has_landed(&mut d, 0) && !has_landed(&mut d, 1), "kernels of both are running");
+    events.fire(first);
+    soon("the first layer lands", || has_landed(&mut d, 0));
+    std::thread::sleep(A_WHILE);
+    assert!(!has_landed(&mut d, 1), "its kernels are running");
+    assert_eq!(p.transfers.as_ref().map(|transfers| transfers.seen()), Some(1));
+    events.fire(second);
+    let loaded = next(&mut d.scheduler, |message| is_stats(message, &mut Vec::new()));
+    assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");
+    assert!(has_landed(&mut d, 1));
+    assert_eq!(p.transfers.as_ref().map(|transfers| transfers.seen()), Some(2));
+    for event in [first, second] {
+        events.free(event);
+    }
+}
+
+#[test]
+fn what_failed_on_the_gpu_is_not_handed_over() {
+    if is_done_elsewhere("device::what_failed_on_the_gpu_is_not_handed_over") {
+        return;
+    }
+    let (_hosts, [mut p, mut d]) = pair("failed");
+    let events = Events::load();
+    let [first, second] = [events.new_event(), events.new_event()];
+    events.fire(second);
+    p.events = [Some(first), Some(second)];
+    allocate(&mut p, &mut d, Mode::Push, &mut Vec::new());
+    // HIP answers that there is none.
+    events.free(first);
+    let failed = next(&mut d.scheduler, |message| is_stats(message, &mut Vec::new()));
+    assert!(matches!(failed, FromHost::Decode(DecodeAnswer::LoadFailed { .. })), "{failed:?}");
+    assert!(!has_landed(&mut d, 0) && !has_landed(&mut d, 1));
+    events.free(second);
+}
+
+#[test]
+fn the_host_says_how_mori_ended_a_worker() {
+    let Some(output) = elsewhere("device::the_host_says_how_mori_ended_a_worker", "exit@1") else {
+        let (_hosts, [mut p, mut d]) = pair("ended");
+        load(&mut p, &mut d, Mode::Push, &mut Vec::new());
+        unreachable!("MoRI ends the process in the first post");
+    };
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(255), "{said}");
+    let line = |line: &&str| line.contains("the process of a worker has ended");
+    let logged: Vec<_> = said.lines().filter(line).collect();
+    // Of both engines the workers were in it.
+    assert_eq!(logged.len(), 1, "one pipe is read once: {said}");
+    for part in ["rank=0", "exits with status 255", "IOEngineSession::BatchWrite, under way"] {
+        assert!(logged[0].contains(part), "{said}");
+    }
+}

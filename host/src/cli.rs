@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::bench::{self, BenchArgs};
 use crate::doctor::{self, DoctorArgs, PeerArgs};
 use crate::embed::{self, HostArgs};
 use crate::exit::{Exit, Stop};
@@ -42,6 +43,8 @@ enum Command {
     /// A process that `doctor` starts
     #[command(hide = true)]
     DoctorPeer(PeerArgs),
+    /// Measure bandwidth and latency of a data plane, within this host or between two
+    Bench(Box<BenchArgs>),
     /// Write the last transfers of live servers as a trace that Perfetto opens
     Export(ExportArgs),
     /// Serve as a prefill or decode instance without a model
@@ -152,6 +155,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Host(args) => embed::command(&args).map(Exit::code),
         Command::Doctor(args) => doctor::command(&args, &mut out),
         Command::DoctorPeer(args) => doctor::peer_command(&args, &mut out).map(Exit::code),
+        Command::Bench(args) => bench::command(&args, &mut out).map(Exit::code),
         Command::Export(args) => export::command(&args, &mut out).map(Exit::code),
         Command::Serve(args) => serve::command(&args, &mut out).map(Exit::code),
     };

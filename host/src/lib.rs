@@ -4,6 +4,7 @@
 
 pub mod actors;
 mod attempt;
+mod bench;
 mod cli;
 mod cores;
 mod doctor;

@@ -25,6 +25,20 @@ pub(crate) fn columns(rows: &[Vec<String>], numbers: usize) -> String {
     table.trim_fmt()
 }
 
+/// Rows below a header in lines; from column `numbers` on aligned to the right.
+pub(crate) fn ruled(header: &[&str], rows: &[Vec<String>], numbers: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(RULED);
+    table.set_header(header);
+    for row in rows {
+        table.add_row(row);
+    }
+    for (_, column) in table.column_iter_mut().enumerate().filter(|(index, _)| *index >= numbers) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt()
+}
+
 /// Everything about one run.
 pub(crate) fn one(outcome: &Outcome) -> String {
     let mut table = Table::new();

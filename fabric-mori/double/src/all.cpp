@@ -1,5 +1,6 @@
 // One translation unit: the standard library's headers are most of the compiler's work.
 #include "copy.cpp"
+#include "direct.cpp"
 #include "engine.cpp"
 #include "hip.cpp"
 #include "knobs.cpp"

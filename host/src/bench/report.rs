@@ -1,0 +1,124 @@
+//! What came out, as a table or as JSON.
+
+use super::measure::{Figures, Kind};
+use super::published::Published;
+use crate::table;
+use serde::Serialize;
+use std::io::{self, Write};
+
+/// A row, as JSON has it.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    /// `host`, `mori-rdma` or `mori-xgmi`.
+    fabric: &'static str,
+    direction: &'static str,
+    /// Bytes of a range.
+    size: u64,
+    /// Ranges of a batch.
+    batch: u32,
+    /// Of one batch at a time.
+    mean_us: f64,
+    p50_us: f64,
+    p99_us: f64,
+    gb_per_s: f64,
+    /// Batches in flight, and what they moved.
+    inflight: u32,
+    inflight_gb_per_s: f64,
+    /// What MoRI's own benchmark has.
+    published: Option<Published>,
+}
+
+impl Row {
+    pub(super) fn new(
+        fabric: &'static str,
+        kind: Kind,
+        figures: Figures,
+        published: Option<Published>,
+    ) -> Row {
+        let Figures { mean, p50, p99, alone, inflight, together } = figures;
+        let [mean_us, p50_us, p99_us] = [mean, p50, p99].map(|time| time.as_nanos() as f64 / 1e3);
+        Row {
+            fabric,
+            direction: kind.name(),
+            size: kind.shape.size,
+            batch: kind.shape.batch,
+            mean_us,
+            p50_us,
+            p99_us,
+            gb_per_s: alone / 1e9,
+            inflight,
+            inflight_gb_per_s: together / 1e9,
+            published,
+        }
+    }
+
+    pub(super) fn json(&self, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}", serde_json::to_string(self)?)?;
+        out.flush()
+    }
+
+    fn cells(&self, with_published: bool) -> Vec<String> {
+        let mut cells = vec![self.direction.into(), self.batch.to_string(), brief(self.size)];
+        cells.extend([self.mean_us, self.p50_us, self.p99_us].map(digits));
+        cells.extend([digits(self.gb_per_s), self.inflight.to_string()]);
+        cells.push(digits(self.inflight_gb_per_s));
+        if with_published {
+            cells.extend(match self.published {
+                Some(Published { card, latency_us, gb_per_s }) => {
+                    [card.into(), digits(latency_us), digits(gb_per_s)]
+                }
+                None => [String::new(), String::new(), String::new()],
+            });
+        }
+        cells
+    }
+}
+
+/// All rows; those of MoRI's benchmark beside them, if there are some.
+pub(super) fn table(rows: &[Row]) -> String {
+    let with_published = rows.iter().any(|row| row.published.is_some());
+    let mut header = vec![
+        "direction",
+        "batch",
+        "size",
+        "mean us",
+        "p50 us",
+        "p99 us",
+        "GB/s",
+        "in flight",
+        "GB/s in flight",
+    ];
+    if with_published {
+        header.extend(["published", "us", "GB/s"]);
+    }
+    let cells: Vec<_> = rows.iter().map(|row| row.cells(with_published)).collect();
+    table::ruled(&header, &cells, 1)
+}
+
+/// A positive number with three digits or more.
+fn digits(value: f64) -> String {
+    let after = if value < 10.0 { 2 } else { usize::from(value < 1000.0) };
+    format!("{value:.after$}")
+}
+
+/// Bytes as the arguments have them.
+pub(super) fn brief(bytes: u64) -> String {
+    let units = [(30, "G"), (20, "M"), (10, "K")];
+    let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
+    match whole {
+        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!([0.171, 26.94, 1360.09].map(digits), ["0.17", "26.9", "1360"]);
+        let sizes = [0, 1000, 1 << 10, 3 << 20, 64 << 30].map(brief);
+        assert_eq!(sizes, ["0", "1000", "1K", "3M", "64G"]);
+    }
+}

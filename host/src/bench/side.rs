@@ -1,0 +1,208 @@
+//! A plane with its memory, and waiting for it.
+
+use super::args::Plan;
+use super::line::{Hello, Line};
+use super::memory::Bytes;
+use crate::exit::Stop;
+use engine::core::Nanos;
+use engine::fabric::{DataEvent, DataPlane, RegionDesc, RegionId, Wake};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task;
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+/// The one region of a side.
+pub(super) const REGION: RegionId = RegionId(1);
+
+/// Wakes the thread that drives a plane.
+struct Unpark(Thread);
+
+impl task::Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// One of the two processes, driven by the thread that made it.
+pub(super) struct Side {
+    pub(super) plane: Box<dyn DataPlane>,
+    /// After the plane, which it has to outlive.
+    pub(super) bytes: Bytes,
+    /// Bytes that are registered.
+    pub(super) len: u64,
+    backend: &'static str,
+    /// What the plane said and nobody looked at yet.
+    pub(super) events: Vec<DataEvent>,
+    /// The plane's backend was replaced: the region has to be registered again.
+    pub(super) is_void: bool,
+    begun: Instant,
+    pub(super) patience: Duration,
+    /// Set when the process is to end.
+    over: Arc<AtomicBool>,
+}
+
+impl Side {
+    /// Starts the plane at `host`.
+    ///
+    /// # Errors
+    /// What the plane, or the memory, cannot have.
+    pub(super) fn start(plan: &Plan, host: &str, over: Arc<AtomicBool>) -> Result<Side, Stop> {
+        let bytes = Bytes::new(plan).map_err(Stop::Input)?;
+        let backend = plan.plane.backend();
+        let plane = plan.plane.clone().start_as("kvferry-bench".into(), host, false);
+        let plane = plane.map_err(|why| Stop::Input(format!("{backend} at {host}: {why}")))?.plane;
+        Ok(Side::over(plane, bytes, plan, over))
+    }
+
+    /// The same over a plane that is there.
+    pub(super) fn over(
+        mut plane: Box<dyn DataPlane>,
+        bytes: Bytes,
+        plan: &Plan,
+        over: Arc<AtomicBool>,
+    ) -> Side {
+        plane.set_waker(Arc::new(Unpark(thread::current())).into());
+        let (len, patience, backend) = (plan.memory, plan.patience, plan.plane.backend());
+        let (events, is_void, begun) = (Vec::new(), false, Instant::now());
+        Side { plane, bytes, len, backend, events, is_void, begun, patience, over }
+    }
+
+    /// `host`, `mori-rdma` or `mori-xgmi`.
+    pub(super) fn backend(&self) -> &'static str {
+        self.backend
+    }
+
+    /// True if the process is to end.
+    pub(super) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Registers the memory.
+    ///
+    /// # Errors
+    /// The plane does not take it.
+    pub(super) fn register(&mut self) -> Result<RegionDesc, Stop> {
+        let what = format!("registering {} bytes with {}", self.len, self.backend);
+        let refused = self.plane.register(REGION, self.bytes.memory());
+        refused.map_err(|why| Stop::Input(format!("{what}: {why}")))?;
+        let registered = self.wait(None, &what, |event| match event {
+            DataEvent::Registered { region: REGION, result } => Some(result.clone()),
+            _ => None,
+        })?;
+        registered.map_err(|why| Stop::Input(format!("{what}: {why}")))
+    }
+
+    /// What it says of itself.
+    pub(super) fn hello(&self, region: &RegionDesc, pass: u64) -> Hello {
+        Hello {
+            kvferry_bench: Hello::version(),
+            backend: self.backend.into(),
+            address: self.plane.address(),
+            region: region.clone(),
+            len: self.len,
+            of_host: self.bytes.is_of_host(),
+            pass,
+        }
+    }
+
+    /// Polls the plane once. If it has nothing to say, sleeps until it has, or for `at_most`.
+    pub(super) fn turn(&mut self, at_most: Duration) {
+        let now = Nanos(self.begun.elapsed().as_nanos() as u64);
+        let wake = self.plane.poll(now, &mut self.events);
+        if !self.events.is_empty() {
+            self.is_void |=
+                self.events.iter().any(|event| matches!(event, DataEvent::Reset { .. }));
+            return;
+        }
+        match wake {
+            // The plane may wait for a thread, or a process, that waits for this core.
+            Wake::Ready => thread::yield_now(),
+            Wake::At(at) => thread::park_timeout(at_most.min(Duration::from_nanos((at - now).0))),
+            Wake::External => thread::park_timeout(at_most),
+        }
+    }
+
+    /// What every wait looks at: whether there still is what it waits for.
+    ///
+    /// # Errors
+    /// There is not: the other side has ended, or the time is up.
+    pub(super) fn check(
+        &self,
+        line: Option<&Line>,
+        what: &dyn Display,
+        since: Instant,
+    ) -> Result<Duration, Stop> {
+        if let Some(line) = line {
+            line.check().map_err(|why| Stop::Input(format!("{what}: {why}")))?;
+        }
+        if self.is_over() {
+            return Err(Stop::Input(format!("{what}: told to end")));
+        }
+        let left = self.patience.saturating_sub(since.elapsed());
+        match left.is_zero() {
+            false => Ok(left),
+            true => Err(Stop::Input(format!(
+                "{what}: nothing came within {} s (--timeout)",
+                self.patience.as_secs_f64()
+            ))),
+        }
+    }
+
+    /// Waits for an event of the plane; what else it says is forgotten.
+    ///
+    /// # Errors
+    /// It did not come, or the peer at the end of the line is gone.
+    pub(super) fn wait<T>(
+        &mut self,
+        line: Option<&Line>,
+        what: &str,
+        found: impl Fn(&DataEvent) -> Option<T>,
+    ) -> Result<T, Stop> {
+        let since = Instant::now();
+        loop {
+            for event in self.events.drain(..) {
+                if let Some(found) = found(&event) {
+                    return Ok(found);
+                }
+                // Without a line there is no other side yet, or one that may go.
+                if line.is_some()
+                    && let Some(why) = end_of(&event)
+                {
+                    return Err(Stop::Input(format!("{what}: {why}")));
+                }
+            }
+            let left = self.check(line, &what, since)?;
+            self.turn(left);
+        }
+    }
+
+    /// Waits for a line of the other side.
+    ///
+    /// # Errors
+    /// It did not come.
+    pub(super) fn hear(&mut self, line: &Line, what: &str) -> Result<String, Stop> {
+        let since = Instant::now();
+        loop {
+            match line.next() {
+                Ok(Some(text)) => return Ok(text),
+                Ok(None) => {}
+                Err(why) => return Err(Stop::Input(format!("{what}: {why}"))),
+            }
+            // A line that was read may be the last one.
+            let left = self.check(None, &what, since)?;
+            self.events.clear();
+            self.turn(left);
+        }
+    }
+}
+
+/// What makes a plane's peer or its own regions void.
+pub(super) fn end_of(event: &DataEvent) -> Option<&'static str> {
+    match event {
+        DataEvent::Reset { .. } => Some("the plane's backend failed and was replaced"),
+        DataEvent::PeerDown { .. } => Some("the plane of the other side is gone"),
+        _ => None,
+    }
+}

@@ -19,7 +19,7 @@ def servers(param: tuple[str, str], place):
         yield pair
 
 
-@pytest.fixture(scope="module", params=wide(KINDS, 2), ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
+@pytest.fixture(scope="module", params=wide(KINDS), ids=lambda kind: f"own-{kind[0]}-{kind[1]}")
 def mixed(request, ahead):
     with ahead.servers(servers, request.param) as pair:
         yield pair

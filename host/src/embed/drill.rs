@@ -399,10 +399,10 @@ mod tests {
         let mut pair = Pair::new(&fault("sibling_failure", ""));
         assert!(matches!(pair.write(), Outcome::Failed { landed: Landed::None, .. }));
         assert!(!pair.has_landed());
-        let mut pair = Pair::new(&fault("queue_full", "lasts = \"1ms\"\n"));
+        let mut pair = Pair::new(&fault("queue_full", "lasts = \"60s\"\n"));
         assert_eq!(pair.write(), Outcome::Done);
         assert_eq!(pair.post(), Err(Refused::Busy));
-        pair.from.poll(Nanos::from_secs(9), &mut Vec::new());
+        pair.from.poll(Nanos::from_secs(99), &mut Vec::new());
         assert_eq!(pair.write(), Outcome::Done);
     }
 

@@ -197,11 +197,14 @@ impl Records {
 
     /// Adds a flow to its request, once all ranks have ended it and the request is known.
     fn flow_ended(&mut self, id: FlowId) {
-        let Some(Flow { request: Some(request), left: 0, moved, bytes, .. }) = self.flows.get(&id)
+        let Some(Flow { request: Some(request), left: 0, begun, moved, bytes }) =
+            self.flows.get(&id)
         else {
             return;
         };
-        if let Some(record) = self.open.get_mut(request) {
+        // Its request may have ended, and another one of this name may be here.
+        let record = self.open.get_mut(request);
+        if let Some(record) = record.filter(|record| *begun >= record.arrived) {
             record.moved = record.moved.max(Some(*moved));
             record.bytes = Some(record.bytes.unwrap_or(0) + bytes);
         }
@@ -439,6 +442,22 @@ mod tests {
             _ => return answer(records, now, n, Some(Failure::Stalled)),
         }
         None
+    }
+
+    #[test]
+    fn a_flow_that_outlives_its_request_is_not_of_the_next_one_of_this_name() {
+        let mut records = Records::new(Role::Decode, Mode::Pull, 2, 8);
+        let flow = FlowId(4);
+        arrive(&mut records, Nanos(1), 3);
+        records.job(Nanos(2), &job(Mode::Pull, 4));
+        records.owned(flow, Some((id(3), None)));
+        records.report(Nanos(3), &done(4, 10));
+        let loaded = DecodeAnswer::Loaded { request: id(3) };
+        assert!(records.decode_answer(Nanos(4), &loaded).is_some());
+        arrive(&mut records, Nanos(5), 3);
+        records.report(Nanos(6), &done(4, 10));
+        let second = records.decode_answer(Nanos(7), &loaded).expect("it ends");
+        assert_eq!((second.moved, second.bytes), (None, Some(0)));
     }
 
     proptest! {

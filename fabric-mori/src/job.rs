@@ -45,25 +45,33 @@ impl Job {
         self.local.clear();
         self.remote.clear();
         self.len.clear();
-        let (mut bytes, mut ends) = (0_u64, (u64::MAX, u64::MAX));
+        let Submit { local, remote, len, .. } = *batch;
+        let seen = Seen::of(batch, [local_len, remote_len]);
+        if !seen.inside {
+            return Err(outside(batch, [local_len, remote_len]));
+        }
+        if seen.as_they_are {
+            self.local.extend_from_slice(local);
+            self.remote.extend_from_slice(remote);
+            self.len.extend_from_slice(len);
+        } else {
+            self.merge(batch);
+        }
+        Ok(seen.bytes)
+    }
+
+    fn merge(&mut self, batch: &Submit<'_>) {
+        let mut ends = (u64::MAX, u64::MAX);
         for ((&local, &remote), &len) in batch.local.iter().zip(batch.remote).zip(batch.len) {
-            for (side, at, end) in [("local", local, local_len), ("remote", remote, remote_len)] {
-                if at.checked_add(len).is_none_or(|to| to > end) {
-                    let what = format!("{side} range {at}+{len} in a region of {end} bytes");
-                    return Err(Refused::Invalid(what.into()));
-                }
-            }
             if len == 0 {
                 continue;
             }
-            bytes = bytes.saturating_add(len);
             match self.len.last_mut() {
                 Some(last) if ends == (local, remote) && *last + len <= RANGE_MAX => *last += len,
                 _ => self.push(local, remote, len),
             }
             ends = (local + len, remote + len);
         }
-        Ok(bytes)
     }
 
     fn push(&mut self, mut local: u64, mut remote: u64, mut len: u64) {
@@ -75,6 +83,47 @@ impl Job {
             (local, remote, len) = (local + piece, remote + piece, len - piece);
         }
     }
+}
+
+/// What one look at all ranges of a batch shows, without a branch for each.
+struct Seen {
+    /// All are inside of both regions.
+    inside: bool,
+    /// None is empty, too long, or goes on where the one before it ends.
+    as_they_are: bool,
+    bytes: u64,
+}
+
+impl Seen {
+    fn of(batch: &Submit<'_>, [local_len, remote_len]: [u64; 2]) -> Seen {
+        let mut seen = Seen { inside: true, as_they_are: true, bytes: 0 };
+        let mut ends = (u64::MAX, u64::MAX);
+        for ((&local, &remote), &len) in batch.local.iter().zip(batch.remote).zip(batch.len) {
+            let to = (local.wrapping_add(len), remote.wrapping_add(len));
+            seen.inside &= (to.0 >= local) & (to.0 <= local_len);
+            seen.inside &= (to.1 >= remote) & (to.1 <= remote_len);
+            seen.as_they_are &= (len != 0) & (len <= RANGE_MAX);
+            seen.as_they_are &= (ends.0 != local) | (ends.1 != remote);
+            seen.bytes = seen.bytes.saturating_add(len);
+            ends = to;
+        }
+        seen
+    }
+}
+
+/// The first range that leaves its region.
+fn outside(batch: &Submit<'_>, lens: [u64; 2]) -> Refused {
+    let starts = [("local", batch.local, lens[0]), ("remote", batch.remote, lens[1])];
+    for (at, &len) in batch.len.iter().enumerate() {
+        for (side, starts, end) in starts {
+            let start = starts[at];
+            if start.checked_add(len).is_none_or(|to| to > end) {
+                let what = format!("{side} range {start}+{len} in a region of {end} bytes");
+                return Refused::Invalid(what.into());
+            }
+        }
+    }
+    unreachable!("one of them does")
 }
 
 #[cfg(test)]

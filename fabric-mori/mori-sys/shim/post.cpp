@@ -29,7 +29,7 @@ class Posting {
 };
 
 bool inside(uint64_t offset, uint64_t len, uint64_t size) {
-  return len <= size && offset <= size - len;
+  return (len <= size) & (offset <= size - len);
 }
 
 void check_range(const kf_session &session, size_t i, uint64_t local, uint64_t remote,
@@ -38,6 +38,18 @@ void check_range(const kf_session &session, size_t i, uint64_t local, uint64_t r
   if (here && inside(remote, len, session.remote_size)) return;
   refuse(KF_ARGUMENT, "range " + std::to_string(i) + " of " + std::to_string(len) +
                           " bytes leaves the " + (here ? "remote" : "local") + " memory");
+}
+
+/// Looks at all of them before it says which: this is in the way of every batch.
+void check_ranges(const kf_session &session, size_t count, const uint64_t *local,
+                  const uint64_t *remote, const uint64_t *len) {
+  const uint64_t here = session.local->desc.size, there = session.remote_size;
+  bool held = true;
+  for (size_t i = 0; i < count; ++i) {
+    held &= inside(local[i], len[i], here) & inside(remote[i], len[i], there);
+  }
+  if (held) return;
+  for (size_t i = 0; i < count; ++i) check_range(session, i, local[i], remote[i], len[i]);
 }
 
 void post_one(io::IOEngineSession &session, bool read, uint64_t local, uint64_t remote,
@@ -153,7 +165,7 @@ int32_t kf_post(kf_session *session, uint32_t direction, size_t count, const uin
     require(session != nullptr, "no session");
     require(direction == KF_READ || direction == KF_WRITE, "no such direction");
     require(count == 0 || (local != nullptr && remote != nullptr && len != nullptr), "no ranges");
-    for (size_t i = 0; i < count; ++i) check_range(*session, i, local[i], remote[i], len[i]);
+    check_ranges(*session, count, local, remote, len);
     const bool read = direction == KF_READ;
     kf_engine &engine = *session->engine;
     if (count > 1) {

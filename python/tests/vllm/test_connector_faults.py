@@ -63,7 +63,7 @@ def servers(param: tuple[str, str, str, bool], place):
         faults.write_text("")
         for server in (pair.prefill, pair.decode):
             replace_host(server)
-        pair.router.wait_for("the pair again")
+        wait_served(pair)
         yield pair
 
 
@@ -91,6 +91,13 @@ def replace_host(server) -> float:
     killed = time.monotonic()
     server.wait_until("a new host", lambda: server.host() not in (None, host), AGAIN_S)
     return killed
+
+
+def wait_served(own) -> None:
+    """Waits until a request is answered: the router may know the pair by what hosts said that are
+    gone, and an engine takes a while to join the next one."""
+    ids = drill_prompt(own, "again")
+    own.decode.wait_until("an answer", lambda: isinstance(outcome(own, ids), list), AGAIN_S)
 
 
 def prompts(own, seed: str) -> list[list[int]]:

@@ -104,7 +104,7 @@ impl Seen {
             seen.inside &= (to.1 >= remote) & (to.1 <= remote_len);
             seen.as_they_are &= (len != 0) & (len <= RANGE_MAX);
             seen.as_they_are &= (ends.0 != local) | (ends.1 != remote);
-            seen.bytes = seen.bytes.saturating_add(len);
+            seen.bytes = seen.bytes.wrapping_add(len);
             ends = to;
         }
         seen

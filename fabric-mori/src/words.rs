@@ -3,7 +3,7 @@
 use crate::mori::Shim;
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
 /// Both ends, open until the process ends: for reading and for writing.
@@ -15,7 +15,6 @@ static PIPE: OnceLock<(OwnedFd, OwnedFd)> = OnceLock::new();
 /// # Errors
 /// The system has no pipe to give.
 pub fn last_words() -> io::Result<BorrowedFd<'static>> {
-    use std::os::fd::AsFd;
     if PIPE.get().is_none() {
         // Another thread may be first.
         let _taken = PIPE.set(pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?);

@@ -6,6 +6,7 @@ use engine::fabric::DataPlane;
 use fabric_host::{HostConfig, HostPlane};
 use fabric_mori::{Backend, DeviceEvents, MoriConfig, MoriPlane};
 use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
 
 /// Set where MoRI is not looked for GPU and network card before it is called: for a stand-in.
 const WITHOUT_DEVICES: &str = "KVFERRY_MORI_WITHOUT_DEVICES";
@@ -67,6 +68,10 @@ impl PlaneConfig {
                 Ok(Plane { plane: Box::new(plane), meter, events: None })
             }
             PlaneConfig::Mori(config) => {
+                let variables = mori_variables(std::env::vars_os());
+                if !variables.is_empty() {
+                    tracing::info!(variables, "the environment wins over settings of MoRI");
+                }
                 let devices = config.devices && std::env::var_os(WITHOUT_DEVICES).is_none();
                 let host = host.into();
                 let config = MoriConfig { key, host, devices, open_door, ..config };
@@ -76,5 +81,28 @@ impl PlaneConfig {
                 Ok(Plane { plane: Box::new(plane), meter, events })
             }
         }
+    }
+}
+
+/// What of an environment MoRI reads itself, in order.
+fn mori_variables(all: impl Iterator<Item = (OsString, OsString)>) -> String {
+    let told = |(name, value): (OsString, OsString)| {
+        let name = name.to_str().filter(|name| name.starts_with("MORI_"))?;
+        Some(format!("{name}={}", value.display()))
+    };
+    let mut told: Vec<String> = all.filter_map(told).collect();
+    told.sort();
+    told.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_mori_reads_is_told() {
+        let all = [("MORI_RDMA_TC", "3"), ("KVFERRY_MORI_SHIM", "x"), ("MORI_IO_SL", "1")];
+        let all = all.into_iter().map(|(name, value)| (name.into(), value.into()));
+        assert_eq!(mori_variables(all), "MORI_IO_SL=1 MORI_RDMA_TC=3");
     }
 }

@@ -109,12 +109,16 @@ impl MoriPlane {
 
     /// True if the peer is gone, whose memory stays mapped by xGMI: what is written there nobody sees.
     fn is_into_the_void(&self, session: SessionId) -> bool {
-        let line = || {
+        let asked_by = || {
             let session = self.sessions.get(&session)?;
-            session.line?;
-            self.peers.get(&session.peer)?.line.as_ref()
+            Some((session.line?, self.peers.get(&session.peer)?.line.as_ref()))
         };
-        self.common.config.backend == Backend::Xgmi && line().is_some_and(|line| line.is_closed())
+        let is_gone = || {
+            asked_by().is_some_and(|(asked, line)| {
+                line.is_none_or(|line| line.id != asked || line.is_closed())
+            })
+        };
+        self.common.config.backend == Backend::Xgmi && is_gone()
     }
 
     /// Tells the owner of an operation's end, once.

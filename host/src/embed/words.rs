@@ -5,7 +5,7 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// Longest that is passed on, in bytes.
-const MAX: u64 = 4 << 10;
+const MAX: usize = 4 << 10;
 
 /// The pipe for them. What is in it stays when the process has ended.
 #[derive(Debug)]
@@ -25,12 +25,12 @@ impl Words {
         }
     }
 
-    /// What was said, if anything.
-    pub(super) fn read(self) -> Option<String> {
-        let mut said = Vec::new();
-        // It ends with an error if the process is still there.
-        let _ended = self.0.take(MAX).read_to_end(&mut said);
-        let said = String::from_utf8_lossy(&said).trim().to_string();
+    /// What was said, if anything. It is written and read in one piece.
+    pub(super) fn read(mut self) -> Option<String> {
+        let mut said = [0; MAX];
+        // An error if nothing was said and the process is still there.
+        let len = self.0.read(&mut said).unwrap_or(0);
+        let said = String::from_utf8_lossy(&said[..len]).trim().to_string();
         (!said.is_empty()).then_some(said)
     }
 }

@@ -47,8 +47,10 @@ impl Job {
         self.len.clear();
         let Submit { local, remote, len, .. } = *batch;
         let seen = Seen::of(batch, [local_len, remote_len]);
-        if !seen.inside {
-            return Err(outside(batch, [local_len, remote_len]));
+        if seen.may_leave
+            && let Some(refused) = outside(batch, [local_len, remote_len])
+        {
+            return Err(refused);
         }
         if seen.as_they_are {
             self.local.extend_from_slice(local);
@@ -85,10 +87,11 @@ impl Job {
     }
 }
 
-/// What one look at all ranges of a batch shows, without a branch for each.
+/// What one look at all ranges of a batch shows. It gathers bits, of which the highest tells: without
+/// a branch or a comparison the compiler looks at several ranges at a time.
 struct Seen {
-    /// All are inside of both regions.
-    inside: bool,
+    /// One may leave its region; never false if one does.
+    may_leave: bool,
     /// None is empty, too long, or goes on where the one before it ends.
     as_they_are: bool,
     bytes: u64,
@@ -96,34 +99,42 @@ struct Seen {
 
 impl Seen {
     fn of(batch: &Submit<'_>, [local_len, remote_len]: [u64; 2]) -> Seen {
-        let mut seen = Seen { inside: true, as_they_are: true, bytes: 0 };
-        let mut ends = (u64::MAX, u64::MAX);
-        for ((&local, &remote), &len) in batch.local.iter().zip(batch.remote).zip(batch.len) {
-            let to = (local.wrapping_add(len), remote.wrapping_add(len));
-            seen.inside &= (to.0 >= local) & (to.0 <= local_len);
-            seen.inside &= (to.1 >= remote) & (to.1 <= remote_len);
-            seen.as_they_are &= (len != 0) & (len <= RANGE_MAX);
-            seen.as_they_are &= (ends.0 != local) | (ends.1 != remote);
-            seen.bytes = seen.bytes.wrapping_add(len);
-            ends = to;
+        let Submit { local, remote, len, .. } = *batch;
+        let is_set = |bits: u64| bits >> 63 != 0;
+        let (mut leaves, mut uneven, mut bytes) = (local_len | remote_len, 0, 0_u64);
+        for ((&local, &remote), &len) in local.iter().zip(remote).zip(len) {
+            // Below 2^63 a difference has the highest bit if it is negative.
+            let (here, there) = (local_len.wrapping_sub(len), remote_len.wrapping_sub(len));
+            leaves |= local | remote | len | here | there;
+            leaves |= here.wrapping_sub(local) | there.wrapping_sub(remote);
+            uneven |= len.wrapping_sub(1) | RANGE_MAX.wrapping_sub(len);
+            bytes = bytes.wrapping_add(len);
         }
-        seen
+        let before = local.iter().zip(remote).zip(len);
+        let after = local.iter().zip(remote).skip(1);
+        for (((&local, &remote), &len), (&next_local, &next_remote)) in before.zip(after) {
+            let gap =
+                (local.wrapping_add(len) ^ next_local) | (remote.wrapping_add(len) ^ next_remote);
+            // Of a number and its negative one has the highest bit, but for zero.
+            uneven |= !(gap | gap.wrapping_neg());
+        }
+        Seen { may_leave: is_set(leaves), as_they_are: !is_set(uneven), bytes }
     }
 }
 
-/// The first range that leaves its region.
-fn outside(batch: &Submit<'_>, lens: [u64; 2]) -> Refused {
+/// The first range that leaves its region, if there is one.
+fn outside(batch: &Submit<'_>, lens: [u64; 2]) -> Option<Refused> {
     let starts = [("local", batch.local, lens[0]), ("remote", batch.remote, lens[1])];
     for (at, &len) in batch.len.iter().enumerate() {
         for (side, starts, end) in starts {
             let start = starts[at];
             if start.checked_add(len).is_none_or(|to| to > end) {
                 let what = format!("{side} range {start}+{len} in a region of {end} bytes");
-                return Refused::Invalid(what.into());
+                return Some(Refused::Invalid(what.into()));
             }
         }
     }
-    unreachable!("one of them does")
+    None
 }
 
 #[cfg(test)]
@@ -158,10 +169,23 @@ mod tests {
 
     #[test]
     fn ranges_that_wrap_or_leave_a_region_are_refused() {
-        let bad =
-            [(u64::MAX - 4, 0, 8), (0, u64::MAX - 4, 8), (93, 0, 8), (0, 193, 8), (101, 0, 0)];
+        let half = 1 << 63;
+        let bad = [
+            (u64::MAX - 4, 0, 8),
+            (0, u64::MAX - 4, 8),
+            (93, 0, 8),
+            (0, 193, 8),
+            (101, 0, 0),
+            (half, 0, half),
+            (0, half, 1),
+            (1, 0, u64::MAX),
+        ];
         for range in bad {
-            assert!(matches!(filled(&[range], [100, 200]), Err(Refused::Invalid(_))), "{range:?}");
+            for ranges in [&[range][..], &[(0, 0, 1), range], &[range, (0, 0, 1)]] {
+                let refused = filled(ranges, [100, 200]);
+                assert!(matches!(refused, Err(Refused::Invalid(_))), "{ranges:?}");
+            }
         }
+        assert!(filled(&[(half, half, 8)], [half + 8; 2]).is_ok());
     }
 }

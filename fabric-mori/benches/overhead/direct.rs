@@ -2,12 +2,13 @@
 
 use crate::{Poster, RANGES, Ranges};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 
 type New = unsafe extern "C" fn(*mut u8, *mut u8, usize) -> *mut c_void;
 type Free = unsafe extern "C" fn(*mut c_void);
 type Batch = unsafe extern "C" fn(*mut c_void, usize, *const u64, *const u64, *const u64);
 type Post = unsafe extern "C" fn(*mut c_void);
+type Faults = unsafe extern "C" fn(*const c_char) -> i32;
 type Wait = unsafe extern "C" fn(*mut c_void) -> i32;
 
 pub(crate) struct Direct {
@@ -15,6 +16,7 @@ pub(crate) struct Direct {
     post: Post,
     wait: Wait,
     free: Free,
+    faults: Faults,
     /// Stays until the engines are gone.
     _memory: [Vec<u8>; 2],
 }
@@ -32,6 +34,7 @@ impl Direct {
             let post: Post = std::mem::transmute(symbol(b"mori_double_direct_post\0"));
             let wait: Wait = std::mem::transmute(symbol(b"mori_double_direct_wait\0"));
             let free: Free = std::mem::transmute(symbol(b"mori_double_direct_free\0"));
+            let faults: Faults = std::mem::transmute(symbol(b"mori_double_faults\0"));
             std::mem::forget(library);
             let bytes = ranges.len.iter().sum::<u64>() as usize;
             let mut memory = [vec![1; bytes], vec![0; bytes]];
@@ -39,8 +42,14 @@ impl Direct {
             let raw = new(from.as_mut_ptr(), to.as_mut_ptr(), bytes);
             let (local, remote) = (ranges.local.as_ptr(), ranges.remote.as_ptr());
             batch(raw, RANGES, local, remote, ranges.len.as_ptr());
-            Direct { raw, post, wait, free, _memory: memory }
+            Direct { raw, post, wait, free, faults, _memory: memory }
         }
+    }
+
+    /// Has the stand-in's posts of this process end as told from here on.
+    pub(crate) fn faults(&self, text: &CStr) {
+        // SAFETY: A text that ends with a zero.
+        assert_eq!(unsafe { (self.faults)(text.as_ptr()) }, 0, "{text:?} is known");
     }
 }
 

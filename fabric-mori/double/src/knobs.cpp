@@ -38,7 +38,7 @@ struct Name {
   bool timed;
 };
 
-constexpr std::array<Name, 11> kNames{{{"qp_error", Kind::QpError, false},
+constexpr std::array<Name, 12> kNames{{{"qp_error", Kind::QpError, false},
                                        {"ack_lost", Kind::AckLost, false},
                                        {"lost", Kind::Lost, false},
                                        {"late", Kind::Late, true},
@@ -47,6 +47,7 @@ constexpr std::array<Name, 11> kNames{{{"qp_error", Kind::QpError, false},
                                        {"throw_other", Kind::ThrowOther, false},
                                        {"slow", Kind::Slow, true},
                                        {"exit", Kind::Exit, false},
+                                       {"skip", Kind::Skip, false},
                                        {"pin", Kind::Pin, false},
                                        {"pin_remote", Kind::PinRemote, false}}};
 

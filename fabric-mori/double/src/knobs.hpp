@@ -25,6 +25,7 @@ enum class Kind {
   ThrowOther,
   Slow,
   Exit,
+  Skip,
   Pin,
   PinRemote
 };

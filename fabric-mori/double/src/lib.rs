@@ -35,6 +35,7 @@
 //! | `slow:ms` | lands and completes after `ms` |
 //! | `throw`, `throw_other` | a `std::system_error`, or an `int`, out of the post |
 //! | `exit` | the process ends in the post |
+//! | `skip` | `SUCCESS` in the post, nothing lands: for the time of what is around it |
 //! | `pin`, `pin_remote` | the process aborts |
 //!
 //! On XGMI `qp_error` is `ERR_GPU_OP` with nothing landed, `lost` never lands, and `ack_lost`, `late`

@@ -23,6 +23,7 @@ void RdmaSession::post(const Batch& batch, io::TransferStatus* status, uint64_t 
   Use use(rdma_->gate_, "a post");
   Fault fault = next_post();
   leave_post(fault);
+  if (fault.kind == Kind::Skip) return status->SetCode(io::StatusCode::SUCCESS);
   status->SetCode(io::StatusCode::IN_PROGRESS);
   auto meta = std::make_shared<Meta>(Meta{status, 0});
   Answer answer = submit(batch, meta, id, read, single, fault);

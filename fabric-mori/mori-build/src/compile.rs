@@ -51,7 +51,7 @@ pub fn compile(found: &Found, out: &Path, flags: &[&str]) -> Result<PathBuf, Com
         output: why.to_string(),
     })?;
     let mut command = compiler();
-    command.args(["-std=c++20", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]);
+    command.args(["-std=c++20", "-O3", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]);
     command.args(words("CXXFLAGS"));
     command.args(defines(found));
     command.args(found.includes.iter().flat_map(|dir| [OsStr::new("-I"), dir.as_os_str()]));

@@ -28,27 +28,29 @@ class Posting {
   uint64_t handle_;
 };
 
-bool inside(uint64_t offset, uint64_t len, uint64_t size) {
-  return (len <= size) & (offset <= size - len);
-}
-
 void check_range(const kf_session &session, size_t i, uint64_t local, uint64_t remote,
                  uint64_t len) {
-  const bool here = inside(local, len, session.local->desc.size);
-  if (here && inside(remote, len, session.remote_size)) return;
+  const auto inside = [len](uint64_t offset, uint64_t size) {
+    return len <= size && offset <= size - len;
+  };
+  const bool here = inside(local, session.local->desc.size);
+  if (here && inside(remote, session.remote_size)) return;
   refuse(KF_ARGUMENT, "range " + std::to_string(i) + " of " + std::to_string(len) +
                           " bytes leaves the " + (here ? "remote" : "local") + " memory");
 }
 
-/// Looks at all of them before it says which: this is in the way of every batch.
+/// Looks at all of them before it says which: this is in the way of every batch. Below 2^63 the
+/// highest bit of a difference tells that it is negative.
 void check_ranges(const kf_session &session, size_t count, const uint64_t *local,
                   const uint64_t *remote, const uint64_t *len) {
   const uint64_t here = session.local->desc.size, there = session.remote_size;
-  bool held = true;
+  uint64_t bits = here | there;
   for (size_t i = 0; i < count; ++i) {
-    held &= inside(local[i], len[i], here) & inside(remote[i], len[i], there);
+    const uint64_t last_here = here - len[i], last_there = there - len[i];
+    bits |= local[i] | remote[i] | len[i] | last_here | last_there;
+    bits |= (last_here - local[i]) | (last_there - remote[i]);
   }
-  if (held) return;
+  if (bits >> 63 == 0) return;
   for (size_t i = 0; i < count; ++i) check_range(session, i, local[i], remote[i], len[i]);
 }
 

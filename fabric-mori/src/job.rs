@@ -157,6 +157,13 @@ mod tests {
         let (job, bytes) = filled(&ranges, [100, 200]).expect("inside");
         assert_eq!((job.local, job.remote, job.len), (vec![0, 16], vec![64, 96], vec![16, 9]));
         assert_eq!(bytes, 25);
+        for (ranges, expected) in [
+            (&[(0, 64, 8), (8, 72, 8), (16, 80, 8)][..], &[24][..]),
+            (&[(0, 64, 8), (8, 73, 8), (17, 81, 8)], &[8, 8, 8]),
+            (&[(0, 64, 8), (16, 80, 8), (24, 88, 8)], &[8, 16]),
+        ] {
+            assert_eq!(filled(ranges, [100, 200]).expect("inside").0.len, expected);
+        }
     }
 
     #[test]

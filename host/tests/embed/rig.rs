@@ -104,10 +104,6 @@ impl Drop for Host {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // What a killed host leaves.
-        for extension in ["sock", "sock.lock"] {
-            let _ = std::fs::remove_file(self.socket.with_extension(extension));
-        }
     }
 }
 

@@ -36,19 +36,15 @@ impl Job {
     ///
     /// # Errors
     /// `Invalid` with the range and the region's length.
-    pub(crate) fn fill(
-        &mut self,
-        batch: &Submit<'_>,
-        [local_len, remote_len]: [u64; 2],
-    ) -> Result<u64, Refused> {
+    pub(crate) fn fill(&mut self, batch: &Submit<'_>, lens: [u64; 2]) -> Result<u64, Refused> {
         (self.op, self.session, self.direction) = (batch.op, batch.session, batch.direction);
         self.local.clear();
         self.remote.clear();
         self.len.clear();
         let Submit { local, remote, len, .. } = *batch;
-        let seen = Seen::of(batch, [local_len, remote_len]);
+        let seen = Seen::of(batch, lens);
         if seen.may_leave
-            && let Some(refused) = outside(batch, [local_len, remote_len])
+            && let Some(refused) = outside(batch, lens)
         {
             return Err(refused);
         }

@@ -2,7 +2,8 @@
 //! classes itself. Both post the same 512 ranges, in turns of one run.
 //!
 //! `post` is the CPU time of the thread that posts: checks, conversion and pool of statuses, without
-//! the hop from the caller to it; then the same with a stand-in that leaves out what MoRI does. `pipelined` is the time of a batch while others are under way.
+//! the hop from the caller to it; then the same with a stand-in that leaves out what MoRI does.
+//! `pipelined` is the time of a batch while others are under way.
 #![allow(missing_docs, clippy::print_stdout, reason = "a benchmark prints its figures")]
 #![allow(
     dead_code,

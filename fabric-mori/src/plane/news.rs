@@ -109,14 +109,13 @@ impl MoriPlane {
 
     /// True if the peer is gone, whose memory stays mapped by xGMI: what is written there nobody sees.
     fn is_into_the_void(&self, session: SessionId) -> bool {
-        let asked_by = || {
-            let session = self.sessions.get(&session)?;
-            Some((session.line?, self.peers.get(&session.peer)?.line.as_ref()))
+        let Some(Session { line: Some(asked), peer, .. }) = self.sessions.get(&session) else {
+            return false;
         };
-        let is_gone = || {
-            asked_by().is_some_and(|(asked, line)| {
-                line.is_none_or(|line| line.id != asked || line.is_closed())
-            })
+        let Some(peer) = self.peers.get(peer) else { return false };
+        let is_gone = || match &peer.line {
+            Some(line) => line.id != *asked || line.is_closed(),
+            None => true,
         };
         self.common.config.backend == Backend::Xgmi && is_gone()
     }

@@ -1,12 +1,10 @@
 //! Where MoRI is looked for, and which ones are refused.
 
-mod support;
-
+use crate::support::{ENGINE, Env, GOOD, RESOLVE, WAIT_ALL, folder, headers, library};
 use mori_build::{Found, Missing, Rule, search};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use support::{ENGINE, Env, GOOD, RESOLVE, WAIT_ALL, folder, headers, library};
 
 fn find(vars: &[(&'static str, &Path)]) -> Result<Found, Missing> {
     let env = Env::new(vars);

@@ -1,8 +1,5 @@
 //! Installations of a MoRI that is only names.
 
-// No test uses all of them.
-#![allow(dead_code)]
-
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::fs;

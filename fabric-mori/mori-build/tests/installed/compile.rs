@@ -1,10 +1,8 @@
 //! What the compiler says reaches the one who builds.
 
-mod support;
-
+use crate::support::{ENGINE, GOOD, WAIT_ALL, folder, headers, library};
 use mori_build::{Found, compile};
 use std::fs;
-use support::{ENGINE, GOOD, WAIT_ALL, folder, headers, library};
 
 #[test]
 fn an_error_has_the_command_and_what_it_said() {

@@ -163,6 +163,8 @@ CASE(the_initiator_removes_its_backend) {
   Pushing p;
   p.connect();
   mori_double_latency(1000);
+  // The last one is still on its way, however late the removal is.
+  CHECK_EQ(mori_double_faults("slow@200:60000"), 0);
   std::vector<TransferStatus*>& statuses = p.statuses;
   for (uint64_t i = 0; i < 200; ++i) {
     statuses.push_back(&new_status());

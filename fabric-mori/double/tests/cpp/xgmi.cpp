@@ -55,7 +55,9 @@ CASE(xgmi_is_late_as_asked) {
   TransferStatus &status = new_status();
   auto start = Clock::now();
   a.engine.Write(a.memory, 0, b.memory, 0, 65536, &status, 1);
-  CHECK_EQ(status.Code(), StatusCode::IN_PROGRESS);
+  // Its end shows no earlier, however long this process had to wait for a core.
+  StatusCode first = status.Code();
+  CHECK(first == StatusCode::IN_PROGRESS || Clock::now() - start >= Millis(40));
   CHECK_EQ(wait(status), StatusCode::SUCCESS);
   CHECK(Clock::now() - start >= Millis(40));
   CHECK_EQ(b.bytes[65535], 1);

@@ -107,6 +107,11 @@ impl StableSource {
 
     fn loaded(&mut self, now: Now<'_>, who: Who, request: &RequestId, found: &mut Found) {
         let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
+        let load = now.state.load(who.instance, request);
+        if load.is_some_and(|load| load.blocks.is_empty()) {
+            // All of it was cached, nothing is used of the source.
+            return;
+        }
         let end = pull.map(|pull| self.end(who, &pull));
         let name = || now.state.name(who.instance);
         if let Some(end) = end.filter(|end| now.at >= *end) {
@@ -115,7 +120,6 @@ impl StableSource {
                 format!("{name} uses request {request}, the lease of which ended at {end:.6} s")
             });
         }
-        let load = now.state.load(who.instance, request);
         let Some(torn) = load.and_then(|load| load.torn) else { return };
         found.report(self.id(), now.at, || {
             let BlockRef { group, block } = torn.block;
@@ -204,6 +208,7 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, failed, request, tag};
+    use engine::core::layout::BlockList;
     use engine::core::message::DecodeLeg;
     use engine::fabric::{Direction, Landed, SessionId, Ticket};
 
@@ -290,6 +295,22 @@ mod tests {
             match held {
                 true => bench.holds(),
                 false => bench.fails("the lease of which ended at 27.0"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_cached_is_used_after_the_lease() {
+        for computed in [16, 0] {
+            let mut bench = pulling();
+            bench.now = Nanos::from_secs(28);
+            let blocks = vec![BlockList::new(vec![4])];
+            let hook = &DecodeHook::Allocated { request: request("r"), computed, blocks };
+            bench.see(Observation::DecodeHook { who: D0, hook });
+            bench.loaded(D0, "r");
+            match computed {
+                0 => bench.fails("the lease of which ended at 27.0"),
+                _ => bench.holds(),
             }
         }
     }

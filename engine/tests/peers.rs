@@ -295,6 +295,29 @@ fn a_process_that_stood_still_does_not_blame_its_peers() {
 }
 
 #[test]
+fn a_process_that_stood_still_before_it_was_answered_waits_once_more() {
+    let mut net = Net::ready(Faults::NONE);
+    net.reach();
+    net.pause(DECODE, SECOND.scale(8, 1));
+    net.run(SECOND.scale(9, 1));
+    assert_eq!(net.cores[DECODE].failures(), []);
+    check_united(&net).unwrap();
+}
+
+#[test]
+fn a_process_that_stands_still_again_and_again_gives_up_a_peer_that_is_not_there() {
+    let mut net = Net::ready(Faults::NONE);
+    net.crash(PREFILL, false);
+    net.reach();
+    for _ in 0..2 {
+        assert_eq!(net.cores[DECODE].failures(), []);
+        net.pause(DECODE, SECOND.scale(3, 1));
+        net.run(Nanos::from_ms(3_100));
+    }
+    assert_eq!(net.cores[DECODE].failures(), [Failure::Unreachable]);
+}
+
+#[test]
 fn restarts_are_told_as_such() {
     let mut net = Net::ready(Faults::NONE);
     for core in [PREFILL, DECODE] {

@@ -64,7 +64,9 @@ pub(super) struct Slot {
     /// The link on which the peer said that it takes hellos.
     pub(super) native: Option<LinkId>,
     /// Since when there is no link; None while there is, and before the first dial.
-    pub(super) unlinked: Option<Nanos>,
+    unlinked: Option<Nanos>,
+    /// That this began later than it did, as this process stood still.
+    excused: bool,
     /// Dials since the last progress.
     pub(super) redials: u32,
     /// When the link was attached.
@@ -119,6 +121,7 @@ impl Slot {
             native: None,
             dial: Dial::Idle,
             unlinked: None,
+            excused: false,
             redials: 0,
             linked: Nanos::ZERO,
             mends: (Nanos::ZERO, 0),
@@ -136,6 +139,7 @@ impl Slot {
     pub(super) fn unlink(&mut self, now: Nanos, config: &ChannelConfig) {
         self.channel.detach();
         self.unlinked = Some(now);
+        self.excused = false;
         if self.endpoint.is_some() && self.dial == Dial::Idle {
             if self.linked + config.silent <= now {
                 self.redials = 0;
@@ -177,11 +181,30 @@ impl Slot {
         if self.mends.0 == quiet { self.mends.1 } else { 0 }
     }
 
+    /// How long there may be no link, and what is then due.
+    fn limit(&self, config: &ChannelConfig) -> (Nanos, Due) {
+        match self.info {
+            None => (config.hello, Due::Unreachable),
+            Some(_) => (config.silent, Due::Silent),
+        }
+    }
+
+    /// This process stood still: the peer has a third of its time left, once per silence.
+    pub(super) fn excuse(&mut self, now: Nanos, config: &ChannelConfig) {
+        let latest = |limit: Nanos| now - limit.scale(2, 3);
+        self.channel.excuse(latest(config.silent));
+        let latest = latest(self.limit(config).0);
+        if !self.excused && self.unlinked.is_some_and(|since| since < latest) {
+            self.unlinked = Some(latest);
+            self.excused = true;
+        }
+    }
+
     /// The earliest thing to do, and when. Ends come before attempts.
     pub(super) fn next(&self, config: &ChannelConfig) -> Option<(Nanos, Due)> {
-        let limit = self.unlinked.map(|since| match self.info {
-            None => (since + config.hello, Due::Unreachable),
-            Some(_) => (since + config.silent, Due::Silent),
+        let limit = self.unlinked.map(|since| {
+            let (limit, due) = self.limit(config);
+            (since + limit, due)
         });
         let quiet = self.channel.quiet().filter(|_| self.info.is_some());
         let silent = quiet.map(|since| (since + config.silent, Due::Silent));

@@ -3,10 +3,11 @@
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
 use crate::world::{BLOCK, Fate, Pair, Who};
+use engine::core::decode::DecodeInput;
 use engine::core::dialect::native::FRAME_MAX;
 use engine::core::error::Failure;
 use engine::core::ids::Incarnation;
-use engine::core::message::{DecodeAnswer, Mode};
+use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode};
 use engine::core::station::CoreSettings;
 use engine::fabric::Refused;
 
@@ -84,6 +85,38 @@ fn a_release_that_was_never_acknowledged_is_said_again_when_both_meet() {
     settle(&mut pair, 4);
     assert_eq!(pair.prefill_said, [freed(None)]);
     assert!(pair.at_rest());
+}
+
+/// All of a prompt is cached while decode does not get through to the prefill's newest life.
+#[test]
+fn a_release_reaches_the_life_that_has_the_prompt() {
+    for (restarts, seconds) in [(false, 1), (false, 3), (true, 1), (true, 8)] {
+        let mut pair = Pair::new(Mode::Pull, 1, 1);
+        let mut life = Incarnation(1);
+        if restarts {
+            let other = arrive_decode_for(&mut pair, Mode::Pull, 64, 1, Some(life));
+            settle(&mut pair, 1);
+            pair.frame_passes = Box::new(|_: Who| false);
+            pair.restart_prefill(Mode::Pull, 1);
+            pair.decode(DecodeInput::Hook(DecodeHook::Finished {
+                request: other,
+                reason: FinishReason::Aborted,
+            }));
+            life = Incarnation(2);
+        }
+        pair.frame_passes = Box::new(|_: Who| false);
+        let request = arrive_decode_for(&mut pair, Mode::Pull, 64, 0, Some(life));
+        allocate(&mut pair, &request, 64, 64, 10);
+        arrive_prefill(&mut pair, Mode::Pull, 64, 1);
+        prefill_all(&mut pair, 64);
+        settle(&mut pair, seconds);
+        assert_eq!(pair.decode_said.last(), Some(&loaded(&request)));
+        assert_eq!(pair.prefill_said, []);
+        pair.frame_passes = Box::new(|_: Who| true);
+        settle(&mut pair, 4);
+        assert_eq!(pair.prefill_said, [freed(None)], "{restarts}, after {seconds} s");
+        assert!(pair.at_rest());
+    }
 }
 
 #[test]

@@ -154,16 +154,18 @@ impl Pair {
             prefill_said: Vec::new(),
             decode_said: Vec::new(),
         };
-        for (role, tp) in [(Role::Prefill, prefill_tp), (Role::Decode, decode_tp)] {
-            for rank in 0..tp {
-                let transfer = Transfer::new(transfer_config(role, mode, tp, rank));
-                pair.ranks.insert((role, rank), transfer);
-                let start = Input::Transfer(TransferInput::Start);
-                pair.after(0, Who::Rank(role, rank), start);
-            }
-        }
+        pair.start_ranks(Role::Prefill, mode, prefill_tp);
+        pair.start_ranks(Role::Decode, mode, decode_tp);
         pair.run(Nanos::from_ms(1));
         pair
+    }
+
+    fn start_ranks(&mut self, role: Role, mode: Mode, tp: u16) {
+        for rank in 0..tp {
+            let transfer = Transfer::new(transfer_config(role, mode, tp, rank));
+            self.ranks.insert((role, rank), transfer);
+            self.after(0, Who::Rank(role, rank), Input::Transfer(TransferInput::Start));
+        }
     }
 
     fn after(&mut self, us: u64, who: Who, input: Input) {
@@ -199,6 +201,18 @@ impl Pair {
             Role::Decode => self.decode = None,
         }
         self.ranks.retain(|(of, _), _| *of != role);
+    }
+
+    /// The prefill is in its second life.
+    pub(crate) fn restart_prefill(&mut self, mode: Mode, tp: u16) {
+        self.kill(Role::Prefill);
+        for link in std::mem::take(&mut self.links).into_keys().filter(|link| !link.is_inbound()) {
+            self.link_event(Who::Decode, ControlEvent::LinkDown { link });
+        }
+        let config = core_config(Role::Prefill, mode, tp, &CoreSettings::default());
+        self.prefill = Some(Prefill::new(CoreConfig { incarnation: Incarnation(2), ..config }));
+        self.start_ranks(Role::Prefill, mode, tp);
+        self.run(self.now + Nanos::from_ms(1));
     }
 
     /// Lets time pass until `until`, ticking every machine when it wants.

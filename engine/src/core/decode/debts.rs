@@ -64,10 +64,13 @@ impl Decode {
         self.pay(now, slot, out);
     }
 
-    /// Tells a prefill what it is still to be told, if it is up.
+    /// Tells a prefill what it is still to be told, if it is up, and not in a life before.
     pub(super) fn pay(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
         let Some(info) = self.station.info(slot) else { return };
         let (engine, life) = (info.engine.clone(), info.incarnation);
+        if self.debts.get(&engine).is_none_or(|debt| life < debt.life) {
+            return;
+        }
         let Some(mut debt) = self.debts.remove(&engine) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
         while debt.life == life

@@ -331,8 +331,11 @@ impl Decode {
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
         let (slot, tag) = (request.slot, request.tag.clone());
-        let told = self.station.send(now, slot, Message::Release { tag, ranks }, out);
-        if told.is_err() {
+        // A conversation that is not up, or with a life before that of the prompt, may end unheard.
+        let heard = |life| self.station.info(slot).is_some_and(|info| info.incarnation >= life);
+        let told = request.life.is_none_or(heard)
+            && self.station.send(now, slot, Message::Release { tag, ranks }, out).is_ok();
+        if !told {
             self.owe_release(now, id);
         }
     }

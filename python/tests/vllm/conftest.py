@@ -157,7 +157,7 @@ def pytest_collection_modifyitems(config, items):
     def place(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         shared = [(item.module.__name__, params[name]) for name in ("own", "mixed") if name in params]
-        group = shared[0] if shared else params.get("pair", MODES[0])
+        group = shared[0] if shared else params.get("pair")
         at = groups.setdefault(group, len(groups))
         return at, bool(item.get_closest_marker("last"))
 

@@ -5,8 +5,9 @@ the drop-in `mori`, and a single server without a connector.
 Needs vLLM, the package `kvferry` and its drop-in on PYTHONPATH, and KVFERRY_BIN, as `python/test` has them;
 but of a release build, which that of the tests is not. In each mode both pairs and the single server have
 turns of ten requests, one at a time, in another order each round; who has no turn is stopped, because
-vLLM's workers spin for seconds after a request. A prefill and the single server have one core, decodes another one. With --shared-cores all may use all: then
-it is chance whether a worker that spins is in the way of the other server.
+vLLM's workers spin for seconds after a request. A prefill and the single server have one core, decodes
+another one. With --shared-cores all may use all: then it is chance whether a worker that spins is in the
+way of the other server.
 Prompts are random, so that nothing is cached. The table has medians and 90th percentiles in milliseconds.
 
 With --hand-off the legs go straight to the servers of the pairs, and the time is that from the answer of

@@ -48,14 +48,12 @@ fn held(output: &Output) {
 }
 
 #[test]
-#[ignore = "compiles with a sanitizer"]
 fn addresses() {
     let program = sanitized("address", &["-fsanitize=address,undefined", "-fno-sanitize-recover"]);
     held(&Command::new(program).output().expect("it runs"));
 }
 
 #[test]
-#[ignore = "compiles with a sanitizer"]
 fn threads() {
     let mut program = Command::new(sanitized("thread", &["-fsanitize=thread"]));
     held(&program.env("TSAN_OPTIONS", "halt_on_error=1").output().expect("it runs"));

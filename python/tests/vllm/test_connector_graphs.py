@@ -46,7 +46,7 @@ def test_vllm_leaves_the_layers_of_a_push_out_of_its_graphs(mode, monkeypatch):
 def own(model, logs, reference):
     connectors = {"prefill": CAPTURED, "decode": KVFERRY}
     # Where vLLM looks for the module.
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
     place = Place(model, logs, reference, None)
     with served("graphs", place, "WRITE", connectors, {"PYTHONPATH": path}, asynchronous=True) as pair:
         yield pair

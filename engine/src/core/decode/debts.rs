@@ -68,7 +68,7 @@ impl Decode {
     pub(super) fn pay(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
         let Some(info) = self.station.info(slot) else { return };
         let (engine, life) = (info.engine.clone(), info.incarnation);
-        if self.debts.get(&engine).is_none_or(|debt| life < debt.life) {
+        if self.debts.get(&engine).is_some_and(|debt| life < debt.life) {
             return;
         }
         let Some(mut debt) = self.debts.remove(&engine) else { return };

@@ -326,7 +326,11 @@ impl Peers {
     /// Does what is due.
     pub fn tick(&mut self, now: Nanos, out: &mut PeerOut) {
         // Before the timer that tells it is gone.
-        self.wake(now);
+        if self.stood_still(now) {
+            for slot in self.slots.values_mut() {
+                slot.excuse(now, &self.config);
+            }
+        }
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 Timer::Link(link) => {
@@ -414,18 +418,18 @@ impl Peers {
         self.known.insert(engine.clone(), (life, session));
     }
 
-    /// If this process stood still, it may not have read what peers sent meanwhile.
-    fn wake(&mut self, now: Nanos) {
-        if self.timers.next().is_some_and(|due| due + self.config.retransmit_max < now) {
-            for slot in self.slots.values_mut() {
-                slot.excuse(now, &self.config);
-            }
-        }
+    /// True if this process stood still and may not have read what peers sent meanwhile.
+    fn stood_still(&self, now: Nanos) -> bool {
+        self.timers.next().is_some_and(|due| due + self.config.retransmit_max < now)
     }
 
     /// Does everything that is due in a slot.
     fn service(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
-        self.wake(now);
+        if self.stood_still(now)
+            && let Some(slot) = self.slots.get_mut(&id)
+        {
+            slot.excuse(now, &self.config);
+        }
         while let Some(slot) = self.slots.get_mut(&id) {
             let Some((_, due)) = slot.next(&self.config).filter(|(at, _)| *at <= now) else {
                 break;

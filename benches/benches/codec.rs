@@ -2,7 +2,7 @@
 #![allow(missing_docs)]
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use engine::core::dialect::native::{Envelope, decode, encode_data};
+use engine::core::dialect::native::{Envelope, VERSION, decode, encode_data};
 use engine::core::ids::{Attempt, Incarnation, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{Message, Tag};
@@ -14,7 +14,8 @@ fn tag() -> Tag {
 }
 
 fn codec(criterion: &mut Criterion) {
-    let envelope = Envelope { from: Incarnation(1), to: Incarnation(2), session: 3 };
+    let envelope =
+        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 3 };
     let blocks = vec![BlockList::new((0..512).map(|n| n * 7 % 4096).collect())];
     let announce = Message::Announce { tag: tag(), tokens: 8192, from: 0, blocks };
     for (name, message) in [("announce 512", announce), ("cancel", Message::Cancel { tag: tag() })]

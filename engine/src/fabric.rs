@@ -156,17 +156,75 @@ impl Memory {
     }
 }
 
+/// Work that a data plane holds at a time. What would go beyond it is [`Refused::Busy`], so who
+/// keeps count is never refused but by a fault.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Credits {
+    /// Operations in flight.
+    pub operations: u32,
+    /// Their ranges.
+    pub ranges: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Credits {
+    /// No limit.
+    pub const UNLIMITED: Credits =
+        Credits { operations: u32::MAX, ranges: u64::MAX, bytes: u64::MAX };
+
+    /// A limit of operations alone.
+    pub const fn of_operations(operations: u32) -> Credits {
+        Credits { operations, ..Credits::UNLIMITED }
+    }
+
+    /// The lesser of both, one by one.
+    pub const fn at_most(&self, other: &Credits) -> Credits {
+        const fn less(a: u64, b: u64) -> u64 {
+            if a < b { a } else { b }
+        }
+        Credits {
+            operations: less(self.operations as u64, other.operations as u64) as u32,
+            ranges: less(self.ranges, other.ranges),
+            bytes: less(self.bytes, other.bytes),
+        }
+    }
+
+    /// True if `more` fits beside what is `used`.
+    pub const fn fits(&self, used: &Credits, more: &Credits) -> bool {
+        used.operations.saturating_add(more.operations) <= self.operations
+            && used.ranges.saturating_add(more.ranges) <= self.ranges
+            && used.bytes.saturating_add(more.bytes) <= self.bytes
+    }
+
+    /// Counts an operation that was taken.
+    pub fn add(&mut self, more: &Credits) {
+        self.operations += more.operations;
+        self.ranges += more.ranges;
+        self.bytes += more.bytes;
+    }
+
+    /// Counts an operation that has ended.
+    pub fn remove(&mut self, less: &Credits) {
+        self.operations -= less.operations;
+        self.ranges -= less.ranges;
+        self.bytes -= less.bytes;
+    }
+}
+
 /// What a data plane can do; fixed for one incarnation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caps {
     /// Can pull.
     pub read: bool,
     /// Can push.
     pub write: bool,
-    /// Most operations in flight per plane; one more is [`Refused::Busy`].
-    pub operations_max: u32,
     /// Most slices in one operation; one more is [`Refused::Invalid`].
     pub slices_max: u32,
+    /// What may be in flight between the plane and one peer ([`PeerId`]).
+    pub per_peer: Credits,
+    /// What may be in flight on the plane.
+    pub in_all: Credits,
     /// When written bytes are visible to their owner.
     pub placement: Placement,
     /// What [`DataPlane::fence`] revokes.
@@ -184,7 +242,7 @@ pub enum Placement {
 }
 
 /// What [`DataPlane::fence`] has to revoke to keep a peer out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FenceScope {
     /// Just the peer.
     Peer,
@@ -225,8 +283,8 @@ pub struct Submit<'a> {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Refused {
-    /// The plane's own queue is full: back-pressure, never a failure. Try again after the next
-    /// event.
+    /// The plane has no room at the moment, though its [`Credits`] say so: back-pressure, never a
+    /// failure. Try again after the next event.
     Busy,
     /// The session, peer or link is dead; open a new one.
     Gone,

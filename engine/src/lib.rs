@@ -5,6 +5,10 @@
 //! the effects of a machine on a plane. With the feature `actors` the same machines run as actix
 //! actors.
 
+// First, for its macro.
+#[macro_use]
+pub mod planted;
+
 #[cfg(feature = "actors")]
 pub mod actors;
 #[cfg(feature = "conformance")]

@@ -39,6 +39,7 @@ fn failure() -> impl Strategy<Value = Failure> {
         Failure::Fabric(Cause::AckTimeout),
         Failure::Refused(Refused::Busy),
         Failure::EngineGone,
+        Failure::Unknown("Later".into()),
     ]);
     prop_oneof![
         plain,
@@ -155,13 +156,15 @@ fn registration() -> impl Strategy<Value = Registration> {
             dp_size: ranks[1],
             tp: ranks[2],
             draining,
+            fit: None,
+            troubles: Vec::new(),
         },
     )
 }
 
 fn frame() -> impl Strategy<Value = Frame> {
     let envelope = (any::<u64>(), any::<u64>(), any::<u64>()).prop_map(|(from, to, session)| {
-        Envelope { from: Incarnation(from), to: Incarnation(to), session }
+        Envelope { version: VERSION, from: Incarnation(from), to: Incarnation(to), session }
     });
     let signal =
         (0..3, envelope.clone(), any::<u64>()).prop_map(|(kind, envelope, next)| match kind {
@@ -176,6 +179,7 @@ fn frame() -> impl Strategy<Value = Frame> {
         1 => hello().prop_map(Frame::Hello),
         1 => hello().prop_map(Frame::Welcome),
         1 => (envelope, text(), text()).prop_map(|(envelope, engine, reason)| {
+            let envelope = Envelope { version: 0, ..envelope };
             Frame::Refuse { envelope, engine: EngineId(engine), reason }
         }),
         1 => registration().prop_map(Frame::Register),
@@ -271,7 +275,8 @@ fn oversize_is_refused_before_it_is_read_and_never_sent() {
         from: 0,
         blocks: vec![BlockList::new(vec![u32::MAX; count])],
     };
-    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let envelope =
+        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     assert!(fits(&announce(most)));
     assert!(encode_data(&envelope, 0, &announce(most)).len() <= FRAME_MAX);
     assert!(!fits(&announce(FRAME_MAX / 5)));
@@ -283,7 +288,8 @@ fn other_protocols_and_versions_are_told_apart() {
     let foreign = decode(&[0x82, 0xa4, b't', b'y', b'p', b'e']).unwrap_err();
     assert_eq!((&*http.rule, &*foreign.rule), ("another protocol", "another protocol"));
     assert_eq!(peek(b"GET / HTTP/1.1"), None);
-    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let envelope =
+        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let mut bytes = encode(&Frame::Probe { envelope });
     bytes[2] = VERSION as u8 + 1;
     let error = decode(&bytes).unwrap_err();
@@ -295,7 +301,8 @@ fn other_protocols_and_versions_are_told_apart() {
 fn the_header_cannot_name_another_message() {
     let tag =
         Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
-    let envelope = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let envelope =
+        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let mut bytes = encode_data(&envelope, 0, &Message::Cancel { tag });
     bytes[3] = MessageKind::Release as u8;
     assert_eq!(&*decode(&bytes).unwrap_err().rule, "header names another message");
@@ -307,4 +314,72 @@ fn kinds_have_names() {
         assert_eq!(MessageKind::parse(kind.name()), Some(*kind));
     }
     assert_eq!(MessageKind::parse("Nothing"), None);
+}
+
+fn cancel(version: u16) -> (Envelope, Tag, Vec<u8>) {
+    let tag =
+        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
+    let envelope = Envelope { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let bytes = encode_data(&envelope, 7, &Message::Cancel { tag: tag.clone() });
+    (envelope, tag, bytes)
+}
+
+#[test]
+fn of_a_message_that_cannot_be_read_is_known_what_can_be() {
+    for version in VERSION_MIN..=VERSION {
+        let (envelope, tag, bytes) = cancel(version);
+        let known = |about| Some(Lost { envelope, seq: 7, about });
+        for cut in 1..bytes.len() - 4 {
+            let unread = read(&bytes[..bytes.len() - cut]).unwrap_err();
+            assert!(!unread.later);
+            // The tag is the last of it, and the number is 6 bytes behind the header.
+            let expected = if cut <= bytes.len() - 4 - 6 { known(None) } else { None };
+            assert_eq!(unread.message, expected, "{cut} bytes cut");
+        }
+        let longer = [&bytes[..], &[0xc0]].concat();
+        let about = Some((MessageKind::Cancel, tag.clone()));
+        assert_eq!(read(&longer).unwrap_err().message, known(about.clone()));
+        // A header that was hit does not make it a message of a later version.
+        let mut hit = bytes.clone();
+        hit[3] = 99;
+        let unread = read(&hit).unwrap_err();
+        let expected = if version == 1 { None } else { known(about) };
+        assert_eq!((unread.later, unread.message), (false, expected));
+    }
+}
+
+#[test]
+fn additions_are_read_from_version_2_on() {
+    for version in VERSION_MIN..=VERSION {
+        let (envelope, tag, bytes) = cancel(version);
+        // A fourth value behind the message.
+        let mut longer = bytes.clone();
+        longer[4] += 1;
+        longer.push(0xc0);
+        let frame = Frame::Data { envelope, seq: 7, message: Message::Cancel { tag } };
+        assert_eq!(decode(&longer).ok(), (version > 1).then_some(frame));
+        // Kinds that are not known: of a signal, and of a message.
+        for (kind, numbered) in [(11, false), (99, true)] {
+            let head = [MAGIC[0], MAGIC[1], version as u8, kind];
+            let body = [&bytes[4..10], b"\x81\xa3New\x90"].concat();
+            let unread = read(&[&head[..], &body].concat()).unwrap_err();
+            assert_eq!(&*unread.error.rule, format!("unknown kind {kind}"));
+            assert_eq!(unread.later, version > 1);
+            let known = numbered && version > 1;
+            let lost = known.then_some(Lost { envelope, seq: 7, about: None });
+            assert_eq!(unread.message, lost);
+        }
+    }
+}
+
+#[test]
+fn version_1_is_told_failures_in_its_own_words() {
+    let (envelope, tag, _) = cancel(1);
+    let failure = Failure::Unknown("Later".into());
+    let ended = |failure| Message::Ended { tag: tag.clone(), failure, quiet: true };
+    let message = ended(failure.clone());
+    let bytes = encode_data(&envelope, 7, &message);
+    let told = Failure::Fabric(Cause::Backend(failure.to_string().into()));
+    let message = ended(told);
+    assert_eq!(decode(&bytes), Ok(Frame::Data { envelope, seq: 7, message }));
 }

@@ -5,11 +5,12 @@ mod peer_net;
 
 use engine::core::Nanos;
 use engine::core::channel::{ChannelConfig, WINDOW};
-use engine::core::dialect::native::{self, Envelope, Frame, VERSION};
+use engine::core::command::ControlCommand;
+use engine::core::dialect::native::{self, Envelope, Frame, VERSION, VERSION_MIN};
 use engine::core::error::Failure;
 use engine::core::ids::*;
 use engine::core::message::{Hello, Message, Role, Tag};
-use engine::core::peers::{PeerEvent, PeerOut, Peers};
+use engine::core::peers::{Out, PeerEvent, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);
@@ -97,6 +98,55 @@ fn the_next_session_of_a_life_replaces_the_one_before() {
     assert_eq!(net.cores[PREFILL].up().len(), 1);
 }
 
+/// A restart with a clock that went back, and no place where the last life was noted.
+#[test]
+fn a_life_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
+    for core in [PREFILL, DECODE] {
+        let mut net = Net::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), Faults::NONE);
+        for core in [PREFILL, DECODE] {
+            net.set_ranks(core, shape(2).1);
+        }
+        net.reach();
+        net.run(SECOND);
+        assert_eq!(net.cores[DECODE].up().len(), 1);
+        net.restart_as(core, 3, 2);
+        let begun = net.now;
+        while net.cores[core].up().is_empty() {
+            net.reach();
+            net.run(SECOND);
+            let waited = net.now - begun;
+            assert!(
+                waited < Nanos::from_secs(20),
+                "core {core}: {:?}",
+                net.cores[DECODE].failures()
+            );
+        }
+        // From then on it is a life like any other.
+        net.restart_as(core, 4, 2);
+        net.reach();
+        net.run(SECOND);
+        net.reach();
+        net.run(SECOND);
+        assert_eq!(net.cores[core].up().len(), 1, "core {core}");
+    }
+}
+
+#[test]
+fn a_life_that_seems_to_be_before_one_that_is_here_is_told_so() {
+    let mut net = Net::ready(Faults::NONE);
+    say(&mut net, 900, hello(5, 7));
+    let told = net.cores[PREFILL].up();
+    let Hello { engine, .. } = hello(4, 1);
+    say(&mut net, 901, hello(4, 1));
+    let refused = net.said_by_prefill.iter().rev().find_map(|frame| match native::decode(frame) {
+        Ok(Frame::Refuse { envelope, reason, .. }) => Some((envelope, reason)),
+        _ => None,
+    });
+    let (envelope, reason) = refused.expect("it is told");
+    assert_eq!((envelope.to, net.cores[PREFILL].up()), (Incarnation(4), told));
+    assert!(reason.starts_with(&format!("life 4 of {engine} seems to be before 5")), "{reason}");
+}
+
 #[test]
 fn a_later_life_is_not_judged_by_one_that_did_not_fit() {
     let mut net = Net::new(me(PREFILL, 1, 3), me(DECODE, 1, 2), Faults::NONE);
@@ -138,7 +188,7 @@ fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
     let mut net = Net::ready(Faults::NONE);
     net.reach();
     net.run(SECOND);
-    let right = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let right = Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let wrong = [
         Envelope { from: Incarnation(2), ..right },
         Envelope { to: Incarnation(2), ..right },
@@ -161,7 +211,7 @@ fn broken_rules_are_counted_and_cost_only_the_frame() {
     let mut net = Net::ready(Faults::NONE);
     let slot = net.reach();
     net.run(SECOND);
-    let right = Envelope { from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let right = Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     net.forge(PREFILL, &data(right, WINDOW));
     net.forge(PREFILL, &Frame::Ack { envelope: right, next: 1 });
     net.forge(PREFILL, &Frame::Welcome(Box::new(hello(1, 1))));
@@ -216,15 +266,60 @@ fn a_peer_above_the_limit_is_refused_until_there_is_room() {
     assert_eq!((net.cores[PREFILL].peers.gauges().peers, overloads(&net.cores[PREFILL])), (2, 2));
 }
 
-/// What becomes of an attempt of the decode to reach another prefill.
-fn reach_another(net: &mut Net) -> PeerOut {
-    let mut out = PeerOut::default();
-    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, &mut out);
-    out
+#[test]
+fn of_peers_that_are_gone_the_one_for_longest_is_forgotten() {
+    let mut net = limited(2, 64);
+    let of = |engine: &str, session| Hello { engine: engine.into(), ..hello(1, session) };
+    // The last in the order of names is the first to go.
+    for (link, engine) in ["z", "b"].into_iter().enumerate() {
+        say(&mut net, 900 + link as u32, of(engine, 5));
+        let slot = net.cores[PREFILL].up()[0];
+        net.cores[PREFILL].events.clear();
+        net.close(PREFILL, slot);
+    }
+    say(&mut net, 902, of("c", 5));
+    say(&mut net, 903, of("b", 5));
+    assert_eq!(net.cores[PREFILL].up().len(), 1, "a conversation that is over resumed");
+    say(&mut net, 904, of("z", 5));
+    assert_eq!(net.cores[PREFILL].up().len(), 2, "remembered for longer than there is room");
+    // What goes on is not forgotten, whatever comes: the hello of the past changes nothing.
+    say(&mut net, 905, of("a", 1));
+    assert_eq!(overloads(&net.cores[PREFILL]), 1);
+    let up = net.cores[PREFILL].up();
+    say(&mut net, 906, of("c", 4));
+    assert_eq!(net.cores[PREFILL].up(), up);
 }
 
-fn is_overload(out: &PeerOut) -> bool {
-    matches!(out.events[..], [PeerEvent::Down { failure: Failure::Overload, .. }])
+#[test]
+fn the_newest_version_that_both_speak_is_kept_and_said() {
+    for (newest, agreed) in [(1, 1), (VERSION, VERSION), (VERSION + 7, VERSION)] {
+        let mut net = Net::ready(Faults::NONE);
+        say(&mut net, 900, Hello { version: newest, version_min: 1, ..hello(1, 1) });
+        let slot = net.cores[PREFILL].up()[0];
+        assert_eq!(net.cores[PREFILL].peers.info(slot).unwrap().version, agreed);
+        // A frame of any other version is none of this conversation.
+        for version in VERSION_MIN..=VERSION {
+            let envelope =
+                Envelope { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
+            net.stranger(900, Some(vec![native::encode(&data(envelope, 0))]));
+        }
+        net.run(Nanos::from_ms(1));
+        let gauges = net.cores[PREFILL].peers.gauges();
+        assert_eq!(gauges.violations, u32::from(VERSION - VERSION_MIN));
+        assert_eq!(net.cores[PREFILL].received(slot).len(), 1, "{agreed}");
+    }
+}
+
+/// What becomes of an attempt of the decode to reach another prefill.
+fn reach_another(net: &mut Net) -> (Vec<ControlCommand>, Vec<PeerEvent>) {
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let out = &mut Out { commands: &mut commands, events: &mut events };
+    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, out);
+    (commands, events)
+}
+
+fn is_overload((_, events): &(Vec<ControlCommand>, Vec<PeerEvent>)) -> bool {
+    matches!(events[..], [PeerEvent::Down { failure: Failure::Overload, .. }])
 }
 
 #[test]
@@ -235,13 +330,13 @@ fn a_decode_reaches_no_more_peers_and_opens_no_more_links_than_its_limits() {
         net.run(SECOND);
         assert_eq!(net.cores[DECODE].up(), [slot]);
         let out = reach_another(&mut net);
-        assert!(is_overload(&out) && out.commands.is_empty(), "{out:?}");
+        assert!(is_overload(&out) && out.0.is_empty(), "{out:?}");
         assert_eq!(net.reach(), slot, "a peer that is there can be used");
         net.close(DECODE, slot);
         // The link stands for a while, so that the goodbye gets through.
         assert_eq!(is_overload(&reach_another(&mut net)), links_max == 1);
         net.run(SECOND + SECOND);
-        assert_eq!(reach_another(&mut net).events, []);
+        assert_eq!(reach_another(&mut net).1, []);
     }
 }
 

@@ -138,3 +138,83 @@ fn the_readme_names_every_crate() {
         assert!(readme.contains(&format!("`{crate_name}")), "README.md does not name {crate_name}");
     }
 }
+
+/// The entries of `engine/planted.toml`, each of three lines: its name, what the bug does, and what finds it or
+/// why nothing does.
+fn planted() -> Vec<[String; 3]> {
+    let list = read(&root().join("engine/planted.toml"));
+    let lines: Vec<&str> =
+        list.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let entry = |lines: &[&str]| {
+        let value = |line: &str, keys: &[&str]| {
+            let (key, value) = line.split_once(" = ").unwrap_or_else(|| panic!("no value: {line}"));
+            assert!(keys.contains(&key), "{key} in place of {keys:?}: {line}");
+            value.to_owned()
+        };
+        let text = |line: &str, key| value(line, &[key]).trim_matches('"').to_owned();
+        let [head, name, does, found] = lines else { panic!("not four lines: {lines:?}") };
+        let keys: &[&str] = if *head == "[[bug]]" { &["found"] } else { &["why"] };
+        assert!(["[[bug]]", "[[harmless]]"].contains(head), "{head}");
+        [text(name, "name"), text(does, "does"), value(found, keys)]
+    };
+    lines.chunks(4).map(entry).collect()
+}
+
+#[test]
+fn each_planted_bug_is_in_the_source_and_in_the_list() {
+    let call = concat!("planted", "!(\"");
+    let mut there = BTreeSet::new();
+    for path in files("engine/src/core", ".rs") {
+        for rest in read(&path).split(call).skip(1) {
+            there.extend(rest.split_once('"').map(|(name, _)| name.to_owned()));
+        }
+    }
+    let listed: Vec<String> = planted().into_iter().map(|[name, ..]| name).collect();
+    let names: BTreeSet<String> = listed.iter().cloned().collect();
+    assert_eq!(names.len(), listed.len(), "a bug is listed twice");
+    assert_eq!(names, there, "engine/planted.toml and the source differ");
+}
+
+#[test]
+fn the_table_of_planted_bugs_is_their_list() {
+    let table = read(&root().join("engine/PLANTED.md"));
+    let mut rows: Vec<&str> = table.lines().filter(|line| line.starts_with("| `")).collect();
+    let mut expected: Vec<String> = planted().iter().map(row).collect();
+    rows.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(rows, expected, "engine/PLANTED.md is not what engine/planted.toml says");
+}
+
+/// A line of the table.
+fn row([name, does, found]: &[String; 3]) -> String {
+    let quoted: Vec<&str> = found.split('"').skip(1).step_by(2).collect();
+    let found = match (found.trim_start_matches("{ ").split(' ').next(), &quoted[..]) {
+        (Some("file"), [file, by]) => format!("`{file}`: {by}"),
+        (Some("sweep"), [swarm, by]) => {
+            let seeds = found.split("seeds = ").nth(1).and_then(|rest| rest.split(',').next());
+            format!("{} seeds of `{swarm}`: {by}", seeds.expect("a number of seeds"))
+        }
+        (Some("in"), [place, test]) => format!("`{test}` of `engine/tests/{place}`"),
+        (_, [why]) => (*why).to_owned(),
+        _ => panic!("{name}: {found}"),
+    };
+    format!("| `{name}` | {does} | {found} |")
+}
+
+/// Bugs can be planted in a build that asks for it, and in no other.
+#[test]
+fn no_crate_plants_bugs_by_default() {
+    let feature = "planted";
+    for path in files("", "Cargo.toml") {
+        for line in read(&path).lines().filter(|line| !line.trim_start().starts_with('#')) {
+            let allowed = [
+                "planted = []",
+                "planted = [\"engine/planted\"]",
+                "name = \"planted\"",
+                "required-features = [\"planted\"]",
+            ];
+            let fine = !line.contains(feature) || allowed.contains(&line);
+            assert!(fine, "{}: {line}", path.display());
+        }
+    }
+}

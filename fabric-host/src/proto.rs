@@ -1,11 +1,54 @@
 //! What planes say to each other: greetings and openings as MessagePack, operations as words.
+//!
+//! Who connects says which versions it speaks, and who lets it in chooses the newest that both
+//! speak. Structs go as maps of their fields: a field that a plane does not know is skipped, one
+//! that is missing has its default. Messages that there are in a later version only are skipped if
+//! they come from a plane that speaks one. Records are not: who knows new ones says them to who
+//! agreed on a version that has them.
 
 use crate::config::Path;
 use crate::copy::{Slice, all_inside};
+use engine::core::tagged;
 use serde::{Deserialize, Serialize};
 
-/// Planes of another version are refused.
-pub(crate) const VERSION: u32 = 2;
+/// The newest version that is spoken.
+pub(crate) const VERSION: u32 = 3;
+
+/// The oldest version that is spoken.
+pub(crate) const OLDEST: u32 = 2;
+
+/// The version that planes of version 2 speak, who do not say it in their answer.
+const UNSAID: u32 = 2;
+
+/// The versions that a plane speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Versions {
+    pub(crate) oldest: u32,
+    pub(crate) newest: u32,
+}
+
+impl Versions {
+    /// The newest version that both sides speak.
+    ///
+    /// # Errors
+    /// Both ranges, and what to do.
+    pub(crate) fn agree(self) -> Result<u32, String> {
+        let Versions { oldest, newest } = self;
+        let agreed = newest.min(VERSION);
+        if agreed >= oldest.max(OLDEST) {
+            return Ok(agreed);
+        }
+        Err(format!(
+            "who connects speaks versions {oldest} to {newest} of the protocol of host planes, this \
+             plane {OLDEST} to {VERSION}; install versions of kvferry that have one in common"
+        ))
+    }
+
+    /// True if messages may come that this plane does not know.
+    pub(crate) fn is_later(self) -> bool {
+        self.newest > VERSION
+    }
+}
 
 /// Longest encoded [`Control`].
 pub(crate) const CONTROL_MAX: usize = 16 << 10;
@@ -48,6 +91,7 @@ pub(crate) struct Denial {
 pub(crate) enum Control {
     /// First message of who connects. Locally with the segment and the doorbell of its thread.
     Hello {
+        /// The oldest version that it speaks; planes of version 2 demand that it is theirs.
         version: u32,
         /// Its address.
         from: Vec<u8>,
@@ -59,9 +103,18 @@ pub(crate) enum Control {
         /// Numbers of links that broke: nothing that came by them lands after the answer.
         ends: Vec<u64>,
         rules: Rules,
+        /// The newest version that it speaks; planes of version 2 speak one.
+        #[serde(default)]
+        newest: Option<u32>,
     },
     /// It is let in. Locally with the doorbell and the roll.
-    Welcome { rules: Rules },
+    Welcome {
+        rules: Rules,
+        /// The version that was chosen, and the newest that this plane speaks; planes of version 2
+        /// say neither.
+        #[serde(default)]
+        version: Option<(u32, u32)>,
+    },
     /// It is not.
     Refuse {
         why: String,
@@ -72,16 +125,39 @@ pub(crate) enum Control {
     Open { session: u32, region: u32, token: u64, local: Side },
     /// Answer: how writes go, the other region and its place in the roll, maybe with its file.
     Opened { session: u32, result: Result<(Path, Side, u32), Denial> },
+    /// What there is in a later version only; never sent.
+    #[serde(skip)]
+    Unknown,
 }
 
 impl Control {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        rmp_serde::to_vec(self).expect("plain data always encodes")
+        rmp_serde::to_vec_named(self).expect("plain data always encodes")
     }
 
-    /// None for what is no message.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<Control> {
-        rmp_serde::from_slice(bytes).ok()
+    /// None for what is no message. From a plane of a `later` version what is not known here is
+    /// [`Control::Unknown`].
+    pub(crate) fn decode(bytes: &[u8], later: bool) -> Option<Control> {
+        let unknown = || later && tagged::is_foreign::<Control>(bytes);
+        match rmp_serde::from_slice(bytes) {
+            Ok(message) => Some(message),
+            Err(_) => unknown().then_some(Control::Unknown),
+        }
+    }
+
+    /// The chosen version of a welcome.
+    ///
+    /// # Errors
+    /// One that was not offered, which no plane chooses.
+    pub(crate) fn chosen(version: Option<(u32, u32)>) -> Result<Versions, String> {
+        let (chosen, newest) = version.unwrap_or((UNSAID, UNSAID));
+        if !(OLDEST..=VERSION).contains(&chosen) || newest < chosen {
+            return Err(format!(
+                "the peer chose version {chosen} of the protocol, and {OLDEST} to {VERSION} were \
+                 offered"
+            ));
+        }
+        Ok(Versions { oldest: chosen, newest })
     }
 }
 
@@ -238,9 +314,153 @@ pub(crate) fn bytes_inside(slices: &[Slice], from: u64, to: u64) -> Option<u64> 
 }
 
 #[cfg(all(test, not(feature = "loom")))]
+mod samples;
+
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use serde::de::DeserializeOwned;
+
+    /// Messages of a version, a line each: kind and hex.
+    fn fixture(version: u32) -> String {
+        let path = format!("{}/tests/fixtures/proto-v{version}.txt", env!("CARGO_MANIFEST_DIR"));
+        std::fs::read_to_string(&path).unwrap_or_else(|why| panic!("{path}: {why}"))
+    }
+
+    /// The lines of a kind, in hex.
+    fn lines<'a>(text: &'a str, kind: &str) -> Vec<&'a str> {
+        let line = |line: &'a str| Some(line.split_once(' ').filter(|(of, _)| *of == kind)?.1);
+        text.lines().filter_map(line).collect()
+    }
+
+    fn bytes(hex: &str) -> Vec<u8> {
+        let byte = |at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hex");
+        (0..hex.len()).step_by(2).map(byte).collect()
+    }
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// What is said stays what it is as long as the version does: who changes it on purpose adds a
+    /// version, and a file of its own.
+    #[test]
+    fn messages_are_the_bytes_of_their_version() {
+        let mut said = String::new();
+        for message in samples::controls() {
+            said += &format!("control {}\n", hex(&message.encode()));
+        }
+        for words in samples::records() {
+            let words: String = words.iter().map(|word| format!("{word:016x}")).collect();
+            said += &format!("record {words}\n");
+        }
+        let golden = fixture(VERSION);
+        assert!(said == golden, "what is said now:\n{said}");
+        for (line, message) in lines(&golden, "control").into_iter().zip(samples::controls()) {
+            assert_eq!(Control::decode(&bytes(line), false), Some(message));
+        }
+    }
+
+    /// Recorded with a plane of version 2.
+    #[test]
+    fn messages_of_version_2_are_understood() {
+        let golden = fixture(2);
+        let messages = samples::controls().into_iter().map(|message| match message {
+            Control::Hello { version, from, to, pass, link, ends, rules, .. } => {
+                Control::Hello { version, from, to, pass, link, ends, rules, newest: None }
+            }
+            Control::Welcome { rules, .. } => Control::Welcome { rules, version: None },
+            other => other,
+        });
+        let recorded = lines(&golden, "control");
+        assert_eq!(recorded.len(), messages.len());
+        for (line, message) in recorded.into_iter().zip(messages) {
+            assert_eq!(Control::decode(&bytes(line), false), Some(message));
+        }
+        assert_eq!(lines(&golden, "record"), lines(&fixture(3), "record"));
+    }
+
+    #[test]
+    fn the_newest_common_version_is_chosen() {
+        let agree = |oldest, newest| Versions { oldest, newest }.agree();
+        assert_eq!(agree(2, 2), Ok(2));
+        assert_eq!(agree(1, VERSION), Ok(VERSION));
+        assert_eq!(agree(VERSION, VERSION + 5), Ok(VERSION));
+        for (oldest, newest) in [(0, 1), (VERSION + 1, VERSION + 2), (9, 1)] {
+            let why = agree(oldest, newest).expect_err("none in common");
+            let said = format!("versions {oldest} to {newest}");
+            assert!(why.contains(&said) && why.contains("install versions"), "{why}");
+        }
+        let chosen = |chosen, newest| Control::chosen(Some((chosen, newest)));
+        assert!(Control::chosen(None).is_ok_and(|it| it.newest == 2 && !it.is_later()));
+        assert!(chosen(VERSION, VERSION + 1).is_ok_and(Versions::is_later));
+        for (version, newest) in [(1, 3), (VERSION + 1, VERSION + 1), (3, 2)] {
+            assert!(chosen(version, newest).is_err(), "{version} {newest}");
+        }
+    }
+
+    /// A message with a field more, and one that there is in a later version only.
+    #[test]
+    fn what_is_new_in_a_later_version_is_skipped() {
+        #[derive(Serialize)]
+        enum Later {
+            Refuse { why: String, code: u32, over: bool },
+            Renamed { why: String },
+        }
+        let encode = |message: &Later| rmp_serde::to_vec_named(message).expect("plain data");
+        let more = encode(&Later::Refuse { why: "no".into(), code: 4, over: true });
+        let known = Control::Refuse { why: "no".into(), over: true };
+        assert_eq!(Control::decode(&more, false), Some(known));
+        let new = encode(&Later::Renamed { why: "no".into() });
+        assert_eq!(Control::decode(&new, true), Some(Control::Unknown));
+        assert_eq!(Control::decode(&new, false), None, "nobody of this version says it");
+        for damaged in [&[0xff][..], &[], b"GET / HTTP/1.1", &more[..more.len() - 1]] {
+            assert_eq!(Control::decode(damaged, true), None, "{damaged:?}");
+        }
+    }
+
+    /// As version 2 reads them: without the fields that are new, and by place or by name.
+    #[test]
+    fn version_2_understands_what_is_said_to_it() {
+        #[derive(Debug, PartialEq, Deserialize)]
+        enum Version2 {
+            Hello {
+                version: u32,
+                from: Vec<u8>,
+                to: (String, u64),
+                pass: u64,
+                link: u64,
+                ends: Vec<u64>,
+                rules: Rules,
+            },
+            Welcome {
+                rules: Rules,
+            },
+            Refuse {
+                why: String,
+                over: bool,
+            },
+            Open {
+                session: u32,
+                region: u32,
+                token: u64,
+                local: Side,
+            },
+            Opened {
+                session: u32,
+                result: Result<(Path, Side, u32), Denial>,
+            },
+        }
+        fn read<T: DeserializeOwned>(bytes: &[u8]) -> T {
+            rmp_serde::from_slice(bytes).expect("a message of version 2")
+        }
+        let golden = fixture(2);
+        let recorded = lines(&golden, "control");
+        for (line, message) in recorded.into_iter().zip(samples::controls()) {
+            assert_eq!(read::<Version2>(&message.encode()), read(&bytes(line)));
+        }
+    }
 
     fn slices(shift: u32, equal: bool) -> impl Strategy<Value = Vec<Slice>> {
         let offset = move || any::<u64>().prop_map(move |at| at >> (at % 64) >> shift << shift);

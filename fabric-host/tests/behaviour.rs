@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::patient;
 use common::remote::{Bytes, Setup, serve_if_child, start};
 use engine::conformance::Served;
 use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
@@ -31,12 +32,12 @@ fn plane(config: HostConfig) -> HostPlane {
 }
 
 fn door() -> HostConfig {
-    HostConfig { open_door: true, ..HostConfig::default() }
+    HostConfig { open_door: true, ..patient() }
 }
 
 /// The next event of a plane.
 fn next(plane: &mut dyn DataPlane) -> DataEvent {
-    let end = Instant::now() + Duration::from_secs(30);
+    let end = Instant::now() + Duration::from_secs(300);
     let mut events = Vec::new();
     while events.is_empty() {
         assert!(Instant::now() < end, "no event");
@@ -213,7 +214,7 @@ fn a_slower_path_than_configured_fails_unless_it_is_allowed() {
 
 #[test]
 fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
-    let (mut near, mut far) = (plane(HostConfig::default()), plane(door()));
+    let (mut near, mut far) = (plane(patient()), plane(door()));
     let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
     let (own, other) = (ours.memory(), theirs.memory());
     register(&mut near, own);
@@ -246,7 +247,7 @@ fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
 
 #[test]
 fn without_a_door_strangers_stay_outside() {
-    let (mut near, mut far) = (plane(door()), plane(HostConfig::default()));
+    let (mut near, mut far) = (plane(door()), plane(patient()));
     let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
     let (own, other) = (ours.memory(), theirs.memory());
     register(&mut near, own);
@@ -436,7 +437,7 @@ fn the_waker_is_enough() {
         let mut near = plane(HostConfig { paths: vec![path], ..door() });
         near.set_waker(Waker::from(Arc::new(Flag(bell))));
         goes_through(&mut near, path, |_| {
-            rung.recv_timeout(Duration::from_secs(30)).expect("woken");
+            rung.recv_timeout(Duration::from_secs(300)).expect("woken");
         });
     }
 }
@@ -449,7 +450,7 @@ fn the_doorbell_is_enough() {
         near.doorbell().expect("a descriptor");
         goes_through(&mut near, path, |near| {
             let bell = near.doorbell().expect("a descriptor");
-            let time = Timespec::try_from(Duration::from_secs(30)).expect("half a minute");
+            let time = Timespec::try_from(Duration::from_secs(300)).expect("five minutes");
             let rung = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time));
             assert_eq!(rung, Ok(1), "not rung");
             rustix::io::read(bell, &mut [0; 8]).expect("it was rung");

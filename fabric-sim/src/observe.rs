@@ -79,6 +79,10 @@ pub struct Submission<'a> {
     pub placement: Placement,
     /// Operations that the plane may have in flight, this one included.
     pub credits: u32,
+    /// Where it begins: segment and offset on the initiator, offset in the other region.
+    pub place: (u32, u64, u64),
+    /// Bytes that it moves.
+    pub bytes: u64,
     /// Blocks of the initiator that it touches; neighbours may repeat.
     pub local: &'a [BlockRef],
     /// Blocks of the other side that it touches; neighbours may repeat.
@@ -371,6 +375,13 @@ pub enum Observation<'a> {
         /// The frame.
         frame: &'a Frame,
     },
+    /// A frame arrived that is damaged or was not written for this link, or whose link is gone.
+    Stray {
+        /// Receiver.
+        to: Who,
+        /// The frame, if it can be read.
+        frame: Option<&'a Frame>,
+    },
     /// An engine core or an actor dialled a peer.
     Dialled {
         /// Who.
@@ -459,6 +470,7 @@ pub enum Kind {
     Fenced,
     FrameSent,
     FrameArrived,
+    Stray,
     Dialled,
     Pool,
     Gauges,
@@ -510,6 +522,7 @@ impl Observation<'_> {
             Observation::Fenced { .. } => Kind::Fenced,
             Observation::FrameSent { .. } => Kind::FrameSent,
             Observation::FrameArrived { .. } => Kind::FrameArrived,
+            Observation::Stray { .. } => Kind::Stray,
             Observation::Dialled { .. } => Kind::Dialled,
             Observation::Pool { .. } => Kind::Pool,
             Observation::Gauges { .. } => Kind::Gauges,

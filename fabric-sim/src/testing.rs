@@ -29,6 +29,8 @@ pub(crate) fn instance(name: &str, role: Role) -> Instance {
             pair_fs: 0,
             context_fs: 0,
         },
+        protocol: Protocol::default(),
+        fabric: FabricLimits::default(),
     }
 }
 
@@ -71,7 +73,6 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
             heartbeat: Nanos::from_secs(1),
             ids_differ: false,
         },
-        protocol: Protocol::default(),
         engine: EngineSettings {
             chunk: 512,
             max_running: 64,
@@ -86,6 +87,13 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
         faults,
         shaped: Vec::new(),
         liveness: Liveness::Heal,
-        expect: Expect { within: None, hold: Vec::new(), requests: Counts::default(), exit: 0 },
+        expect: Expect {
+            within: None,
+            hold: Vec::new(),
+            requests: Counts::default(),
+            operations: OperationCounts::default(),
+            first_tokens: Vec::new(),
+            exit: 0,
+        },
     }
 }

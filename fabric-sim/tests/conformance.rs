@@ -2,7 +2,9 @@
 
 use engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
 use engine::core::time::Nanos;
-use engine::fabric::{Caps, ControlPlane, DataPlane, Endpoint, FenceScope, Memory, Placement};
+use engine::fabric::{
+    Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement,
+};
 use fabric_sim::dma::{
     Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, OpFate, OpInfo, Output, PlaneIx, PlaneSpec,
     SimDataPlane,
@@ -41,8 +43,9 @@ impl Data {
         let caps = Caps {
             read: true,
             write: true,
-            operations_max: 32,
             slices_max: 128,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(32),
             placement,
             fence: FenceScope::Peer,
         };
@@ -158,7 +161,7 @@ impl ControlFixture for Control {
         if let Some((now, event)) = self.queue.pop() {
             self.net.step(now, event, &mut self.queue, &mut self.out);
         }
-        for NetOutput::Deliver { plane, news } in self.out.drain(..) {
+        for NetOutput::Deliver { plane, news, .. } in self.out.drain(..) {
             self.planes[plane.0 as usize].deliver(news);
         }
     }

@@ -2,8 +2,8 @@
 
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Caps, Cause, DataEvent, DataPlane, Direction, FenceScope, Landed, OpId, Outcome, PeerId,
-    Placement, Refused, RegionId, SessionId, Submit, Ticket,
+    Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, OpId, Outcome,
+    PeerId, Placement, Refused, RegionId, SessionId, Submit, Ticket,
 };
 use fabric_sim::dma::{
     Ack, Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, NicIx, OpFate, OpInfo, Output, PlaneIx,
@@ -49,8 +49,9 @@ impl Pair {
         let caps = Caps {
             read: true,
             write: true,
-            operations_max: 8,
             slices_max: 64,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(8),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
         };

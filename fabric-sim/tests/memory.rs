@@ -2,7 +2,7 @@
 
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::fabric::{
-    Caps, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement, RegionId,
+    Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement, RegionId,
     SessionId, Submit,
 };
 use fabric_sim::dma::{
@@ -100,8 +100,9 @@ impl Pair {
         let caps = Caps {
             read: true,
             write: true,
-            operations_max: 64,
             slices_max: 4_096,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
         };
@@ -247,6 +248,35 @@ fn a_layer_that_did_not_land_is_missing() {
         pair.store(0).fill(&at(2, 0, 8), 0..1, 6);
         pair.transfer(Direction::Write, &merged(&rows(order, [1, 1], [2, 4], LAYERS)));
         assert_eq!(pair.store(1).check(&at(4, 0, 8), 6).unwrap_err().layer, 1);
+    }
+}
+
+/// An operation may end in the middle of a piece; the next one brings the rest.
+#[test]
+fn a_piece_that_comes_with_several_operations_is_there_after_the_last() {
+    for (order, fidelity) in
+        ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
+    {
+        let stores = [0, 1].map(|_| store(order, 1, 0, Unit { tokens: 8, slots: 8 }, fidelity));
+        let mut pair = Pair::new(fidelity, stores);
+        pair.store(0).fill(&at(1, 0, 8), 0..LAYERS, 5);
+        let rows = rows(order, [1, 1], [1, 4], LAYERS);
+        let mut parts: Vec<_> = rows.chunks(rows.len() / 3 + 1).collect();
+        let last = parts.pop().expect("there are rows");
+        parts.iter().for_each(|part| pair.transfer(Direction::Write, part));
+        assert!(pair.store(1).check(&at(4, 0, 8), 5).is_err(), "{order:?} {fidelity:?}");
+        // Some come again, as after a failure.
+        pair.transfer(Direction::Write, parts[0]);
+        pair.transfer(Direction::Write, last);
+        assert_eq!(pair.store(1).check(&at(4, 0, 8), 5), Ok(()), "{order:?} {fidelity:?}");
+        pair.transfer(Direction::Write, parts[0]);
+        assert_eq!(pair.store(1).check(&at(4, 0, 8), 5), Ok(()), "{order:?} {fidelity:?}");
+        // What was overwritten in between is not there, though every row has come.
+        pair.store(1).fill(&at(4, 0, 8), 0..LAYERS, 6);
+        parts.iter().for_each(|part| pair.transfer(Direction::Write, part));
+        pair.store(1).fill(&at(4, 0, 8), 0..LAYERS, 6);
+        pair.transfer(Direction::Write, last);
+        assert!(pair.store(1).check(&at(4, 0, 8), 5).is_err(), "{order:?} {fidelity:?}");
     }
 }
 

@@ -56,7 +56,7 @@ impl Pair {
     }
 
     fn take(&mut self, out: Vec<NetOutput>) {
-        for NetOutput::Deliver { plane, news } in out {
+        for NetOutput::Deliver { plane, news, .. } in out {
             self.planes[plane.0 as usize].deliver(news);
         }
         for (plane, seen) in self.planes.iter_mut().zip(&mut self.seen) {

@@ -31,6 +31,8 @@ fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> Instance {
             pair_fs: 1_000,
             context_fs: 1_000,
         },
+        protocol: Protocol::default(),
+        fabric: FabricLimits::default(),
     }
 }
 
@@ -79,7 +81,6 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             heartbeat: Nanos::from_secs(1),
             ids_differ: true,
         },
-        protocol: Protocol { layers_per_op: 1, ..Protocol::default() },
         engine: EngineSettings {
             chunk: 256,
             max_running: 16,
@@ -96,7 +97,14 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
         faults: Vec::new(),
         shaped: Vec::new(),
         liveness: Liveness::Heal,
-        expect: Expect { within: None, hold: Vec::new(), requests: Counts::default(), exit: 0 },
+        expect: Expect {
+            within: None,
+            hold: Vec::new(),
+            requests: Counts::default(),
+            operations: OperationCounts::default(),
+            first_tokens: Vec::new(),
+            exit: 0,
+        },
     }
 }
 
@@ -255,8 +263,10 @@ fn a_core_is_drawn_healed_and_shown() {
         for kind in [FaultKind::Pause, FaultKind::Crash, FaultKind::Partition] {
             let mut run_of = with_fault(kind, Mode::Pull, Trigger::At(Nanos::from_ms(31)), seed);
             run_of.liveness = Liveness::Core;
-            run_of.protocol.lease = Some(Nanos::from_secs(1));
-            run_of.protocol.fetch = Some(Nanos::from_secs(1));
+            for one in &mut run_of.instances {
+                one.protocol.lease = Some(Nanos::from_secs(1));
+                one.protocol.fetch = Some(Nanos::from_secs(1));
+            }
             run_of.faults[0].lasts = Some(Span::fixed(Nanos::from_secs(20)));
             let report = run(&run_of, Options::default());
             held(&report);

@@ -89,6 +89,8 @@ fn registration(parts: &[&[u8]]) {
         dp_size: heartbeat.dp_size().get(),
         tp: heartbeat.tp_size().get(),
         draining: heard.dp_size % 2 == 1,
+        fit: None,
+        troubles: Vec::new(),
     };
     let again = Heard::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
     assert_eq!(again.check(), Ok(heartbeat));

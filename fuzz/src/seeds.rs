@@ -88,9 +88,11 @@ pub fn request_ids() -> Vec<Vec<u8>> {
     tidy(seeds)
 }
 
-/// One frame of each kind.
+/// One frame of each kind in each version.
 pub fn native() -> Vec<Vec<u8>> {
-    tidy(frames::samples().iter().map(native::encode).collect())
+    let versions = native::VERSION_MIN..=native::VERSION;
+    let frames = versions.flat_map(frames::samples);
+    tidy(frames.map(|frame| native::encode(&frame)).collect())
 }
 
 /// All scenario files, with seed 0.

@@ -1,127 +1,224 @@
-//! A simulation whose machines are actix actors.
+//! A simulation whose machines are in the actors that are deployed.
 //!
-//! The stage owns the simulated world and hands out one turn at a time: while a turn is out every
-//! mailbox but one is empty, so the only order is the simulator's, and the trace has to equal that
-//! of [`fabric_sim::run`].
+//! Each simulated process is a [`Driver`], as `kvferry host` has it, reached through its mailbox; only
+//! planes and engine are the simulated world, and its clock is the world's. What the machines of a
+//! process tell one another the driver hands on by itself, and the world has to expect each such
+//! turn. The trace has to equal that of [`fabric_sim::world::run`].
 
-use actix::{Actor, AsyncContext, Context, Handler, Recipient, System};
-use engine::actors::{Effects as Played, Port, Shell};
-use engine::core::decode::{Decode, DecodeEffect};
-use engine::core::prefill::{Prefill, PrefillEffect};
-use engine::core::router::{Router, RouterEffect};
-use engine::core::transfer::{Transfer, TransferEffect};
-use engine::core::{Machine, Nanos, Outbox};
+use actix::System;
+use engine::actors::{Clock, Driver, Fabric, Give, Inputs, Look, Outlet, Port, Seat, Site};
+use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use engine::core::decode::{DecodeEffect, DecodeInput};
+use engine::core::error::{Failure, PeerViolation};
+use engine::core::ids::EngineId;
+use engine::core::instance::{Instance, InstanceInput, Part};
+use engine::core::message::{DecodeAnswer, Job, PrefillAnswer, Report as Said, RouterNews};
+use engine::core::prefill::{PrefillEffect, PrefillInput};
+use engine::core::router::{Router, RouterEffect, RouterInput};
+use engine::core::transfer::{TransferEffect, TransferInput};
+use engine::core::{Gauges, Machine, Nanos, Outbox};
+use engine::fabric::{ControlEvent, Wake};
 use fabric_sim::world::{
-    ActorId, Effects, MachineConfig, MachineInput, Options, Report, Simulation, Turn, What,
+    ActorId, Effects, MachineConfig, MachineEffect, MachineInput, Options, Report, Simulation,
+    Turn, What,
 };
 use scenarios::Run;
+use std::cell::{RefCell, RefMut};
+use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
-use tokio::sync::oneshot;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Waker;
 
-/// Places in the mailbox of each actor; the stage never needs more than one.
-const CREDITS: usize = 1;
+/// Places in the mailbox of each actor; of these one is ever taken.
+const PLACES: usize = 2;
 
-/// Runs a scenario through the actor shells, on one thread, in simulated time.
+/// Runs a scenario through the actors, on one thread, in simulated time.
 pub fn run(run: &Run, options: Options) -> Report {
     let simulation = Simulation::new(Arc::new(run.clone()), options);
-    System::new().block_on(async move {
-        let (done, report) = oneshot::channel();
-        Stage {
-            simulation: Some(simulation),
-            players: Vec::new(),
-            gauges: false,
-            done: Some(done),
-        }
-        .start();
-        report.await.expect("the stage reports before it stops")
-    })
+    let world = World { simulation: Some(simulation), is_given: false, gauges: false };
+    let stage = Stage {
+        world: Shared(Rc::new(RefCell::new(world))),
+        time: Arc::default(),
+        cast: BTreeMap::new(),
+    };
+    System::new().block_on(stage.play())
 }
 
-enum Player {
-    Router(Port<Shell<Router>>),
-    Prefill(Port<Shell<Prefill>>),
-    Decode(Port<Shell<Decode>>),
-    Transfer(Port<Shell<Transfer>>),
-}
-
-impl Player {
-    fn new(slot: u32, config: MachineConfig, stage: &Context<Stage>) -> Player {
-        fn shell<M: Machine + Unpin + 'static>(
-            slot: u32,
-            machine: M,
-            outlet: Recipient<Played<M::Effect>>,
-        ) -> Port<Shell<M>> {
-            Shell::start(u64::from(slot), machine, outlet, CREDITS)
-        }
-        let stage = stage.address();
-        match config {
-            MachineConfig::Router(config, incarnation) => {
-                Player::Router(shell(slot, Router::new(*config, incarnation), stage.recipient()))
-            }
-            MachineConfig::Prefill(config) => {
-                Player::Prefill(shell(slot, Prefill::new(*config), stage.recipient()))
-            }
-            MachineConfig::Decode(config) => {
-                Player::Decode(shell(slot, Decode::new(*config), stage.recipient()))
-            }
-            MachineConfig::Transfer(config) => {
-                Player::Transfer(shell(slot, Transfer::new(*config), stage.recipient()))
-            }
-        }
-    }
-
-    fn play(&self, now: Nanos, input: MachineInput) {
-        let sent = match (self, input) {
-            (Player::Router(port), MachineInput::Router(input)) => port.send(now, input).is_ok(),
-            (Player::Prefill(port), MachineInput::Prefill(input)) => port.send(now, input).is_ok(),
-            (Player::Decode(port), MachineInput::Decode(input)) => port.send(now, input).is_ok(),
-            (Player::Transfer(port), MachineInput::Transfer(input)) => {
-                port.send(now, input).is_ok()
-            }
-            (_, input) => panic!("input for another machine: {input:?}"),
-        };
-        assert!(sent, "the credit of the turn before is back");
-    }
-}
-
-/// The actor that owns the world.
-struct Stage {
+/// The world, and the turn that is out.
+struct World {
+    /// There until the end.
     simulation: Option<Simulation>,
-    players: Vec<Option<Player>>,
-    /// Whether the turn that is out asks for gauges.
+    /// The turn is in a mailbox.
+    is_given: bool,
+    /// The turn asks for gauges.
     gauges: bool,
-    done: Option<oneshot::Sender<Report>>,
+}
+
+/// The world, as all seats have it; they are on one thread.
+#[derive(Clone)]
+struct Shared(Rc<RefCell<World>>);
+
+impl Shared {
+    fn simulation(&self) -> RefMut<'_, Simulation> {
+        RefMut::map(self.0.borrow_mut(), |world| world.simulation.as_mut().expect("it goes on"))
+    }
+
+    /// A machine begins to handle an input: the one that its actor was given, or one that follows,
+    /// which the world has to expect.
+    fn began(&self, now: Nanos, is_expected: impl FnOnce(ActorId, MachineInput) -> bool) {
+        if std::mem::take(&mut self.0.borrow_mut().is_given) {
+            return;
+        }
+        let turn = self.simulation().next().expect("the world expects that something follows");
+        let What::Input(input) = turn.what else { panic!("the world expects {:?}", turn.what) };
+        let text = format!("{input:?} for {} at {:?}", turn.actor, turn.now);
+        assert!(turn.now == now && is_expected(turn.actor, input), "the world expects {text}");
+        self.0.borrow_mut().gauges = turn.gauges;
+    }
+
+    /// Hands on what a core wants, a call of its plane or a job.
+    fn core_effect<E>(&self, effect: E) -> Option<MachineInput>
+    where
+        PrefillEffect: From<E>,
+        DecodeEffect: From<E>,
+    {
+        let mut simulation = self.simulation();
+        let effect = match simulation.actor() {
+            ActorId::Prefill(_) => MachineEffect::Prefill(effect.into()),
+            ActorId::Decode(_) => MachineEffect::Decode(effect.into()),
+            other => panic!("{other} is no core"),
+        };
+        simulation.effect(effect)
+    }
+
+    fn ended(&self, deadline: Option<Nanos>, gauges: impl FnOnce() -> Gauges) {
+        let gauges = self.0.borrow().gauges.then(gauges);
+        self.simulation().end_turn(deadline, gauges);
+    }
+}
+
+/// A process with machines.
+enum Process {
+    Router(Port<Driver<RouterSeat>>),
+    /// Those that it begins with are not all there.
+    Starting(Box<Instance>),
+    Instance(Port<Driver<Site<Scenery, Prompter>>>),
+}
+
+/// Hands out the turns of the world.
+struct Stage {
+    world: Shared,
+    time: Arc<AtomicU64>,
+    /// The processes by their slots.
+    cast: BTreeMap<u32, Process>,
 }
 
 impl Stage {
-    /// Hands out turns until one has to be waited for.
-    fn advance(&mut self, context: &Context<Self>) {
-        while let Some(simulation) = &mut self.simulation {
-            let Some(Turn { now, actor, slot, what, gauges }) = simulation.next() else {
-                let report = self.simulation.take().map(Simulation::into_report);
-                if let (Some(report), Some(done)) = (report, self.done.take()) {
-                    // The receiver is only gone if the system is stopping.
-                    let _ = done.send(report);
-                }
-                return;
-            };
-            let index = slot as usize;
-            if self.players.len() <= index {
-                self.players.resize_with(index + 1, || None);
-            }
+    async fn play(mut self) -> Report {
+        loop {
+            let turn = self.world.simulation().next();
+            let Some(Turn { now, actor, slot, what, gauges }) = turn else { break };
+            let home = self.world.simulation().home(slot);
+            self.time.store(now.0, Ordering::Relaxed);
             match what {
                 What::Start(config) => {
-                    self.players[index] = Some(Player::new(slot, config, context));
-                    apply_nothing(simulation, actor);
+                    self.start(home, config);
+                    apply_nothing(&mut self.world.simulation(), actor);
                 }
-                What::Stop => self.players[index] = None,
+                What::Stop => _ = self.cast.remove(&home),
                 What::Input(input) => {
-                    self.gauges = gauges;
-                    self.players[index].as_ref().expect("was started").play(now, input);
-                    return;
+                    (self.world.0.borrow_mut().is_given, self.world.0.borrow_mut().gauges) =
+                        (true, gauges);
+                    self.give(home, actor, input).await;
+                    let owes = self.world.simulation().follows_on();
+                    assert!(!owes, "the world expects that more follows for {actor} at {now:?}");
                 }
             }
         }
+        let simulation = self.world.0.borrow_mut().simulation.take();
+        simulation.expect("it went on until now").into_report()
+    }
+
+    fn start(&mut self, home: u32, config: MachineConfig) {
+        if let MachineConfig::Router(config, life) = config {
+            let (seat, machine) = (RouterSeat(self.world.clone()), Router::new(*config, life));
+            let driver = Driver::start(|_| seat, machine, None, self.clock());
+            self.cast.insert(home, Process::Router(Port::new(driver, PLACES)));
+            return;
+        }
+        let process = self.cast.entry(home).or_insert_with(|| Process::Starting(Box::default()));
+        let Process::Starting(instance) = process else {
+            panic!("it has begun without {config:?}")
+        };
+        match config {
+            MachineConfig::Prefill(config) | MachineConfig::Decode(config) => {
+                instance.add_core(*config);
+            }
+            MachineConfig::Transfer(config) => instance.add_rank(*config),
+            MachineConfig::Router(..) => unreachable!("it is no part of an instance"),
+        }
+    }
+
+    fn clock(&self) -> Clock {
+        let time = self.time.clone();
+        Arc::new(move || Nanos(time.load(Ordering::Relaxed)))
+    }
+
+    /// Gives an input to the actor of a process, and waits until it and what follows are handled.
+    async fn give(&mut self, home: u32, actor: ActorId, input: MachineInput) {
+        let clock = self.clock();
+        let process = self.cast.get_mut(&home).expect("it was started");
+        if let Process::Starting(instance) = process {
+            let (fabric, outlet) = (Scenery(self.world.clone()), Prompter::new(&self.world));
+            let seat = Site { fabric, outlet };
+            let driver = Driver::start(|_| seat, std::mem::take(&mut **instance), None, clock);
+            *process = Process::Instance(Port::new(driver, PLACES));
+        }
+        match process {
+            Process::Router(port) => {
+                let MachineInput::Router(input) = input else { panic!("{input:?} for {actor}") };
+                post(port, input).await;
+            }
+            Process::Instance(port) => post(port, as_instance(actor, input)).await,
+            Process::Starting(_) => unreachable!("it has just begun"),
+        }
+    }
+}
+
+async fn post<S: Seat>(port: &Port<Driver<S>>, input: <S::Machine as Machine>::Input) {
+    let place = port.reserve().expect("the turn before gave its place back");
+    port.post(Give(input), place);
+    let handled = port.address().send(Look(Box::new(|_: &S::Machine| ()))).await;
+    handled.expect("the actor lives as long as its process");
+}
+
+/// An input of a machine, as its instance takes it.
+fn as_instance(actor: ActorId, input: MachineInput) -> InstanceInput {
+    match (actor, input) {
+        (_, MachineInput::Prefill(input)) => match input {
+            PrefillInput::Hook(hook) => InstanceInput::Prefill(hook),
+            PrefillInput::Control(event) => InstanceInput::Control(event),
+            PrefillInput::Report { rank, report } => InstanceInput::Report { rank, report },
+            PrefillInput::Drain => InstanceInput::Drain,
+            PrefillInput::Tick => InstanceInput::Tick(Part::Core),
+        },
+        (_, MachineInput::Decode(input)) => match input {
+            DecodeInput::Hook(hook) => InstanceInput::Decode(hook),
+            DecodeInput::Control(event) => InstanceInput::Control(event),
+            DecodeInput::Report { rank, report } => InstanceInput::Report { rank, report },
+            DecodeInput::Drain => InstanceInput::Drain,
+            DecodeInput::Tick => InstanceInput::Tick(Part::Core),
+        },
+        (ActorId::Transfer(_, rank), MachineInput::Transfer(input)) => match input {
+            TransferInput::Start => InstanceInput::Start(rank),
+            TransferInput::Job(job) => InstanceInput::Job { rank, job },
+            TransferInput::Layers { step, layers } => InstanceInput::Layers { rank, step, layers },
+            TransferInput::Data(event) => InstanceInput::Data { rank, event },
+            TransferInput::Refused(refusal) => InstanceInput::Refused { rank, refusal },
+            TransferInput::Tick => InstanceInput::Tick(Part::Rank(rank)),
+        },
+        (actor, input) => panic!("{input:?} for {actor}"),
     }
 }
 
@@ -137,36 +234,138 @@ fn apply_nothing(simulation: &mut Simulation, actor: ActorId) {
     }
 }
 
-impl Actor for Stage {
-    type Context = Context<Self>;
+/// The planes of an instance: the world's.
+struct Scenery(Shared);
 
-    fn started(&mut self, context: &mut Self::Context) {
-        self.advance(context);
+impl Fabric for Scenery {
+    fn control(&mut self, command: ControlCommand) -> Option<ControlEvent> {
+        match self.0.core_effect(command)? {
+            MachineInput::Prefill(PrefillInput::Control(event))
+            | MachineInput::Decode(DecodeInput::Control(event)) => Some(event),
+            other => panic!("{other:?} follows from a call of a control plane"),
+        }
+    }
+
+    fn data(&mut self, _: u16, command: DataCommand) -> Option<DataRefusal> {
+        let effect = MachineEffect::Transfer(TransferEffect::Data(command));
+        match self.0.simulation().effect(effect)? {
+            MachineInput::Transfer(TransferInput::Refused(refusal)) => Some(refusal),
+            other => panic!("{other:?} follows from a call of a data plane"),
+        }
+    }
+
+    fn poll(&mut self, _: Nanos, _: &mut Inputs<Instance>) -> Wake {
+        Wake::External
+    }
+
+    fn set_waker(&mut self, _: &Waker) {}
+}
+
+/// Where the rest goes: the world is the engine, and the other processes.
+struct Prompter {
+    world: Shared,
+    /// The machine whose turn it is.
+    part: Part,
+}
+
+impl Prompter {
+    fn new(world: &Shared) -> Prompter {
+        Prompter { world: world.clone(), part: Part::Core }
+    }
+
+    /// Nothing of this kind is refused.
+    fn tell(&self, effect: MachineEffect) {
+        let refused = self.world.simulation().effect(effect);
+        assert_eq!(refused, None, "only planes refuse");
     }
 }
 
-macro_rules! played {
-    ($($kind:ident: $effect:ty;)*) => {$(
-        impl Handler<Played<$effect>> for Stage {
-            type Result = ();
+impl Outlet for Prompter {
+    const KEEPS_TIME: bool = false;
 
-            fn handle(&mut self, turn: Played<$effect>, context: &mut Self::Context) {
-                let Played { effects, deadline, gauges, credit, .. } = turn;
-                let gauges = self.gauges.then_some(gauges);
-                if let Some(simulation) = &mut self.simulation {
-                    let mut outbox = Outbox::from(effects);
-                    simulation.apply(Effects::$kind(&mut outbox), deadline, gauges);
-                }
-                drop(credit);
-                self.advance(context);
-            }
-        }
-    )*};
+    fn prefill(&mut self, answer: PrefillAnswer, _: &mut Inputs<Instance>) {
+        self.tell(MachineEffect::Prefill(PrefillEffect::Answer(answer)));
+    }
+
+    fn decode(&mut self, answer: DecodeAnswer, _: &mut Inputs<Instance>) {
+        self.tell(MachineEffect::Decode(DecodeEffect::Answer(answer)));
+    }
+
+    fn job(&mut self, job: &Job) {
+        self.world.core_effect(job.clone());
+    }
+
+    fn report(&mut self, _: u16, report: &Said) {
+        self.tell(MachineEffect::Transfer(TransferEffect::Report(report.clone())));
+    }
+
+    fn violation(&mut self, violation: &PeerViolation) {
+        let violation = violation.clone();
+        let actor = self.world.simulation().actor();
+        self.tell(match actor {
+            ActorId::Prefill(_) => MachineEffect::Prefill(PrefillEffect::Violation(violation)),
+            _ => MachineEffect::Decode(DecodeEffect::Violation(violation)),
+        });
+    }
+
+    fn refused(&mut self, peer: &EngineId, failure: &Failure) {
+        let (peer, failure) = (peer.clone(), failure.clone());
+        let actor = self.world.simulation().actor();
+        self.tell(match actor {
+            ActorId::Prefill(_) => MachineEffect::Prefill(PrefillEffect::Refused { peer, failure }),
+            _ => MachineEffect::Decode(DecodeEffect::Refused { peer, failure }),
+        });
+    }
+
+    fn router(&mut self, news: &RouterNews) {
+        let news = news.clone();
+        let actor = self.world.simulation().actor();
+        self.tell(match actor {
+            ActorId::Prefill(_) => MachineEffect::Prefill(PrefillEffect::Router(news)),
+            _ => MachineEffect::Decode(DecodeEffect::Router(news)),
+        });
+    }
+
+    fn began(&mut self, now: Nanos, input: &InstanceInput) {
+        self.part = input.part();
+        self.world.began(now, |actor, expected| as_instance(actor, expected) == *input);
+    }
+
+    fn ended(&mut self, instance: &Instance) {
+        let (part, gauges) = (self.part, || instance.gauges_of(self.part));
+        self.world.ended(instance.deadline_of(part), gauges);
+    }
 }
 
-played! {
-    Router: RouterEffect;
-    Prefill: PrefillEffect;
-    Decode: DecodeEffect;
-    Transfer: TransferEffect;
+/// The router's seat: its plane is the world's, and so are the legs and clients.
+struct RouterSeat(Shared);
+
+impl Seat for RouterSeat {
+    type Machine = Router;
+
+    const KEEPS_TIME: bool = false;
+
+    fn poll(&mut self, _: Nanos, _: &mut Inputs<Router>) -> Wake {
+        Wake::External
+    }
+
+    fn perform(&mut self, _: &Router, effect: RouterEffect, out: &mut Inputs<Router>) {
+        let refused = self.0.simulation().effect(MachineEffect::Router(effect));
+        out.extend(refused.map(|input| match input {
+            MachineInput::Router(input) => input,
+            other => panic!("{other:?} for the router"),
+        }));
+    }
+
+    fn ticks(&self, _: &Router, _: Nanos, _: &mut Inputs<Router>) {}
+
+    fn set_waker(&mut self, _: Waker) {}
+
+    fn began(&mut self, now: Nanos, input: &RouterInput) {
+        self.0.began(now, |_, expected| expected == MachineInput::Router(input.clone()));
+    }
+
+    fn ended(&mut self, router: &Router) {
+        self.0.ended(router.deadline(), || router.gauges());
+    }
 }

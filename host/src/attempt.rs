@@ -4,6 +4,7 @@ use crate::exit::{Exit, Stop};
 use crate::files::Source;
 use crate::outcome::Outcome;
 use engine::core::Nanos;
+use fabric_sim::invariants::compare_traces;
 use fabric_sim::world::{self, Options, Recording};
 use scenarios::{Run, Scenario, ScenarioError};
 use std::cell::{Cell, RefCell};
@@ -32,6 +33,8 @@ pub(crate) struct Setup {
     pub(crate) source: Source,
     /// The trace in place of the one that the scenario names.
     pub(crate) trace: Option<PathBuf>,
+    /// Factor of the bandwidth of every link.
+    pub(crate) link_scale: f64,
     /// Through the actors; the second run is not.
     pub(crate) actors: bool,
     /// Keep the recording.
@@ -57,6 +60,9 @@ impl Setup {
         if let Some(trace) = &self.trace {
             words.push(format!("--workload-trace {}", quoted(&trace.display().to_string())));
         }
+        if self.link_scale != 1.0 {
+            words.push(format!("--link-scale {}", self.link_scale));
+        }
         if self.actors {
             words.push("--actors".into());
         }
@@ -75,7 +81,13 @@ impl Setup {
         again: Again,
         watch: &mut dyn FnMut(Nanos, Nanos),
     ) -> Result<(Outcome, Option<Recording>), Stop> {
-        let run = scenario.draw(seed)?;
+        let mut run = scenario.draw(seed)?;
+        if self.link_scale != 1.0 {
+            let scaled = |rate: u64| ((rate as f64 * self.link_scale) as u64).max(1);
+            run.network.bandwidth = scaled(run.network.bandwidth);
+            run.network.node_bandwidth = scaled(run.network.node_bandwidth);
+        }
+        let run = run;
         let mut outcome = Outcome::empty(&run, self.repeat(seed));
         let started = Instant::now();
         let options = Options { record: self.record, ..Options::default() };
@@ -96,7 +108,7 @@ impl Setup {
                     Again::Always => true,
                 };
                 if twice {
-                    compare(&run, report.trace_hash, &mut outcome);
+                    compare(&run, (report.trace_hash, report.events), &mut outcome);
                 }
                 outcome.fill(report);
             }
@@ -107,13 +119,14 @@ impl Setup {
 }
 
 /// Runs it once more, without actors.
-fn compare(run: &Run, first: u64, outcome: &mut Outcome) {
+fn compare(run: &Run, first: (u64, u64), outcome: &mut Outcome) {
     match guarded(|| world::run(run, Options::default())) {
-        Ok(second) if second.trace_hash == first => {}
         Ok(second) => {
-            let second = second.trace_hash;
-            let text = format!("I11: trace {first:016x} at first and {second:016x} when run again");
-            outcome.violate(Exit::NotDeterministic, text);
+            let second = (second.trace_hash, second.events);
+            if let Some(violation) = compare_traces("a second run", first, second) {
+                let text = format!("{}: {}", violation.id.name(), violation.text);
+                outcome.violate(Exit::NotDeterministic, text);
+            }
         }
         Err(text) => {
             outcome.violate(Exit::Panic, format!("only when run again: {text}"));

@@ -81,10 +81,19 @@ pub(crate) struct RunArgs {
     /// Run the protocol in its actors; the second run is without them
     #[arg(long)]
     pub(crate) actors: bool,
+    /// Multiply the bandwidth of every simulated link, to see the same requests on fuller links
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = scale)]
+    pub(crate) link_scale: f64,
     /// Where: in the simulator, or as processes of this machine that move host memory by themselves
     /// or by ROCm's MoRI-IO
     #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
     pub(crate) fabric: Fabric,
+}
+
+/// A factor of bandwidths.
+fn scale(text: &str) -> Result<f64, String> {
+    let factor = text.parse().ok().filter(|factor| (1e-6..=1e6).contains(factor));
+    factor.ok_or_else(|| "give a number from 0.000001 to 1000000".into())
 }
 
 /// Arguments of `sweep`.
@@ -137,6 +146,8 @@ pub(crate) struct ExportArgs {
 
 /// Runs the program with its arguments, the first being its name; returns the exit code.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
+    #[cfg(feature = "planted")]
+    engine::planted::plant_from_environment();
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(why) => {

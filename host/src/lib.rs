@@ -14,7 +14,9 @@ mod export;
 mod files;
 mod fleet;
 mod legs;
+pub mod limits;
 mod lists;
+mod lives;
 mod logs;
 pub mod meters;
 mod outcome;
@@ -29,6 +31,7 @@ mod signals;
 mod sweep;
 mod sync;
 mod table;
+mod told;
 mod wiring;
 
 pub use cli::main;

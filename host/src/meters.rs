@@ -1,6 +1,7 @@
 //! What data planes count, in the format of Prometheus.
 
 use crate::sync::lock;
+use engine::actors::heard;
 use fabric_host::{Path, PathCount};
 use fabric_mori::Backend;
 use prometheus_client::collector::Collector;
@@ -130,5 +131,27 @@ impl Collector for Planes {
         self.encode_sum(&mut encoder, bytes, |count| count.bytes)?;
         let operations = ("operations", "Operations done, by side and path");
         self.encode_sum(&mut encoder, operations, |count| count.operations)
+    }
+}
+
+/// The inputs that the machines of this process have taken, by machine and kind.
+#[derive(Debug)]
+pub(crate) struct Inputs;
+
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct Kind {
+    machine: &'static str,
+    kind: &'static str,
+}
+
+impl Collector for Inputs {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let about = "Inputs of the protocol's state machines, by kind";
+        let mut encoder = encoder.encode_descriptor("inputs", about, None, MetricType::Counter)?;
+        for (machine, kind, count) in heard().filter(|(_, _, count)| *count > 0) {
+            let count = ConstCounter::new(count);
+            count.encode(encoder.encode_family(&Kind { machine, kind })?)?;
+        }
+        Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use crate::exit::Exit;
 use engine::core::Nanos;
 use fabric_sim::faults::Phase;
-use fabric_sim::world::{Percentiles, Report};
+use fabric_sim::world::{FULL, FullLink, Operations, Percentiles, Report};
 use scenarios::FaultKind;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,6 +61,10 @@ pub(crate) struct Outcome {
     pub(crate) bytes_moved: u64,
     /// What the busiest link carried of what it could have carried, from 0 to 1.
     pub(crate) link_utilisation: f64,
+    /// Directions of ports that were used above 80 % for some time, the longest first.
+    pub(crate) full_links: Vec<FullLink>,
+    /// Operations of the data planes; only the simulator counts them.
+    pub(crate) operations: Operations,
     /// Most KV blocks of a pool that requests held at a time.
     pub(crate) peak_blocks: u64,
     /// Most KV blocks of a pool in quarantine at a time.
@@ -73,6 +77,12 @@ pub(crate) struct Outcome {
     /// The same by phase of the transfers concerned.
     #[serde(skip)]
     pub(crate) coverage: BTreeMap<(FaultKind, Phase), u64>,
+    /// Kinds of faults that the seed has and that never hit.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) never_hit: Vec<&'static str>,
+    /// Everything held but what the scenario expects of counts and times.
+    #[serde(skip)]
+    pub(crate) unmet: bool,
     /// Faults and invariants that this fabric cannot inject or check, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) skipped: Vec<String>,
@@ -132,10 +142,14 @@ impl Outcome {
             transfer: None,
             bytes_moved: 0,
             link_utilisation: 0.0,
+            full_links: Vec::new(),
+            operations: Operations::default(),
             peak_blocks: 0,
             peak_quarantined: 0,
             faults: BTreeMap::new(),
             drawn: run.faults.iter().map(|fault| fault.kind).chain(run.shaped.clone()).collect(),
+            never_hit: Vec::new(),
+            unmet: false,
             coverage: BTreeMap::new(),
             skipped: Vec::new(),
             repeat,
@@ -148,6 +162,7 @@ impl Outcome {
             let (id, at) = (violation.id.name(), seconds(violation.at));
             format!("{id} at {at:.6} s: {}", violation.text)
         });
+        self.unmet = self.violations.is_empty() && report.violations.is_empty();
         let unmet = report.unmet.iter().map(|unmet| format!("expected otherwise: {unmet}"));
         self.violations.extend(told.chain(unmet));
         self.violation_count += report.violation_count + report.unmet.len() as u64;
@@ -155,6 +170,7 @@ impl Outcome {
         for ((kind, _), hits) in &report.faults {
             *self.faults.entry(kind.name()).or_default() += hits;
         }
+        self.never_hit = report.unfired.iter().map(|kind| kind.name()).collect();
         self.coverage = report.faults;
         self.verdict = self.verdict.max(report.verdict);
         self.core = report.core;
@@ -171,8 +187,15 @@ impl Outcome {
         self.transfer = Spread::of(&report.transfer);
         self.bytes_moved = report.bytes;
         self.link_utilisation = report.link_use_ppm as f64 / 1e6;
+        self.full_links = report.full_links;
+        self.operations = report.operations;
         self.peak_blocks = report.blocks_held_peak.into();
         self.peak_quarantined = report.blocks_quarantined_peak.into();
+    }
+
+    /// True if some link was used above 80 % for a second or more.
+    pub(crate) fn has_full_link(&self) -> bool {
+        self.full_links.first().is_some_and(|link| link.full >= FULL)
     }
 
     /// Something is wrong; the worst verdict stays.

@@ -11,11 +11,9 @@ use crate::serve::FabricArg;
 use crate::table;
 use engine::core::Nanos;
 use fabric_sim::world::Recording;
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
-
-/// Seed of scenarios that leave it open.
-pub(crate) const SEED: u64 = 1;
 
 /// Runs what is named and prints what came out.
 ///
@@ -37,15 +35,17 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop>
         progress.say(source.name());
         let mut watch = |now: Nanos, last: Nanos| progress.set_part(done as u64, now.0, last.0);
         match one(args, source, &mut watch) {
-            Ok(outcome) => {
-                worst = worst.max(outcome.exit);
-                if args.json {
-                    progress.pause(|| {
-                        writeln!(out, "{}", outcome.json())?;
-                        out.flush()
-                    })?;
+            Ok(seeds) => {
+                for outcome in seeds {
+                    worst = worst.max(outcome.exit);
+                    if args.json {
+                        progress.pause(|| {
+                            writeln!(out, "{}", outcome.json())?;
+                            out.flush()
+                        })?;
+                    }
+                    outcomes.push(outcome);
                 }
-                outcomes.push(outcome);
             }
             Err(Stop::Input(text)) => {
                 worst = worst.max(Exit::Invalid);
@@ -68,15 +68,20 @@ fn one(
     args: &RunArgs,
     source: &Source,
     watch: &mut dyn FnMut(Nanos, Nanos),
-) -> Result<Outcome, Stop> {
+) -> Result<Vec<Outcome>, Stop> {
     let setup = Setup {
         source: source.clone(),
         trace: args.workload_trace.clone(),
+        link_scale: args.link_scale,
         actors: args.actors,
         record: args.record.is_some(),
     };
     let scenario = setup.load()?;
-    let seed = args.seed.or(scenario.seed()).unwrap_or(SEED);
+    let first = scenario.seeds().next();
+    let seeds: Vec<u64> = match args.seed.or(first.filter(|_| args.record.is_some())) {
+        Some(seed) => vec![seed],
+        None => scenario.seeds().collect(),
+    };
     let processes = match args.fabric {
         Fabric::Sim => None,
         Fabric::Host => Some(FabricArg::Host),
@@ -84,14 +89,19 @@ fn one(
     };
     if let Some(fabric) = processes {
         let trace = args.workload_trace.as_deref();
-        return Job { source, scenario: &scenario, seed, trace, fabric }.run();
+        let seed = seeds[0];
+        return Ok(vec![Job { source, scenario: &scenario, seed, trace, fabric }.run()?]);
     }
     let again = if args.actors { Again::Always } else { Again::IfCheap };
-    let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;
-    if let (Some(path), Some(recording)) = (&args.record, recording) {
-        keep(path, &recording)?;
+    let mut outcomes = Vec::with_capacity(seeds.len());
+    for seed in seeds {
+        let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;
+        if let (Some(path), Some(recording)) = (&args.record, recording) {
+            keep(path, &recording)?;
+        }
+        outcomes.push(outcome);
     }
-    Ok(outcome)
+    Ok(outcomes)
 }
 
 fn keep(path: &Path, recording: &Recording) -> Result<(), Stop> {
@@ -101,18 +111,37 @@ fn keep(path: &Path, recording: &Recording) -> Result<(), Stop> {
     })
 }
 
+/// Of each scenario the first run, and all that did not come out as expected.
+fn shown(outcomes: &[Outcome]) -> Vec<Outcome> {
+    let mut names = BTreeSet::new();
+    let mut shown = Vec::new();
+    for one in outcomes {
+        if names.insert(&one.scenario) || one.exit != Exit::Held {
+            shown.push(one.clone());
+        }
+    }
+    shown
+}
+
 fn print(outcomes: &[Outcome], out: &mut dyn Write) -> Result<(), Stop> {
     match outcomes {
         [] => {}
         [outcome] => writeln!(out, "{}", table::one(outcome))?,
         outcomes => {
-            writeln!(out, "{}", table::many(outcomes))?;
-            let held = outcomes.iter().filter(|outcome| outcome.exit == Exit::Held).count();
-            writeln!(out, "{held} of {} scenarios came out as expected", outcomes.len())?;
+            writeln!(out, "{}", table::many(&shown(outcomes)))?;
+            let names: BTreeSet<&str> = outcomes.iter().map(|one| one.scenario.as_str()).collect();
+            let failed = outcomes.iter().filter(|outcome| outcome.exit != Exit::Held);
+            let failed: BTreeSet<&str> = failed.map(|one| one.scenario.as_str()).collect();
+            let (held, all, runs) = (names.len() - failed.len(), names.len(), outcomes.len());
+            let runs = if runs > all { format!(", {runs} runs") } else { String::new() };
+            writeln!(out, "{held} of {all} scenarios came out as expected{runs}")?;
         }
     }
     for outcome in outcomes {
         write!(out, "{}", table::skipped(outcome))?;
+        if outcomes.len() > 1 {
+            write!(out, "{}", table::never_hit(outcome))?;
+        }
         write!(out, "{}", table::trouble(outcome, usize::MAX))?;
     }
     Ok(())

@@ -40,6 +40,8 @@ struct Sum {
     unknown: u64,
     recomputed: u64,
     events: u64,
+    /// Seeds in which a link was above 80 % for a second or more.
+    full: u64,
     /// Fault kinds that some seed has.
     drawn: BTreeSet<FaultKind>,
     /// Seeds in which a fault kind hit.
@@ -55,7 +57,7 @@ struct Sum {
 /// be used is told on stderr, and the others are run.
 pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
     let source = Source::File(args.file.clone());
-    let setup = Setup { source, trace: None, actors: false, record: false };
+    let setup = Setup { source, trace: None, link_scale: 1.0, actors: false, record: false };
     let scenario = setup.load()?;
     let Some(end) = args.base.checked_add(args.seeds).filter(|end| *end > args.base) else {
         let text = format!("no seeds from {} on in number {}", args.base, args.seeds);
@@ -164,6 +166,7 @@ impl Sum {
         self.unknown += outcome.unknown;
         self.recomputed += outcome.recomputed;
         self.events += outcome.events;
+        self.full += u64::from(outcome.has_full_link());
         self.drawn.extend(&outcome.drawn);
         let kinds: BTreeSet<_> = outcome.coverage.keys().map(|(kind, _)| *kind).collect();
         for kind in kinds {
@@ -217,7 +220,11 @@ fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), 
     let mut firsts: BTreeMap<&str, u64> = BTreeMap::new();
     for outcome in &sum.failing {
         let first = outcome.violations.first().and_then(|text| text.split([' ', ':']).next());
-        *firsts.entry(first.unwrap_or(outcome.verdict.name())).or_default() += 1;
+        let first = first.filter(|_| !outcome.unmet).unwrap_or(match outcome.unmet {
+            true => "an expectation",
+            false => outcome.verdict.name(),
+        });
+        *firsts.entry(first).or_default() += 1;
     }
     for (first, seeds) in firsts {
         writeln!(out, "{seeds} seeds failed first with {first}")?;
@@ -228,12 +235,15 @@ fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), 
         "requests: {finished} finished ({recomputed} recomputed), {failed} failed, \
          {unknown} unknown"
     )?;
+    let share = 100.0 * sum.full as f64 / sum.runs.max(1) as f64;
+    writeln!(out, "a link above 80 % for 1 s or more: {} seeds, {share:.1} %", sum.full)?;
     writeln!(
         out,
-        "{} of {} seeds from {base} on failed; {} events in {seconds:.1} s",
+        "{} of {} seeds from {base} on failed; {} events in {seconds:.1} s, {:.1} seeds per second",
         sum.failing.len(),
         sum.runs,
-        grouped(sum.events)
+        grouped(sum.events),
+        sum.runs as f64 / seconds
     )?;
     Ok(())
 }

@@ -4,6 +4,7 @@ use crate::exit::Exit;
 use crate::outcome::{Outcome, Spread};
 use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
+use fabric_sim::world::Operations;
 use std::collections::BTreeMap;
 
 /// Lines around the table and below its header.
@@ -55,6 +56,12 @@ pub(crate) fn one(outcome: &Outcome) -> String {
     row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
     row("failed", caused(outcome.failed, &outcome.failed_causes));
     row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
+    if !outcome.faults.is_empty() {
+        row("faults that hit", hits(outcome));
+    }
+    if !outcome.never_hit.is_empty() {
+        row("faults that never hit", outcome.never_hit.join(", "));
+    }
     row("bytes moved", bytes(outcome.bytes_moved));
     row("wall time", format!("{:.3} s", outcome.wall_seconds));
     // Only the simulator sees the rest.
@@ -62,6 +69,8 @@ pub(crate) fn one(outcome: &Outcome) -> String {
         row("time to first token", spread(outcome.ttft.as_ref()));
         row("transfer time", spread(outcome.transfer.as_ref()));
         row("link utilisation", format!("{:.2} %", 100.0 * outcome.link_utilisation));
+        row("links above 80 %", full_links(outcome));
+        row("operations", operations(outcome));
         row("peak blocks held", grouped(outcome.peak_blocks));
         row("peak blocks in quarantine", grouped(outcome.peak_quarantined));
         row("events", rate(outcome));
@@ -137,6 +146,9 @@ pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
     {
         text.push_str(&format!("  and {more} more\n"));
     }
+    if !outcome.faults.is_empty() {
+        text.push_str(&format!("  faults that hit: {}\n", hits(outcome)));
+    }
     if let Some(left) = &outcome.left {
         text.push_str(&format!("  left at the end: {left}\n"));
     }
@@ -145,6 +157,20 @@ pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
     }
     text.push_str(&format!("  repeat with: {}\n", outcome.repeat));
     text
+}
+
+/// How often each kind of fault hit.
+fn hits(outcome: &Outcome) -> String {
+    let hits: Vec<_> = outcome.faults.iter().map(|(kind, n)| format!("{n} {kind}")).collect();
+    hits.join(", ")
+}
+
+/// Kinds of faults that a run has and that never hit; empty if all did.
+pub(crate) fn never_hit(outcome: &Outcome) -> String {
+    match outcome.never_hit.is_empty() {
+        true => String::new(),
+        false => format!("{}: never hit: {}\n", outcome.scenario, outcome.never_hit.join(", ")),
+    }
 }
 
 /// Who was healed for the liveness phase.
@@ -158,6 +184,7 @@ fn verdict(outcome: &Outcome) -> String {
         (Exit::Held, Exit::Held) => "held".into(),
         (Exit::Held, verdict) => format!("{verdict}, as expected"),
         (_, Exit::Held) => "held, against expectation".into(),
+        (_, Exit::Correctness) if outcome.unmet => "an expectation is not met".into(),
         (_, verdict) => verdict.to_string(),
     }
 }
@@ -175,6 +202,23 @@ fn spread(spread: Option<&Spread>) -> String {
         let [p50, p90, p99] = [p50, p90, p99].map(|seconds| duration(*seconds));
         format!("p50 {p50}, p90 {p90}, p99 {p99}")
     })
+}
+
+/// The link that was full for the longest time, and how many were.
+fn full_links(outcome: &Outcome) -> String {
+    let Some(first) = outcome.full_links.first() else { return "none".into() };
+    let (time, share) = (duration(first.full.as_secs_f64()), first.full_ppm as f64 / 1e4);
+    let all = format!("{} for {time} ({share:.1} % of the time)", first.link);
+    match outcome.full_links.len() - 1 {
+        0 => all,
+        more => format!("{all}, {more} more"),
+    }
+}
+
+fn operations(outcome: &Outcome) -> String {
+    let Operations { posted, refused, failed } = outcome.operations;
+    let [posted, refused, failed] = [posted, refused, failed].map(grouped);
+    format!("{posted} posted, {refused} refused as busy, {failed} failed")
 }
 
 fn brief(spread: Option<&Spread>) -> String {

@@ -1,10 +1,9 @@
 //! The control plane of an instance, listening.
 
+use crate::doctor::remedy;
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::Incarnation;
-use engine::fabric::{Channel, ControlPlane, Endpoint, bracketed};
-use std::collections::BTreeMap;
-use std::time::{SystemTime, UNIX_EPOCH};
+use engine::fabric::{Channel, ControlPlane, Endpoint, Refused, bracketed};
+use std::net::TcpListener;
 use wire::{WireConfig, ZmqPlane};
 
 /// A control plane with the channels that peers of an instance use.
@@ -16,20 +15,59 @@ pub(crate) struct Ears {
     pub(crate) address: ZmqAddress,
 }
 
-impl Ears {
-    /// Listens at a host for handshakes and notices; port 0 is a free one.
+/// Where an instance is to listen, each with the name under which the user gave it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places<'a> {
+    pub(crate) host: (&'a str, &'a str),
+    /// For handshakes; port 0 is a free one.
+    pub(crate) handshake: (&'a str, u16),
+    /// For notices.
+    pub(crate) notify: (&'a str, u16),
+}
+
+impl Places<'_> {
+    /// Tries whether all that was given can be listened at, and leaves it.
     ///
     /// # Errors
-    /// The address that cannot be had, and why.
-    pub(crate) fn new(host: &str, ports: [u16; 2]) -> Result<Ears, String> {
-        let channels = [Channel::Handshake, Channel::Notify];
-        let given: BTreeMap<_, _> =
-            channels.into_iter().zip(ports).filter(|(_, port)| *port != 0).collect();
+    /// The name, its value, why it cannot be had and what to do.
+    pub(crate) fn attempt(&self) -> Result<(), String> {
+        [self.handshake, self.notify].into_iter().try_for_each(|port| self.attempt_one(port))
+    }
+
+    fn attempt_one(&self, (port_key, port): (&str, u16)) -> Result<(), String> {
+        let (key, host) = self.host;
+        let listen = |port: u16| {
+            let address = format!("{}:{port}", bracketed(host));
+            let said =
+                |why| format!("cannot listen at {address}: {why}; {}", remedy(&address, &why));
+            TcpListener::bind(&address).map_err(said)
+        };
+        listen(0).map_err(|why| format!("{key} = {host}: {why}"))?;
+        listen(port).map_err(|why| format!("{port_key} = {port}: {why}"))?;
+        Ok(())
+    }
+}
+
+impl Ears {
+    /// Listens for handshakes and notices.
+    ///
+    /// # Errors
+    /// The address that cannot be had, under the name by which it was given, and what to do.
+    pub(crate) fn new(places: Places<'_>) -> Result<Ears, String> {
+        let (_, host) = places.host;
+        let channels =
+            [(Channel::Handshake, places.handshake.1), (Channel::Notify, places.notify.1)];
+        let ports = channels.into_iter().filter(|(_, port)| *port != 0).collect();
         let bound = bracketed(host).into_owned();
-        let config = WireConfig { host: bound, ports: given, ..WireConfig::default() };
+        let config = WireConfig { host: bound, ports, ..WireConfig::default() };
         let mut plane = ZmqPlane::new(config).map_err(|why| why.to_string())?;
-        let mut listen = |channel| plane.listen(channel).map_err(|why| why.to_string());
-        let (handshake, notify) = (listen(Channel::Handshake)?, listen(Channel::Notify)?);
+        let mut listen = |channel, port| {
+            // A trial names the key; the port may be free by then.
+            let named = |why: Refused| places.attempt_one(port).err().unwrap_or(why.to_string());
+            plane.listen(channel).map_err(named)
+        };
+        let handshake = listen(Channel::Handshake, places.handshake)?;
+        let notify = listen(Channel::Notify, places.notify)?;
         let (shake, note) = (port_of(&handshake).into(), port_of(&notify).into());
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
@@ -40,10 +78,4 @@ impl Ears {
 fn port_of(endpoint: &Endpoint) -> u16 {
     let port = endpoint.0.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
     port.expect("a plane listens at a port")
-}
-
-/// A life that begins now.
-pub(crate) fn born() -> Incarnation {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    Incarnation(since.map_or(1, |since| since.as_micros() as u64))
 }

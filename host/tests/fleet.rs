@@ -32,6 +32,27 @@ fn run_over(fabric: &str, path: &std::path::Path) -> (Option<i32>, Value, String
     (output.status.code(), result, errors)
 }
 
+/// Limits that no process of a busy machine passes.
+const PATIENT: &str = r#"
+router = { expiry = "600s" }
+[protocol]
+hello = "600s"
+silent = "600s"
+operation = "600s"
+fetch = "600s"
+"#;
+
+/// Those of processes of which some die: who waits for them is to give up in a while, and not because a
+/// living one was late.
+const WARY: &str = r#"
+router = { expiry = "20s" }
+[protocol]
+hello = "60s"
+silent = "20s"
+operation = "20s"
+fetch = "60s"
+"#;
+
 const TOPOLOGY: &str = r#"
 [topology]
 prefill = [{ name = "p0", blocks = 64 }, { name = "p1", tp = 2, blocks = 64 }]
@@ -42,8 +63,8 @@ decode = [{ name = "d0", blocks = 64 }, { name = "d1", tp = 2, blocks = 64 }]
 fn a_workload_goes_through_processes() {
     for (mode, fabric) in [("push", "host"), ("pull", "host"), ("push", "mori"), ("pull", "mori")] {
         let text = format!(
-            "about = \"processes\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"{mode}\"\n\
-             requests = 12\nprompt_tokens = \"16..200\"\n[expect]\n\
+            "about = \"processes\"\nseed = 1\n{TOPOLOGY}{PATIENT}[workload]\nmode = \"{mode}\"\n\
+             requests = 12\nprompt_tokens = \"16..200\"\n[expect]\nwithin = \"600s\"\n\
              requests = {{ finished = 12, recomputed = 0 }}\n"
         );
         let (code, result, errors) = run_over(fabric, &scenario(&text));
@@ -64,14 +85,14 @@ fn faults_of_processes_are_signals_and_others_are_listed() {
 
 fn faults_of_processes(fabric: &str) {
     let text = format!(
-        "about = \"faults\"\nseed = 1\n{TOPOLOGY}[workload]\nmode = \"push\"\nrequests = 24\n\
+        "about = \"faults\"\nseed = 1\n{TOPOLOGY}{WARY}[workload]\nmode = \"push\"\nrequests = 24\n\
          prompt_tokens = \"16..200\"\narrival = \"5ms\"\n\
          [[fault]]\nkind = \"process.restart\"\ntarget = \"p0\"\n\
          on = {{ event = \"op.posted\", nth = 3 }}\nlasts = \"10ms\"\n\
          [[fault]]\nkind = \"process.crash\"\ntarget = \"d1\"\nat = \"40ms\"\n\
          [[fault]]\nkind = \"process.pause\"\ntarget = \"p1\"\nat = \"20ms\"\nlasts = \"200ms\"\n\
          [[fault]]\nkind = \"wire.loss\"\nchance = 0.1\n\
-         [expect]\nrequests = {{ finished = 24 }}\n"
+         [expect]\nwithin = \"600s\"\nrequests = {{ finished = 24 }}\n"
     );
     let (code, result, errors) = run_over(fabric, &scenario(&text));
     assert_eq!(code, Some(0), "{fabric} {result}\n{errors}");

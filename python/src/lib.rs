@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use crate::engine::Engine;
     #[pymodule_export]
-    use crate::link::{Link, host, settings};
+    use crate::link::{Link, check_ports, main, settings};
     #[pymodule_export]
     use crate::session::{Session, TransferStatus};
     #[pymodule_export]

@@ -2,7 +2,8 @@
 
 use engine::core::Nanos;
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::StepId;
+use engine::core::error::Failure;
+use engine::core::ids::{RequestId, StepId};
 use engine::core::layout::BlockList;
 use engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
@@ -11,7 +12,7 @@ use kvferry::embed::proto::{FromHost, ToHost, Who};
 use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::{Backend, HostStart, KvMemory, Settings, TransferPlace};
 use kvferry::embed::spec::Engine;
-use kvferry::embed::{Link as Line, answer_params};
+use kvferry::embed::{Link as Line, answer_params, failed_params, unusable_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
@@ -72,10 +73,15 @@ pub(crate) struct Link {
     ended: Vec<EndedTuple>,
     /// Blocks held and in quarantine, if they changed.
     kept: Option<Kept>,
+    /// Why requests were not handed over or did not come, for their answers.
+    told: BTreeMap<RequestId, String>,
     address: Option<ZmqAddress>,
     lease_ms: u64,
     life: u64,
 }
+
+/// Requests that the engine never ends may leave something in `told`.
+const TOLD_MAX: usize = 65_536;
 
 impl Link {
     fn connect(path: PathBuf, role: Role, who: Who) -> PyResult<Link> {
@@ -84,7 +90,8 @@ impl Link {
         })?;
         let (heard, ended) = (Vec::new(), Vec::new());
         let (kept, address, lease_ms, life) = (None, None, 0, 0);
-        Ok(Link { line, role, heard, ended, kept, address, lease_ms, life })
+        let told = BTreeMap::new();
+        Ok(Link { line, role, heard, ended, kept, told, address, lease_ms, life })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
@@ -97,10 +104,28 @@ impl Link {
             match message {
                 FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
                 FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
-                message => events.extend(event(message)),
+                message => {
+                    if self.told.len() < TOLD_MAX {
+                        self.told.extend(told(&message));
+                    }
+                    events.extend(event(message));
+                }
             }
         }
         events
+    }
+}
+
+/// What the answer of a request tells the router, if its transfer failed.
+fn told(message: &FromHost) -> Option<(RequestId, String)> {
+    match message {
+        FromHost::Unusable { request, why } => Some((request.clone(), unusable_params(why))),
+        FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+        | FromHost::Decode(DecodeAnswer::LoadFailed { request, failure })
+        | FromHost::Decode(DecodeAnswer::Rejected { request, failure }) => {
+            Some((request.clone(), failed_params(failure)))
+        }
+        _ => None,
     }
 }
 
@@ -119,6 +144,10 @@ fn event(message: FromHost) -> Option<Event> {
         }
         FromHost::Prefill(PrefillAnswer::PreemptionSafe { request }) => {
             ("preemption_safe", request, None)
+        }
+        // Who wanted it had left before it came, which nobody has to hear of.
+        FromHost::Prefill(PrefillAnswer::Rejected { request, failure: Failure::Cancelled }) => {
+            ("rejected", request, None)
         }
         FromHost::Prefill(PrefillAnswer::Rejected { request, failure }) => {
             ("rejected", request, Some(failure.to_string()))
@@ -161,7 +190,7 @@ impl Link {
             py.detach(|| line.wait(left, heard)).map_err(gone)?;
             for message in self.heard.drain(..) {
                 match message {
-                    FromHost::Ready { address, lease_ms, life } => {
+                    FromHost::Ready { address, lease_ms, life, .. } => {
                         (self.address, self.lease_ms) = (Some(address), lease_ms);
                         self.life = life.0;
                     }
@@ -275,6 +304,11 @@ impl Link {
         Some((std::mem::take(&mut self.ended), self.kept.take()))
     }
 
+    /// `kv_transfer_params` that tell why the transfer of a request failed, in JSON, if it did; once.
+    fn told(&mut self, request: String) -> Option<String> {
+        self.told.remove(&RequestId::from(request))
+    }
+
     /// `kv_transfer_params` that a prefill answers with, in JSON.
     fn answer(&self, transfer: &str, blocks: Vec<Vec<u32>>) -> PyResult<String> {
         let Some(address) = &self.address else {
@@ -296,9 +330,17 @@ pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
     Ok((settings.socket, settings.host == HostStart::Spawn, in_file, in_worker))
 }
 
-/// Runs `kvferry host` until it ends; the exit code.
+/// Raises ValueError if a port that was given cannot be listened at, or the address is not this
+/// machine's. Where the host is not started by the connector, or is there, nothing is tried.
 #[pyfunction]
-pub(crate) fn host(py: Python<'_>, args: Vec<String>) -> u8 {
-    let args = ["kvferry".to_string(), "host".to_string()].into_iter().chain(args);
+pub(crate) fn check_ports(py: Python<'_>, json: &str) -> PyResult<()> {
+    let settings = Settings::read(json).map_err(PyValueError::new_err)?;
+    py.detach(|| settings.try_ports()).map_err(PyValueError::new_err)
+}
+
+/// Runs `kvferry` with these arguments until it ends; the exit code.
+#[pyfunction]
+pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> u8 {
+    let args = std::iter::once("kvferry".to_string()).chain(args);
     py.detach(|| kvferry::main(args.map(Into::into)))
 }

@@ -118,7 +118,7 @@ impl Tensor {
 mod tests {
     use super::*;
     use crate::cost::Cost;
-    use crate::run::ModelGroup;
+    use crate::run::{FabricLimits, ModelGroup, Protocol};
     use ::engine::core::Nanos;
     use ::engine::core::layout::{RankLayout, check};
     use ::engine::core::message::{Mode, Role};
@@ -165,6 +165,8 @@ mod tests {
                 pair_fs: 0,
                 context_fs: 0,
             },
+            protocol: Protocol::default(),
+            fabric: FabricLimits::default(),
         }
     }
 

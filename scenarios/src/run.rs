@@ -27,8 +27,6 @@ pub struct Run {
     pub network: Network,
     /// The router.
     pub router: RouterSettings,
-    /// Times and limits of the protocol that the file sets.
-    pub protocol: Protocol,
     /// The stand-in serving engines.
     pub engine: EngineSettings,
     /// What the simulator keeps of block contents.
@@ -145,6 +143,17 @@ pub struct Instance {
     pub prefix_cache: bool,
     /// Time of a step.
     pub cost: Cost,
+    /// Times and limits of the protocol that the file sets for it.
+    pub protocol: Protocol,
+    /// Limits of the data planes of its ranks that the file sets.
+    pub fabric: FabricLimits,
+}
+
+impl Instance {
+    /// Layers that its transfer actors move with one operation.
+    pub fn layers_per_op(&self) -> u16 {
+        self.protocol.layers_per_op.unwrap_or(1).max(1)
+    }
 }
 
 /// A span of time that is drawn anew each time it is used; both ends included.
@@ -212,16 +221,42 @@ pub struct Protocol {
     pub silent: Option<Nanos>,
     /// Lease of a source.
     pub lease: Option<Nanos>,
+    /// What a reader takes off a lease because clocks differ, in percent.
+    pub drift_percent: Option<u32>,
     /// A fence is answered within; part of the bounds of L1 and L5.
     pub fence: Option<Nanos>,
     /// An announcement waits this long for its prefill leg.
     pub fetch: Option<Nanos>,
     /// The receivers of a preempted prompt wait this long for it to get going again.
     pub resume: Option<Nanos>,
+    /// A computed prompt that is pushed waits this long for receivers to say where it shall go.
+    pub claim: Option<Nanos>,
     /// A session with operations and no completion for this long is torn down.
     pub operation: Option<Nanos>,
+    /// What the link carries in this time is in one operation.
+    pub operation_time: Option<Nanos>,
+    /// Least of that, in bytes.
+    pub operation_bytes_min: Option<u64>,
+    /// Most of that, in bytes.
+    pub operation_bytes_max: Option<u64>,
+    /// A session is open within.
+    pub open: Option<Nanos>,
+    /// A session is quiet within, or torn down.
+    pub quiet: Option<Nanos>,
+    /// Pause before a session that failed is opened anew; doubles.
+    pub reopen: Option<Nanos>,
+    /// Pause after `Busy` when no completion is due.
+    pub busy: Option<Nanos>,
+    /// Pause before a peer whose sessions failed is connected anew; doubles.
+    pub rebuild: Option<Nanos>,
+    /// Operations that a transfer actor has in flight, if its plane takes more.
+    pub operations_max: Option<u32>,
+    /// Ranges of an operation, if its plane takes more.
+    pub slices_max: Option<u32>,
     /// Retries of a failed operation.
     pub retries: Option<u32>,
+    /// Times a session is opened anew without a success in between.
+    pub reopens_max: Option<u32>,
     /// Requests at a core at one time.
     pub requests_max: Option<u32>,
     /// Transfers announced before their prefill leg.
@@ -236,8 +271,30 @@ pub struct Protocol {
     pub peers_max: Option<u32>,
     /// Control links of a core at one time.
     pub links_max: Option<u32>,
+    /// Newest version of the native dialect that a core speaks.
+    pub version: Option<u32>,
     /// Layers moved by one operation.
-    pub layers_per_op: u16,
+    pub layers_per_op: Option<u16>,
+}
+
+/// Limits of a simulated data plane; `None` is the default of the simulator, which for credits of
+/// ranges and bytes is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FabricLimits {
+    /// Operations in flight of a rank.
+    pub operations_max: Option<u32>,
+    /// The same to one peer.
+    pub operations_per_peer: Option<u32>,
+    /// Ranges of one operation.
+    pub slices_max: Option<u32>,
+    /// Ranges in flight of a rank.
+    pub ranges_max: Option<u32>,
+    /// The same to one peer.
+    pub ranges_per_peer: Option<u32>,
+    /// Bytes in flight of a rank.
+    pub bytes_max: Option<u64>,
+    /// The same to one peer.
+    pub bytes_per_peer: Option<u64>,
 }
 
 /// Settings of the stand-in serving engines.
@@ -413,6 +470,10 @@ pub struct Expect {
     pub hold: Vec<InvariantId>,
     /// Requests by how they end.
     pub requests: Counts,
+    /// Operations of all data planes.
+    pub operations: OperationCounts,
+    /// First tokens that come in time.
+    pub first_tokens: Vec<FirstToken>,
     /// Exit code of the run.
     pub exit: u8,
 }
@@ -428,6 +489,26 @@ pub struct Counts {
     pub unknown: Option<Bounds>,
     /// Of the finished: prompts computed by decode.
     pub recomputed: Option<Bounds>,
+}
+
+/// Bounds of numbers of operations, while the workload lasts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationCounts {
+    /// Accepted by a plane.
+    pub posted: Option<Bounds>,
+    /// Answered `Busy`: planned for nothing.
+    pub refused: Option<Bounds>,
+    /// Completed as failed.
+    pub failed: Option<Bounds>,
+}
+
+/// A request and how soon its first token comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FirstToken {
+    /// Which, by arrival from 0.
+    pub request: u32,
+    /// At most this long after its arrival.
+    pub within: Nanos,
 }
 
 /// From `min` to `max`, both included.

@@ -1,30 +1,31 @@
-//! Settings of the protocol machines of a run, for who makes them and for who checks them.
+//! Settings of the protocol machines of an instance, for who makes them and for who checks them.
 
-use crate::run::Run;
+use crate::run::{Instance, Run};
 use ::engine::core::channel::ChannelConfig;
 use ::engine::core::station::CoreSettings;
 use ::engine::core::transfer::TransferSettings;
-use ::engine::fabric::Caps;
 
-/// Of the prefill and decode cores.
-pub fn core(run: &Run) -> CoreSettings {
-    let (default, protocol) = (CoreSettings::default(), &run.protocol);
+/// Of its prefill or decode core.
+pub fn core(run: &Run, instance: &Instance) -> CoreSettings {
+    let (default, protocol) = (CoreSettings::default(), &instance.protocol);
     CoreSettings {
         heartbeat: run.router.heartbeat,
         lease: protocol.lease.unwrap_or(default.lease),
+        drift_percent: protocol.drift_percent.unwrap_or(default.drift_percent),
         orphan: protocol.fetch.unwrap_or(default.orphan),
         resume: protocol.resume.unwrap_or(default.resume),
+        claim: protocol.claim.unwrap_or(default.claim),
         requests_max: protocol.requests_max.unwrap_or(default.requests_max),
         early_max: protocol.early_max.unwrap_or(default.early_max),
         receivers_max: protocol.receivers_max.unwrap_or(default.receivers_max),
         tombstones_max: protocol.tombstones_max.unwrap_or(default.tombstones_max),
-        ..default
+        rebuild_delay: protocol.rebuild.unwrap_or(default.rebuild_delay),
     }
 }
 
-/// Of the channels between cores.
-pub fn channel(run: &Run) -> ChannelConfig {
-    let (default, protocol) = (ChannelConfig::default(), &run.protocol);
+/// Of the channels between its core and others.
+pub fn channel(instance: &Instance) -> ChannelConfig {
+    let (default, protocol) = (ChannelConfig::default(), &instance.protocol);
     ChannelConfig {
         hello: protocol.hello.unwrap_or(default.hello),
         retransmit: protocol.retransmit.unwrap_or(default.retransmit),
@@ -33,18 +34,26 @@ pub fn channel(run: &Run) -> ChannelConfig {
         queue_max: protocol.queue_max.unwrap_or(default.queue_max),
         peers_max: protocol.peers_max.unwrap_or(default.peers_max),
         links_max: protocol.links_max.unwrap_or(default.links_max),
+        version: protocol.version.and_then(|it| it.try_into().ok()).unwrap_or(default.version),
     }
 }
 
-/// Of the transfer actors, on planes that can do `caps`.
-pub fn transfer(run: &Run, caps: &Caps) -> TransferSettings {
-    let (default, protocol) = (TransferSettings::default(), &run.protocol);
+/// Of its transfer actors.
+pub fn transfer(instance: &Instance) -> TransferSettings {
+    let (default, protocol) = (TransferSettings::default(), &instance.protocol);
     TransferSettings {
-        layers_per_op: protocol.layers_per_op.max(1),
-        operations_max: caps.operations_max,
-        slices_max: caps.slices_max,
+        layers_per_op: instance.layers_per_op(),
+        operations_max: protocol.operations_max.unwrap_or(default.operations_max),
+        slices_max: protocol.slices_max.unwrap_or(default.slices_max),
+        operation_time: protocol.operation_time.unwrap_or(default.operation_time),
+        operation_bytes_min: protocol.operation_bytes_min.unwrap_or(default.operation_bytes_min),
+        operation_bytes_max: protocol.operation_bytes_max.unwrap_or(default.operation_bytes_max),
         stall: protocol.operation.unwrap_or(default.stall),
+        open: protocol.open.unwrap_or(default.open),
+        quiet: protocol.quiet.unwrap_or(default.quiet),
         retries_max: protocol.retries.unwrap_or(default.retries_max),
-        ..default
+        reopens_max: protocol.reopens_max.unwrap_or(default.reopens_max),
+        reopen_delay: protocol.reopen.unwrap_or(default.reopen_delay),
+        busy_delay: protocol.busy.unwrap_or(default.busy_delay),
     }
 }

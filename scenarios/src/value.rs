@@ -168,6 +168,10 @@ macro_rules! measured {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Bytes(pub(crate) u32);
 
+/// A size in bytes that may exceed what one request moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Volume(pub(crate) u64);
+
 /// A bandwidth in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Rate(pub(crate) u64);
@@ -193,6 +197,9 @@ measured! {
         "fs" 1, "ps" 1_000, "ns" 1_000_000, "us" 1_000_000_000
     ]
     Bytes(u32) "a size such as 8192, \"8KiB\" or \"1MiB\"" [
+        "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
+    ]
+    Volume(u64) "a size such as 8192, \"8KiB\" or \"2GiB\"" [
         "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
     ]
     Rate(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [

@@ -28,7 +28,7 @@ fn unknown_keys_are_named_with_the_nearest_known_one() {
     check("[workloads]\n", "2: unknown key `workloads` in the file; did you mean `workload`?");
     check(
         "[expect]\nzzzzzzzz = 1",
-        "3: unknown key `zzzzzzzz` in expect; known here: hold, exit, requests, within",
+        "3: unknown key `zzzzzzzz` in expect; known here: hold, exit, requests, operations, first_tokens, within",
     );
     check(
         "[[fault]]\nkind = \"wire.loss\"\nchance = 0.1\n[[fault]]\nkind = \"wire.loss\"\nchanse = 0.1",

@@ -1,6 +1,7 @@
 //! Every scenario file of the repository is valid, and so is the bundled trace.
 
 use scenarios::FaultKind;
+use scenarios::run::Instance;
 use scenarios::trace::TraceReader;
 use scenarios::trace::generate::{CHAT, generate, to_jsonl};
 use std::collections::BTreeSet;
@@ -69,6 +70,30 @@ fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
     assert_eq!(seen, all);
     assert_eq!(left_out, all);
     assert_eq!(pairs.len(), 4, "two kinds are on independently of each other");
+}
+
+#[test]
+fn the_loaded_swarm_draws_what_fills_links() {
+    let path = folder().join("swarm-load.toml");
+    let swarm = scenarios::load(path).unwrap_or_else(|why| panic!("{why}"));
+    let runs: Vec<_> =
+        (0..400).map(|seed| swarm.draw(seed).expect("every seed is valid")).collect();
+    let share =
+        |fits: &dyn Fn(&scenarios::Run) -> bool| runs.iter().filter(|run| fits(run)).count();
+    let rates = runs.iter().map(|run| run.network.bandwidth);
+    assert!(rates.clone().min() < Some(200_000_000) && rates.max() > Some(40_000_000_000));
+    assert!(share(&|run| run.longest() > Some(16_384)) > 100);
+    assert!(share(&|run| run.requests.len() >= 8) > 100);
+    assert!(share(&|run| run.instances.iter().any(|one| one.dp_size > 1)) > 50);
+    let two = |one: &Instance| one.fabric.operations_max == Some(2);
+    assert!(share(&|run| run.instances.iter().any(two)) > 20);
+    let few = |one: &Instance| one.protocol.tombstones_max < Some(8);
+    assert!(share(&|run| run.instances.iter().any(few)) > 100);
+    let lease = |one: &Instance| one.protocol.lease;
+    let unequal = |run: &scenarios::Run| {
+        run.instances.iter().any(|one| lease(one) != lease(&run.instances[0]))
+    };
+    assert!(share(&unequal) > 200);
 }
 
 #[test]

@@ -51,16 +51,22 @@ fn every_key_is_in_the_reference() {
         "[topology]\nlink = { ? }",
         "[topology]\nrouter = { ? }",
         "[topology]\nprefill = [{ ? }]",
+        "[topology]\nprefill = [{ protocol = { ? } }]",
+        "[topology]\nprefill = [{ fabric = { ? } }]",
         "[protocol]\n?",
+        "[fabric]\n?",
         "[engine]\n?",
         "[workload]\n?",
         "[workload]\nabort = { ? }",
         "[workload]\nprefix = { ? }",
+        "[workload]\nsingle = [{ at = \"1s\", ? }]",
         "[[fault]]\nkind = \"wire.loss\"\n?",
         "[[fault]]\nkind = \"wire.loss\"\non = { event = \"op.posted\", ? }",
         "[[fault]]\nkind = \"wire.loss\"\nmatch = { ? }",
         "[expect]\n?",
         "[expect]\nrequests = { ? }",
+        "[expect]\noperations = { ? }",
+        "[expect]\nfirst_tokens = [{ ? }]",
     ];
     for table in tables {
         for key in keys(table) {

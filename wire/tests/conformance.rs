@@ -10,7 +10,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 use wire::ZmqPlane;
 
-/// Longest wait for news in one round; 200,000 rounds are 20 s.
+/// Longest wait for news in one round.
 const ROUND: Duration = Duration::from_micros(100);
 
 struct Pair {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::Ears;
+use common::{Ears, PATIENCE};
 use engine::core::channel::ChannelConfig;
 use engine::core::command::ControlCommand;
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
@@ -19,7 +19,13 @@ use engine::fabric::{Address, Channel, ControlEvent, ControlPlane, Endpoint, Reg
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How much slower than the machine's the clocks of the cores go: whatever it does meanwhile, no limit of
+/// theirs passes before the test's own one.
+const SLOW: u64 = 1_000;
+
+fn now(start: Instant) -> Nanos {
+    Nanos(start.elapsed().as_nanos() as u64 / SLOW)
+}
 
 /// A command to the control plane, or another effect.
 type Sorted<E> = Result<ControlCommand, Box<E>>;
@@ -39,7 +45,7 @@ struct Node<M: Machine> {
 impl<M: Machine> Node<M> {
     fn give(&mut self, input: M::Input) {
         let mut out = Outbox::new();
-        let now = Nanos(self.start.elapsed().as_nanos() as u64);
+        let now = now(self.start);
         self.machine.handle(now, input, &mut out);
         for effect in out.take() {
             match (self.command)(effect) {
@@ -60,7 +66,7 @@ impl<M: Machine> Node<M> {
     }
 
     fn turn(&mut self) {
-        let now = Nanos(self.start.elapsed().as_nanos() as u64);
+        let now = now(self.start);
         let mut events = Vec::new();
         self.ears.plane.poll(now, &mut events);
         for event in events {

@@ -85,7 +85,7 @@ fn garbage_costs_its_connection_only() {
         // libzmq may have closed it already.
         let _ = stream.write_all(case);
         let _ = stream.shutdown(Shutdown::Write);
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     }
     let mut peer = Ears::new("127.0.0.1");

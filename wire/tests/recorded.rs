@@ -7,7 +7,6 @@ use common::Ears;
 use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::time::Duration;
 
 const RECORDED: &str = include_str!("fixtures/zmtp_handshake_stream.json");
 
@@ -42,7 +41,7 @@ fn frames(mut stream: &[u8]) -> Vec<(u8, Vec<u8>)> {
 
 /// Plays one side of a connection; returns what the other side said, as much as was recorded.
 fn play(mut stream: TcpStream, mine: &[u8], others: usize) -> Vec<u8> {
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
     let mut heard = Vec::new();
     let mut read = |stream: &mut TcpStream, count: usize| {
         let from = heard.len();

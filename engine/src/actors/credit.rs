@@ -1,65 +1,99 @@
 //! Bounded sending: a mailbox that is only reached with a credit in hand.
 
-use super::shell::Turn;
-use crate::core::time::Nanos;
-use actix::{Actor, Addr, Context, Handler};
+use actix::dev::ToEnvelope;
+use actix::{Actor, Addr, Context, Handler, Message};
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// The right to one place in a mailbox; dropping it gives the place back.
 #[derive(Debug)]
-pub struct Credit {
-    left: Arc<AtomicUsize>,
+pub struct Credit(#[allow(dead_code)] OwnedSemaphorePermit);
+
+/// A message and the place it takes until it is handled.
+#[derive(Debug)]
+pub struct Posted<M>(M, Credit);
+
+impl<M> Message for Posted<M> {
+    type Result = ();
 }
 
-impl Drop for Credit {
-    fn drop(&mut self) {
-        self.left.fetch_add(1, Ordering::Release);
-    }
-}
-
-/// No credit was left; holds what could not be sent.
-#[derive(Debug)]
-pub struct Full<I>(pub I);
-
-/// The way into the mailbox of a shell. Clones share the credits.
-#[derive(Debug)]
+/// The way into the mailbox of an actor. Clones share the places.
+///
+/// One place of four is kept for what cannot be refused ([`Port::wait`]): news of what was begun, of
+/// which nothing may be lost. What begins something new asks [`Port::has_room`] and is refused
+/// as `Overload`, or takes a place by [`Port::reserve`] or not at all.
 pub struct Port<A: Actor> {
     to: Addr<A>,
-    left: Arc<AtomicUsize>,
+    places: Arc<Semaphore>,
+    kept: usize,
+}
+
+impl<A: Actor> fmt::Debug for Port<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Port").field("free", &self.places.available_permits()).finish()
+    }
 }
 
 impl<A: Actor> Clone for Port<A> {
     fn clone(&self) -> Self {
-        Port { to: self.to.clone(), left: self.left.clone() }
+        Port { to: self.to.clone(), places: self.places.clone(), kept: self.kept }
     }
 }
 
 impl<A: Actor<Context = Context<A>>> Port<A> {
-    /// A port with `credits` places, at least 1.
-    pub fn new(to: Addr<A>, credits: usize) -> Port<A> {
-        Port { to, left: Arc::new(AtomicUsize::new(credits.max(1))) }
+    /// A port with `places` places, at least 2.
+    pub fn new(to: Addr<A>, places: usize) -> Port<A> {
+        let places = places.max(2);
+        Port { to, places: Arc::new(Semaphore::new(places)), kept: places.div_ceil(4) }
+    }
+
+    /// The actor behind it, for what is bounded by other means.
+    pub fn address(&self) -> &Addr<A> {
+        &self.to
     }
 
     /// Places that are free now.
-    pub fn credits(&self) -> usize {
-        self.left.load(Ordering::Acquire)
+    pub fn free(&self) -> usize {
+        self.places.available_permits()
     }
 
-    /// Gives the actor a turn.
-    ///
-    /// # Errors
-    /// [`Full`] with the input when no credit is left; try again when effects were performed.
-    pub fn send<I>(&self, now: Nanos, input: I) -> Result<(), Full<I>>
+    /// False if something new is to be refused.
+    pub fn has_room(&self) -> bool {
+        self.free() > self.kept
+    }
+
+    /// A place for something new, if there is room.
+    pub fn reserve(&self) -> Option<Credit> {
+        let permit = self.has_room().then(|| self.places.clone().try_acquire_owned().ok());
+        permit.flatten().map(Credit)
+    }
+
+    /// A place for what cannot be refused, when there is one.
+    pub async fn wait(&self) -> Credit {
+        let permit = self.places.clone().acquire_owned().await;
+        Credit(permit.expect("the places are never closed"))
+    }
+
+    /// A place for what cannot be refused, if there is one.
+    pub fn try_wait(&self) -> Option<Credit> {
+        self.places.clone().try_acquire_owned().ok().map(Credit)
+    }
+
+    /// Sends a message; it gives its place back when it is handled.
+    pub fn post<M>(&self, message: M, credit: Credit)
     where
-        A: Handler<Turn<I>>,
-        I: Send + 'static,
+        A: Handler<Posted<M>>,
+        A::Context: ToEnvelope<A, Posted<M>>,
+        M: Send + 'static,
     {
-        let minus_one = |left: usize| left.checked_sub(1);
-        if self.left.fetch_update(Ordering::Acquire, Ordering::Relaxed, minus_one).is_err() {
-            return Err(Full(input));
-        }
-        self.to.do_send(Turn { now, input, credit: Credit { left: self.left.clone() } });
-        Ok(())
+        self.to.do_send(Posted(message, credit));
+    }
+}
+
+impl<M> Posted<M> {
+    /// The message; the place is given back when the credit is dropped.
+    pub(super) fn open(self) -> (M, Credit) {
+        (self.0, self.1)
     }
 }

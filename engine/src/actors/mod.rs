@@ -1,23 +1,25 @@
 //! The machines as actix actors.
 //!
-//! A [`Driver`] owns one machine and its plane ([`DataSeat`] that of a transfer actor,
-//! [`ControlSeat`] that of a prefill or decode actor), performs the effects and feeds the machine.
-//! A [`Shell`] owns a machine alone: it takes a [`Turn`], calls the machine, and hands the
-//! [`Effects`] to the outlet it was given. Time comes from the [`Clock`] of the drivers; shells
-//! have none.
+//! A [`Driver`] owns one machine and a [`Seat`], performs the effects and feeds the machine. The machine
+//! of a deployed engine is an [`Instance`](crate::core::instance::Instance), core and ranks, and its
+//! seat a [`Site`]: the [`Planes`], and an [`Outlet`] for what the engine is to hear. The simulator
+//! seats the same actor on its world. Time comes from the [`Clock`].
 //!
-//! Nothing queues without bound at a shell: every turn needs a [`Credit`] of its [`Port`], and the
-//! credit travels with the effects until they are performed.
+//! Nothing queues without bound at a driver: who could send much reaches it through a [`Port`], with a
+//! [`Credit`] for each message, and hears of a full one. What drivers tell themselves (that a plane
+//! has news) is one message at a time.
 
 mod credit;
 mod driver;
-mod seats;
-mod shell;
+mod heard;
+mod planes;
+mod site;
 
-pub use credit::{Credit, Full, Port};
-pub use driver::{Driver, Give, Look, Seat};
-pub use seats::{ControlSeat, CoreMachine, DataSeat, Foreign, RankReport};
-pub use shell::{Effects, Shell, Turn};
+pub use credit::{Credit, Port, Posted};
+pub use driver::{Driver, Give, Inputs, Look, Seat};
+pub use heard::{HEARD, Heard, heard};
+pub use planes::{Fabric, Planes};
+pub use site::{Outlet, Site};
 
 use crate::core::time::Nanos;
 use std::sync::Arc;

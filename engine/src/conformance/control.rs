@@ -4,7 +4,7 @@ use crate::core::time::Nanos;
 use crate::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused};
 
 /// Rounds of [`ControlFixture::advance`] after which an event is considered missing.
-const PATIENCE: usize = 200_000;
+const PATIENCE: usize = 20_000_000;
 
 /// Rounds in which something that must not happen is waited for.
 const SUSPICION: usize = 2_000;
@@ -28,7 +28,7 @@ pub trait ControlFixture {
         true
     }
 
-    /// Lets the planes make some progress; called up to 200,000 times for one event.
+    /// Lets the planes make some progress; called up to 20,000,000 times for one event.
     fn advance(&mut self);
 
     /// The time that planes are polled with.

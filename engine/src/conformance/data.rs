@@ -118,7 +118,7 @@ pub(super) fn refuses_dead_sessions(fixture: &mut dyn DataFixture) {
 
 pub(super) fn completes_each_operation_once(fixture: &mut dyn DataFixture) {
     let mut rig = Rig::connected(fixture);
-    let count = u64::from(rig.plane(0).caps().operations_max.min(64));
+    let count = u64::from(rig.plane(0).caps().in_all.operations.min(64));
     let post = |rig: &mut Rig<'_>, n: u64| {
         rig.submit(SESSION, Direction::Write, &[(n * 64, n * 64, 64)]).expect("below the limit")
     };
@@ -132,7 +132,7 @@ pub(super) fn completes_each_operation_once(fixture: &mut dyn DataFixture) {
 
 pub(super) fn busy_is_back_pressure(fixture: &mut dyn DataFixture) {
     let mut rig = Rig::connected(fixture);
-    let limit = u64::from(rig.plane(0).caps().operations_max);
+    let limit = u64::from(rig.plane(0).caps().in_all.operations);
     if limit > 100_000 {
         return;
     }

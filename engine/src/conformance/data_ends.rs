@@ -8,7 +8,7 @@ use crate::fabric::{
 
 /// Submits `count` writes of 256 bytes in four slices.
 fn writes(rig: &mut Rig<'_>, session: SessionId, count: u64) -> Vec<OpId> {
-    let count = count.min(u64::from(rig.plane(0).caps().operations_max));
+    let count = count.min(u64::from(rig.plane(0).caps().in_all.operations));
     let ranges = |n: u64| [0, 1, 2, 3].map(|slice| (n * 64 + slice * 16, n * 64 + slice * 16, 16));
     let write = |n| rig.submit(session, Direction::Write, &ranges(n)).expect("a write is taken");
     (0..count).map(write).collect()

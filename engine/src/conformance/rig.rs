@@ -10,7 +10,7 @@ use crate::fabric::{
 pub(super) const MEMORY: usize = 1 << 14;
 
 /// Rounds of [`DataFixture::advance`] after which an event is considered missing.
-const PATIENCE: usize = 200_000;
+const PATIENCE: usize = 20_000_000;
 
 /// Rounds in which something that must not happen is waited for.
 const SUSPICION: usize = 2_000;
@@ -29,7 +29,7 @@ pub trait DataFixture {
     /// Copies into that memory.
     fn poke(&mut self, index: usize, offset: u64, bytes: &[u8]);
 
-    /// Lets the planes make some progress; called up to 200,000 times for one event.
+    /// Lets the planes make some progress; called up to 20,000,000 times for one event.
     fn advance(&mut self);
 
     /// The time that planes are polled with.

@@ -1,16 +1,28 @@
 //! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
+//! What changes between two, a peer out of reach or there again, is told sooner.
 
 use super::command::ControlCommand;
 use super::dialect::moriio::registration::Heartbeat;
-use super::dialect::native::{self, Frame};
+use super::dialect::native::{self, DecodeError, Frame};
+use super::error::Failure;
+use super::ids::{EngineId, Incarnation};
+use super::layout::{Fit, Geometry, RankLayout};
 use super::machine::Outbox;
-use super::message::Registration;
+use super::message::{Registration, RouterNews, TROUBLES_MAX, Trouble};
 use super::moriio::MoriioConfig;
-use super::peers::Peers;
+use super::peers::{PeerEvent, Peers};
 use super::station::{CoreConfig, News};
 use super::time::Nanos;
 use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
+use std::mem;
 use std::num::NonZeroU16;
+use std::sync::Arc;
+
+/// Heartbeats without a link after which the router is said to be silent.
+const SILENT_AFTER: u32 = 3;
+
+/// Time between two registrations at least.
+const PAUSE: Nanos = Nanos::from_ms(100);
 
 /// Sends registrations while the engine lives; a lost one is replaced by the next.
 #[derive(Debug)]
@@ -23,6 +35,14 @@ pub(super) struct Beacon {
     link: Option<LinkId>,
     up: bool,
     next: Option<Nanos>,
+    /// When the last registration was sent.
+    last: Nanos,
+    /// Dials since the link was up.
+    dials: u32,
+    /// Prompts of peers that did not come.
+    failed: u32,
+    /// What is to be said of the router.
+    said: Vec<RouterNews>,
     /// Frames that are none that a router sends.
     pub(super) violations: u32,
 }
@@ -46,10 +66,16 @@ impl Beacon {
                 dp_size: config.dp.1,
                 tp: config.geometry.tp,
                 draining: false,
+                fit: None,
+                troubles: Vec::new(),
             },
             link: None,
             up: false,
             next: None,
+            last: Nanos::ZERO,
+            dials: 0,
+            failed: 0,
+            said: Vec::new(),
             violations: 0,
         })
     }
@@ -61,16 +87,50 @@ impl Beacon {
         Some(*link) == self.link
     }
 
-    /// Starts once the engine can serve.
+    /// Starts once the engine can serve, with the layouts of all its ranks.
     pub(super) fn start<E: From<ControlCommand>>(
         &mut self,
         now: Nanos,
+        (geometry, ranks): (&Geometry, &[RankLayout]),
         peers: &mut Peers,
         out: &mut Outbox<E>,
     ) {
+        self.registration.fit = Some(Arc::new(Fit::new(geometry, ranks)));
         if self.next.is_none() {
             self.dial(now, peers, out);
         }
+    }
+
+    /// A prompt of a peer did not come, or one did. Told soon if that is new.
+    pub(super) fn peer(
+        &mut self,
+        now: Nanos,
+        (engine, life): (&EngineId, Option<Incarnation>),
+        failure: Option<&Failure>,
+    ) {
+        let troubles = &mut self.registration.troubles;
+        let known = troubles.iter().position(|it| it.engine == *engine);
+        if failure.is_none() && known.is_none() {
+            return;
+        }
+        known.into_iter().for_each(|at| drop(troubles.remove(at)));
+        if let Some(failure) = failure {
+            if troubles.len() == TROUBLES_MAX {
+                troubles.remove(0);
+            }
+            self.failed = self.failed.saturating_add(1);
+            let (engine, failure) = (engine.clone(), failure.clone());
+            troubles.push(Trouble { engine, life, number: self.failed, failure });
+        }
+        if self.up {
+            let soon = now.max(self.last + PAUSE);
+            self.next = self.next.map(|next| next.min(soon));
+        }
+    }
+
+    /// What is to be said of the router since the last time.
+    pub(super) fn said(&mut self) -> Vec<RouterNews> {
+        mem::take(&mut self.said)
     }
 
     fn dial<E: From<ControlCommand>>(
@@ -81,6 +141,10 @@ impl Beacon {
     ) {
         let link = peers.fresh_link();
         self.link = Some(link);
+        self.dials = self.dials.saturating_add(1);
+        if self.dials == SILENT_AFTER + 1 {
+            self.said.push(RouterNews::Silent { router: self.router.clone() });
+        }
         self.next = Some(now + self.heartbeat);
         out.push(ControlCommand::Dial {
             link,
@@ -99,6 +163,8 @@ impl Beacon {
         match event {
             ControlEvent::LinkUp { .. } => {
                 self.up = true;
+                self.dials = 0;
+                self.said.push(RouterNews::Registered { router: self.router.clone() });
                 self.beat(now, out);
             }
             ControlEvent::LinkDown { .. } => {
@@ -106,12 +172,19 @@ impl Beacon {
                 self.link = None;
             }
             ControlEvent::Frame { parts, .. } => {
-                match native::decode(parts.first().map_or(&[], |part| &part[..])) {
+                let error = match native::decode(parts.first().map_or(&[], |part| &part[..])) {
                     Ok(Frame::Abandon { keys }) => {
                         news.extend(keys.into_iter().map(|key| News::Abandoned { key }));
+                        return;
                     }
-                    _ => self.violations += 1,
-                }
+                    Ok(frame) => {
+                        DecodeError { frame: frame.name(), rule: "not said by a router".into() }
+                    }
+                    Err(error) => error,
+                };
+                self.violations = self.violations.saturating_add(1);
+                let violation = error.violation(&self.router.0);
+                news.push(News::Peer(PeerEvent::Violation(violation)));
             }
         }
     }
@@ -127,6 +200,7 @@ impl Beacon {
             _ => native::encode(&Frame::Register(self.registration.clone())),
         };
         out.push(ControlCommand::Send { link, frame });
+        self.last = now;
         self.next = Some(now + self.heartbeat);
     }
 

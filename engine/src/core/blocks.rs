@@ -120,6 +120,11 @@ impl Ledger {
         Ok(())
     }
 
+    /// Owners that have claims.
+    pub fn owners(&self) -> usize {
+        self.owners.len()
+    }
+
     /// Claims blocks to be written into, for one owner alone.
     ///
     /// # Errors

@@ -3,8 +3,8 @@
 //! A [`Channel`] is one conversation between two incarnations. It outlives its links: what was not
 //! acknowledged is sent again over the next one. Numbers start at 0 on either side.
 
-use super::command::ControlCommand;
-use super::dialect::native::{self, Envelope, Frame};
+use super::command::{Commands, ControlCommand};
+use super::dialect::native::{self, Envelope, Frame, Lost, Unread};
 use super::error::Failure;
 use super::ids::Incarnation;
 use super::message::Message;
@@ -28,6 +28,12 @@ pub const WINDOW: u64 = 256;
 /// Messages repeated at once when an acknowledgement is late.
 const BURST: usize = 32;
 
+/// Copies of a message that cannot be read before it is given up: a damaged one is sent again.
+///
+/// With the default times of [`ChannelConfig`] the eighth comes after 3.6 s, before the silence of a
+/// peer that acknowledges nothing is noticed.
+pub const COPIES: u32 = 8;
+
 /// Blocks listed in messages that arrived early; beyond, they are dropped and sent again.
 const EARLY_BLOCKS_MAX: usize = 1 << 20;
 
@@ -50,6 +56,9 @@ pub struct ChannelConfig {
     pub peers_max: u32,
     /// Links at a time; more are not opened, or closed at once.
     pub links_max: u32,
+    /// Newest version of the native dialect that is spoken, for a way back to an earlier one; at
+    /// most [`native::VERSION`].
+    pub version: u16,
 }
 
 impl Default for ChannelConfig {
@@ -62,6 +71,7 @@ impl Default for ChannelConfig {
             queue_max: 65_536,
             peers_max: 4_096,
             links_max: 8_192,
+            version: native::VERSION,
         }
     }
 }
@@ -75,6 +85,9 @@ impl ChannelConfig {
     }
 }
 
+/// Takes messages in order, each once.
+pub type Deliver<'a> = &'a mut dyn FnMut(Message);
+
 /// One conversation.
 #[derive(Debug)]
 pub struct Channel {
@@ -87,12 +100,17 @@ pub struct Channel {
     queue: VecDeque<Message>,
     base: u64,
     sent: usize,
-    /// Number of the next message to deliver, and those that came before their turn.
+    /// Number of the next message to deliver, and those that came before their turn; none for one
+    /// that a later version has added.
     next: u64,
-    early: BTreeMap<u64, Message>,
+    early: BTreeMap<u64, Option<Message>>,
     early_blocks: usize,
+    /// Copies of message `next` that could not be read.
+    unread: u32,
     /// The owner waits for the peer.
     waiting: bool,
+    /// Whether the peer is still there has to be known once.
+    doubted: bool,
     /// When something is to be sent again, or a probe.
     timer: Option<Nanos>,
     wait: Nanos,
@@ -111,16 +129,19 @@ pub enum Received {
     Nothing,
     /// It belongs to another conversation and was ignored.
     Stale,
+    /// A message was given up because none of its copies could be read.
+    GivenUp,
     /// It cannot come from a peer that keeps to the protocol and was ignored.
     Violation(&'static str),
 }
 
 impl Channel {
-    /// A conversation without a link; the peer's incarnation is learnt at the hello.
+    /// A conversation without a link; the peer's incarnation and the version are learnt at the
+    /// hello.
     pub fn new(config: &ChannelConfig, me: Incarnation, session: u64) -> Channel {
         let (retransmit, retransmit_max) = config.waits();
         Channel {
-            envelope: Envelope { from: me, to: Incarnation(0), session },
+            envelope: Envelope { version: 0, from: me, to: Incarnation(0), session },
             retransmit,
             retransmit_max,
             queue_max: config.queue_max as usize,
@@ -131,7 +152,9 @@ impl Channel {
             next: 0,
             early: BTreeMap::new(),
             early_blocks: 0,
+            unread: 0,
             waiting: false,
+            doubted: false,
             timer: None,
             wait: retransmit,
             quiet: None,
@@ -140,19 +163,21 @@ impl Channel {
         }
     }
 
-    /// Continues over a link, with the peer's incarnation as told in its hello: all that is not
-    /// acknowledged is sent.
+    /// Continues over a link, with the peer's incarnation as told in its hello and the version that
+    /// was agreed: all that is not acknowledged is sent.
     pub fn attach(
         &mut self,
         now: Nanos,
         link: LinkId,
-        peer: Incarnation,
-        out: &mut Vec<ControlCommand>,
+        (peer, version): (Incarnation, u16),
+        out: &mut dyn Commands,
     ) {
-        self.envelope.to = peer;
+        (self.envelope.to, self.envelope.version) = (peer, version);
         self.link = Some(link);
         self.hear(now);
-        self.repeat(self.sent, out);
+        if !planted!("new-link-repeats-nothing") {
+            self.repeat(self.sent, out);
+        }
         self.flush(out);
         self.quiet = self.expecting().then_some(now);
         self.wait = self.retransmit;
@@ -183,7 +208,7 @@ impl Channel {
         &mut self,
         now: Nanos,
         message: Message,
-        out: &mut Vec<ControlCommand>,
+        out: &mut dyn Commands,
     ) -> Result<(), Failure> {
         if self.queue.len() >= self.queue_max || !native::fits(&message) {
             return Err(Failure::Overload);
@@ -221,14 +246,23 @@ impl Channel {
         }
     }
 
-    /// Takes a frame that came by a link of this conversation; delivered messages go to `inbox`.
-    /// Frames of the hello are not for the channel and count as stale.
+    /// Asks whether the peer is still there; if it does not answer its silence counts.
+    pub fn doubt(&mut self, now: Nanos) {
+        self.doubted = true;
+        if self.quiet.is_none() {
+            self.quiet = Some(now);
+            self.rearm(now);
+        }
+    }
+
+    /// Takes a frame that came by a link of this conversation; its messages are delivered in their
+    /// turn. Frames of the hello are not for the channel and count as stale.
     pub fn receive(
         &mut self,
         now: Nanos,
         frame: Frame,
-        inbox: &mut Vec<Message>,
-        out: &mut Vec<ControlCommand>,
+        deliver: Deliver<'_>,
+        out: &mut dyn Commands,
     ) -> Received {
         let (Frame::Data { envelope, .. }
         | Frame::Ack { envelope, .. }
@@ -236,12 +270,12 @@ impl Channel {
         else {
             return Received::Stale;
         };
-        if *envelope != self.inbound() {
-            return Received::Stale;
+        if let Some(odd) = self.odd(envelope) {
+            return odd;
         }
         self.hear(now);
         match frame {
-            Frame::Data { seq, message, .. } => self.take(seq, message, inbox, out),
+            Frame::Data { seq, message, .. } => self.take(seq, Some(message), deliver, out),
             Frame::Ack { next, .. } => self.acknowledged(now, next, out),
             _ => {
                 self.acknowledge(out);
@@ -250,20 +284,61 @@ impl Channel {
         }
     }
 
+    /// Takes a message that cannot be read. What a later version has added is acknowledged and
+    /// passed over. Of what is damaged another copy will come; the message is given up,
+    /// and acknowledged, when [`COPIES`] of it were, so that it keeps up nothing behind it.
+    pub fn pass_over(
+        &mut self,
+        now: Nanos,
+        unread: &Unread,
+        deliver: Deliver<'_>,
+        out: &mut dyn Commands,
+    ) -> Received {
+        let Some(Lost { envelope, seq, .. }) = &unread.message else { return Received::Nothing };
+        if let Some(odd) = self.odd(envelope) {
+            return odd;
+        }
+        self.hear(now);
+        if unread.later {
+            return self.take(*seq, None, deliver, out);
+        }
+        if *seq != self.next {
+            return Received::Nothing;
+        }
+        self.unread += 1;
+        if self.unread < COPIES {
+            return Received::Nothing;
+        }
+        self.take(*seq, None, deliver, out);
+        Received::GivenUp
+    }
+
     /// What frames of the peer carry.
     pub fn inbound(&self) -> Envelope {
-        let Envelope { from, to, session } = self.envelope;
-        Envelope { from: to, to: from, session }
+        let Envelope { version, from, to, session } = self.envelope;
+        Envelope { version, from: to, to: from, session }
+    }
+
+    /// Why a frame with this envelope is not taken, if it is not.
+    fn odd(&self, envelope: &Envelope) -> Option<Received> {
+        let Envelope { version, .. } = self.inbound();
+        if (Envelope { version, ..*envelope }) != self.inbound() {
+            return Some(Received::Stale);
+        }
+        let agreed = envelope.version == version;
+        (!agreed).then_some(Received::Violation("another version than was agreed"))
     }
 
     /// Sends again what is due at `now`, or a probe.
-    pub fn tick(&mut self, now: Nanos, out: &mut Vec<ControlCommand>) {
+    pub fn tick(&mut self, now: Nanos, out: &mut dyn Commands) {
         if self.timer.is_none_or(|at| at > now) {
             return;
         }
         if self.sent > 0 {
             self.repeat(self.sent.min(BURST), out);
-            self.wait = (self.wait + self.wait).min(self.retransmit_max);
+            if !planted!("repetitions-do-not-slow-down") {
+                self.wait = (self.wait + self.wait).min(self.retransmit_max);
+            }
             self.timer = Some(now + self.wait);
         } else if self.heard + self.retransmit_max > now {
             self.timer = Some(self.heard + self.retransmit_max);
@@ -294,19 +369,27 @@ impl Channel {
         }
     }
 
+    /// Messages that came before their turn and wait for others.
+    pub fn early(&self) -> usize {
+        self.early.len()
+    }
+
     /// Messages that are not acknowledged.
     pub fn queued(&self) -> usize {
         self.queue.len()
     }
 
     fn expecting(&self) -> bool {
-        self.waiting || !self.queue.is_empty()
+        self.waiting || self.doubted || !self.queue.is_empty()
     }
 
     fn hear(&mut self, now: Nanos) {
         self.heard = now;
         self.excused = false;
-        if self.sent == 0 {
+        if std::mem::take(&mut self.doubted) && !self.expecting() {
+            self.timer = None;
+        }
+        if self.sent == 0 || planted!("any-frame-is-a-sign-of-life") {
             self.wait = self.retransmit;
             self.quiet = self.expecting().then_some(now);
         }
@@ -315,24 +398,30 @@ impl Channel {
     fn take(
         &mut self,
         seq: u64,
-        message: Message,
-        inbox: &mut Vec<Message>,
-        out: &mut Vec<ControlCommand>,
+        message: Option<Message>,
+        deliver: Deliver<'_>,
+        out: &mut dyn Commands,
     ) -> Received {
         if seq.checked_sub(self.next).is_some_and(|ahead| ahead >= WINDOW) {
             return Received::Violation("number beyond the window");
         }
         let before = self.next;
         if seq == self.next {
-            inbox.push(message);
+            message.into_iter().for_each(&mut *deliver);
             self.next += 1;
+            self.unread = 0;
             while let Some(message) = self.early.remove(&self.next) {
-                self.early_blocks -= blocks(&message);
-                inbox.push(message);
+                self.early_blocks -= message.as_ref().map_or(0, blocks);
+                message.into_iter().for_each(&mut *deliver);
                 self.next += 1;
             }
+        } else if match seq < self.next {
+            true => planted!("repeats-are-delivered"),
+            false => planted!("early-messages-are-delivered"),
+        } {
+            message.into_iter().for_each(&mut *deliver);
         } else if seq > self.next && !self.early.contains_key(&seq) {
-            let blocks = blocks(&message);
+            let blocks = message.as_ref().map_or(0, blocks);
             if self.early_blocks + blocks <= EARLY_BLOCKS_MAX {
                 self.early_blocks += blocks;
                 self.early.insert(seq, message);
@@ -342,7 +431,7 @@ impl Channel {
         if self.next > before { Received::Progress } else { Received::Nothing }
     }
 
-    fn acknowledged(&mut self, now: Nanos, next: u64, out: &mut Vec<ControlCommand>) -> Received {
+    fn acknowledged(&mut self, now: Nanos, next: u64, out: &mut dyn Commands) -> Received {
         let Some(count) = next.checked_sub(self.base) else {
             return Received::Nothing;
         };
@@ -365,20 +454,20 @@ impl Channel {
     fn rearm(&mut self, now: Nanos) {
         self.timer = match self.link {
             Some(_) if self.sent > 0 => Some(now + self.wait),
-            Some(_) if self.waiting => Some(now + self.retransmit_max),
+            Some(_) if self.waiting || self.doubted => Some(now + self.retransmit_max),
             _ => None,
         };
     }
 
     /// Sends what was not sent and fits into the window.
-    fn flush(&mut self, out: &mut Vec<ControlCommand>) {
+    fn flush(&mut self, out: &mut dyn Commands) {
         while self.sent < self.queue.len().min(WINDOW as usize) && self.link.is_some() {
             self.post(self.encoded(self.sent), out);
             self.sent += 1;
         }
     }
 
-    fn repeat(&mut self, count: usize, out: &mut Vec<ControlCommand>) {
+    fn repeat(&mut self, count: usize, out: &mut dyn Commands) {
         for index in 0..count {
             self.post(self.encoded(index), out);
         }
@@ -388,12 +477,12 @@ impl Channel {
         native::encode_data(&self.envelope, self.base + index as u64, &self.queue[index])
     }
 
-    fn acknowledge(&self, out: &mut Vec<ControlCommand>) {
+    fn acknowledge(&self, out: &mut dyn Commands) {
         let ack = Frame::Ack { envelope: self.envelope, next: self.next };
         self.post(native::encode(&ack), out);
     }
 
-    fn post(&self, frame: Vec<u8>, out: &mut Vec<ControlCommand>) {
+    fn post(&self, frame: Vec<u8>, out: &mut dyn Commands) {
         if let Some(link) = self.link {
             out.push(ControlCommand::Send { link, frame });
         }

@@ -1,6 +1,7 @@
 //! What machines want of the planes, as values. [`crate::driver`] performs them.
 
 use super::layout::Slices;
+use super::machine::Outbox;
 use crate::fabric::{
     Address, Channel, Direction, Endpoint, LinkId, Memory, OpId, PeerId, Refused, RegionDesc,
     RegionId, SessionId, Ticket,
@@ -39,6 +40,24 @@ pub enum ControlCommand {
         /// The link.
         link: LinkId,
     },
+}
+
+/// Takes calls on a control plane, in order.
+pub trait Commands {
+    /// Takes one more.
+    fn push(&mut self, command: ControlCommand);
+}
+
+impl Commands for Vec<ControlCommand> {
+    fn push(&mut self, command: ControlCommand) {
+        self.push(command);
+    }
+}
+
+impl<E: From<ControlCommand>> Commands for Outbox<E> {
+    fn push(&mut self, command: ControlCommand) {
+        self.push(command);
+    }
 }
 
 /// A call on a [`crate::fabric::DataPlane`], named and documented there. A refusal comes back as

@@ -46,9 +46,50 @@ pub enum Failure {
     Violation(PeerViolation),
     /// The engine or a worker rank behind the core is gone.
     EngineGone,
+    /// The leg is for another life of this engine.
+    OtherLife,
+    /// What a peer of a later version calls by this name.
+    Unknown(Arc<str>),
 }
 
 impl Failure {
+    /// The first version of the native dialect that has it.
+    pub(super) fn since(&self) -> u16 {
+        match self {
+            Failure::Cancelled
+            | Failure::PrefillEnded
+            | Failure::PeerSilent
+            | Failure::PeerRestarted
+            | Failure::Unreachable
+            | Failure::Mismatch(_)
+            | Failure::HelloRefused(_)
+            | Failure::UnknownTransfer
+            | Failure::LeaseExpired
+            | Failure::Preempted
+            | Failure::NotFetched
+            | Failure::DuplicateKey
+            | Failure::Stalled
+            | Failure::Overload
+            | Failure::Violation(_)
+            | Failure::EngineGone => 1,
+            Failure::Fabric(cause) => match cause {
+                Cause::QueuePair
+                | Cause::AckTimeout
+                | Cause::QueueFull
+                | Cause::RemoteAccess
+                | Cause::LocalAccess
+                | Cause::PeerGone
+                | Cause::Closed
+                | Cause::Unreachable
+                | Cause::Backend(_) => 1,
+            },
+            Failure::Refused(refused) => match refused {
+                Refused::Busy | Refused::Gone | Refused::Unsupported(_) | Refused::Invalid(_) => 1,
+            },
+            Failure::OtherLife | Failure::Unknown(_) => 2,
+        }
+    }
+
     /// The name of the kind, for tables and metrics.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -70,7 +111,25 @@ impl Failure {
             Failure::Overload => "overload",
             Failure::Violation(_) => "violation",
             Failure::EngineGone => "engine-gone",
+            Failure::OtherLife => "other-life",
+            Failure::Unknown(_) => "unknown",
         }
+    }
+
+    /// True if it is about two engines together: KV does not get through between them, though
+    /// each may serve with others.
+    pub fn is_of_pair(&self) -> bool {
+        matches!(
+            self,
+            Failure::HelloRefused(_)
+                | Failure::Mismatch(_)
+                | Failure::Unreachable
+                | Failure::PeerSilent
+                | Failure::Stalled
+                | Failure::Fabric(_)
+                | Failure::Refused(_)
+                | Failure::Violation(_)
+        )
     }
 }
 
@@ -95,6 +154,8 @@ impl fmt::Display for Failure {
             Failure::Overload => f.write_str("table full"),
             Failure::Violation(violation) => write!(f, "{violation}"),
             Failure::EngineGone => f.write_str("engine or worker rank is gone"),
+            Failure::OtherLife => f.write_str("the leg is for another life of this engine"),
+            Failure::Unknown(name) => write!(f, "{name}, which this version does not know"),
         }
     }
 }

@@ -69,6 +69,22 @@ number_id!(
     /// One life of a process. A restarted peer has a larger one and is a new peer.
     Incarnation(u64)
 );
+
+impl Incarnation {
+    /// The latest life that a record is believed to name. Lives are counted in microseconds since
+    /// 1970, which get there after 36,000 years: what is beyond is damaged.
+    pub const LATEST: Incarnation = Incarnation(1 << 60);
+
+    /// The life that begins when the wall clock shows `clock_us`, in microseconds since 1970, if
+    /// `last` is the latest that is known of: a later one, though the clock went back. What is not
+    /// remembered anywhere cannot count; peers and routers then take a life that seems to be before
+    /// the last one as soon as that one is over.
+    pub fn begin(clock_us: u64, last: Option<Incarnation>) -> Incarnation {
+        let after = last.filter(|last| *last <= Incarnation::LATEST).map_or(1, |last| last.0 + 1);
+        Incarnation(clock_us.min(Incarnation::LATEST.0).max(after))
+    }
+}
+
 number_id!(
     /// One try of a decode to receive a transfer; grows, and is not used twice in an incarnation.
     Attempt(u32)
@@ -194,5 +210,25 @@ impl RankSet {
     /// Members in ascending order.
     pub fn iter(self) -> impl Iterator<Item = u16> {
         (0..TP_MAX).filter(move |rank| self.contains(*rank))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lives_never_go_back_when_a_clock_does() {
+        let life = |clock, last: Option<u64>| Incarnation::begin(clock, last.map(Incarnation)).0;
+        assert_eq!(life(1_000, None), 1_000);
+        assert_eq!(life(1_000, Some(400)), 1_000);
+        assert_eq!(life(1_000, Some(1_000)), 1_001);
+        assert_eq!(life(1_000, Some(5_000)), 5_001);
+        // A clock that was never set, and records that nobody wrote.
+        assert_eq!(life(0, None), 1);
+        assert_eq!(life(1_000, Some(u64::MAX)), 1_000);
+        assert_eq!(life(u64::MAX, None), Incarnation::LATEST.0);
+        let last = Incarnation::LATEST;
+        assert!(Incarnation::begin(u64::MAX, Some(last)) > last);
     }
 }

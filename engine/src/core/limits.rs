@@ -1,10 +1,11 @@
 //! What the gauges of the machines stay within, by their settings. This is the only list of limits:
 //! whoever checks gauges or raises alarms takes them from here.
 
+use super::channel::WINDOW;
 use super::ids::TP_MAX;
 use super::machine::Gauges;
 use super::message::Role;
-use super::router::RouterConfig;
+use super::router::{NAMED_MAX, RouterConfig};
 use super::station::CoreConfig;
 use super::transfer::TransferConfig;
 
@@ -52,6 +53,14 @@ impl CoreConfig {
         let [moriio_peers, lines, notices] = moriio.map_or([0; 3], |settings| {
             [settings.peers_max, settings.links_max, settings.notices_max].map(u64::from)
         });
+        let links = u64::from(channel.links_max);
+        let keys = requests + early;
+        let about = match self.role {
+            // Each request and each receiver, served ones included; deadlines of keys and leases.
+            Role::Prefill => requests + 3 * keys + 4 * flows + early,
+            // Names twice, claims and flows, two deadlines each, and one per prefill out of reach.
+            Role::Decode => 6 * requests + peers,
+        };
         Gauges {
             transfers: total(transfers),
             operations: 0,
@@ -61,7 +70,11 @@ impl CoreConfig {
             tombstones: settings.tombstones_max,
             peers: total(peers + moriio_peers),
             // A handshake with each peer, and notices both ways.
-            links: total(u64::from(channel.links_max) + moriio_peers + 2 * lines),
+            links: total(links + moriio_peers + 2 * lines),
+            // Uses and pauses of peers, and what came early.
+            entries: total(about + 2 * peers + peers * WINDOW),
+            remembered: total(8 * peers + 2 * links),
+            delivered: COUNT,
             violations: COUNT,
         }
     }
@@ -79,7 +92,7 @@ impl TransferConfig {
         let posts = flows.saturating_mul(lanes * (blocks + 2)).saturating_add(peers * lanes * 2);
         Gauges {
             transfers: total(flows),
-            operations: self.settings.operations_max,
+            operations: self.operations_max(),
             held: match core.role {
                 // A source that was given up stays until its flows are quiet.
                 Role::Prefill => total(requests + flows),
@@ -90,6 +103,11 @@ impl TransferConfig {
             tombstones: 0,
             peers: core.channel.peers_max,
             links: 0,
+            // Steps that are not computed yet, each with a block at least.
+            entries: total(posts + requests * blocks + peers * u64::from(TP_MAX)),
+            // Sessions, four deadlines each, and one per quiesce.
+            remembered: total(5 * peers * lanes + posts),
+            delivered: 0,
             violations: COUNT,
         }
     }
@@ -103,6 +121,8 @@ impl RouterConfig {
             transfers: total(requests),
             queued: total(requests),
             peers: self.instances_max,
+            entries: total(u64::from(self.instances_max) * u64::from(self.legs_max)),
+            remembered: NAMED_MAX as u32,
             violations: COUNT,
             ..Gauges::default()
         }

@@ -73,8 +73,8 @@ impl<E> Outbox<E> {
     }
 }
 
-/// How much a machine holds. All are zero when nothing is going on, except
-/// tombstones, peers, links and violations.
+/// How much a machine holds. All are zero when nothing is going on, except tombstones, peers, links,
+/// what is remembered, and what is counted since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Transfers, flows or requests that have not ended.
@@ -93,6 +93,13 @@ pub struct Gauges {
     pub peers: u32,
     /// Control links of any state.
     pub links: u32,
+    /// Entries of all other tables about what is under way: names, claims, deadlines, receivers,
+    /// and messages that came before their turn.
+    pub entries: u32,
+    /// Entries of all other tables about peers, links and sessions, which outlast what is under way.
+    pub remembered: u32,
+    /// Messages of peers that were handed on, each once and in order, since the start; wraps.
+    pub delivered: u32,
     /// Messages of peers that broke the protocol, since the start.
     pub violations: u32,
 }

@@ -2,6 +2,8 @@
 //! with the router ([`Registration`] and the legs), with the serving engine ([`PrefillHook`],
 //! [`DecodeHook`] and their answers), and with the transfer actors ([`Job`], [`Report`]).
 
+pub use super::registration::{Registration, RouterNews, TROUBLES_MAX, Trouble};
+
 use super::dialect::moriio::params::Peer;
 use super::error::Failure;
 use super::ids::*;
@@ -209,33 +211,6 @@ pub struct Hello {
     pub ranks: Vec<RankLayout>,
 }
 
-/// An instance tells the router that it lives. Repeated; not acknowledged.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Registration {
-    /// Name of the engine core; one registration per DP rank.
-    pub engine: EngineId,
-    /// Its life.
-    pub incarnation: Incarnation,
-    /// Counts the registrations of this life; an older one changes nothing.
-    pub sequence: u64,
-    /// What it does.
-    pub role: Role,
-    /// How it wants to transfer.
-    pub mode: Mode,
-    /// Where legs are sent.
-    pub http: Endpoint,
-    /// Where peers say hello.
-    pub control: Endpoint,
-    /// DP rank of this engine core.
-    pub dp_rank: u16,
-    /// Number of DP ranks.
-    pub dp_size: u16,
-    /// Number of TP ranks.
-    pub tp: u16,
-    /// True in the last one: no new requests, please.
-    pub draining: bool,
-}
-
 /// What a leg says of a peer that speaks MoRIIO.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct MoriioPeer {
@@ -254,8 +229,8 @@ pub struct PrefillLeg {
     pub siblings: u32,
     /// Who moves the bytes.
     pub mode: Mode,
-    /// The life of the prefill that it was sent to, if the router knows; another one keeps nothing
-    /// of it, because decode will not ask that one.
+    /// The life of the prefill that it was sent to, if the router knows; another one rejects it,
+    /// because decode will not ask that one.
     pub life: Option<Incarnation>,
     /// The decode, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -514,6 +489,12 @@ pub enum Job {
         tokens: u32,
         /// Destination blocks per group.
         blocks: Arc<Vec<BlockList>>,
+        /// The engine's request that it is for; empty if a host of an earlier version gives the job.
+        #[serde(default = "unnamed")]
+        request: RequestId,
+        /// The engine that receives it, if its name is known.
+        #[serde(default)]
+        reader: Option<EngineId>,
     },
     /// Pull: read `from..tokens` from a peer's blocks.
     Read {
@@ -529,12 +510,20 @@ pub enum Job {
         remote: Arc<Vec<BlockList>>,
         /// Destination blocks per group.
         local: Arc<Vec<BlockList>>,
+        /// As in [`Job::Write`].
+        #[serde(default = "unnamed")]
+        request: RequestId,
     },
     /// Stop a flow: submit nothing more, end it as `Cancelled` when quiet.
     Stop {
         /// The flow.
         flow: FlowId,
     },
+}
+
+/// The request of a flow of which nobody says whose it is.
+fn unnamed() -> RequestId {
+    "".into()
 }
 
 /// What a transfer actor tells its core.

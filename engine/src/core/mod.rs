@@ -2,6 +2,7 @@
 
 mod beacon;
 pub mod blocks;
+mod by_peer;
 pub mod channel;
 pub mod command;
 pub mod decode;
@@ -10,6 +11,8 @@ pub mod error;
 pub mod hashes;
 pub mod idmap;
 pub mod ids;
+pub mod instance;
+pub mod kinds;
 pub mod layout;
 mod limits;
 pub mod machine;
@@ -17,8 +20,10 @@ pub mod message;
 pub mod moriio;
 pub mod peers;
 pub mod prefill;
+mod registration;
 pub mod router;
 pub mod station;
+pub mod tagged;
 pub mod time;
 pub mod timers;
 mod tombstones;

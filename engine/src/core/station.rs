@@ -4,13 +4,14 @@
 use super::beacon::Beacon;
 use super::channel::{ChannelConfig, capability};
 use super::command::ControlCommand;
+use super::dialect::native::kind_of;
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, RequestId, TransferKey};
 use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
 use super::machine::{Gauges, Outbox};
-use super::message::{FlowState, Job, Message, Mode, MoriioPeer, Report, Role, Tag};
+use super::message::{FlowState, Job, Message, Mode, MoriioPeer, Report, Role, RouterNews};
 use super::moriio::{MoriioConfig, MoriioCounters, MoriioPeers};
-use super::peers::{Me, PeerEvent, PeerInfo, PeerOut, Peers, Unsaid};
+use super::peers::{Me, Out, PeerEvent, PeerInfo, Peers};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -62,6 +63,9 @@ pub struct CoreSettings {
     pub orphan: Nanos,
     /// How long the receivers of a preempted prompt wait until it is scheduled again.
     pub resume: Nanos,
+    /// Push: how long a computed prompt waits for receivers that have asked for it to say where it
+    /// shall go. They may wait for blocks themselves.
+    pub claim: Nanos,
     /// Transfers announced before their prefill leg arrived.
     pub early_max: u32,
     /// Remembered ids of ended transfers.
@@ -82,6 +86,7 @@ impl Default for CoreSettings {
             drift_percent: 10,
             orphan: Nanos::from_secs(30),
             resume: Nanos::from_secs(5),
+            claim: Nanos::from_secs(600),
             early_max: 65_536,
             tombstones_max: 4_096,
             rebuild_delay: Nanos::from_ms(200),
@@ -115,20 +120,8 @@ pub(super) type Blocks = Arc<Vec<BlockList>>;
 /// What a core learns from its station.
 #[derive(Debug)]
 pub(super) enum News {
-    Message {
-        slot: PeerSlot,
-        message: Message,
-    },
-    /// The peer said hello; its info is there.
-    Up {
-        slot: PeerSlot,
-    },
-    /// The peer is gone; it is being fenced, and `Fenced` follows.
-    Down {
-        slot: PeerSlot,
-        failure: Failure,
-        unsaid: Option<Box<Unsaid>>,
-    },
+    /// Of a peer. One that is down is being fenced, and `Fenced` follows.
+    Peer(PeerEvent),
     /// Nothing moves between the peer and this engine any more.
     Fenced {
         slot: PeerSlot,
@@ -142,12 +135,12 @@ pub(super) enum News {
     Abandoned {
         key: TransferKey,
     },
+    /// What becomes of the registrations.
+    Router(RouterNews),
     /// A rank of this engine cannot serve.
     Unusable {
         failure: Failure,
     },
-    /// A frame broke the protocol and was dropped.
-    Violation(PeerViolation),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -155,16 +148,25 @@ enum Timer {
     Rebuild(PeerSlot),
 }
 
+fn peer_out<'a, E: From<ControlCommand>>(
+    out: &'a mut Outbox<E>,
+    events: &'a mut Vec<PeerEvent>,
+) -> Out<'a> {
+    Out { commands: out, events }
+}
+
 #[derive(Debug)]
 pub(super) struct Station {
     tp: u16,
+    geometry: Arc<Geometry>,
     mode: Mode,
     requests_max: usize,
     receivers_max: u32,
     rebuild_delay: Nanos,
     peers: Peers,
     moriio: Option<MoriioPeers>,
-    peer_out: PeerOut,
+    /// What the peers did that the core has not dealt with.
+    events: Vec<PeerEvent>,
     beacon: Option<Beacon>,
     layouts: Vec<Option<RankLayout>>,
     unusable: Option<Failure>,
@@ -195,6 +197,7 @@ impl Station {
         };
         Station {
             tp: config.geometry.tp,
+            geometry: config.geometry.clone(),
             mode: config.mode,
             requests_max: config.settings.requests_max as usize,
             receivers_max: config.settings.receivers_max,
@@ -204,7 +207,7 @@ impl Station {
                 .moriio
                 .clone()
                 .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
-            peer_out: PeerOut::default(),
+            events: Vec::new(),
             beacon: Beacon::new(config),
             layouts: vec![None; usize::from(config.geometry.tp)],
             unusable: None,
@@ -241,12 +244,13 @@ impl Station {
             let text = format!("leg says {mode}, this engine does {}", self.mode);
             return Err(Failure::Mismatch(Mismatch(text.into())));
         }
-        if requests >= self.requests_max { Err(Failure::Overload) } else { Ok(()) }
+        let full = requests >= self.requests_max && !planted!("requests-without-limit");
+        if full { Err(Failure::Overload) } else { Ok(()) }
     }
 
     /// Why this engine can serve no further receiver, if it cannot.
     pub(super) fn unusable(&self) -> Option<&Failure> {
-        let full = self.uses_total >= self.receivers_max;
+        let full = self.uses_total >= self.receivers_max && !planted!("receivers-without-limit");
         self.unusable.as_ref().or(full.then_some(&Failure::Overload))
     }
 
@@ -266,9 +270,7 @@ impl Station {
         out: &mut Outbox<E>,
     ) -> PeerSlot {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
-        let slot = moriio.reach(now, request, &key.id, peer, &mut self.peer_out);
-        self.flush(out);
-        slot
+        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.events))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
@@ -281,8 +283,7 @@ impl Station {
         out: &mut Outbox<E>,
     ) {
         if let Some(moriio) = &mut self.moriio {
-            moriio.expect(now, key, wanted, peer, &mut self.peer_out);
-            self.flush(out);
+            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.events));
         }
     }
 
@@ -301,9 +302,7 @@ impl Station {
         life: Option<Incarnation>,
         out: &mut Outbox<E>,
     ) -> PeerSlot {
-        let slot = self.peers.reach(now, engine, control, life, &mut self.peer_out);
-        self.flush(out);
-        slot
+        self.peers.reach(now, engine, control, life, &mut peer_out(out, &mut self.events))
     }
 
     /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One that
@@ -316,23 +315,15 @@ impl Station {
         out: &mut Outbox<E>,
     ) -> Result<(), Failure> {
         if let Some(moriio) = self.moriio.as_mut().filter(|_| slot.is_moriio()) {
-            moriio.send(now, slot, message, &mut self.peer_out);
-            self.flush(out);
+            moriio.send(now, slot, message, &mut peer_out(out, &mut self.events));
             return Ok(());
         }
         let awaited = is_awaited(&message);
-        let sent = self.peers.send(now, slot, message, &mut self.peer_out);
+        let sent = self.peers.send(now, slot, message, &mut peer_out(out, &mut self.events));
         if awaited && sent == Err(Failure::Overload) {
-            self.peers.fail(now, slot, Failure::Overload, &mut self.peer_out);
+            self.peers.fail(now, slot, Failure::Overload, &mut peer_out(out, &mut self.events));
         }
-        self.flush(out);
         sent
-    }
-
-    fn flush<E: From<ControlCommand>>(&mut self, out: &mut Outbox<E>) {
-        for command in self.peer_out.commands.drain(..) {
-            out.push(command);
-        }
     }
 
     pub(super) fn control<E: From<ControlCommand>>(
@@ -346,15 +337,16 @@ impl Station {
             Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, news, out),
             _ => {
                 let native = match &mut self.moriio {
-                    Some(moriio) => moriio.control(now, event, &mut self.peer_out),
+                    Some(moriio) => {
+                        moriio.control(now, event, &mut peer_out(out, &mut self.events))
+                    }
                     None => Some(event),
                 };
                 if let Some(event) = native {
-                    self.peers.control(now, event, &mut self.peer_out);
+                    self.peers.control(now, event, &mut peer_out(out, &mut self.events));
                 }
             }
         }
-        self.flush(out);
     }
 
     pub(super) fn tick<E: From<ControlCommand> + From<Job>>(
@@ -362,11 +354,10 @@ impl Station {
         now: Nanos,
         out: &mut Outbox<E>,
     ) {
-        self.peers.tick(now, &mut self.peer_out);
+        self.peers.tick(now, &mut peer_out(out, &mut self.events));
         if let Some(moriio) = &mut self.moriio {
-            moriio.tick(now, &mut self.peer_out);
+            moriio.tick(now, &mut peer_out(out, &mut self.events));
         }
-        self.flush(out);
         if let Some(beacon) = &mut self.beacon {
             beacon.tick(now, &mut self.peers, out);
         }
@@ -398,8 +389,7 @@ impl Station {
         *uses += 1;
         self.uses_total += 1;
         if *uses == 1 && !slot.is_moriio() {
-            self.peers.watch(now, slot, true, &mut self.peer_out);
-            self.flush(out);
+            self.peers.watch(now, slot, true, &mut peer_out(out, &mut self.events));
         }
     }
 
@@ -418,14 +408,31 @@ impl Station {
             if slot.is_moriio() {
                 return;
             }
-            self.peers.watch(now, slot, false, &mut self.peer_out);
-            self.flush(out);
+            self.peers.watch(now, slot, false, &mut peer_out(out, &mut self.events));
+        }
+    }
+
+    /// A prompt of a peer did not come, and why, or one did: told to the router with the
+    /// registrations.
+    pub(super) fn peer_carried(
+        &mut self,
+        now: Nanos,
+        peer: (&EngineId, Option<Incarnation>),
+        failure: Option<&Failure>,
+    ) {
+        if let Some(beacon) = &mut self.beacon {
+            beacon.peer(now, peer, failure);
         }
     }
 
     /// A message that this role never gets.
-    pub(super) fn violation(&mut self, _tag: &Tag) {
-        self.violations += 1;
+    pub(super) fn violation(&mut self, slot: PeerSlot, message: &Message) -> PeerViolation {
+        self.violations = self.violations.saturating_add(1);
+        PeerViolation {
+            peer: self.info(slot).map_or("unknown".into(), |info| info.engine.0.clone()),
+            frame: kind_of(message).name().into(),
+            rule: "not said to this role".into(),
+        }
     }
 
     /// Sorts what the peers said: connects ranks to new peers, fences lost ones, passes on the
@@ -435,25 +442,24 @@ impl Station {
         news: &mut Vec<News>,
         out: &mut Outbox<E>,
     ) {
-        self.flush(out);
-        let events = std::mem::take(&mut self.peer_out.events);
+        if let Some(beacon) = &mut self.beacon {
+            news.extend(beacon.said().into_iter().map(News::Router));
+        }
+        let events = std::mem::take(&mut self.events);
         for event in events {
-            match event {
-                PeerEvent::Up { slot } => {
-                    self.connect_ranks(slot, out);
-                    news.push(News::Up { slot });
-                }
-                PeerEvent::Message { slot, message } => news.push(News::Message { slot, message }),
-                PeerEvent::Down { slot, failure, unsaid } => {
+            match &event {
+                PeerEvent::Up { slot } => self.connect_ranks(*slot, out),
+                PeerEvent::Down { slot, .. } => {
+                    let slot = *slot;
                     self.rebuilds.remove(&slot);
                     self.timers.cancel(&Timer::Rebuild(slot));
-                    news.push(News::Down { slot, failure, unsaid });
+                    news.push(News::Peer(event));
                     self.fence(slot, news, out);
+                    continue;
                 }
-                PeerEvent::Violation(violation) => news.push(News::Violation(violation)),
-                // A hello that does not fit is no violation.
-                PeerEvent::Refused { .. } => {}
+                _ => {}
             }
+            news.push(News::Peer(event));
         }
     }
 
@@ -500,11 +506,11 @@ impl Station {
             Report::PeerFailed { peer, failure } if peer.is_moriio() => {
                 // Nobody else says that it is gone.
                 if let Some(moriio) = &mut self.moriio {
-                    moriio.fail(peer, failure, &mut self.peer_out);
+                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.events));
                 }
             }
             Report::PeerFailed { peer, .. } => self.fence(peer, news, out),
-            Report::Fenced { peer } => self.rank_fenced(now, rank, peer, news),
+            Report::Fenced { peer } => self.rank_fenced(now, rank, peer, news, out),
             Report::Flow { flow, state } => news.push(News::Flow { rank, flow, state }),
         }
     }
@@ -520,20 +526,26 @@ impl Station {
         *slot = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
             if let Some(moriio) = &mut self.moriio {
-                moriio.set_ranks(now, ranks.clone(), &mut self.peer_out);
+                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.events));
             }
-            self.peers.set_ranks(now, ranks, &mut self.peer_out);
             if let Some(beacon) = &mut self.beacon {
-                beacon.start(now, &mut self.peers, out);
+                beacon.start(now, (&self.geometry, &ranks), &mut self.peers, out);
             }
-            self.flush(out);
+            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.events));
         }
     }
 
-    fn rank_fenced(&mut self, now: Nanos, rank: u16, slot: PeerSlot, news: &mut Vec<News>) {
+    fn rank_fenced<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        slot: PeerSlot,
+        news: &mut Vec<News>,
+        out: &mut Outbox<E>,
+    ) {
         let Some(fencing) = self.fencing.get_mut(&slot) else { return };
         fencing.remove(rank);
-        if !fencing.is_empty() {
+        if !fencing.is_empty() && !planted!("fenced-by-the-first-rank") {
             return;
         }
         self.fencing.remove(&slot);
@@ -549,8 +561,9 @@ impl Station {
             self.timers.arm(Timer::Rebuild(slot), now + pause);
         } else {
             self.rebuilds.remove(&slot);
-            let unsaid = self.peers.close(now, slot, &mut self.peer_out);
-            news.push(News::Down { slot, failure: Failure::Unreachable, unsaid });
+            let unsaid = self.peers.close(now, slot, &mut peer_out(out, &mut self.events));
+            let failure = Failure::Unreachable;
+            news.push(News::Peer(PeerEvent::Down { slot, failure, unsaid }));
             news.push(News::Fenced { slot });
         }
     }
@@ -568,7 +581,12 @@ impl Station {
             queued: peers.queued + notices + self.fencing.len() as u32,
             peers: peers.peers + known,
             links: peers.links + links,
-            violations: peers.violations + self.violations + beacon + self.moriio().violations,
+            entries: peers.early + (self.uses.len() + self.timers.len()) as u32,
+            remembered: peers.remembered + (self.connected.len() + self.rebuilds.len()) as u32,
+            delivered: peers.delivered,
+            violations: [self.violations, beacon, self.moriio().violations]
+                .into_iter()
+                .fold(peers.violations, u32::saturating_add),
             ..Gauges::default()
         }
     }

@@ -8,10 +8,11 @@ use std::ops::{Add, Sub};
 ///
 /// Monotonic and never related to the wall clock. Arithmetic saturates, so a deadline computed
 /// from a huge setting is "never" and not a wrap-around.
+///
+/// Serialized as its number, under its name where a format has names of newtypes.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
-#[serde(transparent)]
 pub struct Nanos(pub u64);
 
 impl Nanos {

@@ -30,16 +30,14 @@ impl Seat for Belfry {
         Wake::External
     }
 
-    fn perform(&mut self, _: u32, _: &mut VecDeque<u32>) {}
+    fn perform(&mut self, _: &Echo, _: u32, _: &mut VecDeque<u32>) {}
 
-    fn tick(&self) -> u32 {
-        0
-    }
+    fn ticks(&self, _: &Echo, _: Nanos, _: &mut VecDeque<u32>) {}
 
     fn set_waker(&mut self, _: Waker) {}
 
-    fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
-        Some(self.rung.as_fd())
+    fn doorbells(&mut self) -> Vec<(usize, BorrowedFd<'_>)> {
+        vec![(0, self.rung.as_fd())]
     }
 }
 
@@ -51,7 +49,7 @@ fn each_ring_is_a_poll() {
         let seat = |_| Belfry { polls: 0, rung, seen };
         let _driver = Driver::start(seat, Echo, None, Arc::new(|| Nanos::ZERO));
         for poll in 1..20 {
-            let next = tokio::time::timeout(Duration::from_secs(30), polls.recv()).await;
+            let next = tokio::time::timeout(Duration::from_secs(300), polls.recv()).await;
             assert_eq!(next, Ok(Some(poll)));
             bell.write_all(&[1]).unwrap();
         }

@@ -35,8 +35,9 @@ impl DataPlane for Loopback {
         Caps {
             read: true,
             write: true,
-            operations_max: 64,
             slices_max: 1024,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
         }

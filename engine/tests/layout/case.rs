@@ -176,6 +176,8 @@ struct Content {
 
 impl Case {
     pub(crate) fn new(draw: &mut Draw<'_>) -> Case {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
         let latent = draw.below(4) == 1;
         let kv_heads = if latent { 1 } else { draw.one_of(&[1, 2, 4, 6, 8]) };
         let sizes: Vec<u16> =
@@ -345,6 +347,8 @@ fn side(draw: &mut Draw<'_>, geometry: Geometry, contents: &[Content], pools: &[
 /// A model of 3 layers, 64 blocks of 4 tokens and 8 elements of 2 bytes per token and head, one
 /// layer after the other, without bytes.
 pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> Side {
+    #[cfg(feature = "planted")]
+    engine::planted::plant_from_environment();
     let groups = vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
     let geometry =
         Geometry { model: "model".into(), tp, kv_heads, latent, packed: false, layers: 3, groups };

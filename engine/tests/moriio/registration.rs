@@ -171,6 +171,8 @@ proptest! {
             dp_size: 1,
             tp: 1,
             draining: false,
+            fit: None,
+            troubles: Vec::new(),
         };
         let native = Heard::decode(&[heartbeat.encode_with(&registration)]).unwrap();
         prop_assert_eq!(life_of(&native.zmq_address), Some(Incarnation(7)));

@@ -163,6 +163,8 @@ pub(crate) fn prefill(mode: Mode) -> PrefillTable {
             PrefillEffect::Job(job) => Want::Job(job),
             PrefillEffect::Answer(answer) => Want::Answer(answer),
             PrefillEffect::Violation(violation) => Want::Violation(violation.to_string()),
+            PrefillEffect::Router(said) => panic!("{said:?}, without a router"),
+            PrefillEffect::Refused { peer, .. } => panic!("{peer} says no hello"),
         },
     };
     Table::new(Prefill::new(config(Role::Prefill, mode)), ways)
@@ -178,6 +180,8 @@ pub(crate) fn decode(mode: Mode) -> DecodeTable {
             DecodeEffect::Job(job) => Want::Job(job),
             DecodeEffect::Answer(answer) => Want::Answer(answer),
             DecodeEffect::Violation(violation) => Want::Violation(violation.to_string()),
+            DecodeEffect::Router(said) => panic!("{said:?}, without a router"),
+            DecodeEffect::Refused { peer, .. } => panic!("{peer} says no hello"),
         },
     };
     Table::new(Decode::new(config(Role::Decode, mode)), ways)
@@ -185,6 +189,8 @@ pub(crate) fn decode(mode: Mode) -> DecodeTable {
 
 impl<M: Machine, A> Table<M, A> {
     fn new(core: M, ways: Ways<M, A>) -> Self {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
         Table { core, ways, now: Nanos(1), wants: Vec::new(), inbound: LinkId::INBOUND }
     }
 

@@ -3,13 +3,15 @@
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
 use crate::world::{BLOCK, Fate, Pair, Who};
+use engine::core::Nanos;
 use engine::core::decode::DecodeInput;
 use engine::core::dialect::native::FRAME_MAX;
 use engine::core::error::Failure;
 use engine::core::ids::Incarnation;
-use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode};
+use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Report};
+use engine::core::prefill::PrefillInput;
 use engine::core::station::CoreSettings;
-use engine::fabric::Refused;
+use engine::fabric::{Cause, Refused};
 
 #[test]
 fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {
@@ -186,4 +188,55 @@ fn a_release_is_taken_though_no_receiver_is() {
     settle(&mut pair, 1);
     assert_eq!(pair.prefill_said, [freed(None)]);
     assert!(pair.at_rest());
+}
+
+#[test]
+fn what_came_after_the_lease_less_its_margin_is_not_used() {
+    // Of 5 s a reader uses 4.5 s.
+    let settings = CoreSettings { lease: Nanos::from_secs(5), ..CoreSettings::default() };
+    let mut pair = Pair::with(Mode::Pull, 1, 1, &settings);
+    let request = arrive_decode(&mut pair, Mode::Pull, 64, 0);
+    arrive_prefill(&mut pair, Mode::Pull, 64, 1);
+    prefill_all(&mut pair, 64);
+    pair.run(pair.now + Nanos::from_ms(10));
+    // No renewal gets through.
+    pair.frame_passes = Box::new(|_: Who| false);
+    pair.run(pair.now + Nanos::from_ms(4_700));
+    let failure = Failure::LeaseExpired;
+    let rejected = DecodeAnswer::Rejected { request, failure };
+    assert_eq!(pair.decode_said.last(), Some(&rejected));
+}
+
+#[test]
+fn a_source_that_is_read_is_kept_though_its_memory_cannot_be_used() {
+    let mut pair = Pair::new(Mode::Pull, 1, 1);
+    pair.op_fate = Box::new(|_| Fate::Silent);
+    let request = arrive_decode(&mut pair, Mode::Pull, 64, 0);
+    allocate(&mut pair, &request, 0, 64, 10);
+    arrive_prefill(&mut pair, Mode::Pull, 64, 1);
+    prefill_all(&mut pair, 64);
+    pair.run(pair.now + Nanos::from_ms(100));
+    let failure = Failure::Fabric(Cause::RemoteAccess);
+    let report = Report::Unusable { failure: failure.clone() };
+    pair.prefill(PrefillInput::Report { rank: 0, report });
+    assert_eq!(pair.prefill_said, [], "decode reads it");
+    settle(&mut pair, 8);
+    assert_eq!(pair.decode_said, [DecodeAnswer::LoadFailed { request, failure: failure.clone() }]);
+    assert_eq!(pair.prefill_said, [freed(Some(failure))]);
+}
+
+#[test]
+fn a_source_is_given_back_by_a_decode_whose_memory_cannot_be_used() {
+    let mut pair = Pair::new(Mode::Pull, 1, 1);
+    let request = arrive_decode(&mut pair, Mode::Pull, 64, 0);
+    arrive_prefill(&mut pair, Mode::Pull, 64, 1);
+    prefill_all(&mut pair, 64);
+    settle(&mut pair, 1);
+    assert_eq!(pair.prefill_said, []);
+    let failure = Failure::Fabric(Cause::RemoteAccess);
+    let report = Report::Unusable { failure: failure.clone() };
+    pair.decode(DecodeInput::Report { rank: 0, report });
+    settle(&mut pair, 1);
+    assert_eq!(pair.decode_said.last(), Some(&DecodeAnswer::Rejected { request, failure }));
+    assert_eq!(pair.prefill_said, [freed(None)]);
 }

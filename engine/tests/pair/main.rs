@@ -1,7 +1,14 @@
 //! What a prefill and a decode engine say to each other, case by case. Each claim of
 //! `CONTRACT.md` that a small world can show is pinned here.
 
+mod bounds;
+mod damage;
 mod leases;
+mod load;
+mod newer;
+mod stale;
+mod told;
+mod versions;
 mod world;
 
 use engine::core::Nanos;
@@ -12,6 +19,8 @@ use engine::core::layout::{BlockList, Mismatch};
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
 use engine::fabric::{Cause, Landed};
+use std::cell::Cell;
+use std::rc::Rc;
 use world::{BLOCK, Fate, LAYERS, Pair, Who};
 
 fn key() -> TransferKey {
@@ -430,13 +439,13 @@ fn a_later_life_is_not_asked_for_what_an_earlier_one_had() {
 }
 
 #[test]
-fn a_prompt_for_another_life_of_the_prefill_is_computed_and_not_kept() {
+fn a_leg_for_another_life_of_the_prefill_fails_at_once() {
     for mode in [Mode::Push, Mode::Pull] {
         for life in [Incarnation(0), Incarnation(2)] {
             let mut pair = Pair::new(mode, 1, 1);
             arrive_prefill_for(&mut pair, mode, 64, 1, Some(life));
-            prefill_all(&mut pair, 64);
-            assert_eq!(pair.prefill_said, [freed(None)]);
+            let (request, failure) = ("p-1".into(), Failure::OtherLife);
+            assert_eq!(pair.prefill_said, [PrefillAnswer::Rejected { request, failure }]);
             assert!(pair.at_rest());
         }
     }
@@ -544,6 +553,23 @@ fn lost_frames_are_sent_again() {
         assert_eq!(pair.prefill_said, [freed(None)], "{mode}");
         assert!(pair.at_rest());
     }
+}
+
+#[test]
+fn what_is_not_acknowledged_is_said_less_and_less_often() {
+    let mut pair = Pair::new(Mode::Push, 1, 1);
+    arrive_decode(&mut pair, Mode::Push, 100, 0);
+    settle(&mut pair, 1);
+    let said = Rc::new(Cell::new(0));
+    let count = said.clone();
+    pair.frame_passes = Box::new(move |_: Who| {
+        count.set(count.get() + 1);
+        false
+    });
+    arrive_decode(&mut pair, Mode::Push, 100, 1);
+    settle(&mut pair, 2);
+    // Each message after 50, 150, 350, 750 and 1,550 ms, beside the first time.
+    assert!(said.get() <= 20, "{} frames in 2 s", said.get());
 }
 
 #[test]

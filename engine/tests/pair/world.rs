@@ -2,10 +2,12 @@
 //! just enough world to see what the machines say to each other and to their engines.
 
 use engine::core::channel::ChannelConfig;
-use engine::core::command::{ControlCommand, DataCommand};
+use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::ids::{Incarnation, StepId};
+use engine::core::error::{Failure, PeerViolation};
+use engine::core::ids::{EngineId, Incarnation, StepId};
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+use engine::core::machine::Gauges;
 use engine::core::message::{DecodeAnswer, Job, Mode, PrefillAnswer, Report, Role};
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::station::{CoreConfig, CoreSettings};
@@ -17,7 +19,8 @@ use engine::fabric::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-pub(crate) const LAYERS: u16 = 4;
+/// The recorded conversations are of as many.
+pub(crate) const LAYERS: u16 = 16;
 pub(crate) const BLOCK: u32 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -32,6 +35,8 @@ enum Input {
     Prefill(PrefillInput),
     Decode(DecodeInput),
     Transfer(TransferInput),
+    /// What a recorded peer says once the other has said this many messages.
+    Recorded(usize, Vec<u8>),
 }
 
 /// What becomes of one operation.
@@ -44,21 +49,43 @@ pub(crate) enum Fate {
 
 type OpFate = Box<dyn FnMut(u64) -> Fate>;
 type FrameFate = Box<dyn FnMut(Who) -> bool>;
+/// What arrives of a frame that somebody sent.
+type Alter = Box<dyn FnMut(Who, Vec<u8>) -> Vec<Vec<u8>>>;
 
 pub(crate) struct Pair {
     pub(crate) now: Nanos,
     prefill: Option<Prefill>,
     decode: Option<Decode>,
+    caps: Caps,
+    settings: TransferSettings,
     ranks: BTreeMap<(Role, u16), Transfer>,
     queue: BTreeMap<(Nanos, u64), (Who, Input)>,
     sequence: u64,
     /// Per rank: operations in flight by session, and tickets that wait for them.
     flying: BTreeMap<(Role, u16, SessionId), Vec<OpId>>,
     tickets: Vec<(Role, u16, SessionId, Ticket)>,
+    /// Per rank: what is in flight; and of it, each operation.
+    used: BTreeMap<(Role, u16), Credits>,
+    credits: BTreeMap<(Role, u16, OpId), Credits>,
     links: BTreeMap<LinkId, LinkId>,
     pub(crate) op_fate: OpFate,
+    /// Microseconds that an operation takes beside what its rank has in flight.
+    pub(crate) op_us: Box<dyn FnMut(Credits, Credits) -> u64>,
+    /// Operations that the planes take at a time, whatever their capabilities say.
+    pub(crate) credit: usize,
     pub(crate) frame_passes: FrameFate,
+    pub(crate) alter: Alter,
+    /// All frames that were sent, and when.
+    pub(crate) frames: Vec<(Nanos, Who, Vec<u8>)>,
+    /// Frames that broke the protocol, where a test expects any.
+    pub(crate) violations: Option<Vec<PeerViolation>>,
+    /// Hellos that the prefill refused.
+    pub(crate) turned_away: Vec<(EngineId, Failure)>,
     pub(crate) ops: u64,
+    /// How many of them were refused.
+    pub(crate) refused: u64,
+    /// How often the operation was posted that begins at this offset of its initiator's region.
+    pub(crate) posted: BTreeMap<u64, u32>,
     pub(crate) prefill_said: Vec<PrefillAnswer>,
     pub(crate) decode_said: Vec<DecodeAnswer>,
 }
@@ -79,7 +106,7 @@ fn geometry(tp: u16) -> Geometry {
     }
 }
 
-fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
+pub(crate) fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
     let heads = u64::from(4 / tp);
     let row = 8;
     (0..LAYERS)
@@ -94,7 +121,7 @@ fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
         .collect()
 }
 
-fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> CoreConfig {
+pub(crate) fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> CoreConfig {
     CoreConfig {
         engine: role.to_string().into(),
         incarnation: Incarnation(1),
@@ -111,16 +138,28 @@ fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> Core
     }
 }
 
-fn transfer_config(role: Role, mode: Mode, tp: u16, rank: u16) -> TransferConfig {
-    let blocks = 64;
+pub(crate) fn caps() -> Caps {
+    Caps {
+        read: true,
+        write: true,
+        slices_max: 1024,
+        per_peer: Credits::UNLIMITED,
+        in_all: Credits::UNLIMITED,
+        placement: Placement::OnQuiet,
+        fence: FenceScope::Peer,
+    }
+}
+
+fn transfer_config(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> TransferConfig {
+    let blocks = 1_000;
     TransferConfig {
         rank,
         role,
         mode,
         geometry: Arc::new(geometry(tp)),
         address: Address([role as u8, rank as u8].into()),
-        placement: Placement::OnQuiet,
-        memory: vec![Memory::Own { base: 0, len: 1 << 24 }],
+        caps,
+        memory: vec![Memory::Own { base: 0, len: 1 << 25 }],
         layers: layers(tp, blocks),
         settings: TransferSettings::default(),
     }
@@ -131,17 +170,58 @@ impl Pair {
         Pair::with(mode, prefill_tp, decode_tp, &CoreSettings::default())
     }
 
+    /// One rank each, over planes that can do `caps`.
+    pub(crate) fn over(caps: Caps, mode: Mode, settings: TransferSettings) -> Pair {
+        Pair::build(mode, (1, 1), &CoreSettings::default(), caps, settings)
+    }
+
     pub(crate) fn with(
         mode: Mode,
         prefill_tp: u16,
         decode_tp: u16,
         settings: &CoreSettings,
     ) -> Pair {
-        let core = |role, tp| core_config(role, mode, tp, settings);
+        let tp = (prefill_tp, decode_tp);
+        Pair::build(mode, tp, settings, caps(), TransferSettings::default())
+    }
+
+    fn build(
+        mode: Mode,
+        (prefill_tp, decode_tp): (u16, u16),
+        core: &CoreSettings,
+        caps: Caps,
+        settings: TransferSettings,
+    ) -> Pair {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
+        let core = |role, tp| core_config(role, mode, tp, core);
+        let (prefill, decode) = (core(Role::Prefill, prefill_tp), core(Role::Decode, decode_tp));
+        Pair::of(prefill, decode, caps, settings)
+    }
+
+    /// Two engines of one rank each that are set up differently.
+    pub(crate) fn unequal(
+        mode: Mode,
+        prefill: (&CoreSettings, &ChannelConfig),
+        decode: (&CoreSettings, &ChannelConfig),
+    ) -> Pair {
+        let core = |role, (settings, channel): (_, &ChannelConfig)| CoreConfig {
+            channel: channel.clone(),
+            ..core_config(role, mode, 1, settings)
+        };
+        let (prefill, decode) = (core(Role::Prefill, prefill), core(Role::Decode, decode));
+        Pair::of(prefill, decode, caps(), TransferSettings::default())
+    }
+
+    fn of(prefill: CoreConfig, decode: CoreConfig, caps: Caps, settings: TransferSettings) -> Pair {
+        let mode = prefill.mode;
+        let (prefill_tp, decode_tp) = (prefill.geometry.tp, decode.geometry.tp);
         let mut pair = Pair {
             now: Nanos::ZERO,
-            prefill: Some(Prefill::new(core(Role::Prefill, prefill_tp))),
-            decode: Some(Decode::new(core(Role::Decode, decode_tp))),
+            prefill: Some(Prefill::new(prefill)),
+            decode: Some(Decode::new(decode)),
+            caps,
+            settings,
             ranks: BTreeMap::new(),
             queue: BTreeMap::new(),
             sequence: 0,
@@ -149,8 +229,18 @@ impl Pair {
             tickets: Vec::new(),
             links: BTreeMap::new(),
             op_fate: Box::new(|_| Fate::Done),
+            op_us: Box::new(|_, _| 20),
+            credit: usize::MAX,
             frame_passes: Box::new(|_| true),
+            alter: Box::new(|_, frame| vec![frame]),
+            frames: Vec::new(),
+            violations: None,
+            turned_away: Vec::new(),
             ops: 0,
+            refused: 0,
+            used: BTreeMap::new(),
+            credits: BTreeMap::new(),
+            posted: BTreeMap::new(),
             prefill_said: Vec::new(),
             decode_said: Vec::new(),
         };
@@ -162,7 +252,9 @@ impl Pair {
 
     fn start_ranks(&mut self, role: Role, mode: Mode, tp: u16) {
         for rank in 0..tp {
-            let transfer = Transfer::new(transfer_config(role, mode, tp, rank));
+            let mut config = transfer_config(role, mode, tp, rank, self.caps);
+            config.settings = self.settings.clone();
+            let transfer = Transfer::new(config);
             self.ranks.insert((role, rank), transfer);
             self.after(0, Who::Rank(role, rank), Input::Transfer(TransferInput::Start));
         }
@@ -215,6 +307,32 @@ impl Pair {
         self.run(self.now + Nanos::from_ms(1));
     }
 
+    /// Takes the place of an engine with what it once said: each frame not before its time, nor
+    /// before the other engine has said as many messages as it had then.
+    pub(crate) fn play(&mut self, role: Role, frames: Vec<(Nanos, usize, Vec<u8>)>) {
+        self.kill(role);
+        let who = if role == Role::Prefill { Who::Prefill } else { Who::Decode };
+        for (at, after, frame) in frames {
+            self.sequence += 1;
+            self.queue.insert((at, self.sequence), (who, Input::Recorded(after, frame)));
+        }
+    }
+
+    fn recorded(&mut self, who: Who, after: usize, frame: Vec<u8>) {
+        let other = if who == Who::Prefill { Who::Decode } else { Who::Prefill };
+        if crate::versions::messages(&self.frames, other).len() < after {
+            return self.after(10_000, who, Input::Recorded(after, frame));
+        }
+        if who == Who::Decode && self.links.is_empty() {
+            let (link, to) = (LinkId(1), "prefill-control".into());
+            self.control(who, ControlCommand::Dial { link, to, channel: Channel::Handshake });
+        }
+        let inbound = other == Who::Prefill;
+        if let Some(link) = self.links.keys().copied().find(|link| link.is_inbound() == inbound) {
+            self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
+        }
+    }
+
     /// Lets time pass until `until`, ticking every machine when it wants.
     pub(crate) fn run(&mut self, until: Nanos) {
         for step in 0.. {
@@ -264,7 +382,11 @@ impl Pair {
                         PrefillEffect::Control(command) => self.control(who, command),
                         PrefillEffect::Job(job) => self.job(Role::Prefill, job),
                         PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
-                        PrefillEffect::Violation(violation) => panic!("{violation}"),
+                        PrefillEffect::Router(_) => {}
+                        PrefillEffect::Violation(violation) => self.violated(violation),
+                        PrefillEffect::Refused { peer, failure } => {
+                            self.turned_away.push((peer, failure));
+                        }
                     }
                 }
             }
@@ -277,19 +399,32 @@ impl Pair {
                         DecodeEffect::Control(command) => self.control(who, command),
                         DecodeEffect::Job(job) => self.job(Role::Decode, job),
                         DecodeEffect::Answer(answer) => self.decode_said.push(answer),
-                        DecodeEffect::Violation(violation) => panic!("{violation}"),
+                        DecodeEffect::Router(_) => {}
+                        DecodeEffect::Violation(violation) => self.violated(violation),
+                        DecodeEffect::Refused { peer, .. } => panic!("{peer} dialled a decode"),
                     }
                 }
             }
             (Who::Rank(role, rank), Input::Transfer(input)) => {
                 self.transfer(role, rank, input);
             }
+            (who, Input::Recorded(after, frame)) => self.recorded(who, after, frame),
             (who, input) => panic!("{who:?} cannot take {input:?}"),
+        }
+    }
+
+    fn violated(&mut self, violation: PeerViolation) {
+        match &mut self.violations {
+            Some(violations) => violations.push(violation),
+            None => panic!("{violation}"),
         }
     }
 
     fn transfer(&mut self, role: Role, rank: u16, input: TransferInput) {
         if let TransferInput::Data(DataEvent::Completed { op, .. }) = &input {
+            if let Some(less) = self.credits.remove(&(role, rank, *op)) {
+                self.used.entry((role, rank)).or_default().remove(&less);
+            }
             for ops in self.flying.values_mut() {
                 ops.retain(|other| other != op);
             }
@@ -341,13 +476,30 @@ impl Pair {
             DataCommand::Submit { op, session, slices, .. } => {
                 assert!(!slices.is_empty());
                 self.ops += 1;
-                self.flying.entry((role, rank, session)).or_default().push(op);
+                *self.posted.entry(slices.local[0]).or_default() += 1;
+                let flying = self.flying.entry((role, rank, session)).or_default();
+                if flying.len() >= self.credit {
+                    self.refused += 1;
+                    let refused = DataRefusal::Submit { op, why: Refused::Busy };
+                    let input = Input::Transfer(TransferInput::Refused(refused));
+                    return self.after(0, Who::Rank(role, rank), input);
+                }
+                flying.push(op);
+                let (ranges, bytes) = (slices.count() as u64, slices.bytes());
+                let more = Credits { operations: 1, ranges, bytes };
+                let used = self.used.entry((role, rank)).or_default();
+                assert!(self.caps.in_all.fits(used, &more), "{more:?} beside {used:?}");
+                assert!(self.caps.per_peer.fits(used, &more), "{more:?} beside {used:?}");
+                assert!(ranges <= self.caps.slices_max.into());
+                let us = (self.op_us)(more, *used);
+                used.add(&more);
+                self.credits.insert((role, rank, op), more);
                 let outcome = match (self.op_fate)(self.ops) {
                     Fate::Done => Outcome::Done,
                     Fate::Fails(cause, landed) => Outcome::Failed { cause, landed },
                     Fate::Silent => return,
                 };
-                self.event(20, role, rank, DataEvent::Completed { op, outcome });
+                self.event(us, role, rank, DataEvent::Completed { op, outcome });
             }
             DataCommand::Close { session } => {
                 let flying = self.flying.remove(&(role, rank, session)).unwrap_or_default();
@@ -391,10 +543,13 @@ impl Pair {
                 self.link_event(other, ControlEvent::LinkUp { link: inbound, channel, from: None });
             }
             ControlCommand::Send { link, frame } => {
+                self.frames.push((self.now, from, frame.clone()));
                 if let Some(&link) = self.links.get(&link)
                     && (self.frame_passes)(from)
                 {
-                    self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
+                    for frame in (self.alter)(from, frame) {
+                        self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
+                    }
                 }
             }
             ControlCommand::Reply { .. } => panic!("nobody speaks MoRIIO here"),
@@ -415,6 +570,11 @@ impl Pair {
         self.after(5, to, input);
     }
 
+    /// What the prefill holds.
+    pub(crate) fn prefill_gauges(&self) -> Gauges {
+        self.prefill.as_ref().map(Machine::gauges).unwrap_or_default()
+    }
+
     /// Nothing is under way on any machine that lives.
     pub(crate) fn at_rest(&self) -> bool {
         let core =
@@ -426,7 +586,7 @@ impl Pair {
                 && gauges.held == 0
                 && gauges.quarantined == 0
                 && gauges.queued == 0
-                && gauges.violations == 0
+                && (gauges.violations == 0 || self.violations.is_some())
         })
     }
 }

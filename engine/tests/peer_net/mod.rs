@@ -10,7 +10,7 @@ use engine::core::error::Failure;
 use engine::core::ids::*;
 use engine::core::layout::*;
 use engine::core::message::{Message, Role, Tag};
-use engine::core::peers::{Me, PeerEvent, PeerOut, Peers};
+use engine::core::peers::{Me, Out, PeerEvent, Peers};
 use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,7 +55,8 @@ pub(crate) const DECODE: usize = 1;
 pub(crate) struct Core {
     pub(crate) peers: Peers,
     pub(crate) life: u64,
-    out: PeerOut,
+    commands: Vec<ControlCommand>,
+    fresh: Vec<PeerEvent>,
     /// All events of this life.
     pub(crate) events: Vec<PeerEvent>,
     /// Messages accepted for sending, per slot.
@@ -86,6 +87,8 @@ pub(crate) struct Net {
     queue: BTreeMap<(Nanos, u64), Happening>,
     wires: Vec<Wire>,
     sequence: u64,
+    /// Frames of the prefill, on links of whomever.
+    pub(crate) said_by_prefill: Vec<Vec<u8>>,
 }
 
 /// Geometry and ranks of a small engine with `layers` layers.
@@ -131,11 +134,14 @@ pub(crate) fn me(index: usize, life: u64, layers: u16) -> Me {
 
 impl Core {
     fn new(me: Me) -> Core {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
         let life = me.incarnation.0;
         Core {
             peers: Peers::new(ChannelConfig::default(), me, false),
             life,
-            out: PeerOut::default(),
+            commands: Vec::new(),
+            fresh: Vec::new(),
             events: Vec::new(),
             sent: BTreeMap::new(),
             down: false,
@@ -188,6 +194,7 @@ impl Net {
             queue: BTreeMap::new(),
             wires: Vec::new(),
             sequence: 0,
+            said_by_prefill: Vec::new(),
         }
     }
 
@@ -200,7 +207,8 @@ impl Net {
     }
 
     pub(crate) fn set_ranks(&mut self, core: usize, ranks: Vec<RankLayout>) {
-        let Core { peers, out, .. } = &mut self.cores[core];
+        let Core { peers, commands, fresh: events, .. } = &mut self.cores[core];
+        let out = &mut Out { commands, events };
         peers.set_ranks(self.now, ranks, out);
         self.perform(core);
     }
@@ -210,7 +218,8 @@ impl Net {
     }
 
     pub(crate) fn reach_life(&mut self, life: Option<Incarnation>) -> PeerSlot {
-        let Core { peers, out, .. } = &mut self.cores[DECODE];
+        let Core { peers, commands, fresh: events, .. } = &mut self.cores[DECODE];
+        let out = &mut Out { commands, events };
         let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), life, out);
         peers.watch(self.now, slot, true, out);
         self.perform(DECODE);
@@ -219,7 +228,8 @@ impl Net {
 
     /// Sends the next numbered message to a slot.
     pub(crate) fn send(&mut self, core: usize, slot: PeerSlot) -> Result<(), Failure> {
-        let Core { peers, out, sent, life, .. } = &mut self.cores[core];
+        let Core { peers, commands, fresh: events, sent, life, .. } = &mut self.cores[core];
+        let out = &mut Out { commands, events };
         let number = sent.get(&slot).copied().unwrap_or(0);
         let key = TransferKey { id: "t".into(), prompt: *life as u32 };
         let tag = Tag { key, sibling: slot.0, attempt: Attempt(number) };
@@ -230,7 +240,8 @@ impl Net {
     }
 
     pub(crate) fn close(&mut self, core: usize, slot: PeerSlot) {
-        let Core { peers, out, .. } = &mut self.cores[core];
+        let Core { peers, commands, fresh: events, .. } = &mut self.cores[core];
+        let out = &mut Out { commands, events };
         peers.close(self.now, slot, out);
         self.perform(core);
     }
@@ -249,7 +260,11 @@ impl Net {
 
     /// A new life, with a geometry of `layers` layers.
     pub(crate) fn restart(&mut self, core: usize, layers: u16) {
-        let life = self.cores[core].life + 1;
+        self.restart_as(core, self.cores[core].life + 1, layers);
+    }
+
+    /// The same, in a life that its clock says.
+    pub(crate) fn restart_as(&mut self, core: usize, life: u64, layers: u16) {
         self.cores[core] = Core::new(me(core, life, layers));
         self.set_ranks(core, shape(layers).1);
     }
@@ -312,7 +327,8 @@ impl Net {
                 Happening::Control(..) => continue,
                 Happening::Tick(core) => (core, None),
             };
-            let Core { peers, out, down, .. } = &mut self.cores[core];
+            let Core { peers, commands, fresh: events, down, .. } = &mut self.cores[core];
+            let out = &mut Out { commands, events };
             match event {
                 _ if *down => continue,
                 Some(event) => {
@@ -353,13 +369,18 @@ impl Net {
     }
 
     fn perform(&mut self, core: usize) {
-        let commands = std::mem::take(&mut self.cores[core].out.commands);
-        let events = std::mem::take(&mut self.cores[core].out.events);
+        let commands = std::mem::take(&mut self.cores[core].commands);
+        let events = std::mem::take(&mut self.cores[core].fresh);
         self.cores[core].events.extend(events);
         for command in commands {
             match command {
                 ControlCommand::Dial { link, .. } => self.connect(core, link),
-                ControlCommand::Send { link, frame } => self.carry(core, link, frame),
+                ControlCommand::Send { link, frame } => {
+                    if core == PREFILL {
+                        self.said_by_prefill.push(frame.clone());
+                    }
+                    self.carry(core, link, frame);
+                }
                 ControlCommand::Reply { .. } => panic!("nobody speaks MoRIIO here"),
                 ControlCommand::HangUp { link } => self.hang_up(core, link),
             }

@@ -15,65 +15,67 @@ use engine::fabric::{ControlEvent, LinkId};
 use std::num::NonZeroU16;
 
 /// A router and its time.
-struct Bench {
-    router: Router,
-    now: Nanos,
-    clients: u64,
+pub(crate) struct Bench {
+    pub(crate) router: Router,
+    pub(crate) now: Nanos,
+    pub(crate) clients: u64,
 }
 
 /// A leg that was sent.
 #[derive(Debug)]
-struct Sent {
-    leg: LegId,
-    engine: String,
-    pair: Pair,
-    body: LegBody,
+pub(crate) struct Sent {
+    pub(crate) leg: LegId,
+    pub(crate) engine: String,
+    pub(crate) pair: Pair,
+    pub(crate) body: LegBody,
 }
 
 impl Bench {
-    fn new(config: RouterConfig) -> Bench {
+    pub(crate) fn new(config: RouterConfig) -> Bench {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
         Bench { router: Router::new(config, Incarnation(7)), now: Nanos::ZERO, clients: 0 }
     }
 
-    fn give(&mut self, input: RouterInput) -> Vec<RouterEffect> {
+    pub(crate) fn give(&mut self, input: RouterInput) -> Vec<RouterEffect> {
         let mut out = Outbox::new();
         self.router.handle(self.now, input, &mut out);
         out.take()
     }
 
-    fn hear(&mut self, frame: Vec<u8>) -> Vec<RouterEffect> {
+    pub(crate) fn hear(&mut self, frame: Vec<u8>) -> Vec<RouterEffect> {
         let link = LinkId(LinkId::INBOUND | 1);
         self.give(RouterInput::Control(ControlEvent::Frame { link, parts: vec![frame] }))
     }
 
     /// Asks for one token of one prompt.
-    fn ask(&mut self) -> Vec<RouterEffect> {
+    pub(crate) fn ask(&mut self) -> Vec<RouterEffect> {
         let client = ClientId(self.clients);
         self.clients += 1;
         let prompts = vec![Prompt { tokens: 10, prefix: [].into() }];
         self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 4 }))
     }
 
-    fn leg(&mut self, leg: LegId, event: LegEvent) -> Vec<RouterEffect> {
+    pub(crate) fn leg(&mut self, leg: LegId, event: LegEvent) -> Vec<RouterEffect> {
         self.give(RouterInput::Leg { leg, event })
     }
 
-    fn engines(&self) -> Vec<String> {
+    pub(crate) fn engines(&self) -> Vec<String> {
         self.router.instances(self.now).map(|it| it.engine.to_string()).collect()
     }
 
-    fn states(&self) -> Vec<InstanceState> {
+    pub(crate) fn states(&self) -> Vec<InstanceState> {
         self.router.instances(self.now).map(|it| it.state).collect()
     }
 
     /// Lets time pass to the next deadline.
-    fn tick(&mut self) -> Vec<RouterEffect> {
+    pub(crate) fn tick(&mut self) -> Vec<RouterEffect> {
         self.now = self.router.deadline().expect("a timer is armed");
         self.give(RouterInput::Tick)
     }
 }
 
-fn beat(role: Role, host: &str, handshake: i64, dp: u16, mode: Mode) -> Heartbeat {
+pub(crate) fn beat(role: Role, host: &str, handshake: i64, dp: u16, mode: Mode) -> Heartbeat {
     let zmq = ZmqAddress { host: host.into(), handshake, notify: 61005 };
     let size = |size| NonZeroU16::new(size).unwrap();
     let http = match host.contains(':') {
@@ -92,7 +94,7 @@ fn d(mode: Mode) -> Heartbeat {
     beat(Role::Decode, "10.0.0.2", 7301, 1, mode)
 }
 
-fn native(name: &str, role: Role, mode: Mode) -> Registration {
+pub(crate) fn native(name: &str, role: Role, mode: Mode) -> Registration {
     Registration {
         engine: name.into(),
         incarnation: Incarnation(5),
@@ -105,10 +107,12 @@ fn native(name: &str, role: Role, mode: Mode) -> Registration {
         dp_size: 8,
         tp: 4,
         draining: false,
+        fit: None,
+        troubles: Vec::new(),
     }
 }
 
-fn sent(effects: Vec<RouterEffect>) -> Vec<Sent> {
+pub(crate) fn sent(effects: Vec<RouterEffect>) -> Vec<Sent> {
     let sent = |effect| match effect {
         RouterEffect::Dispatch { leg, engine, pair, body, .. } => {
             Some(Sent { leg, engine: engine.to_string(), pair: *pair, body })
@@ -118,7 +122,7 @@ fn sent(effects: Vec<RouterEffect>) -> Vec<Sent> {
     effects.into_iter().filter_map(sent).collect()
 }
 
-fn done() -> LegEvent {
+pub(crate) fn done() -> LegEvent {
     LegEvent::Done { reason: FinishReason::Length, recomputed: None }
 }
 

@@ -5,7 +5,7 @@ use crate::world::{World, prompt, registration};
 use engine::core::command::ControlCommand;
 use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
-use engine::core::ids::{LegId, TransferKey};
+use engine::core::ids::{Incarnation, LegId, TransferKey};
 use engine::core::message::{FinishReason, Mode, Role};
 use engine::core::router::{
     Answer, InstanceState, LegEvent, LegFailure, Prompt, Reject, RouterConfig, RouterInput,
@@ -59,6 +59,22 @@ fn older_registration_changes_nothing() {
     assert_eq!(world.router.gauges().peers, 0, "repeats do not revive it");
     world.register(registration("p0", 5, 8, Mode::Push));
     assert_eq!(world.router.gauges().peers, 1);
+}
+
+/// A restart with a clock that went back, and no place where the last life was noted.
+#[test]
+fn an_instance_whose_clock_went_back_is_taken_when_its_last_life_is_over() {
+    let mut world = World::new(RouterConfig::default());
+    world.register(registration("p0", 5, 7, Mode::Push));
+    for second in 1..20 {
+        world.pass(Nanos::from_secs(1));
+        world.register(registration("p0", 3, second, Mode::Pull));
+    }
+    let instance = world.router.instances(world.now).next().expect("it is known");
+    assert_eq!((instance.incarnation, instance.mode), (Incarnation(3), Mode::Pull));
+    // What is still under way of the life before, and of this one.
+    world.register(registration("p0", 3, 2, Mode::Push));
+    assert_eq!(world.router.instances(world.now).next().map(|it| it.mode), Some(Mode::Pull));
 }
 
 #[test]
@@ -339,6 +355,20 @@ fn instance_that_fails_repeatedly_is_tried_by_one_client() {
     assert!(world.legs(second, Role::Decode).is_empty());
     world.leg(world.legs(first, Role::Decode)[0], LegEvent::FirstToken);
     assert_eq!(world.legs(second, Role::Decode).len(), 1);
+    world.finish();
+}
+
+#[test]
+fn legs_that_one_outage_fails_count_once() {
+    let mut world = world(1, 1);
+    let clients = [(); 2].map(|()| world.request(vec![prompt(100)], 1));
+    for client in clients {
+        world.leg(world.legs(client, Role::Decode)[0], CUT);
+    }
+    world.register(registration("d0", 1, 2, Mode::Push));
+    for client in clients {
+        assert_eq!(world.legs(client, Role::Decode).len(), 1, "registering heals one failure");
+    }
     world.finish();
 }
 

@@ -1,6 +1,7 @@
 //! Behaviour of the router under registrations, requests, failures, expiries and aborts in any
 //! order.
 
+mod closed;
 mod discovery;
 mod examples;
 mod pairs;

@@ -2,6 +2,7 @@
 
 use crate::up;
 use crate::world::{World, prompt, registration};
+use engine::core::Machine;
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, LegId};
 use engine::core::message::{FinishReason, Mode, Role};
@@ -48,6 +49,12 @@ fn serve_or_fail(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -
     let client = world.request(vec![prompt(100)], 1);
     let mut tried = Vec::new();
     while !world.answers.contains_key(&client) {
+        if world.live.is_empty() {
+            // It waits before it is sent again to who failed it.
+            let due = world.router.deadline().expect("it waits for something");
+            world.pass(due - world.now);
+            continue;
+        }
         let (legs, pair) = legs(world, client);
         tried.push(pair);
         match failure(pair) {

@@ -76,6 +76,8 @@ pub(crate) fn registration(
         dp_size: 1,
         tp: 8,
         draining: false,
+        fit: None,
+        troubles: Vec::new(),
     }
 }
 
@@ -86,6 +88,8 @@ pub(crate) fn prompt(tokens: u32) -> Prompt {
 
 impl World {
     pub(crate) fn new(config: RouterConfig) -> Self {
+        #[cfg(feature = "planted")]
+        engine::planted::plant_from_environment();
         World {
             router: Router::new(config.clone(), Incarnation(7)),
             now: Nanos::ZERO,

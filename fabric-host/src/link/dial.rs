@@ -11,7 +11,7 @@ use crate::config::Path;
 use crate::descriptor::Location;
 use crate::hub::{Hub, Notice};
 use crate::memory::{Map, Process, ROLL_BYTES};
-use crate::proto::{Control, Rules, VERSION};
+use crate::proto::{Control, OLDEST, Rules, VERSION};
 use crate::sys;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -79,20 +79,24 @@ pub(crate) fn dial(hub: &Arc<Hub>, dial: Dial) {
 /// The hello of a dial.
 pub(super) fn hello(hub: &Hub, dial: &Dial, link: u64) -> Control {
     Control::Hello {
-        version: VERSION,
+        version: OLDEST,
         from: hub.location.encode().0.to_vec(),
         to: (dial.to.who.key.to_string(), dial.to.who.incarnation),
         pass: dial.pass,
         link,
         ends: dial.ends.clone(),
         rules: hub.rules(),
+        newest: Some(VERSION),
     }
 }
 
-/// The rules of who let us in.
-pub(super) fn welcomed(answer: Control) -> Result<Rules, Failed> {
+/// The rules of who let us in, and whether it may say more than this plane knows.
+pub(super) fn welcomed(answer: Control) -> Result<(Rules, bool), Failed> {
     match answer {
-        Control::Welcome { rules } => Ok(rules),
+        Control::Welcome { rules, version } => {
+            let spoken = Control::chosen(version).map_err(Failed::ours)?;
+            Ok((rules, spoken.is_later()))
+        }
         Control::Refuse { why, over: gone } => {
             Err(Failed { why: format!("refused: {why}"), unreachable: false, gone })
         }
@@ -122,10 +126,10 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
         None => (worker.bell(), HeardBy::Thread),
     };
     socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), ours]).map_err(silent)?;
-    let (answer, fds) = socket::receive(peer.as_fd())
+    let (answer, fds) = socket::receive(peer.as_fd(), false)
         .map_err(silent)?
         .ok_or_else(|| Failed::unreachable("no answer to the hello in time", false))?;
-    let rules = welcomed(answer)?;
+    let (rules, later) = welcomed(answer)?;
     let [bell, roll] =
         <[OwnedFd; 2]>::try_from(fds).map_err(|_| Failed::ours("a welcome without descriptors"))?;
     let roll = Map::new(&roll, ROLL_BYTES, false).map_err(Failed::ours)?;
@@ -142,6 +146,7 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
         bell,
         segment,
         rules,
+        later,
     };
     Ok((link.clone(), Box::new(LocalOut::new(ends, link, roll))))
 }
@@ -172,12 +177,13 @@ fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
     greeting::tune(&peer, hub.config.dead_ms).map_err(silent)?;
     let id = hub.fresh();
     greeting::send(&mut peer, &hello(hub, dial, id), deadline).map_err(silent)?;
-    let rules = welcomed(greeting::receive(&mut peer, deadline).map_err(silent)?)?;
+    let answer = greeting::receive(&mut peer, deadline).map_err(silent)?;
+    let (rules, later) = welcomed(answer)?;
     if !rules.paths.contains(&Path::Tcp) {
         return Err(Failed::ours("the peer does not allow tcp: add it to its `paths`"));
     }
     unblock(peer.as_fd()).map_err(Failed::ours)?;
     let worker = hub.worker_of(id);
     let link = Arc::new(OutLink::new(id, Kind::Tcp, worker.clone(), None));
-    Ok((link.clone(), Box::new(TcpOut::new(peer.into(), link))))
+    Ok((link.clone(), Box::new(TcpOut::new(peer.into(), link, later))))
 }

@@ -8,7 +8,7 @@ use super::{Inbound, Station, greeting, socket};
 use crate::descriptor::{Identity, Location};
 use crate::hub::Hub;
 use crate::memory::Process;
-use crate::proto::{Control, Rules, VERSION};
+use crate::proto::{Control, Rules, VERSION, Versions};
 use crate::sys;
 use crate::worker::Command;
 use engine::fabric::Address;
@@ -171,19 +171,22 @@ pub(super) struct Caller {
     pub(super) link: u64,
     pub(super) ends: Vec<u64>,
     pub(super) rules: Rules,
+    /// The version that is spoken with it.
+    pub(super) version: u32,
+    /// It may say more than this plane knows.
+    pub(super) later: bool,
 }
 
 /// # Errors
 /// What to answer.
 pub(super) fn caller(hub: &Hub, hello: Control) -> Result<Caller, Box<Control>> {
     let refuse = |why: &str, over| Box::new(Control::Refuse { why: why.into(), over });
-    let Control::Hello { version, from, to, pass, link, ends, rules } = hello else {
+    let Control::Hello { version, from, to, pass, link, ends, rules, newest } = hello else {
         return Err(refuse("no hello", false));
     };
-    if version != VERSION {
-        let why = format!("version {version} of the protocol, this plane speaks {VERSION}");
-        return Err(refuse(&why, false));
-    }
+    let spoken = Versions { oldest: version, newest: newest.unwrap_or(version) };
+    let version = spoken.agree().map_err(|why| refuse(&why, false))?;
+    let later = spoken.is_later();
     let own = &hub.location.who;
     if (&*to.0, to.1) != (&*own.key, own.incarnation) {
         let why = format!(
@@ -194,12 +197,12 @@ pub(super) fn caller(hub: &Hub, hello: Control) -> Result<Caller, Box<Control>> 
     }
     let from = Location::decode(&Address(from.into()));
     let Some(from) = from else { return Err(refuse("an address of another kind", false)) };
-    Ok(Caller { who: from.who, pass, link, ends, rules })
+    Ok(Caller { who: from.who, pass, link, ends, rules, version, later })
 }
 
 fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
     limit(peer.as_fd(), hub.config.connect()).ok()?;
-    let (hello, fds) = socket::receive(peer.as_fd()).ok()??;
+    let (hello, fds) = socket::receive(peer.as_fd(), false).ok()??;
     // Counted first: who is told that it was refused may look.
     let turn_away = |answer: &Control| {
         refuse(hub);
@@ -224,7 +227,8 @@ fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
     let ready = || -> Result<(), String> {
         let roll = hub.with_roll(|roll| rustix::io::fcntl_dupfd_cloexec(roll.file(), 0));
         let roll = roll.map_err(|why| format!("roll: {why}"))?;
-        let welcome = Control::Welcome { rules: hub.rules() };
+        let version = Some((caller.version, VERSION));
+        let welcome = Control::Welcome { rules: hub.rules(), version };
         socket::send(peer.as_fd(), &welcome, &[worker.bell(), roll.as_fd()])
             .map_err(|why| format!("{why:?}"))?;
         unblock(peer.as_fd())
@@ -240,6 +244,7 @@ fn greet_local(hub: &Arc<Hub>, peer: OwnedFd) -> Option<()> {
         bell,
         segment,
         rules: caller.rules,
+        later: caller.later,
     };
     let station: Box<dyn Station> = Box::new(LocalIn::new(ends, inbound));
     worker.tell(Command::Add(id, station));
@@ -267,13 +272,14 @@ fn greet_tcp(hub: &Arc<Hub>, mut peer: TcpStream) -> Option<()> {
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
         return turn_away(&Control::Refuse { why, over: true });
     }
-    let welcome = Control::Welcome { rules: hub.rules() };
+    let version = Some((caller.version, VERSION));
+    let welcome = Control::Welcome { rules: hub.rules(), version };
     let told = greeting::send(&mut peer, &welcome, deadline);
     if told.is_err() || unblock(peer.as_fd()).is_err() {
         hub.dismiss(id);
         return None;
     }
-    let station: Box<dyn Station> = Box::new(TcpIn::new(peer.into(), inbound));
+    let station: Box<dyn Station> = Box::new(TcpIn::new(peer.into(), inbound, caller.later));
     worker.tell(Command::Add(id, station));
     Some(())
 }

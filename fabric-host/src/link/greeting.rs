@@ -51,7 +51,9 @@ pub(super) fn receive(peer: &mut TcpStream, deadline: Instant) -> Result<Control
     let words: Vec<u64> =
         bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
     match Record::decode(&words) {
-        Some((Record::Control { bytes }, rest)) => unpack_control(bytes, rest).ok_or_else(wrong),
+        Some((Record::Control { bytes }, rest)) => {
+            unpack_control(bytes, rest, false).ok_or_else(wrong)
+        }
         _ => Err(wrong()),
     }
 }

@@ -8,7 +8,9 @@ use super::{End, Kind, OutLink, socket};
 use crate::copy::Slice;
 use crate::descriptor::{Claim, Identity, Location};
 use crate::memory::sealed;
-use crate::proto::{Control, PART_MAX, Part, Record, Rules, Side, Status, VERSION, push_slices};
+use crate::proto::{
+    Control, OLDEST, PART_MAX, Part, Record, Rules, Side, Status, VERSION, push_slices,
+};
 use crate::ring::{Consumer, Producer};
 use crate::sync::{AtomicU64, Ordering};
 use crate::worker::WorkerHandle;
@@ -27,23 +29,34 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const LEN: usize = 4_096;
-const MARK: u8 = 0xa5;
+pub(super) const LEN: usize = 4_096;
+pub(super) const MARK: u8 = 0xa5;
 
-fn deadline() -> Instant {
-    Instant::now() + Duration::from_secs(30)
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(super) fn deadline() -> Instant {
+    Instant::now() + PATIENCE
 }
 
 /// A plane with an open door and one region.
-struct Victim {
-    plane: HostPlane,
-    bytes: Box<[u8; LEN]>,
+pub(super) struct Victim {
+    pub(super) plane: HostPlane,
+    pub(super) bytes: Box<[u8; LEN]>,
     claim: Claim,
+    /// The newest version that those who attack it say they speak.
+    pub(super) newest: u32,
 }
 
 impl Victim {
-    fn new() -> Victim {
-        let config = HostConfig { open_door: true, connect_ms: 300, ..HostConfig::default() };
+    pub(super) fn new() -> Victim {
+        Victim::with(PATIENCE)
+    }
+
+    /// One that waits for a greeting as long as this.
+    fn with(connect: Duration) -> Victim {
+        let connect_ms = connect.as_millis() as u32;
+        let config = HostConfig { open_door: true, connect_ms, ..HostConfig::default() };
         let mut plane = HostPlane::new(config).unwrap();
         let mut bytes = Box::new([MARK; LEN]);
         let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
@@ -54,49 +67,55 @@ impl Victim {
             panic!("{events:?}")
         };
         let claim = Claim::decode(desc).unwrap();
-        Victim { plane, bytes, claim }
+        Victim { plane, bytes, claim, newest: VERSION }
     }
 
-    fn location(&self) -> Location {
+    pub(super) fn location(&self) -> Location {
         Location::decode(&self.plane.address()).unwrap()
     }
 
     fn hello(&self) -> Control {
         let who = &self.location().who;
         Control::Hello {
-            version: VERSION,
+            version: OLDEST,
             from: stranger(0).encode().0.to_vec(),
             to: (who.key.to_string(), who.incarnation),
             pass: 0,
             link: 0,
             ends: Vec::new(),
             rules: rules(),
+            newest: Some(self.newest),
         }
     }
 
-    fn dial(&self) -> TcpStream {
+    pub(super) fn dial(&self) -> TcpStream {
         let stream = TcpStream::connect(("127.0.0.1", self.plane.port())).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream
     }
 
     /// A connection that was let in, with a session open.
-    fn enter(&self) -> TcpStream {
+    pub(super) fn enter(&self) -> TcpStream {
         let mut stream = self.dial();
         send(&mut stream, &self.hello(), deadline()).unwrap();
         let welcome = receive(&mut stream, deadline()).unwrap();
         assert!(matches!(welcome, Control::Welcome { .. }), "{welcome:?}");
+        self.open(&mut stream);
+        stream
+    }
+
+    /// Opens session 9.
+    pub(super) fn open(&self, stream: &mut TcpStream) {
         let local = Side { base: 0, len: LEN as u64, process: None, file: false };
         let (region, token) = (self.claim.region.0, self.claim.token);
         let open = Control::Open { session: 9, region, token, local };
         stream.write_all(&pack_control(&open)).unwrap();
-        let opened = receive(&mut stream, deadline()).unwrap();
+        let opened = receive(stream, deadline()).unwrap();
         assert!(matches!(opened, Control::Opened { session: 9, result: Ok(_) }), "{opened:?}");
-        stream
     }
 
     /// Waits for a count of the plane.
-    fn until(&self, what: &str, count: impl Fn(&crate::Counters) -> bool) {
+    pub(super) fn until(&self, what: &str, count: impl Fn(&crate::Counters) -> bool) {
         let end = deadline();
         while !count(&self.plane.counters()) {
             assert!(Instant::now() < end, "{what}: {:?}", self.plane.counters());
@@ -104,16 +123,20 @@ impl Victim {
         }
     }
 
-    fn assert_untouched(&self) {
+    pub(super) fn assert_untouched(&self) {
         assert!(self.bytes.iter().all(|byte| *byte == MARK), "bytes of a stranger landed");
     }
 }
 
-fn rules() -> Rules {
+fn welcome() -> Control {
+    Control::Welcome { rules: rules(), version: Some((VERSION, VERSION)) }
+}
+
+pub(super) fn rules() -> Rules {
     Rules { paths: Path::ALL.into(), slower: true }
 }
 
-fn stranger(port: u16) -> Location {
+pub(super) fn stranger(port: u16) -> Location {
     Location {
         who: Identity { key: "stranger".into(), incarnation: 77 },
         node: "elsewhere/1/1".into(),
@@ -125,7 +148,7 @@ fn stranger(port: u16) -> Location {
 }
 
 /// True if the other side closed the connection.
-fn is_dropped(stream: &mut TcpStream) -> bool {
+pub(super) fn is_dropped(stream: &mut TcpStream) -> bool {
     let mut rest = Vec::new();
     // A reset, too, is an end.
     match stream.read_to_end(&mut rest) {
@@ -136,7 +159,8 @@ fn is_dropped(stream: &mut TcpStream) -> bool {
 
 #[test]
 fn what_is_no_greeting_is_refused() {
-    let victim = Victim::new();
+    // Half of one is given up after that time.
+    let victim = Victim::with(Duration::from_millis(300));
     let mut long = u64::MAX.to_le_bytes().to_vec();
     long.extend([1; 64]);
     let http = b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n".to_vec();
@@ -171,12 +195,13 @@ fn hellos_that_do_not_fit_are_told_why() {
         }
     };
     let why = change(|hello| {
-        if let Control::Hello { version, .. } = hello {
-            *version += 1;
+        if let Control::Hello { version, newest, .. } = hello {
+            (*version, *newest) = (VERSION + 1, Some(VERSION + 4));
         }
     });
-    let other = format!("version {}", VERSION + 1);
-    assert!(why.contains(&other), "{why}");
+    for (oldest, newest) in [(VERSION + 1, VERSION + 4), (OLDEST, VERSION)] {
+        assert!(why.contains(&format!("{oldest} to {newest}")), "{why}");
+    }
     let why = change(|hello| {
         if let Control::Hello { to, .. } = hello {
             to.1 ^= 1;
@@ -197,14 +222,14 @@ fn hellos_that_do_not_fit_are_told_why() {
     assert!(why.contains("address"), "{why}");
 }
 
-fn write(session: u32, slices: &[Slice]) -> Vec<u8> {
+pub(super) fn write(session: u32, slices: &[Slice]) -> Vec<u8> {
     let mut words = Vec::new();
     Record::Write(Part { session, op: 1, last: true }).encode(&mut words);
     push_slices(slices, &mut words);
     pack(&words)
 }
 
-fn slice(from: u64, to: u64, len: u64) -> Slice {
+pub(super) fn slice(from: u64, to: u64, len: u64) -> Slice {
     Slice { from, to, len }
 }
 
@@ -231,7 +256,7 @@ fn records_that_no_plane_sends_end_the_connection() {
         pack(&[u64::MAX]),
         pack(&[]),
         done(1),
-        pack_control(&Control::Welcome { rules: rules() }),
+        pack_control(&welcome()),
     ];
     for (n, bytes) in cases.into_iter().enumerate() {
         let mut stream = victim.enter();
@@ -297,7 +322,7 @@ impl Local {
         connect(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
         let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         socket::send(socket.as_fd(), &victim.hello(), &[file.as_fd(), bell.as_fd()]).unwrap();
-        let answer = socket::receive(socket.as_fd()).map(|answer| answer.unwrap().0);
+        let answer = socket::receive(socket.as_fd(), false).map(|answer| answer.unwrap().0);
         (socket, answer)
     }
 
@@ -309,7 +334,7 @@ impl Local {
     }
 
     fn is_dropped(&self) -> bool {
-        matches!(socket::receive(self.socket.as_fd()), Err(End::Closed))
+        matches!(socket::receive(self.socket.as_fd(), false), Err(End::Closed))
     }
 
     fn open(&self, victim: &Victim, local: Side, file: Option<&OwnedFd>) -> Control {
@@ -317,7 +342,7 @@ impl Local {
         let open = Control::Open { session: 9, region, token, local };
         let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
         socket::send(self.socket.as_fd(), &open, &fds).unwrap();
-        socket::receive(self.socket.as_fd()).unwrap().unwrap().0
+        socket::receive(self.socket.as_fd(), false).unwrap().unwrap().0
     }
 }
 
@@ -408,7 +433,7 @@ fn out_of_range_writes_by_ring_end_the_link() {
     Record::Write(Part { session: 9, op: 1, last: true }).encode(&mut words);
     push_slices(&[slice(0, 0, 8), slice(0, LEN as u64 - 1, 2)], &mut words);
     assert_eq!(Producer::new(local.segment.requests()).push(&words), Ok(true));
-    let again = Control::Welcome { rules: rules() };
+    let again = welcome();
     let _ = socket::send(local.socket.as_fd(), &again, &[]);
     assert!(local.is_dropped());
     victim.until("corrupt", |counters| counters.corrupt == 1);
@@ -421,7 +446,9 @@ fn out_of_range_writes_by_ring_end_the_link() {
 fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = stranger(listener.local_addr().unwrap().port());
-    let mut plane = HostPlane::new(HostConfig::default()).unwrap();
+    let (connect_ms, open_ms) = (300_000, 300_000);
+    let config = HostConfig { connect_ms, open_ms, ..HostConfig::default() };
+    let mut plane = HostPlane::new(config).unwrap();
     let bytes = Box::leak(Box::new([MARK; LEN]));
     let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
     plane.register(RegionId(1), memory).unwrap();
@@ -431,7 +458,7 @@ fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
     plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
     let (mut stream, _) = listener.accept().unwrap();
     receive(&mut stream, deadline()).unwrap();
-    send(&mut stream, &Control::Welcome { rules: rules() }, deadline()).unwrap();
+    send(&mut stream, &welcome(), deadline()).unwrap();
     let mut events = Vec::new();
     let end = deadline();
     let mut says = Some(says);

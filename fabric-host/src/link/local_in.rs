@@ -52,6 +52,8 @@ pub(super) struct Ends {
     pub(super) bell: OwnedFd,
     pub(super) segment: Segment,
     pub(super) rules: Rules,
+    /// The peer may say more than this plane knows.
+    pub(super) later: bool,
 }
 
 impl Ends {
@@ -120,7 +122,7 @@ impl LocalIn {
             worked = true;
         }
         if self.readable {
-            match socket::receive(self.ends.socket.as_fd())? {
+            match socket::receive(self.ends.socket.as_fd(), self.ends.later)? {
                 None => self.readable = false,
                 Some((Control::Open { session, region, token, local }, mut fds)) => {
                     let answer = self.open(cx, session, (region, token), &local, fds.pop());
@@ -131,6 +133,7 @@ impl LocalIn {
                     self.replies.push_back((Control::Opened { session, result }, region));
                     worked = true;
                 }
+                Some((Control::Unknown, _)) => worked = true,
                 Some(_) => return Err(End::Corrupt),
             }
         }

@@ -68,7 +68,7 @@ impl LocalOut {
             }
         }
         while self.readable {
-            match socket::receive(self.ends.socket.as_fd())? {
+            match socket::receive(self.ends.socket.as_fd(), self.ends.later)? {
                 None => self.readable = false,
                 Some((Control::Opened { session, result }, mut fds)) => {
                     let token = self.opening.remove(&session).ok_or(End::Corrupt)?;
@@ -83,6 +83,7 @@ impl LocalOut {
                     cx.hub.notify(Notice::Opened { session, link: self.link.id, result });
                     worked = true;
                 }
+                Some((Control::Unknown, _)) => worked = true,
                 Some(_) => return Err(End::Corrupt),
             }
         }

@@ -16,6 +16,8 @@ mod tcp_out;
 
 #[cfg(all(test, not(feature = "loom")))]
 mod hostile;
+#[cfg(all(test, not(feature = "loom")))]
+mod versions;
 
 pub(crate) use dial::{Dial, dial};
 pub(crate) use greet::{Ears, Listener, listen};

@@ -34,8 +34,11 @@ pub(crate) fn send(
     }
 }
 
-/// Receives a message; none if there is none now.
-pub(crate) fn receive(socket: BorrowedFd<'_>) -> Result<Option<(Control, Vec<OwnedFd>)>, End> {
+/// Receives a message; none if there is none now. See [`Control::decode`] for `later`.
+pub(crate) fn receive(
+    socket: BorrowedFd<'_>,
+    later: bool,
+) -> Result<Option<(Control, Vec<OwnedFd>)>, End> {
     let mut bytes = [0; CONTROL_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -60,6 +63,6 @@ pub(crate) fn receive(socket: BorrowedFd<'_>) -> Result<Option<(Control, Vec<Own
     if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(End::Corrupt);
     }
-    let message = Control::decode(&bytes[..got.bytes]).ok_or(End::Corrupt)?;
+    let message = Control::decode(&bytes[..got.bytes], later).ok_or(End::Corrupt)?;
     Ok(Some((message, fds)))
 }

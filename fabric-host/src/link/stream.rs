@@ -39,13 +39,13 @@ pub(super) fn pack_control(message: &Control) -> Vec<u8> {
     pack(&words)
 }
 
-/// The message of a control record of so many bytes.
-pub(super) fn unpack_control(bytes: u32, words: &[u64]) -> Option<Control> {
+/// The message of a control record of so many bytes; see [`Control::decode`] for `later`.
+pub(super) fn unpack_control(bytes: u32, words: &[u64], later: bool) -> Option<Control> {
     let all: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     if bytes as usize > CONTROL_MAX {
         return None;
     }
-    Control::decode(all.get(..bytes as usize)?)
+    Control::decode(all.get(..bytes as usize)?, later)
 }
 
 /// What is to be sent.

@@ -30,6 +30,8 @@ struct Session {
 /// The serving side.
 pub(super) struct TcpIn {
     stream: Stream,
+    /// The peer may say more than this plane knows.
+    later: bool,
     inbound: Arc<Inbound>,
     sessions: BTreeMap<u32, Session>,
     work: Option<(Part, Landing)>,
@@ -41,9 +43,10 @@ pub(super) struct TcpIn {
 }
 
 impl TcpIn {
-    pub(super) fn new(socket: OwnedFd, inbound: Arc<Inbound>) -> TcpIn {
+    pub(super) fn new(socket: OwnedFd, inbound: Arc<Inbound>, later: bool) -> TcpIn {
         TcpIn {
             stream: Stream::new(socket),
+            later,
             inbound,
             sessions: BTreeMap::new(),
             work: None,
@@ -100,15 +103,15 @@ impl TcpIn {
                 self.sessions.remove(&session);
                 self.answer(Record::Closed { session });
             }
-            Record::Control { bytes } => {
-                let message = unpack_control(bytes, rest).ok_or(End::Corrupt)?;
-                let Control::Open { session, region, token, local } = message else {
-                    return Err(End::Corrupt);
-                };
-                let result = self.open(cx, session, (region, token), &local);
-                let answer = Control::Opened { session, result };
-                self.stream.queue(Frame::plain(pack_control(&answer)));
-            }
+            Record::Control { bytes } => match unpack_control(bytes, rest, self.later) {
+                Some(Control::Open { session, region, token, local }) => {
+                    let result = self.open(cx, session, (region, token), &local);
+                    let answer = Control::Opened { session, result };
+                    self.stream.queue(Frame::plain(pack_control(&answer)));
+                }
+                Some(Control::Unknown) => {}
+                _ => return Err(End::Corrupt),
+            },
             _ => return Err(End::Corrupt),
         }
         Ok(true)

@@ -32,6 +32,8 @@ struct Asked {
 /// The initiating side.
 pub(super) struct TcpOut {
     stream: Stream,
+    /// The peer may say more than this plane knows.
+    later: bool,
     link: Arc<OutLink>,
     opening: BTreeSet<u32>,
     /// Parts of reads in the order of their answers.
@@ -43,9 +45,10 @@ pub(super) struct TcpOut {
 }
 
 impl TcpOut {
-    pub(super) fn new(socket: OwnedFd, link: Arc<OutLink>) -> TcpOut {
+    pub(super) fn new(socket: OwnedFd, link: Arc<OutLink>, later: bool) -> TcpOut {
         TcpOut {
             stream: Stream::new(socket),
+            later,
             link,
             opening: BTreeSet::new(),
             asked: VecDeque::new(),
@@ -139,8 +142,10 @@ impl TcpOut {
                 cx.hub.notify(Notice::Closed { session, local: false });
             }
             Record::Control { bytes } => {
-                let Some(Control::Opened { session, result }) = unpack_control(bytes, rest) else {
-                    return Err(End::Corrupt);
+                let (session, result) = match unpack_control(bytes, rest, self.later) {
+                    Some(Control::Opened { session, result }) => (session, result),
+                    Some(Control::Unknown) => return Ok(true),
+                    _ => return Err(End::Corrupt),
                 };
                 if !self.opening.remove(&session) {
                     return Err(End::Corrupt);

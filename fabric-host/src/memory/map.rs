@@ -123,7 +123,7 @@ mod tests {
         let map = Arc::new(Map::new(&file, LEN, true).expect("a mapping"));
         assert_eq!(entered(&map), 0);
         map.enter_pages();
-        let end = Instant::now() + Duration::from_secs(30);
+        let end = Instant::now() + Duration::from_secs(300);
         while entered(&map) < LEN / 1_024 {
             assert!(Instant::now() < end, "{} KiB were entered", entered(&map));
             std::thread::yield_now();

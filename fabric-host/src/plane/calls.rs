@@ -7,7 +7,7 @@ use crate::link::{Dial, Kind, dial};
 use crate::memory::Region;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement, Refused,
+    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement, Refused,
     RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use std::collections::{BTreeMap, VecDeque};
@@ -51,8 +51,9 @@ impl DataPlane for HostPlane {
         Caps {
             read: true,
             write: true,
-            operations_max: self.hub.config.operations_max,
             slices_max: self.hub.config.slices_max,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(self.hub.config.operations_max),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
         }

@@ -1,7 +1,7 @@
 //! A host plane in another process.
 
 use engine::conformance::{Remote, Served};
-use engine::fabric::{Caps, DataPlane, FenceScope, Memory, Placement};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement};
 use fabric_host::{HostConfig, HostPlane, HugePages, Pool};
 use serde::{Deserialize, Serialize};
 
@@ -54,8 +54,9 @@ pub(crate) fn start(setup: &Setup) -> Remote {
     let caps = Caps {
         read: true,
         write: true,
-        operations_max: setup.config.operations_max,
         slices_max: setup.config.slices_max,
+        per_peer: Credits::UNLIMITED,
+        in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
         fence: FenceScope::Peer,
     };

@@ -8,8 +8,8 @@ use crate::news::News;
 use crate::{Backend, preflight};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Cause, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement, Refused,
-    RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Cause, Credits, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement,
+    Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, mpsc};
@@ -96,8 +96,9 @@ impl DataPlane for MoriPlane {
         Caps {
             read: true,
             write: true,
-            operations_max: self.common.config.operations_max,
             slices_max: self.common.config.slices_max,
+            per_peer: Credits { ranges: self.common.config.ranges_max(), ..Credits::UNLIMITED },
+            in_all: Credits::of_operations(self.common.config.operations_max),
             placement: Placement::OnCompletion,
             fence: match self.common.config.backend {
                 Backend::Rdma => FenceScope::Backend,

@@ -4,7 +4,7 @@
 pub(crate) mod world;
 
 use engine::conformance::{Pair, Remote, Second, Served};
-use engine::fabric::{Caps, DataPlane, FenceScope, Memory, Placement};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement};
 use fabric_mori::{Backend, MoriConfig, MoriPlane, Shim};
 use mori_sys::Places;
 use serde::{Deserialize, Serialize};
@@ -40,15 +40,20 @@ pub(crate) fn shim() -> Arc<Shim> {
     Shim::load(&Places { asked, ..Places::default() }).expect("the stand-in loads")
 }
 
-/// Settings of a plane on a machine without devices, with deadlines that tests wait for.
+/// No limit of a plane is as long as what a busy machine may take, so that none passes.
+pub(crate) const NEVER: u32 = 600_000;
+
+/// Settings of a plane on a machine without devices. But for the drain before a rebuild its limits never
+/// pass.
 pub(crate) fn config(backend: Backend) -> MoriConfig {
     MoriConfig {
         backend,
         devices: false,
         operations_max: 64,
-        operation_ms: 1_000,
+        operation_ms: NEVER,
         drain_ms: 50,
-        open_ms: 5_000,
+        open_ms: NEVER,
+        dead_ms: NEVER,
         ..MoriConfig::default()
     }
 }
@@ -113,8 +118,9 @@ pub(crate) fn start(setup: &Setup) -> Remote {
     let caps = Caps {
         read: true,
         write: true,
-        operations_max: setup.config.operations_max,
         slices_max: setup.config.slices_max,
+        per_peer: Credits::UNLIMITED,
+        in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
         fence: match setup.config.backend {
             Backend::Rdma => FenceScope::Backend,
@@ -124,10 +130,8 @@ pub(crate) fn start(setup: &Setup) -> Remote {
     Remote::start(setup, caps)
 }
 
-/// Where nothing goes wrong no deadline is to pass, however busy the machine is.
 fn setup(backend: Backend) -> Setup {
-    let config = MoriConfig { operation_ms: 20_000, ..config(backend) };
-    Setup { config, memory: MEMORY, faults: None }
+    Setup { config: config(backend), memory: MEMORY, faults: None }
 }
 
 fn local(backend: Backend) -> Box<Local> {

@@ -10,6 +10,7 @@
 
 mod access;
 mod call;
+mod meter;
 mod nic;
 mod plane;
 mod session;
@@ -131,6 +132,13 @@ impl Dma {
         let nic = self.nics.get(nic);
         let bytes = |server: u32| self.nics.servers[server as usize].bytes();
         (bytes(nic.out), bytes(nic.into))
+    }
+
+    /// For how long a port was used above 80 %, out and in, as averaged over tenths of a second.
+    pub fn nic_full(&self, nic: NicIx) -> (Nanos, Nanos) {
+        let nic = self.nics.get(nic);
+        let full = |server: u32| self.nics.servers[server as usize].full();
+        (full(nic.out), full(nic.into))
     }
 
     /// Bandwidth of a port.
@@ -387,7 +395,7 @@ impl Dma {
     /// Makes the queue of a plane full, or ends that. A full queue still takes one operation when
     /// it is empty, because a plane that says `Busy` owes an event.
     pub fn set_queue_full(&mut self, plane: PlaneIx, full: bool, out: &mut Vec<Output>) {
-        let credits = if full { 1 } else { self.planes[plane.0 as usize].caps.operations_max };
+        let credits = if full { 1 } else { self.planes[plane.0 as usize].caps.in_all.operations };
         self.hand_over(plane, News::Credits(credits), out);
     }
 

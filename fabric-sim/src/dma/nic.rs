@@ -12,6 +12,7 @@
 //! for each slice instead.
 
 use super::call::{DmaEvent, NicIx};
+use super::meter::Meter;
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
 use std::cmp::Reverse;
@@ -38,6 +39,7 @@ pub(super) struct Server {
     due: Nanos,
     turn: u32,
     bytes: u64,
+    meter: Meter,
 }
 
 /// A port.
@@ -86,6 +88,7 @@ impl Server {
             due: Nanos::MAX,
             turn: 0,
             bytes: 0,
+            meter: Meter::default(),
         };
         server.set(bytes_per_sec);
         server
@@ -108,11 +111,17 @@ impl Server {
         self.bytes
     }
 
+    /// Time for which it was used above 80 %.
+    pub(super) fn full(&self) -> Nanos {
+        self.meter.full()
+    }
+
     fn advance(&mut self, now: Nanos) {
         let span = (now - self.updated).0;
-        self.updated = now;
+        let before = std::mem::replace(&mut self.updated, now);
         let transfers = self.waiting.len() as u64;
         if transfers > 0 {
+            self.meter.add((before, now), span);
             self.virtual_now += scale(span, self.rate, transfers);
         }
     }
@@ -184,6 +193,11 @@ impl Server {
     pub(super) fn enter(&mut self, bytes: u64) {
         self.sliced += 1;
         self.bytes += bytes;
+    }
+
+    /// An operation that moved slice by slice took this span.
+    pub(super) fn used(&mut self, span: (Nanos, Nanos), bytes: u64) {
+        self.meter.add(span, scale(bytes, self.pace, 1 << POINT));
     }
 
     /// The operation has moved.

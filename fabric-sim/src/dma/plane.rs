@@ -4,8 +4,8 @@ use super::call::{Call, Calls, Desc, News, PlaneIx};
 use crate::memory::Slice;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, Refused, RegionDesc,
-    RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Credits, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, Refused,
+    RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
@@ -22,8 +22,10 @@ pub struct SimDataPlane {
     registrations: u32,
     peers: BTreeMap<PeerId, PlaneIx>,
     sessions: BTreeMap<SessionId, Session>,
-    /// Operations in flight and the region they use.
-    operations: BTreeMap<OpId, RegionId>,
+    /// Operations in flight: their region, peer and credit.
+    operations: BTreeMap<OpId, (RegionId, PeerId, Credits)>,
+    used: Credits,
+    used_by: BTreeMap<PeerId, Credits>,
     calls: Calls,
     inbox: VecDeque<DataEvent>,
     waker: Option<Waker>,
@@ -49,7 +51,9 @@ impl SimDataPlane {
         SimDataPlane {
             ix,
             caps,
-            credits: caps.operations_max,
+            credits: caps.in_all.operations,
+            used: Credits::default(),
+            used_by: BTreeMap::new(),
             regions: BTreeMap::new(),
             registrations: 0,
             peers: BTreeMap::new(),
@@ -101,10 +105,15 @@ impl SimDataPlane {
                 self.sessions.entry(*session).and_modify(|session| session.open = open);
             }
             DataEvent::Completed { op, .. } => {
-                if let Some(region) = self.operations.remove(op)
-                    && let Some(region) = self.regions.get_mut(&region)
-                {
+                let Some((region, peer, used)) = self.operations.remove(op) else { return };
+                if let Some(region) = self.regions.get_mut(&region) {
                     region.operations -= 1;
+                }
+                self.used.remove(&used);
+                let by_peer = self.used_by.entry(peer).or_default();
+                by_peer.remove(&used);
+                if by_peer.operations == 0 {
+                    self.used_by.remove(&peer);
                 }
             }
             _ => {}
@@ -116,7 +125,8 @@ impl SimDataPlane {
         self.operations.len()
     }
 
-    fn check(&self, batch: &Submit<'_>) -> Result<RegionId, Refused> {
+    /// The region, the peer and the credit that a batch takes.
+    fn check(&self, batch: &Submit<'_>) -> Result<(RegionId, PeerId, Credits), Refused> {
         let Some(session) = self.sessions.get(&batch.session).filter(|session| session.open) else {
             return Err(Refused::Gone);
         };
@@ -147,10 +157,13 @@ impl SimDataPlane {
                 return Err(Refused::Invalid(format!("remote range {remote}+{len}").into()));
             }
         }
-        if self.operations.len() >= self.credits as usize {
+        let more = Credits { operations: 1, ranges: count as u64, bytes: batch.len.iter().sum() };
+        let in_all = Credits { operations: self.credits, ..self.caps.in_all };
+        let used_by = self.used_by.get(&session.peer).copied().unwrap_or_default();
+        if !in_all.fits(&self.used, &more) || !self.caps.per_peer.fits(&used_by, &more) {
             return Err(Refused::Busy);
         }
-        Ok(session.local)
+        Ok((session.local, session.peer, more))
     }
 }
 
@@ -247,8 +260,10 @@ impl DataPlane for SimDataPlane {
     }
 
     fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused> {
-        let local = self.check(&batch)?;
-        self.operations.insert(batch.op, local);
+        let (local, peer, more) = self.check(&batch)?;
+        self.operations.insert(batch.op, (local, peer, more));
+        self.used.add(&more);
+        self.used_by.entry(peer).or_default().add(&more);
         if let Some(region) = self.regions.get_mut(&local) {
             region.operations += 1;
         }

@@ -48,6 +48,8 @@ pub(super) struct Op {
     stalled: bool,
     rest: u64,
     latency: Nanos,
+    /// When it was put on its ports.
+    since: Nanos,
 }
 
 const NO_SERVER: u32 = u32::MAX;
@@ -92,6 +94,7 @@ impl Op {
             stalled: false,
             rest: 0,
             latency: Nanos::ZERO,
+            since: Nanos::ZERO,
         }
     }
 }
@@ -209,7 +212,7 @@ impl Dma {
         };
         let servers = self.servers(from, to);
         let op = &mut self.ops[key as usize];
-        (op.servers, op.started, op.moving) = (servers, true, true);
+        (op.servers, op.started, op.moving, op.since) = (servers, true, true, now);
         let (bytes, latency) = (op.bytes, op.latency);
         let used = servers.into_iter().filter(|server| *server != NO_SERVER);
         if self.config.fidelity == Fidelity::Bytes {
@@ -384,6 +387,16 @@ impl Dma {
         }
     }
 
+    /// Counts the use of ports by an operation that moved slice by slice.
+    fn meter(&mut self, now: Nanos, key: u32) {
+        if self.config.fidelity == Fidelity::Bytes {
+            let op = &self.ops[key as usize];
+            for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
+                self.nics.servers[server as usize].used((op.since, now), op.bytes);
+            }
+        }
+    }
+
     fn leave_ports(&mut self, key: u32) {
         let op = &mut self.ops[key as usize];
         if std::mem::take(&mut op.moving) && self.config.fidelity == Fidelity::Bytes {
@@ -403,6 +416,9 @@ impl Dma {
     ) {
         let all = self.ops[key as usize].slices.len() as u32;
         let first_time = self.ops[key as usize].moving;
+        if first_time {
+            self.meter(now, key);
+        }
         self.leave_ports(key);
         let ack = self.ack_after(key);
         let whole = self.acknowledge(key, ack);

@@ -53,6 +53,16 @@ pub enum Action {
         /// What it is then, if something else.
         becomes: Option<Box<Instance>>,
     },
+    /// The clock of an instance steps back, which it sees when it starts.
+    ClockBack {
+        /// Whose.
+        instance: u16,
+    },
+    /// An instance registers as one that takes no more legs.
+    Drain {
+        /// Which.
+        instance: u16,
+    },
     /// An instance makes no step, or goes on; its memory can be read and written all the time.
     Pause {
         /// Which.

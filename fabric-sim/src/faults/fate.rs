@@ -47,12 +47,14 @@ fn combine(fate: &mut OpFate, more: OpFate) {
 }
 
 /// Adds what one more fault does to a frame. Loss wins over all; delays add up; the latest copy
-/// wins.
+/// wins, and the first damage and the first foreign frame of the file.
 fn combine_frame(fate: &mut FrameFate, more: FrameFate) {
     fate.drop |= more.drop;
     fate.reorder |= more.reorder;
     fate.delay = fate.delay + more.delay;
     fate.duplicate = fate.duplicate.max(more.duplicate);
+    fate.damage = fate.damage.or(more.damage);
+    fate.foreign = fate.foreign.or(more.foreign);
 }
 
 fn fails(cause: Cause, late: Option<Nanos>) -> Bytes {
@@ -147,6 +149,21 @@ impl Faults {
         }
     }
 
+    /// True if the memory of `spot.rank` of `spot.from` cannot be registered. `Spot::nth` counts the
+    /// lives of the instance.
+    pub fn register_fails(&mut self, now: Nanos, spot: &Spot) -> bool {
+        let mut fails = false;
+        for at in 0..self.of_memory.len() {
+            let index = self.of_memory[at];
+            let rank = self.plans[index].fault.rank.is_none_or(|rank| rank == spot.rank);
+            if rank && self.hits(index, spot) {
+                self.lame(now, index, spot.from);
+                fails = true;
+            }
+        }
+        fails
+    }
+
     /// True if a fault hits an operation or frame: it waited for one, or draws it.
     fn hits(&mut self, index: usize, spot: &Spot) -> bool {
         let plan = &mut self.plans[index];
@@ -177,6 +194,8 @@ impl Faults {
             let none = FrameFate::default();
             let effect = match kind {
                 FaultKind::Loss => FrameFate { drop: true, ..none },
+                FaultKind::Damage => FrameFate { damage: Some(self.bits(index, spot)), ..none },
+                FaultKind::Foreign => FrameFate { foreign: Some(self.bits(index, spot)), ..none },
                 FaultKind::Duplicate => FrameFate { duplicate: Some(delay), ..none },
                 FaultKind::FrameReorder => FrameFate { delay, reorder: true, ..none },
                 FaultKind::Delay | FaultKind::DoneOutOfOrder => FrameFate { delay, ..none },
@@ -194,6 +213,11 @@ impl Faults {
             self.hit(now, kind, Some(spot.from), spot.to);
         }
         fate
+    }
+
+    /// Uniform bits that draw what bytes come, for this frame.
+    fn bits(&self, index: usize, spot: &Spot) -> u64 {
+        self.plans[index].key("bytes", spot).get()
     }
 
     /// True for a renewal of a lease that a read races with: it is lost, or there would be no race.

@@ -29,6 +29,12 @@ enum Undo {
 /// Operations that one action touches at most; more pairs are not named one by one.
 type Pairs = Vec<(u16, u16)>;
 
+/// An instance starts anew when the fault is over.
+fn anew(instance: u16) -> Vec<Undo> {
+    let back_after = Some(Nanos::from_ms(1));
+    vec![Undo::Act(Action::Crash { instance, back_after, becomes: None })]
+}
+
 impl Faults {
     /// A fault fires: it does what it does, or waits for something to hit.
     pub(super) fn fire(&mut self, now: Nanos, index: usize, spot: Option<&Spot>) {
@@ -100,6 +106,16 @@ impl Faults {
                 self.act(Action::Crash { instance, back_after, becomes });
                 self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
             }
+            FaultKind::ClockBack => {
+                let back_after = Some(lasts.unwrap_or(Nanos::from_ms(100)));
+                self.act(Action::ClockBack { instance });
+                self.act(Action::Crash { instance, back_after, becomes: None });
+                self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
+            }
+            FaultKind::Drain => {
+                self.act(Action::Drain { instance });
+                self.last_for(now, anew(instance), (Some(instance), None), lasts);
+            }
             FaultKind::Preempt => self.act(Action::Preempt { instance }),
             FaultKind::Pause => {
                 self.act(Action::Pause { instance, paused: true });
@@ -115,6 +131,14 @@ impl Faults {
             _ => {}
         }
         self.hit(now, kind, Some(instance), None);
+    }
+
+    /// An instance lives, and can move nothing.
+    pub(super) fn lame(&mut self, now: Nanos, index: usize, instance: u16) {
+        let plan = &self.plans[index];
+        let lasts = plan.draw("lasts", plan.fault.lasts);
+        self.last_for(now, anew(instance), (Some(instance), None), lasts);
+        self.hit(now, FaultKind::RegisterFails, Some(instance), None);
     }
 
     /// Ordered pairs that a fault of links concerns.

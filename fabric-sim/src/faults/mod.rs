@@ -42,6 +42,7 @@ pub struct Faults {
     of_frames: Vec<usize>,
     of_legs: Vec<usize>,
     of_steps: Vec<usize>,
+    of_memory: Vec<usize>,
     of_requests: Vec<usize>,
     /// Some fault wants to know when leases end.
     races: bool,
@@ -80,6 +81,7 @@ impl Faults {
             of_frames: Vec::new(),
             of_legs: Vec::new(),
             of_steps: Vec::new(),
+            of_memory: Vec::new(),
             of_requests: Vec::new(),
             races: false,
             due: BTreeMap::new(),
@@ -119,6 +121,7 @@ impl Faults {
             Opportunity::Frame | Opportunity::Registration => self.of_frames.push(index),
             Opportunity::Leg => self.of_legs.push(index),
             Opportunity::Step => self.of_steps.push(index),
+            Opportunity::Memory => self.of_memory.push(index),
             Opportunity::Request if !kind.is_shape() => self.of_requests.push(index),
             Opportunity::Request | Opportunity::Run => {}
         }

@@ -10,7 +10,7 @@ use scenarios::lists::InvariantId;
 pub(super) struct Bounded;
 
 /// Every gauge with its name.
-fn named(gauges: &Gauges) -> [(&'static str, u32); 8] {
+fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
     [
         ("transfers", gauges.transfers),
         ("operations", gauges.operations),
@@ -20,6 +20,8 @@ fn named(gauges: &Gauges) -> [(&'static str, u32); 8] {
         ("tombstones", gauges.tombstones),
         ("peers", gauges.peers),
         ("links", gauges.links),
+        ("other entries", gauges.entries),
+        ("entries that outlast transfers", gauges.remembered),
     ]
 }
 

@@ -12,7 +12,8 @@ use scenarios::lists::InvariantId;
 #[derive(Debug)]
 pub(super) struct Credit;
 
-fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
+/// The failure that something tells of.
+pub(super) fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
     match seen {
         Observation::PrefillAnswer { answer, .. } => match answer {
             PrefillAnswer::SourceFree { failure, .. } => failure.as_ref(),

@@ -6,6 +6,7 @@ use engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
 use engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
 use engine::core::router::LegEvent;
 use engine::core::time::Nanos;
+use engine::fabric::Outcome;
 use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -154,11 +155,15 @@ impl Invariant for EveryRequestEnds {
             Kind::PrefillHook,
             Kind::PrefillAnswer,
             Kind::Stepped,
+            Kind::Completed,
         ]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         self.check_if_still(now, found);
+        if matches!(seen, Observation::Completed { outcome: Outcome::Failed { .. }, .. }) {
+            return;
+        }
         self.progress = now.at;
         match seen {
             Observation::Asked { client } => {

@@ -62,7 +62,9 @@ impl Heals {
                         || now.state.whole_pairs().next().is_none())
             }
             Answer::Failed(_) => false,
-            Answer::NoInstance => served.is_empty() && now.state.whole_pairs().next().is_none(),
+            Answer::NoInstance | Answer::Misfit(_) => {
+                served.is_empty() && now.state.whole_pairs().next().is_none()
+            }
         };
         self.slow += 1;
         if !excused && (served.is_empty() || !now.state.is_broken(served)) {

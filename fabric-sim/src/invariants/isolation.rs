@@ -57,14 +57,16 @@ pub(super) struct Isolation {
 
 impl Isolation {
     pub(super) fn new(run: &Run) -> Isolation {
-        let core = settings::core(run);
-        let cores = [core.requests_max, core.early_max, core.receivers_max].into_iter().min();
+        let cores = run.instances.iter().map(|spec| {
+            let core = settings::core(run, spec);
+            core.requests_max.min(core.early_max).min(core.receivers_max)
+        });
         let router = &run.router.config;
         Isolation {
             clients: BTreeMap::new(),
             peak: 0,
             room: (
-                u64::from(cores.unwrap_or(0)),
+                u64::from(cores.min().unwrap_or(0)),
                 u64::from(router.requests_max) + u64::from(router.waiting_max),
             ),
             instances: BTreeSet::new(),
@@ -79,7 +81,7 @@ impl Isolation {
         let (core, router) = self.room;
         calm && match answer {
             Answer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
-            Answer::NoInstance => self.peak > router,
+            Answer::NoInstance | Answer::Misfit(_) => self.peak > router,
             _ => false,
         }
     }
@@ -118,6 +120,7 @@ impl Isolation {
             Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
             Answer::NoInstance => self.concerns_all(now),
+            Answer::Misfit(_) => now.state.whole_pairs().next().is_none(),
             Answer::Failed(why) => {
                 let refused = matches!(
                     why,
@@ -265,7 +268,9 @@ mod tests {
         let full = || Answer::Failed(LegFailure::Instance(Failure::Overload));
         for (asked, room) in [(3, true), (2, false)] {
             let limit = |run: &mut Run| {
-                run.protocol.requests_max = Some(2);
+                for one in &mut run.instances {
+                    one.protocol.requests_max = Some(2);
+                }
                 run.router.config.requests_max = 1;
                 run.router.config.waiting_max = 1;
             };

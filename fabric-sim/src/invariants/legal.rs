@@ -261,8 +261,8 @@ mod tests {
         let mut bench = bench();
         let blocks = Arc::new(Vec::new());
         let (flow, peer) = (FlowId(3), engine::core::ids::PeerSlot(0));
-        let job =
-            &Job::Read { flow, peer, from: 0, tokens: 1, remote: blocks.clone(), local: blocks };
+        let (request, remote, local) = ("r".into(), blocks.clone(), blocks);
+        let job = &Job::Read { flow, request, peer, from: 0, tokens: 1, remote, local };
         bench.see(Observation::Job { who: D0, job });
         let report = &Report::Flow { flow, state: FlowState::Moving };
         bench.see(Observation::Report { from: rank(D0), report });

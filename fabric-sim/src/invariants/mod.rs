@@ -1,25 +1,31 @@
-//! The invariants of the protocol, one file each, checked after every event at a cost that is
-//! proportional to what the event touched.
+//! The invariants of the protocol, one file each, told every event that they are about at a cost that is
+//! proportional to what the event touched. Sizes of tables are looked at now and then, and at rest.
 //!
 //! [`Invariants`] tells each observation to those that want its kind, then follows it in the state
 //! that they share. An invariant reports a [`Violation`] where it can be seen first, and the same
 //! thing once.
 
 mod bounded;
+mod bounded_work;
+mod caused;
 mod credit;
 mod deterministic;
 mod every_request_ends;
+mod fair;
 mod heals;
+mod in_order;
 mod isolation;
 mod legal;
 mod no_early_reuse;
 mod no_foreign_bytes;
+mod no_growth;
 mod no_leak;
 mod no_livelock;
 mod no_panic;
 mod no_silent_success;
 mod no_wall_clock;
 mod one_outcome;
+mod real_tries;
 mod reclaim_bound;
 mod right_recipient;
 mod stable_source;
@@ -31,10 +37,9 @@ pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observe::{Kind, Observation};
-use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use scenarios::lists::InvariantId;
-use scenarios::run::Run;
+use scenarios::run::{Instance, Run};
 use scenarios::settings;
 use state::State;
 use std::fmt;
@@ -130,21 +135,19 @@ pub(crate) struct Limits {
 
 impl Limits {
     pub(crate) fn of(run: &Run) -> Limits {
+        // Of several settings the longest; what becomes is what was but for its geometry.
+        let longest = |of: fn(&Run, &Instance) -> Nanos| {
+            run.instances.iter().map(|one| of(run, one)).max().unwrap_or(Nanos::ZERO)
+        };
         Limits {
-            silent: settings::channel(run).silent,
-            fence: run.protocol.fence.unwrap_or(Nanos::from_secs(2)),
-            lease: settings::core(run).lease,
+            silent: longest(|_, one| settings::channel(one).silent),
+            fence: longest(|_, one| one.protocol.fence.unwrap_or(Nanos::from_secs(2))),
+            lease: longest(|run, one| settings::core(run, one).lease),
             wait: run.router.config.wait_max,
             breaker: run.router.config.breaker_max,
             retries: run.router.config.retries_max,
             within: run.expect.within,
         }
-    }
-
-    /// A lease as its reader counts it, so that clocks may differ.
-    pub(crate) fn usable(&self) -> Nanos {
-        let drift = CoreSettings::default().drift_percent;
-        self.lease.scale(u64::from(100 - drift), 100)
     }
 
     /// After this time peers, breakers and registrations are what they should be.
@@ -156,6 +159,14 @@ impl Limits {
     pub(crate) fn end(&self) -> Nanos {
         self.silent + self.fence + Nanos::from_secs(1)
     }
+}
+
+/// The lease that each instance grants, as its readers count it, so that clocks may differ.
+pub(crate) fn usable(run: &Run) -> Vec<Nanos> {
+    let drift = |one: &Instance| settings::core(run, one).drift_percent.min(100);
+    let drift = run.instances.iter().map(drift).min().unwrap_or(0);
+    let usable = |one: &Instance| settings::core(run, one).lease.scale(u64::from(100 - drift), 100);
+    run.instances.iter().map(usable).collect()
 }
 
 /// All invariants that a run has to keep.
@@ -175,7 +186,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::NoForeignBytes => Box::new(no_foreign_bytes::NoForeignBytes),
         InvariantId::NoEarlyReuse => Box::new(no_early_reuse::NoEarlyReuse),
         InvariantId::NoLeak => Box::new(no_leak::NoLeak::default()),
-        InvariantId::StableSource => Box::new(stable_source::StableSource::new(limits)),
+        InvariantId::StableSource => Box::new(stable_source::StableSource::new(run)),
         InvariantId::OneOutcome => Box::new(one_outcome::OneOutcome::default()),
         InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
         InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),
@@ -185,6 +196,12 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::Deterministic => Box::new(deterministic::Deterministic),
         InvariantId::NoPanic => Box::new(no_panic::NoPanic::default()),
         InvariantId::NoWallClock => Box::new(no_wall_clock::NoWallClock),
+        InvariantId::NoGrowth => Box::new(no_growth::NoGrowth::default()),
+        InvariantId::InOrder => Box::new(in_order::InOrder::default()),
+        InvariantId::RealTries => Box::new(real_tries::RealTries::new(run)),
+        InvariantId::Caused => Box::new(caused::Caused::new(run)),
+        InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::default()),
+        InvariantId::Fair => Box::new(fair::Fair::new(run)),
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))
         }

@@ -3,6 +3,7 @@
 
 use super::state::Op;
 use super::{Found, Invariant, Now};
+use crate::caps::caps;
 use crate::observe::{BlockRef, Kind, Observation, Rank, Who};
 use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
@@ -13,6 +14,7 @@ use engine::core::time::Nanos;
 use engine::fabric::{Outcome, Placement};
 use scenarios::Run;
 use scenarios::lists::InvariantId;
+use scenarios::run::Instance;
 use scenarios::settings;
 use std::collections::BTreeMap;
 
@@ -41,8 +43,9 @@ struct Row {
 pub(super) struct NoLivelock {
     /// Dispatches of a leg beyond the first.
     retries: u32,
-    channel: ChannelConfig,
-    /// Failures that one flow may see for one range of blocks: one operation a layer, each time.
+    /// By instance.
+    channels: Vec<ChannelConfig>,
+    /// Failures that one flow may see for one range of blocks: those of its operations, each time.
     failures_max: u64,
     dispatches: BTreeMap<ClientId, BTreeMap<Part, u32>>,
     dials: BTreeMap<(Who, u16), Dials>,
@@ -52,13 +55,28 @@ pub(super) struct NoLivelock {
     rows: BTreeMap<Rank, Row>,
 }
 
+/// Operations of one flow that begin in the same block: one a layer, and more if they have few
+/// ranges or bytes. No range is shorter than K or V of a token in a head.
+fn operations(run: &Run, instance: &Instance) -> u64 {
+    let settings = settings::transfer(instance);
+    let plane = caps(Placement::OnCompletion, &instance.fabric);
+    let slices = u64::from(settings.slices_max.min(plane.slices_max).max(1));
+    let becomes = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
+    let tokens = run.instances.iter().chain(becomes).map(|one| one.block_tokens).max();
+    let heads = u64::from(tokens.unwrap_or(1)) * u64::from(run.model.kv_heads);
+    let bytes = settings.operation_bytes_min.min(plane.per_peer.bytes).min(plane.in_all.bytes);
+    let by_bytes = (heads * u64::from(run.model.head_bytes)).div_ceil(bytes.max(1));
+    u64::from(run.model.layers) * ((2 * heads).div_ceil(slices)).max(by_bytes)
+}
+
 impl NoLivelock {
     pub(super) fn new(run: &Run) -> NoLivelock {
-        let transfer = settings::transfer(run, &crate::caps::caps(Placement::OnCompletion));
+        let tries = |one| 1 + u64::from(settings::transfer(one).retries_max);
+        let failures = run.instances.iter().map(|one| operations(run, one) * tries(one));
         NoLivelock {
             retries: run.router.config.retries_max,
-            channel: settings::channel(run),
-            failures_max: u64::from(run.model.layers) * (1 + u64::from(transfer.retries_max)),
+            channels: run.instances.iter().map(settings::channel).collect(),
+            failures_max: failures.max().unwrap_or(0),
             dispatches: BTreeMap::new(),
             dials: BTreeMap::new(),
             started: BTreeMap::new(),
@@ -90,7 +108,8 @@ impl NoLivelock {
         let dials = self.dials.entry((from, to)).or_insert(none);
         dials.count += 1;
         let span = now - dials.since;
-        if dials.told || dials.count <= self.channel.dials_max(span) {
+        let channel = &self.channels[usize::from(from.instance)];
+        if dials.told || dials.count <= channel.dials_max(span) {
             return None;
         }
         dials.told = true;
@@ -255,6 +274,8 @@ mod tests {
         complete(&mut bench, 8, &failure);
         let job = Job::Write {
             flow: FlowId(1),
+            request: "r".into(),
+            reader: None,
             source: SourceId(1),
             peer: PeerSlot(1),
             from: 0,

@@ -1,12 +1,14 @@
 //! I4: a source block is neither freed nor rewritten while a transfer that may be used reads it.
 
-use super::{Found, Invariant, Limits, Now};
+use super::{Found, Invariant, Now, usable};
 use crate::observe::{BlockRef, Kind, Observation, Who};
 use crate::world::LOCAL;
 use engine::core::dialect::native::Frame;
-use engine::core::ids::{RequestId, TransferKey};
+use engine::core::ids::{Attempt, RequestId, TransferKey};
+use engine::core::layout::BlockList;
 use engine::core::message::{DecodeAnswer, DecodeHook, Message, Mode, Tag};
 use engine::core::time::Nanos;
+use scenarios::Run;
 use scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,17 +20,25 @@ struct Pull {
     told: Nanos,
     /// When the question was sent, which may have waited for a link.
     sent: Option<Nanos>,
+    /// What is granted.
+    usable: Nanos,
     /// The end of a longer lease.
     renewed: Nanos,
     /// The newest question for a longer one: its number and when it was sent.
     renewal: (u32, Nanos),
+    /// Which attempt it is, once asked.
+    attempt: Option<Attempt>,
+    /// Who promised to keep which blocks.
+    granted: Option<(Who, Vec<BlockRef>)>,
 }
 
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
-/// what it read must not be used, lost or not.
+/// what it read must not be used, lost or not; before that end it loses nothing while its reader
+/// lives, however silent that is.
 #[derive(Debug)]
 pub(super) struct StableSource {
-    usable: Nanos,
+    /// By who grants.
+    usable: Vec<Nanos>,
     pulls: BTreeMap<(Who, RequestId), Pull>,
     keys: BTreeMap<(Who, TransferKey, u32), RequestId>,
     /// Instances that were paused at some time.
@@ -36,9 +46,9 @@ pub(super) struct StableSource {
 }
 
 impl StableSource {
-    pub(super) fn new(limits: Limits) -> StableSource {
+    pub(super) fn new(run: &Run) -> StableSource {
         let (pulls, keys, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        StableSource { usable: limits.usable(), pulls, keys, paused }
+        StableSource { usable: usable(run), pulls, keys, paused }
     }
 
     fn hook(&mut self, now: Now<'_>, who: Who, hook: &DecodeHook) {
@@ -48,7 +58,9 @@ impl StableSource {
                 // A second one under this key is refused.
                 self.keys.entry((who, key.0.clone(), key.1)).or_insert_with(|| request.clone());
                 let (told, renewed) = (now.at + LOCAL, Nanos::ZERO);
-                let pull = Pull { key, told, sent: None, renewed, renewal: (0, now.at) };
+                let (usable, renewal) = (Nanos::ZERO, (0, now.at));
+                let (sent, attempt, granted) = (None, None, None);
+                let pull = Pull { key, told, sent, usable, renewed, renewal, attempt, granted };
                 self.pulls.insert((who, request.clone()), pull);
             }
             DecodeHook::Finished { request, .. }
@@ -74,17 +86,51 @@ impl StableSource {
         self.pulls.get_mut(&(who, request))
     }
 
-    fn asked(&mut self, now: Nanos, who: Who, tag: &Tag) {
+    fn asked(&mut self, now: Nanos, who: Who, of: Who, tag: &Tag) {
+        let usable = self.usable.get(usize::from(of.instance)).copied().unwrap_or(Nanos::MAX);
         if let Some(pull) = self.pull_of(who, tag) {
+            pull.usable = pull.usable.max(usable);
             pull.sent.get_or_insert(now);
+            pull.attempt.get_or_insert(tag.attempt);
         }
+    }
+
+    /// A reader got its grant.
+    fn granted(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag, blocks: &[BlockList]) {
+        let Some(pull) = self.pull_of(to, tag) else { return };
+        if pull.attempt == Some(tag.attempt) && pull.granted.is_none() {
+            // Of a sliding window the list names blocks, too, that were passed and are free.
+            let whole = |group: u16| !now.state.slides(group);
+            let list = |(group, list): (u16, &BlockList)| {
+                list.ids.iter().map(|block| BlockRef { group, block: *block }).collect::<Vec<_>>()
+            };
+            pull.granted = Some((
+                from,
+                (0..).zip(blocks).filter(|(group, _)| whole(*group)).flat_map(list).collect(),
+            ));
+        }
+    }
+
+    /// A reader that a prefill has promised one of these blocks to, and to whom they still belong.
+    fn robbed(&self, now: Now<'_>, prefill: Who, freed: &[Vec<u32>]) -> Option<(Who, &RequestId)> {
+        let is_freed = |at: &BlockRef| {
+            freed.get(usize::from(at.group)).is_some_and(|ids| ids.contains(&at.block))
+        };
+        let robbed = |(who, _): &(Who, RequestId), pull: &Pull| {
+            let promised = pull.granted.as_ref().filter(|(owner, _)| *owner == prefill);
+            promised.is_some_and(|(_, blocks)| blocks.iter().any(is_freed))
+                && now.state.acts(*who)
+                && now.at < self.end(*who, pull)
+        };
+        let mut pulls = self.pulls.iter();
+        pulls.find(|(key, pull)| robbed(key, pull)).map(|((who, request), _)| (*who, request))
     }
 
     /// The lease counts from when its reader asks.
     fn end(&self, who: Who, pull: &Pull) -> Nanos {
         let paused = self.paused.contains(&who.instance);
         let asked = pull.sent.filter(|_| paused).unwrap_or(pull.told);
-        pull.renewed.max(asked + self.usable)
+        pull.renewed.max(asked + pull.usable)
     }
 
     /// A question for a longer lease counts from when it was sent first, once it is answered.
@@ -97,11 +143,10 @@ impl StableSource {
     }
 
     fn renewed(&mut self, who: Who, tag: &Tag, count: u32) {
-        let usable = self.usable;
         if let Some(pull) = self.pull_of(who, tag)
             && pull.renewal.0 == count
         {
-            pull.renewed = pull.renewed.max(pull.renewal.1 + usable);
+            pull.renewed = pull.renewed.max(pull.renewal.1 + pull.usable);
         }
     }
 
@@ -155,6 +200,18 @@ impl Invariant for StableSource {
         match seen {
             Observation::Freed { who, request, blocks }
             | Observation::Taken { who, request, blocks } => {
+                if let Observation::Freed { .. } = seen
+                    && let Some((reader, load)) = self.robbed(now, *who, blocks)
+                {
+                    found.report(self.id(), now.at, || {
+                        let (name, reader) =
+                            (now.state.name(who.instance), now.state.name(reader.instance));
+                        format!(
+                            "request {request} on {name} lost its blocks, but {reader} may read \
+                             them for its request {load}"
+                        )
+                    });
+                }
                 for (group, ids) in blocks.iter().enumerate() {
                     let at = |block: &u32| BlockRef { group: group as u16, block: *block };
                     let read = |id: &&u32| now.state.block(who.instance, at(id)).reads > 0;
@@ -179,9 +236,9 @@ impl Invariant for StableSource {
             },
             Observation::FrameSent {
                 from,
+                to,
                 frame: Frame::Data { message: Message::Pull { tag, .. }, .. },
-                ..
-            } => self.asked(now.at, *from, tag),
+            } => self.asked(now.at, *from, *to, tag),
             Observation::FrameSent {
                 from,
                 frame: Frame::Data { message: Message::Renew { tag, count }, .. },
@@ -192,6 +249,11 @@ impl Invariant for StableSource {
                 frame: Frame::Data { message: Message::Renewed { tag, count, .. }, .. },
                 ..
             } => self.renewed(*to, tag, *count),
+            Observation::FrameArrived {
+                from,
+                to,
+                frame: Frame::Data { message: Message::Grant { tag, blocks, .. }, .. },
+            } => self.granted(now, (*from, *to), tag, blocks),
             Observation::Faulted { kind: FaultKind::Pause, from, .. } => {
                 self.paused.extend(*from);
             }
@@ -208,7 +270,6 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, failed, request, tag};
-    use engine::core::layout::BlockList;
     use engine::core::message::DecodeLeg;
     use engine::fabric::{Direction, Landed, SessionId, Ticket};
 
@@ -272,6 +333,30 @@ mod tests {
         bench.fails("d0 uses request r");
     }
 
+    #[test]
+    fn a_late_grant_of_an_attempt_before_counts_for_nothing() {
+        for late in [false, true] {
+            let mut bench = bench();
+            bench.allocated(D0, "r", 16, &[4]);
+            let newest = Tag { attempt: Attempt(40), ..tag("r") };
+            bench.send(D0, P0, Message::Pull { tag: newest.clone(), tokens: 16 });
+            let grant = |tag| {
+                let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
+                Message::Grant { tag, tokens: 16, blocks, lease }
+            };
+            if late {
+                bench.send(P0, D0, grant(Tag { attempt: Attempt(3), ..tag("r") }));
+            }
+            // Only now the prompt is computed, into a block that was somebody else's.
+            bench.taken(P0, "q", &[7]);
+            bench.send(P0, D0, grant(newest));
+            bench.submit((D0, P0), 1, Direction::Read, (&[4], &[7]));
+            bench.land_read(D0, P0, 1, &[7], &[4]);
+            bench.loaded(D0, "r");
+            bench.holds();
+        }
+    }
+
     /// A pull that asks at 0 s, with a lease of 30 s.
     fn pulling() -> Bench {
         let mut bench = bench();
@@ -333,6 +418,24 @@ mod tests {
         bench.now = Nanos::from_secs(31);
         bench.loaded(D0, "r");
         bench.holds();
+    }
+
+    #[test]
+    fn a_silent_reader_keeps_its_source_until_its_lease_ends() {
+        for (seconds, crashed, held) in [(20, false, false), (20, true, true), (28, false, true)] {
+            let mut bench = pulling();
+            let (blocks, lease) = (vec![BlockList::new(vec![7])], Nanos::from_secs(30));
+            bench.arrive(P0, D0, Message::Grant { tag: tag("r"), tokens: 16, blocks, lease });
+            if crashed {
+                bench.crash(D0);
+            }
+            bench.now = Nanos::from_secs(seconds);
+            bench.freed(P0, "p", &[7]);
+            match held {
+                true => bench.holds(),
+                false => bench.fails("p on p0 lost its blocks, but d0 may read them"),
+            }
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use super::Invariants;
 use crate::observe::{BlockRef, Landing, Observation, Rank, Submission, Who};
 use crate::testing::{run, two_and_two};
-use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::dialect::native::{Envelope, Frame, VERSION};
 use engine::core::error::Failure;
 use engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
 use engine::core::layout::BlockList;
@@ -21,6 +21,9 @@ pub(super) const P0: Who = Who { instance: 0, life: 0 };
 pub(super) const P1: Who = Who { instance: 1, life: 0 };
 pub(super) const D0: Who = Who { instance: 2, life: 0 };
 pub(super) const D1: Who = Who { instance: 3, life: 0 };
+
+/// Bytes of a block on a rank.
+pub(super) const BLOCK: u64 = 1_024;
 
 pub(super) fn request(name: &str) -> RequestId {
     name.into()
@@ -167,14 +170,14 @@ impl Bench {
     pub(super) fn send(&mut self, from: Who, to: Who, message: Message) {
         self.seq += 1;
         let (from_life, to_life) = (Incarnation(1), Incarnation(1));
-        let envelope = Envelope { from: from_life, to: to_life, session: 1 };
+        let envelope = Envelope { version: VERSION, from: from_life, to: to_life, session: 1 };
         let frame = &Frame::Data { envelope, seq: self.seq, message };
         self.see(Observation::FrameSent { from, to, frame });
     }
 
     pub(super) fn arrive(&mut self, from: Who, to: Who, message: Message) {
         let (from_life, to_life) = (Incarnation(1), Incarnation(1));
-        let envelope = Envelope { from: from_life, to: to_life, session: 1 };
+        let envelope = Envelope { version: VERSION, from: from_life, to: to_life, session: 1 };
         let frame = &Frame::Data { envelope, seq: 1, message };
         self.see(Observation::FrameArrived { from, to, frame });
     }
@@ -196,7 +199,10 @@ impl Bench {
         direction: Direction,
         (local, remote): (&[u32], &[u32]),
     ) {
+        let block = |ids: &[u32]| u64::from(ids.first().copied().unwrap_or(0)) * BLOCK;
         self.see(Observation::Submitted(Submission {
+            place: (0, block(local), block(remote)),
+            bytes: local.len() as u64 * BLOCK,
             from: rank(from),
             peer: rank(to),
             op: OpId(op),

@@ -4,6 +4,7 @@ use super::shape::{Grid, Shape, Spot};
 use super::{BlockTokens, Found, Wrong};
 use scenarios::decide::mix;
 use scenarios::run::CELL_LAYERS_MAX;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Layers that the mask of a cell can tell apart.
@@ -73,10 +74,82 @@ fn pieces(
     }
 }
 
+/// What arrived of a layer of a piece with some operations, while others are to bring the rest.
+#[derive(Clone, Debug)]
+struct Pending {
+    stamp: u32,
+    /// Start and end of its bytes, counted row after row; apart from one another.
+    bytes: BTreeMap<u64, u64>,
+}
+
+impl Pending {
+    fn add(&mut self, (mut start, mut end): (u64, u64)) {
+        let touching = self.bytes.range(..=end).filter(|(_, until)| **until >= start);
+        let over: Vec<(u64, u64)> = touching.map(|(from, until)| (*from, *until)).collect();
+        for (from, until) in over {
+            self.bytes.remove(&from);
+            (start, end) = (start.min(from), end.max(until));
+        }
+        self.bytes.insert(start, end);
+    }
+}
+
+/// The cells of a store.
+#[derive(Clone, Debug)]
+pub(super) struct Cells {
+    /// One array per grid of the shape.
+    grids: Vec<Vec<Cell>>,
+    /// By group, cell and tensor; what is written otherwise in between ends it.
+    pending: BTreeMap<(u16, usize, u16), Pending>,
+}
+
+impl Cells {
+    pub(super) fn new(shape: &Shape) -> Cells {
+        let grids = shape.grids.iter().map(|grid| vec![Cell::default(); grid.cells()]).collect();
+        Cells { grids, pending: BTreeMap::new() }
+    }
+
+    /// A piece gets other content in all its layers.
+    #[inline]
+    fn overwrite(&mut self, group: usize, cell: usize) {
+        if !self.pending.is_empty() {
+            let place = (group as u16, cell, 0)..=(group as u16, cell, u16::MAX);
+            let over: Vec<_> = self.pending.range(place).map(|(key, _)| *key).collect();
+            over.iter().for_each(|key| drop(self.pending.remove(key)));
+        }
+    }
+
+    /// Some bytes of a layer of a piece arrive from `source`, of `all` that it has; true once all
+    /// have, from one operation or several.
+    fn arrive(&mut self, key: (u16, usize, u16), source: Cell, rows: &[Partial], all: u64) -> bool {
+        let stamp = source.stamp();
+        let fresh = || Pending { stamp, bytes: BTreeMap::new() };
+        let pending = self.pending.entry(key).or_insert_with(fresh);
+        if pending.stamp != stamp {
+            *pending = fresh();
+        }
+        // They are sorted: what follows one another is one.
+        let mut part = rows[0].bytes;
+        for row in rows {
+            if row.bytes.0 > part.1 {
+                pending.add(part);
+                part = row.bytes;
+            }
+            part.1 = part.1.max(row.bytes.1);
+        }
+        pending.add(part);
+        let whole = pending.bytes.get(&0) == Some(&all);
+        if whole {
+            self.pending.remove(&key);
+        }
+        whole
+    }
+}
+
 /// Gives the pieces that `at` touches the content `stamp` in some layers.
 pub(super) fn fill(
     shape: &Shape,
-    data: &mut [Vec<Cell>],
+    data: &mut Cells,
     at: &BlockTokens,
     layers: Range<u16>,
     stamp: u64,
@@ -86,7 +159,8 @@ pub(super) fn fill(
     let last = members.partition_point(|layer| *layer < layers.end);
     let layers = grid.prefix[last.max(first)] & !grid.prefix[first];
     pieces(grid, at, stamp, |cell, _, stamp| {
-        data[at.group][cell].add(stamp, layers);
+        data.overwrite(at.group, cell);
+        data.grids[at.group][cell].add(stamp, layers);
         true
     });
 }
@@ -94,7 +168,7 @@ pub(super) fn fill(
 /// Checks the pieces that `at` touches in all layers of the group.
 pub(super) fn check(
     shape: &Shape,
-    data: &[Vec<Cell>],
+    data: &Cells,
     at: &BlockTokens,
     stamp: u64,
 ) -> Result<(), Wrong> {
@@ -102,7 +176,7 @@ pub(super) fn check(
     let all = *grid.prefix.last().unwrap_or(&0);
     let mut wrong = None;
     pieces(grid, at, stamp, |cell, position, stamp| {
-        let cell = data[at.group][cell];
+        let cell = data.grids[at.group][cell];
         let same = cell.stamp() == stamp;
         let missing = if same { all & !cell.0 } else { all };
         if missing != 0 {
@@ -117,19 +191,23 @@ pub(super) fn check(
     Err(Wrong { at: at.clone(), layer, position, found })
 }
 
-/// Rows of one piece that one operation moves in several slices.
+/// A row of a piece, or some of its bytes, that an operation moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Partial {
     /// Tensor, group and cell of the target.
     target: (u16, u16, usize),
     /// Tensor, group and cell of the source; none if the rows do not correspond.
     source: Option<(u16, u16, usize)>,
+    /// Start and end of its bytes, counted row after row of the piece.
+    bytes: (u64, u64),
+    /// Bytes of a row.
+    row: u64,
 }
 
 /// One operation that lands.
 pub(super) struct Copy<'a> {
-    pub(super) target: (&'a Shape, &'a mut [Vec<Cell>]),
-    pub(super) source: (&'a Shape, &'a [Vec<Cell>]),
+    pub(super) target: (&'a Shape, &'a mut Cells),
+    pub(super) source: (&'a Shape, &'a Cells),
     pub(super) partial: &'a mut Vec<Partial>,
     /// Where the tensors of source and target were found last.
     pub(super) near: [usize; 2],
@@ -189,38 +267,63 @@ impl Copy<'_> {
             target.block as usize * self.target.0.grids[to_grid].per_block() + write as usize;
         let same_layer = from.layer == to.layer;
         let (from_bit, to_bit) = (source.tensor, target.tensor);
-        let cells = &mut self.target.1[to_grid][write..write + count];
-        let sources = &self.source.1[from_grid][read..read + count];
+        if !self.target.1.pending.is_empty() {
+            let over = (write..write + count).map(|cell| (to_grid as u16, cell, to_bit));
+            over.for_each(|key| drop(self.target.1.pending.remove(&key)));
+        }
+        let cells = &mut self.target.1.grids[to_grid][write..write + count];
+        let sources = &self.source.1.grids[from_grid][read..read + count];
         for (cell, source) in cells.iter_mut().zip(sources) {
             cell.take(to_bit, if same_layer { *source } else { Cell::default() }, from_bit);
         }
         count as u64 * piece
     }
 
-    /// Notes one row; returns its bytes.
+    /// Notes one row, or what the slice has of it; returns its bytes.
     fn row(&mut self, source: Option<Spot>, target: Spot, len: u64) -> u64 {
         let to = Row::of(self.target.0, target);
         let from = source.map(|spot| Row::of(self.source.0, spot));
-        let fits =
-            from.filter(|from| (from.layer, from.piece, from.rest) == (to.layer, to.piece, 0));
-        let source = fits.filter(|_| to.rest == 0 && len >= to.bytes).map(|from| from.cell);
-        self.partial.push(Partial { target: to.cell, source });
-        to.bytes.saturating_sub(to.rest).max(1)
+        let place = |row: &Row| (row.layer, row.piece, row.rest);
+        let source = from.filter(|from| place(from) == place(&to)).map(|from| from.cell);
+        let unit = self.target.0.grids[to.cell.1 as usize].unit;
+        let row = u64::from(to.piece.0 * unit.tokens + to.piece.1);
+        let count = to.bytes.saturating_sub(to.rest).clamp(1, len);
+        let start = row * to.bytes + to.rest;
+        let bytes = (start, start + count);
+        self.partial.push(Partial { target: to.cell, source, bytes, row: to.bytes });
+        count
     }
 
-    /// Lands the pieces of which all rows arrived; the layer of an incomplete one is lost.
+    /// Lands the pieces of which all rows have arrived; the layer of an incomplete one is lost, until
+    /// other operations have brought the rest.
     pub(super) fn finish(self) {
         self.partial.sort_unstable();
         for rows in self.partial.chunk_by(|a, b| a.target == b.target) {
             let (tensor, group, cell) = rows[0].target;
-            let grid = &self.target.0.grids[group as usize];
-            let whole = rows.len() as u32 == grid.unit.tokens * grid.unit.slots
-                && rows.iter().all(|row| row.source == rows[0].source);
-            let (source, bit) = match rows[0].source.filter(|_| whole) {
-                Some((bit, group, cell)) => (self.source.1[group as usize][cell], bit),
-                None => (Cell::default(), 0),
+            let unit = self.target.0.grids[group as usize].unit;
+            let key = (group, cell, tensor);
+            let target = &mut *self.target.1;
+            let alike = rows.iter().all(|row| row.source == rows[0].source);
+            let source = rows[0].source.filter(|_| alike).and_then(|(bit, group, cell)| {
+                let source = self.source.1.grids[group as usize][cell];
+                (source.0 >> bit & 1 == 1).then_some((source, bit))
+            });
+            let (source, bit) = match source {
+                Some((source, bit)) => {
+                    let old = target.grids[group as usize][cell];
+                    let same = old.stamp() == source.stamp() && old.0 >> tensor & 1 == 1;
+                    let all = u64::from(unit.tokens * unit.slots) * rows[0].row;
+                    match same || target.arrive(key, source, rows, all) {
+                        true => (source, bit),
+                        false => (Cell::default(), 0),
+                    }
+                }
+                None => {
+                    target.pending.remove(&key);
+                    (Cell::default(), 0)
+                }
             };
-            self.target.1[group as usize][cell].take(tensor, source, bit);
+            target.grids[group as usize][cell].take(tensor, source, bit);
         }
         self.partial.clear();
     }

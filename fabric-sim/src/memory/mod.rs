@@ -14,7 +14,7 @@ mod shape;
 
 pub use shape::{Shape, ShapeError, Unit};
 
-use cells::{Cell, Partial};
+use cells::{Cells, Partial};
 use engine::fabric::Memory;
 use std::fmt;
 use std::ops::Range;
@@ -108,8 +108,8 @@ pub struct Store {
 enum Data {
     /// One buffer per segment.
     Bytes(Vec<Vec<u8>>),
-    /// One array per grid of the shape.
-    Cells(Vec<Vec<Cell>>),
+    /// Cells by group.
+    Cells(Cells),
 }
 
 /// Reusable memory of [`land`].
@@ -130,7 +130,7 @@ impl Store {
             }
             Fidelity::Cells => {
                 shape.cells_fit()?;
-                Data::Cells(shape.grids.iter().map(|g| vec![Cell::default(); g.cells()]).collect())
+                Data::Cells(Cells::new(&shape))
             }
         };
         Ok(Store { shape, data })

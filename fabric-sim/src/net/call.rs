@@ -86,6 +86,10 @@ pub struct FrameFate {
     pub delay: Nanos,
     /// It waits for no earlier frame of the link, and no later one waits for it.
     pub reorder: bool,
+    /// It cannot be read any more, in a way that these uniform bits draw.
+    pub damage: Option<u64>,
+    /// Another frame comes before it that does not belong there, drawn by these uniform bits.
+    pub foreign: Option<u64>,
 }
 
 /// Settings of the control network.
@@ -99,6 +103,8 @@ pub struct NetConfig {
     pub queue_max: u32,
     /// Until a dial that nobody answers fails.
     pub dial_timeout: Nanos,
+    /// Frames of each channel that are kept to be sent once more, elsewhere.
+    pub recorded: usize,
 }
 
 impl Default for NetConfig {
@@ -108,6 +114,7 @@ impl Default for NetConfig {
             latency: Between::new(20_000, 80_000),
             queue_max: 1_024,
             dial_timeout: Nanos::from_secs(2),
+            recorded: 0,
         }
     }
 }
@@ -129,5 +136,7 @@ pub enum NetOutput {
         plane: NetIx,
         /// What.
         news: NetNews,
+        /// A frame that is not as any process wrote it for this link.
+        forged: bool,
     },
 }

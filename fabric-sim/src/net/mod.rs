@@ -4,6 +4,7 @@
 //! meet a partition vanish and the link stays up: a silent peer has to be noticed by silence.
 
 mod call;
+mod forge;
 mod plane;
 
 pub use call::{
@@ -18,7 +19,7 @@ use call::NetCall;
 use engine::core::time::Nanos;
 use engine::fabric::{Channel, ControlEvent, LinkId};
 use scenarios::decide::kind;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 /// The kind of latency draws.
@@ -37,6 +38,8 @@ pub struct Net {
     free_mail: Vec<u32>,
     /// Ordered pairs of nodes between which nothing passes.
     cut: BTreeSet<(u32, u32)>,
+    /// The newest frames of each channel, if they are kept.
+    recorded: BTreeMap<Channel, VecDeque<Vec<Vec<u8>>>>,
 }
 
 #[derive(Debug)]
@@ -93,8 +96,12 @@ enum What {
     Up,
     Down,
     Frame(Vec<Vec<u8>>),
+    /// A frame that is damaged.
+    Damaged(Vec<Vec<u8>>),
     /// A copy of a frame, which takes no place in the sender's queue.
     Copy(Vec<Vec<u8>>),
+    /// A frame that does not belong to this link, and takes no place either.
+    Foreign(Vec<Vec<u8>>),
     /// Nothing; but it took a place in the sender's queue.
     Lost,
 }
@@ -111,6 +118,7 @@ impl Net {
             mail: Vec::new(),
             free_mail: Vec::new(),
             cut: BTreeSet::new(),
+            recorded: BTreeMap::new(),
         }
     }
 
@@ -239,7 +247,23 @@ impl Net {
         if let Some(after) = fate.duplicate.filter(|_| !lost) {
             self.post(at + after, arrival(What::Copy(parts.clone())), queue);
         }
-        let what = if lost { What::Lost } else { What::Frame(parts) };
+        if let Some(bits) = fate.foreign.filter(|_| !lost) {
+            let recorded = self.recorded.get(&channel);
+            let foreign = forge::foreign(bits, recorded.into_iter().flatten());
+            self.post(at, arrival(What::Foreign(foreign)), queue);
+        }
+        if self.config.recorded > 0 {
+            let kept = self.recorded.entry(channel).or_default();
+            if kept.len() == self.config.recorded {
+                kept.pop_front();
+            }
+            kept.push_back(parts.clone());
+        }
+        let what = match fate.damage {
+            _ if lost => What::Lost,
+            Some(bits) => What::Damaged(forge::damaged(bits, parts)),
+            None => What::Frame(parts),
+        };
         self.post(at, arrival(what), queue);
     }
 
@@ -284,17 +308,18 @@ impl Net {
     fn arrive(&mut self, plane: NetIx, arrival: Arrival, out: &mut Vec<NetOutput>) {
         let Arrival { link, end, what } = arrival;
         let ends = self.links[link as usize].ends;
-        if matches!(what, What::Frame(_) | What::Lost) {
+        if matches!(what, What::Frame(_) | What::Damaged(_) | What::Lost) {
             let sender = &ends[1 - end];
             let news = NetNews::Sent { link: sender.id, frames: 1 };
             if sender.open && self.planes[sender.plane.0 as usize].alive {
-                out.push(NetOutput::Deliver { plane: sender.plane, news });
+                out.push(NetOutput::Deliver { plane: sender.plane, news, forged: false });
             }
         }
         let End { id, open, .. } = ends[end];
         if !open || !self.planes[plane.0 as usize].alive {
             return;
         }
+        let forged = matches!(what, What::Damaged(_) | What::Foreign(_));
         let event = match what {
             What::Up => {
                 let channel = self.links[link as usize].channel;
@@ -305,10 +330,13 @@ impl Net {
                 self.planes[plane.0 as usize].links.remove(&id);
                 ControlEvent::LinkDown { link: id }
             }
-            What::Frame(parts) | What::Copy(parts) => ControlEvent::Frame { link: id, parts },
+            What::Frame(parts)
+            | What::Damaged(parts)
+            | What::Copy(parts)
+            | What::Foreign(parts) => ControlEvent::Frame { link: id, parts },
             What::Lost => return,
         };
-        out.push(NetOutput::Deliver { plane, news: NetNews::Event(event) });
+        out.push(NetOutput::Deliver { plane, news: NetNews::Event(event), forged });
     }
 
     /// A process died. Frames that it sent before still arrive. With `told` the other ends of its

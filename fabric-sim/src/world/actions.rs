@@ -3,7 +3,10 @@
 use super::Simulation;
 use super::entry::{Entry, Letter, ProcessEvent};
 use crate::faults::{Action, ROUTER};
+use engine::core::decode::DecodeInput;
 use engine::core::ids::ClientId;
+use engine::core::message::Role;
+use engine::core::prefill::PrefillInput;
 use engine::core::router::RouterInput;
 use engine::core::time::Nanos;
 use engine::fabric::{ControlEvent, LinkId};
@@ -43,6 +46,10 @@ impl Simulation {
                     self.queue.push(self.now + after, Entry::Process { instance, what });
                 }
             }
+            Action::ClockBack { instance } => {
+                self.instances[usize::from(instance)].born /= 2;
+            }
+            Action::Drain { instance } => self.drain(instance),
             Action::Pause { instance: ROUTER, paused } => self.pause_router(paused),
             Action::Pause { instance, paused } => self.set_paused(instance, paused),
             Action::Preempt { instance } => {
@@ -54,6 +61,18 @@ impl Simulation {
             Action::Race { instance, at, done_first } => self.race(instance, at, done_first),
             Action::Abort { client, after, both } => self.abort(client, after, both),
         }
+    }
+
+    fn drain(&mut self, index: u16) {
+        let instance = &self.instances[usize::from(index)];
+        if instance.process.is_none() || instance.paused {
+            return;
+        }
+        let input = match instance.spec.role {
+            Role::Prefill => PrefillInput::Drain.into(),
+            Role::Decode => DecodeInput::Drain.into(),
+        };
+        self.tell(self.core_slot(index), input);
     }
 
     fn kill_sessions(&mut self, a: u16, b: u16) {

@@ -24,13 +24,20 @@ use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, Memory};
 use scenarios::decide;
 use scenarios::engine::EngineConfig;
 use scenarios::geometry::{RankMemory, geometry, rank_memory};
+use scenarios::lists::FaultKind;
 use scenarios::run::{Instance as Spec, MemoryModel, Run, Span};
 use scenarios::settings;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
+/// Frames of each channel from which a foreign one is drawn.
+const RECORDED: usize = 64;
+
 /// Name of the router on the control network.
 pub(super) const ROUTER: &str = "router";
+
+/// Of the draw whether an instance is one process.
+const WHOLE: u64 = decide::kind("whole");
 
 impl Simulation {
     /// A world at time zero.
@@ -49,6 +56,7 @@ impl Simulation {
             queue: Queue::new(),
             letters: Letters::default(),
             due: VecDeque::new(),
+            follow: VecDeque::new(),
             current: None,
             actors: actors(&run, stride),
             stride,
@@ -80,7 +88,8 @@ impl Simulation {
     fn begin(&mut self) {
         self.flush_router();
         let config = self.run.router.config.clone();
-        let config = super::MachineConfig::Router(Box::new(config), Incarnation(1));
+        let life = Incarnation(1 + self.options.wall);
+        let config = super::MachineConfig::Router(Box::new(config), life);
         self.due.push_back(Due::Start(0, config));
         for instance in 0..self.instances.len() as u16 {
             let what = ProcessEvent::Start;
@@ -130,11 +139,16 @@ fn actors(run: &Run, stride: u32) -> Vec<Actor> {
 
 fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -> Vec<Instance> {
     let network = &run.network;
-    let instance = |spec: &Spec| Instance {
+    // A clock that steps back needs room.
+    let steps_back = run.faults.iter().any(|fault| fault.kind == FaultKind::ClockBack);
+    let born = if steps_back { 1 << 30 } else { 0 };
+    let instance = |(index, spec): (u64, &Spec)| Instance {
         spec: spec.clone(),
+        is_whole: is_whole(run, index),
         becomes: None,
         returns: true,
         life: u32::MAX,
+        born,
         node: nodes[&spec.node],
         ports: (0..tp)
             .map(|_| (dma.add_nic(network.bandwidth), dma.add_nic(network.node_bandwidth)))
@@ -143,7 +157,15 @@ fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -
         paused: false,
         held: Vec::new(),
     };
-    run.instances.iter().map(instance).collect()
+    (0..).zip(&run.instances).map(instance).collect()
+}
+
+/// Whether core and ranks of an instance are in one process: half of them are, by the seed, unless
+/// the run has faults that come between the two.
+fn is_whole(run: &Run, instance: u64) -> bool {
+    let comes_between = |kind| matches!(kind, FaultKind::RankLag | FaultKind::ExpiryRace);
+    let is_drawn = decide::mix(decide::mix(run.seed, WHOLE), instance) & 1 == 0;
+    is_drawn && !run.faults.iter().any(|fault| comes_between(fault.kind))
 }
 
 fn between(span: Span) -> Between {
@@ -169,7 +191,9 @@ fn dma_config(run: &Run) -> DmaConfig {
 
 fn net_config(run: &Run) -> NetConfig {
     let latency = between(run.network.control_latency);
-    NetConfig { seed: run.seed, latency, ..NetConfig::default() }
+    let foreign = run.faults.iter().any(|fault| fault.kind == FaultKind::Foreign);
+    let recorded = if foreign { RECORDED } else { 0 };
+    NetConfig { seed: run.seed, latency, recorded, ..NetConfig::default() }
 }
 
 /// The largest piece of a block that no transfer between two instances cuts.
@@ -232,15 +256,15 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         control: Endpoint(format!("sim://{}", spec.name).into()),
         dp: (spec.dp_rank, spec.dp_size),
         router: Some(Endpoint(format!("sim://{ROUTER}").into())),
-        settings: settings::core(run),
-        channel: settings::channel(run),
+        settings: settings::core(run, spec),
+        channel: settings::channel(spec),
         moriio: None,
     })
 }
 
 /// Arguments of a rank's transfer actor.
 pub(super) fn transfer(
-    run: &Run,
+    spec: &Spec,
     core: &CoreConfig,
     rank: u16,
     plane: &SimDataPlane,
@@ -254,10 +278,10 @@ pub(super) fn transfer(
         mode: core.mode,
         geometry: core.geometry.clone(),
         address: plane.address(),
-        placement: caps.placement,
+        caps,
         memory: registered,
         layers: memory.layout.layers.clone(),
-        settings: settings::transfer(run, &caps),
+        settings: settings::transfer(spec),
     })
 }
 

@@ -74,6 +74,13 @@ impl Clients {
         states.filter(|state| state.end.as_ref() == Some(end)).count() as u64
     }
 
+    /// From the arrival of a request of the workload to its first token.
+    pub(super) fn first_token_after(&self, run: &Run, request: u32) -> Option<Nanos> {
+        let request = request as usize;
+        let first = self.states[..self.own].get(request)?.first_token?;
+        Some(first - run.requests.get(request)?.arrival)
+    }
+
     /// The request that came last of those that have not ended.
     pub(super) fn newest(&self) -> Option<ClientId> {
         let open = |state: &State| state.arrived && state.end.is_none();
@@ -186,7 +193,7 @@ impl Simulation {
                 self.stats.failed(&failure.to_string());
                 End::Failed
             }
-            Answer::NoInstance => {
+            Answer::NoInstance | Answer::Misfit(_) => {
                 self.stats.failed("no instance");
                 End::Failed
             }

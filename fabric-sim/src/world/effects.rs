@@ -7,7 +7,6 @@ use super::{Due, LOCAL, Simulation};
 use crate::dma::{News, Output, PlaneIx, SimDataPlane};
 use crate::net::{NetNews, NetOutput, SimControlPlane};
 use crate::observe::{Observation, Rank, Who};
-use engine::core::Outbox;
 use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use engine::core::decode::{DecodeEffect, DecodeInput};
 use engine::core::message::{Job, Report};
@@ -16,93 +15,115 @@ use engine::core::router::{RouterEffect, RouterInput};
 use engine::core::time::Nanos;
 use engine::core::transfer::{TransferEffect, TransferInput};
 use engine::driver::{perform_control, perform_data};
-use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane};
+use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane, Outcome, Refused};
 use scenarios::engine::EngineInput;
 
 impl Simulation {
-    pub(super) fn router_effects(&mut self, slot: u32, cause: u64, out: &mut Outbox<RouterEffect>) {
-        for effect in out.drain() {
-            self.tracer.effect(self.now, super::ActorId::Router, cause, &effect);
-            match effect {
-                RouterEffect::Control(command) => {
-                    if let Some(event) = perform_control(&mut self.router.control, command) {
-                        self.control_input(slot, 0, event);
-                    }
-                }
-                RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
-                    self.dispatch(leg, client, &engine, &http, body);
-                }
-                // Engines of the simulation register when they can serve.
-                RouterEffect::Probe { probe, .. } => {
-                    self.tell(0, RouterInput::Probed { probe, answers: true }.into());
-                }
-                RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
-                RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
-            }
-        }
-        self.flush_router();
-    }
-
-    pub(super) fn prefill_effects(
+    pub(super) fn router_effect(
         &mut self,
-        slot: u32,
-        cause: u64,
-        out: &mut Outbox<PrefillEffect>,
-    ) {
-        let (id, instance) = self.owner(slot);
-        for effect in out.drain() {
-            let seq = self.tracer.effect(self.now, id, cause, &effect);
-            match effect {
-                PrefillEffect::Control(command) => self.control_command(instance, slot, command),
-                PrefillEffect::Job(job) => self.job(instance, job, seq),
-                PrefillEffect::Answer(answer) => {
-                    let who = self.who(instance);
-                    self.watch.see(self.now, &Observation::PrefillAnswer { who, answer: &answer });
-                    self.tell_engine(instance, EngineInput::Prefill(answer));
-                }
-                PrefillEffect::Violation(_) => {}
+        (slot, cause): (u32, u64),
+        effect: RouterEffect,
+    ) -> Option<MachineInput> {
+        self.tracer.effect(self.now, super::ActorId::Router, cause, &effect);
+        match effect {
+            RouterEffect::Control(command) => {
+                let refused = perform_control(&mut self.router.control, command)?;
+                return Some(self.follows(slot, 0, RouterInput::Control(refused).into(), 0));
             }
+            RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
+                self.dispatch(leg, client, &engine, &http, body);
+            }
+            // Engines of the simulation register when they can serve.
+            RouterEffect::Probe { probe, .. } => {
+                self.tell(0, RouterInput::Probed { probe, answers: true }.into());
+            }
+            RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
+            RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
         }
-        self.flush_control(instance);
+        None
     }
 
-    pub(super) fn decode_effects(&mut self, slot: u32, cause: u64, out: &mut Outbox<DecodeEffect>) {
-        let (id, instance) = self.owner(slot);
-        for effect in out.drain() {
-            let seq = self.tracer.effect(self.now, id, cause, &effect);
-            match effect {
-                DecodeEffect::Control(command) => self.control_command(instance, slot, command),
-                DecodeEffect::Job(job) => self.job(instance, job, seq),
-                DecodeEffect::Answer(answer) => {
-                    let who = self.who(instance);
-                    self.watch.see(self.now, &Observation::DecodeAnswer { who, answer: &answer });
-                    self.stats.answered(self.now, instance, &answer);
-                    self.tell_engine(instance, EngineInput::Decode(answer));
-                }
-                DecodeEffect::Violation(_) => {}
-            }
-        }
-        self.flush_control(instance);
-    }
-
-    pub(super) fn transfer_effects(
+    pub(super) fn prefill_effect(
         &mut self,
-        slot: u32,
-        cause: u64,
-        out: &mut Outbox<TransferEffect>,
-    ) {
+        (slot, cause): (u32, u64),
+        effect: PrefillEffect,
+    ) -> Option<MachineInput> {
+        let (id, instance) = self.owner(slot);
+        let seq = self.tracer.effect(self.now, id, cause, &effect);
+        match effect {
+            PrefillEffect::Control(command) => {
+                return self.control_command(instance, slot, command);
+            }
+            PrefillEffect::Job(job) => self.job(instance, job, seq),
+            PrefillEffect::Answer(answer) => {
+                let who = self.who(instance);
+                self.watch.see(self.now, &Observation::PrefillAnswer { who, answer: &answer });
+                self.tell_engine(instance, EngineInput::Prefill(answer));
+            }
+            PrefillEffect::Violation(_)
+            | PrefillEffect::Refused { .. }
+            | PrefillEffect::Router(_) => {}
+        }
+        None
+    }
+
+    pub(super) fn decode_effect(
+        &mut self,
+        (slot, cause): (u32, u64),
+        effect: DecodeEffect,
+    ) -> Option<MachineInput> {
+        let (id, instance) = self.owner(slot);
+        let seq = self.tracer.effect(self.now, id, cause, &effect);
+        match effect {
+            DecodeEffect::Control(command) => {
+                return self.control_command(instance, slot, command);
+            }
+            DecodeEffect::Job(job) => self.job(instance, job, seq),
+            DecodeEffect::Answer(answer) => {
+                let who = self.who(instance);
+                self.watch.see(self.now, &Observation::DecodeAnswer { who, answer: &answer });
+                self.stats.answered(self.now, instance, &answer);
+                self.tell_engine(instance, EngineInput::Decode(answer));
+            }
+            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
+            }
+        }
+        None
+    }
+
+    pub(super) fn transfer_effect(
+        &mut self,
+        (slot, cause): (u32, u64),
+        effect: TransferEffect,
+    ) -> Option<MachineInput> {
         let (id, instance) = self.owner(slot);
         let rank = (slot - self.core_slot(instance) - 1) as u16;
-        for effect in out.drain() {
-            let seq = self.tracer.effect(self.now, id, cause, &effect);
-            match effect {
-                TransferEffect::Data(command) => {
-                    self.data_command(instance, rank, slot, command, seq);
-                }
-                TransferEffect::Report(report) => self.tell_core(instance, rank, report, seq),
+        let seq = self.tracer.effect(self.now, id, cause, &effect);
+        match effect {
+            TransferEffect::Data(command) => self.data_command(instance, rank, slot, command, seq),
+            TransferEffect::Report(report) => {
+                self.tell_core(instance, rank, report, seq);
+                None
             }
         }
-        self.flush_data(instance, rank);
+    }
+
+    /// Gives what the machine of a slot had its planes do to the networks.
+    pub(super) fn flush(&mut self, slot: u32) {
+        match self.actors[slot as usize].id {
+            super::ActorId::Router => self.flush_router(),
+            super::ActorId::Prefill(instance) | super::ActorId::Decode(instance) => {
+                self.flush_control(instance);
+            }
+            super::ActorId::Transfer(instance, rank) => self.flush_data(instance, rank),
+        }
+    }
+
+    /// Has a machine handle an input ahead of all that is due, as the actor does which it shares a
+    /// process with, or which it is.
+    fn follows(&mut self, slot: u32, life: u32, input: MachineInput, cause: u64) -> MachineInput {
+        self.follow.push_back(Due::Input { slot, life, input: input.clone(), cause });
+        input
     }
 
     fn owner(&self, slot: u32) -> (super::ActorId, u16) {
@@ -118,6 +139,14 @@ impl Simulation {
     fn job(&mut self, instance: u16, job: Job, cause: u64) {
         let who = self.who(instance);
         self.watch.see(self.now, &Observation::Job { who, job: &job });
+        if self.instances[instance as usize].is_whole {
+            for rank in 0..self.instances[instance as usize].spec.tp {
+                let (slot, job) = (self.rank_slot(instance, rank), job.clone());
+                let (life, input) = (who.life, TransferInput::Job(job).into());
+                self.follow.push_back(Due::Input { slot, life, input, cause });
+            }
+            return;
+        }
         self.post(LOCAL, Letter::Job { instance, life: who.life, job, cause });
     }
 
@@ -145,8 +174,9 @@ impl Simulation {
     ) {
         let slot = self.rank_slot(instance, rank);
         let lag = self.watch.lag(instance, rank).unwrap_or(Nanos::ZERO);
+        let is_whole = self.instances[instance as usize].is_whole;
         let late = &mut self.actors[slot as usize].late;
-        if lag == Nanos::ZERO && *late < self.now {
+        if is_whole || (lag == Nanos::ZERO && *late < self.now) {
             return self.due.push_back(Due::Input { slot, life, input, cause });
         }
         *late = (*late).max(self.now + lag);
@@ -162,8 +192,11 @@ impl Simulation {
             engine::core::message::Role::Prefill => PrefillInput::Report { rank, report }.into(),
             engine::core::message::Role::Decode => DecodeInput::Report { rank, report }.into(),
         };
-        let slot = self.core_slot(instance);
-        self.post(LOCAL, Letter::Machine { slot, life: who.life, input, cause });
+        let (slot, life) = (self.core_slot(instance), who.life);
+        if self.instances[instance as usize].is_whole {
+            return self.follow.push_back(Due::Input { slot, life, input, cause });
+        }
+        self.post(LOCAL, Letter::Machine { slot, life, input, cause });
     }
 
     fn data_command(
@@ -173,7 +206,7 @@ impl Simulation {
         slot: u32,
         command: DataCommand,
         cause: u64,
-    ) {
+    ) -> Option<MachineInput> {
         let who = self.who(instance);
         let from = Rank { who, rank };
         match command {
@@ -188,14 +221,22 @@ impl Simulation {
             }
             _ => {}
         }
-        let Some(process) = &mut self.instances[instance as usize].process else { return };
+        let process = self.instances[instance as usize].process.as_mut()?;
         let plane = &mut process.ranks[usize::from(rank)];
-        let Some(refusal) = perform_data(plane, command) else { return };
+        let submit = matches!(command, DataCommand::Submit { .. });
+        let Some(refusal) = perform_data(plane, command) else {
+            if submit {
+                self.stats.posted();
+            }
+            return None;
+        };
         if let DataRefusal::Submit { op, why } = &refusal {
+            if *why == Refused::Busy {
+                self.stats.refused();
+            }
             self.watch.see(self.now, &Observation::Refused { from, op: *op, why });
         }
-        let input = TransferInput::Refused(refusal).into();
-        self.due.push_back(Due::Input { slot, life: who.life, input, cause });
+        Some(self.follows(slot, who.life, TransferInput::Refused(refusal).into(), cause))
     }
 
     /// Gives the calls of a data plane to the network.
@@ -211,7 +252,12 @@ impl Simulation {
         self.dma.perform(self.now, ix, &mut self.calls, &mut hooks, &mut self.queue);
     }
 
-    fn control_command(&mut self, instance: u16, slot: u32, command: ControlCommand) {
+    fn control_command(
+        &mut self,
+        instance: u16,
+        slot: u32,
+        command: ControlCommand,
+    ) -> Option<MachineInput> {
         let who = self.who(instance);
         if let ControlCommand::Dial { to, channel, .. } = &command
             && *channel == engine::fabric::Channel::Handshake
@@ -221,20 +267,25 @@ impl Simulation {
             let to = to.map(|index| index as u16);
             self.watch.see(self.now, &Observation::Dialled { from: who, to });
         }
-        let Some(process) = &mut self.instances[instance as usize].process else { return };
-        if let Some(event) = perform_control(&mut process.control, command) {
-            self.control_input(slot, who.life, event);
-        }
+        let process = self.instances[instance as usize].process.as_mut()?;
+        let event = perform_control(&mut process.control, command)?;
+        let input = self.on_control(slot, event);
+        Some(self.follows(slot, who.life, input, 0))
     }
 
-    fn control_input(&mut self, slot: u32, life: u32, event: ControlEvent) {
+    /// A control event as the input of the machine that has the plane.
+    fn on_control(&self, slot: u32, event: ControlEvent) -> MachineInput {
         use super::ActorId;
-        let input = match self.actors[slot as usize].id {
+        match self.actors[slot as usize].id {
             ActorId::Router => RouterInput::Control(event).into(),
             ActorId::Prefill(_) => PrefillInput::Control(event).into(),
             ActorId::Decode(_) => DecodeInput::Control(event).into(),
             ActorId::Transfer(..) => unreachable!("transfer actors have no control plane"),
-        };
+        }
+    }
+
+    fn control_input(&mut self, slot: u32, life: u32, event: ControlEvent) {
+        let input = self.on_control(slot, event);
         self.due.push_back(Due::Input { slot, life, input, cause: 0 });
     }
 
@@ -270,6 +321,10 @@ impl Simulation {
                 }
                 Output::Completed { plane, op, outcome } => {
                     let from = self.planes[plane.0 as usize].at;
+                    self.stats.completed(&outcome);
+                    if outcome == Outcome::Done {
+                        self.rest.moved(self.now);
+                    }
                     let seen = Observation::Completed { from, op, outcome: &outcome };
                     self.watch.see(self.now, &seen);
                 }
@@ -314,10 +369,11 @@ impl Simulation {
     /// Hands on what the control network did.
     pub(super) fn control_outputs(&mut self, outputs: &mut Vec<NetOutput>) {
         for output in outputs.drain(..) {
-            let NetOutput::Deliver { plane, news } = output;
+            let NetOutput::Deliver { plane, news, forged } = output;
             let who = self.control[plane.0 as usize];
             if let NetNews::Event(ControlEvent::Frame { link, parts }) = &news {
                 let from = self.net.peer(plane, *link).map(|ix| self.control[ix.0 as usize]);
+                let from = from.filter(|_| !forged);
                 self.watch.frame_arrived(self.now, from, who, parts);
             }
             self.control_news(who, news);

@@ -2,10 +2,11 @@
 
 use super::process::DataOwner;
 use super::watch::Watch;
-use crate::dma::{Hooks, OpFate, OpInfo};
+use crate::dma::{Hooks, OpFate, OpInfo, PlaneIx};
 use crate::net::{FrameFate, FrameInfo, NetHooks};
 use crate::observe::Who;
 use engine::core::time::Nanos;
+use engine::fabric::Cause;
 
 /// Decides about operations.
 #[derive(Debug)]
@@ -17,6 +18,10 @@ pub(super) struct DataHooks<'a> {
 impl Hooks for DataHooks<'_> {
     fn fate(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpFate {
         self.watch.submitted(now, self.planes, op)
+    }
+
+    fn register(&mut self, now: Nanos, plane: PlaneIx) -> Option<Cause> {
+        self.watch.registered(now, &self.planes[plane.0 as usize])
     }
 }
 

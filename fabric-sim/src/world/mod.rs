@@ -24,7 +24,7 @@ mod trace;
 mod watch;
 
 pub use actor::{ActorId, AnyMachine, Effects, MachineConfig, MachineEffect, MachineInput};
-pub use report::{Causes, Percentiles, Report, Verdict};
+pub use report::{Causes, FULL, FullLink, Operations, Percentiles, Report, Verdict};
 pub use trace::{Detail, Record, Recording};
 
 use crate::dma::{Calls, Dma, Output};
@@ -51,11 +51,13 @@ pub struct Options {
     pub record: bool,
     /// Check the invariants.
     pub check: bool,
+    /// By how many microseconds all wall clocks are ahead.
+    pub wall: u64,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { record: false, check: true }
+        Options { record: false, check: true, wall: 0 }
     }
 }
 
@@ -133,6 +135,8 @@ pub struct Simulation {
     queue: Queue<Entry>,
     letters: Letters,
     due: VecDeque<Due>,
+    /// What follows from the last turns in the same process: ahead of what is due.
+    follow: VecDeque<Due>,
     /// Whose turn it is, and the trace number of its input.
     current: Option<(u32, u64)>,
     actors: Vec<Actor>,
@@ -180,7 +184,7 @@ impl Simulation {
             if self.watch.faults.has_news() {
                 self.perform_actions();
             }
-            while let Some(due) = self.due.pop_front() {
+            while let Some(due) = self.follow.pop_front().or_else(|| self.due.pop_front()) {
                 if let Some(turn) = self.turn(due) {
                     return Some(turn);
                 }
@@ -242,13 +246,46 @@ impl Simulation {
     /// # Panics
     /// If no turn is out, or the effects are of another kind of machine.
     pub fn apply(&mut self, effects: Effects<'_>, deadline: Option<Nanos>, gauges: Option<Gauges>) {
-        let (slot, cause) = self.current.take().expect("a turn is out");
+        let turn = self.current.expect("a turn is out");
         match effects {
-            Effects::Router(out) => self.router_effects(slot, cause, out),
-            Effects::Prefill(out) => self.prefill_effects(slot, cause, out),
-            Effects::Decode(out) => self.decode_effects(slot, cause, out),
-            Effects::Transfer(out) => self.transfer_effects(slot, cause, out),
+            Effects::Router(out) => out.drain().for_each(|effect| {
+                self.router_effect(turn, effect);
+            }),
+            Effects::Prefill(out) => out.drain().for_each(|effect| {
+                self.prefill_effect(turn, effect);
+            }),
+            Effects::Decode(out) => out.drain().for_each(|effect| {
+                self.decode_effect(turn, effect);
+            }),
+            Effects::Transfer(out) => out.drain().for_each(|effect| {
+                self.transfer_effect(turn, effect);
+            }),
         }
+        self.end_turn(deadline, gauges);
+    }
+
+    /// Takes one effect of the turn that is out, for who takes them one at a time. The answer is what
+    /// a plane refused; it is the next turn but for what follows from effects before.
+    ///
+    /// # Panics
+    /// If no turn is out, or the effect is of another kind of machine.
+    pub fn effect(&mut self, effect: MachineEffect) -> Option<MachineInput> {
+        let turn = self.current.expect("a turn is out");
+        match effect {
+            MachineEffect::Router(effect) => self.router_effect(turn, effect),
+            MachineEffect::Prefill(effect) => self.prefill_effect(turn, effect),
+            MachineEffect::Decode(effect) => self.decode_effect(turn, effect),
+            MachineEffect::Transfer(effect) => self.transfer_effect(turn, effect),
+        }
+    }
+
+    /// Ends the turn that is out: all its effects were taken.
+    ///
+    /// # Panics
+    /// If no turn is out.
+    pub fn end_turn(&mut self, deadline: Option<Nanos>, gauges: Option<Gauges>) {
+        let (slot, _) = self.current.take().expect("a turn is out");
+        self.flush(slot);
         match gauges {
             Some(gauges) => self.audited(slot, gauges),
             None => {
@@ -363,6 +400,27 @@ impl Simulation {
     fn post(&mut self, after: Nanos, letter: Letter) {
         let entry = self.letters.add(letter);
         self.queue.push(self.now + after, entry);
+    }
+
+    /// The machine whose turn is out.
+    ///
+    /// # Panics
+    /// If no turn is out.
+    pub fn actor(&self) -> ActorId {
+        let (slot, _) = self.current.expect("a turn is out");
+        self.actors[slot as usize].id
+    }
+
+    /// True if more follows from the turns before in the process of their machine.
+    pub fn follows_on(&self) -> bool {
+        !self.follow.is_empty()
+    }
+
+    /// The slot that stands for the process of a machine: machines of one process have the same.
+    pub fn home(&self, slot: u32) -> u32 {
+        let instance = self.actors[slot as usize].instance;
+        let whole = instance.filter(|index| self.instances[usize::from(*index)].is_whole);
+        whole.map_or(slot, |index| self.core_slot(index))
     }
 
     fn core_slot(&self, instance: u16) -> u32 {

@@ -25,7 +25,12 @@ pub(super) struct Instance {
     pub(super) becomes: Option<scenarios::run::Instance>,
     /// Counts its starts from 0; `u32::MAX` before the first.
     pub(super) life: u32,
+    /// Number of its newest life; a clock that steps back makes it smaller.
+    pub(super) born: u32,
     pub(super) node: u32,
+    /// Core and ranks are in one process and hear one another at once; otherwise each is in its
+    /// own, as with `transfer` `worker`.
+    pub(super) is_whole: bool,
     /// Ports to other nodes and within the node, by rank.
     pub(super) ports: Vec<(NicIx, NicIx)>,
     /// It is down and will start.
@@ -82,6 +87,12 @@ pub(super) struct DataOwner {
     pub(super) placement: Placement,
 }
 
+/// The incarnation of an instance in a life, as its wall clock says. As with clocks, no two instances
+/// share one, so that a conversation of one is none of another.
+fn incarnation(instance: u16, born: u32, wall: u64) -> Incarnation {
+    Incarnation(((1 + u64::from(instance)) << 32 | u64::from(born)) + wall)
+}
+
 impl Simulation {
     pub(super) fn who(&self, instance: u16) -> Who {
         Who { instance, life: self.instances[instance as usize].life }
@@ -107,11 +118,14 @@ impl Simulation {
             instance.spec = spec;
         }
         instance.life = instance.life.wrapping_add(1);
+        instance.born += 1;
         let (spec, life, node) = (instance.spec.clone(), instance.life, instance.node);
+        let born = instance.born;
         let who = self.who(index);
         let run = self.run.clone();
         let memory = build::memory(&run, &spec, self.unit);
-        let core = build::core(&run, &spec, Incarnation(u64::from(life) + 1));
+        let born = incarnation(index, born, self.options.wall);
+        let core = build::core(&run, &spec, born);
         let mut control = self.net.add_plane(&spec.name, node);
         control.listen(Channel::Handshake).expect("a new plane listens to nothing");
         self.control.push(who);
@@ -121,17 +135,17 @@ impl Simulation {
             let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
             let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
             let registered = segment.collect();
-            let caps = crate::caps::caps(self.watch.faults.placement());
+            let caps = crate::caps::caps(self.watch.faults.placement(), &spec.fabric);
             let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
             let plane = self.dma.add_plane(plane);
             let at = Rank { who, rank };
             self.planes.push(DataOwner {
                 at,
                 shape,
-                credits: caps.operations_max,
+                credits: caps.in_all.operations,
                 placement: caps.placement,
             });
-            let config = build::transfer(&run, &core, rank, &plane, registered, &memory);
+            let config = build::transfer(&spec, &core, rank, &plane, registered, &memory);
             let slot = self.rank_slot(index, rank);
             self.actors[slot as usize].limits = config.limits(&core);
             ranks.push(plane);
@@ -154,9 +168,12 @@ impl Simulation {
         };
         self.revive(slot, id, life);
         self.due.push_back(Due::Start(slot, config));
+        let ranks: Vec<u32> = due.iter().map(|(slot, ..)| *slot).collect();
         for (slot, rank, config) in due {
             self.revive(slot, ActorId::Transfer(index, rank), life);
             self.due.push_back(Due::Start(slot, MachineConfig::Transfer(config)));
+        }
+        for slot in ranks {
             let input = TransferInput::Start.into();
             self.due.push_back(Due::Input { slot, life, input, cause: 0 });
         }

@@ -10,11 +10,12 @@ use engine::core::error::Failure;
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, PrefillHook};
 use engine::core::time::Nanos;
-use engine::fabric::DataEvent;
+use engine::fabric::{DataEvent, Outcome};
 use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{Bounds, Expect};
+use scenarios::run::{Bounds, Expect, FirstToken};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Things by their cause, and how often.
@@ -91,6 +92,31 @@ impl Percentiles {
     }
 }
 
+/// A direction of a port that was full for some time.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FullLink {
+    /// Instance, rank, direction, and `near` for a port within a node.
+    pub link: String,
+    /// For how long it was used above 80 %, as averaged over tenths of a second.
+    pub full: Nanos,
+    /// That in a million of the virtual time of the run.
+    pub full_ppm: u64,
+}
+
+/// A link that was used above 80 % for this long counts as full.
+pub const FULL: Nanos = Nanos::from_secs(1);
+
+/// Operations of all data planes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Operations {
+    /// Accepted.
+    pub posted: u64,
+    /// Answered `Busy`.
+    pub refused: u64,
+    /// Completed as failed.
+    pub failed: u64,
+}
+
 /// What a run came to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Report {
@@ -128,6 +154,8 @@ pub struct Report {
     /// has worked into the run count once.
     #[serde(skip)]
     pub faults: BTreeMap<(FaultKind, Phase), u64>,
+    /// Kinds of faults that the run has and that never hit.
+    pub unfired: Vec<FaultKind>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
     /// Entries taken from the event queue.
@@ -143,6 +171,10 @@ pub struct Report {
     pub bytes: u64,
     /// Bytes sent by the busiest port, in a million of what it could have sent in the time.
     pub link_use_ppm: u64,
+    /// Directions of ports that were used above 80 % for some time, by that time.
+    pub full_links: Vec<FullLink>,
+    /// Operations of all data planes, while the workload lasted.
+    pub operations: Operations,
     /// Most blocks of an instance's group owned or shared by requests.
     pub blocks_held_peak: u32,
     /// Most blocks of an instance's group kept because a transfer may still touch them.
@@ -161,6 +193,7 @@ pub(super) struct Stats {
     transfer: Vec<Nanos>,
     recomputed: Causes,
     failed: Causes,
+    operations: Operations,
     held: u32,
     quarantined: u32,
     wrong: Option<String>,
@@ -185,6 +218,19 @@ impl Stats {
     /// The workload is done; probes are no part of the report.
     pub(super) fn close(&mut self) {
         self.closed = true;
+    }
+
+    pub(super) fn posted(&mut self) {
+        self.operations.posted += u64::from(!self.closed);
+    }
+
+    pub(super) fn refused(&mut self) {
+        self.operations.refused += u64::from(!self.closed);
+    }
+
+    pub(super) fn completed(&mut self, outcome: &Outcome) {
+        let failed = *outcome != Outcome::Done && !self.closed;
+        self.operations.failed += u64::from(failed);
     }
 
     pub(super) fn ttft(&mut self, span: Nanos) {
@@ -286,6 +332,7 @@ impl Simulation {
         }
         let recomputed = stats.recomputed.values().sum();
         let mut unmet = unmet(&self.run.expect, [finished, failed, unknown + open, recomputed]);
+        unmet.extend(self.unmet_load(&stats.operations));
         if let Some(within) = self.run.expect.within
             && self.rest.served() > within
         {
@@ -308,6 +355,7 @@ impl Simulation {
             violations,
             violation_count: count,
             left: (!self.rest.at_rest).then(|| self.what_is_left()),
+            unfired: self.unfired(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),
@@ -316,10 +364,62 @@ impl Simulation {
             transfer: Percentiles::of(stats.transfer),
             bytes,
             link_use_ppm,
+            full_links: self.full_links(),
+            operations: stats.operations,
             blocks_held_peak: stats.held,
             blocks_quarantined_peak: stats.quarantined,
             recording: self.tracer.take_recording(),
         }
+    }
+
+    /// What the scenario expects of operations and first tokens and did not get.
+    fn unmet_load(&self, operations: &Operations) -> Vec<String> {
+        let expect = &self.run.expect;
+        let wanted = [
+            ("posted", expect.operations.posted, operations.posted),
+            ("refused", expect.operations.refused, operations.refused),
+            ("failed", expect.operations.failed, operations.failed),
+        ];
+        let outside = |(name, bounds, count): (&str, Option<Bounds>, u64)| {
+            let Bounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
+            Some(format!("{count} operations {name}, not {min} to {max}"))
+        };
+        let late = |first: &FirstToken| {
+            let FirstToken { request, within } = *first;
+            match self.clients.first_token_after(&self.run, request) {
+                Some(span) if span <= within => None,
+                Some(span) => Some(format!(
+                    "first token of request {request} after {span}, not within {within}"
+                )),
+                None => Some(format!("request {request} had no first token")),
+            }
+        };
+        let operations = wanted.into_iter().filter_map(outside);
+        operations.chain(expect.first_tokens.iter().filter_map(late)).collect()
+    }
+
+    /// Directions of ports that were full, the longest first.
+    fn full_links(&self) -> Vec<FullLink> {
+        let mut links = Vec::new();
+        for instance in &self.instances {
+            for (rank, (far, near)) in instance.ports.iter().enumerate() {
+                for (port, place) in [(*far, ""), (*near, " near")] {
+                    let (out, into) = self.dma.nic_full(port);
+                    for (direction, full) in [("out", out), ("in", into)] {
+                        let part = u128::from(full.0) * 1_000_000;
+                        let full_ppm = part.checked_div(self.now.0.into()).unwrap_or(0) as u64;
+                        let link = || format!("{}.{rank} {direction}{place}", instance.spec.name);
+                        links.extend((full > Nanos::ZERO).then(|| FullLink {
+                            link: link(),
+                            full,
+                            full_ppm,
+                        }));
+                    }
+                }
+            }
+        }
+        links.sort_by_key(|link| Reverse(link.full));
+        links
     }
 
     fn coverage(&self) -> BTreeMap<(FaultKind, Phase), u64> {
@@ -328,6 +428,13 @@ impl Simulation {
             coverage.insert((*kind, Phase::Idle), 1);
         }
         coverage
+    }
+
+    fn unfired(&self) -> Vec<FaultKind> {
+        let hit = self.watch.faults.coverage();
+        let is_hit = |kind: &FaultKind| hit.keys().any(|(other, _)| other == kind);
+        let kinds: BTreeSet<_> = self.run.faults.iter().map(|fault| fault.kind).collect();
+        kinds.into_iter().filter(|kind| !is_hit(kind)).collect()
     }
 
     /// Bytes sent, and the use of the busiest port in a million.

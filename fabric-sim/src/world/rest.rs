@@ -102,6 +102,11 @@ impl Rest {
         INTERVAL
     }
 
+    /// Bytes of an operation arrived.
+    pub(super) fn moved(&mut self, now: Nanos) {
+        self.progress = now;
+    }
+
     /// A request or a step came a step further.
     pub(super) fn progressed(&mut self, now: Nanos) {
         self.progress = now;
@@ -207,8 +212,9 @@ impl Simulation {
     /// True if no machine, engine or network has anything under way.
     fn nothing_held(&self) -> bool {
         let idle = |gauges: &Gauges| {
-            let Gauges { transfers, operations, held, quarantined, queued, .. } = *gauges;
-            [transfers, operations, held, quarantined, queued].iter().all(|count| *count == 0)
+            let Gauges { transfers, operations, held, quarantined, queued, entries, .. } = *gauges;
+            let counts = [transfers, operations, held, quarantined, queued, entries];
+            counts.iter().all(|count| *count == 0)
         };
         let mut machines = (0..self.actors.len() as u32).filter(|slot| self.acts(*slot));
         self.letters_under_way() == 0
@@ -263,11 +269,12 @@ impl Simulation {
         let mut left = Vec::new();
         for slot in (0..self.actors.len() as u32).filter(|slot| self.acts(*slot)) {
             let actor = &self.actors[slot as usize];
-            let Gauges { transfers, operations, held, quarantined, queued, .. } = actor.gauges;
-            if [transfers, operations, held, quarantined, queued] != [0; 5] {
+            let gauges = actor.gauges;
+            let Gauges { transfers, operations, held, quarantined, queued, entries, .. } = gauges;
+            if [transfers, operations, held, quarantined, queued, entries] != [0; 6] {
                 left.push(format!(
                     "{}: {transfers} transfers, {operations} operations, {held} held, \
-                     {quarantined} quarantined, {queued} queued",
+                     {quarantined} quarantined, {queued} queued, {entries} entries",
                     actor.id
                 ));
             }

@@ -92,8 +92,8 @@ impl Simulation {
     /// Schedules the end of the next layers of a step.
     fn plan_layers(&mut self, instance: u16) {
         let all = self.run.model.layers;
-        let group =
-            if self.pushes(instance) { self.run.protocol.layers_per_op.max(1) } else { all };
+        let spec = &self.instances[instance as usize].spec;
+        let group = if self.pushes(instance) { spec.layers_per_op() } else { all };
         let instance_life = self.instances[instance as usize].life;
         let Some(process) = &mut self.instances[instance as usize].process else { return };
         let Some(step) = &mut process.step else { return };

@@ -4,7 +4,7 @@ use super::process::DataOwner;
 use super::{LOCAL, Simulation};
 use crate::dma::{Dma, Landing, OpFate, OpInfo};
 use crate::faults::{Action, Faults, Hit, LegFate, ROUTER, Spot};
-use crate::invariants::{Invariants, Limits, Violation};
+use crate::invariants::{self, Invariants, Violation};
 use crate::memory::Slice;
 use crate::net::{FrameFate, FrameInfo};
 use crate::observe::{self, BlockRef, Observation, Submission, Who};
@@ -13,7 +13,7 @@ use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::message::{DecodeHook, Job, Message};
 use engine::core::router::LegBody;
 use engine::core::time::Nanos;
-use engine::fabric::Direction;
+use engine::fabric::{Cause, Direction};
 use scenarios::Run;
 use scenarios::lists::{Event, MessageName};
 use std::collections::BTreeMap;
@@ -37,8 +37,8 @@ pub(super) struct Watch {
     /// that race.
     arrived: BTreeMap<(u16, RequestId), Nanos>,
     asked: BTreeMap<(u16, BlockRef), Nanos>,
-    /// A lease as its reader counts it.
-    usable: Nanos,
+    /// The lease that each instance grants, as its readers count it.
+    usable: Vec<Nanos>,
 }
 
 impl Watch {
@@ -56,7 +56,7 @@ impl Watch {
             hits: Vec::new(),
             arrived: BTreeMap::new(),
             asked: BTreeMap::new(),
-            usable: Limits::of(run).usable(),
+            usable: invariants::usable(run),
         }
     }
 
@@ -162,7 +162,12 @@ impl Watch {
     }
 
     /// When the lease of a read ends, if it has not been renewed.
-    fn lease_end(&mut self, now: Nanos, from: &DataOwner, op: &OpInfo<'_>) -> Option<Nanos> {
+    fn lease_end(
+        &mut self,
+        now: Nanos,
+        (from, to): (&DataOwner, &DataOwner),
+        op: &OpInfo<'_>,
+    ) -> Option<Nanos> {
         if !self.faults.races() || op.direction != Direction::Read {
             return None;
         }
@@ -170,8 +175,8 @@ impl Watch {
         let (at, first) = (op.local_at?, op.slices.get(..1)?);
         from.shape.blocks(at, first, |slice| pick(slice, true), &mut self.local);
         let asked = *self.asked.get(&(from.at.who.instance, *self.local.first()?))?;
-        let end = asked + self.usable;
-        (now < asked + self.usable.scale(1, 3)).then_some(end)
+        let usable = self.usable[usize::from(to.at.who.instance)];
+        (now < asked + usable.scale(1, 3)).then_some(asked + usable)
     }
 
     /// An operation was accepted.
@@ -192,7 +197,11 @@ impl Watch {
                     owner.shape.blocks(at, op.slices, |slice| pick(slice, nth == 0), into);
                 }
             }
+            let (segment, base) = op.local_at.unwrap_or((u32::MAX, 0));
+            let first = op.slices.first().copied().unwrap_or_default();
             let seen = Submission {
+                place: (segment, base + first.local, first.remote),
+                bytes: op.slices.iter().map(|slice| slice.len).sum(),
                 from: from.at,
                 peer: to.at,
                 op: op.op,
@@ -209,7 +218,7 @@ impl Watch {
             return OpFate::default();
         }
         let (instance, rank) = (from.at.who.instance, from.at.rank);
-        let lease = self.lease_end(now, from, op);
+        let lease = self.lease_end(now, (from, to), op);
         let between = Spot::between(instance, to.at.who.instance);
         let spot = Spot { rank, nth: op.nth, lease, ..between };
         let unposted = &mut self.unposted[usize::from(instance)];
@@ -224,6 +233,17 @@ impl Watch {
         let fate = self.faults.op_fate(now, &spot);
         // The core hears of it from its actor.
         OpFate { not_before: fate.not_before - LOCAL, ..fate }
+    }
+
+    /// A rank registers memory; why it cannot.
+    pub(super) fn registered(&mut self, now: Nanos, owner: &DataOwner) -> Option<Cause> {
+        if self.calm {
+            return None;
+        }
+        let (who, rank) = (owner.at.who, owner.at.rank);
+        let spot = Spot { rank, nth: u64::from(who.life), ..Spot::at(who.instance) };
+        let fails = self.faults.register_fails(now, &spot);
+        fails.then(|| Cause::Backend("injected: memory cannot be registered".into()))
     }
 
     /// Bytes arrived.
@@ -293,7 +313,7 @@ impl Watch {
         self.faults.frame_fate(now, &spot)
     }
 
-    /// A control frame arrived; nobody knows from whom if its link is gone.
+    /// A control frame arrived; from nobody if it was forged or its link is gone.
     pub(super) fn frame_arrived(
         &mut self,
         now: Nanos,
@@ -304,11 +324,14 @@ impl Watch {
         if self.calm && self.invariants.is_none() {
             return;
         }
-        let (Some(from), Some(frame)) = (from, decode(parts)) else { return };
+        let frame = decode(parts);
+        let (Some(from), Some(frame)) = (from, &frame) else {
+            return self.see(now, &Observation::Stray { to, frame: frame.as_ref() });
+        };
         if let Some(invariants) = &mut self.invariants {
-            invariants.see(now, &Observation::FrameArrived { from, to, frame: &frame });
+            invariants.see(now, &Observation::FrameArrived { from, to, frame });
         }
-        let message = name(&frame);
+        let message = name(frame);
         let spot = Spot { message, ..Spot::between(from.instance, to.instance) };
         self.event(now, Event::FrameDelivered, &spot);
         match message {

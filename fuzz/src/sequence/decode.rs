@@ -138,7 +138,9 @@ impl Engine for DecodeEngine {
             DecodeEffect::Control(command) => Want::Control(command),
             DecodeEffect::Job(job) => Want::Job(job),
             DecodeEffect::Answer(answer) => Want::Answer(answer),
-            DecodeEffect::Violation(_) => Want::Nothing,
+            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
+                Want::Nothing
+            }
         }
     }
 

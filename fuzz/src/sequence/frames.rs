@@ -6,7 +6,7 @@ use engine::core::channel::capability;
 use engine::core::dialect::moriio::descriptor::{DescLayout, MemoryDesc};
 use engine::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory, REQUEST};
 use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToDecode, ToPrefill};
-use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::dialect::native::{Envelope, Frame, VERSION, VERSION_MIN};
 use engine::core::error::Failure;
 use engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
 use engine::core::layout::{
@@ -91,6 +91,11 @@ pub(super) fn transfer(number: u8) -> TransferId {
     format!("tx-{}", number % 6).into()
 }
 
+/// The newest version that a peer speaks in this life.
+pub(super) fn version(life: u64) -> u16 {
+    if life.is_multiple_of(2) { VERSION_MIN } else { VERSION }
+}
+
 /// The hello of a peer with this role; `odd` other than 0 makes it one that does not fit.
 pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) -> Box<Hello> {
     let mut geometry = geometry();
@@ -106,7 +111,7 @@ pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) 
         _ => {}
     }
     Box::new(Hello {
-        version: if odd % 16 == 8 { 9 } else { 1 },
+        version: if odd % 16 == 8 { 9 } else { version(life) },
         version_min: if odd % 16 == 8 { 9 } else { 1 },
         engine: format!("peer-{}", peer % 4).into(),
         incarnation: Incarnation(life),
@@ -177,9 +182,9 @@ pub(super) fn moriio(words: &Words) -> Option<Vec<Vec<u8>>> {
     Some(vec![part])
 }
 
-/// One native frame of each kind.
-pub(crate) fn samples() -> Vec<Frame> {
-    let envelope = Envelope { from: Incarnation(7), to: OWN.1, session: 1 };
+/// One native frame of each kind, as conversations of this version have them.
+pub(crate) fn samples(version: u16) -> Vec<Frame> {
+    let envelope = Envelope { version, from: Incarnation(7), to: OWN.1, session: 1 };
     let saying = Saying {
         kind: 0,
         tag: None,
@@ -211,6 +216,8 @@ pub(crate) fn samples() -> Vec<Frame> {
         dp_size: 1,
         tp: 1,
         draining: false,
+        fit: None,
+        troubles: Vec::new(),
     };
     let others = [
         Frame::Hello(hello.clone()),

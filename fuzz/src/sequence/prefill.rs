@@ -111,7 +111,9 @@ impl Engine for PrefillEngine {
             PrefillEffect::Control(command) => Want::Control(command),
             PrefillEffect::Job(job) => Want::Job(job),
             PrefillEffect::Answer(answer) => Want::Answer(answer),
-            PrefillEffect::Violation(_) => Want::Nothing,
+            PrefillEffect::Violation(_)
+            | PrefillEffect::Refused { .. }
+            | PrefillEffect::Router(_) => Want::Nothing,
         }
     }
 

@@ -104,7 +104,12 @@ impl Wire {
 
     fn envelope(&self, link: LinkId) -> Envelope {
         let (life, session) = self.links.get(&link).map_or((7, 1), |link| link.conversation);
-        Envelope { from: Incarnation(life), to: frames::OWN.1, session }
+        Envelope {
+            version: frames::version(life),
+            from: Incarnation(life),
+            to: frames::OWN.1,
+            session,
+        }
     }
 
     fn data(&mut self, link: LinkId, skew: i8, message: Message) -> Word {

@@ -72,7 +72,7 @@ impl Lane<'_> {
         span: Duration,
         inflight: u32,
     ) -> Result<Figures, Stop> {
-        let depth = inflight.min(self.side.plane.caps().operations_max).max(1);
+        let depth = inflight.min(self.side.plane.caps().in_all.operations).max(1);
         let batches = u64::from(depth).min(kind.shape.apart());
         let batches: Vec<Ranges> = (0..batches).map(|nth| kind.shape.ranges(nth)).collect();
         // What is slow the first time, such as pages that nobody has touched, is no part of it.

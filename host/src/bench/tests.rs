@@ -12,8 +12,8 @@ use crate::plane::PlaneConfig;
 use clap::Parser;
 use engine::core::Nanos;
 use engine::fabric::{
-    Address, Caps, Cause, DataEvent, DataPlane, Direction, FenceScope, Landed, Memory, Outcome,
-    PeerId, Placement, Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, Memory,
+    Outcome, PeerId, Placement, Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use fabric_host::HostConfig;
 use std::fs::File;
@@ -73,8 +73,9 @@ impl DataPlane for Stub {
         Caps {
             read: true,
             write: true,
-            operations_max: self.operations_max,
             slices_max: 64,
+            per_peer: Credits::UNLIMITED,
+            in_all: Credits::of_operations(self.operations_max),
             placement: Placement::OnQuiet,
             fence: FenceScope::Peer,
         }

@@ -8,6 +8,7 @@ mod peer;
 mod ports;
 
 pub(crate) use peer::{PeerArgs, command as peer_command};
+pub(crate) use ports::remedy;
 
 use crate::embed::config::{Given, HostArgs};
 use crate::exit::{Exit, Stop, UNFIT};
@@ -199,8 +200,9 @@ fn configuration(args: &DoctorArgs) -> Check {
         Some(path) => format!("{} and the environment", path.display()),
         None => "no file, the environment".into(),
     };
-    let paths: Vec<_> = config.fabric.paths.iter().map(|path| path.name()).collect();
-    let (paths, fabric) = (paths.join(", "), &config.fabric);
+    let fabric = &config.operator.fabric;
+    let paths: Vec<_> = fabric.paths.iter().map(|path| path.name()).collect();
+    let paths = paths.join(", ");
     let (copiers, spin_us, slower) = (fabric.copiers, fabric.spin_us, fabric.slower);
     let found =
         format!("{file}: copiers {copiers}, spin_us {spin_us}, slower {slower}, paths {paths}");

@@ -73,8 +73,14 @@ pub(super) fn listeners(args: &DoctorArgs) -> Vec<Check> {
 }
 
 fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
+    let remedy = remedy(address, why);
+    Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
+}
+
+/// What to do where `HOST:PORT` cannot be listened at.
+pub(crate) fn remedy(address: &str, why: &io::Error) -> String {
     let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
-    let remedy = match why.kind() {
+    match why.kind() {
         ErrorKind::AddrInUse => format!(
             "end the process that has port {port} (`ss -ltnp 'sport = :{port}'` shows it), or give \
              another port"
@@ -87,8 +93,7 @@ fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
             "give an address of this machine (`ip -brief address`)".into()
         }
         _ => "give HOST:PORT of this machine".into(),
-    };
-    Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
+    }
 }
 
 /// Whether something listens where the router is to be.

@@ -4,6 +4,8 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment, which
 //! wins over the file, which wins over the default.
 
+use crate::limits::{self, Overrides};
+use crate::lives;
 use crate::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
 use fabric_host::{HostConfig, Path as DataPath};
@@ -27,8 +29,18 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     over the environment, which wins over the file.";
 
 /// All keys.
-const KEYS: [&str; 8] =
-    ["socket", "metrics", "log_format", "log_level", "copiers", "spin_us", "paths", "slower"];
+const KEYS: [&str; 10] = [
+    "socket",
+    "metrics",
+    "log_format",
+    "log_level",
+    "copiers",
+    "spin_us",
+    "paths",
+    "slower",
+    "set",
+    "state",
+];
 
 /// Arguments of `host`.
 #[derive(Clone, Debug, Args)]
@@ -71,6 +83,14 @@ pub(crate) struct Given {
     #[arg(long, value_name = "BOOL", value_parser = slower,
         num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     slower: Option<bool>,
+    /// Times and limits of the protocol where the connector says nothing of them, with commas
+    /// between: protocol.lease_ms=20000; a file has them as tables
+    #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given)]
+    set: Option<Overrides>,
+    /// Folder in which the engine's lives are noted, so that a restarted one is known as such though
+    /// the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by default
+    #[arg(long, value_name = "FOLDER", value_parser = state)]
+    state: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,17 +104,34 @@ pub(crate) struct Config {
     /// Where metrics are scraped, if anywhere.
     pub(crate) metrics: Option<String>,
     pub(crate) logs: LogArgs,
-    /// Limits of the data planes; what an engine says of itself is not in it yet.
-    pub(crate) fabric: HostConfig,
+    pub(crate) operator: Operator,
     /// The file that was read.
     pub(crate) file: Option<PathBuf>,
     /// Variables that look like keys and are none.
     pub(crate) strangers: Vec<String>,
 }
 
+/// What the operator of a host says of how it serves an engine.
+#[derive(Clone, Debug)]
+pub(crate) struct Operator {
+    /// Limits of the data planes; what an engine says of itself is not in it yet.
+    pub(crate) fabric: HostConfig,
+    /// Times and limits where an engine says nothing of them.
+    pub(crate) limits: Overrides,
+    /// Folder in which lives are noted.
+    pub(crate) state: Option<PathBuf>,
+}
+
 fn socket(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("socket = \"\": it has to be a path".into()),
+        path => Ok(path.into()),
+    }
+}
+
+fn state(text: &str) -> Result<PathBuf, String> {
+    match text {
+        "" => Err("state = \"\": it has to be the path of a folder".into()),
         path => Ok(path.into()),
     }
 }
@@ -148,6 +185,16 @@ fn slower(text: &str) -> Result<bool, String> {
     text.parse().map_err(|_| format!("slower = {text:?}: it has to be true or false"))
 }
 
+/// Times and limits as options and variables have them.
+///
+/// # Errors
+/// The key and its value, and what there may be.
+pub(crate) fn limits_given(text: &str) -> Result<Overrides, String> {
+    let mut given = Overrides::default();
+    given.assign(text)?;
+    Ok(given)
+}
+
 /// What to say of a key that there is not.
 fn unknown(key: &str, known: &[&str]) -> String {
     match nearest(key, known) {
@@ -171,6 +218,8 @@ impl Given {
             "spin_us" => self.spin_us = Some(spin_us(text)?),
             "paths" => self.paths = Some(paths(text)?),
             "slower" => self.slower = Some(slower(text)?),
+            "set" => self.set = Some(limits_given(text)?),
+            "state" => self.state = Some(state(text)?),
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
         Ok(())
@@ -186,6 +235,11 @@ impl Given {
             spin_us: self.spin_us.or(other.spin_us),
             paths: self.paths.or(other.paths),
             slower: self.slower.or(other.slower),
+            set: match (self.set, other.set) {
+                (Some(first), Some(then)) => Some(first.or(&then)),
+                (first, then) => first.or(then),
+            },
+            state: self.state.or(other.state),
         }
     }
 
@@ -213,6 +267,13 @@ impl Given {
         for (key, value) in table.get_ref() {
             let key_text: &str = key.get_ref();
             let fail = |why: String| format!("{name}:{}: {why}", line(key.span().start));
+            if limits::TABLES.contains(&key_text) {
+                let set = given.set.get_or_insert_default();
+                for (name, text) in entries(value.get_ref()).map_err(fail)? {
+                    set.assign(&format!("{key_text}.{name}={text}")).map_err(fail)?;
+                }
+                continue;
+            }
             let Some(text) = plain(value.get_ref()) else {
                 let why = match KEYS.contains(&key_text) {
                     true => "a text, a whole number, true, false or a list of texts is expected",
@@ -224,6 +285,24 @@ impl Given {
         }
         Ok(given)
     }
+}
+
+/// Keys and values of a table.
+fn entries(value: &DeValue<'_>) -> Result<Vec<(String, String)>, String> {
+    let DeValue::Table(table) = value else {
+        return Err("a table of times and limits is expected".into());
+    };
+    let mut entries = Vec::with_capacity(table.len());
+    for (key, value) in table {
+        let text = match value.get_ref() {
+            DeValue::Float(number) => Some(number.as_str().to_owned()),
+            other => plain(other),
+        };
+        let key = key.get_ref().to_string();
+        let text = text.ok_or_else(|| format!("{key}: a number is expected"))?;
+        entries.push((key, text));
+    }
+    Ok(entries)
 }
 
 /// A value as it would be written into a variable; none for what no key takes.
@@ -269,6 +348,8 @@ impl HostArgs {
         if let Some((by, path)) = &file {
             given = given.or(read(path, by)?);
         }
+        let limits = given.set.clone().unwrap_or_default();
+        limits.limits()?;
         let variables = KEYS.map(variable);
         let mut known: Vec<&str> = variables.iter().map(String::as_str).collect();
         known.push(FILE);
@@ -281,12 +362,16 @@ impl HostArgs {
                 log_format: given.log_format.unwrap_or(LogFormat::Text),
                 log_level: given.log_level.unwrap_or(LevelFilter::INFO),
             },
-            fabric: HostConfig {
-                copiers: given.copiers.unwrap_or(default.copiers),
-                spin_us: given.spin_us.unwrap_or(default.spin_us),
-                paths: given.paths.map_or(default.paths, |Paths(paths)| paths),
-                slower: given.slower.unwrap_or(default.slower),
-                ..HostConfig::default()
+            operator: Operator {
+                fabric: HostConfig {
+                    copiers: given.copiers.unwrap_or(default.copiers),
+                    spin_us: given.spin_us.unwrap_or(default.spin_us),
+                    paths: given.paths.map_or(default.paths, |Paths(paths)| paths),
+                    slower: given.slower.unwrap_or(default.slower),
+                    ..HostConfig::default()
+                },
+                limits,
+                state: given.state.or_else(lives::own_folder),
             },
             file: file.map(|(_, path)| path),
             strangers,

@@ -1,30 +1,28 @@
-//! The actor between the connectors of one engine and the protocol.
+//! What the connectors of one engine are to its protocol actor, and it to them.
 
+use super::config::Operator;
 use super::metrics::{Metrics, Scrape};
-use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use super::proto::{FromHost, Hello, ToHost, Versions, Who};
 use super::record::{Record, Trace};
 use super::records::{KEPT, Records};
 use super::spec::{Engine, Worker};
 use super::start::{self, Started};
 use super::words::Words;
-use crate::cores::{Cores, FlowOwner, Outlets, log_violation};
+use crate::cores::{log_refusal, log_router, log_violation};
 use crate::legs::Own;
 use crate::meters::Counters;
 use crate::scrape;
-use actix::{
-    Actor, ActorFutureExt, Addr, AsyncContext, Context, Handler, Message, ResponseActFuture,
-    WrapFuture,
-};
-use engine::actors::{Clock, Foreign, RankReport};
+use actix::{AsyncContext, Handler, Message};
+use engine::actors::{Clock, Driver, Inputs, Outlet, Planes, Port, Site};
 use engine::core::Nanos;
-use engine::core::decode::DecodeEffect;
-use engine::core::ids::{EngineId, FlowId, Incarnation, RequestId};
-use engine::core::machine::Gauges;
-use engine::core::message::{DecodeHook, Job, PrefillAnswer, PrefillHook};
-use engine::core::prefill::PrefillEffect;
+use engine::core::error::{Failure, PeerViolation};
+use engine::core::ids::{EngineId, RequestId};
+use engine::core::instance::{Instance, InstanceInput};
+use engine::core::machine::{Gauges, Machine};
+use engine::core::message::{
+    DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report, RouterNews,
+};
 use engine::core::router::LegBody;
-use fabric_host::HostConfig;
-use futures_util::future::{LocalBoxFuture, ready};
 use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,6 +45,8 @@ pub(super) struct Joined {
 pub(super) struct Said {
     pub(super) client: u64,
     pub(super) message: ToHost,
+    /// There was no room for anything new: a request that arrived is refused.
+    pub(super) is_refused: bool,
 }
 
 /// A connection ended.
@@ -54,13 +54,16 @@ pub(super) struct Said {
 #[rtype(result = "()")]
 pub(super) struct Left(pub(super) u64);
 
-/// A core says which request a flow is for.
+/// Nobody may have come.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Owned {
-    flow: FlowId,
-    owner: Option<FlowOwner>,
-}
+struct Alone;
+
+/// The actor: the machines of the engine, their planes, and the gateway.
+pub(super) type Host = Driver<Site<Planes, Gateway>>;
+
+/// Messages of connections that may wait for the actor. A quarter is kept for news of what was begun.
+const MAILBOX: usize = 4_096;
 
 /// How often a scheduler may be told how many blocks are kept.
 const KEPT_EVERY: Duration = Duration::from_secs(1);
@@ -78,12 +81,13 @@ enum Part {
 
 struct Client {
     part: Part,
+    /// Which is spoken with it.
+    version: u16,
     out: Sender<FromHost>,
 }
 
 /// The engine is complete and served.
 struct Serving {
-    cores: Cores,
     own: Own,
     engine: EngineId,
     records: Records,
@@ -94,11 +98,11 @@ struct Serving {
     kept: (u32, u32),
 }
 
-/// The actor.
+/// The gateway.
 pub(super) struct Gateway {
     clock: Clock,
-    /// What the operator says of the data planes.
-    fabric: HostConfig,
+    /// What was configured for the host.
+    operator: Operator,
     /// Microseconds since 1970 at which the clock was zero.
     started_unix_us: u64,
     clients: BTreeMap<u64, Client>,
@@ -116,16 +120,16 @@ pub(super) struct Gateway {
 }
 
 impl Gateway {
-    /// `started` is when the clock was zero.
+    /// `started_unix_us` is when the clock was zero, in microseconds since 1970.
     pub(super) fn start(
-        (clock, started): (Clock, Incarnation),
-        fabric: HostConfig,
+        (clock, started_unix_us): (Clock, u64),
+        operator: Operator,
         over: oneshot::Sender<()>,
-    ) -> Addr<Gateway> {
-        let gateway = Gateway {
-            clock,
-            fabric,
-            started_unix_us: started.0,
+    ) -> Port<Host> {
+        let outlet = Gateway {
+            clock: clock.clone(),
+            operator,
+            started_unix_us,
             clients: BTreeMap::new(),
             engine: None,
             workers: BTreeMap::new(),
@@ -135,12 +139,22 @@ impl Gateway {
             is_refused: false,
             over: Some(over),
         };
-        gateway.start()
+        let site = Site { fabric: Planes::new(), outlet };
+        let host = Driver::start(|_| site, Instance::default(), None, clock);
+        let alone = host.clone();
+        // It ends by itself.
+        let _detached = actix::spawn(async move {
+            tokio::time::sleep(ALONE).await;
+            alone.do_send(Alone);
+        });
+        Port::new(host, MAILBOX)
     }
 
     /// A part that does not take what it is told is cut off: it would miss an answer.
     fn tell(&mut self, to: impl Fn(Part) -> bool, message: &FromHost) {
-        let told = |client: &Client| client.out.try_send(message.clone()).is_ok();
+        let told = |client: &Client| {
+            client.out.try_send(message.clone().in_version(client.version)).is_ok()
+        };
         self.clients.retain(|_, client| !to(client.part) || told(client));
     }
 
@@ -153,14 +167,7 @@ impl Gateway {
 
     /// Takes up a part of the engine. False for an observer, which is none.
     fn join(&mut self, client: u64, hello: Hello, out: Sender<FromHost>) -> Result<bool, String> {
-        if hello.version != VERSION {
-            let other = hello.version;
-            let why = format!(
-                "who connects speaks version {other} and the host {VERSION}; install one version of \
-                 kvferry for both"
-            );
-            return Err(why);
-        }
+        let version = hello.versions().agree("who connects")?;
         let part = match &hello.who {
             Who::Observer => {
                 self.observers.insert(client);
@@ -177,7 +184,8 @@ impl Gateway {
                 "another {part:?} is served by this host; give each engine its own"
             ));
         }
-        self.clients.insert(client, Client { part, out });
+        tracing::debug!(client, ?part, version, "joined");
+        self.clients.insert(client, Client { part, version, out });
         match hello.who {
             Who::Scheduler(engine) => self.engine = Some(engine),
             Who::Worker(worker) => _ = self.workers.insert(worker.rank, *worker),
@@ -206,39 +214,27 @@ impl Gateway {
         }
     }
 
-    /// Starts the protocol when all parts of the engine are there.
-    fn serve(&mut self, context: &mut Context<Self>) -> Result<(), String> {
+    /// The machines of the engine, when all its parts are there.
+    fn serve(&mut self) -> Result<Option<Begun>, String> {
         let Some(engine) = self.engine.as_ref().filter(|engine| self.is_complete(engine)) else {
-            return Ok(());
+            return Ok(None);
         };
-        let own = context.address();
-        let outlets = Outlets {
-            prefill: own.clone().recipient(),
-            decode: own.clone().recipient(),
-            reports: own.recipient(),
-        };
-        let planes = (&self.workers, &self.fabric);
-        let started = start::start(engine, planes, outlets, &self.clock)?;
-        let Started { cores, own, engine: name, life, lease, tallies, away, memory } = started;
+        let started = start::start(engine, (&self.workers, &self.operator))?;
+        let Started { instance, planes, inputs, own, .. } = started;
+        let Started { engine: name, life, lease, tallies, away, memory, .. } = started;
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = Records::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (engine.settings.backend(), engine.settings.transfer(), memory);
         let metrics = Metrics::new(own.role, own.mode, moved_by, tallies);
-        let (engine, kept) = (name, (0, 0));
+        let (engine, kept, versions) = (name, (0, 0), Versions::OWN);
         let ranks = away.iter().map(|plan| plan.rank).collect();
-        let pending = Some((FromHost::Ready { address, lease_ms, life }, ranks));
-        let serving = Serving { cores, own, engine, records, metrics, pending, kept };
-        self.serving = Some(serving);
+        let pending = Some((FromHost::Ready { address, lease_ms, life, versions }, ranks));
+        self.serving = Some(Serving { own, engine, records, metrics, pending, kept });
         for plan in away {
             let rank = plan.rank;
             self.tell(|part| part == Part::Transfer(rank), &FromHost::Begin(Box::new(plan)));
         }
-        self.begun(None);
-        context.run_interval(KEPT_EVERY, |own, context| {
-            let gauges = own.gauges();
-            context.spawn(gauges.into_actor(own).map(|gauges, own, _| own.tell_kept(gauges)));
-        });
-        Ok(())
+        Ok(Some(Begun { instance, planes, inputs }))
     }
 
     /// A rank in another process has begun, if one is named. If none is waited for any more, the
@@ -261,14 +257,6 @@ impl Gateway {
         (0..engine.tp).all(|rank| {
             self.workers.contains_key(&rank) && (!is_away || is_there(Part::Transfer(rank)))
         })
-    }
-
-    /// Sizes of the core's tables; zeros as long as there is none.
-    fn gauges(&self) -> LocalBoxFuture<'static, Gauges> {
-        match &self.serving {
-            Some(serving) => serving.cores.gauges(),
-            None => Box::pin(ready(Gauges::default())),
-        }
     }
 
     fn tell_kept(&mut self, Gauges { held, quarantined, .. }: Gauges) {
@@ -299,43 +287,30 @@ impl Gateway {
         }
     }
 
-    fn prefill(&mut self, hook: PrefillHook) {
+    /// The core of a prefill hears what its engine does; one that is refused is told so in its place.
+    fn on_prefill(&mut self, hook: PrefillHook, is_refused: bool, out: &mut Inputs<Instance>) {
         self.note(|records, now| {
             records.prefill(now, &hook);
             None
         });
-        if let Some(Serving { cores, .. }) = &self.serving {
-            cores.prefill(hook);
+        match hook {
+            PrefillHook::Arrived { request, .. } if is_refused => {
+                let failure = Failure::Overload;
+                self.prefill(PrefillAnswer::Rejected { request, failure }, out);
+            }
+            hook => out.push_back(InstanceInput::Prefill(hook)),
         }
     }
 
-    fn decode(&mut self, hook: DecodeHook) {
+    /// As [`Gateway::on_prefill`], of a decode.
+    fn on_decode(&mut self, hook: DecodeHook, is_refused: bool, out: &mut Inputs<Instance>) {
         self.note(|records, now| records.decode(now, &hook));
-        if let Some(Serving { cores, .. }) = &self.serving {
-            cores.decode(hook);
-        }
-    }
-
-    /// Has the ranks do a job.
-    fn job(&mut self, job: &Job, gateway: Addr<Gateway>) {
-        let now = (self.clock)();
-        let Some(Serving { cores, records, .. }) = &mut self.serving else { return };
-        if let Some(flow) = records.job(now, job) {
-            // Told before the core hears of the flow's end, and so before its request ends.
-            cores.flow(flow, move |owner| gateway.do_send(Owned { flow, owner }));
-        }
-        cores.job(job);
-        if self.engine.as_ref().is_some_and(|engine| engine.is_away()) {
-            self.tell(|part| matches!(part, Part::Transfer(_)), &FromHost::Job(job.clone()));
-        }
-    }
-
-    /// Passes on what a transfer actor reports.
-    fn report(&mut self, RankReport { rank, report }: RankReport) {
-        let now = (self.clock)();
-        if let Some(Serving { cores, records, .. }) = &mut self.serving {
-            records.report(now, &report);
-            cores.report(rank, report);
+        match hook {
+            DecodeHook::Arrived { request, .. } if is_refused => {
+                let failure = Failure::Overload;
+                self.decode(DecodeAnswer::Rejected { request, failure }, out);
+            }
+            hook => out.push_back(InstanceInput::Decode(hook)),
         }
     }
 
@@ -345,16 +320,21 @@ impl Gateway {
         }
     }
 
-    fn arrived(&mut self, request: RequestId, params: &str, tokens: u32) {
+    fn arrived(
+        &mut self,
+        (request, params, tokens): (RequestId, &str, u32),
+        is_refused: bool,
+        out: &mut Inputs<Instance>,
+    ) {
         let Some(Serving { own, .. }) = &self.serving else { return };
         let json: Result<Box<RawValue>, _> = serde_json::from_str(params);
         let leg = json.map_err(|why| why.to_string());
         match leg.and_then(|json| own.leg(&request, Some(&json), 1)) {
             Ok(LegBody::Prefill { transfer: leg, .. }) => {
-                self.prefill(PrefillHook::Arrived { request, leg, tokens });
+                self.on_prefill(PrefillHook::Arrived { request, leg, tokens }, is_refused, out);
             }
             Ok(LegBody::Decode { transfer: leg, .. }) => {
-                self.decode(DecodeHook::Arrived { request, leg, tokens });
+                self.on_decode(DecodeHook::Arrived { request, leg, tokens }, is_refused, out);
             }
             Err(why) => {
                 self.note(|records, now| Some(records.unusable(now, &request, tokens, &why)));
@@ -364,80 +344,34 @@ impl Gateway {
         }
     }
 
-    fn said(&mut self, part: Part, message: ToHost) {
-        let Some(Serving { cores, .. }) = &self.serving else { return };
-        match message {
-            ToHost::Arrived { request, params, tokens } => self.arrived(request, &params, tokens),
-            ToHost::Prefill(hook) => self.prefill(hook),
-            ToHost::Decode(hook) => self.decode(hook),
-            ToHost::Layers { step, layers } => {
-                if let Part::Worker(rank) = part {
-                    cores.layers(Some(rank), step, layers);
-                }
+    fn said(&mut self, said: Said, out: &mut Inputs<Instance>) {
+        let Said { client, message, is_refused } = said;
+        let Some(part) = self.clients.get(&client).map(|client| client.part) else { return };
+        if self.serving.is_none() {
+            return;
+        }
+        match (message, part) {
+            (ToHost::Arrived { request, params, tokens }, _) => {
+                self.arrived((request, &params, tokens), is_refused, out);
             }
-            ToHost::Report { report, moved } => {
-                if let Part::Transfer(rank) = part {
-                    self.begun(Some(rank));
-                    self.moved(rank, moved);
-                    self.report(RankReport { rank, report });
-                }
+            (ToHost::Prefill(hook), _) => self.on_prefill(hook, false, out),
+            (ToHost::Decode(hook), _) => self.on_decode(hook, false, out),
+            (ToHost::Layers { step, layers }, Part::Worker(rank)) => {
+                out.push_back(InstanceInput::Layers { rank, step, layers });
             }
-            ToHost::Moved(moved) => {
-                if let Part::Transfer(rank) = part {
-                    self.moved(rank, moved);
-                }
+            (ToHost::Report { report, moved }, Part::Transfer(rank)) => {
+                self.begun(Some(rank));
+                self.moved(rank, moved);
+                self.report(rank, &report);
+                out.push_back(InstanceInput::Report { rank, report });
             }
-            ToHost::Unable { why } => self.refuse(&why),
+            (ToHost::Moved(moved), Part::Transfer(rank)) => self.moved(rank, moved),
+            (ToHost::Layers { .. } | ToHost::Report { .. } | ToHost::Moved(_), _) => {}
+            (ToHost::Unable { why }, _) => self.refuse(&why),
         }
     }
-}
 
-impl Actor for Gateway {
-    type Context = Context<Self>;
-
-    fn started(&mut self, context: &mut Self::Context) {
-        context.run_later(ALONE, |own, _| {
-            if own.clients.is_empty() {
-                own.end();
-            }
-        });
-    }
-}
-
-impl Handler<Joined> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, Joined { client, hello, out }: Joined, context: &mut Self::Context) {
-        match self.join(client, hello, out.clone()) {
-            Ok(true) => {
-                if let Err(why) = self.serve(context) {
-                    self.refuse(&why);
-                }
-            }
-            Ok(false) => {}
-            Err(why) => {
-                tracing::warn!(why, "refused a connection");
-                // It is dropped with the sender.
-                let _ = out.try_send(FromHost::Refused { why });
-            }
-        }
-    }
-}
-
-impl Handler<Said> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, Said { client, message }: Said, _: &mut Self::Context) {
-        if let Some(part) = self.clients.get(&client).map(|client| client.part) {
-            self.said(part, message);
-        }
-    }
-}
-
-impl Handler<Left> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, Left(client): Left, _: &mut Self::Context) {
+    fn left(&mut self, client: u64) {
         if self.observers.remove(&client) {
             return;
         }
@@ -455,68 +389,135 @@ impl Handler<Left> for Gateway {
     }
 }
 
-impl Handler<RankReport> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, report: RankReport, _: &mut Self::Context) {
-        self.report(report);
-    }
+/// What an engine is served by.
+struct Begun {
+    instance: Instance,
+    planes: Planes,
+    inputs: Vec<InstanceInput>,
 }
 
-impl Handler<Owned> for Gateway {
-    type Result = ();
+impl Outlet for Gateway {
+    fn prefill(&mut self, answer: PrefillAnswer, _: &mut Inputs<Instance>) {
+        self.note(|records, now| records.prefill_answer(now, &answer));
+        let is_for = match answer {
+            PrefillAnswer::PreemptionSafe { .. } => |part| matches!(part, Part::Worker(_)),
+            _ => |part| part == Part::Scheduler,
+        };
+        self.tell(is_for, &FromHost::Prefill(answer));
+    }
 
-    fn handle(&mut self, Owned { flow, owner }: Owned, _: &mut Self::Context) {
+    fn decode(&mut self, answer: DecodeAnswer, _: &mut Inputs<Instance>) {
+        self.note(|records, now| records.decode_answer(now, &answer));
+        self.scheduler(&FromHost::Decode(answer));
+    }
+
+    fn job(&mut self, job: &Job) {
+        let now = (self.clock)();
         if let Some(Serving { records, .. }) = &mut self.serving {
-            records.owned(flow, owner);
+            records.job(now, job);
+        }
+        if self.engine.as_ref().is_some_and(|engine| engine.is_away()) {
+            self.tell(|part| matches!(part, Part::Transfer(_)), &FromHost::Job(job.clone()));
         }
     }
+
+    fn report(&mut self, _: u16, report: &Report) {
+        let now = (self.clock)();
+        if let Some(Serving { records, .. }) = &mut self.serving {
+            records.report(now, report);
+        }
+    }
+
+    fn router(&mut self, news: &RouterNews) {
+        log_router(news);
+        if let Some(Serving { metrics, .. }) = &self.serving {
+            metrics.router(news);
+        }
+    }
+
+    fn violation(&mut self, violation: &PeerViolation) {
+        log_violation(violation);
+    }
+
+    fn refused(&mut self, peer: &EngineId, failure: &Failure) {
+        log_refusal(peer, failure);
+    }
 }
 
-impl Handler<Scrape> for Gateway {
-    type Result = ResponseActFuture<Self, String>;
+impl Handler<Joined> for Host {
+    type Result = ();
+
+    fn handle(&mut self, Joined { client, hello, out }: Joined, context: &mut Self::Context) {
+        let joined = self.tell(context, |site, _| {
+            let gateway = &mut site.outlet;
+            match gateway.join(client, hello, out.clone()) {
+                Ok(true) => gateway.serve().unwrap_or_else(|why| {
+                    gateway.refuse(&why);
+                    None
+                }),
+                Ok(false) => None,
+                Err(why) => {
+                    tracing::warn!(why, "refused a connection");
+                    // It is dropped with the sender.
+                    let _ = out.try_send(FromHost::Refused { why });
+                    None
+                }
+            }
+        });
+        let Some(Begun { instance, planes, inputs }) = joined else { return };
+        self.equip(context, |site, machines, out| {
+            (site.fabric, *machines) = (planes, instance);
+            out.extend(inputs);
+        });
+        self.tell(context, |site, _| site.outlet.begun(None));
+        context.run_interval(KEPT_EVERY, |host, context| {
+            let gauges = host.look().1.gauges();
+            host.tell(context, |site, _| site.outlet.tell_kept(gauges));
+        });
+    }
+}
+
+impl Handler<Said> for Host {
+    type Result = ();
+
+    fn handle(&mut self, said: Said, context: &mut Self::Context) {
+        self.tell(context, |site, out| site.outlet.said(said, out));
+    }
+}
+
+impl Handler<Left> for Host {
+    type Result = ();
+
+    fn handle(&mut self, Left(client): Left, context: &mut Self::Context) {
+        self.tell(context, |site, _| site.outlet.left(client));
+    }
+}
+
+impl Handler<Alone> for Host {
+    type Result = ();
+
+    fn handle(&mut self, _: Alone, context: &mut Self::Context) {
+        self.tell(context, |site, _| {
+            if site.outlet.clients.is_empty() {
+                site.outlet.end();
+            }
+        });
+    }
+}
+
+impl Handler<Scrape> for Host {
+    type Result = String;
 
     fn handle(&mut self, _: Scrape, _: &mut Self::Context) -> Self::Result {
-        let page = |gauges: Gauges, own: &mut Gateway, _: &mut Self::Context| match &own.serving {
-            Some(Serving { records, metrics, .. }) => metrics.page(records.open(), &gauges),
+        let (site, instance) = self.look();
+        match &site.outlet.serving {
+            Some(Serving { records, metrics, .. }) => {
+                metrics.page(records.open(), &instance.gauges())
+            }
             None => scrape::encode(&Registry::default()),
-        };
-        Box::pin(self.gauges().into_actor(self).map(page))
-    }
-}
-
-impl Handler<Foreign<PrefillEffect>> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, Foreign(effect): Foreign<PrefillEffect>, context: &mut Self::Context) {
-        match effect {
-            PrefillEffect::Job(job) => self.job(&job, context.address()),
-            PrefillEffect::Answer(answer) => {
-                self.note(|records, now| records.prefill_answer(now, &answer));
-                let is_for = match answer {
-                    PrefillAnswer::PreemptionSafe { .. } => |part| matches!(part, Part::Worker(_)),
-                    _ => |part| part == Part::Scheduler,
-                };
-                self.tell(is_for, &FromHost::Prefill(answer));
-            }
-            PrefillEffect::Violation(violation) => log_violation(&violation),
-            PrefillEffect::Control(_) => {}
         }
     }
 }
 
-impl Handler<Foreign<DecodeEffect>> for Gateway {
-    type Result = ();
-
-    fn handle(&mut self, Foreign(effect): Foreign<DecodeEffect>, context: &mut Self::Context) {
-        match effect {
-            DecodeEffect::Job(job) => self.job(&job, context.address()),
-            DecodeEffect::Answer(answer) => {
-                self.note(|records, now| records.decode_answer(now, &answer));
-                self.scheduler(&FromHost::Decode(answer));
-            }
-            DecodeEffect::Violation(violation) => log_violation(&violation),
-            DecodeEffect::Control(_) => {}
-        }
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,7 @@
 //! The local socket, from the connector's side.
 
-use super::proto::{FRAME_MAX, FromHost, Hello, ToHost, VERSION, Who};
+use super::codec::{Reader, encode_into};
+use super::proto::{FRAME_MAX, FromHost, Hello, ToHost, Versions, Who};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
 use serde::Serialize;
@@ -24,6 +25,9 @@ pub struct Link {
     received: Vec<u8>,
     out: Vec<u8>,
     chunk: Box<[u8]>,
+    reader: Reader,
+    /// Oldest version that has all of the hello.
+    needs: u16,
 }
 
 impl AsFd for Link {
@@ -40,8 +44,10 @@ impl Link {
     pub fn connect(path: &Path, who: Who) -> io::Result<Link> {
         let stream = UnixStream::connect(path)?;
         let (received, out) = (Vec::new(), Vec::new());
-        let mut link = Link { stream, received, out, chunk: vec![0; CHUNK].into() };
-        link.write(&Hello { version: VERSION, who })?;
+        let reader = Reader::new(Versions::OWN);
+        let (chunk, needs) = (vec![0; CHUNK].into(), who.needs());
+        let mut link = Link { stream, received, out, chunk, reader, needs };
+        link.write(&Hello::new(who))?;
         Ok(link)
     }
 
@@ -56,7 +62,7 @@ impl Link {
     fn write(&mut self, message: &impl Serialize) -> io::Result<()> {
         self.out.clear();
         self.out.extend([0; HEAD]);
-        rmp_serde::encode::write(&mut self.out, message).map_err(io::Error::other)?;
+        encode_into(message, &mut self.out)?;
         let len = self.out.len() - HEAD;
         if len > FRAME_MAX {
             return Err(io::Error::other(format!("a message of {len} bytes")));
@@ -124,7 +130,19 @@ impl Link {
                 return Err(io::Error::other(format!("a frame of {len} bytes")));
             }
             let Some(body) = self.received.get(at + HEAD..at + HEAD + len) else { break };
-            heard.push(rmp_serde::from_slice(body).map_err(io::Error::other)?);
+            let message = self.reader.read(body)?;
+            if let Some(FromHost::Ready { versions, .. }) = &message {
+                self.reader.learn(*versions);
+                let agreed = versions.agree("the host").map_err(io::Error::other)?;
+                if agreed < self.needs {
+                    let why = format!(
+                        "the host speaks version {agreed} of the local protocol, which has no times \
+                         and limits; leave them out, or install one version of kvferry for both"
+                    );
+                    return Err(io::Error::other(why));
+                }
+            }
+            heard.extend(message);
             at += HEAD + len;
         }
         self.received.drain(..at);

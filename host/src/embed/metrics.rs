@@ -1,9 +1,9 @@
 //! What a host counts, in the format of Prometheus, and the endpoint that shows it.
 
-use super::gateway::Gateway;
+use super::gateway::Host;
 use super::record::{Ended, Outcome, Record};
 use super::settings::{Backend, TransferPlace};
-use crate::meters::{Counters, PATHS, Planes, Tally};
+use crate::meters::{Counters, Inputs, PATHS, Planes, Tally};
 use crate::scrape;
 use actix::{Addr, Message};
 use axum::extract::State;
@@ -11,7 +11,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use engine::core::machine::Gauges;
-use engine::core::message::{Mode, Role};
+use engine::core::message::{Mode, Role, RouterNews};
 use engine::core::time::Nanos;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -61,6 +61,7 @@ pub(super) struct Metrics {
     held: Gauge,
     quarantined: Gauge,
     violations: Counter,
+    registered: Gauge,
     side: (Role, Mode),
     /// By rank.
     tallies: Vec<Tally>,
@@ -89,6 +90,7 @@ impl Metrics {
             held: Gauge::default(),
             quarantined: Gauge::default(),
             violations: Counter::default(),
+            registered: Gauge::default(),
             side: (role, mode),
             moved: [0; PATHS.len()],
             tallies,
@@ -113,12 +115,20 @@ impl Metrics {
         all.register("blocks_quarantined", about, self.quarantined.clone());
         let about = "Frames that broke the protocol";
         all.register("violations", about, self.violations.clone());
+        let about = "1 if the router can be reached and was sent a registration";
+        all.register("router_registered", about, self.registered.clone());
         all.register_collector(Box::new(Planes::new("transfer", self.tallies.clone())));
+        all.register_collector(Box::new(Inputs));
         let info: Family<Info, Gauge> = Family::default();
         let (backend, transfer) = (backend.to_string(), transfer.to_string());
         let version = env!("CARGO_PKG_VERSION");
         info.get_or_create(&Info { backend, transfer, memory, version }).set(1);
         all.register("info", "What moves the bytes, and how it reaches the KV", info);
+    }
+
+    /// Takes what becomes of the registrations.
+    pub(super) fn router(&self, said: &RouterNews) {
+        self.registered.set(i64::from(matches!(said, RouterNews::Registered { .. })));
     }
 
     /// Counts a transfer, if it ended; what its engine is told.
@@ -204,7 +214,7 @@ pub(super) async fn listen(address: Option<&str>) -> Result<Option<TcpListener>,
 }
 
 /// Serves the page for ever, if there is a listener.
-pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<Gateway>) {
+pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<Host>) {
     let Some(listener) = listener else { return pending().await };
     let app = axum::Router::new().route("/metrics", get(page)).with_state(gateway);
     if let Err(why) = axum::serve(listener, app).await {
@@ -213,7 +223,7 @@ pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<Gateway>)
     pending().await
 }
 
-async fn page(State(gateway): State<Addr<Gateway>>) -> Response {
+async fn page(State(gateway): State<Addr<Host>>) -> Response {
     match gateway.send(Scrape).await {
         Ok(page) => scrape::answer(page),
         // The host is about to end.

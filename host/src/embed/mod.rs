@@ -5,6 +5,7 @@
 //! bytes of the workers' memory from outside; or the workers do, each with its transfer actor inside
 //! ([`Transfers`]).
 
+mod codec;
 pub(crate) mod config;
 mod drill;
 mod gateway;
@@ -28,13 +29,15 @@ pub use transfers::Transfers;
 
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
+use crate::lives;
 use crate::logs;
 use crate::signals::Ends;
-use crate::wiring::born;
+use crate::told::Told;
 use config::Config;
 use engine::actors::Clock;
 use engine::core::Nanos;
 use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::error::Failure;
 use engine::core::ids::TransferId;
 use engine::core::layout::BlockList;
 use gateway::Gateway;
@@ -63,18 +66,32 @@ async fn run(socket: &Path, config: &Config) -> Result<Exit, Stop> {
     let mut ends = Ends::new()?;
     let place = socket::listen(socket).map_err(Stop::Input)?;
     let scraped = metrics::listen(config.metrics.as_deref()).await.map_err(Stop::Input)?;
-    let (begun, born) = (Instant::now(), born());
+    let (begun, begun_us) = (Instant::now(), lives::now_us());
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let (over, left) = oneshot::channel();
-    let gateway = Gateway::start((clock, born), config.fabric.clone(), over);
+    let gateway = Gateway::start((clock, begun_us), config.operator.clone(), over);
     tracing::info!(socket = %socket.display(), "waiting for an engine");
     tokio::select! {
         () = socket::serve(&place.listener, gateway.clone()) => {}
-        () = metrics::serve(scraped, gateway) => {}
+        () = metrics::serve(scraped, gateway.address().clone()) => {}
         () = ends.heard() => {}
         _ = left => tracing::info!("the engine has left"),
     }
     Ok(Exit::Held)
+}
+
+/// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.
+pub fn failed_params(failure: &Failure) -> String {
+    params(&Told::new(failure, None))
+}
+
+/// The same of a leg that cannot be used.
+pub fn unusable_params(why: &str) -> String {
+    params(&Told::unusable(why))
+}
+
+fn params(told: &Told) -> String {
+    serde_json::json!({ "kvferry": told.object() }).to_string()
 }
 
 /// `kv_transfer_params` that a prefill at `address` answers a request with, in JSON.

@@ -1,30 +1,102 @@
 //! What the connector in a serving engine and its host tell each other over the local socket:
 //! frames of a length (four bytes, big-endian) and a value of [`ToHost`] or [`FromHost`] in
 //! MessagePack.
+//!
+//! Each side says which versions it speaks, the connector in its [`Hello`] and the host in
+//! [`FromHost::Ready`], and both speak the newest that they share. Structs go as maps of their
+//! fields: what a side does not know of one it skips, and a field that is missing has its default.
+//! A message that it does not know it skips as well. So a version that adds fields and messages is
+//! spoken with the one before; one that changes the meaning of what there is raises [`OLDEST`].
 
 use super::rank::RankPlan;
 use super::record::{Ended, Trace};
 use super::spec::{Engine, Worker};
+use crate::limits::Overrides;
 use crate::meters::Counters;
 use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::error::Failure;
 use engine::core::ids::{Incarnation, RequestId, StepId};
 use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// The version of these messages; both sides have to speak the same one.
-pub const VERSION: u16 = 5;
+/// The newest version of these messages that is spoken.
+pub const VERSION: u16 = 6;
+
+/// The oldest version that is spoken.
+pub const OLDEST: u16 = 5;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
 
+/// The versions that a side speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Versions {
+    /// The oldest.
+    pub oldest: u16,
+    /// The newest.
+    pub newest: u16,
+}
+
+impl Versions {
+    /// Those of this program.
+    pub const OWN: Versions = Versions { oldest: OLDEST, newest: VERSION };
+
+    /// Those of hosts that did not say which they speak.
+    fn untold() -> Versions {
+        Versions { oldest: 5, newest: 5 }
+    }
+
+    /// The version that this program speaks with a side that speaks these.
+    ///
+    /// # Errors
+    /// Both ranges, and what to do.
+    pub fn agree(self, other: &str) -> Result<u16, String> {
+        let Versions { oldest, newest } = self;
+        let agreed = newest.min(VERSION);
+        if agreed >= oldest.max(OLDEST) {
+            return Ok(agreed);
+        }
+        Err(format!(
+            "{other} speaks versions {oldest} to {newest} of the local protocol, and kvferry {} here \
+             {OLDEST} to {VERSION}; install one version of kvferry for both",
+            env!("CARGO_PKG_VERSION")
+        ))
+    }
+}
+
 /// The first message of a connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`VERSION`] of who speaks.
+    /// The oldest version that who connects speaks; hosts of version 5 demand that it is theirs.
     pub version: u16,
     /// Who that is.
     pub who: Who,
+    /// The newest; those of version 5 spoke one only, and did not say this.
+    #[serde(default)]
+    pub newest: Option<u16>,
+}
+
+impl Who {
+    /// The oldest version that has all of this.
+    pub fn needs(&self) -> u16 {
+        match self {
+            Who::Scheduler(engine) if engine.settings.limits != Overrides::default() => 6,
+            _ => OLDEST,
+        }
+    }
+}
+
+impl Hello {
+    /// The hello of this program.
+    pub fn new(who: Who) -> Hello {
+        Hello { version: OLDEST, who, newest: Some(VERSION) }
+    }
+
+    /// The versions that who connects speaks.
+    pub fn versions(&self) -> Versions {
+        Versions { oldest: self.version, newest: self.newest.unwrap_or(self.version) }
+    }
 }
 
 /// A part of a serving engine, or who looks on.
@@ -96,6 +168,9 @@ pub enum FromHost {
         lease_ms: u64,
         /// The life of this host's actors.
         life: Incarnation,
+        /// The versions that this host speaks.
+        #[serde(default = "Versions::untold")]
+        versions: Versions,
     },
     /// To all: it is not, and why; the connection ends.
     Refused {
@@ -129,4 +204,39 @@ pub enum FromHost {
     },
     /// To an observer, whose connection then ends.
     Trace(Box<Trace>),
+}
+
+impl FromHost {
+    /// The message in the words of a version: what that did not know is said by what is nearest.
+    pub fn in_version(self, version: u16) -> FromHost {
+        match self {
+            FromHost::Prefill(PrefillAnswer::Rejected { request, failure: Failure::OtherLife })
+                if version < 6 =>
+            {
+                let failure = Failure::PeerRestarted;
+                FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+            }
+            message => message,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_older_connector_is_told_failures_that_it_knows() {
+        let rejected = |failure| {
+            let request = RequestId::from("r");
+            FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+        };
+        let told = |version, failure| match rejected(failure).in_version(version) {
+            FromHost::Prefill(PrefillAnswer::Rejected { failure, .. }) => failure,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(told(5, Failure::OtherLife), Failure::PeerRestarted);
+        assert_eq!(told(6, Failure::OtherLife), Failure::OtherLife);
+        assert_eq!(told(5, Failure::Overload), Failure::Overload);
+    }
 }

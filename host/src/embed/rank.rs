@@ -1,11 +1,12 @@
 //! What a transfer actor is started with, in its host or in its worker.
 
 use super::drill::drilled;
-use crate::cores::RankParts;
+use crate::cores::{RankParts, Times};
 use crate::meters::Meter;
 use crate::plane::{Plane, PlaneConfig};
 use engine::core::layout::LayerLayout;
 use engine::core::station::CoreConfig;
+use engine::core::transfer::TransferSettings;
 use engine::fabric::Memory;
 use fabric_mori::DeviceEvents;
 use serde::{Deserialize, Serialize};
@@ -25,6 +26,9 @@ pub struct RankPlan {
     pub memory: Vec<Memory>,
     /// Where its layers lie in that.
     pub layers: Vec<LayerLayout>,
+    /// Times and limits of its transfer actor, see [`Limits::operations`](crate::limits::Limits).
+    #[serde(default)]
+    pub operations: TransferSettings,
 }
 
 /// An actor to be started, and what tells of its plane.
@@ -43,7 +47,7 @@ impl RankPlan {
         let Plane { plane, meter, events } = self.plane.start(&self.core, self.rank, &self.host)?;
         let plane = drilled(plane)?;
         let kv = (self.memory, self.layers);
-        let parts = RankParts::new(&self.core, self.rank, plane, kv, None);
+        let parts = RankParts::new(&self.core, self.rank, plane, kv, Times::Set(&self.operations));
         Ok(Ready { parts, meter, events })
     }
 }

@@ -23,8 +23,7 @@ struct Flow {
     /// Ranks that have not ended it.
     left: u16,
     bytes: u64,
-    /// None until the core says it.
-    request: Option<RequestId>,
+    request: RequestId,
 }
 
 /// The transfers of an engine: those under way, and the last that ended.
@@ -154,31 +153,18 @@ impl Records {
         }
     }
 
-    /// The core has its ranks do something; the flow that it begins.
-    pub(super) fn job(&mut self, now: Nanos, job: &Job) -> Option<FlowId> {
-        let (Job::Write { flow, .. } | Job::Read { flow, .. }) = job else { return None };
-        let begun = Flow { begun: now, moved: now, left: self.ranks, bytes: 0, request: None };
-        self.flows.insert(*flow, begun);
-        Some(*flow)
-    }
-
-    /// The core says which request a flow is for.
-    pub(super) fn owned(&mut self, id: FlowId, owner: Option<(RequestId, Option<EngineId>)>) {
-        let flow = self.flows.get_mut(&id);
-        let record = owner.and_then(|(request, peer)| Some((self.open.get_mut(&request)?, peer)));
-        let (Some(flow), Some((record, peer))) = (flow, record) else {
-            self.flows.remove(&id);
-            return;
+    /// The core has its ranks do something.
+    pub(super) fn job(&mut self, now: Nanos, job: &Job) {
+        let (id, request, peer) = match job {
+            Job::Write { flow, request, reader, .. } => (*flow, request, reader),
+            Job::Read { flow, request, .. } => (*flow, request, &None),
+            _ => return,
         };
-        if flow.begun < record.arrived {
-            // Of an earlier request of this name.
-            self.flows.remove(&id);
-            return;
-        }
-        record.begun = Some(record.begun.map_or(flow.begun, |begun| begun.min(flow.begun)));
-        record.peer = peer.or(record.peer.take());
-        flow.request = Some(record.request.clone());
-        self.flow_ended(id);
+        let Some(record) = self.open.get_mut(request) else { return };
+        record.begun = Some(record.begun.map_or(now, |begun| begun.min(now)));
+        record.peer = peer.clone().or(record.peer.take());
+        let (request, left) = (record.request.clone(), self.ranks);
+        self.flows.insert(id, Flow { begun: now, moved: now, left, bytes: 0, request });
     }
 
     /// A rank reports.
@@ -192,23 +178,22 @@ impl Records {
         }
         flow.moved = now;
         flow.left = flow.left.saturating_sub(1);
-        self.flow_ended(*id);
+        if flow.left == 0 {
+            self.flow_ended(*id);
+        }
     }
 
-    /// Adds a flow to its request, once all ranks have ended it and the request is known.
+    /// Adds a flow to its request, once all ranks have ended it.
     fn flow_ended(&mut self, id: FlowId) {
-        let Some(Flow { request: Some(request), left: 0, begun, moved, bytes }) =
-            self.flows.get(&id)
-        else {
+        let Some(Flow { request, begun, moved, bytes, .. }) = self.flows.remove(&id) else {
             return;
         };
         // Its request may have ended, and another one of this name may be here.
-        let record = self.open.get_mut(request);
-        if let Some(record) = record.filter(|record| *begun >= record.arrived) {
-            record.moved = record.moved.max(Some(*moved));
+        let record = self.open.get_mut(&request);
+        if let Some(record) = record.filter(|record| begun >= record.arrived) {
+            record.moved = record.moved.max(Some(moved));
             record.bytes = Some(record.bytes.unwrap_or(0) + bytes);
         }
-        self.flows.remove(&id);
     }
 
     /// A prefill core answered its engine; the transfer that this ends.
@@ -216,6 +201,11 @@ impl Records {
         match answer {
             PrefillAnswer::SourceFree { request, failure } => {
                 self.end(now, request, failure.as_ref())
+            }
+            // Who wanted it had left before it came: as if it had not.
+            PrefillAnswer::Rejected { request, failure: Failure::Cancelled } => {
+                self.open.remove(request);
+                None
             }
             PrefillAnswer::Rejected { request, failure } => self.end(now, request, Some(failure)),
             PrefillAnswer::PreemptionSafe { .. } => None,
@@ -319,13 +309,16 @@ mod tests {
         assert_eq!(records.decode(now, &hook), None);
     }
 
-    fn job(mode: Mode, flow: u64) -> Job {
+    fn job(mode: Mode, flow: u64, n: u8) -> Job {
         let (flow, peer, from, tokens) = (FlowId(flow), PeerSlot(0), 0, 40);
-        let blocks = Arc::new(blocks());
+        let (request, local) = (id(n), Arc::new(blocks()));
         match mode {
-            Mode::Push => Job::Write { flow, source: SourceId(1), peer, from, tokens, blocks },
+            Mode::Push => {
+                let (source, reader, blocks) = (SourceId(1), Some("other".into()), local);
+                Job::Write { flow, request, reader, source, peer, from, tokens, blocks }
+            }
             Mode::Pull => {
-                Job::Read { flow, peer, from, tokens, remote: blocks.clone(), local: blocks }
+                Job::Read { flow, request, peer, from, tokens, remote: local.clone(), local }
             }
         }
     }
@@ -358,17 +351,16 @@ mod tests {
         for (role, mode) in [SIDES[0], SIDES[3]] {
             let mut records = Records::new(role, mode, 2, 8);
             arrive(&mut records, Nanos(10), 1);
-            assert_eq!(records.job(Nanos(30), &job(mode, 7)), Some(FlowId(7)));
-            // A rank may be done before the core has said whose flow it is.
+            records.job(Nanos(30), &job(mode, 7, 1));
             records.report(Nanos(40), &done(7, 100));
-            records.owned(FlowId(7), Some((id(1), Some("other".into()))));
             records.report(Nanos(45), &Report::Flow { flow: FlowId(7), state: FlowState::Moving });
             records.report(Nanos(50), &done(7, 11));
             let record = answer(&mut records, Nanos(60), 1, None).expect("it ends");
             assert_eq!(record.queued(), Some(Nanos(20)), "{role} {mode}");
             assert_eq!(record.duration(), Some(Nanos(20)));
             assert_eq!((record.bytes, record.ended), (Some(111), Some((Nanos(60), Outcome::Done))));
-            assert_eq!(record.peer, Some("other".into()));
+            let peer = if role == Role::Prefill { "other" } else { "p" };
+            assert_eq!(record.peer, Some(peer.into()));
             assert_eq!((records.open(), records.flows.len()), (0, 0));
         }
     }
@@ -434,9 +426,7 @@ mod tests {
                 let hook = DecodeHook::Finished { request, reason };
                 return records.decode(now, &hook).cloned();
             }
-            (4, _) => _ = records.job(now, &job(records.mode, flow)),
-            (5, _) => records.owned(FlowId(flow), Some((request, None))),
-            (6, _) => records.owned(FlowId(flow), None),
+            (4..=6, _) => records.job(now, &job(records.mode, flow, n)),
             (7 | 8, _) => records.report(now, &done(flow, 5)),
             (9, _) => return answer(records, now, n, None),
             _ => return answer(records, now, n, Some(Failure::Stalled)),
@@ -447,10 +437,8 @@ mod tests {
     #[test]
     fn a_flow_that_outlives_its_request_is_not_of_the_next_one_of_this_name() {
         let mut records = Records::new(Role::Decode, Mode::Pull, 2, 8);
-        let flow = FlowId(4);
         arrive(&mut records, Nanos(1), 3);
-        records.job(Nanos(2), &job(Mode::Pull, 4));
-        records.owned(flow, Some((id(3), None)));
+        records.job(Nanos(2), &job(Mode::Pull, 4, 3));
         records.report(Nanos(3), &done(4, 10));
         let loaded = DecodeAnswer::Loaded { request: id(3) };
         assert!(records.decode_answer(Nanos(4), &loaded).is_some());

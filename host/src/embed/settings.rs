@@ -1,6 +1,8 @@
 //! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
 
+use crate::limits::{self, Overrides};
 use crate::plane::PlaneConfig;
+use crate::wiring::Places;
 use engine::core::moriio::MoriioSettings;
 use engine::core::time::Nanos;
 use fabric_host::HostConfig;
@@ -9,6 +11,7 @@ use scenarios::nearest;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
 
 /// What moves the bytes.
@@ -88,6 +91,9 @@ pub struct Settings {
     pub host: HostStart,
     /// Path of the host's socket; empty for one that is named by the engine's id.
     pub socket: String,
+    /// Times and limits: the tables `protocol`, `channel` and `operations`.
+    #[serde(default)]
+    pub limits: Overrides,
 }
 
 impl Default for Settings {
@@ -110,12 +116,13 @@ impl Default for Settings {
             transfer: None,
             host: HostStart::Spawn,
             socket: String::new(),
+            limits: Overrides::default(),
         }
     }
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 19] = [
+const KEYS: [&str; 22] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -135,6 +142,9 @@ const KEYS: [&str; 19] = [
     "transfer",
     "host",
     "socket",
+    limits::PROTOCOL,
+    limits::CHANNEL,
+    limits::OPERATIONS,
 ];
 
 impl fmt::Display for Backend {
@@ -207,6 +217,12 @@ fn one_of<T: Copy>(value: &Value, known: &[(&str, T)]) -> Result<T, String> {
     Err(format!("{word:?} is none of {}", names.join(", ")))
 }
 
+/// True for an address or name that others can be told; names are looked up where they are used.
+fn is_told(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    !host.is_empty() && !bare.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified())
+}
+
 impl Settings {
     /// Reads the keys that a user gave, a JSON object.
     ///
@@ -217,11 +233,12 @@ impl Settings {
             .map_err(|why| format!("kv_connector_extra_config: {why}"))?;
         let mut settings = Settings::default();
         for (key, value) in &given {
-            settings
-                .set(key, value)
-                .map_err(|why| format!("kv_connector_extra_config: {key}: {why}"))?;
+            settings.set(key, value).map_err(|why| match limits::TABLES.contains(&&**key) {
+                true => format!("kv_connector_extra_config: {why}"),
+                false => format!("kv_connector_extra_config: {key}: {why}"),
+            })?;
         }
-        settings.check()?;
+        settings.check().map_err(|why| format!("kv_connector_extra_config: {why}"))?;
         Ok(settings)
     }
 
@@ -267,6 +284,7 @@ impl Settings {
                 self.host = one_of(value, &known)?;
             }
             "socket" => self.socket = text(value)?.into(),
+            table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
                     Some(known) => format!("there is no such key; did you mean {known:?}?"),
@@ -280,7 +298,24 @@ impl Settings {
     /// # Errors
     /// What does not go together, and what to do.
     fn check(&self) -> Result<(), String> {
+        self.limits.limits()?;
+        let ports = [
+            ("http_port", self.http_port),
+            ("handshake_port", self.handshake_port),
+            ("notify_port", self.notify_port),
+        ];
+        for (n, (key, port)) in ports.iter().enumerate() {
+            if let Some((other, _)) = ports[..n].iter().find(|it| it.1 == *port && *port != 0) {
+                return Err(format!(
+                    "{key} = {port}: it is {other}, too; give one of them another port"
+                ));
+            }
+        }
         let wrong = match self {
+            Settings { host_ip, .. } if !is_told(host_ip) => format!(
+                "host_ip = {host_ip:?}: peers are told it and cannot connect to it; give the address \
+                 of this machine that they reach"
+            ),
             Settings {
                 backend: Some(backend @ (Backend::MoriRdma | Backend::MoriXgmi)),
                 transfer: Some(TransferPlace::Sidecar),
@@ -301,7 +336,29 @@ impl Settings {
             }
             _ => return Ok(()),
         };
-        Err(format!("kv_connector_extra_config: {wrong}"))
+        Err(wrong)
+    }
+
+    /// Where an engine with these ports is to listen.
+    pub(crate) fn places(&self, handshake: u16, notify: u16) -> Places<'_> {
+        Places {
+            host: ("host_ip", &self.host_ip),
+            handshake: ("handshake_port", handshake),
+            notify: ("notify_port", notify),
+        }
+    }
+
+    /// Tries whether a host that the connector starts could listen as it is to; whether one that is
+    /// there can is not known here.
+    ///
+    /// # Errors
+    /// The key and its value, why not, and what to do.
+    pub fn try_ports(&self) -> Result<(), String> {
+        if self.host == HostStart::Connect {
+            return Ok(());
+        }
+        let tried = self.places(self.handshake_port, self.notify_port).attempt();
+        tried.map_err(|why| format!("kv_connector_extra_config: {why}"))
     }
 
     /// What moves the bytes.
@@ -372,7 +429,8 @@ mod tests {
     fn what_moriio_users_give_is_taken() {
         let given = r#"{"proxy_ip": "10.0.0.1", "proxy_ping_port": "36367", "http_port": 8100,
             "handshake_port": "6301", "notify_port": 61005, "read_mode": "True", "num_workers": 4,
-            "qp_per_transfer": 2, "defer_timeout": 90, "recv_abort_timeout": 1.5, "backend": "host"}"#;
+            "qp_per_transfer": 2, "defer_timeout": 90, "recv_abort_timeout": 1.5, "backend": "host",
+            "protocol": {"lease_ms": "20000"}, "operations": {"stall_ms": 8500.5}}"#;
         let settings = Settings::read(given).expect("all of it is known");
         let expected = Settings {
             read_mode: true,
@@ -389,9 +447,13 @@ mod tests {
                 write: Nanos::from_ms(1_500),
                 ..MoriioSettings::default()
             },
+            limits: settings.limits.clone(),
             ..Settings::default()
         };
         assert_eq!(settings, expected);
+        let limits = settings.limits.limits().expect("they go together");
+        assert_eq!(limits.protocol.lease, Nanos::from_secs(20));
+        assert_eq!(limits.operations.stall, Nanos::from_us(8_500_500));
         assert_eq!(settings.idle(), ["qp_per_transfer"]);
     }
 
@@ -438,6 +500,26 @@ mod tests {
             (r#"{"proxy_ip": "::1"}"#, "give both or none"),
             (r#"{"proxy_ip": "::1", "proxy_ping_port": 1}"#, "http_port is what the router"),
             ("[]", "kv_connector_extra_config: invalid type"),
+            (r#"{"host_ip": "0.0.0.0"}"#, "host_ip = \"0.0.0.0\": peers are told it"),
+            (r#"{"host_ip": "[::]"}"#, "host_ip = \"[::]\": peers are told it"),
+            (r#"{"host_ip": ""}"#, "host_ip = \"\": peers are told it"),
+            (
+                r#"{"handshake_port": 6301, "notify_port": "6301"}"#,
+                "notify_port = 6301: it is handshake_port, too",
+            ),
+            (
+                r#"{"http_port": 6301, "handshake_port": 6301}"#,
+                "handshake_port = 6301: it is http_port, too",
+            ),
+            (
+                r#"{"protocol": {"lease": 5}}"#,
+                "kv_connector_extra_config: protocol.lease: there is no such key; did you mean \
+                 \"protocol.lease_ms\"?",
+            ),
+            (
+                r#"{"channel": {"silent_ms": 500}}"#,
+                "kv_connector_extra_config: channel.silent_ms = 500: peers are asked every",
+            ),
         ] {
             let why = Settings::read(given).expect_err(given);
             assert!(why.contains(said), "{given}: {why}");

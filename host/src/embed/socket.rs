@@ -1,14 +1,14 @@
 //! The local socket, from the host's side.
 
-use super::gateway::{Gateway, Joined, Left, Said};
-use super::proto::{FRAME_MAX, Hello, ToHost};
-use actix::Addr;
+use super::codec::{Reader, decode, encode};
+use super::gateway::{Host, Joined, Left, Said};
+use super::proto::{FRAME_MAX, Hello};
 use bytes::Bytes;
+use engine::actors::Port;
 use futures_util::{SinkExt, StreamExt};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::Serialize;
-use serde::de::DeserializeOwned;
 use std::fmt::Display;
 use std::fs::{self, File};
 use std::io;
@@ -78,7 +78,7 @@ fn hold(lock: &Path) -> io::Result<Option<File>> {
 }
 
 /// Serves connections for ever.
-pub(super) async fn serve(listener: &UnixListener, gateway: Addr<Gateway>) {
+pub(super) async fn serve(listener: &UnixListener, gateway: Port<Host>) {
     let mut client = 0;
     loop {
         match listener.accept().await {
@@ -90,7 +90,7 @@ pub(super) async fn serve(listener: &UnixListener, gateway: Addr<Gateway>) {
                     if let Err(why) = connection(stream, client, &gateway).await {
                         tracing::warn!(client, %why, "a connection of the engine ended");
                     }
-                    gateway.do_send(Left(client));
+                    gateway.address().do_send(Left(client));
                 });
             }
             Err(why) => tracing::warn!(%why, "cannot accept a connection"),
@@ -113,13 +113,15 @@ pub(super) fn framed(stream: UnixStream) -> Frames {
     Framed::new(stream, codec)
 }
 
-async fn connection(stream: UnixStream, client: u64, gateway: &Addr<Gateway>) -> io::Result<()> {
+/// Reads no further while the mailbox is full; what was asked then is told to be too much.
+async fn connection(stream: UnixStream, client: u64, gateway: &Port<Host>) -> io::Result<()> {
     check(&stream)?;
     let mut frames = framed(stream);
     let Some(first) = frames.next().await else { return Ok(()) };
     let hello: Hello = decode(&first?)?;
+    let mut reader = Reader::new(hello.versions());
     let (out, mut waiting) = mpsc::channel(WAITING_MAX);
-    gateway.do_send(Joined { client, hello, out });
+    gateway.address().do_send(Joined { client, hello, out });
     loop {
         tokio::select! {
             message = waiting.recv() => match message {
@@ -128,8 +130,11 @@ async fn connection(stream: UnixStream, client: u64, gateway: &Addr<Gateway>) ->
             },
             frame = frames.next() => match frame {
                 Some(frame) => {
-                    let message: ToHost = decode(&frame?)?;
-                    gateway.do_send(Said { client, message });
+                    if let Some(message) = reader.read(&frame?)? {
+                        let is_refused = !gateway.has_room();
+                        let place = gateway.wait().await;
+                        gateway.post(Said { client, message, is_refused }, place);
+                    }
                 }
                 None => return Ok(()),
             },
@@ -148,12 +153,4 @@ pub(super) async fn send<T: Serialize>(
         frames.feed(encode(&next)?).await?;
     }
     SinkExt::<Bytes>::flush(frames).await
-}
-
-pub(super) fn encode<T: Serialize>(message: &T) -> io::Result<Bytes> {
-    rmp_serde::to_vec(message).map(Bytes::from).map_err(io::Error::other)
-}
-
-pub(super) fn decode<T: DeserializeOwned>(frame: &[u8]) -> io::Result<T> {
-    rmp_serde::from_slice(frame).map_err(io::Error::other)
 }

@@ -1,6 +1,7 @@
 //! What a serving engine is, as its connector tells its host.
 
 use super::settings::{Settings, TransferPlace};
+use engine::core::ids::Incarnation;
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::core::message::{Mode, Role};
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,9 @@ pub struct Engine {
     /// What the user set.
     #[serde(default)]
     pub settings: Settings,
+    /// Its last life, if it had one: that of a host which has ended.
+    #[serde(default)]
+    pub last_life: Option<Incarnation>,
 }
 
 /// Layers that share a block table.
@@ -205,6 +209,7 @@ mod tests {
             packed: true,
             groups: vec![group(Some(64), &["l.10.a", "l.2.a"]), group(None, &["l.1.a"])],
             settings: Settings::default(),
+            last_life: None,
         }
     }
 

@@ -1,15 +1,18 @@
 //! From what an engine says of itself to its protocol actors.
 
+use super::config::Operator;
 use super::rank::{RankPlan, Ready};
 use super::settings::{Backend, Settings, TransferPlace};
 use super::spec::{Engine, Region, Worker};
-use crate::cores::{Cores, Outlets};
 use crate::legs::Own;
+use crate::limits::Limits;
+use crate::lives;
 use crate::meters::Tally;
-use crate::wiring::{Ears, born};
-use engine::actors::Clock;
+use crate::wiring::Ears;
+use engine::actors::{HEARD, Planes};
 use engine::core::Nanos;
 use engine::core::ids::{EngineId, Incarnation};
+use engine::core::instance::{Instance, InstanceInput};
 use engine::core::message::{Mode, Role};
 use engine::core::moriio::MoriioConfig;
 use engine::core::station::CoreConfig;
@@ -22,7 +25,11 @@ use std::sync::{Arc, Mutex};
 
 /// An engine that is served.
 pub(super) struct Started {
-    pub(super) cores: Cores,
+    /// Core and ranks, as far as they are in this process.
+    pub(super) instance: Instance,
+    pub(super) planes: Planes,
+    /// The first inputs.
+    pub(super) inputs: Vec<InstanceInput>,
     /// What it is to others.
     pub(super) own: Own,
     pub(super) engine: EngineId,
@@ -37,27 +44,30 @@ pub(super) struct Started {
     pub(super) memory: &'static str,
 }
 
-/// Starts the actors of an engine.
+/// Makes the machines of an engine and their planes.
 ///
 /// # Errors
 /// What cannot be served or had, and why.
 pub(super) fn start(
     engine: &Engine,
-    (workers, fabric): (&BTreeMap<u16, Worker>, &HostConfig),
-    outlets: Outlets,
-    clock: &Clock,
+    (workers, operator): (&BTreeMap<u16, Worker>, &Operator),
 ) -> Result<Started, String> {
     let settings = &engine.settings;
+    let limits = settings.limits.clone().or(&operator.limits).limits()?;
     for key in settings.idle() {
         tracing::warn!(key, "has no meaning for host memory");
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
-    let ears = Ears::new(&settings.host_ip, ports(engine)?)?;
+    let [handshake, notify] = ports(engine)?;
+    let ears = Ears::new(settings.places(handshake, notify))?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
-    let config = core_config(engine, attention, &ears)?;
+    // Nobody will know the engine by ports that it was not given.
+    let state = operator.state.as_deref().filter(|_| settings.handshake_port != 0);
+    let life = lives::begin(&ears.address.engine(), engine.last_life, state);
+    let config = core_config(engine, attention, &ears, (life, &limits))?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
-        rank_plan(engine, &config, worker, fabric)
+        rank_plan(engine, &config, worker, (&operator.fabric, &limits))
     });
     let plans = ranks.collect::<Result<Vec<_>, String>>()?;
     let (ranks, tallies, away) = match settings.transfer() {
@@ -96,8 +106,12 @@ pub(super) fn start(
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
     let lease = if read { config.settings.lease } else { Nanos::ZERO };
     let (engine, life) = (config.engine.clone(), config.incarnation);
-    let cores = Cores::start(config, ears.plane, ranks, outlets, clock);
-    Ok(Started { cores, own, engine, life, lease, tallies, away, memory })
+    let (mut instance, mut planes) = (Instance::default(), Planes::new());
+    instance.hear(HEARD);
+    instance.add_core(config);
+    planes.set_control(ears.plane);
+    let inputs = ranks.into_iter().map(|rank| rank.join(&mut instance, &mut planes)).collect();
+    Ok(Started { instance, planes, inputs, own, engine, life, lease, tallies, away, memory })
 }
 
 /// The ports for handshakes and notices: as in MoRIIO each DP rank takes as many as it has TP ranks.
@@ -113,6 +127,16 @@ fn ports(engine: &Engine) -> Result<[u16; 2], String> {
             )
         }),
     };
+    let apart = handshake_port.abs_diff(notify_port);
+    let (ranks, tp) = (engine.dp.1, engine.tp.max(1));
+    let are_given = handshake_port != 0 && notify_port != 0;
+    if are_given && apart.is_multiple_of(tp) && apart / tp < ranks {
+        return Err(format!(
+            "notify_port = {notify_port}: {ranks} DP ranks of {tp} TP ranks take ports from there and \
+             from handshake_port = {handshake_port}, and two take the same; put them {} apart",
+            u32::from(ranks) * u32::from(tp)
+        ));
+    }
     Ok([of_rank(("handshake_port", handshake_port))?, of_rank(("notify_port", notify_port))?])
 }
 
@@ -120,6 +144,7 @@ fn core_config(
     engine: &Engine,
     attention: Option<Arc<str>>,
     ears: &Ears,
+    (life, limits): (Incarnation, &Limits),
 ) -> Result<CoreConfig, String> {
     let settings = &engine.settings;
     let router = (!settings.proxy_ip.is_empty()).then(|| {
@@ -129,7 +154,7 @@ fn core_config(
     let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
     Ok(CoreConfig {
         engine: ears.address.engine(),
-        incarnation: born(),
+        incarnation: life,
         role: engine.role,
         mode: engine.mode(),
         geometry: Arc::new(engine.geometry()?),
@@ -137,8 +162,8 @@ fn core_config(
         control: ears.handshake.clone(),
         dp: engine.dp,
         router,
-        settings: Default::default(),
-        channel: Default::default(),
+        settings: limits.protocol.clone(),
+        channel: limits.channel.clone(),
         moriio: Some(MoriioConfig {
             address: ears.address.clone(),
             layer_names: engine.layer_names(),
@@ -153,7 +178,7 @@ fn rank_plan(
     engine: &Engine,
     core: &CoreConfig,
     worker: &Worker,
-    fabric: &HostConfig,
+    (fabric, limits): (&HostConfig, &Limits),
 ) -> Result<RankPlan, String> {
     let settings = &engine.settings;
     let memory = worker.regions.iter().map(|region| match settings.transfer() {
@@ -167,6 +192,7 @@ fn rank_plan(
         plane: settings.plane(fabric)?,
         memory: memory.collect::<Result<Vec<_>, String>>()?,
         layers: engine.layers(worker)?,
+        operations: limits.operations.clone(),
     })
 }
 

@@ -1,18 +1,19 @@
 //! The transfer actor of a rank in the worker whose memory it moves: on a thread with an actix system
 //! of its own, connected to the host.
 
+use super::codec::{Reader, encode};
 use super::kernels::{Hooks, Kernels, Layers};
-use super::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use super::proto::{FromHost, Hello, ToHost, Versions, Who};
 use super::rank::{RankPlan, Ready};
-use super::socket::{Frames, WAITING_MAX, decode, encode, framed, send};
-use crate::cores::RankActor;
+use super::socket::{Frames, WAITING_MAX, framed, send};
 use crate::meters::{Counters, Meter};
 use crate::sync::lock;
-use actix::{Actor, Context, Handler, System};
-use engine::actors::{Clock, Give, RankReport};
+use actix::System;
+use engine::actors::{Clock, Driver, Give, HEARD, Outlet, Planes, Port, Site};
 use engine::core::Nanos;
 use engine::core::ids::{Incarnation, StepId};
-use engine::core::transfer::TransferInput;
+use engine::core::instance::{Instance, InstanceInput};
+use engine::core::message::Report;
 use futures_util::{SinkExt, StreamExt};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -30,6 +31,15 @@ const PAUSE: Duration = Duration::from_millis(20);
 
 /// How often a host may be told what was moved, beside reports.
 const MOVED_EVERY: Duration = Duration::from_secs(1);
+
+/// Jobs and layers that may wait for the actor.
+const MAILBOX: usize = 4_096;
+
+/// Between two looks for a place in a mailbox that is full.
+const FULL: Duration = Duration::from_micros(50);
+
+/// The actor: the machine of the rank, and its plane.
+type Rank = Driver<Site<Planes, Reporter>>;
 
 /// The transfer actor of a rank, for one host after the other. Dropping it ends its thread.
 #[derive(Debug)]
@@ -55,10 +65,32 @@ struct State {
 #[derive(Debug)]
 struct Running {
     life: Incarnation,
-    actor: RankActor,
+    computing: Computing,
     /// Waits for the GPU, if its memory is one's.
     kernels: Option<Kernels>,
     end: Arc<Notify>,
+}
+
+/// The way of what is computed to the actor.
+#[derive(Clone, Debug)]
+struct Computing {
+    rank: u16,
+    actor: Port<Rank>,
+}
+
+impl Computing {
+    /// The first layers of a step are computed. Not for the actor's thread: it waits for a place.
+    fn tell(&self, step: StepId, layers: u16) {
+        let place = loop {
+            match self.actor.try_wait() {
+                Some(place) => break place,
+                // Nothing computed is lost; places of an actor that has ended are free.
+                None => thread::sleep(FULL),
+            }
+        };
+        let rank = self.rank;
+        self.actor.post(Give(InstanceInput::Layers { rank, step, layers }), place);
+    }
 }
 
 impl Transfers {
@@ -82,8 +114,10 @@ impl Transfers {
     pub fn layers(&self, step: StepId, layers: u16, event: Option<u64>) {
         let state = self.0.lock();
         match (&state.running, event) {
-            (Some(Running { actor, .. }), None) => {
-                actor.do_send(Give(TransferInput::Layers { step, layers }));
+            (Some(Running { computing, .. }), None) => {
+                let computing = computing.clone();
+                drop(state);
+                computing.tell(step, layers);
             }
             (Some(Running { kernels: Some(kernels), .. }), Some(event)) => {
                 kernels.wait(Layers { step, layers, event });
@@ -156,8 +190,9 @@ impl Shared {
         stream.set_nonblocking(true)?;
         let mut frames = framed(tokio::net::UnixStream::from_std(stream)?);
         let words = fabric_mori::last_words().ok().map(|pipe| pipe.as_raw_fd());
-        let hello = Hello { version: VERSION, who: Who::Transfer { rank, words } };
+        let hello = Hello::new(Who::Transfer { rank, words });
         frames.send(encode(&hello)?).await?;
+        let mut reader = Reader::new(Versions::OWN);
         let end = Arc::new(Notify::new());
         let (out, mut waiting) = mpsc::channel(WAITING_MAX);
         let mut begun = None;
@@ -167,17 +202,19 @@ impl Shared {
         loop {
             tokio::select! {
                 frame = frames.next() => match frame {
-                    Some(frame) => match decode(&frame?)? {
-                        FromHost::Begin(plan) => match self.begin(*plan, &out, &end) {
-                            Ok(actor) => begun = Some(actor),
+                    Some(frame) => match reader.read(&frame?)? {
+                        Some(FromHost::Ready { versions, .. }) => reader.learn(versions),
+                        Some(FromHost::Begin(plan)) => match self.begin(*plan, &out, &end) {
+                            Ok(rank) => begun = Some(rank),
                             Err(why) => return tell(&mut frames, &ToHost::Unable { why }).await,
                         },
-                        FromHost::Job(job) => {
-                            if let Some((actor, _)) = &begun {
-                                actor.do_send(Give(TransferInput::Job(job)));
+                        Some(FromHost::Job(job)) => {
+                            if let Some((Computing { rank, actor }, _)) = &begun {
+                                let (rank, place) = (*rank, actor.wait().await);
+                                actor.post(Give(InstanceInput::Job { rank, job }), place);
                             }
                         }
-                        FromHost::Refused { why } => return Err(io::Error::other(why)),
+                        Some(FromHost::Refused { why }) => return Err(io::Error::other(why)),
                         _ => {}
                     },
                     None => return Ok(()),
@@ -203,7 +240,7 @@ impl Shared {
         plan: RankPlan,
         out: &mpsc::Sender<ToHost>,
         end: &Arc<Notify>,
-    ) -> Result<(RankActor, Meter), String> {
+    ) -> Result<(Computing, Meter), String> {
         let (life, rank) = (plan.core.incarnation, plan.rank);
         let mut state = self.lock();
         if state.is_closed || state.over == Some(life) {
@@ -211,17 +248,19 @@ impl Shared {
         }
         let of_rank = |why| format!("rank {rank}: {why}");
         let Ready { parts, meter, events } = plan.parts().map_err(of_rank)?;
-        let reporter = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
+        let outlet = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
         let begun = Instant::now();
         let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
-        let actor = parts.start(reporter.start().recipient(), &clock);
+        let (mut instance, mut fabric) = (Instance::default(), Planes::new());
+        instance.hear(HEARD);
+        let first = parts.join(&mut instance, &mut fabric);
+        let actor = Driver::start(|_| Site { fabric, outlet }, instance, [first], clock);
+        let computing = Computing { rank, actor: Port::new(actor, MAILBOX) };
         let kernels = events.map(|events| {
-            let (computing, end, out) = (actor.clone(), end.clone(), out.clone());
+            let (computing, end, out) = (computing.clone(), end.clone(), out.clone());
             let hooks = Hooks {
                 ask: Box::new(move |event| events.is_done(event)),
-                computed: Box::new(move |Layers { step, layers, .. }| {
-                    computing.do_send(Give(TransferInput::Layers { step, layers }));
-                }),
+                computed: Box::new(move |Layers { step, layers, .. }| computing.tell(step, layers)),
                 failed: Box::new(move |why| {
                     let why = format!("rank {rank}: the GPU failed: {why}");
                     if out.try_send(ToHost::Unable { why }).is_err() {
@@ -232,8 +271,9 @@ impl Shared {
             Kernels::start(hooks, self.seen.clone())
         });
         let kernels = kernels.transpose().map_err(|why| of_rank(why.to_string()))?;
-        state.running = Some(Running { life, actor: actor.clone(), kernels, end: end.clone() });
-        Ok((actor, meter))
+        state.running =
+            Some(Running { life, computing: computing.clone(), kernels, end: end.clone() });
+        Ok((computing, meter))
     }
 }
 
@@ -248,15 +288,9 @@ struct Reporter {
     end: Arc<Notify>,
 }
 
-impl Actor for Reporter {
-    type Context = Context<Self>;
-}
-
-impl Handler<RankReport> for Reporter {
-    type Result = ();
-
-    fn handle(&mut self, RankReport { report, .. }: RankReport, _: &mut Self::Context) {
-        let moved = self.meter.read();
+impl Outlet for Reporter {
+    fn report(&mut self, _: u16, report: &Report) {
+        let (report, moved) = (report.clone(), self.meter.read());
         if self.out.try_send(ToHost::Report { report, moved }).is_err() {
             // A host that does not take it would miss it.
             self.end.notify_one();
@@ -266,6 +300,7 @@ impl Handler<RankReport> for Reporter {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codec::decode;
     use super::*;
     use crate::plane::PlaneConfig;
     use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
@@ -320,6 +355,7 @@ mod tests {
             plane: PlaneConfig::Host(HostConfig { port, ..HostConfig::default() }),
             memory: vec![Memory::Own { base: memory.as_ptr() as u64, len: LEN as u64 }],
             layers: vec![layer],
+            operations: crate::limits::Limits::default().operations,
         }
     }
 

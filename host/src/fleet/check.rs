@@ -5,7 +5,7 @@ use super::client::{Client, Ended};
 use crate::exit::Exit;
 use crate::outcome::Outcome;
 use crate::serve::content::{expected, prompt, prompt_ids};
-use scenarios::run::{Bounds, Counts};
+use scenarios::run::{Bounds, Counts, Expect, OperationCounts};
 use scenarios::{InvariantId, Run};
 use std::time::{Duration, Instant};
 
@@ -111,6 +111,11 @@ impl<'a> Checks<'a> {
             }
             let text = format!("expected otherwise: {count} {name}, not {min}..={max}");
             outcome.violate(Exit::Correctness, text);
+        }
+        let Expect { operations, first_tokens, .. } = &self.run.expect;
+        if *operations != OperationCounts::default() || !first_tokens.is_empty() {
+            let text = "expected operations and first tokens: not seen from outside";
+            outcome.skipped.push(text.into());
         }
         let unseen = self.run.expect.hold.iter().filter(|id| !CHECKED.contains(id));
         let unseen: Vec<&str> = unseen.map(|id| id.name()).collect();

@@ -89,6 +89,9 @@ impl Process {
             let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
             args.extend([flag.into(), port.into()]);
         }
+        // Not among the notes of what the user deploys.
+        let state = std::env::temp_dir().join("kvferry-fleet");
+        args.extend(["--state".into(), state.into_os_string()]);
         let mut fresh = Process::start(&self.name, args)?;
         fresh.args = std::mem::take(&mut self.args);
         *self = fresh;

@@ -12,6 +12,9 @@ use scenarios::run::Request;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
+/// Longest time for the metrics of a process that is not stopped.
+const METRICS: Duration = Duration::from_secs(60);
+
 /// How a request ended.
 #[derive(Debug)]
 pub(super) enum Ended {
@@ -77,7 +80,7 @@ impl Client {
     /// The metrics of a process, if it answers.
     pub(super) async fn metrics(&self, host: &str) -> Option<Metrics> {
         let page = self.page(host, "/metrics");
-        let page = tokio::time::timeout(Duration::from_secs(2), page).await.ok()??;
+        let page = tokio::time::timeout(METRICS, page).await.ok()??;
         Some(Metrics(String::from_utf8_lossy(&page).into_owned()))
     }
 

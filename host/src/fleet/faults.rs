@@ -153,7 +153,8 @@ async fn is_due(when: &When, fleet: &Fleet, client: &Client, begun: Instant) -> 
         When::At(at) => begun.elapsed() >= *at,
         When::Count { metric, at, value } => {
             let mut sum = 0;
-            for process in fleet.instances.iter().filter(|process| process.alive) {
+            let answers = |process: &&Process| process.alive && !process.paused;
+            for process in fleet.instances.iter().filter(answers) {
                 if at.as_ref().is_some_and(|at| !is_named(&process.name, at)) {
                     continue;
                 }

@@ -24,13 +24,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// Longest time for a workload, where the scenario does not say.
+/// Longest time for a workload, and before it for the processes to register, where the scenario does not
+/// say.
 const WITHIN: Duration = Duration::from_secs(120);
 
-/// Longest time for processes to start and to register.
-const START: Duration = Duration::from_secs(30);
-
-/// Longest time after the last answer for all blocks to be free: a lease, and what fences take.
+/// Longest time after the last answer for all blocks to be free: a lease, and what fences take; more if
+/// the workload has more.
 const REST: Duration = Duration::from_secs(75);
 
 /// What is run.
@@ -84,12 +83,12 @@ async fn play(run: &Arc<Run>, files: &Files, seed: u64, outcome: &mut Outcome) -
     outcome.skipped = plan.skipped.clone();
     let mut fleet = Fleet::start(run, files, seed)?;
     let client = Arc::new(Client::new(fleet.router.ready("http")?));
-    let registered = client.registered(run.instances.len(), START).await;
-    registered.map_err(Stop::Input)?;
     let limit = run.expect.within.map_or(WITHIN, |within| {
         // Virtual seconds are no promise about this machine; shorter ones are not held to it.
         Duration::from_nanos(within.0).max(Duration::from_secs(30))
     });
+    let registered = client.registered(run.instances.len(), limit).await;
+    registered.map_err(Stop::Input)?;
     let begun = Instant::now();
     let mut requests = JoinSet::new();
     for (index, request) in run.requests.iter().enumerate() {
@@ -131,7 +130,7 @@ async fn play(run: &Arc<Run>, files: &Files, seed: u64, outcome: &mut Outcome) -
     }
     fleet.resume_all();
     fleet.gather(&client, outcome).await;
-    checks.rest(&fleet, &client, outcome, REST).await;
+    checks.rest(&fleet, &client, outcome, limit.max(REST)).await;
     checks.expectations(outcome);
     Ok(())
 }

@@ -18,6 +18,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
 use prometheus_client::registry::Registry;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -27,6 +28,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Instances that are asked for their models before the client is told that there are none.
 const ASKED_MAX: usize = 3;
+
+/// Pairs that are listed as not fitting.
+const MISFITS_MAX: usize = 64;
 
 /// What the handlers here need.
 #[derive(Clone)]
@@ -66,9 +70,18 @@ struct Rejected {
     age_seconds: f64,
 }
 
+/// Two instances that are not paired, as they are listed.
+#[derive(Serialize)]
+struct Misfit {
+    prefill: String,
+    decode: String,
+    why: String,
+}
+
 struct State {
     workers: Vec<Worker>,
     rejected: Vec<Rejected>,
+    misfits: Vec<Misfit>,
     counters: RouterCounters,
     waiting: u32,
     draining: bool,
@@ -104,13 +117,23 @@ fn state(router: &Router, now: Nanos) -> State {
         why: it.why.to_string(),
         age_seconds: seconds(now - it.at),
     });
+    let misfits = router.misfits().map(|(prefill, decode, why)| Misfit {
+        prefill: prefill.to_string(),
+        decode: decode.to_string(),
+        why: why.to_string(),
+    });
     State {
+        misfits: misfits.collect(),
         workers: workers.collect(),
         rejected: rejected.collect(),
         counters: router.counters().clone(),
         waiting: router.gauges().queued,
         draining: router.is_draining(),
     }
+}
+
+fn listed(misfits: &[Misfit]) -> &[Misfit] {
+    &misfits[..misfits.len().min(MISFITS_MAX)]
 }
 
 fn json(status: StatusCode, value: &impl Serialize) -> Response {
@@ -134,20 +157,26 @@ impl Admin {
         self.desk.core.send(look).await.map_err(gone)
     }
 
-    /// Whether there is a pair of instances of one mode that can serve.
+    /// Whether there is a pair of instances of one mode that can serve, and which do not fit.
     pub(crate) async fn readiness(&self) -> Response {
         let state = match self.state().await {
             Ok(state) => state,
             Err(refusal) => return refusal.into_response(),
         };
-        let has = |role, mode| {
-            let serves = |it: &Worker| {
+        let serving = |role, mode| {
+            state.workers.iter().filter(move |it| {
                 it.is == (role, mode, InstanceState::Ready)
                     || it.is == (role, mode, InstanceState::Trial)
-            };
-            state.workers.iter().any(serves)
+            })
         };
-        let pair = |mode| has(Role::Prefill, mode) && has(Role::Decode, mode);
+        let apart: BTreeSet<(&str, &str)> =
+            state.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
+        let pair = |mode| {
+            serving(Role::Prefill, mode).any(|prefill| {
+                let fits = |decode: &Worker| !apart.contains(&(&*prefill.engine, &*decode.engine));
+                serving(Role::Decode, mode).any(fits)
+            })
+        };
         let ready = !state.draining && (pair(Mode::Push) || pair(Mode::Pull));
         let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         let count = |role| {
@@ -164,6 +193,7 @@ impl Admin {
                 "draining": state.draining,
                 "prefill": count(Role::Prefill),
                 "decode": count(Role::Decode),
+                "misfits": listed(&state.misfits),
             }),
         )
     }
@@ -176,13 +206,15 @@ impl Admin {
         }
     }
 
-    /// Registrations that were not taken.
+    /// Registrations that were not taken, and pairs that are not made.
     pub(crate) async fn rejected(&self) -> Response {
         match self.state().await {
             Ok(state) => {
                 let counts = &state.counters.rejected;
                 let total: u64 = counts.values().sum();
-                let rejected = serde_json::json!({ "total": total, "last": state.rejected });
+                let rejected = serde_json::json!({
+                    "total": total, "last": state.rejected, "misfits": listed(&state.misfits),
+                });
                 json(StatusCode::OK, &rejected)
             }
             Err(refusal) => refusal.into_response(),

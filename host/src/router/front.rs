@@ -11,9 +11,10 @@ use super::pool::{Pool, Reply};
 use super::probe;
 use super::relay::{End, Relay};
 use super::settings::Settings;
+use crate::told::{self, Heard};
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
-use engine::actors::{Clock, Driver, Seat};
+use engine::actors::{Clock, Driver, Heard as _, Seat};
 use engine::core::Nanos;
 use engine::core::ids::{ClientId, EngineId, LegId, TransferId};
 use engine::core::message::{FinishReason, Mode, Role};
@@ -82,10 +83,10 @@ pub(crate) struct Left(pub(crate) ClientId);
 #[rtype(result = "()")]
 struct OfLeg(LegId, News);
 
-/// A stream ended.
+/// A stream ended, and its instance may have told something of the leg.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct StreamEnded(LegId, End);
+struct StreamEnded(LegId, End, Option<Heard>);
 
 struct Client {
     job: Arc<Job>,
@@ -111,6 +112,8 @@ struct Running {
     engine: EngineId,
     /// The prefill's answer is what the decode reads by.
     wants_params: bool,
+    /// The instance tells what became of the KV.
+    tells: bool,
     task: JoinHandle<()>,
     /// Cuts the stream when it is dropped.
     cut: Option<oneshot::Sender<()>>,
@@ -144,7 +147,7 @@ impl Front {
         Driver::start(seat, router, None, clock)
     }
 
-    fn count(&self, role: Role, outcome: &'static str) {
+    fn leg_ended(&self, role: Role, outcome: &'static str) {
         self.metrics.legs.get_or_create(&LegLabels { role: role_name(role), outcome }).inc();
     }
 
@@ -156,6 +159,10 @@ impl Front {
             LegBody::Prefill { transfer, .. } => transfer.mode == Mode::Pull && !pair.is_native(),
             LegBody::Decode { .. } => false,
         };
+        let tells = match role {
+            Role::Prefill => pair.prefill.native,
+            Role::Decode => pair.decode.native,
+        };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
         let core = self.core.clone();
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
@@ -166,7 +173,7 @@ impl Front {
             };
             core.do_send(OfLeg(leg, news));
         });
-        let running = Running { client, part, role, engine, wants_params, task, cut: None };
+        let running = Running { client, part, role, engine, wants_params, tells, task, cut: None };
         self.legs.insert(leg, running);
     }
 
@@ -199,11 +206,23 @@ impl Front {
             return self.prefilled(leg, &running, &body, out);
         }
         let cached = client.parts[part].cached;
+        let told = if running.tells { told::heard(&body) } else { None };
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
         let _ = client.events.try_send(Event::Part { part, head, body, cached });
-        self.count(Role::Decode, "done");
-        out.push_back(news(leg, done()));
+        self.decoded(leg, &running, told, out);
+    }
+
+    /// A decode leg ended well, with KV or, as it may tell, without.
+    fn decoded(&self, leg: LegId, running: &Running, told: Option<Heard>, out: &mut Inputs) {
+        self.leg_ended(Role::Decode, "done");
+        let Some(Heard { failure: Some(failure), .. }) = told else {
+            return out.push_back(news(leg, done()));
+        };
+        tracing::warn!(%leg, engine = %running.engine, client = %running.client, %failure,
+            "decode computed a prompt itself");
+        let event = LegEvent::Done { reason: FinishReason::Length, recomputed: Some(failure) };
+        out.push_back(news(leg, event));
     }
 
     fn prefilled(&mut self, leg: LegId, running: &Running, body: &[u8], out: &mut Inputs) {
@@ -212,20 +231,25 @@ impl Front {
             #[serde(borrow)]
             kv_transfer_params: Option<&'a RawValue>,
         }
+        // What it has computed is of no use.
+        if let Some(heard) = running.tells.then(|| told::heard(body)).flatten() {
+            let fault = Fault::told(heard, &running.engine);
+            return self.failed(leg, running, fault, out);
+        }
         if !running.wants_params {
-            self.count(Role::Prefill, "done");
+            self.leg_ended(Role::Prefill, "done");
             return out.push_back(news(leg, done()));
         }
         match serde_json::from_slice::<Answered<'_>>(body) {
             Ok(Answered { kv_transfer_params: Some(params) }) if params.get() != "null" => {
-                self.count(Role::Prefill, "done");
+                self.leg_ended(Role::Prefill, "done");
                 let params = params.get().into();
                 out.push_back(news(leg, LegEvent::Prefilled { params }));
             }
             Ok(_) => {
                 tracing::warn!(%leg, engine = %running.engine,
                     "prefill answered without kv_transfer_params: decode computes the prompt");
-                self.count(Role::Prefill, "done");
+                self.leg_ended(Role::Prefill, "done");
                 out.push_back(news(leg, done()));
             }
             Err(why) => {
@@ -242,20 +266,18 @@ impl Front {
         running.cut = Some(cut);
         let part = running.part;
         let core = self.core.clone();
-        let report = move |end| core.do_send(StreamEnded(leg, end));
-        let relay = Relay::new(first, body, self.settings.limits.idle, is_cut, report);
+        let report = move |end, heard| core.do_send(StreamEnded(leg, end, heard));
+        let (idle, tells) = (self.settings.limits.idle, running.tells);
+        let relay = Relay::new((first, body), idle, is_cut, tells, report);
         let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
         let _ = client.events.try_send(Event::Part { part, head, body, cached });
         out.push_back(news(leg, LegEvent::FirstToken));
     }
 
-    fn stream_ended(&mut self, leg: LegId, end: End, out: &mut Inputs) {
+    fn stream_ended(&mut self, leg: LegId, end: End, heard: Option<Heard>, out: &mut Inputs) {
         let Some(running) = self.legs.remove(&leg) else { return };
         match end {
-            Ok(()) => {
-                self.count(Role::Decode, "done");
-                out.push_back(news(leg, done()));
-            }
+            Ok(()) => self.decoded(leg, &running, heard, out),
             Err(why) => {
                 let message = format!("decode {}: the stream broke off: {why}", running.engine);
                 let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
@@ -269,7 +291,7 @@ impl Front {
         let Fault { failure, refusal } = fault;
         tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
             client = %running.client, %failure, "leg failed");
-        self.count(running.role, "failed");
+        self.leg_ended(running.role, "failed");
         if let Some(client) = self.clients.get_mut(&running.client) {
             client.fault = Some(refusal);
         }
@@ -285,6 +307,12 @@ impl Front {
                 StatusCode::SERVICE_UNAVAILABLE,
                 "no prefill and decode instance of equal transfer mode is ready; \
                  see /workers for what is registered",
+            )),
+            Answer::Misfit(why) => Err(Refusal::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                &format!(
+                    "no prefill and decode instance fit: {why}; see /registrations/rejected for all"
+                ),
             )),
         };
         let _ = known.events.try_send(Event::Ended(ended));
@@ -377,7 +405,7 @@ impl Seat for Front {
         wake
     }
 
-    fn perform(&mut self, effect: RouterEffect, out: &mut Inputs) {
+    fn perform(&mut self, _: &Router, effect: RouterEffect, out: &mut Inputs) {
         match effect {
             RouterEffect::Control(command) => {
                 let events = perform_control(self.plane.as_mut(), command);
@@ -388,7 +416,7 @@ impl Seat for Front {
             }
             RouterEffect::CancelLeg { leg } => {
                 if let Some(running) = self.legs.remove(&leg) {
-                    self.count(running.role, "cancelled");
+                    self.leg_ended(running.role, "cancelled");
                     running.task.abort();
                 }
             }
@@ -399,8 +427,12 @@ impl Seat for Front {
         }
     }
 
-    fn tick(&self) -> RouterInput {
-        RouterInput::Tick
+    fn ticks(&self, _: &Router, _: Nanos, out: &mut Inputs) {
+        out.push_back(RouterInput::Tick);
+    }
+
+    fn began(&mut self, _: Nanos, input: &RouterInput) {
+        input.count();
     }
 
     fn set_waker(&mut self, waker: Waker) {
@@ -454,7 +486,8 @@ impl Handler<OfLeg> for Driver<Front> {
 impl Handler<StreamEnded> for Driver<Front> {
     type Result = ();
 
-    fn handle(&mut self, StreamEnded(leg, end): StreamEnded, context: &mut Context<Self>) {
-        self.tell(context, |front, out| front.stream_ended(leg, end, out));
+    fn handle(&mut self, ended: StreamEnded, context: &mut Context<Self>) {
+        let StreamEnded(leg, end, heard) = ended;
+        self.tell(context, |front, out| front.stream_ended(leg, end, heard, out));
     }
 }

@@ -1,5 +1,6 @@
 //! What is counted, in the format of Prometheus.
 
+use crate::meters::Inputs;
 use engine::core::message::Role;
 use engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -86,6 +87,7 @@ impl Metrics {
         let about = "Registrations that were not taken";
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
+        registry.register_collector(Box::new(Inputs));
         for ((name, about), counter) in CORE.iter().zip(&all.core) {
             registry.register(*name, *about, counter.clone());
         }

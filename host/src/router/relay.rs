@@ -2,8 +2,11 @@
 
 use super::leg::chain;
 use super::pool::Reply;
+use super::sse::{self, Events};
+use crate::told::{self, Heard};
 use bytes::Bytes;
 use hyper::body::Body;
+use memchr::memmem;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -12,6 +15,35 @@ use tokio::time::{Instant, Sleep, sleep};
 
 /// How a stream ended.
 pub(crate) type End = Result<(), String>;
+
+/// Looks for what an instance tells of its leg in the stream.
+#[derive(Debug, Default)]
+struct Ear {
+    events: Events,
+    /// Bytes of an event that is not whole are in `events`.
+    is_inside: bool,
+    heard: Option<Heard>,
+}
+
+impl Ear {
+    fn hear(&mut self, bytes: &[u8]) {
+        let ends = bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n");
+        if !self.is_inside && ends {
+            // Whole events, as nearly always: nothing is copied, and nearly nothing looked at.
+            if memmem::find(bytes, b"\"failed\"").is_none() {
+                return;
+            }
+        }
+        self.is_inside = !ends;
+        // An event too long to be looked into has nothing of ours.
+        if self.events.feed(bytes).is_ok() {
+            while let Some(event) = self.events.next() {
+                let heard = sse::data(&event).and_then(told::heard);
+                self.heard = self.heard.take().or(heard);
+            }
+        }
+    }
+}
 
 /// A stream that has begun.
 pub(crate) struct Relay<B = Reply> {
@@ -22,25 +54,34 @@ pub(crate) struct Relay<B = Reply> {
     idle: Duration,
     /// Is closed when the router gives the leg up.
     cut: oneshot::Receiver<()>,
-    /// Is told how it ended.
-    report: Option<Box<dyn FnOnce(End) + Send>>,
+    /// Of a stream of an instance that tells something of its leg.
+    ear: Option<Ear>,
+    /// Is told how it ended, and what was heard.
+    report: Option<Report>,
 }
+
+type Report = Box<dyn FnOnce(End, Option<Heard>) + Send>;
 
 impl<B> Relay<B>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::error::Error + 'static,
 {
-    /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped.
+    /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped, and of
+    /// what the instance told in it, if it is one that `tells`.
     pub(crate) fn new(
-        first: Bytes,
-        body: B,
+        (first, body): (Bytes, B),
         idle: Duration,
         cut: oneshot::Receiver<()>,
-        report: impl FnOnce(End) + Send + 'static,
+        tells: bool,
+        report: impl FnOnce(End, Option<Heard>) + Send + 'static,
     ) -> Relay<B> {
-        let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as Box<_>));
-        Relay { first: Some(first), body, silence, idle, cut, report }
+        let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as Report));
+        let mut ear = tells.then(Ear::default);
+        if let Some(ear) = &mut ear {
+            ear.hear(&first);
+        }
+        Relay { first: Some(first), body, silence, idle, cut, ear, report }
     }
 
     /// The next bytes, or the end.
@@ -56,6 +97,9 @@ where
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Ok(data) = frame.into_data() {
                         self.silence.as_mut().reset(Instant::now() + self.idle);
+                        if let Some(ear) = &mut self.ear {
+                            ear.hear(&data);
+                        }
                         return Poll::Ready(Ok(data));
                     }
                 }
@@ -75,7 +119,7 @@ where
 
     fn end(&mut self, end: End) -> Poll<Result<Bytes, End>> {
         if let Some(report) = self.report.take() {
-            report(end.clone());
+            report(end.clone(), self.ear.take().and_then(|ear| ear.heard));
         }
         Poll::Ready(Err(end))
     }
@@ -118,8 +162,9 @@ mod tests {
         let (tokens, fed) = mpsc::unbounded_channel();
         let (cut, is_cut) = oneshot::channel();
         let (tell, told) = channel();
-        let report = move |end| tell.send(end).expect("the test listens");
-        let relay = Relay::new(Bytes::from_static(b"first"), Fed(fed), IDLE, is_cut, report);
+        let report = move |end, _| tell.send(end).expect("the test listens");
+        let first = Bytes::from_static(b"first");
+        let relay = Relay::new((first, Fed(fed)), IDLE, is_cut, false, report);
         Bench { relay, tokens, cut: Some(cut), told }
     }
 
@@ -152,6 +197,20 @@ mod tests {
         assert_eq!(next(&mut relay).await, Err(Err("silent for 10s".into())));
         assert_eq!(start.elapsed().as_secs(), 10);
         assert!(told.try_recv().is_ok_and(|end| end.is_err()));
+    }
+
+    #[test]
+    fn what_is_told_in_a_stream_is_heard_however_it_is_cut() {
+        let told = r#"data: {"kvferry":{"failed":{"why":"w","failure":"PeerSilent"}}}"#;
+        let stream = format!("data: {{\"a\":\"\\\"failed\\\"\"}}\n\n{told}\n\ndata: [DONE]\n\n");
+        for cut in 1..stream.len() {
+            let mut ear = Ear::default();
+            stream.as_bytes().chunks(cut).for_each(|part| ear.hear(part));
+            assert_eq!(ear.heard.map(|heard| heard.why).as_deref(), Some("w"), "{cut}");
+        }
+        let mut ear = Ear::default();
+        ear.hear(b"data: {}\n\n");
+        assert!(!ear.is_inside && ear.heard.is_none());
     }
 
     #[tokio::test(start_paused = true)]

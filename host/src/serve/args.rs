@@ -1,6 +1,8 @@
 //! What an instance is told on the command line.
 
+use crate::embed::config::limits_given;
 use crate::exit::Stop;
+use crate::limits::{Limits, Overrides};
 use crate::logs::LogArgs;
 use clap::{Args, ValueEnum};
 use engine::core::Nanos;
@@ -9,7 +11,8 @@ use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
 use scenarios::cost::Cost;
 use scenarios::run::{
-    Allocator, EngineSettings, Instance, LoadFailure, MemoryLayout, Model, ModelGroup, Run,
+    Allocator, EngineSettings, FabricLimits, Instance, LoadFailure, MemoryLayout, Model,
+    ModelGroup, Protocol, Run,
 };
 use std::path::PathBuf;
 
@@ -129,6 +132,15 @@ pub(crate) struct ServeArgs {
     /// What a decode does with a prompt whose KV did not arrive
     #[arg(long, default_value = "fail")]
     pub(crate) on_load_failure: OnFailure,
+    /// Times and limits of the protocol, with commas between: protocol.lease_ms=20000
+    #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given,
+        conflicts_with = "scenario")]
+    pub(crate) set: Option<Overrides>,
+    /// Folder in which lives are noted where --handshake-port is given, so that a restarted instance
+    /// is known as such though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by
+    /// default
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
@@ -143,8 +155,10 @@ pub(super) struct Plan {
     pub(super) model: Model,
     pub(super) instance: Instance,
     pub(super) engine: EngineSettings,
-    /// The scenario whose times and limits hold; the defaults without one.
+    /// The scenario whose times and limits hold, if there is one.
     pub(super) run: Option<Box<Run>>,
+    /// Those without one.
+    pub(super) limits: Limits,
 }
 
 impl ServeArgs {
@@ -166,7 +180,8 @@ impl ServeArgs {
                 return Err(input(format!("{file} has no instance {name:?}, only {names}")));
             };
             let (model, engine) = (run.model.clone(), run.engine);
-            return Ok(Plan { model, instance, engine, run: Some(Box::new(run)) });
+            let (run, limits) = (Some(Box::new(run)), Limits::default());
+            return Ok(Plan { model, instance, engine, run, limits });
         }
         let role = match self.role {
             Some(RoleArg::Prefill) => Role::Prefill,
@@ -211,7 +226,9 @@ impl ServeArgs {
             groups: vec![group],
         };
         let instance = self.instance_of(role, mode);
-        Ok(Plan { model, instance, engine: self.engine(), run: None })
+        let limits = self.set.clone().unwrap_or_default().limits();
+        let limits = limits.map_err(|why| input(format!("--set: {why}")))?;
+        Ok(Plan { model, instance, engine: self.engine(), run: None, limits })
     }
 
     /// Limits as of vLLM's defaults.
@@ -254,6 +271,8 @@ impl ServeArgs {
                 pair_fs: 0,
                 context_fs: 0,
             },
+            protocol: Protocol::default(),
+            fabric: FabricLimits::default(),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The HTTP side: OpenAI-shaped requests become legs.
 
 use super::content;
-use super::instance::{Cancel, Instance, NEWS_MAX, News, Start};
-use super::openai::{Answer, Body, error, failed};
+use super::instance::{Cancel, Host, NEWS_MAX, News, Start, peer};
+use super::openai::{Answer, Body, failed};
 use crate::legs::Own;
 use crate::scrape;
 use actix::Addr;
@@ -13,7 +13,8 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use engine::core::ids::{LegId, RequestId, TransferId};
+use engine::actors::Port;
+use engine::core::ids::{EngineId, LegId, RequestId, TransferId};
 use engine::core::router::{LegBody, LegFailure};
 use futures_util::stream::{StreamExt, iter, unfold};
 use prometheus_client::registry::Registry;
@@ -29,7 +30,7 @@ const BODY_MAX: usize = 64 << 20;
 
 /// What the handlers share.
 pub(super) struct Shared {
-    pub(super) instance: Addr<Instance>,
+    pub(super) instance: Port<Host>,
     pub(super) own: Own,
     pub(super) model: String,
     pub(super) registry: Registry,
@@ -75,7 +76,7 @@ async fn chat(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Re
 
 /// Tells the instance when a caller goes away.
 struct Guard {
-    instance: Addr<Instance>,
+    instance: Addr<Host>,
     leg: Option<LegId>,
 }
 
@@ -99,14 +100,20 @@ struct Serving {
     tokens: u32,
     output: u32,
     transfer: TransferId,
+    /// Whose KV it is to get.
+    peer: Option<EngineId>,
 }
 
 async fn serve(shared: Arc<Shared>, headers: &HeaderMap, body: &[u8], chat: bool) -> Response {
     match begin(shared, headers, body, chat).await {
         Ok((serving, true)) => serving.stream(),
         Ok((serving, false)) => serving.whole().await,
-        Err(why) => refuse(error(400, "invalid_request_error", &why)),
+        Err(failure) => refuse(failed(&failure, None)),
     }
+}
+
+fn unusable(why: String) -> LegFailure {
+    LegFailure::Request(why.into())
 }
 
 async fn begin(
@@ -114,14 +121,16 @@ async fn begin(
     headers: &HeaderMap,
     body: &[u8],
     chat: bool,
-) -> Result<(Serving, bool), String> {
-    let body = Body::parse(body)?;
-    let tokens = body.tokens(chat)?;
+) -> Result<(Serving, bool), LegFailure> {
+    let body = Body::parse(body).map_err(unusable)?;
+    let tokens = body.tokens(chat).map_err(unusable)?;
     let number = shared.requests.fetch_add(1, Ordering::Relaxed);
     let named = headers.get("x-request-id").and_then(|id| id.to_str().ok());
     let id: RequestId = named.map_or_else(|| format!("kvferry-{number}"), str::to_string).into();
-    let output = body.output();
-    let leg = shared.own.leg(&id, body.kv_transfer_params.as_deref(), output)?;
+    let (output, stream) = (body.output(), body.stream.unwrap_or(false));
+    let model = body.model.clone();
+    let leg = shared.own.leg(&id, body.kv_transfer_params.as_deref(), output);
+    let leg = leg.map_err(unusable)?;
     let (sender, news) = channel(NEWS_MAX);
     let transfer = match &leg {
         LegBody::Prefill { transfer, .. } => transfer.key.id.clone(),
@@ -129,19 +138,22 @@ async fn begin(
     };
     let prompt = content::prompt(&tokens);
     let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
-    let start = Start { request: id.clone(), prompt, body: leg, news: sender };
-    let leg = shared.instance.send(start).await.map_err(|why| format!("shutting down: {why}"))?;
-    let stream = body.stream.unwrap_or(false);
+    let peer = peer(&leg);
+    let place = shared.instance.reserve().ok_or(LegFailure::Busy)?;
+    let (body, leg) = (leg, LegId(number + 1));
+    let start = Start { leg, request: id.clone(), prompt, body, news: sender };
+    shared.instance.post(start, place);
     let serving = Serving {
-        guard: Guard { instance: shared.instance.clone(), leg: Some(leg) },
+        guard: Guard { instance: shared.instance.address().clone(), leg: Some(leg) },
         news,
         id,
-        model: body.model.unwrap_or_else(|| shared.model.clone()),
+        model: model.unwrap_or_else(|| shared.model.clone()),
         chat,
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         tokens: tokens.len() as u32,
         output,
         transfer,
+        peer,
         shared,
     };
     Ok((serving, stream))
@@ -182,9 +194,9 @@ impl Serving {
                 }
                 Some(News::Failed(failure)) => {
                     self.guard.leg = None;
-                    return refuse(failed(&failure));
+                    return refuse(failed(&failure, self.peer.as_ref()));
                 }
-                None => return refuse(failed(&LegFailure::Connection)),
+                None => return refuse(failed(&LegFailure::Connection, None)),
             }
         }
     }
@@ -219,7 +231,7 @@ impl Serving {
             }
             News::Failed(failure) => {
                 self.guard.leg = None;
-                (vec![event(&failed(&failure).1)], false)
+                (vec![event(&failed(&failure, self.peer.as_ref()).1)], false)
             }
         }
     }

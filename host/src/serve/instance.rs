@@ -1,17 +1,20 @@
-//! The actor between HTTP and the protocol: it owns the stand-in engine and plays its steps.
+//! What HTTP is to the protocol actor of an instance, and it to HTTP: the stand-in engine, whose steps
+//! it plays.
 
 use super::content::Kv as Memory;
 use super::metrics::Metrics;
 use super::openai;
-use crate::cores::{Cores, log_violation};
-use actix::fut::{ActorFutureExt, wrap_future};
-use actix::{Actor, AsyncContext, Context, Handler, Message};
-use engine::actors::{Clock, Foreign, RankReport};
-use engine::core::decode::DecodeEffect;
-use engine::core::ids::{LegId, RequestId, StepId};
+use crate::cores::{log_refusal, log_router, log_violation};
+use crate::told::Told;
+use actix::{Addr, Context, Handler, Message};
+use engine::actors::{Clock, Driver, Inputs, Outlet, Planes, Port, Site};
+use engine::core::error::{Failure, PeerViolation};
+use engine::core::ids::{EngineId, LegId, RequestId, StepId};
+use engine::core::instance::{Instance, InstanceInput};
 use engine::core::layout::BlockList;
-use engine::core::message::{FinishReason, Job, PrefillHook};
-use engine::core::prefill::PrefillEffect;
+use engine::core::message::{
+    DecodeAnswer, DecodeHook, FinishReason, Job, PrefillAnswer, PrefillHook, RouterNews,
+};
 use engine::core::router::{LegBody, LegEvent, LegFailure};
 use engine::core::{Machine, Outbox};
 use scenarios::engine::{Engine, EngineEffect, EngineInput, PromptContent, StepPlan};
@@ -33,10 +36,17 @@ pub(super) enum News {
 /// Room for all news of a leg.
 pub(super) const NEWS_MAX: usize = 4;
 
+/// The actor: the machines of the instance, their planes, and the server.
+pub(super) type Host = Driver<Site<Planes, Server>>;
+
+/// Legs that may wait for the actor; further ones are refused as busy.
+pub(super) const MAILBOX: usize = 1_024;
+
 /// A leg arrived by HTTP.
 #[derive(Message)]
-#[rtype(result = "LegId")]
+#[rtype(result = "()")]
 pub(super) struct Start {
+    pub(super) leg: LegId,
     pub(super) request: RequestId,
     pub(super) prompt: PromptContent,
     pub(super) body: LegBody,
@@ -47,6 +57,11 @@ pub(super) struct Start {
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(super) struct Cancel(pub(super) LegId);
+
+/// The next layer of a step can be computed.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct NextLayer(StepPlan, u16);
 
 /// A step is over.
 #[derive(Message)]
@@ -67,6 +82,8 @@ struct Leg {
     expected: Option<String>,
     /// Of what was found, if it was transferred.
     digest: Option<String>,
+    /// Of a decode: who has its KV.
+    peer: Option<EngineId>,
 }
 
 impl Leg {
@@ -75,56 +92,65 @@ impl Leg {
         self.expected.get_or_insert_with(make)
     }
 
-    fn kv(&mut self, memory: &Memory, failure: Option<String>) -> openai::Kv {
+    fn kv(&mut self, memory: &Memory, failure: Option<&Failure>) -> openai::Kv {
+        let failed = failure.map(|failure| Told::new(failure, self.peer.as_ref()));
         let expected = self.expected(memory).clone();
         let (digest, source) = match &self.digest {
             Some(digest) => (digest.clone(), "transferred"),
             None => (expected.clone(), "computed"),
         };
-        openai::Kv { digest, expected, source, failure }
+        openai::Kv { digest, expected, source, failed }
     }
 }
 
-/// What an instance is started with.
+/// What a server is started with.
 pub(super) struct Parts {
     pub(super) engine: Engine,
     pub(super) memory: Memory,
-    pub(super) cores: Cores,
     pub(super) clock: Clock,
     pub(super) layers: u16,
+    pub(super) ranks: u16,
     pub(super) metrics: Metrics,
 }
 
-/// The instance.
-pub(super) struct Instance {
+/// The server. It sends itself one message per step under way, and each leg one when its caller goes.
+pub(super) struct Server {
     parts: Parts,
+    own: Addr<Host>,
     legs: BTreeMap<LegId, Leg>,
     requests: BTreeMap<RequestId, LegId>,
-    next: u64,
     out: Outbox<EngineEffect>,
 }
 
-impl Instance {
-    pub(super) fn new(parts: Parts) -> Instance {
-        let (legs, requests) = (BTreeMap::new(), BTreeMap::new());
-        Instance { parts, legs, requests, next: 0, out: Outbox::new() }
+impl Server {
+    /// Starts the actor of an instance.
+    pub(super) fn start(
+        parts: Parts,
+        (instance, fabric): (Instance, Planes),
+        first: Vec<InstanceInput>,
+    ) -> Port<Host> {
+        let clock = parts.clock.clone();
+        let site = |own| {
+            let (legs, requests) = (BTreeMap::new(), BTreeMap::new());
+            let outlet = Server { parts, own, legs, requests, out: Outbox::new() };
+            Site { fabric, outlet }
+        };
+        Port::new(Driver::start(site, instance, first, clock), MAILBOX)
     }
 
-    fn run(&mut self, input: EngineInput, starting: Option<LegId>, context: &mut Context<Self>) {
+    fn run(&mut self, input: EngineInput, starting: Option<LegId>, out: &mut Inputs<Instance>) {
         let now = (self.parts.clock)();
         self.parts.engine.handle(now, input, &mut self.out);
         for effect in self.out.take() {
             match effect {
-                EngineEffect::Prefill(hook) => self.prefill(hook, starting),
+                EngineEffect::Prefill(hook) => self.on_prefill(hook, starting, out),
                 EngineEffect::Decode(hook) => {
-                    if let (Some(leg), engine::core::message::DecodeHook::Arrived { request, .. }) =
-                        (starting, &hook)
-                    {
+                    if let (Some(leg), DecodeHook::Arrived { request, .. }) = (starting, &hook) {
                         self.named(leg, request);
                     }
-                    self.parts.cores.decode(hook);
+                    out.push_back(InstanceInput::Decode(hook));
                 }
-                EngineEffect::Step(plan) => self.layer(plan, 0, context),
+                EngineEffect::Step(plan) => self.layer(plan, 0, out),
                 EngineEffect::Leg { leg, event } => self.leg(leg, event),
                 EngineEffect::Use { request, tokens, blocks, .. } => {
                     self.used(&request, tokens, &blocks);
@@ -148,7 +174,12 @@ impl Instance {
         }
     }
 
-    fn prefill(&mut self, hook: PrefillHook, starting: Option<LegId>) {
+    fn on_prefill(
+        &mut self,
+        hook: PrefillHook,
+        starting: Option<LegId>,
+        out: &mut Inputs<Instance>,
+    ) {
         match (&hook, starting) {
             (PrefillHook::Arrived { request, .. }, Some(leg)) => self.named(leg, request),
             (PrefillHook::Scheduled { chunks, .. }, _) => {
@@ -166,25 +197,28 @@ impl Instance {
             }
             _ => {}
         }
-        self.parts.cores.prefill(hook);
+        out.push_back(InstanceInput::Prefill(hook));
     }
 
-    /// Computes a layer, and the next one after the other actors of this thread had their turn:
-    /// they move this one.
-    fn layer(&mut self, plan: StepPlan, layer: u16, context: &mut Context<Self>) {
+    /// Computes a layer, and the next one after the machines had their turn: they move this one.
+    fn layer(&mut self, plan: StepPlan, layer: u16, out: &mut Inputs<Instance>) {
+        let own = self.own.clone();
         if layer == self.parts.layers {
-            let wait = Duration::from_nanos(plan.duration.0);
-            context.notify_later(StepOver(plan.step), wait);
+            let (step, wait) = (plan.step, Duration::from_nanos(plan.duration.0));
+            let _detached = actix::spawn(async move {
+                tokio::time::sleep(wait).await;
+                own.do_send(StepOver(step));
+            });
             return;
         }
         for compute in &plan.computes {
             let range = compute.from..compute.to.min(compute.content.tokens);
             self.parts.memory.compute(layer, &compute.content, range, &compute.blocks);
         }
-        let layers = layer + 1;
-        self.parts.cores.layers(None, plan.step, layers);
-        let others = wrap_future::<_, Self>(tokio::task::yield_now());
-        context.spawn(others.map(move |(), own, context| own.layer(plan, layers, context)));
+        let (step, layers) = (plan.step, layer + 1);
+        let computed = |rank| InstanceInput::Layers { rank, step, layers };
+        out.extend((0..self.parts.ranks).map(computed));
+        own.do_send(NextLayer(plan, layers));
     }
 
     /// A decode is about to read what was transferred.
@@ -210,13 +244,12 @@ impl Instance {
             // Only a router that relays a prefill's answer says so.
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
-                let failure = recomputed.map(|failure| failure.to_string());
-                metrics.recomputed.inc_by(u64::from(failure.is_some()));
+                metrics.recomputed.inc_by(u64::from(recomputed.is_some()));
                 let transferred = leg.digest.is_some();
                 let which = if transferred { &metrics.transferred } else { &metrics.computed };
                 which.inc();
                 metrics.finished.inc();
-                News::Done(leg.kv(memory, failure), leg.blocks.clone())
+                News::Done(leg.kv(memory, recomputed.as_ref()), leg.blocks.clone())
             }
             LegEvent::Done { reason, .. } => {
                 metrics.failed.inc();
@@ -243,17 +276,13 @@ impl Instance {
             self.requests.remove(&request);
         }
     }
+}
 
-    fn job(&self, job: Job) {
-        if matches!(job, Job::Write { .. } | Job::Read { .. }) {
-            self.parts.metrics.flows.inc();
-        }
-        self.parts.cores.job(&job);
-    }
-
-    fn violation(&self, violation: &engine::core::error::PeerViolation) {
-        self.parts.metrics.violations.inc();
-        log_violation(violation);
+/// Whose KV a leg is to get.
+pub(super) fn peer(body: &LegBody) -> Option<EngineId> {
+    match body {
+        LegBody::Prefill { .. } => None,
+        LegBody::Decode { transfer, .. } => Some(transfer.prefill.clone()),
     }
 }
 
@@ -268,89 +297,90 @@ fn append(have: &mut Vec<BlockList>, more: &[BlockList]) {
     }
 }
 
-impl Actor for Instance {
-    type Context = Context<Self>;
+impl Outlet for Server {
+    fn prefill(&mut self, answer: PrefillAnswer, out: &mut Inputs<Instance>) {
+        self.run(EngineInput::Prefill(answer), None, out);
+    }
+
+    fn decode(&mut self, answer: DecodeAnswer, out: &mut Inputs<Instance>) {
+        self.run(EngineInput::Decode(answer), None, out);
+    }
+
+    fn job(&mut self, job: &Job) {
+        if matches!(job, Job::Write { .. } | Job::Read { .. }) {
+            self.parts.metrics.flows.inc();
+        }
+    }
+
+    fn router(&mut self, news: &RouterNews) {
+        let is_there = matches!(news, RouterNews::Registered { .. });
+        self.parts.metrics.registered.set(i64::from(is_there));
+        log_router(news);
+    }
+
+    fn violation(&mut self, violation: &PeerViolation) {
+        self.parts.metrics.violations.inc();
+        log_violation(violation);
+    }
+
+    fn refused(&mut self, peer: &EngineId, failure: &Failure) {
+        log_refusal(peer, failure);
+    }
 }
 
-impl Handler<Start> for Instance {
-    type Result = actix::MessageResult<Start>;
+impl Handler<Start> for Host {
+    type Result = ();
 
-    fn handle(&mut self, start: Start, context: &mut Self::Context) -> Self::Result {
-        self.next += 1;
-        let leg = LegId(self.next);
-        let Start { request, prompt, body, news } = start;
+    fn handle(&mut self, start: Start, context: &mut Context<Self>) {
+        let Start { leg, request, prompt, body, news } = start;
         let (content, blocks) = (prompt.clone(), Vec::new());
-        let entry = Leg { content, news, request: None, blocks, expected: None, digest: None };
-        self.legs.insert(leg, entry);
-        self.parts.metrics.legs.inc();
-        self.parts.metrics.open.inc();
-        let input = EngineInput::Leg { leg, request, prompt, body, stop: false };
-        self.run(input, Some(leg), context);
-        actix::MessageResult(leg)
+        let peer = peer(&body);
+        let (expected, digest) = (None, None);
+        let entry = Leg { content, news, request: None, blocks, expected, digest, peer };
+        self.tell(context, |site, out| {
+            let server = &mut site.outlet;
+            server.legs.insert(leg, entry);
+            server.parts.metrics.legs.inc();
+            server.parts.metrics.open.inc();
+            let input = EngineInput::Leg { leg, request, prompt, body, stop: false };
+            server.run(input, Some(leg), out);
+        });
     }
 }
 
-impl Handler<Cancel> for Instance {
+impl Handler<Cancel> for Host {
     type Result = ();
 
-    fn handle(&mut self, Cancel(leg): Cancel, context: &mut Self::Context) {
-        if self.legs.contains_key(&leg) {
-            self.run(EngineInput::CancelLeg { leg }, None, context);
-            self.forget(leg);
-        }
-    }
-}
-
-impl Handler<StepOver> for Instance {
-    type Result = ();
-
-    fn handle(&mut self, StepOver(step): StepOver, context: &mut Self::Context) {
-        self.run(EngineInput::StepDone { step }, None, context);
-    }
-}
-
-impl Handler<Drain> for Instance {
-    type Result = ();
-
-    fn handle(&mut self, _: Drain, _: &mut Self::Context) {
-        self.parts.cores.drain();
-    }
-}
-
-impl Handler<RankReport> for Instance {
-    type Result = ();
-
-    fn handle(&mut self, RankReport { rank, report }: RankReport, _: &mut Self::Context) {
-        self.parts.cores.report(rank, report);
-    }
-}
-
-impl Handler<Foreign<PrefillEffect>> for Instance {
-    type Result = ();
-
-    fn handle(&mut self, Foreign(effect): Foreign<PrefillEffect>, context: &mut Self::Context) {
-        match effect {
-            PrefillEffect::Job(job) => self.job(job),
-            PrefillEffect::Answer(answer) => {
-                self.run(EngineInput::Prefill(answer), None, context);
+    fn handle(&mut self, Cancel(leg): Cancel, context: &mut Context<Self>) {
+        self.tell(context, |site, out| {
+            if site.outlet.legs.contains_key(&leg) {
+                site.outlet.run(EngineInput::CancelLeg { leg }, None, out);
+                site.outlet.forget(leg);
             }
-            PrefillEffect::Violation(violation) => self.violation(&violation),
-            PrefillEffect::Control(_) => {}
-        }
+        });
     }
 }
 
-impl Handler<Foreign<DecodeEffect>> for Instance {
+impl Handler<NextLayer> for Host {
     type Result = ();
 
-    fn handle(&mut self, Foreign(effect): Foreign<DecodeEffect>, context: &mut Self::Context) {
-        match effect {
-            DecodeEffect::Job(job) => self.job(job),
-            DecodeEffect::Answer(answer) => {
-                self.run(EngineInput::Decode(answer), None, context);
-            }
-            DecodeEffect::Violation(violation) => self.violation(&violation),
-            DecodeEffect::Control(_) => {}
-        }
+    fn handle(&mut self, NextLayer(plan, layer): NextLayer, context: &mut Context<Self>) {
+        self.tell(context, |site, out| site.outlet.layer(plan, layer, out));
+    }
+}
+
+impl Handler<StepOver> for Host {
+    type Result = ();
+
+    fn handle(&mut self, StepOver(step): StepOver, context: &mut Context<Self>) {
+        self.tell(context, |site, out| site.outlet.run(EngineInput::StepDone { step }, None, out));
+    }
+}
+
+impl Handler<Drain> for Host {
+    type Result = ();
+
+    fn handle(&mut self, _: Drain, context: &mut Context<Self>) {
+        self.tell(context, |_, out| out.push_back(InstanceInput::Drain));
     }
 }

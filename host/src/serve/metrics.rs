@@ -1,6 +1,6 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::meters::{Planes, Tally};
+use crate::meters::{Inputs, Planes, Tally};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -19,6 +19,7 @@ pub(super) struct Metrics {
     pub(super) faults: Counter,
     pub(super) open: Gauge,
     pub(super) held: Gauge,
+    pub(super) registered: Gauge,
 }
 
 impl Metrics {
@@ -43,7 +44,10 @@ impl Metrics {
         registry.register("legs_open", "Legs that have not ended", metrics.open.clone());
         let about = "KV blocks in use or in quarantine";
         registry.register("blocks_held", about, metrics.held.clone());
+        let about = "1 if the router can be reached and was sent a registration";
+        registry.register("router_registered", about, metrics.registered.clone());
         registry.register_collector(Box::new(Planes::new("host", planes)));
+        registry.register_collector(Box::new(Inputs));
         (metrics, registry)
     }
 }

@@ -1,8 +1,8 @@
 //! `kvferry serve`: a prefill or decode instance without a model, over real planes.
 //!
 //! Its KV is a function of the token ids, and a decode answers with a digest of what it got, so
-//! that wrong bytes show in the answer. `instance` is the actor between HTTP (`http`) and the
-//! protocol; `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
+//! that wrong bytes show in the answer. `instance` is between HTTP (`http`) and the
+//! protocol actor; `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
 
 mod args;
 pub(crate) mod content;
@@ -14,28 +14,30 @@ mod openai;
 
 pub(crate) use args::{FabricArg, ServeArgs};
 
-use crate::cores::{Cores, Outlets, RankParts};
+use crate::cores::{RankParts, Times};
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
+use crate::lives;
 use crate::logs;
 use crate::meters::{Meter, Tally};
 use crate::plane::{Plane, PlaneConfig};
 use crate::signals::Ends;
-use crate::wiring::{Ears, born};
-use actix::{Actor, Addr, AsyncContext, System};
+use crate::wiring::{Ears, Places};
+use actix::{Addr, System};
 use args::Plan;
 use content::Kv;
-use engine::actors::Clock;
+use engine::actors::{Clock, HEARD, Planes, Port};
 use engine::core::Nanos;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::Incarnation;
+use engine::core::instance::Instance;
 use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::core::station::{CoreConfig, CoreSettings};
+use engine::core::station::CoreConfig;
 use engine::fabric::{ControlPlane, Endpoint, bracketed};
 use fabric_host::HostConfig;
 use fabric_mori::MoriConfig;
-use instance::{Drain, Instance, Parts};
+use instance::{Drain, Host, Parts, Server};
 use memory::Backing;
 use metrics::Metrics;
 use scenarios::decide;
@@ -72,9 +74,15 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let ears = Ears::new(&args.host, [args.handshake_port, args.notify_port]);
+    let ears = Ears::new(Places {
+        host: ("--host", &args.host),
+        handshake: ("--handshake-port", args.handshake_port),
+        notify: ("--notify-port", args.notify_port),
+    });
     let Ears { plane, handshake, notify, address: zmq } = ears.map_err(Stop::Input)?;
-    let incarnation = born();
+    // Nobody will know the instance by a port that it was not given.
+    let state = args.state.clone().or_else(lives::own_folder).filter(|_| args.handshake_port != 0);
+    let incarnation = lives::begin(&zmq.engine(), None, state.as_deref());
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
     let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
     let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
@@ -106,7 +114,7 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     out.flush()?;
     tracing::info!(http = address, handshake = &*handshake.0, notify = &*notify.0, "serving");
     let app = http::app(shared.clone());
-    let stop = stopped(ends, instance, shared, metrics);
+    let stop = stopped(ends, instance.address().clone(), shared, metrics);
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     Ok(Exit::Held)
 }
@@ -128,8 +136,11 @@ fn core_config(
 ) -> CoreConfig {
     let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
     let (settings, channel) = match &plan.run {
-        Some(run) => (scenarios::settings::core(run), scenarios::settings::channel(run)),
-        None => (CoreSettings::default(), Default::default()),
+        Some(run) => {
+            let core = scenarios::settings::core(run, &plan.instance);
+            (core, scenarios::settings::channel(&plan.instance))
+        }
+        None => (plan.limits.protocol.clone(), plan.limits.channel.clone()),
     };
     CoreConfig {
         engine: zmq.engine(),
@@ -173,7 +184,11 @@ fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Re
     let plane = config.start(core, rank, &args.host).map_err(Stop::Input)?;
     let Plane { plane, meter, .. } = plane;
     let kv = (vec![backing.memory()], backing.layers().to_vec());
-    let parts = RankParts::new(core, rank, plane, kv, plan.run.as_deref());
+    let times = match &plan.run {
+        Some(_) => Times::Run(&plan.instance),
+        None => Times::Set(&plan.limits.operations),
+    };
+    let parts = RankParts::new(core, rank, plane, kv, times);
     Ok(Rank { parts, meter, backing })
 }
 
@@ -183,43 +198,39 @@ fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
     Engine::new(config).map_err(|why| Stop::Input(why.to_string()))
 }
 
-/// Starts the actors: instance, core and transfer, each beside the plane that it uses.
+/// Starts the actor: the machines and the server, beside the planes that they use.
 fn start(
     plan: &Plan,
     config: CoreConfig,
     wire: Box<dyn ControlPlane>,
     ranks: Vec<Rank>,
     metrics: Metrics,
-) -> Result<Addr<Instance>, Stop> {
+) -> Result<Port<Host>, Stop> {
     let engine = engine(plan, config.incarnation)?;
-    let layers = plan.model.layers;
     let begun = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let geometry = (*config.geometry).clone();
-    Ok(Instance::create(move |context| {
-        let own = context.address();
-        let outlets = Outlets {
-            prefill: own.clone().recipient(),
-            decode: own.clone().recipient(),
-            reports: own.recipient(),
-        };
-        let mut memories = Vec::with_capacity(ranks.len());
-        let mut parts = Vec::with_capacity(ranks.len());
-        for rank in ranks {
-            parts.push(rank.parts);
-            memories.push(rank.backing.into_rank());
-        }
-        let cores = Cores::start(config, wire, parts, outlets, &clock);
-        let memory = Kv::new(geometry, memories);
-        Instance::new(Parts { engine, memory, cores, clock, layers, metrics })
-    }))
+    let (mut machines, mut planes) = (Instance::default(), Planes::new());
+    machines.hear(HEARD);
+    machines.add_core(config);
+    planes.set_control(wire);
+    let mut memories = Vec::with_capacity(ranks.len());
+    let mut first = Vec::with_capacity(ranks.len());
+    for rank in ranks {
+        first.push(rank.parts.join(&mut machines, &mut planes));
+        memories.push(rank.backing.into_rank());
+    }
+    let (layers, ranks) = (plan.model.layers, geometry.tp);
+    let memory = Kv::new(geometry, memories);
+    let parts = Parts { engine, memory, clock, layers, ranks, metrics };
+    Ok(Server::start(parts, (machines, planes), first))
 }
 
 /// Ends when the process is told to stop and its legs are done: it unregisters first, because
 /// routers go on sending for a while.
 async fn stopped(
     mut ends: Ends,
-    instance: Addr<Instance>,
+    instance: Addr<Host>,
     shared: Arc<http::Shared>,
     metrics: Metrics,
 ) {

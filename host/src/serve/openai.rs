@@ -1,5 +1,7 @@
 //! OpenAI's bodies, as far as an instance without a model has use for them.
 
+use crate::told::Told;
+use engine::core::ids::EngineId;
 use engine::core::router::LegFailure;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -99,7 +101,7 @@ pub(super) struct Kv {
     pub(super) source: &'static str,
     /// Why the instance computed the prompt itself, if it had to.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) failure: Option<String>,
+    pub(super) failed: Option<Told>,
 }
 
 /// What an answer is made of.
@@ -172,11 +174,16 @@ impl Answer<'_> {
     }
 }
 
-/// Status and error object of a failure.
-pub(super) fn failed(failure: &LegFailure) -> (u16, Value) {
+/// Status and error object of a failure; `peer` is the other instance of the leg.
+pub(super) fn failed(failure: &LegFailure, peer: Option<&EngineId>) -> (u16, Value) {
     match failure {
         LegFailure::Request(why) => error(400, "invalid_request_error", why),
         LegFailure::Busy => error(503, "overloaded_error", "the instance is full"),
+        LegFailure::Instance(why) => {
+            let (status, mut body) = error(500, "server_error", &failure.to_string());
+            body["error"]["kvferry"] = Told::new(why, peer).object();
+            (status, body)
+        }
         other => error(500, "server_error", &other.to_string()),
     }
 }

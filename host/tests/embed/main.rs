@@ -3,11 +3,13 @@
 mod device;
 mod observed;
 mod rig;
+mod settings;
+mod versions;
 
 use engine::core::message::{DecodeAnswer, Mode, Role};
 use fabric_host::{HugePages, Pool};
 use kvferry::embed::Link;
-use kvferry::embed::proto::{FromHost, Hello, ToHost, VERSION, Who};
+use kvferry::embed::proto::{FromHost, Hello, OLDEST, ToHost, VERSION, Who};
 use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::TransferPlace;
 use observed::events;
@@ -174,14 +176,19 @@ fn a_second_scheduler_and_another_version_are_refused() {
     let mut second = host.connect(Who::Scheduler(Box::new(other.clone())));
     assert!(refusal(&mut second).contains("give each engine its own"));
     let mut stream = UnixStream::connect(&host.socket).expect("the host listens");
-    let hello = Hello { version: VERSION + 1, who: Who::Scheduler(Box::new(other)) };
+    let who = Who::Scheduler(Box::new(other));
+    let hello = Hello { version: VERSION + 1, who, newest: Some(VERSION + 3) };
     let bytes = rmp_serde::to_vec(&hello).expect("it encodes");
     stream.write_all(&(bytes.len() as u32).to_be_bytes()).expect("the host reads");
     stream.write_all(&bytes).expect("the host reads");
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).expect("an answer and the end");
     let Ok(FromHost::Refused { why }) = rmp_serde::from_slice(&answer[4..]) else { panic!() };
-    assert!(why.contains(&format!("version {}", VERSION + 1)), "{why}");
+    let ranges = [(VERSION + 1, VERSION + 3), (OLDEST, VERSION)];
+    for (oldest, newest) in ranges {
+        assert!(why.contains(&format!("{oldest} to {newest}")), "{why}");
+    }
+    assert!(why.contains("install one version"), "{why}");
     drop(rig);
 }
 

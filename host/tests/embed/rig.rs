@@ -14,6 +14,7 @@ use kvferry::embed::record::Ended;
 use kvferry::embed::settings::{Backend, Settings, TransferPlace};
 use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
 use kvferry::embed::{Link, Transfers};
+use kvferry::limits::Overrides;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
@@ -23,7 +24,8 @@ use std::time::{Duration, Instant};
 
 pub(crate) use TransferPlace::{Sidecar, Worker as InWorker};
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 pub(crate) const BLOCKS: u64 = 16;
 /// Bytes of a block in a layer: 2 heads, 32 tokens, 8 elements of 4 bytes.
 pub(crate) const BLOCK: u64 = 2 * 32 * 8 * 4;
@@ -120,6 +122,16 @@ pub(crate) struct Rig {
     pub(crate) address: ZmqAddress,
 }
 
+/// Times of the protocol that no busy machine passes.
+fn patient() -> Overrides {
+    let mut limits = Overrides::default();
+    let times = "channel.hello_ms=600000,channel.silent_ms=600000,protocol.lease_ms=600000,\
+        protocol.orphan_ms=600000,protocol.resume_ms=600000,operations.stall_ms=600000,\
+        operations.open_ms=600000,operations.quiet_ms=600000";
+    limits.assign(times).expect("they are known");
+    limits
+}
+
 pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine {
     let layers = LAYERS.iter().map(|name| (*name).into()).collect();
     Engine {
@@ -134,8 +146,10 @@ pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine 
         settings: Settings {
             read_mode: mode == Mode::Pull,
             transfer: Some(transfer),
+            limits: patient(),
             ..Settings::default()
         },
+        last_life: None,
     }
 }
 

@@ -1,9 +1,11 @@
 //! B10: what the router tells about itself.
 
 use crate::backend::{Act, Backend, Form};
-use crate::rig::{Router, pair};
+use crate::rig::{PATIENCE, Router, pair};
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
+use std::sync::Arc;
+use tokio::sync::Notify;
 
 #[tokio::test]
 async fn readiness_comes_from_the_registry() {
@@ -72,19 +74,27 @@ async fn workers_are_listed_with_what_they_do() {
         (&prefills[1]["dp_rank"], &prefills[1]["dp_size"], &prefills[1]["tp_size"]),
         (&json!(1), &json!(2), &json!(4))
     );
-    assert!(decode["age_seconds"].as_f64().unwrap() < 60.0);
+    assert!(decode["age_seconds"].as_f64().unwrap() < PATIENCE.as_secs_f64());
     assert_eq!(router.get("/list_workers").await.status, 200);
 }
 
 #[tokio::test]
 async fn metrics_count() {
-    let (router, _p, _d) = pair(Mode::Push, &[]).await;
-    for _ in 0..3 {
-        router.ask().await;
+    let (router, _p, d) = pair(Mode::Push, &[]).await;
+    let prefilled = "kvferry_router_legs_total{role=\"prefill\",outcome=\"done\"}";
+    for nth in 1..=3 {
+        // A prefill that answers after the decode is no longer asked.
+        let go = Arc::new(Notify::new());
+        d.always(Act::After(go.clone(), Box::new(Act::Json(200, json!({"id": "x"})))));
+        let prefill_first = async {
+            router.metric_reaches(prefilled, nth).await;
+            go.notify_one();
+        };
+        tokio::join!(router.ask(), prefill_first);
     }
     let counts = [
         ("kvferry_router_requests_total{path=\"/v1/completions\",code=\"200\"}", 3),
-        ("kvferry_router_legs_total{role=\"prefill\",outcome=\"done\"}", 3),
+        (prefilled, 3),
         ("kvferry_router_legs_total{role=\"decode\",outcome=\"done\"}", 3),
         ("kvferry_router_instances{role=\"prefill\",state=\"ready\"}", 1),
         ("kvferry_router_in_flight", 0),

@@ -81,6 +81,8 @@ pub(crate) struct Backend {
     pub(crate) dropped: watch::Sender<usize>,
     /// Whether it answers probes well, and what key they had.
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+    /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
+    partners: Arc<Mutex<Vec<Legs>>>,
     server: Option<JoinHandle<()>>,
 }
 
@@ -94,7 +96,18 @@ pub(crate) fn prefill_params(transfer: &Value) -> Value {
     })
 }
 
-fn usual(role: Role, leg: &Leg) -> Act {
+/// What an instance usually does; a decode with partners waits until one has the leg of its transfer.
+fn usual(role: Role, leg: &Leg, partners: &Mutex<Vec<Legs>>) -> Act {
+    let partners = partners.lock().unwrap().clone();
+    match leg.params()["transfer_id"].as_str() {
+        Some(transfer) if !partners.is_empty() => {
+            Act::Kv(partners, transfer.to_owned(), Box::new(answer(role, leg)))
+        }
+        _ => answer(role, leg),
+    }
+}
+
+fn answer(role: Role, leg: &Leg) -> Act {
     let text = if role == Role::Prefill { "from P" } else { "from D" };
     let id = format!("cmpl-{}", leg.header("x-request-id"));
     if role == Role::Decode && leg.body["stream"] == true {
@@ -247,7 +260,9 @@ impl Backend {
     pub(crate) async fn start(role: Role) -> Backend {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let http = listener.local_addr().unwrap().to_string();
-        let decide: Decide = Arc::new(move |leg| usual(role, leg));
+        let partners: Arc<Mutex<Vec<Legs>>> = Arc::default();
+        let of = partners.clone();
+        let decide: Decide = Arc::new(move |leg| usual(role, leg, &of));
         let mut backend = Backend {
             role,
             http,
@@ -256,6 +271,7 @@ impl Backend {
             arrived: watch::Sender::new(0),
             dropped: watch::Sender::new(0),
             health: Arc::new(Mutex::new((true, Vec::new()))),
+            partners,
             server: None,
         };
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
@@ -283,20 +299,15 @@ impl Backend {
 
     /// Does with each leg what `decide` says; the usual if it says nothing.
     pub(crate) fn on(&self, decide: impl Fn(&Leg) -> Option<Act> + Send + Sync + 'static) {
-        let role = self.role;
+        let (role, partners) = (self.role, self.partners.clone());
         *self.decide.lock().unwrap() =
-            Arc::new(move |leg| decide(leg).unwrap_or_else(|| usual(role, leg)));
+            Arc::new(move |leg| decide(leg).unwrap_or_else(|| usual(role, leg, &partners)));
     }
 
-    /// Does the usual with each leg once one of these prefills has got the other leg, as a decode
-    /// that waits for its KV.
-    pub(crate) fn waits_for(&self, prefills: &[Backend]) {
-        let role = self.role;
-        let prefills: Vec<_> = prefills.iter().map(|it| it.legs.clone()).collect();
-        self.on(move |leg| {
-            let transfer = leg.params()["transfer_id"].as_str()?.to_owned();
-            Some(Act::Kv(prefills.clone(), transfer, Box::new(usual(role, leg))))
-        });
+    /// Has the usual answer of a decode wait until one of these prefills has got the other leg:
+    /// otherwise the router may drop that leg, which nobody needs any more, before it was sent.
+    pub(crate) fn waits_for<'a>(&self, prefills: impl IntoIterator<Item = &'a Backend>) {
+        *self.partners.lock().unwrap() = prefills.into_iter().map(|it| it.legs.clone()).collect();
     }
 
     /// Does this with each leg.

@@ -71,6 +71,9 @@ async fn replay(file: &str) {
         let params = prefill_params(&leg.params()["transfer_id"]);
         Some(Act::Json(200, json!({"id": "x", "choices": [], "kv_transfer_params": params})))
     });
+    if mode == Mode::Push {
+        d.waits_for([&p]);
+    }
     let mut router = Router::start(&[]);
     for (backend, role) in [(&p, "prefill"), (&d, "decode")] {
         let (dp, tp) = (size(role, "dp_size"), size(role, "tp_size"));

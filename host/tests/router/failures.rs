@@ -21,7 +21,8 @@ fn staged(case: &str) -> (Option<Act>, Option<Act>, Vec<&'static str>) {
     let no_params = || Act::Json(200, json!({"id": "x", "choices": []}));
     let (first, rest) = case.split_once(' ').unwrap();
     let (who, is_prefill) = if first == "prefill" { ("P", true) } else { ("D", false) };
-    let quick = vec!["--answer-timeout", "0.2", "--idle-timeout", "0.2"];
+    // Of legs without an answer; an answer that comes too late is one of them.
+    let quick = vec!["--answer-timeout", "0.2"];
     let (act, options) = match rest {
         "answers 500, decode takes 1 s" => {
             return (Some(forced(500, "P")), None, vec![]);
@@ -75,7 +76,11 @@ fn verdict(case: &str, mode: Mode) -> Option<(u16, &'static str)> {
 }
 
 async fn play(case: String, mode: Mode) {
-    let (on_p, on_d, options) = staged(&case);
+    let (on_p, on_d, mut options) = staged(&case);
+    if verdict(&case, mode).is_none() {
+        // The answer of the other leg is to be in time whatever time it takes.
+        options.clear();
+    }
     let (router, mut p, mut d) = pair(mode, &options).await;
     if case.contains("refuses") {
         if case.starts_with("prefill") { p.die() } else { d.die() }
@@ -106,8 +111,7 @@ async fn play(case: String, mode: Mode) {
         assert_eq!(d.seen()[0].body.get("kv_transfer_params"), None);
         assert_eq!(router.metric("kvferry_router_unread_prefills_total").await, 1);
     }
-    let last: Vec<Value> = router.workers().await;
-    assert!(last.iter().all(|it| it["in_flight_legs"] == 0), "{case}: {last:?}");
+    router.until(&case, |all| all.iter().all(|it| it["in_flight_legs"] == 0)).await;
 }
 
 fn judge(case: &str, mode: Mode, answer: &Answer) {
@@ -193,7 +197,6 @@ async fn a_failed_leg_ends_the_other_at_once() {
 async fn requests_move_from_a_dead_prefill_to_another() {
     for mode in [Mode::Push, Mode::Pull] {
         let (router, mut ps, ds) = fleet(mode, 2, 1, &[]).await;
-        ds[0].waits_for(&ps);
         ps[0].die();
         for _ in 0..12 {
             assert_eq!(router.ask().await.status, 200);

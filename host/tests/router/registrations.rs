@@ -13,10 +13,11 @@ use std::time::Instant;
 #[tokio::test]
 async fn an_instance_that_is_silent_is_dropped() {
     let (mut router, _p, _d) = pair(Mode::Push, &["--expiry", "2"]).await;
-    assert_eq!(router.ask().await.status, 200);
     router.hush();
-    router.until("the decode expires", |workers| workers.len() == 1).await;
-    assert_eq!(router.metric("kvferry_router_expired_total").await, 1);
+    // The prefill's heart beats, but not always in time where the machine is busy.
+    let only_the_prefill = |all: &[Value]| all.len() == 1 && all[0]["role"] == "prefill";
+    router.until("the decode expires", only_the_prefill).await;
+    assert!(router.metric("kvferry_router_expired_total").await >= 1);
     assert_eq!(router.ask().await.status, 503);
 }
 
@@ -121,8 +122,9 @@ async fn rejections_name_the_sender() {
     router.send(vec![vec![bad], vec![b"?".to_vec()]]);
     let start = Instant::now();
     let rejected = loop {
+        // They are sent again every second, and the first ones are listed first.
         let rejected = router.get("/registrations/rejected").await.json();
-        if rejected["total"] == 2 {
+        if rejected["total"].as_u64() >= Some(2) {
             break rejected;
         }
         assert!(start.elapsed() < PATIENCE);
@@ -191,6 +193,9 @@ async fn modes_live_side_by_side_and_are_not_paired() {
         for role in [Role::Prefill, Role::Decode] {
             let backend = Backend::start(role).await;
             router.register(&backend, &Form::of(mode));
+            if (mode, role) == (Mode::Push, Role::Decode) {
+                backend.waits_for(&backends);
+            }
             backends.push(backend);
         }
     }
@@ -215,8 +220,11 @@ async fn a_mode_is_gone_with_its_last_instance() {
     let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
     router.register(&p, &Form::of(Mode::Pull));
     router.register(&d, &Form::of(Mode::Pull));
-    router.ready(2).await;
-    assert_eq!(router.ask().await.status, 200);
+    // Where the machine is busy these may expire too, until their hearts beat again.
+    let start = Instant::now();
+    while router.ask().await.status != 200 {
+        assert!(start.elapsed() < PATIENCE, "the new mode is not served");
+    }
 }
 
 // Native instances speak MoRIIO's heartbeat, too.
@@ -241,8 +249,13 @@ async fn native_pairs_get_their_legs_in_both_forms() {
                 dp_size: 1,
                 tp: 2,
                 draining: false,
+                fit: None,
+                troubles: Vec::new(),
             };
             router.register(backend, &Form { native: Some(native), ..Form::of(mode) });
+        }
+        if mode == Mode::Push {
+            d.waits_for([&p]);
         }
         router.ready(2).await;
         assert!(router.workers().await.iter().all(|it| it["native"] == true));

@@ -59,6 +59,7 @@ async fn a_key_of_the_router_replaces_the_clients() {
     let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
     router.register(&p, &Form::of(Mode::Push));
     router.register(&d, &Form::of(Mode::Push));
+    d.waits_for([&p]);
     router.ready(2).await;
     let mut request = router.request("/v1/completions", completion().to_string());
     request.headers_mut().insert("authorization", "Bearer mine".parse().unwrap());

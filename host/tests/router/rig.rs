@@ -14,8 +14,8 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing takes as long on a machine that works.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A running router.
 pub(crate) struct Router {
@@ -73,6 +73,10 @@ impl Router {
         command.args(["router", "--json", "--listen", "127.0.0.1:0"]);
         if !options.contains(&"--discovery") {
             command.args(["--discovery", "127.0.0.1:0"]);
+        }
+        if !options.contains(&"--expiry") {
+            // Hearts beat when the machine has time for them.
+            command.args(["--expiry", "3600"]);
         }
         command.args(options).env_remove("OPENAI_API_KEY").stdout(Stdio::piped());
         command.stderr(Stdio::null());
@@ -215,6 +219,9 @@ pub(crate) async fn fleet(
     }
     for _ in 0..decodes {
         ds.push(Backend::start(Role::Decode).await);
+    }
+    if mode == Mode::Push {
+        ds.iter().for_each(|decode| decode.waits_for(&ps));
     }
     for backend in ps.iter().chain(&ds) {
         router.register(backend, &Form::of(mode));

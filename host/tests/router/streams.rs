@@ -57,9 +57,11 @@ async fn a_stream_that_breaks_inside_an_event_ends_with_one_that_can_be_read() {
 
 #[tokio::test]
 async fn a_silent_stream_is_given_up() {
-    let (router, _p, d) = pair(Mode::Push, &["--idle-timeout", "0.3"]).await;
+    let (router, p, d) = pair(Mode::Push, &["--idle-timeout", "0.3"]).await;
     let (tokens, fed) = feed();
     d.always(fed);
+    // An answer of the prefill would have the same limit.
+    p.always(Act::Never);
     tokens.send(event("a")).unwrap();
     let answer = router.post("/v1/completions", &streaming()).await;
     let events = answer.events();
@@ -77,6 +79,32 @@ async fn before_the_first_token_a_stream_is_tried_again() {
     });
     let answer = router.post("/v1/completions", &streaming()).await;
     assert_eq!(answer.events().len(), 4, "{answer:?}");
+    assert_eq!(d.seen().len(), 2);
+}
+
+/// vLLM has begun the stream when it learns that it cannot serve: the error is its first event.
+#[tokio::test]
+async fn a_stream_that_begins_with_an_error_is_tried_again() {
+    let (router, _p, d) = pair(Mode::Push, &[]).await;
+    let tries = std::sync::atomic::AtomicUsize::new(0);
+    let error = json!({"error": {"message": "m", "type": "t", "code": 500}});
+    let error = format!("data: {error}\n\n");
+    d.on(move |_| match tries.fetch_add(1, std::sync::atomic::Ordering::SeqCst) {
+        0 => Some(Act::Stream(vec![error.clone(), "data: [DONE]\n\n".into()])),
+        _ => None,
+    });
+    let answer = router.post("/v1/completions", &streaming()).await;
+    assert_eq!((answer.status, answer.events().len()), (200, 4), "{answer:?}");
+    assert_eq!(d.seen().len(), 2);
+}
+
+#[tokio::test]
+async fn a_stream_that_begins_with_an_error_each_time_is_an_answer_with_it() {
+    let (router, _p, d) = pair(Mode::Push, &["--retries", "1"]).await;
+    let error = json!({"error": {"message": "no KV", "type": "t", "code": 500}});
+    d.always(Act::Stream(vec![format!("data: {error}\n\n"), "data: [DONE]\n\n".into()]));
+    let answer = router.post("/v1/completions", &streaming()).await;
+    assert_eq!((answer.status, answer.error().as_str()), (500, "no KV"));
     assert_eq!(d.seen().len(), 2);
 }
 

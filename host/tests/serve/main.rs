@@ -5,6 +5,11 @@ mod process;
 use process::Process;
 use serde_json::{Value, json};
 
+/// Times of the protocol that no busy machine passes.
+const PATIENT: &str = "channel.hello_ms=600000,channel.silent_ms=600000,protocol.lease_ms=600000,\
+     protocol.orphan_ms=600000,protocol.resume_ms=600000,operations.stall_ms=600000,\
+     operations.open_ms=600000,operations.quiet_ms=600000";
+
 /// A prefill and a decode with a mode.
 struct Pair {
     prefill: Process,
@@ -17,7 +22,7 @@ struct Pair {
 impl Pair {
     fn start(mode: &'static str, native: bool, more: &[&str]) -> Pair {
         let start = |role| {
-            let mut args = vec!["--role", role, "--mode", mode];
+            let mut args = vec!["--role", role, "--mode", mode, "--set", PATIENT];
             args.extend_from_slice(more);
             Process::serve(&args)
         };
@@ -153,7 +158,7 @@ fn pull_between_private_memories() {
 #[test]
 fn ranks_and_layouts_may_differ() {
     let start = |role, more: &[&str]| {
-        let mut args = vec!["--role", role, "--mode", "pull"];
+        let mut args = vec!["--role", role, "--mode", "pull", "--set", PATIENT];
         args.extend_from_slice(more);
         Process::serve(&args)
     };
@@ -215,6 +220,31 @@ fn bad_requests_are_answered_with_what_is_wrong() {
     let prefill = Process::serve(&["--role", "prefill", "--mode", "push"]);
     let (status, answer) = prefill.post("/v1/completions", "r", &json!({"prompt": "a"}));
     assert!(status == 400 && answer.contains("kv_transfer_params"), "{answer}");
+}
+
+/// Its clock says less than it did in its last life, which is years ahead here.
+#[test]
+fn a_life_is_later_than_the_one_before_whatever_the_clock_says() {
+    let folder = std::env::temp_dir().join(format!("kvferry-serve-{}-lives", std::process::id()));
+    let state = folder.to_str().expect("UTF-8");
+    let role = ["--role", "decode", "--mode", "push", "--state", state];
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    let port = free.expect("a port").port().to_string();
+    let begin = |more: &[&str]| {
+        let args: Vec<&str> = role.iter().chain(more).copied().collect();
+        Process::serve(&args).ready["incarnation"].as_u64().expect("a number")
+    };
+    let given = ["--handshake-port", &port];
+    let first = begin(&given);
+    let note =
+        std::fs::read_dir(&folder).expect("a folder").next().expect("a note").expect("a note");
+    std::fs::write(note.path(), format!("{}\n", 1_u64 << 55)).expect("a note");
+    assert!(first < 1 << 55);
+    assert_eq!([begin(&given), begin(&given)], [(1 << 55) + 1, (1 << 55) + 2]);
+    // Without a port of its own it has another name each time, and no note.
+    begin(&[]);
+    assert_eq!(std::fs::read_dir(&folder).expect("a folder").count(), 1);
+    std::fs::remove_dir_all(&folder).expect("it was there");
 }
 
 #[test]

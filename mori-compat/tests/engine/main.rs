@@ -103,7 +103,7 @@ fn a_full_queue_is_waited_for_and_then_told_as_mori_does() {
     let status = rig.read(&[0]);
     assert!(status.failed() && status.message().starts_with("SQ full"), "{}", status.message());
 
-    let rig = Rig::new(&Settings { backoff: Duration::from_secs(20), ..settings });
+    let rig = Rig::new(&Settings { backoff: Duration::from_secs(300), ..settings });
     rig.hand.seen().credits = Some(1);
     std::thread::scope(|scope| {
         let posting = scope.spawn(|| rig.read(&[0, 8, 16]));

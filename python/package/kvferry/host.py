@@ -2,7 +2,7 @@
 
 import sys
 
-from kvferry._native import host
+from kvferry._native import main
 
 if __name__ == "__main__":
-    sys.exit(host(sys.argv[1:]))
+    sys.exit(main(["host", *sys.argv[1:]]))

@@ -69,8 +69,11 @@ def test_only_host_memory():
         mine.register_torch_tensor(types.SimpleNamespace(device=device))
 
 
-def torch(cuda: bool):
-    return types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: cuda))
+def torch(cuda: bool, at: int = 0):
+    """With or without a device; what it allocates lies `at` bytes behind a page."""
+    tensor = types.SimpleNamespace(data_ptr=lambda: (1 << 40) + at)
+    available = types.SimpleNamespace(is_available=lambda: cuda)
+    return types.SimpleNamespace(cuda=available, int8=None, empty=lambda *_, **__: tensor)
 
 
 def test_cuda_has_placeholders_only_without_a_device():
@@ -84,13 +87,15 @@ def test_cuda_has_placeholders_only_without_a_device():
     assert not hasattr(with_device.cuda, "Event")
 
 
-def test_vllm_is_told_what_to_set(monkeypatch):
+def test_vllm_is_told_what_to_set_where_memory_is_not_aligned(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "torch", torch(False))
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
-    with pytest.raises(RuntimeError, match="set THP_MEM_ALLOC_ENABLE=1"):
+    monkeypatch.setitem(sys.modules, "torch", torch(False, at=64))
+    with pytest.raises(RuntimeError, match="64 bytes behind a page: set THP_MEM_ALLOC_ENABLE=1"):
         engine("me")
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")
+    monkeypatch.setitem(sys.modules, "torch", torch(True, at=64))
+    engine("me")
+    monkeypatch.setitem(sys.modules, "torch", torch(False))
     engine("me")
 
 

@@ -262,7 +262,10 @@ impl FaultSpec {
             None => Some(None),
             Some(draw) => {
                 let name = draw.draw(&key(part));
-                resolve(&name.0, instances, &key(&name.0)).map(Some)
+                let found = resolve(&name.0, instances, &key(&name.0))?;
+                // DP ranks share the links of their machine.
+                let host = self.is_of_links().then(|| find(instances, &found)).flatten();
+                Some(Some(host.map_or(found, |one| one.host.clone())))
             }
         };
         let (Some(target), Some(from), Some(to)) =
@@ -301,6 +304,11 @@ impl FaultSpec {
             faults.push(Fault { key, trigger: Trigger::At(at), ..faults[0].clone() });
         }
         faults
+    }
+
+    /// True if it concerns the links of machines.
+    fn is_of_links(&self) -> bool {
+        matches!(self.kind, FaultKind::Partition | FaultKind::SlowLink)
     }
 
     fn draw_trigger(&self, seed: u64, named: &Resolver<'_>) -> Option<Trigger> {

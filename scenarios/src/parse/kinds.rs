@@ -21,6 +21,8 @@ pub enum Opportunity {
     Lease,
     /// Each registration sent.
     Registration,
+    /// Each registration of a rank's memory.
+    Memory,
     /// None: the fault is a property of the whole run.
     Run,
 }
@@ -36,6 +38,7 @@ impl Opportunity {
             Opportunity::Request => "request",
             Opportunity::Lease => "lease",
             Opportunity::Registration => "registration",
+            Opportunity::Memory => "memory",
             Opportunity::Run => "none",
         }
     }
@@ -105,7 +108,7 @@ impl FaultKind {
             SlowLink => {
                 form(Operation, &["from", "to", "lasts", "factor"]).lasting_ms(10, 1_000).by(100)
             }
-            Loss => form(Frame, FRAME),
+            Loss | Damage | Foreign => form(Frame, FRAME),
             Duplicate => form(Frame, FRAME_DELAY).late_us(1, 1_000_000),
             FrameReorder => form(Frame, FRAME_DELAY).late_us(10, 2_000),
             Delay => form(Frame, FRAME_DELAY).late_us(100, 100_000),
@@ -128,6 +131,9 @@ impl FaultKind {
                     .needs(TARGET)
                     .lasting_ms(10, 1_000)
             }
+            RegisterFails => form(Memory, RANK),
+            Drain => form(Step, TARGET_LASTS).needs(TARGET).lasting_ms(100, 5_000),
+            ClockBack => form(Step, TARGET_LASTS).needs(TARGET).lasting_ms(10, 1_000),
             ExpiryRace => form(Lease, &["from", "to", "first"]),
             SmallPool => form(Run, TARGET),
             ImmediateReuse => form(Run, &[]),

@@ -3,6 +3,7 @@
 mod fault;
 mod fault_file;
 mod kinds;
+mod limits;
 mod model;
 mod settings;
 mod shape;
@@ -17,17 +18,26 @@ use crate::doc::{Doc, File, Section};
 use crate::error::ScenarioError;
 use crate::lists::FaultKind;
 use crate::run::{
-    CELL_LAYERS_MAX, Expect, Instance, Liveness, MemoryLayout, MemoryModel, Model, Run,
+    CELL_LAYERS_MAX, Expect, FabricLimits, Instance, Liveness, MemoryLayout, MemoryModel, Model,
+    ModelGroup, Protocol, Run,
 };
 use crate::value::Draw;
+use ::engine::core::layout::GroupKind;
 use ::engine::core::message::Role;
 use fault::FaultSpec;
+use limits::{FabricSpec, ProtocolSpec};
 use model::ModelSpec;
-use settings::{EngineSpec, ProtocolSpec};
+use settings::EngineSpec;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use topology::TopologySpec;
+use topology::{Shared, TopologySpec};
 use workload::{TraceSource, WorkloadSpec};
+
+/// Seed of the first run of scenarios that leave it open.
+const FIRST_SEED: u64 = 1;
+
+/// Most seeds that a file can name; more are a sweep.
+const SEEDS_MAX: u32 = 1_000;
 
 /// A scenario as written: every value may still be a range or a choice.
 #[derive(Debug)]
@@ -35,11 +45,13 @@ pub struct Scenario {
     file: File,
     about: String,
     seed: Option<u64>,
+    seeds: u32,
     memory: Draw<MemoryModel>,
     liveness: Draw<Liveness>,
     model: ModelSpec,
     topology: TopologySpec,
     protocol: ProtocolSpec,
+    fabric: FabricSpec,
     engine: EngineSpec,
     workload: WorkloadSpec,
     faults: Vec<FaultSpec>,
@@ -105,18 +117,30 @@ fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError
         file: doc.file.clone(),
         about,
         seed: seed(&root)?,
+        seeds: root.literal("seeds")?.unwrap_or(1),
         memory: root.draw_or("memory", MemoryModel::Bytes)?,
         liveness: root.draw_or("liveness", Liveness::Heal)?,
         model: ModelSpec::read(&root.section("model")?)?,
         topology: TopologySpec::read(&root.section("topology")?)?,
         protocol: ProtocolSpec::read(&root.section("protocol")?)?,
+        fabric: FabricSpec::read(&root.section("fabric")?)?,
         engine: EngineSpec::read(&root.section("engine")?)?,
         workload: WorkloadSpec::read(&root.section("workload")?, folder)?,
         faults: faults(&root)?,
         expect: settings::expect(&root.section("expect")?)?,
     };
     root.finish()?;
-    Ok(scenario)
+    match (scenario.seed, scenario.seeds) {
+        (None, 1..=SEEDS_MAX) | (Some(_), 1) => Ok(scenario),
+        (None, _) => {
+            let what = format!("`seeds` is {}", scenario.seeds);
+            Err(doc.file.error(root.line_of("seeds"), what, format!("give 1 to {SEEDS_MAX}")))
+        }
+        (Some(_), _) => {
+            let what = "`seeds` has no meaning for one `seed`";
+            Err(doc.file.error(root.line_of("seeds"), what, "write seed = \"any\""))
+        }
+    }
 }
 
 /// As [`parse`], with the text of a trace that stands for the file that the scenario names.
@@ -172,6 +196,12 @@ impl Scenario {
     /// The seed that the file sets; `None` is one per run.
     pub fn seed(&self) -> Option<u64> {
         self.seed
+    }
+
+    /// The seeds with which the file is run where nobody names one.
+    pub fn seeds(&self) -> impl Iterator<Item = u64> + use<> {
+        let first = self.seed.unwrap_or(FIRST_SEED);
+        first..first + u64::from(self.seeds)
     }
 
     /// What the file expects of every run.
@@ -239,8 +269,13 @@ impl Scenario {
         let first = &shapes[0];
         let model = self.model.draw(&self.file, seed, first.tp, first.block_tokens)?;
         let mode = self.workload.mode.draw(&key.part("mode"));
+        let shared = Shared {
+            mode,
+            protocol: self.protocol.draw(&Keyed::new(seed, "protocol"), Protocol::default()),
+            fabric: self.fabric.draw(&Keyed::new(seed, "fabric"), FabricLimits::default()),
+        };
         let instances =
-            self.topology.instances(&self.file, &shapes, (&self.model, &model), mode)?;
+            self.topology.instances(&self.file, &shapes, (&self.model, &model), &shared)?;
         let prefix_tokens = self.workload.prefix_tokens(seed);
         let mut run = Run {
             name: self.file.0.to_string(),
@@ -248,7 +283,6 @@ impl Scenario {
             seed,
             network: self.topology.network(seed),
             router: self.topology.router(seed, prefix_tokens),
-            protocol: self.protocol.draw(seed),
             engine: self.engine.draw(seed),
             memory: self.memory.draw(&key.part("memory")),
             mode,
@@ -296,6 +330,12 @@ impl Scenario {
             let layers = run.model.layers;
             let what = format!("cells cannot tell {layers} layers apart");
             let remedy = format!("use at most {CELL_LAYERS_MAX}, or set `memory` to \"bytes\"");
+            return Err(self.file.error(self.memory.line, what, remedy));
+        }
+        let window = |group: &&ModelGroup| matches!(group.kind, GroupKind::Window { .. });
+        if run.model.groups.iter().any(|group| window(&group)) {
+            let what = "cells cannot follow windows, which begin inside a cell";
+            let remedy = "leave out `window_layers`, or set `memory` to \"bytes\"";
             return Err(self.file.error(self.memory.line, what, remedy));
         }
         let restarted = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());

@@ -1,4 +1,4 @@
-//! `[protocol]`, `[engine]` and `[expect]`.
+//! `[engine]` and `[expect]`.
 
 use super::topology::or;
 use crate::cost::Cost;
@@ -7,7 +7,8 @@ use crate::doc::Section;
 use crate::error::ScenarioError;
 use crate::lists::InvariantId;
 use crate::run::{
-    Allocator, Bounds, Counts, EngineSettings, Expect, Liveness, LoadFailure, MemoryModel, Protocol,
+    Allocator, Bounds, Counts, EngineSettings, Expect, FirstToken, Liveness, LoadFailure,
+    MemoryModel, OperationCounts,
 };
 use crate::value::{Draw, Femtos, named_values};
 use ::engine::core::Nanos;
@@ -17,70 +18,6 @@ named_values! {
     Allocator: "fifo" = Allocator::Fifo, "lifo" = Allocator::Lifo;
     Liveness: "heal" = Liveness::Heal, "core" = Liveness::Core;
     MemoryModel: "bytes" = MemoryModel::Bytes, "cells" = MemoryModel::Cells;
-}
-
-/// A time of [`Protocol`] and the key that sets it.
-type Time = (&'static str, fn(&mut Protocol) -> &mut Option<Nanos>);
-
-const TIMES: &[Time] = &[
-    ("hello", |protocol| &mut protocol.hello),
-    ("retransmit", |protocol| &mut protocol.retransmit),
-    ("retransmit_max", |protocol| &mut protocol.retransmit_max),
-    ("silent", |protocol| &mut protocol.silent),
-    ("lease", |protocol| &mut protocol.lease),
-    ("fence", |protocol| &mut protocol.fence),
-    ("fetch", |protocol| &mut protocol.fetch),
-    ("resume", |protocol| &mut protocol.resume),
-    ("operation", |protocol| &mut protocol.operation),
-];
-
-/// A limit of [`Protocol`] and the key that sets it.
-type Limit = (&'static str, fn(&mut Protocol) -> &mut Option<u32>);
-
-const LIMITS: &[Limit] = &[
-    ("retries", |protocol| &mut protocol.retries),
-    ("requests_max", |protocol| &mut protocol.requests_max),
-    ("early_max", |protocol| &mut protocol.early_max),
-    ("receivers_max", |protocol| &mut protocol.receivers_max),
-    ("tombstones_max", |protocol| &mut protocol.tombstones_max),
-    ("queue_max", |protocol| &mut protocol.queue_max),
-    ("peers_max", |protocol| &mut protocol.peers_max),
-    ("links_max", |protocol| &mut protocol.links_max),
-];
-
-/// `[protocol]` as written.
-#[derive(Debug)]
-pub(super) struct ProtocolSpec {
-    times: Vec<Option<Draw<Nanos>>>,
-    limits: Vec<Option<Draw<u32>>>,
-    layers_per_op: Draw<u16>,
-}
-
-impl ProtocolSpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<ProtocolSpec, ScenarioError> {
-        let spec = ProtocolSpec {
-            times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-            limits: LIMITS.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-            layers_per_op: section.limited_or("layers_per_op", 1, (1, 1024))?,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
-
-    pub(super) fn draw(&self, seed: u64) -> Protocol {
-        let key = Keyed::new(seed, "protocol");
-        let mut protocol = Protocol {
-            layers_per_op: self.layers_per_op.draw(&key.part("layers_per_op")),
-            ..Protocol::default()
-        };
-        for (draw, (name, field)) in self.times.iter().zip(TIMES) {
-            *field(&mut protocol) = draw.as_ref().map(|draw| draw.draw(&key.part(name)));
-        }
-        for (draw, (name, field)) in self.limits.iter().zip(LIMITS) {
-            *field(&mut protocol) = draw.as_ref().map(|draw| draw.draw(&key.part(name)));
-        }
-        protocol
-    }
 }
 
 /// `[engine]` as written.
@@ -165,9 +102,35 @@ pub(super) fn expect(section: &Section<'_>) -> Result<Expect, ScenarioError> {
         recomputed: bounds(&requests, "recomputed")?,
     };
     requests.finish()?;
+    let operations = operations(section)?;
+    let first_tokens = section.sections("first_tokens")?;
+    let first_tokens = first_tokens.iter().map(first_token).collect::<Result<_, _>>()?;
     let within = section.literal("within")?;
     section.finish()?;
-    Ok(Expect { within, hold, requests: counts, exit: exit as u8 })
+    Ok(Expect { within, hold, requests: counts, operations, first_tokens, exit: exit as u8 })
+}
+
+fn operations(section: &Section<'_>) -> Result<OperationCounts, ScenarioError> {
+    let section = section.section("operations")?;
+    let counts = OperationCounts {
+        posted: bounds(&section, "posted")?,
+        refused: bounds(&section, "refused")?,
+        failed: bounds(&section, "failed")?,
+    };
+    section.finish()?;
+    Ok(counts)
+}
+
+fn first_token(section: &Section<'_>) -> Result<FirstToken, ScenarioError> {
+    let (request, within) = (section.literal("request")?, section.literal("within")?);
+    section.finish()?;
+    match (request, within) {
+        (Some(request), Some(within)) => Ok(FirstToken { request, within }),
+        _ => {
+            let what = "a first token without `request` or `within`";
+            Err(section.error(what, "give the number of the request, from 0, and a duration"))
+        }
+    }
 }
 
 /// A count or a range of counts. Nothing is drawn: any count inside is right.

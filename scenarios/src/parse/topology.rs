@@ -1,12 +1,13 @@
 //! `[topology]`: instances, links and the router.
 
+use super::limits::{FabricSpec, ProtocolSpec};
 use super::model::ModelSpec;
 use crate::cost::Cost;
 use crate::decide::{Keyed, kind};
 use crate::doc::{File, Section};
 use crate::error::ScenarioError;
 use crate::preset::{HARDWARE, HardwarePreset, SMALL};
-use crate::run::{Instance, MemoryLayout, Model, Network, RouterSettings};
+use crate::run::{FabricLimits, Instance, MemoryLayout, Model, Network, Protocol, RouterSettings};
 use crate::value::{Draw, Name, Rate, Value, named_values};
 use ::engine::core::Nanos;
 use ::engine::core::ids::TP_MAX;
@@ -40,7 +41,16 @@ struct InstanceSpec {
     layout: Option<Draw<MemoryLayout>>,
     mode: Option<Draw<Mode>>,
     prefix_cache: Draw<bool>,
+    protocol: ProtocolSpec,
+    fabric: FabricSpec,
     line: u32,
+}
+
+/// What holds for every instance that does not say otherwise.
+pub(super) struct Shared {
+    pub(super) mode: Mode,
+    pub(super) protocol: Protocol,
+    pub(super) fabric: FabricLimits,
 }
 
 /// A drawn instance before the model is known.
@@ -161,7 +171,7 @@ impl TopologySpec {
         file: &File,
         shapes: &[Shape],
         (spec, model): (&ModelSpec, &Model),
-        mode: Mode,
+        shared: &Shared,
     ) -> Result<Vec<Instance>, ScenarioError> {
         let mut instances = Vec::new();
         for shape in shapes {
@@ -175,6 +185,8 @@ impl TopologySpec {
             };
             let layout = spec.layout.draw(&shape.key.part("layout"));
             let dp_size = table.dp.draw(&shape.key.part("dp"));
+            let protocol = table.protocol.draw(&shape.key.part("protocol"), shared.protocol);
+            let fabric = table.fabric.draw(&shape.key.part("fabric"), shared.fabric);
             for dp_rank in 0..dp_size {
                 let name = if dp_size == 1 {
                     shape.name.clone()
@@ -192,9 +204,11 @@ impl TopologySpec {
                     blocks,
                     block_tokens: shape.block_tokens,
                     layout: or(&table.layout, layout, &shape.key.part("layout")),
-                    mode: or(&table.mode, mode, &shape.key.part("mode")),
+                    mode: or(&table.mode, shared.mode, &shape.key.part("mode")),
                     prefix_cache: table.prefix_cache.draw(&shape.key.part("prefix_cache")),
                     cost: self.cost(spec, model, shape.tp),
+                    protocol,
+                    fabric,
                 });
             }
         }
@@ -267,6 +281,8 @@ impl InstanceSpec {
             layout: section.draw("layout")?,
             mode: section.draw("mode")?,
             prefix_cache: section.draw_or("prefix_cache", true)?,
+            protocol: ProtocolSpec::read(&section.section("protocol")?)?,
+            fabric: FabricSpec::read(&section.section("fabric")?)?,
             line: section.line,
         };
         section.finish()?;

@@ -29,6 +29,7 @@ pub(super) struct WorkloadSpec {
     stop: Chance,
     abort: AbortSpec,
     prefix: PrefixSpec,
+    singles: Vec<SingleSpec>,
     speed: Draw<Factor>,
     limit: Option<Draw<u32>>,
     line: u32,
@@ -59,9 +60,25 @@ struct PrefixSpec {
     run: Draw<u32>,
 }
 
+/// `single`: a request of its own beside those that are alike.
+#[derive(Debug)]
+struct SingleSpec {
+    at: Draw<Nanos>,
+    prompt_tokens: Draw<u32>,
+    output_tokens: Draw<u32>,
+}
+
 /// Keys that make no sense beside `trace`.
-const GENERATED: &[&str] =
-    &["requests", "prompt_tokens", "output_tokens", "prompts", "arrival", "start", "prefix"];
+const GENERATED: &[&str] = &[
+    "requests",
+    "prompt_tokens",
+    "output_tokens",
+    "prompts",
+    "arrival",
+    "start",
+    "prefix",
+    "single",
+];
 
 impl WorkloadSpec {
     /// Reads the table; a trace is looked for in `folder`.
@@ -93,6 +110,11 @@ impl WorkloadSpec {
             stop: section.literal("stop")?.unwrap_or(Chance(0)),
             abort: AbortSpec::read(&section.section("abort")?)?,
             prefix: PrefixSpec::read(&section.section("prefix")?)?,
+            singles: section
+                .sections("single")?
+                .iter()
+                .map(SingleSpec::read)
+                .collect::<Result<_, _>>()?,
             speed: section.draw_or("speed", Factor(1000))?,
             limit: section.draw("limit")?,
             line: section.line,
@@ -194,6 +216,11 @@ impl WorkloadSpec {
             });
             at = at + self.arrival.draw(&key.part("arrival"));
         }
+        let single = |(n, single): (u64, &SingleSpec)| {
+            single.draw(&self.prefix, prefix_tokens, &key.part("single").actor(n))
+        };
+        requests.extend((0..).zip(&self.singles).map(single));
+        requests.sort_by_key(|request| request.arrival);
         requests
     }
 
@@ -201,6 +228,33 @@ impl WorkloadSpec {
     pub(super) fn length_line(&self) -> u32 {
         let lines = [self.prompt_tokens.line, self.line];
         self.trace.as_ref().map_or_else(|| *lines.iter().max().unwrap_or(&0), |trace| trace.line)
+    }
+}
+
+impl SingleSpec {
+    fn read(section: &Section<'_>) -> Result<SingleSpec, ScenarioError> {
+        let Some(at) = section.draw("at")? else {
+            return Err(section.error("a single request without `at`", "say when it arrives"));
+        };
+        let spec = SingleSpec {
+            at,
+            prompt_tokens: section.limited_or("prompt_tokens", 16, (0, TOKENS_MAX))?,
+            output_tokens: section.limited_or("output_tokens", 1, (1, TOKENS_MAX))?,
+        };
+        section.finish()?;
+        Ok(spec)
+    }
+
+    fn draw(&self, prefix: &PrefixSpec, run: u32, key: &Keyed) -> Request {
+        let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
+        Request {
+            arrival: self.at.draw(&key.part("at")),
+            prompts: vec![prefix.prompt(tokens, run, &key.part("prefix"))],
+            samples: 1,
+            output: self.output_tokens.draw(&key.part("output_tokens")),
+            abort: None,
+            stop: false,
+        }
     }
 }
 

@@ -10,8 +10,8 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 use wire::{WireConfig, ZmqPlane};
 
-/// No event takes as long on a machine that works.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
 struct Unpark(Thread);
 
@@ -30,7 +30,7 @@ pub(crate) struct Ears {
 impl Ears {
     /// A plane that listens at this host and wakes this thread.
     pub(crate) fn new(host: &str) -> Ears {
-        Ears::with(WireConfig { host: host.into(), ..WireConfig::default() })
+        Ears::with(WireConfig { host: host.into(), dial: PATIENCE, ..WireConfig::default() })
     }
 
     pub(crate) fn with(config: WireConfig) -> Ears {

@@ -24,7 +24,8 @@ impl Decode {
     /// Notes that a prefill could not be told that a request is done with its source.
     pub(super) fn owe_release(&mut self, now: Nanos, id: &RequestId) {
         let Some(request) = self.requests.get(id) else { return };
-        let Some(life) = request.life else { return };
+        let met = self.station.info(request.slot).filter(|_| !request.slot.is_moriio());
+        let Some(life) = request.life.or(met.map(|info| info.incarnation)) else { return };
         let (engine, control) = request.prefill.clone();
         self.owe(now, Unsaid { engine, control, life, tags: vec![request.tag.clone()] });
     }
@@ -73,7 +74,7 @@ impl Decode {
         }
         let Some(mut debt) = self.debts.remove(&engine) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
-        while debt.life == life
+        while (debt.life == life || planted!("debt-paid-to-a-later-life"))
             && let Some(tag) = debt.tags.pop()
         {
             let message = Message::Release { tag: tag.clone(), ranks };

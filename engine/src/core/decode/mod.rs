@@ -9,13 +9,16 @@ mod read;
 mod request;
 
 use super::blocks::{Ledger, Owner};
+use super::by_peer::ByPeer;
 use super::command::ControlCommand;
+use super::dialect::native::MessageKind;
 use super::error::{Failure, PeerViolation};
 use super::idmap::IdMap;
 use super::ids::{EngineId, FlowId, PeerSlot, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, Tag};
+use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, RouterNews, Tag};
 use super::moriio::MoriioCounters;
+use super::peers::PeerEvent;
 use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -57,6 +60,15 @@ pub enum DecodeEffect {
     Answer(DecodeAnswer),
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
+    /// For the log: what becomes of the registrations.
+    Router(RouterNews),
+    /// For the log: a peer's hello was refused, and the peer was told why.
+    Refused {
+        /// What it calls itself.
+        peer: EngineId,
+        /// Why the two do not work together.
+        failure: Failure,
+    },
 }
 
 impl From<ControlCommand> for DecodeEffect {
@@ -93,6 +105,7 @@ pub struct Decode {
     config: CoreConfig,
     station: Station,
     requests: BTreeMap<RequestId, Request>,
+    by_peer: ByPeer<RequestId>,
     ids: IdMap,
     ledger: Ledger,
     flows: BTreeMap<FlowId, RequestId>,
@@ -111,6 +124,7 @@ impl Decode {
         Decode {
             station: Station::new(&config),
             requests: BTreeMap::new(),
+            by_peer: ByPeer::default(),
             ids: IdMap::default(),
             ledger: Ledger::default(),
             flows: BTreeMap::new(),
@@ -146,33 +160,48 @@ impl Decode {
 
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
-            News::Message { slot, message } => self.message(now, slot, message, out),
-            News::Up { slot } => {
+            News::Peer(event) => self.peer(now, event, out),
+            News::Fenced { slot } => self.peer_fenced(now, slot, out),
+            News::Abandoned { .. } => {}
+            News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
+            News::Unusable { failure } => self.give_up(now, &failure, out),
+            News::Router(said) => out.push(DecodeEffect::Router(said)),
+        }
+    }
+
+    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut Out) {
+        match event {
+            PeerEvent::Message { slot, message } => self.message(now, slot, message, out),
+            PeerEvent::Lost { slot, tag, kind, violation } => {
+                self.lost(now, slot, tag, (kind, Failure::Violation(violation)), out);
+            }
+            PeerEvent::Up { slot } => {
                 self.peer_up(now, slot, out);
                 self.pay(now, slot, out);
             }
-            News::Down { slot, failure, unsaid } => {
+            PeerEvent::Down { slot, failure, unsaid } => {
                 if let Some(unsaid) = unsaid {
                     self.owe(now, *unsaid);
                 }
                 self.peer_down(now, slot, &failure, out);
             }
-            News::Fenced { slot } => self.peer_fenced(now, slot, out),
-            News::Abandoned { .. } => {}
-            News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
-            News::Unusable { failure } => self.give_up(now, &failure, out),
-            News::Violation(violation) => out.push(DecodeEffect::Violation(violation)),
+            PeerEvent::Violation(violation) => out.push(DecodeEffect::Violation(violation)),
+            PeerEvent::Refused { engine: peer, failure } => {
+                out.push(DecodeEffect::Refused { peer, failure });
+            }
         }
     }
 
     fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         match message {
-            Message::Ask { tag, .. }
-            | Message::Announce { tag, .. }
-            | Message::Pull { tag, .. }
-            | Message::Renew { tag, .. }
-            | Message::Release { tag, .. }
-            | Message::Cancel { tag } => self.station.violation(&tag),
+            Message::Ask { .. }
+            | Message::Announce { .. }
+            | Message::Pull { .. }
+            | Message::Renew { .. }
+            | Message::Release { .. }
+            | Message::Cancel { .. } => {
+                out.push(DecodeEffect::Violation(self.station.violation(slot, &message)));
+            }
             message => {
                 if let Some(request) = self.request_of(slot, message.tag()) {
                     self.message_for(now, request, message, out);
@@ -198,11 +227,33 @@ impl Decode {
         }
     }
 
+    /// A message of a prefill could not be read: what it was about ends, whatever it said. A lease
+    /// that was not extended is asked for again.
+    fn lost(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: Tag,
+        (kind, failure): (MessageKind, Failure),
+        out: &mut Out,
+    ) {
+        let Some(id) = self.request_of(slot, &tag).filter(|_| kind != MessageKind::Renewed) else {
+            return;
+        };
+        if self.requests.get(&id).is_some_and(Request::is_ending) {
+            // Perhaps it said that the prefill has stopped writing. It says so again.
+            let _ = self.station.send(now, slot, Message::Cancel { tag }, out);
+        }
+        self.fail(now, &id, failure, out);
+    }
+
     /// The request that a tag of this peer is about, if that attempt is the current one.
     fn request_of(&self, slot: PeerSlot, tag: &Tag) -> Option<RequestId> {
         let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
         let request = self.requests.get(id)?;
-        (request.slot == slot && request.tag.attempt == tag.attempt).then(|| id.clone())
+        let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
+        let same = request.slot == slot || planted!("decode-ignores-who-speaks");
+        (same && current).then(|| id.clone())
     }
 
     fn tick(&mut self, now: Nanos, out: &mut Out) {
@@ -267,7 +318,10 @@ impl Machine for Decode {
 
     fn gauges(&self) -> Gauges {
         let station = self.station.gauges();
+        let names = self.ids.len() + self.by_peer.len() + self.ledger.owners();
+        let entries = names + self.flows.len() + self.timers.len();
         Gauges {
+            entries: station.entries + entries as u32,
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
             queued: station.queued + self.owed(),

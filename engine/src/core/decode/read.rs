@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub(super) struct Lease {
     /// When the newest question about it was sent, and its number.
     asked: (Nanos, u32),
+    /// How long it is granted for at a time; zero before the grant.
+    length: Nanos,
     /// Until when what was read may be used; none before the grant, nor if it took so long that it
     /// has to be renewed first.
     expiry: Option<Nanos>,
@@ -24,7 +26,7 @@ pub(super) struct Lease {
 
 impl Lease {
     pub(super) fn asked(now: Nanos) -> Lease {
-        Lease { asked: (now, 0), expiry: None, remote: None }
+        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
     }
 }
 
@@ -38,11 +40,6 @@ pub(super) struct Read {
 }
 
 impl Decode {
-    /// The engine's request that a flow which has not ended is for.
-    pub fn flow(&self, flow: FlowId) -> Option<&RequestId> {
-        self.flows.get(&flow)
-    }
-
     fn read_mut(&mut self, id: &RequestId) -> Option<&mut Read> {
         match &mut self.requests.get_mut(id)?.phase {
             Phase::Reading(read) => Some(read),
@@ -61,7 +58,8 @@ impl Decode {
 
     /// A lease less the margin for clocks that differ.
     fn usable(&self, lease: Nanos) -> Nanos {
-        let percent = 100 - self.config.settings.drift_percent.min(100);
+        let margin = self.config.settings.drift_percent.min(100);
+        let percent = if planted!("lease-without-margin") { 100 } else { 100 - margin };
         lease.scale(u64::from(percent), 100)
     }
 
@@ -80,7 +78,8 @@ impl Decode {
             return;
         }
         lease.remote = Some(Arc::new(remote));
-        let asked = lease.asked.0;
+        lease.length = length;
+        let asked = if planted!("lease-counts-from-the-grant") { now } else { lease.asked.0 };
         let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
         if tokens != wanted {
             let text = format!("{tokens} tokens granted, {wanted} wanted");
@@ -90,7 +89,8 @@ impl Decode {
         if now + usable.scale(1, 3) >= asked + usable {
             return self.renew(now, id, out);
         }
-        self.timers.arm(Timer::Renew(id.clone()), now.max(asked + length.scale(1, 3)));
+        let thirds = if planted!("renewal-when-the-lease-ends") { 3 } else { 1 };
+        self.timers.arm(Timer::Renew(id.clone()), now.max(asked + length.scale(thirds, 3)));
         self.extend(id, asked + usable, out);
     }
 
@@ -118,6 +118,7 @@ impl Decode {
         read.flow = Some((flow, ranks));
         out.push(Job::Read {
             flow,
+            request: id.clone(),
             peer: request.slot,
             from: request.computed,
             tokens: request.tokens,
@@ -128,10 +129,12 @@ impl Decode {
     }
 
     pub(super) fn renew(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
-        let again = now + self.config.settings.lease.scale(1, 3);
+        // Whatever was granted: not before an answer may have come.
+        let (pause, _) = self.config.channel.waits();
         let Some(lease) = self.lease_mut(id) else { return };
         lease.asked = (now, lease.asked.1 + 1);
         let count = lease.asked.1;
+        let again = now + lease.length.scale(1, 3).max(pause);
         let Some(request) = self.requests.get(id) else { return };
         let message = Message::Renew { tag: request.tag.clone(), count };
         let slot = request.slot;
@@ -144,7 +147,8 @@ impl Decode {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
         let (asked, newest) = lease.asked;
-        if count == newest && lease.remote.is_some() {
+        if (count == newest || planted!("old-renewal-extends")) && lease.remote.is_some() {
+            lease.length = length;
             self.extend(id, asked + usable, out);
         }
     }
@@ -167,10 +171,14 @@ impl Decode {
                 self.answer(now, id, Err(failure), out);
             }
             Some((flow, _)) => {
+                let at_once = planted!("read-stops-without-quiet").then(|| failure.clone());
                 read.failure = Some(failure);
                 self.quarantine(id);
                 self.cancel_timers(id);
                 out.push(Job::Stop { flow });
+                if let Some(failure) = at_once {
+                    self.answer(now, id, Err(failure), out);
+                }
             }
         }
     }
@@ -215,7 +223,8 @@ impl Decode {
         let Some(read) = self.read_mut(id) else { return };
         let failure = read.failure.take();
         let expiry = self.requests.get(id).and_then(|request| request.lease.as_ref()?.expiry);
-        let late = expiry.is_none_or(|expiry| now >= expiry);
+        let late =
+            expiry.is_none_or(|expiry| now >= expiry) && !planted!("lease-not-checked-at-the-end");
         let result = match failure {
             Some(failure) => Err(failure),
             None if late => Err(Failure::LeaseExpired),

@@ -46,6 +46,13 @@ pub(super) struct Request {
     owner: Owner,
 }
 
+impl Request {
+    /// True if it waits for the word that the prefill has stopped writing.
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending(_))
+    }
+}
+
 impl Decode {
     pub(super) fn arrived(
         &mut self,
@@ -78,6 +85,7 @@ impl Decode {
             Mode::Push => Message::Ask { tag: tag.clone(), tokens },
             Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
         };
+        self.by_peer.insert(slot, id.clone());
         self.requests.insert(
             id.clone(),
             Request {
@@ -102,20 +110,16 @@ impl Decode {
     /// True if the peer is known to have begun a new life after this one.
     fn is_past(&self, slot: PeerSlot, life: Option<Incarnation>) -> bool {
         life.zip(self.station.info(slot)).is_some_and(|(life, info)| life < info.incarnation)
+            && !planted!("past-life-is-asked")
     }
 
     /// The peer said in which life it is.
     pub(super) fn peer_up(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        for id in self.requests_of(slot) {
+        for id in self.by_peer.of(slot) {
             if self.requests.get(&id).is_some_and(|request| self.is_past(slot, request.life)) {
                 self.fail(now, &id, Failure::PeerRestarted, out);
             }
         }
-    }
-
-    fn requests_of(&self, slot: PeerSlot) -> Vec<RequestId> {
-        let of_slot = self.requests.iter().filter(|(_, request)| request.slot == slot);
-        of_slot.map(|(id, _)| id.clone()).collect()
     }
 
     /// The prefill is ready for the request's blocks.
@@ -148,8 +152,11 @@ impl Decode {
         let Some(request) = self.requests.get_mut(&id) else { return };
         assert!(matches!(request.phase, Phase::Arrived { .. }), "{id} was allocated twice");
         if computed >= request.tokens {
+            if planted!("cached-prompt-is-not-released") {
+                return self.answer(now, &id, Ok(()), out);
+            }
             self.release_source(now, &id, out);
-            return self.answer(now, &id, Ok(()), out);
+            return self.end(now, &id, Ok(()), out);
         }
         let blocks = self.destinations(computed, blocks);
         let Some(request) = self.requests.get_mut(&id) else { return };
@@ -172,6 +179,8 @@ impl Decode {
         let message = Message::Announce { tag, tokens, from: computed, blocks };
         let slot = request.slot;
         if let Err(failure) = self.station.send(now, slot, message, out) {
+            // The prefill waits for the blocks, and would for long.
+            self.release_source(now, &id, out);
             self.answer(now, &id, Err(failure), out);
         }
     }
@@ -179,13 +188,17 @@ impl Decode {
     /// Drops the blocks that hold KV already; a prefill must not write into them.
     fn destinations(&self, computed: u32, mut blocks: Vec<BlockList>) -> Vec<BlockList> {
         for (list, group) in blocks.iter_mut().zip(&self.config.geometry.groups) {
-            if group.kind == GroupKind::State {
+            if group.kind == GroupKind::State || planted!("hits-are-written-again") {
                 continue;
             }
             let hits = (computed / group.block_tokens).saturating_sub(list.first);
             let hits = (hits as usize).min(list.ids.len());
             list.ids.drain(..hits);
             list.first += hits as u32;
+            if planted!("one-hit-too-many") && hits > 0 && !list.ids.is_empty() {
+                list.ids.remove(0);
+                list.first += 1;
+            }
         }
         blocks
     }
@@ -205,7 +218,9 @@ impl Decode {
         let Some(request) = self.requests.get_mut(id) else { return };
         match &mut request.phase {
             Phase::Arrived { .. } => {
-                self.release_source(now, id, out);
+                if !planted!("rejected-without-release") {
+                    self.release_source(now, id, out);
+                }
                 self.reject(now, id, failure, out);
             }
             Phase::Announced { .. } => {
@@ -214,6 +229,9 @@ impl Decode {
                 self.ledger.quarantine(owner);
                 // Told by `Ended`, or by the peer's `Down` if the message cannot be sent.
                 let _ = self.station.send(now, slot, Message::Cancel { tag }, out);
+                if planted!("cancel-waits-for-nobody") {
+                    self.answer(now, id, Err(Failure::Cancelled), out);
+                }
             }
             Phase::Reading(_) => self.stop_reading(now, id, failure, out),
             Phase::Ending(_) | Phase::Fencing(_) => {}
@@ -237,7 +255,7 @@ impl Decode {
                 if !have.covers(needed) {
                     return;
                 }
-                let result = if tokens == request.tokens {
+                let result = if tokens == request.tokens || planted!("fewer-tokens-will-do") {
                     Ok(())
                 } else {
                     let text = format!("{tokens} tokens delivered, {} wanted", request.tokens);
@@ -264,7 +282,9 @@ impl Decode {
         let Some(request) = self.requests.get_mut(id) else { return };
         let owner = request.owner;
         match &mut request.phase {
-            Phase::Announced { .. } if quiet => self.answer(now, id, Err(failure), out),
+            Phase::Announced { .. } if quiet || planted!("blocks-back-without-quiet") => {
+                self.answer(now, id, Err(failure), out);
+            }
             Phase::Announced { .. } => {
                 request.phase = Phase::Ending(failure);
                 self.ledger.quarantine(owner);
@@ -287,7 +307,7 @@ impl Decode {
         failure: &Failure,
         out: &mut Out,
     ) {
-        for id in self.requests_of(slot) {
+        for id in self.by_peer.of(slot) {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let owner = request.owner;
             match &mut request.phase {
@@ -303,6 +323,9 @@ impl Decode {
                 Phase::Announced { .. } => {
                     request.phase = Phase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
+                    if planted!("silent-writer-is-not-fenced") {
+                        self.answer(now, &id, Err(failure.clone()), out);
+                    }
                     // The prefill may have heard neither of the blocks nor that they are gone.
                     self.owe_release(now, &id);
                 }
@@ -318,7 +341,7 @@ impl Decode {
 
     /// Nothing of the peer lands here any more.
     pub(super) fn peer_fenced(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        for id in self.requests_of(slot) {
+        for id in self.by_peer.of(slot) {
             if let Some(Request { phase: Phase::Fencing(failure), .. }) = self.requests.get(&id) {
                 let failure = failure.clone();
                 self.answer(now, &id, Err(failure), out);
@@ -335,12 +358,13 @@ impl Decode {
         let heard = |life| self.station.info(slot).is_some_and(|info| info.incarnation >= life);
         let told = request.life.is_none_or(heard)
             && self.station.send(now, slot, Message::Release { tag, ranks }, out).is_ok();
-        if !told {
+        if !told && !planted!("unheard-release-is-forgotten") {
             self.owe_release(now, id);
         }
     }
 
     pub(super) fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+        self.note_peer(now, id, Some(&failure));
         self.remove(now, id, out);
         out.push(DecodeAnswer::Rejected { request: id.clone(), failure });
     }
@@ -353,6 +377,11 @@ impl Decode {
         result: Result<(), Failure>,
         out: &mut Out,
     ) {
+        self.note_peer(now, id, result.as_ref().err());
+        self.end(now, id, result, out);
+    }
+
+    fn end(&mut self, now: Nanos, id: &RequestId, result: Result<(), Failure>, out: &mut Out) {
         self.remove(now, id, out);
         let request = id.clone();
         out.push(match result {
@@ -361,12 +390,26 @@ impl Decode {
         });
     }
 
+    /// Remembers for the router whether KV gets through between the prefill of a request and this
+    /// engine.
+    fn note_peer(&mut self, now: Nanos, id: &RequestId, failure: Option<&Failure>) {
+        let Some(request) = self.requests.get(id) else { return };
+        if failure.is_none_or(Failure::is_of_pair) {
+            self.station.peer_carried(now, (&request.prefill.0, request.life), failure);
+        }
+    }
+
     fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
         let Some(request) = self.requests.remove(id) else { return };
-        if let Some(transfer) = self.ids.remove_request(id) {
+        self.by_peer.remove(request.slot, id);
+        if let Some(transfer) = self.ids.remove_request(id)
+            && !planted!("decode-forgets-ended-names")
+        {
             self.tombstones.insert(transfer);
         }
-        self.ledger.release(request.owner);
+        if !planted!("ledger-keeps-its-entries") {
+            self.ledger.release(request.owner);
+        }
         self.cancel_timers(id);
         self.station.forget(&request.tag.key);
         self.station.unhold(now, request.slot, out);

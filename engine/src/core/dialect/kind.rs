@@ -65,6 +65,10 @@ kinds! {
     Ended = 24,
 }
 
+/// Bytes of kinds from here on are those of messages, which have a number and are acknowledged,
+/// whether this version knows them or not.
+pub(super) const MESSAGES: u8 = MessageKind::Ask as u8;
+
 impl MessageKind {
     /// The kind with this name.
     pub fn parse(name: &str) -> Option<MessageKind> {

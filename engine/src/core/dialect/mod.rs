@@ -5,3 +5,4 @@ mod kind;
 pub mod moriio;
 pub mod native;
 mod skim;
+mod unpack;

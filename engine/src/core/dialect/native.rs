@@ -1,17 +1,33 @@
 //! The native dialect: versioned frames of one part, MessagePack behind a fixed header.
+//!
+//! Two engines say in their hellos which versions they speak and use the newest that both do
+//! ([`agree`]): every frame of the conversation is marked with it and says nothing that it does not
+//! have. From version 2 on, a version may add fields at the end of a struct, variants to an enum
+//! and kinds of frames without taking older ones out of [`VERSION_MIN`]: what may be passed over
+//! can be sent to who does not know it, and is passed over, acknowledged. Other changes end the
+//! support of the versions before them. What is said without an agreed version, hellos and
+//! registrations, can only grow at the end; a listener of version 1 takes no such addition.
 
 pub use super::error::DecodeError;
+use super::kind::MESSAGES;
 pub use super::kind::MessageKind;
 use super::skim::skim;
+use super::unpack::Unpack;
+use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, TransferKey};
-use crate::core::message::{Hello, Message, Registration};
+use crate::core::message::{Hello, Message, Registration, Tag};
+use crate::fabric::Cause;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Which conversation a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Envelope {
+    /// Version that the conversation is held in; in the header of the frame.
+    #[serde(skip)]
+    pub version: u16,
     /// Life of the sender.
     pub from: Incarnation,
     /// Life of the receiver that the sender knows.
@@ -72,8 +88,26 @@ pub enum Frame {
     },
 }
 
+impl Frame {
+    /// The name of what it carries.
+    pub fn name(&self) -> &'static str {
+        let kind = match self {
+            Frame::Hello(_) => MessageKind::Hello,
+            Frame::Welcome(_) => MessageKind::Welcome,
+            Frame::Refuse { .. } => MessageKind::Refuse,
+            Frame::Data { message, .. } => kind_of(message),
+            Frame::Ack { .. } => MessageKind::Ack,
+            Frame::Probe { .. } => MessageKind::Probe,
+            Frame::Bye { .. } => MessageKind::Bye,
+            Frame::Register(_) => MessageKind::Register,
+            Frame::Abandon { .. } => MessageKind::Abandon,
+        };
+        kind.name()
+    }
+}
+
 /// Newest protocol version that this side speaks.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Oldest protocol version that this side speaks.
 pub const VERSION_MIN: u16 = 1;
@@ -88,32 +122,78 @@ pub const MAGIC: [u8; 2] = [0xc1, b'k'];
 /// The version byte of what is said before a version is agreed.
 const VERSIONLESS: u8 = 0;
 
+/// The first version to which later ones may add.
+const GROWS: u16 = 2;
+
 const HEADER: usize = 4;
+
+/// The version of a conversation between who speaks up to `newest` and who says this hello; none if
+/// there is no version that both speak.
+pub fn agree(newest: u16, hello: &Hello) -> Option<u16> {
+    let newest = newest.min(hello.version);
+    (newest >= VERSION_MIN.max(hello.version_min)).then_some(newest)
+}
+
+/// A frame that cannot be read, and what is known of it all the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unread {
+    /// Why not.
+    pub error: DecodeError,
+    /// What the frame is as a message of a conversation, if it is one.
+    pub message: Option<Lost>,
+    /// True if a later version has added it, so that nothing is wrong with it.
+    pub later: bool,
+}
+
+/// A message that cannot be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// The conversation.
+    pub envelope: Envelope,
+    /// Its number.
+    pub seq: u64,
+    /// What it is about, if that can be read.
+    pub about: Option<(MessageKind, Tag)>,
+}
 
 /// The frame's bytes, one part.
 pub fn encode(frame: &Frame) -> Vec<u8> {
     match frame {
-        Frame::Hello(hello) => pack(MessageKind::Hello, hello),
-        Frame::Welcome(hello) => pack(MessageKind::Welcome, hello),
+        Frame::Hello(hello) => pack(MessageKind::Hello, 0, hello),
+        Frame::Welcome(hello) => pack(MessageKind::Welcome, 0, hello),
         Frame::Refuse { envelope, engine, reason } => {
-            pack(MessageKind::Refuse, &(envelope, engine, reason))
+            pack(MessageKind::Refuse, 0, &(envelope, engine, reason))
         }
         Frame::Data { envelope, seq, message } => encode_data(envelope, *seq, message),
-        Frame::Ack { envelope, next } => pack(MessageKind::Ack, &(envelope, next)),
-        Frame::Probe { envelope } => pack(MessageKind::Probe, envelope),
-        Frame::Bye { envelope } => pack(MessageKind::Bye, envelope),
-        Frame::Register(registration) => pack(MessageKind::Register, registration),
-        Frame::Abandon { keys } => pack(MessageKind::Abandon, keys),
+        Frame::Ack { envelope, next } => {
+            pack(MessageKind::Ack, envelope.version, &(envelope, next))
+        }
+        Frame::Probe { envelope } => pack(MessageKind::Probe, envelope.version, envelope),
+        Frame::Bye { envelope } => pack(MessageKind::Bye, envelope.version, envelope),
+        Frame::Register(registration) => pack(MessageKind::Register, 0, registration),
+        Frame::Abandon { keys } => pack(MessageKind::Abandon, 0, keys),
     }
 }
 
 /// The bytes of [`Frame::Data`], from a borrowed message.
 pub fn encode_data(envelope: &Envelope, seq: u64, message: &Message) -> Vec<u8> {
-    pack(kind_of(message), &(envelope, seq, message))
+    let message = spoken(envelope.version, message);
+    pack(kind_of(&message), envelope.version, &(envelope, seq, &*message))
 }
 
-fn pack(kind: MessageKind, body: &impl Serialize) -> Vec<u8> {
-    let version = if kind.is_versionless() { VERSIONLESS } else { VERSION as u8 };
+/// The message in words that the version has.
+fn spoken(version: u16, message: &Message) -> Cow<'_, Message> {
+    match message {
+        Message::Ended { tag, failure, quiet } if failure.since() > version => {
+            let failure = Failure::Fabric(Cause::Backend(failure.to_string().into()));
+            Cow::Owned(Message::Ended { tag: tag.clone(), failure, quiet: *quiet })
+        }
+        message => Cow::Borrowed(message),
+    }
+}
+
+fn pack(kind: MessageKind, version: u16, body: &impl Serialize) -> Vec<u8> {
+    let version = if kind.is_versionless() { VERSIONLESS } else { version as u8 };
     let mut bytes = Vec::with_capacity(128);
     bytes.extend([MAGIC[0], MAGIC[1], version, kind as u8]);
     rmp_serde::encode::write(&mut bytes, body).expect("a Vec takes every value of known length");
@@ -137,62 +217,116 @@ pub fn fits(message: &Message) -> bool {
 /// # Errors
 /// Names the message and what is wrong with the bytes.
 pub fn decode(bytes: &[u8]) -> Result<Frame, DecodeError> {
-    let error = |frame, rule: &str| DecodeError { frame, rule: rule.into() };
-    if bytes.len() > FRAME_MAX {
-        return Err(error("frame", "longer than a frame may be"));
-    }
-    let Some((&[m0, m1, version, byte], body)) = bytes.split_first_chunk::<HEADER>() else {
-        return Err(error("frame", "shorter than a header"));
-    };
-    if [m0, m1] != MAGIC {
-        return Err(error("frame", "another protocol"));
-    }
-    let Some(kind) = MessageKind::from_byte(byte) else {
-        return Err(error("frame", &format!("unknown kind {byte}")));
-    };
-    let spoken = if kind.is_versionless() {
-        version == VERSIONLESS
-    } else {
-        (VERSION_MIN..=VERSION).contains(&u16::from(version))
-    };
-    if !spoken {
-        return Err(error(kind.name(), &format!("unknown version {version}")));
-    }
-    skim(body).map_err(|rule| error(kind.name(), rule))?;
-    unpack(kind, body)
+    read(bytes).map_err(|unread| unread.error)
 }
 
-fn unpack(kind: MessageKind, body: &[u8]) -> Result<Frame, DecodeError> {
+/// [`decode`] for who has to know what it could not read.
+///
+/// # Errors
+/// What is wrong with the bytes, and what could be read of them.
+pub fn read(bytes: &[u8]) -> Result<Frame, Unread> {
+    let refused = |frame, rule: &str| {
+        let error = DecodeError { frame, rule: rule.into() };
+        Err(Unread { error, message: None, later: false })
+    };
+    let foreign = |rule| refused("frame", rule);
+    if bytes.len() > FRAME_MAX {
+        return foreign("longer than a frame may be");
+    }
+    let Some((&[m0, m1, version, byte], body)) = bytes.split_first_chunk::<HEADER>() else {
+        return foreign("shorter than a header");
+    };
+    if [m0, m1] != MAGIC {
+        return foreign("another protocol");
+    }
+    let version = u16::from(version);
+    let Some(kind) = MessageKind::from_byte(byte) else {
+        return Err(unknown(version, byte, body));
+    };
+    let spoken = if kind.is_versionless() {
+        version == u16::from(VERSIONLESS)
+    } else {
+        (VERSION_MIN..=VERSION).contains(&version)
+    };
+    if !spoken {
+        return refused(kind.name(), &format!("unknown version {version}"));
+    }
+    let read = skim(body).map_err(String::from).and_then(|()| unpack(kind, version, body));
+    read.map_err(|rule| Unread {
+        error: DecodeError { frame: kind.name(), rule: rule.into() },
+        message: lost(version, Some(kind), body),
+        later: false,
+    })
+}
+
+/// A frame of a kind that this version does not have.
+fn unknown(version: u16, byte: u8, body: &[u8]) -> Unread {
+    let error = DecodeError { frame: "frame", rule: format!("unknown kind {byte}").into() };
+    let grows = (GROWS..=VERSION).contains(&version);
+    let message = if grows && byte >= MESSAGES { lost(version, None, body) } else { None };
+    let whole = skim(body).is_ok() && (byte < MESSAGES || message.is_some());
+    // A damaged header may hide a message that is known.
+    let known = message.as_ref().is_some_and(|lost| lost.about.is_some());
+    Unread { error, later: grows && whole && !known, message }
+}
+
+/// What can be read of a message that as a whole cannot.
+fn lost(version: u16, kind: Option<MessageKind>, body: &[u8]) -> Option<Lost> {
+    if kind.is_some_and(|kind| (kind as u8) < MESSAGES) {
+        return None;
+    }
+    let mut values = Unpack::new(body, version >= GROWS);
+    values.list().ok()?;
+    let envelope = Envelope { version, ..values.value().ok()? };
+    let seq = values.value().ok()?;
+    let mut about = || {
+        let (name, _) = values.variant().ok()?;
+        let named = MessageKind::parse(name)?;
+        values.list().ok()?;
+        Some((named, values.value().ok()?))
+    };
+    let about = about();
+    Some(Lost { envelope, seq, about })
+}
+
+fn unpack(kind: MessageKind, version: u16, body: &[u8]) -> Result<Frame, String> {
+    let mut values = Unpack::new(body, version != 1);
+    let of = |envelope: Envelope| Envelope { version, ..envelope };
     let frame = match kind {
-        MessageKind::Hello => Frame::Hello(value(kind, body)?),
-        MessageKind::Welcome => Frame::Welcome(value(kind, body)?),
+        MessageKind::Hello => Frame::Hello(value(&mut values)?),
+        MessageKind::Welcome => Frame::Welcome(value(&mut values)?),
         MessageKind::Refuse => {
-            let (envelope, engine, reason) = value(kind, body)?;
-            Frame::Refuse { envelope, engine, reason }
+            let Three(envelope, engine, reason) = value(&mut values)?;
+            Frame::Refuse { envelope: of(envelope), engine, reason }
         }
         MessageKind::Ack => {
-            let (envelope, next) = value(kind, body)?;
-            Frame::Ack { envelope, next }
+            let Two(envelope, next) = value(&mut values)?;
+            Frame::Ack { envelope: of(envelope), next }
         }
-        MessageKind::Probe => Frame::Probe { envelope: value(kind, body)? },
-        MessageKind::Bye => Frame::Bye { envelope: value(kind, body)? },
-        MessageKind::Register => Frame::Register(value(kind, body)?),
-        MessageKind::Abandon => Frame::Abandon { keys: value(kind, body)? },
+        MessageKind::Probe => Frame::Probe { envelope: of(value(&mut values)?) },
+        MessageKind::Bye => Frame::Bye { envelope: of(value(&mut values)?) },
+        MessageKind::Register => Frame::Register(value(&mut values)?),
+        MessageKind::Abandon => Frame::Abandon { keys: value(&mut values)? },
         _ => {
-            let (envelope, seq, message) = value(kind, body)?;
+            let Three(envelope, seq, message): Three<_, _, Message> = value(&mut values)?;
             if kind_of(&message) != kind {
-                let rule = "header names another message".into();
-                return Err(DecodeError { frame: kind.name(), rule });
+                return Err("header names another message".into());
             }
-            Frame::Data { envelope, seq, message }
+            Frame::Data { envelope: of(envelope), seq, message }
         }
     };
     Ok(frame)
 }
 
-fn value<T: DeserializeOwned>(kind: MessageKind, body: &[u8]) -> Result<T, DecodeError> {
-    rmp_serde::from_slice(body)
-        .map_err(|why| DecodeError { frame: kind.name(), rule: why.to_string().into() })
+/// Bodies of frames that are no struct of their own, and grow at the end as structs do.
+#[derive(Deserialize)]
+struct Two<A, B>(A, B);
+
+#[derive(Deserialize)]
+struct Three<A, B, C>(A, B, C);
+
+fn value<T: DeserializeOwned>(values: &mut Unpack<'_>) -> Result<T, String> {
+    values.value().map_err(|why| why.to_string())
 }
 
 /// What a frame carries, from its header alone.

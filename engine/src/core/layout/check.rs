@@ -1,5 +1,6 @@
 //! Whether KV can be moved between two engines.
 
+use super::fit::Rows;
 use super::geometry::{Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
 use super::overlap::{Footprint, end, is_nested};
 use crate::core::ids::TP_MAX;
@@ -49,12 +50,34 @@ pub fn check(
     source: (&Geometry, &[RankLayout]),
     sink: (&Geometry, &[RankLayout]),
 ) -> Result<(), Mismatch> {
-    geometry("source", source.0)?;
-    geometry("sink", sink.0)?;
-    same_model(source.0, sink.0)?;
+    check_shapes(source.0, sink.0)?;
     all_ranks("source", source.0, source.1)?;
     all_ranks("sink", sink.0, sink.1)?;
     same_layers(source.0, &source.1[0].layers, &sink.1[0].layers)
+}
+
+/// The part of [`check`] that needs no ranks.
+pub(super) fn check_shapes(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
+    geometry("source", source)?;
+    geometry("sink", sink)?;
+    same_model(source, sink)
+}
+
+/// Refuses rows that differ between the two sides.
+pub(super) fn check_rows(source: &[Rows], sink: &[Rows]) -> Result<(), Mismatch> {
+    let mut first = 0;
+    for (one, other) in source.iter().zip(sink) {
+        equal(&format!("element size of layer {first}"), one.element, other.element)?;
+        let what = format!("elements per token and head of layer {first}");
+        equal(&what, one.elements, other.elements)?;
+        first += u32::from(one.layers.min(other.layers));
+        equal(
+            &format!("layers with rows as those before layer {first}"),
+            one.layers,
+            other.layers,
+        )?;
+    }
+    equal("kinds of rows", source.len(), sink.len())
 }
 
 /// [`check`] with one rank of the local engine, which knows no others.

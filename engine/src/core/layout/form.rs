@@ -50,6 +50,10 @@ impl Loops {
         Loops(loops)
     }
 
+    fn count(&self) -> u64 {
+        self.0.iter().map(|axis| axis.count).product()
+    }
+
     fn is_one(&self) -> bool {
         self.0[0].count == 1
     }
@@ -147,6 +151,12 @@ impl Form {
             remote: remote.base + heads.remote * head_r,
         };
         (form, start)
+    }
+
+    /// Bytes and ranges of a whole unit, and ranges per token of one that is not whole.
+    pub(super) fn footprint(&self) -> (u64, u64, u64) {
+        let ranges = self.whole.outer.count() * self.whole.inner.count();
+        (ranges * self.whole.len, ranges, self.parts[0].count * self.parts[1].count)
     }
 
     /// Runs of `tokens` tokens of one block.

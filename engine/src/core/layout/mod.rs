@@ -5,6 +5,7 @@
 //! [`route::Route::plan`] turns block lists into coalesced [`Slices`].
 
 pub mod check;
+mod fit;
 mod form;
 pub mod geometry;
 mod overlap;
@@ -13,7 +14,8 @@ pub mod route;
 mod slices;
 
 pub use check::{Mismatch, check};
+pub use fit::{Fit, Rows};
 pub use geometry::{BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
 pub use pairing::{receivers, senders};
-pub use route::{Route, Span, routes};
+pub use route::{Footprint, Route, Span, routes};
 pub use slices::Slices;

@@ -34,10 +34,14 @@ pub(super) fn share(source: &Geometry, sink: &Geometry, from: u16, to: u16) -> O
     let (sink_first, sink_heads, sink_copies) = held(sink, to);
     let first = source_first.max(sink_first);
     let end = (source_first + source_heads).min(sink_first + sink_heads);
-    let turn = u32::from(to) % sink_copies % source_copies;
+    let turn = if planted!("copies-take-no-turns") {
+        0
+    } else {
+        u32::from(to) % sink_copies % source_copies
+    };
     (first < end && u32::from(from) % source_copies == turn).then(|| Share {
         source: (first - source_first) as u16,
-        sink: (first - sink_first) as u16,
+        sink: if planted!("heads-land-at-the-front") { 0 } else { (first - sink_first) as u16 },
         heads: (end - first) as u16,
     })
 }

@@ -63,6 +63,20 @@ pub struct Span<'a> {
     pub remote: &'a BlockList,
 }
 
+/// What moving a layer takes, in multiples of the smaller of both sides' blocks; a state is one
+/// block of one token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Footprint {
+    /// Tokens of such a block.
+    pub block_tokens: u64,
+    /// Its bytes.
+    pub block_bytes: u64,
+    /// Ranges of a whole block, at most.
+    pub block_ranges: u64,
+    /// Ranges of each token of a block that is not moved whole, at most.
+    pub token_ranges: u64,
+}
+
 impl Route {
     /// The regions `(local, remote)` that a layer of the route touches; layers with equal regions
     /// can share an operation.
@@ -71,6 +85,18 @@ impl Route {
     /// If the model has no such layer.
     pub fn regions(&self, layer: u16) -> (u16, u16) {
         self.layers[usize::from(layer)].regions
+    }
+
+    /// What moving some tokens of a layer takes.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn footprint(&self, layer: u16) -> Footprint {
+        let layer = &self.layers[usize::from(layer)];
+        let (block_bytes, block_ranges, token_ranges) = self.forms[layer.form].footprint();
+        let group = &self.groups[layer.group];
+        let block_tokens = if group.state { 1 } else { group.unit };
+        Footprint { block_tokens, block_bytes, block_ranges, token_ranges }
     }
 
     /// Appends the byte ranges of `span` for each of `layers` (all in the span's group), layer by
@@ -139,7 +165,7 @@ impl RouteGroup {
             units: (end - first) as usize,
         };
         let over = u64::from(span.from) % self.unit;
-        Ok((places, (over > 0).then(|| self.unit - over)))
+        Ok((places, (over > 0 && !planted!("first-block-is-whole")).then(|| self.unit - over)))
     }
 }
 

@@ -7,7 +7,7 @@ use crate::core::dialect::moriio::ports::expected_acks;
 use crate::core::ids::{Attempt, PeerSlot, RankSet, TransferId, TransferKey};
 use crate::core::layout::BlockList;
 use crate::core::message::{Message, Mode, MoriioPeer, Tag};
-use crate::core::peers::{PeerEvent, PeerOut};
+use crate::core::peers::{Out, PeerEvent};
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ impl MoriioPeers {
         key: &TransferKey,
         (mode, tokens): (Mode, u32),
         peer: &Arc<MoriioPeer>,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let slot = match mode {
             Mode::Push => self.slot_of(now, peer, out),
@@ -93,7 +93,7 @@ impl MoriioPeers {
         Some(self.early.entry(transfer.clone()).or_default())
     }
 
-    pub(super) fn on_blocks(&mut self, now: Nanos, notice: &RemoteBlocks, out: &mut PeerOut) {
+    pub(super) fn on_blocks(&mut self, now: Nanos, notice: &RemoteBlocks, out: &mut Out<'_>) {
         let blocks: Vec<u32> = notice.blocks().iter().map(|block| block.0).collect();
         if self.feeds.contains_key(notice.transfer()) {
             self.announce(now, notice.transfer(), blocks, out);
@@ -103,7 +103,7 @@ impl MoriioPeers {
     }
 
     /// The first list counts: writes to it may be under way.
-    fn announce(&mut self, now: Nanos, transfer: &TransferId, blocks: Vec<u32>, out: &mut PeerOut) {
+    fn announce(&mut self, now: Nanos, transfer: &TransferId, blocks: Vec<u32>, out: &mut Out<'_>) {
         let Some(feed) = self.feeds.get_mut(transfer) else { return };
         if feed.slot == READERS || std::mem::replace(&mut feed.announced, true) {
             self.counters.violations = self.counters.violations.saturating_add(1);
@@ -122,7 +122,7 @@ impl MoriioPeers {
         self.tell(slot, Message::Announce { tag, tokens, from: 0, blocks }, out);
     }
 
-    pub(super) fn on_release(&mut self, now: Nanos, notice: &Release, out: &mut PeerOut) {
+    pub(super) fn on_release(&mut self, now: Nanos, notice: &Release, out: &mut Out<'_>) {
         let Some(feed) = self.feeds.get_mut(notice.transfer()) else {
             if let Some(early) = self.early(now, notice.transfer())
                 && early.releases.len() < EARLY_RELEASES_MAX
@@ -146,7 +146,7 @@ impl MoriioPeers {
     }
 
     /// A decode announced blocks that are none: nothing can be written for it.
-    pub(super) fn unusable(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOut) {
+    pub(super) fn unusable(&mut self, now: Nanos, transfer: &TransferId, out: &mut Out<'_>) {
         let Some(feed) = self.feeds.get(transfer) else {
             if let Some(early) = self.early(now, transfer) {
                 early.unusable = true;
@@ -159,7 +159,7 @@ impl MoriioPeers {
     }
 
     /// What the prefill core says to a decode.
-    pub(super) fn feed(&mut self, now: Nanos, message: Message, out: &mut PeerOut) {
+    pub(super) fn feed(&mut self, now: Nanos, message: Message, out: &mut Out<'_>) {
         let transfer = message.tag().key.id.clone();
         let Some(feed) = self.feeds.get_mut(&transfer) else { return };
         match message {
@@ -182,20 +182,20 @@ impl MoriioPeers {
     }
 
     /// Tells each rank that this engine wrote to.
-    fn say_written(&mut self, now: Nanos, peer: &Peer, transfer: &TransferId, out: &mut PeerOut) {
+    fn say_written(&mut self, now: Nanos, peer: &Peer, transfer: &TransferId, out: &mut Out<'_>) {
         for rank in 0..self.geometry.tp {
             match self.endpoint(Dial::WriteDone, peer, rank) {
                 Ok(to) => {
                     let frame = ToDecode::WriteDone(transfer.clone()).encode();
                     self.notify(now, to, frame, out);
                 }
-                Err(_) => self.counters.untold += 1,
+                Err(_) => self.counters.untold = self.counters.untold.saturating_add(1),
             }
         }
     }
 
     /// Keeps a source for a decode that never says that it still reads.
-    pub(super) fn renew(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOut) {
+    pub(super) fn renew(&mut self, now: Nanos, transfer: &TransferId, out: &mut Out<'_>) {
         let Some(feed) = self.feeds.get_mut(transfer) else { return };
         let Some((until, lease)) = feed.hold else { return };
         if now + lease > until {

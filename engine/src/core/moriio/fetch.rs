@@ -7,7 +7,7 @@ use crate::core::error::Failure;
 use crate::core::ids::{BlockId, PeerSlot, RankSet, RequestId, TransferId};
 use crate::core::layout::{BlockList, senders};
 use crate::core::message::{Message, MoriioPeer, Tag};
-use crate::core::peers::{PeerEvent, PeerOut};
+use crate::core::peers::{Out, PeerEvent};
 use crate::core::time::Nanos;
 use crate::fabric::Refused;
 use std::num::NonZeroU16;
@@ -41,7 +41,7 @@ impl MoriioPeers {
         request: &RequestId,
         transfer: &TransferId,
         peer: &Arc<MoriioPeer>,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> PeerSlot {
         let slot = self.slot_of(now, peer, out);
         let fetch = Fetch { slot, request: request.clone(), peer: peer.clone(), asked: None };
@@ -55,7 +55,7 @@ impl MoriioPeers {
         now: Nanos,
         slot: PeerSlot,
         message: Message,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let transfer = message.tag().key.id.clone();
         let Some(fetch) = self.fetches.get_mut(&transfer) else { return };
@@ -90,7 +90,7 @@ impl MoriioPeers {
         transfer: &TransferId,
         from: u32,
         blocks: &[BlockList],
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> Result<(), Failure> {
         let unsupported = |text: &str| Err(Failure::Refused(Refused::Unsupported(text.into())));
         let ([list], 0) = (blocks, from) else {
@@ -111,7 +111,7 @@ impl MoriioPeers {
     }
 
     /// Tells the prefill that its blocks are needed no more, or that there are none here for it.
-    fn say_release(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOut) {
+    fn say_release(&mut self, now: Nanos, transfer: &TransferId, out: &mut Out<'_>) {
         let Some(fetch) = self.fetches.get(transfer) else { return };
         let Some(peer) = fetch.peer.peer.clone() else { return };
         let tp = NonZeroU16::new(self.geometry.tp).unwrap_or(NonZeroU16::MIN);
@@ -133,7 +133,7 @@ impl MoriioPeers {
         what: Dial,
         peer: &Peer,
         frame: &[u8],
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> Result<(), Failure> {
         let ranks = self.config.settings.ports.fan_out(self.geometry.tp, peer.shape);
         for rank in 0..ranks {
@@ -144,7 +144,7 @@ impl MoriioPeers {
     }
 
     /// The prefill has written everything.
-    pub(super) fn on_written(&mut self, transfer: &TransferId, out: &mut PeerOut) {
+    pub(super) fn on_written(&mut self, transfer: &TransferId, out: &mut Out<'_>) {
         let Some(fetch) = self.fetches.get(transfer) else { return };
         let (slot, Some((tag, tokens))) = (fetch.slot, fetch.asked.clone()) else { return };
         self.timers.cancel(&Timer::Written(transfer.clone()));
@@ -158,7 +158,7 @@ impl MoriioPeers {
 
     /// Nothing was heard of a write. It may still be under way, so that its blocks can be had back
     /// only by keeping the prefill out.
-    pub(super) fn overdue(&mut self, transfer: &TransferId, out: &mut PeerOut) {
+    pub(super) fn overdue(&mut self, transfer: &TransferId, out: &mut Out<'_>) {
         if let Some(slot) = self.fetches.get(transfer).map(|fetch| fetch.slot) {
             self.fail(slot, Failure::Stalled, out);
         }

@@ -29,7 +29,7 @@ use super::ids::{PeerSlot, TransferId};
 use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
 use super::message::{Message, MoriioPeer, Role};
-use super::peers::{PeerEvent, PeerInfo, PeerOut};
+use super::peers::{Out, PeerEvent, PeerInfo};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
@@ -124,7 +124,7 @@ impl MoriioPeers {
     }
 
     /// Says where the KV of the own ranks lies. Other ranks than before end all conversations.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOut) {
+    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut Out<'_>) {
         if self.ranks.as_ref() == Some(&ranks) {
             return;
         }
@@ -161,7 +161,7 @@ impl MoriioPeers {
     }
 
     /// Queues a message on the way to a peer, as far as the wire knows it.
-    pub fn send(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut PeerOut) {
+    pub fn send(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out<'_>) {
         match self.role {
             Role::Prefill => self.feed(now, message, out),
             Role::Decode => self.fetch(now, slot, message, out),
@@ -173,7 +173,7 @@ impl MoriioPeers {
         &mut self,
         now: Nanos,
         event: ControlEvent,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> Option<ControlEvent> {
         match event {
             ControlEvent::LinkUp { link, channel: Channel::Notify, from } if link.is_inbound() => {
@@ -202,7 +202,7 @@ impl MoriioPeers {
     }
 
     /// Somebody will send notices by this link, unless too many do.
-    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut PeerOut) {
+    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut Out<'_>) {
         if self.heard.len() < self.config.settings.links_max as usize {
             self.heard.insert(link, from);
         } else {
@@ -210,7 +210,7 @@ impl MoriioPeers {
         }
     }
 
-    fn link_up(&mut self, link: LinkId, out: &mut PeerOut) {
+    fn link_up(&mut self, link: LinkId, out: &mut Out<'_>) {
         if self.shaking.contains_key(&link) {
             self.ask(link, out);
         } else {
@@ -218,7 +218,7 @@ impl MoriioPeers {
         }
     }
 
-    fn link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) {
+    fn link_down(&mut self, now: Nanos, link: LinkId, out: &mut Out<'_>) {
         match self.shaking.remove(&link) {
             Some(slot) => self.handshake_broke(slot, out),
             None => {
@@ -232,7 +232,7 @@ impl MoriioPeers {
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut PeerOut) {
+    pub fn tick(&mut self, now: Nanos, out: &mut Out<'_>) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 Timer::Shake(slot) => self.fail(slot, Failure::Unreachable, out),
@@ -257,7 +257,7 @@ impl MoriioPeers {
     }
 
     /// Ends all that is under way with a peer, with `Down`. Unknown slots are ignored.
-    pub fn fail(&mut self, slot: PeerSlot, failure: Failure, out: &mut PeerOut) {
+    pub fn fail(&mut self, slot: PeerSlot, failure: Failure, out: &mut Out<'_>) {
         let Some(state) = self.slots.remove(&slot) else { return };
         self.targets.remove(&state.endpoint);
         self.timers.cancel(&Timer::Shake(slot));
@@ -291,7 +291,7 @@ impl MoriioPeers {
     }
 
     /// The slot of a peer; starts a handshake if there is none, or none that can be trusted.
-    fn slot_of(&mut self, now: Nanos, peer: &MoriioPeer, out: &mut PeerOut) -> PeerSlot {
+    fn slot_of(&mut self, now: Nanos, peer: &MoriioPeer, out: &mut Out<'_>) -> PeerSlot {
         let endpoint = peer.peer.as_ref().map(|peer| self.endpoint(Dial::Handshake, peer, 0));
         if let Some(Ok(endpoint)) = &endpoint
             && let Some(slot) = self.targets.get(endpoint).copied()
@@ -335,7 +335,7 @@ impl MoriioPeers {
         !link.is_inbound() && link.0 & LinkId::MORIIO != 0
     }
 
-    fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut PeerOut) {
+    fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut Out<'_>) {
         self.counters.violations = self.counters.violations.saturating_add(1);
         let peer = match self.shaking.get(&link).and_then(|slot| self.slots.get(slot)) {
             Some(slot) => slot.endpoint.to_string(),

@@ -4,7 +4,7 @@ use super::{MoriioPeers, Timer};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::notify::{AtPrefill, decode_at_decode, decode_at_prefill};
 use crate::core::message::Role;
-use crate::core::peers::PeerOut;
+use crate::core::peers::Out;
 use crate::core::time::Nanos;
 use crate::fabric::{Channel, Endpoint, LinkId};
 use std::collections::{BTreeMap, VecDeque};
@@ -38,13 +38,13 @@ impl Notices {
     }
 
     /// A link can be used: sends what waits for it.
-    pub(super) fn up(&mut self, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn up(&mut self, link: LinkId, out: &mut Out<'_>) {
         let Some(line) = self.links.get(&link).and_then(|to| self.lines.get_mut(to)) else {
             return;
         };
         line.up = true;
         let frames = line.queue.drain(..).map(|(_, frame)| ControlCommand::Send { link, frame });
-        out.commands.extend(frames);
+        frames.for_each(|frame| out.commands.push(frame));
     }
 
     /// A link is gone; returns where it led to and whether notices wait for it.
@@ -76,7 +76,7 @@ impl Notices {
 
 impl MoriioPeers {
     /// Sends a notice, at the latest when the receiver can be reached again.
-    pub(super) fn notify(&mut self, now: Nanos, to: Endpoint, frame: Vec<u8>, out: &mut PeerOut) {
+    pub(super) fn notify(&mut self, now: Nanos, to: Endpoint, frame: Vec<u8>, out: &mut Out<'_>) {
         let settings = &self.config.settings;
         let full = self.notices.lines.len() >= settings.links_max as usize;
         if full && !self.notices.lines.contains_key(&to) {
@@ -98,7 +98,7 @@ impl MoriioPeers {
         }
     }
 
-    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut PeerOut) {
+    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut Out<'_>) {
         let link = self.fresh_link();
         let Some(line) = self.notices.lines.get_mut(&to) else { return };
         line.link = Some(link);
@@ -108,7 +108,7 @@ impl MoriioPeers {
     }
 
     /// Notices wait for a receiver: dial it again, or give them up.
-    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOut) {
+    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut Out<'_>) {
         if !self.notices.expire(now, to) {
             return;
         }
@@ -124,7 +124,7 @@ impl MoriioPeers {
         now: Nanos,
         link: LinkId,
         parts: &[Vec<u8>],
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let heard = match self.role {
             Role::Prefill => decode_at_prefill(parts).map(Ok),

@@ -10,7 +10,7 @@ use crate::core::dialect::moriio::handshake::{
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, PeerSlot};
 use crate::core::message::Message;
-use crate::core::peers::{PeerEvent, PeerInfo, PeerOut};
+use crate::core::peers::{Out, PeerEvent, PeerInfo};
 use crate::core::time::Nanos;
 use crate::fabric::{Channel, Endpoint, LinkId};
 use std::collections::BTreeSet;
@@ -58,7 +58,7 @@ pub(super) fn is_call(parts: &[Vec<u8>]) -> bool {
 
 impl MoriioPeers {
     /// Starts the handshake of a slot that has none under way.
-    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
         if self.ranks.is_none() {
             return;
         }
@@ -73,7 +73,7 @@ impl MoriioPeers {
     }
 
     /// Repeats a handshake that is too old.
-    pub(super) fn verify(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+    pub(super) fn verify(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
         let trust = self.config.settings.trust;
         let old = |slot: &&Slot| slot.is_ready() && slot.verified + trust < now;
         if self.slots.get(&id).filter(old).is_some() {
@@ -83,7 +83,7 @@ impl MoriioPeers {
 
     /// A receiver of notices hung up, and what it was told may be lost: whoever waits for it finds
     /// out whether it is still there.
-    pub(super) fn doubt(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOut) {
+    pub(super) fn doubt(&mut self, now: Nanos, to: &Endpoint, out: &mut Out<'_>) {
         let told = |fetch: &Fetch| {
             let peer = fetch.peer().peer.as_ref()?;
             let endpoint = self.endpoint(PortOf::RemoteBlocks, peer, 0).ok()?;
@@ -97,13 +97,13 @@ impl MoriioPeers {
         }
     }
 
-    pub(super) fn ask(&mut self, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn ask(&mut self, link: LinkId, out: &mut Out<'_>) {
         out.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
     }
 
     /// Nobody listens there now. A peer that was known is gone; one that is starting is asked again
     /// by the next leg.
-    pub(super) fn handshake_broke(&mut self, id: PeerSlot, out: &mut PeerOut) {
+    pub(super) fn handshake_broke(&mut self, id: PeerSlot, out: &mut Out<'_>) {
         if let Some(slot) = self.slots.get_mut(&id) {
             slot.link = None;
         }
@@ -115,7 +115,7 @@ impl MoriioPeers {
         now: Nanos,
         link: LinkId,
         parts: &[Vec<u8>],
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let Some(id) = self.shaking.get(&link).copied() else {
             let error = DecodeError { frame: "notify", rule: "answer to a notice".into() };
@@ -146,7 +146,7 @@ impl MoriioPeers {
         now: Nanos,
         id: PeerSlot,
         replies: (AgentMetadata, LayerMemory),
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let (Some(slot), Some(ranks)) = (self.slots.get_mut(&id), &self.ranks) else { return };
         if let Some(link) = slot.link.take() {
@@ -169,6 +169,7 @@ impl MoriioPeers {
                         geometry: Arc::new(geometry),
                         ranks: Arc::new(ranks),
                         capabilities: 0,
+                        version: 0,
                         pass: OPEN_PASS,
                     });
                     slot.replies = Some(replies);
@@ -182,7 +183,7 @@ impl MoriioPeers {
     }
 
     /// Tells the core something in the name of a peer, once its memory is known.
-    pub(super) fn tell(&mut self, id: PeerSlot, message: Message, out: &mut PeerOut) {
+    pub(super) fn tell(&mut self, id: PeerSlot, message: Message, out: &mut Out<'_>) {
         match self.slots.get_mut(&id) {
             Some(slot) if !slot.is_ready() => {
                 if slot.pending.len() >= PENDING_MAX {
@@ -197,7 +198,7 @@ impl MoriioPeers {
     }
 
     /// Answers whoever asks for this engine's memory.
-    pub(super) fn answer(&mut self, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn answer(&mut self, link: LinkId, out: &mut Out<'_>) {
         if self.ranks.is_none() {
             if self.early_calls.len() < self.config.settings.links_max as usize {
                 self.early_calls.insert(link);

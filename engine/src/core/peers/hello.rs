@@ -1,10 +1,10 @@
 //! What is said and checked before anything else.
 
-use super::{Me, PeerEvent, PeerInfo, PeerOut, Peers, Slot};
+use super::{Me, Out, PeerEvent, PeerInfo, Peers, Slot};
 use crate::core::channel::{Channel, capability};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake;
-use crate::core::dialect::native::{self, Envelope, Frame, VERSION, VERSION_MIN};
+use crate::core::dialect::native::{self, Envelope, Frame, VERSION_MIN};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, PeerSlot};
 use crate::core::layout::{self, RankLayout};
@@ -29,16 +29,22 @@ pub(super) fn pass(dialer: End<'_>, acceptor: End<'_>, session: u64) -> u64 {
     native::hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
 }
 
-/// Why the two engines cannot work together, if they cannot; else the capabilities they share.
-fn check(me: &Me, ranks: &[RankLayout], hello: &Hello) -> Result<u32, Failure> {
+/// What two engines agreed on.
+pub(super) struct Agreed {
+    capabilities: u32,
+    version: u16,
+}
+
+/// Why the two engines cannot work together, if they cannot; else what they share.
+fn check((me, newest): (&Me, u16), ranks: &[RankLayout], hello: &Hello) -> Result<Agreed, Failure> {
     let refuse = |reason: String| Err(Failure::HelloRefused(reason.into()));
     let (mine, theirs) = (&me.engine, &hello.engine);
-    if hello.version < VERSION_MIN || hello.version_min > VERSION {
+    let Some(version) = native::agree(newest, hello) else {
         return refuse(format!(
-            "{mine} speaks protocol versions {VERSION_MIN} to {VERSION}, {theirs} {} to {}",
+            "{mine} speaks protocol versions {VERSION_MIN} to {newest}, {theirs} {} to {}",
             hello.version_min, hello.version
         ));
-    }
+    };
     if hello.expects != *mine {
         return refuse(format!("{theirs} expects {}, this is {mine}", hello.expects));
     }
@@ -64,7 +70,17 @@ fn check(me: &Me, ranks: &[RankLayout], hello: &Hello) -> Result<u32, Failure> {
         Role::Prefill => layout::check(own, other),
         Role::Decode => layout::check(other, own),
     };
-    fit.map(|()| capabilities).map_err(Failure::Mismatch)
+    fit.map(|()| Agreed { capabilities, version }).map_err(Failure::Mismatch)
+}
+
+/// What a life is told that seems to be before one that is here.
+fn before(hello: &Hello, last: Incarnation) -> Failure {
+    let (engine, life) = (&hello.engine, hello.incarnation);
+    let reason = format!(
+        "life {life} of {engine} seems to be before {last}, which is not over yet: another process has \
+         its address, or its clock went back at a restart"
+    );
+    Failure::HelloRefused(reason.into())
 }
 
 impl Peers {
@@ -72,7 +88,7 @@ impl Peers {
     fn hello(&self, session: u64, expects: &EngineId) -> Option<Box<Hello>> {
         let ranks = self.ranks.as_ref()?;
         Some(Box::new(Hello {
-            version: VERSION,
+            version: self.config.version,
             version_min: VERSION_MIN,
             engine: self.me.engine.clone(),
             incarnation: self.me.incarnation,
@@ -87,7 +103,7 @@ impl Peers {
     }
 
     /// Says hello on a link that is being tried, or asks whether it may be said.
-    pub(super) fn say_hello(&self, slot: &Slot, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn say_hello(&self, slot: &Slot, link: LinkId, out: &mut Out<'_>) {
         if self.cautious && slot.native != Some(link) {
             let frame = handshake::REQUEST.to_vec();
             out.commands.push(ControlCommand::Send { link, frame });
@@ -99,7 +115,7 @@ impl Peers {
         }
     }
 
-    fn say_welcome(&self, slot: &Slot, link: LinkId, out: &mut PeerOut) {
+    fn say_welcome(&self, slot: &Slot, link: LinkId, out: &mut Out<'_>) {
         if let Some(hello) = self.hello(slot.session, &slot.engine) {
             let frame = native::encode(&Frame::Welcome(hello));
             out.commands.push(ControlCommand::Send { link, frame });
@@ -107,7 +123,7 @@ impl Peers {
     }
 
     /// Tells the peer why not.
-    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, out: &mut PeerOut) {
+    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, out: &mut Out<'_>) {
         let reason = match failure {
             Failure::HelloRefused(reason) => reason.clone(),
             other => other.to_string().into(),
@@ -118,10 +134,12 @@ impl Peers {
     }
 
     fn envelope_to(&self, hello: &Hello) -> Envelope {
-        Envelope { from: self.me.incarnation, to: hello.incarnation, session: hello.session }
+        let Hello { incarnation: to, session, .. } = *hello;
+        let version = native::agree(self.config.version, hello).unwrap_or(VERSION_MIN);
+        Envelope { version, from: self.me.incarnation, to, session }
     }
 
-    fn info_of(&self, hello: Hello, capabilities: u32) -> PeerInfo {
+    fn info_of(&self, hello: Hello, agreed: Agreed) -> PeerInfo {
         let me = (&self.me.engine, self.me.incarnation);
         let peer = (&hello.engine, hello.incarnation);
         let pass = match self.me.role {
@@ -133,13 +151,14 @@ impl Peers {
             incarnation: hello.incarnation,
             geometry: Arc::new(hello.geometry),
             ranks: Arc::new(hello.ranks),
-            capabilities,
+            capabilities: agreed.capabilities,
+            version: agreed.version,
             pass,
         }
     }
 
     /// A hello on a link that the other side opened.
-    pub(super) fn on_hello(&mut self, now: Nanos, link: LinkId, hello: Hello, out: &mut PeerOut) {
+    pub(super) fn on_hello(&mut self, now: Nanos, link: LinkId, hello: Hello, out: &mut Out<'_>) {
         if self.ranks.is_none() {
             // The dialer says it again.
             return;
@@ -150,12 +169,21 @@ impl Peers {
         }
         let current = self.callers.get(&hello.engine).copied();
         let this = (hello.incarnation, hello.session);
-        if let Some(last) = self.known.get(&hello.engine).copied() {
+        if let Some(last) = self.known.get(&hello.engine).map(|known| (known.life, known.session)) {
             if let Some(slot) = current.filter(|_| this == last) {
                 return self.resume(now, slot, link, out);
             }
-            if this <= last {
-                self.stale += 1;
+            // A life that seems to be before the last one is one of the past, or the clock went back
+            // at a restart. Once nothing is left of the other, to believe it costs at most a
+            // conversation with nobody, so that a clock locks nobody out for good.
+            let is_before = hello.incarnation < last.0;
+            if let Some(slot) = current.filter(|_| is_before) {
+                self.stale = self.stale.saturating_add(1);
+                self.refuse(link, &hello, &before(&hello, last.0), out);
+                return self.doubt(now, slot, out);
+            }
+            if !is_before && this <= last && !planted!("hello-of-an-ended-session") {
+                self.stale = self.stale.saturating_add(1);
                 let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(&hello) });
                 out.commands.push(ControlCommand::Send { link, frame });
                 return;
@@ -167,14 +195,22 @@ impl Peers {
             }
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
-        match check(&self.me, ranks, &hello) {
+        match check((&self.me, self.config.version), ranks, &hello) {
             Err(failure) => self.turn_away(link, &hello, failure, out),
             Ok(_) if !self.has_room() => self.turn_away(link, &hello, Failure::Overload, out),
-            Ok(capabilities) => self.welcome(now, link, hello, capabilities, out),
+            Ok(agreed) => self.welcome(now, link, hello, agreed, out),
         }
     }
 
-    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, out: &mut PeerOut) {
+    /// Asks a peer that another life says hello for whether it is still there.
+    fn doubt(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
+        if let Some(slot) = self.slots.get_mut(&id) {
+            slot.channel.doubt(now);
+            self.service(now, id, out);
+        }
+    }
+
+    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, out: &mut Out<'_>) {
         self.refuse(link, hello, &failure, out);
         out.events.push(PeerEvent::Refused { engine: hello.engine.clone(), failure });
     }
@@ -185,14 +221,14 @@ impl Peers {
         now: Nanos,
         link: LinkId,
         hello: Hello,
-        capabilities: u32,
-        out: &mut PeerOut,
+        agreed: Agreed,
+        out: &mut Out<'_>,
     ) {
         let (engine, session, life) = (hello.engine.clone(), hello.session, hello.incarnation);
         self.remember(&engine, life, session);
         let channel = Channel::new(&self.config, self.me.incarnation, session);
         let mut slot = Slot::new(engine.clone(), None, session, channel);
-        slot.info = Some(self.info_of(hello, capabilities));
+        slot.info = Some(self.info_of(hello, agreed));
         let id = self.fresh_slot();
         self.callers.insert(engine, id);
         self.slots.insert(id, slot);
@@ -201,7 +237,7 @@ impl Peers {
     }
 
     /// Answers a hello and continues the conversation over its link.
-    fn resume(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
+    fn resume(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut Out<'_>) {
         let Some(slot) = self.slots.get(&id) else { return };
         self.say_welcome(slot, link, out);
         if slot.channel.link() != Some(link) {
@@ -217,14 +253,16 @@ impl Peers {
         id: PeerSlot,
         link: LinkId,
         hello: Hello,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let Some(slot) = self.slots.get(&id) else { return };
-        let last = self.known.get(&slot.engine).map_or(Incarnation(0), |(life, _)| *life);
         let peer = slot.info.as_ref().map(|info| info.incarnation);
-        let other = hello.session != slot.session || hello.incarnation < peer.unwrap_or(last);
+        // Who repeats a session that was never said before has just been told it, whichever life
+        // was met earlier.
+        let is_past = peer.is_some_and(|life| hello.incarnation < life);
+        let other = hello.session != slot.session || is_past;
         if other || slot.channel.link() == Some(link) {
-            self.stale += u32::from(other);
+            self.stale = self.stale.saturating_add(u32::from(other));
             return;
         }
         if hello.engine != slot.engine {
@@ -232,7 +270,9 @@ impl Peers {
             return self.reject(now, id, link, &hello, Failure::HelloRefused(reason.into()), out);
         }
         match peer {
-            Some(life) if life == hello.incarnation => return self.attach(now, id, link, out),
+            Some(life) if life == hello.incarnation || planted!("restart-keeps-the-slot") => {
+                return self.attach(now, id, link, out);
+            }
             Some(_) => {
                 let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(&hello) });
                 out.commands.push(ControlCommand::Send { link, frame });
@@ -241,9 +281,9 @@ impl Peers {
             None => {}
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
-        match check(&self.me, ranks, &hello) {
+        match check((&self.me, self.config.version), ranks, &hello) {
             Err(failure) => self.reject(now, id, link, &hello, failure, out),
-            Ok(capabilities) => self.came_up(now, id, link, hello, capabilities, out),
+            Ok(agreed) => self.came_up(now, id, link, hello, agreed, out),
         }
     }
 
@@ -255,7 +295,7 @@ impl Peers {
         link: LinkId,
         hello: &Hello,
         failure: Failure,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         self.refuse(link, hello, &failure, out);
         if let Some(slot) = self.slots.get_mut(&id) {
@@ -270,8 +310,8 @@ impl Peers {
         id: PeerSlot,
         link: LinkId,
         hello: Hello,
-        capabilities: u32,
-        out: &mut PeerOut,
+        agreed: Agreed,
+        out: &mut Out<'_>,
     ) {
         let life = hello.incarnation;
         let older: Vec<PeerSlot> = (self.slots.iter())
@@ -286,7 +326,7 @@ impl Peers {
             self.end(now, other, failure, out);
         }
         self.remember(&hello.engine, life, hello.session);
-        let info = self.info_of(hello, capabilities);
+        let info = self.info_of(hello, agreed);
         let Some(slot) = self.slots.get_mut(&id) else { return };
         slot.info = Some(info);
         if let Some(endpoint) = &slot.endpoint {

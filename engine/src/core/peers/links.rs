@@ -1,11 +1,11 @@
 //! Links, and where the frames that come by them go.
 
 use super::slot::{Dial, REDIALS_MAX};
-use super::{Owner, PeerEvent, PeerOut, Peers, Slot, Timer};
+use super::{Out, Owner, PeerEvent, Peers, Slot, Timer};
 use crate::core::channel::Received;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake::AgentMetadata;
-use crate::core::dialect::native::{self, DecodeError, Envelope, Frame};
+use crate::core::dialect::native::{self, DecodeError, Envelope, Frame, Lost, Unread};
 use crate::core::error::{Failure, stranger};
 use crate::core::ids::PeerSlot;
 use crate::core::time::Nanos;
@@ -14,7 +14,7 @@ use crate::fabric::{Cause, Channel, ControlEvent, Endpoint, LinkId};
 impl Peers {
     /// Takes an event of the control plane; false if the link is none of these peers' (and the
     /// event was not used).
-    pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut PeerOut) -> bool {
+    pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut Out<'_>) -> bool {
         match event {
             ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => {
                 if channel == Channel::Handshake {
@@ -28,7 +28,7 @@ impl Peers {
         }
     }
 
-    fn on_guest(&mut self, now: Nanos, link: LinkId, from: Option<Endpoint>, out: &mut PeerOut) {
+    fn on_guest(&mut self, now: Nanos, link: LinkId, from: Option<Endpoint>, out: &mut Out<'_>) {
         if !self.has_link() {
             out.commands.push(ControlCommand::HangUp { link });
             return;
@@ -38,7 +38,7 @@ impl Peers {
         self.timers.arm(Timer::Link(link), now + self.config.hello);
     }
 
-    fn on_link_up(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) -> bool {
+    fn on_link_up(&mut self, now: Nanos, link: LinkId, out: &mut Out<'_>) -> bool {
         let Some(owner) = self.links.get(&link) else { return false };
         if let Owner::Slot(id) = *owner {
             self.first_hello(now, id, link, out);
@@ -47,7 +47,7 @@ impl Peers {
         true
     }
 
-    fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOut) -> bool {
+    fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut Out<'_>) -> bool {
         self.from.remove(&link);
         let Some(owner) = self.links.remove(&link) else { return false };
         self.timers.cancel(&Timer::Link(link));
@@ -63,7 +63,7 @@ impl Peers {
         true
     }
 
-    fn on_frame(&mut self, now: Nanos, link: LinkId, parts: &[Vec<u8>], out: &mut PeerOut) -> bool {
+    fn on_frame(&mut self, now: Nanos, link: LinkId, parts: &[Vec<u8>], out: &mut Out<'_>) -> bool {
         let Some(owner) = self.links.get(&link).copied() else { return false };
         if let (Owner::Slot(id), [empty, _]) = (owner, parts)
             && self.cautious
@@ -73,12 +73,23 @@ impl Peers {
             return true;
         }
         let frame = match parts {
-            [part] => native::decode(part),
-            _ => Err(DecodeError { frame: "frame", rule: "not one part".into() }),
+            [part] => native::read(part),
+            _ => {
+                let error = DecodeError { frame: "frame", rule: "not one part".into() };
+                Err(Unread { error, message: None, later: false })
+            }
         };
         match (owner, frame) {
             (Owner::Last, _) => {}
-            (_, Err(error)) => self.violation(link, owner, &error, out),
+            (owner, Err(unread)) => {
+                if !unread.later {
+                    self.violation(link, owner, &unread.error, out);
+                }
+                if let Owner::Slot(id) = owner {
+                    self.on_unread(now, id, link, unread, out);
+                    self.rearm(id);
+                }
+            }
             (Owner::Guest, Ok(frame)) => self.on_guest_frame(now, link, frame, out),
             (Owner::Slot(id), Ok(frame)) => {
                 self.on_slot_frame(now, id, link, frame, out);
@@ -95,7 +106,7 @@ impl Peers {
         id: PeerSlot,
         link: LinkId,
         parts: &[Vec<u8>],
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let Some(slot) = self.slots.get_mut(&id).filter(|slot| slot.native != Some(link)) else {
             // The second reply, or that to a question that was repeated.
@@ -114,13 +125,13 @@ impl Peers {
         }
     }
 
-    fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut PeerOut) {
+    fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut Out<'_>) {
         match frame {
             Frame::Hello(hello) => self.on_hello(now, link, *hello, out),
-            Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Guest, out),
-            Frame::Register(_) => self.misplaced("Register", link, Owner::Guest, out),
-            Frame::Abandon { .. } => self.misplaced("Abandon", link, Owner::Guest, out),
-            _ => self.stale += 1,
+            Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
+                self.misplaced(&frame, link, Owner::Guest, out);
+            }
+            _ => self.stale = self.stale.saturating_add(1),
         }
     }
 
@@ -130,17 +141,16 @@ impl Peers {
         id: PeerSlot,
         link: LinkId,
         frame: Frame,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         match frame {
             Frame::Hello(hello) if link.is_inbound() => self.on_hello(now, link, *hello, out),
             Frame::Welcome(hello) if !link.is_inbound() => {
                 self.on_welcome(now, id, link, *hello, out);
             }
-            Frame::Hello(_) => self.misplaced("Hello", link, Owner::Slot(id), out),
-            Frame::Welcome(_) => self.misplaced("Welcome", link, Owner::Slot(id), out),
-            Frame::Register(_) => self.misplaced("Register", link, Owner::Slot(id), out),
-            Frame::Abandon { .. } => self.misplaced("Abandon", link, Owner::Slot(id), out),
+            Frame::Hello(_) | Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
+                self.misplaced(&frame, link, Owner::Slot(id), out);
+            }
             Frame::Refuse { envelope, reason, .. } => {
                 self.on_last_frame(now, id, envelope, Failure::HelloRefused(reason), out);
             }
@@ -159,22 +169,70 @@ impl Peers {
         id: PeerSlot,
         link: LinkId,
         frame: Frame,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
         if slot.info.is_none() {
-            self.stale += 1;
+            self.stale = self.stale.saturating_add(1);
             return;
         }
-        let received = slot.channel.receive(now, frame, &mut self.inbox, &mut out.commands);
-        let messages = self.inbox.drain(..);
-        out.events.extend(messages.map(|message| PeerEvent::Message { slot: id, message }));
+        let (name, place) = (frame.name(), out.events.len());
+        let deliver = &mut |message| out.events.push(PeerEvent::Message { slot: id, message });
+        let received = slot.channel.receive(now, frame, deliver, out.commands);
+        self.handed_on(out.events.len() - place);
+        self.sort(id, link, name, received, out);
+    }
+
+    /// A message that cannot be read, or of a later version.
+    fn on_unread(
+        &mut self,
+        now: Nanos,
+        id: PeerSlot,
+        link: LinkId,
+        unread: Unread,
+        out: &mut Out<'_>,
+    ) {
+        let Some(slot) = self.slots.get_mut(&id).filter(|slot| slot.info.is_some()) else { return };
+        let place = out.events.len();
+        let deliver = &mut |message| out.events.push(PeerEvent::Message { slot: id, message });
+        let received = slot.channel.pass_over(now, &unread, deliver, out.commands);
+        let given_up = received == Received::GivenUp;
+        self.handed_on(out.events.len() - place + usize::from(given_up));
+        self.sort(id, link, "message", received, out);
+        if given_up {
+            let violation = unread.error.violation(&self.slots[&id].engine.0);
+            let Some(Lost { about: Some((kind, tag)), .. }) = unread.message else {
+                // Nobody can say which transfer would wait for it.
+                out.events.truncate(place);
+                return self.end(now, id, Failure::Violation(violation), out);
+            };
+            out.events.insert(place, PeerEvent::Lost { slot: id, tag, kind, violation });
+        }
+    }
+
+    fn handed_on(&mut self, messages: usize) {
+        self.delivered = self.delivered.wrapping_add(messages as u32);
+    }
+
+    /// Notes what a frame did to its conversation.
+    fn sort(
+        &mut self,
+        id: PeerSlot,
+        link: LinkId,
+        frame: &'static str,
+        received: Received,
+        out: &mut Out<'_>,
+    ) {
         match received {
-            Received::Progress => slot.redials = 0,
+            Received::Progress | Received::GivenUp => {
+                if let Some(slot) = self.slots.get_mut(&id) {
+                    slot.redials = 0;
+                }
+            }
             Received::Nothing => {}
-            Received::Stale => self.stale += 1,
+            Received::Stale => self.stale = self.stale.saturating_add(1),
             Received::Violation(rule) => {
-                let error = DecodeError { frame: "message", rule: rule.into() };
+                let error = DecodeError { frame, rule: rule.into() };
                 self.violation(link, Owner::Slot(id), &error, out);
             }
         }
@@ -187,7 +245,7 @@ impl Peers {
         id: PeerSlot,
         envelope: Envelope,
         failure: Failure,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
         let life = slot.info.as_ref().map(|info| info.incarnation);
@@ -196,18 +254,19 @@ impl Peers {
             slot.refused = Some(envelope.from);
             self.end(now, id, failure, out);
         } else {
-            self.stale += 1;
+            self.stale = self.stale.saturating_add(1);
         }
     }
 
-    fn misplaced(&mut self, frame: &'static str, link: LinkId, owner: Owner, out: &mut PeerOut) {
-        let error = DecodeError { frame, rule: "not said by this side or on this link".into() };
+    fn misplaced(&mut self, frame: &Frame, link: LinkId, owner: Owner, out: &mut Out<'_>) {
+        let rule = "not said by this side or on this link".into();
+        let error = DecodeError { frame: frame.name(), rule };
         self.violation(link, owner, &error, out);
     }
 
     /// Counts and drops; a link that never said hello is closed as well.
-    fn violation(&mut self, link: LinkId, owner: Owner, error: &DecodeError, out: &mut PeerOut) {
-        self.violations += 1;
+    fn violation(&mut self, link: LinkId, owner: Owner, error: &DecodeError, out: &mut Out<'_>) {
+        self.violations = self.violations.saturating_add(1);
         let violation = match owner {
             Owner::Slot(id) if self.slots.contains_key(&id) => {
                 error.violation(&self.slots[&id].engine.0)
@@ -221,14 +280,14 @@ impl Peers {
         }
     }
 
-    pub(super) fn hang_up(&mut self, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn hang_up(&mut self, link: LinkId, out: &mut Out<'_>) {
         self.links.remove(&link);
         self.from.remove(&link);
         out.commands.push(ControlCommand::HangUp { link });
     }
 
     /// Opens the next link of a slot, or gives up.
-    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+    pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
         let room = self.has_link();
         let link = self.fresh_link();
         let Some(slot) = self.slots.get_mut(&id) else { return };
@@ -246,7 +305,7 @@ impl Peers {
         out.commands.push(ControlCommand::Dial { link, to, channel: Channel::Handshake });
     }
 
-    fn first_hello(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
+    fn first_hello(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut Out<'_>) {
         let wait = self.config.retransmit;
         let Some(slot) = self.slots.get_mut(&id) else { return };
         match &mut slot.dial {
@@ -263,7 +322,7 @@ impl Peers {
         now: Nanos,
         id: PeerSlot,
         link: LinkId,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) {
         let most = self.config.retransmit_max;
         let Some(slot) = self.slots.get_mut(&id) else { return };
@@ -281,21 +340,23 @@ impl Peers {
     }
 
     /// Continues the conversation over a link; the one before is closed.
-    pub(super) fn attach(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut PeerOut) {
+    pub(super) fn attach(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut Out<'_>) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
-        let Some(incarnation) = slot.info.as_ref().map(|info| info.incarnation) else { return };
+        let Some(info) = &slot.info else { return };
+        let peer = (info.incarnation, info.version);
         if let Some(old) = slot.channel.detach() {
             self.hang_up(old, out);
         }
         let Some(slot) = self.slots.get_mut(&id) else { return };
-        slot.channel.attach(now, link, incarnation, &mut out.commands);
+        slot.channel.attach(now, link, peer, out.commands);
         slot.link(now);
         self.rearm(id);
     }
 
     /// Removes a slot. A link in use says goodbye and stands for a while.
-    pub(super) fn retire(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) -> Option<Slot> {
+    pub(super) fn retire(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) -> Option<Slot> {
         let mut slot = self.slots.remove(&id)?;
+        self.leave_known(&slot.engine);
         self.timers.cancel(&Timer::Slot(id));
         match &slot.endpoint {
             Some(endpoint) => {

@@ -7,9 +7,12 @@
 mod hello;
 mod links;
 mod slot;
+#[cfg(test)]
+mod tests;
 
 use super::channel::{Channel, ChannelConfig};
-use super::command::ControlCommand;
+use super::command::Commands;
+use super::dialect::native::{MessageKind, VERSION, VERSION_MIN};
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, Incarnation, PeerSlot};
 use super::layout::{Geometry, RankLayout};
@@ -49,6 +52,8 @@ pub struct PeerInfo {
     pub ranks: Arc<Vec<RankLayout>>,
     /// What both sides can do, see [`super::channel::capability`].
     pub capabilities: u32,
+    /// Version of the native dialect that the conversation is held in; 0 for another dialect.
+    pub version: u16,
     /// The same on both sides and in no other conversation; see
     /// [`crate::fabric::DataPlane::connect`].
     pub pass: u64,
@@ -68,6 +73,17 @@ pub enum PeerEvent {
         slot: PeerSlot,
         /// The message.
         message: Message,
+    },
+    /// A message that could not be read, in its place; `violation` was told as well.
+    Lost {
+        /// Who sent it.
+        slot: PeerSlot,
+        /// What it was about.
+        tag: Tag,
+        /// Which message it was.
+        kind: MessageKind,
+        /// Why it could not be read.
+        violation: PeerViolation,
     },
     /// The conversation is over; last event of the slot. May come without `Up`.
     Down {
@@ -115,13 +131,12 @@ impl Unsaid {
     }
 }
 
-/// What the calls of [`Peers`] produce; the owner drains both, commands in order.
-#[derive(Debug, Default)]
-pub struct PeerOut {
+/// Where the calls of [`Peers`] put what they produce, both in order.
+pub struct Out<'a> {
     /// For the control plane.
-    pub commands: Vec<ControlCommand>,
+    pub commands: &'a mut dyn Commands,
     /// For the owner.
-    pub events: Vec<PeerEvent>,
+    pub events: &'a mut Vec<PeerEvent>,
 }
 
 /// Sizes and counts of [`Peers`].
@@ -139,7 +154,16 @@ pub struct PeerGauges {
     pub violations: u32,
     /// Frames of another incarnation or session, since the start.
     pub stale: u32,
+    /// Messages that came before their turn.
+    pub early: u32,
+    /// Messages handed on or given up, since the start; wraps.
+    pub delivered: u32,
+    /// Entries of all tables beside those of slots and links.
+    pub remembered: u32,
 }
+
+/// The last number of a slot of native peers.
+const SLOT_MAX: u32 = PeerSlot::MORIIO - 1;
 
 /// Whose a link is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,6 +193,15 @@ struct Shun {
     life: Option<Incarnation>,
 }
 
+/// What was last seen of a peer.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    life: Incarnation,
+    session: u64,
+    /// Its place among those whose conversations are over.
+    gone: Option<u64>,
+}
+
 /// All peers of one engine core.
 #[derive(Debug)]
 pub struct Peers {
@@ -188,13 +221,16 @@ pub struct Peers {
     /// Slots of peers that dialled.
     callers: BTreeMap<EngineId, PeerSlot>,
     /// The latest life and session seen of each peer.
-    known: BTreeMap<EngineId, (Incarnation, u64)>,
+    known: BTreeMap<EngineId, Known>,
+    /// Peers whose conversations are over, in the order of their ends.
+    gone: BTreeMap<u64, EngineId>,
+    next_gone: u64,
     shunned: BTreeMap<(EngineId, Endpoint), Shun>,
     links: BTreeMap<LinkId, Owner>,
     /// Whence the links of others came, as far as known.
     from: BTreeMap<LinkId, Endpoint>,
     timers: Timers<Timer>,
-    inbox: Vec<Message>,
+    delivered: u32,
     violations: u32,
     stale: u32,
 }
@@ -208,6 +244,7 @@ impl Peers {
     /// If `me` has no transfer mode.
     pub fn new(mut config: ChannelConfig, me: Me, cautious: bool) -> Peers {
         (config.retransmit, config.retransmit_max) = config.waits();
+        config.version = config.version.clamp(VERSION_MIN, VERSION);
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
         let fingerprint = me.geometry.fingerprint();
         Peers {
@@ -224,11 +261,13 @@ impl Peers {
             targets: BTreeMap::new(),
             callers: BTreeMap::new(),
             known: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            next_gone: 0,
             shunned: BTreeMap::new(),
             links: BTreeMap::new(),
             from: BTreeMap::new(),
             timers: Timers::default(),
-            inbox: Vec::new(),
+            delivered: 0,
             violations: 0,
             stale: 0,
         }
@@ -236,7 +275,7 @@ impl Peers {
 
     /// Says where the KV of the own ranks lies, one entry per rank. The first call starts the
     /// hellos; a call with other ranks (a rebuilt backend) ends all conversations.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOut) {
+    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut Out<'_>) {
         let first = match &self.ranks {
             Some(old) if *old == ranks => return,
             old => old.is_none(),
@@ -262,7 +301,7 @@ impl Peers {
         engine: &EngineId,
         endpoint: &Endpoint,
         life: Option<Incarnation>,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> PeerSlot {
         let target = (engine.clone(), endpoint.clone());
         if let Some(slot) = self.targets.get(&target) {
@@ -303,12 +342,12 @@ impl Peers {
         now: Nanos,
         slot: PeerSlot,
         message: Message,
-        out: &mut PeerOut,
+        out: &mut Out<'_>,
     ) -> Result<(), Failure> {
         let Some(state) = self.slots.get_mut(&slot) else {
             return Err(Failure::PeerSilent);
         };
-        state.channel.send(now, message, &mut out.commands)?;
+        state.channel.send(now, message, out.commands)?;
         self.rearm(slot);
         Ok(())
     }
@@ -316,7 +355,7 @@ impl Peers {
     /// Says whether the owner waits for the peer, e.g. because transfers with it are under way.
     /// Only while it does, or while messages are unacknowledged, the peer is probed and its
     /// silence noticed. Unknown slots are ignored.
-    pub fn watch(&mut self, now: Nanos, slot: PeerSlot, waiting: bool, out: &mut PeerOut) {
+    pub fn watch(&mut self, now: Nanos, slot: PeerSlot, waiting: bool, out: &mut Out<'_>) {
         if let Some(state) = self.slots.get_mut(&slot) {
             state.channel.watch(now, waiting);
             self.service(now, slot, out);
@@ -324,7 +363,7 @@ impl Peers {
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut PeerOut) {
+    pub fn tick(&mut self, now: Nanos, out: &mut Out<'_>) {
         // Before the timer that tells it is gone.
         if self.stood_still(now) {
             for slot in self.slots.values_mut() {
@@ -359,13 +398,13 @@ impl Peers {
     }
 
     /// Ends a conversation with `Down`. Unknown slots are ignored.
-    pub fn fail(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut PeerOut) {
+    pub fn fail(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut Out<'_>) {
         self.end(now, slot, failure, out);
     }
 
     /// Ends a conversation; no event follows. Unknown slots are ignored. Returns what is still to
     /// be said.
-    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut PeerOut) -> Option<Box<Unsaid>> {
+    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out<'_>) -> Option<Box<Unsaid>> {
         self.retire(now, slot, out).and_then(|slot| Unsaid::of(&slot))
     }
 
@@ -384,6 +423,15 @@ impl Peers {
 
     /// Sizes and counts; takes time in proportion to the number of peers.
     pub fn gauges(&self) -> PeerGauges {
+        let remembered = [
+            self.targets.len(),
+            self.callers.len(),
+            self.known.len(),
+            self.shunned.len(),
+            self.from.len(),
+            self.timers.len(),
+            self.gone.len(),
+        ];
         PeerGauges {
             peers: self.slots.len() as u32,
             up: self.slots.values().filter(|slot| slot.info.is_some()).count() as u32,
@@ -391,31 +439,54 @@ impl Peers {
             queued: self.slots.values().map(|slot| slot.channel.queued() as u32).sum(),
             violations: self.violations,
             stale: self.stale,
+            early: self.slots.values().map(|slot| slot.channel.early() as u32).sum(),
+            delivered: self.delivered,
+            remembered: remembered.iter().sum::<usize>() as u32,
         }
     }
 
+    /// A slot that no conversation had. The last one is for those that do not come about.
     fn fresh_slot(&mut self) -> PeerSlot {
-        self.next_slot += 1;
+        self.next_slot = (self.next_slot + 1).min(SLOT_MAX);
         PeerSlot(self.next_slot)
     }
 
     fn has_room(&self) -> bool {
-        self.slots.len() + self.reserved < self.config.peers_max as usize
+        let room = self.slots.len() + self.reserved < self.config.peers_max as usize;
+        room && self.next_slot < SLOT_MAX - 1
     }
 
     fn has_link(&self) -> bool {
         self.links.len() < self.config.links_max as usize
     }
 
-    /// Keeps the latest life and session of a peer; forgets a peer without a slot if need be.
+    /// Keeps the latest life and session of a peer. If need be, the one whose conversations have
+    /// been over for longest is forgotten: those that go on are no more than there may be peers.
     fn remember(&mut self, engine: &EngineId, life: Incarnation, session: u64) {
-        if self.known.len() >= self.config.peers_max as usize && !self.known.contains_key(engine) {
-            let idle = self.known.keys().find(|engine| !self.callers.contains_key(*engine));
-            if let Some(idle) = idle.cloned() {
-                self.known.remove(&idle);
-            }
+        let before = self.known.get(engine).copied();
+        if let Some(place) = before.and_then(|known| known.gone) {
+            self.gone.remove(&place);
         }
-        self.known.insert(engine.clone(), (life, session));
+        if before.is_none()
+            && self.known.len() >= self.config.peers_max as usize
+            && let Some((_, oldest)) = self.gone.pop_first()
+        {
+            self.known.remove(&oldest);
+        }
+        self.known.insert(engine.clone(), Known { life, session, gone: None });
+    }
+
+    /// A conversation with the peer is over; there may be another one.
+    fn leave_known(&mut self, engine: &EngineId) {
+        let goes_on = |slot: &Slot| slot.engine == *engine && slot.info.is_some();
+        if self.slots.values().any(goes_on) {
+            return;
+        }
+        if let Some(known) = self.known.get_mut(engine).filter(|known| known.gone.is_none()) {
+            self.next_gone += 1;
+            known.gone = Some(self.next_gone);
+            self.gone.insert(self.next_gone, engine.clone());
+        }
     }
 
     /// True if this process stood still and may not have read what peers sent meanwhile.
@@ -424,7 +495,7 @@ impl Peers {
     }
 
     /// Does everything that is due in a slot.
-    fn service(&mut self, now: Nanos, id: PeerSlot, out: &mut PeerOut) {
+    fn service(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
         if self.stood_still(now)
             && let Some(slot) = self.slots.get_mut(&id)
         {
@@ -437,7 +508,7 @@ impl Peers {
             match due {
                 Due::Unreachable => self.end(now, id, Failure::Unreachable, out),
                 Due::Silent => self.end(now, id, Failure::PeerSilent, out),
-                Due::Channel => slot.channel.tick(now, &mut out.commands),
+                Due::Channel => slot.channel.tick(now, out.commands),
                 Due::Hello(link) => self.repeat_hello(now, id, link, out),
                 Due::Abandon(link) => {
                     slot.dial_again(now, &self.config);
@@ -468,7 +539,7 @@ impl Peers {
     }
 
     /// The conversation ends by itself: tells the owner, and the peer if a link is left.
-    fn end(&mut self, now: Nanos, id: PeerSlot, failure: Failure, out: &mut PeerOut) {
+    fn end(&mut self, now: Nanos, id: PeerSlot, failure: Failure, out: &mut Out<'_>) {
         let Some(slot) = self.retire(now, id, out) else { return };
         let unsaid = Unsaid::of(&slot);
         if let (None, Some(endpoint)) = (&slot.info, slot.endpoint) {

@@ -7,12 +7,14 @@
 mod request;
 mod sink;
 
+use super::by_peer::ByPeer;
 use super::command::ControlCommand;
 use super::error::{Failure, PeerViolation};
-use super::ids::{FlowId, PeerSlot, RankSet, RequestId, SourceId, TransferKey};
+use super::ids::{EngineId, FlowId, PeerSlot, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{FlowState, Job, Message, PrefillAnswer, PrefillHook, Report};
+use super::message::{FlowState, Job, Message, PrefillAnswer, PrefillHook, Report, RouterNews};
 use super::moriio::MoriioCounters;
+use super::peers::PeerEvent;
 use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -54,6 +56,15 @@ pub enum PrefillEffect {
     Answer(PrefillAnswer),
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
+    /// For the log: what becomes of the registrations.
+    Router(RouterNews),
+    /// For the log: a peer's hello was refused, and the peer was told why.
+    Refused {
+        /// What it calls itself.
+        peer: EngineId,
+        /// Why the two do not work together.
+        failure: Failure,
+    },
 }
 
 impl From<ControlCommand> for PrefillEffect {
@@ -82,6 +93,8 @@ enum Timer {
     Hold(TransferKey),
     /// A preempted prompt that receivers have blocks for.
     Resume(TransferKey),
+    /// A computed prompt whose receivers have asked for it and have not said where to.
+    Claim(TransferKey),
     /// A granted source that a reader may be reading.
     Lease(TransferKey, u32),
 }
@@ -95,7 +108,7 @@ struct Key {
     copies: u32,
     /// Receivers that have not ended, by sibling.
     sinks: BTreeMap<u32, Sink>,
-    /// Siblings that have ended, well or not.
+    /// Siblings that have ended, well or not; those of the prompt once its leg is there.
     served: BTreeSet<u32>,
     /// Why the first that did not end well did not.
     failure: Option<Failure>,
@@ -121,7 +134,13 @@ pub struct Prefill {
     keys: BTreeMap<TransferKey, Key>,
     requests: BTreeMap<RequestId, Request>,
     flows: BTreeMap<FlowId, FlowEntry>,
+    /// Receivers that have not ended.
+    by_peer: ByPeer<(TransferKey, u32)>,
+    /// Siblings that have ended, of all keys.
+    served: usize,
     tombstones: Tombstones<TransferKey>,
+    /// Those of `tombstones` whose receivers left before the prefill leg came.
+    abandoned: Tombstones<TransferKey>,
     timers: Timers<Timer>,
     news: Vec<News>,
     /// Blocks of all requests.
@@ -139,7 +158,10 @@ impl Prefill {
             keys: BTreeMap::new(),
             requests: BTreeMap::new(),
             flows: BTreeMap::new(),
+            by_peer: ByPeer::default(),
+            served: 0,
             tombstones: Tombstones::new(config.settings.tombstones_max),
+            abandoned: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
             news: Vec::new(),
             held: 0,
@@ -170,13 +192,27 @@ impl Prefill {
 
     fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
         match news {
-            News::Message { slot, message } => self.message(now, slot, message, out),
-            News::Down { slot, failure, .. } => self.peer_down(now, slot, &failure, out),
+            News::Peer(event) => self.peer(now, event, out),
             News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
-            News::Up { .. } | News::Fenced { .. } => {}
+            News::Fenced { .. } => {}
             News::Abandoned { key } => self.abandoned(now, &key, out),
             News::Unusable { failure } => self.give_up(now, &failure, out),
-            News::Violation(violation) => out.push(PrefillEffect::Violation(violation)),
+            News::Router(said) => out.push(PrefillEffect::Router(said)),
+        }
+    }
+
+    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut Out) {
+        match event {
+            PeerEvent::Message { slot, message } => self.message(now, slot, message, out),
+            PeerEvent::Lost { slot, tag, kind, violation } => {
+                self.lost(now, slot, tag, (kind, Failure::Violation(violation)), out);
+            }
+            PeerEvent::Up { .. } => {}
+            PeerEvent::Down { slot, failure, .. } => self.peer_down(now, slot, &failure, out),
+            PeerEvent::Violation(violation) => out.push(PrefillEffect::Violation(violation)),
+            PeerEvent::Refused { engine: peer, failure } => {
+                out.push(PrefillEffect::Refused { peer, failure });
+            }
         }
     }
 
@@ -195,11 +231,13 @@ impl Prefill {
             Message::Renew { tag, count } => self.renew(now, slot, tag, count, out),
             Message::Release { tag, ranks } => self.released(now, slot, &tag, ranks, out),
             Message::Cancel { tag } => self.cancelled(now, slot, tag, out),
-            Message::Begun { tag }
-            | Message::Grant { tag, .. }
-            | Message::Renewed { tag, .. }
-            | Message::Delivered { tag, .. }
-            | Message::Ended { tag, .. } => self.station.violation(&tag),
+            Message::Begun { .. }
+            | Message::Grant { .. }
+            | Message::Renewed { .. }
+            | Message::Delivered { .. }
+            | Message::Ended { .. } => {
+                out.push(PrefillEffect::Violation(self.station.violation(slot, &message)));
+            }
         }
     }
 
@@ -220,7 +258,7 @@ impl Prefill {
                 }
             }
         }
-        if flow.left.is_empty() {
+        if flow.left.is_empty() || planted!("first-rank-ends-the-flow") {
             self.flow_ended(now, id, out);
         }
     }
@@ -231,6 +269,7 @@ impl Prefill {
                 Timer::Orphan(key) => self.orphaned(now, &key, out),
                 Timer::Hold(key) => self.hold_ended(&key, out),
                 Timer::Resume(key) => self.not_resumed(now, &key, out),
+                Timer::Claim(key) => self.unclaimed(now, &key, out),
                 Timer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
             }
         }
@@ -280,7 +319,11 @@ impl Machine for Prefill {
 
     fn gauges(&self) -> Gauges {
         let station = self.station.gauges();
+        let receivers = self.keys.values().map(|key| key.sinks.len() + key.served.len());
+        let tables = self.requests.len() + self.timers.len() + self.by_peer.len();
+        let entries = tables + receivers.sum::<usize>();
         Gauges {
+            entries: station.entries + entries as u32,
             transfers: (self.keys.len() + self.flows.len()) as u32,
             held: self.held,
             tombstones: self.tombstones.len(),

@@ -5,6 +5,7 @@ use crate::core::error::Failure;
 use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
 use crate::core::layout::BlockList;
 use crate::core::message::{Chunk, FinishReason, Job, Mode, PrefillAnswer, PrefillLeg};
+use crate::core::station::CoreSettings;
 use crate::core::time::Nanos;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,8 +26,7 @@ pub(super) struct Request {
     /// Tokens that were computed before a preemption.
     lost: u32,
     pub(super) finished: Option<FinishReason>,
-    /// Only computed: another copy of the prompt serves the siblings, or decode will not ask this
-    /// life of the engine.
+    /// Only computed: another copy of the prompt serves the siblings.
     spare: bool,
     /// Sources given up by preemptions and the flows that still read from them.
     pub(super) draining: BTreeMap<SourceId, u32>,
@@ -99,14 +99,13 @@ impl Prefill {
         let source = SourceId(self.fresh());
         let key = leg.key.clone();
         let (peer, wanted) = (leg.moriio.clone(), (leg.mode, tokens));
-        let other_life = leg.life.is_some_and(|life| life != self.config.incarnation);
-        let spare = other_life || {
-            let entry = self.keys.entry(key.clone()).or_default();
-            entry.copies += 1;
-            let taken = entry.request.is_some();
-            entry.request.get_or_insert_with(|| id.clone());
-            taken
-        };
+        let entry = self.keys.entry(key.clone()).or_default();
+        entry.copies += 1;
+        let spare = entry.request.is_some();
+        entry.request.get_or_insert_with(|| id.clone());
+        let before = entry.served.len();
+        entry.served.retain(|sibling| *sibling < siblings(&leg));
+        self.served -= before - entry.served.len();
         let request = Request {
             key: key.clone(),
             leg,
@@ -132,10 +131,18 @@ impl Prefill {
 
     fn admit(&self, id: &RequestId, leg: &PrefillLeg) -> Result<(), Failure> {
         self.station.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
+        let other_life = leg.life.is_some_and(|life| life != self.config.incarnation);
+        if other_life && !planted!("leg-of-another-life") {
+            return Err(Failure::OtherLife);
+        }
+        // Who wanted it has left, which is nothing to worry about.
+        if self.abandoned.contains(&leg.key) && !self.requests.contains_key(id) {
+            return Err(Failure::Cancelled);
+        }
         let copies = self.keys.get(&leg.key).map_or(0, |key| key.copies);
         let duplicate = self.requests.contains_key(id)
             || self.tombstones.contains(&leg.key)
-            || copies >= siblings(leg);
+            || copies >= siblings(leg) && !planted!("copies-are-not-counted");
         if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
@@ -150,7 +157,8 @@ impl Prefill {
         let resumed = request.lost > 0 && !request.is_behind();
         let pushes = request.leg.mode == Mode::Push;
         // What is pulled moves when it is whole: its receivers need no blocks before the last step.
-        let binds = if pushes { first } else { request.ending() };
+        let binds =
+            if pushes || planted!("pull-asks-for-blocks-early") { first } else { request.ending() };
         let key = (binds || resumed).then(|| request.key.clone());
         if pushes {
             request.mentioned = true;
@@ -187,7 +195,10 @@ impl Prefill {
         }
         if request.computed() && request.ending() {
             self.bind_sinks(now, &key, out);
-            self.timers.arm(Timer::Hold(key.clone()), now + self.config.settings.lease);
+            let CoreSettings { lease, claim, .. } = self.config.settings;
+            let cut = if planted!("hold-cut-to-a-quarter") { 4 } else { 1 };
+            self.timers.arm(Timer::Hold(key.clone()), now + lease.scale(1, cut));
+            self.timers.arm(Timer::Claim(key.clone()), now + claim);
         } else {
             request.finished = Some(FinishReason::Aborted);
             // A push may be over before the engine has an answer, that of decode too: then whoever asked
@@ -210,7 +221,7 @@ impl Prefill {
         let key = request.key.clone();
         let flows = if request.spare { 0 } else { self.restart_sinks(&key, old, out) };
         self.await_resumption(now, &key);
-        if flows > 0 {
+        if flows > 0 && !planted!("preemption-waits-for-nobody") {
             if let Some(request) = self.requests.get_mut(&id) {
                 request.draining.insert(old, flows);
             }
@@ -227,7 +238,7 @@ impl Prefill {
         let Some(request) = self.requests.get_mut(id) else { return };
         let Some(left) = request.draining.get_mut(&source) else { return };
         *left -= 1;
-        if *left == 0 {
+        if *left == 0 || planted!("preempted-source-safe-at-first-quiet") {
             request.draining.remove(&source);
             out.push(Job::Forget { source });
             out.push(PrefillAnswer::PreemptionSafe { request: id.clone() });
@@ -242,17 +253,25 @@ impl Prefill {
         };
         let Some(request) = self.requests.get(&id) else { return };
         let served = entry.served.range(..request.siblings()).count() as u32;
-        let all_served = served >= request.siblings();
+        let all_served = served >= request.siblings()
+            || planted!("source-freed-after-one-sibling") && served > 0;
         let ended = request.finished.is_some() && (all_served || entry.closed);
         if !ended || !entry.sinks.is_empty() || !request.draining.is_empty() {
             return;
         }
         let failure = entry.failure.clone();
         self.free(&id, failure, out);
-        self.keys.remove(key);
+        self.forget_key(key);
         self.timers.cancel(&Timer::Hold(key.clone()));
+        self.timers.cancel(&Timer::Claim(key.clone()));
         self.timers.cancel(&Timer::Resume(key.clone()));
-        self.tombstones.insert(key.clone());
+        if !planted!("prefill-forgets-ended-names") {
+            self.tombstones.insert(key.clone());
+        }
+    }
+
+    fn forget_key(&mut self, key: &TransferKey) {
+        self.served -= self.keys.remove(key).map_or(0, |entry| entry.served.len());
     }
 
     /// A key that only receivers know and that all of them have left needs no entry.
@@ -270,7 +289,7 @@ impl Prefill {
             self.station.forget(&request.key);
         }
         self.held -= request.blocks_held();
-        if request.mentioned {
+        if request.mentioned && !planted!("source-is-not-forgotten") {
             out.push(Job::Forget { source: request.source });
         }
         out.push(PrefillAnswer::SourceFree { request: id.clone(), failure });
@@ -309,21 +328,36 @@ impl Prefill {
         self.try_free(key, out);
     }
 
+    /// Receivers of a computed prompt have not said where it shall go.
+    pub(super) fn unclaimed(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let asked = entry.sinks.iter().filter(|(_, sink)| sink.only_asked());
+        let asked: Vec<u32> = asked.map(|(sibling, _)| *sibling).collect();
+        for sibling in asked {
+            self.end_sink(now, key, sibling, Failure::NotFetched, out);
+        }
+    }
+
     /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.
     pub(super) fn abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
         match self.keys.get(key) {
             Some(entry) if entry.request.is_some() => self.hold_ended(key, out),
             Some(_) => self.orphaned(now, key, out),
             // Its leg, if it is still on its way, comes too late.
-            None => self.tombstones.insert(key.clone()),
+            None if !self.tombstones.contains(key) => {
+                self.tombstones.insert(key.clone());
+                self.abandoned.insert(key.clone());
+            }
+            None => {}
         }
     }
 
     pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
         if self.keys.get(key).is_some_and(|entry| entry.request.is_none()) {
             self.end_key(now, key, &Failure::UnknownTransfer, out);
-            self.keys.remove(key);
+            self.forget_key(key);
             self.tombstones.insert(key.clone());
+            self.abandoned.insert(key.clone());
         }
     }
 

@@ -3,14 +3,12 @@
 
 use super::request::Request;
 use super::{FlowEntry, Out, Prefill, Timer};
-use crate::core::dialect::native;
+use crate::core::dialect::native::{self, MessageKind};
 use crate::core::error::Failure;
-use crate::core::ids::{
-    EngineId, FlowId, Incarnation, PeerSlot, RankSet, RequestId, SourceId, TransferKey,
-};
+use crate::core::ids::{EngineId, FlowId, Incarnation, PeerSlot, RankSet, SourceId, TransferKey};
 use crate::core::layout::Mismatch;
 use crate::core::message::{Job, Message, Mode, Tag};
-use crate::core::station::Blocks;
+use crate::core::station::{Blocks, CoreSettings};
 use crate::core::time::Nanos;
 use crate::fabric::Refused;
 
@@ -67,21 +65,17 @@ impl Sink {
         }
     }
 
+    /// True if it waits for the prompt, and the prompt's blocks wait for its own.
+    pub(super) fn only_asked(&self) -> bool {
+        matches!((&self.state, &self.want), (State::Waiting, Want::Ask))
+    }
+
     fn reads(&self) -> bool {
         matches!(self.state, State::Granted { .. })
     }
 }
 
 impl Prefill {
-    /// What a flow that has not ended is for: the engine's request, and the receiver's name if it
-    /// has said it.
-    pub fn flow(&self, flow: FlowId) -> Option<(RequestId, Option<EngineId>)> {
-        let flow = self.flows.get(&flow)?;
-        let key = self.keys.get(&flow.key)?;
-        let reader = key.sinks.get(&flow.sibling).and_then(|sink| self.reader(sink.slot));
-        Some((key.request.clone()?, reader.map(|(engine, _)| engine)))
-    }
-
     fn tell(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
         // A peer that is down learns nothing; one whose queue is full is about to be.
         let _ = self.station.send(now, slot, message, out);
@@ -132,6 +126,7 @@ impl Prefill {
         let state = State::Waiting;
         let sink = Sink { slot, reader, tag, tokens, want, begun: false, state };
         entry.sinks.insert(sibling, sink);
+        self.by_peer.insert(slot, (key.clone(), sibling));
         self.station.hold(now, slot, out);
         self.bind(now, &key, sibling, out);
     }
@@ -236,15 +231,16 @@ impl Prefill {
     fn start_flow(&mut self, key: &TransferKey, sibling: u32, out: &mut Out) {
         let flow = FlowId(self.fresh());
         let Some(entry) = self.keys.get_mut(key) else { return };
-        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get_mut(id)) else {
-            return;
-        };
+        let Some(id) = &entry.request else { return };
+        let Some(request) = self.requests.get_mut(id) else { return };
         let Some(sink) = entry.sinks.get_mut(&sibling) else { return };
         let Want::Push { from, blocks } = &sink.want else { return };
         sink.state = State::Writing(flow);
         request.mentioned = true;
         out.push(Job::Write {
             flow,
+            request: id.clone(),
+            reader: self.station.info(sink.slot).map(|info| info.engine.clone()),
             source: request.source,
             peer: sink.slot,
             from: *from,
@@ -297,7 +293,9 @@ impl Prefill {
         let lease = self.config.settings.lease;
         match self.sink_state(slot, &tag) {
             Some(State::Granted { .. }) => {
-                self.timers.arm(Timer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                if !planted!("renewed-is-said-only") {
+                    self.timers.arm(Timer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                }
                 self.tell(now, slot, Message::Renewed { tag, count, lease }, out);
             }
             Some(_) => {}
@@ -308,8 +306,10 @@ impl Prefill {
     fn sink_state(&mut self, slot: PeerSlot, tag: &Tag) -> Option<&mut State> {
         let reader = self.reader(slot);
         let sink = self.keys.get_mut(&tag.key)?.sinks.get_mut(&tag.sibling)?;
-        let same = sink.slot == slot || sink.reader.is_some() && sink.reader == reader;
-        (same && sink.tag.attempt == tag.attempt).then_some(&mut sink.state)
+        let known = sink.reader.is_some() && sink.reader == reader;
+        let same = sink.slot == slot || known && !planted!("release-by-slot-only");
+        let current = sink.tag.attempt == tag.attempt || planted!("prefill-ignores-attempts");
+        (same && current).then_some(&mut sink.state)
     }
 
     fn reader(&self, slot: PeerSlot) -> Option<(EngineId, Incarnation)> {
@@ -345,12 +345,26 @@ impl Prefill {
             return;
         }
         let entry = self.keys.entry(tag.key.clone()).or_default();
-        entry.served.insert(tag.sibling);
         if entry.request.is_none() {
             let orphan = now + self.config.settings.orphan;
             self.timers.arm_if_idle(Timer::Orphan(tag.key.clone()), orphan);
         }
+        self.note_served(&tag.key, tag.sibling);
         self.try_free(&tag.key, out);
+    }
+
+    /// Remembers a sibling that has ended, if the prompt has it, and while there is room; before
+    /// the leg it may have it.
+    fn note_served(&mut self, key: &TransferKey, sibling: u32) {
+        let CoreSettings { receivers_max, early_max, .. } = self.config.settings;
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
+        let of_prompt = request.is_none_or(|request| sibling < request.siblings())
+            && !(request.is_none() && planted!("early-release-is-forgotten"));
+        let room = self.served < receivers_max as usize + early_max as usize;
+        if of_prompt && room && entry.served.insert(sibling) {
+            self.served += 1;
+        }
     }
 
     /// The receiver wants its blocks back.
@@ -359,6 +373,27 @@ impl Prefill {
             self.end_sink(now, &tag.key, tag.sibling, Failure::Cancelled, out);
         } else {
             self.tell_ended(now, slot, tag.clone(), Failure::Cancelled, true, out);
+            self.released_unasked(now, &tag, out);
+        }
+    }
+
+    /// A message of a decode could not be read: the receiver that it was about ends, whatever it
+    /// said. A renewal comes again.
+    pub(super) fn lost(
+        &mut self,
+        now: Nanos,
+        slot: PeerSlot,
+        tag: Tag,
+        (kind, failure): (MessageKind, Failure),
+        out: &mut Out,
+    ) {
+        if kind == MessageKind::Renew {
+            return;
+        }
+        if self.sink_state(slot, &tag).is_some() {
+            self.end_sink(now, &tag.key, tag.sibling, failure, out);
+        } else {
+            self.tell_ended(now, slot, tag.clone(), failure, true, out);
             self.released_unasked(now, &tag, out);
         }
     }
@@ -384,12 +419,17 @@ impl Prefill {
                 self.sink_done(now, key, sibling, Some(failure), out);
             }
             State::Granted { .. } => {
+                let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
                 self.tell_ended(now, slot, tag, failure, false, out);
+                if at_once.is_some() {
+                    self.sink_done(now, key, sibling, at_once, out);
+                }
             }
             State::Writing(flow) | State::Restarting(flow) => {
                 let flow = *flow;
                 sink.state = State::Ending(flow, failure.clone());
-                self.tell_ended(now, slot, tag, failure, false, out);
+                let quiet = planted!("quiet-is-said-at-once");
+                self.tell_ended(now, slot, tag, failure, quiet, out);
                 out.push(Job::Stop { flow });
             }
             State::Ending(..) => {}
@@ -404,15 +444,18 @@ impl Prefill {
         failure: Option<Failure>,
         out: &mut Out,
     ) {
+        self.note_served(key, sibling);
         let Some(entry) = self.keys.get_mut(key) else { return };
         let slot = entry.sinks.remove(&sibling).map(|sink| sink.slot);
-        entry.served.insert(sibling);
         if entry.failure.is_none() {
             entry.failure = failure;
         }
         self.timers.cancel(&Timer::Lease(key.clone(), sibling));
         if let Some(slot) = slot {
-            self.station.unhold(now, slot, out);
+            self.by_peer.remove(slot, &(key.clone(), sibling));
+            if !planted!("receivers-are-counted-for-ever") {
+                self.station.unhold(now, slot, out);
+            }
         }
         self.try_free(key, out);
     }
@@ -510,18 +553,14 @@ impl Prefill {
         failure: &Failure,
         out: &mut Out,
     ) {
-        let lost: Vec<_> = self
-            .keys
-            .iter()
-            .flat_map(|(key, entry)| {
-                let of_peer = entry.sinks.iter().filter(|(_, sink)| sink.slot == slot);
-                of_peer.map(|(sibling, sink)| (key.clone(), *sibling, sink.reads()))
-            })
-            .collect();
-        for (key, sibling, reads) in lost {
+        for (key, sibling) in self.by_peer.of(slot) {
+            let sink = self.keys.get(&key).and_then(|entry| entry.sinks.get(&sibling));
+            let reads = sink.is_some_and(Sink::reads);
             if !reads {
                 self.end_sink(now, &key, sibling, failure.clone(), out);
-            } else if *failure == Failure::PeerRestarted {
+            } else if *failure == Failure::PeerRestarted
+                || planted!("silent-reader-loses-its-source")
+            {
                 self.sink_done(now, &key, sibling, Some(failure.clone()), out);
             }
         }

@@ -46,6 +46,8 @@ impl Entry {
             dp_size: beat.dp_size().get(),
             tp: beat.tp_size().get(),
             draining: false,
+            fit: None,
+            troubles: Vec::new(),
         };
         Entry { registration, zmq: Some(zmq.clone()), native: false }
     }

@@ -3,7 +3,7 @@
 use super::health::{Weight, of_instance, of_pair};
 use super::io::{LegBody, LegFailure, Pair, ProbeId, RouterConfig, RouterEffect};
 use super::pairing::{Choice, Want, choose_decode, choose_prefill};
-use super::registry::{Registry, Slot};
+use super::registry::{Instance, Registry, Slot};
 use super::requests::{Progress, Work};
 use super::view::RouterCounters;
 use crate::core::error::Failure;
@@ -42,6 +42,8 @@ pub(super) enum Timer {
     Probe(Slot),
     /// A request waited long enough for an instance.
     Wait(ClientId),
+    /// A request is sent again, to whomever.
+    Retry(ClientId),
 }
 
 /// Sends, cancels and accounts for legs.
@@ -74,13 +76,30 @@ impl Fleet {
     /// A transfer id that was never used before, by any life of this router.
     fn new_transfer(&mut self) -> TransferId {
         let id = format!("tx-{:x}-{:x}", self.incarnation.0, self.next_transfer);
-        self.next_transfer += 1;
+        if !planted!("transfer-ids-come-again") {
+            self.next_transfer += 1;
+        }
         id.into()
+    }
+
+    /// Legs that have not ended.
+    pub(super) fn open_legs(&self) -> usize {
+        self.legs.len()
     }
 
     /// A leg in flight.
     pub(super) fn leg(&self, leg: LegId) -> Option<&Leg> {
         self.legs.get(&leg)
+    }
+
+    /// True if the instances for a prompt are there, and are ones that failed it.
+    pub(super) fn would_repeat(&self, now: Nanos, client: ClientId, work: &Work) -> bool {
+        let want = Want { now, client, prompt: &work.prompt, avoid: &work.avoid };
+        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
+            return false;
+        };
+        let decode = choose_decode(&self.registry, &want, prefill.slot, &self.config);
+        decode.is_some_and(|decode| work.failed_by(prefill.slot, decode.slot))
     }
 
     /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
@@ -116,7 +135,7 @@ impl Fleet {
         let life = self.registry.get(slot).map(|prefill| prefill.registration.incarnation);
         let transfer = PrefillLeg {
             key: key.clone(),
-            siblings: waiting,
+            siblings: if planted!("one-receiver-per-prompt") { 1 } else { waiting },
             mode: prefill.mode,
             life,
             moriio: None,
@@ -135,7 +154,7 @@ impl Fleet {
             let leg = self.dispatch_decode(place, work, prefill, &key, out);
             work.samples[sample].progress = Progress::Running(leg);
             work.samples[sample].dispatched += 1;
-            sibling += 1;
+            sibling += u32::from(!planted!("samples-share-a-number"));
         }
         true
     }
@@ -244,6 +263,9 @@ impl Fleet {
     /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
     pub(super) fn abandon(&mut self, work: &mut Work, out: &mut Outbox<RouterEffect>) {
         let Some((slot, key)) = work.source.take() else { return };
+        if planted!("prefill-is-not-told") {
+            return;
+        }
         if self.registry.get(slot).is_some_and(|prefill| prefill.native) {
             let told = self.registry.instance_mut(slot).abandoned.add(key);
             told.into_iter().for_each(|command| out.push(command));
@@ -259,8 +281,12 @@ impl Fleet {
     /// Notes that a leg in flight failed.
     pub(super) fn failed(&mut self, now: Nanos, id: LegId, slot: Slot, failure: &LegFailure) {
         let next = LegId(self.next_leg);
+        let weight = match of_instance(failure) {
+            Weight::Strike if self.is_of_known_pair(id) => Weight::Nothing,
+            weight => weight,
+        };
         let health = &mut self.registry.instance_mut(slot).health;
-        if let Some(until) = health.failed(now, id, next, of_instance(failure), &self.config) {
+        if let Some(until) = health.failed(now, id, next, weight, &self.config) {
             self.counters.suspicions += 1;
             self.timers.arm(Timer::Heal(slot), until);
         }
@@ -269,20 +295,63 @@ impl Fleet {
         }
     }
 
+    /// True if the leg is of a decode whose pair is known to have failed: what happens to it again
+    /// says nothing of the decode alone.
+    fn is_of_known_pair(&self, id: LegId) -> bool {
+        let Some(&Leg { slot, prefill: Some(prefill), .. }) = self.legs.get(&id) else {
+            return false;
+        };
+        let named = |decode: &Instance| decode.troubles.contains_key(&prefill);
+        let failing = |prefill: &Instance| {
+            prefill.failing.get(&slot).is_some_and(|health| health.failures() > 0)
+        };
+        self.registry.get(slot).is_some_and(named)
+            || self.registry.get(prefill).is_some_and(failing)
+    }
+
     /// Notes that the decode of a leg in flight got its KV, or why not.
     pub(super) fn carried(&mut self, now: Nanos, id: LegId, failure: Option<&Failure>) {
         let Some(&Leg { slot, prefill: Some(prefill), .. }) = self.legs.get(&id) else { return };
-        if self.registry.get(prefill).is_none() {
+        let Some(source) = self.registry.get(prefill) else { return };
+        let Some(failure) = failure else {
+            // An answer may say nothing of a prompt that was computed again; the decode itself does.
+            let named = |decode: &Instance| decode.troubles.contains_key(&prefill);
+            if !source.failing.is_empty() && !self.registry.get(slot).is_some_and(named) {
+                self.registry.instance_mut(prefill).failing.remove(&slot);
+            }
+            return;
+        };
+        self.pair_failed(now, id, (prefill, slot), of_pair(failure));
+    }
+
+    fn pair_failed(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        (prefill, decode): (Slot, Slot),
+        weight: Weight,
+    ) {
+        if matches!(weight, Weight::Nothing) || planted!("failing-pairs-are-not-noted") {
             return;
         }
         let next = LegId(self.next_leg);
         let failing = &mut self.registry.instance_mut(prefill).failing;
-        match failure.map(of_pair) {
-            None => _ = failing.remove(&slot),
-            Some(Weight::Nothing) => {}
-            Some(weight) => {
-                let health = failing.entry(slot).or_default();
-                health.failed(now, id, next, weight, &self.config);
+        failing.entry(decode).or_default().failed(now, id, next, weight, &self.config);
+    }
+
+    /// A decode registered, and may have said which prefills are out of reach. A pair that is known to
+    /// be suspect is no more so: the legs that showed it may have told of it, too.
+    pub(super) fn heard_of_pairs(&mut self, now: Nanos, decode: Slot) {
+        let (news, over) = self.registry.troubles(decode);
+        for prefill in over {
+            self.registry.instance_mut(prefill).failing.remove(&decode);
+        }
+        for (prefill, failure) in news {
+            self.registry.instance_mut(decode).health.excused();
+            let failing = &self.registry.instance_mut(prefill).failing;
+            if failing.get(&decode).is_none_or(|health| !health.is_suspect(now)) {
+                let next = LegId(self.next_leg);
+                self.pair_failed(now, next, (prefill, decode), of_pair(&failure));
             }
         }
     }

@@ -4,7 +4,7 @@ use super::Router;
 use super::fleet::{Leg, Timer};
 use super::io::{Answer, ClientRequest, LegEvent, LegFailure, RouterEffect};
 use super::registry::Slot;
-use super::requests::{Progress, Request};
+use super::requests::{Progress, Request, Ticket};
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, LegId};
 use crate::core::machine::Outbox;
@@ -36,11 +36,16 @@ impl Router {
         if let Some(answer) = refuse {
             out.push(RouterEffect::Answer { client, answer });
         } else if self.waiting.is_empty() && self.may_start() && self.dispatch(now, client, out) {
-        } else if self.waiting.len() < self.fleet.config.waiting_max as usize {
+        } else if self.waits() < self.fleet.config.waiting_max as usize {
             self.enqueue(now, client);
         } else {
             self.finish(client, Some(Answer::NoInstance), out);
         }
+    }
+
+    /// Requests that wait for an instance, or before they are sent again.
+    pub(super) fn waits(&self) -> usize {
+        self.waiting.len() + self.paused.len()
     }
 
     fn may_start(&self) -> bool {
@@ -70,6 +75,7 @@ impl Router {
     }
 
     fn enqueue(&mut self, now: Nanos, client: ClientId) {
+        self.unpause(client);
         let request = self.requests.get_mut(&client).expect("only known requests wait");
         if request.ticket.is_none() {
             let ticket = (!request.started, self.next_ticket);
@@ -82,7 +88,15 @@ impl Router {
         }
     }
 
+    fn unpause(&mut self, client: ClientId) {
+        if self.paused.remove(&client) {
+            self.fleet.timers.cancel(&Timer::Retry(client));
+        }
+    }
+
+    /// A request waits for nothing any more.
     fn unqueue(&mut self, client: ClientId) {
+        self.unpause(client);
         let request = self.requests.get_mut(&client).expect("only known requests wait");
         if let Some(ticket) = request.ticket.take() {
             self.waiting.remove(&ticket);
@@ -92,17 +106,70 @@ impl Router {
 
     /// Sends waiting requests, oldest first, as long as there are instances for them.
     pub(super) fn pump(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
-        while let Some((&(new, _), &client)) = self.waiting.first_key_value() {
+        while let Some(((new, _), client)) = self.next_waiting() {
             if (new && !self.may_start()) || !self.dispatch(now, client, out) {
                 return;
             }
         }
     }
 
+    /// Who waits for the longest time, retries before new requests.
+    fn next_waiting(&self) -> Option<(Ticket, ClientId)> {
+        let next = match planted!("newest-waits-least") {
+            true => self.waiting.last_key_value(),
+            false => self.waiting.first_key_value(),
+        };
+        next.map(|(ticket, client)| (*ticket, *client))
+    }
+
     /// A request waited too long.
     pub(super) fn gave_up(&mut self, client: ClientId, out: &mut Outbox<RouterEffect>) {
         let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
-        self.finish(client, Some(cause.map_or(Answer::NoInstance, Answer::Failed)), out);
+        let answer = match (cause, self.fleet.registry.only_misfits()) {
+            (Some(cause), _) => Answer::Failed(cause),
+            (None, Some(why)) => Answer::Misfit(why.clone()),
+            (None, None) => Answer::NoInstance,
+        };
+        self.finish(client, Some(answer), out);
+    }
+
+    /// True if what waits of a request would go to instances that failed it.
+    fn would_repeat(&self, now: Nanos, client: ClientId) -> bool {
+        let works = self.requests[&client].works.iter().filter(|work| work.is_waiting());
+        let mut works = works.filter(|work| work.has_failed());
+        works.any(|work| self.fleet.would_repeat(now, client, work))
+    }
+
+    /// Sends what waits of a request that failed: at once to others, to the same instances after a
+    /// pause.
+    fn send_again(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        let pause = self.fleet.config.retry_pause;
+        if pause > Nanos::ZERO && self.would_repeat(now, client) {
+            let tried = self.requests[&client].tried.saturating_sub(1).min(16);
+            let pause = pause.scale(1 << tried, 1).min(self.fleet.config.breaker_max);
+            self.paused.insert(client);
+            self.fleet.timers.arm(Timer::Retry(client), now + pause);
+        } else if !self.dispatch(now, client, out) {
+            self.enqueue(now, client);
+        }
+    }
+
+    /// The pause of a request is over.
+    pub(super) fn retry(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        if !self.dispatch(now, client, out) {
+            self.enqueue(now, client);
+        }
+    }
+
+    /// An instance has come: requests that it has not failed wait no longer.
+    pub(super) fn wake(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+        let paused: Vec<ClientId> = self.paused.iter().copied().collect();
+        for client in paused {
+            if !self.would_repeat(now, client) {
+                // If there is none for it now, it goes on waiting.
+                let _sent = self.dispatch(now, client, out);
+            }
+        }
     }
 
     /// Ends a request: cancels its legs, forgets it, and answers if there is someone to answer.
@@ -123,7 +190,7 @@ impl Router {
         for work in request.works.iter_mut().filter(|work| !work.is_done()) {
             self.fleet.abandon(work, out);
         }
-        self.active -= u32::from(request.started);
+        self.active -= u32::from(request.started && !planted!("requests-stay-active"));
         if let Some(answer) = answer {
             out.push(RouterEffect::Answer { client, answer });
         }
@@ -175,7 +242,9 @@ impl Router {
             return;
         };
         let request = self.requests.get_mut(&client).expect("a leg has a request");
-        request.works[prompt].samples[sample].progress = Progress::Streaming(id);
+        if !planted!("streams-are-tried-again") {
+            request.works[prompt].samples[sample].progress = Progress::Streaming(id);
+        }
     }
 
     /// A prefill leg ended well; decodes that waited for its answer go.
@@ -261,7 +330,15 @@ impl Router {
             }
         }
         work.avoid(slot);
-        if let Some(prefill) = work.prefill.take() {
+        match (&failure, prefill) {
+            (LegFailure::Instance(why), Some(prefill)) if why.is_of_pair() => {
+                work.apart.push((prefill, slot));
+            }
+            _ => work.blamed.push(slot),
+        }
+        if let Some(prefill) = work.prefill.take()
+            && !planted!("other-leg-is-not-cancelled")
+        {
             self.fleet.cancel(prefill, out);
         }
         self.fleet.abandon(work, out);
@@ -272,17 +349,18 @@ impl Router {
                 sample.progress = Progress::Waiting;
             }
             if sample.progress == Progress::Waiting {
-                exhausted |= sample.dispatched > self.fleet.config.retries_max;
+                let retries = self.fleet.config.retries_max;
+                let sent = sample.dispatched + u32::from(planted!("one-retry-less"));
+                exhausted |= sent > retries && !planted!("retries-without-limit");
             }
         }
         if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
             return self.finish(client, Some(Answer::Failed(failure)), out);
         }
         request.cause = Some(failure);
+        request.tried += 1;
         self.fleet.counters.retries += 1;
-        if !self.dispatch(now, client, out) {
-            self.enqueue(now, client);
-        }
+        self.send_again(now, client, out);
     }
 
     /// Fails the legs of an instance over that takes no more; streams only if told so.

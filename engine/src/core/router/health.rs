@@ -19,6 +19,8 @@ pub(super) struct Health {
     since: LegId,
     /// Failures of single requests since the last success.
     strikes: u32,
+    /// True if the last failure was made of such.
+    struck: bool,
 }
 
 /// How much a failed leg says.
@@ -39,7 +41,7 @@ pub(super) fn of_instance(failure: &LegFailure) -> Weight {
         LegFailure::Answer(_) => Weight::Strike,
         LegFailure::Request(_) => Weight::Nothing,
         LegFailure::Instance(failure) => match failure {
-            Failure::EngineGone | Failure::Overload => Weight::Failure,
+            Failure::EngineGone | Failure::Overload | Failure::OtherLife => Weight::Failure,
             Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled => Weight::Strike,
             // About the other side of the pair or about the one request.
             _ => Weight::Nothing,
@@ -51,13 +53,8 @@ pub(super) fn of_instance(failure: &LegFailure) -> Weight {
 pub(super) fn of_pair(failure: &Failure) -> Weight {
     match failure {
         Failure::HelloRefused(_) => Weight::Final,
-        Failure::Mismatch(_)
-        | Failure::Unreachable
-        | Failure::PeerSilent
-        | Failure::Stalled
-        | Failure::Fabric(_)
-        | Failure::Refused(_) => Weight::Failure,
         Failure::Violation(_) => Weight::Strike,
+        failure if failure.is_of_pair() => Weight::Failure,
         // About one of the two or about the one request.
         _ => Weight::Nothing,
     }
@@ -86,10 +83,22 @@ impl Health {
         }
     }
 
+    /// What failed lately was the fault of others.
+    pub(super) fn excused(&mut self) {
+        self.strikes = 0;
+        if self.struck {
+            self.succeeded();
+        }
+    }
+
     /// A leg got through.
     pub(super) fn succeeded(&mut self) {
+        if planted!("breaker-never-resets") {
+            return;
+        }
         self.failures = 0;
         self.strikes = 0;
+        self.struck = false;
         self.until = Nanos::ZERO;
     }
 
@@ -114,10 +123,11 @@ impl Health {
             Weight::Failure | Weight::Final => {}
         }
         // Many legs fail with one outage; only those sent after it was known tell something new.
-        if self.failures > 0 && leg < self.since {
+        if self.failures > 0 && leg < self.since && !planted!("one-outage-counts-often") {
             return None;
         }
         self.strikes = 0;
+        self.struck = matches!(weight, Weight::Strike);
         self.failures = self.failures.saturating_add(1);
         self.since = next;
         let until = match weight {

@@ -4,6 +4,7 @@ use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId, number_id};
+use crate::core::layout::Mismatch;
 use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -240,6 +241,8 @@ pub enum Answer {
     Failed(LegFailure),
     /// No instance could take it (503).
     NoInstance,
+    /// There are instances of both roles, but no two that fit (503).
+    Misfit(Mismatch),
 }
 
 /// Settings of the router; times and limits.
@@ -274,6 +277,9 @@ pub struct RouterConfig {
     pub wait_max: Nanos,
     /// The same for a request that was sent before and failed.
     pub retry_wait_max: Nanos,
+    /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
+    /// when an instance comes that has not.
+    pub retry_pause: Nanos,
     /// An instance that registers by a frame gets no legs before it answered a probe; it is asked
     /// again after this long. None: it gets legs at once.
     pub probe: Option<Nanos>,
@@ -302,6 +308,7 @@ impl Default for RouterConfig {
             waiting_max: 100_000,
             wait_max: Nanos::from_secs(30),
             retry_wait_max: Nanos::from_secs(30),
+            retry_pause: Nanos::from_ms(500),
             probe: None,
             requests_max: 1_000_000,
             affinity_percent: 100,

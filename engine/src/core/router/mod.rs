@@ -5,8 +5,9 @@
 //!
 //! A prompt is served by one prefill leg and one decode leg per sample, sent together under one
 //! transfer key. When a leg fails, the others of that dispatch are cancelled at once and the
-//! samples of which the client has seen nothing are sent again under a new transfer id. The
-//! timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
+//! samples of which the client has seen nothing are sent again under a new transfer id: at once to
+//! others, to the same instances after a pause, which ends when one comes that has not failed them.
+//! The timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
 
 mod abandoned;
@@ -34,14 +35,15 @@ use self::rejections::Rejections;
 use self::requests::{Request, Ticket};
 use super::dialect::moriio::registration::Heartbeat;
 use super::error::stranger;
-use super::ids::{ClientId, Incarnation};
+use super::ids::{ClientId, EngineId, Incarnation};
+use super::layout::Mismatch;
 use super::machine::{Gauges, Machine, Outbox};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Links that are remembered with whence they came.
-const NAMED_MAX: usize = 4_096;
+pub(super) const NAMED_MAX: usize = 4_096;
 
 /// The router.
 #[derive(Debug)]
@@ -49,6 +51,8 @@ pub struct Router {
     fleet: Fleet,
     requests: BTreeMap<ClientId, Request>,
     waiting: BTreeMap<Ticket, ClientId>,
+    /// Requests that wait before they are sent again to who failed them.
+    paused: BTreeSet<ClientId>,
     next_ticket: u64,
     /// Requests of which a leg was sent.
     active: u32,
@@ -66,6 +70,7 @@ impl Router {
             fleet: Fleet::new(config, incarnation),
             requests: BTreeMap::new(),
             waiting: BTreeMap::new(),
+            paused: BTreeSet::new(),
             next_ticket: 0,
             active: 0,
             draining: false,
@@ -87,6 +92,17 @@ impl Router {
     /// The registrations that were not taken lately, oldest first.
     pub fn rejections(&self) -> impl Iterator<Item = &Rejection> {
         self.rejections.iter()
+    }
+
+    /// Pairs that are not made because they do not fit: prefill, decode, and why.
+    pub fn misfits(&self) -> impl Iterator<Item = (&EngineId, &EngineId, &Mismatch)> {
+        let registry = &self.fleet.registry;
+        registry.iter().flat_map(move |(_, prefill)| {
+            prefill.misfits.iter().filter_map(move |(decode, why)| {
+                let decode = &registry.get(*decode)?.registration.engine;
+                Some((&prefill.registration.engine, decode, why))
+            })
+        })
     }
 
     /// True if it takes no new requests.
@@ -168,6 +184,7 @@ impl Router {
                 let told = abandoned.repeat(link);
                 told.into_iter().for_each(|command| out.push(command));
             }
+            self.fleet.heard_of_pairs(now, slot);
             if slot == new && link.is_some() && self.fleet.config.probe.is_some() {
                 self.fleet.registry.instance_mut(slot).unproven = true;
                 self.fleet.probe(slot, out);
@@ -176,10 +193,15 @@ impl Router {
                 self.fleet.remove(slot);
             }
         }
-        if let Some(replaced) = replaced {
+        for replaced in replaced {
             self.fleet.counters.replaced += 1;
-            self.abandon(now, replaced, true, out);
+            if !planted!("replaced-life-keeps-its-legs") {
+                self.abandon(now, replaced, true, out);
+            }
             self.fleet.remove(replaced);
+        }
+        if slot == Some(new) {
+            self.wake(now, out);
         }
     }
 
@@ -205,6 +227,7 @@ impl Router {
                 Timer::Heal(_) => {}
                 Timer::Probe(slot) => self.fleet.probe(slot, out),
                 Timer::Wait(client) => self.gave_up(client, out),
+                Timer::Retry(client) => self.retry(now, client, out),
             }
         }
     }
@@ -224,7 +247,12 @@ impl Machine for Router {
             RouterInput::Request(request) => self.request(now, request, out),
             RouterInput::Gone { client } => self.finish(client, None, out),
             RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),
-            RouterInput::Probed { probe, answers } => self.fleet.probed(now, probe, answers),
+            RouterInput::Probed { probe, answers } => {
+                self.fleet.probed(now, probe, answers);
+                if answers {
+                    self.wake(now, out);
+                }
+            }
             RouterInput::Drain => self.draining = true,
             RouterInput::Tick => {}
         }
@@ -239,8 +267,10 @@ impl Machine for Router {
         let rejected: u64 = self.fleet.counters.rejected.values().sum();
         Gauges {
             transfers: self.requests.len() as u32,
-            queued: self.waiting.len() as u32,
+            queued: self.waits() as u32,
             peers: self.fleet.registry.len() as u32,
+            entries: self.fleet.open_legs() as u32,
+            remembered: self.from.len() as u32,
             violations: rejected.min(u64::from(u32::MAX)) as u32,
             ..Gauges::default()
         }

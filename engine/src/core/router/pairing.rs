@@ -1,9 +1,9 @@
 //! Which instance gets a leg: the least loaded one in tokens, less what a known prefix saves.
 //!
-//! Prefill and decode are chosen independently, but for pairs between which KV did not get through
-//! lately: they are taken only if there is no other. Among equals, who met the other side's choice
-//! longest ago is taken, then who was not chosen for longest: all pairs get used, and not P_i with
-//! D_i only.
+//! Prefill and decode are chosen independently, but for pairs that do not fit, which are not taken,
+//! and those between which KV did not get through lately: they are taken only if there is no other.
+//! Among equals, who met the other side's choice longest ago is taken, then who was not chosen for
+//! longest: all pairs get used, and not P_i with D_i only.
 
 use super::health::Health;
 use super::io::{Prompt, RouterConfig};
@@ -81,9 +81,11 @@ impl Want<'_> {
         prefill: &'r Instance,
     ) -> impl Iterator<Item = (Slot, &'r Instance)> {
         let mode = prefill.registration.mode;
-        self.takers(registry, Role::Decode).filter(move |(_, decode)| {
-            decode.registration.mode == mode && decode.understands(prefill)
-        })
+        self.takers(registry, Role::Decode)
+            .filter(move |(_, decode)| {
+                decode.registration.mode == mode && decode.understands(prefill)
+            })
+            .filter(|(slot, _)| !prefill.misfits.contains_key(slot))
     }
 }
 
@@ -108,7 +110,8 @@ pub(super) fn choose_prefill(
             let prefill = candidate.1;
             let anyone = decodes[choice.mode as usize]?;
             let understood = prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
-            let decode = match prefill.failing.is_empty() && understood {
+            let all_fit = prefill.misfits.is_empty();
+            let decode = match prefill.failing.is_empty() && all_fit && understood {
                 true => anyone,
                 false => Best::of(registry, want, prefill, config)?,
             };

@@ -7,11 +7,14 @@ use super::io::{Party, RouterConfig};
 use super::prefixes::PrefixMemory;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::Heartbeat;
+use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
-use crate::core::message::{Registration, Role};
+use crate::core::layout::Mismatch;
+use crate::core::message::{Registration, Role, TROUBLES_MAX};
 use crate::core::time::Nanos;
 use crate::fabric::LinkId;
 use serde::{Deserialize, Serialize};
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -56,6 +59,11 @@ pub(super) struct Instance {
     pub(super) failing: BTreeMap<Slot, Health>,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: Abandoned,
+    /// Of a prefill: the decodes that do not fit, and why.
+    pub(super) misfits: BTreeMap<Slot, Mismatch>,
+    /// Of a decode: the prefills that it said are out of reach, with the number of the last prompt
+    /// that did not come.
+    pub(super) troubles: BTreeMap<Slot, u32>,
 }
 
 impl Instance {
@@ -63,9 +71,9 @@ impl Instance {
     pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
         !self.lost
             && !self.unproven
-            && now < self.expires
-            && !self.registration.draining
-            && !self.health.is_suspect(now)
+            && (now < self.expires || planted!("expired-instances-get-legs"))
+            && (!self.registration.draining || planted!("draining-instances-get-legs"))
+            && (!self.health.is_suspect(now) || planted!("suspects-get-legs"))
             && self.health.on_trial().is_none_or(|since| {
                 self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)
             })
@@ -110,10 +118,12 @@ pub enum Reject {
     DataParallel,
     /// `tp` is 0 or above [`TP_MAX`].
     TensorParallel,
-    /// Role or sizes changed within one incarnation.
+    /// Role, sizes or what has to fit changed within one incarnation.
     Changed,
     /// There are `instances_max` instances.
     Full,
+    /// A newer engine serves at its HTTP address.
+    Superseded,
 }
 
 impl fmt::Display for Reject {
@@ -125,8 +135,9 @@ impl fmt::Display for Reject {
             Reject::Endpoint => "bad endpoint",
             Reject::DataParallel => "bad DP rank or size",
             Reject::TensorParallel => "bad TP size",
-            Reject::Changed => "role or size changed within one incarnation",
+            Reject::Changed => "role, sizes or geometry changed within one incarnation",
             Reject::Full => "too many instances",
+            Reject::Superseded => "a newer engine serves at its HTTP address",
         })
     }
 }
@@ -140,8 +151,8 @@ pub(super) enum Registered {
     Current {
         /// The instance; none if it only came to say that it is draining.
         slot: Option<Slot>,
-        /// The life before, which is over.
-        replaced: Option<Slot>,
+        /// The lives before, which are over: its own, and that of another engine at its place.
+        replaced: Vec<Slot>,
     },
 }
 
@@ -157,6 +168,17 @@ struct Known {
     incarnation: Incarnation,
     sequence: u64,
     place: Place,
+    /// A registration of a life that seems to be before this one, heard when this one was over.
+    set_back: Option<(Incarnation, u64)>,
+}
+
+impl Known {
+    /// True if a life that seems to be before this one, which is over, registers for another time: a
+    /// clock went back at a restart. What was only late comes once.
+    fn comes_again(&mut self, life: Incarnation, sequence: u64) -> bool {
+        let before = self.set_back.replace((life, sequence));
+        before.is_some_and(|(known, earlier)| known == life && earlier < sequence)
+    }
 }
 
 /// All instances, and the names of as many that left.
@@ -182,9 +204,18 @@ impl Registry {
         let registration = &entry.registration;
         check(registration)?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
-        let mut replaced = None;
+        let mut replaced = Vec::new();
         if let Some(known) = self.known.get_mut(&registration.engine) {
-            if (incarnation, sequence) <= (known.incarnation, known.sequence) {
+            let is_over = match known.place {
+                Place::Live(slot) => self.instances.get(&slot).is_none_or(|instance| instance.lost),
+                Place::Left(_) => true,
+            };
+            let is_stale = match incarnation.cmp(&known.incarnation) {
+                Ordering::Less => !is_over || !known.comes_again(incarnation, sequence),
+                Ordering::Equal => sequence <= known.sequence,
+                Ordering::Greater => false,
+            };
+            if is_stale && !planted!("older-registrations-are-taken") {
                 return Ok(Registered::Stale);
             }
             match known.place {
@@ -193,19 +224,22 @@ impl Registry {
                     refresh(instance, now, entry)?;
                     instance.expires = now + config.expiry;
                     known.sequence = sequence;
-                    return Ok(Registered::Current { slot: Some(slot), replaced: None });
+                    return Ok(Registered::Current { slot: Some(slot), replaced });
                 }
-                Place::Live(slot) => replaced = Some(slot),
+                Place::Live(slot) => replaced.push(slot),
                 Place::Left(_) => {}
             }
         }
         let draining = registration.draining;
-        let live = self.instances.len() - usize::from(replaced.is_some());
+        if !draining {
+            replaced.extend(self.outdone(&entry, &replaced)?);
+        }
+        let live = self.instances.len() - replaced.len();
         if !draining && live >= config.instances_max as usize {
             return Err(Reject::Full);
         }
-        if let Some(slot) = replaced {
-            self.instance_mut(slot).lost = true;
+        for slot in &replaced {
+            self.instance_mut(*slot).lost = true;
         }
         let engine = registration.engine.clone();
         let slot = (!draining).then(|| self.insert(now, entry, config));
@@ -213,12 +247,33 @@ impl Registry {
             Some(slot) => Place::Live(slot),
             None => self.new_left(&engine),
         };
-        let before = self.known.insert(engine, Known { incarnation, sequence, place });
+        let set_back = None;
+        let before = self.known.insert(engine, Known { incarnation, sequence, place, set_back });
         if let Some(Known { place: Place::Left(order), .. }) = before {
             self.left.remove(&order);
         }
         self.forget_oldest(config);
         Ok(Registered::Current { slot, replaced })
+    }
+
+    /// The other engine that had the place of a new life: a server that was restarted with other ports
+    /// has another name, and what is left of the old one may go on registering. Newer is who was born
+    /// later by its own word, which is the clock of one machine as both serve at one HTTP address; who
+    /// lies about it takes the place, as by the name of the engine it could before. An instance that
+    /// speaks MoRIIO only tells no birth and is older than all others.
+    fn outdone(&self, new: &Entry, replaced: &[Slot]) -> Result<Option<Slot>, Reject> {
+        let place = |it: &Registration| (it.role, it.dp_rank, it.http.clone());
+        let wanted = place(&new.registration);
+        let mut here = self.instances.iter().filter(|(slot, instance)| {
+            !instance.lost && !replaced.contains(slot) && place(&instance.registration) == wanted
+        });
+        let Some((slot, old)) = here.next() else { return Ok(None) };
+        let born = |native: bool, it: &Registration| (native, it.incarnation);
+        if born(new.native, &new.registration) > born(old.native, &old.registration) {
+            Ok(Some(*slot))
+        } else {
+            Err(Reject::Superseded)
+        }
     }
 
     /// What the next instance will be numbered.
@@ -293,9 +348,78 @@ impl Registry {
                 paired: BTreeMap::new(),
                 failing: BTreeMap::new(),
                 abandoned: Abandoned::default(),
+                misfits: BTreeMap::new(),
+                troubles: BTreeMap::new(),
             },
         );
+        self.compare(slot);
         slot
+    }
+
+    /// Compares an instance with all that it could be paired with.
+    fn compare(&mut self, slot: Slot) {
+        let new = &self.instances[&slot];
+        let (Some(fit), role) = (new.registration.fit.clone(), new.registration.role) else {
+            return;
+        };
+        let mut found = Vec::new();
+        for (other, instance) in &self.instances {
+            let theirs = &instance.registration;
+            let Some(their_fit) = theirs.fit.as_ref().filter(|_| theirs.role != role) else {
+                continue;
+            };
+            let (source, sink, pair) = match role {
+                Role::Prefill => (&fit, their_fit, (slot, *other)),
+                Role::Decode => (their_fit, &fit, (*other, slot)),
+            };
+            found.extend(source.check(sink).err().map(|why| (pair, why)));
+        }
+        for ((prefill, decode), why) in found {
+            self.instance_mut(prefill).misfits.insert(decode, why);
+        }
+    }
+
+    /// Why a pair is not made, if there are prefills and decodes of one mode and none of them fit.
+    pub(super) fn only_misfits(&self) -> Option<&Mismatch> {
+        let mut why = None;
+        for (_, prefill) in self.of_role(Role::Prefill) {
+            for (slot, decode) in self.of_role(Role::Decode) {
+                let mode = prefill.registration.mode == decode.registration.mode;
+                match prefill.misfits.get(&slot) {
+                    Some(misfit) => why = Some(misfit),
+                    None if mode && decode.understands(prefill) => return None,
+                    None => {}
+                }
+            }
+        }
+        why
+    }
+
+    /// A decode said which prefills are out of reach: those of which it says something new, each with
+    /// the reason, and those that are not any more.
+    pub(super) fn troubles(&mut self, slot: Slot) -> (Vec<(Slot, Failure)>, Vec<Slot>) {
+        let Some(decode) = self.instances.get(&slot) else { return Default::default() };
+        let mut told = BTreeMap::new();
+        let mut news = Vec::new();
+        for trouble in decode.registration.troubles.iter().take(TROUBLES_MAX) {
+            let Some(&Known { place: Place::Live(prefill), incarnation, .. }) =
+                self.known.get(&trouble.engine)
+            else {
+                continue;
+            };
+            if trouble.life.is_some_and(|life| life != incarnation) {
+                continue;
+            }
+            let before = decode.troubles.get(&prefill).copied().unwrap_or(0);
+            if trouble.number > before {
+                news.push((prefill, trouble.failure.clone()));
+            }
+            told.insert(prefill, trouble.number);
+        }
+        let over = decode.troubles.keys().filter(|prefill| !told.contains_key(prefill));
+        let over = over.copied().collect();
+        self.instance_mut(slot).troubles = told;
+        (news, over)
     }
 
     fn new_left(&mut self, engine: &EngineId) -> Place {
@@ -319,6 +443,8 @@ impl Registry {
         for other in self.instances.values_mut() {
             other.paired.remove(&slot);
             other.failing.remove(&slot);
+            other.misfits.remove(&slot);
+            other.troubles.remove(&slot);
         }
         let engine = &instance.registration.engine;
         if matches!(self.known.get(engine), Some(Known { place: Place::Live(s), .. }) if *s == slot)
@@ -351,7 +477,9 @@ impl Registry {
         let instance = self.instance_mut(slot);
         let had = instance.legs.remove(&leg).is_some();
         assert!(had && instance.tokens >= tokens, "leg {leg} was not charged to {slot:?}");
-        instance.tokens -= tokens;
+        if !planted!("charges-are-not-taken-back") {
+            instance.tokens -= tokens;
+        }
         instance.is_over()
     }
 
@@ -392,7 +520,7 @@ impl Registry {
 }
 
 fn refresh(instance: &mut Instance, now: Nanos, new: Entry) -> Result<(), Reject> {
-    let fixed = |r: &Registration| (r.role, r.dp_rank, r.dp_size, r.tp);
+    let fixed = |r: &Registration| (r.role, r.dp_rank, r.dp_size, r.tp, r.fit.clone());
     if fixed(&instance.registration) != fixed(&new.registration) {
         return Err(Reject::Changed);
     }
@@ -436,59 +564,4 @@ fn is_endpoint(text: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::core::message::Mode;
-
-    fn registration(engine: &str, incarnation: u64) -> Registration {
-        Registration {
-            engine: engine.into(),
-            incarnation: Incarnation(incarnation),
-            sequence: 1,
-            role: if engine.starts_with('p') { Role::Prefill } else { Role::Decode },
-            mode: Mode::Push,
-            http: "h:1".into(),
-            control: "c".into(),
-            dp_rank: 0,
-            dp_size: 1,
-            tp: 1,
-            draining: false,
-        }
-    }
-
-    #[test]
-    fn names_and_pairs_of_instances_that_left_are_bounded() {
-        let config = RouterConfig { instances_max: 3, ..RouterConfig::default() };
-        let mut registry = Registry::default();
-        let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
-            Nanos::ZERO,
-            Entry::native(registration(name, incarnation)),
-            &config,
-        ) {
-            Ok(Registered::Current { slot: Some(slot), .. }) => Some(slot),
-            _ => None,
-        };
-        let prefill = enter(&mut registry, "p", 1).unwrap();
-        for round in 0..20 {
-            let decode = enter(&mut registry, &format!("d{round}"), 5).unwrap();
-            registry.note_pair(prefill, decode);
-            registry.remove(decode, &config);
-            assert!(registry.left.len() <= 3 && registry.known.len() <= 4);
-        }
-        assert!(registry.get(prefill).unwrap().paired.is_empty());
-        assert_eq!(enter(&mut registry, "d19", 4), None, "an old life is remembered");
-        assert!(enter(&mut registry, "d19", 6).is_some());
-        assert_eq!(registry.left.len(), 2);
-    }
-
-    #[test]
-    fn endpoints_that_cannot_be_dialled_are_refused() {
-        for good in ["p0", "10.0.0.1:80", "tcp://[::1]:6301", "[::1]", "sim://p0/handshake"] {
-            assert!(is_endpoint(good), "{good}");
-        }
-        for bad in ["", "a:0", "a:65536", "a b:1", "a:1\n", "a:99999999999999999999"] {
-            assert!(!is_endpoint(bad), "{bad}");
-        }
-        assert!(!is_endpoint(&"a".repeat(TEXT_MAX + 1)));
-    }
-}
+mod tests;

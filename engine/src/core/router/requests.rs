@@ -39,8 +39,12 @@ pub(super) struct Work {
     pub(super) source: Option<(Slot, TransferKey)>,
     /// A decode went without its KV.
     pub(super) recomputed: bool,
-    /// Instances that failed it.
+    /// Instances that failed it, alone or in a pair.
     pub(super) avoid: Vec<Slot>,
+    /// Those that failed it alone, once per time.
+    pub(super) blamed: Vec<Slot>,
+    /// Prefills and decodes between which its KV did not get through, once per time.
+    pub(super) apart: Vec<(Slot, Slot)>,
 }
 
 impl Work {
@@ -52,6 +56,17 @@ impl Work {
     /// True if the prefill leg is still of use.
     pub(super) fn needs_prefill(&self) -> bool {
         self.samples.iter().any(|sample| matches!(sample.progress, Progress::Running(_)))
+    }
+
+    /// True if somebody failed it.
+    pub(super) fn has_failed(&self) -> bool {
+        !self.blamed.is_empty() || !self.apart.is_empty()
+    }
+
+    /// True if these failed it before.
+    pub(super) fn failed_by(&self, prefill: Slot, decode: Slot) -> bool {
+        self.apart.contains(&(prefill, decode))
+            || self.blamed.iter().any(|slot| [prefill, decode].contains(slot))
     }
 
     /// True if all samples are there.
@@ -89,6 +104,8 @@ pub(super) struct Request {
     pub(super) started: bool,
     /// Its place in the queue, if something of it waits.
     pub(super) ticket: Option<Ticket>,
+    /// Times that something of it was sent again, or is to be.
+    pub(super) tried: u32,
     /// The last failure of a leg.
     pub(super) cause: Option<LegFailure>,
     /// The first reason why a decode computed a prompt itself.
@@ -115,9 +132,19 @@ impl Request {
             source: None,
             recomputed: false,
             avoid: Vec::new(),
+            blamed: Vec::new(),
+            apart: Vec::new(),
         };
         let open = prompts.len() as u64 * u64::from(samples);
         let works = prompts.into_iter().map(work).collect();
-        Ok(Request { works, open, started: false, ticket: None, cause: None, recomputed: None })
+        Ok(Request {
+            works,
+            open,
+            started: false,
+            ticket: None,
+            tried: 0,
+            cause: None,
+            recomputed: None,
+        })
     }
 }

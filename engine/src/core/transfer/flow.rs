@@ -1,6 +1,7 @@
 //! The life of a flow on this rank.
 
-use super::post::Post;
+use super::link::Share;
+use super::post::Piece;
 use super::{Out, Transfer, Waiter};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, PeerSlot, SourceId};
@@ -8,6 +9,8 @@ use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, Report};
 use crate::core::time::Nanos;
 use crate::fabric::{Placement, SessionId};
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Where the local KV of a flow is.
@@ -26,14 +29,24 @@ pub(super) struct Flow {
     pub(super) local: Local,
     pub(super) remote: Arc<Vec<BlockList>>,
     pub(super) tokens: u32,
-    /// Tokens posted, per unit of the peer.
-    posted: Vec<u32>,
-    /// Units not wholly posted.
+    /// Tokens queued, per unit of the peer.
+    queued: Vec<u32>,
+    /// Units not wholly queued.
     units_left: u32,
-    /// Posts that are queued, in flight or to be retried.
+    /// What is to be posted, in this order.
+    pub(super) pieces: VecDeque<Piece>,
+    /// Pieces at the front that were posted before.
+    returned: usize,
+    /// Pieces that are queued, in flight or wait to be tried again.
     pub(super) outstanding: u32,
+    /// Operations in flight.
+    pub(super) in_flight: u32,
+    /// What it has of the link.
+    pub(super) share: Share,
     /// Sessions that took an operation of it.
     pub(super) touched: Vec<SessionId>,
+    /// Sessions on which an operation of it failed, bytes of which may still land.
+    pub(super) unsure: Vec<SessionId>,
     /// Why it ends without success.
     pub(super) ending: Option<Failure>,
     /// Quiesce tickets it waits for.
@@ -45,6 +58,25 @@ pub(super) struct Flow {
 }
 
 impl Flow {
+    /// Takes the next piece.
+    pub(super) fn next_piece(&mut self) -> Option<Piece> {
+        self.returned = self.returned.saturating_sub(1);
+        self.pieces.pop_front()
+    }
+
+    /// Queues what an operation leaves over of its piece.
+    pub(super) fn put_first(&mut self, rest: Piece) {
+        self.outstanding += 1;
+        self.pieces.push_front(rest);
+    }
+
+    /// Queues a piece that was posted before, behind others of its kind.
+    pub(super) fn give_back(&mut self, piece: Piece) {
+        let at = self.returned.min(self.pieces.len());
+        self.pieces.insert(at, piece);
+        self.returned = at + 1;
+    }
+
     /// What a flow that is cut off says last.
     pub(super) fn final_state(self, failure: Failure) -> FlowState {
         FlowState::Failed(self.ending.unwrap_or(failure))
@@ -65,7 +97,7 @@ impl Transfer {
     ) {
         if self.start(now, id, peer, range, Local::Source(source), remote, out) {
             self.sources.entry(source).or_default().flows.push(id);
-            self.advance(now, id, out);
+            self.advance(now, id, 0..u16::MAX, out);
         }
     }
 
@@ -81,7 +113,7 @@ impl Transfer {
         out: &mut Out,
     ) {
         if self.start(now, id, peer, range, Local::Blocks(local), remote, out) {
-            self.advance(now, id, out);
+            self.advance(now, id, 0..u16::MAX, out);
         }
     }
 
@@ -114,10 +146,15 @@ impl Transfer {
             local,
             remote,
             tokens,
-            posted: vec![from; units],
+            queued: vec![from; units],
             units_left: if from < tokens { units as u32 } else { 0 },
+            pieces: VecDeque::new(),
+            returned: 0,
             outstanding: 0,
+            in_flight: 0,
+            share: Share::default(),
             touched: Vec::new(),
+            unsure: Vec::new(),
             ending: None,
             tickets: 0,
             closing: false,
@@ -129,11 +166,17 @@ impl Transfer {
         true
     }
 
-    /// Posts what the flow can move now, and ends it if that was all.
-    pub(super) fn advance(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+    /// Queues what the flow can move now in units that end with one of `layers`, and ends it if
+    /// that was all.
+    pub(super) fn advance(&mut self, now: Nanos, id: FlowId, layers: Range<u16>, out: &mut Out) {
+        self.queue_units(id, layers);
+        self.finish_if_done(now, id, out);
+    }
+
+    fn queue_units(&mut self, id: FlowId, layers: Range<u16>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let Some(peer) = self.peers.get(&flow.peer) else { return };
-        if flow.ending.is_some() || flow.closing {
+        if flow.ending.is_some() || flow.closing || flow.units_left == 0 {
             return;
         }
         let source = match &flow.local {
@@ -143,28 +186,35 @@ impl Transfer {
             },
             Local::Blocks(_) => None,
         };
-        for (index, unit) in peer.units.iter().enumerate() {
-            let posted = flow.posted[index];
-            if posted >= flow.tokens {
+        let had = flow.pieces.len();
+        let start = peer.units.partition_point(|unit| unit.last_layer < layers.start);
+        let units = peer.units.iter().enumerate().skip(start);
+        for (index, unit) in units.take_while(|(_, unit)| unit.last_layer < layers.end) {
+            let queued = flow.queued[index];
+            if queued >= flow.tokens {
                 continue;
             }
             let ready = source.map_or(flow.tokens, |s| s.ready(unit.last_layer, self.computed));
             let to = unit.sendable(ready, flow.tokens);
-            if to <= posted {
+            if to <= queued {
                 continue;
             }
-            flow.posted[index] = to;
+            flow.queued[index] = to;
             flow.outstanding += 1;
             if to == flow.tokens {
                 flow.units_left -= 1;
             }
-            self.queue.push_back(Post::new(id, index, posted, to));
+            flow.pieces.push_back(Piece::new(index, queued, to));
         }
-        self.finish_if_done(now, id, out);
+        let added = flow.pieces.len() - had;
+        if added > 0 {
+            self.pieces += added as u32;
+            self.list(id);
+        }
     }
 
-    /// One post of the flow is done.
-    pub(super) fn settle_post(&mut self, now: Nanos, id: FlowId, bytes: u64, out: &mut Out) {
+    /// One piece of the flow is done.
+    pub(super) fn settle_piece(&mut self, now: Nanos, id: FlowId, bytes: u64, out: &mut Out) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.outstanding -= 1;
         flow.bytes += bytes;
@@ -177,15 +227,17 @@ impl Transfer {
 
     fn finish_if_done(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
-        let done = flow.units_left == 0 && flow.outstanding == 0;
+        let settled = flow.outstanding == 0 || planted!("newest-operation-ends-the-flow");
+        let done = flow.units_left == 0 && settled;
         if !done || flow.ending.is_some() || flow.closing {
             return;
         }
         flow.closing = true;
-        match self.config.placement {
-            Placement::OnCompletion => self.end_flow(id, out),
-            Placement::OnQuiet => self.quiesce_flow(now, id, out),
-        }
+        let unseen = match self.config.caps.placement {
+            Placement::OnCompletion => Vec::new(),
+            Placement::OnQuiet => std::mem::take(&mut flow.touched),
+        };
+        self.quiesce_flow(now, id, &unseen, out);
     }
 
     /// Ends a flow without success: posts nothing more, and reports once it is quiet.
@@ -205,23 +257,36 @@ impl Transfer {
             out.push(Report::Flow { flow: id, state: FlowState::Failing(failure.clone()) });
         }
         flow.ending = Some(failure);
-        self.quiesce_flow(now, id, out);
+        self.pieces -= flow.pieces.len() as u32;
+        flow.pieces = VecDeque::new();
+        self.end_if_over(now, id, out);
     }
 
-    /// Asks every session the flow touched for `Quiet`; ends the flow if there is none.
-    fn quiesce_flow(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+    /// Once the last operation of a flow that ends without success is over, sees to it that no byte
+    /// of it can land any more.
+    pub(super) fn end_if_over(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
-        let sessions = std::mem::take(&mut flow.touched);
-        flow.tickets += sessions.len() as u32;
-        if flow.tickets == 0 {
-            self.end_flow(id, out);
+        let in_flight = flow.in_flight > 0 && !planted!("failed-flow-leaves-its-operations");
+        if flow.ending.is_none() || in_flight || flow.closing {
             return;
         }
-        for &session in &sessions {
-            self.quiesce(now, session, Waiter::Flow(id), out);
+        flow.closing = true;
+        let unsure = match self.config.caps.placement {
+            Placement::OnCompletion => std::mem::take(&mut flow.unsure),
+            Placement::OnQuiet => std::mem::take(&mut flow.touched),
+        };
+        self.quiesce_flow(now, id, &unsure, out);
+    }
+
+    /// Asks sessions for `Quiet` before the flow ends.
+    fn quiesce_flow(&mut self, now: Nanos, id: FlowId, sessions: &[SessionId], out: &mut Out) {
+        let Some(flow) = self.flows.get_mut(&id) else { return };
+        flow.tickets = sessions.len() as u32;
+        if sessions.is_empty() {
+            return self.end_flow(id, out);
         }
-        if let Some(flow) = self.flows.get_mut(&id) {
-            flow.touched = sessions;
+        for &session in sessions {
+            self.quiesce(now, session, Waiter::Flow(id), out);
         }
     }
 
@@ -235,6 +300,9 @@ impl Transfer {
 
     fn end_flow(&mut self, id: FlowId, out: &mut Out) {
         let Some(flow) = self.flows.remove(&id) else { return };
+        if let Some(peer) = self.peers.get_mut(&flow.peer) {
+            peer.link.forget(id);
+        }
         if let Local::Source(source) = &flow.local
             && let Some(source) = self.sources.get_mut(source)
         {

@@ -1,14 +1,18 @@
 //! Moves bytes: one per TP rank, told what by its prefill or decode core.
 //!
-//! A *flow* is one attempt to move one prompt between this engine and a peer. It is cut into
-//! *posts* (a token range of a group of layers towards one remote rank), which become operations
-//! as the data plane takes them. `source` follows what the engine has computed, `flow` the life of
-//! a flow, `post` the life of an operation, `session` peers and their sessions.
+//! A *flow* is one attempt to move one prompt between this engine and a peer. What it can move is
+//! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are cut
+//! from them, and planned, when the plane has credit for them: `link` says whose turn it is, `pace`
+//! how large an operation is and how much is in flight. `source` follows what the engine has
+//! computed, `flow` the life of a flow, `post` the life of an operation, `session` peers and their
+//! sessions.
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.
 
 mod flow;
+mod link;
+mod pace;
 mod post;
 mod session;
 mod source;
@@ -22,11 +26,11 @@ use crate::core::message::{Job, Mode, Report, Role};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use crate::fabric::{
-    Address, Cause, DataEvent, Memory, OpId, PeerId, Placement, RegionDesc, RegionId, SessionId,
-    Ticket,
+    Address, Caps, Cause, Credits, DataEvent, Memory, OpId, PeerId, RegionDesc, RegionId,
+    SessionId, Ticket,
 };
 use flow::Flow;
-use post::{Op, Post};
+use post::{Op, Piece};
 use serde::{Deserialize, Serialize};
 use session::Peer;
 use source::Source;
@@ -88,6 +92,12 @@ pub struct TransferSettings {
     pub operations_max: u32,
     /// Slices per operation; also bounded by the plane.
     pub slices_max: u32,
+    /// An operation has no more bytes than the link to the peer carries in this time, as measured,
+    pub operation_time: Nanos,
+    /// but this many at least,
+    pub operation_bytes_min: u64,
+    /// and this many at most; also bounded by the plane.
+    pub operation_bytes_max: u64,
     /// A session with operations in flight and no completion for this long is torn down.
     pub stall: Nanos,
     /// Longest wait for `Opened`.
@@ -110,6 +120,9 @@ impl Default for TransferSettings {
             layers_per_op: 1,
             operations_max: 1024,
             slices_max: 65_536,
+            operation_time: Nanos::from_ms(20),
+            operation_bytes_min: 128 << 10,
+            operation_bytes_max: 16 << 20,
             stall: Nanos::from_secs(2),
             open: Nanos::from_secs(3),
             quiet: Nanos::from_secs(1),
@@ -134,8 +147,8 @@ pub struct TransferConfig {
     pub geometry: Arc<Geometry>,
     /// Its data plane.
     pub address: Address,
-    /// When written bytes are visible.
-    pub placement: Placement,
+    /// What that can do.
+    pub caps: Caps,
     /// Memory to register, one entry per region of the layout.
     pub memory: Vec<Memory>,
     /// Where its layers lie in the regions.
@@ -144,19 +157,45 @@ pub struct TransferConfig {
     pub settings: TransferSettings,
 }
 
+impl TransferConfig {
+    /// Operations in flight at most.
+    pub fn operations_max(&self) -> u32 {
+        self.settings.operations_max.min(self.caps.in_all.operations)
+    }
+
+    /// What may be in flight.
+    fn in_all(&self) -> Credits {
+        Credits { operations: self.operations_max(), ..self.caps.in_all }
+    }
+
+    /// What one operation may take, on a link that carries `bytes` in its time: half of what may be
+    /// in flight, so that there can be two.
+    fn operation_most(&self, bytes: u64) -> Credits {
+        let half = |of: fn(&Credits) -> u64| {
+            (of(&self.caps.per_peer).min(of(&self.caps.in_all)) / 2).max(1)
+        };
+        let slices = self.settings.slices_max.min(self.caps.slices_max);
+        Credits {
+            operations: 1,
+            ranges: half(|credits| credits.ranges).min(u64::from(slices)).max(1),
+            bytes: half(|credits| credits.bytes).min(bytes),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
     Stalled(SessionId),
     Opening(SessionId),
     Reopen(PeerSlot, usize),
     Quiet(Ticket),
-    Busy,
+    Busy(PeerSlot),
 }
 
 /// Who waits for a quiesce ticket.
 #[derive(Clone, Debug)]
 enum Waiter {
-    Retry(Post),
+    Retry(FlowId, Piece),
     Flow(FlowId),
     Fence(PeerSlot),
     Reopen(PeerSlot, usize),
@@ -175,9 +214,13 @@ pub struct Transfer {
     steps: BTreeMap<StepId, Vec<SourceId>>,
     computed: (StepId, u16),
     flows: BTreeMap<FlowId, Flow>,
-    queue: VecDeque<Post>,
-    busy: bool,
+    /// Pieces of all flows that are queued.
+    pieces: u32,
+    /// Peers on whose links something may be posted, in turns.
+    ring: VecDeque<PeerSlot>,
     ops: BTreeMap<OpId, Op>,
+    /// What is in flight.
+    used: Credits,
     tickets: BTreeMap<Ticket, (SessionId, Waiter)>,
     timers: Timers<Timer>,
     scratch: Slices,
@@ -201,9 +244,10 @@ impl Transfer {
             steps: BTreeMap::new(),
             computed: (StepId(0), 0),
             flows: BTreeMap::new(),
-            queue: VecDeque::new(),
-            busy: false,
+            pieces: 0,
+            ring: VecDeque::new(),
             ops: BTreeMap::new(),
+            used: Credits::default(),
             tickets: BTreeMap::new(),
             timers: Timers::default(),
             scratch: Slices::default(),
@@ -235,7 +279,7 @@ impl Transfer {
         match result {
             Ok(desc) => {
                 let Some(slot) = self.regions.get_mut(region.0 as usize) else {
-                    self.violations += 1;
+                    self.violations = self.violations.saturating_add(1);
                     return;
                 };
                 *slot = Some(desc);
@@ -271,15 +315,15 @@ impl Transfer {
             Job::Fence { peer } => self.fence(now, peer, out),
             Job::Source { source, step, ready, to, blocks, .. } => {
                 self.source_grew(source, step, ready, to, &blocks);
-                self.advance_source(now, source, out);
+                self.advance_source(now, source, 0..u16::MAX, out);
             }
             Job::Forget { source } => {
                 self.sources.remove(&source);
             }
-            Job::Write { flow, source, peer, from, tokens, blocks } => {
+            Job::Write { flow, source, peer, from, tokens, blocks, .. } => {
                 self.start_write(now, flow, source, peer, (from, tokens), blocks, out);
             }
-            Job::Read { flow, peer, from, tokens, remote, local } => {
+            Job::Read { flow, peer, from, tokens, remote, local, .. } => {
                 self.start_read(now, flow, peer, (from, tokens), remote, local, out);
             }
             Job::Stop { flow } => self.fail_flow(now, flow, Failure::Cancelled, false, out),
@@ -322,15 +366,26 @@ impl Transfer {
 
     fn quiet(&mut self, now: Nanos, ticket: Ticket, out: &mut Out) {
         let Some((_, waiter)) = self.tickets.remove(&ticket) else {
-            self.violations += 1;
+            self.violations = self.violations.saturating_add(1);
             return;
         };
         self.timers.cancel(&Timer::Quiet(ticket));
         match waiter {
-            Waiter::Retry(post) => self.retry(post),
+            Waiter::Retry(flow, piece) => self.retry(flow, piece),
             Waiter::Flow(flow) => self.flow_quiet(flow, out),
             Waiter::Fence(peer) => self.fence_part_done(peer, out),
             Waiter::Reopen(peer, index) => self.session_quiet(now, peer, index),
+        }
+    }
+
+    /// A session that owes no `Quiet` before older operations on it are over is not to blame for its
+    /// silence: these have a time of their own.
+    fn check_quiet(&mut self, now: Nanos, ticket: Ticket, out: &mut Out) {
+        let Some(&(session, _)) = self.tickets.get(&ticket) else { return };
+        if self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session) {
+            self.timers.arm(Timer::Quiet(ticket), now + self.config.settings.quiet);
+        } else {
+            self.session_died(now, session, Cause::AckTimeout, out);
         }
     }
 
@@ -342,12 +397,8 @@ impl Transfer {
                     self.opened(now, session, Err(Cause::Unreachable), out);
                 }
                 Timer::Reopen(peer, index) => self.reopen(now, peer, index, out),
-                Timer::Quiet(ticket) => {
-                    if let Some(&(session, _)) = self.tickets.get(&ticket) {
-                        self.session_died(now, session, Cause::AckTimeout, out);
-                    }
-                }
-                Timer::Busy => self.busy = false,
+                Timer::Quiet(ticket) => self.check_quiet(now, ticket, out),
+                Timer::Busy(peer) => self.busy_over(peer),
             }
         }
     }
@@ -371,11 +422,12 @@ impl Transfer {
         }
         self.sessions.clear();
         self.fencing.clear();
-        self.queue.clear();
+        self.pieces = 0;
+        self.ring.clear();
         self.ops.clear();
+        self.used = Credits::default();
         self.tickets.clear();
         self.timers = Timers::default();
-        self.busy = false;
         self.register_all(out);
     }
 }
@@ -404,9 +456,11 @@ impl Machine for Transfer {
         Gauges {
             transfers: self.flows.len() as u32,
             operations: self.ops.len() as u32,
-            queued: (self.queue.len() + self.tickets.len()) as u32,
+            queued: self.pieces + self.tickets.len() as u32,
             held: self.sources.len() as u32,
             peers: self.peers.len() as u32,
+            entries: (self.steps.len() + self.fencing.len() + self.ring.len()) as u32,
+            remembered: (self.sessions.len() + self.timers.len()) as u32,
             violations: self.violations,
             ..Gauges::default()
         }

@@ -1,4 +1,4 @@
-//! The life of an operation: queued, submitted, completed, retried.
+//! The life of an operation: cut from a piece, submitted, completed, retried.
 
 use super::flow::Local;
 use super::session::SessionState;
@@ -9,181 +9,393 @@ use crate::core::ids::{FlowId, PeerSlot};
 use crate::core::layout::{Mismatch, Slices, Span};
 use crate::core::message::Role;
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, Direction, Landed, OpId, Outcome, Refused, SessionId};
+use crate::fabric::{Cause, Credits, Direction, Landed, OpId, Outcome, PeerId, Refused, SessionId};
 
-/// Tokens of a unit that one operation (or a few, if there are many slices) moves.
+/// Tokens of a unit that have to be moved.
 #[derive(Clone, Debug)]
-pub(super) struct Post {
-    pub(super) flow: FlowId,
-    unit: usize,
-    from: u32,
-    to: u32,
-    /// Slices `.0..` of the plan, when the operation would exceed the slice limit.
-    skip: usize,
+pub(super) struct Piece {
+    pub(super) unit: usize,
+    pub(super) from: u32,
+    pub(super) to: u32,
+    /// The bytes of its plan that it stands for, if other operations have the rest: a single block
+    /// was more than one may have.
+    part: Option<(u64, u64)>,
+    /// Operations that were submitted for it and failed.
     tries: u32,
 }
 
-impl Post {
-    pub(super) fn new(flow: FlowId, unit: usize, from: u32, to: u32) -> Post {
-        Post { flow, unit, from, to, skip: 0, tries: 0 }
+impl Piece {
+    pub(super) fn new(unit: usize, from: u32, to: u32) -> Piece {
+        Piece { unit, from, to, part: None, tries: 0 }
+    }
+
+    /// True if it is less than what its tokens stand for.
+    pub(super) fn is_part(&self) -> bool {
+        self.part.is_some()
     }
 }
 
 /// An operation that the data plane has accepted.
 #[derive(Debug)]
 pub(super) struct Op {
-    post: Post,
+    flow: FlowId,
+    piece: Piece,
     peer: PeerSlot,
     index: usize,
-    session: SessionId,
-    bytes: u64,
+    remote: PeerId,
+    pub(super) session: SessionId,
+    credits: Credits,
+    /// When it was submitted, and what the link had delivered by then.
+    posted: (Nanos, u64),
+}
+
+/// What came of the try to post an operation on a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Posted {
+    Yes,
+    /// No flow of the link has anything to post.
+    Idle,
+    /// The link, or its peer, has no room before one of its operations completes.
+    Full,
+    /// The plane has no room before any operation completes.
+    NoCredit,
 }
 
 impl Transfer {
-    /// Submits queued posts while there is credit.
-    pub(super) fn pump(&mut self, now: Nanos, out: &mut Out) {
-        while !self.busy && self.ops.len() < self.config.settings.operations_max as usize {
-            let Some(post) = self.queue.pop_front() else { break };
-            self.submit(now, post, out);
+    /// A flow has something to post.
+    pub(super) fn list(&mut self, id: FlowId) {
+        let Some(flow) = self.flows.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&flow.peer) else { return };
+        peer.link.list(id, &mut flow.share, &self.config.settings);
+        self.list_link(self.flows[&id].peer);
+    }
+
+    /// Something may be posted on the link to a peer.
+    pub(super) fn list_link(&mut self, slot: PeerSlot) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        let link = &mut peer.link;
+        if link.has_flows() && !link.refused && !std::mem::replace(&mut link.listed, true) {
+            self.ring.push_back(slot);
         }
     }
 
-    fn submit(&mut self, now: Nanos, mut post: Post, out: &mut Out) {
-        let Some(flow) = self.flows.get_mut(&post.flow) else { return };
-        if flow.ending.is_some() {
-            return;
-        }
-        let Some(peer) = self.peers.get_mut(&flow.peer) else { return };
-        let unit = &peer.units[post.unit];
-        let session = &mut peer.sessions[unit.session];
-        if session.state != SessionState::Open {
-            session.pending.push_back(post);
-            return;
-        }
-        let local = match &flow.local {
-            Local::Blocks(blocks) => blocks.as_slice(),
-            Local::Source(id) => self.sources.get(id).map_or(&[][..], |s| s.blocks.as_slice()),
-        };
-        self.scratch.clear();
-        let planned = match (local.get(unit.group), flow.remote.get(unit.group)) {
-            (Some(local), Some(remote)) => {
-                let span = Span { group: unit.group, from: post.from, to: post.to, local, remote };
-                unit.plan(&peer.routes, span, flow.tokens, &mut self.scratch)
+    /// Submits operations while there is credit, in turns of the links.
+    pub(super) fn pump(&mut self, now: Nanos, out: &mut Out) {
+        while let Some(&slot) = self.ring.front() {
+            let posted = match self.peers.contains_key(&slot) {
+                true => self.post_next(now, slot, out),
+                false => Posted::Idle,
+            };
+            match posted {
+                Posted::NoCredit => return,
+                Posted::Yes => self.ring.rotate_left(1),
+                Posted::Idle | Posted::Full => {
+                    self.ring.pop_front();
+                    if let Some(peer) = self.peers.get_mut(&slot) {
+                        peer.link.listed = false;
+                    }
+                }
             }
-            _ => Err(Mismatch(format!("no block list for group {}", unit.group).into())),
-        };
-        if let Err(mismatch) = planned {
-            return self.fail_flow(now, post.flow, Failure::Mismatch(mismatch), true, out);
         }
-        let count = self.scratch.count();
-        if post.skip >= count {
-            return self.settle_post(now, post.flow, 0, out);
+    }
+
+    /// Submits the next operation of a link. Nothing is planned for which there is no room.
+    fn post_next(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) -> Posted {
+        loop {
+            let settings = &self.config.settings;
+            let Some(peer) = self.peers.get_mut(&slot) else { return Posted::Idle };
+            let Some(id) = peer.link.next(settings) else { return Posted::Idle };
+            let flow = self.flows.get_mut(&id).expect("an ended flow is on no link");
+            let Some(piece) = flow.pieces.front() else {
+                flow.share.unlisted();
+                peer.link.unlist(settings);
+                continue;
+            };
+            let unit = &peer.units[piece.unit];
+            let session = &peer.sessions[unit.session];
+            if session.state != SessionState::Open {
+                peer.link.park(settings);
+                continue;
+            }
+            let most = self.config.operation_most(peer.link.pace.operation_bytes(settings));
+            let to = unit.cut(piece, flow.tokens, &most);
+            let need = unit.bound((piece.from, to), flow.tokens).at_most(&most);
+            let used = peer.used.get(&session.peer).copied().unwrap_or_default();
+            let room = peer.link.has_room(need.bytes, settings)
+                && (self.config.caps.per_peer.fits(&used, &need)
+                    || planted!("credit-of-a-peer-is-ignored"));
+            if !room {
+                return Posted::Full;
+            }
+            let fits = self.config.in_all().fits(&self.used, &need);
+            if !fits && !planted!("credit-in-all-is-ignored") {
+                return Posted::NoCredit;
+            }
+            let mut piece = flow.next_piece().expect("it was just seen");
+            self.pieces -= 1;
+            if to < piece.to {
+                flow.put_first(Piece { from: to, ..piece.clone() });
+                self.pieces += 1;
+                piece.to = to;
+            }
+            if self.submit(now, id, piece, &most, out) {
+                return Posted::Yes;
+            }
         }
-        let end = count.min(post.skip + self.config.settings.slices_max as usize);
-        let slices = part(&self.scratch, post.skip..end);
-        if end < count {
-            flow.outstanding += 1;
-            self.queue.push_front(Post { skip: end, ..post.clone() });
+    }
+
+    /// Plans a piece and submits it, or as much of it as an operation may have. False if that
+    /// is nothing, or the flow fails over it.
+    fn submit(
+        &mut self,
+        now: Nanos,
+        id: FlowId,
+        mut piece: Piece,
+        most: &Credits,
+        out: &mut Out,
+    ) -> bool {
+        if let Err(mismatch) = self.plan(id, &piece) {
+            self.fail_flow(now, id, Failure::Mismatch(mismatch), true, out);
+            return false;
         }
+        let (slices, end) = part(&self.scratch, piece.part, most);
+        if slices.is_empty() {
+            self.settle_piece(now, id, 0, out);
+            return false;
+        }
+        let op = OpId(self.fresh());
+        let flow = self.flows.get_mut(&id).expect("it was just planned");
+        let peer = self.peers.get_mut(&flow.peer).expect("a flow that posts has a peer");
+        if let Some(end) = end {
+            let (from, to) = piece.part.unwrap_or((0, u64::MAX));
+            flow.put_first(Piece { part: Some((end, to)), ..piece.clone() });
+            self.pieces += 1;
+            piece.part = Some((from, end));
+            if planted!("rest-of-a-split-is-not-counted") {
+                flow.outstanding -= 1;
+            }
+        }
+        let index = peer.units[piece.unit].session;
+        let session = &mut peer.sessions[index];
         if !flow.touched.contains(&session.id) {
             flow.touched.push(session.id);
         }
+        flow.in_flight += 1;
         if session.in_flight == 0 {
             session.progress = now;
             self.timers.arm_if_idle(Timer::Stalled(session.id), now + self.config.settings.stall);
         }
         session.in_flight += 1;
-        let (id, index, peer) = (session.id, unit.session, flow.peer);
+        piece.tries += 1;
+        let (ranges, bytes) = (slices.count() as u64, slices.bytes());
+        let credits = Credits { operations: 1, ranges, bytes };
+        self.used.add(&credits);
+        peer.used.entry(session.peer).or_default().add(&credits);
+        let (session, remote) = (session.id, session.peer);
+        let posted = (now, peer.link.posted(&mut flow.share, &credits, &self.config.settings));
+        let entry =
+            Op { flow: id, piece, peer: flow.peer, index, remote, session, credits, posted };
+        self.ops.insert(op, entry);
         let direction = match self.config.role {
             Role::Prefill => Direction::Write,
             Role::Decode => Direction::Read,
         };
-        let op = OpId(self.fresh());
-        post.tries += 1;
-        let bytes = slices.bytes();
-        self.ops.insert(op, Op { post, peer, index, session: id, bytes });
-        out.push(DataCommand::Submit { op, session: id, direction, slices });
+        out.push(DataCommand::Submit { op, session, direction, slices });
+        true
     }
 
-    /// Takes an operation off the books of its session.
+    /// Makes the byte ranges of a piece, in `scratch`.
+    fn plan(&mut self, id: FlowId, piece: &Piece) -> Result<(), Mismatch> {
+        self.scratch.clear();
+        let flow = &self.flows[&id];
+        let peer = &self.peers[&flow.peer];
+        let unit = &peer.units[piece.unit];
+        let local = match &flow.local {
+            Local::Blocks(blocks) => blocks.as_slice(),
+            Local::Source(id) => self.sources.get(id).map_or(&[][..], |s| s.blocks.as_slice()),
+        };
+        let (Some(local), Some(remote)) = (local.get(unit.group), flow.remote.get(unit.group))
+        else {
+            return Err(Mismatch(format!("no block list for group {}", unit.group).into()));
+        };
+        let span = Span { group: unit.group, from: piece.from, to: piece.to, local, remote };
+        unit.plan(&peer.routes, span, flow.tokens, &mut self.scratch)
+    }
+
+    /// Takes an operation off the books.
     fn take_op(&mut self, now: Nanos, id: OpId) -> Option<Op> {
         let Some(op) = self.ops.remove(&id) else {
-            self.violations += 1;
+            self.violations = self.violations.saturating_add(1);
             return None;
         };
-        if let Some(peer) = self.peers.get_mut(&op.peer)
-            && let Some(session) = peer.sessions.get_mut(op.index)
-            && session.id == op.session
-        {
-            session.in_flight -= 1;
-            session.progress = now;
+        if !planted!("credit-is-not-given-back") {
+            self.used.remove(&op.credits);
         }
+        if let Some(flow) = self.flows.get_mut(&op.flow) {
+            flow.in_flight -= 1;
+        }
+        if let Some(peer) = self.peers.get_mut(&op.peer)
+            && let Some(used) = peer.used.get_mut(&op.remote)
+        {
+            used.remove(&op.credits);
+            peer.link.ended(&op.credits);
+            let session = &mut peer.sessions[op.index];
+            if session.id == op.session || planted!("late-completions-count-for-the-next-session") {
+                session.in_flight -= 1;
+                session.progress = now;
+            }
+        }
+        self.list_link(op.peer);
         Some(op)
     }
 
     pub(super) fn completed(&mut self, now: Nanos, id: OpId, outcome: Outcome, out: &mut Out) {
         let Some(op) = self.take_op(now, id) else { return };
-        self.busy = false;
+        let flow = op.flow;
         match outcome {
             Outcome::Done | Outcome::Failed { landed: Landed::All, .. } => {
-                self.session_works(op.peer, op.index);
-                self.settle_post(now, op.post.flow, op.bytes, out);
+                if let Some(peer) = self.peers.get_mut(&op.peer) {
+                    peer.sessions[op.index].reopens = 0;
+                    if outcome == Outcome::Done {
+                        peer.link.pace.done(now, op.posted, op.credits.bytes);
+                    }
+                }
+                self.settle_piece(now, flow, op.credits.bytes, out);
             }
             Outcome::Failed { cause, landed } => self.op_failed(now, op, cause, landed, out),
         }
+        self.end_if_over(now, flow, out);
     }
 
     fn op_failed(&mut self, now: Nanos, op: Op, cause: Cause, landed: Landed, out: &mut Out) {
         if matches!(cause, Cause::QueuePair | Cause::PeerGone) {
             self.session_died(now, op.session, cause.clone(), out);
         }
-        let alive = self.flows.get(&op.post.flow).is_some_and(|flow| flow.ending.is_none());
-        if !alive {
+        let Some(flow) = self.flows.get_mut(&op.flow) else { return };
+        let unsure = landed != Landed::None && !planted!("failed-operations-are-quiet");
+        if unsure && !flow.unsure.contains(&op.session) {
+            flow.unsure.push(op.session);
+        }
+        if flow.ending.is_some() {
             return;
         }
-        if op.post.tries > self.config.settings.retries_max {
-            return self.fail_flow(now, op.post.flow, Failure::Fabric(cause), true, out);
+        if op.piece.tries > self.config.settings.retries_max
+            && !planted!("operations-are-tried-for-ever")
+        {
+            return self.fail_flow(now, op.flow, Failure::Fabric(cause), true, out);
         }
         match landed {
-            Landed::None => self.retry(op.post),
-            _ => self.quiesce(now, op.session, Waiter::Retry(op.post), out),
+            Landed::None => self.retry(op.flow, op.piece),
+            _ if planted!("retry-without-quiet") => self.retry(op.flow, op.piece),
+            _ => self.quiesce(now, op.session, Waiter::Retry(op.flow, op.piece), out),
         }
     }
 
-    /// Puts a post that failed and is quiet back in front of the queue. Rewriting the same bytes
+    /// Queues a piece that failed and is quiet again, ahead of the others. Rewriting the same bytes
     /// into the same blocks is harmless while the flow lives.
-    pub(super) fn retry(&mut self, post: Post) {
-        self.queue.push_front(post);
+    pub(super) fn retry(&mut self, id: FlowId, piece: Piece) {
+        let Some(flow) = self.flows.get_mut(&id) else { return };
+        if flow.ending.is_none() {
+            flow.give_back(piece);
+            self.pieces += 1;
+            self.list(id);
+        }
     }
 
     pub(super) fn submit_refused(&mut self, now: Nanos, id: OpId, why: Refused, out: &mut Out) {
         let Some(mut op) = self.take_op(now, id) else { return };
+        let flow = op.flow;
         match why {
             Refused::Busy => {
-                op.post.tries -= 1;
-                self.queue.push_front(op.post);
-                self.busy = true;
-                self.timers.arm_if_idle(Timer::Busy, now + self.config.settings.busy_delay);
+                op.piece.tries -= u32::from(!planted!("busy-burns-a-try"));
+                self.retry(flow, op.piece);
+                if let Some(peer) = self.peers.get_mut(&op.peer) {
+                    peer.link.refuse();
+                    let again = now + self.config.settings.busy_delay;
+                    self.timers.arm_if_idle(Timer::Busy(op.peer), again);
+                }
             }
             Refused::Gone => {
                 self.session_died(now, op.session, Cause::QueuePair, out);
-                if op.post.tries > self.config.settings.retries_max {
+                if op.piece.tries > self.config.settings.retries_max {
                     let failure = Failure::Fabric(Cause::QueuePair);
-                    self.fail_flow(now, op.post.flow, failure, true, out);
+                    self.fail_flow(now, flow, failure, true, out);
                 } else {
-                    self.queue.push_front(op.post);
+                    self.retry(flow, op.piece);
                 }
             }
-            why => self.fail_flow(now, op.post.flow, Failure::Refused(why), true, out),
+            why => self.fail_flow(now, flow, Failure::Refused(why), true, out),
         }
+        self.end_if_over(now, flow, out);
+    }
+
+    /// The plane may have room again.
+    pub(super) fn busy_over(&mut self, slot: PeerSlot) {
+        if let Some(peer) = self.peers.get_mut(&slot) {
+            peer.link.refused = false;
+        }
+        self.list_link(slot);
     }
 }
 
-/// A copy of some of the slices, with exact capacity.
-fn part(all: &Slices, range: std::ops::Range<usize>) -> Slices {
-    Slices {
-        local: all.local[range.clone()].to_vec(),
-        remote: all.remote[range.clone()].to_vec(),
-        len: all.len[range].to_vec(),
+/// The bytes `range` of a plan, or all of it; of these as much as an operation may have, and where in
+/// the plan it ends if that is not all.
+fn part(all: &Slices, range: Option<(u64, u64)>, most: &Credits) -> (Slices, Option<u64>) {
+    if range.is_none() && all.count() as u64 <= most.ranges && all.bytes() <= most.bytes {
+        return (all.clone(), None);
+    }
+    let (from, to) = range.unwrap_or((0, u64::MAX));
+    let mut some = Slices::default();
+    let (mut end, mut room) = (0, most.bytes);
+    for index in 0..all.count() {
+        let first = end;
+        end += all.len[index];
+        let (start, stop) = (from.max(first), to.min(end));
+        if start >= stop {
+            continue;
+        }
+        if some.count() as u64 == most.ranges || room == 0 {
+            return (some, Some(start));
+        }
+        let taken = (stop - start).min(room);
+        let skipped = start - first;
+        some.push(all.local[index] + skipped, all.remote[index] + skipped, taken);
+        room -= taken;
+        if taken < stop - start {
+            return (some, Some(start + taken));
+        }
+    }
+    (some, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_plan_are_the_plan_in_order() {
+        let mut all = Slices::default();
+        for (local, remote, len) in [(0, 100, 10), (20, 200, 1), (40, 300, 25), (70, 0, 4)] {
+            all.push(local, remote, len);
+        }
+        let bytes_of = |slices: &Slices| -> Vec<(u64, u64)> {
+            let each = slices.local.iter().zip(&slices.remote).zip(&slices.len);
+            each.flat_map(|((l, r), len)| (0..*len).map(move |at| (l + at, r + at))).collect()
+        };
+        for (ranges, bytes) in [(1, 1), (1, 7), (2, 12), (3, 100), (1, 100), (4, 40), (9, 39)] {
+            let most = Credits { operations: 1, ranges, bytes };
+            let (mut range, mut found) = (None, Vec::new());
+            for operations in 0.. {
+                assert!(operations <= 40, "{most:?}: it does not come to an end");
+                let (some, end) = part(&all, range, &most);
+                assert!(some.count() as u64 <= ranges && some.bytes() <= bytes, "{most:?}");
+                found.extend(bytes_of(&some));
+                let Some(end) = end else { break };
+                range = Some((end, u64::MAX));
+            }
+            assert_eq!(found, bytes_of(&all), "{most:?}");
+        }
+        let (some, end) = part(&all, Some((5, 12)), &Credits::UNLIMITED);
+        assert_eq!((bytes_of(&some), end), (bytes_of(&all)[5..12].to_vec(), None));
     }
 }

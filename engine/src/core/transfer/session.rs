@@ -1,16 +1,19 @@
 //! Peers and the sessions to their ranks: opened at the hello, reopened when they die, revoked by
 //! a fence.
 
-use super::post::Post;
+use super::link::Link;
+use super::post::Piece;
 use super::{Out, Timer, Transfer, Waiter};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
 use crate::core::ids::PeerSlot;
-use crate::core::layout::{Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, Span, routes};
+use crate::core::layout::{
+    Footprint, Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, Span, routes,
+};
 use crate::core::message::{Report, Role};
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, PeerId, Refused, RegionDesc, RegionId, SessionId};
-use std::collections::{BTreeMap, VecDeque};
+use crate::fabric::{Cause, Credits, PeerId, Refused, RegionDesc, RegionId, SessionId};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Layers of one group that travel together between this rank and one rank of a peer.
@@ -27,6 +30,8 @@ pub(super) struct Unit {
     align: u32,
     /// Tokens of which only all have a meaning.
     whole: u32,
+    /// Of all its layers.
+    footprint: Footprint,
 }
 
 impl Unit {
@@ -41,7 +46,52 @@ impl Unit {
         }
     }
 
-    /// Plans a span of a prompt of `tokens` tokens; what is outside a sliding window is left out.
+    /// First token from `from` on that is moved of a prompt of `tokens` tokens; what is outside a
+    /// sliding window is left out.
+    fn first(&self, from: u32, tokens: u32) -> u32 {
+        let from = match self.kind {
+            GroupKind::Window { tokens: window } => {
+                let window = if planted!("window-is-half") { window / 2 } else { window };
+                from.max(tokens.saturating_sub(window))
+            }
+            GroupKind::Full | GroupKind::State => from,
+        };
+        from - from % self.whole
+    }
+
+    /// How far one operation gets with a piece of a prompt of `tokens` tokens: to the end of a block,
+    /// one at least.
+    pub(super) fn cut(&self, piece: &Piece, tokens: u32, most: &Credits) -> u32 {
+        if piece.is_part() || self.kind == GroupKind::State {
+            return piece.to;
+        }
+        let of = |most: u64, each: u64| most / each.max(1);
+        let blocks = of(most.bytes, self.footprint.block_bytes)
+            .min(of(most.ranges, self.footprint.block_ranges));
+        let first = u64::from(self.first(piece.from, tokens));
+        let align = u64::from(self.align.max(1));
+        let end = first.saturating_add(blocks.saturating_mul(self.footprint.block_tokens));
+        let end = (end / align * align).max((first / align + 1) * align);
+        u32::try_from(end).map_or(piece.to, |end| end.min(piece.to))
+    }
+
+    /// No less than the operation for these tokens takes of a plane's credit.
+    pub(super) fn bound(&self, (from, to): (u32, u32), tokens: u32) -> Credits {
+        let Footprint { block_tokens, block_bytes, block_ranges, token_ranges } = self.footprint;
+        let (first, end) = match self.kind {
+            GroupKind::State => (0, 1),
+            _ => (u64::from(self.first(from, tokens)), u64::from(to)),
+        };
+        let blocks = end.div_ceil(block_tokens).saturating_sub(first / block_tokens);
+        let over = (block_tokens - first % block_tokens) % block_tokens;
+        Credits {
+            operations: 1,
+            ranges: (blocks * block_ranges + over * token_ranges).max(1),
+            bytes: blocks * block_bytes,
+        }
+    }
+
+    /// Plans a span of a prompt of `tokens` tokens.
     pub(super) fn plan(
         &self,
         routes: &[Route],
@@ -51,12 +101,10 @@ impl Unit {
     ) -> Result<(), Mismatch> {
         match self.kind {
             GroupKind::State => (span.from, span.to) = (0, 1),
-            GroupKind::Window { tokens: window } => {
-                span.from = span.from.max(tokens.saturating_sub(window));
+            GroupKind::Full | GroupKind::Window { .. } => {
+                span.from = self.first(span.from, tokens);
             }
-            GroupKind::Full => {}
         }
-        span.from -= span.from % self.whole;
         if span.from >= span.to {
             return Ok(());
         }
@@ -82,13 +130,11 @@ pub(super) struct Session {
     pub(super) in_flight: u32,
     /// Last completion.
     pub(super) progress: Nanos,
-    /// Posts that wait for it to open.
-    pub(super) pending: VecDeque<Post>,
-    peer: PeerId,
+    pub(super) peer: PeerId,
     local: RegionId,
     remote: RegionDesc,
     /// Reopenings since the last success.
-    reopens: u32,
+    pub(super) reopens: u32,
 }
 
 #[derive(Debug, PartialEq)]
@@ -107,6 +153,9 @@ pub(super) struct Peer {
     pub(super) routes: Vec<Route>,
     pub(super) units: Vec<Unit>,
     pub(super) sessions: Vec<Session>,
+    pub(super) link: Link,
+    /// What is in flight to each of its ranks.
+    pub(super) used: BTreeMap<PeerId, Credits>,
     phase: Phase,
 }
 
@@ -150,6 +199,8 @@ impl Transfer {
             routes: Vec::new(),
             units: Vec::new(),
             sessions: Vec::new(),
+            link: Link::default(),
+            used: BTreeMap::new(),
             phase: Phase::Opening,
         };
         let built = match self.layout() {
@@ -198,7 +249,6 @@ impl Transfer {
                             state: SessionState::Pausing,
                             in_flight: 0,
                             progress: Nanos::ZERO,
-                            pending: VecDeque::new(),
                             peer: ids[&route.remote_rank],
                             local: RegionId(u32::from(regions.0)),
                             remote: rank.regions[usize::from(regions.1)].0.clone(),
@@ -215,6 +265,7 @@ impl Transfer {
                         kind: spec.kind,
                         align: own.alignment(geometry, group),
                         whole: if own.packed { own.groups[group].block_tokens.max(1) } else { 1 },
+                        footprint: footprint(route, layers),
                     });
                 }
             }
@@ -271,12 +322,22 @@ impl Transfer {
         match result {
             Ok(()) => {
                 session.state = SessionState::Open;
-                let pending = std::mem::take(&mut session.pending);
-                self.queue.extend(pending);
                 self.timers.cancel(&Timer::Opening(id));
                 self.report_if_ready(slot, out);
+                self.unpark(slot);
             }
             Err(cause) => self.session_died(now, id, cause, out),
+        }
+    }
+
+    /// Flows that waited for a session of a peer try again.
+    fn unpark(&mut self, slot: PeerSlot) {
+        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        for id in peer.link.unpark() {
+            if let Some(flow) = self.flows.get_mut(&id) {
+                flow.share.unlisted();
+                self.list(id);
+            }
         }
     }
 
@@ -298,6 +359,9 @@ impl Transfer {
         session.state = SessionState::Closing;
         session.reopens += 1;
         let given_up = session.reopens;
+        if let Some(peer) = self.peers.get_mut(&slot) {
+            peer.link.pace.forget();
+        }
         self.timers.cancel(&Timer::Opening(id));
         self.timers.cancel(&Timer::Stalled(id));
         out.push(DataCommand::Close { session: id });
@@ -322,19 +386,10 @@ impl Transfer {
         }
     }
 
-    /// A success resets the count of reopenings.
-    pub(super) fn session_works(&mut self, slot: PeerSlot, index: usize) {
-        if let Some(peer) = self.peers.get_mut(&slot)
-            && let Some(session) = peer.sessions.get_mut(index)
-        {
-            session.reopens = 0;
-        }
-    }
-
     pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut Out) {
         let stall = self.config.settings.stall;
         let Some((_, _, session)) = self.session_mut(id) else { return };
-        if session.in_flight == 0 {
+        if session.in_flight == 0 || planted!("nothing-is-ever-stalled") {
             return;
         }
         let due = session.progress + stall;
@@ -398,7 +453,6 @@ impl Transfer {
             self.timers.cancel(&Timer::Reopen(slot, index));
             self.timers.cancel(&Timer::Opening(session.id));
             self.timers.cancel(&Timer::Stalled(session.id));
-            session.pending.clear();
             match session.state {
                 SessionState::Pausing => {}
                 SessionState::Closing => closing.push(session.id),
@@ -442,4 +496,19 @@ impl Transfer {
         }
         out.push(Report::Fenced { peer: slot });
     }
+}
+
+/// Of several layers of a route, in one group.
+fn footprint(route: &Route, layers: &[u16]) -> Footprint {
+    let mut all = Footprint { block_tokens: 1, block_bytes: 0, block_ranges: 0, token_ranges: 0 };
+    for layer in layers {
+        let each = route.footprint(*layer);
+        all = Footprint {
+            block_tokens: each.block_tokens,
+            block_bytes: all.block_bytes + each.block_bytes,
+            block_ranges: all.block_ranges + each.block_ranges,
+            token_ranges: all.token_ranges + each.token_ranges,
+        };
+    }
+    all
 }

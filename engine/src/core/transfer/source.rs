@@ -5,6 +5,7 @@ use crate::core::ids::{FlowId, SourceId, StepId};
 use crate::core::layout::BlockList;
 use crate::core::time::Nanos;
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// One prompt being computed by the engine.
 #[derive(Debug, Default)]
@@ -25,7 +26,8 @@ impl Source {
     pub(super) fn ready(&self, last: u16, (step, layers): (StepId, u16)) -> u32 {
         let mut ready = self.complete;
         for &(chunk, to) in &self.chunks {
-            if chunk > step || (chunk == step && layers <= last) {
+            let early = planted!("a-layer-is-sent-before-it-is-computed");
+            if chunk > step || (chunk == step && layers + u16::from(early) <= last) {
                 break;
             }
             ready = to;
@@ -83,11 +85,13 @@ impl Transfer {
         if (step, layers) <= self.computed {
             return;
         }
-        self.computed = (step, layers);
+        let before = std::mem::replace(&mut self.computed, (step, layers));
+        // Of a step that goes on only the layers that are new have more to send.
+        let new = if before.0 == step { before.1..layers } else { 0..u16::MAX };
         let grown: Vec<SourceId> =
             self.steps.range(..=step).flat_map(|(_, ids)| ids.iter().copied()).collect();
         for id in grown {
-            self.advance_source(now, id, out);
+            self.advance_source(now, id, new.clone(), out);
         }
         self.settle_steps();
     }
@@ -108,14 +112,20 @@ impl Transfer {
         }
     }
 
-    /// Posts what the flows of a source can send now.
-    pub(super) fn advance_source(&mut self, now: Nanos, id: SourceId, out: &mut Out) {
+    /// Queues what the flows of a source can send now in units that end with one of `layers`.
+    pub(super) fn advance_source(
+        &mut self,
+        now: Nanos,
+        id: SourceId,
+        layers: Range<u16>,
+        out: &mut Out,
+    ) {
         let count = self.sources.get(&id).map_or(0, |source| source.flows.len());
         // From the back, since a flow that ends is removed from the list.
         for index in (0..count).rev() {
             let flow = self.sources.get(&id).and_then(|source| source.flows.get(index).copied());
             if let Some(flow) = flow {
-                self.advance(now, flow, out);
+                self.advance(now, flow, layers.clone(), out);
             }
         }
     }

@@ -243,7 +243,7 @@ impl Node {
 
     /// Polls until the status is final.
     pub(crate) fn finish(&self, handle: u64) -> u32 {
-        let end = Instant::now() + Duration::from_secs(20);
+        let end = Instant::now() + Duration::from_secs(300);
         loop {
             match self.poll(handle).expect("a status") {
                 Code::IN_PROGRESS if Instant::now() < end => std::thread::yield_now(),

@@ -74,6 +74,10 @@ impl Loads {
         self.get(self.known.get(&(instance, request.clone()))?.load)
     }
 
+    pub(super) fn number(&self, instance: u16, request: &RequestId) -> u32 {
+        self.known.get(&(instance, request.clone())).map_or(0, |known| known.load)
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = &Load> {
         self.slots.iter().flatten()
     }
@@ -165,10 +169,20 @@ impl Loads {
         Some((instance, request.clone()))
     }
 
+    pub(super) fn attempt(&self, instance: u16, tag: &Tag) -> Option<(&RequestId, Attempt)> {
+        let request = self.tags.get(&(instance, tag.key.clone(), tag.sibling))?;
+        let known = self.known.get(&(instance, request.clone()))?;
+        Some((request, known.attempt))
+    }
+
     /// A decode asked `peer` for an attempt, in which `writer` submits the operations.
     pub(super) fn set_writer(&mut self, instance: u16, tag: &Tag, writer: u16, peer: Who) {
         let Some(key) = self.tagged(instance, tag) else { return };
         let Some(known) = self.known.get_mut(&key) else { return };
+        if tag.attempt < known.attempt {
+            // A repeated question of an attempt before.
+            return;
+        }
         known.asked = Some((peer, writer));
         let anew = tag.attempt > known.attempt;
         if anew {
@@ -183,12 +197,12 @@ impl Loads {
         }
     }
 
-    /// A prefill granted its blocks to an attempt.
+    /// A prefill granted its blocks to an attempt; only the newest counts.
     pub(super) fn granted(&mut self, instance: u16, tag: &Tag, seq: u64) {
         let Some(key) = self.tagged(instance, tag) else { return };
         let Some(known) = self.known.get_mut(&key) else { return };
-        // A retransmitted grant is no new one.
-        if known.granted != 0 {
+        // A retransmitted grant is no new one, nor is a late one of an attempt before.
+        if known.granted != 0 || tag.attempt != known.attempt {
             return;
         }
         known.granted = seq;

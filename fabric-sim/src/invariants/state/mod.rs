@@ -8,15 +8,15 @@ mod ops;
 
 pub(crate) use blocks::Block;
 pub(crate) use loads::Load;
-pub(crate) use ops::Op;
+pub(crate) use ops::{Op, Work};
 
 use crate::fit::fits;
 use crate::observe::{BlockRef, Observation, Rank, Submission, Who};
 use blocks::Blocks;
 use engine::core::dialect::native::Frame;
-use engine::core::ids::RequestId;
+use engine::core::ids::{Attempt, RequestId};
 use engine::core::layout::GroupKind;
-use engine::core::message::{DecodeHook, Message, Role};
+use engine::core::message::{DecodeHook, Message, Role, Tag};
 use engine::core::time::Nanos;
 use engine::fabric::{Direction, Landed, Outcome, Placement};
 use loads::Loads;
@@ -144,6 +144,12 @@ impl State {
         pairs.filter(|(a, b)| a < b && self.fits(*a, *b) && !self.is_broken(&[*a, *b].into()))
     }
 
+    /// True for a group of layers that need a window of the prompt only.
+    pub(crate) fn slides(&self, group: u16) -> bool {
+        let kind = self.model.groups.get(usize::from(group)).map(|group| group.kind);
+        matches!(kind, Some(GroupKind::Window { .. }))
+    }
+
     /// A block in the present life of its instance.
     #[inline]
     pub(crate) fn block(&self, instance: u16, at: BlockRef) -> Block {
@@ -156,9 +162,24 @@ impl State {
         self.loads.get(block.load)
     }
 
+    /// The load with a number, as blocks name it.
+    pub(crate) fn load_at(&self, number: u32) -> Option<&Load> {
+        self.loads.get(number)
+    }
+
+    /// The number of a request's load, which no other has until it ends; 0 for none.
+    pub(crate) fn load_number(&self, instance: u16, request: &RequestId) -> u32 {
+        self.loads.number(instance, request)
+    }
+
     /// The load of a request.
     pub(crate) fn load(&self, instance: u16, request: &RequestId) -> Option<&Load> {
         self.loads.find(instance, request)
+    }
+
+    /// The request that a tag of a decode names, and its newest attempt.
+    pub(crate) fn tagged(&self, instance: u16, tag: &Tag) -> Option<(&RequestId, Attempt)> {
+        self.loads.attempt(instance, tag)
     }
 
     /// Loads that have not ended.

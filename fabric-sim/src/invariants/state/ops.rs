@@ -5,6 +5,9 @@ use crate::observe::{BlockRef, Rank, Submission, Who};
 use engine::fabric::{PeerId, SessionId, Ticket};
 use std::collections::{BTreeMap, VecDeque};
 
+/// See [`Op::work`].
+pub(crate) type Work = (Rank, (u32, u64, u64), u64);
+
 /// An operation.
 #[derive(Debug)]
 pub(crate) struct Op {
@@ -20,6 +23,8 @@ pub(crate) struct Op {
     pub(crate) completed: bool,
     /// Nothing of it can land any more, and its initiator knows.
     pub(crate) settled: bool,
+    place: (u32, u64, u64),
+    bytes: u64,
     reads: Vec<BlockRef>,
     writes: Vec<BlockRef>,
 }
@@ -35,6 +40,8 @@ impl Op {
             awaits_quiet,
             completed: false,
             settled: false,
+            place: seen.place,
+            bytes: seen.bytes,
             reads: Vec::new(),
             writes: Vec::new(),
         }
@@ -42,6 +49,12 @@ impl Op {
 }
 
 impl Op {
+    /// What it has in common with other tries to move the same bytes, and with nothing else that its
+    /// plane does at that time: the rank that is written, where it begins, and its length.
+    pub(crate) fn work(&self) -> Work {
+        (self.target, self.place, self.bytes)
+    }
+
     /// What tells it from others of its plane, but for its layers: the target, and the first and
     /// the last block that it writes, or that it reads if it reaches nothing that could be written.
     pub(crate) fn range(&self) -> (Rank, Option<BlockRef>, Option<BlockRef>) {

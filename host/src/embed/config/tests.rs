@@ -41,7 +41,7 @@ impl Drop for File {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 8] = [
+const SAID: [(&str, &str, [&str; 3]); 10] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("log_format", "text", ["json", "text", "json"]),
@@ -50,10 +50,17 @@ const SAID: [(&str, &str, [&str; 3]); 8] = [
     ("spin_us", "50", ["0", "7", "8"]),
     ("paths", "shared-memory,cross-memory,tcp", ["tcp", "cross-memory,tcp", "shared-memory"]),
     ("slower", "false", ["true", "false", "true"]),
+    (
+        "set",
+        "protocol.lease_ms=30000",
+        ["protocol.lease_ms=20000", "protocol.lease_ms=10000", "protocol.lease_ms=5000"],
+    ),
+    ("state", "kvferry", ["/file", "/env", "/flag"]),
 ];
 
 fn value(config: &Config, key: &str) -> String {
-    let Config { socket, metrics, logs, fabric, .. } = config;
+    let Config { socket, metrics, logs, operator, .. } = config;
+    let Operator { fabric, limits, state } = operator;
     match key {
         "socket" => socket.as_ref().map_or(String::new(), |path| path.display().to_string()),
         "metrics" => metrics.clone().unwrap_or_default(),
@@ -63,6 +70,15 @@ fn value(config: &Config, key: &str) -> String {
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
         "slower" => fabric.slower.to_string(),
+        "set" => {
+            let limits = limits.limits().expect("they go together");
+            format!("protocol.lease_ms={}", limits.protocol.lease.0 / 1_000_000)
+        }
+        // The default is below the home of whoever runs this.
+        "state" => match state {
+            Some(path) if path.ends_with("kvferry") => "kvferry".into(),
+            state => state.as_ref().map_or("kvferry".into(), |path| path.display().to_string()),
+        },
         _ => panic!("{key} is not looked at"),
     }
 }
@@ -91,8 +107,8 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
 
 #[test]
 fn a_file_has_values_of_their_own_types() {
-    let text =
-        "copiers = 1_6\nspin_us = 0x10\nslower = true\npaths = [\"tcp\", \"shared-memory\"]\n";
+    let text = "copiers = 1_6\nspin_us = 0x10\nslower = true\npaths = [\"tcp\", \"shared-memory\"]\n\
+        [protocol]\nlease_ms = 20.5\n[channel]\nlinks_max = 7\n";
     let file = File::new("types", text);
     let config = parsed(&file.flags()).resolve([]).expect("valid");
     let expected = HostConfig {
@@ -102,7 +118,9 @@ fn a_file_has_values_of_their_own_types() {
         paths: vec![DataPath::Tcp, DataPath::SharedMemory],
         ..HostConfig::default()
     };
-    assert_eq!(config.fabric, expected);
+    assert_eq!(config.operator.fabric, expected);
+    let limits = config.operator.limits.limits().expect("they go together");
+    assert_eq!((limits.protocol.lease.0, limits.channel.links_max), (20_500_000, 7));
     assert_eq!(config.file.as_deref(), Some(&*file.0));
 }
 
@@ -111,7 +129,7 @@ fn the_file_is_named_by_a_flag_or_by_the_environment() {
     let [one, other] = [File::new("one", "copiers = 7"), File::new("other", "copiers = 9")];
     let set = [(FILE.into(), one.0.clone().into_os_string())];
     let copiers =
-        |flags: &[&str]| parsed(flags).resolve(set.clone()).expect("valid").fabric.copiers;
+        |flags: &[&str]| parsed(flags).resolve(set.clone()).expect("valid").operator.fabric.copiers;
     assert_eq!(copiers(&[]), 7);
     assert_eq!(copiers(&other.flags()), 9);
     let set = [(FILE.into(), "/nonexistent/host.toml".into())];
@@ -136,6 +154,9 @@ fn mistakes_in_a_file_are_named_with_their_line() {
         ("log_level = \"loud\"", ":1: log_level = \"loud\": it has to be off, error, warn"),
         ("log_format = \"xml\"", ":1: log_format = \"xml\": it has to be text or json"),
         ("socket = \"a\"\ncopiers", ":2: not TOML: "),
+        ("\n[protocol]\nlease = 2", ":2: protocol.lease: there is no such key; did you mean"),
+        ("[channel]\nlinks_max = []", ":1: channel.links_max = : it has to be a whole number"),
+        ("operations = 2", ":1: a table of times and limits is expected"),
     ] {
         let why = Given::from_file(text, "host.toml").expect_err(text);
         assert!(why.starts_with("host.toml:") && why.contains(said), "{text:?}: {why}");

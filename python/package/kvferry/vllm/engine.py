@@ -1,5 +1,6 @@
 """What vLLM's configuration says of an engine, in the words of the host."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvferry._native import Link, settings
+from kvferry.vllm.check import check, given
 
 # Time for a host to start, and then to have all parts of its engine.
 START_S = 60
@@ -43,49 +45,29 @@ class Place:
 
 def place(vllm_config) -> Place:
     """Reads `kv_connector_extra_config`; raises for what is wrong in it."""
-    transfer = vllm_config.kv_transfer_config
-    given = dict(transfer.kv_connector_extra_config)
-    if current_platform.is_rocm():
-        given.setdefault("backend", "mori-rdma")
-    given = json.dumps(given)
-    socket, *how = settings(given)
+    check(vllm_config)
+    transfer, keys = vllm_config.kv_transfer_config, given(vllm_config)
+    socket, *how = settings(keys)
     if socket:
-        return Place(Path(socket), given, *how)
+        return Place(Path(socket), keys, *how)
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(folder) / f"kvferry-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return Place(folder / f"{transfer.engine_id}.sock", given, *how)
+    return Place(folder / f"{transfer.engine_id}.sock", keys, *how)
 
 
 def describe(vllm_config, kv_cache_config) -> str:
     """The engine in JSON."""
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     parallel = vllm_config.parallel_config
-    if transfer.kv_role not in ("kv_producer", "kv_consumer"):
-        raise ValueError(
-            f'kv_role "{transfer.kv_role}": KvferryConnector needs "kv_producer" for a prefill'
-            ' or "kv_consumer" for a decode'
-        )
-    refused = {
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "DP ranks on several nodes": parallel.data_parallel_size_local
-        != parallel.data_parallel_size,
-        "speculative decoding": vllm_config.speculative_config is not None,
-    }
     kinds = (type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-    refused |= {
-        f"KV cache groups of {kind.__name__}": True
-        for kind in kinds
-        if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-    }
-    if wrong := [what for what, is_on in refused.items() if is_on]:
-        raise ValueError(f"KvferryConnector does not support {', '.join(wrong)}")
+    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    if wrong := {f"KV cache groups of {kind.__name__}" for kind in kinds if kind not in known}:
+        raise ValueError(f"KvferryConnector does not support {', '.join(sorted(wrong))}")
     return json.dumps(
         {
             "role": "Prefill" if transfer.is_kv_producer else "Decode",
-            "model": f"{model.model}@{model.revision}" if model.revision else model.model,
+            "model": identity(model, vllm_config.cache_config.cache_dtype),
             "tp": parallel.tensor_parallel_size,
             "dp": _dp(parallel, transfer.engine_id),
             "kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -95,6 +77,36 @@ def describe(vllm_config, kv_cache_config) -> str:
             "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
         }
     )
+
+
+# Keys of a model's configuration that say where it came from, and not what it is.
+ORIGIN = {"transformers_version", "torch_dtype", "dtype"}
+
+
+def identity(model, cache_dtype: str) -> str:
+    """The model by what it is, which is equal on both sides of a transfer: the name that it is served
+    by, if it has one, its architecture, the type of its KV, and a digest of its configuration. The
+    folder that it lies in is none of that. Weights are not looked at, but for a revision that is named.
+    """
+    named = model.served_model_name
+    named = named[0] if isinstance(named, (list, tuple)) else named
+    kind = str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else str(cache_dtype)
+    config = json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
+    parts = [
+        named[:100] if named and named != model.model else "",
+        (getattr(model.hf_config, "architectures", None) or [model.hf_config.model_type])[0],
+        kind,
+        f"config {hashlib.sha256(config.encode()).hexdigest()[:16]}",
+        f"revision {model.revision[:40]}" if model.revision else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _plain(config):
+    if not isinstance(config, dict):
+        return config
+    kept = {key: value for key, value in config.items() if not str(key).startswith("_")}
+    return {key: _plain(value) for key, value in kept.items() if key not in ORIGIN}
 
 
 def _dp(parallel, engine_id: str) -> tuple[int, int]:

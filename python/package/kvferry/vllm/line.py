@@ -1,16 +1,20 @@
 """The link to the host, and another one when it is lost."""
 
+import contextlib
 import functools
-import logging
+import multiprocessing
 import os
 import select
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 from kvferry._native import Link
+from kvferry.vllm.log import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Before a lost host is looked for: an engine that ends is not to start another one.
 PAUSE_S = 1.0
@@ -36,6 +40,14 @@ def guarded(otherwise: Callable):
     return wrap
 
 
+def _shut(descriptor: int) -> None:
+    """Ends a connection for all who have it."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        # The other side may have ended it before.
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
 def nothing(*_) -> None:
     """The answer of a hook that has none."""
 
@@ -55,11 +67,17 @@ class Line:
     ):
         self.link: Link | None = link
         self._next: Link | None = None
+        # The server that this engine was started by has ended.
+        self._orphaned = False
+        # What is watched of the link, and who may shut it.
+        self._socket = -1
+        self._shutting = threading.Lock()
         self._make = make
         self._on_lost = on_lost
         # A descriptor of its own: the hooks may drop a link at any time.
         watch = threading.Thread(target=self._watch, args=(os.dup(link.fileno()),), daemon=True)
         watch.start()
+        threading.Thread(target=self._watch_server, daemon=True).start()
 
     def current(self) -> Link | None:
         """The link, or the next one if it is there."""
@@ -79,20 +97,51 @@ class Line:
             link.close()
             self._on_lost(link)
 
-    def _watch(self, socket: int) -> None:
+    def _watch(self, descriptor: int) -> None:
         while True:
+            with self._shutting:
+                self._socket = descriptor
+                if self._orphaned:
+                    _shut(descriptor)
             ended = select.poll()
-            ended.register(socket, select.POLLRDHUP)
+            ended.register(descriptor, select.POLLRDHUP)
             ended.poll()
-            os.close(socket)
+            with self._shutting:
+                self._socket = -1
+                os.close(descriptor)
+                if self._orphaned:
+                    return
             link = self._again()
-            socket = os.dup(link.fileno())
+            descriptor = os.dup(link.fileno())
             self._next = link
+
+    def _watch_server(self) -> None:
+        """An engine outlives the server that started it if that is killed, and gets no requests any
+        more. Its host has to end, or routers go on sending decodes to it."""
+        parent = multiprocessing.parent_process()
+        if parent is None:
+            return
+        try:
+            server = os.pidfd_open(parent.pid)
+        except ProcessLookupError:
+            server = -1
+        if server >= 0:
+            ended = select.poll()
+            ended.register(server, select.POLLIN)
+            ended.poll()
+            os.close(server)
+        logger.error("the server that started this engine has ended: its kvferry host ends, too")
+        with self._shutting:
+            self._orphaned = True
+            if self._socket >= 0:
+                _shut(self._socket)
 
     def _again(self) -> Link:
         pause = PAUSE_S
         while True:
             time.sleep(pause)
+            if self._orphaned:
+                sys.exit()
             try:
                 link = self._make()
                 logger.info("the kvferry host is there again")

@@ -3,13 +3,14 @@
 import contextlib
 import errno
 import fcntl
-import logging
 import mmap
 import os
 
 import torch
 
-logger = logging.getLogger(__name__)
+from kvferry.vllm.log import logger_of
+
+logger = logger_of(__name__)
 
 # MADV_POPULATE_WRITE of <linux/mman.h>, which `mmap` has no name for: all pages are there at once.
 POPULATE = 23

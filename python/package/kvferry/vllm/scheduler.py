@@ -1,7 +1,6 @@
 """The half in the engine core: forwards the scheduler's hooks to the host and applies its answers."""
 
 import json
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,9 +10,10 @@ from vllm.v1.request import RequestStatus
 from kvferry._native import Link
 from kvferry.vllm.engine import START_S, connect, describe, place
 from kvferry.vllm.line import Line, guarded, nothing
+from kvferry.vllm.log import logger_of
 from kvferry.vllm.stats import KvferryStats
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Clocks differ.
 LEASE_MARGIN_S = 1.0
@@ -70,18 +70,21 @@ class Scheduler:
         engine = describe(vllm_config, kv_cache_config)
         at = place(vllm_config)
 
-        ports = {}
+        ports, life = {}, {}
 
         def make() -> Link:
-            # Peers know the next host by the ports of the last one, if it can have them.
+            # Peers know the next host by the ports of the last one, if it can have them, and by its
+            # later life, whatever the clock says.
             settings = json.dumps(json.loads(at.settings) | ports)
-            link = connect(at, lambda path: Link.scheduler(path, engine, settings))
+            described = json.dumps(json.loads(engine) | life)
+            link = connect(at, lambda path: Link.scheduler(path, described, settings))
             try:
                 link.wait_ready(START_S)
             except ValueError:
                 ports.clear()
                 raise
             ports.update(link.ports)
+            life["last_life"] = link.life
             return link
 
         link = make()
@@ -209,7 +212,7 @@ class Scheduler:
         if not leg.loading:
             del self.legs[request.request_id]
         if leg.over:
-            return False, None
+            return False, self._told(request.request_id)
         reason = REASONS.get(request.status, "error")
         self._tell("finished", request.request_id, reason)
         if not self.produces or self.line.link is None:
@@ -245,6 +248,11 @@ class Scheduler:
         stats.add_failures("host-lost", self.lost)
         self.lost = 0
         return stats
+
+    def _told(self, request: str) -> dict | None:
+        """What the answer tells the router of a transfer that failed."""
+        told = self.line.link.told(request) if self.line.link is not None else None
+        return json.loads(told) if told else None
 
     def _tell(self, what: str, *args) -> None:
         if self.line.link is None:

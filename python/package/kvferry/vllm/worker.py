@@ -1,7 +1,6 @@
 """The half in a worker process: says where its KV lies and which layers are computed."""
 
 import json
-import logging
 import os
 import time
 
@@ -11,9 +10,10 @@ from kvferry._native import Link, Transfers
 from kvferry.vllm.engine import connect, place, unbound
 from kvferry.vllm.kernels import Kernels
 from kvferry.vllm.line import Line, guarded, nothing
+from kvferry.vllm.log import logger_of
 from kvferry.vllm.memory import Files
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Longest wait of a step for blocks that the host may still read.
 PREEMPTION_S = 2.0

@@ -3,7 +3,6 @@ MoRIIOConnector uses it."""
 
 import enum
 import logging
-import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -154,15 +153,23 @@ class IOEngine:
         return self._engine().allocate_transfer_uid()
 
 
+# Bytes of a page, as vLLM's connector has it, and of a tensor that glibc maps on its own like a KV cache.
+PAGE = 4096
+LARGE = 64 << 20
+
+
 def _check_vllm() -> None:
-    """vLLM on a CPU allocates KV where its connector cannot register it, and says so in words that
-    do not help."""
-    if not {"torch", "vllm"} <= sys.modules.keys() or sys.modules["torch"].cuda.is_available():
+    """vLLM on a CPU may allocate KV where its connector cannot register it, and says so in words that
+    do not help. Where PyTorch puts what is large is seen from such a tensor, whose pages are never
+    touched."""
+    torch = sys.modules.get("torch")
+    if torch is None or "vllm" not in sys.modules or torch.cuda.is_available():
         return
-    if os.environ.get("THP_MEM_ALLOC_ENABLE") != "1":
+    at = torch.empty(LARGE, dtype=torch.int8, device="cpu").data_ptr()
+    if at % PAGE:
         raise RuntimeError(
-            "vLLM's MoRIIOConnector needs its KV cache page-aligned: set THP_MEM_ALLOC_ENABLE=1 "
-            "in the environment of this server"
+            "vLLM's MoRIIOConnector needs its KV cache page-aligned, and PyTorch allocates at "
+            f"{at % PAGE} bytes behind a page: set THP_MEM_ALLOC_ENABLE=1 in the environment of this server"
         )
 
 

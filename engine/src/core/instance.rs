@@ -1,0 +1,338 @@
+//! An instance: its core, its transfer machines, and what they tell one another. A process holds all
+//! of it, or a part whose rest is in other processes.
+
+use super::command::{ControlCommand, DataCommand, DataRefusal};
+use super::decode::{Decode, DecodeEffect, DecodeInput};
+use super::error::{Failure, PeerViolation};
+use super::ids::{EngineId, StepId};
+use super::machine::{Gauges, Machine, Outbox};
+use super::message::{
+    DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report, Role, RouterNews,
+};
+use super::prefill::{Prefill, PrefillEffect, PrefillInput};
+use super::station::CoreConfig;
+use super::time::Nanos;
+use super::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
+use crate::fabric::{ControlEvent, DataEvent};
+use std::collections::VecDeque;
+
+/// A machine of an instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Part {
+    /// The prefill or decode core.
+    Core,
+    /// The transfer machine of this TP rank.
+    Rank(u16),
+}
+
+/// What can happen to an instance. What is for a machine that it does not have changes nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum InstanceInput {
+    /// The engine tells a prefill.
+    Prefill(PrefillHook),
+    /// The engine tells a decode.
+    Decode(DecodeHook),
+    /// Register as draining from now on.
+    Drain,
+    /// The control plane reports.
+    Control(ControlEvent),
+    /// The transfer machine of a rank reports to the core.
+    Report {
+        /// TP rank.
+        rank: u16,
+        /// What it says.
+        report: Report,
+    },
+    /// The transfer machine of a rank starts.
+    Start(u16),
+    /// The core has a rank do something.
+    Job {
+        /// TP rank.
+        rank: u16,
+        /// What to do.
+        job: Job,
+    },
+    /// The worker of a rank computed the first layers of a step, see [`TransferInput::Layers`].
+    Layers {
+        /// TP rank.
+        rank: u16,
+        /// The step.
+        step: StepId,
+        /// Layers complete.
+        layers: u16,
+    },
+    /// The data plane of a rank reports.
+    Data {
+        /// TP rank.
+        rank: u16,
+        /// What it says.
+        event: DataEvent,
+    },
+    /// The data plane of a rank did not take a call.
+    Refused {
+        /// TP rank.
+        rank: u16,
+        /// The call, and why.
+        refusal: DataRefusal,
+    },
+    /// A deadline of a machine may be due.
+    Tick(Part),
+}
+
+impl InstanceInput {
+    /// The machine that it is for.
+    pub fn part(&self) -> Part {
+        match self {
+            InstanceInput::Prefill(_)
+            | InstanceInput::Decode(_)
+            | InstanceInput::Drain
+            | InstanceInput::Control(_)
+            | InstanceInput::Report { .. } => Part::Core,
+            InstanceInput::Start(rank)
+            | InstanceInput::Job { rank, .. }
+            | InstanceInput::Layers { rank, .. }
+            | InstanceInput::Data { rank, .. }
+            | InstanceInput::Refused { rank, .. } => Part::Rank(*rank),
+            InstanceInput::Tick(part) => *part,
+        }
+    }
+}
+
+/// What an instance wants done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum InstanceEffect {
+    /// Call the control plane.
+    Control(ControlCommand),
+    /// Call the data plane of a rank.
+    Data {
+        /// TP rank.
+        rank: u16,
+        /// The call.
+        command: DataCommand,
+    },
+    /// Give a job to all ranks; those of this process get it by [`Instance::follow`].
+    Job(Job),
+    /// Tell the core; one of this process hears it by [`Instance::follow`].
+    Report {
+        /// TP rank.
+        rank: u16,
+        /// What it says.
+        report: Report,
+    },
+    /// Tell the engine of a prefill.
+    Prefill(PrefillAnswer),
+    /// Tell the engine of a decode.
+    Decode(DecodeAnswer),
+    /// For the log: a peer broke the protocol, and the frame was dropped.
+    Violation(PeerViolation),
+    /// For the log: what becomes of the registrations.
+    Router(RouterNews),
+    /// For the log: a peer's hello was refused, and the peer was told why.
+    Refused {
+        /// What it calls itself.
+        peer: EngineId,
+        /// Why the two do not work together.
+        failure: Failure,
+    },
+}
+
+#[derive(Debug)]
+enum Core {
+    Prefill(Box<Prefill>, Outbox<PrefillEffect>),
+    Decode(Box<Decode>, Outbox<DecodeEffect>),
+}
+
+/// Who is told of each input that a machine is about to take.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct Heard {
+    pub prefill: fn(&PrefillInput),
+    pub decode: fn(&DecodeInput),
+    pub transfer: fn(&TransferInput),
+}
+
+/// The machines of an instance that one process holds; none to begin with.
+///
+/// One input is one turn of one machine. What the machines tell one another goes through
+/// [`Instance::follow`] into the queue that other inputs come from, so that the order is the same
+/// whoever holds the queue.
+#[derive(Debug, Default)]
+pub struct Instance {
+    core: Option<Core>,
+    ranks: Vec<(u16, Transfer)>,
+    rank_out: Outbox<TransferEffect>,
+    heard: Option<Heard>,
+}
+
+impl Instance {
+    /// Has the inputs of the machines told from now on.
+    pub fn hear(&mut self, heard: Heard) {
+        self.heard = Some(heard);
+    }
+
+    /// Adds the core.
+    pub fn add_core(&mut self, config: CoreConfig) {
+        self.core = Some(match config.role {
+            Role::Prefill => Core::Prefill(Box::new(Prefill::new(config)), Outbox::new()),
+            Role::Decode => Core::Decode(Box::new(Decode::new(config)), Outbox::new()),
+        });
+    }
+
+    /// Adds the transfer machine of a rank; it wants an [`InstanceInput::Start`].
+    pub fn add_rank(&mut self, config: TransferConfig) {
+        self.ranks.push((config.rank, Transfer::new(config)));
+    }
+
+    /// What the machines of this process are to hear of an effect, in order.
+    pub fn follow(&self, effect: &InstanceEffect, out: &mut VecDeque<InstanceInput>) {
+        match effect {
+            InstanceEffect::Job(job) => out.extend(
+                self.ranks
+                    .iter()
+                    .map(|(rank, _)| InstanceInput::Job { rank: *rank, job: job.clone() }),
+            ),
+            InstanceEffect::Report { rank, report } if self.core.is_some() => {
+                out.push_back(InstanceInput::Report { rank: *rank, report: report.clone() });
+            }
+            _ => {}
+        }
+    }
+
+    /// The ticks that are due.
+    pub fn ticks(&self, now: Nanos, out: &mut VecDeque<InstanceInput>) {
+        let is_due = |part: &Part| self.deadline_of(*part).is_some_and(|deadline| deadline <= now);
+        out.extend(self.parts().filter(is_due).map(InstanceInput::Tick));
+    }
+
+    fn parts(&self) -> impl Iterator<Item = Part> + '_ {
+        let core = self.core.is_some().then_some(Part::Core);
+        core.into_iter().chain(self.ranks.iter().map(|(rank, _)| Part::Rank(*rank)))
+    }
+
+    /// When a machine wants its next tick, if at all.
+    pub fn deadline_of(&self, part: Part) -> Option<Nanos> {
+        match part {
+            Part::Core => match self.core.as_ref()? {
+                Core::Prefill(core, _) => core.deadline(),
+                Core::Decode(core, _) => core.deadline(),
+            },
+            Part::Rank(rank) => self.rank(rank)?.deadline(),
+        }
+    }
+
+    /// Sizes of a machine's tables; zeros for one that is elsewhere.
+    pub fn gauges_of(&self, part: Part) -> Gauges {
+        match (part, &self.core) {
+            (Part::Core, Some(Core::Prefill(core, _))) => core.gauges(),
+            (Part::Core, Some(Core::Decode(core, _))) => core.gauges(),
+            (Part::Core, None) => Gauges::default(),
+            (Part::Rank(rank), _) => self.rank(rank).map(Machine::gauges).unwrap_or_default(),
+        }
+    }
+
+    fn rank(&self, rank: u16) -> Option<&Transfer> {
+        self.ranks.iter().find(|(own, _)| *own == rank).map(|(_, machine)| machine)
+    }
+
+    fn core(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
+        match &mut self.core {
+            Some(Core::Prefill(core, effects)) => {
+                let input = match input {
+                    InstanceInput::Prefill(hook) => PrefillInput::Hook(hook),
+                    InstanceInput::Drain => PrefillInput::Drain,
+                    InstanceInput::Control(event) => PrefillInput::Control(event),
+                    InstanceInput::Report { rank, report } => PrefillInput::Report { rank, report },
+                    InstanceInput::Tick(_) => PrefillInput::Tick,
+                    _ => return,
+                };
+                if let Some(heard) = self.heard {
+                    (heard.prefill)(&input);
+                }
+                core.handle(now, input, effects);
+                effects.drain().for_each(|effect| out.push(effect));
+            }
+            Some(Core::Decode(core, effects)) => {
+                let input = match input {
+                    InstanceInput::Decode(hook) => DecodeInput::Hook(hook),
+                    InstanceInput::Drain => DecodeInput::Drain,
+                    InstanceInput::Control(event) => DecodeInput::Control(event),
+                    InstanceInput::Report { rank, report } => DecodeInput::Report { rank, report },
+                    InstanceInput::Tick(_) => DecodeInput::Tick,
+                    _ => return,
+                };
+                if let Some(heard) = self.heard {
+                    (heard.decode)(&input);
+                }
+                core.handle(now, input, effects);
+                effects.drain().for_each(|effect| out.push(effect));
+            }
+            None => {}
+        }
+    }
+}
+
+impl From<PrefillEffect> for InstanceEffect {
+    fn from(effect: PrefillEffect) -> Self {
+        match effect {
+            PrefillEffect::Control(command) => InstanceEffect::Control(command),
+            PrefillEffect::Job(job) => InstanceEffect::Job(job),
+            PrefillEffect::Answer(answer) => InstanceEffect::Prefill(answer),
+            PrefillEffect::Violation(violation) => InstanceEffect::Violation(violation),
+            PrefillEffect::Router(news) => InstanceEffect::Router(news),
+            PrefillEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
+        }
+    }
+}
+
+impl From<DecodeEffect> for InstanceEffect {
+    fn from(effect: DecodeEffect) -> Self {
+        match effect {
+            DecodeEffect::Control(command) => InstanceEffect::Control(command),
+            DecodeEffect::Job(job) => InstanceEffect::Job(job),
+            DecodeEffect::Answer(answer) => InstanceEffect::Decode(answer),
+            DecodeEffect::Violation(violation) => InstanceEffect::Violation(violation),
+            DecodeEffect::Router(news) => InstanceEffect::Router(news),
+            DecodeEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
+        }
+    }
+}
+
+impl Machine for Instance {
+    type Input = InstanceInput;
+    type Effect = InstanceEffect;
+
+    fn handle(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
+        let Part::Rank(rank) = input.part() else { return self.core(now, input, out) };
+        let Some((_, machine)) = self.ranks.iter_mut().find(|(own, _)| *own == rank) else {
+            return;
+        };
+        let input = match input {
+            InstanceInput::Start(_) => TransferInput::Start,
+            InstanceInput::Job { job, .. } => TransferInput::Job(job),
+            InstanceInput::Layers { step, layers, .. } => TransferInput::Layers { step, layers },
+            InstanceInput::Data { event, .. } => TransferInput::Data(event),
+            InstanceInput::Refused { refusal, .. } => TransferInput::Refused(refusal),
+            InstanceInput::Tick(_) => TransferInput::Tick,
+            _ => return,
+        };
+        if let Some(heard) = self.heard {
+            (heard.transfer)(&input);
+        }
+        machine.handle(now, input, &mut self.rank_out);
+        for effect in self.rank_out.drain() {
+            out.push(match effect {
+                TransferEffect::Data(command) => InstanceEffect::Data { rank, command },
+                TransferEffect::Report(report) => InstanceEffect::Report { rank, report },
+            });
+        }
+    }
+
+    fn deadline(&self) -> Option<Nanos> {
+        self.parts().filter_map(|part| self.deadline_of(part)).min()
+    }
+
+    /// Those of the core.
+    fn gauges(&self) -> Gauges {
+        self.gauges_of(Part::Core)
+    }
+}

@@ -1,0 +1,69 @@
+//! What happens at the end of numbers that peers can drive up.
+
+use super::{Me, Out, PeerEvent, Peers, SLOT_MAX};
+use crate::core::channel::{ChannelConfig, capability};
+use crate::core::error::Failure;
+use crate::core::ids::{Incarnation, PeerSlot};
+use crate::core::layout::Geometry;
+use crate::core::message::Role;
+use crate::core::time::Nanos;
+use crate::fabric::{Channel, ControlEvent, LinkId};
+use std::sync::Arc;
+
+fn peers(role: Role) -> Peers {
+    let geometry = Geometry {
+        model: "m".into(),
+        tp: 1,
+        kv_heads: 1,
+        latent: false,
+        packed: false,
+        layers: 0,
+        groups: Vec::new(),
+    };
+    let me = Me {
+        engine: "me".into(),
+        incarnation: Incarnation(1),
+        role,
+        geometry: Arc::new(geometry),
+        capabilities: capability::PULL,
+    };
+    Peers::new(ChannelConfig::default(), me, false)
+}
+
+#[test]
+fn what_peers_do_wrong_is_counted_up_to_the_end_of_numbers() {
+    let mut peers = peers(Role::Prefill);
+    (peers.violations, peers.stale) = (u32::MAX - 1, u32::MAX);
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    for link in 0..3 {
+        let link = LinkId(LinkId::INBOUND | link);
+        let up = ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None };
+        peers.control(Nanos::ZERO, up, &mut out);
+        let frame = ControlEvent::Frame { link, parts: vec![vec![1, 2, 3]] };
+        peers.control(Nanos::ZERO, frame, &mut out);
+    }
+    assert_eq!(peers.gauges().violations, u32::MAX);
+}
+
+#[test]
+fn slots_that_are_used_up_are_overload_and_never_used_again() {
+    let mut peers = peers(Role::Decode);
+    peers.next_slot = SLOT_MAX - 3;
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    let engines = ["a", "b", "c", "d", "e"];
+    let slots = engines.map(|engine| {
+        let (engine, endpoint) = (engine.into(), "tcp://there".into());
+        peers.reach(Nanos::ZERO, &engine, &endpoint, None, &mut out).0
+    });
+    let last = SLOT_MAX;
+    assert_eq!(slots, [last - 2, last - 1, last, last, last]);
+    assert!(!PeerSlot(last).is_moriio());
+    let down = |slot: &u32| {
+        let (slot, failure) = (PeerSlot(*slot), Failure::Overload);
+        PeerEvent::Down { slot, failure, unsaid: None }
+    };
+    let downs: Vec<PeerEvent> = slots[1..].iter().map(down).collect();
+    assert_eq!(events, downs, "the first is the last to come about");
+}

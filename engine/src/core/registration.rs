@@ -1,0 +1,74 @@
+//! What instances tell the router, and what becomes of it.
+
+use super::error::Failure;
+use super::ids::{EngineId, Incarnation};
+use super::layout::Fit;
+use super::message::{Mode, Role};
+use crate::fabric::Endpoint;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// An instance tells the router that it lives. Repeated; not acknowledged.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Registration {
+    /// Name of the engine core; one registration per DP rank.
+    pub engine: EngineId,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Counts the registrations of this life; an older one changes nothing.
+    pub sequence: u64,
+    /// What it does.
+    pub role: Role,
+    /// How it wants to transfer.
+    pub mode: Mode,
+    /// Where legs are sent.
+    pub http: Endpoint,
+    /// Where peers say hello.
+    pub control: Endpoint,
+    /// DP rank of this engine core.
+    pub dp_rank: u16,
+    /// Number of DP ranks.
+    pub dp_size: u16,
+    /// Number of TP ranks.
+    pub tp: u16,
+    /// True in the last one: no new requests, please.
+    pub draining: bool,
+    /// What has to fit; none if it is not known. Only engines that fit are paired.
+    #[serde(default)]
+    pub fit: Option<Arc<Fit>>,
+    /// Of a decode: the prefills whose KV has not got through since it last did, at most
+    /// [`TROUBLES_MAX`].
+    #[serde(default)]
+    pub troubles: Vec<Trouble>,
+}
+
+/// Prefills that a registration names as out of reach.
+pub const TROUBLES_MAX: usize = 32;
+
+/// What a decode tells a router of a prefill whose KV does not get through to it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Trouble {
+    /// The prefill.
+    pub engine: EngineId,
+    /// Its life, if the leg named it.
+    pub life: Option<Incarnation>,
+    /// Number of the last prompt that did not come, of all that did not; a larger one is news.
+    pub number: u32,
+    /// Why the last one did not.
+    pub failure: Failure,
+}
+
+/// What becomes of an engine's registrations, for the log.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RouterNews {
+    /// The router can be reached and was sent one. Routers do not acknowledge them.
+    Registered {
+        /// Its discovery endpoint.
+        router: Endpoint,
+    },
+    /// It cannot be reached; it is tried again.
+    Silent {
+        /// Its discovery endpoint.
+        router: Endpoint,
+    },
+}

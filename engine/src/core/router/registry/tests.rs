@@ -1,0 +1,56 @@
+use super::*;
+use crate::core::message::Mode;
+
+fn registration(engine: &str, incarnation: u64) -> Registration {
+    Registration {
+        engine: engine.into(),
+        incarnation: Incarnation(incarnation),
+        sequence: 1,
+        role: if engine.starts_with('p') { Role::Prefill } else { Role::Decode },
+        mode: Mode::Push,
+        http: "h:1".into(),
+        control: "c".into(),
+        dp_rank: 0,
+        dp_size: 1,
+        tp: 1,
+        draining: false,
+        fit: None,
+        troubles: Vec::new(),
+    }
+}
+
+#[test]
+fn names_and_pairs_of_instances_that_left_are_bounded() {
+    let config = RouterConfig { instances_max: 3, ..RouterConfig::default() };
+    let mut registry = Registry::default();
+    let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
+        Nanos::ZERO,
+        Entry::native(registration(name, incarnation)),
+        &config,
+    ) {
+        Ok(Registered::Current { slot: Some(slot), .. }) => Some(slot),
+        _ => None,
+    };
+    let prefill = enter(&mut registry, "p", 1).unwrap();
+    for round in 0..20 {
+        let decode = enter(&mut registry, &format!("d{round}"), 5).unwrap();
+        registry.note_pair(prefill, decode);
+        registry.remove(decode, &config);
+        assert!(registry.left.len() <= 3 && registry.known.len() <= 4);
+    }
+    assert!(registry.get(prefill).unwrap().paired.is_empty());
+    assert_eq!(enter(&mut registry, "d19", 4), None, "an old life is remembered");
+    assert!(enter(&mut registry, "d19", 6).is_some());
+    assert_eq!(registry.left.len(), 2);
+}
+
+#[test]
+fn endpoints_that_cannot_be_dialled_are_refused() {
+    for good in ["p0", "10.0.0.1:80", "tcp://[::1]:6301", "[::1]", "sim://p0/handshake"] {
+        assert!(is_endpoint(good), "{good}");
+    }
+    for bad in ["", "a:0", "a:65536", "a b:1", "a:1\n", "a:99999999999999999999"] {
+        assert!(!is_endpoint(bad), "{bad}");
+    }
+    assert!(!is_endpoint(&"a".repeat(TEXT_MAX + 1)));
+}

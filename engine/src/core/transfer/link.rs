@@ -1,0 +1,268 @@
+//! How the flows of a rank share its link to one peer engine: surplus round robin by bytes, in which
+//! a flow that has just got something to move goes first, as in FQ-CoDel (RFC 8290, section 4), so that
+//! a short prompt does not wait for the long ones before it.
+
+use super::TransferSettings;
+use super::pace::Pace;
+use crate::core::ids::FlowId;
+use crate::fabric::Credits;
+use std::collections::VecDeque;
+
+/// An operation counts at least as a quantum over this: it costs something, however short it is.
+const SHORTEST: u64 = 128;
+
+/// A ceiling as high as this is none.
+const CEILING: u32 = 256;
+
+/// The link between this rank and a peer engine, all of whose ranks are on the other side of it.
+#[derive(Debug, Default)]
+pub(super) struct Link {
+    /// Flows that had nothing to move until now.
+    fresh: VecDeque<FlowId>,
+    /// Flows that have had their quantum.
+    old: VecDeque<FlowId>,
+    /// Flows that wait for a session.
+    parked: Vec<FlowId>,
+    /// Bytes that fresh flows have moved while old ones waited.
+    ahead: u64,
+    pub(super) in_flight: Credits,
+    pub(super) pace: Pace,
+    /// The plane refused an operation; nothing is posted before one completes, or for a while.
+    pub(super) refused: bool,
+    /// Operations that it took before it refused one, and those that completed since then.
+    ceiling: Option<(u32, u32)>,
+    /// It is among the links on which something may be posted.
+    pub(super) listed: bool,
+}
+
+/// What a flow has of the link.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Share {
+    /// Bytes that it may still post before others.
+    deficit: i64,
+    /// It is in one of the lists of its link.
+    listed: bool,
+}
+
+impl Share {
+    /// The flow is in none of the lists any more.
+    pub(super) fn unlisted(&mut self) {
+        self.listed = false;
+    }
+}
+
+impl Link {
+    /// True if a flow has something to post.
+    pub(super) fn has_flows(&self) -> bool {
+        !(self.fresh.is_empty() && self.old.is_empty())
+    }
+
+    fn quantum(&self, settings: &TransferSettings) -> u64 {
+        self.pace.operation_bytes(settings)
+    }
+
+    /// A flow has something to post.
+    pub(super) fn list(&mut self, flow: FlowId, share: &mut Share, settings: &TransferSettings) {
+        if std::mem::replace(&mut share.listed, true) {
+            return;
+        }
+        if share.deficit < 0 {
+            self.refill(share, settings);
+            self.old.push_back(flow);
+        } else {
+            if share.deficit == 0 {
+                self.refill(share, settings);
+            }
+            self.fresh.push_back(flow);
+        }
+    }
+
+    fn refill(&self, share: &mut Share, settings: &TransferSettings) {
+        share.deficit = share.deficit.saturating_add_unsigned(self.quantum(settings)).max(1);
+    }
+
+    /// True if the next operation is that of a fresh flow. They go first as long as the old ones
+    /// are not a quantum behind.
+    fn is_fresh_next(&self, settings: &TransferSettings) -> bool {
+        let turn =
+            self.ahead < self.quantum(settings) && !planted!("new-flows-wait-for-all-others");
+        !self.fresh.is_empty() && (self.old.is_empty() || turn)
+    }
+
+    /// The flow whose operation is next.
+    pub(super) fn next(&self, settings: &TransferSettings) -> Option<FlowId> {
+        let list = if self.is_fresh_next(settings) { &self.fresh } else { &self.old };
+        list.front().copied()
+    }
+
+    /// The next flow has nothing to post, or has ended.
+    pub(super) fn unlist(&mut self, settings: &TransferSettings) {
+        if self.is_fresh_next(settings) {
+            self.fresh.pop_front()
+        } else {
+            self.old.pop_front()
+        };
+    }
+
+    /// A flow has ended.
+    pub(super) fn forget(&mut self, flow: FlowId) {
+        self.fresh.retain(|other| *other != flow);
+        self.old.retain(|other| *other != flow);
+        self.parked.retain(|other| *other != flow);
+    }
+
+    /// The next flow waits for a session.
+    pub(super) fn park(&mut self, settings: &TransferSettings) {
+        self.parked.extend(self.next(settings));
+        self.unlist(settings);
+    }
+
+    /// Flows that wait for a session, which may be open now.
+    pub(super) fn unpark(&mut self) -> Vec<FlowId> {
+        std::mem::take(&mut self.parked)
+    }
+
+    /// True if another operation is of use now.
+    pub(super) fn has_room(&self, bytes: u64, settings: &TransferSettings) -> bool {
+        !self.refused
+            && self.ceiling.is_none_or(|(most, _)| self.in_flight.operations < most)
+            && self.pace.has_room(&self.in_flight, bytes, settings)
+    }
+
+    /// The plane had no room for an operation, which is off the books again: no more than now are
+    /// tried at a time.
+    pub(super) fn refuse(&mut self) {
+        self.refused = true;
+        self.ceiling = Some((self.in_flight.operations.max(1), 0));
+    }
+
+    /// An operation is over. After as many as may be in flight one more may.
+    pub(super) fn ended(&mut self, operation: &Credits) {
+        self.in_flight.remove(operation);
+        self.refused = false;
+        self.ceiling = match self.ceiling {
+            Some((most, ended)) if ended + 1 < most => Some((most, ended + 1)),
+            Some((most, _)) if most < CEILING => Some((most + 1, 0)),
+            _ => None,
+        };
+    }
+
+    /// The next flow has posted an operation; the bytes that the link had delivered by then.
+    pub(super) fn posted(
+        &mut self,
+        share: &mut Share,
+        operation: &Credits,
+        settings: &TransferSettings,
+    ) -> u64 {
+        let delivered = self.pace.posted(self.in_flight.operations == 0);
+        self.in_flight.add(operation);
+        self.charge(share, operation, settings);
+        delivered
+    }
+
+    fn charge(&mut self, share: &mut Share, operation: &Credits, settings: &TransferSettings) {
+        let cost = operation.bytes.max(self.quantum(settings) / SHORTEST).max(1);
+        share.deficit = share.deficit.saturating_sub_unsigned(cost);
+        let is_over = share.deficit <= 0;
+        if self.is_fresh_next(settings) {
+            if !self.old.is_empty() {
+                self.ahead = self.ahead.saturating_add(cost);
+            }
+            if !is_over {
+                return;
+            }
+            let flow = self.fresh.pop_front();
+            self.old.extend(flow);
+        } else {
+            self.ahead = self.ahead.saturating_sub(cost);
+            if !is_over {
+                return;
+            }
+            if !planted!("one-flow-keeps-the-link") {
+                self.old.rotate_left(1);
+            }
+        }
+        self.refill(share, settings);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// Posts `count` operations of flows that have endless ones of the given sizes.
+    fn posts(link: &mut Link, flows: &mut BTreeMap<u64, (u64, Share)>, count: usize) -> Vec<u64> {
+        let settings = TransferSettings::default();
+        let mut posted = Vec::new();
+        for _ in 0..count {
+            let flow = link.next(&settings).expect("they are endless");
+            let (bytes, share) = flows.get_mut(&flow.0).expect("it is one of them");
+            let operation = Credits { operations: 1, ranges: 1, bytes: *bytes };
+            link.posted(share, &operation, &settings);
+            posted.push(flow.0);
+        }
+        posted
+    }
+
+    fn listed(link: &mut Link, sizes: &[u64]) -> BTreeMap<u64, (u64, Share)> {
+        let mut flows = BTreeMap::new();
+        for (id, bytes) in (0..).zip(sizes) {
+            let mut share = Share::default();
+            link.list(FlowId(id), &mut share, &TransferSettings::default());
+            flows.insert(id, (*bytes, share));
+        }
+        flows
+    }
+
+    #[test]
+    fn flows_get_equal_bytes_whatever_the_size_of_their_operations() {
+        let mut link = Link::default();
+        let mut flows = listed(&mut link, &[256 << 10, 100_000, 40_000, 200_000]);
+        let mut moved = BTreeMap::new();
+        for flow in posts(&mut link, &mut flows, 10_000) {
+            *moved.entry(flow).or_insert(0) += flows[&flow].0;
+        }
+        let (least, most) = (moved.values().min().unwrap(), moved.values().max().unwrap());
+        // Each has had as many quanta of 256 KiB as the others, give or take one and an operation.
+        assert!(moved.len() == 4 && most - least <= 2 * (256 << 10), "{moved:?}");
+    }
+
+    #[test]
+    fn a_flow_that_comes_late_goes_first_once() {
+        let mut link = Link::default();
+        let mut flows = listed(&mut link, &[256 << 10; 3]);
+        posts(&mut link, &mut flows, 30);
+        let mut share = Share::default();
+        link.list(FlowId(3), &mut share, &TransferSettings::default());
+        flows.insert(3, (16 << 10, share));
+        let posted = posts(&mut link, &mut flows, 16 + 3);
+        assert_eq!(posted[..16], [3; 16], "its quantum");
+        assert!(!posted[16..].contains(&3), "then it is one of four");
+    }
+
+    #[test]
+    fn flows_that_come_again_and_again_leave_the_others_half() {
+        let settings = TransferSettings::default();
+        let mut link = Link::default();
+        let mut flows = listed(&mut link, &[64 << 10]);
+        let mut old = 0;
+        // Each of the others comes with two operations and has none then.
+        let mut left = BTreeMap::new();
+        for id in 1..=4_000 {
+            let mut share = Share::default();
+            link.list(FlowId(id), &mut share, &settings);
+            flows.insert(id, (64 << 10, share));
+            left.insert(id, 2);
+            while let Some(flow) = link.next(&settings)
+                && left.get(&flow.0) == Some(&0)
+            {
+                link.unlist(&settings);
+            }
+            let posted = posts(&mut link, &mut flows, 1)[0];
+            old += u32::from(posted == 0);
+            left.entry(posted).and_modify(|left| *left -= 1);
+        }
+        assert!((1_900..2_400).contains(&old), "the one that was there before got {old} of 4,000");
+    }
+}

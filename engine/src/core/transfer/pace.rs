@@ -1,0 +1,189 @@
+//! What the link to a peer carries, as its completions tell: how large an operation may be, and how
+//! much has to be in flight to keep the link busy.
+
+use super::TransferSettings;
+use crate::core::time::Nanos;
+use crate::fabric::Credits;
+
+/// How long a measured rate counts, once or twice.
+const EPOCH: Nanos = Nanos::from_secs(1);
+
+/// Operations that may always be in flight, so that the next one is there when one ends.
+const PAIR: u32 = 2;
+
+/// Operations that may be in flight, whatever was measured, on a plane that tells of their ends late,
+/// as long as they have no more than two of the smallest cut ones have.
+const SMALL: u32 = 16;
+
+/// The best value of two periods, this one and the last.
+#[derive(Clone, Copy, Debug, Default)]
+struct Best {
+    this: Option<u64>,
+    last: Option<u64>,
+}
+
+impl Best {
+    fn next_period(&mut self) {
+        if self.this.is_some() {
+            self.last = self.this.take();
+        }
+    }
+
+    fn of(self, better: fn(u64, u64) -> u64) -> Option<u64> {
+        match (self.this, self.last) {
+            (Some(this), Some(last)) => Some(better(this, last)),
+            (this, last) => this.or(last),
+        }
+    }
+}
+
+/// The delivery rate and the delay of a link, much as BBR measures them (Cardwell et al., ACM Queue
+/// 2016): the highest rate at which bytes were delivered while an operation was in flight, and the
+/// shortest time that one took. Their product is what the link holds.
+#[derive(Debug, Default)]
+pub(super) struct Pace {
+    delivered: u64,
+    epoch: Nanos,
+    /// Bytes per second; of epochs.
+    rate: Best,
+    /// Nanoseconds from submission to completion; of times without a pause, because only an
+    /// operation that comes after a pause does not wait for others of ours.
+    span: Best,
+}
+
+impl Pace {
+    /// An operation is submitted; `idle` says that none is in flight. It keeps the bytes delivered so
+    /// far.
+    pub(super) fn posted(&mut self, idle: bool) -> u64 {
+        if idle {
+            self.span.next_period();
+        }
+        self.delivered
+    }
+
+    /// An operation of `bytes` bytes is done that was submitted at `at`, when `before` bytes had been
+    /// delivered.
+    pub(super) fn done(&mut self, now: Nanos, (at, before): (Nanos, u64), bytes: u64) {
+        self.delivered += bytes;
+        let span = (now - at).0.max(1);
+        let moved = u128::from(self.delivered - before) * 1_000_000_000;
+        let rate = u64::try_from(moved / u128::from(span)).unwrap_or(u64::MAX);
+        if now >= self.epoch + EPOCH {
+            self.epoch = now;
+            self.rate.next_period();
+        }
+        self.rate.this = Some(self.rate.this.map_or(rate, |best| best.max(rate)));
+        self.span.this = Some(self.span.this.map_or(span, |best| best.min(span)));
+    }
+
+    /// What was measured holds no more.
+    pub(super) fn forget(&mut self) {
+        (self.rate, self.span) = (Best::default(), Best::default());
+    }
+
+    /// What the link carries in some time, if anything is known of it.
+    fn carries(&self, time: Nanos) -> Option<u64> {
+        let bytes = u128::from(self.rate.of(u64::max)?) * u128::from(time.0) / 1_000_000_000;
+        Some(u64::try_from(bytes).unwrap_or(u64::MAX))
+    }
+
+    /// Bytes of one operation: what the link carries in [`TransferSettings::operation_time`], within
+    /// the bounds of the settings.
+    pub(super) fn operation_bytes(&self, settings: &TransferSettings) -> u64 {
+        let bytes =
+            self.carries(settings.operation_time).unwrap_or(2 * settings.operation_bytes_min);
+        let most = settings.operation_bytes_max.max(1);
+        bytes.clamp(settings.operation_bytes_min.min(most), most)
+    }
+
+    /// True if `bytes` more keep the link busy rather than make its queue longer: less is in flight
+    /// than twice of what it holds, so that a link that turns out to hold more is found out, and
+    /// less than the operation time's worth.
+    pub(super) fn has_room(
+        &self,
+        in_flight: &Credits,
+        bytes: u64,
+        settings: &TransferSettings,
+    ) -> bool {
+        let all = in_flight.bytes.saturating_add(bytes);
+        let small = in_flight.operations < SMALL && all <= 2 * settings.operation_bytes_min;
+        if in_flight.operations < PAIR || small {
+            return true;
+        }
+        let span = self.span.of(u64::min).map_or(Nanos::ZERO, Nanos);
+        let most = self.carries(span.scale(2, 1).min(settings.operation_time)).unwrap_or(0);
+        all <= most
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// A link that serves one operation after the other, `rate` bytes a millisecond, and tells of it
+    /// `delay` milliseconds later: bytes in flight and per operation after a while.
+    fn settles(rate: u64, delay: u64, size: Option<u64>) -> (u64, u64) {
+        let settings = TransferSettings::default();
+        let (mut pace, mut used) = (Pace::default(), Credits::default());
+        let mut flying = std::collections::VecDeque::new();
+        let (mut now, mut free) = (0_u64, 0_u64);
+        for _ in 0..3_000 {
+            let bytes = size.unwrap_or_else(|| pace.operation_bytes(&settings));
+            let more = Credits { operations: 1, ranges: 1, bytes };
+            if pace.has_room(&used, bytes, &settings) {
+                free = free.max(now) + bytes * MS / rate;
+                let before = pace.posted(used.operations == 0);
+                flying.push_back((free + delay * MS, Nanos(now), before, more));
+                used.add(&more);
+                continue;
+            }
+            let (at, posted, before, less) = flying.pop_front().expect("room for two");
+            now = at;
+            used.remove(&less);
+            pace.done(Nanos(now), (posted, before), less.bytes);
+        }
+        (used.bytes, pace.operation_bytes(&settings))
+    }
+
+    #[test]
+    fn an_operation_takes_as_long_as_it_may() {
+        // 0.1 GB/s, in bytes per millisecond.
+        let (_, slow) = settles(100_000, 0, None);
+        assert!((1_900_000..=2_000_000).contains(&slow), "{slow}");
+        let (_, fast) = settles(50_000_000, 0, None);
+        assert_eq!(fast, TransferSettings::default().operation_bytes_max);
+        let (_, crawling) = settles(100, 0, None);
+        assert_eq!(crawling, TransferSettings::default().operation_bytes_min);
+    }
+
+    #[test]
+    fn no_more_is_in_flight_than_the_link_needs() {
+        // Without a delay two operations keep it busy.
+        let (flying, bytes) = settles(100_000, 0, None);
+        assert!(flying <= 2 * bytes, "{flying} in flight in operations of {bytes}");
+        // 10 GB/s and 1 ms hold 10 MB, which operations of 64 KiB reach too.
+        for size in [None, Some(65_536)] {
+            let (flying, _) = settles(10_000_000, 1, size);
+            assert!(flying >= 10_000_000, "{flying} in flight");
+            assert!(flying <= 2 * (10_000_000 + 2 * (16 << 20)), "{flying} in flight");
+        }
+    }
+
+    #[test]
+    fn what_was_measured_counts_for_two_epochs_at_most() {
+        let settings = TransferSettings::default();
+        let mut pace = Pace::default();
+        let at = |s: u64| Nanos(s * 1_000 * MS);
+        pace.done(Nanos(MS), (Nanos(0), 0), 1 << 30);
+        assert_eq!(pace.operation_bytes(&settings), settings.operation_bytes_max);
+        for second in [2, 4, 6] {
+            let before = pace.posted(true);
+            pace.done(at(second), (at(second - 1), before), 10 << 20);
+        }
+        assert_eq!(pace.operation_bytes(&settings), 10 * (1 << 20) / 50);
+        pace.forget();
+        assert_eq!(pace.operation_bytes(&settings), 2 * settings.operation_bytes_min);
+    }
+}

@@ -1,0 +1,140 @@
+//! Engines that are set up differently, full queues, and peers that ask for more than there is.
+
+use super::*;
+use crate::world::{Pair, Who};
+use engine::core::channel::ChannelConfig;
+use engine::core::dialect::native::{self, Frame, kind_of};
+use engine::core::station::CoreSettings;
+
+#[test]
+fn a_lease_is_renewed_as_it_was_granted() {
+    let channel = ChannelConfig::default();
+    for (granted, own) in [(30, 30), (5, 30), (30, 5), (1, 30)] {
+        let [prefill, decode] = [granted, own].map(|seconds| CoreSettings {
+            lease: Nanos::from_secs(seconds),
+            ..CoreSettings::default()
+        });
+        let mut pair = Pair::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
+        let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
+        arrive_prefill(&mut pair, Mode::Pull, 100, 1);
+        prefill_all(&mut pair, 100);
+        // It waits for blocks for longer than any of the leases.
+        settle(&mut pair, 61);
+        allocate(&mut pair, &request, 0, 100, 10);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said.last(), Some(&loaded(&request)), "{granted} s and {own} s");
+        assert_eq!(pair.prefill_said, [freed(None)]);
+        let renewals = pair.frames.iter().filter(|(_, from, frame)| {
+            let Ok(Frame::Data { message, .. }) = native::decode(frame) else { return false };
+            *from == Who::Decode && kind_of(&message).name() == "Renew"
+        });
+        let (renewals, third) = (renewals.count() as u64, 61 * 3 / granted);
+        assert!((third / 2..=third + 1).contains(&renewals), "{renewals} of {granted} s");
+        assert!(pair.at_rest());
+    }
+}
+
+#[test]
+fn a_lease_of_no_length_is_not_asked_for_without_end() {
+    let prefill = CoreSettings { lease: Nanos(1), ..CoreSettings::default() };
+    let (decode, channel) = (CoreSettings::default(), ChannelConfig::default());
+    let mut pair = Pair::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
+    let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
+    allocate(&mut pair, &request, 0, 100, 10);
+    settle(&mut pair, 1);
+    arrive_prefill(&mut pair, Mode::Pull, 100, 1);
+    prefill_all(&mut pair, 100);
+    settle(&mut pair, 10);
+    assert!(pair.frames.len() < 1_000, "{} frames", pair.frames.len());
+    let failure = Failure::LeaseExpired;
+    assert_eq!(pair.decode_said.last(), Some(&DecodeAnswer::LoadFailed { request, failure }));
+}
+
+/// A prefill that has said that it computes a prompt, and a decode with blocks for it whose queue to
+/// the prefill is full.
+fn without_room(claim: Nanos) -> (Pair, RequestId) {
+    let settings = CoreSettings { claim, ..CoreSettings::default() };
+    let channel = ChannelConfig { queue_max: 2, ..ChannelConfig::default() };
+    let mut pair = Pair::unequal(Mode::Push, (&settings, &channel), (&settings, &channel));
+    let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
+    settle(&mut pair, 1);
+    arrive_prefill(&mut pair, Mode::Push, 64, 3);
+    prefill_all(&mut pair, 64);
+    settle(&mut pair, 1);
+    // For a moment nothing gets through, and others fill the queue.
+    pair.frame_passes = Box::new(|_: Who| false);
+    for sibling in [1, 2] {
+        arrive_decode(&mut pair, Mode::Push, 64, sibling);
+    }
+    allocate(&mut pair, &request, 0, 64, 10);
+    let failure = Failure::Overload;
+    let answer = DecodeAnswer::LoadFailed { request: request.clone(), failure };
+    assert_eq!(pair.decode_said.last(), Some(&answer));
+    (pair, request)
+}
+
+#[test]
+fn an_announcement_without_room_releases_the_source() {
+    let (mut pair, _) = without_room(Nanos::from_secs(600));
+    pair.frame_passes = Box::new(|_: Who| true);
+    settle(&mut pair, 1);
+    for sibling in [1, 2] {
+        let request = format!("d-{sibling}").into();
+        let reason = FinishReason::Aborted;
+        pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
+    }
+    settle(&mut pair, 5);
+    assert_eq!(pair.prefill_said, [freed(None)], "long before it gives the receiver up");
+    assert!(pair.at_rest());
+}
+
+#[test]
+fn a_receiver_that_never_says_where_to_is_given_up() {
+    for seconds in [60, 600] {
+        let settings = CoreSettings { claim: Nanos::from_secs(seconds), ..CoreSettings::default() };
+        let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+        let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
+        arrive_prefill(&mut pair, Mode::Push, 64, 1);
+        prefill_all(&mut pair, 64);
+        settle(&mut pair, seconds - 1);
+        assert_eq!(pair.prefill_said, [], "it may wait for blocks");
+        settle(&mut pair, 2);
+        let failure = Failure::NotFetched;
+        assert_eq!(pair.prefill_said, [freed(Some(failure.clone()))]);
+        let answer = DecodeAnswer::Rejected { request, failure };
+        assert_eq!(pair.decode_said.last(), Some(&answer));
+        assert!(pair.at_rest());
+    }
+}
+
+#[test]
+fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
+    for (early, mode) in [(true, Mode::Push), (false, Mode::Push), (false, Mode::Pull)] {
+        let settings = CoreSettings { early_max: 50, receivers_max: 50, ..CoreSettings::default() };
+        let mut pair = Pair::with(mode, 1, 1, &settings);
+        if !early {
+            arrive_prefill(&mut pair, mode, 64, 1);
+        }
+        for sibling in 1..300 {
+            let request = arrive_decode(&mut pair, mode, 64, sibling);
+            let reason = FinishReason::Aborted;
+            pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
+            pair.run(pair.now + Nanos::from_ms(1));
+        }
+        // What may be siblings of the prompt, and some more of the key and the peer.
+        let most = if early { 50 + 50 } else { 0 };
+        let entries = |pair: &Pair| pair.prefill_gauges().entries;
+        assert!((most..most + 8).contains(&entries(&pair)), "{} of {most}, {mode}", entries(&pair));
+        if early {
+            arrive_prefill(&mut pair, mode, 64, 1);
+            assert!(entries(&pair) < 8, "{}", entries(&pair));
+        }
+        let request = arrive_decode(&mut pair, mode, 64, 0);
+        allocate(&mut pair, &request, 0, 64, 10);
+        prefill_all(&mut pair, 64);
+        settle(&mut pair, 1);
+        assert_eq!(pair.decode_said.last(), Some(&loaded(&request)));
+        assert_eq!(pair.prefill_said.len(), 1);
+        assert!(pair.at_rest());
+    }
+}

@@ -1,0 +1,298 @@
+//! What instances say of themselves and of each other: who took whose place, what fits, and which
+//! peers are out of reach; and when a request goes back to who failed it.
+
+use crate::discovery::{Bench, Sent, beat, done, native, sent};
+use engine::core::error::Failure;
+use engine::core::ids::Incarnation;
+use engine::core::layout::{Fit, Geometry, Group, GroupKind, Rows};
+use engine::core::message::{FinishReason, Mode, Registration, Role, Trouble};
+use engine::core::router::{
+    Answer, InstanceState, LegEvent, LegFailure, Reject, RouterConfig, RouterEffect, RouterInput,
+};
+use engine::core::{Machine, Nanos};
+use std::sync::Arc;
+
+fn one(name: &str) -> Registration {
+    let role = if name.starts_with('p') { Role::Prefill } else { Role::Decode };
+    Registration { dp_rank: 0, dp_size: 1, ..native(name, role, Mode::Push) }
+}
+
+fn bench() -> Bench {
+    Bench::new(RouterConfig::default())
+}
+
+fn up(bench: &mut Bench, all: &[Registration]) {
+    for registration in all {
+        bench.give(RouterInput::Register(registration.clone()));
+    }
+}
+
+/// The legs of a request that is sent at once: prefill and decode.
+fn pair(effects: Vec<RouterEffect>) -> [Sent; 2] {
+    sent(effects).try_into().expect("a prefill and a decode leg")
+}
+
+fn names(pair: &[Sent; 2]) -> (&str, &str) {
+    (&pair[0].engine, &pair[1].engine)
+}
+
+/// A restarted server at the place of `old`.
+fn restarted(old: &Registration, name: &str, incarnation: u64) -> Registration {
+    Registration {
+        engine: name.into(),
+        incarnation: Incarnation(incarnation),
+        control: format!("tcp://{name}:1").as_str().into(),
+        ..old.clone()
+    }
+}
+
+#[test]
+fn a_newer_engine_at_the_same_http_address_takes_the_place_at_once() {
+    let mut bench = bench();
+    let old = one("p0");
+    up(&mut bench, &[old.clone(), one("d0")]);
+    let [prefill, _] = pair(bench.ask());
+    let new = restarted(&old, "p9", 6);
+    let effects = bench.give(RouterInput::Register(new.clone()));
+    let cancelled = RouterEffect::CancelLeg { leg: prefill.leg };
+    assert!(effects.contains(&cancelled), "{effects:?}");
+    assert_eq!(names(&pair(effects)), ("p9", "d0"), "the request moves to the new one");
+    assert_eq!(bench.engines(), ["d0", "p9"]);
+    // What is left of the old server goes on registering.
+    for sequence in 2..5 {
+        bench.give(RouterInput::Register(Registration { sequence, ..old.clone() }));
+        assert_eq!(bench.engines(), ["d0", "p9"]);
+    }
+    assert_eq!(bench.router.counters().rejected[&Reject::Superseded], 3);
+    let listed: Vec<_> = bench.router.rejections().map(|it| it.reason).collect();
+    assert_eq!(listed, [Reject::Superseded]);
+    // A router that hears of the new one first does not take the old one either.
+    let mut other = self::bench();
+    up(&mut other, &[new, old]);
+    assert_eq!(other.engines(), ["p9"]);
+}
+
+#[test]
+fn ranks_and_roles_of_one_address_live_side_by_side() {
+    let mut bench = bench();
+    let first = Registration { dp_rank: 0, dp_size: 2, ..one("p0") };
+    let second = Registration { dp_rank: 1, ..restarted(&first, "p1", 6) };
+    let other = Registration { role: Role::Decode, ..restarted(&first, "d0", 7) };
+    up(&mut bench, &[first, second, other]);
+    assert_eq!(bench.engines(), ["p0", "p1", "d0"]);
+}
+
+#[test]
+fn an_engine_that_tells_no_birth_is_older() {
+    let mut bench = bench();
+    let plain = beat(Role::Prefill, "10.0.0.1", 6301, 1, Mode::Push);
+    bench.hear(plain.encode());
+    assert_eq!(bench.engines(), ["P/10.0.0.1:8000/0"]);
+    let born = Registration { http: "10.0.0.1:8000".into(), ..one("p0") };
+    bench.give(RouterInput::Register(born));
+    bench.hear(plain.encode());
+    assert_eq!(bench.engines(), ["p0"]);
+}
+
+/// Of a model with two layers.
+fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<Fit>> {
+    let group = Group { kind: GroupKind::Full, block_tokens: tokens, layers: vec![0, 1] };
+    let geometry = Geometry {
+        model: model.into(),
+        tp: 4,
+        kv_heads: 8,
+        latent: false,
+        layers: 2,
+        groups: vec![group],
+        packed: false,
+    };
+    Some(Arc::new(Fit { geometry, rows: vec![Rows { layers: 2, element, elements: 256 }] }))
+}
+
+fn fitting(name: &str, fit: Option<Arc<Fit>>) -> Registration {
+    Registration { fit, ..one(name) }
+}
+
+#[test]
+fn only_what_fits_is_paired() {
+    let (a, b) = (fit("a", 16, 2), fit("b", 16, 2));
+    let mut bench = bench();
+    up(
+        &mut bench,
+        &[
+            fitting("p0", a.clone()),
+            fitting("p1", b.clone()),
+            fitting("d0", b),
+            fitting("d1", fit("a", 32, 2)),
+            fitting("d2", None),
+        ],
+    );
+    for _ in 0..20 {
+        let legs = pair(bench.ask());
+        assert!(!matches!(names(&legs), ("p0", "d0") | ("p1", "d1")), "{legs:?}");
+        legs.iter().for_each(|leg| drop(bench.leg(leg.leg, done())));
+    }
+    let misfits: Vec<_> = bench.router.misfits().map(|(p, d, _)| format!("{p} {d}")).collect();
+    assert_eq!(misfits, ["p0 d0", "p1 d1"]);
+}
+
+#[test]
+fn a_client_is_told_why_nothing_fits() {
+    for (other, says) in [
+        (fit("b", 16, 2), "model: source has \"a\", sink has \"b\""),
+        (fit("a", 24, 2), "block size of group 0"),
+        (fit("a", 16, 4), "element size of layer 0: source has 2, sink has 4"),
+    ] {
+        let wait_max = Nanos::from_secs(5);
+        let mut bench = Bench::new(RouterConfig { wait_max, ..RouterConfig::default() });
+        up(&mut bench, &[fitting("p0", fit("a", 16, 2)), fitting("d0", other)]);
+        assert!(sent(bench.ask()).is_empty());
+        let answer = bench.tick().into_iter().find_map(|effect| match effect {
+            RouterEffect::Answer { answer, .. } => Some(answer),
+            _ => None,
+        });
+        assert_eq!(bench.now, wait_max);
+        let Some(Answer::Misfit(why)) = answer else { panic!("{answer:?}") };
+        assert!(why.0.contains(says), "{why}");
+    }
+}
+
+fn trouble(life: Option<u64>, number: u32) -> Vec<Trouble> {
+    let (engine, life) = ("p0".into(), life.map(Incarnation));
+    vec![Trouble { engine, life, number, failure: Failure::PeerSilent }]
+}
+
+/// Two prefills, and two decodes of which the first says what is wrong with p0.
+fn told(bench: &mut Bench, sequence: u64, troubles: Vec<Trouble>) {
+    for name in ["p0", "p1", "d1"] {
+        bench.give(RouterInput::Register(Registration { sequence, ..one(name) }));
+    }
+    bench.give(RouterInput::Register(Registration { sequence, troubles, ..one("d0") }));
+}
+
+/// How often the pair of p0 and d0 was chosen for 20 requests, which end without a word.
+fn chosen(bench: &mut Bench) -> usize {
+    let mut count = 0;
+    for _ in 0..20 {
+        let legs = pair(bench.ask());
+        count += usize::from(names(&legs) == ("p0", "d0"));
+        legs.iter().for_each(|leg| drop(bench.leg(leg.leg, done())));
+    }
+    count
+}
+
+#[test]
+fn a_pair_that_a_decode_names_is_passed_over_until_kv_comes() {
+    let mut bench = bench();
+    told(&mut bench, 1, Vec::new());
+    assert!(chosen(&mut bench) > 0);
+    told(&mut bench, 2, trouble(Some(5), 1));
+    assert_eq!(chosen(&mut bench), 0);
+    // Said again it is nothing new: after its time the pair is tried.
+    bench.now = bench.now + Nanos::from_secs(5);
+    told(&mut bench, 3, trouble(Some(5), 1));
+    assert!(chosen(&mut bench) <= 20);
+    told(&mut bench, 4, trouble(Some(5), 2));
+    assert_eq!(chosen(&mut bench), 0, "one more");
+    told(&mut bench, 5, Vec::new());
+    assert!(chosen(&mut bench) > 0, "KV came");
+    told(&mut bench, 6, trouble(Some(4), 1));
+    assert!(chosen(&mut bench) > 0, "that was another life");
+}
+
+#[test]
+fn a_decode_is_not_blamed_for_its_pair() {
+    let mut bench = bench();
+    // The only prefill for d0 is out of its reach.
+    up(&mut bench, &[one("p0"), one("d0")]);
+    let mut legs = pair(bench.ask());
+    let fails = LegEvent::Failed(LegFailure::Answer(500));
+    for round in 1..=8 {
+        bench.leg(legs[1].leg, fails.clone());
+        let troubles = trouble(Some(5), round);
+        let told = Registration { sequence: u64::from(round) + 1, troubles, ..one("d0") };
+        bench.give(RouterInput::Register(told));
+        let again = Registration { sequence: u64::from(round) + 1, ..one("p0") };
+        bench.give(RouterInput::Register(again));
+        bench.now = bench.now + Nanos::from_secs(1);
+        bench.give(RouterInput::Tick);
+        legs = pair(bench.ask());
+        assert_eq!(bench.states(), [InstanceState::Ready; 2], "round {round}");
+    }
+    assert_eq!(bench.router.counters().suspicions, 0);
+}
+
+/// The next legs, and when they are sent.
+fn later(bench: &mut Bench) -> (Nanos, Option<[Sent; 2]>) {
+    let legs = sent(bench.tick());
+    (bench.now, legs.try_into().ok())
+}
+
+#[test]
+fn who_failed_a_request_gets_it_again_after_a_pause_only() {
+    let mut bench = bench();
+    up(&mut bench, &[one("p0"), one("d0")]);
+    let legs = pair(bench.ask());
+    let fails = || LegEvent::Failed(LegFailure::Answer(500));
+    let effects = bench.leg(legs[1].leg, fails());
+    assert_eq!(sent(effects).len(), 0, "not at once");
+    let (at, legs) = later(&mut bench);
+    let legs = legs.expect("the first retry");
+    assert_eq!(at, Nanos::from_ms(500));
+    assert_eq!(sent(bench.leg(legs[1].leg, fails())).len(), 0);
+    let (at, legs) = later(&mut bench);
+    let legs = legs.expect("the second one");
+    assert_eq!(at, Nanos::from_ms(1500));
+    let effects = bench.leg(legs[1].leg, fails());
+    let answers = |it: &RouterEffect| matches!(it, RouterEffect::Answer { .. });
+    assert!(effects.iter().any(answers), "no more than `retries_max`: {effects:?}");
+    assert_eq!(bench.router.gauges().queued, 0);
+}
+
+#[test]
+fn a_pause_ends_when_an_instance_comes_that_did_not_fail() {
+    let mut bench = bench();
+    let old = one("d0");
+    up(&mut bench, &[one("p0"), old.clone()]);
+    let legs = pair(bench.ask());
+    bench.leg(legs[1].leg, LegEvent::Failed(LegFailure::Answer(500)));
+    bench.now = bench.now + Nanos::from_ms(10);
+    let newer = Registration { incarnation: Incarnation(6), ..old };
+    let effects = bench.give(RouterInput::Register(newer));
+    assert_eq!(names(&pair(effects)), ("p0", "d0"));
+    assert_eq!(bench.router.gauges().queued, 0);
+}
+
+#[test]
+fn others_get_it_at_once() {
+    let mut bench = bench();
+    up(&mut bench, &[one("p0"), one("p1"), one("d0"), one("d1")]);
+    let legs = pair(bench.ask());
+    let again = pair(bench.leg(legs[1].leg, LegEvent::Failed(LegFailure::Answer(500))));
+    assert_ne!(again[1].engine, legs[1].engine);
+    // A client that leaves in a pause leaves nothing.
+    let third = bench.leg(again[1].leg, LegEvent::Failed(LegFailure::Answer(500)));
+    assert!(sent(third).is_empty());
+    let gone = RouterInput::Gone { client: engine::core::ids::ClientId(0) };
+    bench.give(gone);
+    assert_eq!((bench.router.gauges().queued, bench.router.gauges().transfers), (0, 0));
+}
+
+/// `with` recompute, told by the answer.
+#[test]
+fn an_answer_that_tells_of_a_recomputed_prompt_has_the_pair_passed_over() {
+    let mut bench = bench();
+    told(&mut bench, 1, Vec::new());
+    let recomputed = Some(Failure::PeerSilent);
+    let event = LegEvent::Done { reason: FinishReason::Length, recomputed };
+    for _ in 0..20 {
+        let legs = pair(bench.ask());
+        let is_cut = names(&legs) == ("p0", "d0");
+        bench.leg(legs[0].leg, done());
+        bench.leg(legs[1].leg, if is_cut { event.clone() } else { done() });
+        if is_cut {
+            break;
+        }
+    }
+    assert_eq!(chosen(&mut bench), 0);
+}

@@ -1,0 +1,161 @@
+//! I18: no more operations are planned than are needed, and without a fault no message is repeated.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Rank, Who};
+use engine::core::dialect::native::{Envelope, Frame};
+use engine::fabric::Refused;
+use scenarios::lists::{FaultKind, InvariantId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Work in vain that is allowed however little was of use.
+const FREE: u64 = 8;
+
+/// Of work of use, the share that may be done in vain on top.
+const SHARE: u64 = 20;
+
+/// What was done, and what of it in vain.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    useful: u64,
+    vain: u64,
+    told: bool,
+}
+
+impl Work {
+    /// True the first time that too much was in vain.
+    fn wasted(&mut self) -> bool {
+        self.vain += 1;
+        let wasted = !self.told && self.vain > FREE + self.useful / SHARE;
+        self.told |= wasted;
+        wasted
+    }
+}
+
+/// Operations that a plane refused for want of room were planned for nothing: a rank knows what its
+/// plane takes. Where a fault fills a queue it cannot know. Messages are repeated for want of an
+/// acknowledgement, which always comes in time as long as there was no fault.
+#[derive(Debug, Default)]
+pub(super) struct BoundedWork {
+    operations: BTreeMap<Rank, Work>,
+    /// Instances whose queues were filled by a fault.
+    filled: BTreeSet<u16>,
+    messages: BTreeMap<Who, Work>,
+    /// Number of the next new message of each direction of a conversation.
+    next: BTreeMap<(u64, u64, u64), u64>,
+    faulted: bool,
+}
+
+impl BoundedWork {
+    fn sent(&mut self, from: Who, envelope: &Envelope, seq: u64) -> Option<Work> {
+        let key = (envelope.from.0, envelope.to.0, envelope.session);
+        let next = self.next.entry(key).or_default();
+        let work = self.messages.entry(from).or_default();
+        if seq >= *next {
+            *next = seq + 1;
+            work.useful += 1;
+            return None;
+        }
+        work.wasted().then_some(*work)
+    }
+}
+
+impl Invariant for BoundedWork {
+    fn id(&self) -> InvariantId {
+        InvariantId::BoundedWork
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::Submitted, Kind::Refused, Kind::FrameSent, Kind::Faulted]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        match seen {
+            Observation::Submitted(seen) => {
+                self.operations.entry(seen.from).or_default().useful += 1;
+            }
+            Observation::Refused { from, why: Refused::Busy, .. }
+                if !self.filled.contains(&from.who.instance) =>
+            {
+                let work = self.operations.entry(*from).or_default();
+                if work.wasted() {
+                    let Work { useful, vain, .. } = *work;
+                    found.report(self.id(), now.at, || {
+                        let (name, rank) = (now.state.name(from.who.instance), from.rank);
+                        format!("{name} rank {rank} planned {vain} operations for nothing beside {useful}")
+                    });
+                }
+            }
+            Observation::FrameSent { from, frame: Frame::Data { envelope, seq, .. }, .. }
+                if !self.faulted =>
+            {
+                if let Some(Work { useful, vain, .. }) = self.sent(*from, envelope, *seq) {
+                    found.report(self.id(), now.at, || {
+                        let name = now.state.name(from.instance);
+                        format!("{name} repeated {vain} messages beside {useful} without a fault")
+                    });
+                }
+            }
+            Observation::Faulted { kind, from, .. } => {
+                self.faulted = true;
+                if *kind == FaultKind::QueueFull {
+                    self.filled.extend(*from);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, rank, tag};
+    use engine::core::dialect::native::VERSION;
+    use engine::core::ids::Incarnation;
+    use engine::core::message::Message;
+    use engine::fabric::OpId;
+
+    fn busy(bench: &mut Bench, times: u64) {
+        for op in 0..times {
+            let (op, why) = (OpId(1_000 + op), &Refused::Busy);
+            bench.see(Observation::Refused { from: rank(P0), op, why });
+        }
+    }
+
+    #[test]
+    fn one_operation_in_twenty_may_be_planned_twice() {
+        let mut bench = Bench::new(InvariantId::BoundedWork);
+        (1..=40).for_each(|op| bench.write(P0, D0, op, &[4]));
+        busy(&mut bench, 10);
+        bench.holds();
+        busy(&mut bench, 10);
+        bench.fails("p0 rank 0 planned 11 operations for nothing beside 40");
+        let mut bench = Bench::new(InvariantId::BoundedWork);
+        let (kind, from) = (FaultKind::QueueFull, Some(P0.instance));
+        bench.see(Observation::Faulted { kind, from, to: None });
+        busy(&mut bench, 100);
+        bench.holds();
+    }
+
+    #[test]
+    fn without_a_fault_no_message_is_repeated() {
+        for faulted in [false, true] {
+            let mut bench = Bench::new(InvariantId::BoundedWork);
+            if faulted {
+                let kind = FaultKind::Loss;
+                bench.see(Observation::Faulted { kind, from: Some(0), to: None });
+            }
+            for _ in 0..10 {
+                let (from, to) = (Incarnation(1), Incarnation(2));
+                let envelope = Envelope { version: VERSION, from, to, session: 1 };
+                let message = Message::Begun { tag: tag("r") };
+                let frame = &Frame::Data { envelope, seq: 0, message };
+                bench.see(Observation::FrameSent { from: P0, to: D0, frame });
+            }
+            match faulted {
+                true => bench.holds(),
+                false => bench.fails("p0 repeated 9 messages beside 1"),
+            }
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! I17: what fails has a cause that some fault of the run, or a setting, can have.
+
+use super::credit::failure;
+use super::{Found, Invariant, Now};
+use crate::fit::fits;
+use crate::observe::{Kind, Observation, Who};
+use engine::core::dialect::native::Frame;
+use engine::core::error::Failure;
+use engine::core::ids::{RequestId, TransferKey};
+use engine::core::message::{PrefillAnswer, PrefillHook, Role};
+use engine::core::router::LegEvent;
+use engine::core::time::Nanos;
+use engine::fabric::Cause;
+use scenarios::lists::{FaultKind, InvariantId};
+use scenarios::run::{Instance, Run};
+use scenarios::settings;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A prefill request, for how long it waits to be fetched.
+#[derive(Debug)]
+struct Held {
+    key: TransferKey,
+    finished: Option<Nanos>,
+}
+
+/// Every fault kind has a list of causes that it can have, see [`can_cause`]; a cause that none of the
+/// kinds which hit so far can have is a mistake. What engines and clients do by themselves
+/// (leave, abort, preempt, ask for more than there is room for) is no fault and not judged here.
+#[derive(Debug)]
+pub(super) struct Caused {
+    hit: BTreeSet<FaultKind>,
+    /// Some engines do not fit each other.
+    misfits: bool,
+    /// The file sets a time of the protocol, which may be shorter than what it waits for.
+    times: bool,
+    /// The file sets a limit of the protocol, which may be lower than what is asked for.
+    limits: bool,
+    /// By instance.
+    leases: Vec<Nanos>,
+    requests: BTreeMap<(Who, RequestId), Held>,
+    /// What the router gave up.
+    abandoned: BTreeSet<(Who, TransferKey)>,
+    told: BTreeSet<&'static str>,
+}
+
+/// What a fault can do to the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// Nothing that a request would notice, but that it takes longer.
+    Nothing,
+    /// Operations fail, sessions die, ranks are connected anew.
+    Fabric,
+    /// Frames do not come, peers fall silent.
+    Wire,
+    /// A process forgets everything, or stands still.
+    Process,
+    /// A leg or a registration is lost, late or repeated.
+    Router,
+    /// A request ends early, or its times do.
+    Request,
+}
+
+fn reach(kind: FaultKind) -> Reach {
+    use FaultKind::*;
+    match kind {
+        QueueFull | CompletionReorder | NotifyOvertakes | DoneOutOfOrder | FrameReorder
+        | Duplicate | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst
+        | DegeneratePrompts | SmallPool => Reach::Nothing,
+        QpError | AckLost | CompletionLost | Partial | LateLanding | SiblingFailure | SlowLink
+        | NoCopy => Reach::Fabric,
+        Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage | Foreign => Reach::Wire,
+        Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
+        | ClockBack | RegisterFails => Reach::Process,
+        StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => Reach::Router,
+        ExpiryRace | Preempt | Abort | BothAbort => Reach::Request,
+    }
+}
+
+/// True if faults of this reach can be why something failed so.
+fn can_cause(reach: Reach, failure: &Failure) -> bool {
+    use Reach::*;
+    match failure {
+        // A conversation that ends takes its operations along.
+        Failure::Fabric(_) | Failure::Unreachable | Failure::PeerSilent => {
+            matches!(reach, Fabric | Wire | Process)
+        }
+        Failure::Refused(_) => matches!(reach, Fabric | Process),
+        Failure::PeerRestarted | Failure::EngineGone => reach == Process,
+        Failure::Violation(_) => reach == Wire,
+        Failure::Mismatch(_) | Failure::HelloRefused(_) => matches!(reach, Process | Router),
+        Failure::DuplicateKey => matches!(reach, Router | Process),
+        Failure::UnknownTransfer
+        | Failure::NotFetched
+        | Failure::LeaseExpired
+        | Failure::Stalled => reach != Nothing,
+        // What engines, clients and limits do.
+        _ => true,
+    }
+}
+
+impl Caused {
+    pub(super) fn new(run: &Run) -> Caused {
+        let of = |role| run.instances.iter().filter(move |instance| instance.role == role);
+        let misfits = of(Role::Prefill)
+            .any(|prefill| of(Role::Decode).any(|decode| !fits(&run.model, prefill, decode)));
+        let limited = |one: &Instance| {
+            let protocol = &one.protocol;
+            let limits = [
+                protocol.requests_max,
+                protocol.early_max,
+                protocol.receivers_max,
+                protocol.tombstones_max,
+                protocol.queue_max,
+                protocol.peers_max,
+                protocol.links_max,
+            ];
+            limits.iter().any(Option::is_some)
+        };
+        let timed = |one: &Instance| {
+            let protocol = &one.protocol;
+            let times = [
+                protocol.lease,
+                protocol.fetch,
+                protocol.resume,
+                protocol.operation,
+                protocol.silent,
+            ];
+            times.iter().any(Option::is_some)
+        };
+        Caused {
+            hit: run.shaped.iter().copied().collect(),
+            misfits,
+            times: run.instances.iter().any(timed),
+            limits: run.instances.iter().any(limited),
+            leases: run.instances.iter().map(|one| settings::core(run, one).lease).collect(),
+            requests: BTreeMap::new(),
+            abandoned: BTreeSet::new(),
+            told: BTreeSet::new(),
+        }
+    }
+
+    fn is_natural(&self, failure: &Failure) -> bool {
+        match failure {
+            Failure::Cancelled | Failure::PrefillEnded | Failure::Preempted | Failure::Overload => {
+                true
+            }
+            Failure::Mismatch(_) | Failure::HelloRefused(_) => self.misfits,
+            Failure::UnknownTransfer | Failure::NotFetched => self.times || self.limits,
+            Failure::LeaseExpired | Failure::Stalled => self.times,
+            // Who finds no room for what its peer waits for ends the conversation.
+            Failure::DuplicateKey | Failure::Fabric(Cause::PeerGone) => self.limits,
+            _ => false,
+        }
+    }
+
+    fn judge(&mut self, now: Now<'_>, failure: &Failure, found: &mut Found) {
+        let caused = || self.hit.iter().any(|kind| can_cause(reach(*kind), failure));
+        if self.is_natural(failure) || caused() || !self.told.insert(failure.kind()) {
+            return;
+        }
+        found.report(InvariantId::Caused, now.at, || {
+            let hit: Vec<_> = self.hit.iter().map(|kind| kind.name()).collect();
+            let hit = if hit.is_empty() { "no fault at all".into() } else { hit.join(", ") };
+            format!("{failure} is what none of these can cause: {hit}")
+        });
+    }
+
+    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, leg, .. } => {
+                let held = Held { key: leg.key.clone(), finished: None };
+                self.requests.insert((who, request.clone()), held);
+            }
+            PrefillHook::Finished { request, .. } => {
+                if let Some(held) = self.requests.get_mut(&(who, request.clone())) {
+                    held.finished = Some(now);
+                }
+            }
+            PrefillHook::Scheduled { .. } | PrefillHook::Preempted { .. } => {}
+        }
+    }
+
+    /// A prefill lets go of a prompt.
+    fn freed(&mut self, now: Now<'_>, who: Who, answer: &PrefillAnswer, found: &mut Found) {
+        let (PrefillAnswer::SourceFree { request, failure: Some(_) }
+        | PrefillAnswer::SourceFree { request, .. }
+        | PrefillAnswer::Rejected { request, .. }) = answer
+        else {
+            return;
+        };
+        let Some(held) = self.requests.remove(&(who, request.clone())) else { return };
+        let abandoned = self.abandoned.remove(&(who, held.key));
+        let PrefillAnswer::SourceFree { failure: Some(Failure::NotFetched), .. } = answer else {
+            return;
+        };
+        let Some(finished) = held.finished else { return };
+        if !abandoned && now.at < finished + self.leases[usize::from(who.instance)] {
+            found.report(InvariantId::Caused, now.at, || {
+                let (name, waited) = (now.state.name(who.instance), now.at - finished);
+                format!("{name} kept request {request} for {waited} only, which nobody fetched")
+            });
+        }
+    }
+}
+
+impl Invariant for Caused {
+    fn id(&self) -> InvariantId {
+        InvariantId::Caused
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[
+            Kind::Faulted,
+            Kind::PrefillHook,
+            Kind::PrefillAnswer,
+            Kind::DecodeAnswer,
+            Kind::Leg,
+            Kind::FrameArrived,
+            Kind::Stray,
+            Kind::Crashed,
+        ]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        match seen {
+            Observation::Faulted { kind, .. } => {
+                self.hit.insert(*kind);
+            }
+            Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
+            Observation::FrameArrived { to, frame: Frame::Abandon { keys }, .. }
+            | Observation::Stray { to, frame: Some(Frame::Abandon { keys }) } => {
+                self.abandoned.extend(keys.iter().map(|key| (*to, key.clone())));
+            }
+            Observation::Crashed { who } => {
+                self.requests.retain(|(owner, _), _| owner != who);
+                self.abandoned.retain(|(owner, _)| owner != who);
+            }
+            Observation::Leg { event: LegEvent::Done { recomputed: Some(why), .. }, .. } => {
+                self.judge(now, why, found);
+            }
+            _ => {
+                if let Observation::PrefillAnswer { who, answer } = seen {
+                    self.freed(now, *who, answer, found);
+                }
+                if let Some(failure) = failure(seen) {
+                    self.judge(now, failure, found);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, key, request};
+    use engine::core::message::{FinishReason, Mode, PrefillLeg};
+
+    #[test]
+    fn a_cause_needs_a_fault_that_can_have_it() {
+        let faults = [
+            (None, false),
+            (Some(FaultKind::QueueFull), false),
+            (Some(FaultKind::DecodeLegLost), false),
+            (Some(FaultKind::AckLost), true),
+            (Some(FaultKind::Loss), true),
+        ];
+        for (kind, held) in faults {
+            let mut bench = Bench::new(InvariantId::Caused);
+            if let Some(kind) = kind {
+                bench.see(Observation::Faulted { kind, from: Some(0), to: None });
+            }
+            bench.load_failed_by(D0, "r", Failure::Overload);
+            bench.holds();
+            for _ in 0..2 {
+                bench.load_failed_by(D0, "r", Failure::Fabric(Cause::AckTimeout));
+            }
+            match held {
+                true => bench.holds(),
+                false => bench.fails("transfer failed: acknowledgement lost is what none of these"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_prompt_is_held_for_a_lease() {
+        for (seconds, abandoned, held) in [(29, false, false), (29, true, true), (30, false, true)]
+        {
+            let mut bench = Bench::with(InvariantId::Caused, |run| {
+                for one in &mut run.instances {
+                    one.protocol.lease = Some(Nanos::from_secs(30));
+                }
+            });
+            let key = key("r");
+            let (siblings, mode, life, moriio) = (1, Mode::Pull, None, None);
+            let leg = PrefillLeg { key: key.clone(), siblings, mode, life, moriio };
+            let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
+            bench.see(Observation::PrefillHook { who: P0, hook });
+            let (name, reason) = (request("r"), FinishReason::Length);
+            let hook = &PrefillHook::Finished { request: name.clone(), reason };
+            bench.see(Observation::PrefillHook { who: P0, hook });
+            if abandoned {
+                let frame = &Frame::Abandon { keys: vec![key] };
+                bench.see(Observation::FrameArrived { from: Who::ROUTER, to: P0, frame });
+            }
+            bench.now = bench.now + Nanos::from_secs(seconds);
+            let failure = Some(Failure::NotFetched);
+            let answer = &PrefillAnswer::SourceFree { request: name, failure };
+            bench.see(Observation::PrefillAnswer { who: P0, answer });
+            match held {
+                true => bench.holds(),
+                false => bench.fails("p0 kept request r for 29.000s only"),
+            }
+        }
+    }
+}

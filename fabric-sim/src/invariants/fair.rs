@@ -1,0 +1,328 @@
+//! I19: without faults, flows from a rank to a peer that all have work get equal shares.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Rank, Submission, Who};
+use crate::world::LOCAL;
+use engine::core::dialect::native::Frame;
+use engine::core::ids::{RequestId, TransferKey};
+use engine::core::message::{Job, Message, PrefillHook, Tag};
+use engine::core::time::Nanos;
+use engine::core::transfer::TransferSettings;
+use engine::fabric::Direction;
+use scenarios::Run;
+use scenarios::lists::InvariantId;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// By how many quanta, or of the largest operations, one flow may be ahead of another.
+const AHEAD: u64 = 4;
+
+/// An operation counts at least as a quantum over this.
+const SHORTEST: u64 = 128;
+
+/// What a flow fills, by the number that the blocks of it have.
+type Load = u32;
+
+/// What a flow had of a link: bytes, and what its operations count at most.
+#[derive(Clone, Copy, Debug, Default)]
+struct Served {
+    bytes: u64,
+    cost: u64,
+}
+
+/// Flows from one rank to a peer.
+#[derive(Debug, Default)]
+struct Link {
+    /// What each flow had before this instant, and since.
+    served: BTreeMap<Load, Served>,
+    instant: Nanos,
+    fresh: BTreeMap<Load, Served>,
+    /// Flows all of which can be submitted, with what each had by then.
+    since: BTreeMap<Load, BTreeMap<Load, Served>>,
+    /// Bytes of the largest operation.
+    largest: u64,
+}
+
+/// A flow of which everything can be submitted, and which has not submitted everything, has a share
+/// of the operations of its rank. Whenever it submits one it still had work until then: from when it
+/// could submit everything, no other flow of the same link may have submitted more than it by
+/// [`AHEAD`] quanta. What is submitted in the same instant comes in some order
+/// and waits for nothing. After the first fault nothing is checked: whatever
+/// is repeated or waits for a session is no matter of shares.
+#[derive(Debug, Default)]
+pub(super) struct Fair {
+    faulted: bool,
+    /// What a flow may send before others, at most.
+    quantum: u64,
+    links: BTreeMap<(Rank, Who), Link>,
+    /// Loads from when on everything of them can be submitted, soonest first.
+    ready: BTreeSet<(Nanos, Load)>,
+    /// Prompts that are computed, and the loads that wait for the others.
+    computed: BTreeSet<(Who, TransferKey)>,
+    waiting: BTreeMap<(Who, TransferKey), Vec<Load>>,
+    requests: BTreeMap<(Who, RequestId), TransferKey>,
+    open: BTreeSet<Load>,
+    /// Of these, those of which everything can be submitted.
+    active: BTreeSet<Load>,
+}
+
+impl Link {
+    /// What was submitted in instants before belongs to the past.
+    fn turn(&mut self, now: Nanos) {
+        if self.instant < now {
+            self.instant = now;
+            for (load, more) in std::mem::take(&mut self.fresh) {
+                let served = self.served.entry(load).or_default();
+                served.bytes += more.bytes;
+                served.cost += more.cost;
+            }
+        }
+    }
+}
+
+impl Fair {
+    pub(super) fn new(run: &Run) -> Fair {
+        let settings = TransferSettings::default();
+        let rate = run.network.bandwidth.max(run.network.node_bandwidth);
+        let carried = u128::from(rate) * u128::from(settings.operation_time.0) / 1_000_000_000;
+        let (least, most) = (settings.operation_bytes_min, settings.operation_bytes_max);
+        let quantum = u64::try_from(carried).unwrap_or(u64::MAX).clamp(2 * least, most);
+        Fair { quantum, ..Fair::default() }
+    }
+
+    /// A decode asked a prefill to write.
+    fn announced(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag) {
+        let Some((request, attempt)) = now.state.tagged(from.instance, tag) else { return };
+        let load = now.state.load_number(from.instance, request);
+        if attempt != tag.attempt || load == 0 || !self.open.insert(load) {
+            return;
+        }
+        let key = (to, tag.key.clone());
+        match self.computed.contains(&key) {
+            true => self.can_start(now.at, load),
+            false => self.waiting.entry(key).or_default().push(load),
+        }
+    }
+
+    /// The hooks, jobs and layers of before reach the ranks within this time.
+    fn can_start(&mut self, now: Nanos, load: Load) {
+        self.ready.insert((now + LOCAL.scale(4, 1), load));
+    }
+
+    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+        match hook {
+            PrefillHook::Arrived { request, leg, .. } => {
+                self.requests.insert((who, request.clone()), leg.key.clone());
+            }
+            PrefillHook::Finished { request, .. } => {
+                let Some(key) = self.requests.remove(&(who, request.clone())) else { return };
+                for load in self.waiting.remove(&(who, key.clone())).unwrap_or_default() {
+                    self.can_start(now, load);
+                }
+                self.computed.insert((who, key));
+            }
+            PrefillHook::Scheduled { .. } | PrefillHook::Preempted { .. } => {}
+        }
+    }
+
+    fn job(&mut self, now: Now<'_>, who: Who, job: &Job) {
+        let Job::Read { local, .. } = job else { return };
+        let first = (0..).zip(local.iter()).find_map(|(group, list)| {
+            let block = *list.ids.first()?;
+            Some(crate::observe::BlockRef { group, block })
+        });
+        let load = first.map_or(0, |at| now.state.block(who.instance, at).load);
+        if load != 0 && self.open.insert(load) {
+            self.can_start(now.at, load);
+        }
+    }
+
+    fn ended(&mut self, load: Load) {
+        if self.open.remove(&load) {
+            self.ready.retain(|(_, other)| *other != load);
+            self.active.remove(&load);
+            for link in self.links.values_mut() {
+                link.served.remove(&load);
+                link.fresh.remove(&load);
+                link.since.remove(&load);
+                link.since.values_mut().for_each(|others| {
+                    others.remove(&load);
+                });
+            }
+        }
+    }
+
+    fn submitted(&mut self, now: Now<'_>, seen: &Submission<'_>) -> Option<(Load, Load, u64)> {
+        if self.open.len() < 2 {
+            // Nobody to be ahead of; what is sent now counts for nobody.
+            return None;
+        }
+        while self.ready.first().is_some_and(|(at, _)| *at <= now.at) {
+            let Some((_, load)) = self.ready.pop_first() else { break };
+            for link in self.links.values_mut() {
+                link.turn(now.at);
+                link.since.insert(load, link.served.clone());
+            }
+            self.active.insert(load);
+        }
+        let write = seen.direction == Direction::Write;
+        let (target, written) =
+            if write { (seen.peer, seen.remote) } else { (seen.from, seen.local) };
+        let mine = now.state.block(target.who.instance, *written.first()?).load;
+        if mine == 0 {
+            return None;
+        }
+        let link = self.links.entry((seen.from, seen.peer.who)).or_default();
+        link.largest = link.largest.max(seen.bytes);
+        link.turn(now.at);
+        if self.active.contains(&mine) {
+            // Nobody had sent anything here by then.
+            link.since.entry(mine).or_default();
+        }
+        let most = AHEAD * link.largest.max(self.quantum);
+        let unfair = link.since.get(&mine).and_then(|before| {
+            let before = |load: &Load| before.get(load).copied().unwrap_or_default();
+            let cost = link.served.get(&mine).map_or(0, |served| served.cost);
+            let got = cost.saturating_sub(before(&mine).cost);
+            let ahead = |(other, served): (&Load, &Served)| {
+                let more = served.bytes.saturating_sub(before(other).bytes).saturating_sub(got);
+                (*other != mine && more > most).then_some((*other, more))
+            };
+            link.served.iter().find_map(ahead)
+        });
+        let fresh = link.fresh.entry(mine).or_default();
+        fresh.bytes += seen.bytes;
+        fresh.cost += seen.bytes.max(self.quantum / SHORTEST);
+        unfair.map(|(other, more)| (mine, other, more))
+    }
+}
+
+impl Invariant for Fair {
+    fn id(&self) -> InvariantId {
+        InvariantId::Fair
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[
+            Kind::Faulted,
+            Kind::FrameArrived,
+            Kind::PrefillHook,
+            Kind::PrefillAnswer,
+            Kind::Job,
+            Kind::DecodeAnswer,
+            Kind::Submitted,
+        ]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        if self.faulted {
+            return;
+        }
+        match seen {
+            Observation::Faulted { .. } => *self = Fair { faulted: true, ..Fair::default() },
+            Observation::FrameArrived {
+                from,
+                to,
+                frame: Frame::Data { message: Message::Announce { tag, .. }, .. },
+            } => self.announced(now, (*from, *to), tag),
+            Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
+            Observation::Job { who, job } => self.job(now, *who, job),
+            Observation::DecodeAnswer { who, answer } if answer.is_last() => {
+                self.ended(now.state.load_number(who.instance, answer.request()));
+            }
+            Observation::Submitted(seen) => {
+                if let Some((mine, other, more)) = self.submitted(now, seen) {
+                    found.report(self.id(), now.at, || {
+                        let (name, rank) = (now.state.name(seen.from.who.instance), seen.from.rank);
+                        let request = |load| {
+                            now.state.load_at(load).map_or("?".into(), |load| load.request.clone())
+                        };
+                        let (mine, other) = (request(mine), request(other));
+                        format!(
+                            "{name} rank {rank} sent {more} bytes more of request {other} than of \
+                             request {mine}, which had work all the time"
+                        )
+                    });
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0};
+    use engine::core::ids::{FlowId, PeerSlot};
+    use engine::core::layout::BlockList;
+    use std::sync::Arc;
+
+    /// Two reads of eight operations of a block each; both can be submitted wholly.
+    fn reads() -> Bench {
+        let mut bench = Bench::with(InvariantId::Fair, |run| {
+            // The least quantum, which is that of 256 blocks.
+            (run.network.bandwidth, run.network.node_bandwidth) = (1_000_000, 1_000_000);
+        });
+        for (name, from) in [("a", 0_u32), ("b", 20)] {
+            let ids: Vec<u32> = (from..from + 10).collect();
+            bench.allocated(D0, name, 160, &ids);
+            let blocks = Arc::new(vec![BlockList::new(ids)]);
+            let job = &Job::Read {
+                flow: FlowId(u64::from(from) + 1),
+                request: name.into(),
+                peer: PeerSlot(1),
+                from: 0,
+                tokens: 160,
+                remote: blocks.clone(),
+                local: blocks,
+            };
+            bench.see(Observation::Job { who: D0, job });
+            bench.now = bench.now + LOCAL.scale(4, 1);
+            // The first one of each makes the pair known.
+            read(&mut bench, from, 1);
+        }
+        bench
+    }
+
+    /// Operations of 256 KiB each.
+    fn read(bench: &mut Bench, from: u32, count: u32) {
+        for block in from..from + count {
+            let op = bench.now.0;
+            bench.submit((D0, P0), op, Direction::Read, (&[block; 256], &[block; 256]));
+        }
+    }
+
+    #[test]
+    fn equal_shares_hold_whatever_the_order() {
+        let mut bench = reads();
+        for block in 1..8 {
+            read(&mut bench, block, 1);
+            read(&mut bench, 20 + block, 1);
+        }
+        bench.holds();
+    }
+
+    #[test]
+    fn who_has_work_is_not_left_behind() {
+        let mut bench = reads();
+        read(&mut bench, 1, 7);
+        bench.holds();
+        read(&mut bench, 21, 1);
+        bench.fails("sent 1572864 bytes more of request a than of request b");
+        // A flow that has ended leaves nobody behind.
+        let mut bench = reads();
+        bench.loaded(D0, "b");
+        read(&mut bench, 1, 7);
+        bench.holds();
+    }
+
+    #[test]
+    fn after_a_fault_nothing_is_said() {
+        let mut bench = reads();
+        let kind = scenarios::lists::FaultKind::AckLost;
+        bench.see(Observation::Faulted { kind, from: Some(0), to: None });
+        read(&mut bench, 1, 7);
+        read(&mut bench, 21, 1);
+        bench.holds();
+    }
+}

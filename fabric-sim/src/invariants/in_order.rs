@@ -1,0 +1,213 @@
+//! I15: messages are delivered once and in order, and only what was delivered is acknowledged.
+
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Part, Who};
+use engine::core::channel::COPIES;
+use engine::core::dialect::native::{Envelope, Frame};
+use scenarios::lists::InvariantId;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What of one direction of a conversation has arrived.
+#[derive(Debug, Default)]
+struct Arrived {
+    /// All messages before this number.
+    next: u64,
+    /// And these.
+    early: BTreeSet<u64>,
+    /// The receiver said that it has all before this number.
+    acknowledged: u64,
+}
+
+/// Two counts of one receiver, of all its conversations.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    /// Messages before which all arrived, so that it is their turn.
+    due: u64,
+    acknowledged: u64,
+}
+
+/// A model of what may be delivered when. A core tells how many messages it has handed on: never
+/// more than those whose turn has come, so none twice and none early, and never less than it
+/// acknowledged. A conversation that did not come about delivers nothing. A message may be given up
+/// when [`COPIES`] of it were damaged; it counts as delivered.
+#[derive(Debug, Default)]
+pub(super) struct InOrder {
+    /// Frames that nobody can read.
+    damaged: BTreeMap<Who, u32>,
+    arrived: BTreeMap<(Who, Key), Arrived>,
+    counts: BTreeMap<Who, Counts>,
+    told: BTreeSet<Who>,
+}
+
+/// An [`Envelope`] as a key.
+type Key = (u64, u64, u64);
+
+fn key(envelope: &Envelope) -> Key {
+    (envelope.from.0, envelope.to.0, envelope.session)
+}
+
+impl InOrder {
+    fn arrived(&mut self, to: Who, frame: &Frame) {
+        let Frame::Data { envelope, seq, .. } = frame else { return };
+        let arrived = self.arrived.entry((to, key(envelope))).or_default();
+        let before = arrived.next;
+        if *seq >= before {
+            arrived.early.insert(*seq);
+        }
+        while arrived.early.remove(&arrived.next) {
+            arrived.next += 1;
+        }
+        self.counts.entry(to).or_default().due += arrived.next - before;
+    }
+
+    /// An acknowledgement is sent; what it claims and did not arrive.
+    fn acknowledges(&mut self, from: Who, envelope: &Envelope, next: u64) -> Option<u64> {
+        let inbound = (envelope.to.0, envelope.from.0, envelope.session);
+        let arrived = self.arrived.entry((from, inbound)).or_default();
+        if next > arrived.next {
+            if self.damaged.get(&from).is_none_or(|count| *count < COPIES) {
+                return Some(arrived.next);
+            }
+            self.counts.entry(from).or_default().due += next - arrived.next;
+            arrived.next = next;
+            arrived.early = arrived.early.split_off(&next);
+        }
+        let more = next.saturating_sub(arrived.acknowledged);
+        arrived.acknowledged += more;
+        self.counts.entry(from).or_default().acknowledged += more;
+        None
+    }
+}
+
+impl Invariant for InOrder {
+    fn id(&self) -> InvariantId {
+        InvariantId::InOrder
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::FrameSent, Kind::FrameArrived, Kind::Stray, Kind::Gauges, Kind::Crashed]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        match seen {
+            Observation::FrameArrived { to, frame, .. }
+            | Observation::Stray { to, frame: Some(frame) } => self.arrived(*to, frame),
+            Observation::Stray { to, frame: None } => {
+                *self.damaged.entry(*to).or_default() += 1;
+            }
+            Observation::FrameSent { from, frame: Frame::Ack { envelope, next }, .. } => {
+                if let Some(arrived) = self.acknowledges(*from, envelope, *next) {
+                    found.report(self.id(), now.at, || {
+                        let name = now.state.name(from.instance);
+                        format!("{name} acknowledges {next} messages, but {arrived} arrived")
+                    });
+                }
+            }
+            Observation::Gauges { who, part: Part::Core, gauges, .. } if *who != Who::ROUTER => {
+                let Counts { due, acknowledged } =
+                    self.counts.get(who).copied().unwrap_or_default();
+                let delivered = gauges.delivered;
+                // The count wraps; differences of these do not.
+                let above = delivered.wrapping_sub(acknowledged as u32);
+                let room = (due - acknowledged) as u32;
+                if above > room && self.told.insert(*who) {
+                    found.report(self.id(), now.at, || {
+                        let name = now.state.name(who.instance);
+                        format!(
+                            "{name} delivered {delivered} messages, but the turn of {due} has come \
+                             and {acknowledged} are acknowledged"
+                        )
+                    });
+                }
+            }
+            Observation::Crashed { who } => {
+                self.arrived.retain(|(to, _), _| to != who);
+                self.counts.remove(who);
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, tag};
+    use engine::core::dialect::native::VERSION;
+    use engine::core::ids::Incarnation;
+    use engine::core::machine::Gauges;
+    use engine::core::message::Message;
+
+    fn envelope() -> Envelope {
+        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 1 }
+    }
+
+    fn arrive(bench: &mut Bench, numbers: &[u64]) {
+        for seq in numbers {
+            let message = Message::Cancel { tag: tag("r") };
+            let frame = &Frame::Data { envelope: envelope(), seq: *seq, message };
+            bench.see(Observation::FrameArrived { from: D0, to: P0, frame });
+        }
+    }
+
+    fn acknowledge(bench: &mut Bench, next: u64) {
+        let Envelope { version, from, to, session } = envelope();
+        let envelope = Envelope { version, from: to, to: from, session };
+        bench.see(Observation::FrameSent {
+            from: P0,
+            to: D0,
+            frame: &Frame::Ack { envelope, next },
+        });
+    }
+
+    fn delivered(bench: &mut Bench, delivered: u32) {
+        let gauges = Gauges { delivered, ..Gauges::default() };
+        let (part, limits) = (Part::Core, Gauges::default());
+        bench.see(Observation::Gauges { who: P0, part, gauges, limits });
+    }
+
+    #[test]
+    fn what_came_early_or_twice_is_not_delivered() {
+        let mut bench = Bench::new(InvariantId::InOrder);
+        arrive(&mut bench, &[0, 0, 2]);
+        delivered(&mut bench, 1);
+        bench.holds();
+        delivered(&mut bench, 2);
+        bench.fails("p0 delivered 2 messages, but the turn of 1 has come");
+        let mut bench = Bench::new(InvariantId::InOrder);
+        arrive(&mut bench, &[0, 2, 1]);
+        delivered(&mut bench, 3);
+        bench.holds();
+    }
+
+    #[test]
+    fn what_is_acknowledged_was_delivered() {
+        let mut bench = Bench::new(InvariantId::InOrder);
+        arrive(&mut bench, &[0, 1]);
+        acknowledge(&mut bench, 2);
+        delivered(&mut bench, 2);
+        bench.holds();
+        delivered(&mut bench, 1);
+        bench.fails("and 2 are acknowledged");
+        let mut bench = Bench::new(InvariantId::InOrder);
+        acknowledge(&mut bench, 1);
+        bench.fails("p0 acknowledges 1 messages, but 0 arrived");
+    }
+
+    #[test]
+    fn what_could_never_be_read_is_given_up() {
+        for (damaged, given_up) in [(COPIES - 1, false), (COPIES, true)] {
+            let mut bench = Bench::new(InvariantId::InOrder);
+            (0..damaged).for_each(|_| bench.see(Observation::Stray { to: P0, frame: None }));
+            arrive(&mut bench, &[1, 2]);
+            acknowledge(&mut bench, 3);
+            match given_up {
+                true => delivered(&mut bench, 3),
+                false => bench.fails("p0 acknowledges 3 messages, but 0 arrived"),
+            }
+            if given_up {
+                bench.holds();
+            }
+        }
+    }
+}

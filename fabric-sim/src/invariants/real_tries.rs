@@ -1,0 +1,212 @@
+//! I16: a flow fails because of its operations only after all their tries, and `Busy` is no try.
+
+use super::state::{Op, Work};
+use super::{Found, Invariant, Now};
+use crate::observe::{Kind, Observation, Rank};
+use engine::core::error::Failure;
+use engine::core::ids::FlowId;
+use engine::core::message::{FlowState, Report};
+use engine::core::time::Nanos;
+use engine::fabric::{Landed, Outcome, Refused};
+use scenarios::lists::InvariantId;
+use scenarios::run::Run;
+use scenarios::settings;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What failed on a rank.
+#[derive(Debug, Default)]
+struct Failures {
+    /// Failures in a row of each piece of work.
+    of: BTreeMap<Work, u32>,
+    /// Submits that found their session gone; each was a try of some work.
+    gone: u32,
+    /// A peer was given up as a whole, and is not fenced.
+    peer: bool,
+}
+
+/// A flow that fails by itself needs a piece of work that failed as often as it may be tried. Each
+/// such row excuses one flow, a peer that is given up excuses all.
+#[derive(Debug)]
+pub(super) struct RealTries {
+    tries: u32,
+    ranks: BTreeMap<Rank, Failures>,
+    /// Flows that said that they will fail.
+    failing: BTreeSet<(Rank, FlowId)>,
+    /// Flows that failed in this instant without excuse; their peer may be given up next.
+    doubtful: Vec<(Nanos, Rank, FlowId, u32)>,
+}
+
+impl RealTries {
+    pub(super) fn new(run: &Run) -> RealTries {
+        let retries = |one| settings::transfer(one).retries_max;
+        let retries = run.instances.iter().map(retries).min();
+        RealTries {
+            tries: 1 + retries.unwrap_or(0),
+            ranks: BTreeMap::new(),
+            failing: BTreeSet::new(),
+            doubtful: Vec::new(),
+        }
+    }
+
+    fn completed(&mut self, now: Now<'_>, from: Rank, op: u64, outcome: &Outcome) {
+        let failed = matches!(outcome, Outcome::Failed { landed, .. } if *landed != Landed::All);
+        if !failed && !self.ranks.contains_key(&from) {
+            return;
+        }
+        let Some(work) = now.state.op(from, op).map(Op::work) else { return };
+        let failures = self.ranks.entry(from).or_default();
+        match failed {
+            true => *failures.of.entry(work).or_default() += 1,
+            false => {
+                failures.of.remove(&work);
+            }
+        }
+    }
+
+    fn failed(&mut self, now: Nanos, from: Rank, flow: FlowId) {
+        let failures = self.ranks.entry(from).or_default();
+        let worst = failures.of.iter().max_by_key(|(_, count)| **count);
+        let (work, count) = worst.map_or((None, 0), |(work, count)| (Some(*work), *count));
+        if failures.peer {
+            return;
+        }
+        if count + failures.gone < self.tries {
+            return self.doubtful.push((now, from, flow, count));
+        }
+        failures.gone = failures.gone.saturating_sub(self.tries.saturating_sub(count));
+        if let Some(work) = work {
+            failures.of.remove(&work);
+        }
+    }
+
+    /// Reports what was not excused in its own instant.
+    fn settle(&mut self, now: Now<'_>, found: &mut Found) {
+        let tries = self.tries;
+        self.doubtful.retain(|(at, from, flow, count)| {
+            if *at < now.at {
+                found.report(InvariantId::RealTries, *at, || {
+                    let (name, rank) = (now.state.name(from.who.instance), from.rank);
+                    format!(
+                        "flow {flow} of {name} rank {rank} failed, but no operation of that rank \
+                         failed {tries} times in a row, at most {count} times"
+                    )
+                });
+            }
+            *at >= now.at
+        });
+    }
+}
+
+impl Invariant for RealTries {
+    fn id(&self) -> InvariantId {
+        InvariantId::RealTries
+    }
+
+    fn wants(&self) -> &'static [Kind] {
+        &[Kind::Completed, Kind::Refused, Kind::Report, Kind::Crashed]
+    }
+
+    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        if !self.doubtful.is_empty() {
+            self.settle(now, found);
+        }
+        match seen {
+            Observation::Completed { from, op, outcome } => {
+                self.completed(now, *from, op.0, outcome);
+            }
+            Observation::Refused { from, why: Refused::Gone, .. } => {
+                self.ranks.entry(*from).or_default().gone += 1;
+            }
+            Observation::Report { from, report } => match report {
+                Report::Flow { flow, state: FlowState::Failing(Failure::Fabric(_)) } => {
+                    self.failing.insert((*from, *flow));
+                    self.failed(now.at, *from, *flow);
+                }
+                Report::Flow { flow, state: FlowState::Failed(failure) } => {
+                    let told = self.failing.remove(&(*from, *flow));
+                    if matches!(failure, Failure::Fabric(_)) && !told {
+                        self.failed(now.at, *from, *flow);
+                    }
+                }
+                Report::PeerFailed { .. } => {
+                    self.ranks.entry(*from).or_default().peer = true;
+                    self.doubtful.retain(|(_, rank, ..)| rank != from);
+                }
+                Report::Fenced { .. } => self.ranks.entry(*from).or_default().peer = false,
+                _ => {}
+            },
+            Observation::Crashed { who } => self.ranks.retain(|rank, _| rank.who != *who),
+            _ => {}
+        }
+    }
+
+    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+        let later = Now { at: now.at + Nanos(1), ..now };
+        self.settle(later, found);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{Bench, D0, P0, done, failed, rank};
+    use engine::fabric::{Cause, OpId};
+
+    fn fails(bench: &mut Bench, flow: u64) {
+        let state = FlowState::Failing(Failure::Fabric(Cause::AckTimeout));
+        let report = &Report::Flow { flow: FlowId(flow), state };
+        bench.see(Observation::Report { from: rank(P0), report });
+    }
+
+    fn tried(outcomes: &[bool]) -> Bench {
+        let mut bench = Bench::new(InvariantId::RealTries);
+        for (op, well) in (1..).zip(outcomes) {
+            bench.write(P0, D0, op, &[4]);
+            let outcome = if *well { done() } else { failed(Landed::Unknown) };
+            bench.complete(P0, op, &outcome);
+        }
+        bench
+    }
+
+    #[test]
+    fn a_flow_may_fail_after_four_failures_in_a_row() {
+        let mut bench = tried(&[false; 4]);
+        fails(&mut bench, 1);
+        bench.finish();
+        bench.holds();
+        // What excused one flow excuses no other.
+        let mut bench = tried(&[false; 4]);
+        fails(&mut bench, 1);
+        fails(&mut bench, 2);
+        bench.finish();
+        bench.fails("flow 2 of p0 rank 0 failed");
+    }
+
+    #[test]
+    fn less_is_no_reason_nor_is_busy() {
+        for outcomes in [&[false; 3][..], &[false, false, false, true, false]] {
+            let mut bench = tried(outcomes);
+            let why = &Refused::Busy;
+            bench.see(Observation::Refused { from: rank(P0), op: OpId(9), why });
+            fails(&mut bench, 1);
+            bench.finish();
+            bench.fails("no operation of that rank failed 4 times in a row");
+        }
+    }
+
+    #[test]
+    fn a_peer_that_is_given_up_takes_its_flows_along() {
+        let mut bench = tried(&[false]);
+        // The same instant.
+        let now = bench.now;
+        fails(&mut bench, 1);
+        bench.now = now;
+        let failure = Failure::Fabric(Cause::QueuePair);
+        let peer = engine::core::ids::PeerSlot(1);
+        let report = &Report::PeerFailed { peer, failure };
+        bench.see(Observation::Report { from: rank(P0), report });
+        fails(&mut bench, 2);
+        bench.finish();
+        bench.holds();
+    }
+}

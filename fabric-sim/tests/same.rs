@@ -1,0 +1,79 @@
+//! I11 and I13, which take two runs to see: scenario files and seeds of the swarm come out the same
+//! when they are run again, and when all wall clocks are shifted.
+
+use fabric_sim::invariants::{compare_clocks, compare_traces};
+use fabric_sim::world::{Options, Report, run};
+use scenarios::{Run, Scenario};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+/// Ten years, in microseconds.
+const SHIFT: u64 = 10 * 365 * 86_400 * 1_000_000;
+
+/// Requests of a run that is cheap enough.
+const REQUESTS: usize = 64;
+
+/// Seeds of the swarm.
+const SEEDS: u64 = 24;
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
+}
+
+fn load(path: &Path) -> Scenario {
+    scenarios::load(path).unwrap_or_else(|why| panic!("{why}"))
+}
+
+fn files(folder: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(self::folder().join(folder)).expect("the folder is there");
+    let mut files: Vec<PathBuf> =
+        entries.map(|entry| entry.expect("it can be listed").path()).collect();
+    files.retain(|path| path.extension().is_some_and(|ext| ext == "toml"));
+    files.sort();
+    files
+}
+
+/// All that a run came to, but for what names lives by their wall clocks: frames, and so the trace.
+fn outline(report: &Report) -> u64 {
+    let report = Report { trace_hash: 0, recording: None, ..report.clone() };
+    let mut hasher = DefaultHasher::new();
+    format!("{report:?}").hash(&mut hasher);
+    hasher.finish()
+}
+
+#[track_caller]
+fn same(what: &Run) {
+    let options = Options::default();
+    let first = run(what, options);
+    let again = run(what, options);
+    let traces = [&first, &again].map(|report| (report.trace_hash, report.events));
+    assert_eq!(compare_traces("a second run", traces[0], traces[1]), None, "{}", what.name);
+    let shifted = run(what, Options { wall: SHIFT, ..options });
+    assert_ne!(shifted.trace_hash, first.trace_hash, "{}: no clock was shifted", what.name);
+    let outlines = [&first, &shifted].map(|report| (outline(report), report.events));
+    let differ = compare_clocks(outlines[0], outlines[1]);
+    assert_eq!(differ, None, "{} seed {}: {first:#?} {shifted:#?}", what.name, what.seed);
+}
+
+#[test]
+fn scenario_files_come_out_the_same() {
+    let mut count = 0;
+    for path in ["smoke", "faults", "known"].into_iter().flat_map(files) {
+        let scenario = load(&path);
+        let drawn = scenario.draw(scenario.seed().unwrap_or(1));
+        let drawn = drawn.unwrap_or_else(|why| panic!("{why}"));
+        if drawn.requests.len() <= REQUESTS {
+            same(&drawn);
+            count += 1;
+        }
+    }
+    assert!(count > 80, "only {count} files are cheap");
+}
+
+#[test]
+fn seeds_of_the_swarm_come_out_the_same() {
+    let swarm = load(&folder().join("swarm.toml"));
+    for seed in 0..SEEDS {
+        same(&swarm.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}")));
+    }
+}

@@ -1,0 +1,306 @@
+//! One of each message, with values in all fields.
+
+use super::super::proto::{FromHost, ToHost, Versions, Who};
+use super::super::rank::RankPlan;
+use super::super::record::{Ended, Outcome, Record, Trace};
+use super::super::settings::{Backend, HostStart, KvMemory, Settings, TransferPlace};
+use super::super::spec::{Engine, LayerGroup, Region, Tensor, Worker};
+use crate::limits::Limits;
+use crate::meters::{Counters, PATHS};
+use crate::plane::PlaneConfig;
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::error::Failure;
+use engine::core::ids::{FlowId, Incarnation, PeerSlot, SourceId, StepId, TransferKey};
+use engine::core::layout::{
+    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout,
+};
+use engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, FinishReason, FlowState, Job, Mode, PrefillAnswer,
+    PrefillHook, Report, Role,
+};
+use engine::core::station::CoreConfig;
+use engine::core::time::Nanos;
+use engine::fabric::{Address, Endpoint, Memory, RegionDesc};
+use fabric_host::{HostConfig, PathCount};
+use std::sync::Arc;
+
+fn geometry() -> Geometry {
+    let group = |window, layers| Group { kind: window, block_tokens: 32, layers };
+    Geometry {
+        model: "m".into(),
+        tp: 2,
+        kv_heads: 4,
+        latent: false,
+        packed: true,
+        layers: 2,
+        groups: vec![
+            group(GroupKind::Full, vec![0]),
+            group(GroupKind::Window { tokens: 64 }, vec![1]),
+        ],
+    }
+}
+
+fn layer() -> LayerLayout {
+    LayerLayout {
+        region: 1,
+        base: 64,
+        shape: [9, 2, 32, 16],
+        stride: [1024, 512, 16, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    }
+}
+
+fn rank() -> RankLayout {
+    RankLayout {
+        rank: 1,
+        address: Address(b"at".as_slice().into()),
+        regions: vec![(RegionDesc(b"desc".as_slice().into()), 4096)],
+        layers: vec![layer()],
+    }
+}
+
+fn blocks() -> Vec<BlockList> {
+    vec![BlockList { first: 2, ids: vec![7, 1, 70_000] }, BlockList { first: 0, ids: vec![] }]
+}
+
+fn counters() -> Counters {
+    let count = |at: usize| PathCount { operations: at as u64, bytes: at as u64 * 4096 };
+    let counts = std::array::from_fn::<_, { PATHS.len() }, _>(count);
+    Counters { initiated: counts, served: counts }
+}
+
+fn engine() -> Engine {
+    Engine {
+        role: Role::Decode,
+        model: "m".into(),
+        tp: 2,
+        dp: (1, 2),
+        kv_heads: 4,
+        latent: false,
+        packed: true,
+        groups: vec![LayerGroup {
+            window: Some(64),
+            block_tokens: 32,
+            layers: vec!["l.0".into(), "l.1".into()],
+        }],
+        settings: Settings {
+            read_mode: true,
+            host_ip: "10.0.0.1".into(),
+            proxy_ip: "10.0.0.9".into(),
+            proxy_ping_port: 36_367,
+            http_port: 8_100,
+            handshake_port: 6_301,
+            notify_port: 61_005,
+            backend: Some(Backend::Host),
+            num_workers: 2,
+            qp_per_transfer: Some(4),
+            post_batch_size: Some(-1),
+            kv_memory: KvMemory::Private,
+            transfer: Some(TransferPlace::Worker),
+            host: HostStart::Connect,
+            socket: "/run/s".into(),
+            ..Settings::default()
+        },
+        last_life: Some(Incarnation(9)), // since 6
+    }
+}
+
+fn worker() -> Worker {
+    Worker {
+        rank: 1,
+        pid: 4_711,
+        regions: vec![Region { base: 4_096, len: 8_192, file: Some(5), device: None }],
+        tensors: vec![Tensor {
+            layer: "l.0".into(),
+            start: 4_160,
+            shape: vec![9, 2, 32, 16],
+            stride: vec![1024, 512, 16, 1],
+            element: 2,
+        }],
+        attention: Some("CPU_ATTN".into()),
+    }
+}
+
+/// Who says hello.
+pub(super) fn parts() -> Vec<Who> {
+    vec![
+        Who::Scheduler(Box::new(engine())),
+        Who::Worker(Box::new(worker())),
+        Who::Transfer { rank: 1, words: Some(6) },
+        Who::Observer,
+    ]
+}
+
+/// What a connector tells.
+pub(super) fn to_host() -> Vec<ToHost> {
+    let request = || "r".into();
+    let chunk = Chunk { request: request(), from: 3, to: 40, blocks: blocks() };
+    let flow = |state| Report::Flow { flow: FlowId(3), state };
+    let prefill = [
+        PrefillHook::Scheduled { step: StepId(8), chunks: vec![chunk] },
+        PrefillHook::Finished { request: request(), reason: FinishReason::Length },
+        PrefillHook::Preempted { request: request() },
+    ];
+    let decode = [
+        DecodeHook::Allocated { request: request(), computed: 32, blocks: blocks() },
+        DecodeHook::Finished { request: request(), reason: FinishReason::Aborted },
+    ];
+    let reports = [
+        Report::Ready { layout: rank() },
+        Report::Unusable { failure: Failure::EngineGone },
+        Report::PeerReady { peer: PeerSlot(4) },
+        Report::PeerFailed { peer: PeerSlot(4), failure: Failure::PeerSilent },
+        Report::Fenced { peer: PeerSlot(4) },
+        flow(FlowState::Moving),
+        flow(FlowState::Failing(Failure::Stalled)),
+        flow(FlowState::Done { bytes: 1 << 40 }),
+        flow(FlowState::Failed(Failure::Cancelled)),
+    ];
+    let mut all =
+        vec![ToHost::Arrived { request: request(), params: "{}".into(), tokens: 100_000 }];
+    all.extend(prefill.map(ToHost::Prefill));
+    all.extend(decode.map(ToHost::Decode));
+    all.push(ToHost::Layers { step: StepId(8), layers: 2 });
+    all.extend(reports.map(|report| ToHost::Report { report, moved: counters() }));
+    all.push(ToHost::Moved(counters()));
+    all.push(ToHost::Unable { why: "no".into() });
+    all
+}
+
+fn plan() -> RankPlan {
+    let core = CoreConfig {
+        engine: "e".into(),
+        incarnation: Incarnation(1 << 50),
+        role: Role::Prefill,
+        mode: Mode::Pull,
+        geometry: Arc::new(geometry()),
+        http: Endpoint("10.0.0.1:8100".into()),
+        control: Endpoint("tcp://10.0.0.1:6301".into()),
+        dp: (1, 2),
+        router: Some(Endpoint("tcp://10.0.0.9:36367".into())),
+        settings: Default::default(),
+        channel: Default::default(),
+        moriio: None,
+    };
+    RankPlan {
+        core,
+        rank: 1,
+        host: "10.0.0.1".into(),
+        plane: PlaneConfig::Host(HostConfig::default()),
+        memory: vec![Memory::MemFd { fd: 5, len: 8_192 }, Memory::Own { base: 1, len: 2 }],
+        layers: vec![layer()],
+        operations: Limits::default().operations, // since 6
+    }
+}
+
+fn trace() -> Trace {
+    let record = Record {
+        request: "r".into(),
+        transfer: Some(TransferKey { id: "t".into(), prompt: 1 }),
+        peer: Some("p".into()),
+        arrived: Nanos(1),
+        begun: Some(Nanos(2)),
+        moved: Some(Nanos(3)),
+        finished: None,
+        ended: Some((Nanos(4), Outcome::Failed { cause: "stalled".into(), why: "s".into() })),
+        tokens: 40,
+        computed: 32,
+        blocks: 2,
+        bytes: Some(4_096),
+    };
+    Trace {
+        program: "0.1.0".into(),
+        engine: Some(("e".into(), Role::Prefill, Mode::Push)),
+        pid: 12,
+        started_unix_us: 1 << 50,
+        now: Nanos(9),
+        records: vec![record],
+    }
+}
+
+fn jobs() -> [Job; 7] {
+    let (peer, source, flow) = (PeerSlot(4), SourceId(5), FlowId(6));
+    [
+        Job::Peer {
+            peer,
+            geometry: Arc::new(geometry()),
+            ranks: Arc::new(vec![rank()]),
+            pass: u64::MAX,
+        },
+        Job::Fence { peer },
+        Job::Source {
+            source,
+            step: StepId(8),
+            ready: 3,
+            to: 40,
+            tokens: 50,
+            blocks: Arc::new(blocks()),
+        },
+        Job::Forget { source },
+        Job::Write {
+            flow,
+            source,
+            peer,
+            from: 32,
+            tokens: 50,
+            blocks: Arc::new(blocks()),
+            request: "of-flow".into(),
+            reader: Some("reader".into()),
+        },
+        Job::Read {
+            flow,
+            peer,
+            from: 32,
+            tokens: 50,
+            remote: Arc::new(blocks()),
+            local: Arc::new(blocks()),
+            request: "of-flow".into(),
+        },
+        Job::Stop { flow },
+    ]
+}
+
+/// What a host tells.
+pub(super) fn from_host() -> Vec<FromHost> {
+    let request = || "r".into();
+    let address = ZmqAddress { host: "10.0.0.1".into(), handshake: 6_301, notify: 61_005 };
+    let mut all = vec![
+        FromHost::Ready {
+            address,
+            lease_ms: 30_000,
+            life: Incarnation(1 << 50),
+            versions: Versions { oldest: 5, newest: 6 }, // since 6
+        },
+        FromHost::Refused { why: "no".into() },
+        FromHost::Unusable { request: request(), why: "no".into() },
+        FromHost::Begin(Box::new(plan())),
+    ];
+    all.extend(jobs().map(FromHost::Job));
+    let prefill = [
+        PrefillAnswer::SourceFree { request: request(), failure: Some(Failure::NotFetched) },
+        PrefillAnswer::PreemptionSafe { request: request() },
+        PrefillAnswer::Rejected { request: request(), failure: Failure::DuplicateKey },
+    ];
+    let decode = [
+        DecodeAnswer::Allocate { request: request() },
+        DecodeAnswer::Loaded { request: request() },
+        DecodeAnswer::LoadFailed { request: request(), failure: Failure::LeaseExpired },
+        DecodeAnswer::Rejected { request: request(), failure: Failure::Unreachable },
+    ];
+    all.extend(prefill.map(FromHost::Prefill));
+    all.extend(decode.map(FromHost::Decode));
+    let ended = |outcome, queued, duration| Ended {
+        outcome,
+        queued,
+        duration,
+        bytes: vec![("tcp".into(), 1 << 33)],
+    };
+    let failed = Outcome::Failed { cause: "stalled".into(), why: "s".into() };
+    all.push(FromHost::Ended(ended(Outcome::Done, Some(Nanos(1)), Some(Nanos(2)))));
+    all.push(FromHost::Ended(ended(Outcome::Local, None, None)));
+    all.push(FromHost::Ended(ended(failed, None, None)));
+    all.push(FromHost::Kept { held: 3, quarantined: 4 });
+    all.push(FromHost::Trace(Box::new(trace())));
+    all
+}

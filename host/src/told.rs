@@ -1,0 +1,155 @@
+//! What an instance tells a router of a leg beside its answer: that KV did not come, or was not handed
+//! over, and why. It is the key `failed` of an object `kvferry`, which is in the answer, in its
+//! `kv_transfer_params` (all that a connector of vLLM can add to), or in its error object.
+
+use engine::core::error::Failure;
+use engine::core::ids::EngineId;
+use memchr::memmem;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+/// Longest such object that is read, in bytes.
+const TOLD_MAX: usize = 4096;
+
+/// What is told.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Told {
+    /// The kind of failure, for people; `unusable` if the leg itself was.
+    pub(crate) cause: &'static str,
+    /// What happened, for people.
+    pub(crate) why: String,
+    /// The same for routers, in the form that the native dialect has for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) failure: Option<Failure>,
+    /// The other instance.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) peer: Option<EngineId>,
+}
+
+impl Told {
+    /// Of a leg that failed, or went without KV of `peer`.
+    pub(crate) fn new(failure: &Failure, peer: Option<&EngineId>) -> Told {
+        let (cause, why) = (failure.kind(), failure.to_string());
+        Told { cause, why, failure: Some(failure.clone()), peer: peer.cloned() }
+    }
+
+    /// Of a leg that cannot be used.
+    pub(crate) fn unusable(why: &str) -> Told {
+        Told { cause: "unusable", why: why.into(), failure: None, peer: None }
+    }
+
+    /// The object that it is in.
+    pub(crate) fn object(&self) -> Value {
+        json!({ "failed": self })
+    }
+}
+
+/// What was read of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Heard {
+    /// None if it is of a kind that this version does not know.
+    pub(crate) failure: Option<Failure>,
+    /// What happened, for people.
+    pub(crate) why: String,
+}
+
+#[derive(Deserialize)]
+struct Answer<'a> {
+    #[serde(borrow, default)]
+    kvferry: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    kv_transfer_params: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    error: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Inner<'a> {
+    #[serde(borrow, default)]
+    kvferry: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Object<'a> {
+    #[serde(borrow, default)]
+    failed: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Failed<'a> {
+    #[serde(default)]
+    why: String,
+    #[serde(borrow, default)]
+    failure: Option<&'a RawValue>,
+}
+
+fn read<'a, T: Deserialize<'a>>(value: &'a RawValue) -> Option<T> {
+    serde_json::from_str(value.get()).ok()
+}
+
+/// What an answer or an event of a stream tells, if it tells anything. Instances may say what they
+/// like; what cannot be read is as if it were not there.
+pub(crate) fn heard(body: &[u8]) -> Option<Heard> {
+    // Most answers have none, and nearly all do not fail.
+    memmem::find(body, b"\"kvferry\"")?;
+    memmem::find(body, b"\"failed\"")?;
+    let Answer { kvferry, kv_transfer_params, error } = serde_json::from_slice(body).ok()?;
+    let inner = |value: &'_ &'_ RawValue| {
+        let Inner { kvferry } = serde_json::from_str(value.get()).ok()?;
+        kvferry.map(|object| object.get().to_owned())
+    };
+    let mut found = [
+        kvferry.map(|object| object.get().to_owned()),
+        kv_transfer_params.as_ref().and_then(inner),
+        error.as_ref().and_then(inner),
+    ];
+    found.iter_mut().find_map(|object| failed(&object.take()?))
+}
+
+fn failed(object: &str) -> Option<Heard> {
+    let Object { failed } = serde_json::from_str(object).ok()?;
+    let failed = failed.filter(|failed| failed.get().len() <= TOLD_MAX)?;
+    let Failed { why, failure } = read(failed)?;
+    Some(Heard { failure: failure.and_then(read), why })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use engine::core::layout::Mismatch;
+
+    #[test]
+    fn what_is_told_is_heard_wherever_it_is() {
+        let failure = Failure::Mismatch(Mismatch("block sizes".into()));
+        let told = Told::new(&failure, Some(&"p0".into()));
+        assert_eq!((told.cause, &*told.why), ("mismatch", "engines do not fit: block sizes"));
+        let expected = Some(Heard { failure: Some(failure), why: told.why.clone() });
+        for body in [
+            json!({"choices": [], "kvferry": told.object()}),
+            json!({"kv_transfer_params": {"transfer_id": "t", "kvferry": told.object()}}),
+            json!({"error": {"message": "m", "kvferry": told.object()}}),
+        ] {
+            assert_eq!(heard(body.to_string().as_bytes()), expected, "{body}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_not_there() {
+        let told = |failed: Value| json!({"kvferry": {"failed": failed}}).to_string();
+        let other = told(json!({"why": "w", "failure": "NextYears", "more": 1}));
+        let unknown = Some(Heard { failure: None, why: "w".into() });
+        assert_eq!(heard(other.as_bytes()), unknown);
+        let unusable = json!({"kvferry": Told::unusable("no key").object()}).to_string();
+        assert_eq!(heard(unusable.as_bytes()).map(|it| it.why), Some("no key".into()));
+        for body in [
+            told(json!(7)),
+            told(json!({"why": "x".repeat(TOLD_MAX)})),
+            json!({"kvferry": {"digest": "failed"}}).to_string(),
+            json!({"choices": [{"text": "\"kvferry\": {\"failed\": {}}"}]}).to_string(),
+            "data: \"kvferry\" \"failed\"".into(),
+        ] {
+            assert_eq!(heard(body.as_bytes()), None, "{body}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! A router with instances.
+
+use crate::process::Process;
+use engine::core::dialect::native::{self, Frame};
+use engine::core::ids::Incarnation;
+use engine::core::message::{Mode, Registration, Role};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(crate) struct Fleet {
+    pub(crate) router: Process,
+}
+
+impl Fleet {
+    pub(crate) fn new(options: &[&str]) -> Fleet {
+        let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"];
+        args.extend_from_slice(options);
+        Fleet { router: Process::run("router", &args) }
+    }
+
+    pub(crate) fn discovery(&self) -> &str {
+        self.router.text("discovery").strip_prefix("tcp://").expect("a TCP address")
+    }
+
+    /// An instance that registers.
+    pub(crate) fn serve(&self, role: &str, mode: &str, more: &[&str]) -> Process {
+        let mut args = vec!["--role", role, "--mode", mode, "--proxy", self.discovery()];
+        args.extend_from_slice(more);
+        Process::serve(&args)
+    }
+
+    pub(crate) fn page(&self, path: &str) -> Value {
+        serde_json::from_str(&self.router.get(path)).expect("JSON")
+    }
+
+    pub(crate) fn workers(&self) -> Vec<Value> {
+        self.page("/workers")["workers"].as_array().expect("a list").clone()
+    }
+
+    /// Waits for what the router is to show.
+    pub(crate) fn until(&self, what: &str, is_so: impl Fn(&[Value]) -> bool) {
+        let start = Instant::now();
+        loop {
+            let workers = self.workers();
+            if is_so(&workers) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "{what}: {workers:?}");
+            thread::yield_now();
+        }
+    }
+
+    pub(crate) fn ready(&self, count: usize) {
+        self.until("ready", |workers| {
+            workers.iter().filter(|it| it["state"] == "ready").count() == count
+        });
+    }
+
+    /// Status and answer of a request for a prompt that no other has begun with.
+    pub(crate) fn ask(&self, seed: u32, more: &[(&str, Value)]) -> (u16, String) {
+        let prompt: Vec<u32> = (0..70).map(|at| (at * 7 + seed * 13) % 251).collect();
+        let mut body = json!({"model": "m", "prompt": prompt, "max_tokens": 2});
+        for (key, value) in more {
+            body[*key] = value.clone();
+        }
+        self.router.post("/v1/completions", "r", &body)
+    }
+
+    /// The value of a metric of the router; 0 if it is not there.
+    pub(crate) fn metric(&self, name: &str) -> u64 {
+        metric(&self.router, name)
+    }
+}
+
+/// The value of a metric; 0 if it is not there.
+pub(crate) fn metric(process: &Process, name: &str) -> u64 {
+    let page = process.get("/metrics");
+    let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.map_or(0, |value| value.parse().expect("a number"))
+}
+
+/// The registration of a process, which the test sends in its place.
+pub(crate) fn registration(of: &Process, role: Role, mode: Mode, control: &str) -> Registration {
+    let port = of.text("handshake").rsplit_once(':').expect("a port").1;
+    Registration {
+        engine: format!("127.0.0.1:{port}").as_str().into(),
+        incarnation: Incarnation(of.ready["incarnation"].as_u64().expect("a number")),
+        sequence: 0,
+        role,
+        mode,
+        http: of.text("http").into(),
+        control: control.into(),
+        dp_rank: 0,
+        dp_size: 1,
+        tp: 1,
+        draining: false,
+        fit: None,
+        troubles: Vec::new(),
+    }
+}
+
+/// Registers again and again until it is dropped.
+pub(crate) struct Heart {
+    stop: Arc<AtomicBool>,
+    beats: Option<JoinHandle<()>>,
+}
+
+impl Heart {
+    pub(crate) fn beat(discovery: &str, mut registration: Registration) -> Heart {
+        Heart::send(discovery, move || {
+            registration.sequence += 1;
+            native::encode(&Frame::Register(registration.clone()))
+        })
+    }
+
+    /// The same with frames of any kind.
+    pub(crate) fn send(
+        discovery: &str,
+        mut frame: impl FnMut() -> Vec<u8> + Send + 'static,
+    ) -> Heart {
+        let context = zmq::Context::new();
+        let socket = context.socket(zmq::DEALER).expect("a socket");
+        socket.set_linger(0).expect("an option of sockets");
+        socket.connect(&format!("tcp://{discovery}")).expect("an address");
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let beats = thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                // A router that is gone takes nothing.
+                let _ = socket.send(frame(), zmq::DONTWAIT);
+                thread::park_timeout(Duration::from_millis(200));
+            }
+        });
+        Heart { stop, beats: Some(beats) }
+    }
+}
+
+impl Drop for Heart {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(beats) = self.beats.take() {
+            beats.thread().unpark();
+            // It has nothing to say.
+            let _ = beats.join();
+        }
+    }
+}

@@ -1,0 +1,111 @@
+"""What the connector makes of vLLM's configuration, with the few parts of vLLM that it asks played here."""
+
+import importlib
+import json
+import logging
+import socket
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+PARALLEL = {
+    "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "data_parallel_size": 1,
+    "data_parallel_size_local": 1,
+}
+
+
+class Config:
+    """Asks for the connector's class while it is made, as vLLM's does."""
+
+    def __init__(self, keys=None, role="kv_producer", speculative=None, **parallel):
+        self.kv_transfer_config = SimpleNamespace(kv_role=role, kv_connector_extra_config=keys)
+        self.parallel_config = SimpleNamespace(**(PARALLEL | parallel))
+        self.speculative_config = speculative
+
+    def __post_init__(self):
+        return self._connector_class()
+
+    def _connector_class(self):
+        return getattr(importlib.import_module("kvferry.vllm"), "KvferryConnector")
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The modules of vLLM that are asked, and a connector's class that is not looked at."""
+
+    def module(name: str, **parts) -> None:
+        made = ModuleType(name)
+        vars(made).update(parts)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    platform = SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: True)
+    module("vllm")
+    module("vllm.platforms", current_platform=platform)
+    module("kvferry.vllm.connector", KvferryConnector="the class")
+    for name in [name for name in sys.modules if name.startswith("kvferry.vllm")]:
+        if name != "kvferry.vllm.connector":
+            monkeypatch.delitem(sys.modules, name)
+    return platform
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (Config({"red_mode": True}), 'did you mean "read_mode"'),
+        (Config({"host_ip": "0.0.0.0"}), "peers are told it and cannot connect"),
+        (Config({"handshake_port": 7, "notify_port": 7}), "it is handshake_port, too"),
+        (Config({"protocol": {"lease_ms": -1}}), "protocol.lease_ms = -1: it has to be a time"),
+        (Config(role="kv_both"), 'kv_role "kv_both"'),
+        (Config(pipeline_parallel_size=2), "pipeline parallelism"),
+        (Config(data_parallel_size=4), "DP ranks on several nodes"),
+        (Config(speculative="ngram"), "speculative decoding"),
+    ],
+)
+def test_mistakes_are_told_while_vllm_reads_its_configuration(vllm, made, said):
+    with pytest.raises(ValueError, match=said):
+        made.__post_init__()
+
+
+def test_a_configuration_that_can_be_is_taken(vllm):
+    assert Config({"http_port": "8100", "channel": {"silent_ms": 9000}}).__post_init__() == "the class"
+    assert Config().__post_init__() == "the class"
+    # Later, whoever asks has no configuration at hand, or one that was checked.
+    assert Config({"red_mode": True})._connector_class() == "the class"
+
+
+def test_a_port_that_another_process_has_is_told_with_its_key(vllm):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for key in ("handshake_port", "notify_port"):
+            with pytest.raises(ValueError, match=f"{key} = {port}: cannot listen .* another port"):
+                Config({key: port}).__post_init__()
+        # The host has it; or the rank that this configuration is for does not.
+        Config({"handshake_port": port, "host": "connect", "socket": "/s"}).__post_init__()
+        several = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+        Config({"handshake_port": port}, **several).__post_init__()
+
+
+def test_gpus_of_amd_are_served_by_mori(vllm):
+    check = importlib.import_module("kvferry.vllm.check")
+    assert json.loads(check.given(Config({"http_port": 1}))) == {"http_port": 1}
+    vllm.is_rocm = lambda: True
+    assert json.loads(check.given(Config({}))) == {"backend": "mori-rdma"}
+    assert json.loads(check.given(Config({"backend": "host"}))) == {"backend": "host"}
+
+
+def test_lines_are_among_those_of_vllm(vllm):
+    line = importlib.import_module("kvferry.vllm.line")
+    heard = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    vllms = logging.getLogger("vllm")
+    vllms.addHandler(handler)
+    try:
+        line.logger.warning("a line")
+    finally:
+        vllms.removeHandler(handler)
+    assert [record.getMessage() for record in heard] == ["a line"]

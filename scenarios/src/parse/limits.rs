@@ -1,0 +1,175 @@
+//! `[protocol]` and `[fabric]`, of the whole file and of one instance.
+
+use crate::decide::Keyed;
+use crate::doc::Section;
+use crate::error::ScenarioError;
+use crate::run::{FabricLimits, Protocol};
+use crate::value::{Draw, Volume};
+use ::engine::core::Nanos;
+
+/// A time of [`Protocol`] and the key that sets it.
+type Time = (&'static str, fn(&mut Protocol) -> &mut Option<Nanos>);
+
+const TIMES: &[Time] = &[
+    ("hello", |protocol| &mut protocol.hello),
+    ("retransmit", |protocol| &mut protocol.retransmit),
+    ("retransmit_max", |protocol| &mut protocol.retransmit_max),
+    ("silent", |protocol| &mut protocol.silent),
+    ("lease", |protocol| &mut protocol.lease),
+    ("fence", |protocol| &mut protocol.fence),
+    ("fetch", |protocol| &mut protocol.fetch),
+    ("resume", |protocol| &mut protocol.resume),
+    ("claim", |protocol| &mut protocol.claim),
+    ("operation", |protocol| &mut protocol.operation),
+    ("operation_time", |protocol| &mut protocol.operation_time),
+    ("open", |protocol| &mut protocol.open),
+    ("quiet", |protocol| &mut protocol.quiet),
+    ("reopen", |protocol| &mut protocol.reopen),
+    ("busy", |protocol| &mut protocol.busy),
+    ("rebuild", |protocol| &mut protocol.rebuild),
+];
+
+/// A limit of [`Protocol`] and the key that sets it.
+type Limit = (&'static str, fn(&mut Protocol) -> &mut Option<u32>);
+
+const LIMITS: &[Limit] = &[
+    ("drift_percent", |protocol| &mut protocol.drift_percent),
+    ("operations_max", |protocol| &mut protocol.operations_max),
+    ("slices_max", |protocol| &mut protocol.slices_max),
+    ("retries", |protocol| &mut protocol.retries),
+    ("reopens_max", |protocol| &mut protocol.reopens_max),
+    ("requests_max", |protocol| &mut protocol.requests_max),
+    ("early_max", |protocol| &mut protocol.early_max),
+    ("receivers_max", |protocol| &mut protocol.receivers_max),
+    ("tombstones_max", |protocol| &mut protocol.tombstones_max),
+    ("queue_max", |protocol| &mut protocol.queue_max),
+    ("peers_max", |protocol| &mut protocol.peers_max),
+    ("links_max", |protocol| &mut protocol.links_max),
+    ("version", |protocol| &mut protocol.version),
+];
+
+/// Bytes of [`Protocol`] and the key that sets them.
+type Size = (&'static str, fn(&mut Protocol) -> &mut Option<u64>);
+
+const SIZES: &[Size] = &[
+    ("operation_bytes_min", |protocol| &mut protocol.operation_bytes_min),
+    ("operation_bytes_max", |protocol| &mut protocol.operation_bytes_max),
+];
+
+/// `[protocol]` as written.
+#[derive(Debug)]
+pub(super) struct ProtocolSpec {
+    times: Vec<Option<Draw<Nanos>>>,
+    limits: Vec<Option<Draw<u32>>>,
+    sizes: Vec<Option<Draw<Volume>>>,
+    layers_per_op: Option<Draw<u16>>,
+}
+
+impl ProtocolSpec {
+    pub(super) fn read(section: &Section<'_>) -> Result<ProtocolSpec, ScenarioError> {
+        let spec = ProtocolSpec {
+            times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
+            limits: LIMITS.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
+            sizes: SIZES.iter().map(|(key, _)| volume(section, key)).collect::<Result<_, _>>()?,
+            layers_per_op: section.limited("layers_per_op", 1, 1024)?,
+        };
+        section.finish()?;
+        Ok(spec)
+    }
+
+    /// What is written here, and `base` for the rest.
+    pub(super) fn draw(&self, key: &Keyed, base: Protocol) -> Protocol {
+        let mut protocol = base;
+        for (draw, (name, field)) in self.times.iter().zip(TIMES) {
+            set(field(&mut protocol), draw, &key.part(name));
+        }
+        for (draw, (name, field)) in self.limits.iter().zip(LIMITS) {
+            set(field(&mut protocol), draw, &key.part(name));
+        }
+        for (draw, (name, field)) in self.sizes.iter().zip(SIZES) {
+            set_sum(field(&mut protocol), draw, &key.part(name));
+        }
+        set(&mut protocol.layers_per_op, &self.layers_per_op, &key.part("layers_per_op"));
+        protocol
+    }
+}
+
+/// Draws what is written.
+fn set<T: crate::value::Value>(field: &mut Option<T>, draw: &Option<Draw<T>>, key: &Keyed) {
+    if let Some(draw) = draw {
+        *field = Some(draw.draw(key));
+    }
+}
+
+/// Draws what is written.
+fn set_sum(field: &mut Option<u64>, draw: &Option<Draw<Volume>>, key: &Keyed) {
+    if let Some(draw) = draw {
+        *field = Some(draw.draw(key).0);
+    }
+}
+
+/// A count of [`FabricLimits`] and the key that sets it.
+type Count = (&'static str, fn(&mut FabricLimits) -> &mut Option<u32>);
+
+const COUNTS: &[Count] = &[
+    ("operations_max", |fabric| &mut fabric.operations_max),
+    ("operations_per_peer", |fabric| &mut fabric.operations_per_peer),
+    ("slices_max", |fabric| &mut fabric.slices_max),
+    ("ranges_max", |fabric| &mut fabric.ranges_max),
+    ("ranges_per_peer", |fabric| &mut fabric.ranges_per_peer),
+];
+
+/// Bytes of [`FabricLimits`] and the key that sets them.
+type Sum = (&'static str, fn(&mut FabricLimits) -> &mut Option<u64>);
+
+const SUMS: &[Sum] = &[
+    ("bytes_max", |fabric| &mut fabric.bytes_max),
+    ("bytes_per_peer", |fabric| &mut fabric.bytes_per_peer),
+];
+
+/// `[fabric]` as written.
+#[derive(Debug)]
+pub(super) struct FabricSpec {
+    counts: Vec<Option<Draw<u32>>>,
+    sums: Vec<Option<Draw<Volume>>>,
+}
+
+impl FabricSpec {
+    pub(super) fn read(section: &Section<'_>) -> Result<FabricSpec, ScenarioError> {
+        let count = |(key, _): &Count| section.limited(key, 1, u32::MAX);
+        let spec = FabricSpec {
+            counts: COUNTS.iter().map(count).collect::<Result<_, _>>()?,
+            sums: SUMS.iter().map(|(key, _)| volume(section, key)).collect::<Result<_, _>>()?,
+        };
+        section.finish()?;
+        Ok(spec)
+    }
+
+    /// What is written here, and `base` for the rest. An operation of the most ranges has to fit
+    /// into the credits.
+    pub(super) fn draw(&self, key: &Keyed, base: FabricLimits) -> FabricLimits {
+        let mut fabric = base;
+        for (draw, (name, field)) in self.counts.iter().zip(COUNTS) {
+            set(field(&mut fabric), draw, &key.part(name));
+        }
+        for (draw, (name, field)) in self.sums.iter().zip(SUMS) {
+            set_sum(field(&mut fabric), draw, &key.part(name));
+        }
+        let credits = [fabric.ranges_max, fabric.ranges_per_peer].into_iter().flatten().min();
+        if let Some(credits) = credits {
+            fabric.slices_max = Some(fabric.slices_max.map_or(credits, |most| most.min(credits)));
+        }
+        fabric
+    }
+}
+
+fn volume(section: &Section<'_>, key: &'static str) -> Result<Option<Draw<Volume>>, ScenarioError> {
+    let draw: Option<Draw<Volume>> = section.draw(key)?;
+    match &draw {
+        Some(zero) if zero.ends().any(|end| end.0 == 0) => {
+            let what = format!("`{}` is 0", section.path(key));
+            Err(section.doc.file.error(zero.line, what, "give at least 1"))
+        }
+        _ => Ok(draw),
+    }
+}

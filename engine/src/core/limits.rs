@@ -71,9 +71,10 @@ impl CoreConfig {
             peers: total(peers + moriio_peers),
             // A handshake with each peer, and notices both ways.
             links: total(links + moriio_peers + 2 * lines),
-            // Uses and pauses of peers, and what came early.
-            entries: total(about + 2 * peers + peers * WINDOW),
-            remembered: total(8 * peers + 2 * links),
+            // Uses and pauses of peers.
+            entries: total(about + 2 * peers),
+            // What came early, too.
+            remembered: total(8 * peers + 2 * links + peers * WINDOW),
             delivered: COUNT,
             violations: COUNT,
         }

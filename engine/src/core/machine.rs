@@ -93,10 +93,10 @@ pub struct Gauges {
     pub peers: u32,
     /// Control links of any state.
     pub links: u32,
-    /// Entries of all other tables about what is under way: names, claims, deadlines, receivers,
-    /// and messages that came before their turn.
+    /// Entries of all other tables about what is under way: names, claims, deadlines, receivers.
     pub entries: u32,
-    /// Entries of all other tables about peers, links and sessions, which outlast what is under way.
+    /// Entries of all other tables about peers, links and sessions, which outlast what is under way:
+    /// messages that came before their turn too, which a peer that stands still never completes.
     pub remembered: u32,
     /// Messages of peers that were handed on, each once and in order, since the start; wraps.
     pub delivered: u32,

@@ -63,9 +63,6 @@ pub struct CoreSettings {
     pub orphan: Nanos,
     /// How long the receivers of a preempted prompt wait until it is scheduled again.
     pub resume: Nanos,
-    /// Push: how long a computed prompt waits for receivers that have asked for it to say where it
-    /// shall go. They may wait for blocks themselves.
-    pub claim: Nanos,
     /// Transfers announced before their prefill leg arrived.
     pub early_max: u32,
     /// Remembered ids of ended transfers.
@@ -76,6 +73,9 @@ pub struct CoreSettings {
     pub requests_max: u32,
     /// Receivers at one time, all prompts together; further ones are refused.
     pub receivers_max: u32,
+    /// Push: how long a computed prompt waits for receivers that have asked for it to say where it
+    /// shall go. They may wait for blocks themselves.
+    pub claim: Nanos,
 }
 
 impl Default for CoreSettings {
@@ -86,12 +86,12 @@ impl Default for CoreSettings {
             drift_percent: 10,
             orphan: Nanos::from_secs(30),
             resume: Nanos::from_secs(5),
-            claim: Nanos::from_secs(600),
             early_max: 65_536,
             tombstones_max: 4_096,
             rebuild_delay: Nanos::from_ms(200),
             requests_max: 65_536,
             receivers_max: 262_144,
+            claim: Nanos::from_secs(600),
         }
     }
 }
@@ -259,6 +259,11 @@ impl Station {
             Some(moriio) if slot.is_moriio() => moriio.info(slot),
             _ => self.peers.info(slot),
         }
+    }
+
+    /// See [`Peers::is_over`].
+    pub(super) fn is_over(&mut self, slot: PeerSlot, life: Incarnation) {
+        self.peers.is_over(slot, life);
     }
 
     /// The slot of a prefill that speaks MoRIIO, for one transfer.
@@ -581,7 +586,7 @@ impl Station {
             queued: peers.queued + notices + self.fencing.len() as u32,
             peers: peers.peers + known,
             links: peers.links + links,
-            entries: peers.early + (self.uses.len() + self.timers.len()) as u32,
+            entries: (self.uses.len() + self.timers.len()) as u32,
             remembered: peers.remembered + (self.connected.len() + self.rebuilds.len()) as u32,
             delivered: peers.delivered,
             violations: [self.violations, beacon, self.moriio().violations]

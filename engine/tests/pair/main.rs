@@ -5,7 +5,9 @@ mod bounds;
 mod damage;
 mod leases;
 mod load;
+mod names;
 mod newer;
+mod room;
 mod stale;
 mod told;
 mod versions;
@@ -421,11 +423,11 @@ fn decode_gets_blocks_when_the_prefill_has_its_own() {
 
 #[test]
 fn a_later_life_is_not_asked_for_what_an_earlier_one_had() {
-    for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+    // The life that is there is 1; one before it has a higher number if its clock went back.
+    for (mode, past) in [(Mode::Push, 0), (Mode::Pull, 0), (Mode::Push, 2), (Mode::Pull, 2)] {
+        let (mut pair, past) = (Pair::new(mode, 1, 1), Some(Incarnation(past)));
         let rejected =
             |request| DecodeAnswer::Rejected { request, failure: Failure::PeerRestarted };
-        let past = Some(Incarnation(0));
         let first = arrive_decode_for(&mut pair, mode, 96, 0, past);
         assert_eq!(pair.decode_said, [], "the peer has not said which life it is in");
         settle(&mut pair, 1);

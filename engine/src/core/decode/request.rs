@@ -109,14 +109,24 @@ impl Decode {
 
     /// True if the peer is known to have begun a new life after this one.
     fn is_past(&self, slot: PeerSlot, life: Option<Incarnation>) -> bool {
-        life.zip(self.station.info(slot)).is_some_and(|(life, info)| life < info.incarnation)
+        life.zip(self.station.info(slot)).is_some_and(|(life, info)| info.is_past(life))
             && !planted!("past-life-is-asked")
     }
 
-    /// The peer said in which life it is.
+    /// The peer said in which life it is, and what waits for another one would wait in vain, later
+    /// or not: a clock that went back gives a new life a lower number.
     pub(super) fn peer_up(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
+        if slot.is_moriio() {
+            // Whoever speaks MoRIIO has no lives.
+            return;
+        }
+        let Some(life) = self.station.info(slot).map(|info| info.incarnation) else { return };
         for id in self.by_peer.of(slot) {
-            if self.requests.get(&id).is_some_and(|request| self.is_past(slot, request.life)) {
+            let asked = self.requests.get(&id).and_then(|request| request.life);
+            if let Some(asked) = asked.filter(|asked| *asked != life)
+                && !planted!("past-life-is-asked")
+            {
+                self.station.is_over(slot, asked);
                 self.fail(now, &id, Failure::PeerRestarted, out);
             }
         }

@@ -46,6 +46,8 @@ pub struct PeerInfo {
     pub engine: EngineId,
     /// Its life.
     pub incarnation: Incarnation,
+    /// The highest life that it was met in before, if that is higher: its clock went back.
+    pub past: Option<Incarnation>,
     /// Its KV cache.
     pub geometry: Arc<Geometry>,
     /// Its ranks.
@@ -57,6 +59,14 @@ pub struct PeerInfo {
     /// The same on both sides and in no other conversation; see
     /// [`crate::fabric::DataPlane::connect`].
     pub pass: u64,
+}
+
+impl PeerInfo {
+    /// True if the peer is known to have begun a new life after this one.
+    pub fn is_past(&self, life: Incarnation) -> bool {
+        let reached = life != self.incarnation && self.past.is_some_and(|past| life <= past);
+        life < self.incarnation || reached
+    }
 }
 
 /// What happened to the peers.
@@ -154,11 +164,9 @@ pub struct PeerGauges {
     pub violations: u32,
     /// Frames of another incarnation or session, since the start.
     pub stale: u32,
-    /// Messages that came before their turn.
-    pub early: u32,
     /// Messages handed on or given up, since the start; wraps.
     pub delivered: u32,
-    /// Entries of all tables beside those of slots and links.
+    /// Entries of all tables beside those of slots and links; messages that came before their turn.
     pub remembered: u32,
 }
 
@@ -197,6 +205,8 @@ struct Shun {
 #[derive(Clone, Copy, Debug)]
 struct Known {
     life: Incarnation,
+    /// See [`PeerInfo::past`].
+    past: Option<Incarnation>,
     session: u64,
     /// Its place among those whose conversations are over.
     gone: Option<u64>,
@@ -432,6 +442,7 @@ impl Peers {
             self.timers.len(),
             self.gone.len(),
         ];
+        let early: usize = self.slots.values().map(|slot| slot.channel.early()).sum();
         PeerGauges {
             peers: self.slots.len() as u32,
             up: self.slots.values().filter(|slot| slot.info.is_some()).count() as u32,
@@ -439,9 +450,8 @@ impl Peers {
             queued: self.slots.values().map(|slot| slot.channel.queued() as u32).sum(),
             violations: self.violations,
             stale: self.stale,
-            early: self.slots.values().map(|slot| slot.channel.early() as u32).sum(),
             delivered: self.delivered,
-            remembered: remembered.iter().sum::<usize>() as u32,
+            remembered: (early + remembered.iter().sum::<usize>()) as u32,
         }
     }
 
@@ -460,6 +470,14 @@ impl Peers {
         self.links.len() < self.config.links_max as usize
     }
 
+    /// This life of a peer that is up is over, though it may be higher than the one it is in.
+    pub fn is_over(&mut self, slot: PeerSlot, life: Incarnation) {
+        let info = self.slots.get_mut(&slot).and_then(|slot| slot.info.as_mut());
+        if let Some(info) = info.filter(|info| life > info.incarnation) {
+            info.past = info.past.max(Some(life));
+        }
+    }
+
     /// Keeps the latest life and session of a peer. If need be, the one whose conversations have
     /// been over for longest is forgotten: those that go on are no more than there may be peers.
     fn remember(&mut self, engine: &EngineId, life: Incarnation, session: u64) {
@@ -473,7 +491,9 @@ impl Peers {
         {
             self.known.remove(&oldest);
         }
-        self.known.insert(engine.clone(), Known { life, session, gone: None });
+        let past = before.and_then(|known| known.past.max(Some(known.life)));
+        let past = past.filter(|past| *past > life);
+        self.known.insert(engine.clone(), Known { life, past, session, gone: None });
     }
 
     /// A conversation with the peer is over; there may be another one.

@@ -62,6 +62,17 @@ pub struct BlockRef {
     pub block: u32,
 }
 
+/// Part of the memory of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reach {
+    /// Segment of the rank; `u32::MAX` for none that is known.
+    pub segment: u32,
+    /// Offset of the first byte in it.
+    pub from: u64,
+    /// Offset after the last byte.
+    pub to: u64,
+}
+
 /// An operation that a data plane accepted.
 #[derive(Clone, Copy, Debug)]
 pub struct Submission<'a> {
@@ -79,8 +90,10 @@ pub struct Submission<'a> {
     pub placement: Placement,
     /// Operations that the plane may have in flight, this one included.
     pub credits: u32,
-    /// Where it begins: segment and offset on the initiator, offset in the other region.
-    pub place: (u32, u64, u64),
+    /// What of the initiator's memory it lies in.
+    pub reach: Reach,
+    /// Offset of its first slice in the region of the other side.
+    pub remote_at: u64,
     /// Bytes that it moves.
     pub bytes: u64,
     /// Blocks of the initiator that it touches; neighbours may repeat.

@@ -52,6 +52,8 @@ enum Reach {
     Fabric,
     /// Frames do not come, peers fall silent.
     Wire,
+    /// Frames come that others wrote to others, and spoil what they come into.
+    Foreign,
     /// A process forgets everything, or stands still.
     Process,
     /// A leg or a registration is lost, late or repeated.
@@ -68,7 +70,8 @@ fn reach(kind: FaultKind) -> Reach {
         | DegeneratePrompts | SmallPool => Reach::Nothing,
         QpError | AckLost | CompletionLost | Partial | LateLanding | SiblingFailure | SlowLink
         | NoCopy => Reach::Fabric,
-        Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage | Foreign => Reach::Wire,
+        Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => Reach::Wire,
+        FaultKind::Foreign => Reach::Foreign,
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
         | ClockBack | RegisterFails => Reach::Process,
         StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => Reach::Router,
@@ -82,12 +85,14 @@ fn can_cause(reach: Reach, failure: &Failure) -> bool {
     match failure {
         // A conversation that ends takes its operations along.
         Failure::Fabric(_) | Failure::Unreachable | Failure::PeerSilent => {
-            matches!(reach, Fabric | Wire | Process)
+            matches!(reach, Fabric | Wire | Foreign | Process)
         }
         Failure::Refused(_) => matches!(reach, Fabric | Process),
         Failure::PeerRestarted | Failure::EngineGone => reach == Process,
-        Failure::Violation(_) => reach == Wire,
-        Failure::Mismatch(_) | Failure::HelloRefused(_) => matches!(reach, Process | Router),
+        Failure::Violation(_) => matches!(reach, Wire | Foreign),
+        Failure::Mismatch(_) | Failure::HelloRefused(_) => {
+            matches!(reach, Foreign | Process | Router)
+        }
         Failure::DuplicateKey => matches!(reach, Router | Process),
         Failure::UnknownTransfer
         | Failure::NotFetched
@@ -182,14 +187,14 @@ impl Caused {
 
     /// A prefill lets go of a prompt.
     fn freed(&mut self, now: Now<'_>, who: Who, answer: &PrefillAnswer, found: &mut Found) {
-        let (PrefillAnswer::SourceFree { request, failure: Some(_) }
-        | PrefillAnswer::SourceFree { request, .. }
-        | PrefillAnswer::Rejected { request, .. }) = answer
+        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
+            answer
         else {
             return;
         };
         let Some(held) = self.requests.remove(&(who, request.clone())) else { return };
-        let abandoned = self.abandoned.remove(&(who, held.key));
+        // A prompt that is dispatched twice has two requests and one key.
+        let abandoned = self.abandoned.contains(&(who, held.key));
         let PrefillAnswer::SourceFree { failure: Some(Failure::NotFetched), .. } = answer else {
             return;
         };

@@ -7,7 +7,7 @@ use engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
 use engine::core::router::LegEvent;
 use engine::core::time::Nanos;
 use engine::fabric::Outcome;
-use scenarios::lists::InvariantId;
+use scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request without an answer.
@@ -23,6 +23,9 @@ struct Open {
 struct Sources {
     keys: BTreeMap<(Who, RequestId), TransferKey>,
     readers: BTreeMap<TransferKey, BTreeSet<Who>>,
+    /// Instances could not reach each other for a while: what a reader gave up then it releases when
+    /// both meet again, which may be never.
+    cut: bool,
 }
 
 impl Sources {
@@ -56,15 +59,15 @@ impl Sources {
         }
     }
 
-    /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them:
-    /// it can release nothing, and nothing but time keeps it out.
+    /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them,
+    /// or may have given up while it was: it releases nothing, and nothing but time keeps it out.
     fn wait_for_lease(&self, now: Now<'_>) -> bool {
         let held = self.keys.iter().filter(|((who, _), _)| now.state.acts(*who));
         held.filter_map(|((who, _), key)| self.readers.get(key).map(|readers| (who, readers))).any(
             |(who, readers)| {
                 let lost = |reader: &Who| {
                     let pair = BTreeSet::from([who.instance, reader.instance]);
-                    !now.state.acts(*reader) || now.state.is_broken(&pair)
+                    self.cut || !now.state.acts(*reader) || now.state.is_broken(&pair)
                 };
                 readers.iter().any(lost)
             },
@@ -75,8 +78,8 @@ impl Sources {
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On top
 /// comes what a request may have to wait for by design: without a leg, for an instance; in pull, for
-/// the lease of a reader that is gone for good. The file's own bound, `expect.within`, counts from
-/// the start.
+/// the lease of a reader that is gone for good; for a prompt that ended so long ago that its name is
+/// forgotten; for an instance that drains and stands still. The file's own bound, `expect.within`, counts from the start.
 #[derive(Debug)]
 pub(super) struct EveryRequestEnds {
     limits: Limits,
@@ -123,8 +126,9 @@ impl EveryRequestEnds {
         let id = self.id();
         let limits = self.limits;
         let lease = if self.sources.wait_for_lease(now) { limits.lease } else { Nanos::ZERO };
+        let held = lease.max(limits.orphan).max(limits.drain);
         self.open.retain(|client, open| {
-            let wait = if open.legs == 0 { limits.wait } else { lease };
+            let wait = if open.legs == 0 { limits.wait } else { held };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
                 found.report(id, now.at, || {
@@ -144,6 +148,7 @@ impl Invariant for EveryRequestEnds {
 
     fn wants(&self) -> &'static [Kind] {
         &[
+            Kind::Faulted,
             Kind::Asked,
             Kind::Answered,
             Kind::ClientGone,
@@ -160,6 +165,11 @@ impl Invariant for EveryRequestEnds {
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+        if let Observation::Faulted { kind, .. } = seen {
+            use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause};
+            self.sources.cut |= matches!(kind, HalfOpen | OneWayPermanent | Partition | Pause);
+            return;
+        }
         self.check_if_still(now, found);
         if matches!(seen, Observation::Completed { outcome: Outcome::Failed { .. }, .. }) {
             return;

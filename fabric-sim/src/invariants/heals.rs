@@ -5,7 +5,11 @@ use crate::observe::{Kind, Observation};
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, TransferKey};
 use engine::core::router::{Answer, LegBody, LegFailure};
-use scenarios::lists::InvariantId;
+use engine::core::station::CoreSettings;
+use engine::fabric::Cause;
+use scenarios::lists::{FaultKind, InvariantId};
+use scenarios::run::{Instance, Run};
+use scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The newest try of a probe.
@@ -18,12 +22,20 @@ struct Try {
 /// A probe, which comes when everything transient is over and peers and breakers have had their
 /// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
 /// fault for good or a pair that does not fit; where a pair of the core is whole, no pair that does
-/// not fit is met twice, and some probe finds a whole one.
+/// not fit is met twice, and some probe finds a whole one. Who tries no operation twice fails over queue
+/// pairs that died before, until all of them were met. Once per pair an instance whose clock went
+/// back may be taken for its own past.
 #[derive(Debug, Default)]
 pub(super) struct Heals {
     open: BTreeMap<ClientId, Try>,
-    /// Pairs that do not fit and served a probe.
+    /// Pairs that do not fit and served a probe, and others that were excused once.
     misfits: BTreeSet<BTreeSet<u16>>,
+    /// Instances whose clock went back.
+    back: BTreeSet<u16>,
+    /// Some operations are tried only once, and whoever meets a queue pair that died before fails.
+    once: bool,
+    /// Some cores take so few requests that prompts which wait for their lease are all.
+    few: bool,
     /// Probes that took the fast path, and others.
     fast: u32,
     slow: u32,
@@ -35,6 +47,16 @@ fn is_misfit(now: Now<'_>, why: &Failure, served: &BTreeSet<u16>) -> bool {
 }
 
 impl Heals {
+    pub(super) fn new(run: &Run) -> Heals {
+        let once = |one: &Instance| settings::transfer(one).retries_max == 0;
+        let few = |one: &Instance| {
+            let core = settings::core(run, one);
+            core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
+        };
+        let any = |of: &dyn Fn(&Instance) -> bool| run.instances.iter().any(of);
+        Heals { once: any(&once), few: any(&few), ..Heals::default() }
+    }
+
     fn dispatched(&mut self, client: ClientId, instance: u16, body: &LegBody) {
         let Some(newest) = self.open.get_mut(&client) else { return };
         let key = match body {
@@ -57,9 +79,15 @@ impl Heals {
             }
             Answer::Finished { recomputed: Some(why) }
             | Answer::Failed(LegFailure::Instance(why)) => {
-                is_misfit(now, why, served)
-                    && (self.misfits.insert(served.clone())
-                        || now.state.whole_pairs().next().is_none())
+                // Who had nothing to say to the life before learns only now that it is over.
+                let doubted = matches!(why, Failure::HelloRefused(_))
+                    && served.iter().any(|one| self.back.contains(one));
+                self.few && *why == Failure::Overload
+                    || self.once && matches!(why, Failure::Fabric(Cause::QueuePair))
+                    || doubted && self.misfits.insert(served.clone())
+                    || is_misfit(now, why, served)
+                        && (self.misfits.insert(served.clone())
+                            || now.state.whole_pairs().next().is_none())
             }
             Answer::Failed(_) => false,
             Answer::NoInstance | Answer::Misfit(_) => {
@@ -86,11 +114,14 @@ impl Invariant for Heals {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Probed, Kind::Dispatched, Kind::Answered]
+        &[Kind::Faulted, Kind::Probed, Kind::Dispatched, Kind::Answered]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
+            Observation::Faulted { kind: FaultKind::ClockBack, from, .. } => {
+                self.back.extend(*from);
+            }
             Observation::Probed { client } => {
                 self.open.insert(*client, Try::default());
             }

@@ -18,6 +18,8 @@ struct Tries {
     newest: BTreeMap<(u32, u32), TransferKey>,
     /// Who served it.
     served: BTreeMap<TransferKey, BTreeSet<u16>>,
+    /// Decode legs that were sent.
+    legs: u64,
 }
 
 impl Tries {
@@ -26,6 +28,7 @@ impl Tries {
             LegBody::Prefill { transfer, .. } => &transfer.key,
             LegBody::Decode { transfer, prompt, sample, .. } => {
                 self.newest.insert((*prompt, *sample), transfer.key.clone());
+                self.legs += 1;
                 &transfer.key
             }
         };
@@ -41,11 +44,14 @@ impl Tries {
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
 /// was left needs faults that concern all of a role. That a client goes away concerns nobody else.
-/// Before any fault there were more requests than a core or the router takes, if one of them is full.
+/// There were more requests than a core takes if one is full, and than the router takes if that is
+/// before any fault.
 #[derive(Debug)]
 pub(super) struct Isolation {
     clients: BTreeMap<ClientId, Tries>,
-    /// Most requests that were open at a time.
+    /// Tries of samples of requests that are open, at least one for each request, and the most that
+    /// there were: an instance may not be done yet with one that failed.
+    open: u64,
     peak: u64,
     /// Requests that a core takes, and the router.
     room: (u64, u64),
@@ -59,11 +65,14 @@ impl Isolation {
     pub(super) fn new(run: &Run) -> Isolation {
         let cores = run.instances.iter().map(|spec| {
             let core = settings::core(run, spec);
-            core.requests_max.min(core.early_max).min(core.receivers_max)
+            // A request says several things before it hears anything.
+            let said = settings::channel(spec).queue_max / 8;
+            core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
         });
         let router = &run.router.config;
         Isolation {
             clients: BTreeMap::new(),
+            open: 0,
             peak: 0,
             room: (
                 u64::from(cores.min().unwrap_or(0)),
@@ -79,11 +88,22 @@ impl Isolation {
     fn is_full(&self, answer: &Answer) -> bool {
         let calm = self.instances.is_empty() && self.pairs.is_empty() && !self.general;
         let (core, router) = self.room;
-        calm && match answer {
+        match answer {
             Answer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
-            Answer::NoInstance | Answer::Misfit(_) => self.peak > router,
+            Answer::NoInstance | Answer::Misfit(_) => calm && self.peak > router,
             _ => false,
         }
+    }
+
+    fn opened(&mut self) {
+        self.open += 1;
+        self.peak = self.peak.max(self.open);
+    }
+
+    fn ended(&mut self, client: ClientId) -> Option<Tries> {
+        let tries = self.clients.remove(&client)?;
+        self.open -= tries.legs.max(1);
+        Some(tries)
     }
 
     fn faulted(&mut self, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
@@ -148,16 +168,22 @@ impl Invariant for Isolation {
             Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
             Observation::Asked { client } => {
                 self.clients.insert(*client, Tries::default());
-                self.peak = self.peak.max(self.clients.len() as u64);
+                self.opened();
             }
             Observation::Dispatched { client, instance, body, .. } => {
-                self.clients.entry(*client).or_default().dispatched(*instance, body);
+                let known = self.clients.contains_key(client);
+                let tries = self.clients.entry(*client).or_default();
+                let before = tries.legs;
+                tries.dispatched(*instance, body);
+                if !known || (before > 0 && tries.legs > before) {
+                    self.opened();
+                }
             }
             Observation::ClientGone { client } => {
-                self.clients.remove(client);
+                self.ended(*client);
             }
             Observation::Answered { client, answer } => {
-                let tries = self.clients.remove(client).unwrap_or_default();
+                let tries = self.ended(*client).unwrap_or_default();
                 if !self.excused(now, &tries, answer) {
                     found.report(self.id(), now.at, || {
                         let served: BTreeSet<_> = tries.last().flatten().collect();

@@ -37,8 +37,9 @@ pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observe::{Kind, Observation};
+use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
-use scenarios::lists::InvariantId;
+use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::{Instance, Run};
 use scenarios::settings;
 use state::State;
@@ -123,6 +124,11 @@ pub(crate) struct Limits {
     pub(crate) fence: Nanos,
     /// Length of a source lease.
     pub(crate) lease: Nanos,
+    /// How long a receiver waits for a prompt whose name was forgotten, or a prompt that is computed
+    /// once more for its receivers; zero where as many are remembered as by default.
+    pub(crate) orphan: Nanos,
+    /// How long legs wait for an instance that drains and stands still; zero where none drains.
+    pub(crate) drain: Nanos,
     /// Longest wait at the router for an instance.
     pub(crate) wait: Nanos,
     /// Longest time that the router keeps away from an instance that failed.
@@ -143,6 +149,15 @@ impl Limits {
             silent: longest(|_, one| settings::channel(one).silent),
             fence: longest(|_, one| one.protocol.fence.unwrap_or(Nanos::from_secs(2))),
             lease: longest(|run, one| settings::core(run, one).lease),
+            orphan: longest(|run, one| {
+                let core = settings::core(run, one);
+                let forgets = core.tombstones_max < CoreSettings::default().tombstones_max;
+                if forgets { core.orphan.max(core.lease) } else { Nanos::ZERO }
+            }),
+            drain: match run.faults.iter().any(|fault| fault.kind == FaultKind::Drain) {
+                true => run.router.config.drain_max,
+                false => Nanos::ZERO,
+            },
             wait: run.router.config.wait_max,
             breaker: run.router.config.breaker_max,
             retries: run.router.config.retries_max,
@@ -205,7 +220,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))
         }
-        InvariantId::Heals => Box::new(heals::Heals::default()),
+        InvariantId::Heals => Box::new(heals::Heals::new(run)),
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
         InvariantId::Isolation => Box::new(isolation::Isolation::new(run)),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),

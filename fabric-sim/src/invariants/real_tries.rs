@@ -16,12 +16,21 @@ use std::collections::{BTreeMap, BTreeSet};
 /// What failed on a rank.
 #[derive(Debug, Default)]
 struct Failures {
-    /// Failures in a row of each piece of work.
-    of: BTreeMap<Work, u32>,
+    /// Work that failed, and how often in a row.
+    of: Vec<(Work, u32)>,
     /// Submits that found their session gone; each was a try of some work.
     gone: u32,
     /// A peer was given up as a whole, and is not fenced.
     peer: bool,
+}
+
+impl Failures {
+    /// How often work failed in a row, or the whole that it is a part of: what is tried again may be
+    /// cut into smaller operations.
+    fn of(&self, work: &Work) -> u32 {
+        let whole = |(whole, count): &(Work, u32)| whole.may_have(work).then_some(*count);
+        self.of.iter().filter_map(whole).max().unwrap_or(0)
+    }
 }
 
 /// A flow that fails by itself needs a piece of work that failed as often as it may be tried. Each
@@ -55,18 +64,17 @@ impl RealTries {
         }
         let Some(work) = now.state.op(from, op).map(Op::work) else { return };
         let failures = self.ranks.entry(from).or_default();
-        match failed {
-            true => *failures.of.entry(work).or_default() += 1,
-            false => {
-                failures.of.remove(&work);
-            }
+        let count = failures.of(&work) + 1;
+        failures.of.retain(|(other, _)| work != *other);
+        if failed {
+            failures.of.push((work, count));
         }
     }
 
     fn failed(&mut self, now: Nanos, from: Rank, flow: FlowId) {
         let failures = self.ranks.entry(from).or_default();
-        let worst = failures.of.iter().max_by_key(|(_, count)| **count);
-        let (work, count) = worst.map_or((None, 0), |(work, count)| (Some(*work), *count));
+        let worst = failures.of.iter().enumerate().max_by_key(|(_, (_, count))| *count);
+        let (worst, count) = worst.map_or((None, 0), |(at, (_, count))| (Some(at), *count));
         if failures.peer {
             return;
         }
@@ -74,8 +82,8 @@ impl RealTries {
             return self.doubtful.push((now, from, flow, count));
         }
         failures.gone = failures.gone.saturating_sub(self.tries.saturating_sub(count));
-        if let Some(work) = work {
-            failures.of.remove(&work);
+        if let Some(worst) = worst {
+            failures.of.swap_remove(worst);
         }
     }
 
@@ -180,6 +188,23 @@ mod tests {
         fails(&mut bench, 2);
         bench.finish();
         bench.fails("flow 2 of p0 rank 0 failed");
+    }
+
+    #[test]
+    fn what_is_cut_anew_keeps_the_tries_of_the_whole() {
+        for (first, second, holds) in [([4, 5], [5, 5], true), ([4, 5], [6, 6], false)] {
+            let mut bench = Bench::new(InvariantId::RealTries);
+            for (op, blocks) in (1..).zip([&first[..], &first, &first, &second[1..]]) {
+                bench.write(P0, D0, op, blocks);
+                bench.complete(P0, op, &failed(Landed::Unknown));
+            }
+            fails(&mut bench, 1);
+            bench.finish();
+            match holds {
+                true => bench.holds(),
+                false => bench.fails("at most 3 times"),
+            }
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! 3; all blocks are of group 0 and of rank 0.
 
 use super::Invariants;
-use crate::observe::{BlockRef, Landing, Observation, Rank, Submission, Who};
+use crate::observe::{BlockRef, Landing, Observation, Rank, Reach, Submission, Who};
 use crate::testing::{run, two_and_two};
 use engine::core::dialect::native::{Envelope, Frame, VERSION};
 use engine::core::error::Failure;
@@ -199,9 +199,11 @@ impl Bench {
         direction: Direction,
         (local, remote): (&[u32], &[u32]),
     ) {
-        let block = |ids: &[u32]| u64::from(ids.first().copied().unwrap_or(0)) * BLOCK;
+        let offset = |block: Option<&u32>| u64::from(block.copied().unwrap_or(0)) * BLOCK;
+        let (begin, end) = (offset(local.iter().min()), offset(local.iter().max()) + BLOCK);
         self.see(Observation::Submitted(Submission {
-            place: (0, block(local), block(remote)),
+            reach: Reach { segment: 0, from: begin, to: end },
+            remote_at: offset(remote.first()),
             bytes: local.len() as u64 * BLOCK,
             from: rank(from),
             peer: rank(to),

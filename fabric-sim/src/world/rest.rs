@@ -304,7 +304,8 @@ impl Simulation {
             self.see_engine(index);
         }
         for slot in 0..self.actors.len() as u32 {
-            if self.acts(slot) {
+            // What a machine said before its last inputs is not what it says now.
+            if self.acts(slot) && self.actors[slot as usize].unasked == 0 {
                 self.see_gauges(slot);
             }
         }

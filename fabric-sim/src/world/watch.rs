@@ -7,7 +7,7 @@ use crate::faults::{Action, Faults, Hit, LegFate, ROUTER, Spot};
 use crate::invariants::{self, Invariants, Violation};
 use crate::memory::Slice;
 use crate::net::{FrameFate, FrameInfo};
-use crate::observe::{self, BlockRef, Observation, Submission, Who};
+use crate::observe::{self, BlockRef, Observation, Reach, Submission, Who};
 use engine::core::dialect::native::{self, Frame};
 use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::message::{DecodeHook, Job, Message};
@@ -16,6 +16,7 @@ use engine::core::time::Nanos;
 use engine::fabric::{Cause, Direction};
 use scenarios::Run;
 use scenarios::lists::{Event, MessageName};
+use scenarios::settings;
 use std::collections::BTreeMap;
 
 #[derive(Debug)]
@@ -39,6 +40,8 @@ pub(super) struct Watch {
     asked: BTreeMap<(u16, BlockRef), Nanos>,
     /// The lease that each instance grants, as its readers count it.
     usable: Vec<Nanos>,
+    /// How long each instance waits for an operation that does not go forward.
+    patience: Vec<Nanos>,
 }
 
 impl Watch {
@@ -57,6 +60,7 @@ impl Watch {
             arrived: BTreeMap::new(),
             asked: BTreeMap::new(),
             usable: invariants::usable(run),
+            patience: run.instances.iter().map(|one| settings::transfer(one).stall).collect(),
         }
     }
 
@@ -161,7 +165,8 @@ impl Watch {
         }
     }
 
-    /// When the lease of a read ends, if it has not been renewed.
+    /// When the lease of a read ends, if it has not been renewed, and if an operation is waited for
+    /// as long.
     fn lease_end(
         &mut self,
         now: Nanos,
@@ -176,7 +181,9 @@ impl Watch {
         from.shape.blocks(at, first, |slice| pick(slice, true), &mut self.local);
         let asked = *self.asked.get(&(from.at.who.instance, *self.local.first()?))?;
         let usable = self.usable[usize::from(to.at.who.instance)];
-        (now < asked + usable.scale(1, 3)).then_some(asked + usable)
+        let end = asked + usable;
+        let waits = end < now + self.patience[usize::from(from.at.who.instance)];
+        (waits && now < asked + usable.scale(1, 3)).then_some(end)
     }
 
     /// An operation was accepted.
@@ -198,9 +205,13 @@ impl Watch {
                 }
             }
             let (segment, base) = op.local_at.unwrap_or((u32::MAX, 0));
-            let first = op.slices.first().copied().unwrap_or_default();
+            let begins = op.slices.iter().map(|slice| base + slice.local).min();
+            let ends = op.slices.iter().map(|slice| base + slice.local + slice.len).max();
+            let remote_at = op.slices.first().map_or(0, |slice| slice.remote);
+            let (begin, end) = (begins.unwrap_or(0), ends.unwrap_or(0));
             let seen = Submission {
-                place: (segment, base + first.local, first.remote),
+                reach: Reach { segment, from: begin, to: end },
+                remote_at,
                 bytes: op.slices.iter().map(|slice| slice.len).sum(),
                 from: from.at,
                 peer: to.at,

@@ -1,12 +1,31 @@
 //! Operations, from when a plane accepted them until nothing of them can land and they completed.
 
 use super::Place;
-use crate::observe::{BlockRef, Rank, Submission, Who};
+use crate::observe::{BlockRef, Rank, Reach, Submission, Who};
 use engine::fabric::{PeerId, SessionId, Ticket};
 use std::collections::{BTreeMap, VecDeque};
 
-/// See [`Op::work`].
-pub(crate) type Work = (Rank, (u32, u64, u64), u64);
+/// What an operation moves: what it has in common with other tries to move the same bytes, and with
+/// nothing else that its plane does at that time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Work {
+    target: Rank,
+    reach: Reach,
+    remote_at: u64,
+    bytes: u64,
+}
+
+impl Work {
+    /// True if the other may be this, or a part of it: it lies in the same memory.
+    pub(crate) fn may_have(&self, other: &Work) -> bool {
+        let (own, others) = (self.reach, other.reach);
+        self.target == other.target
+            && own.segment == others.segment
+            && own.from <= others.from
+            && others.to <= own.to
+            && other.bytes <= self.bytes
+    }
+}
 
 /// An operation.
 #[derive(Debug)]
@@ -23,7 +42,8 @@ pub(crate) struct Op {
     pub(crate) completed: bool,
     /// Nothing of it can land any more, and its initiator knows.
     pub(crate) settled: bool,
-    place: (u32, u64, u64),
+    reach: Reach,
+    remote_at: u64,
     bytes: u64,
     reads: Vec<BlockRef>,
     writes: Vec<BlockRef>,
@@ -40,7 +60,8 @@ impl Op {
             awaits_quiet,
             completed: false,
             settled: false,
-            place: seen.place,
+            reach: seen.reach,
+            remote_at: seen.remote_at,
             bytes: seen.bytes,
             reads: Vec::new(),
             writes: Vec::new(),
@@ -49,10 +70,13 @@ impl Op {
 }
 
 impl Op {
-    /// What it has in common with other tries to move the same bytes, and with nothing else that its
-    /// plane does at that time: the rank that is written, where it begins, and its length.
     pub(crate) fn work(&self) -> Work {
-        (self.target, self.place, self.bytes)
+        Work {
+            target: self.target,
+            reach: self.reach,
+            remote_at: self.remote_at,
+            bytes: self.bytes,
+        }
     }
 
     /// What tells it from others of its plane, but for its layers: the target, and the first and

@@ -120,7 +120,7 @@ fn only_what_fits_is_paired() {
     up(
         &mut bench,
         &[
-            fitting("p0", a.clone()),
+            fitting("p0", a),
             fitting("p1", b.clone()),
             fitting("d0", b),
             fitting("d1", fit("a", 32, 2)),

@@ -96,26 +96,30 @@ fn native(seen: &mut Seen, mode: &str) {
     let many: Vec<u32> = (0..100_000).map(|at| at % 251).collect();
     assert_eq!(fleet.ask(3, &[("prompt", json!(many))]).0, 400);
     leave(&fleet);
-    for process in [&p, &d, &fleet.router] {
-        read(seen, process);
-    }
+    // Of the beacon, if of nothing else.
+    until(seen, ("prefill", "Tick"), &p);
+    until(seen, ("decode", "Tick"), &d);
+    read(seen, &fleet.router);
     drains(seen, &fleet, &d);
     d.signal("KILL");
     d.wait();
     fleet.until("the link is down", |_| seen_now(&fleet, "LinkDown"));
     read(seen, &fleet.router);
     // The prefill hears that the decode has ended.
-    until_down(seen, "prefill", &p);
+    until(seen, ("prefill", "LinkDown"), &p);
     drains(seen, &fleet, &p);
 }
 
-/// Reads a process until one of its links is down.
-fn until_down(seen: &mut Seen, machine: &str, process: &Process) {
+/// Reads a process until its machine had such an input.
+fn until(seen: &mut Seen, (machine, kind): (&str, &str), process: &Process) {
     let start = Instant::now();
-    let down = (machine.to_owned(), "LinkDown".to_owned());
-    while !seen.contains(&down) {
+    let input = (machine.to_owned(), kind.to_owned());
+    loop {
         read(seen, process);
-        assert!(start.elapsed() < PATIENCE, "no link of the {machine} is down");
+        if seen.contains(&input) {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "the {machine} had no {kind}");
     }
 }
 
@@ -224,7 +228,7 @@ fn killed(seen: &mut Seen) {
     p.wait();
     let (status, body) = fleet.ask(2, &[]);
     assert!(status == 502 && body.contains(&*http.0), "{control}: {status} {body}");
-    until_down(seen, "decode", &d);
+    until(seen, ("decode", "LinkDown"), &d);
     read(seen, &fleet.router);
 }
 

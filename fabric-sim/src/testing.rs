@@ -87,13 +87,6 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
         faults,
         shaped: Vec::new(),
         liveness: Liveness::Heal,
-        expect: Expect {
-            within: None,
-            hold: Vec::new(),
-            requests: Counts::default(),
-            operations: OperationCounts::default(),
-            first_tokens: Vec::new(),
-            exit: 0,
-        },
+        expect: Expect::default(),
     }
 }

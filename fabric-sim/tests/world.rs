@@ -97,14 +97,7 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
         faults: Vec::new(),
         shaped: Vec::new(),
         liveness: Liveness::Heal,
-        expect: Expect {
-            within: None,
-            hold: Vec::new(),
-            requests: Counts::default(),
-            operations: OperationCounts::default(),
-            first_tokens: Vec::new(),
-            exit: 0,
-        },
+        expect: Expect::default(),
     }
 }
 

@@ -462,7 +462,7 @@ pub enum Order {
 }
 
 /// What must come out of a run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expect {
     /// Virtual time by which the run is at rest.
     pub within: Option<Nanos>,

@@ -8,7 +8,15 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// The right to one place in a mailbox; dropping it gives the place back.
 #[derive(Debug)]
-pub struct Credit(#[allow(dead_code)] OwnedSemaphorePermit);
+pub struct Credit {
+    _place: OwnedSemaphorePermit,
+}
+
+impl Credit {
+    fn of(place: OwnedSemaphorePermit) -> Credit {
+        Credit { _place: place }
+    }
+}
 
 /// A message and the place it takes until it is handled.
 #[derive(Debug)]
@@ -66,18 +74,18 @@ impl<A: Actor<Context = Context<A>>> Port<A> {
     /// A place for something new, if there is room.
     pub fn reserve(&self) -> Option<Credit> {
         let permit = self.has_room().then(|| self.places.clone().try_acquire_owned().ok());
-        permit.flatten().map(Credit)
+        permit.flatten().map(Credit::of)
     }
 
     /// A place for what cannot be refused, when there is one.
     pub async fn wait(&self) -> Credit {
         let permit = self.places.clone().acquire_owned().await;
-        Credit(permit.expect("the places are never closed"))
+        Credit::of(permit.expect("the places are never closed"))
     }
 
     /// A place for what cannot be refused, if there is one.
     pub fn try_wait(&self) -> Option<Credit> {
-        self.places.clone().try_acquire_owned().ok().map(Credit)
+        self.places.clone().try_acquire_owned().ok().map(Credit::of)
     }
 
     /// Sends a message; it gives its place back when it is handled.

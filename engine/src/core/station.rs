@@ -163,7 +163,7 @@ pub(super) struct Station {
     requests_max: usize,
     receivers_max: u32,
     rebuild_delay: Nanos,
-    peers: Peers,
+    pub(super) peers: Peers,
     moriio: Option<MoriioPeers>,
     /// What the peers did that the core has not dealt with.
     events: Vec<PeerEvent>,
@@ -259,11 +259,6 @@ impl Station {
             Some(moriio) if slot.is_moriio() => moriio.info(slot),
             _ => self.peers.info(slot),
         }
-    }
-
-    /// See [`Peers::is_over`].
-    pub(super) fn is_over(&mut self, slot: PeerSlot, life: Incarnation) {
-        self.peers.is_over(slot, life);
     }
 
     /// The slot of a prefill that speaks MoRIIO, for one transfer.

@@ -442,8 +442,8 @@ fn out_of_range_writes_by_ring_end_the_link() {
     assert!(!answers.is_filled(), "an answer to a write out of range");
 }
 
-/// A plane that opens a session to a peer of ours, who answers its hello and then `says`.
-fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
+/// A plane that opens a session to a peer of ours, and what it dialled with; it has not been answered.
+pub(super) fn dialling() -> (HostPlane, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = stranger(listener.local_addr().unwrap().port());
     let (connect_ms, open_ms) = (300_000, 300_000);
@@ -456,7 +456,13 @@ fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
     let claim = Claim { owner: peer.who, region: RegionId(4), token: 6, base: 0, len: 4_096 };
     let desc: RegionDesc = claim.encode();
     plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
-    let (mut stream, _) = listener.accept().unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    (plane, stream)
+}
+
+/// The same, with a peer that answers its hello and then `says`.
+fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
+    let (mut plane, mut stream) = dialling();
     receive(&mut stream, deadline()).unwrap();
     send(&mut stream, &welcome(), deadline()).unwrap();
     let mut events = Vec::new();

@@ -1,15 +1,12 @@
 //! Peers that speak another version of the protocol.
 
 use super::greeting::{receive, send};
-use super::hostile::{LEN, MARK, Victim, deadline, is_dropped, rules, slice, stranger, write};
+use super::hostile::{MARK, Victim, deadline, dialling, is_dropped, rules, slice, stranger, write};
 use super::stream::pack;
-use crate::descriptor::Claim;
 use crate::proto::{Control, OLDEST, Record, Rules, Status, VERSION};
-use crate::{HostConfig, HostPlane};
 use engine::core::time::Nanos;
-use engine::fabric::{DataPlane, Memory, PeerId, RegionDesc, RegionId, SessionId};
+use engine::fabric::DataPlane;
 use std::io::{Read, Write};
-use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes of a message as a record.
@@ -101,17 +98,7 @@ fn a_plane_of_version_2_is_let_in_and_served() {
 #[test]
 fn who_is_dialled_may_speak_version_2_and_none_that_was_not_offered() {
     let dialled = |version| {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let peer = stranger(listener.local_addr().unwrap().port());
-        let mut plane = HostPlane::new(HostConfig::default()).unwrap();
-        let bytes = Box::leak(Box::new([MARK; LEN]));
-        let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
-        plane.register(RegionId(1), memory).unwrap();
-        plane.connect(PeerId(1), &peer.encode(), 5).unwrap();
-        let claim = Claim { owner: peer.who, region: RegionId(4), token: 6, base: 0, len: 4_096 };
-        let desc: RegionDesc = claim.encode();
-        plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
-        let (mut stream, _) = listener.accept().unwrap();
+        let (mut plane, mut stream) = dialling();
         let hello = receive(&mut stream, deadline()).unwrap();
         let Control::Hello { version: OLDEST, newest: Some(VERSION), .. } = hello else {
             panic!("{hello:?}")

@@ -65,9 +65,7 @@ impl Isolation {
     pub(super) fn new(run: &Run) -> Isolation {
         let cores = run.instances.iter().map(|spec| {
             let core = settings::core(run, spec);
-            // A request says several things before it hears anything.
-            let said = settings::channel(spec).queue_max / 8;
-            core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
+            core.requests_max.min(core.early_max).min(core.receivers_max)
         });
         let router = &run.router.config;
         Isolation {

@@ -205,14 +205,17 @@ impl Watch {
                 }
             }
             let (segment, base) = op.local_at.unwrap_or((u32::MAX, 0));
-            let begins = op.slices.iter().map(|slice| base + slice.local).min();
-            let ends = op.slices.iter().map(|slice| base + slice.local + slice.len).max();
+            let (mut begin, mut end, mut bytes) = (u64::MAX, 0, 0);
+            for slice in op.slices {
+                begin = begin.min(base + slice.local);
+                end = end.max(base + slice.local + slice.len);
+                bytes += slice.len;
+            }
             let remote_at = op.slices.first().map_or(0, |slice| slice.remote);
-            let (begin, end) = (begins.unwrap_or(0), ends.unwrap_or(0));
             let seen = Submission {
                 reach: Reach { segment, from: begin, to: end },
                 remote_at,
-                bytes: op.slices.iter().map(|slice| slice.len).sum(),
+                bytes,
                 from: from.at,
                 peer: to.at,
                 op: op.op,

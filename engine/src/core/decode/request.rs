@@ -109,7 +109,7 @@ impl Decode {
 
     /// True if the peer is known to have begun a new life after this one.
     fn is_past(&self, slot: PeerSlot, life: Option<Incarnation>) -> bool {
-        life.zip(self.station.info(slot)).is_some_and(|(life, info)| info.is_past(life))
+        life.is_some_and(|life| self.station.peers.is_past(slot, life))
             && !planted!("past-life-is-asked")
     }
 
@@ -126,7 +126,7 @@ impl Decode {
             if let Some(asked) = asked.filter(|asked| *asked != life)
                 && !planted!("past-life-is-asked")
             {
-                self.station.is_over(slot, asked);
+                self.station.peers.is_over(slot, asked);
                 self.fail(now, &id, Failure::PeerRestarted, out);
             }
         }

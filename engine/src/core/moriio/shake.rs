@@ -166,7 +166,6 @@ impl MoriioPeers {
                     slot.info = Some(PeerInfo {
                         engine: EngineId(replies.0.engine_id.clone()),
                         incarnation: Incarnation(0),
-                        past: None,
                         geometry: Arc::new(geometry),
                         ranks: Arc::new(ranks),
                         capabilities: 0,

@@ -147,7 +147,6 @@ impl Peers {
             Role::Prefill => pass(peer, me, hello.session),
         };
         PeerInfo {
-            past: self.known.get(&hello.engine).and_then(|known| known.past),
             engine: hello.engine,
             incarnation: hello.incarnation,
             geometry: Arc::new(hello.geometry),

@@ -46,8 +46,6 @@ pub struct PeerInfo {
     pub engine: EngineId,
     /// Its life.
     pub incarnation: Incarnation,
-    /// The highest life that it was met in before, if that is higher: its clock went back.
-    pub past: Option<Incarnation>,
     /// Its KV cache.
     pub geometry: Arc<Geometry>,
     /// Its ranks.
@@ -59,14 +57,6 @@ pub struct PeerInfo {
     /// The same on both sides and in no other conversation; see
     /// [`crate::fabric::DataPlane::connect`].
     pub pass: u64,
-}
-
-impl PeerInfo {
-    /// True if the peer is known to have begun a new life after this one.
-    pub fn is_past(&self, life: Incarnation) -> bool {
-        let reached = life != self.incarnation && self.past.is_some_and(|past| life <= past);
-        life < self.incarnation || reached
-    }
 }
 
 /// What happened to the peers.
@@ -205,7 +195,7 @@ struct Shun {
 #[derive(Clone, Copy, Debug)]
 struct Known {
     life: Incarnation,
-    /// See [`PeerInfo::past`].
+    /// The highest life that is over, if that is higher: its clock went back.
     past: Option<Incarnation>,
     session: u64,
     /// Its place among those whose conversations are over.
@@ -470,11 +460,18 @@ impl Peers {
         self.links.len() < self.config.links_max as usize
     }
 
+    /// True if a peer that is up is known to have begun a new life after this one.
+    pub fn is_past(&self, slot: PeerSlot, life: Incarnation) -> bool {
+        let Some(info) = self.info(slot) else { return false };
+        let past = self.known.get(&info.engine).and_then(|known| known.past);
+        life < info.incarnation || life != info.incarnation && past.is_some_and(|past| life <= past)
+    }
+
     /// This life of a peer that is up is over, though it may be higher than the one it is in.
     pub fn is_over(&mut self, slot: PeerSlot, life: Incarnation) {
-        let info = self.slots.get_mut(&slot).and_then(|slot| slot.info.as_mut());
-        if let Some(info) = info.filter(|info| life > info.incarnation) {
-            info.past = info.past.max(Some(life));
+        let Some(info) = self.slots.get(&slot).and_then(|slot| slot.info.as_ref()) else { return };
+        if let Some(known) = self.known.get_mut(&info.engine).filter(|known| life > known.life) {
+            known.past = known.past.max(Some(life));
         }
     }
 

@@ -424,6 +424,15 @@ pub enum Observation<'a> {
         limits: Gauges,
     },
 
+    /// A deadline of a machine was due, and it had nothing to do.
+    Woken {
+        /// The instance.
+        who: Who,
+        /// Which of its machines.
+        part: Part,
+        /// What it heard in this life, deadlines apart.
+        heard: u64,
+    },
     /// A fault hit something.
     Faulted {
         /// What it does.
@@ -487,6 +496,7 @@ pub enum Kind {
     Dialled,
     Pool,
     Gauges,
+    Woken,
     Faulted,
     Settled,
     Healed,
@@ -539,6 +549,7 @@ impl Observation<'_> {
             Observation::Dialled { .. } => Kind::Dialled,
             Observation::Pool { .. } => Kind::Pool,
             Observation::Gauges { .. } => Kind::Gauges,
+            Observation::Woken { .. } => Kind::Woken,
             Observation::Faulted { .. } => Kind::Faulted,
             Observation::Settled { .. } => Kind::Settled,
             Observation::Healed => Kind::Healed,

@@ -1,8 +1,10 @@
-//! I18: no more operations are planned than are needed, and without a fault no message is repeated.
+//! I18: no more operations are planned than are needed, without a fault no message is repeated, and a
+//! machine wakes up for something.
 
 use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Rank, Who};
+use crate::observe::{Kind, Observation, Part, Rank, Who};
 use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::time::Nanos;
 use engine::fabric::Refused;
 use scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,6 +14,13 @@ const FREE: u64 = 8;
 
 /// Of work of use, the share that may be done in vain on top.
 const SHARE: u64 = 20;
+
+/// Of what a machine hears, the share that may leave a deadline behind that is of no use any more.
+const HEARD: u64 = 8;
+
+/// Deadlines follow progress: those of silence and of quiet are looked at, and set anew. Several
+/// peers have one each.
+const WAKE: Nanos = Nanos(250_000_000);
 
 /// What was done, and what of it in vain.
 #[derive(Clone, Copy, Debug, Default)]
@@ -43,6 +52,8 @@ pub(super) struct BoundedWork {
     /// Number of the next new message of each direction of a conversation.
     next: BTreeMap<(u64, u64, u64), u64>,
     faulted: bool,
+    /// Times that a deadline of a machine was due for nothing.
+    woken: BTreeMap<(Who, Part), u64>,
 }
 
 impl BoundedWork {
@@ -65,7 +76,7 @@ impl Invariant for BoundedWork {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Submitted, Kind::Refused, Kind::FrameSent, Kind::Faulted]
+        &[Kind::Submitted, Kind::Refused, Kind::FrameSent, Kind::Woken, Kind::Faulted]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
@@ -92,6 +103,17 @@ impl Invariant for BoundedWork {
                     found.report(self.id(), now.at, || {
                         let name = now.state.name(from.instance);
                         format!("{name} repeated {vain} messages beside {useful} without a fault")
+                    });
+                }
+            }
+            Observation::Woken { who, part, heard } => {
+                let vain = self.woken.entry((*who, *part)).or_default();
+                *vain += 1;
+                let allowed = FREE + heard / HEARD + now.at.0 / WAKE.0;
+                if *vain == allowed + 1 {
+                    let (vain, name) = (*vain, now.state.name(who.instance));
+                    found.report(InvariantId::BoundedWork, now.at, || {
+                        format!("{part} of {name} woke up {vain} times for nothing beside {heard} inputs")
                     });
                 }
             }
@@ -135,6 +157,16 @@ mod tests {
         bench.see(Observation::Faulted { kind, from, to: None });
         busy(&mut bench, 100);
         bench.holds();
+    }
+
+    #[test]
+    fn few_deadlines_are_due_for_nothing() {
+        let mut bench = Bench::new(InvariantId::BoundedWork);
+        let woken = |heard| Observation::Woken { who: D0, part: Part::Transfer(0), heard };
+        (1..=18).for_each(|_| bench.see(woken(80)));
+        bench.holds();
+        bench.see(woken(80));
+        bench.fails("transfer actor 0 of d0 woke up 19 times for nothing beside 80 inputs");
     }
 
     #[test]

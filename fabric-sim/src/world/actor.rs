@@ -172,7 +172,30 @@ impl AnyMachine {
     }
 }
 
+impl MachineInput {
+    /// True if it says that a deadline may be due.
+    pub(super) fn is_tick(&self) -> bool {
+        matches!(
+            self,
+            MachineInput::Router(RouterInput::Tick)
+                | MachineInput::Prefill(PrefillInput::Tick)
+                | MachineInput::Decode(DecodeInput::Tick)
+                | MachineInput::Transfer(TransferInput::Tick)
+        )
+    }
+}
+
 impl Effects<'_> {
+    /// True if the turn has none.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Effects::Router(out) => out.is_empty(),
+            Effects::Prefill(out) => out.is_empty(),
+            Effects::Decode(out) => out.is_empty(),
+            Effects::Transfer(out) => out.is_empty(),
+        }
+    }
+
     /// Takes the effects out as values.
     pub fn take(self) -> Vec<MachineEffect> {
         match self {

@@ -58,6 +58,7 @@ impl Simulation {
             due: VecDeque::new(),
             follow: VecDeque::new(),
             current: None,
+            idle: false,
             actors: actors(&run, stride),
             stride,
             instances: instances(&run, &nodes, stride - 1, &mut dma),
@@ -128,6 +129,7 @@ fn actors(run: &Run, stride: u32) -> Vec<Actor> {
         gauges: Gauges::default(),
         limits: Gauges::default(),
         unasked: 0,
+        heard: 0,
     };
     let limits = run.router.config.limits();
     let mut actors = vec![Actor { limits, ..actor(ActorId::Router, None) }];

@@ -124,6 +124,8 @@ struct Actor {
     limits: Gauges,
     /// Inputs since it was asked for its gauges.
     unasked: u8,
+    /// What it heard in this life, its deadlines apart.
+    heard: u64,
 }
 
 /// The state of a run, see [`run`].
@@ -139,6 +141,8 @@ pub struct Simulation {
     follow: VecDeque<Due>,
     /// Whose turn it is, and the trace number of its input.
     current: Option<(u32, u64)>,
+    /// The turn is that of a deadline, and nothing came of it so far.
+    idle: bool,
     actors: Vec<Actor>,
     stride: u32,
     instances: Vec<Instance>,
@@ -223,6 +227,8 @@ impl Simulation {
                 }
                 self.tracer.input(self.now, actor.id, cause, &input);
                 let ask = self.options.check && actor.unasked >= LOOK;
+                self.idle = input.is_tick();
+                self.actors[slot as usize].heard += u64::from(!self.idle);
                 (slot, What::Input(input), ask)
             }
             Due::Audit(slot) => {
@@ -247,6 +253,7 @@ impl Simulation {
     /// If no turn is out, or the effects are of another kind of machine.
     pub fn apply(&mut self, effects: Effects<'_>, deadline: Option<Nanos>, gauges: Option<Gauges>) {
         let turn = self.current.expect("a turn is out");
+        self.idle &= effects.is_empty();
         match effects {
             Effects::Router(out) => out.drain().for_each(|effect| {
                 self.router_effect(turn, effect);
@@ -271,6 +278,7 @@ impl Simulation {
     /// If no turn is out, or the effect is of another kind of machine.
     pub fn effect(&mut self, effect: MachineEffect) -> Option<MachineInput> {
         let turn = self.current.expect("a turn is out");
+        self.idle = false;
         match effect {
             MachineEffect::Router(effect) => self.router_effect(turn, effect),
             MachineEffect::Prefill(effect) => self.prefill_effect(turn, effect),
@@ -285,6 +293,9 @@ impl Simulation {
     /// If no turn is out.
     pub fn end_turn(&mut self, deadline: Option<Nanos>, gauges: Option<Gauges>) {
         let (slot, _) = self.current.take().expect("a turn is out");
+        if std::mem::take(&mut self.idle) {
+            self.see_woken(slot);
+        }
         self.flush(slot);
         match gauges {
             Some(gauges) => self.audited(slot, gauges),

@@ -187,6 +187,7 @@ impl Simulation {
         actor.tick = None;
         actor.turn = actor.turn.wrapping_add(1);
         actor.late = Nanos::ZERO;
+        actor.heard = 0;
     }
 
     /// An instance loses its state and its memory.

@@ -182,18 +182,28 @@ impl Simulation {
     }
 
     fn see_gauges(&mut self, slot: u32) {
-        let Actor { id, instance, gauges, limits, .. } = self.actors[slot as usize];
-        let process = |index: u16| self.instances[usize::from(index)].process.as_ref();
-        if instance.is_some_and(|index| process(index).is_none()) {
-            // It has crashed, and has one more turn.
-            return;
-        }
-        let who = instance.map_or(Who::ROUTER, |instance| self.who(instance));
-        let part = match id {
+        let Actor { gauges, limits, .. } = self.actors[slot as usize];
+        let Some((who, part)) = self.machine(slot) else { return };
+        self.watch.see(self.now, &Observation::Gauges { who, part, gauges, limits });
+    }
+
+    /// A deadline of a machine was due, and nothing came of it.
+    pub(super) fn see_woken(&mut self, slot: u32) {
+        let heard = self.actors[slot as usize].heard;
+        let Some((who, part)) = self.machine(slot) else { return };
+        self.watch.see(self.now, &Observation::Woken { who, part, heard });
+    }
+
+    /// Whose machine it is; none if it has crashed, and has one more turn.
+    fn machine(&self, slot: u32) -> Option<(Who, Part)> {
+        let Actor { id, instance, .. } = &self.actors[slot as usize];
+        let part = match *id {
             ActorId::Transfer(_, rank) => Part::Transfer(rank),
             ActorId::Router | ActorId::Prefill(_) | ActorId::Decode(_) => Part::Core,
         };
-        self.watch.see(self.now, &Observation::Gauges { who, part, gauges, limits });
+        let Some(index) = *instance else { return Some((Who::ROUTER, part)) };
+        self.instances[usize::from(index)].process.as_ref()?;
+        Some((self.who(index), part))
     }
 
     /// The engine of an instance and its pools.

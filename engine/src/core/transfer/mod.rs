@@ -188,8 +188,15 @@ enum Timer {
     Stalled(SessionId),
     Opening(SessionId),
     Reopen(PeerSlot, usize),
-    Quiet(Ticket),
+    Quiet(SessionId),
     Busy(PeerSlot),
+}
+
+/// When a quiesce ticket was asked for, and who waits for it.
+#[derive(Clone, Debug)]
+struct Asked {
+    at: Nanos,
+    waiter: Waiter,
 }
 
 /// Who waits for a quiesce ticket.
@@ -221,7 +228,7 @@ pub struct Transfer {
     ops: BTreeMap<OpId, Op>,
     /// What is in flight.
     used: Credits,
-    tickets: BTreeMap<Ticket, (SessionId, Waiter)>,
+    tickets: BTreeMap<(SessionId, Ticket), Asked>,
     timers: Timers<Timer>,
     scratch: Slices,
     next_id: u64,
@@ -335,7 +342,7 @@ impl Transfer {
             DataEvent::Registered { region, result } => self.registered(region, result, out),
             DataEvent::Opened { session, result } => self.opened(now, session, result, out),
             DataEvent::Completed { op, outcome } => self.completed(now, op, outcome, out),
-            DataEvent::Quiet { ticket, .. } => self.quiet(now, ticket, out),
+            DataEvent::Quiet { session, ticket } => self.quiet(now, session, ticket, out),
             DataEvent::Fenced { peer } => self.fenced(peer, out),
             DataEvent::PeerDown { peer } => self.peer_down(now, peer, out),
             DataEvent::Reset { address } => self.reset(address, out),
@@ -359,17 +366,19 @@ impl Transfer {
     /// Asks for `Quiet` of a session on behalf of `waiter`.
     fn quiesce(&mut self, now: Nanos, session: SessionId, waiter: Waiter, out: &mut Out) {
         let ticket = Ticket(self.fresh());
-        self.tickets.insert(ticket, (session, waiter));
-        self.timers.arm(Timer::Quiet(ticket), now + self.config.settings.quiet);
+        self.tickets.insert((session, ticket), Asked { at: now, waiter });
+        self.timers.arm_if_idle(Timer::Quiet(session), now + self.config.settings.quiet);
         out.push(DataCommand::Quiesce { session, ticket });
     }
 
-    fn quiet(&mut self, now: Nanos, ticket: Ticket, out: &mut Out) {
-        let Some((_, waiter)) = self.tickets.remove(&ticket) else {
+    fn quiet(&mut self, now: Nanos, session: SessionId, ticket: Ticket, out: &mut Out) {
+        let Some(Asked { waiter, .. }) = self.tickets.remove(&(session, ticket)) else {
             self.violations = self.violations.saturating_add(1);
             return;
         };
-        self.timers.cancel(&Timer::Quiet(ticket));
+        if self.oldest_ticket(session).is_none() {
+            self.timers.cancel(&Timer::Quiet(session));
+        }
         match waiter {
             Waiter::Retry(flow, piece) => self.retry(flow, piece),
             Waiter::Flow(flow) => self.flow_quiet(flow, out),
@@ -378,12 +387,20 @@ impl Transfer {
         }
     }
 
+    /// The ticket of a session that is waited for longest, and since when.
+    fn oldest_ticket(&self, session: SessionId) -> Option<(Ticket, Nanos)> {
+        let ((of, ticket), asked) = self.tickets.range((session, Ticket(0))..).next()?;
+        (*of == session).then_some((*ticket, asked.at))
+    }
+
     /// A session that owes no `Quiet` before older operations on it are over is not to blame for its
     /// silence: these have a time of their own.
-    fn check_quiet(&mut self, now: Nanos, ticket: Ticket, out: &mut Out) {
-        let Some(&(session, _)) = self.tickets.get(&ticket) else { return };
-        if self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session) {
-            self.timers.arm(Timer::Quiet(ticket), now + self.config.settings.quiet);
+    fn check_quiet(&mut self, now: Nanos, session: SessionId, out: &mut Out) {
+        let Some((ticket, asked)) = self.oldest_ticket(session) else { return };
+        let older = self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session);
+        let due = if older { now } else { asked } + self.config.settings.quiet;
+        if now < due {
+            self.timers.arm(Timer::Quiet(session), due);
         } else {
             self.session_died(now, session, Cause::AckTimeout, out);
         }
@@ -397,7 +414,7 @@ impl Transfer {
                     self.opened(now, session, Err(Cause::Unreachable), out);
                 }
                 Timer::Reopen(peer, index) => self.reopen(now, peer, index, out),
-                Timer::Quiet(ticket) => self.check_quiet(now, ticket, out),
+                Timer::Quiet(session) => self.check_quiet(now, session, out),
                 Timer::Busy(peer) => self.busy_over(peer),
             }
         }

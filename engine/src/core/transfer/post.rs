@@ -311,8 +311,13 @@ impl Transfer {
                 self.retry(flow, op.piece);
                 if let Some(peer) = self.peers.get_mut(&op.peer) {
                     peer.link.refuse();
-                    let again = now + self.config.settings.busy_delay;
-                    self.timers.arm_if_idle(Timer::Busy(op.peer), again);
+                    // Otherwise there is room when an operation completes, and not before.
+                    if peer.link.in_flight.operations == 0
+                        || planted!("busy-has-a-deadline-of-no-use")
+                    {
+                        let again = now + self.config.settings.busy_delay;
+                        self.timers.arm_if_idle(Timer::Busy(op.peer), again);
+                    }
                 }
             }
             Refused::Gone => {

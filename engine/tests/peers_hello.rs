@@ -137,12 +137,26 @@ fn a_life_that_seems_to_be_before_one_that_is_here_is_told_so() {
     say(&mut net, 900, hello(5, 7));
     let told = net.cores[PREFILL].up();
     let Hello { engine, .. } = hello(4, 1);
-    say(&mut net, 901, hello(4, 1));
-    let refused = net.said_by_prefill.iter().rev().find_map(|frame| match native::decode(frame) {
-        Ok(Frame::Refuse { envelope, reason, .. }) => Some((envelope, reason)),
-        _ => None,
-    });
-    let (envelope, reason) = refused.expect("it is told");
+    let refused = |net: &Net| {
+        net.said_by_prefill.iter().rev().find_map(|frame| match native::decode(frame) {
+            Ok(Frame::Refuse { envelope, reason, .. }) => Some((envelope, reason)),
+            _ => None,
+        })
+    };
+    for link in [901, 902] {
+        say(&mut net, link, hello(4, 1));
+        assert_eq!(refused(&net), None, "nobody knows yet whether the other is there");
+        let last = net.said_by_prefill.last().map(|frame| native::decode(frame));
+        assert!(matches!(last, Some(Ok(Frame::Bye { .. }))), "{last:?}");
+    }
+    let version = native::VERSION;
+    let (from, to) = (Incarnation(5), Incarnation(1));
+    let envelope = Envelope { version, from, to, session: 7 };
+    let here = native::encode(&Frame::Ack { envelope, next: 0 });
+    net.stranger(900, Some(vec![here]));
+    net.run(Nanos::from_ms(1));
+    say(&mut net, 903, hello(4, 1));
+    let (envelope, reason) = refused(&net).expect("it is told");
     assert_eq!((envelope.to, net.cores[PREFILL].up()), (Incarnation(4), told));
     assert!(reason.starts_with(&format!("life 4 of {engine} seems to be before 5")), "{reason}");
 }

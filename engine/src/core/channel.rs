@@ -255,6 +255,11 @@ impl Channel {
         }
     }
 
+    /// True until the peer answers what [`Channel::doubt`] asked.
+    pub fn is_doubted(&self) -> bool {
+        self.doubted
+    }
+
     /// Takes a frame that came by a link of this conversation; its messages are delivered in their
     /// turn. Frames of the hello are not for the channel and count as stale.
     pub fn receive(

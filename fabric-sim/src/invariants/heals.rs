@@ -80,8 +80,9 @@ impl Heals {
             Answer::Finished { recomputed: Some(why) }
             | Answer::Failed(LegFailure::Instance(why)) => {
                 // Who had nothing to say to the life before learns only now that it is over.
-                let doubted = matches!(why, Failure::HelloRefused(_))
-                    && served.iter().any(|one| self.back.contains(one));
+                let doubted =
+                    matches!(why, Failure::HelloRefused(_) | Failure::Fabric(Cause::PeerGone))
+                        && served.iter().any(|one| self.back.contains(one));
                 self.few && *why == Failure::Overload
                     || self.once && matches!(why, Failure::Fabric(Cause::QueuePair))
                     || doubted && self.misfits.insert(served.clone())

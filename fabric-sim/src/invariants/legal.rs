@@ -4,7 +4,7 @@
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation, Who};
 use engine::core::dialect::native::Frame;
-use engine::core::ids::{Attempt, FlowId, RankSet, TransferKey};
+use engine::core::ids::{Attempt, FlowId, Incarnation, RankSet, TransferKey};
 use engine::core::message::{FlowState, Job, Message, Report};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
@@ -35,8 +35,11 @@ struct Sink {
     quiet: bool,
 }
 
-/// One direction of a conversation between two lives.
-type Way = (Who, Who);
+/// An instance in the life that a conversation is with. Where a frame arrives may be another life by then.
+type End = (u16, Incarnation);
+
+/// One direction of a conversation.
+type Way = (End, End);
 
 /// Follows what cores send for the first time (not retransmissions), and the flows of actors.
 #[derive(Debug, Default)]
@@ -147,7 +150,7 @@ impl Invariant for Legal {
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         let (who, wrong) = match seen {
             Observation::FrameSent { from, to, frame: Frame::Data { envelope, seq, message } } => {
-                let way = (*from, *to);
+                let way = ((from.instance, envelope.from), (to.instance, envelope.to));
                 // What is said to a peer that is gone has no consequence.
                 if !now.state.is_current(*to) || !self.is_new(way, envelope.session, *seq) {
                     return;
@@ -164,8 +167,6 @@ impl Invariant for Legal {
             }
             Observation::Crashed { who } => {
                 self.flows.retain(|key, _| key.0 != *who);
-                self.sinks.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
-                self.next.retain(|key, _| key.0.0 != *who && key.0.1 != *who);
                 return;
             }
             _ => return,
@@ -254,6 +255,19 @@ mod tests {
         let lease = engine::core::time::Nanos(1);
         bench.send(P0, D0, Message::Renewed { tag: tag("r"), count: 1, lease });
         bench.fails("a lease without a pull");
+    }
+
+    #[test]
+    fn what_is_said_to_the_life_before_belongs_to_what_was_said_to_it() {
+        let mut bench = bench();
+        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 32 });
+        bench.crash(P0);
+        let next = Who { life: 1, ..P0 };
+        bench.start(next);
+        bench.send(D0, next, Message::Renew { tag: tag("r"), count: 1 });
+        bench.holds();
+        bench.send(D0, next, Message::Renew { tag: tag("other"), count: 1 });
+        bench.fails("a renewal without a pull");
     }
 
     #[test]

@@ -133,6 +133,12 @@ impl Peers {
         out.commands.push(ControlCommand::Send { link, frame: native::encode(&frame) });
     }
 
+    /// Whoever said hello has nobody to talk to now.
+    fn say_bye(&self, link: LinkId, hello: &Hello, out: &mut Out<'_>) {
+        let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(hello) });
+        out.commands.push(ControlCommand::Send { link, frame });
+    }
+
     fn envelope_to(&self, hello: &Hello) -> Envelope {
         let Hello { incarnation: to, session, .. } = *hello;
         let version = native::agree(self.config.version, hello).unwrap_or(VERSION_MIN);
@@ -179,14 +185,11 @@ impl Peers {
             let is_before = hello.incarnation < last.0;
             if let Some(slot) = current.filter(|_| is_before) {
                 self.stale = self.stale.saturating_add(1);
-                self.refuse(link, &hello, &before(&hello, last.0), out);
-                return self.doubt(now, slot, out);
+                return self.doubt(now, slot, link, &hello, out);
             }
             if !is_before && this <= last && !planted!("hello-of-an-ended-session") {
                 self.stale = self.stale.saturating_add(1);
-                let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(&hello) });
-                out.commands.push(ControlCommand::Send { link, frame });
-                return;
+                return self.say_bye(link, &hello, out);
             }
             if let Some(slot) = current {
                 let restarted = hello.incarnation > last.0;
@@ -202,9 +205,16 @@ impl Peers {
         }
     }
 
-    /// Asks a peer that another life says hello for whether it is still there.
-    fn doubt(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
-        if let Some(slot) = self.slots.get_mut(&id) {
+    /// Asks a peer that a life before it says hello for whether it is still there. The hello is
+    /// said again; it is refused when the peer has shown that it is.
+    fn doubt(&mut self, now: Nanos, id: PeerSlot, link: LinkId, hello: &Hello, out: &mut Out<'_>) {
+        let Some(slot) = self.slots.get_mut(&id) else { return };
+        let life = slot.info.as_ref().map_or(Incarnation(0), |info| info.incarnation);
+        let asked = slot.rival.replace(hello.incarnation) == Some(hello.incarnation);
+        if asked && !slot.channel.is_doubted() {
+            slot.rival = None;
+            self.refuse(link, hello, &before(hello, life), out);
+        } else {
             slot.channel.doubt(now);
             self.service(now, id, out);
         }
@@ -274,8 +284,7 @@ impl Peers {
                 return self.attach(now, id, link, out);
             }
             Some(_) => {
-                let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(&hello) });
-                out.commands.push(ControlCommand::Send { link, frame });
+                self.say_bye(link, &hello, out);
                 return self.end(now, id, Failure::PeerRestarted, out);
             }
             None => {}

@@ -59,6 +59,8 @@ pub(super) struct Slot {
     pub(super) info: Option<PeerInfo>,
     /// The life of the peer that did not fit.
     pub(super) refused: Option<Incarnation>,
+    /// The life before this one that said hello, for which the peer is asked whether it is there.
+    pub(super) rival: Option<Incarnation>,
     pub(super) channel: Channel,
     pub(super) dial: Dial,
     /// The link on which the peer said that it takes hellos.
@@ -117,6 +119,7 @@ impl Slot {
             session,
             info: None,
             refused: None,
+            rival: None,
             channel,
             native: None,
             dial: Dial::Idle,

@@ -154,7 +154,7 @@ impl Admin {
         let now = (self.clock)();
         let look = Look(Box::new(move |router: &Router| state(router, now)));
         let gone = |_| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
-        self.desk.core.send(look).await.map_err(gone)
+        self.desk.core.address().send(look).await.map_err(gone)
     }
 
     /// Whether there is a pair of instances of one mode that can serve, and which do not fit.

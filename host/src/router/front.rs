@@ -37,6 +37,10 @@ use tokio::task::JoinHandle;
 /// The actor with the router core, in the seat that is [`Front`].
 pub(crate) type Core = Addr<Driver<Front>>;
 
+/// Requests that may wait for the actor; further ones are refused. What follows from a request is
+/// bounded by those that were taken.
+pub(crate) const MAILBOX: usize = 4_096;
+
 /// What the core is to hear.
 type Inputs = VecDeque<RouterInput>;
 

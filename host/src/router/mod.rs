@@ -29,7 +29,7 @@ pub(crate) use args::RouterArgs;
 use self::admin::Admin;
 use self::api::APIS;
 use self::error::Refusal;
-use self::front::Front;
+use self::front::{Front, MAILBOX};
 use self::metrics::Metrics;
 use self::pool::Pool;
 use self::serve::Desk;
@@ -40,7 +40,7 @@ use crate::signals::Ends;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
-use engine::actors::{Clock, Give};
+use engine::actors::{Clock, Give, Port};
 use engine::core::Nanos;
 use engine::core::ids::Incarnation;
 use engine::core::router::{RouterConfig, RouterInput};
@@ -114,8 +114,12 @@ async fn run(
     let core =
         Front::start(router, plane, clock.clone(), pool.clone(), settings.clone(), metrics.clone());
     let next_client = AtomicU64::default();
-    let desk =
-        Arc::new(Desk { core: core.clone(), settings, metrics: metrics.clone(), next_client });
+    let desk = Arc::new(Desk {
+        core: Port::new(core.clone(), MAILBOX),
+        settings,
+        metrics: metrics.clone(),
+        next_client,
+    });
     let admin = Admin { desk: desk.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
     let serving =

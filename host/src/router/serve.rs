@@ -4,7 +4,7 @@ use super::api::{Api, Asked};
 use super::body::{ClientBody, Guard};
 use super::error::Refusal;
 use super::fields::Fields;
-use super::front::{Ask, Core, Event, Job, PartBody};
+use super::front::{Ask, Event, Front, Job, MAILBOX, PartBody};
 use super::leg::{Head, REQUEST_ID};
 use super::merge::{self, Answered, Merger};
 use super::metrics::{self, Metrics};
@@ -12,6 +12,7 @@ use super::settings::Settings;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use engine::actors::{Driver, Port};
 use engine::core::ids::ClientId;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::header::{
@@ -27,7 +28,7 @@ use tokio::time::timeout;
 
 /// What handlers share.
 pub(crate) struct Desk {
-    pub(crate) core: Core,
+    pub(crate) core: Port<Driver<Front>>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) metrics: Metrics,
     pub(crate) next_client: AtomicU64,
@@ -63,8 +64,9 @@ impl Desk {
         let job = Arc::new(Job::new(asked, &parts.headers, own));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
-        let guard = Guard { core: self.core.clone(), client };
-        self.core.do_send(Ask { client, job: job.clone(), prompts, events: sender });
+        let place = self.core.reserve().ok_or_else(overload)?;
+        let guard = Guard { core: self.core.address().clone(), client };
+        self.core.post(Ask { client, job: job.clone(), prompts, events: sender }, place);
         match job.asked.stream {
             true => streamed(&job.asked, events, guard).await,
             false => whole(&job.asked, events, guard).await,
@@ -90,6 +92,13 @@ impl Desk {
         })?;
         Ok(collected.to_bytes())
     }
+}
+
+fn overload() -> Refusal {
+    let message = format!(
+        "overload: most of {MAILBOX} places for requests that wait for the router are taken; try again"
+    );
+    Refusal::new(StatusCode::SERVICE_UNAVAILABLE, &message)
 }
 
 /// The client's own id, or a new one.
@@ -170,4 +179,70 @@ async fn streamed(
     let mut streams = ClientBody::new(asked.parts.len(), events, merger, guard);
     streams.add(part, body, cached);
     Ok(response(head, Body::new(streams)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::router::pool::Pool;
+    use crate::router::settings::Limits;
+    use engine::core::Nanos;
+    use engine::core::ids::Incarnation;
+    use engine::core::router::{Router, RouterConfig};
+    use std::time::Duration;
+    use wire::{WireConfig, ZmqPlane};
+
+    /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
+    fn desk(places: usize) -> Desk {
+        let (short, most) = (Duration::from_secs(300), 1 << 20);
+        let limits = Limits {
+            connect: short,
+            answer: short,
+            idle: short,
+            body_bytes: most,
+            body: short,
+            answer_bytes: most,
+            parts: 8,
+            prefix_tokens: 16,
+        };
+        let settings = Arc::new(Settings { limits, authorization: None });
+        let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
+        let router = Router::new(config, Incarnation(1));
+        let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), Metrics::new().0);
+        let clock: engine::actors::Clock = Arc::new(|| Nanos(1));
+        let (pool, plane) = (Pool::new(short), Box::new(plane.expect("a plane")));
+        let core = Front::start(router, plane, clock, pool, settings.clone(), metrics.clone());
+        Desk { core: Port::new(core, places), settings, metrics, next_client: AtomicU64::default() }
+    }
+
+    async fn asked(desk: &Desk) -> (Response, String) {
+        let request = Request::post("/v1/completions").header(CONTENT_TYPE, "application/json");
+        let body = Body::from(r#"{"model": "m", "prompt": "p"}"#);
+        let response = desk.serve(Api::Completions, request.body(body).expect("a request")).await;
+        let (head, body) = response.into_parts();
+        let text = body.collect().await.expect("a body").to_bytes();
+        (Response::from_parts(head, Body::empty()), String::from_utf8_lossy(&text).into_owned())
+    }
+
+    #[test]
+    fn a_request_that_finds_the_routers_mailbox_full_is_told_overload() {
+        actix::System::new().block_on(async {
+            let desk = desk(8);
+            let taken: Vec<_> = std::iter::from_fn(|| desk.core.reserve()).collect();
+            assert_eq!(taken.len(), 6, "a quarter is kept");
+            let (response, text) = asked(&desk).await;
+            let again = response.headers().get(hyper::header::RETRY_AFTER);
+            assert_eq!(
+                (response.status(), again.is_some()),
+                (StatusCode::SERVICE_UNAVAILABLE, true)
+            );
+            assert!(text.contains("overload"), "{text}");
+            drop(taken);
+            for _ in 0..9 {
+                let (response, text) = asked(&desk).await;
+                assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+                assert!(text.contains("no prefill and decode instance"), "{text}");
+            }
+        });
+    }
 }

@@ -205,8 +205,8 @@ impl Peers {
         }
     }
 
-    /// Asks a peer that a life before it says hello for whether it is still there. The hello is
-    /// said again; it is refused when the peer has shown that it is.
+    /// Asks a peer that a life before it says hello for whether it is still there. Who says hello is
+    /// refused when the peer has shown that it is; until then it may try again, as nobody knows.
     fn doubt(&mut self, now: Nanos, id: PeerSlot, link: LinkId, hello: &Hello, out: &mut Out<'_>) {
         let Some(slot) = self.slots.get_mut(&id) else { return };
         let life = slot.info.as_ref().map_or(Incarnation(0), |info| info.incarnation);
@@ -216,6 +216,7 @@ impl Peers {
             self.refuse(link, hello, &before(hello, life), out);
         } else {
             slot.channel.doubt(now);
+            self.say_bye(link, hello, out);
             self.service(now, id, out);
         }
     }

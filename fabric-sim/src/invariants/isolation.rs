@@ -65,7 +65,9 @@ impl Isolation {
     pub(super) fn new(run: &Run) -> Isolation {
         let cores = run.instances.iter().map(|spec| {
             let core = settings::core(run, spec);
-            core.requests_max.min(core.early_max).min(core.receivers_max)
+            // A request says several things before it hears anything.
+            let said = settings::channel(spec).queue_max / 8;
+            core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
         });
         let router = &run.router.config;
         Isolation {

@@ -177,7 +177,7 @@ closed_list! {
         InOrder "I15" "I15-in-order" "messages are delivered once and in order, and only what was delivered is acknowledged"
         RealTries "I16" "I16-real-tries" "a flow fails on its operations only after all their tries; Busy is no try"
         Caused "I17" "I17-caused" "what fails has a cause that some fault of the run, or a setting, can have"
-        BoundedWork "I18" "I18-bounded-work" "no more operations are planned than needed, and no message is repeated without a fault"
+        BoundedWork "I18" "I18-bounded-work" "no more operations are planned than needed, no message is repeated without a fault, and few deadlines of a machine are due for nothing"
         Fair "I19" "I19-fair" "without faults, flows from a rank to a peer that all have work get equal shares"
         EveryRequestEnds "L1" "L1-every-request-ends" "every request ends within the bound after the last fault"
         Heals "L2" "L2-heals" "after the faults new requests take the fast path again"

@@ -5,9 +5,10 @@
 //! seat a [`Site`]: the [`Planes`], and an [`Outlet`] for what the engine is to hear. The simulator
 //! seats the same actor on its world. Time comes from the [`Clock`].
 //!
-//! Nothing queues without bound at a driver: who could send much reaches it through a [`Port`], with a
-//! [`Credit`] for each message, and hears of a full one. What drivers tell themselves (that a plane
-//! has news) is one message at a time.
+//! Nothing queues without bound at a driver. New requests reach it through a [`Port`], with a
+//! [`Credit`] for each, and are refused when few are left. News of those under way waits for a credit,
+//! or is sent past them where the requests that were taken bound it. What drivers tell themselves (that
+//! a plane has news) is one message at a time.
 
 mod credit;
 mod driver;

@@ -119,7 +119,7 @@ impl Beacon {
                 troubles.remove(0);
             }
             self.failed = self.failed.saturating_add(1);
-            let (engine, failure) = (engine.clone(), failure.clone());
+            let (engine, failure) = (engine.clone(), failure.clipped());
             troubles.push(Trouble { engine, life, number: self.failed, failure });
         }
         if self.up {

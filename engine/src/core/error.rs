@@ -52,6 +52,9 @@ pub enum Failure {
     Unknown(Arc<str>),
 }
 
+/// Longest text of a failure in a registration, in characters.
+const CLIPPED_MAX: usize = 256;
+
 impl Failure {
     /// The first version of the native dialect that has it.
     pub(super) fn since(&self) -> u16 {
@@ -113,6 +116,32 @@ impl Failure {
             Failure::EngineGone => "engine-gone",
             Failure::OtherLife => "other-life",
             Failure::Unknown(_) => "unknown",
+        }
+    }
+
+    /// The same with texts of at most [`CLIPPED_MAX`] characters, for lists that are said again and
+    /// again: a peer's text may be as long as a frame.
+    pub(super) fn clipped(&self) -> Failure {
+        fn cut(text: &str) -> Arc<str> {
+            let end = text.char_indices().nth(CLIPPED_MAX).map_or(text.len(), |(at, _)| at);
+            text[..end].into()
+        }
+        match self {
+            Failure::Fabric(Cause::Backend(text)) => Failure::Fabric(Cause::Backend(cut(text))),
+            Failure::Refused(Refused::Unsupported(text)) => {
+                Failure::Refused(Refused::Unsupported(cut(text)))
+            }
+            Failure::Refused(Refused::Invalid(text)) => {
+                Failure::Refused(Refused::Invalid(cut(text)))
+            }
+            Failure::Mismatch(Mismatch(text)) => Failure::Mismatch(Mismatch(cut(text))),
+            Failure::HelloRefused(text) => Failure::HelloRefused(cut(text)),
+            Failure::Unknown(text) => Failure::Unknown(cut(text)),
+            Failure::Violation(PeerViolation { peer, frame, rule }) => {
+                let (peer, frame, rule) = (cut(peer), cut(frame), cut(rule));
+                Failure::Violation(PeerViolation { peer, frame, rule })
+            }
+            other => other.clone(),
         }
     }
 
@@ -186,5 +215,32 @@ pub(super) fn stranger(link: LinkId, from: Option<&Endpoint>) -> String {
 impl fmt::Display for PeerViolation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "peer {} broke the protocol: {} in {}", self.peer, self.rule, self.frame)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_again_and_again_is_short() {
+        let long: Arc<str> = "\u{e4}".repeat(1 << 20).into();
+        let clip: Arc<str> = "\u{e4}".repeat(CLIPPED_MAX).into();
+        let all = |text: &Arc<str>| {
+            let part = || text.clone();
+            let violation = PeerViolation { peer: part(), frame: part(), rule: part() };
+            [
+                Failure::Fabric(Cause::Backend(part())),
+                Failure::Refused(Refused::Unsupported(part())),
+                Failure::Refused(Refused::Invalid(part())),
+                Failure::Mismatch(Mismatch(part())),
+                Failure::HelloRefused(part()),
+                Failure::Unknown(part()),
+                Failure::Violation(violation),
+            ]
+        };
+        assert_eq!(all(&long).map(|failure| failure.clipped()), all(&clip));
+        assert_eq!(all(&clip).map(|failure| failure.clipped()), all(&clip));
+        assert_eq!(Failure::Stalled.clipped(), Failure::Stalled);
     }
 }

@@ -44,10 +44,10 @@ impl CoreConfig {
             Role::Prefill => (requests + early + flows, requests * blocks, 0),
             Role::Decode => (requests, 0, blocks),
         };
-        // Messages, and fences; of a decode also messages for prefills that are out of reach.
+        // Messages, and fences; of a decode also what prefills are still to be told.
         let messages = match self.role {
             Role::Prefill => peers * queue,
-            Role::Decode => 2 * peers * queue,
+            Role::Decode => peers * (2 * queue + requests),
         };
         let moriio = self.moriio.as_ref().map(|moriio| &moriio.settings);
         let [moriio_peers, lines, notices] = moriio.map_or([0; 3], |settings| {
@@ -122,7 +122,7 @@ impl RouterConfig {
             transfers: total(requests),
             queued: total(requests),
             peers: self.instances_max,
-            entries: total(u64::from(self.instances_max) * u64::from(self.legs_max)),
+            entries: total(requests.saturating_mul(u64::from(self.legs_max))),
             remembered: NAMED_MAX as u32,
             violations: COUNT,
             ..Gauges::default()

@@ -37,7 +37,7 @@ pub struct Registration {
     #[serde(default)]
     pub fit: Option<Arc<Fit>>,
     /// Of a decode: the prefills whose KV has not got through since it last did, at most
-    /// [`TROUBLES_MAX`].
+    /// [`TROUBLES_MAX`]: a list of so many may leave some out.
     #[serde(default)]
     pub troubles: Vec<Trouble>,
 }

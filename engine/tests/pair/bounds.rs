@@ -89,6 +89,35 @@ fn an_announcement_without_room_releases_the_source() {
 }
 
 #[test]
+fn all_that_is_given_up_beside_a_full_queue_is_released() {
+    let claim = Nanos::from_secs(600);
+    let settings = CoreSettings { claim, ..CoreSettings::default() };
+    let (wide, small) =
+        (ChannelConfig::default(), ChannelConfig { queue_max: 2, ..ChannelConfig::default() });
+    let mut pair = Pair::unequal(Mode::Push, (&settings, &wide), (&settings, &small));
+    arrive_prefill(&mut pair, Mode::Push, 64, 6);
+    for sibling in 0..4 {
+        arrive_decode(&mut pair, Mode::Push, 64, sibling);
+        settle(&mut pair, 1);
+    }
+    prefill_all(&mut pair, 64);
+    settle(&mut pair, 1);
+    pair.frame_passes = Box::new(|_: Who| false);
+    for sibling in [4, 5] {
+        arrive_decode(&mut pair, Mode::Push, 64, sibling);
+    }
+    for sibling in 0..6 {
+        let request = format!("d-{sibling}").into();
+        let reason = FinishReason::Aborted;
+        pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
+    }
+    pair.frame_passes = Box::new(|_: Who| true);
+    settle(&mut pair, 20);
+    assert_eq!(pair.prefill_said, [freed(None)], "long before it gives the receivers up");
+    assert!(pair.at_rest());
+}
+
+#[test]
 fn a_receiver_that_never_says_where_to_is_given_up() {
     for seconds in [60, 600] {
         let settings = CoreSettings { claim: Nanos::from_secs(seconds), ..CoreSettings::default() };

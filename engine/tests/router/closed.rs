@@ -5,7 +5,7 @@ use crate::discovery::{Bench, Sent, beat, done, native, sent};
 use engine::core::error::Failure;
 use engine::core::ids::Incarnation;
 use engine::core::layout::{Fit, Geometry, Group, GroupKind, Rows};
-use engine::core::message::{FinishReason, Mode, Registration, Role, Trouble};
+use engine::core::message::{FinishReason, Mode, Registration, Role, TROUBLES_MAX, Trouble};
 use engine::core::router::{
     Answer, InstanceState, LegEvent, LegFailure, Reject, RouterConfig, RouterEffect, RouterInput,
 };
@@ -198,6 +198,57 @@ fn a_pair_that_a_decode_names_is_passed_over_until_kv_comes() {
     assert!(chosen(&mut bench) > 0, "KV came");
     told(&mut bench, 6, trouble(Some(4), 1));
     assert!(chosen(&mut bench) > 0, "that was another life");
+}
+
+#[test]
+fn a_full_list_does_not_say_that_what_it_leaves_out_is_over() {
+    let mut bench = bench();
+    told(&mut bench, 1, trouble(Some(5), 1));
+    assert_eq!(chosen(&mut bench), 0);
+    let other =
+        |n: u32| Trouble { engine: format!("q{n}").as_str().into(), ..trouble(None, n).remove(0) };
+    told(&mut bench, 2, (2..2 + TROUBLES_MAX as u32).map(other).collect());
+    assert_eq!(chosen(&mut bench), 0, "pushed out by others");
+    told(&mut bench, 3, vec![other(2)]);
+    assert!(chosen(&mut bench) > 0, "KV came");
+}
+
+#[test]
+fn what_no_engine_can_say_of_itself_is_refused() {
+    let mut bench = bench();
+    let rows = |layers: u16, count: usize| {
+        let mut fit = (*fit("a", 16, 2).unwrap()).clone();
+        fit.rows = vec![Rows { layers, element: 2, elements: 256 }; count];
+        Some(Arc::new(fit))
+    };
+    // Their layers together are more than a number of 32 bits.
+    let many = rows(u16::MAX, 65_600);
+    for fit in [many, rows(1, 1), rows(0, 2), rows(2, 2)] {
+        up(&mut bench, &[fitting("p0", fit.clone()), fitting("d0", fit)]);
+    }
+    assert!(bench.engines().is_empty());
+    assert_eq!(bench.router.counters().rejected[&Reject::Fit], 8);
+    up(&mut bench, &[fitting("p0", rows(1, 2)), fitting("d0", rows(1, 2))]);
+    assert_eq!(bench.engines(), ["p0", "d0"]);
+    // One life has one address.
+    let moved =
+        Registration { http: "elsewhere:1".into(), sequence: 9, ..fitting("p0", rows(1, 2)) };
+    up(&mut bench, &[moved]);
+    assert_eq!(bench.router.counters().rejected[&Reject::Changed], 1);
+}
+
+#[test]
+fn a_heartbeat_comes_after_the_last_number_there_is() {
+    let mut bench = bench();
+    let plain = beat(Role::Prefill, "10.0.0.1", 6301, 1, Mode::Push);
+    let last = Registration {
+        incarnation: Incarnation(u64::MAX),
+        sequence: u64::MAX,
+        ..one("P/10.0.0.1:8000/0")
+    };
+    up(&mut bench, &[Registration { role: Role::Prefill, ..last }]);
+    bench.hear(plain.encode());
+    assert_eq!(bench.engines(), ["P/10.0.0.1:8000/0"]);
 }
 
 #[test]

@@ -83,7 +83,11 @@ impl LocalOut {
                     cx.hub.notify(Notice::Opened { session, link: self.link.id, result });
                     worked = true;
                 }
-                Some((Control::Unknown, _)) => worked = true,
+                // The next step goes on: a peer that says nothing else must not keep the thread.
+                Some((Control::Unknown, _)) => {
+                    worked = true;
+                    break;
+                }
                 Some(_) => return Err(End::Corrupt),
             }
         }

@@ -16,7 +16,8 @@ pub(super) struct Debt {
     life: Incarnation,
     /// By then leases have freed all of it.
     until: Nanos,
-    /// What was given up; as many as a queue of messages may hold.
+    /// What was given up: what waited in a queue of messages, and what the requests at that time asked
+    /// for.
     tags: Vec<Tag>,
 }
 
@@ -30,7 +31,8 @@ impl Decode {
         self.owe(now, Unsaid { engine, control, life, tags: vec![request.tag.clone()] });
     }
 
-    /// Notes what a prefill is still to be told. What there is no room for the lease ends.
+    /// Notes what a prefill is still to be told. There is room for all that one conversation can leave
+    /// behind, see [`Decode::settled`]; of more, the lease ends what is left.
     pub(super) fn owe(&mut self, now: Nanos, unsaid: Unsaid) {
         let Unsaid { engine, control, life, tags } = unsaid;
         let full = self.debts.len() >= self.config.channel.peers_max as usize;
@@ -47,7 +49,9 @@ impl Decode {
         }
         if debt.life == life {
             debt.until = until;
-            let room = (self.config.channel.queue_max as usize).saturating_sub(debt.tags.len());
+            let most =
+                self.config.channel.queue_max.saturating_add(self.config.settings.requests_max);
+            let room = (most as usize).saturating_sub(debt.tags.len());
             debt.tags.extend(tags.into_iter().take(room));
         }
     }
@@ -85,6 +89,18 @@ impl Decode {
             }
         }
         self.timers.cancel(&Timer::Remind(engine));
+    }
+
+    /// Tells a prefill what it is still to be told, and says whether that was all. Nothing new is asked
+    /// of one before: what is given up while its queue is full would grow without end, and a prefill
+    /// that hears of its reader keeps for it what nobody reads.
+    pub(super) fn settled(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) -> bool {
+        if self.debts.is_empty() {
+            return true;
+        }
+        self.pay(now, slot, out);
+        let Some(info) = self.station.info(slot) else { return true };
+        self.debts.get(&info.engine).is_none_or(|debt| debt.life != info.incarnation)
     }
 
     /// Messages that wait for prefills out of reach.

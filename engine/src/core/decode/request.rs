@@ -102,8 +102,10 @@ impl Decode {
             },
         );
         // A slot that is down says so itself, and why.
-        if let Err(failure @ Failure::Overload) = self.station.send(now, slot, message, out) {
-            self.reject(now, &id, failure, out);
+        let full = !self.settled(now, slot, out)
+            || self.station.send(now, slot, message, out) == Err(Failure::Overload);
+        if full {
+            self.reject(now, &id, Failure::Overload, out);
         }
     }
 

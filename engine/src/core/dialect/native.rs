@@ -2,9 +2,10 @@
 //!
 //! Two engines say in their hellos which versions they speak and use the newest that both do
 //! ([`agree`]): every frame of the conversation is marked with it and says nothing that it does not
-//! have. From version 2 on, a version may add fields at the end of a struct, variants to an enum
-//! and kinds of frames without taking older ones out of [`VERSION_MIN`]: what may be passed over
-//! can be sent to who does not know it, and is passed over, acknowledged. Other changes end the
+//! have. From version 2 on, a version may add fields at the end of a struct, variants of failures
+//! (enums with a variant of text that takes names which are not known) and kinds of frames without
+//! taking older ones out of [`VERSION_MIN`]: what may be passed over can be sent to who does not
+//! know it, and is passed over, acknowledged. Other changes end the
 //! support of the versions before them. What is said without an agreed version, hellos and
 //! registrations, can only grow at the end; a listener of version 1 takes no such addition.
 

@@ -63,7 +63,16 @@ pub(super) fn check_shapes(source: &Geometry, sink: &Geometry) -> Result<(), Mis
     same_model(source, sink)
 }
 
-/// Refuses rows that differ between the two sides.
+/// Refuses rows that are not those of `layers` layers: what was added to them would have no bound.
+pub(super) fn whole_rows(side: &str, rows: &[Rows], layers: u32) -> Result<(), Mismatch> {
+    let sum: u64 = rows.iter().map(|row| u64::from(row.layers)).sum();
+    if sum != u64::from(layers) || rows.iter().any(|row| row.layers == 0) {
+        return refuse(format_args!("{side} rows: of {sum} layers, not of {layers}"));
+    }
+    Ok(())
+}
+
+/// Refuses rows that differ between the two sides, each of which is whole.
 pub(super) fn check_rows(source: &[Rows], sink: &[Rows]) -> Result<(), Mismatch> {
     let mut first = 0;
     for (one, other) in source.iter().zip(sink) {

@@ -1,12 +1,12 @@
 //! What an instance says of its KV cache before anybody connects, so that only engines that fit are
 //! paired.
 
-use super::check::{Mismatch, check_rows, check_shapes};
+use super::check::{Mismatch, check_rows, check_shapes, whole_rows};
 use super::geometry::{Geometry, HeadSlots, RankLayout};
 use serde::{Deserialize, Serialize};
 
 /// A digest of what has to fit between two engines: all that [`super::check::check`] compares but
-/// where things lie.
+/// where things lie and the shape of a state, which the hello compares.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Fit {
     /// The KV cache, without addresses.
@@ -50,6 +50,9 @@ impl Fit {
     /// Names the first property that does not fit, with both values.
     pub fn check(&self, sink: &Fit) -> Result<(), Mismatch> {
         check_shapes(&self.geometry, &sink.geometry)?;
+        for (side, fit) in [("source", self), ("sink", sink)] {
+            whole_rows(side, &fit.rows, u32::from(fit.geometry.layers))?;
+        }
         check_rows(&self.rows, &sink.rows)
     }
 }

@@ -125,10 +125,12 @@ impl Router {
     /// A request waited too long.
     pub(super) fn gave_up(&mut self, client: ClientId, out: &mut Outbox<RouterEffect>) {
         let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
-        let answer = match (cause, self.fleet.registry.only_misfits()) {
-            (Some(cause), _) => Answer::Failed(cause),
-            (None, Some(why)) => Answer::Misfit(why.clone()),
-            (None, None) => Answer::NoInstance,
+        let answer = match cause {
+            Some(cause) => Answer::Failed(cause),
+            None => match self.fleet.registry.only_misfits() {
+                Some(why) => Answer::Misfit(why.clone()),
+                None => Answer::NoInstance,
+            },
         };
         self.finish(client, Some(answer), out);
     }

@@ -9,14 +9,15 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::Heartbeat;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
-use crate::core::layout::Mismatch;
+use crate::core::layout::{Fit, Mismatch};
 use crate::core::message::{Registration, Role, TROUBLES_MAX};
 use crate::core::time::Nanos;
-use crate::fabric::LinkId;
+use crate::fabric::{Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 /// Longest name of an engine or endpoint, in bytes.
 const TEXT_MAX: usize = 512;
@@ -118,7 +119,9 @@ pub enum Reject {
     DataParallel,
     /// `tp` is 0 or above [`TP_MAX`].
     TensorParallel,
-    /// Role, sizes or what has to fit changed within one incarnation.
+    /// No engine can have the geometry or the rows that it says.
+    Fit,
+    /// Role, HTTP address, sizes or what has to fit changed within one incarnation.
     Changed,
     /// There are `instances_max` instances.
     Full,
@@ -135,7 +138,10 @@ impl fmt::Display for Reject {
             Reject::Endpoint => "bad endpoint",
             Reject::DataParallel => "bad DP rank or size",
             Reject::TensorParallel => "bad TP size",
-            Reject::Changed => "role, sizes or geometry changed within one incarnation",
+            Reject::Fit => "bad geometry or rows",
+            Reject::Changed => {
+                "role, HTTP address, sizes or geometry changed within one incarnation"
+            }
             Reject::Full => "too many instances",
             Reject::Superseded => "a newer engine serves at its HTTP address",
         })
@@ -262,7 +268,9 @@ impl Registry {
     /// lies about it takes the place, as by the name of the engine it could before. An instance that
     /// speaks MoRIIO only tells no birth and is older than all others.
     fn outdone(&self, new: &Entry, replaced: &[Slot]) -> Result<Option<Slot>, Reject> {
-        let place = |it: &Registration| (it.role, it.dp_rank, it.http.clone());
+        fn place(it: &Registration) -> (Role, u16, &Endpoint) {
+            (it.role, it.dp_rank, &it.http)
+        }
         let wanted = place(&new.registration);
         let mut here = self.instances.iter().filter(|(slot, instance)| {
             !instance.lost && !replaced.contains(slot) && place(&instance.registration) == wanted
@@ -290,14 +298,16 @@ impl Registry {
             let Some(known) = self.known.get(&name) else {
                 return (Entry::of_rank(beat, rank, Incarnation(1), 1), 0);
             };
-            let next = Entry::of_rank(beat, rank, known.incarnation, known.sequence + 1);
+            // An instance may have said any number.
+            let sequence = known.sequence.saturating_add(1);
+            let next = Entry::of_rank(beat, rank, known.incarnation, sequence);
             let before = match known.place {
                 Place::Live(slot) => self.instances.get(&slot),
                 Place::Left(_) => None,
             };
             let is_same = before.is_some_and(|instance| instance.entry().is_same_life(&next));
             let size = before.map_or(0, |instance| instance.registration.dp_size);
-            let life = Incarnation(known.incarnation.0 + 1);
+            let life = Incarnation(known.incarnation.0.saturating_add(1));
             (if is_same { next } else { Entry::of_rank(beat, rank, life, 1) }, size)
         };
         let (first, before) = entry(0);
@@ -379,16 +389,19 @@ impl Registry {
         }
     }
 
-    /// Why a pair is not made, if there are prefills and decodes of one mode and none of them fit.
+    /// Why a pair is not made, if there are prefills and decodes that could talk and none of them
+    /// fit.
     pub(super) fn only_misfits(&self) -> Option<&Mismatch> {
         let mut why = None;
         for (_, prefill) in self.of_role(Role::Prefill) {
             for (slot, decode) in self.of_role(Role::Decode) {
                 let mode = prefill.registration.mode == decode.registration.mode;
+                if !mode || !decode.understands(prefill) {
+                    continue;
+                }
                 match prefill.misfits.get(&slot) {
                     Some(misfit) => why = Some(misfit),
-                    None if mode && decode.understands(prefill) => return None,
-                    None => {}
+                    None => return None,
                 }
             }
         }
@@ -415,6 +428,12 @@ impl Registry {
                 news.push((prefill, trouble.failure.clone()));
             }
             told.insert(prefill, trouble.number);
+        }
+        // A full list leaves some out that are not over.
+        if decode.registration.troubles.len() >= TROUBLES_MAX {
+            for (prefill, number) in &decode.troubles {
+                told.entry(*prefill).or_insert(*number);
+            }
         }
         let over = decode.troubles.keys().filter(|prefill| !told.contains_key(prefill));
         let over = over.copied().collect();
@@ -520,7 +539,9 @@ impl Registry {
 }
 
 fn refresh(instance: &mut Instance, now: Nanos, new: Entry) -> Result<(), Reject> {
-    let fixed = |r: &Registration| (r.role, r.dp_rank, r.dp_size, r.tp, r.fit.clone());
+    fn fixed(r: &Registration) -> (Role, &Endpoint, [u16; 3], &Option<Arc<Fit>>) {
+        (r.role, &r.http, [r.dp_rank, r.dp_size, r.tp], &r.fit)
+    }
     if fixed(&instance.registration) != fixed(&new.registration) {
         return Err(Reject::Changed);
     }
@@ -534,7 +555,7 @@ fn refresh(instance: &mut Instance, now: Nanos, new: Entry) -> Result<(), Reject
 }
 
 fn check(registration: &Registration) -> Result<(), Reject> {
-    let Registration { engine, http, control, dp_rank, dp_size, tp, .. } = registration;
+    let Registration { engine, http, control, dp_rank, dp_size, tp, fit, .. } = registration;
     if engine.0.is_empty() || engine.0.len() > TEXT_MAX || engine.0.contains(char::is_control) {
         return Err(Reject::Name);
     }
@@ -546,6 +567,9 @@ fn check(registration: &Registration) -> Result<(), Reject> {
     }
     if !(1..=TP_MAX).contains(tp) {
         return Err(Reject::TensorParallel);
+    }
+    if fit.as_ref().is_some_and(|fit| fit.check(fit).is_err()) {
+        return Err(Reject::Fit);
     }
     Ok(())
 }

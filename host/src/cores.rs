@@ -9,15 +9,6 @@ use engine::core::message::RouterNews;
 use engine::core::station::CoreConfig;
 use engine::core::transfer::{TransferConfig, TransferSettings};
 use engine::fabric::{DataPlane, Memory};
-use scenarios::run;
-
-/// Whence the times and limits of a transfer machine are.
-pub(crate) enum Times<'a> {
-    /// A scenario, which was drawn, for this instance.
-    Run(&'a run::Instance),
-    /// A deployment, see [`Limits::operations`](crate::limits::Limits).
-    Set(&'a TransferSettings),
-}
 
 /// A TP rank that is to be started.
 pub(crate) struct RankParts {
@@ -32,13 +23,9 @@ impl RankParts {
         rank: u16,
         plane: Box<dyn DataPlane>,
         (memory, layers): (Vec<Memory>, Vec<LayerLayout>),
-        times: Times<'_>,
+        settings: TransferSettings,
     ) -> RankParts {
         let caps = plane.caps();
-        let settings = match times {
-            Times::Run(instance) => scenarios::settings::transfer(instance),
-            Times::Set(set) => set.clone(),
-        };
         let transfer = TransferConfig {
             rank,
             role: core.role,

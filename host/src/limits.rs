@@ -139,7 +139,11 @@ fn unknown(table: &str, name: &str, keys: &[Key]) -> String {
 }
 
 impl Overrides {
-    fn set(&mut self, table: &str, name: &str, text: &str) -> Result<(), String> {
+    /// Takes the value of one key.
+    ///
+    /// # Errors
+    /// The key and its value, and what there may be.
+    pub(crate) fn set(&mut self, table: &str, name: &str, text: &str) -> Result<(), String> {
         let keys = keys();
         let key = keys.iter().find(|key| key.table == table && key.name == name);
         let key = key.ok_or_else(|| unknown(table, name, &keys))?;

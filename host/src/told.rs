@@ -48,7 +48,8 @@ impl Told {
 /// What was read of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Heard {
-    /// None if it is of a kind that this version does not know.
+    /// [`Failure::Unknown`] with its cause if it cannot be read, as of a kind that this version does
+    /// not know; none if none was told, as of a leg that cannot be used.
     pub(crate) failure: Option<Failure>,
     /// What happened, for people.
     pub(crate) why: String,
@@ -79,6 +80,8 @@ struct Object<'a> {
 #[derive(Deserialize)]
 struct Failed<'a> {
     #[serde(default)]
+    cause: String,
+    #[serde(default)]
     why: String,
     #[serde(borrow, default)]
     failure: Option<&'a RawValue>,
@@ -95,23 +98,22 @@ pub(crate) fn heard(body: &[u8]) -> Option<Heard> {
     memmem::find(body, b"\"kvferry\"")?;
     memmem::find(body, b"\"failed\"")?;
     let Answer { kvferry, kv_transfer_params, error } = serde_json::from_slice(body).ok()?;
-    let inner = |value: &'_ &'_ RawValue| {
-        let Inner { kvferry } = serde_json::from_str(value.get()).ok()?;
-        kvferry.map(|object| object.get().to_owned())
-    };
-    let mut found = [
-        kvferry.map(|object| object.get().to_owned()),
-        kv_transfer_params.as_ref().and_then(inner),
-        error.as_ref().and_then(inner),
-    ];
-    found.iter_mut().find_map(|object| failed(&object.take()?))
+    let found = [kvferry, kv_transfer_params.and_then(inner), error.and_then(inner)];
+    found.into_iter().flatten().find_map(failed)
 }
 
-fn failed(object: &str) -> Option<Heard> {
-    let Object { failed } = serde_json::from_str(object).ok()?;
+fn inner(value: &RawValue) -> Option<&RawValue> {
+    let Inner { kvferry } = read(value)?;
+    kvferry
+}
+
+fn failed(object: &RawValue) -> Option<Heard> {
+    let Object { failed } = read(object)?;
     let failed = failed.filter(|failed| failed.get().len() <= TOLD_MAX)?;
-    let Failed { why, failure } = read(failed)?;
-    Some(Heard { failure: failure.and_then(read), why })
+    let Failed { cause, why, failure } = read(failed)?;
+    let unknown = || Failure::Unknown(cause.into());
+    let failure = failure.map(|failure| read(failure).unwrap_or_else(unknown));
+    Some(Heard { failure, why })
 }
 
 #[cfg(test)]
@@ -137,11 +139,17 @@ mod tests {
     #[test]
     fn what_cannot_be_read_is_not_there() {
         let told = |failed: Value| json!({"kvferry": {"failed": failed}}).to_string();
-        let other = told(json!({"why": "w", "failure": "NextYears", "more": 1}));
-        let unknown = Some(Heard { failure: None, why: "w".into() });
-        assert_eq!(heard(other.as_bytes()), unknown);
+        for (other, cause) in [
+            (json!({"cause": "c", "why": "w", "failure": "NextYears", "more": 1}), "c"),
+            (json!({"cause": "c", "why": "w", "failure": {"NextYears": [7]}}), "c"),
+            (json!({"why": "w", "failure": "NextYears"}), ""),
+        ] {
+            let unknown = Heard { failure: Some(Failure::Unknown(cause.into())), why: "w".into() };
+            assert_eq!(heard(told(other).as_bytes()), Some(unknown));
+        }
         let unusable = json!({"kvferry": Told::unusable("no key").object()}).to_string();
-        assert_eq!(heard(unusable.as_bytes()).map(|it| it.why), Some("no key".into()));
+        let none = Heard { failure: None, why: "no key".into() };
+        assert_eq!(heard(unusable.as_bytes()), Some(none));
         for body in [
             told(json!(7)),
             told(json!({"why": "x".repeat(TOLD_MAX)})),

@@ -80,7 +80,7 @@ pub(crate) struct Link {
     life: u64,
 }
 
-/// Requests that the engine never ends may leave something in `told`.
+/// Most requests of which something is in `told`; all are such that the engine has not ended yet.
 const TOLD_MAX: usize = 65_536;
 
 impl Link {

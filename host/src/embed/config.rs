@@ -218,7 +218,8 @@ impl Given {
             "spin_us" => self.spin_us = Some(spin_us(text)?),
             "paths" => self.paths = Some(paths(text)?),
             "slower" => self.slower = Some(slower(text)?),
-            "set" => self.set = Some(limits_given(text)?),
+            // Tables of a file may have been taken before.
+            "set" => self.set.get_or_insert_default().assign(text)?,
             "state" => self.state = Some(state(text)?),
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
@@ -270,7 +271,7 @@ impl Given {
             if limits::TABLES.contains(&key_text) {
                 let set = given.set.get_or_insert_default();
                 for (name, text) in entries(value.get_ref()).map_err(fail)? {
-                    set.assign(&format!("{key_text}.{name}={text}")).map_err(fail)?;
+                    set.set(key_text, &name, text.trim()).map_err(fail)?;
                 }
                 continue;
             }

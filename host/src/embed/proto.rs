@@ -17,6 +17,7 @@ use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::error::Failure;
 use engine::core::ids::{Incarnation, RequestId, StepId};
 use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
+use engine::fabric::Cause;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -208,15 +209,28 @@ pub enum FromHost {
 
 impl FromHost {
     /// The message in the words of a version: what that did not know is said by what is nearest.
-    pub fn in_version(self, version: u16) -> FromHost {
-        match self {
-            FromHost::Prefill(PrefillAnswer::Rejected { request, failure: Failure::OtherLife })
-                if version < 6 =>
-            {
-                let failure = Failure::PeerRestarted;
-                FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+    pub fn in_version(mut self, version: u16) -> FromHost {
+        if let Some(failure) = self.failure_mut().filter(|_| version < 6) {
+            match failure {
+                Failure::OtherLife => *failure = Failure::PeerRestarted,
+                Failure::Unknown(_) => {
+                    let text = failure.to_string().into();
+                    *failure = Failure::Fabric(Cause::Backend(text));
+                }
+                _ => {}
             }
-            message => message,
+        }
+        self
+    }
+
+    /// The failure that it tells, if it does.
+    fn failure_mut(&mut self) -> Option<&mut Failure> {
+        match self {
+            FromHost::Prefill(PrefillAnswer::SourceFree { failure, .. }) => failure.as_mut(),
+            FromHost::Prefill(PrefillAnswer::Rejected { failure, .. })
+            | FromHost::Decode(DecodeAnswer::LoadFailed { failure, .. })
+            | FromHost::Decode(DecodeAnswer::Rejected { failure, .. }) => Some(failure),
+            _ => None,
         }
     }
 }
@@ -227,16 +241,40 @@ mod tests {
 
     #[test]
     fn an_older_connector_is_told_failures_that_it_knows() {
-        let rejected = |failure| {
-            let request = RequestId::from("r");
-            FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+        let request = || RequestId::from("r");
+        let all = |failure: &Failure| {
+            let failure = || failure.clone();
+            [
+                FromHost::Prefill(PrefillAnswer::SourceFree {
+                    request: request(),
+                    failure: Some(failure()),
+                }),
+                FromHost::Prefill(PrefillAnswer::Rejected {
+                    request: request(),
+                    failure: failure(),
+                }),
+                FromHost::Decode(DecodeAnswer::LoadFailed {
+                    request: request(),
+                    failure: failure(),
+                }),
+                FromHost::Decode(DecodeAnswer::Rejected { request: request(), failure: failure() }),
+            ]
         };
-        let told = |version, failure| match rejected(failure).in_version(version) {
-            FromHost::Prefill(PrefillAnswer::Rejected { failure, .. }) => failure,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(told(5, Failure::OtherLife), Failure::PeerRestarted);
-        assert_eq!(told(6, Failure::OtherLife), Failure::OtherLife);
-        assert_eq!(told(5, Failure::Overload), Failure::Overload);
+        let unknown = Failure::Unknown("next-years".into());
+        let backend = Failure::Fabric(Cause::Backend(unknown.to_string().into()));
+        for (failure, in_five) in [
+            (&Failure::OtherLife, &Failure::PeerRestarted),
+            (&unknown, &backend),
+            (&Failure::Overload, &Failure::Overload),
+        ] {
+            for (version, expected) in [(5, in_five), (6, failure)] {
+                for message in all(failure) {
+                    let mut told = message.in_version(version);
+                    assert_eq!(told.failure_mut(), Some(&mut expected.clone()), "{version}");
+                }
+            }
+        }
+        let free = PrefillAnswer::SourceFree { request: request(), failure: None };
+        assert!(FromHost::Prefill(free).in_version(5).failure_mut().is_none());
     }
 }

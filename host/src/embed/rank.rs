@@ -1,7 +1,7 @@
 //! What a transfer actor is started with, in its host or in its worker.
 
 use super::drill::drilled;
-use crate::cores::{RankParts, Times};
+use crate::cores::RankParts;
 use crate::meters::Meter;
 use crate::plane::{Plane, PlaneConfig};
 use engine::core::layout::LayerLayout;
@@ -47,7 +47,7 @@ impl RankPlan {
         let Plane { plane, meter, events } = self.plane.start(&self.core, self.rank, &self.host)?;
         let plane = drilled(plane)?;
         let kv = (self.memory, self.layers);
-        let parts = RankParts::new(&self.core, self.rank, plane, kv, Times::Set(&self.operations));
+        let parts = RankParts::new(&self.core, self.rank, plane, kv, self.operations);
         Ok(Ready { parts, meter, events })
     }
 }

@@ -217,7 +217,8 @@ impl Front {
         self.decoded(leg, &running, told, out);
     }
 
-    /// A decode leg ended well, with KV or, as it may tell, without.
+    /// A decode leg ended well, with KV or, as it may tell, without, be it for a cause that is unknown
+    /// here.
     fn decoded(&self, leg: LegId, running: &Running, told: Option<Heard>, out: &mut Inputs) {
         self.leg_ended(Role::Decode, "done");
         let Some(Heard { failure: Some(failure), .. }) = told else {

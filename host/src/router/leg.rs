@@ -6,6 +6,7 @@ use super::settings::Limits;
 use super::sse;
 use crate::told::{self, Heard};
 use bytes::Bytes;
+use engine::core::error::Failure;
 use engine::core::ids::EngineId;
 use engine::core::router::LegFailure;
 use engine::fabric::Endpoint;
@@ -43,11 +44,7 @@ impl Fault {
     pub(crate) fn told(heard: Heard, engine: &EngineId) -> Fault {
         let status = StatusCode::BAD_GATEWAY;
         let refusal = Refusal::new(status, &format!("prefill {engine}: {}", heard.why));
-        let failure = match heard.failure {
-            Some(failure) => LegFailure::Instance(failure),
-            None => LegFailure::Answer(status.as_u16()),
-        };
-        Fault { failure, refusal }
+        Fault { failure: answered(status, heard.failure), refusal }
     }
 
     /// The instance answered what is no answer.
@@ -214,14 +211,21 @@ async fn refused(status: StatusCode, body: Reply, limits: Limits) -> Result<Faul
     Ok(fault(status, collect(body, ERROR_MAX, limits.idle).await?))
 }
 
+/// What the core is told of a leg that failed with this status and perhaps for this. Of a kind that
+/// is unknown here nobody can say whose fault it is, so that it counts as an answer like others.
+fn answered(status: StatusCode, told: Option<Failure>) -> LegFailure {
+    match told {
+        None | Some(Failure::Unknown(_)) => LegFailure::Answer(status.as_u16()),
+        Some(failure) => LegFailure::Instance(failure),
+    }
+}
+
 /// What an instance's error says. An instance of our own tells what is behind it.
 fn fault(status: StatusCode, body: Bytes) -> Fault {
-    let told = told::heard(&body).and_then(|heard| heard.failure);
-    let failure = match (status, told) {
-        (StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE, _) => LegFailure::Busy,
-        (status, _) if status.is_client_error() => LegFailure::Request(status.as_str().into()),
-        (_, Some(failure)) => LegFailure::Instance(failure),
-        (status, None) => LegFailure::Answer(status.as_u16()),
+    let failure = match status {
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => LegFailure::Busy,
+        status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
+        status => answered(status, told::heard(&body).and_then(|heard| heard.failure)),
     };
     Fault { failure, refusal: Refusal::relayed(status, body) }
 }
@@ -284,6 +288,22 @@ mod tests {
         }
         let error = first.error();
         (taken, error.map(|(status, _)| (status.as_u16(), "error".into())))
+    }
+
+    #[test]
+    fn a_failure_of_an_unknown_kind_is_an_answer_like_others() {
+        for (told, failure) in [
+            (r#""Stalled""#, LegFailure::Instance(Failure::Stalled)),
+            (r#""NextYears""#, LegFailure::Answer(502)),
+            ("null", LegFailure::Answer(502)),
+        ] {
+            let failed = format!(r#"{{"failed":{{"cause":"c","why":"w","failure":{told}}}}}"#);
+            let answer = format!(r#"{{"kvferry":{failed}}}"#);
+            let heard = told::heard(answer.as_bytes()).expect("it is told");
+            assert_eq!(Fault::told(heard, &"p0".into()).failure, failure, "{told}");
+            let error = format!(r#"{{"error":{answer}}}"#);
+            assert_eq!(fault(StatusCode::BAD_GATEWAY, error.into()).failure, failure, "{told}");
+        }
     }
 
     #[test]

@@ -12,8 +12,9 @@ use engine::core::message::{Mode, Role};
 use scenarios::cost::Cost;
 use scenarios::run::{
     Allocator, EngineSettings, FabricLimits, Instance, LoadFailure, MemoryLayout, Model,
-    ModelGroup, Protocol, Run,
+    ModelGroup, Protocol,
 };
+use scenarios::settings;
 use std::path::PathBuf;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -155,9 +156,7 @@ pub(super) struct Plan {
     pub(super) model: Model,
     pub(super) instance: Instance,
     pub(super) engine: EngineSettings,
-    /// The scenario whose times and limits hold, if there is one.
-    pub(super) run: Option<Box<Run>>,
-    /// Those without one.
+    /// Times and limits of the protocol.
     pub(super) limits: Limits,
 }
 
@@ -179,9 +178,12 @@ impl ServeArgs {
                 let (file, names) = (path.display(), names.join(", "));
                 return Err(input(format!("{file} has no instance {name:?}, only {names}")));
             };
-            let (model, engine) = (run.model.clone(), run.engine);
-            let (run, limits) = (Some(Box::new(run)), Limits::default());
-            return Ok(Plan { model, instance, engine, run, limits });
+            let limits = Limits {
+                protocol: settings::core(&run, &instance),
+                channel: settings::channel(&instance),
+                operations: settings::transfer(&instance),
+            };
+            return Ok(Plan { model: run.model, instance, engine: run.engine, limits });
         }
         let role = match self.role {
             Some(RoleArg::Prefill) => Role::Prefill,
@@ -228,7 +230,7 @@ impl ServeArgs {
         let instance = self.instance_of(role, mode);
         let limits = self.set.clone().unwrap_or_default().limits();
         let limits = limits.map_err(|why| input(format!("--set: {why}")))?;
-        Ok(Plan { model, instance, engine: self.engine(), run: None, limits })
+        Ok(Plan { model, instance, engine: self.engine(), limits })
     }
 
     /// Limits as of vLLM's defaults.

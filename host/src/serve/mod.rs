@@ -14,7 +14,7 @@ mod openai;
 
 pub(crate) use args::{FabricArg, ServeArgs};
 
-use crate::cores::{RankParts, Times};
+use crate::cores::RankParts;
 use crate::exit::{Exit, Stop};
 use crate::legs::Own;
 use crate::lives;
@@ -135,13 +135,6 @@ fn core_config(
     incarnation: Incarnation,
 ) -> CoreConfig {
     let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
-    let (settings, channel) = match &plan.run {
-        Some(run) => {
-            let core = scenarios::settings::core(run, &plan.instance);
-            (core, scenarios::settings::channel(&plan.instance))
-        }
-        None => (plan.limits.protocol.clone(), plan.limits.channel.clone()),
-    };
     CoreConfig {
         engine: zmq.engine(),
         incarnation,
@@ -152,8 +145,8 @@ fn core_config(
         control: handshake.clone(),
         dp: (plan.instance.dp_rank, plan.instance.dp_size),
         router: args.proxy.as_ref().map(|proxy| Endpoint(format!("tcp://{proxy}").into())),
-        settings,
-        channel,
+        settings: plan.limits.protocol.clone(),
+        channel: plan.limits.channel.clone(),
         moriio: Some(MoriioConfig {
             address: zmq,
             layer_names: (0..plan.model.layers).map(name).collect(),
@@ -184,11 +177,7 @@ fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Re
     let plane = config.start(core, rank, &args.host).map_err(Stop::Input)?;
     let Plane { plane, meter, .. } = plane;
     let kv = (vec![backing.memory()], backing.layers().to_vec());
-    let times = match &plan.run {
-        Some(_) => Times::Run(&plan.instance),
-        None => Times::Set(&plan.limits.operations),
-    };
-    let parts = RankParts::new(core, rank, plane, kv, times);
+    let parts = RankParts::new(core, rank, plane, kv, plan.limits.operations.clone());
     Ok(Rank { parts, meter, backing })
 }
 

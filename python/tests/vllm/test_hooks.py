@@ -4,7 +4,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from kvferry.vllm.scheduler import Scheduler
+from kvferry.vllm.scheduler import Leg, Scheduler
 from kvferry.vllm.worker import Worker
 
 REQUEST = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": True})
@@ -52,6 +52,21 @@ def test_blocks_of_a_finished_prefill_stay_while_others_may_read_them():
     assert (until > time.monotonic() + 29, requests, len(lost)) == (True, {"r"}, 1)
     half, lost = scheduler(produces=False)
     assert (half.finished(REQUEST, ([1],)), half.leased, len(lost)) == ((False, None), [], 1)
+
+
+def test_what_is_told_of_a_request_that_has_ended_is_dropped():
+    told = dict.fromkeys(("loading", "held", "gone", "open"), '{"why": "w"}')
+    half, _ = scheduler(produces=False)
+    half.line.link = SimpleNamespace(told=lambda request: told.pop(request, None))
+    half.legs = {"loading": Leg("t", 5, loading=True, ended=True), "open": Leg("t", 5)}
+    half.held, half.free, half.loaded = {"held"}, set(), set()
+    half._apply("load_failed", "loading", "w")
+    for request in ("held", "gone", "open"):
+        half._apply("rejected", request, "w")
+    assert (set(told), set(half.legs)) == ({"open"}, {"open"})
+    assert (half.free, half.loaded, half.failed) == ({"held"}, {"loading"}, set())
+    assert half.finished(SimpleNamespace(request_id="open"), ()) == (False, {"why": "w"})
+    assert (told, half.legs) == ({}, {})
 
 
 @pytest.mark.parametrize("hook", WORKER)

@@ -125,6 +125,24 @@ fn a_file_has_values_of_their_own_types() {
 }
 
 #[test]
+fn a_file_may_have_both_tables_and_a_text_of_settings() {
+    let text = "set = \"channel.links_max=7, protocol.claim_ms=900\"\n\
+        [protocol]\nlease_ms = 20000\nclaim_ms = 800\n[operations]\nretries_max = \" 5 \"\n";
+    let given = Given::from_file(text, "host.toml").expect("valid");
+    let limits = given.set.expect("given").limits().expect("they go together");
+    assert_eq!((limits.protocol.lease.0, limits.channel.links_max), (20_000_000_000, 7));
+    assert_eq!((limits.protocol.claim.0, limits.operations.retries_max), (900_000_000, 5));
+}
+
+#[test]
+fn a_value_of_a_table_is_one_value() {
+    let text = "[protocol]\nlease_ms = \"20000,channel.links_max=7\"\n";
+    let why = Given::from_file(text, "host.toml").expect_err("two");
+    let said = "host.toml:1: protocol.lease_ms = 20000,channel.links_max=7: it has to be a time";
+    assert!(why.starts_with(said), "{why}");
+}
+
+#[test]
 fn the_file_is_named_by_a_flag_or_by_the_environment() {
     let [one, other] = [File::new("one", "copiers = 7"), File::new("other", "copiers = 9")];
     let set = [(FILE.into(), one.0.clone().into_os_string())];

@@ -277,6 +277,9 @@ class Scheduler:
 
     def _apply(self, kind: str, request: str, why: str | None) -> None:
         leg = self.legs.get(request)
+        if leg is None or leg.ended:
+            # vLLM ended the request: no answer is left that could tell it.
+            self._told(request)
         if why is not None and (leg is not None or request in self.held):
             logger.warning("%s: %s: %s", request or "engine", kind.replace("_", " "), why)
         if request in self.held and kind in ("source_free", "rejected"):

@@ -9,7 +9,7 @@ use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::machine::Gauges;
 use engine::core::message::{DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report};
 use engine::core::router::{Answer, LegBody, LegEvent};
-use engine::fabric::{Direction, OpId, Outcome, PeerId, Placement, Refused, SessionId, Ticket};
+use engine::fabric::{Direction, OpId, Outcome, Placement, Refused, SessionId, Ticket};
 use scenarios::engine::PoolGauges;
 use scenarios::lists::FaultKind;
 use scenarios::run::Instance;
@@ -84,6 +84,8 @@ pub struct Submission<'a> {
     pub op: OpId,
     /// Its session on the initiator.
     pub session: SessionId,
+    /// The pass under which its session was opened.
+    pub pass: u64,
     /// Which way.
     pub direction: Direction,
     /// When its bytes count as placed.
@@ -306,13 +308,6 @@ pub enum Observation<'a> {
         who: Who,
     },
 
-    /// A transfer actor began to open a session.
-    Opening {
-        /// Who.
-        from: Rank,
-        /// The session; larger than those opened before.
-        session: SessionId,
-    },
     /// A data plane accepted an operation.
     Submitted(Submission<'a>),
     /// A data plane did not accept an operation.
@@ -353,21 +348,15 @@ pub enum Observation<'a> {
         /// The ticket of the question.
         ticket: Ticket,
     },
-    /// A transfer actor voids the pass of a peer, which works at once.
-    Fencing {
-        /// Whose memory.
-        at: Rank,
-        /// Its name of the peer, in this conversation.
-        id: PeerId,
-    },
-    /// Nothing of a peer lands in the memory of a rank any more, and its actor was told so.
+    /// Nothing of a peer lands under a pass in the memory of a rank any more, and its actor was told
+    /// so.
     Fenced {
         /// Whose memory.
         at: Rank,
-        /// Its name of the peer, in this conversation.
-        id: PeerId,
         /// Who is kept out.
         peer: Rank,
+        /// The pass that is void, of one conversation.
+        pass: u64,
     },
 
     /// A control frame was sent (each retransmission counts) and may be lost.
@@ -481,14 +470,12 @@ pub enum Kind {
     Used,
     EngineFault,
     Stepped,
-    Opening,
     Submitted,
     Refused,
     Landed,
     Completed,
     Quiesced,
     Quiet,
-    Fencing,
     Fenced,
     FrameSent,
     FrameArrived,
@@ -534,14 +521,12 @@ impl Observation<'_> {
             Observation::Used { .. } => Kind::Used,
             Observation::EngineFault { .. } => Kind::EngineFault,
             Observation::Stepped { .. } => Kind::Stepped,
-            Observation::Opening { .. } => Kind::Opening,
             Observation::Submitted(..) => Kind::Submitted,
             Observation::Refused { .. } => Kind::Refused,
             Observation::Landed(..) => Kind::Landed,
             Observation::Completed { .. } => Kind::Completed,
             Observation::Quiesced { .. } => Kind::Quiesced,
             Observation::Quiet { .. } => Kind::Quiet,
-            Observation::Fencing { .. } => Kind::Fencing,
             Observation::Fenced { .. } => Kind::Fenced,
             Observation::FrameSent { .. } => Kind::FrameSent,
             Observation::FrameArrived { .. } => Kind::FrameArrived,

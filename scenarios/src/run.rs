@@ -272,7 +272,7 @@ pub struct Protocol {
     /// Control links of a core at one time.
     pub links_max: Option<u32>,
     /// Newest version of the native dialect that a core speaks.
-    pub version: Option<u32>,
+    pub version: Option<u16>,
     /// Layers moved by one operation.
     pub layers_per_op: Option<u16>,
 }

@@ -34,7 +34,7 @@ pub fn channel(instance: &Instance) -> ChannelConfig {
         queue_max: protocol.queue_max.unwrap_or(default.queue_max),
         peers_max: protocol.peers_max.unwrap_or(default.peers_max),
         links_max: protocol.links_max.unwrap_or(default.links_max),
-        version: protocol.version.and_then(|it| it.try_into().ok()).unwrap_or(default.version),
+        version: protocol.version.unwrap_or(default.version),
     }
 }
 

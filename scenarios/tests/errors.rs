@@ -1,5 +1,6 @@
 //! Wrong input gets one error: file, line, what is wrong, what to do.
 
+use engine::core::dialect::native::{VERSION, VERSION_MIN};
 use std::path::Path;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/smoke");
@@ -74,6 +75,27 @@ fn sizes_that_cannot_be_are_refused() {
         "[model]\npreset = \"deepseek-r1\"\n[topology]\nhardware = \"mi300x\"\nprefill = [{ tp = 2 }]",
         "6: the weights of deepseek-r1 do not fit into 2 x mi300x with TP 2; use a larger `tp`, or set `blocks`",
     );
+}
+
+#[test]
+fn limits_of_the_protocol_have_bounds() {
+    let protocol = |text: &str, expected: &str| check(&format!("[protocol]\n{text}"), expected);
+    let later = VERSION + 1;
+    protocol(
+        &format!("version = \"{VERSION}|{later}\""),
+        &format!("3: `protocol.version` is {later}; give {VERSION_MIN} to {VERSION}"),
+    );
+    protocol(
+        "version = 0",
+        &format!("3: `protocol.version` is 0; give {VERSION_MIN} to {VERSION}"),
+    );
+    protocol(
+        "version = 70000",
+        "3: `protocol.version` cannot be `70000`; write a whole number up to 65535",
+    );
+    protocol("operations_max = 0", "3: `protocol.operations_max` is 0; give 1 to 4294967295");
+    protocol("\nrequests_max = \"0..4\"", "4: `protocol.requests_max` is 0; give 1 to 4294967295");
+    protocol("drift_percent = 91", "3: `protocol.drift_percent` is 91; give 0 to 90");
 }
 
 #[test]

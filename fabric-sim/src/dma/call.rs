@@ -113,6 +113,8 @@ pub struct OpInfo<'a> {
     pub op: OpId,
     /// Its session on the initiator.
     pub session: SessionId,
+    /// The pass under which its session was opened.
+    pub pass: u64,
     /// Which way.
     pub direction: Direction,
     /// Counts the operations of the plane, from 0.
@@ -322,14 +324,14 @@ pub enum Output {
         /// Which one.
         session: SessionId,
     },
-    /// From here on nothing of `peer` lands in the memory of `plane`.
+    /// From here on nothing of `peer` lands under this pass in the memory of `plane`.
     Fenced {
         /// Who fenced.
         plane: PlaneIx,
-        /// Its name of who is kept out.
-        id: PeerId,
         /// Who is kept out.
         peer: PlaneIx,
+        /// The pass that is void.
+        pass: u64,
     },
 }
 

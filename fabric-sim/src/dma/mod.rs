@@ -494,9 +494,9 @@ impl Dma {
             return;
         }
         if let News::Event(DataEvent::Fenced { peer: id }) = &news
-            && let Some((peer, _)) = me.peers.get(id)
+            && let Some((peer, pass)) = me.peers.get(id)
         {
-            out.push(Output::Fenced { plane, id: *id, peer: *peer });
+            out.push(Output::Fenced { plane, peer: *peer, pass: *pass });
         }
         if me.paused {
             me.held.push(news);

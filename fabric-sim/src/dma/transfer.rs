@@ -127,6 +127,7 @@ impl Dma {
             peer,
             op: id,
             session: session_id,
+            pass: session.pass,
             direction,
             nth,
             slices,

@@ -4,12 +4,15 @@ use super::credit::failure;
 use super::{Found, Invariant, Now};
 use crate::fit::fits;
 use crate::observe::{Kind, Observation, Who};
+use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
 use engine::core::error::Failure;
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{PrefillAnswer, PrefillHook, Role};
 use engine::core::router::LegEvent;
+use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
+use engine::core::transfer::TransferSettings;
 use engine::fabric::Cause;
 use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::{Instance, Run};
@@ -23,17 +26,17 @@ struct Held {
     finished: Option<Nanos>,
 }
 
-/// Every fault kind has a list of causes that it can have, see [`can_cause`]; a cause that none of the
-/// kinds which hit so far can have is a mistake. What engines and clients do by themselves
+/// Every fault kind has a list of causes that it can have, see [`can_cause`]; a cause that none of
+/// the kinds which hit so far can have is a mistake. What engines and clients do by themselves
 /// (leave, abort, preempt, ask for more than there is room for) is no fault and not judged here.
 #[derive(Debug)]
 pub(super) struct Caused {
     hit: BTreeSet<FaultKind>,
     /// Some engines do not fit each other.
     misfits: bool,
-    /// The file sets a time of the protocol, which may be shorter than what it waits for.
+    /// A time of the protocol is shorter than by default, and may be than what it waits for.
     times: bool,
-    /// The file sets a limit of the protocol, which may be lower than what is asked for.
+    /// A limit of the protocol is lower than by default, and may be than what is asked for.
     limits: bool,
     /// By instance.
     leases: Vec<Nanos>,
@@ -66,8 +69,9 @@ fn reach(kind: FaultKind) -> Reach {
     use FaultKind::*;
     match kind {
         QueueFull | CompletionReorder | NotifyOvertakes | DoneOutOfOrder | FrameReorder
-        | Duplicate | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst
-        | DegeneratePrompts | SmallPool => Reach::Nothing,
+        | Duplicate | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst => {
+            Reach::Nothing
+        }
         QpError | AckLost | CompletionLost | Partial | LateLanding | SiblingFailure | SlowLink
         | NoCopy => Reach::Fabric,
         Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => Reach::Wire,
@@ -75,7 +79,8 @@ fn reach(kind: FaultKind) -> Reach {
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
         | ClockBack | RegisterFails => Reach::Process,
         StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => Reach::Router,
-        ExpiryRace | Preempt | Abort | BothAbort => Reach::Request,
+        // A decode has no room for a prompt that its prefill has computed.
+        ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => Reach::Request,
     }
 }
 
@@ -98,9 +103,44 @@ fn can_cause(reach: Reach, failure: &Failure) -> bool {
         | Failure::NotFetched
         | Failure::LeaseExpired
         | Failure::Stalled => reach != Nothing,
-        // What engines, clients and limits do.
+        // A process that starts again is another life.
+        Failure::OtherLife => reach == Process,
+        // Every instance knows the failures of all: bytes changed on their way.
+        Failure::Unknown(_) => matches!(reach, Wire | Foreign),
+        // What engines, clients and limits do, see [`Caused::is_natural`].
         _ => true,
     }
+}
+
+/// Settings of the machines of an instance.
+type Settings = (CoreSettings, ChannelConfig, TransferSettings);
+
+/// Times that something is waited for.
+fn times((core, channel, transfer): &Settings) -> [Nanos; 5] {
+    [core.lease, core.orphan, core.resume, channel.silent, transfer.stall]
+}
+
+/// How much there is room for.
+fn limits((core, channel, _): &Settings) -> [u32; 7] {
+    [
+        core.requests_max,
+        core.early_max,
+        core.receivers_max,
+        core.tombstones_max,
+        channel.queue_max,
+        channel.peers_max,
+        channel.links_max,
+    ]
+}
+
+/// True if one of these settings is less than by default at some instance.
+fn is_cut<T: PartialOrd, const N: usize>(run: &Run, of: fn(&Settings) -> [T; N]) -> bool {
+    let default = of(&Settings::default());
+    let is_less = |one: &Instance| {
+        let set = (settings::core(run, one), settings::channel(one), settings::transfer(one));
+        of(&set).iter().zip(&default).any(|(set, default)| set < default)
+    };
+    run.instances.iter().any(is_less)
 }
 
 impl Caused {
@@ -108,35 +148,11 @@ impl Caused {
         let of = |role| run.instances.iter().filter(move |instance| instance.role == role);
         let misfits = of(Role::Prefill)
             .any(|prefill| of(Role::Decode).any(|decode| !fits(&run.model, prefill, decode)));
-        let limited = |one: &Instance| {
-            let protocol = &one.protocol;
-            let limits = [
-                protocol.requests_max,
-                protocol.early_max,
-                protocol.receivers_max,
-                protocol.tombstones_max,
-                protocol.queue_max,
-                protocol.peers_max,
-                protocol.links_max,
-            ];
-            limits.iter().any(Option::is_some)
-        };
-        let timed = |one: &Instance| {
-            let protocol = &one.protocol;
-            let times = [
-                protocol.lease,
-                protocol.fetch,
-                protocol.resume,
-                protocol.operation,
-                protocol.silent,
-            ];
-            times.iter().any(Option::is_some)
-        };
         Caused {
             hit: run.shaped.iter().copied().collect(),
             misfits,
-            times: run.instances.iter().any(timed),
-            limits: run.instances.iter().any(limited),
+            times: is_cut(run, times),
+            limits: is_cut(run, limits),
             leases: run.instances.iter().map(|one| settings::core(run, one).lease).collect(),
             requests: BTreeMap::new(),
             abandoned: BTreeSet::new(),
@@ -288,12 +304,47 @@ mod tests {
     }
 
     #[test]
+    fn another_life_and_unknown_failures_need_a_fault_of_their_kind() {
+        let unknown = || Failure::Unknown("Later".into());
+        let rows = [
+            (FaultKind::Restart, Failure::OtherLife, true),
+            (FaultKind::Loss, Failure::OtherLife, false),
+            (FaultKind::Damage, unknown(), true),
+            (FaultKind::Restart, unknown(), false),
+        ];
+        for (kind, failure, held) in rows {
+            let mut bench = Bench::new(InvariantId::Caused);
+            bench.see(Observation::Faulted { kind, from: Some(0), to: None });
+            bench.load_failed_by(D0, "r", failure);
+            match held {
+                true => bench.holds(),
+                false => bench.fails("is what none of these can cause"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_setting_at_its_default_causes_nothing() {
+        let default = CoreSettings::default().tombstones_max;
+        for (most, held) in [(default, false), (default - 1, true)] {
+            let mut bench = Bench::with(InvariantId::Caused, |run| {
+                run.instances[0].protocol.tombstones_max = Some(most);
+            });
+            bench.load_failed_by(D0, "r", Failure::UnknownTransfer);
+            match held {
+                true => bench.holds(),
+                false => bench.fails("is what none of these can cause: no fault at all"),
+            }
+        }
+    }
+
+    #[test]
     fn a_prompt_is_held_for_a_lease() {
-        for (seconds, abandoned, held) in [(29, false, false), (29, true, true), (30, false, true)]
+        for (seconds, abandoned, held) in [(19, false, false), (19, true, true), (20, false, true)]
         {
             let mut bench = Bench::with(InvariantId::Caused, |run| {
                 for one in &mut run.instances {
-                    one.protocol.lease = Some(Nanos::from_secs(30));
+                    one.protocol.lease = Some(Nanos::from_secs(20));
                 }
             });
             let key = key("r");
@@ -314,7 +365,7 @@ mod tests {
             bench.see(Observation::PrefillAnswer { who: P0, answer });
             match held {
                 true => bench.holds(),
-                false => bench.fails("p0 kept request r for 29.000s only"),
+                false => bench.fails("p0 kept request r for 19.000s only"),
             }
         }
     }

@@ -23,8 +23,8 @@ struct Open {
 struct Sources {
     keys: BTreeMap<(Who, RequestId), TransferKey>,
     readers: BTreeMap<TransferKey, BTreeSet<Who>>,
-    /// Instances could not reach each other for a while: what a reader gave up then it releases when
-    /// both meet again, which may be never.
+    /// Instances could not reach each other for a while: what a reader gave up then it releases
+    /// when both meet again, which may be never.
     cut: bool,
 }
 
@@ -76,10 +76,11 @@ impl Sources {
 }
 
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
-/// from the last fault or from the last thing that went forward anywhere, whichever is later. On top
-/// comes what a request may have to wait for by design: without a leg, for an instance; in pull, for
-/// the lease of a reader that is gone for good; for a prompt that ended so long ago that its name is
-/// forgotten; for an instance that drains and stands still. The file's own bound, `expect.within`, counts from the start.
+/// from the last fault or from the last thing that went forward anywhere, whichever is later. On
+/// top comes what a request may have to wait for by design: without a leg, for an instance; in
+/// pull, for the lease of a reader that is gone for good; for a prompt that ended so long ago that
+/// its name is forgotten; for an instance that drains and stands still. The file's own bound,
+/// `expect.within`, counts from the start.
 #[derive(Debug)]
 pub(super) struct EveryRequestEnds {
     limits: Limits,

@@ -5,7 +5,7 @@ use crate::observe::{Kind, Observation, Rank, Submission, Who};
 use crate::world::LOCAL;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{RequestId, TransferKey};
-use engine::core::message::{Job, Message, PrefillHook, Tag};
+use engine::core::message::{Job, Message, PrefillAnswer, PrefillHook, Tag};
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferSettings;
 use engine::fabric::Direction;
@@ -13,8 +13,8 @@ use scenarios::Run;
 use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By how many quanta, or of the largest operations, one flow may be ahead of another: a turn and an
-/// operation at either end, and what those that were there move while many come at once.
+/// By how many quanta, or of the largest operations, one flow may be ahead of another: a turn and
+/// an operation at either end, and what those that were there move while many come at once.
 const AHEAD: u64 = 6;
 
 /// An operation counts at least as a quantum over this.
@@ -22,6 +22,9 @@ const SHORTEST: u64 = 128;
 
 /// What a flow fills, by the number that the blocks of it have.
 type Load = u32;
+
+/// A prompt at the prefill that computes it.
+type Prompt = (Who, TransferKey);
 
 /// What a flow had of a link: bytes, and what its operations count at most.
 #[derive(Clone, Copy, Debug, Default)]
@@ -43,12 +46,20 @@ struct Link {
     largest: u64,
 }
 
+/// What is known of a prompt until its prefill let go of it.
+#[derive(Debug, Default)]
+struct Source {
+    /// Requests that have its key.
+    requests: u32,
+    computed: bool,
+}
+
 /// A flow of which everything can be submitted, and which has not submitted everything, has a share
-/// of the operations of its rank. Whenever it submits one it still had work until then: from when it
-/// could submit everything, no other flow of the same link may have submitted more than it by
-/// [`AHEAD`] quanta. What is submitted in the same instant comes in some order
-/// and waits for nothing. After the first fault nothing is checked: whatever
-/// is repeated or waits for a session is no matter of shares.
+/// of the operations of its rank. Whenever it submits one it still had work until then: from when
+/// it could submit everything, no other flow of the same link may have submitted more than it by
+/// [`AHEAD`] quanta. What is submitted in the same instant comes in some order and waits for
+/// nothing. After the first fault nothing is checked: whatever is repeated or waits for a session
+/// is no matter of shares.
 #[derive(Debug, Default)]
 pub(super) struct Fair {
     faulted: bool,
@@ -57,11 +68,12 @@ pub(super) struct Fair {
     links: BTreeMap<(Rank, Who), Link>,
     /// Loads from when on everything of them can be submitted, soonest first.
     ready: BTreeSet<(Nanos, Load)>,
-    /// Prompts that are computed, and the loads that wait for the others.
-    computed: BTreeSet<(Who, TransferKey)>,
-    waiting: BTreeMap<(Who, TransferKey), Vec<Load>>,
+    /// Prompts, and the loads that wait for those that are not computed.
+    sources: BTreeMap<Prompt, Source>,
+    waiting: BTreeMap<Prompt, Vec<Load>>,
     requests: BTreeMap<(Who, RequestId), TransferKey>,
-    open: BTreeSet<Load>,
+    /// Loads that have not ended, with the prompt that each one asked to be written.
+    open: BTreeMap<Load, Option<Prompt>>,
     /// Of these, those of which everything can be submitted.
     active: BTreeSet<Load>,
 }
@@ -80,6 +92,14 @@ impl Link {
     }
 }
 
+/// True for a link that a load may use: one between its decode and the prefill that it asked.
+fn is_used(load: Option<&super::state::Load>, (from, to): &(Rank, Who)) -> bool {
+    load.is_some_and(|load| {
+        let is_end = |who: Who| who == from.who || who == *to;
+        is_end(load.who) && load.peer.is_none_or(is_end)
+    })
+}
+
 impl Fair {
     pub(super) fn new(run: &Run) -> Fair {
         let settings = TransferSettings::default();
@@ -94,14 +114,15 @@ impl Fair {
     fn announced(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag) {
         let Some((request, attempt)) = now.state.tagged(from.instance, tag) else { return };
         let load = now.state.load_number(from.instance, request);
-        if attempt != tag.attempt || load == 0 || !self.open.insert(load) {
+        if attempt != tag.attempt || load == 0 || self.open.contains_key(&load) {
             return;
         }
-        let key = (to, tag.key.clone());
-        match self.computed.contains(&key) {
+        let prompt = (to, tag.key.clone());
+        match self.sources.get(&prompt).is_some_and(|source| source.computed) {
             true => self.can_start(now.at, load),
-            false => self.waiting.entry(key).or_default().push(load),
+            false => self.waiting.entry(prompt.clone()).or_default().push(load),
         }
+        self.open.insert(load, Some(prompt));
     }
 
     /// The hooks, jobs and layers of before reach the ranks within this time.
@@ -113,15 +134,34 @@ impl Fair {
         match hook {
             PrefillHook::Arrived { request, leg, .. } => {
                 self.requests.insert((who, request.clone()), leg.key.clone());
+                self.sources.entry((who, leg.key.clone())).or_default().requests += 1;
             }
             PrefillHook::Finished { request, .. } => {
-                let Some(key) = self.requests.remove(&(who, request.clone())) else { return };
-                for load in self.waiting.remove(&(who, key.clone())).unwrap_or_default() {
+                let Some(key) = self.requests.get(&(who, request.clone())) else { return };
+                let prompt = (who, key.clone());
+                for load in self.waiting.remove(&prompt).unwrap_or_default() {
                     self.can_start(now, load);
                 }
-                self.computed.insert((who, key));
+                self.sources.entry(prompt).or_default().computed = true;
             }
             PrefillHook::Scheduled { .. } | PrefillHook::Preempted { .. } => {}
+        }
+    }
+
+    /// A prefill is done with a request; with the last one of a prompt nothing more of it is sent.
+    fn freed(&mut self, who: Who, answer: &PrefillAnswer) {
+        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
+            answer
+        else {
+            return;
+        };
+        let Some(key) = self.requests.remove(&(who, request.clone())) else { return };
+        let prompt = (who, key);
+        if let Some(source) = self.sources.get_mut(&prompt) {
+            source.requests = source.requests.saturating_sub(1);
+            if source.requests == 0 {
+                self.sources.remove(&prompt);
+            }
         }
     }
 
@@ -132,19 +172,31 @@ impl Fair {
             Some(crate::observe::BlockRef { group, block })
         });
         let load = first.map_or(0, |at| now.state.block(who.instance, at).load);
-        if load != 0 && self.open.insert(load) {
-            self.can_start(now.at, load);
+        if load == 0 || self.open.contains_key(&load) {
+            return;
         }
+        self.open.insert(load, None);
+        self.can_start(now.at, load);
     }
 
-    fn ended(&mut self, load: Load) {
-        if self.open.remove(&load) {
-            self.ready.retain(|(_, other)| *other != load);
-            self.active.remove(&load);
-            for link in self.links.values_mut() {
-                link.served.remove(&load);
-                link.fresh.remove(&load);
-                link.since.remove(&load);
+    fn ended(&mut self, now: Now<'_>, load: Load) {
+        let Some(prompt) = self.open.remove(&load) else { return };
+        if let Some(prompt) = prompt
+            && let Some(loads) = self.waiting.get_mut(&prompt)
+        {
+            loads.retain(|other| *other != load);
+            if loads.is_empty() {
+                self.waiting.remove(&prompt);
+            }
+        }
+        self.ready.retain(|(_, other)| *other != load);
+        self.active.remove(&load);
+        let known = now.state.load_at(load);
+        for (_, link) in self.links.iter_mut().filter(|(ends, _)| is_used(known, ends)) {
+            link.since.remove(&load);
+            link.fresh.remove(&load);
+            // What others saw of it was there by then.
+            if link.served.remove(&load).is_some() {
                 link.since.values_mut().for_each(|others| {
                     others.remove(&load);
                 });
@@ -159,7 +211,8 @@ impl Fair {
         }
         while self.ready.first().is_some_and(|(at, _)| *at <= now.at) {
             let Some((_, load)) = self.ready.pop_first() else { break };
-            for link in self.links.values_mut() {
+            let known = now.state.load_at(load);
+            for (_, link) in self.links.iter_mut().filter(|(ends, _)| is_used(known, ends)) {
                 link.turn(now.at);
                 link.since.insert(load, link.served.clone());
             }
@@ -226,9 +279,10 @@ impl Invariant for Fair {
                 frame: Frame::Data { message: Message::Announce { tag, .. }, .. },
             } => self.announced(now, (*from, *to), tag),
             Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
+            Observation::PrefillAnswer { who, answer } => self.freed(*who, answer),
             Observation::Job { who, job } => self.job(now, *who, job),
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
-                self.ended(now.state.load_number(who.instance, answer.request()));
+                self.ended(now, now.state.load_number(who.instance, answer.request()));
             }
             Observation::Submitted(seen) => {
                 if let Some((mine, other, more)) = self.submitted(now, seen) {

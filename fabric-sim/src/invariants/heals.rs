@@ -22,14 +22,16 @@ struct Try {
 /// A probe, which comes when everything transient is over and peers and breakers have had their
 /// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
 /// fault for good or a pair that does not fit; where a pair of the core is whole, no pair that does
-/// not fit is met twice, and some probe finds a whole one. Who tries no operation twice fails over queue
-/// pairs that died before, until all of them were met. Once per pair an instance whose clock went
-/// back may be taken for its own past.
+/// not fit is met twice, and some probe finds a whole one. Who tries no operation twice fails over
+/// queue pairs that died before, until all of them were met. Once per pair an instance whose clock
+/// went back may be taken for its own past.
 #[derive(Debug, Default)]
 pub(super) struct Heals {
     open: BTreeMap<ClientId, Try>,
-    /// Pairs that do not fit and served a probe, and others that were excused once.
+    /// Pairs that do not fit and served a probe.
     misfits: BTreeSet<BTreeSet<u16>>,
+    /// Pairs one of which was taken for its own past.
+    doubts: BTreeSet<BTreeSet<u16>>,
     /// Instances whose clock went back.
     back: BTreeSet<u16>,
     /// Some operations are tried only once, and whoever meets a queue pair that died before fails.
@@ -85,7 +87,7 @@ impl Heals {
                         && served.iter().any(|one| self.back.contains(one));
                 self.few && *why == Failure::Overload
                     || self.once && matches!(why, Failure::Fabric(Cause::QueuePair))
-                    || doubted && self.misfits.insert(served.clone())
+                    || doubted && self.doubts.insert(served.clone())
                     || is_misfit(now, why, served)
                         && (self.misfits.insert(served.clone())
                             || now.state.whole_pairs().next().is_none())
@@ -257,6 +259,28 @@ mod tests {
             match whole {
                 true => bench.fails("client 2 came after the faults and was served by p0 and d0"),
                 false => bench.holds(),
+            }
+        }
+    }
+
+    #[test]
+    fn a_pair_may_be_in_doubt_once_and_then_not_fit() {
+        let gone = || Failure::Fabric(Cause::PeerGone);
+        let mismatch = || Failure::Mismatch(Mismatch("tokens".into()));
+        for (second, held) in [(mismatch(), true), (gone(), false)] {
+            let mut bench = bench(&[], &[]);
+            bench.start_as(D0, |spec| spec.block_tokens = 24);
+            let (kind, from) = (FaultKind::ClockBack, Some(D0.instance));
+            bench.see(Observation::Faulted { kind, from, to: None });
+            for (client, why) in [(1, gone()), (2, second)] {
+                bench.holds();
+                bench.probed(client);
+                begin(&mut bench, client, "r", P0, D0);
+                bench.answered(client, &Answer::Finished { recomputed: Some(why) });
+            }
+            match held {
+                true => bench.holds(),
+                false => bench.fails("client 2 came after the faults and was served by p0 and d0"),
             }
         }
     }

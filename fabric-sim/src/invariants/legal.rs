@@ -35,7 +35,8 @@ struct Sink {
     quiet: bool,
 }
 
-/// An instance in the life that a conversation is with. Where a frame arrives may be another life by then.
+/// An instance in the life that a conversation is with. Where a frame arrives may be another life
+/// by then.
 type End = (u16, Incarnation);
 
 /// One direction of a conversation.

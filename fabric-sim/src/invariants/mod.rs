@@ -1,5 +1,6 @@
-//! The invariants of the protocol, one file each, told every event that they are about at a cost that is
-//! proportional to what the event touched. Sizes of tables are looked at now and then, and at rest.
+//! The invariants of the protocol, one file each, told every event that they are about at a cost
+//! that is proportional to what the event touched. Sizes of tables are looked at now and then, and
+//! at rest.
 //!
 //! [`Invariants`] tells each observation to those that want its kind, then follows it in the state
 //! that they share. An invariant reports a [`Violation`] where it can be seen first, and the same
@@ -124,8 +125,8 @@ pub(crate) struct Limits {
     pub(crate) fence: Nanos,
     /// Length of a source lease.
     pub(crate) lease: Nanos,
-    /// How long a receiver waits for a prompt whose name was forgotten, or a prompt that is computed
-    /// once more for its receivers; zero where as many are remembered as by default.
+    /// How long a receiver waits for a prompt whose name was forgotten, or a prompt that is
+    /// computed once more for its receivers; zero where as many are remembered as by default.
     pub(crate) orphan: Nanos,
     /// How long legs wait for an instance that drains and stands still; zero where none drains.
     pub(crate) drain: Nanos,

@@ -118,7 +118,7 @@ impl Invariant for NoEarlyReuse {
 mod tests {
     use super::*;
     use crate::invariants::testing::{Bench, D0, P0, P1, done, failed, rank};
-    use engine::fabric::{Landed, PeerId, SessionId, Ticket};
+    use engine::fabric::{Landed, SessionId, Ticket};
 
     fn bench() -> Bench {
         let mut bench = Bench::new(InvariantId::NoEarlyReuse);
@@ -212,18 +212,28 @@ mod tests {
 
     #[test]
     fn a_fence_of_an_earlier_conversation_ends_nothing_of_a_later_one() {
-        let [before, other] = [7, 8].map(PeerId);
         let mut bench = bench();
-        let (at, peer) = (rank(D0), rank(P0));
-        bench.see(Observation::Fencing { at, id: before });
-        bench.session = SessionId(2);
-        bench.see(Observation::Opening { from: peer, session: SessionId(2) });
-        bench.see(Observation::Fencing { at, id: other });
         bench.write(P0, D0, 1, &[4]);
-        bench.see(Observation::Fenced { at, id: other, peer: rank(P1) });
-        bench.see(Observation::Fenced { at, id: before, peer });
-        bench.land(P0, D0, 1, &[4]);
+        (bench.session, bench.pass) = (SessionId(2), 2);
+        bench.write(P0, D0, 2, &[5]);
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P1), pass: 2 });
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), pass: 1 });
+        bench.land(P0, D0, 2, &[5]);
+        bench.write(P0, D0, 3, &[5]);
+        bench.land(P0, D0, 3, &[5]);
         bench.holds();
+        bench.land(P0, D0, 1, &[4]);
+        bench.fails("after it was quiet or fenced");
+    }
+
+    #[test]
+    fn what_a_later_conversation_writes_holds_its_blocks_after_a_fence_of_an_earlier_one() {
+        let mut bench = bench();
+        (bench.session, bench.pass) = (SessionId(2), 2);
+        bench.write(P0, D0, 1, &[4]);
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), pass: 1 });
+        bench.freed(D0, "r", &[4, 5]);
+        bench.fails("freed while 1 operations may land in it");
     }
 
     #[test]

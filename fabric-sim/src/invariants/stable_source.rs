@@ -10,6 +10,7 @@ use engine::core::message::{DecodeAnswer, DecodeHook, Message, Mode, Tag};
 use engine::core::time::Nanos;
 use scenarios::Run;
 use scenarios::lists::{FaultKind, InvariantId};
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A pull and its lease, as its reader counts it.
@@ -41,14 +42,34 @@ pub(super) struct StableSource {
     usable: Vec<Nanos>,
     pulls: BTreeMap<(Who, RequestId), Pull>,
     keys: BTreeMap<(Who, TransferKey, u32), RequestId>,
+    /// Blocks that some pull was promised, by who promised them, and how often.
+    promised: BTreeMap<(Who, BlockRef), u32>,
     /// Instances that were paused at some time.
     paused: BTreeSet<u16>,
 }
 
+/// A pull that is forgotten was promised nothing any more.
+fn let_go(promised: &mut BTreeMap<(Who, BlockRef), u32>, pull: &Pull) {
+    let Some((owner, blocks)) = &pull.granted else { return };
+    for block in blocks {
+        if let Entry::Occupied(mut count) = promised.entry((*owner, *block)) {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
 impl StableSource {
     pub(super) fn new(run: &Run) -> StableSource {
-        let (pulls, keys, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-        StableSource { usable: usable(run), pulls, keys, paused }
+        StableSource {
+            usable: usable(run),
+            pulls: BTreeMap::new(),
+            keys: BTreeMap::new(),
+            promised: BTreeMap::new(),
+            paused: BTreeSet::new(),
+        }
     }
 
     fn hook(&mut self, now: Now<'_>, who: Who, hook: &DecodeHook) {
@@ -61,7 +82,9 @@ impl StableSource {
                 let (usable, renewal) = (Nanos::ZERO, (0, now.at));
                 let (sent, attempt, granted) = (None, None, None);
                 let pull = Pull { key, told, sent, usable, renewed, renewal, attempt, granted };
-                self.pulls.insert((who, request.clone()), pull);
+                if let Some(before) = self.pulls.insert((who, request.clone()), pull) {
+                    let_go(&mut self.promised, &before);
+                }
             }
             DecodeHook::Finished { request, .. }
                 if now.state.load(who.instance, request).is_none() =>
@@ -74,11 +97,24 @@ impl StableSource {
 
     fn forget(&mut self, who: Who, request: &RequestId) -> Option<Pull> {
         let pull = self.pulls.remove(&(who, request.clone()))?;
+        let_go(&mut self.promised, &pull);
         let key = (who, pull.key.0.clone(), pull.key.1);
         if self.keys.get(&key) == Some(request) {
             self.keys.remove(&key);
         }
         Some(pull)
+    }
+
+    fn crashed(&mut self, who: Who) {
+        let promised = &mut self.promised;
+        self.pulls.retain(|(reader, _), pull| {
+            let stays = *reader != who;
+            if !stays {
+                let_go(promised, pull);
+            }
+            stays
+        });
+        self.keys.retain(|key, _| key.0 != who);
     }
 
     fn pull_of(&mut self, who: Who, tag: &Tag) -> Option<&mut Pull> {
@@ -98,21 +134,36 @@ impl StableSource {
     /// A reader got its grant.
     fn granted(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag, blocks: &[BlockList]) {
         let Some(pull) = self.pull_of(to, tag) else { return };
-        if pull.attempt == Some(tag.attempt) && pull.granted.is_none() {
-            // Of a sliding window the list names blocks, too, that were passed and are free.
-            let whole = |group: u16| !now.state.slides(group);
-            let list = |(group, list): (u16, &BlockList)| {
-                list.ids.iter().map(|block| BlockRef { group, block: *block }).collect::<Vec<_>>()
-            };
-            pull.granted = Some((
-                from,
-                (0..).zip(blocks).filter(|(group, _)| whole(*group)).flat_map(list).collect(),
-            ));
+        if pull.attempt != Some(tag.attempt) || pull.granted.is_some() {
+            return;
         }
+        // Of a sliding window the list names blocks, too, that were passed and are free.
+        let whole = |group: u16| !now.state.slides(group);
+        let list = |(group, list): (u16, &BlockList)| {
+            list.ids.iter().map(|block| BlockRef { group, block: *block }).collect::<Vec<_>>()
+        };
+        let blocks: Vec<BlockRef> =
+            (0..).zip(blocks).filter(|(group, _)| whole(*group)).flat_map(list).collect();
+        pull.granted = Some((from, blocks.clone()));
+        for block in blocks {
+            *self.promised.entry((from, block)).or_default() += 1;
+        }
+    }
+
+    /// True if a prefill promised one of these blocks to some reader.
+    fn is_promised(&self, prefill: Who, freed: &[Vec<u32>]) -> bool {
+        (0..).zip(freed).any(|(group, ids)| {
+            let promised =
+                |block| self.promised.contains_key(&(prefill, BlockRef { group, block }));
+            ids.iter().copied().any(promised)
+        })
     }
 
     /// A reader that a prefill has promised one of these blocks to, and to whom they still belong.
     fn robbed(&self, now: Now<'_>, prefill: Who, freed: &[Vec<u32>]) -> Option<(Who, &RequestId)> {
+        if !self.is_promised(prefill, freed) {
+            return None;
+        }
         let is_freed = |at: &BlockRef| {
             freed.get(usize::from(at.group)).is_some_and(|ids| ids.contains(&at.block))
         };
@@ -257,10 +308,7 @@ impl Invariant for StableSource {
             Observation::Faulted { kind: FaultKind::Pause, from, .. } => {
                 self.paused.extend(*from);
             }
-            Observation::Crashed { who } => {
-                self.pulls.retain(|key, _| key.0 != *who);
-                self.keys.retain(|key, _| key.0 != *who);
-            }
+            Observation::Crashed { who } => self.crashed(*who),
             _ => {}
         }
     }

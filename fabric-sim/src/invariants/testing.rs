@@ -11,9 +11,7 @@ use engine::core::layout::BlockList;
 use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Tag};
 use engine::core::router::{Answer, LegBody, LegEvent};
 use engine::core::time::Nanos;
-use engine::fabric::{
-    Cause, Direction, Landed, OpId, Outcome, PeerId, Placement, SessionId, Ticket,
-};
+use engine::fabric::{Cause, Direction, Landed, OpId, Outcome, Placement, SessionId, Ticket};
 use scenarios::lists::InvariantId;
 use scenarios::run::{Instance, Run};
 
@@ -83,6 +81,8 @@ pub(super) struct Bench {
     seq: u64,
     /// Of what is submitted.
     pub(super) session: SessionId,
+    /// Of its session.
+    pub(super) pass: u64,
 }
 
 impl Bench {
@@ -99,10 +99,10 @@ impl Bench {
             now: Nanos(1),
             seq: 0,
             session: SessionId(1),
+            pass: 1,
         };
         for who in [P0, P1, D0, D1] {
             bench.start(who);
-            bench.see(Observation::Opening { from: rank(who), session: SessionId(1) });
         }
         bench
     }
@@ -209,6 +209,7 @@ impl Bench {
             peer: rank(to),
             op: OpId(op),
             session: self.session,
+            pass: self.pass,
             direction,
             placement: Placement::OnCompletion,
             credits: 3,
@@ -258,9 +259,8 @@ impl Bench {
     }
 
     pub(super) fn fence(&mut self, at: Who, peer: Who) {
-        let id = PeerId(u32::from(peer.instance));
-        self.see(Observation::Fencing { at: rank(at), id });
-        self.see(Observation::Fenced { at: rank(at), id, peer: rank(peer) });
+        let pass = self.pass;
+        self.see(Observation::Fenced { at: rank(at), peer: rank(peer), pass });
     }
 
     pub(super) fn loaded(&mut self, who: Who, name: &str) {

@@ -209,17 +209,8 @@ impl Simulation {
     ) -> Option<MachineInput> {
         let who = self.who(instance);
         let from = Rank { who, rank };
-        match command {
-            DataCommand::Quiesce { session, ticket } => {
-                self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
-            }
-            DataCommand::Open { session, .. } => {
-                self.watch.see(self.now, &Observation::Opening { from, session });
-            }
-            DataCommand::Fence { peer: id } => {
-                self.watch.see(self.now, &Observation::Fencing { at: from, id });
-            }
-            _ => {}
+        if let DataCommand::Quiesce { session, ticket } = command {
+            self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
         }
         let process = self.instances[instance as usize].process.as_mut()?;
         let plane = &mut process.ranks[usize::from(rank)];
@@ -329,10 +320,10 @@ impl Simulation {
                     self.watch.see(self.now, &seen);
                 }
                 Output::Quiet { .. } => {}
-                Output::Fenced { plane, id, peer } => {
+                Output::Fenced { plane, peer, pass } => {
                     let at = self.planes[plane.0 as usize].at;
                     let peer = self.planes[peer.0 as usize].at;
-                    self.watch.see(self.now, &Observation::Fenced { at, id, peer });
+                    self.watch.see(self.now, &Observation::Fenced { at, peer, pass });
                 }
             }
         }

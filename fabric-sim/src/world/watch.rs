@@ -220,6 +220,7 @@ impl Watch {
                 peer: to.at,
                 op: op.op,
                 session: op.session,
+                pass: op.pass,
                 direction: op.direction,
                 placement: from.placement,
                 credits: from.credits,

@@ -6,6 +6,7 @@ use crate::error::ScenarioError;
 use crate::run::{FabricLimits, Protocol};
 use crate::value::{Draw, Volume};
 use ::engine::core::Nanos;
+use ::engine::core::dialect::native::{VERSION, VERSION_MIN};
 
 /// A time of [`Protocol`] and the key that sets it.
 type Time = (&'static str, fn(&mut Protocol) -> &mut Option<Nanos>);
@@ -29,23 +30,31 @@ const TIMES: &[Time] = &[
     ("rebuild", |protocol| &mut protocol.rebuild),
 ];
 
-/// A limit of [`Protocol`] and the key that sets it.
-type Limit = (&'static str, fn(&mut Protocol) -> &mut Option<u32>);
+/// A limit of [`Protocol`], the key that sets it, and its least and largest value.
+type Limit = (&'static str, (u32, u32), fn(&mut Protocol) -> &mut Option<u32>);
+
+/// Of what there has to be at least one.
+const COUNT: (u32, u32) = (1, u32::MAX);
+
+/// Of what there may be none.
+const ANY: (u32, u32) = (0, u32::MAX);
+
+/// What a reader takes off a lease: something has to be left of it.
+const DRIFT: (u32, u32) = (0, 90);
 
 const LIMITS: &[Limit] = &[
-    ("drift_percent", |protocol| &mut protocol.drift_percent),
-    ("operations_max", |protocol| &mut protocol.operations_max),
-    ("slices_max", |protocol| &mut protocol.slices_max),
-    ("retries", |protocol| &mut protocol.retries),
-    ("reopens_max", |protocol| &mut protocol.reopens_max),
-    ("requests_max", |protocol| &mut protocol.requests_max),
-    ("early_max", |protocol| &mut protocol.early_max),
-    ("receivers_max", |protocol| &mut protocol.receivers_max),
-    ("tombstones_max", |protocol| &mut protocol.tombstones_max),
-    ("queue_max", |protocol| &mut protocol.queue_max),
-    ("peers_max", |protocol| &mut protocol.peers_max),
-    ("links_max", |protocol| &mut protocol.links_max),
-    ("version", |protocol| &mut protocol.version),
+    ("drift_percent", DRIFT, |protocol| &mut protocol.drift_percent),
+    ("operations_max", COUNT, |protocol| &mut protocol.operations_max),
+    ("slices_max", COUNT, |protocol| &mut protocol.slices_max),
+    ("retries", ANY, |protocol| &mut protocol.retries),
+    ("reopens_max", ANY, |protocol| &mut protocol.reopens_max),
+    ("requests_max", COUNT, |protocol| &mut protocol.requests_max),
+    ("early_max", COUNT, |protocol| &mut protocol.early_max),
+    ("receivers_max", COUNT, |protocol| &mut protocol.receivers_max),
+    ("tombstones_max", COUNT, |protocol| &mut protocol.tombstones_max),
+    ("queue_max", COUNT, |protocol| &mut protocol.queue_max),
+    ("peers_max", COUNT, |protocol| &mut protocol.peers_max),
+    ("links_max", COUNT, |protocol| &mut protocol.links_max),
 ];
 
 /// Bytes of [`Protocol`] and the key that sets them.
@@ -62,15 +71,18 @@ pub(super) struct ProtocolSpec {
     times: Vec<Option<Draw<Nanos>>>,
     limits: Vec<Option<Draw<u32>>>,
     sizes: Vec<Option<Draw<Volume>>>,
+    version: Option<Draw<u16>>,
     layers_per_op: Option<Draw<u16>>,
 }
 
 impl ProtocolSpec {
     pub(super) fn read(section: &Section<'_>) -> Result<ProtocolSpec, ScenarioError> {
+        let limit = |(key, (least, most), _): &Limit| section.limited(key, *least, *most);
         let spec = ProtocolSpec {
             times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-            limits: LIMITS.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
+            limits: LIMITS.iter().map(limit).collect::<Result<_, _>>()?,
             sizes: SIZES.iter().map(|(key, _)| volume(section, key)).collect::<Result<_, _>>()?,
+            version: section.limited("version", VERSION_MIN, VERSION)?,
             layers_per_op: section.limited("layers_per_op", 1, 1024)?,
         };
         section.finish()?;
@@ -83,12 +95,13 @@ impl ProtocolSpec {
         for (draw, (name, field)) in self.times.iter().zip(TIMES) {
             set(field(&mut protocol), draw, &key.part(name));
         }
-        for (draw, (name, field)) in self.limits.iter().zip(LIMITS) {
+        for (draw, (name, _, field)) in self.limits.iter().zip(LIMITS) {
             set(field(&mut protocol), draw, &key.part(name));
         }
         for (draw, (name, field)) in self.sizes.iter().zip(SIZES) {
             set_sum(field(&mut protocol), draw, &key.part(name));
         }
+        set(&mut protocol.version, &self.version, &key.part("version"));
         set(&mut protocol.layers_per_op, &self.layers_per_op, &key.part("layers_per_op"));
         protocol
     }

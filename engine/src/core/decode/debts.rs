@@ -73,7 +73,8 @@ impl Decode {
     pub(super) fn pay(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
         let Some(info) = self.station.info(slot) else { return };
         let (engine, life) = (info.engine.clone(), info.incarnation);
-        if self.debts.get(&engine).is_some_and(|debt| life < debt.life) {
+        let past = |debt: &Debt| self.station.peers.is_past(slot, debt.life);
+        if self.debts.get(&engine).is_some_and(|debt| life < debt.life && !past(debt)) {
             return;
         }
         let Some(mut debt) = self.debts.remove(&engine) else { return };

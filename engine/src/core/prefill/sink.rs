@@ -361,7 +361,12 @@ impl Prefill {
         let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
         let of_prompt = request.is_none_or(|request| sibling < request.siblings())
             && !(request.is_none() && planted!("early-release-is-forgotten"));
-        let room = self.served < receivers_max as usize + early_max as usize;
+        // What comes before the leg may name any sibling, and has room of its own.
+        let most = match request.is_some() {
+            true => receivers_max as usize + early_max as usize,
+            false => early_max as usize,
+        };
+        let room = self.served < most;
         if of_prompt && room && entry.served.insert(sibling) {
             self.served += 1;
         }

@@ -192,7 +192,8 @@ enum Timer {
     Busy(PeerSlot),
 }
 
-/// When a quiesce ticket was asked for, and who waits for it.
+/// Since when a quiesce ticket could be answered as far as known, and who waits for it: since it was
+/// asked for, or since an operation before it was over.
 #[derive(Clone, Debug)]
 struct Asked {
     at: Nanos,

@@ -93,7 +93,7 @@ impl Pace {
         let bytes =
             self.carries(settings.operation_time).unwrap_or(2 * settings.operation_bytes_min);
         let most = settings.operation_bytes_max.max(1);
-        bytes.clamp(settings.operation_bytes_min.min(most), most)
+        bytes.clamp(settings.operation_bytes_min.clamp(1, most), most)
     }
 
     /// True if `bytes` more keep the link busy rather than make its queue longer: less is in flight

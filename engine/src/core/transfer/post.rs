@@ -9,7 +9,9 @@ use crate::core::ids::{FlowId, PeerSlot};
 use crate::core::layout::{Mismatch, Slices, Span};
 use crate::core::message::Role;
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, Credits, Direction, Landed, OpId, Outcome, PeerId, Refused, SessionId};
+use crate::fabric::{
+    Cause, Credits, Direction, Landed, OpId, Outcome, PeerId, Refused, SessionId, Ticket,
+};
 
 /// Tokens of a unit that have to be moved.
 #[derive(Clone, Debug)]
@@ -231,6 +233,9 @@ impl Transfer {
         if !planted!("credit-is-not-given-back") {
             self.used.remove(&op.credits);
         }
+        // Operations and tickets are numbered together.
+        let behind = (op.session, Ticket(id.0))..=(op.session, Ticket(u64::MAX));
+        self.tickets.range_mut(behind).for_each(|(_, asked)| asked.at = now);
         if let Some(flow) = self.flows.get_mut(&op.flow) {
             flow.in_flight -= 1;
         }

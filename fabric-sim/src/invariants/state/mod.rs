@@ -224,8 +224,8 @@ impl State {
             Observation::Quiet { from, session, ticket } => {
                 self.ops.quiet(*from, *session, *ticket, &mut self.places);
             }
-            Observation::Fenced { at, id, peer } => {
-                self.ops.fenced(*at, *id, *peer, &mut self.places);
+            Observation::Fenced { at, peer, pass } => {
+                self.ops.fenced(*at, *peer, *pass, &mut self.places);
             }
             Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
@@ -256,8 +256,6 @@ impl State {
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
                 self.end_load(who.instance, answer.request());
             }
-            Observation::Opening { from, session } => self.ops.opening(*from, *session, self.seq),
-            Observation::Fencing { at, id } => self.ops.fencing(*at, *id, self.seq),
             Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
                 self.message_sent(*from, *to, message);
             }

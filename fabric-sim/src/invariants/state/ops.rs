@@ -2,8 +2,8 @@
 
 use super::Place;
 use crate::observe::{BlockRef, Rank, Reach, Submission, Who};
-use engine::fabric::{PeerId, SessionId, Ticket};
-use std::collections::{BTreeMap, VecDeque};
+use engine::fabric::{SessionId, Ticket};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What an operation moves: what it has in common with other tries to move the same bytes, and with
 /// nothing else that its plane does at that time.
@@ -35,6 +35,8 @@ pub(crate) struct Op {
     pub(crate) seq: u64,
     from: Rank,
     session: SessionId,
+    /// The pass of its session.
+    pass: u64,
     /// Whose memory it writes.
     pub(crate) target: Rank,
     awaits_quiet: bool,
@@ -56,6 +58,7 @@ impl Op {
             seq,
             from: seen.from,
             session: seen.session,
+            pass: seen.pass,
             target,
             awaits_quiet,
             completed: false,
@@ -93,18 +96,9 @@ struct Plane {
     at: Rank,
     in_flight: u32,
     ops: VecDeque<Op>,
-    /// Sessions by when they were opened.
-    sessions: Vec<(u64, SessionId)>,
-    /// Targets that have fenced it.
-    fences: Vec<Fence>,
-}
-
-/// A rank that keeps a plane out: what sessions of before submit reaches nothing.
-#[derive(Clone, Copy, Debug)]
-struct Fence {
-    at: Rank,
-    /// The newest session that is void.
-    void: SessionId,
+    /// Targets that have fenced it, and the passes that are void there: what is submitted under them
+    /// reaches nothing. A fence ends one conversation, and the next one may have begun before.
+    void: BTreeSet<(Rank, u64)>,
 }
 
 impl Plane {
@@ -112,11 +106,6 @@ impl Plane {
     fn find(&self, id: u64) -> Option<usize> {
         let at = self.ops.partition_point(|op| op.id < id);
         (self.ops.get(at)?.id == id).then_some(at)
-    }
-
-    /// True if the target has fenced the session that the operation uses.
-    fn is_void(&self, op: &Op) -> bool {
-        self.fences.iter().any(|fence| fence.at == op.target && op.session <= fence.void)
     }
 
     fn trim(&mut self) -> Option<Op> {
@@ -134,8 +123,6 @@ pub(crate) struct Ops {
     /// Planes of older lives.
     older: BTreeMap<Rank, u32>,
     tickets: BTreeMap<(Rank, SessionId, Ticket), u64>,
-    /// Fences that were asked for and not answered, and since when.
-    fencing: BTreeMap<(Rank, PeerId), u64>,
     /// Memory to be used again.
     spare: Vec<Vec<BlockRef>>,
 }
@@ -147,7 +134,6 @@ impl Ops {
             newest: vec![Vec::new(); instances],
             older: BTreeMap::new(),
             tickets: BTreeMap::new(),
-            fencing: BTreeMap::new(),
             spare: Vec::new(),
         }
     }
@@ -181,13 +167,8 @@ impl Ops {
         if let Some(old) = ranks[rank].replace(number) {
             self.older.insert(self.planes[old as usize].at, old);
         }
-        self.planes.push(Plane {
-            at,
-            in_flight: 0,
-            ops: VecDeque::new(),
-            sessions: Vec::new(),
-            fences: Vec::new(),
-        });
+        let (ops, void) = (VecDeque::new(), BTreeSet::new());
+        self.planes.push(Plane { at, in_flight: 0, ops, void });
     }
 
     fn plane_or_new(&mut self, at: Rank) -> Option<&mut Plane> {
@@ -195,16 +176,6 @@ impl Ops {
             self.make_plane(at);
         }
         self.plane_mut(at)
-    }
-
-    pub(super) fn opening(&mut self, from: Rank, session: SessionId, seq: u64) {
-        if let Some(plane) = self.plane_or_new(from) {
-            plane.sessions.push((seq, session));
-        }
-    }
-
-    pub(super) fn fencing(&mut self, at: Rank, id: PeerId, seq: u64) {
-        self.fencing.insert((at, id), seq);
     }
 
     #[inline]
@@ -238,7 +209,7 @@ impl Ops {
         let from = op.from;
         let Some(plane) = self.plane_or_new(from) else { return };
         plane.in_flight += 1;
-        op.settled = !plane.fences.is_empty() && plane.is_void(&op);
+        op.settled = plane.void.contains(&(op.target, op.pass));
         if !op.settled {
             count(&op, places, |count| count + 1);
         }
@@ -295,16 +266,12 @@ impl Ops {
         self.trim(from);
     }
 
-    pub(super) fn fenced(&mut self, at: Rank, id: PeerId, peer: Rank, places: &mut [Place]) {
-        let asked = self.fencing.remove(&(at, id)).unwrap_or(u64::MAX);
-        let Some(plane) = self.plane_mut(peer) else { return };
-        let before = plane.sessions.iter().filter(|(seq, _)| *seq < asked);
-        let Some(void) = before.map(|(_, session)| *session).max() else { return };
-        for op in plane.ops.iter_mut().filter(|op| op.target == at && op.session <= void) {
+    pub(super) fn fenced(&mut self, at: Rank, peer: Rank, pass: u64, places: &mut [Place]) {
+        let Some(plane) = self.plane_or_new(peer) else { return };
+        plane.void.insert((at, pass));
+        for op in plane.ops.iter_mut().filter(|op| op.target == at && op.pass == pass) {
             settle(op, places);
         }
-        plane.fences.retain(|fence| fence.at != at);
-        plane.fences.push(Fence { at, void });
         self.trim(peer);
     }
 

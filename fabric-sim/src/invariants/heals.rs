@@ -82,9 +82,13 @@ impl Heals {
             Answer::Finished { recomputed: Some(why) }
             | Answer::Failed(LegFailure::Instance(why)) => {
                 // Who had nothing to say to the life before learns only now that it is over.
-                let doubted =
-                    matches!(why, Failure::HelloRefused(_) | Failure::Fabric(Cause::PeerGone))
-                        && served.iter().any(|one| self.back.contains(one));
+                let of_life = matches!(
+                    why,
+                    Failure::HelloRefused(_)
+                        | Failure::PeerRestarted
+                        | Failure::Fabric(Cause::PeerGone)
+                );
+                let doubted = of_life && served.iter().any(|one| self.back.contains(one));
                 self.few && *why == Failure::Overload
                     || self.once && matches!(why, Failure::Fabric(Cause::QueuePair))
                     || doubted && self.doubts.insert(served.clone())

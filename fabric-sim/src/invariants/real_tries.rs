@@ -81,8 +81,13 @@ impl RealTries {
         if count + failures.gone < self.tries {
             return self.doubtful.push((now, from, flow, count));
         }
-        failures.gone = failures.gone.saturating_sub(self.tries.saturating_sub(count));
-        if let Some(worst) = worst {
+        // Which work found its session gone is not known, and the worst may be of another flow that
+        // fails by it yet: those tries excuse this flow, and the row stays.
+        let missing = self.tries.saturating_sub(count);
+        failures.gone -= missing;
+        if let Some(worst) = worst
+            && missing == 0
+        {
             failures.of.swap_remove(worst);
         }
     }
@@ -203,6 +208,31 @@ mod tests {
             match holds {
                 true => bench.holds(),
                 false => bench.fails("at most 3 times"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_try_that_found_its_session_gone_leaves_another_flow_its_excuse() {
+        for fourth in [true, false] {
+            let mut bench = Bench::new(InvariantId::RealTries);
+            for (op, block) in (1..).zip([4, 4, 4, 5, 5, 5]) {
+                bench.write(P0, D0, op, &[block]);
+                bench.complete(P0, op, &failed(Landed::Unknown));
+            }
+            // Of block 4.
+            let why = &Refused::Gone;
+            bench.see(Observation::Refused { from: rank(P0), op: OpId(7), why });
+            fails(&mut bench, 1);
+            if fourth {
+                bench.write(P0, D0, 8, &[5]);
+                bench.complete(P0, 8, &failed(Landed::Unknown));
+            }
+            fails(&mut bench, 2);
+            bench.finish();
+            match fourth {
+                true => bench.holds(),
+                false => bench.fails("flow 2 of p0 rank 0 failed"),
             }
         }
     }

@@ -191,6 +191,48 @@ fn another_engine_may_not_answer() {
     assert_eq!(failures, [Failure::HelloRefused("dialled p, q answered".into())]);
 }
 
+#[test]
+fn an_answer_to_another_engine_is_ignored() {
+    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    net.set_ranks(DECODE, shape(2).1);
+    net.reach();
+    net.run(Nanos::from_ms(1));
+    let welcome =
+        Hello { engine: "p".into(), expects: "e".into(), role: Role::Prefill, ..hello(1, 1) };
+    net.forge(DECODE, &Frame::Welcome(Box::new(welcome)));
+    net.set_ranks(PREFILL, shape(2).1);
+    net.run(SECOND);
+    assert_eq!((net.cores[DECODE].failures(), net.cores[DECODE].up().len()), (vec![], 1));
+}
+
+#[test]
+fn two_engines_on_one_link_go_on_by_others() {
+    let mut net = Net::ready(Faults::NONE);
+    let slot = net.reach();
+    net.run(Nanos::from_ms(1));
+    let up = net.cores[PREFILL].up();
+    let other = Hello { engine: "e".into(), ..hello(1, 1) };
+    net.forge(PREFILL, &Frame::Hello(Box::new(other)));
+    net.run(SECOND);
+    net.send(DECODE, slot).unwrap();
+    net.run(SECOND);
+    assert_eq!((net.cores[PREFILL].up(), net.cores[DECODE].failures()), (up.clone(), vec![]));
+    assert_eq!((net.cores[PREFILL].received(up[0]).len(), net.dials), (1, 2));
+}
+
+#[test]
+fn an_engine_that_lost_its_link_to_another_is_not_kept_for_ever() {
+    let mut net = Net::ready(Faults::NONE);
+    say(&mut net, 900, Hello { engine: "e".into(), ..hello(1, 1) });
+    let second = native::encode(&Frame::Hello(Box::new(hello(1, 1))));
+    net.stranger(900, Some(vec![second]));
+    net.run(Nanos::from_ms(1));
+    say(&mut net, 901, hello(1, 1));
+    net.run(ChannelConfig::default().silent);
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerSilent]);
+    assert_eq!(net.cores[PREFILL].up().len(), 1);
+}
+
 fn data(envelope: Envelope, seq: u64) -> Frame {
     let key = TransferKey { id: "t".into(), prompt: 1 };
     let message = Message::Cancel { tag: Tag { key, sibling: 1, attempt: Attempt(seq as u32) } };

@@ -270,3 +270,21 @@ fn a_core_is_drawn_healed_and_shown() {
     }
     assert!(cores.len() > 3, "{cores:?}");
 }
+
+#[test]
+fn who_tries_nothing_twice_gets_as_many_probes_as_sessions_died() {
+    let mut run_of = with_fault(FaultKind::QpError, Mode::Push, Trigger::At(Nanos::from_ms(22)), 3);
+    run_of.instances = small(Mode::Push, (1, 4), 0).instances;
+    let group = |layer| ModelGroup { kind: GroupKind::Full, layers: vec![layer] };
+    run_of.model.groups = (0..4).map(group).collect();
+    run_of.requests.truncate(1);
+    run_of.faults[0].times = 1;
+    for one in &mut run_of.instances {
+        one.layout = MemoryLayout::Layer;
+        one.protocol.retries = Some(0);
+        one.fabric.operations_max = Some(1);
+    }
+    let report = run(&run_of, Options::default());
+    held(&report);
+    assert_eq!((report.faults.len(), report.recomputed), (1, 1), "{report:?}");
+}

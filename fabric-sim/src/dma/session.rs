@@ -146,6 +146,13 @@ impl Dma {
         true
     }
 
+    /// Sessions of living planes that died and that nobody has closed.
+    pub fn dead_sessions(&self) -> usize {
+        let living = self.planes.iter().filter(|plane| plane.alive);
+        let slots = living.flat_map(|plane| plane.sessions.values());
+        slots.filter(|slot| self.sessions[**slot as usize].state == State::Dead).count()
+    }
+
     /// All open sessions of a plane with another die, as if their queue pairs went to the error
     /// state.
     pub fn kill_sessions<S: Schedule<DmaEvent>>(

@@ -36,6 +36,8 @@ pub(super) struct Clients {
     own: usize,
     /// What a probe asks for; all are alike but for their text.
     probe: Request,
+    /// Sessions that were dead when the first of them came.
+    dead: usize,
     /// The next to arrive.
     next: usize,
     /// Requests that arrived and have not ended.
@@ -52,7 +54,8 @@ struct State {
 impl Clients {
     pub(super) fn new(run: &Run) -> Clients {
         let own = run.requests.len();
-        Clients { states: vec![State::default(); own], own, probe: probe(run), next: 0, open: 0 }
+        let states = vec![State::default(); own];
+        Clients { states, own, probe: probe(run), dead: 0, next: 0, open: 0 }
     }
 
     /// True if every request of the workload has arrived.
@@ -61,11 +64,12 @@ impl Clients {
     }
 
     /// True if all probes have arrived: as many as there are pairs, because all but one of them may
-    /// be found not to work.
+    /// be found not to work, and as there are dead sessions, because who tries no operation twice may
+    /// find one of them each time.
     pub(super) fn all_probed(&self, run: &Run) -> bool {
         let of = |role| run.instances.iter().filter(|spec| spec.role == role).count();
         let pairs = of(Role::Prefill) * of(Role::Decode);
-        self.states.len() - self.own >= pairs.max(PROBES)
+        self.states.len() - self.own >= pairs.max(PROBES) + self.dead
     }
 
     /// Requests that ended in some way.
@@ -138,6 +142,9 @@ impl Simulation {
 
     /// The world itself asks.
     pub(super) fn client_probes(&mut self) {
+        if self.clients.states.len() == self.clients.own {
+            self.clients.dead = self.dma.dead_sessions();
+        }
         let client = ClientId(self.clients.states.len() as u64);
         self.clients.states.push(State { arrived: true, ..State::default() });
         self.clients.open += 1;

@@ -269,9 +269,10 @@ impl Peers {
         let Some(slot) = self.slots.get(&id) else { return };
         let peer = slot.info.as_ref().map(|info| info.incarnation);
         // Who repeats a session that was never said before has just been told it, whichever life
-        // was met earlier.
+        // was met earlier. An answer to another engine says nothing of the own hello.
         let is_past = peer.is_some_and(|life| hello.incarnation < life);
-        let other = hello.session != slot.session || is_past;
+        let mine = hello.session == slot.session && hello.expects == self.me.engine;
+        let other = !mine || is_past;
         if other || slot.channel.link() == Some(link) {
             self.stale = self.stale.saturating_add(u32::from(other));
             return;

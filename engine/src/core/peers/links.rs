@@ -144,7 +144,15 @@ impl Peers {
         out: &mut Out<'_>,
     ) {
         match frame {
-            Frame::Hello(hello) if link.is_inbound() => self.on_hello(now, link, *hello, out),
+            Frame::Hello(hello) if link.is_inbound() => {
+                if self.slots.get(&id).is_none_or(|slot| slot.engine == hello.engine) {
+                    return self.on_hello(now, link, *hello, out);
+                }
+                // One of the two does not use this link, and the other dials again.
+                self.misplaced(&Frame::Hello(hello), link, Owner::Slot(id), out);
+                out.commands.push(ControlCommand::HangUp { link });
+                self.on_link_down(now, link, out);
+            }
             Frame::Welcome(hello) if !link.is_inbound() => {
                 self.on_welcome(now, id, link, *hello, out);
             }

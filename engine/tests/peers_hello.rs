@@ -132,6 +132,22 @@ fn a_life_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
 }
 
 #[test]
+fn a_life_that_is_over_ends_nothing_though_it_is_higher() {
+    let mut net = Net::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), Faults::NONE);
+    for core in [PREFILL, DECODE] {
+        net.set_ranks(core, shape(2).1);
+    }
+    say(&mut net, 900, hello(5, 7));
+    say(&mut net, 901, hello(3, 1));
+    net.run(ChannelConfig::default().silent);
+    say(&mut net, 902, hello(3, 1));
+    let up = net.cores[PREFILL].up();
+    say(&mut net, 903, hello(5, 7));
+    assert_eq!(net.cores[PREFILL].up(), up);
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerSilent]);
+}
+
+#[test]
 fn a_life_that_seems_to_be_before_one_that_is_here_is_told_so() {
     let mut net = Net::ready(Faults::NONE);
     say(&mut net, 900, hello(5, 7));

@@ -175,14 +175,16 @@ impl Peers {
         }
         let current = self.callers.get(&hello.engine).copied();
         let this = (hello.incarnation, hello.session);
-        if let Some(last) = self.known.get(&hello.engine).map(|known| (known.life, known.session)) {
+        if let Some(known) = self.known.get(&hello.engine).copied() {
+            let last = (known.life, known.session);
             if let Some(slot) = current.filter(|_| this == last) {
                 return self.resume(now, slot, link, out);
             }
-            // A life that seems to be before the last one is one of the past, or the clock went back
-            // at a restart. Once nothing is left of the other, to believe it costs at most a
-            // conversation with nobody, so that a clock locks nobody out for good.
-            let is_before = hello.incarnation < last.0;
+            // A life that seems to be before the last one is one of the past, as one that is known
+            // to be over, or the clock went back at a restart. Once nothing is left of the other, to
+            // believe it costs at most a conversation with nobody, so that a clock locks nobody out
+            // for good.
+            let is_before = hello.incarnation < last.0 || known.past == Some(hello.incarnation);
             if let Some(slot) = current.filter(|_| is_before) {
                 self.stale = self.stale.saturating_add(1);
                 return self.doubt(now, slot, link, &hello, out);

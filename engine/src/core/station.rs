@@ -74,7 +74,7 @@ pub struct CoreSettings {
     /// Receivers at one time, all prompts together; further ones are refused.
     pub receivers_max: u32,
     /// Push: how long a computed prompt waits for receivers that have asked for it to say where it
-    /// shall go. They may wait for blocks themselves.
+    /// shall go, at least a lease. They may wait for blocks themselves.
     pub claim: Nanos,
 }
 

@@ -137,6 +137,22 @@ fn a_receiver_that_never_says_where_to_is_given_up() {
 }
 
 #[test]
+fn a_receiver_that_asks_late_in_the_lease_is_given_up_though_claims_are_shorter() {
+    let settings = CoreSettings { claim: Nanos::from_secs(1), ..CoreSettings::default() };
+    let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+    arrive_prefill(&mut pair, Mode::Push, 64, 1);
+    prefill_all(&mut pair, 64);
+    settle(&mut pair, 2);
+    let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
+    settle(&mut pair, settings.lease.0.div_ceil(1_000_000_000));
+    let failure = Failure::NotFetched;
+    assert_eq!(pair.prefill_said, [freed(Some(failure.clone()))]);
+    let answer = DecodeAnswer::Rejected { request, failure };
+    assert_eq!(pair.decode_said.last(), Some(&answer));
+    assert!(pair.at_rest());
+}
+
+#[test]
 fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
     for (early, mode) in [(true, Mode::Push), (false, Mode::Push), (false, Mode::Pull)] {
         let settings = CoreSettings { early_max: 50, receivers_max: 50, ..CoreSettings::default() };

@@ -5,6 +5,7 @@ use crate::world::{Pair, Who};
 use engine::core::dialect::native::{self, Frame};
 use engine::core::ids::Attempt;
 use engine::core::station::CoreSettings;
+use std::collections::BTreeSet;
 
 /// Changes the messages that a side says.
 fn reword(pair: &mut Pair, who: Who, mut change: impl FnMut(&mut Message) + 'static) {
@@ -141,6 +142,27 @@ fn what_an_earlier_life_is_owed_is_not_said_to_a_later_one() {
     });
     assert_eq!(releases.count(), 0, "a life that has none of it");
     assert_eq!(pair.prefill_gauges().transfers, 0);
+}
+
+#[test]
+fn what_a_life_with_a_lower_number_is_owed_is_kept_beside_that_of_a_higher_one() {
+    let mut pair = Pair::new(Mode::Pull, 1, 1);
+    pair.frame_passes = Box::new(|_: Who| false);
+    for (sibling, life) in [(0, Incarnation(7)), (1, Incarnation(1))] {
+        let request = arrive_decode_for(&mut pair, Mode::Pull, 64, sibling, Some(life));
+        let finished = DecodeHook::Finished { request, reason: FinishReason::Aborted };
+        pair.decode(DecodeInput::Hook(finished));
+    }
+    pair.frame_passes = Box::new(|_: Who| true);
+    settle(&mut pair, 10);
+    let released = pair.frames.iter().filter_map(|(_, who, frame)| match native::decode(frame) {
+        Ok(Frame::Data { message: Message::Release { tag, .. }, .. }) if *who == Who::Decode => {
+            Some(tag.sibling)
+        }
+        _ => None,
+    });
+    let released: BTreeSet<u32> = released.collect();
+    assert_eq!(released, BTreeSet::from([1]), "the prefill is in life 1");
 }
 
 #[test]

@@ -8,12 +8,14 @@ use crate::core::peers::Unsaid;
 use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 
+/// Who is owed: a prefill, in the life that has the prompts. No other life has any of them, and which
+/// of two is the later one their numbers do not say.
+pub(super) type Creditor = (EngineId, Incarnation);
+
 /// What a prefill is still to be told.
 #[derive(Clone, Debug)]
 pub(super) struct Debt {
     control: Endpoint,
-    /// The life that has the prompts; a later one has none of them.
-    life: Incarnation,
     /// By then leases have freed all of it.
     until: Nanos,
     /// What was given up: what waited in a queue of messages, and what the requests at that time asked
@@ -35,61 +37,69 @@ impl Decode {
     /// behind, see [`Decode::settled`]; of more, the lease ends what is left.
     pub(super) fn owe(&mut self, now: Nanos, unsaid: Unsaid) {
         let Unsaid { engine, control, life, tags } = unsaid;
+        let creditor = (engine, life);
         let full = self.debts.len() >= self.config.channel.peers_max as usize;
-        if full && !self.debts.contains_key(&engine) {
+        if full && !self.debts.contains_key(&creditor) {
             return;
         }
         let again = now + self.config.channel.retransmit_max;
-        self.timers.arm_if_idle(Timer::Remind(engine.clone()), again);
+        self.timers.arm_if_idle(Timer::Remind(creditor.clone()), again);
         let until = now + self.config.settings.lease;
-        let fresh = Debt { control, life, until, tags: Vec::new() };
-        let debt = self.debts.entry(engine).or_insert_with(|| fresh.clone());
-        if debt.life < life {
-            *debt = fresh;
-        }
-        if debt.life == life {
-            debt.until = until;
-            let most =
-                self.config.channel.queue_max.saturating_add(self.config.settings.requests_max);
-            let room = (most as usize).saturating_sub(debt.tags.len());
-            debt.tags.extend(tags.into_iter().take(room));
-        }
+        let fresh = || Debt { control, until, tags: Vec::new() };
+        let debt = self.debts.entry(creditor).or_insert_with(fresh);
+        debt.until = until;
+        let most = self.config.channel.queue_max.saturating_add(self.config.settings.requests_max);
+        let room = (most as usize).saturating_sub(debt.tags.len());
+        debt.tags.extend(tags.into_iter().take(room));
     }
 
     /// Looks for a prefill that is to be told something.
-    pub(super) fn remind(&mut self, now: Nanos, engine: &EngineId, out: &mut Out) {
-        let Some(debt) = self.debts.get(engine) else { return };
+    pub(super) fn remind(&mut self, now: Nanos, creditor: &Creditor, out: &mut Out) {
+        let Some(debt) = self.debts.get(creditor) else { return };
         if now >= debt.until {
-            self.debts.remove(engine);
+            self.debts.remove(creditor);
             return;
         }
         let again = now + self.config.channel.retransmit_max;
-        self.timers.arm(Timer::Remind(engine.clone()), again);
-        let slot = self.station.reach(now, engine, &debt.control, Some(debt.life), out);
+        self.timers.arm(Timer::Remind(creditor.clone()), again);
+        let (engine, life) = creditor;
+        let slot = self.station.reach(now, engine, &debt.control, Some(*life), out);
         self.pay(now, slot, out);
     }
 
-    /// Tells a prefill what it is still to be told, if it is up, and not in a life before.
+    /// Tells a prefill what it is still to be told, if it is up. What its other lives are owed is
+    /// forgotten, but for one that may still come.
     pub(super) fn pay(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
         let Some(info) = self.station.info(slot) else { return };
         let (engine, life) = (info.engine.clone(), info.incarnation);
-        let past = |debt: &Debt| self.station.peers.is_past(slot, debt.life);
-        if self.debts.get(&engine).is_some_and(|debt| life < debt.life && !past(debt)) {
-            return;
-        }
-        let Some(mut debt) = self.debts.remove(&engine) else { return };
-        let ranks = RankSet::first(self.config.geometry.tp);
-        while (debt.life == life || planted!("debt-paid-to-a-later-life"))
-            && let Some(tag) = debt.tags.pop()
-        {
-            let message = Message::Release { tag: tag.clone(), ranks };
-            if self.station.send(now, slot, message, out).is_err() {
-                debt.tags.push(tag);
-                self.debts.insert(engine, debt);
-                return;
+        let of_engine = (engine.clone(), Incarnation(0))..=(engine, Incarnation(u64::MAX));
+        let owed: Vec<Creditor> =
+            self.debts.range(of_engine).map(|(creditor, _)| creditor.clone()).collect();
+        for creditor in owed {
+            let settled = if creditor.1 == life || planted!("debt-paid-to-a-later-life") {
+                self.say(now, slot, &creditor, out)
+            } else {
+                self.station.peers.is_past(slot, creditor.1)
+            };
+            if settled {
+                self.debts.remove(&creditor);
+                self.timers.cancel(&Timer::Remind(creditor));
             }
         }
-        self.timers.cancel(&Timer::Remind(engine));
+    }
+
+    /// Queues what a prefill is owed, and says whether all of it found room.
+    fn say(&mut self, now: Nanos, slot: PeerSlot, creditor: &Creditor, out: &mut Out) -> bool {
+        let Some(debt) = self.debts.get_mut(creditor) else { return true };
+        let ranks = RankSet::first(self.config.geometry.tp);
+        while let Some(tag) = debt.tags.last() {
+            let message = Message::Release { tag: tag.clone(), ranks };
+            if self.station.send(now, slot, message, out).is_err() {
+                return false;
+            }
+            debt.tags.pop();
+        }
+        true
     }
 
     /// Tells a prefill what it is still to be told, and says whether that was all. Nothing new is asked
@@ -101,7 +111,7 @@ impl Decode {
         }
         self.pay(now, slot, out);
         let Some(info) = self.station.info(slot) else { return true };
-        self.debts.get(&info.engine).is_none_or(|debt| debt.life != info.incarnation)
+        !self.debts.contains_key(&(info.engine.clone(), info.incarnation))
     }
 
     /// Messages that wait for prefills out of reach.

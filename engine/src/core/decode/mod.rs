@@ -24,7 +24,7 @@ use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
 use crate::fabric::ControlEvent;
-use debts::Debt;
+use debts::{Creditor, Debt};
 use request::Request;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -96,7 +96,7 @@ enum Timer {
     /// The lease of a read ends.
     Expiry(RequestId),
     /// Try again to tell a prefill what was given up.
-    Remind(EngineId),
+    Remind(Creditor),
 }
 
 /// The decode state machine of one engine core.
@@ -109,7 +109,7 @@ pub struct Decode {
     ids: IdMap,
     ledger: Ledger,
     flows: BTreeMap<FlowId, RequestId>,
-    debts: BTreeMap<EngineId, Debt>,
+    debts: BTreeMap<Creditor, Debt>,
     tombstones: Tombstones<(TransferKey, u32)>,
     timers: Timers<Timer>,
     news: Vec<News>,
@@ -261,7 +261,7 @@ impl Decode {
             match timer {
                 Timer::Renew(request) => self.renew(now, &request, out),
                 Timer::Expiry(request) => self.fail(now, &request, Failure::LeaseExpired, out),
-                Timer::Remind(engine) => self.remind(now, &engine, out),
+                Timer::Remind(creditor) => self.remind(now, &creditor, out),
             }
         }
     }

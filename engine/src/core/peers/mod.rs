@@ -294,7 +294,7 @@ impl Peers {
 
     /// The slot of a prefill at an endpoint; starts a conversation if there is none. While a peer
     /// that just failed is being left alone, the new slot goes down at once, for the same reason,
-    /// unless it is a later `life` that is wanted.
+    /// unless it is another `life` that is wanted.
     pub fn reach(
         &mut self,
         now: Nanos,
@@ -308,8 +308,8 @@ impl Peers {
             return *slot;
         }
         let id = self.fresh_slot();
-        let later = |shun: &Shun| life.zip(shun.life).is_some_and(|(life, shun)| life > shun);
-        let shun = self.shunned.get(&target).filter(|shun| now < shun.until && !later(shun));
+        let other = |shun: &Shun| life.zip(shun.life).is_some_and(|(life, shun)| life != shun);
+        let shun = self.shunned.get(&target).filter(|shun| now < shun.until && !other(shun));
         let failure = match shun {
             Some(shun) => Some(shun.failure.clone()),
             None if !self.has_room() || !self.has_link() => Some(Failure::Overload),

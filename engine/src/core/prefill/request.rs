@@ -198,7 +198,8 @@ impl Prefill {
             let CoreSettings { lease, claim, .. } = self.config.settings;
             let cut = if planted!("hold-cut-to-a-quarter") { 4 } else { 1 };
             self.timers.arm(Timer::Hold(key.clone()), now + lease.scale(1, cut));
-            self.timers.arm(Timer::Claim(key.clone()), now + claim);
+            // Who may still ask may still be late.
+            self.timers.arm(Timer::Claim(key.clone()), now + claim.max(lease));
         } else {
             request.finished = Some(FinishReason::Aborted);
             // A push may be over before the engine has an answer, that of decode too: then whoever asked

@@ -301,7 +301,7 @@ impl Transfer {
     fn end_flow(&mut self, id: FlowId, out: &mut Out) {
         let Some(flow) = self.flows.remove(&id) else { return };
         if let Some(peer) = self.peers.get_mut(&flow.peer) {
-            peer.link.forget(id);
+            peer.link.forget(id, &flow.share);
         }
         if let Local::Source(source) = &flow.local
             && let Some(source) = self.sources.get_mut(source)

@@ -1,12 +1,13 @@
-//! How the flows of a rank share its link to one peer engine: surplus round robin by bytes, in which
-//! a flow that has just got something to move goes first, as in FQ-CoDel (RFC 8290, section 4), so that
-//! a short prompt does not wait for the long ones before it.
+//! How the flows of a rank share its link to one peer engine: start-time fair queuing by bytes (Goyal,
+//! Vin and Cheng, SIGCOMM 1996), in which a flow that has just got something to move goes first, as in
+//! FQ-CoDel (RFC 8290, section 4), so that a short prompt does not wait for the long ones before it.
 
 use super::TransferSettings;
 use super::pace::Pace;
 use crate::core::ids::FlowId;
+use crate::core::time::Nanos;
 use crate::fabric::Credits;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 /// An operation counts at least as a quantum over this: it costs something, however short it is.
 const SHORTEST: u64 = 128;
@@ -23,11 +24,11 @@ const CEILING: u32 = 256;
 pub(super) struct Link {
     /// Flows that had nothing to move until now.
     fresh: VecDeque<FlowId>,
-    /// Flows that have had their quantum.
-    old: VecDeque<FlowId>,
-    /// What a flow gets in this round, and the turns of old ones that are left in it. The same for
-    /// all: the link's rate may swing as the turns do, and one flow would have more for ever.
-    round: Option<(u64, usize)>,
+    /// Flows that have had their quantum, by what each has had; equal ones in the order of their turns.
+    old: BTreeSet<(u64, u64, FlowId)>,
+    /// What the old flow had that posted last: nobody who comes later has had less.
+    clock: u64,
+    next_turn: u64,
     /// Flows that wait for a session.
     parked: Vec<FlowId>,
     /// Bytes that fresh flows have moved while old ones waited.
@@ -45,8 +46,12 @@ pub(super) struct Link {
 /// What a flow has of the link.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Share {
-    /// Bytes that it may still post before others.
-    deficit: i64,
+    /// Bytes that it has had, counted from what the others had when it came.
+    had: u64,
+    /// It is fresh until it has had as many.
+    quantum_end: u64,
+    /// Which turn it waits for.
+    turn: u64,
     /// It is in one of the lists of its link.
     listed: bool,
 }
@@ -73,28 +78,22 @@ impl Link {
         if std::mem::replace(&mut share.listed, true) {
             return;
         }
-        if share.deficit < 0 {
-            self.refill(share, settings);
-            self.old.push_back(flow);
-        } else {
-            if share.deficit == 0 {
-                self.refill(share, settings);
-            }
+        if share.had <= self.clock {
+            share.had = self.clock;
+            share.quantum_end = self.clock.saturating_add(self.quantum(settings));
+        }
+        if share.had < share.quantum_end {
             self.fresh.push_back(flow);
+        } else {
+            self.queue(flow, share);
         }
     }
 
-    fn refill(&self, share: &mut Share, settings: &TransferSettings) {
-        let quantum = self.round.map_or_else(|| self.quantum(settings), |(quantum, _)| quantum);
-        share.deficit = share.deficit.saturating_add_unsigned(quantum).max(1);
-    }
-
-    /// An old flow has had its turn.
-    fn turn_over(&mut self, settings: &TransferSettings) {
-        self.round = match self.round {
-            Some((quantum, left @ 2..)) => Some((quantum, left - 1)),
-            _ => Some((self.quantum(settings), self.old.len())),
-        };
+    /// A flow waits among the old ones.
+    fn queue(&mut self, flow: FlowId, share: &mut Share) {
+        self.next_turn += 1;
+        share.turn = self.next_turn;
+        self.old.insert((share.had, share.turn, flow));
     }
 
     /// True if the next operation is that of a fresh flow. They go first as long as the old ones
@@ -107,24 +106,27 @@ impl Link {
 
     /// The flow whose operation is next.
     pub(super) fn next(&self, settings: &TransferSettings) -> Option<FlowId> {
-        let list = if self.is_fresh_next(settings) { &self.fresh } else { &self.old };
-        list.front().copied()
+        match self.is_fresh_next(settings) {
+            true => self.fresh.front().copied(),
+            false => self.old.first().map(|(_, _, flow)| *flow),
+        }
     }
 
     /// The next flow has nothing to post, or has ended.
     pub(super) fn unlist(&mut self, settings: &TransferSettings) {
         if self.is_fresh_next(settings) {
-            self.fresh.pop_front()
+            self.fresh.pop_front();
         } else {
-            self.old.pop_front()
-        };
+            self.old.pop_first();
+        }
     }
 
     /// A flow has ended.
-    pub(super) fn forget(&mut self, flow: FlowId) {
-        self.fresh.retain(|other| *other != flow);
-        self.old.retain(|other| *other != flow);
-        self.parked.retain(|other| *other != flow);
+    pub(super) fn forget(&mut self, flow: FlowId, share: &Share) {
+        if share.listed && !self.old.remove(&(share.had, share.turn, flow)) {
+            self.fresh.retain(|other| *other != flow);
+            self.parked.retain(|other| *other != flow);
+        }
     }
 
     /// The next flow waits for a session.
@@ -163,44 +165,40 @@ impl Link {
         };
     }
 
-    /// The next flow has posted an operation; the bytes that the link had delivered by then.
+    /// The next flow has posted an operation; the measurement that it counts in.
     pub(super) fn posted(
         &mut self,
+        now: Nanos,
         share: &mut Share,
         operation: &Credits,
         settings: &TransferSettings,
     ) -> u64 {
-        let delivered = self.pace.posted(self.in_flight.operations == 0);
+        let measurement = self.pace.posted(now, self.in_flight.operations == 0);
         self.in_flight.add(operation);
         self.charge(share, operation, settings);
-        delivered
+        measurement
     }
 
     fn charge(&mut self, share: &mut Share, operation: &Credits, settings: &TransferSettings) {
         let cost = operation.bytes.max(self.quantum(settings) / SHORTEST).max(1);
-        share.deficit = share.deficit.saturating_sub_unsigned(cost);
-        let is_over = share.deficit <= 0;
         if self.is_fresh_next(settings) {
             if !self.old.is_empty() {
                 self.ahead = self.ahead.saturating_add(cost);
             }
-            if !is_over {
-                return;
+            share.had = share.had.saturating_add(cost);
+            if share.had >= share.quantum_end
+                && let Some(flow) = self.fresh.pop_front()
+            {
+                self.queue(flow, share);
             }
-            let flow = self.fresh.pop_front();
-            self.old.extend(flow);
-        } else {
+        } else if let Some((had, _, flow)) = self.old.pop_first() {
             self.ahead = self.ahead.saturating_sub(cost);
-            if !is_over {
-                return;
-            }
+            self.clock = self.clock.max(had);
             if !planted!("one-flow-keeps-the-link") {
-                self.old.rotate_left(1);
+                share.had = had.saturating_add(cost);
             }
-            self.refill(share, settings);
-            return self.turn_over(settings);
+            self.queue(flow, share);
         }
-        self.refill(share, settings);
     }
 }
 
@@ -217,7 +215,7 @@ mod tests {
             let flow = link.next(&settings).expect("they are endless");
             let (bytes, share) = flows.get_mut(&flow.0).expect("it is one of them");
             let operation = Credits { operations: 1, ranges: 1, bytes: *bytes };
-            link.posted(share, &operation, &settings);
+            link.posted(Nanos::ZERO, share, &operation, &settings);
             posted.push(flow.0);
         }
         posted
@@ -244,6 +242,39 @@ mod tests {
         let (least, most) = (moved.values().min().unwrap(), moved.values().max().unwrap());
         // Each has had as many quanta of 256 KiB as the others, give or take one and an operation.
         assert!(moved.len() == 4 && most - least <= 2 * (256 << 10), "{moved:?}");
+    }
+
+    #[test]
+    fn flows_get_equal_bytes_while_the_rate_swings_and_others_come_and_go() {
+        let settings = TransferSettings::default();
+        let (mut link, mut moved) = (Link::default(), BTreeMap::new());
+        let mut flows = listed(&mut link, &[0; 5]);
+        for step in 0..20_000_u64 {
+            // What the link carries changes a hundredfold and back, and a flow that is there or not
+            // moves the beginning of each round.
+            let rate = if step % 70 < 35 { 10_000_000 } else { 1_000_000_000 };
+            link.pace.forget();
+            let measurement = link.pace.posted(Nanos(step), true);
+            link.pace.done(Nanos(step + 1_000_000), (Nanos(step), measurement), rate / 1_000, 0);
+            if step % 110 == 0 {
+                let (_, share) = flows.get_mut(&4).unwrap();
+                if share.listed {
+                    link.forget(FlowId(4), share);
+                    share.unlisted();
+                } else {
+                    link.list(FlowId(4), share, &settings);
+                }
+            }
+            let bytes = link.pace.operation_bytes(&settings);
+            flows.values_mut().for_each(|(size, _)| *size = bytes);
+            let flow = posts(&mut link, &mut flows, 1)[0];
+            *moved.entry(flow).or_insert(0) += bytes;
+            moved.remove(&4);
+            let (least, most) = (moved.values().min(), moved.values().max());
+            let apart = most.zip(least).map_or(0, |(most, least)| most - least);
+            assert!(apart <= 2 * settings.operation_bytes_max, "{moved:?} at {step}");
+        }
+        assert_eq!(moved.len(), 4);
     }
 
     #[test]

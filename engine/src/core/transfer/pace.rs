@@ -15,6 +15,10 @@ const PAIR: u32 = 2;
 /// as long as they have no more than two of the smallest cut ones have.
 const SMALL: u32 = 16;
 
+/// Operations of one measurement, beside four for each that is in flight when it ends: those that are in
+/// flight when the next one begins count in neither.
+const MEASURED: u32 = 32;
+
 /// The best value of two periods, this one and the last.
 #[derive(Clone, Copy, Debug, Default)]
 struct Best {
@@ -37,12 +41,20 @@ impl Best {
     }
 }
 
-/// The delivery rate and the delay of a link, much as BBR measures them (Cardwell et al., ACM Queue
-/// 2016): the highest rate at which bytes were delivered while an operation was in flight, and the
-/// shortest time that one took. Their product is what the link holds.
+/// The delivery rate and the delay of a link, much as BBR keeps them (Cardwell et al., ACM Queue
+/// 2016): the highest rate at which bytes were delivered, and the shortest time that an operation
+/// took. Their product is what the link holds.
+///
+/// A rate is what operations delivered that were both submitted and completed within one measurement,
+/// over its time. What was under way before does not count, though some of it is delivered then: an
+/// operation that is submitted just before a large one ends would otherwise seem to have delivered
+/// both.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
-    delivered: u64,
+    /// The measurement under way: its number, its beginning, and what was delivered in it.
+    measurement: u64,
+    since: Nanos,
+    delivered: Credits,
     epoch: Nanos,
     /// Bytes per second; of epochs.
     rate: Best,
@@ -52,28 +64,48 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// An operation is submitted; `idle` says that none is in flight. It keeps the bytes delivered so
-    /// far.
-    pub(super) fn posted(&mut self, idle: bool) -> u64 {
+    /// An operation is submitted; `idle` says that none is in flight. It keeps the measurement that it
+    /// counts in.
+    pub(super) fn posted(&mut self, now: Nanos, idle: bool) -> u64 {
         if idle {
             self.span.next_period();
+            self.measure(now);
         }
-        self.delivered
+        self.measurement
     }
 
-    /// An operation of `bytes` bytes is done that was submitted at `at`, when `before` bytes had been
-    /// delivered.
-    pub(super) fn done(&mut self, now: Nanos, (at, before): (Nanos, u64), bytes: u64) {
-        self.delivered += bytes;
+    fn measure(&mut self, now: Nanos) {
+        self.measurement += 1;
+        self.since = now;
+        self.delivered = Credits::default();
+    }
+
+    /// An operation of `bytes` bytes is done that was submitted at `at`, during `measurement`; so many
+    /// others are in flight.
+    pub(super) fn done(
+        &mut self,
+        now: Nanos,
+        (at, measurement): (Nanos, u64),
+        bytes: u64,
+        in_flight: u32,
+    ) {
         let span = (now - at).0.max(1);
-        let moved = u128::from(self.delivered - before) * 1_000_000_000;
-        let rate = u64::try_from(moved / u128::from(span)).unwrap_or(u64::MAX);
+        self.span.this = Some(self.span.this.map_or(span, |best| best.min(span)));
         if now >= self.epoch + EPOCH {
             self.epoch = now;
             self.rate.next_period();
         }
+        if measurement != self.measurement {
+            return;
+        }
+        self.delivered.add(&Credits { operations: 1, ranges: 0, bytes });
+        let moved = u128::from(self.delivered.bytes) * 1_000_000_000;
+        let rate = u64::try_from(moved / u128::from((now - self.since).0.max(1)));
+        let rate = rate.unwrap_or(u64::MAX);
         self.rate.this = Some(self.rate.this.map_or(rate, |best| best.max(rate)));
-        self.span.this = Some(self.span.this.map_or(span, |best| best.min(span)));
+        if self.delivered.operations >= MEASURED + 4 * in_flight {
+            self.measure(now);
+        }
     }
 
     /// What was measured holds no more.
@@ -134,15 +166,15 @@ mod tests {
             let more = Credits { operations: 1, ranges: 1, bytes };
             if pace.has_room(&used, bytes, &settings) {
                 free = free.max(now) + bytes * MS / rate;
-                let before = pace.posted(used.operations == 0);
-                flying.push_back((free + delay * MS, Nanos(now), before, more));
+                let measurement = pace.posted(Nanos(now), used.operations == 0);
+                flying.push_back((free + delay * MS, Nanos(now), measurement, more));
                 used.add(&more);
                 continue;
             }
-            let (at, posted, before, less) = flying.pop_front().expect("room for two");
+            let (at, posted, measurement, less) = flying.pop_front().expect("room for two");
             now = at;
             used.remove(&less);
-            pace.done(Nanos(now), (posted, before), less.bytes);
+            pace.done(Nanos(now), (posted, measurement), less.bytes, used.operations);
         }
         (used.bytes, pace.operation_bytes(&settings))
     }
@@ -176,14 +208,33 @@ mod tests {
         let settings = TransferSettings::default();
         let mut pace = Pace::default();
         let at = |s: u64| Nanos(s * 1_000 * MS);
-        pace.done(Nanos(MS), (Nanos(0), 0), 1 << 30);
+        pace.done(Nanos(MS), (Nanos(0), 0), 1 << 30, 0);
         assert_eq!(pace.operation_bytes(&settings), settings.operation_bytes_max);
         for second in [2, 4, 6] {
-            let before = pace.posted(true);
-            pace.done(at(second), (at(second - 1), before), 10 << 20);
+            let measurement = pace.posted(at(second - 1), true);
+            pace.done(at(second), (at(second - 1), measurement), 10 << 20, 0);
         }
         assert_eq!(pace.operation_bytes(&settings), 10 * (1 << 20) / 50);
         pace.forget();
         assert_eq!(pace.operation_bytes(&settings), 2 * settings.operation_bytes_min);
+    }
+
+    #[test]
+    fn what_was_under_way_before_is_not_what_an_operation_delivered() {
+        let settings = TransferSettings::default();
+        let mut pace = Pace::default();
+        // 100 MB/s: a large operation, and a short one that is submitted when it is nearly over, again
+        // and again.
+        let large = pace.posted(Nanos::ZERO, true);
+        let mut large = (Nanos::ZERO, large);
+        for end in (1..200).map(|count| Nanos(count * 100 * MS)) {
+            let short_at = Nanos(end.0 - MS);
+            let short = (short_at, pace.posted(short_at, false));
+            pace.done(end, large, 10_000_000 - 100_000, 1);
+            large = (end, pace.posted(end, false));
+            pace.done(end + Nanos(MS), short, 100_000, 1);
+            let bytes = pace.operation_bytes(&settings);
+            assert!(bytes <= 2_100_000, "{bytes} in 20 ms at 100 MB/s");
+        }
     }
 }

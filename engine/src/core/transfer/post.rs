@@ -194,7 +194,8 @@ impl Transfer {
         self.used.add(&credits);
         peer.used.entry(session.peer).or_default().add(&credits);
         let (session, remote) = (session.id, session.peer);
-        let posted = (now, peer.link.posted(&mut flow.share, &credits, &self.config.settings));
+        let settings = &self.config.settings;
+        let posted = (now, peer.link.posted(now, &mut flow.share, &credits, settings));
         let entry =
             Op { flow: id, piece, peer: flow.peer, index, remote, session, credits, posted };
         self.ops.insert(op, entry);
@@ -262,7 +263,8 @@ impl Transfer {
                 if let Some(peer) = self.peers.get_mut(&op.peer) {
                     peer.sessions[op.index].reopens = 0;
                     if outcome == Outcome::Done {
-                        peer.link.pace.done(now, op.posted, op.credits.bytes);
+                        let others = peer.link.in_flight.operations;
+                        peer.link.pace.done(now, op.posted, op.credits.bytes, others);
                     }
                 }
                 self.settle_piece(now, flow, op.credits.bytes, out);

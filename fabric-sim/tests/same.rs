@@ -13,8 +13,9 @@ const SHIFT: u64 = 10 * 365 * 86_400 * 1_000_000;
 /// Requests of a run that is cheap enough.
 const REQUESTS: usize = 64;
 
-/// Seeds of the swarm.
+/// Seeds of the swarm, and of the one under load.
 const SEEDS: u64 = 24;
+const LOADED: u64 = 8;
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
@@ -58,7 +59,7 @@ fn same(what: &Run) {
 #[test]
 fn scenario_files_come_out_the_same() {
     let mut count = 0;
-    for path in ["smoke", "faults", "known"].into_iter().flat_map(files) {
+    for path in ["smoke", "faults", "known", "load"].into_iter().flat_map(files) {
         let scenario = load(&path);
         let seed = scenario.seeds().next().expect("a file has a seed");
         let drawn = scenario.draw(seed).unwrap_or_else(|why| panic!("{why}"));
@@ -67,13 +68,21 @@ fn scenario_files_come_out_the_same() {
             count += 1;
         }
     }
-    assert!(count > 80, "only {count} files are cheap");
+    assert!(count > 95, "only {count} files are cheap");
 }
 
 #[test]
 fn seeds_of_the_swarm_come_out_the_same() {
     let swarm = load(&folder().join("swarm.toml"));
     for seed in 0..SEEDS {
+        same(&swarm.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}")));
+    }
+}
+
+#[test]
+fn seeds_of_the_swarm_under_load_come_out_the_same() {
+    let swarm = load(&folder().join("swarm-load.toml"));
+    for seed in 0..LOADED {
         same(&swarm.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}")));
     }
 }

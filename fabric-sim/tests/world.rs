@@ -192,6 +192,7 @@ fn with_fault(kind: FaultKind, mode: Mode, trigger: Trigger, seed: u64) -> Run {
     let ms = |from, to| Some(Span { min: Nanos::from_ms(from), max: Nanos::from_ms(to) });
     run.faults.push(Fault {
         key: 11,
+        line: 0,
         kind,
         trigger,
         target: None,

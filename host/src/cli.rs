@@ -114,6 +114,8 @@ pub(crate) struct SweepArgs {
     /// Print one JSON object per seed and line
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) budget: sweep::Budget,
 }
 
 /// Arguments of `replay`.

@@ -72,14 +72,17 @@ pub(crate) struct Outcome {
     /// Kinds of faults that the seed has, whether they hit or not.
     #[serde(skip)]
     pub(crate) drawn: BTreeSet<FaultKind>,
+    /// Tables of faults that the seed has, by line and kind, and whether they hit.
+    #[serde(skip)]
+    pub(crate) tables: BTreeMap<(u32, FaultKind), bool>,
     /// How often faults hit, by kind.
     pub(crate) faults: BTreeMap<&'static str, u64>,
     /// The same by phase of the transfers concerned.
     #[serde(skip)]
     pub(crate) coverage: BTreeMap<(FaultKind, Phase), u64>,
-    /// Kinds of faults that the seed has and that never hit.
+    /// Faults that the seed has and that never hit, with the lines of their tables.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(crate) never_hit: Vec<&'static str>,
+    pub(crate) never_hit: Vec<String>,
     /// Everything held but what the scenario expects of counts and times.
     #[serde(skip)]
     pub(crate) unmet: bool,
@@ -111,6 +114,12 @@ impl Spread {
         let [p50, p90, p99] = [spans.p50, spans.p90, spans.p99].map(seconds);
         (spans.count > 0).then_some(Spread { p50, p90, p99 })
     }
+}
+
+/// What never hit of these tables.
+pub(crate) fn never_hit(tables: &BTreeMap<(u32, FaultKind), bool>) -> Vec<String> {
+    let never = tables.iter().filter(|(_, hit)| !**hit);
+    never.map(|((line, kind), _)| format!("{kind} of line {line}")).collect()
 }
 
 impl Outcome {
@@ -148,6 +157,7 @@ impl Outcome {
             peak_quarantined: 0,
             faults: BTreeMap::new(),
             drawn: run.faults.iter().map(|fault| fault.kind).chain(run.shaped.clone()).collect(),
+            tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), false)).collect(),
             never_hit: Vec::new(),
             unmet: false,
             coverage: BTreeMap::new(),
@@ -170,7 +180,10 @@ impl Outcome {
         for ((kind, _), hits) in &report.faults {
             *self.faults.entry(kind.name()).or_default() += hits;
         }
-        self.never_hit = report.unfired.iter().map(|kind| kind.name()).collect();
+        for (table, hit) in &mut self.tables {
+            *hit = !report.unfired.contains(table);
+        }
+        self.never_hit = never_hit(&self.tables);
         self.coverage = report.faults;
         self.verdict = self.verdict.max(report.verdict);
         self.core = report.core;

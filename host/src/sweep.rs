@@ -7,6 +7,7 @@ use crate::files::Source;
 use crate::outcome::Outcome;
 use crate::progress::Progress;
 use crate::table::{columns, grouped, trouble};
+use clap::Args;
 use fabric_sim::faults::Phase;
 use scenarios::{FaultKind, Scenario};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +30,53 @@ const VIOLATIONS: usize = 3;
 /// How a seed ended.
 type Ended = Result<Outcome, Stop>;
 
+/// What all seeds together may come to. A share outside is told, and the exit code is at least 3.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub(crate) struct Budget {
+    /// Requests that may fail, in percent of those that finished or failed
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    failed_max: Option<f64>,
+    /// Requests that may be recomputed, in percent of those that finished
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    recomputed_max: Option<f64>,
+    /// Seeds in which a link has to be above 80 % for a second or more, in percent
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    full_links_min: Option<f64>,
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (0.0..=100.0).contains(number));
+    number.ok_or_else(|| "a percentage is a number from 0 to 100".to_string())
+}
+
+/// So many of all, in percent.
+fn share(some: u64, all: u64) -> f64 {
+    100.0 * some as f64 / all.max(1) as f64
+}
+
+impl Budget {
+    /// What is outside, a line each.
+    fn broken(&self, sum: &Sum) -> Vec<String> {
+        let ended = sum.finished + sum.failed;
+        let shares = [
+            ("failed requests", share(sum.failed, ended), self.failed_max, "most"),
+            (
+                "recomputed requests",
+                share(sum.recomputed, sum.finished),
+                self.recomputed_max,
+                "most",
+            ),
+            ("seeds with a full link", share(sum.full, sum.runs), self.full_links_min, "least"),
+        ];
+        let outside = |(what, measured, limit, side): (&str, f64, Option<f64>, &str)| {
+            let limit = limit?;
+            let broken = if side == "most" { measured > limit } else { measured < limit };
+            broken.then(|| format!("{what}: {measured:.2} %, at {side} {limit} % are allowed"))
+        };
+        shares.into_iter().filter_map(outside).collect()
+    }
+}
+
 /// What a sweep adds up.
 #[derive(Debug, Default)]
 struct Sum {
@@ -44,6 +92,8 @@ struct Sum {
     full: u64,
     /// Fault kinds that some seed has.
     drawn: BTreeSet<FaultKind>,
+    /// Tables of faults that some seed has, by line and kind, and whether they hit in one.
+    tables: BTreeMap<(u32, FaultKind), bool>,
     /// Seeds in which a fault kind hit.
     seeds: BTreeMap<FaultKind, u64>,
     /// How often it hit, by phase of the transfers concerned.
@@ -90,7 +140,9 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Sto
     if !args.json {
         print(&sum, args.base, started.elapsed().as_secs_f64(), out)?;
     }
-    Ok(sum.worst)
+    let broken = args.budget.broken(&sum);
+    broken.iter().for_each(|line| complain(line));
+    Ok(if broken.is_empty() { sum.worst } else { sum.worst.max(Exit::Liveness) })
 }
 
 /// Seeds to run, shared by the threads.
@@ -168,6 +220,9 @@ impl Sum {
         self.events += outcome.events;
         self.full += u64::from(outcome.has_full_link());
         self.drawn.extend(&outcome.drawn);
+        for (table, hit) in &outcome.tables {
+            *self.tables.entry(*table).or_default() |= hit;
+        }
         let kinds: BTreeSet<_> = outcome.coverage.keys().map(|(kind, _)| *kind).collect();
         for kind in kinds {
             *self.seeds.entry(kind).or_default() += 1;
@@ -196,13 +251,12 @@ fn coverage(sum: &Sum) -> String {
     columns(&rows, 1)
 }
 
-/// Kinds of faults that seeds have but that never hit; empty if all did.
+/// Faults that seeds have but that never hit; empty if all did.
 fn never_hit(sum: &Sum) -> String {
-    let never = sum.drawn.iter().filter(|kind| !sum.seeds.contains_key(kind));
-    let names: Vec<_> = never.map(|kind| kind.name()).collect();
-    match names.is_empty() {
+    let never = crate::outcome::never_hit(&sum.tables);
+    match never.is_empty() {
         true => String::new(),
-        false => format!("never hit: {}\n\n", names.join(", ")),
+        false => format!("never hit: {}\n\n", never.join(", ")),
     }
 }
 
@@ -235,7 +289,7 @@ fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), 
         "requests: {finished} finished ({recomputed} recomputed), {failed} failed, \
          {unknown} unknown"
     )?;
-    let share = 100.0 * sum.full as f64 / sum.runs.max(1) as f64;
+    let share = share(sum.full, sum.runs);
     writeln!(out, "a link above 80 % for 1 s or more: {} seeds, {share:.1} %", sum.full)?;
     writeln!(
         out,

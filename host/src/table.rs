@@ -165,7 +165,7 @@ fn hits(outcome: &Outcome) -> String {
     hits.join(", ")
 }
 
-/// Kinds of faults that a run has and that never hit; empty if all did.
+/// Faults that a run has and that never hit; empty if all did.
 pub(crate) fn never_hit(outcome: &Outcome) -> String {
     match outcome.never_hit.is_empty() {
         true => String::new(),

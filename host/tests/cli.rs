@@ -249,12 +249,44 @@ fn a_sweep_names_the_faults_that_never_hit() {
         let on = format!("on = {{ event = \"op.posted\", nth = {nth} }}");
         format!("[[fault]]\nkind = \"{kind}\"\n{on}\n")
     };
-    let faults = fault("fabric.ack_lost", 1) + &fault("fabric.partial", 1_000_000);
+    let faults = [("ack_lost", 1), ("partial", 1_000_000), ("ack_lost", 1_000_000)]
+        .map(|(kind, nth)| fault(&format!("fabric.{kind}"), nth))
+        .concat();
     let file = folder.write("some.toml", &format!("{SMALL}{faults}"));
     let ended = kvferry(["sweep", &file, "--seeds", "2", "--base", "3"]);
     assert_eq!(ended.code, 0, "{ended:?}");
-    assert!(ended.out.contains("\nnever hit: fabric.partial\n"), "{}", ended.out);
+    let (partial, ack) = (SMALL.lines().count() + 5, SMALL.lines().count() + 8);
+    let never = format!("fabric.partial of line {partial}, fabric.ack_lost of line {ack}\n");
+    assert!(ended.out.contains(&format!("\nnever hit: {never}")), "{}", ended.out);
+    let ended = kvferry(["run", &file]);
+    assert!(ended.out.contains(never.trim_end()), "{}", ended.out);
     assert!(!ended.out.contains("wire.loss"), "{}", ended.out);
+}
+
+#[test]
+fn a_sweep_outside_its_budget_says_what_is_too_much() {
+    let folder = Folder::new("budget");
+    let fault = "[[fault]]\nkind = \"fabric.sibling_failure\"\nchance = 1\n";
+    let small = SMALL.replace("seed = 3", "seed = \"any\"");
+    let file = folder.write("some.toml", &format!("{small}{fault}"));
+    let sweep = |budget: &[&str]| {
+        kvferry(["sweep", &file, "--seeds", "2", "--base", "3"].iter().chain(budget))
+    };
+    let ended = sweep(&["--failed-max", "0", "--recomputed-max", "100", "--full-links-min", "0"]);
+    assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
+    let ended = sweep(&["--recomputed-max", "12.5", "--full-links-min", "12.5"]);
+    let said = "error: recomputed requests: 100.00 %, at most 12.5 % are allowed\n\
+                error: seeds with a full link: 0.00 %, at least 12.5 % are allowed\n";
+    assert_eq!((ended.code, ended.err.as_str()), (3, said), "{ended:?}");
+    // Requests that fail instead of being recomputed.
+    let small = small.replace("[workload]", "router = { retries_max = 0 }\n[workload]");
+    let failing = format!("{small}{fault}[engine]\nload_failure = \"fail\"\n");
+    let file = folder.write("failing.toml", &failing);
+    let ended = kvferry(["sweep", &file, "--seeds", "2", "--base", "3", "--failed-max", "99.5"]);
+    let said = "error: failed requests: 100.00 %, at most 99.5 % are allowed\n";
+    assert_eq!((ended.code, ended.err.as_str()), (3, said), "{ended:?}");
+    let ended = sweep(&["--failed-max", "120"]);
+    assert!(ended.code == 2 && ended.err.contains("from 0 to 100"), "{ended:?}");
 }
 
 #[test]

@@ -387,6 +387,8 @@ pub struct Fault {
     /// Names its decisions (the `actor` of [`crate::decide::decide`]); depends on nothing but the
     /// fault's own table.
     pub key: u64,
+    /// Line of its table in the file.
+    pub line: u32,
     /// What happens.
     pub kind: FaultKind,
     /// When.

@@ -126,7 +126,7 @@ impl Faults {
                 self.act(Action::KillSessions { a: spot.from, b: to });
             }
             combine(&mut fate, effect);
-            self.hit(now, self.plans[index].kind(), Some(spot.from), spot.to);
+            self.hit(now, index, Some(spot.from), spot.to);
         }
         fate
     }
@@ -210,7 +210,7 @@ impl Faults {
                 }
             };
             combine_frame(&mut fate, effect);
-            self.hit(now, kind, Some(spot.from), spot.to);
+            self.hit(now, index, Some(spot.from), spot.to);
         }
         fate
     }
@@ -245,7 +245,7 @@ impl Faults {
                 FaultKind::DispatchedTwice => fate.twice = fate.twice.max(Some(delay)),
                 _ => fate.delay = fate.delay + delay,
             }
-            self.hit(now, kind, Some(spot.from), spot.to);
+            self.hit(now, index, Some(spot.from), spot.to);
         }
         fate
     }

@@ -50,7 +50,7 @@ impl Faults {
                 let client = spot.and_then(|spot| spot.client);
                 let (after, both) = (self.plans[index].delay(), kind == FaultKind::BothAbort);
                 self.act(Action::Abort { client, after, both });
-                self.hit(now, kind, spot.map(|spot| spot.from), spot.and_then(|spot| spot.to));
+                self.hit(now, index, spot.map(|spot| spot.from), spot.and_then(|spot| spot.to));
             }
             FaultKind::StaleRegistration => {
                 let sender = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
@@ -58,7 +58,7 @@ impl Faults {
                     let lasts = self.plans[index].fault.lasts;
                     let after = self.plans[index].draw("lasts", lasts).unwrap_or(Nanos::ZERO);
                     self.act(Action::StaleRegistration { instance, after });
-                    self.hit(now, kind, Some(instance), None);
+                    self.hit(now, index, Some(instance), None);
                 }
             }
             _ if kind.form().opportunity == Opportunity::Step => self.strike(now, index, spot),
@@ -80,7 +80,7 @@ impl Faults {
         };
         let Some((a, b)) = pair else { return self.plans[index].arm() };
         self.act(Action::KillSessions { a, b });
-        self.hit(now, FaultKind::QpError, Some(a), Some(b));
+        self.hit(now, index, Some(a), Some(b));
     }
 
     /// Something happens to an instance.
@@ -130,7 +130,7 @@ impl Faults {
             }
             _ => {}
         }
-        self.hit(now, kind, Some(instance), None);
+        self.hit(now, index, Some(instance), None);
     }
 
     /// An instance lives, and can move nothing.
@@ -138,7 +138,7 @@ impl Faults {
         let plan = &self.plans[index];
         let lasts = plan.draw("lasts", plan.fault.lasts);
         self.last_for(now, anew(instance), (Some(instance), None), lasts);
-        self.hit(now, FaultKind::RegisterFails, Some(instance), None);
+        self.hit(now, index, Some(instance), None);
     }
 
     /// Ordered pairs that a fault of links concerns.
@@ -182,7 +182,7 @@ impl Faults {
                 self.act(Action::QueueFull { instance, full: true });
                 let undo = vec![Undo::Act(Action::QueueFull { instance, full: false })];
                 self.last_for(now, undo, (Some(instance), None), lasts);
-                self.hit(now, kind, Some(instance), None);
+                self.hit(now, index, Some(instance), None);
             }
             return;
         }
@@ -205,7 +205,7 @@ impl Faults {
             }
             let lasts = lasts.filter(|_| kind != FaultKind::OneWayPermanent);
             self.last_for(now, undo, (Some(from), Some(to)), lasts);
-            self.hit(now, kind, Some(from), Some(to));
+            self.hit(now, index, Some(from), Some(to));
         }
     }
 

@@ -217,8 +217,11 @@ impl Faults {
     }
 
     /// Counts a fault that hit.
-    fn hit(&mut self, now: Nanos, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
+    fn hit(&mut self, now: Nanos, index: usize, from: Option<u16>, to: Option<u16>) {
         self.last = self.last.max(now);
+        let plan = &mut self.plans[index];
+        plan.hit = true;
+        let kind = plan.kind();
         let phase = |instance: Option<u16>| {
             instance.and_then(|instance| self.phases.get(usize::from(instance)).copied())
         };
@@ -245,6 +248,14 @@ impl Faults {
     /// How often each kind hit in each phase of the transfers concerned.
     pub fn coverage(&self) -> &BTreeMap<(FaultKind, Phase), u64> {
         &self.coverage
+    }
+
+    /// Tables of the file, by line and kind, of which no fault of this run has hit.
+    pub fn unfired(&self) -> Vec<(u32, FaultKind)> {
+        let place = |plan: &Plan| (plan.fault.line, plan.kind());
+        let hit: BTreeSet<_> = self.plans.iter().filter(|plan| plan.hit).map(place).collect();
+        let all: BTreeSet<_> = self.plans.iter().map(place).collect();
+        all.difference(&hit).copied().collect()
     }
 
     /// When the last fault hit or ended; `now` while a transient one lasts or is still to come.

@@ -83,6 +83,8 @@ pub(super) struct Plan {
     armed: u32,
     /// Times that it has fired.
     fired: u64,
+    /// It has hit something.
+    pub(super) hit: bool,
     seed: u64,
 }
 
@@ -109,6 +111,7 @@ impl Plan {
             left: fault.times,
             armed: 0,
             fired: 0,
+            hit: false,
             seed: run.seed,
             fault: fault.clone(),
         }

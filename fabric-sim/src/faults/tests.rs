@@ -10,6 +10,7 @@ const T: Nanos = Nanos(1_000);
 fn fault(kind: FaultKind, trigger: Trigger) -> Fault {
     Fault {
         key: kind as u64 + 77,
+        line: 1,
         kind,
         trigger,
         target: None,

@@ -1,5 +1,5 @@
-//! I18: no more operations are planned than are needed, without a fault no message is repeated, and
-//! a machine wakes up for something.
+//! I18: without a fault no operation is refused for want of room and no message is repeated, and a
+//! machine wakes up for something.
 
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation, Part, Rank, Who};
@@ -7,6 +7,7 @@ use engine::core::dialect::native::{Envelope, Frame};
 use engine::core::time::Nanos;
 use engine::fabric::Refused;
 use scenarios::lists::{FaultKind, InvariantId};
+use scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Work in vain that is allowed however little was of use.
@@ -17,6 +18,9 @@ const SHARE: u64 = 20;
 
 /// Of what a machine hears, the share that may leave a deadline behind that is of no use any more.
 const HEARD: u64 = 4;
+
+/// How long after the end of a fault that fills its queue a plane may still refuse operations.
+const AFTER: Nanos = Nanos(1_000_000_000);
 
 /// Deadlines follow progress: those of silence and of quiet are looked at, and set anew. Several
 /// peers have one each.
@@ -40,14 +44,17 @@ impl Work {
     }
 }
 
-/// Operations that a plane refused for want of room were planned for nothing: a rank knows what its
-/// plane takes. Where a fault fills a queue it cannot know. Messages are repeated for want of an
+/// An operation that a plane refused for want of room was planned for nothing: a rank knows what its
+/// plane takes. Only where a fault fills a queue it cannot know. Messages are repeated for want of an
 /// acknowledgement, which always comes in time as long as there was no fault.
 #[derive(Debug, Default)]
 pub(super) struct BoundedWork {
-    operations: BTreeMap<Rank, Work>,
-    /// Instances whose queues were filled by a fault.
-    filled: BTreeSet<u16>,
+    /// Ranks that were refused an operation without a fault.
+    refused: BTreeSet<Rank>,
+    /// The longest time that a fault fills a queue.
+    longest: Nanos,
+    /// Until when instances whose queue a fault fills may be refused operations.
+    filled: BTreeMap<u16, Nanos>,
     messages: BTreeMap<Who, Work>,
     /// Number of the next new message of each direction of a conversation.
     next: BTreeMap<(u64, u64, u64), u64>,
@@ -57,6 +64,24 @@ pub(super) struct BoundedWork {
 }
 
 impl BoundedWork {
+    pub(super) fn new(run: &Run) -> BoundedWork {
+        let fills = run.faults.iter().filter(|fault| fault.kind == FaultKind::QueueFull);
+        let lasts = fills.map(|fault| fault.lasts.map_or(Nanos::MAX, |lasts| lasts.max));
+        BoundedWork { longest: lasts.max().unwrap_or_default(), ..BoundedWork::default() }
+    }
+
+    /// True if no fault fills the queue of an instance, or did until just now.
+    fn takes_all(&self, now: Nanos, instance: u16) -> bool {
+        self.filled.get(&instance).is_none_or(|until| *until < now)
+    }
+
+    /// A fault fills the queue of an instance.
+    fn fill(&mut self, now: Nanos, instance: u16) {
+        let until = Nanos(now.0.saturating_add(self.longest.0).saturating_add(AFTER.0));
+        let longest = self.filled.entry(instance).or_default();
+        *longest = until.max(*longest);
+    }
+
     fn sent(&mut self, from: Who, envelope: &Envelope, seq: u64) -> Option<Work> {
         let key = (envelope.from.0, envelope.to.0, envelope.session);
         let next = self.next.entry(key).or_default();
@@ -76,25 +101,20 @@ impl Invariant for BoundedWork {
     }
 
     fn wants(&self) -> &'static [Kind] {
-        &[Kind::Submitted, Kind::Refused, Kind::FrameSent, Kind::Woken, Kind::Faulted]
+        &[Kind::Refused, Kind::FrameSent, Kind::Woken, Kind::Faulted, Kind::Settled]
     }
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
-            Observation::Submitted(seen) => {
-                self.operations.entry(seen.from).or_default().useful += 1;
-            }
-            Observation::Refused { from, why: Refused::Busy, .. }
-                if !self.filled.contains(&from.who.instance) =>
-            {
-                let work = self.operations.entry(*from).or_default();
-                if work.wasted() {
-                    let Work { useful, vain, .. } = *work;
+            Observation::Refused { from, why: Refused::Busy, op } => {
+                let (instance, rank) = (from.who.instance, from.rank);
+                if self.takes_all(now.at, instance) && self.refused.insert(*from) {
                     found.report(self.id(), now.at, || {
-                        let (name, rank) = (now.state.name(from.who.instance), from.rank);
+                        let name = now.state.name(instance);
                         format!(
-                            "{name} rank {rank} planned {vain} operations for nothing beside \
-                             {useful}"
+                            "{name} rank {rank} has no room for operation {}, though no fault \
+                             fills its queue",
+                            op.0
                         )
                     });
                 }
@@ -127,7 +147,15 @@ impl Invariant for BoundedWork {
             Observation::Faulted { kind, from, .. } => {
                 self.faulted = true;
                 if *kind == FaultKind::QueueFull {
-                    self.filled.extend(*from);
+                    from.iter().for_each(|instance| self.fill(now.at, *instance));
+                }
+            }
+            // What lasts outside of the core stays.
+            Observation::Settled { broken, .. } => {
+                for (instance, _) in *broken {
+                    if !self.takes_all(now.at, *instance) {
+                        self.filled.insert(*instance, Nanos::MAX);
+                    }
                 }
             }
             _ => {}
@@ -138,32 +166,39 @@ impl Invariant for BoundedWork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, rank, tag};
+    use crate::invariants::testing::{Bench, D0, P0, P1, rank, tag};
     use engine::core::dialect::native::VERSION;
     use engine::core::ids::Incarnation;
     use engine::core::message::Message;
     use engine::fabric::OpId;
 
-    fn busy(bench: &mut Bench, times: u64) {
-        for op in 0..times {
+    fn busy(bench: &mut Bench, who: Who) {
+        (0..10).for_each(|op| {
             let (op, why) = (OpId(1_000 + op), &Refused::Busy);
-            bench.see(Observation::Refused { from: rank(P0), op, why });
-        }
+            bench.see(Observation::Refused { from: rank(who), op, why });
+        });
     }
 
     #[test]
-    fn one_operation_in_twenty_may_be_planned_twice() {
-        let mut bench = Bench::new(InvariantId::BoundedWork);
-        (1..=40).for_each(|op| bench.write(P0, D0, op, &[4]));
-        busy(&mut bench, 10);
-        bench.holds();
-        busy(&mut bench, 10);
-        bench.fails("p0 rank 0 planned 11 operations for nothing beside 40");
+    fn an_operation_is_refused_only_while_a_fault_fills_the_queue() {
         let mut bench = Bench::new(InvariantId::BoundedWork);
         let (kind, from) = (FaultKind::QueueFull, Some(P0.instance));
         bench.see(Observation::Faulted { kind, from, to: None });
-        busy(&mut bench, 100);
+        busy(&mut bench, P0);
+        bench.now = bench.now + AFTER - Nanos(20);
+        busy(&mut bench, P0);
         bench.holds();
+        bench.now = bench.now + Nanos(20);
+        busy(&mut bench, P0);
+        bench.fails("p0 rank 0 has no room for operation 1000, though no fault fills its queue");
+        let mut bench = Bench::new(InvariantId::BoundedWork);
+        bench.see(Observation::Faulted { kind, from, to: None });
+        bench.see(Observation::Settled { core: &[], frozen: &[], broken: &[(P0.instance, None)] });
+        bench.now = bench.now + AFTER.scale(100, 1);
+        busy(&mut bench, P0);
+        bench.holds();
+        busy(&mut bench, P1);
+        bench.fails("p1 rank 0 has no room");
     }
 
     #[test]

@@ -1,16 +1,30 @@
 //! I9: submissions never exceed the credits, and `Busy` is never counted as a failure.
 
 use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation};
+use crate::caps::caps;
+use crate::observe::{Kind, Observation, Rank, Submission, Who};
 use engine::core::dialect::native::Frame;
 use engine::core::error::Failure;
 use engine::core::message::{DecodeAnswer, FlowState, Message, PrefillAnswer, Report};
-use engine::fabric::{Cause, Outcome, Refused};
+use engine::fabric::{Caps, Cause, Credits, OpId, Outcome, Placement, Refused};
 use scenarios::lists::InvariantId;
+use std::collections::BTreeMap;
 
-/// Counts operations in flight per data plane and looks at every failure that is told.
-#[derive(Debug)]
-pub(super) struct Credit;
+/// A plane and one of its peers, under the pass of their conversation.
+type Pair = (Rank, Rank, u64);
+
+/// Counts what is in flight of each data plane, in all and to each of its peers, and looks at every
+/// failure that is told. Ranges are not seen here: what is beyond them is refused, and I18 allows no
+/// refusal without a fault.
+#[derive(Debug, Default)]
+pub(super) struct Credit {
+    /// What the planes of an instance take, by its index.
+    caps: BTreeMap<u16, Caps>,
+    in_all: BTreeMap<Rank, Credits>,
+    per_peer: BTreeMap<Pair, Credits>,
+    /// Operations in flight.
+    operations: BTreeMap<(Rank, OpId), (Pair, Credits)>,
+}
 
 /// The failure that something tells of.
 pub(super) fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
@@ -40,6 +54,47 @@ pub(super) fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
     }
 }
 
+impl Credit {
+    /// Counts an operation; what it is beyond, if it is.
+    fn submitted(&mut self, seen: &Submission<'_>) -> Option<String> {
+        let caps = self.caps.get(&seen.from.who.instance)?;
+        let more = Credits { operations: 1, ranges: 0, bytes: seen.bytes };
+        let pair = (seen.from, seen.peer, seen.pass);
+        self.operations.insert((seen.from, seen.op), (pair, more));
+        let used = self.in_all.entry(seen.from).or_default();
+        used.add(&more);
+        let in_all = Credits { operations: seen.credits, ..caps.in_all };
+        let beyond = |used: &Credits, most: &Credits| {
+            let told = |used: u64, what: &str, most: u64| {
+                (used > most).then(|| format!("{used} {what} in flight with {most} credits"))
+            };
+            told(used.operations.into(), "operations", most.operations.into())
+                .or_else(|| told(used.bytes, "bytes", most.bytes))
+        };
+        let in_all = beyond(used, &in_all);
+        let used = self.per_peer.entry(pair).or_default();
+        used.add(&more);
+        in_all.or_else(|| Some(beyond(used, &caps.per_peer)? + " for one peer"))
+    }
+
+    fn completed(&mut self, from: Rank, op: OpId) {
+        let Some((pair, less)) = self.operations.remove(&(from, op)) else { return };
+        if let Some(used) = self.in_all.get_mut(&from) {
+            used.remove(&less);
+        }
+        if let Some(used) = self.per_peer.get_mut(&pair) {
+            used.remove(&less);
+        }
+    }
+
+    /// A life is over, with all that its planes had in flight.
+    fn crashed(&mut self, who: Who) {
+        self.operations.retain(|(from, _), _| from.who != who);
+        self.in_all.retain(|from, _| from.who != who);
+        self.per_peer.retain(|(from, ..), _| from.who != who);
+    }
+}
+
 impl Invariant for Credit {
     fn id(&self) -> InvariantId {
         InvariantId::Credit
@@ -47,6 +102,8 @@ impl Invariant for Credit {
 
     fn wants(&self) -> &'static [Kind] {
         &[
+            Kind::Started,
+            Kind::Crashed,
             Kind::Submitted,
             Kind::Completed,
             Kind::PrefillAnswer,
@@ -58,19 +115,20 @@ impl Invariant for Credit {
 
     fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
         match seen {
+            Observation::Started { who, spec } => {
+                self.caps.insert(who.instance, caps(Placement::OnCompletion, &spec.fabric));
+            }
+            Observation::Crashed { who } => self.crashed(*who),
             Observation::Submitted(seen) => {
-                let used = now.state.in_flight(seen.from) + 1;
-                if used > seen.credits {
+                if let Some(beyond) = self.submitted(seen) {
                     found.report(self.id(), now.at, || {
                         let name = now.state.name(seen.from.who.instance);
-                        format!(
-                            "{name} rank {} has {used} operations in flight with {} credits",
-                            seen.from.rank, seen.credits
-                        )
+                        format!("{name} rank {} has {beyond}", seen.from.rank)
                     });
                 }
             }
             Observation::Completed { from, op, outcome } => {
+                self.completed(*from, *op);
                 if matches!(outcome, Outcome::Failed { cause: Cause::QueueFull, .. }) {
                     found.report(self.id(), now.at, || {
                         let name = now.state.name(from.who.instance);
@@ -92,7 +150,8 @@ impl Invariant for Credit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, done};
+    use crate::invariants::testing::{BLOCK, Bench, D0, D1, P0, done};
+    use scenarios::run::FabricLimits;
 
     #[test]
     fn more_operations_than_credits_are_reported() {
@@ -105,6 +164,38 @@ mod tests {
         bench.holds();
         bench.write(P0, D0, 5, &[4]);
         bench.fails("p0 rank 0 has 4 operations in flight with 3 credits");
+    }
+
+    #[test]
+    fn what_is_beyond_the_credit_of_bytes_or_of_a_peer_is_reported() {
+        let start = |bench: &mut Bench, change: fn(&mut FabricLimits)| {
+            bench.start_as(P0, |spec| change(&mut spec.fabric));
+        };
+        let mut bench = Bench::new(InvariantId::Credit);
+        start(&mut bench, |fabric| fabric.bytes_max = Some(3 * BLOCK));
+        bench.write(P0, D0, 1, &[4, 5]);
+        bench.write(P0, D1, 2, &[6]);
+        bench.complete(P0, 1, &done());
+        bench.write(P0, D1, 3, &[4, 5]);
+        bench.holds();
+        bench.write(P0, D0, 4, &[7]);
+        bench.fails("p0 rank 0 has 4096 bytes in flight with 3072 credits");
+        let mut bench = Bench::new(InvariantId::Credit);
+        start(&mut bench, |fabric| fabric.operations_per_peer = Some(1));
+        bench.write(P0, D0, 1, &[4]);
+        bench.write(P0, D1, 2, &[5]);
+        bench.holds();
+        bench.write(P0, D1, 3, &[6]);
+        bench.fails("p0 rank 0 has 2 operations in flight with 1 credits for one peer");
+        let mut bench = Bench::new(InvariantId::Credit);
+        start(&mut bench, |fabric| fabric.bytes_per_peer = Some(BLOCK));
+        bench.write(P0, D0, 1, &[4]);
+        // Of another conversation, whose peer is another one to the plane.
+        bench.pass = 2;
+        bench.write(P0, D0, 2, &[5]);
+        bench.holds();
+        bench.write(P0, D0, 3, &[5]);
+        bench.fails("2048 bytes in flight with 1024 credits for one peer");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! I19: without faults, flows from a rank to a peer that all have work get equal shares.
+//! I19: until the first fault, flows from a rank to a peer that all have work get equal shares.
 
 use super::{Found, Invariant, Now};
 use crate::observe::{Kind, Observation, Rank, Submission, Who};
@@ -13,7 +13,7 @@ use scenarios::Run;
 use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By how many quanta, or of the largest operations, one flow may be ahead of another: a turn and
+/// By how many quanta, or of the largest operations, one flow may be ahead of another: a quantum and
 /// an operation at either end, and what those that were there move while many come at once.
 const AHEAD: u64 = 6;
 

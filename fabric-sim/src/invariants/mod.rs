@@ -207,7 +207,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
         InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),
         InvariantId::Bounded => Box::new(bounded::Bounded),
-        InvariantId::Credit => Box::new(credit::Credit),
+        InvariantId::Credit => Box::new(credit::Credit::default()),
         InvariantId::Legal => Box::new(legal::Legal::default()),
         InvariantId::Deterministic => Box::new(deterministic::Deterministic),
         InvariantId::NoPanic => Box::new(no_panic::NoPanic::default()),
@@ -216,7 +216,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::InOrder => Box::new(in_order::InOrder::default()),
         InvariantId::RealTries => Box::new(real_tries::RealTries::new(run)),
         InvariantId::Caused => Box::new(caused::Caused::new(run)),
-        InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::default()),
+        InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::new(run)),
         InvariantId::Fair => Box::new(fair::Fair::new(run)),
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))

@@ -15,7 +15,7 @@ use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::{Bounds, Expect, FirstToken};
 use serde::Serialize;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// Things by their cause, and how often.
@@ -154,8 +154,8 @@ pub struct Report {
     /// has worked into the run count once.
     #[serde(skip)]
     pub faults: BTreeMap<(FaultKind, Phase), u64>,
-    /// Kinds of faults that the run has and that never hit.
-    pub unfired: Vec<FaultKind>,
+    /// Tables of faults, by line and kind, that the run has and that never hit.
+    pub unfired: Vec<(u32, FaultKind)>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
     /// Entries taken from the event queue.
@@ -355,7 +355,7 @@ impl Simulation {
             violations,
             violation_count: count,
             left: (!self.rest.at_rest).then(|| self.what_is_left()),
-            unfired: self.unfired(),
+            unfired: self.watch.faults.unfired(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),
@@ -428,13 +428,6 @@ impl Simulation {
             coverage.insert((*kind, Phase::Idle), 1);
         }
         coverage
-    }
-
-    fn unfired(&self) -> Vec<FaultKind> {
-        let hit = self.watch.faults.coverage();
-        let is_hit = |kind: &FaultKind| hit.keys().any(|(other, _)| other == kind);
-        let kinds: BTreeSet<_> = self.run.faults.iter().map(|fault| fault.kind).collect();
-        kinds.into_iter().filter(|kind| !is_hit(kind)).collect()
     }
 
     /// Bytes sent, and the use of the busiest port in a million.

@@ -283,6 +283,7 @@ impl FaultSpec {
         let (times, every) = self.repeats(seed, &first);
         let fault = Fault {
             key: self.key,
+            line: self.line,
             kind: self.kind,
             rank: self.rank(seed, hit),
             target,

@@ -193,11 +193,6 @@ impl State {
         self.ops.get(from, op)
     }
 
-    /// Operations that a rank has in flight.
-    pub(crate) fn in_flight(&self, from: Rank) -> u32 {
-        self.ops.in_flight(from)
-    }
-
     /// Operations that have not both completed and settled.
     pub(crate) fn ops(&self) -> impl Iterator<Item = (Rank, &Op)> {
         self.ops.iter()

@@ -94,7 +94,6 @@ impl Op {
 #[derive(Debug)]
 struct Plane {
     at: Rank,
-    in_flight: u32,
     ops: VecDeque<Op>,
     /// Targets that have fenced it, and the passes that are void there: what is submitted under them
     /// reaches nothing. A fence ends one conversation, and the next one may have begun before.
@@ -168,7 +167,7 @@ impl Ops {
             self.older.insert(self.planes[old as usize].at, old);
         }
         let (ops, void) = (VecDeque::new(), BTreeSet::new());
-        self.planes.push(Plane { at, in_flight: 0, ops, void });
+        self.planes.push(Plane { at, ops, void });
     }
 
     fn plane_or_new(&mut self, at: Rank) -> Option<&mut Plane> {
@@ -182,10 +181,6 @@ impl Ops {
     pub(super) fn get(&self, from: Rank, id: u64) -> Option<&Op> {
         let plane = self.plane(from)?;
         plane.find(id).map(|at| &plane.ops[at])
-    }
-
-    pub(super) fn in_flight(&self, from: Rank) -> u32 {
-        self.plane(from).map_or(0, |plane| plane.in_flight)
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, &Op)> {
@@ -208,7 +203,6 @@ impl Ops {
         (op.reads, op.writes) = (keep(source), keep(target));
         let from = op.from;
         let Some(plane) = self.plane_or_new(from) else { return };
-        plane.in_flight += 1;
         op.settled = plane.void.contains(&(op.target, op.pass));
         if !op.settled {
             count(&op, places, |count| count + 1);
@@ -231,8 +225,6 @@ impl Ops {
         if std::mem::replace(&mut op.completed, true) {
             return;
         }
-        plane.in_flight = plane.in_flight.saturating_sub(1);
-        let op = &mut plane.ops[at];
         if landed.unwrap_or(!op.awaits_quiet) {
             settle(op, places);
         }
@@ -280,7 +272,6 @@ impl Ops {
     pub(super) fn crashed(&mut self, who: Who, places: &mut [Place]) {
         for plane in &mut self.planes {
             if plane.at.who == who {
-                plane.in_flight = 0;
                 plane.ops.retain(|op| op.target.who != who);
                 plane.ops.iter_mut().for_each(|op| op.completed = true);
             }

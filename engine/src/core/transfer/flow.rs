@@ -8,7 +8,7 @@ use crate::core::ids::{FlowId, PeerSlot, SourceId};
 use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, Report};
 use crate::core::time::Nanos;
-use crate::fabric::{Placement, SessionId};
+use crate::fabric::{Cause, Placement, SessionId};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -259,6 +259,11 @@ impl Transfer {
         flow.ending = Some(failure);
         self.pieces -= flow.pieces.len() as u32;
         flow.pieces = VecDeque::new();
+        if planted!("end-of-a-flow-ends-its-sessions") {
+            for session in flow.touched.clone() {
+                self.session_died(now, session, Cause::AckTimeout, out);
+            }
+        }
         self.end_if_over(now, id, out);
     }
 

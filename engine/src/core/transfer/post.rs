@@ -119,7 +119,11 @@ impl Transfer {
                 peer.link.park(settings);
                 continue;
             }
-            let most = self.config.operation_most(peer.link.pace.operation_bytes(settings));
+            let bytes = match planted!("operations-are-not-cut-by-bytes") {
+                true => u64::MAX,
+                false => peer.link.pace.operation_bytes(settings),
+            };
+            let most = self.config.operation_most(bytes);
             let to = unit.cut(piece, flow.tokens, &most);
             let need = unit.bound((piece.from, to), flow.tokens).at_most(&most);
             let used = peer.used.get(&session.peer).copied().unwrap_or_default();

@@ -77,8 +77,8 @@ impl Sources {
 
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On
-/// top comes what a request may have to wait for by design: without a leg, for an instance; in
-/// pull, for the lease of a reader that is gone for good; for a prompt that ended so long ago that
+/// top comes what a request may have to wait for by design: without a leg, for the pause before it is
+/// tried again and for an instance; in pull, for the lease of a reader that is gone for good; for a prompt that ended so long ago that
 /// its name is forgotten; for an instance that drains and stands still. The file's own bound,
 /// `expect.within`, counts from the start.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl EveryRequestEnds {
         let lease = if self.sources.wait_for_lease(now) { limits.lease } else { Nanos::ZERO };
         let held = lease.max(limits.orphan).max(limits.drain);
         self.open.retain(|client, open| {
-            let wait = if open.legs == 0 { limits.wait } else { held };
+            let wait = if open.legs == 0 { limits.wait + limits.breaker } else { held };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
                 found.report(id, now.at, || {

@@ -240,3 +240,78 @@ impl Serving {
 fn event(value: &Value) -> Result<Event, Infallible> {
     Ok(Event::default().data(value.to_string()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::args::ServeArgs;
+    use super::super::content::Kv;
+    use super::super::instance::{Parts, Server};
+    use super::super::memory::Backing;
+    use super::super::metrics::Metrics;
+    use super::*;
+    use clap::Parser;
+    use engine::actors::{Clock, Planes};
+    use engine::core::Nanos;
+    use engine::core::dialect::moriio::address::ZmqAddress;
+    use engine::core::ids::Incarnation;
+    use engine::core::instance::Instance;
+    use engine::core::message::{Mode, Role};
+    use engine::core::moriio::MoriioSettings;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: ServeArgs,
+    }
+
+    /// A decode with two blocks, and with `places` in its mailbox.
+    fn shared(places: usize) -> Arc<Shared> {
+        let line = "serve --role decode --mode push --blocks 2 --private-memory";
+        let plan = Command::parse_from(line.split(' ')).args.plan().expect("an instance");
+        let engine = super::super::engine(&plan, Incarnation(1)).expect("an engine");
+        let geometry = scenarios::geometry::geometry(&plan.model, &plan.instance);
+        let rank = Backing::new(&plan, true).expect("memory").into_rank();
+        let (metrics, registry) = Metrics::new(Vec::new());
+        let clock: Clock = Arc::new(|| Nanos(1));
+        let (memory, layers) = (Kv::new(geometry, vec![rank]), plan.model.layers);
+        let parts = Parts { engine, memory, clock, layers, ranks: 1, metrics };
+        let host = Server::start(parts, (Instance::default(), Planes::new()), Vec::new());
+        let text = "host:127.0.0.1,handshake:1,notify:2";
+        let address = ZmqAddress::parse(text).expect("an address");
+        let ports = MoriioSettings::default().ports;
+        Arc::new(Shared {
+            instance: Port::new(host.address().clone(), places),
+            own: Own { role: Role::Decode, mode: Mode::Push, address, ports },
+            model: "m".into(),
+            registry,
+            draining: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+        })
+    }
+
+    /// Asks with a prompt that no block is left for.
+    async fn asked(shared: &Arc<Shared>) -> (StatusCode, String) {
+        let body = json!({"prompt": vec![7; 100], "max_tokens": 1}).to_string();
+        let answer = serve(shared.clone(), &HeaderMap::new(), body.as_bytes(), false).await;
+        let status = answer.status();
+        let text = axum::body::to_bytes(answer.into_body(), 1 << 20).await.expect("a body");
+        (status, String::from_utf8_lossy(&text).into_owned())
+    }
+
+    #[test]
+    fn a_leg_that_finds_the_mailbox_of_an_instance_full_is_told_overload() {
+        actix::System::new().block_on(async {
+            let shared = shared(8);
+            let taken: Vec<_> = std::iter::from_fn(|| shared.instance.reserve()).collect();
+            assert_eq!(taken.len(), 6, "a quarter is kept");
+            let (status, text) = asked(&shared).await;
+            assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+            assert!(text.contains("overload") && text.contains("try again"), "{text}");
+            drop(taken);
+            for _ in 0..9 {
+                let (status, text) = asked(&shared).await;
+                assert_eq!(status, StatusCode::BAD_REQUEST, "{text}");
+            }
+        });
+    }
+}

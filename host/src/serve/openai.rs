@@ -174,11 +174,14 @@ impl Answer<'_> {
     }
 }
 
+/// What a leg is told that finds no place.
+const OVERLOAD: &str = "overload: the instance has as many legs as it takes; try again";
+
 /// Status and error object of a failure; `peer` is the other instance of the leg.
 pub(super) fn failed(failure: &LegFailure, peer: Option<&EngineId>) -> (u16, Value) {
     match failure {
         LegFailure::Request(why) => error(400, "invalid_request_error", why),
-        LegFailure::Busy => error(503, "overloaded_error", "the instance is full"),
+        LegFailure::Busy => error(503, "overloaded_error", OVERLOAD),
         LegFailure::Instance(why) => {
             let (status, mut body) = error(500, "server_error", &failure.to_string());
             body["error"]["kvferry"] = Told::new(why, peer).object();

@@ -1,11 +1,10 @@
-//! Releases that a prefill out of reach has not got. Until it is met again, or a lease or claim is
-//! over, it keeps blocks that nobody reads.
+//! Releases that a prefill out of reach has not got. Until it is met again, or a lease is over, it
+//! keeps blocks that nobody reads.
 
 use super::{Decode, Out, Timer};
 use crate::core::ids::{EngineId, Incarnation, PeerSlot, RankSet, RequestId};
 use crate::core::message::{Message, Tag};
 use crate::core::peers::Unsaid;
-use crate::core::station::CoreSettings;
 use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 
@@ -17,7 +16,7 @@ pub(super) type Creditor = (EngineId, Incarnation);
 #[derive(Clone, Debug)]
 pub(super) struct Debt {
     control: Endpoint,
-    /// By then leases have freed all of it, or the claims of receivers whose words came late have.
+    /// By then leases have freed all of it.
     until: Nanos,
     /// What was given up: what waited in a queue of messages, and what the requests at that time asked
     /// for.
@@ -35,7 +34,7 @@ impl Decode {
     }
 
     /// Notes what a prefill is still to be told. There is room for all that one conversation can leave
-    /// behind, see [`Decode::settled`]; of more, the lease or the claim ends what is left.
+    /// behind, see [`Decode::settled`]; of more, the lease ends what is left.
     pub(super) fn owe(&mut self, now: Nanos, unsaid: Unsaid) {
         let Unsaid { engine, control, life, tags } = unsaid;
         let creditor = (engine, life);
@@ -45,8 +44,7 @@ impl Decode {
         }
         let again = now + self.config.channel.retransmit_max;
         self.timers.arm_if_idle(Timer::Remind(creditor.clone()), again);
-        let CoreSettings { lease, claim, .. } = self.config.settings;
-        let until = now + lease.max(claim);
+        let until = now + self.config.settings.lease;
         let fresh = || Debt { control, until, tags: Vec::new() };
         let debt = self.debts.entry(creditor).or_insert_with(fresh);
         debt.until = until;

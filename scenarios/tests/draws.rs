@@ -9,6 +9,13 @@ fn parse(text: &str) -> scenarios::Scenario {
     scenarios::parse("x.toml", text, &folder, None).unwrap_or_else(|why| panic!("{why}"))
 }
 
+/// A drawn run whose faults do not say where their tables stand.
+fn draw_anywhere(text: &str, seed: u64) -> Run {
+    let mut run = draw(text, seed);
+    run.faults.iter_mut().for_each(|fault| fault.line = 0);
+    run
+}
+
 fn draw(text: &str, seed: u64) -> Run {
     parse(text).draw(seed).unwrap_or_else(|why| panic!("{why}"))
 }
@@ -224,8 +231,8 @@ proptest! {
 
     #[test]
     fn removing_a_fault_changes_nothing_else(seed: u64, mask in 0_u8..64) {
-        let all = draw(&with_faults(63), seed);
-        let some = draw(&with_faults(mask), seed);
+        let all = draw_anywhere(&with_faults(63), seed);
+        let some = draw_anywhere(&with_faults(mask), seed);
         for fault in &some.faults {
             prop_assert!(all.faults.contains(fault), "{fault:?}");
         }
@@ -238,14 +245,14 @@ proptest! {
     #[test]
     fn a_file_without_what_a_seed_turned_off_draws_the_same(seed: u64) {
         // A fault that is off leaves no trace.
-        let all = draw(&with_faults(3), seed);
+        let all = draw_anywhere(&with_faults(3), seed);
         let mut mask = 0;
         for n in 0..2 {
-            if !draw(&with_faults(1 << n), seed).faults.is_empty() {
+            if !draw_anywhere(&with_faults(1 << n), seed).faults.is_empty() {
                 mask |= 1 << n;
             }
         }
-        prop_assert_eq!(all, draw(&with_faults(mask), seed));
+        prop_assert_eq!(all, draw_anywhere(&with_faults(mask), seed));
     }
 
     #[test]

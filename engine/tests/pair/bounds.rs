@@ -90,8 +90,18 @@ fn an_announcement_without_room_releases_the_source() {
 
 #[test]
 fn all_that_is_given_up_beside_a_full_queue_is_released() {
+    gives_up_beside_a_full_queue(CoreSettings::default().lease, 0);
+}
+
+#[test]
+fn what_was_given_up_is_told_in_a_conversation_that_outlasts_the_lease() {
+    gives_up_beside_a_full_queue(Nanos::from_secs(2), 5);
+}
+
+/// Six samples are given up while the prefill is out of reach for some seconds.
+fn gives_up_beside_a_full_queue(lease: Nanos, apart: u64) {
     let claim = Nanos::from_secs(600);
-    let settings = CoreSettings { claim, ..CoreSettings::default() };
+    let settings = CoreSettings { claim, lease, ..CoreSettings::default() };
     let (wide, small) =
         (ChannelConfig::default(), ChannelConfig { queue_max: 2, ..ChannelConfig::default() });
     let mut pair = Pair::unequal(Mode::Push, (&settings, &wide), (&settings, &small));
@@ -100,8 +110,6 @@ fn all_that_is_given_up_beside_a_full_queue_is_released() {
         arrive_decode(&mut pair, Mode::Push, 64, sibling);
         settle(&mut pair, 1);
     }
-    prefill_all(&mut pair, 64);
-    settle(&mut pair, 1);
     pair.frame_passes = Box::new(|_: Who| false);
     for sibling in [4, 5] {
         arrive_decode(&mut pair, Mode::Push, 64, sibling);
@@ -111,7 +119,9 @@ fn all_that_is_given_up_beside_a_full_queue_is_released() {
         let reason = FinishReason::Aborted;
         pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
     }
+    settle(&mut pair, apart);
     pair.frame_passes = Box::new(|_: Who| true);
+    prefill_all(&mut pair, 64);
     settle(&mut pair, 20);
     assert_eq!(pair.prefill_said, [freed(None)], "long before it gives the receivers up");
     assert!(pair.at_rest());

@@ -201,26 +201,28 @@ impl Caused {
         }
     }
 
-    /// A prefill lets go of a prompt.
-    fn freed(&mut self, now: Now<'_>, who: Who, answer: &PrefillAnswer, found: &mut Found) {
+    /// A prefill lets go of a prompt. Says whether that is because the router told it that nobody
+    /// fetches it any more: a client that leaves does that, which is no fault.
+    fn freed(&mut self, now: Now<'_>, who: Who, answer: &PrefillAnswer, found: &mut Found) -> bool {
         let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
             answer
         else {
-            return;
+            return false;
         };
-        let Some(held) = self.requests.remove(&(who, request.clone())) else { return };
+        let Some(held) = self.requests.remove(&(who, request.clone())) else { return false };
+        let PrefillAnswer::SourceFree { failure: Some(Failure::NotFetched), .. } = answer else {
+            return false;
+        };
         // A prompt that is dispatched twice has two requests and one key.
         let abandoned = self.abandoned.contains(&(who, held.key));
-        let PrefillAnswer::SourceFree { failure: Some(Failure::NotFetched), .. } = answer else {
-            return;
-        };
-        let Some(finished) = held.finished else { return };
+        let Some(finished) = held.finished else { return abandoned };
         if !abandoned && now.at < finished + self.leases[usize::from(who.instance)] {
             found.report(InvariantId::Caused, now.at, || {
                 let (name, waited) = (now.state.name(who.instance), now.at - finished);
                 format!("{name} kept request {request} for {waited} only, which nobody fetched")
             });
         }
+        abandoned
     }
 }
 
@@ -260,10 +262,13 @@ impl Invariant for Caused {
                 self.judge(now, why, found);
             }
             _ => {
-                if let Observation::PrefillAnswer { who, answer } = seen {
-                    self.freed(now, *who, answer, found);
-                }
-                if let Some(failure) = failure(seen) {
+                let is_told = match seen {
+                    Observation::PrefillAnswer { who, answer } => {
+                        self.freed(now, *who, answer, found)
+                    }
+                    _ => false,
+                };
+                if let Some(failure) = failure(seen).filter(|_| !is_told) {
                     self.judge(now, failure, found);
                 }
             }
@@ -338,6 +343,38 @@ mod tests {
         }
     }
 
+    /// A prompt that an engine has computed, that the router may give up, and that nobody fetches.
+    fn nobody_fetches(bench: &mut Bench, abandoned: bool, seconds: u64) {
+        let key = key("r");
+        let (siblings, mode, life, moriio) = (1, Mode::Pull, None, None);
+        let leg = PrefillLeg { key: key.clone(), siblings, mode, life, moriio };
+        let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
+        bench.see(Observation::PrefillHook { who: P0, hook });
+        let (name, reason) = (request("r"), FinishReason::Length);
+        let hook = &PrefillHook::Finished { request: name.clone(), reason };
+        bench.see(Observation::PrefillHook { who: P0, hook });
+        if abandoned {
+            let frame = &Frame::Abandon { keys: vec![key] };
+            bench.see(Observation::FrameArrived { from: Who::ROUTER, to: P0, frame });
+        }
+        bench.now = bench.now + Nanos::from_secs(seconds);
+        let failure = Some(Failure::NotFetched);
+        let answer = &PrefillAnswer::SourceFree { request: name, failure };
+        bench.see(Observation::PrefillAnswer { who: P0, answer });
+    }
+
+    #[test]
+    fn what_the_router_gives_up_needs_no_fault() {
+        for (abandoned, held) in [(true, true), (false, false)] {
+            let mut bench = Bench::new(InvariantId::Caused);
+            nobody_fetches(&mut bench, abandoned, 1_000);
+            match held {
+                true => bench.holds(),
+                false => bench.fails("is what none of these can cause: no fault at all"),
+            }
+        }
+    }
+
     #[test]
     fn a_prompt_is_held_for_a_lease() {
         for (seconds, abandoned, held) in [(19, false, false), (19, true, true), (20, false, true)]
@@ -347,22 +384,7 @@ mod tests {
                     one.protocol.lease = Some(Nanos::from_secs(20));
                 }
             });
-            let key = key("r");
-            let (siblings, mode, life, moriio) = (1, Mode::Pull, None, None);
-            let leg = PrefillLeg { key: key.clone(), siblings, mode, life, moriio };
-            let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
-            bench.see(Observation::PrefillHook { who: P0, hook });
-            let (name, reason) = (request("r"), FinishReason::Length);
-            let hook = &PrefillHook::Finished { request: name.clone(), reason };
-            bench.see(Observation::PrefillHook { who: P0, hook });
-            if abandoned {
-                let frame = &Frame::Abandon { keys: vec![key] };
-                bench.see(Observation::FrameArrived { from: Who::ROUTER, to: P0, frame });
-            }
-            bench.now = bench.now + Nanos::from_secs(seconds);
-            let failure = Some(Failure::NotFetched);
-            let answer = &PrefillAnswer::SourceFree { request: name, failure };
-            bench.see(Observation::PrefillAnswer { who: P0, answer });
+            nobody_fetches(&mut bench, abandoned, seconds);
             match held {
                 true => bench.holds(),
                 false => bench.fails("p0 kept request r for 19.000s only"),

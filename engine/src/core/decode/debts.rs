@@ -1,5 +1,6 @@
 //! Releases that a prefill out of reach has not got. Until it is met again, or a lease is over, it
-//! keeps blocks that nobody reads.
+//! keeps blocks that nobody reads. One that stood still may hear in the same conversation, after the
+//! lease, who asks for them, and then keeps them for a claim; a conversation that ends, ends that.
 
 use super::{Decode, Out, Timer};
 use crate::core::ids::{EngineId, Incarnation, PeerSlot, RankSet, RequestId};
@@ -16,7 +17,7 @@ pub(super) type Creditor = (EngineId, Incarnation);
 #[derive(Clone, Debug)]
 pub(super) struct Debt {
     control: Endpoint,
-    /// By then leases have freed all of it.
+    /// By then leases have freed all of it, but for what is said in a conversation that goes on.
     until: Nanos,
     /// What was given up: what waited in a queue of messages, and what the requests at that time asked
     /// for.
@@ -55,15 +56,21 @@ impl Decode {
 
     /// Looks for a prefill that is to be told something.
     pub(super) fn remind(&mut self, now: Nanos, creditor: &Creditor, out: &mut Out) {
-        let Some(debt) = self.debts.get(creditor) else { return };
-        if now >= debt.until {
+        let (engine, life) = creditor;
+        let Some(Debt { control, until, .. }) = self.debts.get(creditor) else { return };
+        let slot = if now < *until {
+            Some(self.station.reach(now, engine, control, Some(*life), out))
+        } else {
+            let slot = self.station.peers.slot_of(engine, control);
+            let info = slot.and_then(|slot| self.station.info(slot));
+            slot.filter(|_| info.is_some_and(|info| info.incarnation == *life))
+        };
+        let Some(slot) = slot else {
             self.debts.remove(creditor);
             return;
-        }
+        };
         let again = now + self.config.channel.retransmit_max;
         self.timers.arm(Timer::Remind(creditor.clone()), again);
-        let (engine, life) = creditor;
-        let slot = self.station.reach(now, engine, &debt.control, Some(*life), out);
         self.pay(now, slot, out);
     }
 

@@ -46,6 +46,12 @@ pub const OPEN_PASS: u64 = 0;
 /// Stands for the decodes that read from a prefill, which it need not know.
 const READERS: PeerSlot = PeerSlot(PeerSlot::MORIIO);
 
+/// The last number of a slot.
+const SLOT_MAX: u32 = PeerSlot::MORIIO - 1;
+
+/// Stands for all peers of whom nothing comes.
+const NOBODY: PeerSlot = PeerSlot(PeerSlot::MORIIO | SLOT_MAX);
+
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
     /// The handshake of a peer takes too long.
@@ -299,9 +305,8 @@ impl MoriioPeers {
             self.verify(now, slot, out);
             return slot;
         }
-        self.next_slot += 1;
-        let slot = PeerSlot(PeerSlot::MORIIO | self.next_slot);
-        let full = self.slots.len() >= self.config.settings.peers_max as usize;
+        let full = self.slots.len() >= self.config.settings.peers_max as usize
+            || self.next_slot >= SLOT_MAX - 1;
         let endpoint = match endpoint {
             Some(Ok(_)) if full => Err(Failure::Overload),
             Some(endpoint) => endpoint,
@@ -309,13 +314,18 @@ impl MoriioPeers {
         };
         match endpoint {
             Ok(endpoint) => {
+                self.next_slot += 1;
+                let slot = PeerSlot(PeerSlot::MORIIO | self.next_slot);
                 self.targets.insert(endpoint.clone(), slot);
                 self.slots.insert(slot, Slot::new(endpoint));
                 self.dial(now, slot, out);
+                slot
             }
-            Err(failure) => out.events.push(PeerEvent::Down { slot, failure, unsaid: None }),
+            Err(failure) => {
+                out.events.push(PeerEvent::Down { slot: NOBODY, failure, unsaid: None });
+                NOBODY
+            }
         }
-        slot
     }
 
     /// Where a TP rank of a peer listens.
@@ -323,12 +333,16 @@ impl MoriioPeers {
         peer.endpoint(self.config.settings.ports, what, tp).map_err(Failure::Mismatch)
     }
 
-    /// Links of this side are numbered apart from those of native peers.
+    /// Links of this side are numbered apart from those of native peers. Of so many the oldest
+    /// numbers come again, but those in use.
     fn fresh_link(&mut self) -> LinkId {
-        self.next_link += 1;
-        let link = LinkId(LinkId::MORIIO | self.next_link);
-        assert!(!link.is_inbound(), "link ids are used up");
-        link
+        loop {
+            self.next_link = self.next_link % (LinkId::MORIIO - 1) + 1;
+            let link = LinkId(LinkId::MORIIO | self.next_link);
+            if !self.shaking.contains_key(&link) && !self.notices.has(link) {
+                return link;
+            }
+        }
     }
 
     fn is_own(&self, link: LinkId) -> bool {
@@ -344,3 +358,6 @@ impl MoriioPeers {
         out.events.push(PeerEvent::Violation(error.violation(&peer)));
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -33,6 +33,10 @@ impl Notices {
         self.links.len()
     }
 
+    pub(super) fn has(&self, link: LinkId) -> bool {
+        self.links.contains_key(&link)
+    }
+
     pub(super) fn queued(&self) -> u32 {
         self.lines.values().map(|line| line.queue.len() as u32).sum()
     }

@@ -297,7 +297,7 @@ impl Peers {
     /// Opens the next link of a slot, or gives up.
     pub(super) fn dial(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
         let room = self.has_link();
-        let link = self.fresh_link();
+        let link = self.next_link();
         let Some(slot) = self.slots.get_mut(&id) else { return };
         slot.redials += 1;
         if slot.redials > REDIALS_MAX {

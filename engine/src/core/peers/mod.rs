@@ -211,6 +211,8 @@ pub struct Peers {
     ranks: Option<Vec<RankLayout>>,
     fingerprint: u64,
     next_link: u32,
+    /// The link of the owner.
+    lent: Option<LinkId>,
     next_slot: u32,
     next_session: u64,
     /// Places that conversations which are over still take.
@@ -254,6 +256,7 @@ impl Peers {
             ranks: None,
             fingerprint,
             next_link: 0,
+            lent: None,
             next_slot: 0,
             next_session: 0,
             reserved: 0,
@@ -330,6 +333,11 @@ impl Peers {
             self.service(now, id, out);
         }
         id
+    }
+
+    /// The slot of a peer that is spoken to there, or tried.
+    pub fn slot_of(&self, engine: &EngineId, endpoint: &Endpoint) -> Option<PeerSlot> {
+        self.targets.get(&(engine.clone(), endpoint.clone())).copied()
     }
 
     /// Queues a message; before `Up` it waits for it.
@@ -413,12 +421,24 @@ impl Peers {
         self.slots.get(&slot)?.info.as_ref()
     }
 
-    /// An id for a link that the owner dials itself on the same control plane.
+    /// An id for a link that the owner dials itself on the same control plane, in place of the one
+    /// before.
     pub fn fresh_link(&mut self) -> LinkId {
-        self.next_link += 1;
-        let link = LinkId(self.next_link);
-        assert!(!link.is_inbound(), "link ids are used up");
+        let link = self.next_link();
+        self.lent = Some(link);
         link
+    }
+
+    /// An id that no link has. Of so many the oldest come again, so that those of peers that speak
+    /// MoRIIO stay apart.
+    fn next_link(&mut self) -> LinkId {
+        loop {
+            self.next_link = self.next_link % (LinkId::MORIIO - 1) + 1;
+            let link = LinkId(self.next_link);
+            if self.lent != Some(link) && !self.links.contains_key(&link) {
+                return link;
+            }
+        }
     }
 
     /// Sizes and counts; takes time in proportion to the number of peers.

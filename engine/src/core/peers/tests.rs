@@ -47,6 +47,19 @@ fn what_peers_do_wrong_is_counted_up_to_the_end_of_numbers() {
 }
 
 #[test]
+fn ids_of_links_come_again_but_those_in_use() {
+    let mut peers = peers(Role::Decode);
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    assert_eq!(peers.fresh_link(), LinkId(1));
+    peers.reach(Nanos::ZERO, &"a".into(), &"tcp://there".into(), None, &mut out);
+    assert!(peers.links.contains_key(&LinkId(2)));
+    peers.next_link = LinkId::MORIIO - 2;
+    let links = [(); 3].map(|()| peers.next_link().0);
+    assert_eq!(links, [LinkId::MORIIO - 1, 3, 4]);
+}
+
+#[test]
 fn slots_that_are_used_up_are_overload_and_never_used_again() {
     let mut peers = peers(Role::Decode);
     peers.next_slot = SLOT_MAX - 3;

@@ -1,0 +1,78 @@
+//! What happens at the end of numbers that peers can drive up.
+
+use super::*;
+use crate::core::dialect::moriio::address::ZmqAddress;
+use crate::core::dialect::moriio::ports::Shape;
+
+fn peers() -> MoriioPeers {
+    let geometry = Geometry {
+        model: "m".into(),
+        tp: 1,
+        kv_heads: 1,
+        latent: false,
+        packed: false,
+        layers: 0,
+        groups: Vec::new(),
+    };
+    let config = MoriioConfig {
+        address: ZmqAddress::parse("host:127.0.0.1,handshake:1,notify:2").expect("an address"),
+        layer_names: Vec::new(),
+        attn_backend: "CPU_ATTN".into(),
+        settings: MoriioSettings::default(),
+    };
+    let mut peers = MoriioPeers::new(config, Role::Decode, Arc::new(geometry));
+    peers.ranks = Some(Vec::new());
+    peers
+}
+
+fn peer(port: u16) -> MoriioPeer {
+    let text = format!("host:127.0.0.1,handshake:{port},notify:2");
+    let peer = Peer {
+        address: ZmqAddress::parse(&text).expect("an address"),
+        hosts: vec!["127.0.0.1".into()],
+        dp_size: 1,
+        dp_rank: 0,
+        shape: Shape { dp_size_local: 0, tp_size: 1 },
+    };
+    MoriioPeer { peer: Some(peer), blocks: Vec::new() }
+}
+
+#[test]
+fn slots_of_moriio_peers_that_are_used_up_are_overload() {
+    let mut peers = peers();
+    peers.next_slot = SLOT_MAX - 2;
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    let slots = [10, 20, 30].map(|port| peers.slot_of(Nanos::ZERO, &peer(port), &mut out));
+    let last = PeerSlot(PeerSlot::MORIIO | (SLOT_MAX - 1));
+    assert_eq!(slots, [last, NOBODY, NOBODY]);
+    assert!(slots.iter().all(|slot| slot.is_moriio() && *slot != READERS));
+    let down = PeerEvent::Down { slot: NOBODY, failure: Failure::Overload, unsaid: None };
+    assert_eq!(events, [down.clone(), down]);
+}
+
+#[test]
+fn what_finds_no_room_takes_no_slot() {
+    let mut peers = peers();
+    peers.config.settings.peers_max = 0;
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    for port in 10..20 {
+        peers.slot_of(Nanos::ZERO, &peer(port), &mut out);
+    }
+    assert_eq!((peers.next_slot, events.len()), (0, 10));
+}
+
+#[test]
+fn ids_of_links_come_again_but_those_in_use() {
+    let mut peers = peers();
+    let (mut commands, mut events) = (Vec::new(), Vec::new());
+    let mut out = Out { commands: &mut commands, events: &mut events };
+    peers.slot_of(Nanos::ZERO, &peer(10), &mut out);
+    peers.notify(Nanos::ZERO, "tcp://there:1".into(), Vec::new(), &mut out);
+    peers.next_link = LinkId::MORIIO - 2;
+    let links = [(); 3].map(|()| peers.fresh_link());
+    let own = |number| LinkId(LinkId::MORIIO | number);
+    assert_eq!(links, [own(LinkId::MORIIO - 1), own(3), own(4)]);
+    assert!(links.iter().all(|link| peers.is_own(*link)));
+}

@@ -89,6 +89,23 @@ fn failures() -> Vec<Failure> {
     ]
 }
 
+/// The failures that are in no line of version 1; a test of the crate sees that all are in one.
+fn later() -> Vec<Failure> {
+    let causes = [
+        Cause::QueuePair,
+        Cause::QueueFull,
+        Cause::RemoteAccess,
+        Cause::LocalAccess,
+        Cause::PeerGone,
+        Cause::Closed,
+        Cause::Unreachable,
+    ];
+    let mut failures = vec![Failure::Unknown("Later".into()), Failure::OtherLife];
+    failures.extend(causes.map(Failure::Fabric));
+    failures.extend([Refused::Gone, Refused::Unsupported("why".into())].map(Failure::Refused));
+    failures
+}
+
 /// All messages, those that carry a failure with each.
 fn messages() -> Vec<Message> {
     let blocks = || vec![BlockList { first: 4, ids: vec![1, 128, 70_000] }, BlockList::default()];
@@ -108,6 +125,21 @@ fn messages() -> Vec<Message> {
     let ended = |failure| Message::Ended { tag: tag(), failure, quiet: false };
     messages.extend(failures().into_iter().map(ended));
     messages
+}
+
+/// The same with all that a registration may say.
+fn whole(registration: Registration) -> Registration {
+    let Hello { geometry, mut ranks, .. } = *hello();
+    let rank = ranks.remove(0);
+    let fit = Fit::new(&geometry, &[rank]);
+    let trouble = |life| Trouble {
+        engine: "other".into(),
+        life,
+        failure: Failure::Fabric(Cause::PeerGone),
+        number: 300,
+    };
+    let troubles = vec![trouble(Some(Incarnation(7))), trouble(None)];
+    Registration { fit: Some(fit.into()), troubles, ..registration }
 }
 
 /// At least one frame of each kind, in a conversation of a version.
@@ -136,16 +168,19 @@ fn frames(version: u16) -> Vec<Frame> {
         Frame::Ack { envelope, next: 130 },
         Frame::Probe { envelope },
         Frame::Bye { envelope },
-        Frame::Register(registration),
+        Frame::Register(registration.clone()),
         Frame::Abandon { keys: vec![key()] },
     ];
     let mut messages = messages();
     if version > 1 {
-        let later = [Failure::Unknown("Later".into()), Failure::OtherLife];
-        messages.extend(later.map(|failure| Message::Ended { tag: tag(), failure, quiet: true }));
+        let ended = |failure| Message::Ended { tag: tag(), failure, quiet: true };
+        messages.extend(later().into_iter().map(ended));
     }
     let numbered = (40..).zip(messages);
     frames.extend(numbered.map(|(seq, message)| Frame::Data { envelope, seq, message }));
+    if version > 1 {
+        frames.push(Frame::Register(whole(registration)));
+    }
     frames
 }
 

@@ -1,6 +1,8 @@
 //! Typed frames and their bytes.
 
 mod error;
+#[cfg(test)]
+mod golden;
 mod kind;
 pub mod moriio;
 pub mod native;

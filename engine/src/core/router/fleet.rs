@@ -119,6 +119,10 @@ impl Fleet {
         let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
             return false;
         };
+        let slot = prefill.slot;
+        let Some(first) = choose_decode(&self.registry, &want, slot, &self.config) else {
+            return false;
+        };
         let id = match id {
             Some(id) => id.clone(),
             None => id.insert(self.new_transfer()).clone(),
@@ -126,12 +130,9 @@ impl Fleet {
         let key = TransferKey { id, prompt: index as u32 };
         let waiting = samples.iter().filter(|s| s.progress == Progress::Waiting).count() as u32;
         let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
-        let slot = prefill.slot;
         let (prompt, prefix) = (index, &work.prompt.prefix);
         let leg = Leg { client, prompt, sample: None, slot, prefill: None, tokens, held: None };
-        let decode = choose_decode(&self.registry, &want, slot, &self.config)
-            .expect("a prefill is chosen only if there is a decode");
-        let pair = self.pair(slot, decode.slot);
+        let pair = self.pair(slot, first.slot);
         let life = self.registry.get(slot).map(|prefill| prefill.registration.incarnation);
         let transfer = PrefillLeg {
             key: key.clone(),
@@ -145,12 +146,15 @@ impl Fleet {
         self.emit(prefill_leg, pair, body, out);
         work.prefill = Some(prefill_leg);
         work.source = Some((prefill.slot, key.clone()));
-        let mut sibling = 0;
+        let (mut sibling, mut chosen) = (0, Some(first));
         for sample in 0..work.samples.len() {
             if work.samples[sample].progress != Progress::Waiting {
                 continue;
             }
-            let place = Place { now, client, index, sample, sibling };
+            let want = Want { now, client, prompt: &work.prompt, avoid: &work.avoid };
+            let next = || choose_decode(&self.registry, &want, slot, &self.config);
+            let decode = chosen.take().or_else(next).unwrap_or(first);
+            let place = Place { client, index, sample, sibling, decode };
             let leg = self.dispatch_decode(place, work, prefill, &key, out);
             work.samples[sample].progress = Progress::Running(leg);
             work.samples[sample].dispatched += 1;
@@ -167,10 +171,7 @@ impl Fleet {
         key: &TransferKey,
         out: &mut Outbox<RouterEffect>,
     ) -> LegId {
-        let Place { now, client, index, sample, sibling } = place;
-        let want = Want { now, client, prompt: &work.prompt, avoid: &work.avoid };
-        let decode = choose_decode(&self.registry, &want, prefill.slot, &self.config)
-            .expect("a prefill is chosen only if there is a decode");
+        let Place { client, index, sample, sibling, decode } = place;
         let source = &self.registry.instance_mut(prefill.slot).registration;
         let transfer = DecodeLeg {
             key: key.clone(),
@@ -387,12 +388,12 @@ impl Fleet {
     }
 }
 
-/// Which decode leg is sent.
+/// Which decode leg is sent, and to whom.
 #[derive(Clone, Copy)]
 struct Place {
-    now: Nanos,
     client: ClientId,
     index: usize,
     sample: usize,
     sibling: u32,
+    decode: Choice,
 }

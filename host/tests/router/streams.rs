@@ -57,7 +57,7 @@ async fn a_stream_that_breaks_inside_an_event_ends_with_one_that_can_be_read() {
 
 #[tokio::test]
 async fn a_silent_stream_is_given_up() {
-    let (router, p, d) = pair(Mode::Push, &["--idle-timeout", "0.3"]).await;
+    let (router, p, d) = pair(Mode::Push, &["--idle-timeout", "10"]).await;
     let (tokens, fed) = feed();
     d.always(fed);
     // An answer of the prefill would have the same limit.

@@ -223,8 +223,9 @@ impl MoriioPeers {
             Some(slot) => self.handshake_broke(slot, out),
             None => {
                 let Some((to, waiting)) = self.notices.down(link) else { return };
-                if waiting {
-                    self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL);
+                match waiting {
+                    true => self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL),
+                    false => _ = self.timers.cancel(&Timer::Notice(to.clone())),
                 }
                 self.doubt(now, &to, out);
             }

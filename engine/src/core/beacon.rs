@@ -44,7 +44,7 @@ pub(super) struct Beacon {
     /// What is to be said of the router.
     said: Vec<RouterNews>,
     /// Frames that are none that a router sends.
-    pub(super) violations: u32,
+    violations: u32,
 }
 
 impl Beacon {
@@ -126,6 +126,11 @@ impl Beacon {
             let soon = now.max(self.last + PAUSE);
             self.next = self.next.map(|next| next.min(soon));
         }
+    }
+
+    /// Frames that no router sends, and peers that the registrations name as out of reach.
+    pub(super) fn sizes(&self) -> [u32; 2] {
+        [self.violations, self.registration.troubles.len() as u32]
     }
 
     /// What is to be said of the router since the last time.

@@ -125,6 +125,11 @@ impl Ledger {
         self.owners.len()
     }
 
+    /// Places for claims: as many as there were owners at one time.
+    pub fn places(&self) -> usize {
+        self.claims.len()
+    }
+
     /// Claims blocks to be written into, for one owner alone.
     ///
     /// # Errors

@@ -4,8 +4,9 @@
 use super::channel::WINDOW;
 use super::ids::TP_MAX;
 use super::machine::Gauges;
-use super::message::Role;
-use super::router::{NAMED_MAX, RouterConfig};
+use super::message::{Role, TROUBLES_MAX};
+use super::moriio::{EARLY_RELEASES_MAX, MoriioSettings, PENDING_MAX};
+use super::router::{ABANDONED_MAX, KEPT_MAX, RouterConfig};
 use super::station::CoreConfig;
 use super::transfer::TransferConfig;
 
@@ -16,6 +17,27 @@ fn total(limit: u64) -> u32 {
 
 /// A count of things that happened; it grows for ever.
 const COUNT: u32 = u32::MAX;
+
+/// Limits of what has to do with peers that speak MoRIIO: peers, links, what is queued, entries and
+/// what is remembered.
+fn of_moriio(settings: &MoriioSettings, requests: u64) -> [u64; 5] {
+    let MoriioSettings { peers_max, links_max, notices_max, early_max, .. } = settings;
+    let [peers, lines, notices, early] =
+        [peers_max, links_max, notices_max, early_max].map(|max| u64::from(*max));
+    [
+        peers,
+        // A handshake with each peer, and notices both ways.
+        peers + 2 * lines,
+        lines * notices + peers * PENDING_MAX as u64,
+        // Uses of peers, with one for all who read. Transfers with a leg, and those without with
+        // their releases.
+        peers + 1 + requests + early * (1 + EARLY_RELEASES_MAX as u64),
+        // Each peer by its address, with the deadline of its handshake, and known to the ranks.
+        // Receivers with a deadline each, callers that came before the memory was there, and a
+        // deadline per transfer.
+        3 * peers + 3 * lines + requests + early,
+    ]
+}
 
 impl CoreConfig {
     /// Transfers that may be moved at one time. A receiver that is pushed to has one flow at most,
@@ -49,32 +71,38 @@ impl CoreConfig {
             Role::Prefill => peers * queue,
             Role::Decode => peers * (2 * queue + requests),
         };
-        let moriio = self.moriio.as_ref().map(|moriio| &moriio.settings);
-        let [moriio_peers, lines, notices] = moriio.map_or([0; 3], |settings| {
-            [settings.peers_max, settings.links_max, settings.notices_max].map(u64::from)
-        });
+        let moriio = self.moriio.as_ref();
+        let moriio = moriio.map_or([0; 5], |moriio| of_moriio(&moriio.settings, requests));
+        let [moriio_peers, moriio_links, moriio_queued, moriio_entries, moriio_kept] = moriio;
         let links = u64::from(channel.links_max);
         let keys = requests + early;
         let about = match self.role {
             // Each request and each receiver, served ones included; deadlines of keys and leases.
-            Role::Prefill => requests + 3 * keys + 4 * flows + early,
-            // Names twice, claims and flows, two deadlines each, and one per prefill out of reach.
-            Role::Decode => 6 * requests + peers,
+            // Flows that leave a source which was given up, too.
+            Role::Prefill => requests + 3 * keys + 5 * flows + early,
+            // Names twice, claims and flows, two deadlines each, blocks to be written, and one
+            // deadline per prefill out of reach.
+            Role::Decode => 6 * requests + blocks + 2 * peers,
         };
+        let ended = match self.role {
+            Role::Prefill => u64::from(settings.tombstones_max),
+            // Places for claims.
+            Role::Decode => requests,
+        };
+        let of_peers = 8 * peers + 2 * links + peers * WINDOW + TROUBLES_MAX as u64;
         Gauges {
             transfers: total(transfers),
             operations: 0,
             held: total(held),
             quarantined: total(quarantined),
-            queued: total(messages + peers + moriio_peers + lines * notices),
+            queued: total(messages + peers + moriio_peers + moriio_queued),
             tombstones: settings.tombstones_max,
             peers: total(peers + moriio_peers),
-            // A handshake with each peer, and notices both ways.
-            links: total(links + moriio_peers + 2 * lines),
+            links: total(links + moriio_links),
             // Uses and pauses of peers.
-            entries: total(about + 2 * peers),
+            entries: total(about + 2 * peers + moriio_entries),
             // What came early, too.
-            remembered: total(8 * peers + 2 * links + peers * WINDOW),
+            remembered: total(of_peers + moriio_kept + ended),
             delivered: COUNT,
             violations: COUNT,
         }
@@ -84,13 +112,16 @@ impl CoreConfig {
 impl TransferConfig {
     /// Limits of the transfer actor of one rank of an engine with this core.
     pub fn limits(&self, core: &CoreConfig) -> Gauges {
-        let [requests, flows, peers] =
-            [core.settings.requests_max, core.flows_max(), core.channel.peers_max].map(u64::from);
+        let moriio_peers = core.moriio.as_ref().map_or(0, |moriio| moriio.settings.peers_max);
+        let peers = u64::from(core.channel.peers_max) + u64::from(moriio_peers);
+        let [requests, flows] = [core.settings.requests_max, core.flows_max()].map(u64::from);
         // The ways from a layer to the ranks of a peer. A post moves a block at least, and what it
         // touched is quiesced at its end; each session is reopened or fenced once at a time.
         let lanes = self.layers.len() as u64 * u64::from(TP_MAX);
         let blocks = self.layers.iter().map(|layer| u64::from(layer.shape[0])).max().unwrap_or(0);
         let posts = flows.saturating_mul(lanes * (blocks + 2)).saturating_add(peers * lanes * 2);
+        // Sessions that took a try of a post, and those on which it failed.
+        let tried = posts.saturating_mul(2 * (u64::from(self.settings.retries_max) + 1));
         Gauges {
             transfers: total(flows),
             operations: self.operations_max(),
@@ -102,12 +133,23 @@ impl TransferConfig {
             quarantined: 0,
             queued: total(posts),
             tombstones: 0,
-            peers: core.channel.peers_max,
+            peers: total(peers),
             links: 0,
-            // Steps that are not computed yet, each with a block at least.
-            entries: total(posts + requests * blocks + peers * u64::from(TP_MAX)),
-            // Sessions, four deadlines each, and one per quiesce.
-            remembered: total(5 * peers * lanes + posts),
+            // Steps that are not computed yet with their sources, and these with their steps, each
+            // with a block at least. Flows with their units, in the lists of links and of sources.
+            // Peers being fenced by their ranks, and in turns.
+            entries: total(
+                tried
+                    .saturating_add(flows * (lanes + 2))
+                    .saturating_add(3 * requests * blocks)
+                    .saturating_add(peers * (u64::from(TP_MAX) + 1)),
+            ),
+            // Sessions by their names, four deadlines each, one per quiesce and one per peer. Of a
+            // peer the ways to its ranks and the sessions on them; its ranks, each with a route and
+            // what is in flight.
+            remembered: total(
+                posts.saturating_add(peers * (7 * lanes + 3 * u64::from(TP_MAX) + 1)),
+            ),
             delivered: 0,
             violations: COUNT,
         }
@@ -118,12 +160,24 @@ impl RouterConfig {
     /// Limits of a router. A request that was sent may have to wait again, whatever the queue.
     pub fn limits(&self) -> Gauges {
         let requests = u64::from(self.requests_max) + u64::from(self.waiting_max);
+        let [instances, legs, tries, prefixes] =
+            [self.instances_max, self.legs_max, self.retries_max, self.prefixes_max].map(u64::from);
+        // Legs twice, prompts with their samples. Each try of a prompt, which has two legs at
+        // least, may end with three notes about who failed it.
+        let of_request = (3 * legs).saturating_add((legs / 2 * 3).saturating_mul(tries + 1));
+        // Its name twice, that of one that left, three deadlines, and what it did and was told.
+        let of_instance = 6 + prefixes + (ABANDONED_MAX + TROUBLES_MAX) as u64;
+        // Four tables of pairs; n instances make n / 2 times n / 2 of them at most.
+        let pairs = instances * instances;
+        let of_instances = instances.saturating_mul(of_instance).saturating_add(pairs);
+        // Requests wait for an instance, and before they are sent again.
+        let kept = KEPT_MAX as u64 + 2 * requests;
         Gauges {
             transfers: total(requests),
             queued: total(requests),
             peers: self.instances_max,
-            entries: total(requests.saturating_mul(u64::from(self.legs_max))),
-            remembered: NAMED_MAX as u32,
+            entries: total(requests.saturating_mul(of_request)),
+            remembered: total(of_instances.saturating_add(kept)),
             violations: COUNT,
             ..Gauges::default()
         }

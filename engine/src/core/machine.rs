@@ -95,8 +95,9 @@ pub struct Gauges {
     pub links: u32,
     /// Entries of all other tables about what is under way: names, claims, deadlines, receivers.
     pub entries: u32,
-    /// Entries of all other tables about peers, links and sessions, which outlast what is under way:
-    /// messages that came before their turn too, which a peer that stands still never completes.
+    /// Entries of all other tables about peers, links, sessions and instances, which outlast what is
+    /// under way: messages that came before their turn too, which a peer that stands still never
+    /// completes, and deadlines that a table shares with these.
     pub remembered: u32,
     /// Messages of peers that were handed on, each once and in order, since the start; wraps.
     pub delivered: u32,

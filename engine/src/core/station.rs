@@ -575,16 +575,17 @@ impl Station {
 
     pub(super) fn gauges(&self) -> Gauges {
         let peers = self.peers.gauges();
-        let beacon = self.beacon.as_ref().map_or(0, |beacon| beacon.violations);
-        let [known, links, notices] = self.moriio.as_ref().map_or([0; 3], MoriioPeers::sizes);
+        let [beacon, troubles] = self.beacon.as_ref().map_or([0; 2], Beacon::sizes);
+        let moriio = self.moriio.as_ref().map(MoriioPeers::gauges).unwrap_or_default();
+        let remembered = (self.connected.len() + self.rebuilds.len()) as u32 + troubles;
         Gauges {
-            queued: peers.queued + notices + self.fencing.len() as u32,
-            peers: peers.peers + known,
-            links: peers.links + links,
-            entries: (self.uses.len() + self.timers.len()) as u32,
-            remembered: peers.remembered + (self.connected.len() + self.rebuilds.len()) as u32,
+            queued: peers.queued + moriio.queued + self.fencing.len() as u32,
+            peers: peers.peers + moriio.peers,
+            links: peers.links + moriio.links,
+            entries: moriio.entries + (self.uses.len() + self.timers.len()) as u32,
+            remembered: peers.remembered + moriio.remembered + remembered,
             delivered: peers.delivered,
-            violations: [self.violations, beacon, self.moriio().violations]
+            violations: [self.violations, beacon, moriio.violations]
                 .into_iter()
                 .fold(peers.violations, u32::saturating_add),
             ..Gauges::default()

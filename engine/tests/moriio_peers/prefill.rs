@@ -1,7 +1,6 @@
 //! A prefill core and a decode of vLLM.
 
 use crate::world::*;
-use engine::core::Nanos;
 use engine::core::command::ControlCommand;
 use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToPrefill, decode_at_decode};
@@ -11,6 +10,7 @@ use engine::core::layout::BlockList;
 use engine::core::message::*;
 use engine::core::moriio::MoriioSettings;
 use engine::core::prefill::PrefillInput;
+use engine::core::{Machine, Nanos};
 use engine::fabric::{Channel, ControlEvent, LinkId};
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -226,4 +226,66 @@ fn a_decode_that_could_not_be_reached_is_met_when_it_announces() {
     table.hear(link, &[&blocks()]);
     table.shake(&good_replies());
     writing(&mut table);
+}
+
+/// Entries, remembered and queued ones.
+fn sizes(table: &PrefillTable) -> [u32; 3] {
+    let gauges = table.core.gauges();
+    [gauges.entries, gauges.remembered, gauges.queued]
+}
+
+#[test]
+fn what_came_before_its_leg_is_counted_until_its_time_is_over() {
+    let mut table = prefill(Mode::Push).ready();
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&blocks()]);
+    // The transfer, and its deadline.
+    assert_eq!(sizes(&table), [1, 1, 0]);
+    table.hear(link, &[&release(2)]);
+    assert_eq!(sizes(&table), [2, 1, 0]);
+    table.wait(MoriioSettings::default().hold);
+    assert_eq!(sizes(&table), [0, 0, 0]);
+}
+
+#[test]
+fn who_asked_before_the_memory_was_there_is_counted() {
+    let mut table = prefill(Mode::Pull);
+    let link = table.accept(Channel::Handshake);
+    let before = sizes(&table);
+    table.hear(link, &[REQUEST]);
+    assert_eq!(sizes(&table)[1], before[1] + 1);
+    assert_eq!(sizes(&table.ready()), before);
+}
+
+#[test]
+fn peers_that_speak_moriio_are_counted_with_what_waits_for_them() {
+    let mut table = prefill(Mode::Push).ready();
+    arrive(&mut table, Mode::Push, moriio_peer());
+    // The request and its transfer; the peer's address and the deadline of its handshake.
+    assert_eq!(sizes(&table), [2, 2, 0]);
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&blocks()]);
+    assert_eq!(sizes(&table), [2, 2, 1], "the announcement waits for the handshake");
+    table.shake(&good_replies());
+    // A receiver, by its key, by its peer and as a use of this; the ranks know the peer.
+    assert_eq!(sizes(&table), [5, 2, 0]);
+}
+
+#[test]
+fn a_receiver_of_notices_that_hung_up_leaves_no_deadline() {
+    let mut table = prefill(Mode::Push).ready();
+    arrive(&mut table, Mode::Push, moriio_peer());
+    table.shake(&good_replies());
+    let link = table.accept(Channel::Notify);
+    table.hear(link, &[&blocks()]);
+    compute(&mut table);
+    let flow = writing(&mut table);
+    finish(&mut table);
+    let before = sizes(&table)[1];
+    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    assert_eq!(sizes(&table)[1], before + 2, "the receiver and its deadline");
+    table.up(notify, Channel::Notify);
+    table.control(ControlEvent::LinkDown { link: notify });
+    assert_eq!(sizes(&table)[1], before);
 }

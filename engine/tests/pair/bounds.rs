@@ -193,3 +193,39 @@ fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
         assert!(pair.at_rest());
     }
 }
+
+#[test]
+fn a_source_that_was_given_up_is_counted_until_it_is_quiet() {
+    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let request = arrive_decode(&mut pair, Mode::Push, 96, 0);
+    allocate(&mut pair, &request, 0, 96, 10);
+    arrive_prefill(&mut pair, Mode::Push, 96, 1);
+    settle(&mut pair, 1);
+    schedule(&mut pair, 1, 0, 48);
+    settle(&mut pair, 1);
+    let before = pair.prefill_gauges().entries;
+    let id = RequestId::from("p-1");
+    pair.prefill(PrefillInput::Hook(PrefillHook::Preempted { request: id.clone() }));
+    // The time to be scheduled again, too.
+    assert_eq!(pair.prefill_gauges().entries, before + 2);
+    settle(&mut pair, 1);
+    assert_eq!(pair.prefill_said, [PrefillAnswer::PreemptionSafe { request: id }]);
+    assert_eq!(pair.prefill_gauges().entries, before + 1);
+}
+
+#[test]
+fn names_that_receivers_left_before_the_leg_came_are_counted() {
+    let [came, never] = [true, false].map(|comes| {
+        let mut pair = Pair::new(Mode::Push, 1, 1);
+        let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
+        allocate(&mut pair, &request, 0, 64, 10);
+        if comes {
+            arrive_prefill(&mut pair, Mode::Push, 64, 1);
+            prefill_all(&mut pair, 64);
+        }
+        settle(&mut pair, 33);
+        pair.prefill_gauges()
+    });
+    assert_eq!((came.tombstones, never.tombstones), (1, 1));
+    assert_eq!(never.remembered, came.remembered + 1);
+}

@@ -186,6 +186,9 @@ impl World {
         let gauges = self.router.gauges();
         assert_eq!(gauges.transfers as usize, self.open.len());
         assert!(gauges.queued <= self.config.waiting_max + self.config.requests_max);
+        let limits = self.config.limits();
+        assert!(gauges.entries <= limits.entries && gauges.remembered <= limits.remembered);
+        assert_eq!(gauges.entries == 0, self.open.is_empty(), "{gauges:?}");
         let served: BTreeSet<_> = self.live.values().map(|leg| leg.client).collect();
         assert!(served.len() <= self.config.requests_max as usize);
         assert!(served.len() + gauges.queued as usize >= self.open.len(), "a request is stuck");

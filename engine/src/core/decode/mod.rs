@@ -319,9 +319,11 @@ impl Machine for Decode {
     fn gauges(&self) -> Gauges {
         let station = self.station.gauges();
         let names = self.ids.len() + self.by_peer.len() + self.ledger.owners();
-        let entries = names + self.flows.len() + self.timers.len();
+        let told = self.debts.len() + self.ledger.receiving() as usize;
+        let entries = names + told + self.flows.len() + self.timers.len();
         Gauges {
             entries: station.entries + entries as u32,
+            remembered: station.remembered + self.ledger.places() as u32,
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
             queued: station.queued + self.owed(),

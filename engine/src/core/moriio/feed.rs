@@ -35,8 +35,15 @@ pub(super) struct Early {
     unusable: bool,
 }
 
+impl Early {
+    /// The transfer and its releases.
+    pub(super) fn entries(&self) -> usize {
+        1 + self.releases.len()
+    }
+}
+
 /// Releases kept for a transfer without a leg; as many as a decode has TP ranks.
-const EARLY_RELEASES_MAX: usize = crate::core::ids::TP_MAX as usize;
+pub(in crate::core) const EARLY_RELEASES_MAX: usize = crate::core::ids::TP_MAX as usize;
 
 impl MoriioPeers {
     /// A leg with a decode that speaks MoRIIO arrived: a receiver asks for the prompt.

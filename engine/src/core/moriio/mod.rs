@@ -18,6 +18,8 @@ mod notice;
 mod shake;
 
 pub use config::{MoriioConfig, MoriioSettings};
+pub(super) use feed::EARLY_RELEASES_MAX;
+pub(super) use shake::PENDING_MAX;
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
@@ -28,6 +30,7 @@ use super::error::{Failure, stranger};
 use super::ids::{PeerSlot, TransferId};
 use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
+use super::machine::Gauges;
 use super::message::{Message, MoriioPeer, Role};
 use super::peers::{Out, PeerEvent, PeerInfo};
 use super::time::Nanos;
@@ -229,8 +232,9 @@ impl MoriioPeers {
             Some(slot) => self.handshake_broke(slot, out),
             None => {
                 let Some((to, waiting)) = self.notices.down(link) else { return };
-                if waiting {
-                    self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL);
+                match waiting {
+                    true => self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL),
+                    false => _ = self.timers.cancel(&Timer::Notice(to.clone())),
                 }
                 self.doubt(now, &to, out);
             }
@@ -290,10 +294,22 @@ impl MoriioPeers {
         MoriioCounters { dropped, ..self.counters }
     }
 
-    /// Peers, links, and notices that wait.
-    pub(super) fn sizes(&self) -> [u32; 3] {
+    /// Sizes and counts; takes time in proportion to the number of peers.
+    pub(super) fn gauges(&self) -> Gauges {
         let links = self.shaking.len() + self.heard.len() + self.notices.links();
-        [self.slots.len() as u32, links as u32, self.notices.queued()]
+        let pending: usize = self.slots.values().map(Slot::pending).sum();
+        let early: usize = self.early.values().map(Early::entries).sum();
+        let entries = self.feeds.len() + self.fetches.len() + early;
+        let known = self.targets.len() + self.early_calls.len() + self.notices.lines();
+        Gauges {
+            queued: self.notices.queued() + pending as u32,
+            peers: self.slots.len() as u32,
+            links: links as u32,
+            entries: entries as u32,
+            remembered: (known + self.timers.len()) as u32,
+            violations: self.counters.violations,
+            ..Gauges::default()
+        }
     }
 
     /// The slot of a peer; starts a handshake if there is none, or none that can be trusted.

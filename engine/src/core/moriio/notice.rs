@@ -37,6 +37,11 @@ impl Notices {
         self.links.contains_key(&link)
     }
 
+    /// Receivers that are kept in mind.
+    pub(super) fn lines(&self) -> usize {
+        self.lines.len()
+    }
+
     pub(super) fn queued(&self) -> u32 {
         self.lines.values().map(|line| line.queue.len() as u32).sum()
     }

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Messages that wait for one handshake; more end it.
-const PENDING_MAX: usize = 65_536;
+pub(in crate::core) const PENDING_MAX: usize = 65_536;
 
 /// A peer whose memory is or will be known.
 #[derive(Debug)]
@@ -44,6 +44,11 @@ impl Slot {
             verified: Nanos(0),
             pending: Vec::new(),
         }
+    }
+
+    /// Messages that wait for the handshake.
+    pub(super) fn pending(&self) -> usize {
+        self.pending.len()
     }
 
     fn is_ready(&self) -> bool {

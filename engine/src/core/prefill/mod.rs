@@ -320,10 +320,12 @@ impl Machine for Prefill {
     fn gauges(&self) -> Gauges {
         let station = self.station.gauges();
         let receivers = self.keys.values().map(|key| key.sinks.len() + key.served.len());
+        let given_up = self.requests.values().map(|request| request.draining.len());
         let tables = self.requests.len() + self.timers.len() + self.by_peer.len();
-        let entries = tables + receivers.sum::<usize>();
+        let entries = tables + receivers.sum::<usize>() + given_up.sum::<usize>();
         Gauges {
             entries: station.entries + entries as u32,
+            remembered: station.remembered + self.abandoned.len(),
             transfers: (self.keys.len() + self.flows.len()) as u32,
             held: self.held,
             tombstones: self.tombstones.len(),

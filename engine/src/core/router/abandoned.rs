@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 const TIMES: u8 = 3;
 
 /// Keys remembered per instance; of more the oldest are left to their leases.
-const KEYS_MAX: usize = 1024;
+pub(super) const KEYS_MAX: usize = 1024;
 
 /// What one prefill is still to be told, on the link of its registrations.
 #[derive(Clone, Debug, Default)]
@@ -40,6 +40,11 @@ impl Abandoned {
             *left > 0
         });
         (!keys.is_empty()).then(|| tell(link, keys))
+    }
+
+    /// Keys that it is still to be told.
+    pub(super) fn len(&self) -> usize {
+        self.keys.len()
     }
 
     /// A link is down.

@@ -82,9 +82,14 @@ impl Fleet {
         id.into()
     }
 
-    /// Legs that have not ended.
-    pub(super) fn open_legs(&self) -> usize {
-        self.legs.len()
+    /// Entries about legs that have not ended.
+    pub(super) fn entries(&self) -> usize {
+        self.legs.len() + self.registry.legs()
+    }
+
+    /// Entries about instances, and deadlines of these and of requests that wait.
+    pub(super) fn remembered(&self) -> usize {
+        self.registry.remembered() + self.timers.len() + self.counters.rejected.len()
     }
 
     /// A leg in flight.

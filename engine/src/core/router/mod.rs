@@ -42,8 +42,15 @@ use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// What nobody fetches any more of one prefill.
+pub(super) const ABANDONED_MAX: usize = abandoned::KEYS_MAX;
+
 /// Links that are remembered with whence they came.
-pub(super) const NAMED_MAX: usize = 4_096;
+const NAMED_MAX: usize = 4_096;
+
+/// Entries that are kept whatever instances there are: whence links came, and registrations that
+/// were not taken, each and by reason.
+pub(super) const KEPT_MAX: usize = NAMED_MAX + rejections::LISTED_MAX + registry::REASONS;
 
 /// The router.
 #[derive(Debug)]
@@ -265,14 +272,19 @@ impl Machine for Router {
 
     fn gauges(&self) -> Gauges {
         let rejected: u64 = self.fleet.counters.rejected.values().sum();
+        let requests = self.requests.values().map(Request::entries).sum::<usize>();
+        let remembered = self.fleet.remembered() + self.from.len() + self.rejections.len();
         Gauges {
             transfers: self.requests.len() as u32,
             queued: self.waits() as u32,
             peers: self.fleet.registry.len() as u32,
-            entries: self.fleet.open_legs() as u32,
-            remembered: self.from.len() as u32,
+            entries: (self.fleet.entries() + requests) as u32,
+            remembered: remembered as u32,
             violations: rejected.min(u64::from(u32::MAX)) as u32,
             ..Gauges::default()
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -38,6 +38,11 @@ impl PrefixMemory {
         }
     }
 
+    /// Number of hashes that are remembered.
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
     /// Number of leading hashes of `prefix` that are remembered.
     pub(super) fn matched(&self, prefix: &[u64]) -> usize {
         prefix.iter().take_while(|hash| self.places.get(**hash).is_some()).count()

@@ -7,7 +7,6 @@ use super::io::{Party, RouterConfig};
 use super::prefixes::PrefixMemory;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::Heartbeat;
-use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
 use crate::core::layout::{Fit, Mismatch};
 use crate::core::message::{Registration, Role, TROUBLES_MAX};
@@ -129,6 +128,9 @@ pub enum Reject {
     Superseded,
 }
 
+/// Number of reasons.
+pub(super) const REASONS: usize = Reject::Superseded as usize + 1;
+
 impl fmt::Display for Reject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -204,9 +206,10 @@ impl Registry {
     pub(super) fn register(
         &mut self,
         now: Nanos,
-        entry: Entry,
+        mut entry: Entry,
         config: &RouterConfig,
     ) -> Result<Registered, Reject> {
+        entry.registration.troubles.truncate(TROUBLES_MAX);
         let registration = &entry.registration;
         check(registration)?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
@@ -408,39 +411,6 @@ impl Registry {
         why
     }
 
-    /// A decode said which prefills are out of reach: those of which it says something new, each with
-    /// the reason, and those that are not any more.
-    pub(super) fn troubles(&mut self, slot: Slot) -> (Vec<(Slot, Failure)>, Vec<Slot>) {
-        let Some(decode) = self.instances.get(&slot) else { return Default::default() };
-        let mut told = BTreeMap::new();
-        let mut news = Vec::new();
-        for trouble in decode.registration.troubles.iter().take(TROUBLES_MAX) {
-            let Some(&Known { place: Place::Live(prefill), incarnation, .. }) =
-                self.known.get(&trouble.engine)
-            else {
-                continue;
-            };
-            if trouble.life.is_some_and(|life| life != incarnation) {
-                continue;
-            }
-            let before = decode.troubles.get(&prefill).copied().unwrap_or(0);
-            if trouble.number > before {
-                news.push((prefill, trouble.failure.clone()));
-            }
-            told.insert(prefill, trouble.number);
-        }
-        // A full list leaves some out that are not over.
-        if decode.registration.troubles.len() >= TROUBLES_MAX {
-            for (prefill, number) in &decode.troubles {
-                told.entry(*prefill).or_insert(*number);
-            }
-        }
-        let over = decode.troubles.keys().filter(|prefill| !told.contains_key(prefill));
-        let over = over.copied().collect();
-        self.instance_mut(slot).troubles = told;
-        (news, over)
-    }
-
     fn new_left(&mut self, engine: &EngineId) -> Place {
         let order = self.next_left;
         self.next_left += 1;
@@ -587,5 +557,7 @@ fn is_endpoint(text: &str) -> bool {
     !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
 }
 
+mod sizes;
 #[cfg(test)]
 mod tests;
+mod troubles;

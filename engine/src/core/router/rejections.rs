@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// How many are remembered.
-const LISTED_MAX: usize = 64;
+pub(super) const LISTED_MAX: usize = 64;
 
 /// Longest text of one, in characters.
 const TEXT_MAX: usize = 256;
@@ -41,6 +41,10 @@ impl Rejections {
             None => {}
         }
         self.0.push_back(new);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Rejection> {

@@ -48,6 +48,11 @@ pub(super) struct Work {
 }
 
 impl Work {
+    /// Its samples, and what is noted of those that failed it.
+    fn entries(&self) -> usize {
+        self.samples.len() + self.avoid.len() + self.blamed.len() + self.apart.len()
+    }
+
     /// True if a sample waits for an instance.
     pub(super) fn is_waiting(&self) -> bool {
         self.samples.iter().any(|sample| sample.progress == Progress::Waiting)
@@ -113,6 +118,11 @@ pub(super) struct Request {
 }
 
 impl Request {
+    /// Its prompts and what is kept of each.
+    pub(super) fn entries(&self) -> usize {
+        self.works.iter().map(|work| 1 + work.entries()).sum()
+    }
+
     /// A request that is in order; else why not.
     pub(super) fn new(request: ClientRequest, legs_max: u32) -> Result<Self, &'static str> {
         let ClientRequest { prompts, samples, output, .. } = request;

@@ -58,6 +58,11 @@ pub(super) struct Flow {
 }
 
 impl Flow {
+    /// Units, and sessions that have to do with it.
+    pub(super) fn entries(&self) -> usize {
+        self.queued.len() + self.touched.len() + self.unsure.len()
+    }
+
     /// Takes the next piece.
     pub(super) fn next_piece(&mut self) -> Option<Piece> {
         self.returned = self.returned.saturating_sub(1);

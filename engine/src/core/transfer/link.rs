@@ -69,6 +69,11 @@ impl Link {
         !(self.fresh.is_empty() && self.old.is_empty())
     }
 
+    /// Flows in its lists.
+    pub(super) fn flows(&self) -> usize {
+        self.fresh.len() + self.old.len() + self.parked.len()
+    }
+
     fn quantum(&self, settings: &TransferSettings) -> u64 {
         self.pace.operation_bytes(settings)
     }
@@ -229,6 +234,21 @@ mod tests {
             flows.insert(id, (*bytes, share));
         }
         flows
+    }
+
+    #[test]
+    fn a_flow_is_counted_in_whichever_list_it_is() {
+        let settings = TransferSettings::default();
+        let mut link = Link::default();
+        let mut flows = listed(&mut link, &[256 << 10; 3]);
+        posts(&mut link, &mut flows, 1);
+        assert_eq!((link.fresh.len(), link.old.len(), link.flows()), (2, 1, 3));
+        link.park(&settings);
+        assert_eq!((link.parked.len(), link.flows()), (1, 3));
+        for (id, (_, share)) in &flows {
+            link.forget(FlowId(*id), share);
+        }
+        assert_eq!(link.flows(), 0);
     }
 
     #[test]

@@ -471,14 +471,24 @@ impl Machine for Transfer {
     }
 
     fn gauges(&self) -> Gauges {
+        let [flows, sources] = [
+            self.flows.values().map(Flow::entries).sum::<usize>(),
+            self.sources.values().map(Source::entries).sum(),
+        ];
+        let [listed, known] = [
+            self.peers.values().map(|peer| peer.link.flows()).sum::<usize>(),
+            self.peers.values().map(Peer::entries).sum(),
+        ];
+        let steps = self.steps.values().map(|sources| 1 + sources.len()).sum::<usize>();
+        let entries = steps + flows + sources + listed + self.fencing.len() + self.ring.len();
         Gauges {
             transfers: self.flows.len() as u32,
             operations: self.ops.len() as u32,
             queued: self.pieces + self.tickets.len() as u32,
             held: self.sources.len() as u32,
             peers: self.peers.len() as u32,
-            entries: (self.steps.len() + self.fencing.len() + self.ring.len()) as u32,
-            remembered: (self.sessions.len() + self.timers.len()) as u32,
+            entries: entries as u32,
+            remembered: (self.sessions.len() + self.timers.len() + known) as u32,
             violations: self.violations,
             ..Gauges::default()
         }

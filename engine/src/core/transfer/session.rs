@@ -169,6 +169,12 @@ impl Peer {
         }
     }
 
+    /// What is kept of it, its link apart: its ranks, the ways to them, and what each has in flight.
+    pub(super) fn entries(&self) -> usize {
+        let ways = self.routes.len() + self.units.len() + self.sessions.len();
+        self.ids.len() + ways + self.used.len()
+    }
+
     pub(super) fn is_fencing(&self) -> bool {
         matches!(self.phase, Phase::Fencing(_))
     }

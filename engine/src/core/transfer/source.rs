@@ -21,6 +21,11 @@ pub(super) struct Source {
 }
 
 impl Source {
+    /// Steps under way, and flows that read.
+    pub(super) fn entries(&self) -> usize {
+        self.chunks.len() + self.flows.len()
+    }
+
     /// Tokens whose KV is complete in layers `..=last`, given that layers `..layers` of `step` are
     /// computed and every earlier step is complete.
     pub(super) fn ready(&self, last: u16, (step, layers): (StepId, u16)) -> u32 {

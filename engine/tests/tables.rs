@@ -1,0 +1,238 @@
+//! Every table of the machines is counted by their gauges, or is listed here with the reason why not.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Files and folders of `engine/src/core` that hold the state of machines.
+const STATE: [&str; 15] = [
+    "beacon.rs",
+    "blocks.rs",
+    "by_peer.rs",
+    "channel.rs",
+    "decode",
+    "hashes.rs",
+    "idmap.rs",
+    "moriio",
+    "peers",
+    "prefill",
+    "router",
+    "station.rs",
+    "timers.rs",
+    "tombstones.rs",
+    "transfer",
+];
+
+/// Types that hold any number of things.
+const TABLES: [&str; 15] = [
+    "Abandoned",
+    "BTreeMap",
+    "BTreeSet",
+    "ByPeer",
+    "Channel",
+    "HashIndex",
+    "IdMap",
+    "Ledger",
+    "Notices",
+    "PrefixMemory",
+    "Rejections",
+    "Timers",
+    "Tombstones",
+    "Vec",
+    "VecDeque",
+];
+
+/// Functions that count entries, for the gauges.
+const COUNTERS: [&str; 17] = [
+    "early",
+    "entries",
+    "flows",
+    "gauges",
+    "legs",
+    "len",
+    "lines",
+    "links",
+    "owed",
+    "owners",
+    "pending",
+    "places",
+    "queued",
+    "receiving",
+    "remembered",
+    "sizes",
+    "waits",
+];
+
+/// Tables that no gauge counts: file, struct and field, and why they cannot grow unseen.
+const UNCOUNTED: [(&str, &str); 33] = [
+    ("beacon.rs Beacon.said", "taken after each input"),
+    ("blocks.rs Claims.destinations", "what is received or quarantined"),
+    ("blocks.rs Claims.sources", "no core claims any"),
+    ("blocks.rs Ledger.groups", "as many as the engine has"),
+    ("blocks.rs Ledger.spare", "some of the places"),
+    ("blocks.rs Table.pages", "a cell per block of the engine"),
+    ("decode/mod.rs Decode.news", "taken after each input"),
+    ("hashes.rs HashIndex.places", "at most four per entry"),
+    ("idmap.rs IdMap.by_transfer", "the same ties the other way round"),
+    ("moriio/config.rs MoriioConfig.layer_names", "a setting"),
+    ("moriio/feed.rs Early.blocks", "what one frame says"),
+    ("moriio/mod.rs MoriioPeers.ranks", "one per TP rank"),
+    ("peers/mod.rs Out.events", "not kept"),
+    ("peers/mod.rs PeerInfo.ranks", "one per TP rank of a peer"),
+    ("peers/mod.rs Peers.ranks", "one per TP rank"),
+    ("peers/mod.rs Unsaid.tags", "not kept"),
+    ("prefill/mod.rs Prefill.news", "taken after each input"),
+    ("prefill/request.rs Request.blocks", "the blocks that are held"),
+    ("router/io.rs ClientRequest.prompts", "the works of a request"),
+    ("router/mod.rs Router.paused", "counted by `waits`"),
+    ("router/mod.rs Router.waiting", "counted by `waits`"),
+    ("router/prefixes.rs PrefixMemory.places", "the same hashes as the nodes"),
+    ("station.rs Station.events", "taken after each input"),
+    ("station.rs Station.layouts", "one per TP rank"),
+    ("timers.rs Timers.queue", "the same deadlines in another order"),
+    ("tombstones.rs Tombstones.order", "the same names in another order"),
+    ("transfer/flow.rs Flow.pieces", "the pieces of all flows are counted in one number"),
+    ("transfer/flow.rs Flow.remote", "what one message says"),
+    ("transfer/mod.rs Transfer.regions", "one per region of the engine"),
+    ("transfer/mod.rs TransferConfig.layers", "a setting"),
+    ("transfer/mod.rs TransferConfig.memory", "a setting"),
+    ("transfer/session.rs Unit.layers", "the layers of the engine"),
+    ("transfer/source.rs Source.blocks", "blocks that are held"),
+];
+
+/// A table of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Table {
+    /// Below `engine/src/core`.
+    file: String,
+    holder: String,
+    field: String,
+}
+
+impl Table {
+    fn name(&self) -> String {
+        format!("{} {}.{}", self.file, self.holder, self.field)
+    }
+}
+
+fn core() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("src/core")
+}
+
+/// The files that hold state with their text, tests left out.
+fn sources() -> Vec<(String, String)> {
+    let mut open: Vec<PathBuf> = STATE.iter().map(|name| core().join(name)).collect();
+    let mut found = Vec::new();
+    while let Some(path) = open.pop() {
+        if path.is_dir() {
+            let entries = fs::read_dir(&path).unwrap();
+            open.extend(entries.map(|entry| entry.unwrap().path()));
+        } else if path.file_name().is_some_and(|name| name != "tests.rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+            let name = path.strip_prefix(core()).unwrap().to_string_lossy().into_owned();
+            found.push((name, code.to_owned()));
+        }
+    }
+    found.sort();
+    found
+}
+
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !(c.is_alphanumeric() || c == '_'))
+}
+
+fn is_table(of: &str) -> bool {
+    words(of).any(|word| TABLES.contains(&word))
+}
+
+/// The tables among the fields of all structs of a file.
+fn tables(file: &str, code: &str) -> Vec<Table> {
+    let mut found = Vec::new();
+    let mut holder = None;
+    for line in code.lines() {
+        let bare = line.trim_start_matches("pub(super) ").trim_start_matches("pub ");
+        if let Some(rest) = bare.strip_prefix("struct ") {
+            let name = words(rest).next().unwrap_or_default().to_owned();
+            let table = |field: &str| Table {
+                file: file.to_owned(),
+                holder: name.clone(),
+                field: field.to_owned(),
+            };
+            if let Some((_, of)) = rest.split_once('(') {
+                found.extend(is_table(of).then(|| table("0")));
+            } else {
+                holder = rest.ends_with('{').then_some(name);
+            }
+        } else if line.starts_with('}') {
+            holder = None;
+        } else if let Some(holder) = &holder
+            && !line.trim_start().starts_with("//")
+            && let Some((field, of)) = line.split_once(": ")
+            && is_table(of)
+        {
+            let field = words(field).last().unwrap_or_default().to_owned();
+            found.push(Table { file: file.to_owned(), holder: holder.clone(), field });
+        }
+    }
+    found
+}
+
+/// The bodies of the functions of a file that count.
+fn counters(code: &str) -> String {
+    let mut bodies = String::new();
+    let mut end = None;
+    for line in code.lines() {
+        if let Some(close) = &end {
+            bodies += line;
+            if line == close {
+                end = None;
+            }
+        } else if let Some((before, rest)) = line.split_once("fn ")
+            && line.trim_end().ends_with('{')
+            && COUNTERS.contains(&words(rest).next().unwrap_or_default())
+        {
+            let depth = before.len() - before.trim_start().len();
+            end = Some(format!("{}}}", " ".repeat(depth)));
+        }
+    }
+    bodies
+}
+
+/// What counts the tables of a file: its own functions and those of its child modules, or if it has
+/// none those of the module that it is in.
+fn counted_by(file: &str, sources: &[(String, String)]) -> String {
+    let children = format!("{}/", file.trim_end_matches(".rs"));
+    let own = sources.iter().filter(|(name, _)| name == file || name.starts_with(&children));
+    let own: String = own.map(|(_, code)| counters(code)).collect();
+    if !own.is_empty() {
+        return own;
+    }
+    let parent = file.rsplit_once('/').map(|(folder, _)| format!("{folder}/mod.rs"));
+    let parent = sources.iter().find(|(name, _)| Some(name) == parent.as_ref());
+    parent.map(|(_, code)| counters(code)).unwrap_or_default()
+}
+
+/// True if a table is asked for its size, or for that of what is in it.
+fn counts(bodies: &str, field: &str) -> bool {
+    let size = ["len()", "values()", "iter()", "gauges()", "queued()", "early()", "links()"];
+    let more = ["lines()", "owners()", "receiving()", "places()"];
+    let asked = |what: &&str| bodies.contains(&format!(".{field}.{what}"));
+    size.iter().chain(&more).any(asked)
+}
+
+#[test]
+fn every_table_is_counted_or_listed_with_its_reason() {
+    let sources = sources();
+    let mut uncounted = BTreeSet::new();
+    for (file, code) in &sources {
+        let bodies = counted_by(file, &sources);
+        let open = tables(file, code).into_iter().filter(|table| !counts(&bodies, &table.field));
+        uncounted.extend(open.map(|table| table.name()));
+    }
+    let listed: BTreeSet<String> = UNCOUNTED.iter().map(|(name, _)| (*name).to_owned()).collect();
+    let new: Vec<_> = uncounted.difference(&listed).collect();
+    assert!(new.is_empty(), "tables that no gauge counts: {new:#?}");
+    let old: Vec<_> = listed.difference(&uncounted).collect();
+    assert!(old.is_empty(), "listed here, but counted or gone: {old:#?}");
+}

@@ -31,7 +31,7 @@ pub(super) struct Link {
     next_turn: u64,
     /// Flows that wait for a session.
     parked: Vec<FlowId>,
-    /// Bytes that fresh flows have moved while old ones waited.
+    /// Bytes that fresh flows have moved more than old ones while these waited.
     ahead: u64,
     pub(super) in_flight: Credits,
     pub(super) pace: Pace,
@@ -187,9 +187,10 @@ impl Link {
     fn charge(&mut self, share: &mut Share, operation: &Credits, settings: &TransferSettings) {
         let cost = operation.bytes.max(self.quantum(settings) / SHORTEST).max(1);
         if self.is_fresh_next(settings) {
-            if !self.old.is_empty() {
-                self.ahead = self.ahead.saturating_add(cost);
-            }
+            self.ahead = match self.old.is_empty() {
+                true => 0,
+                false => self.ahead.saturating_add(cost),
+            };
             share.had = share.had.saturating_add(cost);
             if share.had >= share.quantum_end
                 && let Some(flow) = self.fresh.pop_front()
@@ -197,7 +198,9 @@ impl Link {
                 self.queue(flow, share);
             }
         } else if let Some((had, _, flow)) = self.old.pop_first() {
-            self.ahead = self.ahead.saturating_sub(cost);
+            // What was moved at a faster time is not owed for longer than at this one.
+            let most = self.quantum(settings).saturating_mul(AHEAD);
+            self.ahead = self.ahead.min(most).saturating_sub(cost);
             self.clock = self.clock.max(had);
             if !planted!("one-flow-keeps-the-link") {
                 share.had = had.saturating_add(cost);
@@ -273,7 +276,7 @@ mod tests {
             // What the link carries changes a hundredfold and back, and a flow that is there or not
             // moves the beginning of each round.
             let rate = if step % 70 < 35 { 10_000_000 } else { 1_000_000_000 };
-            link.pace.forget();
+            link.pace.forget(Nanos(step));
             let measurement = link.pace.posted(Nanos(step), true);
             link.pace.done(Nanos(step + 1_000_000), (Nanos(step), measurement), rate / 1_000, 0);
             if step % 110 == 0 {
@@ -330,6 +333,39 @@ mod tests {
                 }
             }
             assert!(old <= most, "one got {old} operations before the last of {many} had one");
+        }
+    }
+
+    #[test]
+    fn what_fresh_flows_moved_at_a_faster_time_or_alone_holds_no_later_one_up() {
+        let settings = TransferSettings::default();
+        for alone in [false, true] {
+            let mut link = Link::default();
+            link.pace.posted(Nanos::ZERO, true);
+            link.pace.done(Nanos::from_ms(1), (Nanos::ZERO, 1), 1 << 30, 0);
+            let quantum = link.quantum(&settings);
+            let mut flows = listed(&mut link, &[quantum; 4]);
+            assert_eq!(posts(&mut link, &mut flows, 3), [0, 1, 2], "two while one is old");
+            link.forget(FlowId(3), &flows.remove(&3).expect("it is fresh").1);
+            if alone {
+                let gone = |(id, (_, share)): (&u64, &mut (u64, Share))| {
+                    link.forget(FlowId(*id), share);
+                };
+                flows.iter_mut().for_each(gone);
+                flows = listed(&mut link, &[quantum]);
+                posts(&mut link, &mut flows, 1);
+            } else {
+                link.pace.forget(Nanos::from_ms(2));
+            }
+            let bytes = link.quantum(&settings);
+            flows.values_mut().for_each(|(size, _)| *size = bytes);
+            let mut share = Share::default();
+            link.list(FlowId(9), &mut share, &settings);
+            flows.insert(9, (bytes, share));
+            let posted = posts(&mut link, &mut flows, 4);
+            let waits = posted.iter().position(|flow| *flow == 9);
+            let most = if alone { 0 } else { AHEAD as usize };
+            assert!(waits.is_some_and(|waits| waits <= most), "{posted:?}, alone: {alone}");
         }
     }
 

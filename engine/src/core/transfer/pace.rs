@@ -108,9 +108,10 @@ impl Pace {
         }
     }
 
-    /// What was measured holds no more.
-    pub(super) fn forget(&mut self) {
+    /// What was measured holds no more, nor does what is in flight count in what is measured next.
+    pub(super) fn forget(&mut self, now: Nanos) {
         (self.rate, self.span) = (Best::default(), Best::default());
+        self.measure(now);
     }
 
     /// What the link carries in some time, if anything is known of it.
@@ -215,7 +216,9 @@ mod tests {
             pace.done(at(second), (at(second - 1), measurement), 10 << 20, 0);
         }
         assert_eq!(pace.operation_bytes(&settings), 10 * (1 << 20) / 50);
-        pace.forget();
+        let measurement = pace.posted(at(6), true);
+        pace.forget(at(7));
+        pace.done(at(8), (at(6), measurement), 1 << 30, 0);
         assert_eq!(pace.operation_bytes(&settings), 2 * settings.operation_bytes_min);
     }
 

@@ -366,7 +366,7 @@ impl Transfer {
         session.reopens += 1;
         let given_up = session.reopens;
         if let Some(peer) = self.peers.get_mut(&slot) {
-            peer.link.pace.forget();
+            peer.link.pace.forget(now);
         }
         self.timers.cancel(&Timer::Opening(id));
         self.timers.cancel(&Timer::Stalled(id));

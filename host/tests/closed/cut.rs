@@ -1,7 +1,7 @@
 //! One of four pairs is cut off: p1 registers with the address of a relay, and the relay lets all but
 //! one decode through.
 
-use crate::fleet::{Fleet, Heart, metric, registration};
+use crate::fleet::{Fleet, Heart, KEEN, PATIENT, metric, registration};
 use crate::process::Process;
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
@@ -60,11 +60,12 @@ struct Cut {
 impl Cut {
     fn new(policy: &str) -> Cut {
         let fleet = Fleet::new(&[]);
-        let policy = ["--on-load-failure", policy];
-        let p1 = Process::serve(&["--role", "prefill", "--mode", "push"]);
-        let p2 = fleet.serve("prefill", "push", &[]);
-        let d1 = fleet.serve("decode", "push", &policy);
-        let d2 = fleet.serve("decode", "push", &policy);
+        let times = |times| ["--on-load-failure", policy, "--set", times];
+        let p1 = Process::serve(&["--role", "prefill", "--mode", "push", "--set", PATIENT]);
+        let p2 = fleet.serve("prefill", "push", &["--set", PATIENT]);
+        let d1 = fleet.serve("decode", "push", &times(PATIENT));
+        // Its hello to the first prefill has to end before the test does.
+        let d2 = fleet.serve("decode", "push", &times(KEEN));
         let name = |of: &Process| of.text("handshake").trim_start_matches("tcp://").to_owned();
         let control = relay(&name(&p1), &name(&d2));
         let told = registration(&p1, Role::Prefill, Mode::Push, &control);

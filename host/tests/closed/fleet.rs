@@ -13,13 +13,25 @@ use std::time::{Duration, Instant};
 /// A guard against waiting for ever; however busy the machine is, nothing takes as long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
+/// Times of the protocol that no busy machine passes.
+pub(crate) const PATIENT: &str = "channel.hello_ms=600000,channel.silent_ms=600000,\
+     protocol.lease_ms=600000,protocol.orphan_ms=600000,protocol.resume_ms=600000,\
+     operations.stall_ms=600000,operations.open_ms=600000,operations.quiet_ms=600000";
+
+/// The same for who is to find soon that a peer does not answer its hello.
+pub(crate) const KEEN: &str = "channel.silent_ms=600000,protocol.lease_ms=600000,\
+     protocol.orphan_ms=600000,protocol.resume_ms=600000,operations.stall_ms=600000,\
+     operations.open_ms=600000,operations.quiet_ms=600000";
+
 pub(crate) struct Fleet {
     pub(crate) router: Process,
 }
 
 impl Fleet {
+    /// A router that drops no registration.
     pub(crate) fn new(options: &[&str]) -> Fleet {
         let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"];
+        args.extend_from_slice(&["--expiry", "3600"]);
         args.extend_from_slice(options);
         Fleet { router: Process::run("router", &args) }
     }

@@ -1,6 +1,6 @@
 //! What is left of a killed server registers on beside the one that took its address.
 
-use crate::fleet::{Fleet, Heart, metric, registration};
+use crate::fleet::{Fleet, Heart, PATIENT, metric, registration};
 use crate::process::Process;
 use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Role};
@@ -9,8 +9,8 @@ use serde_json::json;
 #[test]
 fn the_newer_server_gets_all_requests() {
     let fleet = Fleet::new(&[]);
-    let _d = fleet.serve("decode", "push", &[]);
-    let new = Process::serve(&["--role", "prefill", "--mode", "push"]);
+    let _d = fleet.serve("decode", "push", &["--set", PATIENT]);
+    let new = Process::serve(&["--role", "prefill", "--mode", "push", "--set", PATIENT]);
     // The ghost has ports of its own, where nobody knows of the prompts.
     let ghost = Process::serve(&["--role", "prefill", "--mode", "push"]);
     let mut told = registration(&ghost, Role::Prefill, Mode::Push, ghost.text("handshake"));
@@ -39,8 +39,8 @@ fn the_newer_server_gets_all_requests() {
 #[test]
 fn a_leg_for_another_life_fails_at_once() {
     let fleet = Fleet::new(&["--retries", "0"]);
-    let _d = fleet.serve("decode", "push", &[]);
-    let new = Process::serve(&["--role", "prefill", "--mode", "push"]);
+    let _d = fleet.serve("decode", "push", &["--set", PATIENT]);
+    let new = Process::serve(&["--role", "prefill", "--mode", "push", "--set", PATIENT]);
     let mut told = registration(&new, Role::Prefill, Mode::Push, new.text("handshake"));
     told.incarnation = Incarnation(told.incarnation.0 - 1);
     let life = told.incarnation.0;

@@ -2,7 +2,7 @@
 //! real processes are driven until all kinds of input were seen, as the processes count them, but for
 //! those that are listed with the reason.
 
-use crate::fleet::{Fleet, Heart, PATIENCE, registration};
+use crate::fleet::{Fleet, Heart, PATIENCE, PATIENT, registration};
 use crate::process::{Process, post};
 use engine::core::decode::DecodeInput;
 use engine::core::dialect::moriio::address::ZmqAddress;
@@ -88,8 +88,8 @@ fn answers(status: u16, body: &'static str) -> String {
 /// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes.
 fn native(seen: &mut Seen, mode: &str) {
     let fleet = Fleet::new(&[]);
-    let p = fleet.serve("prefill", mode, &[]);
-    let mut d = fleet.serve("decode", mode, &[]);
+    let p = fleet.serve("prefill", mode, &["--set", PATIENT]);
+    let mut d = fleet.serve("decode", mode, &["--set", PATIENT]);
     fleet.ready(2);
     assert_eq!(fleet.ask(1, &[]).0, 200);
     assert_eq!(fleet.ask(2, &[("stream", json!(true))]).0, 200);
@@ -163,8 +163,8 @@ fn leave(fleet: &Fleet) {
 /// Instances that speak MoRIIO only, as far as the router knows.
 fn moriio_reads(seen: &mut Seen) {
     let fleet = Fleet::new(&[]);
-    let p = Process::serve(&["--role", "prefill", "--mode", "pull"]);
-    let d = Process::serve(&["--role", "decode", "--mode", "pull"]);
+    let p = Process::serve(&["--role", "prefill", "--mode", "pull", "--set", PATIENT]);
+    let d = Process::serve(&["--role", "decode", "--mode", "pull", "--set", PATIENT]);
     let one = NonZeroU16::MIN;
     let hearts = [(&p, Role::Prefill), (&d, Role::Decode)].map(|(process, role)| {
         let zmq = ZmqAddress::parse(&process.address(false)).expect("an address");

@@ -2,11 +2,14 @@
 //! simulator gives to a machine, its shell in a deployment has to produce as well.
 
 use super::decode::DecodeInput;
-use super::message::{DecodeHook, FlowState, PrefillHook, Report};
+use super::dialect::moriio::form::{Form, form};
+use super::dialect::native::{MessageKind, peek};
+use super::error::Failure;
+use super::message::{DecodeHook, FlowState, Job, PrefillHook, Report};
 use super::prefill::PrefillInput;
-use super::router::{LegEvent, LegFailure, RouterInput};
+use super::router::{LegEvent, LegFailure, RouterInput, Tells, tells};
 use super::transfer::TransferInput;
-use crate::fabric::ControlEvent;
+use crate::fabric::{ControlEvent, DataEvent, Outcome};
 
 /// An input of a machine that is of one of several kinds.
 pub trait Kinds {
@@ -19,18 +22,43 @@ pub trait Kinds {
     fn kind(&self) -> usize;
 }
 
+/// What a frame looks like to a core: a few bytes of it tell.
+enum Look {
+    Native(MessageKind),
+    Moriio(Form),
+    Other,
+}
+
+fn look(parts: &[Vec<u8>]) -> Look {
+    let native = match parts {
+        [part] => peek(part),
+        _ => None,
+    };
+    native.map(Look::Native).or_else(|| form(parts).map(Look::Moriio)).unwrap_or(Look::Other)
+}
+
+/// An input that is a frame is of a kind by what the function named behind `by` makes of its parts,
+/// any other by what it is.
 macro_rules! kinds {
-    ($machine:literal, $input:ident: $($kind:ident = $pattern:pat),+ $(,)?) => {
+    (
+        $machine:literal, $input:ident { $($kind:ident = $pattern:pat,)+ }
+        $(by $of:ident { $($frame:ident = $form:pat,)+ })?
+    ) => {
         impl Kinds for $input {
             const MACHINE: &'static str = $machine;
-            const KINDS: &'static [&'static str] = &[$(stringify!($kind)),+];
+            const KINDS: &'static [&'static str] =
+                &[$(stringify!($kind),)+ $($(stringify!($frame),)+)?];
 
             fn kind(&self) -> usize {
                 enum Kind {
-                    $($kind),+
+                    $($kind,)+
+                    $($($frame,)+)?
                 }
                 let kind = match self {
-                    $($pattern => Kind::$kind),+
+                    $($input::Control(ControlEvent::Frame { parts, .. }) => match $of(parts) {
+                        $($form => Kind::$frame,)+
+                    },)?
+                    $($pattern => Kind::$kind,)+
                 };
                 kind as usize
             }
@@ -38,36 +66,80 @@ macro_rules! kinds {
     };
 }
 
-kinds!("router", RouterInput:
+/// Causes that the router takes for troubles of a pair, whatever its two sides are like.
+macro_rules! apart {
+    () => {
+        Failure::HelloRefused(_)
+            | Failure::Mismatch(_)
+            | Failure::Unreachable
+            | Failure::PeerSilent
+            | Failure::Violation(_)
+    };
+}
+
+/// Causes that are about a pair and, if they come again, about the instance.
+macro_rules! moving {
+    () => {
+        Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled
+    };
+}
+
+macro_rules! failed {
+    ($why:pat) => {
+        RouterInput::Leg { event: LegEvent::Failed($why), .. }
+    };
+}
+
+macro_rules! recomputed {
+    ($why:pat) => {
+        RouterInput::Leg { event: LegEvent::Done { recomputed: $why, .. }, .. }
+    };
+}
+
+kinds!("router", RouterInput {
     LinkUp = RouterInput::Control(ControlEvent::LinkUp { .. }),
     LinkDown = RouterInput::Control(ControlEvent::LinkDown { .. }),
-    Frame = RouterInput::Control(ControlEvent::Frame { .. }),
     Register = RouterInput::Register(_),
     Request = RouterInput::Request(_),
     Gone = RouterInput::Gone { .. },
     LegFirstToken = RouterInput::Leg { event: LegEvent::FirstToken, .. },
-    LegDone = RouterInput::Leg { event: LegEvent::Done { recomputed: None, .. }, .. },
-    LegRecomputed = RouterInput::Leg { event: LegEvent::Done { recomputed: Some(_), .. }, .. },
+    LegDone = recomputed!(None),
+    LegRecomputedApart = recomputed!(Some(apart!() | moving!())),
+    LegRecomputed = recomputed!(Some(_)),
     LegPrefilled = RouterInput::Leg { event: LegEvent::Prefilled { .. }, .. },
-    LegFailedConnection =
-        RouterInput::Leg { event: LegEvent::Failed(LegFailure::Connection), .. },
-    LegFailedBusy = RouterInput::Leg { event: LegEvent::Failed(LegFailure::Busy), .. },
-    LegFailedInstance = RouterInput::Leg { event: LegEvent::Failed(LegFailure::Instance(_)), .. },
-    LegFailedAnswer = RouterInput::Leg { event: LegEvent::Failed(LegFailure::Answer(_)), .. },
-    LegFailedRequest = RouterInput::Leg { event: LegEvent::Failed(LegFailure::Request(_)), .. },
+    LegFailedConnection = failed!(LegFailure::Connection),
+    LegFailedBusy = failed!(LegFailure::Busy),
+    LegFailedGone = failed!(LegFailure::Instance(Failure::EngineGone | Failure::Overload)),
+    LegFailedLife = failed!(LegFailure::Instance(Failure::OtherLife)),
+    LegFailedApart = failed!(LegFailure::Instance(apart!())),
+    LegFailedMoving = failed!(LegFailure::Instance(moving!())),
+    LegFailedPrompt = failed!(LegFailure::Instance(_)),
+    LegFailedAnswer = failed!(LegFailure::Answer(_)),
+    LegFailedRequest = failed!(LegFailure::Request(_)),
     ProbeAnswered = RouterInput::Probed { answers: true, .. },
     ProbeLost = RouterInput::Probed { answers: false, .. },
     Drain = RouterInput::Drain,
     Tick = RouterInput::Tick,
-);
+}
+// Rare enough to be decoded twice.
+by tells {
+    FrameRegister = Tells::Well,
+    FrameTroubles = Tells::Troubles,
+    FrameDrains = Tells::Drains,
+    FrameHeartbeat = Tells::Heartbeat,
+    FrameOther = Tells::Nothing,
+});
 
 macro_rules! core_kinds {
-    ($machine:literal, $input:ident: $($kind:ident = $pattern:pat),+ $(,)?) => {
-        kinds!($machine, $input:
+    (
+        $machine:literal, $input:ident { $($kind:ident = $pattern:pat,)+ }
+        native { $($message:ident,)+ }
+        moriio { $($notice:ident = $form:ident,)+ }
+    ) => {
+        kinds!($machine, $input {
             $($kind = $input::Hook($pattern),)+
             LinkUp = $input::Control(ControlEvent::LinkUp { .. }),
             LinkDown = $input::Control(ControlEvent::LinkDown { .. }),
-            Frame = $input::Control(ControlEvent::Frame { .. }),
             RankReady = $input::Report { report: Report::Ready { .. }, .. },
             RankUnusable = $input::Report { report: Report::Unusable { .. }, .. },
             PeerReady = $input::Report { report: Report::PeerReady { .. }, .. },
@@ -82,28 +154,68 @@ macro_rules! core_kinds {
                 $input::Report { report: Report::Flow { state: FlowState::Failed(_), .. }, .. },
             Drain = $input::Drain,
             Tick = $input::Tick,
-        );
+        } by look {
+            $($message = Look::Native(MessageKind::$message),)+
+            $($notice = Look::Moriio(Form::$form),)+
+            FrameOther = _,
+        });
     };
 }
 
-core_kinds!("prefill", PrefillInput:
+core_kinds!("prefill", PrefillInput {
     Arrived = PrefillHook::Arrived { .. },
     Scheduled = PrefillHook::Scheduled { .. },
     Finished = PrefillHook::Finished { .. },
     Preempted = PrefillHook::Preempted { .. },
-);
+}
+native {
+    Hello, Welcome, Refuse, Ack, Probe, Bye, Abandon, Ask, Announce, Pull, Renew, Release, Cancel,
+}
+moriio {
+    MoriioCall = Call,
+    MoriioMetadata = Metadata,
+    MoriioMemory = Memory,
+    MoriioBlocks = Blocks,
+    MoriioRelease = Release,
+    MoriioText = Text,
+});
 
-core_kinds!("decode", DecodeInput:
+core_kinds!("decode", DecodeInput {
     Arrived = DecodeHook::Arrived { .. },
     Allocated = DecodeHook::Allocated { .. },
     Finished = DecodeHook::Finished { .. },
-);
+}
+native {
+    Hello, Welcome, Refuse, Ack, Probe, Bye, Begun, Grant, Renewed, Delivered, Ended,
+}
+moriio {
+    MoriioCall = Call,
+    MoriioMetadata = Metadata,
+    MoriioMemory = Memory,
+    MoriioWritten = Written,
+    MoriioText = Text,
+});
 
-kinds!("transfer", TransferInput:
+kinds!("transfer", TransferInput {
     Start = TransferInput::Start,
-    Job = TransferInput::Job(_),
+    JobPeer = TransferInput::Job(Job::Peer { .. }),
+    JobFence = TransferInput::Job(Job::Fence { .. }),
+    JobSource = TransferInput::Job(Job::Source { .. }),
+    JobForget = TransferInput::Job(Job::Forget { .. }),
+    JobWrite = TransferInput::Job(Job::Write { .. }),
+    JobRead = TransferInput::Job(Job::Read { .. }),
+    JobStop = TransferInput::Job(Job::Stop { .. }),
     Layers = TransferInput::Layers { .. },
-    Data = TransferInput::Data(_),
+    Registered = TransferInput::Data(DataEvent::Registered { result: Ok(_), .. }),
+    Unregistered = TransferInput::Data(DataEvent::Registered { result: Err(_), .. }),
+    Opened = TransferInput::Data(DataEvent::Opened { result: Ok(_), .. }),
+    Unopened = TransferInput::Data(DataEvent::Opened { result: Err(_), .. }),
+    Moved = TransferInput::Data(DataEvent::Completed { outcome: Outcome::Done, .. }),
+    Unmoved = TransferInput::Data(DataEvent::Completed { outcome: Outcome::Failed { .. }, .. }),
+    Quiet = TransferInput::Data(DataEvent::Quiet { .. }),
+    Fenced = TransferInput::Data(DataEvent::Fenced { .. }),
+    PeerDown = TransferInput::Data(DataEvent::PeerDown { .. }),
+    Reset = TransferInput::Data(DataEvent::Reset { .. }),
     Refused = TransferInput::Refused(_),
     Tick = TransferInput::Tick,
-);
+});

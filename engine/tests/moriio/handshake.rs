@@ -1,6 +1,7 @@
 //! The handshake's request and its two replies.
 
 use crate::fixture::*;
+use engine::core::dialect::moriio::form::{Form, form};
 use engine::core::dialect::moriio::handshake::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -36,6 +37,8 @@ fn the_request_is_that_of_vllm_and_nothing_else_is_one() {
     let sent = parts(&load("handshake_request")["frames_as_sent_by_dealer"]);
     assert_eq!(sent, [REQUEST]);
     assert_eq!(decode_call(&sent), Ok(Call::Metadata));
+    assert_eq!(form(&sent), Some(Form::Call));
+    assert_eq!(form(&[b"", REQUEST]), None);
     assert_eq!(decode_call(&[b"pop_done_recv"]), Ok(Call::DoneRecv));
     let bad = load("handshake_listener_bad_message");
     assert_eq!(bad["listener_thread_alive_after"], false);
@@ -74,6 +77,8 @@ fn replies_are_written_and_read_as_by_vllm() {
     }
     for (first, metadata, second, layers) in replies {
         assert_eq!(metadata.encode(), first[..]);
+        let forms = [form(&first), form(&second)];
+        assert_eq!(forms, [Some(Form::Metadata), Some(Form::Memory)]);
         assert_eq!(AgentMetadata::decode(&first), Ok(metadata));
         assert_eq!(layers.encode(), second[..]);
         assert_eq!(LayerMemory::decode(&second), Ok(layers));

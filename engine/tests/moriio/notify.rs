@@ -1,6 +1,7 @@
 //! The notify channel.
 
 use crate::fixture::*;
+use engine::core::dialect::moriio::form::{Form, form};
 use engine::core::dialect::moriio::notify::*;
 use engine::core::ids::{BlockId, RequestId, TransferId};
 use proptest::collection::vec;
@@ -37,6 +38,7 @@ fn remote_blocks_are_written_and_read_as_by_vllm() {
     for (frame, decoded) in [(sent(&fixture), &fixture["decoded"]), (frame, &flow["decoded"])] {
         let message = remote_blocks_of(decoded);
         assert_eq!(ToPrefill::RemoteBlocks(message.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(Form::Blocks));
         assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::RemoteBlocks(message)));
     }
 }
@@ -53,6 +55,7 @@ fn releases_are_written_and_read_as_by_vllm() {
     ] {
         let message = release_of(decoded);
         assert_eq!(ToPrefill::Release(message.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(Form::Release));
         assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::Release(message)));
     }
 }
@@ -65,6 +68,7 @@ fn completions_are_written_and_read_as_by_vllm() {
     for (frame, decoded) in [(sent(&fixture), &fixture["decoded"]), (frame, &flow["decoded"])] {
         let transfer = TransferId::from(text(&decoded["transfer_id"]));
         assert_eq!(ToDecode::WriteDone(transfer.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(Form::Written));
         assert_eq!(decode_at_decode(&[&frame]), Ok(transfer));
     }
     for message in list(&load("notify_raw_completion")["messages"]) {
@@ -72,6 +76,7 @@ fn completions_are_written_and_read_as_by_vllm() {
         let raw = RawCompletion::new(transfer.clone()).unwrap();
         assert_eq!(ToPrefill::Completion(raw.clone()).encode(), frame);
         assert_eq!(ToDecode::Completion(raw).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(Form::Text));
         assert_eq!(decode_at_decode(&[&frame]), Ok(transfer.clone()));
         let release = Release::new(transfer, NonZeroU16::MIN, 4).unwrap();
         assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::Release(release)));

@@ -54,6 +54,11 @@ pub(super) struct Said {
 #[rtype(result = "()")]
 pub(super) struct Left(pub(super) u64);
 
+/// The host is about to end: the router is told to send no more.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct Drain;
+
 /// Nobody may have come.
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -490,6 +495,14 @@ impl Handler<Left> for Host {
 
     fn handle(&mut self, Left(client): Left, context: &mut Self::Context) {
         self.tell(context, |site, _| site.outlet.left(client));
+    }
+}
+
+impl Handler<Drain> for Host {
+    type Result = ();
+
+    fn handle(&mut self, _: Drain, context: &mut Self::Context) {
+        self.tell(context, |_, out| out.push_back(InstanceInput::Drain));
     }
 }
 

@@ -40,7 +40,7 @@ use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::error::Failure;
 use engine::core::ids::TransferId;
 use engine::core::layout::BlockList;
-use gateway::Gateway;
+use gateway::{Drain, Gateway};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -77,6 +77,8 @@ async fn run(socket: &Path, config: &Config) -> Result<Exit, Stop> {
         () = ends.heard() => {}
         _ = left => tracing::info!("the engine has left"),
     }
+    // If it cannot be told, the registrations expire.
+    let _ = gateway.address().send(Drain).await;
     Ok(Exit::Held)
 }
 

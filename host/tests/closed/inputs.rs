@@ -2,8 +2,11 @@
 //! real processes are driven until all kinds of input were seen, as the processes count them, but for
 //! those that are listed with the reason.
 
-use crate::fleet::{Fleet, Heart, PATIENCE, PATIENT, registration};
+use crate::fleet::{Fleet, Heart, PATIENT, registration};
+use crate::played;
 use crate::process::{Process, post};
+use crate::seen::{Seen, read, seen_now, until};
+use crate::slow::{self, send};
 use engine::core::decode::DecodeInput;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::dialect::moriio::registration::Heartbeat;
@@ -13,77 +16,59 @@ use engine::core::prefill::PrefillInput;
 use engine::core::router::RouterInput;
 use engine::core::transfer::TransferInput;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroU16;
-use std::thread;
-use std::time::Instant;
+use std::path::Path;
 
-/// Kinds that no run here has to show.
-const EXCEPTIONS: [(&str, &str, &str); 17] = [
-    ("router", "Register", "there are no instances but those that register by frames"),
-    ("router", "Drain", "the page is closed by then; `fn sigterm_lets_requests_finish`"),
-    ("prefill", "Preempted", "of the engine: the scenario `preempt-prefill` and test_hooks.py"),
-    ("prefill", "RankUnusable", "memory that the plane refuses: fabric-host's own tests"),
-    ("prefill", "PeerFailed", "a data plane that fails while the peer's process lives"),
-    ("prefill", "FlowMoving", "only of flows that take longer than 1 s"),
-    ("prefill", "FlowFailing", "of a rank that fails while others go on"),
-    ("prefill", "FlowFailed", "a race with the end of the peer: fabric-host/tests/stopped.rs"),
-    ("prefill", "Fenced", "the same"),
-    ("decode", "RankUnusable", "memory that the plane refuses: fabric-host's own tests"),
-    ("decode", "PeerFailed", "a data plane that fails while the peer's process lives"),
-    ("decode", "FlowMoving", "only of flows that take longer than 1 s"),
-    ("decode", "FlowFailing", "of a rank that fails while others go on"),
-    ("decode", "FlowFailed", "a race with the end of the peer: fabric-host/tests/stopped.rs"),
-    ("decode", "Fenced", "the same"),
-    ("transfer", "Refused", "the planes refuse nothing that the core asks for"),
-    ("transfer", "Tick", "only of flows that wait for a deadline"),
-];
-
-type Seen = BTreeSet<(String, String)>;
-
-fn read(seen: &mut Seen, process: &Process) {
-    for line in process.get("/metrics").lines() {
-        let Some((_, labels)) = line.split_once("_inputs_total{machine=\"") else { continue };
-        let mut parts = labels.split('"');
-        let (machine, kind) = (parts.next(), parts.nth(1));
-        let known = machine.zip(kind).unwrap_or_else(|| panic!("no kind in {line}"));
-        seen.insert((known.0.into(), known.1.into()));
-    }
+/// A kind that no run here has to show, why not, and the test that shows it or what it is made of; none
+/// where no shell can produce it.
+struct Exception {
+    machine: &'static str,
+    kind: &'static str,
+    why: &'static str,
+    shown: Option<(&'static str, &'static str)>,
 }
 
-/// An instance that answers every request so, once it was asked whether it is well.
-fn answers(status: u16, body: &'static str) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let at = listener.local_addr().expect("bound").to_string();
-    thread::spawn(move || {
-        for mut client in listener.incoming().map_while(Result::ok) {
-            thread::spawn(move || {
-                let mut asked = Vec::new();
-                let mut part = [0; 4096];
-                while let Ok(count @ 1..) = client.read(&mut part) {
-                    asked.extend_from_slice(&part[..count]);
-                    let is_probe = asked.starts_with(b"GET");
-                    if !(is_probe && asked.ends_with(b"\r\n\r\n") || asked.ends_with(b"}")) {
-                        continue;
-                    }
-                    let (status, body) = if is_probe { (200, "{}") } else { (status, body) };
-                    let len = body.len();
-                    let answer = format!(
-                        "HTTP/1.1 {status} x\r\ncontent-type: application/json\r\n\
-                         content-length: {len}\r\n\r\n{body}"
-                    );
-                    asked.clear();
-                    if client.write_all(answer.as_bytes()).is_err() {
-                        return;
-                    }
-                }
-            });
-        }
-    });
-    at
+macro_rules! exceptions {
+    ($($machine:literal $kind:literal $why:literal $shown:expr,)+) => {
+        [$(Exception { machine: $machine, kind: $kind, why: $why, shown: $shown }),+]
+    };
 }
+
+const OBSERVED: &str = "host/tests/embed/observed.rs";
+
+const EXCEPTIONS: [Exception; 10] = exceptions! {
+    "router" "Register"
+        "no shell makes one: instances register by frames"
+        None,
+    "router" "Drain"
+        "nobody can scrape a router that drains; what it does then is seen"
+        Some(("host/tests/router/ends.rs", "a_request_that_is_not_whole_at_sigterm_is_refused")),
+    "prefill" "Preempted"
+        "the stand-in engine admits only prompts that fit whole; `kvferry host` takes it from vLLM"
+        Some((OBSERVED, "a_preempted_prompt_is_seen_in_metrics")),
+    "prefill" "RankUnusable"
+        "the memory of `kvferry serve` is its own; `kvferry host` is told of memory"
+        Some((OBSERVED, "memory_that_is_not_there_is_seen_in_metrics")),
+    "decode" "RankUnusable"
+        "as at a prefill"
+        Some((OBSERVED, "memory_that_is_not_there_is_seen_in_metrics")),
+    "decode" "FlowMoving"
+        "a read that lasts 1 s is one of gigabytes: all that it reads is there when it begins. The same \
+         report of writes is seen here, at a prefill"
+        None,
+    "transfer" "Unregistered"
+        "as RankUnusable, which follows"
+        Some((OBSERVED, "memory_that_is_not_there_is_seen_in_metrics")),
+    "transfer" "Unmoved"
+        "a process has to die within the microseconds of an operation"
+        Some(("fabric-host/tests/stopped.rs", "a_push_ends_with_its_target")),
+    "transfer" "Reset"
+        "of MoRI alone, whose stand-in fails by calls within its process"
+        Some(("fabric-mori/tests/faults.rs", "peers_inside_are_told_of_a_rebuild")),
+    "transfer" "Refused"
+        "the core keeps to the credits that planes tell, so that a session has to end as it posts"
+        Some(("engine/src/conformance/data_ends.rs", "peer_death_fails_operations")),
+};
 
 /// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes.
 fn native(seen: &mut Seen, mode: &str) {
@@ -97,8 +82,8 @@ fn native(seen: &mut Seen, mode: &str) {
     assert_eq!(fleet.ask(3, &[("prompt", json!(many))]).0, 400);
     leave(&fleet);
     // Of the beacon, if of nothing else.
-    until(seen, ("prefill", "Tick"), &p);
-    until(seen, ("decode", "Tick"), &d);
+    until(seen, &p, "prefill", &["Tick"]);
+    until(seen, &d, "decode", &["Tick"]);
     read(seen, &fleet.router);
     drains(seen, &fleet, &d);
     d.signal("KILL");
@@ -106,21 +91,8 @@ fn native(seen: &mut Seen, mode: &str) {
     fleet.until("the link is down", |_| seen_now(&fleet, "LinkDown"));
     read(seen, &fleet.router);
     // The prefill hears that the decode has ended.
-    until(seen, ("prefill", "LinkDown"), &p);
+    until(seen, &p, "prefill", &["LinkDown"]);
     drains(seen, &fleet, &p);
-}
-
-/// Reads a process until its machine had such an input.
-fn until(seen: &mut Seen, (machine, kind): (&str, &str), process: &Process) {
-    let start = Instant::now();
-    let input = (machine.to_owned(), kind.to_owned());
-    loop {
-        read(seen, process);
-        if seen.contains(&input) {
-            return;
-        }
-        assert!(start.elapsed() < PATIENCE, "the {machine} had no {kind}");
-    }
 }
 
 /// An instance is told to end, which it does some seconds later.
@@ -133,23 +105,11 @@ fn drains(seen: &mut Seen, fleet: &Fleet, process: &Process) {
     read(seen, process);
 }
 
-fn seen_now(fleet: &Fleet, kind: &str) -> bool {
-    let mut seen = Seen::new();
-    read(&mut seen, &fleet.router);
-    seen.contains(&("router".into(), kind.into()))
-}
-
 /// A client closes its connection before the answer.
 fn leave(fleet: &Fleet) {
-    let body = json!({"model": "m", "prompt": vec![7; 5000], "max_tokens": 8000}).to_string();
-    let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
-         content-length: {}\r\n\r\n",
-        body.len()
-    );
+    let body = json!({"model": "m", "prompt": vec![7; 5000], "max_tokens": 8000});
     for _ in 0..3 {
-        let mut client = TcpStream::connect(fleet.router.text("http")).expect("it listens");
-        client.write_all((head.clone() + &body).as_bytes()).expect("it reads");
+        let client = send(fleet.router.text("http"), &body);
         fleet.until("a leg", |all| all.iter().any(|it| it["in_flight_legs"] != 0));
         drop(client);
         fleet.until("no leg", |all| all.iter().all(|it| it["in_flight_legs"] == 0));
@@ -161,15 +121,16 @@ fn leave(fleet: &Fleet) {
 }
 
 /// Instances that speak MoRIIO only, as far as the router knows.
-fn moriio_reads(seen: &mut Seen) {
+fn moriio(seen: &mut Seen, mode: Mode) {
     let fleet = Fleet::new(&[]);
-    let p = Process::serve(&["--role", "prefill", "--mode", "pull", "--set", PATIENT]);
-    let d = Process::serve(&["--role", "decode", "--mode", "pull", "--set", PATIENT]);
+    let name = mode.to_string();
+    let [p, d] = ["prefill", "decode"]
+        .map(|role| Process::serve(&["--role", role, "--mode", &name, "--set", PATIENT]));
     let one = NonZeroU16::MIN;
     let hearts = [(&p, Role::Prefill), (&d, Role::Decode)].map(|(process, role)| {
         let zmq = ZmqAddress::parse(&process.address(false)).expect("an address");
         let http = process.text("http").into();
-        let beat = Heartbeat::new(role, http, zmq, one, one, Mode::Pull).expect("an instance");
+        let beat = Heartbeat::new(role, http, zmq, one, one, mode).expect("an instance");
         Heart::send(fleet.discovery(), move || beat.encode())
     });
     fleet.ready(2);
@@ -178,34 +139,6 @@ fn moriio_reads(seen: &mut Seen) {
         read(seen, process);
     }
     drop(hearts);
-}
-
-/// Prefills that fail each in its way, beside a decode that waits for them.
-fn failing(seen: &mut Seen) {
-    const ERROR: &str = r#"{"error": {"message": "m", "type": "t", "code": 500}}"#;
-    for http in [answers(500, ERROR), answers(503, ERROR)] {
-        let fleet = Fleet::new(&["--retries", "0", "--queue-timeout", "0.001"]);
-        let d = fleet.serve("decode", "push", &[]);
-        let p = Process::serve(&["--role", "prefill", "--mode", "push"]);
-        let mut told = registration(&p, Role::Prefill, Mode::Push, p.text("handshake"));
-        told.http = (&*http).into();
-        let _heart = Heart::beat(fleet.discovery(), told);
-        fleet.ready(2);
-        assert!(fleet.ask(1, &[]).0 >= 500);
-        read(seen, &d);
-        read(seen, &fleet.router);
-    }
-    // One that takes connections and says nothing.
-    let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let fleet = Fleet::new(&[]);
-    let p = Process::serve(&["--role", "prefill", "--mode", "push"]);
-    let mut told = registration(&p, Role::Prefill, Mode::Push, p.text("handshake"));
-    told.http = silent.local_addr().expect("bound").to_string().as_str().into();
-    let _heart = Heart::beat(fleet.discovery(), told);
-    fleet.until("it does not answer", |_| seen_now(&fleet, "ProbeLost"));
-    // It is asked again.
-    fleet.until("a timer", |_| seen_now(&fleet, "Tick"));
-    read(seen, &fleet.router);
 }
 
 /// A prefill that is killed in the middle of its registrations.
@@ -228,7 +161,7 @@ fn killed(seen: &mut Seen) {
     p.wait();
     let (status, body) = fleet.ask(2, &[]);
     assert!(status == 502 && body.contains(&*http.0), "{control}: {status} {body}");
-    until(seen, ("decode", "LinkDown"), &d);
+    until(seen, &d, "decode", &["LinkDown", "Fenced"]);
     read(seen, &fleet.router);
 }
 
@@ -245,6 +178,10 @@ fn told(seen: &mut Seen) {
         let _heart = Heart::beat(fleet.discovery(), told);
         fleet.ready(2);
         assert_eq!(fleet.ask(1, &[]).0, if is_old { 500 } else { 200 });
+        if !is_old {
+            // The decode says so with its next registration.
+            until(seen, &fleet.router, "router", &["FrameTroubles"]);
+        }
         read(seen, &d);
         read(seen, &fleet.router);
     }
@@ -259,16 +196,37 @@ fn every_kind_of_input_is_produced_by_what_is_deployed() {
     let mut seen = Seen::new();
     native(&mut seen, "push");
     native(&mut seen, "pull");
-    moriio_reads(&mut seen);
-    failing(&mut seen);
+    moriio(&mut seen, Mode::Push);
+    moriio(&mut seen, Mode::Pull);
+    played::failing(&mut seen);
+    played::abandoned(&mut seen);
+    played::silent(&mut seen);
+    played::strangers(&mut seen);
+    slow::amid_writes(&mut seen);
+    slow::amid_reads(&mut seen);
+    slow::moving(&mut seen);
+    slow::goodbyes(&mut seen);
+    slow::renewed(&mut seen);
+    slow::refused(&mut seen);
     killed(&mut seen);
     told(&mut seen);
     let all = kinds::<RouterInput>().chain(kinds::<PrefillInput>());
     let all: Seen = all.chain(kinds::<DecodeInput>()).chain(kinds::<TransferInput>()).collect();
-    let excepted: Seen =
-        EXCEPTIONS.iter().map(|(machine, kind, _)| ((*machine).into(), (*kind).into())).collect();
+    let excepted = EXCEPTIONS.iter().map(|it| (it.machine.to_owned(), it.kind.to_owned()));
+    let excepted: Seen = excepted.collect();
     assert!(excepted.is_subset(&all), "an exception for what there is not");
     let missing: Vec<_> = all.difference(&seen).filter(|kind| !excepted.contains(kind)).collect();
     assert!(missing.is_empty(), "never produced: {missing:?}");
     assert!(seen.is_subset(&all), "counted, but not known: {seen:?}");
+}
+
+#[test]
+fn what_shows_the_exceptions_is_there() {
+    for Exception { machine, kind, why, shown } in &EXCEPTIONS {
+        assert!(!why.is_empty());
+        let Some((file, test)) = shown else { continue };
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(file);
+        let text = std::fs::read_to_string(path).expect("a file of the repository");
+        assert!(text.contains(&format!("fn {test}(")), "{machine} {kind}: no {test} in {file}");
+    }
 }

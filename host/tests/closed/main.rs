@@ -7,6 +7,9 @@ mod fits;
 mod fleet;
 mod ghost;
 mod inputs;
+mod played;
 #[path = "../serve/process.rs"]
 mod process;
 mod registered;
+mod seen;
+mod slow;

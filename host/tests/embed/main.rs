@@ -6,6 +6,7 @@ mod rig;
 mod settings;
 mod versions;
 
+use engine::core::dialect::native::{self, Frame};
 use engine::core::message::{DecodeAnswer, Mode, Role};
 use fabric_host::{HugePages, Pool};
 use kvferry::embed::Link;
@@ -17,6 +18,7 @@ use rig::*;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Command;
 use std::time::Instant;
 
 fn hand_over(mode: Mode, [at_p, at_d]: [TransferPlace; 2]) {
@@ -214,4 +216,28 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
         assert!(!hosts.is_empty(), "nobody took it over");
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn a_router_is_told_that_a_host_ends() {
+    let router = zmq::Context::new().socket(zmq::ROUTER).expect("a socket");
+    router.set_rcvtimeo(PATIENCE.as_millis() as i32).expect("an option of sockets");
+    router.bind("tcp://127.0.0.1:*").expect("a free port");
+    let at = router.get_last_endpoint().expect("it is bound").expect("UTF-8");
+    let mut host = Host::start("drains");
+    let mut engine = engine(Role::Decode, Mode::Push, Sidecar);
+    engine.settings.proxy_ip = "127.0.0.1".into();
+    engine.settings.proxy_ping_port =
+        at.rsplit_once(':').expect("a port").1.parse().expect("a port");
+    engine.settings.http_port = 1;
+    let _engine = Rig::of(&host, engine);
+    let drains = || {
+        let parts = router.recv_multipart(0).expect("it registers");
+        matches!(native::decode(&parts[1]), Ok(Frame::Register(told)) if told.draining)
+    };
+    assert!(!drains());
+    let pid = host.child.id().to_string();
+    assert!(Command::new("kill").arg(pid).status().expect("kill runs").success());
+    while !drains() {}
+    assert_eq!(host.child.wait().expect("a child").code(), Some(0));
 }

@@ -1,7 +1,11 @@
 //! What hosts tell of their transfers: metrics and traces.
 
 use crate::rig::*;
-use engine::core::message::{Mode, Role};
+use engine::core::ids::{StepId, TransferKey};
+use engine::core::layout::BlockList;
+use engine::core::message::{Chunk, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role};
+use fabric_host::{HugePages, Pool};
+use kvferry::embed::proto::{FromHost, ToHost, Who};
 use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::TransferPlace;
 use serde_json::Value;
@@ -10,6 +14,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Instant;
 
 fn export(sockets: &[&Path]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
@@ -159,5 +164,49 @@ fn an_export_from_what_is_no_host_says_what_to_do() {
         let begin = format!("error: --live {}: ", socket.display());
         assert!(said.starts_with(&begin) && said.contains(expected), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
+    }
+}
+
+#[test]
+fn a_preempted_prompt_is_seen_in_metrics() {
+    let (host, metrics) = Host::with_metrics("preempted");
+    let mut p = Rig::start(&host, Role::Prefill, Mode::Push);
+    let key = TransferKey { id: "tx-1".into(), prompt: 0 };
+    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Push, life: None, moriio: None };
+    p.tell(&arrived("p-1", "do_remote_decode", &leg));
+    let blocks = vec![BlockList::new(vec![3]); p.groups];
+    let chunk = Chunk { request: "p-1".into(), from: 0, to: 32, blocks };
+    p.tell(&ToHost::Prefill(PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] }));
+    p.tell(&ToHost::Prefill(PrefillHook::Preempted { request: "p-1".into() }));
+    let safe = next(&mut p.worker, |_| false);
+    assert!(matches!(safe, FromHost::Prefill(PrefillAnswer::PreemptionSafe { .. })), "{safe:?}");
+    let input = r#"kvferry_inputs_total{machine="prefill",kind="Preempted"} 1"#;
+    series(&scrape(metrics), input);
+}
+
+#[test]
+fn memory_that_is_not_there_is_seen_in_metrics() {
+    for (role, machine) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
+        let (host, metrics) = Host::with_metrics(&format!("unusable-{machine}"));
+        let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+        let mut worker = worker(&pool, 32);
+        drop(pool);
+        worker.regions[0].file = None;
+        let _worker = host.connect(Who::Worker(Box::new(worker)));
+        let _scheduler = host.connect(Who::Scheduler(Box::new(engine(
+            role,
+            Mode::Push,
+            TransferPlace::Sidecar,
+        ))));
+        let inputs = [(machine, "RankUnusable"), ("transfer", "Unregistered")].map(|(of, kind)| {
+            format!("kvferry_inputs_total{{machine=\"{of}\",kind=\"{kind}\"}} 1\n")
+        });
+        let start = Instant::now();
+        let mut page = scrape(metrics);
+        while !inputs.iter().all(|input| page.contains(input)) {
+            assert!(start.elapsed() < PATIENCE, "not {inputs:?} but\n{page}");
+            std::thread::yield_now();
+            page = scrape(metrics);
+        }
     }
 }

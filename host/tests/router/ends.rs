@@ -5,7 +5,7 @@ use crate::rig::{PATIENCE, Router, completion, pair, streaming};
 use engine::core::message::Mode;
 use http_body_util::BodyExt;
 use std::sync::Arc;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -73,6 +73,31 @@ async fn sigterm_lets_requests_finish() {
     };
     let (answer, ()) = tokio::join!(router.ask(), end);
     assert_eq!((answer.status, &answer.json()["id"]), (200, &"late".into()));
+    assert_eq!(router.exit(), Some(0));
+}
+
+#[tokio::test]
+async fn a_request_that_is_not_whole_at_sigterm_is_refused() {
+    let (router, p, _d) = pair(Mode::Push, &[]).await;
+    let body = completion().to_string();
+    let mut stream = TcpStream::connect(&router.http).await.unwrap();
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+         Expect: 100-continue\r\nContent-Length: {}\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    // Its head was taken before.
+    let mut said = [0; 25];
+    stream.read_exact(&mut said).await.unwrap();
+    assert_eq!(&said, b"HTTP/1.1 100 Continue\r\n\r\n");
+    router.signal("-TERM");
+    while TcpStream::connect(&router.http).await.is_ok() {}
+    stream.write_all(body.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    assert!(p.seen().is_empty(), "no leg was sent");
     assert_eq!(router.exit(), Some(0));
 }
 

@@ -89,6 +89,32 @@ pub(super) struct Unread {
     pub(super) from: Option<Arc<str>>,
 }
 
+/// What an instance says of itself, for who counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::core) enum Tells {
+    /// It is well.
+    Well,
+    /// It is well, and there are peers that it cannot reach.
+    Troubles,
+    /// It takes no new requests.
+    Drains,
+    /// Of MoRIIO, which says no more than that it is there.
+    Heartbeat,
+    /// Nothing of use.
+    Nothing,
+}
+
+/// Reads a message for what it tells.
+pub(in crate::core) fn tells(parts: &[Vec<u8>]) -> Tells {
+    match read(parts) {
+        Ok(Said::Entry(entry)) if entry.registration.draining => Tells::Drains,
+        Ok(Said::Entry(entry)) if !entry.registration.troubles.is_empty() => Tells::Troubles,
+        Ok(Said::Entry(_)) => Tells::Well,
+        Ok(Said::Heartbeat(_)) => Tells::Heartbeat,
+        Err(_) => Tells::Nothing,
+    }
+}
+
 /// Reads a message; parts after the first are ignored.
 pub(super) fn read(parts: &[Vec<u8>]) -> Result<Said, Unread> {
     let malformed =

@@ -23,6 +23,7 @@ mod rejections;
 mod requests;
 mod view;
 
+pub(super) use discovery::{Tells, tells};
 pub use io::*;
 pub use registry::Reject;
 pub use rejections::Rejection;

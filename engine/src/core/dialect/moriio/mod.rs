@@ -8,6 +8,7 @@
 pub mod address;
 pub mod blocks;
 pub mod descriptor;
+pub mod form;
 pub mod handshake;
 pub mod notify;
 pub mod params;

@@ -270,7 +270,7 @@ fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<Read<'a>, Deco
 }
 
 /// True for the first byte of a map; a text may start with those of long ones.
-fn starts_map(byte: u8) -> bool {
+pub(super) fn starts_map(byte: u8) -> bool {
     matches!(byte, 0x80..=0x8f | 0xde | 0xdf)
 }
 

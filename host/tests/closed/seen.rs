@@ -1,0 +1,45 @@
+//! What processes say of the inputs that their machines have had.
+
+use crate::fleet::{Fleet, PATIENCE};
+use crate::process::Process;
+use std::collections::BTreeSet;
+use std::thread;
+use std::time::Instant;
+
+/// Machines and kinds of their inputs.
+pub(crate) type Seen = BTreeSet<(String, String)>;
+
+pub(crate) fn read(seen: &mut Seen, process: &Process) {
+    for line in process.get("/metrics").lines() {
+        let Some((_, labels)) = line.split_once("_inputs_total{machine=\"") else { continue };
+        let mut parts = labels.split('"');
+        let (machine, kind) = (parts.next(), parts.nth(1));
+        let known = machine.zip(kind).unwrap_or_else(|| panic!("no kind in {line}"));
+        seen.insert((known.0.into(), known.1.into()));
+    }
+}
+
+/// Reads a process until its machine had these inputs.
+pub(crate) fn until(seen: &mut Seen, process: &Process, machine: &str, kinds: &[&str]) {
+    let start = Instant::now();
+    loop {
+        let mut now = Seen::new();
+        read(&mut now, process);
+        let missing = |kind: &&&str| !now.contains(&(machine.to_owned(), (**kind).to_owned()));
+        let missing: Vec<_> = kinds.iter().filter(missing).collect();
+        let is_done = missing.is_empty();
+        assert!(is_done || start.elapsed() < PATIENCE, "the {machine} had no {missing:?}: {now:?}");
+        seen.extend(now);
+        if is_done {
+            return;
+        }
+        thread::yield_now();
+    }
+}
+
+/// True if the router has had such an input.
+pub(crate) fn seen_now(fleet: &Fleet, kind: &str) -> bool {
+    let mut seen = Seen::new();
+    read(&mut seen, &fleet.router);
+    seen.contains(&("router".into(), kind.into()))
+}

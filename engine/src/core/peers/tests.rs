@@ -49,6 +49,7 @@ fn what_peers_do_wrong_is_counted_up_to_the_end_of_numbers() {
 #[test]
 fn ids_of_links_come_again_but_those_in_use() {
     let mut peers = peers(Role::Decode);
+    peers.ranks = Some(Vec::new());
     let (mut commands, mut events) = (Vec::new(), Vec::new());
     let mut out = Out { commands: &mut commands, events: &mut events };
     assert_eq!(peers.fresh_link(), LinkId(1));

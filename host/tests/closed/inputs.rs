@@ -135,6 +135,10 @@ fn moriio(seen: &mut Seen, mode: Mode) {
     });
     fleet.ready(2);
     assert_eq!(fleet.ask(1, &[]).0, 200);
+    if mode == Mode::Pull {
+        // It comes by itself.
+        until(seen, &p, "prefill", &["MoriioRelease"]);
+    }
     for process in [&p, &d, &fleet.router] {
         read(seen, process);
     }

@@ -421,26 +421,6 @@ impl Peers {
         self.slots.get(&slot)?.info.as_ref()
     }
 
-    /// An id for a link that the owner dials itself on the same control plane, in place of the one
-    /// before.
-    pub fn fresh_link(&mut self) -> LinkId {
-        let link = self.next_link();
-        self.lent = Some(link);
-        link
-    }
-
-    /// An id that no link has. Of so many the oldest come again, so that those of peers that speak
-    /// MoRIIO stay apart.
-    fn next_link(&mut self) -> LinkId {
-        loop {
-            self.next_link = self.next_link % (LinkId::MORIIO - 1) + 1;
-            let link = LinkId(self.next_link);
-            if self.lent != Some(link) && !self.links.contains_key(&link) {
-                return link;
-            }
-        }
-    }
-
     /// Sizes and counts; takes time in proportion to the number of peers.
     pub fn gauges(&self) -> PeerGauges {
         let remembered = [

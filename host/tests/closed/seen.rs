@@ -37,6 +37,21 @@ pub(crate) fn until(seen: &mut Seen, process: &Process, machine: &str, kinds: &[
     }
 }
 
+/// Waits until the machine of a process had so many inputs of a kind.
+pub(crate) fn until_count(process: &Process, machine: &str, kind: &str, count: u64) {
+    let start = Instant::now();
+    let name = format!("_inputs_total{{machine=\"{machine}\",kind=\"{kind}\"}} ");
+    loop {
+        let page = process.get("/metrics");
+        let had = page.lines().find_map(|line| line.split_once(&*name)?.1.parse::<u64>().ok());
+        if had >= Some(count) {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "the {machine} had {had:?} {kind}, not {count}");
+        thread::yield_now();
+    }
+}
+
 /// True if the router has had such an input.
 pub(crate) fn seen_now(fleet: &Fleet, kind: &str) -> bool {
     let mut seen = Seen::new();

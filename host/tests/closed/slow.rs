@@ -1,12 +1,12 @@
 //! Pairs that compute for a long time, so that what goes wrong does so amid a transfer; with the test
 //! in the router's place.
 
-use crate::fleet::registration;
+use crate::fleet::{PATIENCE, registration};
 use crate::process::Process;
-use crate::seen::{Seen, read, until};
+use crate::seen::{Seen, read, until, until_count};
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
 
@@ -93,26 +93,27 @@ pub(crate) fn amid_writes(seen: &mut Seen) {
     until(seen, &p, "transfer", &["JobStop"]);
     until(seen, &d1, "decode", &["Ended"]);
     let _killed = slow.decode(&d2, &p, 0, 1);
-    until(seen, &d2, "decode", &["Begun"]);
+    until(seen, &d2, "decode", &["Begun", "Probe"]);
     until(seen, &p, "prefill", &["Probe"]);
-    // Its sessions are there when its first write is.
+    // Those of the other one, too.
+    until_count(&p, "transfer", "JobWrite", 2);
     d2.signal("KILL");
     d2.wait();
     until(seen, &p, "transfer", &["PeerDown", "Unopened", "Tick", "JobFence", "Fenced", "Quiet"]);
-    until(seen, &p, "prefill", &["PeerFailed", "Fenced"]);
-    read(seen, &p);
+    until(seen, &p, "prefill", &["FlowFailing", "PeerFailed", "Fenced"]);
 }
 
 /// A prefill is killed while a decode that has its grant waits for blocks. When it has some it reads
 /// by sessions that are to be opened anew; then it is given up, or they are.
 pub(crate) fn amid_reads(seen: &mut Seen) {
-    for (reopen, machine, ends) in
-        [("900s", "decode", "FlowFailed"), ("1s", "decode", "FlowFailing")]
-    {
-        // A busy machine may have given the sessions up before.
-        while !seen.contains(&(machine.to_owned(), ends.to_owned())) {
-            amid_read(seen, reopen);
+    amid_read(seen, "900s");
+    let failing = ("decode".to_owned(), "FlowFailing".to_owned());
+    // A busy machine may give the sessions up before it reads.
+    for _ in 0..10 {
+        if seen.contains(&failing) {
+            break;
         }
+        amid_read(seen, "1s");
     }
 }
 
@@ -129,13 +130,14 @@ fn amid_read(seen: &mut Seen, reopen: &str) {
     let _prefill = quick.prefill(&p, 1, 1);
     let second = quick.decode(&d, &p, 1, 0);
     until(seen, &d, "decode", &["Grant"]);
-    until(seen, &d, "transfer", &["Opened"]);
+    // By both.
+    until_count(&d, "decode", "PeerReady", 2);
     p.signal("KILL");
     p.wait();
     until(seen, &d, "transfer", &["PeerDown"]);
     drop(first);
-    until(seen, &d, "transfer", &["JobRead"]);
     if reopen == "900s" {
+        until(seen, &d, "transfer", &["JobRead"]);
         drop(second);
         until(seen, &d, "transfer", &["JobStop"]);
         until(seen, &d, "decode", &["FlowFailed"]);
@@ -170,15 +172,16 @@ pub(crate) fn goodbyes(seen: &mut Seen) {
 pub(crate) fn renewed(seen: &mut Seen) {
     let slow = Slow::new("renewed", Mode::Pull, "1s", ["protocol = { lease = \"3s\" }", ""]);
     let [p, d] = ["p0", "d0"].map(|name| slow.start(name));
-    let has = |seen: &Seen, kind: &str| seen.iter().any(|(_, seen)| seen == kind);
-    let mut legs = Vec::new();
+    let renewed = ("decode".to_owned(), "Renewed".to_owned());
     // A busy machine may be too late for a lease.
-    for prompt in 0.. {
-        legs.push([slow.decode(&d, &p, prompt, 0), slow.prefill(&p, prompt, 1)]);
-        until(seen, &d, "decode", &["Grant"]);
+    for prompt in 0..10 {
+        let mut leg = slow.decode(&d, &p, prompt, 0);
+        let _prefill = slow.prefill(&p, prompt, 1);
+        leg.set_read_timeout(Some(PATIENCE)).expect("a time");
+        leg.read_exact(&mut [0]).expect("an answer");
         read(seen, &p);
         read(seen, &d);
-        if has(seen, "Renewed") {
+        if seen.contains(&renewed) {
             break;
         }
     }

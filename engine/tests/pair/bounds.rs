@@ -128,6 +128,28 @@ fn gives_up_beside_a_full_queue(lease: Nanos, apart: u64) {
 }
 
 #[test]
+fn an_announcement_that_outlasts_its_receiver_is_written_nowhere() {
+    // A name is forgotten as soon as it has ended, so that the prompt may come again.
+    let settings = CoreSettings { tombstones_max: 0, ..CoreSettings::default() };
+    let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+    let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
+    arrive_prefill(&mut pair, Mode::Push, 64, 1);
+    schedule(&mut pair, 1, 0, 32);
+    settle(&mut pair, 1);
+    pair.frame_passes = Box::new(|from| from != Who::Decode);
+    allocate(&mut pair, &request, 0, 64, 10);
+    finish(&mut pair, FinishReason::Aborted);
+    settle(&mut pair, 1);
+    let failure = Failure::PrefillEnded;
+    assert_eq!(pair.decode_said.last(), Some(&DecodeAnswer::LoadFailed { request, failure }));
+    arrive_prefill(&mut pair, Mode::Push, 64, 1);
+    prefill_all(&mut pair, 64);
+    pair.frame_passes = Box::new(|_: Who| true);
+    settle(&mut pair, 10);
+    assert_eq!(pair.ops, 0, "its blocks may be those of somebody else");
+}
+
+#[test]
 fn a_receiver_that_never_says_where_to_is_given_up() {
     for seconds in [60, 600] {
         let settings = CoreSettings { claim: Nanos::from_secs(seconds), ..CoreSettings::default() };

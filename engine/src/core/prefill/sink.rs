@@ -113,8 +113,12 @@ impl Prefill {
                 return;
             }
         }
+        // A decode asks before it announces, but for one that speaks MoRIIO. What is left of a
+        // receiver that has ended may come when its name is forgotten and the prompt is there again.
+        let asked = !matches!(want, Want::Push { .. }) || slot.is_moriio();
+        let asked = if asked { Ok(()) } else { Err(Failure::UnknownTransfer) };
         let room = self.station.unusable().cloned().map_or(Ok(()), Err);
-        if let Err(failure) = self.accepts(&tag).and(room) {
+        if let Err(failure) = self.accepts(&tag).and(asked).and(room) {
             return self.tell_ended(now, slot, tag, failure, true, out);
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(slot));

@@ -6,7 +6,7 @@ use fabric_sim::faults::Phase;
 use fabric_sim::world::{FULL, FullLink, Operations, Percentiles, Report};
 use scenarios::FaultKind;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// The result of one run, as it is printed in JSON.
 #[derive(Clone, Debug, Serialize)]
@@ -69,9 +69,9 @@ pub(crate) struct Outcome {
     pub(crate) peak_blocks: u64,
     /// Most KV blocks of a pool in quarantine at a time.
     pub(crate) peak_quarantined: u64,
-    /// Kinds of faults that the seed has, whether they hit or not.
+    /// Faults of the world's shape that the seed has.
     #[serde(skip)]
-    pub(crate) drawn: BTreeSet<FaultKind>,
+    pub(crate) shaped: Vec<FaultKind>,
     /// Tables of faults that the seed has, by line and kind, and whether they hit.
     #[serde(skip)]
     pub(crate) tables: BTreeMap<(u32, FaultKind), bool>,
@@ -156,7 +156,7 @@ impl Outcome {
             peak_blocks: 0,
             peak_quarantined: 0,
             faults: BTreeMap::new(),
-            drawn: run.faults.iter().map(|fault| fault.kind).chain(run.shaped.clone()).collect(),
+            shaped: run.shaped.clone(),
             tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), false)).collect(),
             never_hit: Vec::new(),
             unmet: false,

@@ -90,8 +90,8 @@ struct Sum {
     events: u64,
     /// Seeds in which a link was above 80 % for a second or more.
     full: u64,
-    /// Fault kinds that some seed has.
-    drawn: BTreeSet<FaultKind>,
+    /// Faults of the world's shape that some seed has.
+    shaped: BTreeSet<FaultKind>,
     /// Tables of faults that some seed has, by line and kind, and whether they hit in one.
     tables: BTreeMap<(u32, FaultKind), bool>,
     /// Seeds in which a fault kind hit.
@@ -219,7 +219,7 @@ impl Sum {
         self.recomputed += outcome.recomputed;
         self.events += outcome.events;
         self.full += u64::from(outcome.has_full_link());
-        self.drawn.extend(&outcome.drawn);
+        self.shaped.extend(&outcome.shaped);
         for (table, hit) in &outcome.tables {
             *self.tables.entry(*table).or_default() |= hit;
         }
@@ -234,6 +234,11 @@ impl Sum {
             self.failing.push(outcome);
         }
     }
+
+    /// Fault kinds that some seed has, whether they hit or not.
+    fn kinds(&self) -> BTreeSet<FaultKind> {
+        self.tables.keys().map(|(_, kind)| *kind).chain(self.shaped.iter().copied()).collect()
+    }
 }
 
 /// In how many seeds each kind of fault hit, and how often in each phase.
@@ -241,10 +246,10 @@ fn coverage(sum: &Sum) -> String {
     let mut head = vec!["fault hits by phase".to_string(), "seeds".into()];
     head.extend(Phase::ALL.iter().map(|phase| phase.name().to_string()));
     let mut rows = vec![head];
-    for kind in &sum.drawn {
+    for kind in sum.kinds() {
         let mut row = vec![kind.name().into()];
-        row.push(grouped(sum.seeds.get(kind).copied().unwrap_or(0)));
-        let hits = |phase: &Phase| sum.hits.get(&(*kind, *phase)).copied();
+        row.push(grouped(sum.seeds.get(&kind).copied().unwrap_or(0)));
+        let hits = |phase: &Phase| sum.hits.get(&(kind, *phase)).copied();
         row.extend(Phase::ALL.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
         rows.push(row);
     }
@@ -261,7 +266,7 @@ fn never_hit(sum: &Sum) -> String {
 }
 
 fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
-    if !sum.drawn.is_empty() {
+    if !sum.kinds().is_empty() {
         write!(out, "{}\n\n{}", coverage(sum), never_hit(sum))?;
     }
     for outcome in sum.failing.iter().take(SHOWN) {

@@ -7,7 +7,7 @@ use super::dialect::native::{MessageKind, peek};
 use super::error::Failure;
 use super::message::{DecodeHook, FlowState, Job, PrefillHook, Report};
 use super::prefill::PrefillInput;
-use super::router::{LegEvent, LegFailure, RouterInput, Tells, tells};
+use super::router::{LegEvent, LegFailure, RouterInput, Tells, Weight, of_instance, tells};
 use super::transfer::TransferInput;
 use crate::fabric::{ControlEvent, DataEvent, Outcome};
 
@@ -41,7 +41,7 @@ fn look(parts: &[Vec<u8>]) -> Look {
 /// any other by what it is.
 macro_rules! kinds {
     (
-        $machine:literal, $input:ident { $($kind:ident = $pattern:pat,)+ }
+        $machine:literal, $input:ident { $($kind:ident = $pattern:pat $(if $when:expr)?,)+ }
         $(by $of:ident { $($frame:ident = $form:pat,)+ })?
     ) => {
         impl Kinds for $input {
@@ -58,29 +58,11 @@ macro_rules! kinds {
                     $($input::Control(ControlEvent::Frame { parts, .. }) => match $of(parts) {
                         $($form => Kind::$frame,)+
                     },)?
-                    $($pattern => Kind::$kind,)+
+                    $($pattern $(if $when)? => Kind::$kind,)+
                 };
                 kind as usize
             }
         }
-    };
-}
-
-/// Causes that the router takes for troubles of a pair, whatever its two sides are like.
-macro_rules! apart {
-    () => {
-        Failure::HelloRefused(_)
-            | Failure::Mismatch(_)
-            | Failure::Unreachable
-            | Failure::PeerSilent
-            | Failure::Violation(_)
-    };
-}
-
-/// Causes that are about a pair and, if they come again, about the instance.
-macro_rules! moving {
-    () => {
-        Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled
     };
 }
 
@@ -104,15 +86,15 @@ kinds!("router", RouterInput {
     Gone = RouterInput::Gone { .. },
     LegFirstToken = RouterInput::Leg { event: LegEvent::FirstToken, .. },
     LegDone = recomputed!(None),
-    LegRecomputedApart = recomputed!(Some(apart!() | moving!())),
+    LegRecomputedApart = recomputed!(Some(why)) if why.is_of_pair(),
     LegRecomputed = recomputed!(Some(_)),
     LegPrefilled = RouterInput::Leg { event: LegEvent::Prefilled { .. }, .. },
     LegFailedConnection = failed!(LegFailure::Connection),
     LegFailedBusy = failed!(LegFailure::Busy),
-    LegFailedGone = failed!(LegFailure::Instance(Failure::EngineGone | Failure::Overload)),
     LegFailedLife = failed!(LegFailure::Instance(Failure::OtherLife)),
-    LegFailedApart = failed!(LegFailure::Instance(apart!())),
-    LegFailedMoving = failed!(LegFailure::Instance(moving!())),
+    LegFailedGone = failed!(why @ LegFailure::Instance(_)) if of_instance(why) == Weight::Failure,
+    LegFailedMoving = failed!(why @ LegFailure::Instance(_)) if of_instance(why) == Weight::Strike,
+    LegFailedApart = failed!(LegFailure::Instance(why)) if why.is_of_pair(),
     LegFailedPrompt = failed!(LegFailure::Instance(_)),
     LegFailedAnswer = failed!(LegFailure::Answer(_)),
     LegFailedRequest = failed!(LegFailure::Request(_)),

@@ -85,8 +85,8 @@ fn what_a_decode_announced_is_written_and_it_is_told() {
     }
 }
 
-#[test]
-fn a_failed_write_is_counted_because_the_decode_cannot_be_told() {
+/// A prompt that is computed and being written, and its flow.
+fn computed() -> (PrefillTable, FlowId) {
     let mut table = prefill(Mode::Push).ready();
     arrive(&mut table, Mode::Push, moriio_peer());
     table.shake(&good_replies());
@@ -95,6 +95,12 @@ fn a_failed_write_is_counted_because_the_decode_cannot_be_told() {
     compute(&mut table);
     let flow = writing(&mut table);
     finish(&mut table);
+    (table, flow)
+}
+
+#[test]
+fn a_failed_write_is_counted_because_the_decode_cannot_be_told() {
+    let (mut table, flow) = computed();
     let failure = Failure::Stalled;
     table.report(Report::Flow { flow, state: FlowState::Failed(failure.clone()) });
     let freed = PrefillAnswer::SourceFree { request: "p".into(), failure: Some(failure) };
@@ -273,14 +279,7 @@ fn peers_that_speak_moriio_are_counted_with_what_waits_for_them() {
 
 #[test]
 fn a_receiver_of_notices_that_hung_up_leaves_no_deadline() {
-    let mut table = prefill(Mode::Push).ready();
-    arrive(&mut table, Mode::Push, moriio_peer());
-    table.shake(&good_replies());
-    let link = table.accept(Channel::Notify);
-    table.hear(link, &[&blocks()]);
-    compute(&mut table);
-    let flow = writing(&mut table);
-    finish(&mut table);
+    let (mut table, flow) = computed();
     let before = sizes(&table)[1];
     table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
     let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);

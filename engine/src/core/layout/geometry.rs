@@ -27,6 +27,20 @@ pub struct Geometry {
 }
 
 impl Geometry {
+    /// Of no layer, for tests that move nothing.
+    #[cfg(test)]
+    pub(crate) fn bare() -> Geometry {
+        Geometry {
+            model: "m".into(),
+            tp: 1,
+            kv_heads: 1,
+            latent: false,
+            packed: false,
+            layers: 0,
+            groups: Vec::new(),
+        }
+    }
+
     /// FNV-1a (64 bit) over all fields, little-endian, with lengths and tags in front of what
     /// varies: the same on every machine, see [`crate::core::message::Hello::fingerprint`].
     pub fn fingerprint(&self) -> u64 {

@@ -32,7 +32,7 @@ use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
 use super::machine::Gauges;
 use super::message::{Message, MoriioPeer, Role};
-use super::peers::{Out, PeerEvent, PeerInfo};
+use super::peers::{Out, PeerEvent, PeerInfo, unused};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
@@ -349,16 +349,10 @@ impl MoriioPeers {
         peer.endpoint(self.config.settings.ports, what, tp).map_err(Failure::Mismatch)
     }
 
-    /// Links of this side are numbered apart from those of native peers. Of so many the oldest
-    /// numbers come again, but those in use.
+    /// Links of this side are numbered apart from those of native peers.
     fn fresh_link(&mut self) -> LinkId {
-        loop {
-            self.next_link = self.next_link % (LinkId::MORIIO - 1) + 1;
-            let link = LinkId(LinkId::MORIIO | self.next_link);
-            if !self.shaking.contains_key(&link) && !self.notices.has(link) {
-                return link;
-            }
-        }
+        let is_used = |link| self.shaking.contains_key(&link) || self.notices.has(link);
+        unused(LinkId::MORIIO, &mut self.next_link, is_used)
     }
 
     fn is_own(&self, link: LinkId) -> bool {

@@ -5,22 +5,13 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::ports::Shape;
 
 fn peers() -> MoriioPeers {
-    let geometry = Geometry {
-        model: "m".into(),
-        tp: 1,
-        kv_heads: 1,
-        latent: false,
-        packed: false,
-        layers: 0,
-        groups: Vec::new(),
-    };
     let config = MoriioConfig {
         address: ZmqAddress::parse("host:127.0.0.1,handshake:1,notify:2").expect("an address"),
         layer_names: Vec::new(),
         attn_backend: "CPU_ATTN".into(),
         settings: MoriioSettings::default(),
     };
-    let mut peers = MoriioPeers::new(config, Role::Decode, Arc::new(geometry));
+    let mut peers = MoriioPeers::new(config, Role::Decode, Arc::new(Geometry::bare()));
     peers.ranks = Some(Vec::new());
     peers
 }

@@ -11,6 +11,22 @@ use crate::core::ids::PeerSlot;
 use crate::core::time::Nanos;
 use crate::fabric::{Cause, Channel, ControlEvent, Endpoint, LinkId};
 
+/// The next id after `last` of a link that is not in use. `kind` keeps those of peers that speak
+/// MoRIIO apart. Of so many the oldest come again.
+pub(in crate::core) fn unused(
+    kind: u32,
+    last: &mut u32,
+    is_used: impl Fn(LinkId) -> bool,
+) -> LinkId {
+    loop {
+        *last = *last % (LinkId::MORIIO - 1) + 1;
+        let link = LinkId(kind | *last);
+        if !is_used(link) {
+            return link;
+        }
+    }
+}
+
 impl Peers {
     /// Takes an event of the control plane; false if the link is none of these peers' (and the
     /// event was not used).
@@ -302,16 +318,10 @@ impl Peers {
         link
     }
 
-    /// An id that no link has. Of so many the oldest come again, so that those of peers that speak
-    /// MoRIIO stay apart.
+    /// An id that no link has.
     pub(super) fn next_link(&mut self) -> LinkId {
-        loop {
-            self.next_link = self.next_link % (LinkId::MORIIO - 1) + 1;
-            let link = LinkId(self.next_link);
-            if self.lent != Some(link) && !self.links.contains_key(&link) {
-                return link;
-            }
-        }
+        let is_used = |link| self.lent == Some(link) || self.links.contains_key(&link);
+        unused(0, &mut self.next_link, is_used)
     }
 
     /// Opens the next link of a slot, or gives up.

@@ -20,6 +20,7 @@ use super::message::{Message, Role, Tag};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Cause, Endpoint, LinkId};
+pub(super) use links::unused;
 use slot::{Due, Slot};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -11,20 +11,11 @@ use crate::fabric::{Channel, ControlEvent, LinkId};
 use std::sync::Arc;
 
 fn peers(role: Role) -> Peers {
-    let geometry = Geometry {
-        model: "m".into(),
-        tp: 1,
-        kv_heads: 1,
-        latent: false,
-        packed: false,
-        layers: 0,
-        groups: Vec::new(),
-    };
     let me = Me {
         engine: "me".into(),
         incarnation: Incarnation(1),
         role,
-        geometry: Arc::new(geometry),
+        geometry: Arc::new(Geometry::bare()),
         capabilities: capability::PULL,
     };
     Peers::new(ChannelConfig::default(), me, false)

@@ -24,8 +24,8 @@ pub(super) struct Health {
 }
 
 /// How much a failed leg says.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Weight {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::core) enum Weight {
     Nothing,
     /// [`STRIKES_MAX`] in a row are a failure.
     Strike,
@@ -35,7 +35,7 @@ pub(super) enum Weight {
 }
 
 /// What a failed leg says about its instance.
-pub(super) fn of_instance(failure: &LegFailure) -> Weight {
+pub(in crate::core) fn of_instance(failure: &LegFailure) -> Weight {
     match failure {
         LegFailure::Connection | LegFailure::Busy => Weight::Failure,
         LegFailure::Answer(_) => Weight::Strike,

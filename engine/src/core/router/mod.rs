@@ -24,6 +24,7 @@ mod requests;
 mod view;
 
 pub(super) use discovery::{Tells, tells};
+pub(super) use health::{Weight, of_instance};
 pub use io::*;
 pub use registry::Reject;
 pub use rejections::Rejection;

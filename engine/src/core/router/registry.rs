@@ -559,5 +559,5 @@ fn is_endpoint(text: &str) -> bool {
 
 mod sizes;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod troubles;

@@ -3,7 +3,7 @@
 use super::*;
 use crate::core::error::Failure;
 use crate::core::ids::LegId;
-use crate::core::message::{Mode, Registration, Role, Trouble};
+use crate::core::message::{Registration, Trouble};
 use crate::fabric::Channel;
 
 struct Table {
@@ -52,21 +52,7 @@ fn table() -> Table {
 }
 
 fn registration(engine: &str, sequence: u64) -> Registration {
-    Registration {
-        engine: engine.into(),
-        incarnation: Incarnation(1),
-        sequence,
-        role: if engine.starts_with('p') { Role::Prefill } else { Role::Decode },
-        mode: Mode::Push,
-        http: engine.into(),
-        control: engine.into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-    }
+    Registration { sequence, http: engine.into(), ..registry::tests::registration(engine, 1) }
 }
 
 /// A router with a prefill and a decode, in slots 0 and 1.

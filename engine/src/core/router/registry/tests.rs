@@ -1,7 +1,7 @@
 use super::*;
 use crate::core::message::Mode;
 
-fn registration(engine: &str, incarnation: u64) -> Registration {
+pub(in crate::core::router) fn registration(engine: &str, incarnation: u64) -> Registration {
     Registration {
         engine: engine.into(),
         incarnation: Incarnation(incarnation),

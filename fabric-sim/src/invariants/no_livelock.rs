@@ -47,6 +47,9 @@ pub(super) struct NoLivelock {
     channels: Vec<ChannelConfig>,
     /// Failures that one flow may see for one range of blocks: those of its operations, each time.
     failures_max: u64,
+    /// Remote ranks that one flow may read the same range of blocks from. All that is read has one
+    /// target, whereas each rank that is written to is another.
+    sources_max: u64,
     dispatches: BTreeMap<ClientId, BTreeMap<Part, u32>>,
     dials: BTreeMap<(Who, u16), Dials>,
     /// Flows that a core has started, and that a rank has ended.
@@ -55,14 +58,19 @@ pub(super) struct NoLivelock {
     rows: BTreeMap<Rank, Row>,
 }
 
+/// Instances of a run, and those that they become.
+fn all(run: &Run) -> impl Iterator<Item = &Instance> {
+    let becomes = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
+    run.instances.iter().chain(becomes)
+}
+
 /// Operations of one flow that begin in the same block: one a layer, and more if they have few
 /// ranges or bytes. No range is shorter than K or V of a token in a head.
 fn operations(run: &Run, instance: &Instance) -> u64 {
     let settings = settings::transfer(instance);
     let plane = caps(Placement::OnCompletion, &instance.fabric);
     let slices = u64::from(settings.slices_max.min(plane.slices_max).max(1));
-    let becomes = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
-    let tokens = run.instances.iter().chain(becomes).map(|one| one.block_tokens).max();
+    let tokens = all(run).map(|one| one.block_tokens).max();
     let heads = u64::from(tokens.unwrap_or(1)) * u64::from(run.model.kv_heads);
     let bytes = settings.operation_bytes_min.min(plane.per_peer.bytes).min(plane.in_all.bytes);
     let by_bytes = (heads * u64::from(run.model.head_bytes)).div_ceil(bytes.max(1));
@@ -77,6 +85,7 @@ impl NoLivelock {
             retries: run.router.config.retries_max,
             channels: run.instances.iter().map(settings::channel).collect(),
             failures_max: failures.max().unwrap_or(0),
+            sources_max: all(run).map(|one| u64::from(one.tp)).max().unwrap_or(1),
             dispatches: BTreeMap::new(),
             dials: BTreeMap::new(),
             started: BTreeMap::new(),
@@ -197,7 +206,8 @@ impl NoLivelock {
         *failures += 1;
         // The flows under way at the first failure, those since, and what was left of those before.
         let started = self.started.get(&from.who).copied().unwrap_or(0);
-        let limit = (1 + started.saturating_sub(row.ended)) * self.failures_max;
+        let sources = if range.0 == from { self.sources_max } else { 1 };
+        let limit = (1 + started.saturating_sub(row.ended)) * self.failures_max * sources;
         if *failures == limit + 1 {
             found.report(self.id(), now.at, || {
                 let name = now.state.name(from.who.instance);
@@ -287,6 +297,23 @@ mod tests {
         bench.holds();
         complete(&mut bench, 2, &failure);
         bench.fails("16 operations of p0 rank 0 on the same blocks failed in a row");
+    }
+
+    #[test]
+    fn a_read_of_several_ranks_fails_once_for_each() {
+        for (ranks, count, held) in [(1, 8, true), (1, 9, false), (4, 32, true), (4, 33, false)] {
+            let mut bench = Bench::with(InvariantId::NoLivelock, |run| {
+                run.instances.iter_mut().for_each(|one| one.tp = ranks);
+            });
+            for op in 0..count {
+                bench.submit((D0, P0), op, Direction::Read, (&[4], &[5]));
+                bench.complete(D0, op, &failed(Landed::None));
+            }
+            match held {
+                true => bench.holds(),
+                false => bench.fails("of d0 rank 0 on the same blocks failed in a row"),
+            }
+        }
     }
 
     #[test]

@@ -103,10 +103,19 @@ pub(crate) fn registration(of: &Process, role: Role, mode: Mode, control: &str) 
     Registration {
         engine: format!("127.0.0.1:{port}").as_str().into(),
         incarnation: Incarnation(of.ready["incarnation"].as_u64().expect("a number")),
+        ..answering(of.text("http"), role, mode, control)
+    }
+}
+
+/// What an instance says that is nothing but what answers at an address.
+pub(crate) fn answering(http: &str, role: Role, mode: Mode, control: &str) -> Registration {
+    Registration {
+        engine: http.into(),
+        incarnation: Incarnation(1),
         sequence: 0,
         role,
         mode,
-        http: of.text("http").into(),
+        http: http.into(),
         control: control.into(),
         dp_rank: 0,
         dp_size: 1,

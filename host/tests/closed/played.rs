@@ -1,6 +1,6 @@
 //! Instances and strangers that the test plays.
 
-use crate::fleet::{Fleet, Heart};
+use crate::fleet::{Fleet, Heart, answering};
 use crate::process::Process;
 use crate::seen::{Seen, read, seen_now, until};
 use engine::core::dialect::native::{self, Envelope, Frame, MessageKind};
@@ -45,23 +45,9 @@ pub(crate) fn answers(status: u16, body: &Value) -> String {
     at
 }
 
-/// What an instance at an address says that is nothing but answers.
+/// An instance at an address that is nothing but answers.
 fn told(http: &str, role: Role) -> Registration {
-    Registration {
-        engine: http.into(),
-        incarnation: Incarnation(1),
-        sequence: 0,
-        role,
-        mode: Mode::Push,
-        http: http.into(),
-        control: "tcp://127.0.0.1:1".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-    }
+    answering(http, role, Mode::Push, "tcp://127.0.0.1:1")
 }
 
 /// An answer that is whole.

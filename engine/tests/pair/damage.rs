@@ -8,9 +8,13 @@ use engine::core::dialect::native::{self, Frame, MessageKind};
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// Cuts the last byte off every copy of one message: number `nth` of those of its kind that a side
-/// says. Says which number the message has, once it was sent.
-fn spoil(pair: &mut Pair, who: Who, kind: MessageKind, nth: usize) -> Rc<Cell<Option<u64>>> {
+/// Damages every copy of one message: number `nth` of those of its kind that a side says. Says which
+/// number the message has, once it was sent.
+fn spoil(
+    pair: &mut Pair,
+    (who, kind, nth): (Who, MessageKind, usize),
+    damage: fn(&mut Vec<u8>),
+) -> Rc<Cell<Option<u64>>> {
     let spoilt = Rc::new(Cell::new(None));
     let (number, mut seen) = (Rc::clone(&spoilt), Vec::new());
     pair.violations = Some(Vec::new());
@@ -23,12 +27,22 @@ fn spoil(pair: &mut Pair, who: Who, kind: MessageKind, nth: usize) -> Rc<Cell<Op
             }
             if seen.get(nth) == Some(&seq) {
                 number.set(Some(seq));
-                frame.pop();
+                damage(&mut frame);
             }
         }
         vec![frame]
     });
     spoilt
+}
+
+/// All but its last byte can be read.
+fn cut(frame: &mut Vec<u8>) {
+    frame.pop();
+}
+
+/// Nothing of it can be read behind its version and kind, so that nobody knows its number.
+fn behead(frame: &mut Vec<u8>) {
+    frame.truncate(4);
 }
 
 /// Longer than anything waits for a message that does not come.
@@ -41,7 +55,7 @@ fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
         for kind in MessageKind::ALL {
             for (who, nth) in [(Who::Prefill, 0), (Who::Prefill, 1), (Who::Decode, 0)] {
                 let mut pair = Pair::new(mode, 1, 1);
-                let number = spoil(&mut pair, who, *kind, nth);
+                let number = spoil(&mut pair, (who, *kind, nth), cut);
                 play(&mut pair);
                 settle(&mut pair, LONG);
                 if number.get().is_none() {
@@ -67,6 +81,33 @@ fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
     for kind in messages {
         assert!(spoilt.contains(&kind.name()), "no conversation has {}", kind.name());
     }
+}
+
+#[test]
+fn a_message_whose_number_cannot_be_read_ends_its_conversation_and_leaves_nothing() {
+    let mut spoilt = 0;
+    for (name, mode, play) in CONVERSATIONS {
+        let mut plain = Pair::new(mode, 1, 1);
+        play(&mut plain);
+        settle(&mut plain, LONG);
+        for kind in MessageKind::ALL {
+            for (who, nth) in [(Who::Prefill, 0), (Who::Prefill, 1), (Who::Decode, 0)] {
+                let mut pair = Pair::new(mode, 1, 1);
+                let number = spoil(&mut pair, (who, *kind, nth), behead);
+                play(&mut pair);
+                settle(&mut pair, LONG);
+                let case = format!("{name}: {} {nth} of {who:?}", kind.name());
+                spoilt += usize::from(number.get().is_some());
+                assert!(pair.at_rest(), "{case}: something waits for it");
+                assert_eq!(pair.prefill_said.len(), plain.prefill_said.len(), "{case}");
+                let ends = |said: &&DecodeAnswer| !matches!(said, DecodeAnswer::Allocate { .. });
+                let [ended, all] =
+                    [&pair, &plain].map(|it| it.decode_said.iter().filter(ends).count());
+                assert_eq!(ended, all, "{case}: {:?}", pair.decode_said);
+            }
+        }
+    }
+    assert!(spoilt > 20, "{spoilt}");
 }
 
 fn key_of(n: u32) -> TransferKey {
@@ -104,7 +145,7 @@ fn prompt(pair: &mut Pair, n: u32) -> RequestId {
 #[test]
 fn what_comes_behind_a_message_that_cannot_be_read_is_taken() {
     let mut pair = Pair::new(Mode::Pull, 1, 1);
-    let number = spoil(&mut pair, Who::Prefill, MessageKind::Grant, 0);
+    let number = spoil(&mut pair, (Who::Prefill, MessageKind::Grant, 0), cut);
     let requests: Vec<RequestId> = (1..=5).map(|n| prompt(&mut pair, n)).collect();
     settle(&mut pair, 1);
     for (n, request) in (1..).zip(&requests) {

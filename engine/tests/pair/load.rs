@@ -152,10 +152,10 @@ fn an_operation_that_failed_is_repeated_and_no_other() {
 
 #[test]
 fn neighbours_that_leave_cost_a_read_nothing() {
-    for leave in 0..=8 {
+    // One operation after the other: together they take longer than a quiet may, or each of them does.
+    for (leave, us) in (0..=8).flat_map(|leave| [(leave, 300_000), (leave, 900_000)]) {
         let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
-        // One after the other, 300 ms each: it takes longer than any quiet may, and moves.
-        pair.op_us = Box::new(|_, used| 300_000 * u64::from(used.operations + 1));
+        pair.op_us = Box::new(move |_, used| us * u64::from(used.operations + 1));
         offer_all(&mut pair, 1 + leave);
         take(&mut pair, 1, TOKENS);
         pair.run(pair.now + Nanos::from_ms(50));

@@ -3,7 +3,7 @@
 //! FQ-CoDel (RFC 8290, section 4), so that a short prompt does not wait for the long ones before it.
 
 use super::TransferSettings;
-use super::pace::Pace;
+use super::pace::{Pace, Submitted};
 use crate::core::ids::FlowId;
 use crate::core::time::Nanos;
 use crate::fabric::Credits;
@@ -170,18 +170,18 @@ impl Link {
         };
     }
 
-    /// The next flow has posted an operation; the measurement that it counts in.
+    /// The next flow has posted an operation.
     pub(super) fn posted(
         &mut self,
         now: Nanos,
         share: &mut Share,
         operation: &Credits,
         settings: &TransferSettings,
-    ) -> u64 {
-        let measurement = self.pace.posted(now, self.in_flight.operations == 0);
+    ) -> Submitted {
+        let submitted = self.pace.posted(now, self.in_flight.operations == 0);
         self.in_flight.add(operation);
         self.charge(share, operation, settings);
-        measurement
+        submitted
     }
 
     fn charge(&mut self, share: &mut Share, operation: &Credits, settings: &TransferSettings) {
@@ -277,8 +277,8 @@ mod tests {
             // moves the beginning of each round.
             let rate = if step % 70 < 35 { 10_000_000 } else { 1_000_000_000 };
             link.pace.forget(Nanos(step));
-            let measurement = link.pace.posted(Nanos(step), true);
-            link.pace.done(Nanos(step + 1_000_000), (Nanos(step), measurement), rate / 1_000, 0);
+            let submitted = link.pace.posted(Nanos(step), true);
+            link.pace.done(Nanos(step + 1_000_000), submitted, rate / 1_000, 0, &settings);
             if step % 110 == 0 {
                 let (_, share) = flows.get_mut(&4).unwrap();
                 if share.listed {
@@ -341,8 +341,8 @@ mod tests {
         let settings = TransferSettings::default();
         for alone in [false, true] {
             let mut link = Link::default();
-            link.pace.posted(Nanos::ZERO, true);
-            link.pace.done(Nanos::from_ms(1), (Nanos::ZERO, 1), 1 << 30, 0);
+            let submitted = link.pace.posted(Nanos::ZERO, true);
+            link.pace.done(Nanos::from_ms(1), submitted, 1 << 30, 0, &settings);
             let quantum = link.quantum(&settings);
             let mut flows = listed(&mut link, &[quantum; 4]);
             assert_eq!(posts(&mut link, &mut flows, 3), [0, 1, 2], "two while one is old");

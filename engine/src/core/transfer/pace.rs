@@ -49,12 +49,17 @@ impl Best {
 /// over its time. What was under way before does not count, though some of it is delivered then: an
 /// operation that is submitted just before a large one ends would otherwise seem to have delivered
 /// both.
+///
+/// What others have since then taken of the link shows in an operation that lasts: where all that ended
+/// within its time makes less than half of the rate, that is the rate.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     /// The measurement under way: its number, its beginning, and what was delivered in it.
     measurement: u64,
     since: Nanos,
     delivered: Credits,
+    /// Bytes of all operations that are done.
+    done: u64,
     epoch: Nanos,
     /// Bytes per second; of epochs.
     rate: Best,
@@ -63,15 +68,22 @@ pub(super) struct Pace {
     span: Best,
 }
 
+/// What was known of a link when an operation was submitted.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Submitted {
+    at: Nanos,
+    measurement: u64,
+    done: u64,
+}
+
 impl Pace {
-    /// An operation is submitted; `idle` says that none is in flight. It keeps the measurement that it
-    /// counts in.
-    pub(super) fn posted(&mut self, now: Nanos, idle: bool) -> u64 {
+    /// An operation is submitted; `idle` says that none is in flight.
+    pub(super) fn posted(&mut self, now: Nanos, idle: bool) -> Submitted {
         if idle {
             self.span.next_period();
             self.measure(now);
         }
-        self.measurement
+        Submitted { at: now, measurement: self.measurement, done: self.done }
     }
 
     fn measure(&mut self, now: Nanos) {
@@ -80,28 +92,33 @@ impl Pace {
         self.delivered = Credits::default();
     }
 
-    /// An operation of `bytes` bytes is done that was submitted at `at`, during `measurement`; so many
-    /// others are in flight.
+    /// An operation of `bytes` bytes is done; so many others are in flight.
     pub(super) fn done(
         &mut self,
         now: Nanos,
-        (at, measurement): (Nanos, u64),
+        submitted: Submitted,
         bytes: u64,
         in_flight: u32,
+        settings: &TransferSettings,
     ) {
-        let span = (now - at).0.max(1);
-        self.span.this = Some(self.span.this.map_or(span, |best| best.min(span)));
+        let span = now - submitted.at;
+        self.span.this = Some(self.span.this.map_or(span.0.max(1), |best| best.min(span.0.max(1))));
         if now >= self.epoch + EPOCH {
             self.epoch = now;
             self.rate.next_period();
         }
-        if measurement != self.measurement {
+        self.done = self.done.wrapping_add(bytes);
+        let now_carried = per_second(self.done.wrapping_sub(submitted.done), span);
+        let lasts = span > settings.operation_time.scale(2, 1) && !planted!("old-rate-is-kept");
+        if lasts && self.rate.of(u64::max).is_some_and(|rate| now_carried < rate / 2) {
+            self.rate = Best { this: Some(now_carried), last: None };
+            return self.measure(now);
+        }
+        if submitted.measurement != self.measurement {
             return;
         }
         self.delivered.add(&Credits { operations: 1, ranges: 0, bytes });
-        let moved = u128::from(self.delivered.bytes) * 1_000_000_000;
-        let rate = u64::try_from(moved / u128::from((now - self.since).0.max(1)));
-        let rate = rate.unwrap_or(u64::MAX);
+        let rate = per_second(self.delivered.bytes, now - self.since);
         self.rate.this = Some(self.rate.this.map_or(rate, |best| best.max(rate)));
         if self.delivered.operations >= MEASURED + 4 * in_flight {
             self.measure(now);
@@ -149,6 +166,11 @@ impl Pace {
     }
 }
 
+fn per_second(bytes: u64, time: Nanos) -> u64 {
+    let rate = u128::from(bytes) * 1_000_000_000 / u128::from(time.0.max(1));
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,15 +189,15 @@ mod tests {
             let more = Credits { operations: 1, ranges: 1, bytes };
             if pace.has_room(&used, bytes, &settings) {
                 free = free.max(now) + bytes * MS / rate;
-                let measurement = pace.posted(Nanos(now), used.operations == 0);
-                flying.push_back((free + delay * MS, Nanos(now), measurement, more));
+                let submitted = pace.posted(Nanos(now), used.operations == 0);
+                flying.push_back((free + delay * MS, submitted, more));
                 used.add(&more);
                 continue;
             }
-            let (at, posted, measurement, less) = flying.pop_front().expect("room for two");
+            let (at, submitted, less) = flying.pop_front().expect("room for two");
             now = at;
             used.remove(&less);
-            pace.done(Nanos(now), (posted, measurement), less.bytes, used.operations);
+            pace.done(Nanos(now), submitted, less.bytes, used.operations, &settings);
         }
         (used.bytes, pace.operation_bytes(&settings))
     }
@@ -209,17 +231,43 @@ mod tests {
         let settings = TransferSettings::default();
         let mut pace = Pace::default();
         let at = |s: u64| Nanos(s * 1_000 * MS);
-        pace.done(Nanos(MS), (Nanos(0), 0), 1 << 30, 0);
-        assert_eq!(pace.operation_bytes(&settings), settings.operation_bytes_max);
-        for second in [2, 4, 6] {
-            let measurement = pace.posted(at(second - 1), true);
-            pace.done(at(second), (at(second - 1), measurement), 10 << 20, 0);
+        let submitted = pace.posted(at(0), true);
+        pace.done(at(1), submitted, 100 << 20, 0, &settings);
+        assert_eq!(pace.operation_bytes(&settings), 100 * (1 << 20) / 50);
+        for (second, rate) in [(3, 100), (5, 60), (7, 60)] {
+            let submitted = pace.posted(at(second - 1), true);
+            pace.done(at(second), submitted, 60 << 20, 0, &settings);
+            assert_eq!(pace.operation_bytes(&settings), rate * (1 << 20) / 50, "{second} s");
         }
-        assert_eq!(pace.operation_bytes(&settings), 10 * (1 << 20) / 50);
-        let measurement = pace.posted(at(6), true);
-        pace.forget(at(7));
-        pace.done(at(8), (at(6), measurement), 1 << 30, 0);
+        let submitted = pace.posted(at(7), true);
+        pace.forget(at(8));
+        pace.done(at(9), submitted, 1 << 30, 0, &settings);
         assert_eq!(pace.operation_bytes(&settings), 2 * settings.operation_bytes_min);
+    }
+
+    #[test]
+    fn a_link_that_others_have_come_to_is_measured_anew() {
+        let settings = TransferSettings::default();
+        let mut pace = Pace::default();
+        let submitted = pace.posted(Nanos(0), true);
+        pace.done(Nanos(MS), submitted, 1_000_000, 0, &settings);
+        let large = pace.operation_bytes(&settings);
+        assert_eq!(large, settings.operation_bytes_max, "20 ms at 1 GB/s");
+        // Two are always in flight, and the link carries 200 MB/s.
+        let took = Nanos(large * MS / 200_000);
+        let mut now = Nanos(MS);
+        let (mut first, mut second) = (pace.posted(now, true), pace.posted(now, false));
+        for _ in 0..3 {
+            now = now + took;
+            pace.done(now, first, large, 1, &settings);
+            (first, second) = (second, pace.posted(now, false));
+        }
+        let bytes = pace.operation_bytes(&settings);
+        assert!((3_500_000..=4_500_000).contains(&bytes), "{bytes} in 20 ms at 200 MB/s");
+        // A short operation that waits behind them says the same, one that does not says nothing.
+        let short = pace.posted(now, false);
+        pace.done(now + Nanos(30 * MS), short, 1_000, 1, &settings);
+        assert_eq!(pace.operation_bytes(&settings), bytes);
     }
 
     #[test]
@@ -228,14 +276,13 @@ mod tests {
         let mut pace = Pace::default();
         // 100 MB/s: a large operation, and a short one that is submitted when it is nearly over, again
         // and again.
-        let large = pace.posted(Nanos::ZERO, true);
-        let mut large = (Nanos::ZERO, large);
+        let mut large = pace.posted(Nanos::ZERO, true);
         for end in (1..200).map(|count| Nanos(count * 100 * MS)) {
             let short_at = Nanos(end.0 - MS);
-            let short = (short_at, pace.posted(short_at, false));
-            pace.done(end, large, 10_000_000 - 100_000, 1);
-            large = (end, pace.posted(end, false));
-            pace.done(end + Nanos(MS), short, 100_000, 1);
+            let short = pace.posted(short_at, false);
+            pace.done(end, large, 10_000_000 - 100_000, 1, &settings);
+            large = pace.posted(end, false);
+            pace.done(end + Nanos(MS), short, 100_000, 1, &settings);
             let bytes = pace.operation_bytes(&settings);
             assert!(bytes <= 2_100_000, "{bytes} in 20 ms at 100 MB/s");
         }

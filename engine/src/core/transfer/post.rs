@@ -1,6 +1,7 @@
 //! The life of an operation: cut from a piece, submitted, completed, retried.
 
 use super::flow::Local;
+use super::pace::Submitted;
 use super::session::SessionState;
 use super::{Out, Timer, Transfer, Waiter};
 use crate::core::command::DataCommand;
@@ -47,8 +48,7 @@ pub(super) struct Op {
     remote: PeerId,
     pub(super) session: SessionId,
     credits: Credits,
-    /// When it was submitted, and what the link had delivered by then.
-    posted: (Nanos, u64),
+    submitted: Submitted,
 }
 
 /// What came of the try to post an operation on a link.
@@ -199,9 +199,9 @@ impl Transfer {
         peer.used.entry(session.peer).or_default().add(&credits);
         let (session, remote) = (session.id, session.peer);
         let settings = &self.config.settings;
-        let posted = (now, peer.link.posted(now, &mut flow.share, &credits, settings));
+        let submitted = peer.link.posted(now, &mut flow.share, &credits, settings);
         let entry =
-            Op { flow: id, piece, peer: flow.peer, index, remote, session, credits, posted };
+            Op { flow: id, piece, peer: flow.peer, index, remote, session, credits, submitted };
         self.ops.insert(op, entry);
         let direction = match self.config.role {
             Role::Prefill => Direction::Write,
@@ -267,8 +267,9 @@ impl Transfer {
                 if let Some(peer) = self.peers.get_mut(&op.peer) {
                     peer.sessions[op.index].reopens = 0;
                     if outcome == Outcome::Done {
-                        let others = peer.link.in_flight.operations;
-                        peer.link.pace.done(now, op.posted, op.credits.bytes, others);
+                        let (link, settings) = (&mut peer.link, &self.config.settings);
+                        let others = link.in_flight.operations;
+                        link.pace.done(now, op.submitted, op.credits.bytes, others, settings);
                     }
                 }
                 self.settle_piece(now, flow, op.credits.bytes, out);

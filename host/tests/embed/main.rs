@@ -13,6 +13,7 @@ use kvferry::embed::Link;
 use kvferry::embed::proto::{FromHost, Hello, OLDEST, ToHost, VERSION, Who};
 use kvferry::embed::record::{Ended, Outcome};
 use kvferry::embed::settings::TransferPlace;
+use kvferry::embed::spec::Engine;
 use observed::events;
 use rig::*;
 use std::io::{Read, Write};
@@ -218,18 +219,41 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
     }
 }
 
-#[test]
-fn a_router_is_told_that_a_host_ends() {
+/// A router that listens and does nothing, and an engine that registers with it.
+fn routed() -> (zmq::Socket, Engine) {
     let router = zmq::Context::new().socket(zmq::ROUTER).expect("a socket");
     router.set_rcvtimeo(PATIENCE.as_millis() as i32).expect("an option of sockets");
     router.bind("tcp://127.0.0.1:*").expect("a free port");
     let at = router.get_last_endpoint().expect("it is bound").expect("UTF-8");
-    let mut host = Host::start("drains");
     let mut engine = engine(Role::Decode, Mode::Push, Sidecar);
     engine.settings.proxy_ip = "127.0.0.1".into();
     engine.settings.proxy_ping_port =
         at.rsplit_once(':').expect("a port").1.parse().expect("a port");
     engine.settings.http_port = 1;
+    (router, engine)
+}
+
+#[test]
+fn a_host_tells_whether_its_router_is_there() {
+    let (router, engine) = routed();
+    let (host, metrics) = Host::with_metrics("routed");
+    let _engine = Rig::of(&host, engine);
+    let is = |value: u8| {
+        let (line, start) = (format!("kvferry_router_registered {value}"), Instant::now());
+        while !observed::scrape(metrics).lines().any(|have| have == line) {
+            assert!(start.elapsed() < PATIENCE, "it does not come to {line}");
+            std::thread::yield_now();
+        }
+    };
+    is(1);
+    drop(router);
+    is(0);
+}
+
+#[test]
+fn a_router_is_told_that_a_host_ends() {
+    let (router, engine) = routed();
+    let mut host = Host::start("drains");
     let _engine = Rig::of(&host, engine);
     let drains = || {
         let parts = router.recv_multipart(0).expect("it registers");

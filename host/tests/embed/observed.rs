@@ -35,7 +35,7 @@ pub(crate) fn events(sockets: &[&PathBuf]) -> Vec<Value> {
 }
 
 /// The page with the metrics.
-fn scrape(at: SocketAddr) -> String {
+pub(crate) fn scrape(at: SocketAddr) -> String {
     let mut stream = TcpStream::connect(at).expect("the host serves metrics");
     stream.set_read_timeout(Some(PATIENCE)).expect("a time");
     let request = "GET /metrics HTTP/1.1\r\nHost: kvferry\r\nConnection: close\r\n\r\n";

@@ -202,6 +202,14 @@ fn a_decode_whose_prefill_died_answers_an_error() {
     assert_eq!(body["error"]["type"], "server_error");
 }
 
+/// A leg as a router of MoRIIO sends it, without one of its keys.
+fn leg_without(key: &str) -> Value {
+    let mut params = json!({"do_remote_decode": false, "do_remote_prefill": true, "transfer_id": "t",
+        "remote_engine_id": null, "remote_block_ids": null});
+    params.as_object_mut().expect("an object").remove(key).expect("it had the key");
+    json!({"prompt": "a", "kv_transfer_params": params})
+}
+
 #[test]
 fn bad_requests_are_answered_with_what_is_wrong() {
     let decode = Process::serve(&["--role", "decode", "--mode", "push"]);
@@ -211,6 +219,8 @@ fn bad_requests_are_answered_with_what_is_wrong() {
         (json!({"prompt": "a", "n": 2}), "n is 2"),
         (json!({"prompt": []}), "the prompt is empty"),
         (json!({"prompt": "a", "kv_transfer_params": 7}), "no object"),
+        (leg_without("remote_engine_id"), "no remote_engine_id"),
+        (leg_without("remote_block_ids"), "no remote_block_ids"),
     ];
     for (body, text) in cases {
         let (status, answer) = decode.post("/v1/completions", "r", &body);

@@ -152,10 +152,10 @@ fn an_operation_that_failed_is_repeated_and_no_other() {
 
 #[test]
 fn neighbours_that_leave_cost_a_read_nothing() {
-    // One operation after the other: together they take longer than a quiet may, or each of them does.
-    for (leave, us) in (0..=8).flat_map(|leave| [(leave, 300_000), (leave, 900_000)]) {
+    for leave in 0..=8 {
         let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
-        pair.op_us = Box::new(move |_, used| us * u64::from(used.operations + 1));
+        // One after the other, 300 ms each: it takes longer than any quiet may, and moves.
+        pair.op_us = Box::new(|_, used| 300_000 * u64::from(used.operations + 1));
         offer_all(&mut pair, 1 + leave);
         take(&mut pair, 1, TOKENS);
         pair.run(pair.now + Nanos::from_ms(50));
@@ -172,6 +172,25 @@ fn neighbours_that_leave_cost_a_read_nothing() {
         assert!(again.is_empty(), "{leave} leave, posted more than once: {again:?}");
         assert!(pair.at_rest());
     }
+}
+
+#[test]
+fn what_waits_for_quiet_leaves_the_operations_before_it_their_time() {
+    let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
+    // One after the other, each of which takes longer than a quiet may. One of them fails, and is
+    // repeated when all of the others are over.
+    pair.op_us = Box::new(|_, used| 1_500_000 * u64::from(used.operations + 1));
+    pair.op_fate = Box::new(|n| match n {
+        1 => Fate::Fails(Cause::AckTimeout, Landed::Unknown),
+        _ => Fate::Done,
+    });
+    offer_all(&mut pair, 1);
+    take(&mut pair, 1, TOKENS);
+    settle(&mut pair, 60);
+    assert_eq!(loads(&pair), 1, "{:?}", pair.decode_said);
+    let again = pair.posted.values().filter(|times| **times > 1).count();
+    assert_eq!((again, pair.ops), (1, u64::from(LAYERS) + 1), "{:?}", pair.posted);
+    assert!(pair.at_rest());
 }
 
 #[test]

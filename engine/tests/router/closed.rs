@@ -295,9 +295,59 @@ fn who_failed_a_request_gets_it_again_after_a_pause_only() {
     let legs = legs.expect("the second one");
     assert_eq!(at, Nanos::from_ms(1500));
     let effects = bench.leg(legs[1].leg, fails());
-    let answers = |it: &RouterEffect| matches!(it, RouterEffect::Answer { .. });
-    assert!(effects.iter().any(answers), "no more than `retries_max`: {effects:?}");
+    assert!(effects.iter().any(is_answer), "no more than `retries_max`: {effects:?}");
     assert_eq!(bench.router.gauges().queued, 0);
+}
+
+/// As `kvferry router` has them.
+fn short() -> RouterConfig {
+    let (wait_max, retry_wait_max) = (Nanos::from_secs(2), Nanos::from_ms(600));
+    RouterConfig { wait_max, retry_wait_max, ..RouterConfig::default() }
+}
+
+fn is_answer(effect: &RouterEffect) -> bool {
+    matches!(effect, RouterEffect::Answer { .. })
+}
+
+#[test]
+fn requests_that_one_instance_failed_together_wait_until_it_is_back() {
+    let mut bench = Bench::new(short());
+    let old = one("d0");
+    up(&mut bench, &[one("p0"), old.clone()]);
+    let fails = || LegEvent::Failed(LegFailure::Answer(500));
+    let mut legs: Vec<_> = (0..4).map(|_| pair(bench.ask())).collect();
+    // What the first of them did to the instance is not held against the others.
+    for (ms, again) in [(0, 4), (500, 0)] {
+        for [_, decode] in std::mem::take(&mut legs) {
+            let effects = bench.leg(decode.leg, fails());
+            assert!(!effects.iter().any(is_answer), "at {ms} ms: {effects:?}");
+        }
+        while bench.router.deadline().is_some_and(|at| at <= Nanos::from_ms(1_400)) {
+            let effects = bench.tick();
+            assert!(!effects.iter().any(is_answer), "at {}: {effects:?}", bench.now);
+            let sent = sent(effects);
+            legs.extend(sent.chunks_exact(2).map(|it| [it[0].clone(), it[1].clone()]));
+        }
+        assert_eq!(legs.len(), again, "after {ms} ms");
+    }
+    bench.now = Nanos::from_ms(1_400);
+    let effects =
+        bench.give(RouterInput::Register(Registration { incarnation: Incarnation(6), ..old }));
+    assert_eq!(sent(effects).len(), 8);
+    assert_eq!(bench.router.gauges().queued, 0);
+}
+
+#[test]
+fn what_failed_hardly_waits_where_nobody_is_left() {
+    let mut bench = Bench::new(short());
+    let prefill = one("p0");
+    up(&mut bench, &[prefill.clone(), one("d0")]);
+    let legs = pair(bench.ask());
+    let last = Registration { sequence: 2, draining: true, ..prefill };
+    bench.give(RouterInput::Register(last));
+    bench.leg(legs[1].leg, LegEvent::Failed(LegFailure::Answer(500)));
+    assert!(bench.tick().iter().any(is_answer));
+    assert_eq!(bench.now, Nanos::from_ms(600));
 }
 
 #[test]

@@ -22,7 +22,7 @@ pub(crate) struct Bench {
 }
 
 /// A leg that was sent.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Sent {
     pub(crate) leg: LegId,
     pub(crate) engine: String,
@@ -311,15 +311,15 @@ fn what_is_not_taken_is_listed_with_its_reason() {
 }
 
 #[test]
-fn what_was_sent_before_waits_less_for_another_instance() {
-    let config = RouterConfig { retry_wait_max: Nanos::from_secs(1), ..RouterConfig::default() };
+fn what_was_sent_before_waits_for_its_pause_longer() {
+    let config = RouterConfig { wait_max: Nanos::from_secs(1), ..RouterConfig::default() };
     let mut bench = Bench::new(RouterConfig { suspicion: Nanos::from_secs(5), ..config });
     bench.hear(p(Mode::Push).encode());
     bench.hear(d(Mode::Push).encode());
     let legs = sent(bench.ask());
     bench.leg(legs[0].leg, LegEvent::Failed(LegFailure::Connection));
     let ended = bench.tick();
-    assert_eq!(bench.now, Nanos::from_secs(1));
+    assert_eq!(bench.now, Nanos::from_ms(1_500));
     let failed = Answer::Failed(LegFailure::Connection);
     assert!(matches!(&ended[..], [RouterEffect::Answer { answer, .. }] if *answer == failed));
 }

@@ -198,8 +198,7 @@ fn config(args: &RouterArgs) -> Result<RouterConfig, Stop> {
     Ok(RouterConfig {
         expiry: nanos("--expiry", args.expiry)?,
         wait_max,
-        // With the pauses of an instance that failed twice: 1.3 s from its death to an answer, 2 s on
-        // a machine that is busy.
+        // Where nobody is left to come back, who asked is told soon.
         retry_wait_max: wait_max.min(Nanos::from_ms(600)),
         probe: Some(Nanos::from_ms(500)),
         waiting_max: args.queue_size,

@@ -9,7 +9,7 @@ use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
 use crate::core::machine::Outbox;
-use crate::core::message::{DecodeLeg, Mode, PrefillLeg};
+use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use std::collections::BTreeMap;
@@ -95,6 +95,13 @@ impl Fleet {
     /// A leg in flight.
     pub(super) fn leg(&self, leg: LegId) -> Option<&Leg> {
         self.legs.get(&leg)
+    }
+
+    /// True if there are a prefill and a decode, whether or not they take legs now.
+    pub(super) fn has_both(&self, now: Nanos) -> bool {
+        let is_there = |it: &Instance| !it.lost && !it.registration.draining && now < it.expires;
+        let has = |role| self.registry.of_role(role).any(|(_, instance)| is_there(instance));
+        has(Role::Prefill) && has(Role::Decode)
     }
 
     /// True if the instances for a prompt are there, and are ones that failed it.

@@ -82,8 +82,13 @@ impl Router {
             self.next_ticket += 1;
             request.ticket = Some(ticket);
             self.waiting.insert(ticket, client);
-            let config = &self.fleet.config;
-            let wait = if request.started { config.retry_wait_max } else { config.wait_max };
+            let (tried, config) = (request.tried, &self.fleet.config);
+            let wait = match request.started {
+                false => config.wait_max,
+                true if !self.fleet.has_both(now) => config.retry_wait_max,
+                // They take nothing for as long as its own pause, or are tried by another request.
+                true => config.wait_max + config.pause(tried),
+            };
             self.fleet.timers.arm(Timer::Wait(client), now + wait);
         }
     }
@@ -145,10 +150,8 @@ impl Router {
     /// Sends what waits of a request that failed: at once to others, to the same instances after a
     /// pause.
     fn send_again(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
-        let pause = self.fleet.config.retry_pause;
+        let pause = self.fleet.config.pause(self.requests[&client].tried);
         if pause > Nanos::ZERO && self.would_repeat(now, client) {
-            let tried = self.requests[&client].tried.saturating_sub(1).min(16);
-            let pause = pause.scale(1 << tried, 1).min(self.fleet.config.breaker_max);
             self.paused.insert(client);
             self.fleet.timers.arm(Timer::Retry(client), now + pause);
         } else if !self.dispatch(now, client, out) {

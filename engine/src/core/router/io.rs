@@ -275,7 +275,8 @@ pub struct RouterConfig {
     pub waiting_max: u32,
     /// Longest wait for an instance.
     pub wait_max: Nanos,
-    /// The same for a request that was sent before and failed.
+    /// The same for a request that was sent before and failed, if there is no instance at all. Where
+    /// all that there are take nothing for a while, it waits for `wait_max` beyond its own pause.
     pub retry_wait_max: Nanos,
     /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
     /// when an instance comes that has not.
@@ -292,6 +293,14 @@ pub struct RouterConfig {
     pub prefix_tokens: u32,
     /// Remembered prefixes per instance.
     pub prefixes_max: u32,
+}
+
+impl RouterConfig {
+    /// Pause before try `tried` beyond the first.
+    pub(super) fn pause(&self, tried: u32) -> Nanos {
+        let doubled = 1 << tried.saturating_sub(1).min(16);
+        self.retry_pause.scale(doubled, 1).min(self.breaker_max)
+    }
 }
 
 impl Default for RouterConfig {

@@ -175,6 +175,27 @@ fn neighbours_that_leave_cost_a_read_nothing() {
 }
 
 #[test]
+fn blocks_are_held_while_the_operation_that_ended_its_peer_may_land() {
+    // The first failure of a session ends the peer, and with it the flow.
+    let settings = TransferSettings { reopens_max: 0, ..TransferSettings::default() };
+    let mut pair = Pair::over(unlimited(), Mode::Pull, settings);
+    pair.op_fate = Box::new(|n| match n == u64::from(LAYERS) {
+        true => Fate::Fails(Cause::QueuePair, Landed::Unknown),
+        false => Fate::Done,
+    });
+    pair.quiet_us = 500_000;
+    offer_all(&mut pair, 1);
+    take(&mut pair, 1, TOKENS);
+    pair.run(pair.now + Nanos::from_ms(400));
+    let ended = |pair: &Pair| {
+        pair.decode_said.iter().any(|said| matches!(said, DecodeAnswer::LoadFailed { .. }))
+    };
+    assert_eq!((pair.ops, ended(&pair)), (u64::from(LAYERS), false), "{:?}", pair.decode_said);
+    settle(&mut pair, 5);
+    assert!(ended(&pair) && pair.at_rest(), "{:?}", pair.decode_said);
+}
+
+#[test]
 fn what_waits_for_quiet_leaves_the_operations_before_it_their_time() {
     let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
     // One after the other, each of which takes longer than a quiet may. One of them fails, and is

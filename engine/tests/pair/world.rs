@@ -71,6 +71,8 @@ pub(crate) struct Pair {
     pub(crate) op_fate: OpFate,
     /// Microseconds that an operation takes beside what its rank has in flight.
     pub(crate) op_us: Box<dyn FnMut(Credits, Credits) -> u64>,
+    /// Microseconds from the last operation of a session to its `Quiet`.
+    pub(crate) quiet_us: u64,
     /// Operations that the planes take at a time, whatever their capabilities say.
     pub(crate) credit: usize,
     pub(crate) frame_passes: FrameFate,
@@ -230,6 +232,7 @@ impl Pair {
             links: BTreeMap::new(),
             op_fate: Box::new(|_| Fate::Done),
             op_us: Box::new(|_, _| 20),
+            quiet_us: 10,
             credit: usize::MAX,
             frame_passes: Box::new(|_| true),
             alter: Box::new(|_, frame| vec![frame]),
@@ -528,7 +531,7 @@ impl Pair {
         let (wait, quiet): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(busy);
         self.tickets = wait;
         for (role, rank, session, ticket) in quiet {
-            self.event(10, role, rank, DataEvent::Quiet { session, ticket });
+            self.event(self.quiet_us, role, rank, DataEvent::Quiet { session, ticket });
         }
     }
 

@@ -280,15 +280,16 @@ impl Transfer {
     }
 
     fn op_failed(&mut self, now: Nanos, op: Op, cause: Cause, landed: Landed, out: &mut Out) {
-        if matches!(cause, Cause::QueuePair | Cause::PeerGone) {
-            self.session_died(now, op.session, cause.clone(), out);
-        }
         let Some(flow) = self.flows.get_mut(&op.flow) else { return };
         let unsure = landed != Landed::None && !planted!("failed-operations-are-quiet");
         if unsure && !flow.unsure.contains(&op.session) {
             flow.unsure.push(op.session);
         }
-        if flow.ending.is_some() {
+        // This may end the peer, and the flow with it, which then waits for what is noted above.
+        if matches!(cause, Cause::QueuePair | Cause::PeerGone) {
+            self.session_died(now, op.session, cause.clone(), out);
+        }
+        if self.flows.get(&op.flow).is_none_or(|flow| flow.ending.is_some()) {
             return;
         }
         if op.piece.tries > self.config.settings.retries_max

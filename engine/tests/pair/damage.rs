@@ -48,35 +48,50 @@ fn behead(frame: &mut Vec<u8>) {
 /// Longer than anything waits for a message that does not come.
 const LONG: u64 = 700;
 
-#[test]
-fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
-    let mut spoilt = Vec::new();
-    for (name, mode, play) in CONVERSATIONS {
-        for kind in MessageKind::ALL {
+/// A conversation of which a message was damaged, at its end.
+struct Spoilt {
+    case: String,
+    /// Which of [`CONVERSATIONS`] it is.
+    conversation: usize,
+    kind: MessageKind,
+    who: Who,
+    pair: Pair,
+}
+
+/// Plays all conversations as often as they have a message to damage.
+fn each_spoilt(damage: fn(&mut Vec<u8>), mut check: impl FnMut(&Spoilt)) {
+    for (conversation, (name, mode, play)) in CONVERSATIONS.into_iter().enumerate() {
+        for &kind in MessageKind::ALL {
             for (who, nth) in [(Who::Prefill, 0), (Who::Prefill, 1), (Who::Decode, 0)] {
                 let mut pair = Pair::new(mode, 1, 1);
-                let number = spoil(&mut pair, (who, *kind, nth), cut);
+                let number = spoil(&mut pair, (who, kind, nth), damage);
                 play(&mut pair);
                 settle(&mut pair, LONG);
-                if number.get().is_none() {
-                    continue;
-                }
-                spoilt.push(kind.name());
                 let case = format!("{name}: {} {nth} of {who:?}", kind.name());
-                let violations = pair.violations.as_deref().unwrap();
-                let sender = if who == Who::Prefill { "prefill" } else { "decode" };
-                assert_eq!(violations.len(), COPIES as usize, "{case}: {violations:?}");
-                for violation in violations {
-                    assert_eq!((&*violation.peer, &*violation.frame), (sender, kind.name()));
-                    let cut =
-                        ["cut short", "list longer than the frame", "text longer than the frame"];
-                    assert!(cut.contains(&&*violation.rule), "{case}: {violation}");
+                if number.get().is_some() {
+                    assert!(pair.at_rest(), "{case}: something waits for it");
+                    check(&Spoilt { case, conversation, kind, who, pair });
                 }
-                assert!(pair.at_rest(), "{case}: something waits for it");
-                assert_eq!(pair.prefill_said.len(), 1, "{case}");
             }
         }
     }
+}
+
+#[test]
+fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
+    let mut spoilt = Vec::new();
+    each_spoilt(cut, |Spoilt { case, kind, who, pair, .. }| {
+        spoilt.push(kind.name());
+        let violations = pair.violations.as_deref().unwrap();
+        let sender = if *who == Who::Prefill { "prefill" } else { "decode" };
+        assert_eq!(violations.len(), COPIES as usize, "{case}: {violations:?}");
+        for violation in violations {
+            assert_eq!((&*violation.peer, &*violation.frame), (sender, kind.name()));
+            let cut = ["cut short", "list longer than the frame", "text longer than the frame"];
+            assert!(cut.contains(&&*violation.rule), "{case}: {violation}");
+        }
+        assert_eq!(pair.prefill_said.len(), 1, "{case}");
+    });
     let messages = MessageKind::ALL.iter().filter(|kind| !(1..14).contains(&(**kind as u8)));
     for kind in messages {
         assert!(spoilt.contains(&kind.name()), "no conversation has {}", kind.name());
@@ -85,28 +100,21 @@ fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
 
 #[test]
 fn a_message_whose_number_cannot_be_read_ends_its_conversation_and_leaves_nothing() {
+    let ended = |pair: &Pair| {
+        let ends = |said: &&DecodeAnswer| !matches!(said, DecodeAnswer::Allocate { .. });
+        (pair.prefill_said.len(), pair.decode_said.iter().filter(ends).count())
+    };
+    let plain = CONVERSATIONS.map(|(_, mode, play)| {
+        let mut pair = Pair::new(mode, 1, 1);
+        play(&mut pair);
+        settle(&mut pair, LONG);
+        ended(&pair)
+    });
     let mut spoilt = 0;
-    for (name, mode, play) in CONVERSATIONS {
-        let mut plain = Pair::new(mode, 1, 1);
-        play(&mut plain);
-        settle(&mut plain, LONG);
-        for kind in MessageKind::ALL {
-            for (who, nth) in [(Who::Prefill, 0), (Who::Prefill, 1), (Who::Decode, 0)] {
-                let mut pair = Pair::new(mode, 1, 1);
-                let number = spoil(&mut pair, (who, *kind, nth), behead);
-                play(&mut pair);
-                settle(&mut pair, LONG);
-                let case = format!("{name}: {} {nth} of {who:?}", kind.name());
-                spoilt += usize::from(number.get().is_some());
-                assert!(pair.at_rest(), "{case}: something waits for it");
-                assert_eq!(pair.prefill_said.len(), plain.prefill_said.len(), "{case}");
-                let ends = |said: &&DecodeAnswer| !matches!(said, DecodeAnswer::Allocate { .. });
-                let [ended, all] =
-                    [&pair, &plain].map(|it| it.decode_said.iter().filter(ends).count());
-                assert_eq!(ended, all, "{case}: {:?}", pair.decode_said);
-            }
-        }
-    }
+    each_spoilt(behead, |Spoilt { case, conversation, pair, .. }| {
+        spoilt += 1;
+        assert_eq!(ended(pair), plain[*conversation], "{case}: {:?}", pair.decode_said);
+    });
     assert!(spoilt > 20, "{spoilt}");
 }
 

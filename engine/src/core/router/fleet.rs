@@ -99,8 +99,7 @@ impl Fleet {
 
     /// True if there are a prefill and a decode, whether or not they take legs now.
     pub(super) fn has_both(&self, now: Nanos) -> bool {
-        let is_there = |it: &Instance| !it.lost && !it.registration.draining && now < it.expires;
-        let has = |role| self.registry.of_role(role).any(|(_, instance)| is_there(instance));
+        let has = |role| self.registry.of_role(role).any(|(_, instance)| instance.is_there(now));
         has(Role::Prefill) && has(Role::Decode)
     }
 

@@ -275,8 +275,8 @@ pub struct RouterConfig {
     pub waiting_max: u32,
     /// Longest wait for an instance.
     pub wait_max: Nanos,
-    /// The same for a request that was sent before and failed, if there is no instance at all. Where
-    /// all that there are take nothing for a while, it waits for `wait_max` beyond its own pause.
+    /// The same for a request that was sent before and failed, if there is no prefill or no decode.
+    /// Where those that there are take nothing for a while, it waits for `wait_max` beyond its pause.
     pub retry_wait_max: Nanos,
     /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
     /// when an instance comes that has not.
@@ -296,7 +296,7 @@ pub struct RouterConfig {
 }
 
 impl RouterConfig {
-    /// Pause before try `tried` beyond the first.
+    /// Pause of a request that failed for the `tried`th time.
     pub(super) fn pause(&self, tried: u32) -> Nanos {
         let doubled = 1 << tried.saturating_sub(1).min(16);
         self.retry_pause.scale(doubled, 1).min(self.breaker_max)

@@ -67,12 +67,17 @@ pub(super) struct Instance {
 }
 
 impl Instance {
-    /// True if a leg of `client` may be sent to it.
-    pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
+    /// True if it is registered to take legs, whether or not it takes any now.
+    pub(super) fn is_there(&self, now: Nanos) -> bool {
         !self.lost
-            && !self.unproven
             && (now < self.expires || planted!("expired-instances-get-legs"))
             && (!self.registration.draining || planted!("draining-instances-get-legs"))
+    }
+
+    /// True if a leg of `client` may be sent to it.
+    pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
+        self.is_there(now)
+            && !self.unproven
             && (!self.health.is_suspect(now) || planted!("suspects-get-legs"))
             && self.health.on_trial().is_none_or(|since| {
                 self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)

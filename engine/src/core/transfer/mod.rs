@@ -398,8 +398,8 @@ impl Transfer {
     /// silence: these have a time of their own.
     fn check_quiet(&mut self, now: Nanos, session: SessionId, out: &mut Out) {
         let Some((ticket, asked)) = self.oldest_ticket(session) else { return };
-        let older = self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session);
-        let older = older && !planted!("quiet-does-not-wait-for-operations");
+        let older = self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session)
+            && !planted!("quiet-does-not-wait-for-operations");
         let due = if older { now } else { asked } + self.config.settings.quiet;
         if now < due {
             self.timers.arm(Timer::Quiet(session), due);

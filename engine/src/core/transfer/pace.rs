@@ -69,10 +69,12 @@ pub(super) struct Pace {
 }
 
 /// What was known of a link when an operation was submitted.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Submitted {
     at: Nanos,
+    /// In which it counts.
     measurement: u64,
+    /// Bytes of all operations that were done by then.
     done: u64,
 }
 
@@ -101,18 +103,19 @@ impl Pace {
         in_flight: u32,
         settings: &TransferSettings,
     ) {
-        let span = now - submitted.at;
-        self.span.this = Some(self.span.this.map_or(span.0.max(1), |best| best.min(span.0.max(1))));
+        let span = Nanos((now - submitted.at).0.max(1));
+        self.span.this = Some(self.span.this.map_or(span.0, |best| best.min(span.0)));
         if now >= self.epoch + EPOCH {
             self.epoch = now;
             self.rate.next_period();
         }
         self.done = self.done.wrapping_add(bytes);
-        let now_carried = per_second(self.done.wrapping_sub(submitted.done), span);
-        let lasts = span > settings.operation_time.scale(2, 1) && !planted!("old-rate-is-kept");
-        if lasts && self.rate.of(u64::max).is_some_and(|rate| now_carried < rate / 2) {
-            self.rate = Best { this: Some(now_carried), last: None };
-            return self.measure(now);
+        if span > settings.operation_time.scale(2, 1) && !planted!("old-rate-is-kept") {
+            let left = per_second(self.done.wrapping_sub(submitted.done), span);
+            if self.rate.of(u64::max).is_some_and(|rate| left < rate / 2) {
+                self.rate = Best { this: Some(left), last: None };
+                return self.measure(now);
+            }
         }
         if submitted.measurement != self.measurement {
             return;

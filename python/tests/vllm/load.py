@@ -77,6 +77,11 @@ class Load:
                 error = f"no answer: {broken}"
             self.asked.append(Asked(began, time.monotonic(), error))
 
+    def failed(self, at: float) -> list[str]:
+        """What became of those in flight at a time that have no right answer."""
+        there = (asked for asked in self.asked if asked.began <= at < asked.ended)
+        return [asked.error for asked in there if asked.error is not None]
+
     def check(self, at: float, seconds: float) -> None:
         """No answer was wrong, and what was in flight at a time ended within so many seconds."""
         late = [asked for asked in self.asked if asked.began <= at < asked.ended - seconds]

@@ -13,12 +13,13 @@ BINARY = "KVFERRY_BIN"
 
 
 class Router(Process):
-    """Listens at ports of its own choice, which it tells in its first line, or at those of another one."""
+    """Listens at ports of its own choice, which it tells in its first line, or at those of another one.
+    It sends again what failed, for longer than a host takes to be replaced on a busy machine."""
 
     def __init__(self, log: Path, before: "Router | None" = None):
         if BINARY not in os.environ:
             raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
-        command = [os.environ[BINARY], "router", "--json"]
+        command = [os.environ[BINARY], "router", "--json", "--retries", "4"]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
         super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)

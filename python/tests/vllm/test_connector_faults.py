@@ -175,6 +175,8 @@ def test_a_killed_host_is_replaced(own, reference, side):
         own.router.wait_for("the pair again")
         load.answers(8, AGAIN_S)
     load.check(killed, CLEAR_S)
+    # They had said nothing: they were sent again until the next host was there.
+    assert load.failed(killed) == []
     check_afterwards(own, reference, f"the host of {side} was killed")
 
 

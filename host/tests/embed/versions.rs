@@ -1,12 +1,17 @@
-//! Connectors of the version before, as they were recorded with hosts of that version.
+//! Connectors and hosts of the version before, as they were recorded with each other.
 
 use crate::rig::*;
-use engine::core::message::DecodeAnswer;
-use kvferry::embed::proto::FromHost;
+use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Role};
+use fabric_host::{HugePages, Pool};
+use kvferry::embed::Link;
+use kvferry::embed::proto::{FromHost, ToHost, Who};
+use kvferry::embed::spec::Engine;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::mem::discriminant;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread::{self, JoinHandle};
 
 /// Lines of who spoke, `>` to the host or `<` from it, and the frame in hex. A decode with one
 /// worker, whose memory nobody touches: two requests that cannot be served, and an onlooker.
@@ -29,6 +34,15 @@ fn receive(stream: &mut UnixStream) -> Vec<u8> {
     let mut body = vec![0; u32::from_be_bytes(head) as usize];
     stream.read_exact(&mut body).expect("a frame");
     body
+}
+
+fn send(stream: &mut UnixStream, frame: &[u8]) {
+    stream.write_all(&(frame.len() as u32).to_be_bytes()).expect("the other side reads");
+    stream.write_all(frame).expect("the other side reads");
+}
+
+fn answer(frame: &[u8]) -> FromHost {
+    rmp_serde::from_slice(frame).expect("an answer")
 }
 
 /// What an answer says that does not differ from run to run.
@@ -58,16 +72,95 @@ fn a_connector_of_version_5_is_served_as_it_was() {
             stream
         });
         if is_said {
-            stream.write_all(&(frame.len() as u32).to_be_bytes()).expect("the host reads");
-            stream.write_all(&frame).expect("the host reads");
+            send(stream, &frame);
             said += 1;
             continue;
         }
-        let read = |bytes: &[u8]| -> FromHost { rmp_serde::from_slice(bytes).expect("an answer") };
-        let (now, then) = (read(&receive(stream)), read(&frame));
+        let (now, then) = (answer(&receive(stream)), answer(&frame));
         assert_eq!(discriminant(&now), discriminant(&then), "{now:?} in place of {then:?}");
         assert_eq!(gist(&now), gist(&then));
         heard += 1;
     }
     assert!(said >= 6 && heard >= 6, "{said} {heard}");
+}
+
+/// A host of version 5: says to one after the other who connects what was said to `parts`, each
+/// frame after as many as were heard before it, until so many were said and heard.
+fn old_host(name: &str, parts: &'static [(&'static str, usize)]) -> (PathBuf, JoinHandle<()>) {
+    let socket = place(name);
+    let listener = UnixListener::bind(&socket).expect("the path is free");
+    let play = move || {
+        for (part, number) in parts {
+            let (mut stream, _) = listener.accept().expect("a connector");
+            let frames = frames().into_iter().filter(|(who, ..)| who == part);
+            for (_, is_heard, frame) in frames.take(*number) {
+                if is_heard {
+                    receive(&mut stream);
+                } else {
+                    send(&mut stream, &frame);
+                }
+            }
+        }
+    };
+    (socket, thread::spawn(play))
+}
+
+fn link(socket: &PathBuf, who: Who) -> Link {
+    Link::connect(socket, who).expect("the host listens")
+}
+
+fn without_limits() -> Engine {
+    let mut engine = engine(Role::Decode, Mode::Pull, Sidecar);
+    engine.settings.limits = Default::default();
+    engine
+}
+
+#[test]
+fn a_host_of_version_5_serves_a_connector_of_today() {
+    let (socket, host) =
+        old_host("host-of-version-5", &[("worker", 2), ("scheduler", 9), ("observer", 2)]);
+    let then = |who: &str| {
+        let frames =
+            frames().into_iter().filter(move |(part, is_said, _)| *part == who && !is_said);
+        frames.map(|(_, _, frame)| gist(&answer(&frame))).collect::<Vec<_>>()
+    };
+    let heard = |link: &mut Link, number: usize| {
+        let mut heard = Vec::new();
+        while heard.len() < number {
+            let mut more = Vec::new();
+            link.wait(PATIENCE, &mut more).expect("the host says something");
+            heard.extend(more.iter().map(gist));
+        }
+        heard
+    };
+    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let mut worker = link(&socket, Who::Worker(Box::new(worker(&pool, 32))));
+    assert_eq!(heard(&mut worker, 1), then("worker"));
+    let mut scheduler = link(&socket, Who::Scheduler(Box::new(without_limits())));
+    let mut said = heard(&mut scheduler, 1);
+    for request in ["r", "d-1"] {
+        let (request, params) = (request.into(), "{}".into());
+        scheduler.send(&ToHost::Arrived { request, params, tokens: 40 }).expect("the host hears");
+        said.extend(heard(&mut scheduler, 2));
+    }
+    assert_eq!(said, then("scheduler"));
+    let (request, reason) = ("d-1".into(), FinishReason::Aborted);
+    let finished = ToHost::Decode(DecodeHook::Finished { request, reason });
+    scheduler.send(&finished).expect("the host hears");
+    let mut observer = link(&socket, Who::Observer);
+    assert_eq!(heard(&mut observer, 1), then("observer"));
+    host.join().expect("it heard what it expects");
+}
+
+#[test]
+fn what_a_host_of_version_5_does_not_know_is_not_asked_of_it() {
+    let (socket, host) = old_host("limits-of-version-5", &[("worker", 2), ("scheduler", 2)]);
+    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let _worker = link(&socket, Who::Worker(Box::new(worker(&pool, 32))));
+    let engine = engine(Role::Decode, Mode::Pull, Sidecar);
+    let mut scheduler = link(&socket, Who::Scheduler(Box::new(engine)));
+    let why = scheduler.wait(PATIENCE, &mut Vec::new()).expect_err("it has no limits");
+    let why = why.to_string();
+    assert!(why.contains("version 5") && why.contains("install one version"), "{why}");
+    host.join().expect("it heard what it expects");
 }

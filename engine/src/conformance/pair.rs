@@ -14,6 +14,13 @@ use std::time::{Duration, Instant};
 /// How long a round waits for news, every fourth time; else it only lets others run.
 const ROUND: Duration = Duration::from_micros(20);
 
+/// Longest time for which others run on a machine that has nothing else to do.
+const OTHERS: Duration = Duration::from_millis(1);
+
+/// Rounds that all wait after others ran for longer: on a busy machine a thread that sleeps is back
+/// long before one that yields.
+const BUSY_ROUNDS: u64 = 1000;
+
 /// Plane 1 of a [`Pair`].
 pub enum Second {
     /// In this process.
@@ -37,6 +44,8 @@ pub struct Pair {
     second: Second,
     start: Instant,
     rounds: u64,
+    /// The round until which all wait.
+    busy: u64,
 }
 
 impl fmt::Debug for Pair {
@@ -48,7 +57,7 @@ impl fmt::Debug for Pair {
 impl Pair {
     /// A fixture of two planes.
     pub fn new(first: Box<dyn Served>, second: Second) -> Pair {
-        Pair { first, second, start: Instant::now(), rounds: 0 }
+        Pair { first, second, start: Instant::now(), rounds: 0, busy: 0 }
     }
 
     fn served(&mut self, index: usize) -> &mut dyn Served {
@@ -75,10 +84,14 @@ impl DataFixture for Pair {
 
     fn advance(&mut self) {
         self.rounds += 1;
-        if self.rounds.is_multiple_of(4) {
+        if self.rounds.is_multiple_of(4) || self.rounds < self.busy {
             std::thread::park_timeout(ROUND);
-        } else {
-            std::thread::yield_now();
+            return;
+        }
+        let start = Instant::now();
+        std::thread::yield_now();
+        if start.elapsed() > OTHERS {
+            self.busy = self.rounds + BUSY_ROUNDS;
         }
     }
 

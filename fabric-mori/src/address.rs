@@ -5,6 +5,7 @@
 use engine::core::dialect::moriio::descriptor::{EngineDesc, MemoryDesc};
 use engine::fabric::Address;
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddrV4;
 use std::sync::Arc;
 
 /// First of the fields that follow MoRI's.
@@ -82,6 +83,12 @@ impl Location {
     /// `engine` is what MoRI packed; none if that is no array.
     pub(crate) fn encode(engine: &[u8], door: &Door) -> Option<Address> {
         Some(Address(extend(engine, door)?.into()))
+    }
+
+    /// Where MoRI's control plane listens, by its descriptor; none if it does not.
+    pub(crate) fn listens_at(engine: &[u8]) -> Option<SocketAddrV4> {
+        let desc = EngineDesc::decode(engine).ok()?;
+        Some(SocketAddrV4::new(desc.host.parse().ok()?, u16::try_from(desc.port).ok()?))
     }
 
     /// None for the address of another kind of plane.

@@ -17,6 +17,8 @@ pub struct Counters {
     pub retried: u64,
     /// Rebuilds that peers had to be told of.
     pub resets: u64,
+    /// 1 while there is no backend because MoRI cannot be started, 0 otherwise.
+    pub without: u64,
 }
 
 /// [`Counters`] that others read meanwhile.
@@ -28,6 +30,7 @@ pub(crate) struct Counts {
     pub(crate) rebuilds: Count,
     pub(crate) retried: Count,
     pub(crate) resets: Count,
+    pub(crate) without: Count,
 }
 
 #[derive(Debug, Default)]
@@ -36,6 +39,10 @@ pub(crate) struct Count(AtomicU64);
 impl Count {
     pub(crate) fn add(&self, more: u64) {
         self.0.fetch_add(more, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set(&self, to: u64) {
+        self.0.store(to, Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {
@@ -52,6 +59,7 @@ impl Counts {
             rebuilds: self.rebuilds.get(),
             retried: self.retried.get(),
             resets: self.resets.get(),
+            without: self.without.get(),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The thread that has MoRI's engine: all of its calls but the looks at statuses are made here, one
-//! at a time, since MoRI locks little and may block for seconds.
+//! The thread that has MoRI's engine: all of its calls but the looks at statuses and the connecting
+//! of sessions are made here, one at a time, since MoRI locks little and may block for seconds.
 
 use crate::address::{Claim, Door, Identity, Location};
 use crate::counters::Counts;
@@ -8,9 +8,11 @@ use crate::gate::Gate;
 use crate::job::Job;
 use crate::mori::{Engine, Fault, Region, Session, Shim};
 use crate::news::{Board, End, News};
+use crate::opener::{Mori, Opener};
+use crate::sockets::keep_from_children;
 use crate::watch::{Flight, Watch, end_of};
-use crate::{Backend, MoriConfig};
-use engine::fabric::{Address, Cause, Memory, OpId, RegionId, SessionId};
+use crate::{Backend, MoriConfig, preflight};
+use engine::fabric::{Address, Cause, Memory, RegionId, SessionId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,18 +33,26 @@ pub(crate) enum Order {
         region: RegionId,
         done: SyncSender<()>,
     },
+    /// Connects a session, for the first time or again after a rebuild.
     Open {
         session: SessionId,
         remote: Remote,
     },
+    /// The opener has made connections, or failed to.
+    Opened,
     Close {
+        session: SessionId,
+    },
+    /// Gives back what waits for the connection of a session.
+    Withdraw {
         session: SessionId,
     },
     /// Ends the sessions with a peer's region, or all and its line, once nothing of them is under way.
     Leave(Arc<Line>, Option<RegionId>),
     Post(Job),
-    /// A new engine in place of the old one. `keep` are the sessions that go on; what they have in
-    /// flight is posted anew. With an incarnation all that peers know is void from here on.
+    /// A new engine in place of the old one. `keep` are the sessions that go on: they are to be
+    /// opened anew, and what they have in flight is posted once they are. With an incarnation all
+    /// that peers know is void from here on.
     Rebuild {
         keep: BTreeSet<SessionId>,
         incarnation: Option<u64>,
@@ -89,23 +99,25 @@ pub(crate) struct Remote {
 #[derive(Debug)]
 struct Wire {
     remote: Remote,
-    session: Session,
+    /// None while it is not connected.
+    session: Option<Session>,
+    /// What is posted once it is.
+    waiting: Vec<Job>,
 }
 
+/// Registered memory.
 #[derive(Debug)]
-struct Held {
-    memory: Memory,
-    region: Region,
+pub(crate) struct Held {
+    pub(crate) memory: Memory,
+    pub(crate) region: Region,
 }
 
-/// Sessions go before regions, and both before the engine, which the order of the fields says.
+/// Sessions go before MoRI's engine, which the order of the fields says.
 #[derive(Debug)]
 pub(crate) struct Desk {
     common: Arc<Common>,
     sessions: BTreeMap<SessionId, Wire>,
-    regions: BTreeMap<RegionId, Held>,
-    peers: BTreeSet<Arc<[u8]>>,
-    engine: Option<Engine>,
+    opener: Arc<Opener>,
     generation: u64,
 }
 
@@ -118,29 +130,32 @@ impl Desk {
     ///
     /// # Errors
     /// What MoRI says.
-    pub(crate) fn new(common: Arc<Common>) -> Result<Desk, Fault> {
-        let (sessions, regions) = (BTreeMap::new(), BTreeMap::new());
-        let (peers, engine) = (BTreeSet::new(), None);
-        let mut desk = Desk { common, sessions, regions, peers, engine, generation: 0 };
-        desk.make_engine()?;
+    pub(crate) fn new(common: Arc<Common>, opener: Arc<Opener>) -> Result<Desk, Fault> {
+        let mut desk = Desk { common, sessions: BTreeMap::new(), opener, generation: 0 };
+        let engine = desk.make_engine()?;
+        desk.opener.alone(|mori| mori.engine = Some(engine));
         Ok(desk)
     }
 
     /// A new key each time: MoRI never dials again who comes back under an old one.
-    fn make_engine(&mut self) -> Result<(), Fault> {
+    fn make_engine(&mut self) -> Result<Engine, Fault> {
         let common = &self.common;
         let who = common.who();
         let key = format!("{}~{:016x}.{}", who.key, who.incarnation, self.generation);
-        self.generation += 1;
+        // MoRI ends the process over what is missing.
+        preflight::check(&common.config).map_err(|why| Fault::of("kf_engine_new", why))?;
         let engine = Engine::new(&common.shim, &common.config, &key)?;
+        self.generation += 1;
         let desc = engine.desc()?;
+        if let Some(at) = Location::listens_at(&desc) {
+            keep_from_children(at);
+        }
         let door = Door { who, port: common.door_port, layout: common.shim.info.layout };
         let address = Location::encode(&desc, &door)
             .ok_or_else(|| Fault::of("kf_engine_desc", "no msgpack array"))?;
         common.gate.engine_is(desc.into());
         *common.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
-        self.engine = Some(engine);
-        Ok(())
+        Ok(engine)
     }
 
     /// Ends with [`Order::End`].
@@ -157,72 +172,59 @@ impl Desk {
         }
         drop(self.common.watch.drain());
         self.common.watch.stop();
+        self.opener.stop();
+        self.sessions.clear();
+        self.opener.alone(|mori| drop(mori.end()));
     }
 
     fn perform(&mut self, order: Order) {
         match order {
             Order::Register { region, memory } => {
-                let result = self.register(region, memory, true);
+                let common = &self.common;
+                let result = self.opener.alone(|mori| register(common, mori, region, memory, true));
                 let result = result.map_err(|fault| backend(&fault));
                 self.common.board.tell(News::Registered { region, result });
             }
             Order::Deregister { region, done } => {
-                self.sessions.retain(|_, wire| wire.remote.region != region);
-                self.regions.remove(&region);
+                self.opener.clone().alone(|mori| {
+                    self.take_opened(mori);
+                    self.sessions.retain(|_, wire| wire.remote.region != region);
+                    mori.regions.remove(&region);
+                });
                 let _gone = done.send(());
             }
-            Order::Open { session, remote } => {
-                let result = self.open(session, remote);
-                self.common.board.tell(News::Opened { session, result });
+            Order::Open { session, remote } => self.open(session, remote),
+            Order::Opened => self.opener.clone().alone(|mori| self.take_opened(mori)),
+            Order::Close { session } => {
+                self.withdraw(session);
+                self.sessions.remove(&session);
             }
-            Order::Close { session } => drop(self.sessions.remove(&session)),
+            Order::Withdraw { session } => self.withdraw(session),
             Order::Leave(line, region) => self.leave(&line, region),
             Order::Post(job) => self.post(job),
             Order::Rebuild { keep, incarnation } => self.rebuild(&keep, incarnation),
             Order::Clear => {
-                self.sessions.clear();
-                self.regions.clear();
+                self.opener.clear();
+                self.opener.clone().alone(|mori| {
+                    drop(mori.opened());
+                    self.sessions.clear();
+                    mori.regions.clear();
+                });
             }
             Order::End => {}
         }
     }
 
-    fn engine(&self) -> Result<&Engine, Fault> {
-        self.engine
-            .as_ref()
-            .ok_or_else(|| Fault::of("engine", "there is none since a rebuild failed"))
-    }
-
-    /// MoRI's descriptor, which peers are given if it is `offered`.
-    fn register(&mut self, id: RegionId, memory: Memory, offered: bool) -> Result<Vec<u8>, Fault> {
-        let region = self.engine()?.register(memory)?;
-        let desc = region.desc()?;
-        let claim = Claim::decode(&desc)
-            .ok_or_else(|| Fault::of("kf_memory_desc", "bytes that are no descriptor"))?;
-        if offered {
-            self.common.gate.add_region(id, claim.name, claim.memory);
+    fn open(&mut self, id: SessionId, remote: Remote) {
+        let wire = self.sessions.entry(id).or_insert_with(|| Wire {
+            remote: remote.clone(),
+            session: None,
+            waiting: Vec::new(),
+        });
+        if wire.session.is_none() {
+            wire.remote = remote.clone();
+            self.opener.ask(id, remote);
         }
-        self.regions.insert(id, Held { memory, region });
-        Ok(desc)
-    }
-
-    fn open(&mut self, id: SessionId, remote: Remote) -> Result<(), Cause> {
-        let session = self.session(&remote).map_err(|fault| match fault.is_system() {
-            true => Cause::Unreachable,
-            false => backend(&fault),
-        })?;
-        self.sessions.insert(id, Wire { remote, session });
-        Ok(())
-    }
-
-    fn session(&mut self, to: &Remote) -> Result<Session, Fault> {
-        if !self.peers.contains(&to.grant.engine) {
-            self.engine()?.add_peer(&to.grant.engine)?;
-            self.peers.insert(to.grant.engine.clone());
-        }
-        let held = self.regions.get(&to.region);
-        let held = held.ok_or_else(|| Fault::of("session", "its region is not registered"))?;
-        self.engine()?.session(&held.region, &to.grant.memory)
     }
 
     /// Waits for what these sessions have under way. False if it does not end.
@@ -245,7 +247,10 @@ impl Desk {
         };
         let ended: BTreeSet<SessionId> =
             self.sessions.iter().filter(|(_, wire)| its(wire)).map(|(id, _)| *id).collect();
-        self.sessions.retain(|id, _| !ended.contains(id));
+        for id in &ended {
+            self.withdraw(*id);
+            self.sessions.remove(id);
+        }
         // Otherwise the peer waits, for the end of this process if need be.
         if !self.drained(|id| ended.contains(&id)) {
             return;
@@ -259,23 +264,42 @@ impl Desk {
 
     fn post(&mut self, job: Job) {
         let op = job.op;
-        if let Err((job, cause)) = self.try_post(job) {
+        let posted = match self.sessions.get_mut(&job.session) {
+            None => return self.unposted(job),
+            Some(Wire { session: None, waiting, .. }) => return waiting.push(job),
+            Some(Wire { session: Some(session), .. }) => try_post(&self.common, session, job),
+        };
+        if let Err((job, cause)) = posted {
             self.common.watch.give(job);
             self.common.board.tell(News::Ended { op, end: End::Failed(cause) });
         }
     }
 
-    fn try_post(&mut self, job: Job) -> Result<(), (Job, Cause)> {
-        let Some(wire) = self.sessions.get(&job.session) else { return Err((job, Cause::Closed)) };
-        let status = match self.engine().and_then(Engine::status) {
-            Ok(status) => status,
-            Err(fault) => return Err((job, backend(&fault))),
-        };
-        if let Err(fault) = wire.session.post(&job, &status) {
-            return Err((job, backend(&fault)));
+    /// Puts connected sessions to use.
+    fn take_opened(&mut self, mori: &mut Mori) {
+        for (id, result) in mori.opened() {
+            let Some(wire) = self.sessions.get_mut(&id) else { continue };
+            let result = result.map(|session| {
+                wire.session.get_or_insert(session);
+            });
+            let waiting =
+                if result.is_ok() { std::mem::take(&mut wire.waiting) } else { Vec::new() };
+            self.common.board.tell(News::Opened { session: id, result });
+            for job in waiting {
+                self.post(job);
+            }
         }
-        self.common.watch.add(Flight { job, status });
-        Ok(())
+    }
+
+    fn withdraw(&mut self, session: SessionId) {
+        let Some(wire) = self.sessions.get_mut(&session) else { return };
+        std::mem::take(&mut wire.waiting).into_iter().for_each(|job| self.unposted(job));
+    }
+
+    fn unposted(&self, job: Job) {
+        let (op, end) = (job.op, End::Unposted(Cause::Closed));
+        self.common.watch.give(job);
+        self.common.board.tell(News::Ended { op, end });
     }
 
     fn rebuild(&mut self, keep: &BTreeSet<SessionId>, incarnation: Option<u64>) {
@@ -287,51 +311,77 @@ impl Desk {
             let why = "copies between GPUs do not end".into();
             return self.common.board.tell(News::Broken { why, quiet: false });
         }
-        let mut jobs = Vec::new();
+        let mut again = Vec::new();
         for Flight { job, status } in self.common.watch.drain() {
             match end_of(&status) {
                 Some(End::Done) => {
                     self.common.board.tell(News::Ended { op: job.op, end: End::Done });
                     self.common.watch.give(job);
                 }
-                _ if keep.contains(&job.session) => jobs.push(job),
+                _ if keep.contains(&job.session) => again.push(job),
                 _ => self.common.watch.give(job),
             }
         }
-        let sessions = std::mem::take(&mut self.sessions);
-        let wires: Vec<_> = sessions
-            .into_iter()
-            .filter(|(id, _)| keep.contains(id))
-            .map(|(id, wire)| (id, wire.remote))
-            .collect();
-        let memories: Vec<_> = std::mem::take(&mut self.regions)
-            .into_iter()
-            .map(|(id, held)| (id, held.memory))
-            .collect();
-        self.peers.clear();
-        self.engine = None;
-        if let Err(fault) = self.make_engine() {
-            return self.broken(&fault);
-        }
-        for (id, memory) in memories {
-            if let Err(fault) = self.register(id, memory, incarnation.is_none()) {
-                return self.broken(&fault);
+        self.sessions.retain(|id, _| keep.contains(id));
+        self.opener.clear();
+        match self.opener.clone().alone(|mori| self.replace(mori, incarnation.is_none())) {
+            Ok(()) => {
+                let ops = again.iter().map(|job| job.op).collect();
+                // Behind those that wait already, which is no order that anybody was promised.
+                again.into_iter().for_each(|job| self.post(job));
+                self.common.board.tell(News::Rebuilt { again: ops });
             }
-        }
-        let mut lost = Vec::new();
-        for (id, remote) in wires {
-            if let Err(cause) = self.open(id, remote) {
-                lost.push((id, cause));
+            Err(fault) => {
+                again.into_iter().for_each(|job| self.common.watch.give(job));
+                let sessions = std::mem::take(&mut self.sessions);
+                let waiting = sessions.into_values().flat_map(|wire| wire.waiting);
+                waiting.for_each(|job| self.common.watch.give(job));
+                self.common.board.tell(News::Broken { why: fault.to_string(), quiet: true });
             }
-        }
-        let again: Vec<OpId> = jobs.iter().map(|job| job.op).collect();
-        self.common.board.tell(News::Rebuilt { again, lost });
-        for job in jobs {
-            self.post(job);
         }
     }
 
-    fn broken(&self, fault: &Fault) {
-        self.common.board.tell(News::Broken { why: fault.to_string(), quiet: true });
+    /// A new engine with the memory of the old one, which is `offered` to peers as before.
+    fn replace(&mut self, mori: &mut Mori, offered: bool) -> Result<(), Fault> {
+        for wire in self.sessions.values_mut() {
+            wire.session = None;
+        }
+        let memories = mori.end();
+        mori.engine = Some(self.make_engine()?);
+        for (id, memory) in memories {
+            register(&self.common, mori, id, memory, offered)?;
+        }
+        Ok(())
     }
+}
+
+/// MoRI's descriptor, which peers are given if it is `offered`.
+fn register(
+    common: &Common,
+    mori: &mut Mori,
+    id: RegionId,
+    memory: Memory,
+    offered: bool,
+) -> Result<Vec<u8>, Fault> {
+    let region = mori.engine()?.register(memory)?;
+    let desc = region.desc()?;
+    let claim = Claim::decode(&desc)
+        .ok_or_else(|| Fault::of("kf_memory_desc", "bytes that are no descriptor"))?;
+    if offered {
+        common.gate.add_region(id, claim.name, claim.memory);
+    }
+    mori.regions.insert(id, Held { memory, region });
+    Ok(desc)
+}
+
+fn try_post(common: &Common, session: &Session, job: Job) -> Result<(), (Job, Cause)> {
+    let status = match session.status() {
+        Ok(status) => status,
+        Err(fault) => return Err((job, backend(&fault))),
+    };
+    if let Err(fault) = session.post(&job, &status) {
+        return Err((job, backend(&fault)));
+    }
+    common.watch.add(Flight { job, status });
+    Ok(())
 }

@@ -13,8 +13,10 @@ mod job;
 mod memory;
 mod mori;
 mod news;
+mod opener;
 mod plane;
 pub mod preflight;
+mod sockets;
 mod watch;
 mod words;
 

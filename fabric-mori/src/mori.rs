@@ -203,16 +203,6 @@ impl Engine {
         })?;
         Ok(Session { engine: self.0.clone(), raw })
     }
-
-    /// A status that was not used yet.
-    pub(crate) fn status(&self) -> Result<Status, Fault> {
-        let mut handle = 0;
-        // SAFETY: The engine lives.
-        call("kf_status_take", |text| unsafe {
-            (self.0.functions().kf_status_take)(self.0.raw, &raw mut handle, text)
-        })?;
-        Ok(Status { engine: self.0.clone(), handle })
-    }
 }
 
 /// Memory that an engine knows.
@@ -256,6 +246,16 @@ pub(crate) struct Session {
 unsafe impl Send for Session {}
 
 impl Session {
+    /// A status that was not used yet.
+    pub(crate) fn status(&self) -> Result<Status, Fault> {
+        let mut handle = 0;
+        // SAFETY: The engine lives.
+        call("kf_status_take", |text| unsafe {
+            (self.engine.functions().kf_status_take)(self.engine.raw, &raw mut handle, text)
+        })?;
+        Ok(Status { engine: self.engine.clone(), handle })
+    }
+
     /// Posts a batch; may take seconds. On an error MoRI may have posted a part.
     pub(crate) fn post(&self, job: &Job, status: &Status) -> Result<(), Fault> {
         let direction = match job.direction {

@@ -12,6 +12,8 @@ pub(crate) enum End {
     Done,
     /// Its bytes may move until the backend is removed.
     Failed(Cause),
+    /// MoRI never had it.
+    Unposted(Cause),
 }
 
 /// One piece of news.
@@ -36,10 +38,10 @@ pub(crate) enum News {
     },
     /// A peer that was inside has left.
     Left,
-    /// The old backend is gone, and with it what was under way in it; `again` was posted anew.
+    /// The old backend is gone, and with it what was under way in it; `again` is posted anew once its
+    /// sessions are open.
     Rebuilt {
         again: Vec<OpId>,
-        lost: Vec<(SessionId, Cause)>,
     },
     /// There is no backend any more. What was under way may still be, unless it is `quiet`.
     Broken {

@@ -55,6 +55,30 @@ pub fn look(config: &MoriConfig, roots: &Roots) -> Vec<Finding> {
     findings
 }
 
+/// Whether MoRI can be called, which ends the process over some of what it may lack.
+///
+/// # Errors
+/// What is missing and what to do.
+pub(crate) fn check(config: &MoriConfig) -> Result<(), String> {
+    let findings = match config.devices {
+        true => look(config, &Roots::default()),
+        false => config
+            .host
+            .parse()
+            .ok()
+            .map(|host| control_port(host, config.port))
+            .into_iter()
+            .collect(),
+    };
+    let fatal = findings.into_iter().filter(|finding| finding.fatal);
+    let texts: Vec<String> = fatal
+        .map(|Finding { check, found, remedy, .. }| {
+            format!("{check}: {found}; to do: {}", remedy.unwrap_or_default())
+        })
+        .collect();
+    if texts.is_empty() { Ok(()) } else { Err(texts.join("\n")) }
+}
+
 /// Bytes that this process may lock; none if there is no limit.
 pub(crate) fn memlock_limit() -> Option<u64> {
     getrlimit(Resource::Memlock).current

@@ -167,7 +167,7 @@ void IOEngine::CreateBackend(BackendType type, const BackendConfig& backend) {
   }
 #endif
   if (type != BackendType::RDMA) dbl::die("assert: false && \"not implemented\"");
-  if (dbl::flag("MORI_DOUBLE_NO_NIC")) {
+  if (dbl::port_is_down() || dbl::flag("MORI_DOUBLE_NO_NIC")) {
     if (!auto_xgmi()) {
       throw std::runtime_error(
           "no active RDMA device on this host; set MORI_DISABLE_AUTO_XGMI=0 to enable XGMI-only "

@@ -31,6 +31,7 @@ State& state() {
 }
 
 std::atomic<uint64_t> latency_us{0};
+std::atomic<bool> port_down{false};
 
 struct Name {
   std::string_view text;
@@ -176,6 +177,8 @@ void read_environment() {
 
 std::chrono::microseconds latency() { return std::chrono::microseconds(latency_us.load()); }
 
+bool port_is_down() { return port_down.load(); }
+
 bool flag(const char* variable) {
   const char* text = std::getenv(variable);
   return text != nullptr && std::string_view(text) == "1";
@@ -197,5 +200,7 @@ extern "C" int mori_double_faults(const char* spec) {
   std::fprintf(stderr, "mori double: faults: %s\n", why.c_str());
   return -1;
 }
+
+extern "C" void mori_double_port(int up) { dbl::port_down.store(up == 0); }
 
 extern "C" void mori_double_latency(uint64_t us) { dbl::latency_us.store(us); }

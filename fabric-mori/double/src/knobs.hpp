@@ -49,6 +49,9 @@ void read_environment();
 
 std::chrono::microseconds latency();
 
+// Whether the network card's port is down; nothing that is asked over it is answered then.
+bool port_is_down();
+
 bool flag(const char* variable);
 std::optional<uint64_t> number(const char* variable);
 

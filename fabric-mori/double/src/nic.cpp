@@ -125,6 +125,12 @@ bool Nic::one(std::unique_lock<std::mutex>& lock, Clock::time_point& wake) {
     }
     wake = std::min(wake, now + kTick);
     Item& head = pair->queue.front();
+    if (port_is_down()) {
+      pair->fail();
+      fail(head, "transport retry counter exceeded");
+      pop(*pair);
+      return true;
+    }
     if (pair->unanswered) {
       if (!retry_ || now - pair->asked < *retry_) continue;
       pair->fail();

@@ -26,7 +26,7 @@ sockaddr_in address(const std::string& host, int port) {
 }
 
 Socket Socket::connect(const std::string& host, int port) {
-  Socket out(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  Socket out(socket(AF_INET, SOCK_STREAM, 0));
   if (out.fd_ < 0) {
     throw std::system_error(errno, std::generic_category(), "socket(AF_INET, SOCK_STREAM)");
   }

@@ -1,6 +1,7 @@
 // What the handles of kf_mori.h point to.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,7 +17,7 @@ struct kf_engine {
   std::unique_ptr<mori::io::IOEngine> mori;
   std::vector<mori::io::BackendType> backends;
   size_t memories = 0;
-  size_t sessions = 0;
+  std::atomic<size_t> sessions = 0;
   // The ranges of the batch that is being posted: posts of one engine come one after another.
   mori::io::SizeVec local, remote, len;
 };
@@ -24,7 +25,7 @@ struct kf_engine {
 struct kf_memory {
   kf_engine *engine = nullptr;
   mori::io::MemoryDesc desc{};
-  mutable size_t sessions = 0;
+  mutable std::atomic<size_t> sessions = 0;
 };
 
 struct kf_session {

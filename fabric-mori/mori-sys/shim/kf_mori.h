@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of this file. */
-#define KF_MORI_ABI 2
+#define KF_MORI_ABI 3
 
 enum kf_kind {
   KF_OK = 0,
@@ -105,6 +105,7 @@ int32_t kf_engine_xgmi(kf_engine *engine, int32_t streams, int32_t events, kf_te
 int32_t kf_engine_desc(kf_engine *engine, uint8_t *out, size_t room, size_t *len,
                        kf_text *error) KF_NOEXCEPT;
 
+/* May run beside a post, a session's end and whatever status functions, as kf_session_new. */
 int32_t kf_peer_add(kf_engine *engine, const uint8_t *desc, size_t len, kf_text *error) KF_NOEXCEPT;
 int32_t kf_peer_remove(kf_engine *engine, const uint8_t *desc, size_t len, kf_text *error) KF_NOEXCEPT;
 
@@ -116,7 +117,8 @@ int32_t kf_memory_desc(const kf_memory *memory, uint8_t *out, size_t room, size_
 /* KF_ARGUMENT while it has sessions. */
 int32_t kf_memory_free(kf_memory *memory, kf_text *error) KF_NOEXCEPT;
 
-/* `remote` is a packed MemoryDesc of a peer that was added. Connects and pins: may take seconds. */
+/* `remote` is a packed MemoryDesc of a peer that was added. Connects and pins: may take seconds, and
+ * may run beside a post or a session's end, so that other sessions go on. */
 int32_t kf_session_new(kf_engine *engine, const kf_memory *local, const uint8_t *remote, size_t len,
                        kf_session **out, kf_text *error) KF_NOEXCEPT;
 int32_t kf_session_free(kf_session *session, kf_text *error) KF_NOEXCEPT;
@@ -135,7 +137,7 @@ int32_t kf_status_count(kf_engine *engine, uint64_t counts[3], kf_text *error) K
 
 /* Posts a batch of `count` ranges. May block for seconds. KF_OK says that MoRI returned; the status
  * says what of. On any other kind the status is as MoRI left it. May run beside the polls and takes
- * of statuses, and beside nothing else of this engine. */
+ * of statuses, and beside kf_session_new and kf_peer_add, but nothing else of this engine. */
 int32_t kf_post(kf_session *session, uint32_t direction, size_t count, const uint64_t *local,
                 const uint64_t *remote, const uint64_t *len, uint64_t status,
                 kf_text *error) KF_NOEXCEPT;

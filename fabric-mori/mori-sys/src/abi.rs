@@ -7,7 +7,7 @@ use std::ffi::c_char;
 use std::marker::{PhantomData, PhantomPinned};
 
 /// The version of the interface.
-pub const MORI_ABI: u32 = 2;
+pub const MORI_ABI: u32 = 3;
 
 macro_rules! constants {
     ($(#[$doc:meta])* $group:ident: $type:ty { $($(#[$note:meta])* $name:ident = $value:expr,)* }) => {

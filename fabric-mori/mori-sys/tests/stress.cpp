@@ -1,5 +1,6 @@
 // All of the shim from several threads, as far as kf_mori.h allows it, for the sanitizers.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,6 +26,9 @@ void must(int32_t kind, const kf_text &error, const char *what) {
   std::fprintf(stderr, "%s: %d %s\n", what, kind, error.data);
   std::_Exit(1);
 }
+
+/// Lets others run. On a busy machine who sleeps is back long before who yields.
+void pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 #define MUST(call)                       \
   do {                                   \
@@ -84,19 +88,39 @@ void poll(kf_engine *engine, std::atomic<uint64_t> &next, const std::atomic<bool
   while (!stop.load()) {
     const uint64_t handle = next.load();
     if (handle == 0) {
-      std::this_thread::yield();
+      pause();
       continue;
     }
     uint32_t code = KF_IN_PROGRESS;
     for (int i = 0; i < 100000 && code <= KF_IN_PROGRESS && code != KF_SUCCESS; ++i) {
       MUST(kf_status_poll(engine, handle, &code, &error));
-      if (code == KF_IN_PROGRESS || code == KF_INIT) std::this_thread::yield();
+      if (code == KF_IN_PROGRESS || code == KF_INIT) pause();
     }
     kf_text text{mine, sizeof mine};
     if (kf_status_text(engine, handle, &text) != KF_OK) std::abort();
     // One that was lost is given while it is on its way; one that is being posted cannot be.
-    while (kf_status_give(engine, handle, nullptr) == KF_ARGUMENT) std::this_thread::yield();
+    while (kf_status_give(engine, handle, nullptr) == KF_ARGUMENT) pause();
     next.store(0);
+  }
+}
+
+/// Connects sessions beside the posts, which another thread ends.
+void connect(Node &near, const Node &far, std::atomic<kf_session *> &made) {
+  for (int i = 0; i < 50; ++i) {
+    MUST(kf_peer_add(near.engine, far.desc.data(), far.desc.size(), &error));
+    kf_session *session = nullptr;
+    MUST(kf_session_new(near.engine, near.memory, far.memory_desc.data(), far.memory_desc.size(),
+                        &session, &error));
+    if (kf_session *before = made.exchange(session)) MUST(kf_session_free(before, &error));
+  }
+}
+
+void end_some(std::atomic<kf_session *> &made, const std::atomic<bool> &stop) {
+  bool last = false;
+  while (!last) {
+    last = stop.load();
+    if (kf_session *session = made.exchange(nullptr)) MUST(kf_session_free(session, &error));
+    pause();
   }
 }
 
@@ -112,9 +136,12 @@ void round(bool rdma, const char *faults, size_t posts) {
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) threads.emplace_back([&] { idle(near.engine, stop); });
   for (auto &one : next) threads.emplace_back([&] { poll(near.engine, one, stop); });
+  std::atomic<kf_session *> made{nullptr};
+  threads.emplace_back([&] { end_some(made, stop); });
+  std::thread connecting([&] { connect(near, far, made); });
   for (size_t i = 0; i < posts; ++i) {
     auto &one = next[i % 2];
-    while (one.load() != 0) std::this_thread::yield();
+    while (one.load() != 0) pause();
     uint64_t handle = 0;
     MUST(kf_status_take(near.engine, &handle, &error));
     one.store(handle);
@@ -128,8 +155,9 @@ void round(bool rdma, const char *faults, size_t posts) {
     kf_post(session, i % 2 == 0 ? KF_READ : KF_WRITE, count, local, remote, len, handle, &text);
   }
   for (auto &one : next) {
-    while (one.load() != 0) std::this_thread::yield();
+    while (one.load() != 0) pause();
   }
+  connecting.join();
   stop.store(true);
   for (auto &thread : threads) thread.join();
   uint64_t counts[3];

@@ -9,7 +9,8 @@ use crate::door::Listener;
 use crate::gate::Gate;
 use crate::mori::Shim;
 use crate::news::Board;
-use crate::preflight::{self, Finding, Roots};
+use crate::opener::Opener;
+use crate::preflight;
 use crate::watch::Watch;
 use crate::words;
 use engine::fabric::Address;
@@ -82,7 +83,7 @@ impl MoriPlane {
         config.check().map_err(MoriError::Config)?;
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
-        check_machine(host, &config)?;
+        preflight::check(&config).map_err(MoriError::Preflight)?;
         words::arrange(&shim);
         let board = Arc::new(Board::default());
         let gate = Arc::new(Gate::new(random()?, &config, board.clone()));
@@ -100,8 +101,11 @@ impl MoriPlane {
             address: Mutex::new(Address(Arc::default())),
             counts: Counts::default(),
         });
-        let desk = Desk::new(common.clone()).map_err(|fault| MoriError::Mori(fault.to_string()))?;
+        let opener = Arc::new(Opener::default());
+        let desk = Desk::new(common.clone(), opener.clone());
+        let desk = desk.map_err(|fault| MoriError::Mori(fault.to_string()))?;
         let (orders, inbox) = mpsc::channel();
+        let told = orders.clone();
         let mut plane = MoriPlane {
             common: common.clone(),
             orders: Some(orders),
@@ -121,10 +125,12 @@ impl MoriPlane {
             fences: BTreeSet::new(),
             told: Vec::new(),
             broken: None,
+            pause: super::mend::PAUSE,
         };
         let spin = Duration::from_micros(spin.into());
         plane.start("kvferry-watch", move || common.watch.run(&board, spin))?;
         plane.start("kvferry-mori", move || desk.run(&inbox))?;
+        plane.start("kvferry-open", move || opener.run(&told))?;
         Ok(plane)
     }
 
@@ -133,22 +139,6 @@ impl MoriPlane {
         self.threads.push(thread.map_err(|why| MoriError::System(format!("thread: {why}")))?);
         Ok(())
     }
-}
-
-/// MoRI ends the process if it lacks something, so that is found out before.
-fn check_machine(host: Ipv4Addr, config: &MoriConfig) -> Result<(), MoriError> {
-    let roots = Roots::default();
-    let findings = match config.devices {
-        true => preflight::look(config, &roots),
-        false => vec![preflight::control_port(host, config.port)],
-    };
-    let fatal = findings.into_iter().filter(|finding| finding.fatal);
-    let texts: Vec<String> = fatal
-        .map(|Finding { check, found, remedy, .. }| {
-            format!("{check}: {found}; to do: {}", remedy.unwrap_or_default())
-        })
-        .collect();
-    if texts.is_empty() { Ok(()) } else { Err(MoriError::Preflight(texts.join("\n"))) }
 }
 
 impl Drop for MoriPlane {

@@ -28,8 +28,9 @@ impl Peer {
 
 impl MoriPlane {
     /// Has a session's descriptors told by the peer's door, or opens it without.
-    fn seek(&mut self, id: SessionId, claim: Claim) {
+    pub(super) fn seek(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
+        let claim = session.claim.clone();
         let Some(peer) = self.peers.get_mut(&session.peer) else { return };
         let Some(door) = &peer.location.door else {
             let (engine, memory) = (peer.location.engine.clone(), claim.memory);
@@ -124,10 +125,12 @@ impl DataPlane for MoriPlane {
         }
         let lacking = self.cannot_pin(memory);
         self.regions.insert(region, Held { len: memory.len(), operations: 0 });
-        match &self.broken.clone().or(lacking) {
+        match lacking {
+            // All is registered anew after the reset that ends this.
+            None if self.broken.is_some() => {}
             None => self.tell(Order::Register { region, memory }),
             Some(why) => {
-                let result = Err(Cause::Backend(why.clone()));
+                let result = Err(Cause::Backend(why));
                 self.events.push_back(DataEvent::Registered { region, result });
             }
         }
@@ -218,7 +221,9 @@ impl DataPlane for MoriPlane {
             local,
             peer,
             lens: [held.len, claim.len],
+            claim,
             phase: Phase::Opening(until),
+            reopening: None,
             line: None,
             wire: BTreeMap::new(),
             tainted: false,
@@ -227,7 +232,7 @@ impl DataPlane for MoriPlane {
         self.sessions.insert(session, entry);
         self.check_by(until);
         match &self.broken {
-            None => self.seek(session, claim),
+            None => self.seek(session),
             Some(why) => {
                 let result = Err(Cause::Backend(Arc::clone(why)));
                 self.opened(session, result);
@@ -263,7 +268,9 @@ impl DataPlane for MoriPlane {
             None => known.is_some(),
         };
         match self.common.config.backend {
-            _ if !inside || self.broken.is_some() => {
+            _ if !inside => self.events.push_back(DataEvent::Fenced { peer }),
+            // Nobody has keys of a backend that is gone.
+            Backend::Rdma if self.broken.is_some() => {
                 self.events.push_back(DataEvent::Fenced { peer });
             }
             Backend::Rdma => {

@@ -1,13 +1,23 @@
 //! The backend is replaced: MoRI's queue pairs never recover, and only the end of a backend keeps
-//! out what is under way.
+//! out what is under way. Sessions that go on are opened anew beside the work, each peer's once its
+//! door answers. Where MoRI cannot be started it is tried again until it can.
 
 use super::build::random;
-use super::{MoriPlane, Phase};
+use super::{MoriPlane, Phase, Reopening, Session};
 use crate::Backend;
 use crate::desk::Order;
 use engine::fabric::{Cause, DataEvent, OpId, PeerId, SessionId};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
+
+/// Pause before MoRI is started again after it could not be; doubles,
+pub(super) const PAUSE: Duration = Duration::from_millis(50);
+
+/// up to this.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Pause before a peer is asked again that did not answer.
+const AGAIN: Duration = Duration::from_millis(200);
 
 /// How far a replacement is.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -18,8 +28,10 @@ pub(super) enum Mending {
     Draining(Instant),
     /// The thread is at it. These sessions go on, and these peers are kept out once it is done.
     Working(BTreeSet<SessionId>, BTreeSet<PeerId>),
-    /// What was posted anew has to end before the reset.
-    Retrying,
+    /// What is posted anew has to end before the reset; what could not be by then is not waited for.
+    Retrying(Instant),
+    /// There is no backend; it is tried then, and after this pause again.
+    Without(Instant, Duration),
 }
 
 impl Mending {
@@ -29,7 +41,7 @@ impl Mending {
 
     pub(super) fn until(&self) -> Option<Instant> {
         match self {
-            Mending::Draining(until) => Some(*until),
+            Mending::Draining(at) | Mending::Retrying(at) | Mending::Without(at, _) => Some(*at),
             _ => None,
         }
     }
@@ -39,35 +51,49 @@ impl MoriPlane {
     /// Has the backend replaced as soon as may be.
     pub(super) fn mend(&mut self) {
         if self.mending == Mending::No && self.broken.is_none() {
-            let patience = Duration::from_millis(self.common.config.drain_ms.into());
-            let until = Instant::now() + patience;
+            let until = Instant::now() + self.drain_time();
             self.mending = Mending::Draining(until);
             self.check_by(until);
         }
     }
 
-    /// Operations of sessions that go on.
-    fn is_anything_live(&self) -> bool {
-        let live = |id| self.sessions.get(id).is_some_and(|session| !session.tainted);
+    /// Whether operations of sessions that go on have not ended; of those that are being opened anew
+    /// only if `waiting`: MoRI does not have them yet.
+    fn is_anything_live(&self, waiting: bool) -> bool {
+        let live = |id| {
+            self.sessions
+                .get(id)
+                .is_some_and(|session| !session.tainted && (waiting || session.reopening.is_none()))
+        };
         self.operations.values().any(|operation| live(&operation.session))
     }
 
     /// Takes the next step if it is time.
     pub(super) fn advance(&mut self) {
-        match &self.mending {
-            Mending::Draining(until) if !self.is_anything_live() || *until <= Instant::now() => {
+        let now = Instant::now();
+        match self.mending {
+            Mending::Draining(until) if !self.is_anything_live(false) || until <= now => {
                 self.replace();
             }
-            Mending::Retrying if !self.is_anything_live() => {
+            Mending::Retrying(until) => {
+                if until <= now {
+                    self.give_up_reopening();
+                }
+                if self.is_anything_live(true) {
+                    return;
+                }
                 let tainted = self.sessions.values().any(|session| session.tainted);
                 if tainted { self.replace() } else { self.reset() }
             }
+            Mending::Without(at, _) if at <= now => self.replace(),
             _ => {}
         }
     }
 
     fn replace(&mut self) {
-        self.resetting |= self.fences_by_rebuild() || self.common.gate.is_anyone_inside();
+        self.resetting |= self.broken.is_some()
+            || self.fences_by_rebuild()
+            || self.common.gate.is_anyone_inside();
         let incarnation = match self.resetting.then(random).transpose() {
             Ok(incarnation) => incarnation,
             Err(why) => return self.broken(&why.to_string(), false),
@@ -81,16 +107,18 @@ impl MoriPlane {
             Backend::Rdma => std::mem::take(&mut self.fences),
             Backend::Xgmi => BTreeSet::new(),
         };
+        if let Mending::Without(_, pause) = self.mending {
+            self.pause = (2 * pause).min(PAUSE_MAX);
+        }
         self.mending = Mending::Working(keep, fences);
         for (session, answer) in std::mem::take(&mut self.told) {
             self.told(session, answer);
         }
     }
 
-    pub(super) fn rebuilt(&mut self, again: &[OpId], lost: Vec<(SessionId, Cause)>) {
+    pub(super) fn rebuilt(&mut self, again: &[OpId]) {
         let Mending::Working(keep, fenced) = std::mem::take(&mut self.mending) else { return };
         self.common.counts.retried.add(again.len() as u64);
-        self.prolong(again);
         let gone = self.operations.iter().filter(|(_, o)| !keep.contains(&o.session));
         let gone: Vec<OpId> = gone.map(|(op, _)| *op).collect();
         for op in gone {
@@ -105,17 +133,94 @@ impl MoriPlane {
             self.settle(id);
         }
         self.fenced(fenced);
-        for (session, cause) in lost {
-            self.opened(session, Err(cause.clone()));
-            self.kill(session, &cause);
-        }
+        self.reopen(&keep);
         if self.resetting {
-            self.mending = Mending::Retrying;
+            let until = Instant::now() + self.drain_time();
+            self.mending = Mending::Retrying(until);
+            self.check_by(until);
         } else if self.fences_by_rebuild() || self.sessions.values().any(|session| session.tainted)
         {
             self.mend();
         }
         self.advance();
+    }
+
+    /// Has the sessions that go on opened anew.
+    fn reopen(&mut self, keep: &BTreeSet<SessionId>) {
+        let until = Instant::now() + Duration::from_millis(self.common.config.open_ms.into());
+        for id in keep {
+            let Some(session) = self.sessions.get_mut(id) else { continue };
+            match session.phase {
+                Phase::Open => {
+                    let until = session.reopening.map_or(until, |before| before.until);
+                    session.reopening = Some(Reopening { until, again: None });
+                }
+                Phase::Opening(_) => {}
+                Phase::Dead | Phase::Closing => continue,
+            }
+            self.seek(*id);
+        }
+        self.check_by(until);
+    }
+
+    /// MoRI has connected a session, or failed to.
+    pub(super) fn connected(&mut self, id: SessionId, result: Result<(), Cause>) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        match (&mut session.reopening, &result) {
+            (None, _) => self.opened(id, result),
+            (Some(reopening), Err(_)) => {
+                let again = Instant::now() + AGAIN;
+                reopening.again = Some(again);
+                self.check_by(again);
+            }
+            (reopening, Ok(())) => {
+                *reopening = None;
+                let ops: Vec<OpId> = session.wire.values().copied().collect();
+                self.prolong(&ops);
+            }
+        }
+    }
+
+    /// Asks peers again, and ends the sessions with those that have not answered for too long.
+    pub(super) fn keep_reopening(&mut self, now: Instant) {
+        let due = |session: &Session| {
+            let reopening = session.reopening?;
+            let is_due = |at: Instant| at <= now;
+            (is_due(reopening.until) || reopening.again.is_some_and(is_due)).then_some(reopening)
+        };
+        let due: Vec<_> =
+            self.sessions.iter().filter_map(|(id, session)| Some((*id, due(session)?))).collect();
+        for (id, reopening) in due {
+            if reopening.until <= now {
+                self.lose(id, &Cause::Unreachable);
+            } else if let Some(session) = self.sessions.get_mut(&id) {
+                session.reopening = Some(Reopening { again: None, ..reopening });
+                self.seek(id);
+            }
+        }
+    }
+
+    /// Ends a session of which MoRI has nothing.
+    pub(super) fn lose(&mut self, id: SessionId, cause: &Cause) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.reopening = None;
+        if session.phase == Phase::Open {
+            session.phase = Phase::Dead;
+        }
+        let ops: Vec<OpId> = session.wire.values().copied().collect();
+        for op in &ops {
+            self.fail(*op, cause);
+        }
+        self.prolong(&ops);
+        self.tell(Order::Withdraw { session: id });
+    }
+
+    fn give_up_reopening(&mut self) {
+        let reopening = self.sessions.iter().filter(|(_, session)| session.reopening.is_some());
+        let ids: Vec<SessionId> = reopening.map(|(id, _)| *id).collect();
+        for id in ids {
+            self.lose(id, &Cause::Unreachable);
+        }
     }
 
     fn fences_by_rebuild(&self) -> bool {
@@ -157,19 +262,34 @@ impl MoriPlane {
         let fences = std::mem::take(&mut self.fences);
         self.fenced(fences);
         (self.mending, self.resetting) = (Mending::No, false);
+        if self.broken.take().is_some() {
+            self.common.counts.without.set(0);
+            tracing::warn!(key = %self.common.config.key, "MoRI is started again");
+        }
+        self.pause = PAUSE;
         self.common.counts.resets.add(1);
         self.events.push_back(DataEvent::Reset { address: self.common.address() });
     }
 
-    /// There is no backend any more, and none can be had. If it is gone it is quiet.
+    /// There is no backend, and none can be had at present. If it is gone it is quiet.
     pub(super) fn broken(&mut self, why: &str, quiet: bool) {
         let why: std::sync::Arc<str> = format!("MoRI could not be started again: {why}").into();
-        let mut fences = std::mem::take(&mut self.fences);
-        if let Mending::Working(_, fenced) = std::mem::take(&mut self.mending) {
-            fences.extend(fenced);
+        if self.broken.is_none() {
+            self.common.counts.without.set(1);
+            tracing::error!(key = %self.common.config.key, %why, "no backend; it is tried again");
         }
-        self.broken = Some(why.clone());
-        let cause = Cause::Backend(why);
+        let at = Instant::now() + self.pause;
+        let before = std::mem::replace(&mut self.mending, Mending::Without(at, self.pause));
+        self.check_by(at);
+        if let Mending::Working(_, fenced) = before {
+            self.fenced(fenced);
+        }
+        if quiet && self.common.config.backend == Backend::Rdma {
+            let fences = std::mem::take(&mut self.fences);
+            self.fenced(fences);
+        }
+        let cause = Cause::Backend(why.clone());
+        self.broken = Some(why);
         let ops: Vec<OpId> = self.operations.keys().copied().collect();
         for op in ops {
             self.fail(op, &cause);
@@ -179,6 +299,7 @@ impl MoriPlane {
         for id in ids {
             self.opened(id, Err(cause.clone()));
             if let Some(session) = self.sessions.get_mut(&id) {
+                session.reopening = None;
                 session.tainted &= !quiet;
                 if session.phase != Phase::Closing {
                     session.phase = Phase::Dead;
@@ -186,6 +307,9 @@ impl MoriPlane {
             }
             self.settle(id);
         }
-        self.fenced(fences);
+    }
+
+    fn drain_time(&self) -> Duration {
+        Duration::from_millis(self.common.config.drain_ms.into())
     }
 }

@@ -8,7 +8,7 @@ mod submit;
 
 pub use build::MoriError;
 
-use crate::address::Location;
+use crate::address::{Claim, Location};
 use crate::counters::Counters;
 use crate::desk::{Common, Order};
 use crate::door::{Answer, Line, Listener};
@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A region and the operations in flight that use it.
 #[derive(Debug)]
@@ -50,13 +50,26 @@ enum Phase {
     Closing,
 }
 
+/// A session whose backend was replaced.
+#[derive(Clone, Copy, Debug)]
+struct Reopening {
+    /// It is over if it is not open by then.
+    until: Instant,
+    /// When the peer is asked again, which did not answer.
+    again: Option<Instant>,
+}
+
 #[derive(Debug)]
 struct Session {
     local: RegionId,
     peer: PeerId,
+    /// The peer's region.
+    claim: Claim,
     /// Lengths of both regions.
     lens: [u64; 2],
     phase: Phase,
+    /// How far it is, if it is open to its owner and has to be opened anew in MoRI.
+    reopening: Option<Reopening>,
     /// The line by which the peer told of its memory.
     line: Option<u64>,
     /// What MoRI has, in the order of submission; the owner may have been told of its end already.
@@ -109,8 +122,10 @@ pub struct MoriPlane {
     fences: BTreeSet<PeerId>,
     /// What doors told while the backend was not to be used.
     told: Vec<(SessionId, Answer)>,
-    /// Why there is no backend any more.
+    /// Why there is no backend at present.
     broken: Option<Arc<str>>,
+    /// How long it is waited before it is tried again.
+    pause: Duration,
 }
 
 impl std::fmt::Debug for MoriPlane {

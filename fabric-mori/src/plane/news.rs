@@ -19,11 +19,11 @@ impl MoriPlane {
         for news in news.drain(..) {
             match news {
                 News::Registered { region, result } => self.registered(region, result),
-                News::Opened { session, result } => self.opened(session, result),
+                News::Opened { session, result } => self.connected(session, result),
                 News::Ended { op, end } => self.ended(op, end),
                 News::Line(Said::Told { session, answer }) => self.told(session, answer),
                 News::Line(Said::Over { peer, line, why }) => self.line_over(peer, line, &why),
-                News::Rebuilt { again, lost } => self.rebuilt(&again, lost),
+                News::Rebuilt { again } => self.rebuilt(&again),
                 News::Left => self.look_who_left(),
                 // Said to the thread that posts, unless there is none any more.
                 News::Line(Said::Leave(..)) => {}
@@ -52,7 +52,7 @@ impl MoriPlane {
             return self.told.push((id, answer));
         }
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        if !matches!(session.phase, Phase::Opening(_)) {
+        if !matches!(session.phase, Phase::Opening(_)) && session.reopening.is_none() {
             return;
         }
         match answer {
@@ -60,7 +60,7 @@ impl MoriPlane {
                 let claim = Claim::decode(&grant.memory);
                 if claim.is_none_or(|claim| claim.len != session.lens[1]) {
                     let why = "the peer's door tells of a region of another length";
-                    return self.opened(id, Err(Cause::Backend(why.into())));
+                    return self.turned_away(id, Cause::Backend(why.into()));
                 }
                 let line = self.peers.get(&session.peer).and_then(|peer| peer.line.as_ref());
                 let line = line.map(|line| line.id);
@@ -70,8 +70,16 @@ impl MoriPlane {
             }
             Err(why) => {
                 let why = format!("the peer's door: {why}");
-                self.opened(id, Err(Cause::Backend(why.into())));
+                self.turned_away(id, Cause::Backend(why.into()));
             }
+        }
+    }
+
+    /// The peer does not want this session.
+    fn turned_away(&mut self, id: SessionId, cause: Cause) {
+        match self.sessions.get(&id).is_some_and(|session| session.reopening.is_some()) {
+            true => self.lose(id, &cause),
+            false => self.opened(id, Err(cause)),
         }
     }
 
@@ -103,6 +111,11 @@ impl MoriPlane {
                 self.fail(op, &cause);
                 self.landed(op);
                 self.suspect(session);
+            }
+            End::Unposted(cause) => {
+                self.fail(op, &cause);
+                self.landed(op);
+                self.settle(session);
             }
         }
     }
@@ -190,6 +203,10 @@ impl MoriPlane {
     /// Fails the operations of a session, which takes no more. True if MoRI has something of it.
     pub(super) fn kill(&mut self, id: SessionId, cause: &Cause) -> bool {
         let Some(session) = self.sessions.get_mut(&id) else { return false };
+        if session.reopening.is_some() {
+            self.lose(id, cause);
+            return false;
+        }
         if session.phase != Phase::Closing {
             session.phase = Phase::Dead;
         }
@@ -225,6 +242,10 @@ impl MoriPlane {
     pub(super) fn shut(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.phase = Phase::Closing;
+        if session.reopening.is_some() {
+            self.lose(id, &Cause::Closed);
+            return self.settle(id);
+        }
         let ops: Vec<OpId> = session.wire.values().copied().collect();
         for op in ops {
             self.fail(op, &Cause::Closed);
@@ -264,7 +285,13 @@ impl MoriPlane {
         if self.check_at.is_none_or(|at| now < at) {
             return;
         }
-        let over = |id: &SessionId| self.sessions.get(id).is_none_or(|session| session.tainted);
+        self.keep_reopening(now);
+        // What waits for a session to be opened anew has the time of that.
+        let over = |id: &SessionId| {
+            self.sessions
+                .get(id)
+                .is_none_or(|session| session.tainted || session.reopening.is_some())
+        };
         let late: Vec<_> = self
             .operations
             .iter()
@@ -294,8 +321,10 @@ impl MoriPlane {
             Phase::Opening(at) => Some(at),
             _ => None,
         });
+        let reopening = self.sessions.values().filter_map(|session| session.reopening);
+        let reopening = reopening.flat_map(|it| [Some(it.until), it.again].into_iter().flatten());
         let later = |at: &Instant| *at > now;
-        operations.chain(opening).chain(self.mending.until()).filter(later).min()
+        operations.chain(opening).chain(reopening).chain(self.mending.until()).filter(later).min()
     }
 
     /// Operations that were posted anew have their time from now on.

@@ -46,6 +46,17 @@ pub(crate) fn faults(spec: &str) {
     });
 }
 
+/// Takes the network card's port of this process down, or up again.
+pub(crate) fn port(up: bool) {
+    stand_in("mori_double_port", |library| {
+        // SAFETY: As the stand-in declares it.
+        unsafe {
+            let set = library.get::<unsafe extern "C" fn(c_int)>(b"mori_double_port\0");
+            (set.expect("it is there"))(c_int::from(up));
+        }
+    });
+}
+
 pub(crate) struct World {
     locals: Vec<Local>,
     seen: Vec<Vec<DataEvent>>,
@@ -63,6 +74,7 @@ impl World {
         let setup = |n| Setup { config: settings(n), memory: MEMORY, faults: None };
         let locals: Vec<_> = (0..planes).map(|n| Local::new(&setup(n))).collect();
         faults("");
+        port(true);
         let seen = vec![Vec::new(); planes];
         let mut world =
             World { locals, seen, ops: 0, descs: Vec::new(), start: Instant::now(), _alone: alone };
@@ -90,6 +102,11 @@ impl World {
 
     pub(crate) fn seen(&self, at: usize) -> &[DataEvent] {
         &self.seen[at]
+    }
+
+    /// Forgets what a plane said.
+    pub(crate) fn forget(&mut self, at: usize) {
+        self.seen[at].clear();
     }
 
     pub(crate) fn pump(&mut self) {

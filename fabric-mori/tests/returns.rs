@@ -1,0 +1,238 @@
+//! A plane whose MoRI cannot be started for a while, and one with a peer that does not answer.
+
+mod common;
+
+use common::world::{PASS, REGION, World, faults, port};
+use common::{MEMORY, Setup, config, serve_if_child, start};
+use engine::conformance::Remote;
+use engine::core::time::Nanos;
+use engine::fabric::{Cause, DataEvent, DataPlane, Outcome, PeerId, RegionDesc, SessionId, Ticket};
+use fabric_mori::{Backend, MoriConfig};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+
+#[test]
+fn again_over_the_older_layout() {
+    common::again_over_the_older_layout();
+}
+
+/// The other process: this test, executed again.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+fn reset(world: &mut World) {
+    world.until(0, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+}
+
+/// Sets plane 0 up after a reset, and writes to plane 1.
+fn serves_again(world: &mut World, at: u64) {
+    reset(world);
+    world.forget(0);
+    assert_eq!(world.plane(0).counters().without, 0);
+    world.register(0);
+    world.descs[1] = world.register_again(1);
+    world.plane(1).disconnect(PeerId(0));
+    world.connect(0, 1);
+    let desc = world.descs[1].clone();
+    world.open(1, 0, 1, &desc).expect("a session after the reset");
+    let op = world.write(1, at);
+    assert_eq!(world.finish(op), Outcome::Done);
+    assert!(world.has_landed(1, at));
+}
+
+/// Waits until the plane is without a backend.
+fn is_without(world: &mut World) {
+    while world.plane(0).counters().without == 0 {
+        world.pump();
+    }
+}
+
+fn is_refused(world: &mut World, session: u32, desc: &RegionDesc) {
+    let cause = world.open(session, 0, 1, desc).expect_err("there is no backend");
+    assert!(
+        matches!(&cause, Cause::Backend(why) if why.contains("no active RDMA device")),
+        "{cause:?}"
+    );
+}
+
+#[test]
+fn a_port_that_flaps_is_waited_for() {
+    let mut world = World::star(2);
+    for flap in 0..10_u64 {
+        let in_flight: Vec<_> = (0..3).map(|n| world.write(1, n * 256)).collect();
+        port(false);
+        let op = world.write(1, 1_024);
+        for op in in_flight {
+            world.finish(op);
+        }
+        world.failure(op);
+        is_without(&mut world);
+        let desc = world.descs[1].clone();
+        is_refused(&mut world, 50, &desc);
+        world.plane(0).quiesce(SessionId(1), Ticket(flap));
+        let quiet = DataEvent::Quiet { session: SessionId(1), ticket: Ticket(flap) };
+        world.until(0, "Quiet", |event| (*event == quiet).then_some(()));
+        world.assert_untouched(1, 50);
+        port(true);
+        serves_again(&mut world, 512 + flap * 8);
+    }
+    assert_eq!(world.plane(0).counters().resets, 10);
+}
+
+#[test]
+fn a_port_that_flaps_amid_a_mend_is_waited_for() {
+    let mut world = World::star(3);
+    // The mend waits for this one.
+    faults("slow@1:600000;qp_error@2");
+    let slow = world.write(2, 0);
+    let broken = world.write(1, 0);
+    world.failure(broken);
+    port(false);
+    world.failure(slow);
+    is_without(&mut world);
+    faults("");
+    port(true);
+    serves_again(&mut world, 256);
+}
+
+#[test]
+fn a_fence_is_answered_without_a_backend() {
+    let mut world = World::star(2);
+    let desc = world.descs[0].clone();
+    world.open(7, 1, 0, &desc).expect("plane 1 comes in");
+    port(false);
+    world.plane(0).fence(PeerId(1));
+    world.until(0, "Fenced", |event| {
+        (*event == DataEvent::Fenced { peer: PeerId(1) }).then_some(())
+    });
+    port(true);
+    reset(&mut world);
+}
+
+#[test]
+fn children_do_not_keep_the_port() {
+    let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let port = free.local_addr().expect("bound").port();
+    drop(free);
+    let settings = |n| MoriConfig { port: if n == 0 { port } else { 0 }, ..config(Backend::Rdma) };
+    let mut world = World::new(2, settings).joined();
+    // It lives for as long as its input is open.
+    let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn();
+    let mut child = child.expect("cat runs");
+    faults("qp_error@1");
+    let op = world.write(1, 0);
+    world.failure(op);
+    world.quiesce(1);
+    let desc = world.register_again(1);
+    world.open(2, 0, 1, &desc).expect("the backend is back");
+    assert_eq!(world.plane(0).counters().rebuilds, 1);
+    drop(child.stdin.take());
+    child.wait().expect("it ends");
+}
+
+#[test]
+fn a_port_that_is_taken_meanwhile_is_waited_for() {
+    let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = free.local_addr().expect("bound");
+    drop(free);
+    let settings =
+        |n| MoriConfig { port: if n == 0 { address.port() } else { 0 }, ..config(Backend::Rdma) };
+    let mut world = World::new(2, settings).joined();
+    // Without a backend nobody listens, and so anybody may.
+    common::world::port(false);
+    let op = world.write(1, 0);
+    world.failure(op);
+    is_without(&mut world);
+    let taken = TcpListener::bind(address).expect("it is free");
+    common::world::port(true);
+    let tried = world.plane(0).counters().rebuilds + 3;
+    while world.plane(0).counters().rebuilds < tried {
+        world.pump();
+    }
+    assert_eq!(world.plane(0).counters().without, 1, "MoRI would end the process");
+    drop(taken);
+    serves_again(&mut world, 128);
+}
+
+/// A plane in another process, which plane 0 has sessions with.
+struct Far {
+    remote: Remote,
+    sessions: Vec<SessionId>,
+}
+
+impl Far {
+    fn new(world: &mut World, peer: PeerId, sessions: impl Iterator<Item = u32>) -> Far {
+        let setup = Setup { config: config(Backend::Rdma), memory: MEMORY, faults: None };
+        let mut remote = start(&setup);
+        let desc = world.register_of(&mut remote);
+        let (here, there) = (world.plane(0).address(), remote.address());
+        remote.connect(PeerId(0), &here, PASS).expect("a peer connects");
+        world.plane(0).connect(peer, &there, PASS).expect("a peer connects");
+        let sessions: Vec<_> = sessions.map(SessionId).collect();
+        for session in &sessions {
+            world.plane(0).open(*session, REGION, peer, &desc).expect("an open is taken");
+            let opened = DataEvent::Opened { session: *session, result: Ok(()) };
+            while !world.seen(0).contains(&opened) {
+                remote.poll(Nanos(0), &mut Vec::new());
+                world.pump();
+            }
+        }
+        Far { remote, sessions }
+    }
+
+    fn stop(&self) {
+        let pid = Pid::from_raw(self.remote.pid() as i32).expect("a process");
+        kill_process(pid, Signal::STOP).expect("our child");
+        waitpid(Some(pid), WaitOptions::UNTRACED).expect("it stops");
+    }
+
+    fn go_on(&self) {
+        let pid = Pid::from_raw(self.remote.pid() as i32).expect("a process");
+        kill_process(pid, Signal::CONT).expect("our child");
+    }
+}
+
+#[test]
+fn a_peer_that_does_not_answer_holds_up_nobody_else() {
+    let mut world = World::star(3);
+    let far = Far::new(&mut world, PeerId(9), 90..93);
+    far.stop();
+    faults("qp_error@1");
+    let op = world.write(1, 0);
+    world.failure(op);
+    let retried = world.write(2, 512);
+    assert_eq!(world.finish(retried), Outcome::Done);
+    let silent = world.write(90, 0);
+    assert_eq!(world.plane(0).counters().rebuilds, 1);
+    // Whoever waits for the stopped one has no outcome yet, and others do.
+    let next = world.write(2, 1_024);
+    assert_eq!(world.finish(next), Outcome::Done);
+    let of_silent =
+        |event: &DataEvent| matches!(event, DataEvent::Completed { op, .. } if *op == silent);
+    assert!(!world.seen(0).iter().any(of_silent), "{:?}", world.seen(0));
+    far.go_on();
+    assert_eq!(world.finish(silent), Outcome::Done, "it waited for its session");
+    assert_eq!(far.sessions.len(), 3);
+    assert_eq!(world.plane(0).counters().rebuilds, 1);
+}
+
+#[test]
+fn a_peer_that_never_answers_loses_its_sessions_and_nothing_else() {
+    let settings = |_| MoriConfig { open_ms: 2_000, ..config(Backend::Rdma) };
+    let mut world = World::new(3, settings).joined();
+    let far = Far::new(&mut world, PeerId(9), 90..93);
+    far.stop();
+    faults("qp_error@1");
+    let op = world.write(1, 0);
+    world.failure(op);
+    let silent = world.write(91, 0);
+    assert_eq!(world.failure(silent), Cause::Unreachable);
+    world.quiesce(91);
+    let next = world.write(2, 1_024);
+    assert_eq!(world.finish(next), Outcome::Done);
+    assert_eq!(world.plane(0).counters().rebuilds, 1, "nothing of it was with MoRI");
+    far.go_on();
+}

@@ -229,6 +229,19 @@ pub struct Caps {
     pub placement: Placement,
     /// What [`DataPlane::fence`] revokes.
     pub fence: FenceScope,
+    /// How long its owner waits at least for what it cannot hurry.
+    #[serde(default)]
+    pub patience: Patience,
+}
+
+/// How long a plane may take before it says itself that something has failed; zero where that is
+/// not to be waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Patience {
+    /// From [`DataPlane::open`] to [`DataEvent::Opened`].
+    pub open: Nanos,
+    /// From [`DataPlane::submit`] to [`DataEvent::Completed`].
+    pub operation: Nanos,
 }
 
 /// When the bytes of a write are visible to the owner of the destination.

@@ -1,5 +1,7 @@
 //! What a MoRI plane is told at its start.
 
+use engine::core::time::Nanos;
+use engine::fabric::Patience;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv4Addr;
@@ -78,9 +80,11 @@ pub struct MoriConfig {
     pub operations_max: u32,
     /// Most slices in one operation.
     pub slices_max: u32,
-    /// A door that takes longer to answer, or a session to open, has failed.
+    /// A door that takes longer to answer, or a session to open, has failed. Who uses the plane
+    /// waits for as long, whatever its own limit.
     pub open_ms: u32,
-    /// An operation that takes longer has failed; MoRI has no limit of its own.
+    /// An operation that takes longer has failed; MoRI has no limit of its own. Who uses the plane
+    /// waits for as long, as above.
     pub operation_ms: u32,
     /// How long a rebuild waits for the operations with other peers, before it retries them.
     pub drain_ms: u32,
@@ -118,7 +122,7 @@ impl Default for MoriConfig {
             operations_max: 256,
             slices_max: 8_192,
             open_ms: 10_000,
-            operation_ms: 5_000,
+            operation_ms: 2_000,
             drain_ms: 1_000,
             dead_ms: 5_000,
             spin_us: 50,
@@ -136,6 +140,13 @@ impl MoriConfig {
     pub(crate) fn ranges_max(&self) -> u64 {
         let each = if self.send_wr_max == 0 { SEND_WR } else { self.send_wr_max };
         u64::from(each) * u64::from(self.qp_per_transfer)
+    }
+
+    /// How long a plane with these settings takes to say that something has failed. Its owner waits
+    /// a little longer, so that it is the plane that says it.
+    pub(crate) fn patience(&self) -> Patience {
+        let and_more = |ms: u32| Nanos::from_ms(u64::from(ms) + u64::from(ms) / 8 + 100);
+        Patience { open: and_more(self.open_ms), operation: and_more(self.operation_ms) }
     }
 
     /// Whether a plane would take these settings.

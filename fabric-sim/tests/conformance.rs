@@ -3,7 +3,7 @@
 use engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement,
+    Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Patience, Placement,
 };
 use fabric_sim::dma::{
     Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, OpFate, OpInfo, Output, PlaneIx, PlaneSpec,
@@ -48,6 +48,7 @@ impl Data {
             in_all: Credits::of_operations(32),
             placement,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         };
         let planes = nodes.map(|node| {
             let (nic, nic_local) = (dma.add_nic(50_000_000_000), dma.add_nic(100_000_000_000));

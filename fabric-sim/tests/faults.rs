@@ -3,7 +3,7 @@
 use engine::core::time::Nanos;
 use engine::fabric::{
     Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, OpId, Outcome,
-    PeerId, Placement, Refused, RegionId, SessionId, Submit, Ticket,
+    Patience, PeerId, Placement, Refused, RegionId, SessionId, Submit, Ticket,
 };
 use fabric_sim::dma::{
     Ack, Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, NicIx, OpFate, OpInfo, Output, PlaneIx,
@@ -54,6 +54,7 @@ impl Pair {
             in_all: Credits::of_operations(8),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         };
         let spec = |dma: &mut Dma, node| {
             let nic = dma.add_nic(BYTES_PER_SEC);

@@ -2,8 +2,8 @@
 
 use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::fabric::{
-    Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement, RegionId,
-    SessionId, Submit,
+    Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, Patience, PeerId, Placement,
+    RegionId, SessionId, Submit,
 };
 use fabric_sim::dma::{
     Calls, Dma, DmaConfig, DmaEvent, NoFaults, Output, PlaneIx, PlaneSpec, SimDataPlane,
@@ -105,6 +105,7 @@ impl Pair {
             in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         };
         let memory = stores.each_ref().map(|store| store.memory(0, 0));
         let mut planes = Vec::new();

@@ -8,6 +8,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -28,6 +29,20 @@ pub struct Counters {
     pub initiated: [PathCount; PATHS.len()],
     /// Writes of peers that landed here, where the plane knows of them.
     pub served: [PathCount; PATHS.len()],
+    /// How often its backend had to be replaced; since version 7 of the local protocol.
+    #[serde(default)]
+    pub backend: BackendCounts,
+}
+
+/// What became of the backend of a plane over MoRI, which does not recover by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackendCounts {
+    /// Replacements that were begun.
+    pub rebuilds: u64,
+    /// Those after which peers had to connect anew.
+    pub resets: u64,
+    /// 1 while there is none because MoRI cannot be started.
+    pub missing: u64,
 }
 
 /// Reads what a plane did so far, also after its end.
@@ -52,6 +67,8 @@ impl Meter {
                 let at = PATHS.iter().position(|path| *path == meter.backend().name());
                 counters.initiated[at.expect("it is one of them")] =
                     PathCount { operations, bytes };
+                let (rebuilds, resets, missing) = (read.rebuilds, read.resets, read.without);
+                counters.backend = BackendCounts { rebuilds, resets, missing };
             }
         }
         counters
@@ -125,12 +142,36 @@ impl Planes {
     }
 }
 
+impl Planes {
+    fn encode_backend(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        (name, about): (&str, &str),
+        kind: MetricType,
+        value: fn(&BackendCounts) -> u64,
+    ) -> fmt::Result {
+        let name = format!("{}_{name}", self.prefix);
+        let sum: u64 = self.tallies.iter().map(|tally| value(&tally.read().backend)).sum();
+        let encoder = encoder.encode_descriptor(&name, about, None, kind)?;
+        match kind {
+            MetricType::Gauge => ConstGauge::new(sum as i64).encode(encoder),
+            _ => ConstCounter::new(sum).encode(encoder),
+        }
+    }
+}
+
 impl Collector for Planes {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let bytes = ("bytes", "Bytes moved, by side and path");
         self.encode_sum(&mut encoder, bytes, |count| count.bytes)?;
         let operations = ("operations", "Operations done, by side and path");
-        self.encode_sum(&mut encoder, operations, |count| count.operations)
+        self.encode_sum(&mut encoder, operations, |count| count.operations)?;
+        let rebuilds = ("backend_rebuilds", "Replacements of MoRI's backend that were begun");
+        self.encode_backend(&mut encoder, rebuilds, MetricType::Counter, |it| it.rebuilds)?;
+        let resets = ("backend_resets", "Those after which peers had to connect anew");
+        self.encode_backend(&mut encoder, resets, MetricType::Counter, |it| it.resets)?;
+        let missing = ("backend_missing", "Ranks without a backend since MoRI cannot be started");
+        self.encode_backend(&mut encoder, missing, MetricType::Gauge, |it| it.missing)
     }
 }
 

@@ -40,6 +40,7 @@ impl DataPlane for Loopback {
             in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         }
     }
 

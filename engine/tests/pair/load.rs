@@ -9,7 +9,7 @@ use engine::core::layout::BlockList;
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
 use engine::core::transfer::TransferSettings;
-use engine::fabric::{Caps, Cause, Credits, Landed, Placement};
+use engine::fabric::{Caps, Cause, Credits, Landed, Patience, Placement};
 
 const TOKENS: u32 = 4 * BLOCK;
 
@@ -232,6 +232,28 @@ fn a_read_that_moves_is_not_dead_however_long_it_takes() {
     assert_eq!(loads(&pair), 1, "{:?}", pair.decode_said);
     assert_eq!(pair.ops, 4 * u64::from(LAYERS), "nothing is posted twice");
     assert!(pair.at_rest());
+}
+
+#[test]
+fn a_plane_that_says_itself_what_has_failed_has_its_time() {
+    for (seconds, tries) in [(0, 2), (8, 1)] {
+        let time = Nanos::from_secs(seconds);
+        let patience = Patience { open: time, operation: time };
+        let caps = Caps { patience, ..unlimited() };
+        let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
+        pair.open_us = 7_000_000;
+        let mut slow = true;
+        // As on a machine that is slow at first.
+        pair.op_us =
+            Box::new(move |_, _| if std::mem::take(&mut slow) { 6_000_000 } else { 1_000 });
+        offer_all(&mut pair, 1);
+        take(&mut pair, 1, TOKENS);
+        settle(&mut pair, 25);
+        let opened = pair.opens;
+        assert_eq!(opened > 1, tries > 1, "{opened} sessions with {seconds} s");
+        let posted = u64::from(LAYERS);
+        assert_eq!(loads(&pair) == 1 && pair.ops == posted, tries == 1, "{:?}", pair.decode_said);
+    }
 }
 
 /// Milliseconds that a prompt of one block takes behind three of so many blocks. In each layer a block

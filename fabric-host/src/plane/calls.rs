@@ -7,8 +7,8 @@ use crate::link::{Dial, Kind, dial};
 use crate::memory::Region;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement, Refused,
-    RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, Patience, PeerId, Placement,
+    Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::BorrowedFd;
@@ -56,6 +56,7 @@ impl DataPlane for HostPlane {
             in_all: Credits::of_operations(self.hub.config.operations_max),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! A host plane in another process.
 
 use engine::conformance::{Remote, Served};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Patience, Placement};
 use fabric_host::{HostConfig, HostPlane, HugePages, Pool};
 use serde::{Deserialize, Serialize};
 
@@ -59,6 +59,7 @@ pub(crate) fn start(setup: &Setup) -> Remote {
         in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
         fence: FenceScope::Peer,
+        patience: Patience::default(),
     };
     Remote::start(setup, caps)
 }

@@ -105,6 +105,7 @@ impl DataPlane for MoriPlane {
                 Backend::Rdma => FenceScope::Backend,
                 Backend::Xgmi => FenceScope::Peer,
             },
+            patience: self.common.config.patience(),
         }
     }
 

@@ -4,7 +4,7 @@
 pub(crate) mod world;
 
 use engine::conformance::{Pair, Remote, Second, Served};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Patience, Placement};
 use fabric_mori::{Backend, MoriConfig, MoriPlane, Shim};
 use mori_sys::Places;
 use serde::{Deserialize, Serialize};
@@ -126,6 +126,7 @@ pub(crate) fn start(setup: &Setup) -> Remote {
             Backend::Rdma => FenceScope::Backend,
             Backend::Xgmi => FenceScope::Peer,
         },
+        patience: Patience::default(),
     };
     Remote::start(setup, caps)
 }

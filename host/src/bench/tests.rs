@@ -13,7 +13,8 @@ use clap::Parser;
 use engine::core::Nanos;
 use engine::fabric::{
     Address, Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, Memory,
-    Outcome, PeerId, Placement, Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Outcome, Patience, PeerId, Placement, Refused, RegionDesc, RegionId, SessionId, Submit, Ticket,
+    Wake,
 };
 use fabric_host::HostConfig;
 use std::fs::File;
@@ -78,6 +79,7 @@ impl DataPlane for Stub {
             in_all: Credits::of_operations(self.operations_max),
             placement: Placement::OnQuiet,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         }
     }
 

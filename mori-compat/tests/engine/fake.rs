@@ -94,6 +94,7 @@ impl DataPlane for Fake {
             in_all: Credits::of_operations(8),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
+            patience: Patience::default(),
         }
     }
 

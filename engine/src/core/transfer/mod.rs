@@ -98,9 +98,10 @@ pub struct TransferSettings {
     pub operation_bytes_min: u64,
     /// and this many at most; also bounded by the plane.
     pub operation_bytes_max: u64,
-    /// A session with operations in flight and no completion for this long is torn down.
+    /// A session with operations in flight and no completion for this long is torn down. A plane
+    /// that says itself when an operation has failed has at least its own time.
     pub stall: Nanos,
-    /// Longest wait for `Opened`.
+    /// Longest wait for `Opened`; the same goes for it.
     pub open: Nanos,
     /// Longest wait for `Quiet` before the session is torn down.
     pub quiet: Nanos,
@@ -158,6 +159,16 @@ pub struct TransferConfig {
 }
 
 impl TransferConfig {
+    /// Longest wait for `Opened`.
+    fn open(&self) -> Nanos {
+        self.settings.open.max(self.caps.patience.open)
+    }
+
+    /// Longest time without a completion while operations are in flight.
+    fn stall(&self) -> Nanos {
+        self.settings.stall.max(self.caps.patience.operation)
+    }
+
     /// Operations in flight at most.
     pub fn operations_max(&self) -> u32 {
         self.settings.operations_max.min(self.caps.in_all.operations)

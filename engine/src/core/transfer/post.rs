@@ -189,7 +189,7 @@ impl Transfer {
         flow.in_flight += 1;
         if session.in_flight == 0 {
             session.progress = now;
-            self.timers.arm_if_idle(Timer::Stalled(session.id), now + self.config.settings.stall);
+            self.timers.arm_if_idle(Timer::Stalled(session.id), now + self.config.stall());
         }
         session.in_flight += 1;
         piece.tries += 1;

@@ -299,7 +299,7 @@ impl Transfer {
         session.state = SessionState::Opening;
         session.in_flight = 0;
         self.sessions.insert(id, (slot, index));
-        self.timers.arm(Timer::Opening(id), now + self.config.settings.open);
+        self.timers.arm(Timer::Opening(id), now + self.config.open());
         out.push(DataCommand::Open {
             session: id,
             local: session.local,
@@ -393,7 +393,7 @@ impl Transfer {
     }
 
     pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut Out) {
-        let stall = self.config.settings.stall;
+        let stall = self.config.stall();
         let Some((_, _, session)) = self.session_mut(id) else { return };
         if session.in_flight == 0 || planted!("nothing-is-ever-stalled") {
             return;

@@ -6,7 +6,7 @@ use super::super::record::{Ended, Outcome, Record, Trace};
 use super::super::settings::{Backend, HostStart, KvMemory, Settings, TransferPlace};
 use super::super::spec::{Engine, LayerGroup, Region, Tensor, Worker};
 use crate::limits::Limits;
-use crate::meters::{Counters, PATHS};
+use crate::meters::{BackendCounts, Counters, PATHS};
 use crate::plane::PlaneConfig;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::error::Failure;
@@ -22,6 +22,7 @@ use engine::core::station::CoreConfig;
 use engine::core::time::Nanos;
 use engine::fabric::{Address, Endpoint, Memory, RegionDesc};
 use fabric_host::{HostConfig, PathCount};
+use fabric_mori::MoriConfig;
 use std::sync::Arc;
 
 fn geometry() -> Geometry {
@@ -67,7 +68,8 @@ fn blocks() -> Vec<BlockList> {
 fn counters() -> Counters {
     let count = |at: usize| PathCount { operations: at as u64, bytes: at as u64 * 4096 };
     let counts = std::array::from_fn::<_, { PATHS.len() }, _>(count);
-    Counters { initiated: counts, served: counts }
+    let backend = BackendCounts { rebuilds: 3, resets: 2, missing: 1 };
+    Counters { initiated: counts, served: counts, backend }
 }
 
 fn engine() -> Engine {
@@ -100,6 +102,7 @@ fn engine() -> Engine {
             transfer: Some(TransferPlace::Worker),
             host: HostStart::Connect,
             socket: "/run/s".into(),
+            mori: MoriConfig { operation_ms: 5_000, ..MoriConfig::default() },
             ..Settings::default()
         },
         last_life: Some(Incarnation(9)), // since 6
@@ -270,7 +273,7 @@ pub(super) fn from_host() -> Vec<FromHost> {
             address,
             lease_ms: 30_000,
             life: Incarnation(1 << 50),
-            versions: Versions { oldest: 5, newest: 6 }, // since 6
+            versions: Versions { oldest: 5, newest: 7 }, // since 6
         },
         FromHost::Refused { why: "no".into() },
         FromHost::Unusable { request: request(), why: "no".into() },

@@ -54,14 +54,29 @@ fn messages_are_the_bytes_of_their_version() {
     same("from-host", &golden, from_host);
 }
 
-#[test]
-fn messages_of_version_5_are_understood() {
-    /// Equal but for what version 5 does not have.
-    fn same<T: DeserializeOwned + Debug>(kind: &str, samples: Vec<T>, absent: &[(&str, &str)]) {
-        let recorded = lines(&fixture(5), kind);
+/// What version 5 has not said of the samples, and how it is read.
+const NOT_IN_5: [(&str, &str); 3] = [
+    ("last_life: Some(Incarnation(9))", "last_life: None"),
+    (r#"request: RequestId("of-flow")"#, r#"request: RequestId("")"#),
+    (r#"reader: Some(EngineId("reader"))"#, "reader: None"),
+];
+
+/// The same of versions before 7.
+const NOT_IN_6: (&str, &str) = (
+    "backend: BackendCounts { rebuilds: 3, resets: 2, missing: 1 }",
+    "backend: BackendCounts { rebuilds: 0, resets: 0, missing: 0 }",
+);
+
+fn is_understood(version: u16, absent: &[(&str, &str)]) {
+    /// Equal but for what the version does not have.
+    fn same<T>(version: u16, kind: &str, samples: Vec<T>, absent: &[(&str, &str)])
+    where
+        T: DeserializeOwned + Debug,
+    {
+        let recorded = lines(&fixture(version), kind);
         assert_eq!(recorded.len(), samples.len(), "{kind}");
         for (recorded, sample) in recorded.iter().zip(samples) {
-            let read: T = Reader::new(Versions { oldest: 5, newest: 5 })
+            let read: T = Reader::new(Versions { oldest: 5, newest: version })
                 .read(recorded)
                 .expect("it decodes")
                 .expect("it is known");
@@ -72,17 +87,22 @@ fn messages_of_version_5_are_understood() {
             assert_eq!(format!("{read:?}"), expected, "{kind}");
         }
     }
-    let told = format!("newest: Some({VERSION})");
-    let hellos = [(&*told, "newest: None"), ("last_life: Some(Incarnation(9))", "last_life: None")];
-    same("hello", samples::parts().into_iter().map(hello).collect(), &hellos);
-    same("to-host", samples::to_host(), &[]);
-    let versions = (
-        "versions: Versions { oldest: 5, newest: 6 }",
-        "versions: Versions { oldest: 5, newest: 5 }",
-    );
-    let request = (r#"request: RequestId("of-flow")"#, r#"request: RequestId("")"#);
-    let reader = (r#"reader: Some(EngineId("reader"))"#, "reader: None");
-    same("from-host", samples::from_host(), &[versions, request, reader]);
+    let newest = format!("newest: Some({VERSION})");
+    let read =
+        if version == 5 { "newest: None".into() } else { format!("newest: Some({version})") };
+    let versions = format!("newest: {VERSION} }}");
+    let then = format!("newest: {version} }}");
+    let mut absent = absent.to_vec();
+    absent.extend([(&*newest, &*read), (&*versions, &*then), NOT_IN_6]);
+    same(version, "hello", samples::parts().into_iter().map(hello).collect(), &absent);
+    same(version, "to-host", samples::to_host(), &absent);
+    same(version, "from-host", samples::from_host(), &absent);
+}
+
+#[test]
+fn messages_of_earlier_versions_are_understood() {
+    is_understood(5, &NOT_IN_5);
+    is_understood(6, &[]);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 #include "knobs.hpp"
 
+#include <unistd.h>
+
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -177,7 +179,14 @@ void read_environment() {
 
 std::chrono::microseconds latency() { return std::chrono::microseconds(latency_us.load()); }
 
-bool port_is_down() { return port_down.load(); }
+bool port_is_down() {
+  static const std::string* file = [] {
+    const char* folder = std::getenv("MORI_DOUBLE_PORTS");
+    if (folder == nullptr) return static_cast<std::string*>(nullptr);
+    return new std::string(std::string(folder) + "/" + std::to_string(getpid()));
+  }();
+  return port_down.load() || (file != nullptr && access(file->c_str(), F_OK) == 0);
+}
 
 bool flag(const char* variable) {
   const char* text = std::getenv(variable);

@@ -16,6 +16,7 @@
 //! | `MORI_DOUBLE_RETRY_MS` | how long a peer that does not answer is asked; unset: for ever |
 //! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
+//! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id |
 //! | `MORI_DOUBLE_NO_SMI=1` | making an RDMA backend ends the process |
 //! | `MORI_IO_CP_TIMEOUT_MS`, `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, `MORI_DISABLE_AUTO_XGMI`, `MORI_NODE_ID` | as in MoRI |
 //! | `mori_double_events_out()` | XGMI transfers that were not polled to their end |

@@ -4,6 +4,7 @@ use crate::bench::{self, BenchArgs};
 use crate::doctor::{self, DoctorArgs, PeerArgs};
 use crate::embed::{self, HostArgs};
 use crate::exit::{Exit, Stop};
+use crate::output::Output;
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
 use crate::{export, lists, replay, run, sweep};
@@ -158,7 +159,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
             return why.exit_code() as u8;
         }
     };
-    let mut out = io::BufWriter::new(io::stdout());
+    let mut out = io::BufWriter::new(Output::take());
     let ended = match cli.command {
         Command::Run(args) => run::command(&args, &mut out).map(Exit::code),
         Command::Sweep(args) => sweep::command(&args, &mut out).map(Exit::code),

@@ -20,6 +20,7 @@ mod lives;
 mod logs;
 pub mod meters;
 mod outcome;
+mod output;
 pub mod plane;
 mod progress;
 mod replay;

@@ -50,6 +50,18 @@ fn rows(args: &[&str]) -> (Vec<Value>, String) {
     (lines.collect(), err)
 }
 
+#[test]
+fn what_a_library_says_is_not_among_the_rows() {
+    let args = ["--fabric", "mori", "--json"];
+    let mut command = program(&args.into_iter().chain(SHORT).collect::<Vec<_>>());
+    command.env("MORI_DOUBLE_FAULTS", "ack_lost@3");
+    let Ended { out, err, .. } = ended(command);
+    for line in out.lines() {
+        assert!(serde_json::from_str::<Value>(line).is_ok(), "{line}");
+    }
+    assert!(err.contains("[ROOT CAUSE]"), "{err}");
+}
+
 /// Checks that each direction has its four rows, and that the figures of each go together.
 fn check_rows(rows: &[Value], fabric: &str, directions: &[&str]) {
     let mut seen = BTreeSet::new();

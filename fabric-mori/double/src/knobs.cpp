@@ -103,6 +103,11 @@ Fault match(const State& s, uint64_t count, bool (*wanted)(Kind)) {
 
 }  // namespace
 
+void log(const std::string& line) {
+  std::printf("mori double: %s\n", line.c_str());
+  std::fflush(stdout);
+}
+
 void die(const std::string& why) {
   std::fprintf(stderr, "mori double: %s\n", why.c_str());
   std::abort();

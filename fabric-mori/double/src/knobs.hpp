@@ -11,6 +11,8 @@ namespace dbl {
 using Clock = std::chrono::steady_clock;
 using Millis = std::chrono::milliseconds;
 
+// A line of the log, which MoRI has on stdout.
+void log(const std::string& line);
 // One line on stderr, then SIGABRT: for what MoRI would answer with corruption or an assert.
 [[noreturn]] void die(const std::string& why);
 

@@ -228,7 +228,9 @@ void Nic::pop(Pair& pair) {
 
 void Nic::fail(Item& item, const char* text) {
   mori::io::TransferStatus* status = std::exchange(item.meta->status, nullptr);
-  if (status != nullptr) status->Update(mori::io::StatusCode::ERR_RDMA_OP, text);
+  if (status == nullptr) return;
+  log(std::string("[ROOT CAUSE] CQE error: ") + text);
+  status->Update(mori::io::StatusCode::ERR_RDMA_OP, text);
 }
 
 // Some work requests of the item, or a part of one: not so many that others wait for long.

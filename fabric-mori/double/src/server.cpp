@@ -63,7 +63,7 @@ void Server::run() {
       try {
         answer(visitors_[i - 2]);
       } catch (const std::exception& e) {
-        std::fprintf(stderr, "mori double: control-plane handler failed: %s\n", e.what());
+        log(std::string("control-plane handler failed: ") + e.what());
       }
       visitors_.erase(visitors_.begin() + static_cast<ptrdiff_t>(i - 2));
     }

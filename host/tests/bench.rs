@@ -201,6 +201,25 @@ fn failures_of_batches_are_errors() {
     assert!(err.contains("write of 1 x 1K: MoRI: "), "{err}");
 }
 
+#[test]
+fn rows_fail_one_by_one() {
+    let sizes = ["--sizes", "1K,2K,4K", "--batches", "1", "--seconds", "0.01", "--json"];
+    let limit = ["--direction", "write", "--mori", r#"{"operation_ms": 800}"#];
+    let mut command = program(&[&["--fabric", "mori"][..], &sizes, &limit].concat());
+    // The first batch of the first row.
+    command.env("MORI_DOUBLE_FAULTS", "lost@1");
+    let Ended { code, out, err } = ended(command);
+    assert_eq!(code, 2, "{err}");
+    let rows: Vec<Value> =
+        out.lines().map(|line| serde_json::from_str(line).expect("an object per line")).collect();
+    assert_eq!(rows.len(), 3, "{out}{err}");
+    let [failed, measured, last] = &rows[..] else { panic!() };
+    let why = failed["error"].as_str().unwrap_or_else(|| panic!("{failed}"));
+    assert!(why.starts_with("write of 1 x 1K") && why.contains("operation_ms = 800"), "{why}");
+    assert!(measured["error"].is_null() && last["error"].is_null(), "{out}");
+    assert!(measured["p50_us"].is_number() && err.contains(why), "{err}");
+}
+
 /// A side that waits; killed with the test.
 struct Waiting {
     child: Child,

@@ -1,8 +1,9 @@
 //! Whether the bytes that a plane moves are the right ones.
 
 use super::line::{Answer, Ask};
-use super::measure::{Kind, Lane, SESSION};
+use super::measure::{Kind, Lane};
 use super::shape::Ranges;
+use super::side::SESSION;
 use crate::exit::Stop;
 use engine::fabric::{DataEvent, Direction, Ticket};
 

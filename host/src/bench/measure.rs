@@ -3,14 +3,11 @@
 use super::line::Line;
 use super::report::brief;
 use super::shape::{Ranges, Shape};
-use super::side::{Side, end_of};
+use super::side::{SESSION, Side, end_of};
 use crate::exit::Stop;
-use engine::fabric::{DataEvent, Direction, OpId, Outcome, Refused, SessionId, Submit};
+use engine::fabric::{DataEvent, Direction, OpId, Outcome, Refused, Submit};
 use std::fmt;
 use std::time::{Duration, Instant};
-
-/// The one session of the side that measures.
-pub(super) const SESSION: SessionId = SessionId(1);
 
 /// Times that are kept for percentiles; of more, some at random.
 const KEPT: usize = 1 << 20;
@@ -167,11 +164,11 @@ impl Lane<'_> {
             self.side.turn(left);
         }
         let mut ended = 0;
-        for event in self.side.events.drain(..) {
+        for event in std::mem::take(&mut self.side.events) {
             match &event {
                 DataEvent::Completed { outcome: Outcome::Done, .. } => ended += 1,
                 DataEvent::Completed { outcome: Outcome::Failed { cause, .. }, .. } => {
-                    return Err(Stop::Input(format!("{kind}: {cause}")));
+                    return Err(Stop::Input(format!("{kind}: {}", self.side.explain(cause))));
                 }
                 other => {
                     if let Some(why) = end_of(other) {

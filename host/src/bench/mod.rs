@@ -24,20 +24,17 @@ use crate::exit::{Exit, Stop};
 use crate::progress::Progress;
 use args::Plan;
 use child::Other;
-use engine::fabric::{DataEvent, Direction, PeerId};
+use engine::fabric::Direction;
 use line::{Hello, Line};
-use measure::{Kind, Lane, SESSION};
+use measure::{Kind, Lane};
 use report::{Row, brief};
 use shape::Shape;
-use side::{REGION, Side};
+use side::{PEER, Side};
 use std::fmt::Display;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// The other side.
-const PEER: PeerId = PeerId(1);
 
 /// Measures, or is the other side.
 ///
@@ -74,7 +71,7 @@ fn measure(args: &BenchArgs, plan: &Plan, to: &str, out: &mut dyn Write) -> Resu
     }
     let mut lane = Lane { side: &mut side, line: &line, operations: 0 };
     let mut rows = Vec::with_capacity(wanted.kinds.len());
-    let measured = measure_all(args, &mut lane, &wanted.kinds, &mut rows, out);
+    let measured = measure_all(args, &mut lane, (&wanted.kinds, &theirs), &mut rows, out);
     // What was measured is told also if something fails after that.
     if !args.json && !rows.is_empty() {
         writeln!(out, "{}", report::table(&rows))?;
@@ -114,15 +111,9 @@ fn meet(side: &mut Side, line: &Line) -> Result<Hello, Stop> {
     let what = format!("an answer of {peer}, which may be serving another one");
     let theirs = Hello::of_other(&side.hear(line, &what)?, side.backend());
     let theirs = theirs.map_err(|why| Stop::Input(format!("the other side, {peer}, {why}")))?;
-    let what = format!("a session to {peer}");
-    let failed = |why: &dyn Display| Stop::Input(format!("{what}: {why}"));
-    side.plane.connect(PEER, &theirs.address, pass).map_err(|why| failed(&why))?;
-    side.plane.open(SESSION, REGION, PEER, &theirs.region).map_err(|why| failed(&why))?;
-    let opened = side.wait(Some(line), &what, |event| match event {
-        DataEvent::Opened { session: SESSION, result } => Some(result.clone()),
-        _ => None,
-    })?;
-    opened.map_err(|why| failed(&why))?;
+    let refused = side.plane.connect(PEER, &theirs.address, pass);
+    refused.map_err(|why| Stop::Input(format!("a session to {peer}: {why}")))?;
+    side.open(line, &theirs.region)?;
     Ok(theirs)
 }
 
@@ -176,20 +167,39 @@ impl Wanted {
     }
 }
 
-/// Measures row by row; those that were measured are in `rows` whatever happens then.
+/// Measures row by row; those that were measured are in `rows` whatever happens then. A row that
+/// fails is told, and the next one is measured over a new session.
+///
+/// # Errors
+/// All rows that failed, or why there can be no other.
 fn measure_all(
     args: &BenchArgs,
     lane: &mut Lane<'_>,
-    kinds: &[Kind],
+    (kinds, theirs): (&[Kind], &Hello),
     rows: &mut Vec<Row>,
     out: &mut dyn Write,
 ) -> Result<(), Stop> {
     let progress = Progress::new(kinds.len() as u64);
     let backend = lane.side.backend();
+    let mut failed = Vec::new();
     for (done, kind) in kinds.iter().enumerate() {
         progress.set(done as u64);
         progress.say(kind.to_string());
-        let figures = lane.row(*kind, args.seconds, args.inflight)?;
+        let figures = match lane.row(*kind, args.seconds, args.inflight) {
+            Ok(figures) => figures,
+            Err(Stop::Input(why)) => {
+                if args.json {
+                    report::failure(backend, *kind, &why, out)?;
+                }
+                failed.push(why);
+                if let Err(Stop::Input(why)) = lane.side.reopen(lane.line, &theirs.region) {
+                    failed.push(why);
+                    break;
+                }
+                continue;
+            }
+            Err(stop) => return Err(stop),
+        };
         // MoRI's tables are those of network cards.
         let published = (backend == "mori-rdma")
             .then(|| published::published(kind.direction, kind.shape.size, kind.shape.batch));
@@ -199,7 +209,7 @@ fn measure_all(
         }
         rows.push(row);
     }
-    Ok(())
+    if failed.is_empty() { Ok(()) } else { Err(Stop::Input(failed.join("\n"))) }
 }
 
 /// Moves known bytes once more in each direction, and has them compared.

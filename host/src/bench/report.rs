@@ -74,6 +74,29 @@ impl Row {
     }
 }
 
+/// A row that could not be measured, as JSON.
+#[derive(Debug, Serialize)]
+struct Failure<'a> {
+    fabric: &'static str,
+    direction: &'static str,
+    size: u64,
+    batch: u32,
+    error: &'a str,
+}
+
+/// Writes a row that could not be measured, and why.
+pub(super) fn failure(
+    fabric: &'static str,
+    kind: Kind,
+    error: &str,
+    out: &mut dyn Write,
+) -> io::Result<()> {
+    let (direction, size, batch) = (kind.name(), kind.shape.size, kind.shape.batch);
+    let row = Failure { fabric, direction, size, batch, error };
+    writeln!(out, "{}", serde_json::to_string(&row)?)?;
+    out.flush()
+}
+
 /// All rows; those of MoRI's benchmark beside them, if there are some.
 pub(super) fn table(rows: &[Row]) -> String {
     let with_published = rows.iter().any(|row| row.published.is_some());

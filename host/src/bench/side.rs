@@ -4,8 +4,11 @@ use super::args::Plan;
 use super::line::{Hello, Line};
 use super::memory::Bytes;
 use crate::exit::Stop;
+use crate::plane::PlaneConfig;
 use engine::core::Nanos;
-use engine::fabric::{DataEvent, DataPlane, RegionDesc, RegionId, Wake};
+use engine::fabric::{
+    Cause, DataEvent, DataPlane, PeerId, RegionDesc, RegionId, SessionId, Ticket, Wake,
+};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +18,12 @@ use std::time::{Duration, Instant};
 
 /// The one region of a side.
 pub(super) const REGION: RegionId = RegionId(1);
+
+/// The other side.
+pub(super) const PEER: PeerId = PeerId(1);
+
+/// The one session of the side that measures.
+pub(super) const SESSION: SessionId = SessionId(1);
 
 /// Wakes the thread that drives a plane.
 struct Unpark(Thread);
@@ -33,6 +42,8 @@ pub(super) struct Side {
     /// Bytes that are registered.
     pub(super) len: u64,
     backend: &'static str,
+    /// `open_ms` and `operation_ms` of a plane that has them.
+    limits: Option<(u32, u32)>,
     /// What the plane said and nobody looked at yet.
     pub(super) events: Vec<DataEvent>,
     /// The plane's backend was replaced: the region has to be registered again.
@@ -65,13 +76,59 @@ impl Side {
     ) -> Side {
         plane.set_waker(Arc::new(Unpark(thread::current())).into());
         let (len, patience, backend) = (plan.memory, plan.patience, plan.plane.backend());
+        let limits = match &plan.plane {
+            PlaneConfig::Mori(config) => Some((config.open_ms, config.operation_ms)),
+            PlaneConfig::Host(_) => None,
+        };
         let (events, is_void, begun) = (Vec::new(), false, Instant::now());
-        Side { plane, bytes, len, backend, events, is_void, begun, patience, over }
+        Side { plane, bytes, len, backend, limits, events, is_void, begun, patience, over }
     }
 
     /// `host`, `mori-rdma` or `mori-xgmi`.
     pub(super) fn backend(&self) -> &'static str {
         self.backend
+    }
+
+    /// Why something failed; a limit that has passed is named.
+    pub(super) fn explain(&self, cause: &Cause) -> String {
+        match (cause, self.limits) {
+            (Cause::AckTimeout, Some((_, ms))) => format!(
+                "{cause}, or not there within operation_ms = {ms}; --mori '{{\"operation_ms\": N}}' sets it"
+            ),
+            (Cause::Unreachable, Some((ms, _))) => format!(
+                "{cause}, or no answer within open_ms = {ms}; --mori '{{\"open_ms\": N}}' sets it"
+            ),
+            _ => cause.to_string(),
+        }
+    }
+
+    /// Opens the session to the memory of the other side.
+    ///
+    /// # Errors
+    /// It cannot be had, or the other side is gone.
+    pub(super) fn open(&mut self, line: &Line, remote: &RegionDesc) -> Result<(), Stop> {
+        let what = format!("a session to {}", line.peer);
+        let failed = |why: &dyn Display| Stop::Input(format!("{what}: {why}"));
+        self.plane.open(SESSION, REGION, PEER, remote).map_err(|why| failed(&why))?;
+        let opened = self.wait(Some(line), &what, |event| match event {
+            DataEvent::Opened { session: SESSION, result } => Some(result.clone()),
+            _ => None,
+        })?;
+        opened.map_err(|why| failed(&self.explain(&why)))
+    }
+
+    /// Opens it anew after a batch has failed.
+    ///
+    /// # Errors
+    /// As for the first time.
+    pub(super) fn reopen(&mut self, line: &Line, remote: &RegionDesc) -> Result<(), Stop> {
+        const TICKET: Ticket = Ticket(1);
+        self.plane.close(SESSION);
+        self.plane.quiesce(SESSION, TICKET);
+        self.wait(Some(line), "quiet after a batch that failed", |event| {
+            (*event == DataEvent::Quiet { session: SESSION, ticket: TICKET }).then_some(())
+        })?;
+        self.open(line, remote)
     }
 
     /// True if the process is to end.

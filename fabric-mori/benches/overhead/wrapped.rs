@@ -57,7 +57,7 @@ impl Poster for Wrapped<'_> {
         let (op, session, direction) = (OpId(1), SessionId(1), Direction::Write);
         let batch = Submit { op, session, direction, local, remote, len };
         self.job.fill(&batch, [self.bytes; 2]).expect("inside");
-        let status = self.engine.status().expect("a status");
+        let status = self.session.status().expect("a status");
         self.session.post(&self.job, &status).expect("it is posted");
         self.flying.push_back(status);
     }

@@ -102,6 +102,8 @@ impl MoriPlane {
         let kept = self.sessions.iter().filter(|(_, s)| goes_on(s.phase) && !s.tainted);
         let keep: BTreeSet<SessionId> = kept.map(|(id, _)| *id).collect();
         self.common.counts.rebuilds.add(1);
+        let (sessions, is_reset) = (keep.len(), self.resetting);
+        tracing::debug!(key = %self.common.config.key, sessions, is_reset, "MoRI's backend is replaced");
         self.tell(Order::Rebuild { keep: keep.clone(), incarnation });
         let fences = match self.common.config.backend {
             Backend::Rdma => std::mem::take(&mut self.fences),

@@ -87,6 +87,8 @@ impl MoriPlane {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         if matches!(session.phase, Phase::Opening(_)) {
             session.phase = if result.is_ok() { Phase::Open } else { Phase::Dead };
+            let (peer, failed) = (session.peer, result.as_ref().err());
+            tracing::debug!(session = id.0, peer = peer.0, ?failed, "a session was opened");
             self.events.push_back(DataEvent::Opened { session: id, result });
         }
     }
@@ -166,6 +168,11 @@ impl MoriPlane {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.tainted = true;
         let peer = session.peer;
+        tracing::debug!(
+            session = id.0,
+            peer = peer.0,
+            "an operation failed, and with it the peer's sessions"
+        );
         self.end_sessions(peer, &Cause::QueuePair, |_| true);
         self.mend();
     }

@@ -5,6 +5,8 @@
 //! It takes seconds; `KVFERRY_SOAK_S` is how many, `KVFERRY_SOAK_SEED` which, and
 //! `KVFERRY_SOAK_WITHIN_MS` how fast all have to serve again on a machine that has nothing else to do.
 
+#![allow(clippy::print_stdout, reason = "of an hour one wants to see something")]
+
 #[path = "../common/mod.rs"]
 mod common;
 mod mesh;

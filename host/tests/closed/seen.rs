@@ -37,6 +37,28 @@ pub(crate) fn until(seen: &mut Seen, process: &Process, machine: &str, kinds: &[
     }
 }
 
+/// Reads a process until its machine had one of these inputs, the first of which it had.
+pub(crate) fn until_any<'a>(
+    seen: &mut Seen,
+    process: &Process,
+    machine: &str,
+    kinds: &[&'a str],
+) -> &'a str {
+    let start = Instant::now();
+    loop {
+        let mut now = Seen::new();
+        read(&mut now, process);
+        let had = |kind: &&&str| now.contains(&(machine.to_owned(), (**kind).to_owned()));
+        let found = kinds.iter().find(had).copied();
+        assert!(start.elapsed() < PATIENCE, "the {machine} had none of {kinds:?}: {now:?}");
+        seen.extend(now);
+        if let Some(found) = found {
+            return found;
+        }
+        thread::yield_now();
+    }
+}
+
 /// Waits until the machine of a process had so many inputs of a kind.
 pub(crate) fn until_count(process: &Process, machine: &str, kind: &str, count: u64) {
     let start = Instant::now();

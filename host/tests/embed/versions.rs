@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::mem::discriminant;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
 
 /// Lines of who spoke, `>` to the host or `<` from it, and the frame in hex. A decode with one
@@ -105,7 +105,7 @@ fn old_host(name: &str, parts: &'static [(&'static str, usize)]) -> (PathBuf, Jo
     (socket, thread::spawn(play))
 }
 
-fn link(socket: &PathBuf, who: Who) -> Link {
+fn link(socket: &Path, who: Who) -> Link {
     Link::connect(socket, who).expect("the host listens")
 }
 

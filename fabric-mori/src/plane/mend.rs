@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub(super) const PAUSE: Duration = Duration::from_millis(50);
 
 /// up to this.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_millis(400);
 
 /// Pause before a peer is asked again that did not answer.
 const AGAIN: Duration = Duration::from_millis(200);

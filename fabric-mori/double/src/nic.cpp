@@ -93,6 +93,8 @@ void Nic::stop() {
   changed_.notify_all();
   room_.notify_all();
   if (thread_.joinable()) thread_.join();
+  // The server may still be adding pairs.
+  std::lock_guard lock(mu_);
   // Items of a dead pair hold the pair.
   for (const std::shared_ptr<Pair>& pair : pairs_) pair->queue.clear();
   late_.clear();

@@ -241,7 +241,7 @@ fn a_plane_that_says_itself_what_has_failed_has_its_time() {
         let patience = Patience { open: time, operation: time };
         let caps = Caps { patience, ..unlimited() };
         let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
-        pair.open_us = 7_000_000;
+        pair.opens.0 = 7_000_000;
         let mut slow = true;
         // As on a machine that is slow at first.
         pair.op_us =
@@ -249,7 +249,7 @@ fn a_plane_that_says_itself_what_has_failed_has_its_time() {
         offer_all(&mut pair, 1);
         take(&mut pair, 1, TOKENS);
         settle(&mut pair, 25);
-        let opened = pair.opens;
+        let opened = pair.opens.1;
         assert_eq!(opened > 1, tries > 1, "{opened} sessions with {seconds} s");
         let posted = u64::from(LAYERS);
         assert_eq!(loads(&pair) == 1 && pair.ops == posted, tries == 1, "{:?}", pair.decode_said);

@@ -71,10 +71,8 @@ pub(crate) struct Pair {
     pub(crate) op_fate: OpFate,
     /// Microseconds that an operation takes beside what its rank has in flight.
     pub(crate) op_us: Box<dyn FnMut(Credits, Credits) -> u64>,
-    /// Microseconds until a session is open.
-    pub(crate) open_us: u64,
-    /// Sessions that were opened.
-    pub(crate) opens: u64,
+    /// Microseconds until a session is open, and how many were opened.
+    pub(crate) opens: (u64, u64),
     /// Microseconds from the last operation of a session to its `Quiet`.
     pub(crate) quiet_us: u64,
     /// Operations that the planes take at a time, whatever their capabilities say.
@@ -237,8 +235,7 @@ impl Pair {
             links: BTreeMap::new(),
             op_fate: Box::new(|_| Fate::Done),
             op_us: Box::new(|_, _| 20),
-            open_us: 500,
-            opens: 0,
+            opens: (500, 0),
             quiet_us: 10,
             credit: usize::MAX,
             frame_passes: Box::new(|_| true),
@@ -481,8 +478,8 @@ impl Pair {
                 self.event(10, role, rank, DataEvent::Registered { region, result });
             }
             DataCommand::Open { session, .. } => {
-                self.opens += 1;
-                self.event(self.open_us, role, rank, DataEvent::Opened { session, result: Ok(()) });
+                self.opens.1 += 1;
+                self.event(self.opens.0, role, rank, DataEvent::Opened { session, result: Ok(()) });
             }
             DataCommand::Submit { op, session, slices, .. } => {
                 assert!(!slices.is_empty());

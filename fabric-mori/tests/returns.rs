@@ -6,7 +6,9 @@ use common::world::{PASS, REGION, World, faults, port};
 use common::{MEMORY, Setup, config, serve_if_child, start};
 use engine::conformance::Remote;
 use engine::core::time::Nanos;
-use engine::fabric::{Cause, DataEvent, DataPlane, Outcome, PeerId, RegionDesc, SessionId, Ticket};
+use engine::fabric::{
+    Cause, DataEvent, DataPlane, Memory, Outcome, PeerId, RegionDesc, RegionId, SessionId, Ticket,
+};
 use fabric_mori::{Backend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::net::TcpListener;
@@ -94,6 +96,27 @@ fn a_port_that_flaps_amid_a_mend_is_waited_for() {
     world.failure(slow);
     is_without(&mut world);
     faults("");
+    port(true);
+    serves_again(&mut world, 256);
+}
+
+#[test]
+fn memory_that_comes_without_a_backend_is_not_refused() {
+    let mut world = World::star(2);
+    port(false);
+    let op = world.write(1, 0);
+    world.failure(op);
+    // One while the backend is being replaced, and one while there is none.
+    for region in [RegionId(7), RegionId(8)] {
+        let memory = Memory::Own { base: world.base(0), len: MEMORY };
+        world.plane(0).register(region, memory).expect("memory is taken");
+        is_without(&mut world);
+    }
+    for _ in 0..200 {
+        world.pump();
+    }
+    let refused = |event: &DataEvent| matches!(event, DataEvent::Registered { result: Err(_), .. });
+    assert!(!world.seen(0).iter().any(refused), "{:?}", world.seen(0));
     port(true);
     serves_again(&mut world, 256);
 }

@@ -36,8 +36,10 @@ impl MoriPlane {
     }
 
     fn registered(&mut self, region: RegionId, result: Result<Vec<u8>, Cause>) {
-        // Not if it was deregistered, or a reset came between.
-        if self.regions.contains_key(&region) {
+        // Not if it was deregistered, or a reset came between; or if one will, after which all is
+        // registered anew.
+        let is_void = result.is_err() && self.broken.is_some();
+        if self.regions.contains_key(&region) && !is_void {
             if result.is_err() {
                 self.regions.remove(&region);
             }

@@ -4,8 +4,8 @@ use super::{Local, MEMORY, Setup, config};
 use engine::conformance::{Remote, Served};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Cause, DataEvent, DataPlane, Direction, Landed, OpId, Outcome, PeerId, RegionDesc, RegionId,
-    SessionId, Submit, Ticket,
+    Cause, DataEvent, DataPlane, Direction, Landed, Memory, OpId, Outcome, PeerId, RegionDesc,
+    RegionId, SessionId, Submit, Ticket,
 };
 use fabric_mori::{Backend, MoriConfig, MoriPlane};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -102,6 +102,14 @@ impl World {
 
     pub(crate) fn seen(&self, at: usize) -> &[DataEvent] {
         &self.seen[at]
+    }
+
+    /// Address of a plane's memory.
+    pub(crate) fn base(&mut self, at: usize) -> u64 {
+        match self.locals[at].memory() {
+            Memory::Own { base, .. } | Memory::Device { base, .. } => base,
+            other => panic!("{other:?}"),
+        }
     }
 
     /// Forgets what a plane said.

@@ -1,4 +1,6 @@
 // The peer process: one line in, one line out.
+#include <fcntl.h>
+
 #include "check.hpp"
 
 Process::Process(const std::string& key, const std::string& backends) {
@@ -155,6 +157,9 @@ std::string Peer::obey(std::istringstream& line) {
 
 int be_process(const std::string& key, const std::string& backends) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // MoRI's log is on stdout: it is not to stand among the answers.
+  FILE* answers = fdopen(fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3), "w");
+  dup2(STDERR_FILENO, STDOUT_FILENO);
   Peer peer(key);
   if (has(backends, "xgmi")) peer.engine.CreateBackend(BackendType::XGMI, XgmiBackendConfig());
   if (has(backends, "rdma")) {
@@ -165,8 +170,8 @@ int be_process(const std::string& key, const std::string& backends) {
   char buffer[8192];
   while (std::fgets(buffer, sizeof(buffer), stdin) != nullptr) {
     std::istringstream line(buffer);
-    std::printf("%s\n", peer.obey(line).c_str());
-    std::fflush(stdout);
+    std::fprintf(answers, "%s\n", peer.obey(line).c_str());
+    std::fflush(answers);
   }
   _exit(0);
 }

@@ -10,6 +10,12 @@ from client import get, post
 from server import START_S, Process
 
 BINARY = "KVFERRY_BIN"
+RETRIES = 4
+# Pauses between tries in seconds, which double, and `--queue-timeout`.
+PAUSE_S, QUEUE_S = 0.5, 2.0
+# Within which who asked has an answer or an error after an instance died: before each try the pause,
+# the pause again and the wait in the queue. What is beyond is for a machine that does other work.
+CLEAR_S = sum(2 * PAUSE_S * 2**n + QUEUE_S for n in range(RETRIES)) + 10
 
 
 class Router(Process):
@@ -19,7 +25,7 @@ class Router(Process):
     def __init__(self, log: Path, before: "Router | None" = None):
         if BINARY not in os.environ:
             raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
-        command = [os.environ[BINARY], "router", "--json", "--retries", "4"]
+        command = [os.environ[BINARY], "router", "--json", "--retries", f"{RETRIES}"]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
         super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)

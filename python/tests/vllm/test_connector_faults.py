@@ -15,11 +15,9 @@ from conftest import prompt, wide
 from load import Load
 from model import LAYERS
 from pair import ROLES, kvferry_at, request, served, tokens
-from router import Router
+from router import CLEAR_S, Router
 from server import KV_BYTES
 
-# A request that meets a fault and has not ended after this time hangs.
-CLEAR_S = 10
 PAUSE_S = 5
 # Until a host that was killed is replaced and the router sends requests again.
 AGAIN_S = 60

@@ -5,7 +5,6 @@ all requests, and the last test kills the prefill.
 """
 
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,12 @@ from client import Refused
 from conftest import at_once, prompt
 from model import KV_HEADS, HEAD_DIM, LAYERS
 from pair import TOKENS, request, tokens
+from router import CLEAR_S
 from server import BLOCK_TOKENS
 
 LENGTHS = [1, 5, 31, 32, 33, 64, 100, 257, 700, 1500, 2500]
 # K and V of a block in one layer, float32.
 BLOCK_BYTES = BLOCK_TOKENS * KV_HEADS * HEAD_DIM * 2 * 4
-# Seconds in which there is an answer or an error after the death of an instance: 2 where nothing else
-# runs, which is for who asks by KVFERRY_CLEAR_S; more than that beside other work would be a hang.
-CLEAR_S = float(os.environ.get("KVFERRY_CLEAR_S", "10"))
 # Clients that ask when it dies.
 CLIENTS = 4
 

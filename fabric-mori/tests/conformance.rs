@@ -5,6 +5,10 @@ mod common;
 use common::{apart, here, serve_if_child};
 use engine::conformance::data_plane;
 use fabric_mori::Backend;
+use std::sync::{Mutex, PoisonError};
+
+/// The port of the network card, which goes down, is that of the process.
+static PORT: Mutex<()> = Mutex::new(());
 
 #[test]
 fn again_over_the_older_layout() {
@@ -19,6 +23,7 @@ fn child() {
 
 #[test]
 fn rdma_conforms() {
+    let _alone = PORT.lock().unwrap_or_else(PoisonError::into_inner);
     data_plane(&mut || Box::new(here(Backend::Rdma)));
 }
 
@@ -29,6 +34,7 @@ fn xgmi_conforms() {
 
 #[test]
 fn rdma_between_processes_conforms() {
+    let _alone = PORT.lock().unwrap_or_else(PoisonError::into_inner);
     data_plane(&mut || Box::new(apart(Backend::Rdma)));
 }
 

@@ -358,6 +358,12 @@ pub enum Observation<'a> {
         /// The pass that is void, of one conversation.
         pass: u64,
     },
+    /// The backend of a rank is gone: nothing of it lands anywhere any more, and nothing in its
+    /// memory.
+    Void {
+        /// Whose backend.
+        at: Rank,
+    },
 
     /// A control frame was sent (each retransmission counts) and may be lost.
     FrameSent {
@@ -477,6 +483,7 @@ pub enum Kind {
     Quiesced,
     Quiet,
     Fenced,
+    Void,
     FrameSent,
     FrameArrived,
     Stray,
@@ -528,6 +535,7 @@ impl Observation<'_> {
             Observation::Quiesced { .. } => Kind::Quiesced,
             Observation::Quiet { .. } => Kind::Quiet,
             Observation::Fenced { .. } => Kind::Fenced,
+            Observation::Void { .. } => Kind::Void,
             Observation::FrameSent { .. } => Kind::FrameSent,
             Observation::FrameArrived { .. } => Kind::FrameArrived,
             Observation::Stray { .. } => Kind::Stray,

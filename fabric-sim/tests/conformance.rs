@@ -106,6 +106,15 @@ impl DataFixture for Data {
         self.queue.now()
     }
 
+    fn backend(&mut self, there: bool) -> bool {
+        let (now, plane) = (self.queue.now(), PlaneIx(0));
+        match there {
+            true => self.dma.gain_backend(now, plane, &mut self.queue, &mut self.out),
+            false => self.dma.lose_backend(now, plane, &mut self.queue, &mut self.out),
+        }
+        true
+    }
+
     fn kill(&mut self) -> bool {
         let now = self.queue.now();
         let times = (Nanos::ZERO, Some(Nanos::from_ms(1)));

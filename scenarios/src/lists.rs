@@ -65,6 +65,7 @@ closed_list! {
         SlowLink "A17" "fabric.slow_link" "bandwidth of one direction is divided by a factor"
         NoCopy "A18" "fabric.no_copy" "an operation is reported as done and moves no byte: what no protocol survives, to prove that a check looks at the bytes"
         RegisterFails "A19" "fabric.register_fails" "the memory of a rank cannot be registered, so that its instance moves nothing until it starts anew"
+        PortDown "A20" "fabric.port_down" "the port of an instance or of one rank is down: the data plane has no backend until it is up, and what its peers knew of it is void then"
         Loss "B1" "wire.loss" "a control frame is lost"
         Duplicate "B2" "wire.duplicate" "a control frame is delivered again, perhaps much later"
         FrameReorder "B3" "wire.reorder" "a control frame is overtaken by later ones of its link"

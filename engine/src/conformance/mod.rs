@@ -5,6 +5,7 @@
 //! [`data_plane`] or [`control_plane`], or makes a test of each entry of [`DATA_CHECKS`] and
 //! [`CONTROL_CHECKS`]. A check panics with what it found.
 
+mod backend;
 mod control;
 mod data;
 mod data_ends;
@@ -39,6 +40,7 @@ pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("wrong_pass_reaches_nothing", data_ends::wrong_pass_reaches_nothing),
     ("deregister_waits_for_own_operations", data_ends::deregister_waits_for_own_operations),
     ("deregister_ends_remote_access", data_ends::deregister_ends_remote_access),
+    ("a_backend_that_is_gone_is_replaced", backend::a_backend_that_is_gone_is_replaced),
     ("peer_death_fails_operations", data_ends::peer_death_fails_operations),
 ];
 

@@ -103,6 +103,10 @@ impl DataFixture for Pair {
         true
     }
 
+    fn backend(&mut self, there: bool) -> bool {
+        self.first.backend(there)
+    }
+
     fn kill(&mut self) -> bool {
         match &mut self.second {
             Second::Here(_) => false,

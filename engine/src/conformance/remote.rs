@@ -30,6 +30,12 @@ pub trait Served {
 
     /// Copies into that memory.
     fn poke(&mut self, offset: u64, bytes: &[u8]);
+
+    /// Takes the plane's backend away, or lets it have a new one; false if it has none that could go.
+    fn backend(&mut self, there: bool) -> bool {
+        let _unused = there;
+        false
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]

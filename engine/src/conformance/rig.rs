@@ -41,6 +41,13 @@ pub trait DataFixture {
         false
     }
 
+    /// Takes the backend of plane 0 away, as when its port goes down, or lets it have a new one; false
+    /// if it has none that could go.
+    fn backend(&mut self, there: bool) -> bool {
+        let _unused = there;
+        false
+    }
+
     /// Kills the process of plane 1; false if that cannot be done.
     fn kill(&mut self) -> bool {
         false

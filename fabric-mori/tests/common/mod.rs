@@ -27,10 +27,15 @@ pub(crate) fn again_over_the_older_layout() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
+/// Whether it is no stand-in that is tested.
+pub(crate) fn is_installed() -> bool {
+    std::env::var(WHICH).is_ok_and(|which| which == "installed")
+}
+
 /// The shim of the MoRI that is tested.
 pub(crate) fn shim() -> Arc<Shim> {
     let which = std::env::var(WHICH).unwrap_or_else(|_| "15".into());
-    if which == "installed" {
+    if is_installed() {
         return Shim::load(&Places::of_process()).expect("MoRI loads");
     }
     let mut installs = mori_double::INSTALLS.iter();
@@ -101,6 +106,14 @@ impl Served for Local {
         let from = &self.bytes[offset as usize..offset as usize + into.len()];
         // SAFETY: Inside the vector, which others may write to meanwhile.
         unsafe { std::ptr::copy(from.as_ptr(), into.as_mut_ptr(), into.len()) };
+    }
+
+    fn backend(&mut self, there: bool) -> bool {
+        let has_port = self.plane.config().backend == Backend::Rdma && !is_installed();
+        if has_port {
+            world::port(there);
+        }
+        has_port
     }
 
     fn poke(&mut self, offset: u64, bytes: &[u8]) {

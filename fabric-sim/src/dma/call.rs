@@ -29,14 +29,15 @@ const ADDRESS: &[u8; 4] = b"sim:";
 const REGION: &[u8; 4] = b"reg:";
 
 impl PlaneIx {
-    pub(crate) fn address(self) -> Address {
-        Address([&ADDRESS[..], &self.0.to_le_bytes()].concat().into())
+    /// The address of its backend with this number.
+    pub(crate) fn address(self, life: u32) -> Address {
+        Address([&ADDRESS[..], &self.0.to_le_bytes(), &life.to_le_bytes()].concat().into())
     }
 
     /// The plane that an address names, if it is one of this kind.
     pub fn of(address: &Address) -> Option<PlaneIx> {
-        let number = address.0.strip_prefix(&ADDRESS[..])?;
-        Some(PlaneIx(u32::from_le_bytes(number.try_into().ok()?)))
+        let (number, life) = address.0.strip_prefix(&ADDRESS[..])?.split_first_chunk()?;
+        (life.len() == 4).then_some(PlaneIx(u32::from_le_bytes(*number)))
     }
 }
 
@@ -332,6 +333,12 @@ pub enum Output {
         peer: PlaneIx,
         /// The pass that is void.
         pass: u64,
+    },
+    /// From here on nothing that the plane submitted lands anywhere, and nothing in its memory that
+    /// was submitted before.
+    Void {
+        /// Whose backend is gone.
+        plane: PlaneIx,
     },
 }
 

@@ -9,6 +9,7 @@
 //! and that the other side still lets the initiator in.
 
 mod access;
+mod backend;
 mod call;
 mod meter;
 mod nic;
@@ -47,7 +48,7 @@ pub struct Dma {
     free_ops: Vec<u32>,
     /// Operations that wait for a partition to end.
     stalled: BTreeSet<u32>,
-    /// News on their way.
+    /// News on their way; none in a slot whose news are void.
     mail: Vec<Option<(PlaneIx, News)>>,
     free_mail: Vec<u32>,
     /// Ordered pairs of nodes between which nothing passes.
@@ -64,6 +65,10 @@ struct Plane {
     nic_local: NicIx,
     caps: Caps,
     alive: bool,
+    /// Backends that it has had before.
+    life: u32,
+    /// It has none.
+    lost: bool,
     paused: bool,
     /// News that came while it was paused.
     held: Vec<News>,
@@ -156,6 +161,8 @@ impl Dma {
             nic_local: spec.nic_local,
             caps: spec.caps,
             alive: true,
+            life: 0,
+            lost: false,
             paused: false,
             held: Vec::new(),
             regions: BTreeMap::new(),
@@ -237,6 +244,8 @@ impl Dma {
     ) {
         let me = &mut self.planes[plane.0 as usize];
         match call {
+            // All is registered anew after the reset.
+            Call::Register { .. } if me.lost => {}
             Call::Register { region, serial, memory } => {
                 let refused = hooks.register(now, plane);
                 self.register(now, plane, (region, serial, memory), refused, queue);
@@ -333,9 +342,10 @@ impl Dma {
             DmaEvent::Timeout { op, turn } => self.time_out(now, (op, turn), queue, out),
             DmaEvent::Serve { server, turn } => self.serve(now, (server, turn), queue),
             DmaEvent::Deliver { slot } => {
-                let (plane, news) = self.mail[slot as usize].take().expect("mail is sent once");
                 self.free_mail.push(slot);
-                self.hand_over(plane, news, out);
+                if let Some((plane, news)) = self.mail[slot as usize].take() {
+                    self.hand_over(plane, news, out);
+                }
             }
             DmaEvent::Opened { session } => self.opened(session, out),
             DmaEvent::Barrier { session, ticket } => self.barrier((session, ticket), out),
@@ -358,25 +368,36 @@ impl Dma {
         if !self.planes[plane.0 as usize].alive {
             return;
         }
+        self.flush_all_of(plane, out);
+        let me = &mut self.planes[plane.0 as usize];
+        me.alive = false;
+        me.epoch += 1;
+        me.held.clear();
+        queue.at(now + linger, DmaEvent::Gone { plane });
+        if let Some(told) = told {
+            self.tell_peers(now + told, plane, queue);
+        }
+    }
+
+    /// What is done but has not landed lands: operations of a plane and those into its memory.
+    fn flush_all_of(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
         for key in 0..self.ops.len() as u32 {
             let op = &self.ops[key as usize];
             if op.plane == plane || op.peer == plane {
                 self.flush(key, out);
             }
         }
-        let me = &mut self.planes[plane.0 as usize];
-        me.alive = false;
-        me.epoch += 1;
-        me.held.clear();
-        queue.at(now + linger, DmaEvent::Gone { plane });
-        let Some(told) = told else { return };
+    }
+
+    /// The peers of a plane learn that it is gone.
+    fn tell_peers<S: Schedule<DmaEvent>>(&mut self, at: Nanos, plane: PlaneIx, queue: &mut S) {
         for other in 0..self.planes.len() {
             let peers = self.planes[other].peers.iter();
             let peers: Vec<_> =
                 peers.filter(|(_, (ix, _))| *ix == plane).map(|(p, _)| *p).collect();
             for peer in peers {
                 let event = DataEvent::PeerDown { peer };
-                self.mail_at(now + told, PlaneIx(other as u32), event, queue);
+                self.mail_at(at, PlaneIx(other as u32), event, queue);
             }
         }
     }

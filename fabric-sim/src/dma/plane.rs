@@ -15,6 +15,7 @@ use std::task::Waker;
 #[derive(Debug)]
 pub struct SimDataPlane {
     ix: PlaneIx,
+    address: Address,
     caps: Caps,
     /// Operations in flight at most; less than the capability while the queue is full.
     credits: u32,
@@ -50,6 +51,7 @@ impl SimDataPlane {
     pub(super) fn new(ix: PlaneIx, caps: Caps) -> SimDataPlane {
         SimDataPlane {
             ix,
+            address: ix.address(0),
             caps,
             credits: caps.in_all.operations,
             used: Credits::default(),
@@ -116,6 +118,15 @@ impl SimDataPlane {
                     self.used_by.remove(&peer);
                 }
             }
+            DataEvent::Reset { address } => {
+                self.address = address.clone();
+                self.regions.clear();
+                self.peers.clear();
+                self.sessions.clear();
+                self.operations.clear();
+                self.used = Credits::default();
+                self.used_by.clear();
+            }
             _ => {}
         }
     }
@@ -177,7 +188,7 @@ impl DataPlane for SimDataPlane {
     }
 
     fn address(&self) -> Address {
-        self.ix.address()
+        self.address.clone()
     }
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {

@@ -1,7 +1,7 @@
 //! Sessions: opening, quiet, teardown.
 
 use super::call::{Desc, DmaEvent, Hooks, News, Output, PlaneIx};
-use super::{Dma, draw};
+use super::{Dma, backend, draw};
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
 use engine::fabric::{Cause, DataEvent, Landed, Outcome, PeerId, RegionId, SessionId, Ticket};
@@ -23,9 +23,9 @@ pub(super) struct Session {
     pub(super) accepted: u64,
     /// Operations that may still land or have to be reported, by order of acceptance.
     pub(super) unsettled: BTreeMap<u64, u32>,
-    tickets: Vec<Asked>,
+    pub(super) tickets: Vec<Asked>,
     /// The answer to `open` until it is given.
-    opened: Option<Result<(), Cause>>,
+    pub(super) opened: Option<Result<(), Cause>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub(super) enum State {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+pub(super) struct Asked {
     ticket: Ticket,
     /// Operations accepted before.
     before: u64,
@@ -100,7 +100,10 @@ impl Dma {
             return Err(Cause::Unreachable);
         };
         let cut = self.cut_between(plane, remote.plane) || self.cut_between(remote.plane, plane);
-        if !other.alive || cut {
+        if self.planes[plane.0 as usize].lost {
+            return Err(backend::none());
+        }
+        if !other.alive || other.lost || cut {
             return Err(Cause::Unreachable);
         }
         if !self.planes[plane.0 as usize].places.contains_key(&serial) {

@@ -26,6 +26,15 @@ pub enum Action {
         /// Whether they do.
         full: bool,
     },
+    /// Data planes of an instance have no backend, or get a new one.
+    Port {
+        /// Whose.
+        instance: u16,
+        /// Of one rank; `None` is all.
+        rank: Option<u16>,
+        /// Whether they have none.
+        down: bool,
+    },
     /// Bandwidth from one instance to another is divided; 1 restores it.
     LinkRate {
         /// Where bytes come from.

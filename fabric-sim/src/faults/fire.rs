@@ -122,6 +122,12 @@ impl Faults {
                 let undo = vec![Undo::Act(Action::Pause { instance, paused: false })];
                 self.last_for(now, undo, (Some(instance), None), lasts);
             }
+            FaultKind::PortDown => {
+                let rank = plan.fault.rank;
+                self.act(Action::Port { instance, rank, down: true });
+                let undo = vec![Undo::Act(Action::Port { instance, rank, down: false })];
+                self.last_for(now, undo, (Some(instance), None), lasts);
+            }
             FaultKind::RankLag => {
                 let (rank, by) = (plan.fault.rank.unwrap_or(0), plan.delay());
                 self.lags.push((instance, rank, by));

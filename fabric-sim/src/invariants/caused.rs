@@ -73,7 +73,7 @@ fn reach(kind: FaultKind) -> Reach {
             Reach::Nothing
         }
         QpError | AckLost | CompletionLost | Partial | LateLanding | SiblingFailure | SlowLink
-        | NoCopy => Reach::Fabric,
+        | NoCopy | PortDown => Reach::Fabric,
         Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => Reach::Wire,
         FaultKind::Foreign => Reach::Foreign,
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain

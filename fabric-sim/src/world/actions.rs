@@ -35,6 +35,7 @@ impl Simulation {
                 self.kill_sessions(b, a);
             }
             Action::QueueFull { instance, full } => self.queue_full(instance, full),
+            Action::Port { instance, rank, down } => self.port(instance, rank, down),
             Action::LinkRate { from, to, divided_by } => self.link_rate(from, to, divided_by),
             Action::Cut { from, to, cut } => self.cut(from, to, cut),
             Action::Crash { instance, back_after, becomes } => {
@@ -98,6 +99,22 @@ impl Simulation {
         let mut outputs = std::mem::take(&mut self.outputs);
         for plane in planes {
             self.dma.set_queue_full(plane, full, &mut outputs);
+        }
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+    }
+
+    fn port(&mut self, instance: u16, rank: Option<u16>, down: bool) {
+        let Some(process) = &self.instances[usize::from(instance)].process else { return };
+        let planes = (0..).zip(&process.ranks);
+        let planes = planes.filter(|(at, _)| rank.is_none_or(|rank| rank == *at));
+        let planes: Vec<_> = planes.map(|(_, plane)| plane.ix()).collect();
+        let mut outputs = std::mem::take(&mut self.outputs);
+        for plane in planes {
+            match down {
+                true => self.dma.lose_backend(self.now, plane, &mut self.queue, &mut outputs),
+                false => self.dma.gain_backend(self.now, plane, &mut self.queue, &mut outputs),
+            }
         }
         self.data_outputs(&mut outputs);
         self.outputs = outputs;

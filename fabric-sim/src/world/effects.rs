@@ -320,6 +320,10 @@ impl Simulation {
                     self.watch.see(self.now, &seen);
                 }
                 Output::Quiet { .. } => {}
+                Output::Void { plane } => {
+                    let at = self.planes[plane.0 as usize].at;
+                    self.watch.see(self.now, &Observation::Void { at });
+                }
                 Output::Fenced { plane, peer, pass } => {
                     let at = self.planes[plane.0 as usize].at;
                     let peer = self.planes[peer.0 as usize].at;

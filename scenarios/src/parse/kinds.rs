@@ -132,6 +132,7 @@ impl FaultKind {
                     .lasting_ms(10, 1_000)
             }
             RegisterFails => form(Memory, RANK),
+            PortDown => form(Step, RANK).lasting_ms(10, 1_000),
             Drain => form(Step, TARGET_LASTS).needs(TARGET).lasting_ms(100, 5_000),
             ClockBack => form(Step, TARGET_LASTS).needs(TARGET).lasting_ms(10, 1_000),
             ExpiryRace => form(Lease, &["from", "to", "first"]),

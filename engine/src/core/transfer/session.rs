@@ -149,7 +149,7 @@ enum Phase {
 /// A peer engine in one conversation.
 #[derive(Debug)]
 pub(super) struct Peer {
-    ids: Vec<PeerId>,
+    pub(super) ids: Vec<PeerId>,
     pub(super) routes: Vec<Route>,
     pub(super) units: Vec<Unit>,
     pub(super) sessions: Vec<Session>,

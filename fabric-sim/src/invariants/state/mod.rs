@@ -222,6 +222,7 @@ impl State {
             Observation::Fenced { at, peer, pass } => {
                 self.ops.fenced(*at, *peer, *pass, &mut self.places);
             }
+            Observation::Void { at } => self.ops.void(*at, &mut self.places),
             Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
                 self.faulted(now);

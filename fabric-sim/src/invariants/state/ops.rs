@@ -267,6 +267,19 @@ impl Ops {
         self.trim(peer);
     }
 
+    /// What a rank submitted lands nowhere any more, and nothing that was submitted lands in its
+    /// memory.
+    pub(super) fn void(&mut self, at: Rank, places: &mut [Place]) {
+        let planes: Vec<Rank> = self.planes.iter().map(|plane| plane.at).collect();
+        for from in planes {
+            let Some(plane) = self.plane_mut(from) else { continue };
+            for op in plane.ops.iter_mut().filter(|op| from == at || op.target == at) {
+                settle(op, places);
+            }
+            self.trim(from);
+        }
+    }
+
     /// Forgets what can reach no memory any more: what the instance read, and what was to be
     /// written into it. What it wrote into others may still land.
     pub(super) fn crashed(&mut self, who: Who, places: &mut [Place]) {

@@ -1,0 +1,76 @@
+//! A data plane whose backend goes and comes back, as MoRI's when a port flaps.
+
+use super::rig::{DataFixture, PASS, REGION, Rig};
+use crate::fabric::{
+    DataEvent, Direction, OpId, Outcome, PeerId, Refused, RegionDesc, SessionId, Ticket,
+};
+
+/// How often it goes.
+const FLAPS: u32 = 5;
+
+fn resets(rig: &Rig<'_>, plane: usize) -> usize {
+    rig.seen[plane].iter().filter(|event| matches!(event, DataEvent::Reset { .. })).count()
+}
+
+/// Writes until the session takes nothing more; what it took.
+fn write_until_gone(rig: &mut Rig<'_>, session: SessionId) -> Vec<OpId> {
+    let mut ops = Vec::new();
+    loop {
+        match rig.submit(session, Direction::Write, &[(0, 0, 64), (128, 64, 64)]) {
+            Ok(op) => ops.push(op),
+            Err(Refused::Busy) => rig.pump(),
+            Err(Refused::Gone) => return ops,
+            Err(other) => panic!("expected Gone, got {other:?}"),
+        }
+    }
+}
+
+/// Memory of plane 1 under a descriptor that it has not given out.
+fn fresh(rig: &mut Rig<'_>) -> RegionDesc {
+    // Unless a reset has done so already.
+    let _registered = rig.plane(1).deregister(REGION);
+    rig.register(1, REGION)
+}
+
+/// While there is no backend everything is answered, and nothing moves.
+fn answers_without(rig: &mut Rig<'_>, (session, peer): (SessionId, PeerId), remote: &RegionDesc) {
+    rig.quiesce(session, Ticket(1));
+    rig.assert_untouched(1);
+    let other = SessionId(session.0 + 1);
+    assert!(rig.open(other, peer, remote).is_err(), "there is no backend to open anything");
+    rig.plane(0).close(other);
+    rig.plane(0).fence(peer);
+    rig.until("Fenced", |rig| rig.seen[0].contains(&DataEvent::Fenced { peer }));
+}
+
+pub(super) fn a_backend_that_is_gone_is_replaced(fixture: &mut dyn DataFixture) {
+    let mut rig = Rig::new(fixture);
+    rig.register(0, REGION);
+    let mut remote = rig.register(1, REGION);
+    for flap in 0..FLAPS {
+        let (peer, session) = (PeerId(flap), SessionId(2 * flap));
+        rig.connect(peer, PASS + u64::from(flap));
+        rig.open(session, peer, &remote).expect("the session opens");
+        let expected = rig.bytes(0)[..64].to_vec();
+        let op = rig.submit(session, Direction::Write, &[(0, 0, 64)]).expect("a write is taken");
+        assert_eq!(rig.finish(op), Outcome::Done);
+        rig.quiesce(session, Ticket(0));
+        assert!(rig.bytes(1)[..64] == expected, "backend {flap} moves bytes");
+        if !rig.fixture.backend(false) {
+            return;
+        }
+        let ops = write_until_gone(&mut rig, session);
+        for op in &ops {
+            rig.finish(*op);
+        }
+        answers_without(&mut rig, (session, peer), &remote);
+        rig.fixture.backend(true);
+        rig.until("Reset", |rig| resets(rig, 0) > flap as usize);
+        let again = rig.submit(session, Direction::Write, &[(0, 0, 64)]);
+        assert!(again.is_err(), "a session outlived its backend");
+        assert!(ops.iter().all(|op| rig.completions(*op) == 1), "an operation ended twice");
+        rig.register(0, REGION);
+        rig.plane(1).disconnect(peer);
+        remote = fresh(&mut rig);
+    }
+}

@@ -81,10 +81,12 @@ pub struct MoriConfig {
     /// Most slices in one operation.
     pub slices_max: u32,
     /// A door that takes longer to answer, or a session to open, has failed. Who uses the plane
-    /// waits for as long, whatever its own limit.
+    /// waits for as long, whatever its own limit. A step of MoRI's control plane has as long, as the
+    /// first plane of a process has it (`MORI_IO_CP_TIMEOUT_MS`).
     pub open_ms: u32,
     /// An operation that takes longer has failed; MoRI has no limit of its own. Who uses the plane
-    /// waits for as long, as above.
+    /// waits for as long, as above. A post has as long to find room in a send queue, as the first
+    /// plane of a process has it (`MORI_IO_SQ_BACKOFF_TIMEOUT_US`).
     pub operation_ms: u32,
     /// How long a rebuild waits for the operations with other peers, before it retries them.
     pub drain_ms: u32,
@@ -97,6 +99,19 @@ pub struct MoriConfig {
     /// Open sessions with peers that have no door, such as those of vLLM's own connector, and let
     /// peers in under pass 0 that were never connected to, until they are fenced.
     pub open_door: bool,
+    /// Queue pairs of peers that have ended, after which the backend is replaced while nothing is
+    /// under way: MoRI polls them, and drops them in no other way. At so many if no peer is
+    /// connected, at twice as many all the same; 0 is never. RDMA only.
+    // Who knows fewer settings refuses others, so it is said only if it was set. Later ones as well.
+    #[serde(skip_serializing_if = "is_dead_pairs_max")]
+    pub dead_pairs_max: u32,
+}
+
+/// Default of [`MoriConfig::dead_pairs_max`].
+const DEAD_PAIRS_MAX: u32 = 64;
+
+fn is_dead_pairs_max(value: &u32) -> bool {
+    *value == DEAD_PAIRS_MAX
 }
 
 impl Default for MoriConfig {
@@ -128,6 +143,7 @@ impl Default for MoriConfig {
             spin_us: 50,
             devices: true,
             open_door: false,
+            dead_pairs_max: DEAD_PAIRS_MAX,
         }
     }
 }

@@ -19,6 +19,8 @@ pub struct Counters {
     pub resets: u64,
     /// 1 while there is no backend because MoRI cannot be started, 0 otherwise.
     pub without: u64,
+    /// How often queue pairs of peers have ended in this backend, which keeps them.
+    pub dead_pairs: u64,
 }
 
 /// [`Counters`] that others read meanwhile.
@@ -51,7 +53,7 @@ impl Count {
 }
 
 impl Counts {
-    pub(crate) fn get(&self) -> Counters {
+    pub(crate) fn get(&self, dead_pairs: u64) -> Counters {
         Counters {
             operations: self.operations.get(),
             bytes: self.bytes.get(),
@@ -60,6 +62,7 @@ impl Counts {
             retried: self.retried.get(),
             resets: self.resets.get(),
             without: self.without.get(),
+            dead_pairs,
         }
     }
 }

@@ -2,7 +2,7 @@
 //! of sessions are made here, one at a time, since MoRI locks little and may block for seconds.
 
 use crate::address::{Claim, Door, Identity, Location};
-use crate::counters::Counts;
+use crate::counters::{Counters, Counts};
 use crate::door::{Grant, Line};
 use crate::gate::Gate;
 use crate::job::Job;
@@ -79,6 +79,10 @@ pub(crate) struct Common {
 impl Common {
     pub(crate) fn who(&self) -> Identity {
         Identity { key: self.config.key.as_str().into(), incarnation: self.gate.incarnation() }
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        self.counts.get(self.gate.dead_pairs())
     }
 
     pub(crate) fn address(&self) -> Address {

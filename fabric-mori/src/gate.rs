@@ -3,6 +3,10 @@
 //! RDMA is revoked here: with the backend go the keys that peers have. xGMI is not: a peer has mapped
 //! the memory and copies itself, whatever we do. So it is asked to leave, and has left when its line
 //! ends, which it does by itself once it copies no more, or with its process.
+//!
+//! MoRI keeps the queue pairs of a peer that has left or has replaced its backend, polls them, and has
+//! no call that drops them: they end with our backend. They are counted here, once for each time that a
+//! line ends, or asks for the same session as before: that is of another backend of the peer.
 
 use crate::address::{Identity, Name};
 use crate::door::{Grant, ask_to_leave};
@@ -11,6 +15,7 @@ use crate::{Backend, MoriConfig};
 use engine::fabric::RegionId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,6 +27,8 @@ struct Line {
     socket: TcpStream,
     /// Regions that it was told of.
     entered: BTreeSet<RegionId>,
+    /// The session for which it asked last, but for those that go on in another backend of the peer.
+    last: Option<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -45,6 +52,10 @@ pub(crate) struct Gate {
     state: Mutex<State>,
     /// A line has ended.
     left: Condvar,
+    /// Ends of peers' queue pairs in this backend.
+    dead_pairs: AtomicU64,
+    /// At so many the plane is told; 0 is never.
+    dead_pairs_max: u32,
     backend: Backend,
     /// Pass 0 is anybody's until it is fenced.
     open_door: bool,
@@ -54,8 +65,9 @@ pub(crate) struct Gate {
 impl Gate {
     pub(crate) fn new(incarnation: u64, config: &MoriConfig, board: Arc<Board>) -> Gate {
         let state = Mutex::new(State { incarnation, ..State::default() });
-        let MoriConfig { backend, open_door, .. } = *config;
-        Gate { state, left: Condvar::new(), backend, open_door, board }
+        let MoriConfig { backend, open_door, dead_pairs_max, .. } = *config;
+        let (left, dead_pairs) = (Condvar::new(), AtomicU64::new(0));
+        Gate { state, left, dead_pairs, dead_pairs_max, backend, open_door, board }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -72,6 +84,29 @@ impl Gate {
         state.engine = desc;
         if self.backend == Backend::Rdma {
             state.inside.clear();
+            self.dead_pairs.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// How often queue pairs of peers have ended in this backend.
+    pub(crate) fn dead_pairs(&self) -> u64 {
+        self.dead_pairs.load(Ordering::Relaxed)
+    }
+
+    /// True if the backend had better be replaced while nothing is under way: so many queue pairs of
+    /// peers have ended in it, and no peer is connected, or twice as many have.
+    pub(crate) fn is_worn(&self) -> bool {
+        let (dead, most) = (self.dead_pairs(), u64::from(self.dead_pairs_max));
+        let visited = || self.state().lines.values().any(|line| line.last.is_some());
+        most > 0 && dead >= most && (dead >= 2 * most || !visited())
+    }
+
+    fn pairs_died(&self) {
+        if self.backend == Backend::Rdma {
+            let dead = self.dead_pairs.fetch_add(1, Ordering::Relaxed) + 1;
+            if self.dead_pairs_max > 0 && dead >= self.dead_pairs_max.into() {
+                self.board.tell(News::Left);
+            }
         }
     }
 
@@ -180,13 +215,19 @@ impl Gate {
         }
         let id = state.next_line;
         state.next_line += 1;
-        let line = Line { who: who.clone(), pass, socket, entered: BTreeSet::new() };
+        let entered = BTreeSet::new();
+        let line = Line { who: who.clone(), pass, socket, entered, last: None };
         state.lines.insert(id, line);
         Ok(id)
     }
 
-    /// The descriptors of a region for who is on a line.
-    pub(crate) fn enter(&self, line: u64, name: &Name) -> Result<Grant, &'static str> {
+    /// The descriptors of a region for a session of who is on a line.
+    pub(crate) fn enter(
+        &self,
+        line: u64,
+        session: u32,
+        name: &Name,
+    ) -> Result<Grant, &'static str> {
         let state = &mut *self.state();
         let Some(line) = state.lines.get_mut(&line) else { return Err("this pass was fenced") };
         let invited =
@@ -197,6 +238,10 @@ impl Gate {
         let region = *state.names.get(name).ok_or("no such region")?;
         let memory = state.regions.get(&region).ok_or("no such region")?.clone();
         line.entered.insert(region);
+        if line.last == Some(session) {
+            self.pairs_died();
+        }
+        line.last = line.last.max(Some(session));
         state.inside.insert((line.who.clone(), line.pass));
         Ok(Grant { region, engine: state.engine.clone(), memory })
     }
@@ -205,6 +250,9 @@ impl Gate {
     pub(crate) fn leave(&self, line: u64) {
         let mut state = self.state();
         let Some(gone) = state.lines.remove(&line) else { return };
+        if gone.last.is_some() {
+            self.pairs_died();
+        }
         let same = |line: &Line| line.who == gone.who && line.pass == gone.pass;
         if self.backend == Backend::Xgmi && !state.lines.values().any(same) {
             state.inside.remove(&(gone.who, gone.pass));

@@ -24,6 +24,6 @@ pub use config::{Backend, MoriConfig};
 pub use counters::Counters;
 pub use events::DeviceEvents;
 pub use memory::DeviceMemory;
-pub use mori_sys::{Places, Shim, Unavailable};
+pub use mori_sys::{Places, Shim, Unavailable, timeouts_set};
 pub use plane::{Meter, MoriError, MoriPlane};
 pub use words::last_words;

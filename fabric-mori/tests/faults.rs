@@ -212,3 +212,14 @@ fn an_operation_of_a_dead_session_is_refused() {
         engine::fabric::Submit { op, session, direction, local: lists, remote: lists, len: &[8] };
     assert_eq!(world.plane(0).submit(batch), Err(Refused::Gone));
 }
+
+#[test]
+fn mori_s_own_time_outs_are_those_of_the_plane() {
+    let _world = World::rdma(1);
+    for (name, value) in [
+        ("MORI_IO_CP_TIMEOUT_MS", u64::from(NEVER)),
+        ("MORI_IO_SQ_BACKOFF_TIMEOUT_US", u64::from(NEVER) * 1_000),
+    ] {
+        assert_eq!(std::env::var(name), Ok(value.to_string()), "{name}");
+    }
+}

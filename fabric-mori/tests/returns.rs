@@ -259,3 +259,52 @@ fn a_peer_that_never_answers_loses_its_sessions_and_nothing_else() {
     assert_eq!(world.plane(0).counters().rebuilds, 1, "nothing of it was with MoRI");
     far.go_on();
 }
+
+fn dead_pairs(world: &mut World, at: usize) -> u64 {
+    world.plane(at).counters().dead_pairs
+}
+
+/// Has plane 0 replace its backend, and plane 1 know it.
+fn mends(world: &mut World, session: u32) {
+    let desc = world.descs[1].clone();
+    world.open(session, 0, 1, &desc).expect("a session opens");
+    let rebuilds = world.plane(0).counters().rebuilds;
+    faults("qp_error@1");
+    let op = world.write(session, 0);
+    world.failure(op);
+    world.quiesce(session);
+    assert_eq!(world.plane(0).counters().rebuilds, rebuilds + 1);
+}
+
+#[test]
+fn queue_pairs_that_ended_are_counted_until_the_backend_is_replaced() {
+    let settings = |_| MoriConfig { dead_pairs_max: 3, ..config(Backend::Rdma) };
+    let mut world = World::new(3, settings).joined();
+    for mend in 0..5_u32 {
+        mends(&mut world, 10 + mend);
+        let dead = u64::from(mend) + 1;
+        while [1, 2].map(|at| dead_pairs(&mut world, at)) != [dead; 2] {
+            world.pump();
+        }
+    }
+    for at in [1, 2] {
+        // Plane 0 is still connected to it.
+        assert_eq!(world.plane(at).counters().rebuilds, 0);
+    }
+    assert_eq!(dead_pairs(&mut world, 0), 0, "nobody was there");
+    mends(&mut world, 15);
+    for at in [1, 2] {
+        world.until(at, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+        assert_eq!(dead_pairs(&mut world, at), 0);
+    }
+}
+
+#[test]
+fn a_worn_backend_is_replaced_once_nobody_is_connected() {
+    let settings = |_| MoriConfig { dead_pairs_max: 2, ..config(Backend::Rdma) };
+    let mut world = World::new(2, settings).joined();
+    mends(&mut world, 10);
+    world.plane(0).disconnect(PeerId(1));
+    world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+    assert_eq!((world.plane(1).counters().rebuilds, dead_pairs(&mut world, 1)), (1, 0));
+}

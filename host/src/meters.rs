@@ -43,6 +43,8 @@ pub struct BackendCounts {
     pub resets: u64,
     /// 1 while there is none because MoRI cannot be started.
     pub missing: u64,
+    /// How often queue pairs of peers have ended in the backend that there is, which keeps them.
+    pub dead_queue_pairs: u64,
 }
 
 /// Reads what a plane did so far, also after its end.
@@ -67,8 +69,12 @@ impl Meter {
                 let at = PATHS.iter().position(|path| *path == meter.backend().name());
                 counters.initiated[at.expect("it is one of them")] =
                     PathCount { operations, bytes };
-                let (rebuilds, resets, missing) = (read.rebuilds, read.resets, read.without);
-                counters.backend = BackendCounts { rebuilds, resets, missing };
+                counters.backend = BackendCounts {
+                    rebuilds: read.rebuilds,
+                    resets: read.resets,
+                    missing: read.without,
+                    dead_queue_pairs: read.dead_pairs,
+                };
             }
         }
         counters
@@ -171,7 +177,10 @@ impl Collector for Planes {
         let resets = ("backend_resets", "Those after which peers had to connect anew");
         self.encode_backend(&mut encoder, resets, MetricType::Counter, |it| it.resets)?;
         let missing = ("backend_missing", "Ranks without a backend since MoRI cannot be started");
-        self.encode_backend(&mut encoder, missing, MetricType::Gauge, |it| it.missing)
+        self.encode_backend(&mut encoder, missing, MetricType::Gauge, |it| it.missing)?;
+        let dead =
+            ("backend_dead_queue_pairs", "Queue pairs of peers that have ended and MoRI keeps");
+        self.encode_backend(&mut encoder, dead, MetricType::Gauge, |it| it.dead_queue_pairs)
     }
 }
 

@@ -87,7 +87,8 @@ impl PlaneConfig {
 /// What of an environment MoRI reads itself, in order.
 fn mori_variables(all: impl Iterator<Item = (OsString, OsString)>) -> String {
     let told = |(name, value): (OsString, OsString)| {
-        let name = name.to_str().filter(|name| name.starts_with("MORI_"))?;
+        let is_ours = |name: &&str| fabric_mori::timeouts_set().contains(name);
+        let name = name.to_str().filter(|name| name.starts_with("MORI_") && !is_ours(name))?;
         Some(format!("{name}={}", value.display()))
     };
     let mut told: Vec<String> = all.filter_map(told).collect();

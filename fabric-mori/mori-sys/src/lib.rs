@@ -8,6 +8,7 @@
 mod abi;
 mod load;
 mod places;
+mod timeouts;
 
 pub use abi::{
     Backend, Code, Direction, Engine, Functions, Info, Kind, Location, MORI_ABI, Memory, Rdma,
@@ -15,3 +16,4 @@ pub use abi::{
 };
 pub use load::{Shim, ShimInfo};
 pub use places::{Failure, Places, Unavailable};
+pub use timeouts::{set_timeouts, timeouts_set};

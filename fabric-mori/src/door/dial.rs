@@ -45,6 +45,8 @@ enum State {
 pub(crate) struct Line {
     pub(crate) id: u64,
     state: Mutex<(State, Vec<Ask>)>,
+    /// What was asked for last.
+    last: Mutex<Option<(SessionId, Name)>>,
 }
 
 /// How a line is made.
@@ -66,7 +68,8 @@ impl Line {
         door: &Door,
         say: impl Fn(Said) + Send + Sync + 'static,
     ) -> Arc<Line> {
-        let line = Arc::new(Line { id: dial.id, state: Mutex::default() });
+        let (state, last) = (Mutex::default(), Mutex::default());
+        let line = Arc::new(Line { id: dial.id, state, last });
         let (host, port, incarnation) = (to.host.clone(), door.port, door.who.incarnation);
         let ours = line.clone();
         let (peer, id) = (dial.peer, dial.id);
@@ -127,6 +130,7 @@ impl Line {
 
     /// Asks for memory on behalf of a session; nothing comes of it if the line is over, which is told.
     pub(crate) fn ask(&self, session: SessionId, name: Name) {
+        *self.last() = Some((session, name.clone()));
         let ask = Ask::Enter { session: session.0, name };
         let mut state = self.lock();
         match &state.0 {
@@ -135,6 +139,19 @@ impl Line {
             State::Up(socket) => drop(send(socket, &ask)),
             State::Over => {}
         }
+    }
+
+    /// Our backend is another one. By asking for the same as last the peer knows that the queue pairs
+    /// which it has are dead, whatever becomes of the session; not if that is to be opened `anew`.
+    pub(crate) fn renew(&self, anew: impl Fn(&SessionId) -> bool) {
+        let last = self.last().clone();
+        if let Some((session, name)) = last.filter(|(session, _)| !anew(session)) {
+            self.ask(session, name);
+        }
+    }
+
+    fn last(&self) -> std::sync::MutexGuard<'_, Option<(SessionId, Name)>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True if nothing can be asked any more.

@@ -107,7 +107,8 @@ fn serve_asks(
     loop {
         match receive(socket)? {
             Ask::Enter { session, name } => {
-                let grant = line.and_then(|line| gate.enter(line, &name)).map_err(str::to_owned);
+                let grant =
+                    line.and_then(|line| gate.enter(line, session, &name)).map_err(str::to_owned);
                 send(socket, &Word::Told { session, grant })?;
             }
             Ask::Released { region } => {

@@ -85,6 +85,8 @@ impl MoriPlane {
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
         words::arrange(&shim);
+        let ms = |ms: u32| Duration::from_millis(ms.into());
+        mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
         let board = Arc::new(Board::default());
         let gate = Arc::new(Gate::new(random()?, &config, board.clone()));
         let dead = Duration::from_millis(config.dead_ms.into());

@@ -86,6 +86,12 @@ impl MoriPlane {
                 if tainted { self.replace() } else { self.reset() }
             }
             Mending::Without(at, _) if at <= now => self.replace(),
+            Mending::No if self.operations.is_empty() && self.common.gate.is_worn() => {
+                let dead = self.common.gate.dead_pairs();
+                tracing::info!(key = %self.common.config.key, dead, "queue pairs of peers have ended");
+                self.mend();
+                self.replace();
+            }
             _ => {}
         }
     }
@@ -150,6 +156,15 @@ impl MoriPlane {
     /// Has the sessions that go on opened anew.
     fn reopen(&mut self, keep: &BTreeSet<SessionId>) {
         let until = Instant::now() + Duration::from_millis(self.common.config.open_ms.into());
+        let goes_on = |id: &SessionId| {
+            let phase = self.sessions.get(id).map(|session| session.phase);
+            keep.contains(id) && matches!(phase, Some(Phase::Open | Phase::Opening(_)))
+        };
+        if self.common.config.backend == Backend::Rdma && !self.resetting {
+            for line in self.peers.values().filter_map(|peer| peer.line.as_ref()) {
+                line.renew(goes_on);
+            }
+        }
         for id in keep {
             let Some(session) = self.sessions.get_mut(id) else { continue };
             match session.phase {

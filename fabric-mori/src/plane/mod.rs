@@ -141,7 +141,7 @@ pub struct Meter(Arc<Common>);
 impl Meter {
     /// What the plane did so far.
     pub fn read(&self) -> Counters {
-        self.0.counts.get()
+        self.0.counters()
     }
 
     /// What moves its bytes.
@@ -158,7 +158,7 @@ impl MoriPlane {
 
     /// What it did so far.
     pub fn counters(&self) -> Counters {
-        self.common.counts.get()
+        self.common.counters()
     }
 
     /// The same for who has no access to the plane itself, such as an exporter of metrics.

@@ -68,7 +68,7 @@ fn blocks() -> Vec<BlockList> {
 fn counters() -> Counters {
     let count = |at: usize| PathCount { operations: at as u64, bytes: at as u64 * 4096 };
     let counts = std::array::from_fn::<_, { PATHS.len() }, _>(count);
-    let backend = BackendCounts { rebuilds: 3, resets: 2, missing: 1 };
+    let backend = BackendCounts { rebuilds: 3, resets: 2, missing: 1, dead_queue_pairs: 4 };
     Counters { initiated: counts, served: counts, backend }
 }
 

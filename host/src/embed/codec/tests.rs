@@ -63,8 +63,8 @@ const NOT_IN_5: [(&str, &str); 3] = [
 
 /// The same of versions before 7.
 const NOT_IN_6: (&str, &str) = (
-    "backend: BackendCounts { rebuilds: 3, resets: 2, missing: 1 }",
-    "backend: BackendCounts { rebuilds: 0, resets: 0, missing: 0 }",
+    "backend: BackendCounts { rebuilds: 3, resets: 2, missing: 1, dead_queue_pairs: 4 }",
+    "backend: BackendCounts { rebuilds: 0, resets: 0, missing: 0, dead_queue_pairs: 0 }",
 );
 
 fn is_understood(version: u16, absent: &[(&str, &str)]) {

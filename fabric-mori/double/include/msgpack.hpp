@@ -9,6 +9,7 @@
 #include <deque>
 #include <limits>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -31,12 +32,6 @@ struct parse_error : unpack_error {
 };
 struct insufficient_bytes : unpack_error {
   using unpack_error::unpack_error;
-};
-struct size_overflow : unpack_error {
-  using unpack_error::unpack_error;
-};
-struct depth_size_overflow : size_overflow {
-  using size_overflow::size_overflow;
 };
 
 class sbuffer {
@@ -280,14 +275,31 @@ class reader {
  public:
   explicit reader(zone& z) : zone_(z) {}
 
-  object value(int depth = 0) {
-    if (depth > 64) throw depth_size_overflow("depth size overflow");
+  // Not by recursion: arrays may be as deep as the input is long.
+  object value() {
+    object root;
+    std::vector<std::pair<object*, size_t>> open;
+    for (object* place = &root;; place = open.back().first++) {
+      size_t arrays = zone_.arrays.size();
+      *place = one();
+      if (zone_.arrays.size() > arrays) {
+        open.emplace_back(zone_.arrays.back().data(), zone_.arrays.back().size());
+      }
+      while (!open.empty() && open.back().second == 0) open.pop_back();
+      if (open.empty()) return root;
+      open.back().second -= 1;
+      missing_ -= 1;
+    }
+  }
+
+ private:
+  object one() {
     uint8_t tag = static_cast<uint8_t>(*take(1));
     object o;
     if (tag < 0x80) return number(tag);
     if (tag >= 0xe0) return number(static_cast<int64_t>(static_cast<int8_t>(tag)));
-    if (tag < 0x90) return array(2 * (tag & 0x0f), type::MAP, depth);
-    if (tag < 0xa0) return array(tag & 0x0f, type::ARRAY, depth);
+    if (tag < 0x90) return array(2 * (tag & 0x0f), type::MAP);
+    if (tag < 0xa0) return array(tag & 0x0f, type::ARRAY);
     if (tag < 0xc0) return bytes(tag & 0x1f, type::STR);
     switch (tag) {
       case 0xc0: return o;
@@ -320,15 +332,13 @@ class reader {
       case 0xd9: return bytes(big(1), type::STR);
       case 0xda: return bytes(big(2), type::STR);
       case 0xdb: return bytes(big(4), type::STR);
-      case 0xdc: return array(big(2), type::ARRAY, depth);
-      case 0xdd: return array(big(4), type::ARRAY, depth);
-      case 0xde: return array(2 * big(2), type::MAP, depth);
-      case 0xdf: return array(2 * big(4), type::MAP, depth);
+      case 0xdc: return array(big(2), type::ARRAY);
+      case 0xdd: return array(big(4), type::ARRAY);
+      case 0xde: return array(2 * big(2), type::MAP);
+      case 0xdf: return array(2 * big(4), type::MAP);
       default: throw parse_error("parse error");
     }
   }
-
- private:
   const char* take(uint64_t len) {
     if (len > zone_.input.size() - at_) throw insufficient_bytes("insufficient bytes");
     const char* p = zone_.input.data() + at_;
@@ -361,21 +371,22 @@ class reader {
     o.via.bin = {static_cast<uint32_t>(len), take(len)};
     return o;
   }
-  object array(uint64_t len, type::object_type kind, int depth) {
-    // Each element takes a byte at least, so a count beyond the input is cut off before it is made.
-    if (len > zone_.input.size() - at_) throw insufficient_bytes("insufficient bytes");
-    zone_.arrays.emplace_back(len);
-    std::vector<object>& items = zone_.arrays.back();
-    for (object& item : items) item = value(depth + 1);
+  object array(uint64_t len, type::object_type kind) {
+    // msgpack-c allocates before it looks whether the elements are there: so much, no machine gives.
+    if (len * sizeof(object) > uint64_t{1} << 36) throw std::bad_alloc();
+    // Each element takes a byte at least.
+    missing_ += len;
+    if (missing_ > zone_.input.size() - at_) throw insufficient_bytes("insufficient bytes");
     object o;
     o.type = kind;
     uint32_t size = static_cast<uint32_t>(kind == type::MAP ? len / 2 : len);
-    o.via.array = {size, items.data()};
+    o.via.array = {size, zone_.arrays.emplace_back(len).data()};
     return o;
   }
 
   zone& zone_;
   uint64_t at_ = 0;
+  uint64_t missing_ = 0;  // elements of arrays that were not read yet
 };
 
 }  // namespace detail

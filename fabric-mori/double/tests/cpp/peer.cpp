@@ -110,6 +110,11 @@ std::string Peer::obey(std::istringstream& line) {
     line >> len >> fill >> text;
     return add(len, fill, text == "gpu");
   }
+  if (verb == "unmapped") {
+    static Unmapped hole;
+    memories.push_back(engine.RegisterMemory(hole.at(), hole.len, -1, MemoryLocationType::CPU));
+    return hex(packed(memories.back()));
+  }
   if (verb == "again") {
     size_t index;
     line >> index;

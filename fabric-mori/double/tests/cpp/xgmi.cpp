@@ -167,3 +167,31 @@ CASE(xgmi_and_a_killed_target) {
   CHECK_EQ(wait(read), StatusCode::ERR_GPU_OP);
   CHECK(!a.engine.CreateSession(a.memory, there));
 }
+
+namespace {
+
+struct Gpus {
+  Gpus() : a("a", 1), b("b", 0) { a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc()); }
+  Gpu a, b;
+};
+
+}  // namespace
+
+CASE(ends_xgmi_out_of_range) {
+  Gpus g;
+  g.a.engine.Write(g.a.memory, 0, g.b.memory, SIZE_MAX - 4, 8, &new_status(), 1);
+}
+
+CASE(ends_xgmi_ragged_batch) {
+  Gpus g;
+  auto session = g.a.engine.CreateSession(g.a.memory, g.b.memory);
+  session->BatchWrite({0}, {0, 1}, {1, 1}, &new_status(), 1);
+}
+
+CASE(ends_xgmi_polled_after_backend) {
+  Gpus g;
+  TransferStatus& status = new_status();
+  g.a.engine.Write(g.a.memory, 0, g.b.memory, 0, 8, &status, 1);
+  g.a.engine.RemoveBackend(BackendType::XGMI);
+  status.Code();
+}

@@ -215,6 +215,11 @@ struct Node {
     engine.CreateBackend(BackendType::RDMA, config);
     memory = engine.RegisterMemory(bytes.data(), len, -1, MemoryLocationType::CPU);
   }
+  End write(const MemoryDesc& to, size_t at = 0, size_t len = 8) {
+    TransferStatus& status = new_status();
+    engine.Write(memory, 0, to, at, len, &status, engine.AllocateTransferUniqueId());
+    return end_of(status);
+  }
   void meet(Node& other) {
     engine.RegisterRemoteEngine(other.engine.GetEngineDesc());
     other.engine.RegisterRemoteEngine(engine.GetEngineDesc());
@@ -232,6 +237,10 @@ struct Node {
   std::vector<unsigned char> bytes;
   IOEngine engine;
   MemoryDesc memory;
+
+ protected:
+  Node(const std::string& key, size_t len, unsigned char fill)
+      : bytes(len, fill), engine(key, {"127.0.0.1", 0}) {}
 };
 
 // Two engines that know each other, with a session from the first one's memory to the second's.

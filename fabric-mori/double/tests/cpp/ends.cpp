@@ -56,7 +56,7 @@ CASE(ends_session_after_backend) {
 CASE(ends_unserialised_calls) {
   Joined p;
   mori_double_faults("sq_full@1:60000");
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   std::atomic<bool> posting{false};
   std::thread post([&] {
     posting = true;

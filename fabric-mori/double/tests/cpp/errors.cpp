@@ -9,7 +9,7 @@ CASE(ranges) {
   a.meet(b);
   auto session = a.engine.CreateSession(a.memory, b.memory);
   auto refused = [&](size_t local, size_t remote, size_t len) {
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     session->Write(local, remote, len, &status, 1);
     CHECK_EQ(status.Code(), StatusCode::ERR_INVALID_ARGS);
     CHECK_EQ(status.Message(), std::string("length out of range"));
@@ -82,10 +82,9 @@ CASE(no_session) {
   MemoryDesc stranger = b.memory;
   stranger.engineKey = "nobody";
   CHECK(!a.engine.CreateSession(a.memory, stranger));
-  TransferStatus &status = new_status();
-  a.engine.Write(a.memory, 0, stranger, 0, 8, &status, 1);
-  CHECK_EQ(status.Code(), StatusCode::ERR_BAD_STATE);
-  CHECK(has(status.Message(), "No available backend found"));
+  End end = a.write(stranger);
+  CHECK_EQ(end.code, StatusCode::ERR_BAD_STATE);
+  CHECK(has(end.text, "No available backend found"));
 
   auto at = [&](const std::string& host, int port) {
     EngineDesc moved = b.engine.GetEngineDesc();
@@ -199,9 +198,7 @@ CASE(visitors) {
   char byte;
   // The last three are dropped.
   for (size_t i = 1; i < sockets.size(); ++i) CHECK(recv(sockets[i], &byte, 1, 0) <= 0);
-  TransferStatus& status = new_status();
-  a.engine.Write(a.memory, 0, b.memory, 0, 8, &status, 1);
-  CHECK_EQ(wait(status), StatusCode::SUCCESS);
+  check_done(a.write(b.memory));
   for (int fd : sockets) close(fd);
 }
 

@@ -42,7 +42,7 @@ struct Two : Joined {
 
 CASE(fault_qp_error) {
   Two two("qp_error@1", 4);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
   // The one that failed had not asked for a completion, and the last one is flushed.
   check_flushed(end_of(status));
@@ -57,7 +57,7 @@ CASE(fault_ack_lost) {
   Two two("ack_lost@2", 4);
   two.lives();
   std::fill(two.b.bytes.begin(), two.b.bytes.end(), 0);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
   check_advised(end_of(status), "transport retry counter exceeded");
   CHECK_EQ(two.landed(), size_t{64});
@@ -66,7 +66,7 @@ CASE(fault_ack_lost) {
 
 CASE(fault_lost) {
   Two two("lost@1");
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
   // On the same queue pair, so behind it.
   two.lives();
@@ -133,7 +133,7 @@ CASE(fault_slow) {
   Two two("slow@2+:120");
   two.lives();
   for (int i = 0; i < 2; ++i) {
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     auto start = Clock::now();
     two.post(status);
     CHECK_EQ(wait(status), StatusCode::SUCCESS);
@@ -144,7 +144,7 @@ CASE(fault_slow) {
 
 CASE(fault_throw) {
   Two two("throw@1;throw_other@2;throw@3;lost@7");
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   CHECK(has(thrown([&] { two.post(status); }), "system_error"));
   CHECK_EQ(thrown([&] { two.post(status); }), std::string("int 7"));
   CHECK(has(thrown([&] { two.a.engine.Write(two.a.memory, 0, two.b.memory, 0, 8, &status, 1); }),

@@ -126,14 +126,14 @@ std::string Peer::obey(std::istringstream& line) {
   if (verb == "pop") {
     uint64_t id;
     line >> text >> id;
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     return engine.PopInboundTransferStatus(text, id, &status) ? "yes" : "no";
   }
   if (verb == "write" || verb == "flood") {
     line >> text;
     MemoryDesc to = unpacked<MemoryDesc>(unhex(text));
     if (verb == "flood") return flood(to);
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     engine.Write(memories[0], 0, to, 0, to.size, &status, 1);
     status.Wait();
     return std::to_string(status.CodeUint32()) + " " + status.Message();

@@ -36,7 +36,7 @@ CASE(another_process) {
   check_done(p.write(kLen));
   CHECK(p.peer.all(0, 1));
   MemoryDesc source = p.peer.memory("1048576 6");
-  TransferStatus &read = new_status();
+  TransferStatus& read = new_status();
   p.a.engine.Read(p.a.memory, 0, source, 0, kLen, &read, 2);
   CHECK_EQ(wait(read), StatusCode::SUCCESS);
   CHECK(p.a.all(6, 0, kLen));

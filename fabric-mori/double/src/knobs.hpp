@@ -54,8 +54,8 @@ std::chrono::microseconds latency();
 // Whether the network card's port is down; nothing that is asked over it is answered then.
 bool port_is_down();
 
-// MoRI's thread that logs the card's asynchronous events while there is a backend. Nothing else comes
-// of them.
+// MoRI's thread that logs the card's asynchronous events while there is a backend. Nothing else
+// comes of them.
 class Monitor {
  public:
   Monitor();

@@ -54,8 +54,8 @@
 //! - Of asynchronous events there are those of a port that `mori_double_port` flaps, which MoRI only
 //!   logs, as all others. There is no GID table.
 //! - A notification without room in the send queue is lost; in MoRI it fails the transfer.
-//! - Bytes of a descriptor or frame that ask for more than 64 GiB are a `std::bad_alloc`; for MoRI that
-//!   depends on the machine.
+//! - A count of more than 2^31 elements in a descriptor or frame is a `std::bad_alloc`, and a lower one
+//!   that the bytes lack is not; for MoRI that depends on the memory of the machine.
 
 /// A MoRI to compile and link against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

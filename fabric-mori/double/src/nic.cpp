@@ -53,14 +53,14 @@ std::string text_of(Wrong wrong) {
     case Wrong::Flushed: return "Work Request Flushed Error";
     case Wrong::QueuePair: return "local QP operation error";
     case Wrong::Retries:
-      return "transport retry counter exceeded Hint: transport retry limit exceeded; the peer may be "
-             "gone, or MORI_IB_GID_INDEX, MORI_IO_SL or MORI_IO_TC may be wrong.";
+      return "transport retry counter exceeded Hint: transport retry limit exceeded; the peer may "
+             "be gone, or MORI_IB_GID_INDEX, MORI_IO_SL or MORI_IO_TC may be wrong.";
     case Wrong::LocalAccess:
       return "local protection error Hint: local protection error; the local buffer may not be "
              "registered any more, or offset and length leave it.";
     case Wrong::RemoteAccess:
-      return "remote access error Hint: remote access error; the remote buffer may not be registered "
-             "any more, or offset and length leave it.";
+      return "remote access error Hint: remote access error; the remote buffer may not be "
+             "registered any more, or offset and length leave it.";
   }
   return "unknown";
 }
@@ -245,8 +245,8 @@ void Nic::pop(Pair& pair) {
   room_.notify_all();
 }
 
-// Only the last request of a transfer on a queue pair asks for a completion, and the status is taken
-// from that one: if an earlier request fails, it is flushed.
+// Only the last request of a transfer on a queue pair asks for a completion, and the status is
+// taken from that one: if an earlier request fails, it is flushed.
 void Nic::fail(Item& item, Wrong wrong) {
   if (wrong != Wrong::Flushed) log("[ROOT CAUSE] CQE error: " + text_of(wrong));
   bool last = item.tail && item.wr + 1 >= item.wrs.size();

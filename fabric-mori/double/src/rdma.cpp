@@ -37,7 +37,8 @@ Limits limits(const io::RdmaBackendConfig& c) {
 
 [[noreturn]] void cannot_pin(uint32_t id, uint64_t addr, uint64_t len) {
   std::ostringstream text;
-  text << "ibv_reg_mr failed (memory " << id << ", " << len << " bytes at 0x" << std::hex << addr << ")";
+  text << "ibv_reg_mr failed (memory " << id << ", " << len << " bytes at 0x" << std::hex << addr
+       << ")";
   die(text.str());
 }
 

@@ -35,7 +35,8 @@ CASE(sizes_beyond_a_work_request) {
   a.meet(b);
   size_t large = size_t{1} << 34;
   // Nobody touches it.
-  void* nowhere = mmap(nullptr, large, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* nowhere = mmap(nullptr, large, PROT_NONE, flags, -1, 0);
   CHECK(nowhere != MAP_FAILED);
   MemoryDesc here = a.engine.RegisterMemory(nowhere, large, -1, MemoryLocationType::CPU);
   MemoryDesc there = b.engine.RegisterMemory(nowhere, large, -1, MemoryLocationType::CPU);
@@ -161,7 +162,8 @@ CASE(two_memories_at_one_address) {
 CASE(a_target_that_cannot_pin) {
   Process peer("peer");
   Node a("a");
-  MemoryDesc first = peer.memory("4096 0"), there = unpacked<MemoryDesc>(unhex(peer.ask("unmapped")));
+  MemoryDesc first = peer.memory("4096 0");
+  MemoryDesc there = unpacked<MemoryDesc>(unhex(peer.ask("unmapped")));
   peer.meet(a.engine);
   CHECK(a.engine.CreateSession(a.memory, first));
   std::string why = thrown([&] { a.engine.CreateSession(a.memory, there); });

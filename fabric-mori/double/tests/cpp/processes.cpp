@@ -83,7 +83,7 @@ CASE(a_deregistered_target) {
   CHECK(p.peer.all(1, 1));
 }
 
-// Only the last request of a batch asks for a completion, so that the status is taken from that one.
+// Only the last request of a batch asks for a completion, so the status is taken from that one.
 CASE(a_batch_to_a_deregistered_target) {
   Pushing p;
   p.connect();

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string_view>
 #include <system_error>
+#include <thread>
 #include <vector>
 
 namespace dbl {
@@ -34,6 +35,7 @@ State& state() {
 
 std::atomic<uint64_t> latency_us{0};
 std::atomic<bool> port_down{false};
+std::atomic<int> monitors{0};
 
 struct Name {
   std::string_view text;
@@ -193,6 +195,14 @@ bool port_is_down() {
   return port_down.load() || (file != nullptr && access(file->c_str(), F_OK) == 0);
 }
 
+Monitor::Monitor() {
+  const char* events = std::getenv("MORI_IO_ENABLE_ASYNC_EVENTS");
+  on_ = events == nullptr || std::string_view(events) != "0";
+  monitors += on_;
+}
+
+Monitor::~Monitor() { monitors -= on_; }
+
 bool flag(const char* variable) {
   const char* text = std::getenv(variable);
   return text != nullptr && std::string_view(text) == "1";
@@ -206,6 +216,10 @@ std::optional<uint64_t> number(const char* variable) {
   return value;
 }
 
+void take_time(const char* variable) {
+  std::this_thread::sleep_for(Millis(number(variable).value_or(0)));
+}
+
 }  // namespace dbl
 
 extern "C" int mori_double_faults(const char* spec) {
@@ -215,6 +229,12 @@ extern "C" int mori_double_faults(const char* spec) {
   return -1;
 }
 
-extern "C" void mori_double_port(int up) { dbl::port_down.store(up == 0); }
+extern "C" void mori_double_port(int up) {
+  if (dbl::port_down.exchange(up == 0) == (up == 0)) return;
+  const char* event = up == 0 ? "PORT_ERR (type=10)" : "PORT_ACTIVE (recovery) (type=9)";
+  for (int i = dbl::monitors.load(); i > 0; --i) {
+    dbl::log(std::string("RDMA async event IBV_EVENT_") + event + " port=1");
+  }
+}
 
 extern "C" void mori_double_latency(uint64_t us) { dbl::latency_us.store(us); }

@@ -54,8 +54,22 @@ std::chrono::microseconds latency();
 // Whether the network card's port is down; nothing that is asked over it is answered then.
 bool port_is_down();
 
+// MoRI's thread that logs the card's asynchronous events while there is a backend. Nothing else
+// comes of them.
+class Monitor {
+ public:
+  Monitor();
+  ~Monitor();
+  Monitor(const Monitor&) = delete;
+
+ private:
+  bool on_;
+};
+
 bool flag(const char* variable);
 std::optional<uint64_t> number(const char* variable);
+// Lasts as many milliseconds as the variable says.
+void take_time(const char* variable);
 
 // Calls that MoRI does not synchronise: one of them beside any other call of the engine is a bug of
 // the caller, and ends the process instead of corrupting it.

@@ -14,11 +14,12 @@
 //! | `mori_double_faults(spec)`, `MORI_DOUBLE_FAULTS` | what goes wrong; the variable is read when a backend is made, if it has changed |
 //! | `mori_double_latency(us)`, `MORI_DOUBLE_LATENCY_US` | from a post until its bytes land and it completes |
 //! | `MORI_DOUBLE_RETRY_MS` | how long a peer that does not answer is asked; unset: for ever |
+//! | `MORI_DOUBLE_BACKEND_MS`, `MORI_DOUBLE_PAIR_MS` | how long it takes to make an RDMA backend, and either end of a queue pair; 0 |
 //! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
 //! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id |
 //! | `MORI_DOUBLE_NO_SMI=1` | making an RDMA backend ends the process |
-//! | `MORI_IO_CP_TIMEOUT_MS`, `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, `MORI_DISABLE_AUTO_XGMI`, `MORI_NODE_ID` | as in MoRI |
+//! | `MORI_IO_CP_TIMEOUT_MS`, `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, `MORI_IO_ENABLE_ASYNC_EVENTS`, `MORI_DISABLE_AUTO_XGMI`, `MORI_NODE_ID` | as in MoRI, which has more |
 //! | `mori_double_events_out()` | XGMI transfers that were not polled to their end |
 //! | `mori_double_event_new()`, `_fire(event)`, `_free(event)` | events for `hipEventQuery` |
 //!
@@ -41,6 +42,20 @@
 //!
 //! On XGMI `qp_error` is `ERR_GPU_OP` with nothing landed, `lost` never lands, and `ack_lost`, `late`
 //! and `sq_full` are only as slow as they say.
+//!
+//! # What is not as in MoRI
+//!
+//! - What MoRI corrupts memory by ends the process with a line, as said above; a session that is used
+//!   after its backend is a segmentation fault there.
+//! - The advice behind the texts of errors is in other words, and the log has few of MoRI's lines.
+//! - Any memory that is mapped can be pinned: also what may not be written to, and without a limit.
+//! - A peer that does not answer is asked for ever unless `MORI_DOUBLE_RETRY_MS` is set: software RDMA
+//!   is alike, a card gives up.
+//! - Of asynchronous events there are those of a port that `mori_double_port` flaps, which MoRI only
+//!   logs, as all others. There is no GID table.
+//! - A notification without room in the send queue is lost; in MoRI it fails the transfer.
+//! - A count of more than 2^31 elements in a descriptor or frame is a `std::bad_alloc`, and a lower one
+//!   that the bytes lack is not; for MoRI that depends on the memory of the machine.
 
 /// A MoRI to compile and link against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

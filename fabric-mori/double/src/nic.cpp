@@ -48,6 +48,23 @@ std::vector<iovec> local_range(const Wr& wr, uint64_t from, uint64_t len) {
 
 }  // namespace
 
+std::string text_of(Wrong wrong) {
+  switch (wrong) {
+    case Wrong::Flushed: return "Work Request Flushed Error";
+    case Wrong::QueuePair: return "local QP operation error";
+    case Wrong::Retries:
+      return "transport retry counter exceeded Hint: transport retry limit exceeded; the peer may "
+             "be gone, or MORI_IB_GID_INDEX, MORI_IO_SL or MORI_IO_TC may be wrong.";
+    case Wrong::LocalAccess:
+      return "local protection error Hint: local protection error; the local buffer may not be "
+             "registered any more, or offset and length leave it.";
+    case Wrong::RemoteAccess:
+      return "remote access error Hint: remote access error; the remote buffer may not be "
+             "registered any more, or offset and length leave it.";
+  }
+  return "unknown";
+}
+
 void Pair::fail(bool both) {
   uint32_t up = kUp;
   own->pair[slot].state.compare_exchange_strong(up, kBroken);
@@ -129,14 +146,14 @@ bool Nic::one(std::unique_lock<std::mutex>& lock, Clock::time_point& wake) {
     Item& head = pair->queue.front();
     if (port_is_down()) {
       pair->fail();
-      fail(head, "transport retry counter exceeded");
+      fail(head, Wrong::Retries);
       pop(*pair);
       return true;
     }
     if (pair->unanswered) {
       if (!retry_ || now - pair->asked < *retry_) continue;
       pair->fail();
-      fail(head, "transport retry counter exceeded");
+      fail(head, Wrong::Retries);
       pop(*pair);
       return true;
     }
@@ -171,7 +188,7 @@ bool Nic::one_late(std::unique_lock<std::mutex>& lock, Clock::time_point& wake) 
 
 void Nic::flush(Pair& pair) {
   while (!pair.queue.empty()) {
-    fail(pair.queue.front(), "Work Request Flushed Error");
+    fail(pair.queue.front(), Wrong::Flushed);
     pop(pair);
   }
 }
@@ -187,11 +204,11 @@ void Nic::settle(Pair& pair, Result result) {
       return;
     case Result::Local:
       pair.fail();
-      fail(item, "local protection error");
+      fail(item, Wrong::LocalAccess);
       break;
     case Result::Remote:
       pair.fail(true);
-      fail(item, "remote access error");
+      fail(item, Wrong::RemoteAccess);
       break;
     case Result::Done:
       complete(item);
@@ -204,10 +221,10 @@ void Nic::complete(Item& item) {
   for (const std::shared_ptr<Pair>& pair : item.dies) pair->fail();
   switch (item.fate) {
     case Fate::Error:
-      fail(item, "local QP operation error");
+      fail(item, Wrong::QueuePair);
       return;
     case Fate::AckLost:
-      fail(item, "transport retry counter exceeded");
+      fail(item, Wrong::Retries);
       return;
     case Fate::Lost:
       item.meta->status = nullptr;
@@ -228,11 +245,14 @@ void Nic::pop(Pair& pair) {
   room_.notify_all();
 }
 
-void Nic::fail(Item& item, const char* text) {
+// Only the last request of a transfer on a queue pair asks for a completion, and the status is
+// taken from that one: if an earlier request fails, it is flushed.
+void Nic::fail(Item& item, Wrong wrong) {
+  if (wrong != Wrong::Flushed) log("[ROOT CAUSE] CQE error: " + text_of(wrong));
+  bool last = item.tail && item.wr + 1 >= item.wrs.size();
   mori::io::TransferStatus* status = std::exchange(item.meta->status, nullptr);
   if (status == nullptr) return;
-  log(std::string("[ROOT CAUSE] CQE error: ") + text);
-  status->Update(mori::io::StatusCode::ERR_RDMA_OP, text);
+  status->Update(mori::io::StatusCode::ERR_RDMA_OP, text_of(last ? wrong : Wrong::Flushed));
 }
 
 // Some work requests of the item, or a part of one: not so many that others wait for long.

@@ -28,9 +28,14 @@ struct Meta {
 
 enum class Fate { Normal, Error, AckLost, Lost };
 
+// How a work request fails.
+enum class Wrong { Flushed, Retries, LocalAccess, RemoteAccess, QueuePair };
+// What a status says of it: the verbs' text, and MoRI's advice behind it.
+std::string text_of(Wrong wrong);
+
 struct Pair;
 
-// A chain of work requests on one queue pair, with one completion.
+// A chain of work requests on one queue pair.
 struct Item {
   std::vector<Wr> wrs;
   uint64_t local_key = 0, remote_key = 0;
@@ -40,6 +45,7 @@ struct Item {
   Clock::time_point ready;
   Fate fate = Fate::Normal;
   std::vector<std::shared_ptr<Pair>> dies;  // with the injected error
+  bool tail = true;  // of what the transfer has on this queue pair
   bool note = false;
   uint64_t note_id = 0, note_total = 0;
 
@@ -91,7 +97,7 @@ class Nic {
   void settle(Pair& pair, Result result);
   void complete(Item& item);
   void pop(Pair& pair);
-  static void fail(Item& item, const char* text);
+  static void fail(Item& item, Wrong wrong);
   Result work(Pair& pair, Item& item, bool late);
   Result copy(Pair& pair, const Item& item, const Wr& wr, uint64_t from, uint64_t len);
   void tell(const Pair& pair, const Item& item);

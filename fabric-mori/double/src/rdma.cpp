@@ -1,9 +1,8 @@
 #include "rdma.hpp"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <sstream>
 #include <stdexcept>
 
@@ -22,6 +21,13 @@ void validate(const io::RdmaBackendConfig& c) {
   }
 }
 
+// Whether all pages of a range are there.
+bool mapped(uint64_t addr, uint64_t len) {
+  uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE)), start = addr & ~(page - 1);
+  // Writes nothing back, but looks at the mappings.
+  return msync(reinterpret_cast<void*>(start), addr + len - start, MS_ASYNC) == 0;
+}
+
 Limits limits(const io::RdmaBackendConfig& c) {
   return {.message_max = number("MORI_DOUBLE_MESSAGE_MAX").value_or(1 << 30),
           .pieces_max = c.maxMsgSge > 0 ? static_cast<size_t>(c.maxMsgSge) : 4,
@@ -29,10 +35,18 @@ Limits limits(const io::RdmaBackendConfig& c) {
           .chunks_max = static_cast<uint64_t>(c.maxChunksPerTransfer)};
 }
 
+[[noreturn]] void cannot_pin(uint32_t id, uint64_t addr, uint64_t len) {
+  std::ostringstream text;
+  text << "ibv_reg_mr failed (memory " << id << ", " << len << " bytes at 0x" << std::hex << addr
+       << ")";
+  die(text.str());
+}
+
 std::optional<Millis> retry() {
   std::optional<uint64_t> ms = number("MORI_DOUBLE_RETRY_MS");
   return ms ? std::optional(Millis(*ms)) : std::nullopt;
 }
+
 
 }  // namespace
 
@@ -122,6 +136,7 @@ void Rdma::remove_memory(const io::MemoryDesc& desc) {
 Region Rdma::pin(uint32_t id, uint64_t addr, uint64_t len) {
   auto it = pinned_.find(id);
   if (it != pinned_.end()) return it->second;
+  if (!mapped(addr, len)) cannot_pin(id, addr, len);
   Region region = table_.add_region(addr, len);
   pinned_[id] = region;
   pool_.try_emplace(addr, region.key);
@@ -155,11 +170,7 @@ std::shared_ptr<RdmaSession> Rdma::connect(const io::MemoryDesc& local,
   // The oldest: those of a dead peer come before those of its successor under the same key.
   std::vector<std::shared_ptr<Pair>> used = pairs();
   used.resize(wanted);
-  if (next_pin()) {
-    std::fprintf(stderr, "mori double: ibv_reg_mr failed (addr %#lx, size %zu)\n",
-                 static_cast<unsigned long>(local.data), local.size);
-    std::abort();
-  }
+  if (next_pin()) cannot_pin(local.id, local.data, local.size);
   Region here;
   {
     std::lock_guard lock(mu_);
@@ -169,10 +180,15 @@ std::shared_ptr<RdmaSession> Rdma::connect(const io::MemoryDesc& local,
                                        remote_region(remote));
 }
 
+uint32_t Rdma::new_end() {
+  take_time("MORI_DOUBLE_PAIR_MS");
+  return table_.add_pair();
+}
+
 void Rdma::build(const std::string& key, const Route& route) {
   io::EngineDesc to = engine(key);
   Socket socket = Socket::connect(to.host, to.port);
-  uint32_t slot = table_.add_pair();
+  uint32_t slot = new_end();
   ConnectMsg reply = socket.ask(Type::Connect, own_end(key_, route, slot));
   auto pair = std::make_shared<Pair>();
   pair->own = &table_.layout();
@@ -221,7 +237,7 @@ std::shared_ptr<Peer> Rdma::peer(int pid, int fd, uint64_t identity) {
 ConnectMsg Rdma::answer_connect(const ConnectMsg& from) {
   auto pair = std::make_shared<Pair>();
   pair->own = &table_.layout();
-  pair->slot = table_.add_pair();
+  pair->slot = new_end();
   pair->peer = peer(from.pid, from.fd, from.table);
   pair->peer_slot = from.slot;
   nic_.add(pair);
@@ -240,10 +256,7 @@ RegionMsg Rdma::answer_region(uint32_t id) {
   reply.id = id;
   auto it = memories_.find(id);
   if (it == memories_.end()) return reply;
-  if (next_pin_remote()) {
-    std::fprintf(stderr, "mori double: ibv_reg_mr failed for a peer (memory %u)\n", id);
-    std::abort();
-  }
+  if (next_pin_remote()) cannot_pin(id, it->second.data, it->second.size);
   Region region = pin(id, it->second.data, it->second.size);
   return {id, region.addr, region.len, region.key};
 }

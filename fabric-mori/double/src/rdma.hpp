@@ -52,6 +52,7 @@ class Rdma : public std::enable_shared_from_this<Rdma> {
   using SessionKey = std::tuple<std::string, uint32_t, uint32_t>;
 
   io::EngineDesc engine(const std::string& key) const;
+  uint32_t new_end();
   void build(const std::string& key, const Route& route);
   Region pin(uint32_t id, uint64_t addr, uint64_t len);
   Region remote_region(const io::MemoryDesc& remote);

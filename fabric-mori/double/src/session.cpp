@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
+#include <sstream>
 #include <thread>
 
 #include "rdma.hpp"
@@ -65,6 +66,7 @@ RdmaSession::Answer RdmaSession::spread(const Item& base, std::vector<Wr> wrs, u
     item.wrs.assign(std::make_move_iterator(wrs.begin() + static_cast<ptrdiff_t>(from)),
                     std::make_move_iterator(wrs.begin() + static_cast<ptrdiff_t>(to)));
     item.credit = requests(item.wrs);
+    item.tail = from + chain * count >= wrs.size();
     size_t depth = 0;
     if (!rdma_->nic_.post(*pairs_[at % count], std::move(item), rdma_->depth_max_,
                           rdma_->room_wait_, &depth)) {
@@ -79,8 +81,11 @@ RdmaSession::Answer RdmaSession::faulty(Item base, std::vector<Wr> wrs, uint64_t
                                         const Fault& fault) {
   size_t at = id % pairs_.size(), count = wrs.size();
   bool half = fault.kind == Kind::SqFull;
-  // What is cut off here never lands.
-  if (fault.kind == Kind::QpError) wrs.resize(count / 2);
+  if (fault.kind == Kind::QpError) {
+    // What is cut off here never lands, and its first request is the one that fails.
+    base.tail = count / 2 + 1 == count;
+    wrs.resize(count / 2);
+  }
   if (half) wrs.resize((count + 1) / 2);
   base.wrs = std::move(wrs);
   base.credit = half ? 0 : base.meta->total;
@@ -92,7 +97,7 @@ RdmaSession::Answer RdmaSession::faulty(Item base, std::vector<Wr> wrs, uint64_t
   if (fault.kind == Kind::Late) {
     rdma_->nic_.post_late(pairs_[at], std::move(base));
     for (const std::shared_ptr<Pair>& pair : pairs_) pair->fail();
-    return {io::StatusCode::ERR_RDMA_OP, "transport retry counter exceeded"};
+    return {io::StatusCode::ERR_RDMA_OP, text_of(Wrong::Retries)};
   }
   // It must land after the error that the poster gets, not before.
   if (half) base.ready += fault.after;
@@ -107,10 +112,13 @@ RdmaSession::Answer RdmaSession::faulty(Item base, std::vector<Wr> wrs, uint64_t
 }
 
 RdmaSession::Answer RdmaSession::full(size_t pair, size_t depth, size_t wanted) const {
-  return {io::StatusCode::ERR_RDMA_OP, "SQ full (batch): ep=" + std::to_string(pair) +
-                                           " depth=" + std::to_string(depth) +
-                                           " requested=" + std::to_string(wanted) +
-                                           " max=" + std::to_string(rdma_->depth_max_)};
+  std::ostringstream text;
+  text << "SQ full (batch): ep=" << pair << " depth=" << depth << " requested=" << wanted
+       << " max=" << rdma_->depth_max_
+       << " Hint: try increasing MORI_IO_SQ_BACKOFF_TIMEOUT_US (current value "
+       << rdma_->room_wait_.count() << " us), MORI_IO_QP_MAX_SEND_WR or qpPerTransfer ("
+       << pairs_.size() << " QP(s)), or reducing postBatchSize.";
+  return {io::StatusCode::ERR_RDMA_OP, text.str()};
 }
 
 // Right behind the data on each queue pair, not after its completion.
@@ -194,6 +202,7 @@ class RdmaBackend : public io::Backend {
 
  private:
   std::shared_ptr<Rdma> rdma_;
+  Monitor monitor_;
 };
 
 }  // namespace
@@ -206,6 +215,7 @@ std::unique_ptr<io::Backend> make_rdma(const std::string& key, const io::IOEngin
     std::fprintf(stderr, "mori double: rocm_smi cannot be loaded\n");
     std::exit(-1);
   }
+  take_time("MORI_DOUBLE_BACKEND_MS");
   auto rdma = std::make_shared<Rdma>(key, at, config, gate);
   *port = rdma->port();
   return std::make_unique<RdmaBackend>(std::move(rdma));

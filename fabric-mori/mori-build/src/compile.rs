@@ -2,10 +2,10 @@
 
 use crate::found::Found;
 use crate::sources;
-use std::ffi::{OsStr, OsString};
-use std::fmt;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::{fmt, io};
 
 /// The name of what is compiled.
 pub const SHIM_FILE: &str = "libkf_mori_shim.so";
@@ -54,14 +54,27 @@ pub fn compile(found: &Found, out: &Path, flags: &[&str]) -> Result<PathBuf, Com
     command.args(["-std=c++20", "-O3", "-g", "-fPIC", "-shared", "-fvisibility=hidden"]);
     command.args(words("CXXFLAGS"));
     command.args(defines(found));
-    command.args(found.includes.iter().flat_map(|dir| [OsStr::new("-I"), dir.as_os_str()]));
-    // After the system's own headers, which are the better ones.
-    command.arg("-idirafter").arg(folder.join(sources::STAND_IN));
+    command.args(includes(found, &folder));
     command.args(flags);
     command.arg(source).arg("-o").arg(&library);
     command.args(link(found));
+    command.arg(format!("-Wl,-soname,{SHIM_FILE}"));
     run(command)?;
     Ok(library)
+}
+
+/// What a C++ compiler is told before the sources of a program that uses a MoRI. Headers that the system
+/// may lack go to the folder `out`.
+///
+/// # Errors
+/// The folder cannot be written to.
+pub fn arguments(found: &Found, out: &Path) -> io::Result<Vec<OsString>> {
+    let folder = out.join("kf_mori_shim");
+    sources::write(&folder)?;
+    let mut all = vec![OsString::from("-std=c++20")];
+    all.extend(includes(found, &folder));
+    all.extend(link(found));
+    Ok(all)
 }
 
 fn words(variable: &str) -> Vec<String> {
@@ -80,12 +93,18 @@ fn compiler() -> Command {
 fn defines(found: &Found) -> Vec<String> {
     let literal = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"");
     vec![
-        "-D__HIP_PLATFORM_AMD__=1".into(),
-        "-DMSGPACK_NO_BOOST".into(),
         format!("-DKF_MORI_LAYOUT={}", found.layout),
         format!("-DKF_MORI_IDENTITY=\"{}\"", literal(&found.identity)),
         format!("-DKF_MORI_PATH=\"{}\"", literal(&found.library.to_string_lossy())),
     ]
+}
+
+fn includes(found: &Found, folder: &Path) -> Vec<OsString> {
+    let mut args = ["-D__HIP_PLATFORM_AMD__=1", "-DMSGPACK_NO_BOOST"].map(OsString::from).to_vec();
+    args.extend(found.includes.iter().flat_map(|dir| ["-I".into(), dir.into()]));
+    // After the system's own headers, which are the better ones.
+    args.extend(["-idirafter".into(), folder.join(sources::STAND_IN).into()]);
+    args
 }
 
 fn link(found: &Found) -> Vec<OsString> {
@@ -97,7 +116,6 @@ fn link(found: &Found) -> Vec<OsString> {
     }
     // DT_RPATH and not DT_RUNPATH: the shim is for this library, whatever LD_LIBRARY_PATH says.
     args.push("-Wl,--disable-new-dtags,--no-as-needed,--build-id".into());
-    args.push(format!("-Wl,-soname,{SHIM_FILE}").into());
     args.push(format!("-l:{}", crate::LIBRARY).into());
     if found.application {
         // MoRI's own search path need not lead to it.

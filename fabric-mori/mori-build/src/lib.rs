@@ -13,7 +13,7 @@ mod search;
 mod sources;
 mod version;
 
-pub use compile::{CompileError, SHIM_FILE, compile};
+pub use compile::{CompileError, SHIM_FILE, arguments, compile};
 pub use found::{Found, Rule};
 pub use missing::Missing;
 pub use search::search;

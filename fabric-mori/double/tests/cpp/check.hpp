@@ -2,6 +2,7 @@
 #pragma once
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,13 +26,16 @@
 #include "mori/io/engine.hpp"
 #include "msgpack.hpp"
 
-extern "C" int mori_double_faults(const char* spec);
-extern "C" void mori_double_latency(uint64_t us);
-extern "C" uint64_t mori_double_events_out();
-extern "C" int hipEventQuery(void* event);
-extern "C" void* mori_double_event_new();
-extern "C" void mori_double_event_fire(void* event);
-extern "C" void mori_double_event_free(void* event);
+// Weak: MoRI itself has none of these.
+#define KNOB extern "C" __attribute__((weak))
+KNOB int mori_double_faults(const char* spec);
+KNOB void mori_double_latency(uint64_t us);
+KNOB void mori_double_port(int up);
+KNOB uint64_t mori_double_events_out();
+KNOB int hipEventQuery(void* event);
+KNOB void* mori_double_event_new();
+KNOB void mori_double_event_fire(void* event);
+KNOB void mori_double_event_free(void* event);
 
 using namespace mori::io;
 using Millis = std::chrono::milliseconds;
@@ -87,6 +91,8 @@ inline std::string thrown(const std::function<void()>& body) {
     return std::string("type_error ") + e.what();
   } catch (const std::runtime_error& e) {
     return std::string("runtime_error ") + e.what();
+  } catch (const std::bad_alloc&) {
+    return "bad_alloc";
   } catch (int value) {
     return "int " + std::to_string(value);
   }
@@ -145,12 +151,61 @@ inline StatusCode wait(TransferStatus& status) {
 // What must not happen is given this long to happen.
 constexpr int kNever = 150;
 
+// How a transfer ended.
+struct End {
+  StatusCode code;
+  std::string text;
+};
+inline End end_of(TransferStatus& status) {
+  StatusCode code = wait(status);
+  return {code, status.Message()};
+}
+inline End write(IOEngineSession& session, size_t local = 0, size_t remote = 0, size_t len = 8,
+                 TransferUniqueId id = 1) {
+  TransferStatus& status = new_status();
+  session.Write(local, remote, len, &status, id);
+  return end_of(status);
+}
+// So many ranges of eight bytes that are no neighbours.
+inline End write_ranges(IOEngineSession& session, size_t count) {
+  SizeVec local, remote;
+  for (size_t i = 0; i < count; ++i) {
+    local.push_back(i * 16);
+    remote.push_back(i * 32);
+  }
+  TransferStatus& status = new_status();
+  session.BatchWrite(local, remote, SizeVec(count, 8), &status, 1);
+  return end_of(status);
+}
+inline void check_done(const End& end) { CHECK_EQ(end.code, StatusCode::SUCCESS); }
+// `what` is followed by MoRI's advice.
+inline void check_advised(const End& end, const std::string& what) {
+  CHECK_EQ(end.code, StatusCode::ERR_RDMA_OP);
+  CHECK_EQ(end.text.substr(0, end.text.find(" Hint: ")), what);
+  CHECK(end.text.size() > what.size() + 20);
+}
+inline void check_flushed(const End& end) {
+  CHECK_EQ(end.code, StatusCode::ERR_RDMA_OP);
+  CHECK_EQ(end.text, std::string("Work Request Flushed Error"));
+}
+
 inline RdmaBackendConfig quiet(int qps = 1) {
   RdmaBackendConfig config;
   config.qpPerTransfer = qps;
   config.enableNotification = false;
   return config;
 }
+
+// Mapped in its first half only.
+struct Unmapped {
+  static constexpr size_t len = 128 << 10;
+  Unmapped() {
+    base = mmap(nullptr, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(base != MAP_FAILED && munmap(static_cast<char*>(base) + len / 2, len / 2) == 0);
+  }
+  void* at() const { return base; }
+  void* base;
+};
 
 // An engine of this process with a memory.
 struct Node {
@@ -159,6 +214,11 @@ struct Node {
       : bytes(len, fill), engine(key, {"127.0.0.1", 0}) {
     engine.CreateBackend(BackendType::RDMA, config);
     memory = engine.RegisterMemory(bytes.data(), len, -1, MemoryLocationType::CPU);
+  }
+  End write(const MemoryDesc& to, size_t at = 0, size_t len = 8) {
+    TransferStatus& status = new_status();
+    engine.Write(memory, 0, to, at, len, &status, engine.AllocateTransferUniqueId());
+    return end_of(status);
   }
   void meet(Node& other) {
     engine.RegisterRemoteEngine(other.engine.GetEngineDesc());
@@ -177,6 +237,25 @@ struct Node {
   std::vector<unsigned char> bytes;
   IOEngine engine;
   MemoryDesc memory;
+
+ protected:
+  Node(const std::string& key, size_t len, unsigned char fill)
+      : bytes(len, fill), engine(key, {"127.0.0.1", 0}) {}
+};
+
+// Two engines that know each other, with a session from the first one's memory to the second's.
+struct Joined {
+  explicit Joined(RdmaBackendConfig config = quiet(), size_t len = 1 << 20)
+      : a("a", config, len, 1), b("b", config, len) {
+    a.meet(b);
+    session = a.engine.CreateSession(a.memory, b.memory);
+  }
+  End write(size_t remote = 0, TransferUniqueId id = 1) {
+    return ::write(*session, 0, remote, 8, id);
+  }
+
+  Node a, b;
+  std::optional<IOEngineSession> session;
 };
 
 // A process with an engine that is told what to do, line by line (peer.cpp).

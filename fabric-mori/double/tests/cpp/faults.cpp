@@ -15,11 +15,8 @@ struct Pieces {
   }
 };
 
-struct Two {
-  explicit Two(const char* faults, int qps = 1)
-      : a("a", quiet(qps), 1 << 20, 1), b("b", quiet(qps)) {
-    a.meet(b);
-    session = a.engine.CreateSession(a.memory, b.memory);
+struct Two : Joined {
+  explicit Two(const char* faults, int qps = 1) : Joined(quiet(qps)) {
     CHECK_EQ(mori_double_faults(faults), 0);
   }
   void post(TransferStatus& status) {
@@ -32,23 +29,12 @@ struct Two {
     return count;
   }
   void dead() {
-    for (uint64_t id = 0; id < 4; ++id) {
-      TransferStatus &status = new_status();
-      session->Write(0, 8192, 8, &status, id);
-      CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
-      CHECK_EQ(status.Message(), std::string("Work Request Flushed Error"));
-    }
+    for (uint64_t id = 0; id < 4; ++id) check_flushed(write(8192, id));
     b.look();
     CHECK(b.all(0, 8192, 8));
   }
-  void lives() {
-    TransferStatus &status = new_status();
-    session->Write(0, 8192, 8, &status, 9);
-    CHECK_EQ(wait(status), StatusCode::SUCCESS);
-  }
+  void lives() { check_done(write(8192)); }
 
-  Node a, b;
-  std::optional<IOEngineSession> session;
   Pieces pieces;
 };
 
@@ -56,29 +42,31 @@ struct Two {
 
 CASE(fault_qp_error) {
   Two two("qp_error@1", 4);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
-  CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
+  // The one that failed had not asked for a completion, and the last one is flushed.
+  check_flushed(end_of(status));
   CHECK_EQ(two.landed(), size_t{32});
   two.dead();
   CHECK_EQ(two.landed(), size_t{32});
+  Two one("qp_error@1");
+  CHECK_EQ(one.write().text, std::string("local QP operation error"));
 }
 
 CASE(fault_ack_lost) {
   Two two("ack_lost@2", 4);
   two.lives();
   std::fill(two.b.bytes.begin(), two.b.bytes.end(), 0);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
-  CHECK_EQ(wait(status), StatusCode::ERR_RDMA_OP);
-  CHECK_EQ(status.Message(), std::string("transport retry counter exceeded"));
+  check_advised(end_of(status), "transport retry counter exceeded");
   CHECK_EQ(two.landed(), size_t{64});
   two.dead();
 }
 
 CASE(fault_lost) {
   Two two("lost@1");
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   two.post(status);
   // On the same queue pair, so behind it.
   two.lives();
@@ -145,7 +133,7 @@ CASE(fault_slow) {
   Two two("slow@2+:120");
   two.lives();
   for (int i = 0; i < 2; ++i) {
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     auto start = Clock::now();
     two.post(status);
     CHECK_EQ(wait(status), StatusCode::SUCCESS);
@@ -156,7 +144,7 @@ CASE(fault_slow) {
 
 CASE(fault_throw) {
   Two two("throw@1;throw_other@2;throw@3;lost@7");
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   CHECK(has(thrown([&] { two.post(status); }), "system_error"));
   CHECK_EQ(thrown([&] { two.post(status); }), std::string("int 7"));
   CHECK(has(thrown([&] { two.a.engine.Write(two.a.memory, 0, two.b.memory, 0, 8, &status, 1); }),
@@ -210,4 +198,44 @@ CASE(events) {
   mori_double_event_free(event);
   CHECK_EQ(hipEventQuery(event), 400);
   CHECK_EQ(hipEventQuery(nullptr), 400);
+}
+
+// Each end of a queue pair takes its time, one after the other.
+CASE(slow_set_ups) {
+  setenv("MORI_DOUBLE_BACKEND_MS", "60", 1);
+  setenv("MORI_DOUBLE_PAIR_MS", "40", 1);
+  auto start = Clock::now();
+  Node a("a"), b("b");
+  CHECK(Clock::now() - start >= 2 * Millis(60));
+  a.meet(b);
+  start = Clock::now();
+  CHECK(a.engine.CreateSession(a.memory, b.memory));
+  CHECK(Clock::now() - start >= 2 * Millis(40));
+}
+
+// What goes to stdout while it lives.
+struct Log {
+  Log() : before(dup(STDOUT_FILENO)), file(std::tmpfile()) {
+    CHECK(file != nullptr && dup2(fileno(file), STDOUT_FILENO) == STDOUT_FILENO);
+  }
+  ~Log() { dup2(before, STDOUT_FILENO); }
+  std::string text() {
+    std::string out(1 << 16, '\0');
+    ssize_t len = pread(fileno(file), out.data(), out.size(), 0);
+    return out.substr(0, len > 0 ? static_cast<size_t>(len) : 0);
+  }
+  int before;
+  FILE* file;
+};
+
+// Asynchronous events are for the log only: nothing fails by them, and nothing is mended.
+CASE(a_port_that_flaps) {
+  Log log;
+  Joined two;
+  mori_double_port(0);
+  CHECK(has(log.text(), "RDMA async event IBV_EVENT_PORT_ERR"));
+  check_advised(two.write(), "transport retry counter exceeded");
+  mori_double_port(1);
+  CHECK(has(log.text(), "RDMA async event IBV_EVENT_PORT_ACTIVE (recovery)"));
+  check_flushed(two.write());
 }

@@ -59,7 +59,7 @@ void gpus() {
   MemoryDesc here = a.engine.RegisterMemory(a.bytes.data(), 4096, 0, MemoryLocationType::GPU);
   MemoryDesc there = b.engine.RegisterMemory(b.bytes.data(), 4096, 1, MemoryLocationType::GPU);
   for (uint64_t i = 0; i < 100; ++i) {
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     a.engine.Write(here, 0, there, 0, 4096, &status, i);
     CHECK_EQ(wait(status), StatusCode::SUCCESS);
   }
@@ -86,6 +86,6 @@ CASE(load) {
   });
   threads.emplace_back([] { gpus(); });
   for (std::thread& thread : threads) thread.join();
-  TransferStatus &inbound = new_status();
+  TransferStatus& inbound = new_status();
   CHECK(c.engine.PopInboundTransferStatus("a", 149, &inbound));
 }

@@ -15,7 +15,7 @@
 
 int main(int argc, char** argv) {
   // A process that hangs ends, and says so by that.
-  alarm(180);
+  alarm(900);
   signal(SIGPIPE, SIG_IGN);
   if (argc == 4 && std::string(argv[1]) == "--process") return be_process(argv[2], argv[3]);
   auto found = cases().find(argc == 2 ? argv[1] : "");

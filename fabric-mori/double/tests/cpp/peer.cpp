@@ -110,6 +110,11 @@ std::string Peer::obey(std::istringstream& line) {
     line >> len >> fill >> text;
     return add(len, fill, text == "gpu");
   }
+  if (verb == "unmapped") {
+    static Unmapped hole;
+    memories.push_back(engine.RegisterMemory(hole.at(), hole.len, -1, MemoryLocationType::CPU));
+    return hex(packed(memories.back()));
+  }
   if (verb == "again") {
     size_t index;
     line >> index;
@@ -121,14 +126,14 @@ std::string Peer::obey(std::istringstream& line) {
   if (verb == "pop") {
     uint64_t id;
     line >> text >> id;
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     return engine.PopInboundTransferStatus(text, id, &status) ? "yes" : "no";
   }
   if (verb == "write" || verb == "flood") {
     line >> text;
     MemoryDesc to = unpacked<MemoryDesc>(unhex(text));
     if (verb == "flood") return flood(to);
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     engine.Write(memories[0], 0, to, 0, to.size, &status, 1);
     status.Wait();
     return std::to_string(status.CodeUint32()) + " " + status.Message();

@@ -12,13 +12,7 @@ struct Pushing {
     peer.meet(a.engine);
   }
   void connect() { session = a.engine.CreateSession(a.memory, there); }
-  StatusCode write(size_t len = 64, std::string* why = nullptr) {
-    TransferStatus &status = new_status();
-    session->Write(0, 0, len, &status, 1);
-    StatusCode code = wait(status);
-    if (why != nullptr) *why = status.Message();
-    return code;
-  }
+  End write(size_t len = 64) { return ::write(*session, 0, 0, len); }
   // Statuses of what never ends outlive the engine, as MoRI demands.
   TransferStatus& unanswered() {
     statuses.push_back(&new_status());
@@ -34,21 +28,15 @@ struct Pushing {
   std::optional<IOEngineSession> session;
 };
 
-void flushed(Pushing& p) {
-  std::string why;
-  CHECK_EQ(p.write(64, &why), StatusCode::ERR_RDMA_OP);
-  CHECK_EQ(why, std::string("Work Request Flushed Error"));
-}
-
 }  // namespace
 
 CASE(another_process) {
   Pushing p;
   p.connect();
-  CHECK_EQ(p.write(kLen), StatusCode::SUCCESS);
+  check_done(p.write(kLen));
   CHECK(p.peer.all(0, 1));
   MemoryDesc source = p.peer.memory("1048576 6");
-  TransferStatus &read = new_status();
+  TransferStatus& read = new_status();
   p.a.engine.Read(p.a.memory, 0, source, 0, kLen, &read, 2);
   CHECK_EQ(wait(read), StatusCode::SUCCESS);
   CHECK(p.a.all(6, 0, kLen));
@@ -61,7 +49,7 @@ CASE(a_stopped_target_is_written) {
   Pushing p;
   p.connect();
   p.peer.stop();
-  CHECK_EQ(p.write(kLen), StatusCode::SUCCESS);
+  check_done(p.write(kLen));
   p.peer.go_on();
   CHECK(p.peer.all(0, 1));
 }
@@ -69,38 +57,45 @@ CASE(a_stopped_target_is_written) {
 CASE(a_deregistered_target) {
   Pushing p;
   p.connect();
-  CHECK_EQ(p.write(), StatusCode::SUCCESS);
+  check_done(p.write());
   CHECK_EQ(p.peer.ask("dereg 0"), std::string("ok"));
-  std::string why;
-  CHECK_EQ(p.write(kLen, &why), StatusCode::ERR_RDMA_OP);
-  CHECK_EQ(why, std::string("remote access error"));
+  check_advised(p.write(kLen), "remote access error");
   CHECK_EQ(p.peer.ask("count 0 1"), std::string("64"));
   CHECK(p.session->Alive());
-  flushed(p);
+  check_flushed(p.write());
   // Nothing of this heals it.
   p.there = p.peer.memory("1048576 0");
   p.connect();
-  flushed(p);
+  check_flushed(p.write());
   EngineDesc desc = p.peer.desc();
   p.a.engine.DeregisterRemoteEngine(desc);
   p.a.engine.RegisterRemoteEngine(desc);
   p.connect();
   CHECK(p.session->Alive());
-  flushed(p);
+  check_flushed(p.write());
   // The other direction shares the queue pair.
   CHECK(has(p.peer.ask("write " + hex(packed(p.a.memory))), "Work Request Flushed Error"));
   p.a.engine.RemoveBackend(BackendType::RDMA);
   p.a.engine.CreateBackend(BackendType::RDMA, quiet());
   p.a.engine.RegisterRemoteEngine(desc);
   p.connect();
-  CHECK_EQ(p.write(kLen), StatusCode::SUCCESS);
+  check_done(p.write(kLen));
   CHECK(p.peer.all(1, 1));
+}
+
+// Only the last request of a batch asks for a completion, so the status is taken from that one.
+CASE(a_batch_to_a_deregistered_target) {
+  Pushing p;
+  p.connect();
+  CHECK_EQ(p.peer.ask("dereg 0"), std::string("ok"));
+  check_flushed(write_ranges(*p.session, 3));
+  CHECK(p.peer.all(0, 0));
 }
 
 CASE(a_target_without_backend) {
   Pushing p;
   p.connect();
-  CHECK_EQ(p.write(), StatusCode::SUCCESS);
+  check_done(p.write());
   CHECK_EQ(p.peer.ask("remove"), std::string("ok"));
   p.unanswered();
   CHECK_EQ(p.peer.ask("count 0 1"), std::string("64"));
@@ -115,7 +110,7 @@ CASE(a_target_without_backend) {
 CASE(a_killed_target) {
   Pushing p;
   p.connect();
-  CHECK_EQ(p.write(), StatusCode::SUCCESS);
+  check_done(p.write());
   p.peer.end(SIGKILL);
   p.unanswered();
   // Its successor under the same key is never dialled, and what it dials is not used.
@@ -134,7 +129,7 @@ CASE(a_killed_target) {
   p.there = stranger.memory("1048576 0");
   stranger.meet(p.a.engine);
   p.connect();
-  CHECK_EQ(p.write(kLen), StatusCode::SUCCESS);
+  check_done(p.write(kLen));
   CHECK(stranger.all(0, 1));
 }
 
@@ -148,11 +143,9 @@ static void retries(bool killed) {
     p.peer.ask("remove");
   }
   auto start = Clock::now();
-  std::string why;
-  CHECK_EQ(p.write(64, &why), StatusCode::ERR_RDMA_OP);
+  check_advised(p.write(), "transport retry counter exceeded");
   CHECK(Clock::now() - start >= Millis(60));
-  CHECK_EQ(why, std::string("transport retry counter exceeded"));
-  flushed(p);
+  check_flushed(p.write());
 }
 
 CASE(a_killed_target_is_given_up) { retries(true); }
@@ -245,9 +238,7 @@ CASE(a_killed_initiator_does_not_hold_a_memory) {
   for (int i = 0; i < kRounds; ++i) {
     Flooded f;
     f.peer.end(SIGKILL);
-    auto start = Clock::now();
     f.a.engine.DeregisterMemory(f.a.memory);
-    CHECK(Clock::now() - start < std::chrono::seconds(20));
     f.paint();
     CHECK(f.untouched());
   }

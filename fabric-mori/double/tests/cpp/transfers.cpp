@@ -6,10 +6,9 @@ CASE(both_directions) {
   a.meet(b);
   for (size_t len : {size_t{1}, size_t{4096}, size_t{1} << 20}) {
     std::fill(a.bytes.begin(), a.bytes.end(), 9);
-    TransferStatus &write = new_status(), &read = new_status();
-    CHECK_EQ(write.Code(), StatusCode::INIT);
-    a.engine.Write(a.memory, 0, b.memory, 0, len, &write, a.engine.AllocateTransferUniqueId());
-    CHECK_EQ(wait(write), StatusCode::SUCCESS);
+    TransferStatus& read = new_status();
+    CHECK_EQ(read.Code(), StatusCode::INIT);
+    check_done(a.write(b.memory, 0, len));
     b.look();
     CHECK(b.all(9, 0, len));
     CHECK(len == b.bytes.size() || b.all(7, len, b.bytes.size() - len));
@@ -36,7 +35,7 @@ CASE(a_permuted_batch) {
   CHECK(session && session->Alive());
   for (uint64_t id = 0; id < 5; ++id) {
     std::fill(b.bytes.begin(), b.bytes.end(), 0xff);
-    TransferStatus &status = new_status();
+    TransferStatus& status = new_status();
     session->BatchWrite(local, remote, sizes, &status, id);
     CHECK_EQ(wait(status), StatusCode::SUCCESS);
     b.look();
@@ -44,7 +43,7 @@ CASE(a_permuted_batch) {
     CHECK(b.all(0xff, 64 * 4096, b.bytes.size() - 64 * 4096));
   }
   std::fill(a.bytes.begin(), a.bytes.end(), 0);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   session->BatchRead(local, remote, sizes, &status, 9);
   CHECK_EQ(wait(status), StatusCode::SUCCESS);
   for (size_t i = 0; i < 64; ++i) {
@@ -59,13 +58,12 @@ CASE(in_chunks) {
   config.maxChunksPerTransfer = 64;
   Node a("a", config, 1 << 20, 3), b("b");
   a.meet(b);
-  TransferStatus &one = new_status(), &many = new_status();
-  a.engine.Write(a.memory, 0, b.memory, 0, 1 << 20, &one, 3);
-  CHECK_EQ(wait(one), StatusCode::SUCCESS);
+  check_done(a.write(b.memory, 0, 1 << 20));
   b.look();
   CHECK(b.all(3, 0, 1 << 20));
   std::fill(b.bytes.begin(), b.bytes.end(), 0);
   auto session = a.engine.CreateSession(a.memory, b.memory);
+  TransferStatus& many = new_status();
   session->BatchWrite({0, 600000, 10}, {500000, 0, 900000}, {100001, 300000, 77}, &many, 4);
   CHECK_EQ(wait(many), StatusCode::SUCCESS);
   b.look();
@@ -74,20 +72,16 @@ CASE(in_chunks) {
 }
 
 CASE(empty_ones) {
-  Node a("a"), b("b");
-  a.meet(b);
-  auto session = a.engine.CreateSession(a.memory, b.memory);
-  TransferStatus &zero = new_status(), &zeros = new_status();
-  TransferStatus &none = new_status(), &engine_none = new_status();
-  session->Write(0, 0, 0, &zero, 1);
-  CHECK_EQ(wait(zero), StatusCode::SUCCESS);
-  session->BatchWrite({1, 5}, {7, 3}, {0, 0}, &zeros, 2);
+  Joined two;
+  TransferStatus &zeros = new_status(), &none = new_status(), &engine_none = new_status();
+  check_done(write(*two.session, 0, 0, 0));
+  two.session->BatchWrite({1, 5}, {7, 3}, {0, 0}, &zeros, 2);
   CHECK_EQ(wait(zeros), StatusCode::SUCCESS);
-  session->BatchRead({}, {}, {}, &none, 3);
+  two.session->BatchRead({}, {}, {}, &none, 3);
   CHECK_EQ(none.Code(), StatusCode::SUCCESS);
   TransferStatusPtrVec statuses{&engine_none};
   TransferUniqueIdVec ids{4};
-  a.engine.BatchWrite({a.memory}, {{}}, {b.memory}, {{}}, {{}}, statuses, ids);
+  two.a.engine.BatchWrite({two.a.memory}, {{}}, {two.b.memory}, {{}}, {{}}, statuses, ids);
   CHECK_EQ(engine_none.Code(), StatusCode::SUCCESS);
 }
 
@@ -133,7 +127,7 @@ CASE(waiting) {
   CHECK_EQ(a.engine.WaitAll({&lost, &fine}, 30), StatusCode::IN_PROGRESS);
   // MoRI counts whole milliseconds.
   CHECK(Clock::now() - start >= Millis(28));
-  TransferStatus &failed = new_status();
+  TransferStatus& failed = new_status();
   failed.Update(StatusCode::ERR_RDMA_OP, "first");
   failed.Update(StatusCode::SUCCESS, "second");
   CHECK(failed.Failed() && failed.Message() == "first");
@@ -160,9 +154,7 @@ CASE(notifications) {
 // Twenty one after the other would take twenty latencies, however long that is. On a busy machine a
 // short one is not all that they take.
 CASE(latencies_overlap) {
-  Node a("a"), b("b");
-  a.meet(b);
-  auto session = a.engine.CreateSession(a.memory, b.memory);
+  Joined two;
   for (auto latency = Millis(100);; latency *= 2) {
     CHECK(latency <= Millis(1600));
     mori_double_latency(static_cast<uint64_t>(latency.count()) * 1000);
@@ -170,7 +162,7 @@ CASE(latencies_overlap) {
     std::vector<TransferStatus*> statuses;
     for (uint64_t i = 0; i < 20; ++i) {
       statuses.push_back(&new_status());
-      session->Write(0, 0, 8, statuses.back(), i);
+      two.session->Write(0, 0, 8, statuses.back(), i);
     }
     CHECK_EQ(wait(*statuses.front()), StatusCode::SUCCESS);
     CHECK(Clock::now() - start >= latency);
@@ -183,20 +175,17 @@ CASE(latencies_overlap) {
 CASE(sessions_are_cached) {
   Node a("a"), b("b");
   a.meet(b);
-  TransferStatus &first = new_status(), &again = new_status();
   // The second session would end the process.
   CHECK_EQ(mori_double_faults("pin@2"), 0);
-  a.engine.Write(a.memory, 0, b.memory, 0, 8, &first, 1);
-  CHECK_EQ(wait(first), StatusCode::SUCCESS);
+  check_done(a.write(b.memory));
   EngineDesc moved = b.engine.GetEngineDesc();
   moved.host = "somewhere";
   a.engine.DeregisterRemoteEngine(moved);
   a.engine.RegisterRemoteEngine(moved);
-  a.engine.Write(a.memory, 0, b.memory, 0, 8, &again, 2);
-  CHECK_EQ(wait(again), StatusCode::SUCCESS);
+  check_done(a.write(b.memory));
   CHECK_EQ(mori_double_faults(""), 0);
   MemoryDesc fresh = b.engine.RegisterMemory(b.bytes.data(), 64, -1, MemoryLocationType::CPU);
-  TransferStatus &untouched = new_status();
+  TransferStatus& untouched = new_status();
   std::string why = thrown([&] { a.engine.Write(a.memory, 0, fresh, 0, 8, &untouched, 3); });
   CHECK(has(why, "system_error connect(somewhere:"));
   CHECK_EQ(untouched.Code(), StatusCode::INIT);

@@ -3,16 +3,17 @@
 
 namespace {
 
-struct Gpu {
-  explicit Gpu(const std::string& key, int fill, bool rdma = false)
-      : bytes(65536, fill), engine(key, {"127.0.0.1", 0}) {
+struct Gpu : Node {
+  explicit Gpu(const std::string& key, int fill, bool rdma = false) : Node(key, 65536, fill) {
     engine.CreateBackend(BackendType::XGMI, XgmiBackendConfig());
     if (rdma) engine.CreateBackend(BackendType::RDMA, quiet());
     memory = engine.RegisterMemory(bytes.data(), bytes.size(), 0, MemoryLocationType::GPU);
   }
-  std::vector<unsigned char> bytes;
-  IOEngine engine;
-  MemoryDesc memory;
+};
+
+struct Gpus {
+  Gpus() : a("a", 1), b("b", 0) { a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc()); }
+  Gpu a, b;
 };
 
 }  // namespace
@@ -42,17 +43,15 @@ CASE(xgmi_between_processes) {
   CHECK(!a.engine.PopInboundTransferStatus("peer", 1, &waited));
   // Deregistering fences nothing.
   peer.ask("dereg 0");
-  TransferStatus &after = new_status();
-  session->Write(4096, 60000, 8, &after, 4);
-  CHECK_EQ(wait(after), StatusCode::SUCCESS);
+  check_done(::write(*session, 4096, 60000));
   CHECK_EQ(peer.ask("bytes 0 60000 9"), std::string("010101010101010100"));
 }
 
 CASE(xgmi_is_late_as_asked) {
-  Gpu a("a", 1), b("b", 0);
-  a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc());
+  Gpus two;
+  auto &[a, b] = two;
   mori_double_latency(40'000);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   auto start = Clock::now();
   a.engine.Write(a.memory, 0, b.memory, 0, 65536, &status, 1);
   // Its end shows no earlier, however long this process had to wait for a core.
@@ -64,10 +63,10 @@ CASE(xgmi_is_late_as_asked) {
 }
 
 CASE(xgmi_events_leak) {
-  Gpu a("a", 1), b("b", 0);
-  a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc());
+  Gpus two;
+  auto &[a, b] = two;
   { // Never polled.
-    TransferStatus &dropped = new_status();
+    TransferStatus& dropped = new_status();
     a.engine.Write(a.memory, 0, b.memory, 0, 8, &dropped, 1);
   }
   CHECK_EQ(mori_double_events_out(), uint64_t{1});
@@ -102,14 +101,10 @@ CASE(routes) {
   CHECK_EQ(host[7], 1);
   // Without XGMI the same pair goes over RDMA.
   a.engine.RemoveBackend(BackendType::XGMI);
-  TransferStatus &by_rdma = new_status();
-  a.engine.Write(a.memory, 0, b.memory, 16, 8, &by_rdma, 3);
-  CHECK_EQ(wait(by_rdma), StatusCode::SUCCESS);
+  check_done(a.write(b.memory, 16));
   CHECK_EQ(b.bytes[23], 1);
   a.engine.RemoveBackend(BackendType::RDMA);
-  TransferStatus &none = new_status();
-  a.engine.Write(a.memory, 0, b.memory, 0, 8, &none, 4);
-  CHECK_EQ(none.Code(), StatusCode::ERR_BAD_STATE);
+  CHECK_EQ(a.write(b.memory).code, StatusCode::ERR_BAD_STATE);
   CHECK(!a.engine.CreateSession(a.memory, b.memory));
 #if MORI_DOUBLE_CLASS >= 15
   a.engine.CreateBackend(BackendType::FABRIC, FabricBackendConfig());
@@ -126,7 +121,7 @@ CASE(auto_xgmi) {
   a.meet(b);
   MemoryDesc here = a.engine.RegisterMemory(a.bytes.data(), 64, 0, MemoryLocationType::GPU);
   MemoryDesc there = b.engine.RegisterMemory(b.bytes.data(), 64, 1, MemoryLocationType::GPU);
-  TransferStatus &status = new_status();
+  TransferStatus& status = new_status();
   a.engine.Write(here, 0, there, 0, 8, &status, 1);
   CHECK_EQ(mori_double_events_out(), uint64_t{1});
   CHECK_EQ(wait(status), StatusCode::SUCCESS);
@@ -140,9 +135,7 @@ CASE(xgmi_without_a_handle) {
   CHECK((there.ipcHandle == std::array<char, 64>{}));
   a.engine.RegisterRemoteEngine(peer.desc());
   CHECK(!a.engine.CreateSession(a.memory, there));
-  TransferStatus &status = new_status();
-  a.engine.Write(a.memory, 0, there, 0, 8, &status, 1);
-  CHECK_EQ(status.Code(), StatusCode::ERR_BAD_STATE);
+  CHECK_EQ(a.write(there).code, StatusCode::ERR_BAD_STATE);
 }
 
 CASE(xgmi_of_another_node) {
@@ -160,10 +153,28 @@ CASE(xgmi_and_a_killed_target) {
   peer.meet(a.engine);
   auto session = a.engine.CreateSession(a.memory, there);
   peer.end(SIGKILL);
-  TransferStatus &write = new_status(), &read = new_status();
-  session->Write(0, 0, 8, &write, 1);
-  CHECK_EQ(wait(write), StatusCode::SUCCESS);
+  check_done(write(*session));
+  TransferStatus& read = new_status();
   session->Read(0, 0, 8, &read, 2);
   CHECK_EQ(wait(read), StatusCode::ERR_GPU_OP);
   CHECK(!a.engine.CreateSession(a.memory, there));
+}
+
+CASE(ends_xgmi_out_of_range) {
+  Gpus g;
+  g.a.engine.Write(g.a.memory, 0, g.b.memory, SIZE_MAX - 4, 8, &new_status(), 1);
+}
+
+CASE(ends_xgmi_ragged_batch) {
+  Gpus g;
+  auto session = g.a.engine.CreateSession(g.a.memory, g.b.memory);
+  session->BatchWrite({0}, {0, 1}, {1, 1}, &new_status(), 1);
+}
+
+CASE(ends_xgmi_polled_after_backend) {
+  Gpus g;
+  TransferStatus& status = new_status();
+  g.a.engine.Write(g.a.memory, 0, g.b.memory, 0, 8, &status, 1);
+  g.a.engine.RemoveBackend(BackendType::XGMI);
+  status.Code();
 }

@@ -1,7 +1,10 @@
 //! Compiles the C++ cases and runs them, each in a process of its own.
 
+use std::ffi::{OsStr, OsString};
+use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::LazyLock;
 
 /// The compiler that the double is built with.
 fn compiler() -> Command {
@@ -13,8 +16,12 @@ fn compiler() -> Command {
     command
 }
 
+/// Set if it is not the double that is tested, but the MoRI that is installed.
+pub(crate) static TESTED: LazyLock<Option<OsString>> =
+    LazyLock::new(|| std::env::var_os("KVFERRY_TEST_MORI").filter(|which| which == "installed"));
+
 /// A program of the name from the arguments.
-pub(crate) fn compile(name: &str, args: &[&str]) -> PathBuf {
+pub(crate) fn compile(name: &str, args: &[impl AsRef<OsStr> + Debug]) -> PathBuf {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let output = compiler().args(args).arg("-o").arg(&program).output().expect("a compiler");
     let said = String::from_utf8_lossy(&output.stderr);
@@ -22,10 +29,11 @@ pub(crate) fn compile(name: &str, args: &[&str]) -> PathBuf {
     program
 }
 
-/// Runs a case, without the knobs that the environment of the tests may have.
+/// Runs a case, without the knobs that the environment of the tests may have, unless they are for MoRI.
 pub(crate) fn run(program: &Path, case: &str, set: &[(&str, &str)]) -> Output {
     let mut command = Command::new(program);
-    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("MORI_")) {
+    let knob = |name: &str| name.starts_with("MORI_") && TESTED.is_none();
+    for (name, _) in std::env::vars().filter(|(name, _)| knob(name)) {
         command.env_remove(name);
     }
     command.arg(case).envs(set.iter().copied()).output().expect("the cases run")

@@ -55,9 +55,12 @@ pub(crate) struct BenchArgs {
     /// started for that
     #[arg(long, value_name = "ADDR:PORT")]
     pub(super) to: Option<String>,
-    /// End when the standard input does: for the process that bench starts
-    #[arg(long, hide = true, requires = "serve")]
+    /// End with the process that started this one; a side that waits also when its input ends
+    #[arg(long, hide = true)]
     pub(super) child: bool,
+    /// End when the first one was served
+    #[arg(long, hide = true, requires = "serve")]
+    pub(super) once: bool,
     /// Address that the data plane of this side listens at; if not given, the one of this side's end
     /// of --serve or --to
     #[arg(long, value_name = "HOST")]

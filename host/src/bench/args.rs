@@ -205,7 +205,8 @@ fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
-fn settings(text: &str) -> Result<MoriConfig, String> {
+/// Settings of MoRI that are not given otherwise.
+pub(crate) fn settings(text: &str) -> Result<MoriConfig, String> {
     let value: Value = serde_json::from_str(text).map_err(|why| why.to_string())?;
     if !value.is_object() {
         return Err("it is no object, such as {\"qp_per_transfer\": 4}".into());
@@ -232,7 +233,8 @@ fn bytes(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(wrong)
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+/// Seconds of an argument such as 0.5.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
     match seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
         true => Ok(Duration::from_secs_f64(seconds)),

@@ -1,5 +1,9 @@
-//! The signals that end a server.
+//! The signals that end a process.
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{self, set_parent_process_death_signal};
+use rustix::stdio::stdin;
+use rustix::time::Timespec;
 use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -20,5 +24,21 @@ impl Ends {
             _ = self.0.recv() => {}
             _ = self.1.recv() => {}
         }
+    }
+}
+
+/// Ends this process with its parent, who holds the other end of its standard input: one that hangs in
+/// a library does not even look whether that has ended.
+///
+/// # Errors
+/// The parent has ended already.
+pub(crate) fn follow_parent() -> io::Result<()> {
+    set_parent_process_death_signal(Some(process::Signal::KILL))?;
+    let input = stdin();
+    let mut ends = [PollFd::new(&input, PollFlags::IN)];
+    poll(&mut ends, Some(&Timespec::default()))?;
+    match ends[0].revents().contains(PollFlags::HUP) {
+        true => Err(io::Error::other("the process that started this one has ended")),
+        false => Ok(()),
     }
 }

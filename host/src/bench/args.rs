@@ -55,9 +55,12 @@ pub(crate) struct BenchArgs {
     /// started for that
     #[arg(long, value_name = "ADDR:PORT")]
     pub(super) to: Option<String>,
-    /// End when the standard input does: for the process that bench starts
-    #[arg(long, hide = true, requires = "serve")]
+    /// End with the process that started this one; a side that waits also when its input ends
+    #[arg(long, hide = true)]
     pub(super) child: bool,
+    /// End when the first one was served
+    #[arg(long, hide = true, requires = "serve")]
+    pub(super) once: bool,
     /// Address that the data plane of this side listens at; if not given, the one of this side's end
     /// of --serve or --to
     #[arg(long, value_name = "HOST")]
@@ -202,7 +205,8 @@ fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
-fn settings(text: &str) -> Result<MoriConfig, String> {
+/// Settings of MoRI that are not given otherwise.
+pub(crate) fn settings(text: &str) -> Result<MoriConfig, String> {
     let value: Value = serde_json::from_str(text).map_err(|why| why.to_string())?;
     if !value.is_object() {
         return Err("it is no object, such as {\"qp_per_transfer\": 4}".into());
@@ -229,7 +233,8 @@ fn bytes(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(wrong)
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+/// Seconds of an argument such as 0.5.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
     match seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
         true => Ok(Duration::from_secs_f64(seconds)),

@@ -17,11 +17,12 @@ mod side;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use args::BenchArgs;
+pub(crate) use args::{BenchArgs, seconds, settings};
 
 use crate::cli::complain;
 use crate::exit::{Exit, Stop};
 use crate::progress::Progress;
+use crate::signals::follow_parent;
 use args::Plan;
 use child::Other;
 use engine::fabric::Direction;
@@ -41,6 +42,9 @@ use std::time::Duration;
 /// # Errors
 /// Arguments that cannot be, what a side cannot have, and batches that fail.
 pub(crate) fn command(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    if args.child {
+        follow_parent().map_err(|why| Stop::Input(format!("--child: {why}")))?;
+    }
     let plan = args.plan()?;
     if args.serve.is_some() {
         return serve::serve(args, &plan, out);

@@ -47,7 +47,11 @@ pub(super) fn serve(args: &BenchArgs, plan: &Plan, out: &mut dyn Write) -> Resul
         match clients.try_recv() {
             Ok(client) => {
                 number += 1;
-                if let Err(why) = attend(&mut side, &mut region, client, PeerId(number)) {
+                let attended = attend(&mut side, &mut region, client, PeerId(number));
+                if args.once {
+                    return attended.map(|()| Exit::Held);
+                }
+                if let Err(why) = attended {
                     complain(&why.to_string());
                 }
             }

@@ -1,7 +1,8 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
+use super::ends::with_driver;
 use super::{Check, Roots, line};
-use fabric_mori::{MoriConfig, Places, Shim, preflight};
+use fabric_mori::{MoriConfig, preflight};
 use std::env;
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -89,32 +90,21 @@ pub(super) fn mori(folders: &[PathBuf]) -> Check {
         Some(path) => format!("{} is there", path.display()),
         None => "no libmori*.so in LD_LIBRARY_PATH, /opt/rocm/lib and the usual folders".into(),
     };
-    Check::ok("mori", format!("{found}; --fabric mori looks closer"))
+    Check::ok("mori", format!("{found}; --fabric mori tries it"))
 }
 
-/// All that MoRI needs, in the order in which a plane over it would miss it.
+/// What MoRI is seen to lack, in the order in which a plane over it would miss it. Whether it starts
+/// is only known when it was tried.
 pub(super) fn mori_fabric(config: &MoriConfig) -> Vec<Check> {
-    const NAME: &str = "mori-shim";
-    let shim = match Shim::load(&Places::of_process()) {
-        Ok(shim) => {
-            let (path, info) = (shim.path.display(), &shim.info);
-            let (layout, library) = (info.layout, &info.compiled_at);
-            let found = format!("{path}, for {library} ({layout} fields per memory)");
-            Check::ok(NAME, found)
-        }
-        Err(why) => Check::fail(
-            NAME,
-            why.to_string().replace('\n', "; "),
-            "build kvferry where MoRI is installed (docs/mi300x.md)",
-        ),
-    };
     let findings = preflight::look(config, &preflight::Roots::default()).into_iter();
-    let checks = findings.map(|finding| match finding.remedy {
+    let check = |finding: preflight::Finding| match finding.remedy {
         None => Check::ok(finding.check, finding.found),
-        Some(remedy) if finding.fatal => Check::fail(finding.check, finding.found, remedy),
-        Some(remedy) => Check::warn(finding.check, finding.found, remedy),
-    });
-    std::iter::once(shim).chain(checks).collect()
+        Some(to_do) => {
+            let to_do = with_driver(&finding.found, to_do);
+            Check::warn(finding.check, finding.found, to_do)
+        }
+    };
+    findings.map(check).collect()
 }
 
 /// Whether GPUs of AMD can be opened.

@@ -7,6 +7,10 @@ use rustix::process::{Resource, Rlimit, getrlimit};
 const MEMLOCK: &str = "memlock";
 const OPEN_FILES: &str = "open-files";
 
+/// What to do about a limit of locked memory.
+pub(super) const LOCK_MORE: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
+    memlock=-1, systemd: LimitMEMLOCK=infinity)";
+
 /// The limit of locked memory.
 pub(super) fn of_memlock() -> Rlimit {
     getrlimit(Resource::Memlock)
@@ -34,8 +38,7 @@ pub(super) fn memlock(limit: Rlimit, has_rdma: bool) -> Check {
         (Some(_), true) => Check::warn(
             MEMLOCK,
             format!("{soft}, at most {hard}; RDMA registers the whole KV cache"),
-            "ulimit -l unlimited before the servers start (docker: --ulimit memlock=-1, systemd: \
-             LimitMEMLOCK=infinity)",
+            LOCK_MORE,
         ),
     }
 }

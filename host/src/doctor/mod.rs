@@ -1,15 +1,19 @@
 //! `kvferry doctor`: whether this machine has what a deployment needs, and what to do if not.
 
 mod attach;
+mod child;
 mod devices;
+mod ends;
 mod limits;
 mod local;
 mod peer;
 mod ports;
+mod tries;
 
 pub(crate) use peer::{PeerArgs, command as peer_command};
 pub(crate) use ports::remedy;
 
+use crate::bench::{seconds, settings};
 use crate::embed::config::{Given, HostArgs};
 use crate::exit::{Exit, Stop, UNFIT};
 use crate::serve::FabricArg;
@@ -18,6 +22,10 @@ use fabric_mori::{Backend, MoriConfig};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The address of a server that only this machine reaches.
+const LOOPBACK: &str = "127.0.0.1";
 
 /// Where the KV cache of a server lies, as in `kv_connector_extra_config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -37,7 +45,7 @@ pub(crate) enum BackendArg {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct DoctorArgs {
     /// Address that the server is to listen at and to tell others
-    #[arg(long, value_name = "HOST", default_value = "127.0.0.1")]
+    #[arg(long, value_name = "HOST", default_value = LOOPBACK)]
     pub(crate) host_ip: String,
     /// Check that peers' handshakes can be listened for at this port
     #[arg(long, value_name = "PORT")]
@@ -57,12 +65,27 @@ pub(crate) struct DoctorArgs {
     /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory attach
     #[arg(long, value_name = "WHERE", default_value = "file")]
     pub(crate) kv_memory: KvMemoryArg,
-    /// Also check what this fabric needs: mori, for the backends mori-rdma and mori-xgmi
+    /// Also try this fabric: mori, for the backends mori-rdma and mori-xgmi, between two processes
+    /// that move bytes by it
     #[arg(long, value_name = "FABRIC", default_value = "host")]
     pub(crate) fabric: FabricArg,
-    /// The backend to be checked for with --fabric mori
+    /// The backend that has to work with --fabric mori; the other one is tried, too
     #[arg(long, value_name = "BACKEND", default_value = "rdma")]
     pub(crate) backend: BackendArg,
+    /// Settings of MoRI, an object with the keys of `mori` in kv_connector_extra_config, e.g.
+    /// {"port": 7100}
+    #[arg(long, value_name = "JSON")]
+    pub(crate) mori: Option<String>,
+    /// Also move bytes by RDMA to and from the machine whose `doctor --fabric mori --serve` waits there
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "serve")]
+    pub(crate) peer: Option<String>,
+    /// After all else, wait here for the doctor of another machine that is given this address with
+    /// --peer
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub(crate) serve: Option<String>,
+    /// Longest wait for a process that tries something; it is killed then
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    pub(crate) timeout: Duration,
     /// Check this configuration file of `kvferry host`, too
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
@@ -78,6 +101,8 @@ enum Status {
     Ok,
     Warn,
     Fail,
+    /// It cannot be tried here, and need not be.
+    Skip,
 }
 
 impl Status {
@@ -86,6 +111,7 @@ impl Status {
             Status::Ok => "ok",
             Status::Warn => "warn",
             Status::Fail => "fail",
+            Status::Skip => "skip",
         }
     }
 }
@@ -97,7 +123,7 @@ struct Check {
     status: Status,
     /// What is there.
     found: String,
-    /// What to do about it; none if it is as it should be.
+    /// What to do about it; none if nothing has to be done.
     remedy: Option<String>,
 }
 
@@ -113,6 +139,10 @@ impl Check {
 
     fn fail(check: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
         Check { status: Status::Fail, ..Check::warn(check, found, remedy) }
+    }
+
+    fn skip(check: &'static str, found: impl Into<String>) -> Check {
+        Check { status: Status::Skip, ..Check::ok(check, found) }
     }
 }
 
@@ -135,33 +165,72 @@ fn line(path: &Path) -> Option<String> {
     std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Checks the machine; the exit code.
-///
-/// # Errors
-/// Output that cannot be written.
-pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, Stop> {
-    let checks = checks(args, &Roots::of_machine());
-    for check in &checks {
-        if args.json {
-            let object = serde_json::to_string(check).map_err(std::io::Error::other)?;
-            writeln!(out, "{object}")?;
-            continue;
+impl DoctorArgs {
+    /// The backend that has to work, with its settings.
+    ///
+    /// # Errors
+    /// Arguments that do not go together, settings that there are not.
+    fn plan(&self) -> Result<MoriConfig, Stop> {
+        let between = [("--peer", &self.peer), ("--serve", &self.serve)];
+        let is_mori = self.fabric == FabricArg::Mori;
+        if let Some((name, _)) = between.iter().find(|(_, given)| given.is_some())
+            && !(is_mori && self.backend == BackendArg::Rdma)
+        {
+            return Err(Stop::Input(format!(
+                "{name} is for --fabric mori with --backend rdma, which moves bytes between machines"
+            )));
         }
-        let Check { check, status, found, remedy } = check;
-        write!(out, "{:<4}  {check:<14}  {found}", status.name())?;
-        match remedy {
-            Some(remedy) => writeln!(out, "; to do: {remedy}")?,
-            None => writeln!(out)?,
-        }
-    }
-    match checks.iter().any(|check| check.status == Status::Fail) {
-        true => Ok(UNFIT),
-        false => Ok(Exit::Held.code()),
+        let config = match &self.mori {
+            Some(_) if !is_mori => Err("--mori is for --fabric mori".to_owned()),
+            Some(text) => settings(text).map_err(|why| format!("--mori {text}: {why}")),
+            None => Ok(MoriConfig::default()),
+        };
+        let backend = match self.backend {
+            BackendArg::Rdma => Backend::Rdma,
+            BackendArg::Xgmi => Backend::Xgmi,
+        };
+        let host = self.host_ip.clone();
+        Ok(MoriConfig { backend, host, ..config.map_err(Stop::Input)? })
     }
 }
 
-fn checks(args: &DoctorArgs, roots: &Roots) -> Vec<Check> {
-    let trial = peer::trial();
+/// Checks the machine; the exit code.
+///
+/// # Errors
+/// Arguments that do not go together, output that cannot be written.
+pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, Stop> {
+    let plan = args.plan()?;
+    let mut is_fit = true;
+    for check in checks(args, &plan, &Roots::of_machine()) {
+        is_fit &= check.status != Status::Fail;
+        tell(args, &check, out)?;
+    }
+    if let Some(at) = &args.serve {
+        // It may wait for long.
+        out.flush()?;
+        let check = tries::serve(args, at);
+        is_fit &= check.status != Status::Fail;
+        tell(args, &check, out)?;
+    }
+    Ok(if is_fit { Exit::Held.code() } else { UNFIT })
+}
+
+fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), Stop> {
+    if args.json {
+        let object = serde_json::to_string(check).map_err(std::io::Error::other)?;
+        return Ok(writeln!(out, "{object}")?);
+    }
+    let Check { check, status, found, remedy } = check;
+    write!(out, "{:<4}  {check:<15}  {found}", status.name())?;
+    match remedy {
+        Some(remedy) => writeln!(out, "; to do: {remedy}")?,
+        None => writeln!(out)?,
+    }
+    Ok(())
+}
+
+fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &Roots) -> Vec<Check> {
+    let trial = peer::trial(args.timeout);
     let mut checks = vec![
         attach::cross_memory(&trial, &attach::Rights::read(&roots.proc), args.kv_memory),
         attach::memory_file(&trial),
@@ -178,12 +247,9 @@ fn checks(args: &DoctorArgs, roots: &Roots) -> Vec<Check> {
     checks.push(devices::mori(&devices::library_folders()));
     checks.push(devices::amd_gpu(&roots.dev));
     if args.fabric == FabricArg::Mori {
-        let backend = match args.backend {
-            BackendArg::Rdma => Backend::Rdma,
-            BackendArg::Xgmi => Backend::Xgmi,
-        };
-        let host = args.host_ip.clone();
-        checks.extend(devices::mori_fabric(&MoriConfig { backend, host, ..MoriConfig::default() }));
+        checks.extend(devices::mori_fabric(plan));
+        checks.extend(tries::mori(args));
+        checks.extend(args.peer.as_deref().map(|to| tries::with_peer(args, to)));
     }
     checks
 }

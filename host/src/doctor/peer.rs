@@ -1,20 +1,23 @@
-//! Two processes that are neither parent nor child of each other, as hosts and servers are: one holds
-//! bytes, the other tries to get at them.
+//! Processes that try what this one had better not. Two are neither parent nor child of each other, as
+//! hosts and servers are: one holds bytes, the other tries to get at them.
 
+use super::child::Process;
 use crate::exit::{Exit, Stop};
+use crate::signals::follow_parent;
 use clap::{Args, Subcommand};
 use engine::fabric::Memory;
 use fabric_host::{HugePages, Pool, read_memory};
+use fabric_mori::{DeviceMemory, Places, Shim};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 /// Bytes that are looked at.
 pub(super) const LEN: usize = 4_096;
 
-/// Arguments of the two processes.
+/// Arguments of the processes.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct PeerArgs {
     #[command(subcommand)]
@@ -27,6 +30,20 @@ enum Part {
     Hold { seed: u64 },
     /// Look for them
     Look { seed: u64, held: String },
+    /// Load the shim for MoRI, and look for GPUs
+    Load,
+}
+
+/// What a process that loads the shim says first: which, or why there is none.
+pub(super) type Loaded = Result<String, String>;
+
+/// What it says then.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Gpus {
+    /// Those that gave memory, up to two.
+    pub(super) count: u32,
+    /// Why there is no other one.
+    pub(super) why: String,
 }
 
 /// Where the bytes are.
@@ -67,44 +84,36 @@ pub(super) struct Trial {
 ///
 /// # Errors
 /// They could not be run, and why.
-pub(super) fn trial() -> Result<Trial, String> {
+pub(super) fn trial(limit: Duration) -> Result<Trial, String> {
     let seed = rand::random::<u64>().to_string();
-    let mut holder = start(&["hold", &seed], Stdio::piped())?;
-    let mut held = String::new();
-    let said = holder.stdout.take().map(|out| BufReader::new(out).read_line(&mut held));
-    let looked = match said {
-        Some(Ok(1..)) => look(&seed, held.trim()),
-        Some(Err(why)) => Err(format!("a process that holds memory: {why}")),
-        _ => Err("a process that holds memory ended without a word".into()),
-    };
-    drop(holder.stdin.take());
-    holder.wait().map_err(|why| format!("waiting for a process: {why}"))?;
-    looked
+    let holder = start(&["hold", &seed])?.ready::<Held>(limit);
+    let (_holder, held) =
+        holder.map_err(|end| format!("a process that holds memory {}", end.told()))?;
+    let held = serde_json::to_string(&held).map_err(|why| why.to_string())?;
+    let looked = start(&["look", &seed, &held])?.wait(Some(limit));
+    let trial = looked.out.first().and_then(|line| serde_json::from_str(line).ok());
+    trial.ok_or_else(|| format!("a process that looks at another one {}", looked.told()))
 }
 
-fn look(seed: &str, held: &str) -> Result<Trial, String> {
-    let fail = |why: &dyn std::fmt::Display| format!("a process that looks at another one: {why}");
-    let child = start(&["look", seed, held], Stdio::null())?;
-    let output = child.wait_with_output().map_err(|why| fail(&why))?;
-    serde_json::from_slice(&output.stdout).map_err(|why| fail(&why))
-}
-
-fn start(args: &[&str], input: Stdio) -> Result<Child, String> {
-    let program = std::env::current_exe().map_err(|why| format!("the path of kvferry: {why}"))?;
-    let mut command = Command::new(&program);
-    command.arg("doctor-peer").args(args).stdin(input).stdout(Stdio::piped());
-    command.spawn().map_err(|why| format!("starting {}: {why}", program.display()))
+/// A process of these.
+///
+/// # Errors
+/// It cannot be started.
+pub(super) fn start(args: &[&str]) -> Result<Process, String> {
+    Process::start(["doctor-peer"].iter().chain(args))
 }
 
 fn pattern(seed: u64) -> Vec<u8> {
     seed.to_le_bytes().repeat(LEN / 8)
 }
 
-/// Is one of the processes.
+/// Is one of them.
 ///
 /// # Errors
-/// Output that cannot be written.
+/// Output that cannot be written, or a parent that has ended.
 pub(crate) fn command(args: &PeerArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+    // One that hangs in HIP is not to be left behind.
+    follow_parent()?;
     match &args.part {
         Part::Hold { seed } => hold(*seed, out)?,
         Part::Look { seed, held } => {
@@ -112,8 +121,33 @@ pub(crate) fn command(args: &PeerArgs, out: &mut dyn Write) -> Result<Exit, Stop
             serde_json::to_writer(out, &trial_of(&held, &pattern(*seed)))
                 .map_err(io::Error::from)?;
         }
+        Part::Load => load(out)?,
     }
     Ok(Exit::Held)
+}
+
+/// HIP, too, may end the process: what is known by then is told first.
+fn load(out: &mut dyn Write) -> io::Result<()> {
+    let shim = Shim::load(&Places::of_process());
+    let loaded: Loaded = match &shim {
+        Ok(shim) => {
+            let (path, info) = (shim.path.display(), &shim.info);
+            let (library, layout) = (&info.compiled_at, info.layout);
+            Ok(format!("{path}, for {library} ({layout} fields per memory)"))
+        }
+        Err(why) => Err(why.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ")),
+    };
+    writeln!(out, "{}", serde_json::to_string(&loaded)?)?;
+    out.flush()?;
+    let Ok(shim) = shim else { return Ok(()) };
+    let mut gpus = Gpus { count: 0, why: String::new() };
+    while gpus.count < 2 && gpus.why.is_empty() {
+        match DeviceMemory::new(&shim, gpus.count, LEN as u64) {
+            Ok(_) => gpus.count += 1,
+            Err(why) => gpus.why = why,
+        }
+    }
+    writeln!(out, "{}", serde_json::to_string(&gpus)?)
 }
 
 fn hold(seed: u64, out: &mut dyn Write) -> io::Result<()> {

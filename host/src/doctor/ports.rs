@@ -12,7 +12,7 @@ const PROXY: &str = "proxy";
 /// How long the router may take.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-fn joined(host: &str, port: u16) -> String {
+pub(super) fn joined(host: &str, port: u16) -> String {
     format!("{}:{port}", bracketed(host))
 }
 

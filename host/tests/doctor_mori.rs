@@ -1,0 +1,285 @@
+//! `kvferry doctor --fabric mori` over MoRI's stand-in: what is said is what has happened.
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt::set_socket_reuseaddr;
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::time::Timespec;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+const RDMA: &str = "mori-rdma-try";
+const XGMI: &str = "mori-xgmi-try";
+
+/// The program with the stand-in for MoRI.
+fn program(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command
+        .args(["doctor", "--json", "--fabric", "mori"])
+        .args(args)
+        .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
+        .env("KVFERRY_MORI_WITHOUT_DEVICES", "1");
+    command
+}
+
+/// The exit code, and the checks by line.
+fn doctor(mut command: Command) -> (i32, Vec<Value>) {
+    let output = command.output().expect("the program starts");
+    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
+    let lines = text.lines().map(|line| serde_json::from_str(line).expect("an object per line"));
+    (output.status.code().expect("it ends by itself"), lines.collect())
+}
+
+fn check<'a>(checks: &'a [Value], name: &str) -> &'a Value {
+    checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+/// Checks that one has this status, and says this.
+fn expect(checks: &[Value], name: &str, status: &str, found: &str, remedy: Option<&str>) {
+    let check = check(checks, name);
+    assert_eq!(check["status"], status, "{check}");
+    let says = |key: &str, text: &str| check[key].as_str().is_some_and(|said| said.contains(text));
+    assert!(says("found", found), "{found}: {check}");
+    match remedy {
+        Some(remedy) => assert!(says("remedy", remedy), "{remedy}: {check}"),
+        None => assert!(check["remedy"].is_null(), "{check}"),
+    }
+}
+
+#[test]
+fn bytes_are_moved_between_two_processes() {
+    let (code, checks) = doctor(program(&[]));
+    expect(&checks, "mori-shim", "ok", mori_double::INSTALLS[1].shim, None);
+    expect(&checks, RDMA, "ok", "1 MiB written in ", None);
+    expect(&checks, RDMA, "ok", " ms between two processes, every byte compared", None);
+    expect(&checks, XGMI, "ok", " ms between GPUs 0 and 1, by two processes, ", None);
+    expect(&checks, XGMI, "ok", "memory of GPUs is not compared", None);
+    let is_unfit = checks.iter().any(|check| check["status"] == "fail");
+    assert_eq!(code, i32::from(is_unfit), "{checks:?}");
+    // What was only looked at does not decide.
+    let looked = ["mori-gpu", "mori-rdma-ports", "mori-memlock", "mori-address", "mori-port"];
+    assert!(looked.iter().all(|name| check(&checks, name)["status"] != "fail"), "{checks:?}");
+}
+
+#[test]
+fn each_way_to_die_is_told_with_its_remedy() {
+    let faults = |text: &'static str| ("MORI_DOUBLE_FAULTS", text);
+    let start = |text: &'static str| ("MORI_DOUBLE_START", text);
+    let abort = "signal 6 (SIGABRT: it aborted); last call into MoRI: ";
+    for (knob, found, remedy) in [
+        (
+            ("MORI_DOUBLE_NO_SMI", "1"),
+            "the process that waits ended with exit status 255; last call into MoRI: \
+             IOEngine::CreateBackend(RDMA), under way; it said: mori double: rocm_smi cannot be loaded",
+            "`rocm-smi`",
+        ),
+        (("MORI_DOUBLE_NO_NIC", "1"), "said: mori-rdma at 127.0.0.1: MoRI: ", "`rdma link`"),
+        (
+            faults("exit@1"),
+            "the process that moves bytes ended with exit status 255",
+            "LOG_LEVEL=debug",
+        ),
+        (faults("pin@1"), abort, "ulimit -l unlimited"),
+        (faults("pin_remote@1"), "the process that waits was ended by signal 6", "ulimit -l"),
+        (faults("skip@1+"), "wrong bytes arrived", "MORI_IB_ENABLE_RELAXED_ORDERING"),
+        (faults("qp_error@1"), "said: write of 1 x 1M: MoRI: local QP", "MORI_IB_GID_INDEX"),
+        (start("crash"), "the process that waits was ended by signal 11 (SIGSEGV", "coredumpctl"),
+    ] {
+        let mut command = program(&[]);
+        let (code, checks) = {
+            command.env(knob.0, knob.1);
+            doctor(command)
+        };
+        expect(&checks, RDMA, "fail", found, Some(remedy));
+        assert_eq!(code, 1, "{knob:?}");
+    }
+}
+
+#[test]
+fn a_process_that_hangs_is_killed() {
+    // Others have to be done in that time.
+    for limit in ["1", "4", "16", "64", "256"] {
+        let mut command = program(&["--timeout", limit]);
+        command.env("MORI_DOUBLE_START", "hang");
+        let (code, checks) = doctor(command);
+        if check(&checks, "mori-shim")["status"] == "ok" {
+            let found = format!("the process that waits had not come to an end after {limit} s");
+            expect(&checks, RDMA, "fail", &found, Some("MORI_RDMA_DEVICES=^NAME"));
+            assert_eq!(code, 1);
+            return;
+        }
+    }
+    panic!("the shim is not loaded in any time");
+}
+
+#[test]
+fn without_a_shim_nothing_is_tried() {
+    let mut command = program(&[]);
+    command.env("KVFERRY_MORI_SHIM", "/nonexistent/shim.so");
+    let (code, checks) = doctor(command);
+    let found = "(libkf_mori_shim.so); /nonexistent/shim.so: not there; ";
+    expect(&checks, "mori-shim", "fail", found, Some("build kvferry where MoRI is installed"));
+    assert_eq!(code, 1);
+    for name in [RDMA, XGMI] {
+        expect(&checks, name, "skip", "there is no MoRI", None);
+    }
+}
+
+#[test]
+fn what_the_plane_refuses_is_told() {
+    let mut command = program(&[]);
+    command.env_remove("KVFERRY_MORI_WITHOUT_DEVICES");
+    let (_, checks) = doctor(command);
+    let gpu = check(&checks, "mori-gpu");
+    if gpu["status"] == "ok" {
+        return;
+    }
+    let [found, to_do] = ["found", "remedy"].map(|key| gpu[key].as_str().expect("a text"));
+    expect(&checks, RDMA, "fail", &format!("mori-gpu: {found}"), Some(to_do));
+    let is_there = Path::new("/dev/kfd").exists();
+    assert_eq!(to_do.starts_with("load the driver"), !is_there, "{to_do}");
+}
+
+#[test]
+fn the_backend_that_is_asked_for_decides() {
+    let mut command = program(&["--backend", "xgmi"]);
+    command.env("MORI_DOUBLE_NO_SMI", "1");
+    let (code, checks) = doctor(command);
+    expect(&checks, RDMA, "warn", "ended with exit status 255", Some("`rocm-smi`"));
+    expect(&checks, XGMI, "ok", "1 MiB written in ", None);
+    assert_eq!(code, i32::from(checks.iter().any(|check| check["status"] == "fail")));
+}
+
+#[test]
+fn settings_are_those_of_the_deployment() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let address = taken.local_addr().expect("bound");
+    let settings = format!(r#"{{"port": {}}}"#, address.port());
+    let (code, checks) = doctor(program(&["--mori", &settings]));
+    let found = format!("{address}: Address already in use");
+    expect(&checks, "mori-port", "warn", &found, Some("name another port"));
+    expect(&checks, RDMA, "fail", &found, Some("name another port"));
+    assert_eq!(code, 1);
+    // Kept from others, and free for who listens; two processes of one machine get on with it.
+    let kept = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    set_socket_reuseaddr(&kept, true).expect("an option");
+    bind(&kept, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("loopback");
+    let address = SocketAddr::try_from(getsockname(&kept).expect("bound")).expect("an address");
+    let settings = format!(r#"{{"port": {}}}"#, address.port());
+    let (_, checks) = doctor(program(&["--mori", &settings]));
+    expect(&checks, RDMA, "ok", "1 MiB written in ", None);
+}
+
+#[test]
+fn arguments_have_to_go_together() {
+    let between = "is for --fabric mori with --backend rdma";
+    let mori = ["--fabric", "mori"];
+    let cases: [(&[&str], &str); 4] = [
+        (&[&mori[..], &["--backend", "xgmi", "--peer", "h:1"]].concat(), between),
+        (&["--serve", "h:1"], between),
+        (&["--mori", "{}"], "--mori is for --fabric mori"),
+        (&[&mori[..], &["--mori", r#"{"prt": 1}"#]].concat(), "unknown field `prt`"),
+    ];
+    for (args, says) in cases {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        let output = command.arg("doctor").args(args).output().expect("the program starts");
+        let err = String::from_utf8(output.stderr).expect("output is UTF-8");
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{err}");
+        assert!(err.contains(says), "{err}");
+        assert_eq!(err.matches("error: ").count(), 1, "one error: {err}");
+    }
+}
+
+/// A doctor that waits for the one of another machine; killed with the test.
+struct Waiting {
+    child: Child,
+    address: String,
+}
+
+impl Waiting {
+    fn start(knobs: &[(&str, &str)]) -> Waiting {
+        let mut command = program(&["--serve", "127.0.0.1:0"]);
+        command.envs(knobs.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
+        let mut line = String::new();
+        let err = child.stderr.take().expect("a pipe");
+        BufReader::new(err).read_line(&mut line).expect("a pipe can be read");
+        let address = line.split_once("--peer ").and_then(|(_, rest)| rest.split_once('`'));
+        let address = address.unwrap_or_else(|| panic!("{line:?}")).0.into();
+        Waiting { child, address }
+    }
+
+    fn end(mut self) -> Vec<Value> {
+        let out = BufReader::new(self.child.stdout.take().expect("a pipe"));
+        let line = |line: Result<String, _>| line.expect("a pipe can be read");
+        out.lines().map(|text| serde_json::from_str(&line(text)).expect("an object")).collect()
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn two_doctors_try_what_is_between_them() {
+    let waiting = Waiting::start(&[]);
+    let (_, checks) = doctor(program(&["--peer", &waiting.address]));
+    let between = format!("between this machine and {}, every byte compared", waiting.address);
+    expect(&checks, "mori-peer-try", "ok", &between, None);
+    let served = format!("{}: a peer came and went", waiting.address);
+    expect(&waiting.end(), "mori-served", "ok", &served, None);
+}
+
+#[test]
+fn each_of_two_doctors_tells_what_it_saw() {
+    let waiting = Waiting::start(&[("MORI_DOUBLE_FAULTS", "pin_remote@1")]);
+    let address = waiting.address.clone();
+    let (code, checks) = doctor(program(&["--peer", &address]));
+    expect(&checks, RDMA, "ok", "every byte compared", None);
+    expect(&checks, "mori-peer-try", "fail", "the process that moves bytes said: ", Some(""));
+    assert_eq!(code, 1);
+    let abort = "the process that waits was ended by signal 6";
+    expect(&waiting.end(), "mori-served", "fail", abort, Some("ulimit -l unlimited"));
+    // Now nobody is there.
+    let (_, checks) = doctor(program(&["--peer", &address]));
+    let found = format!("--to {address}: cannot connect: ");
+    expect(&checks, "mori-peer-try", "fail", &found, Some("--serve ADDR:PORT` there"));
+}
+
+/// A side that this process has started, and that is in MoRI by now.
+fn side_of(parent: u32) -> Option<Pid> {
+    let list = fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
+    let says = |pid: &str, file: &str, text: &str| {
+        let said = fs::read_to_string(format!("/proc/{pid}/{file}"));
+        said.is_ok_and(|said| said.contains(text))
+    };
+    let is_side = |pid: &&str| says(pid, "cmdline", "--serve") && says(pid, "maps", "libmori_io");
+    Pid::from_raw(list.split_whitespace().find(is_side)?.parse().ok()?)
+}
+
+#[test]
+fn processes_end_with_the_doctor() {
+    let mut command = program(&["--timeout", "3600"]);
+    command.env("MORI_DOUBLE_START", "hang").stdout(Stdio::null());
+    let mut doctor = command.spawn().expect("it starts");
+    let child = loop {
+        match side_of(doctor.id()) {
+            Some(child) => break child,
+            None => std::thread::yield_now(),
+        }
+    };
+    let child = pidfd_open(child, PidfdFlags::empty()).expect("it is there");
+    doctor.kill().expect("it waits");
+    doctor.wait().expect("a child");
+    let mut ends = [PollFd::new(&child, PollFlags::IN)];
+    let limit = Timespec { tv_sec: 300, tv_nsec: 0 };
+    assert_eq!(poll(&mut ends, Some(&limit)), Ok(1), "it goes on alone");
+}

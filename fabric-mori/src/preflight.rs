@@ -4,6 +4,7 @@
 use crate::{Backend, MoriConfig};
 use rustix::process::{Resource, getrlimit};
 use std::fs;
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 
@@ -47,7 +48,7 @@ fn lacking(check: &'static str, found: String, remedy: &'static str) -> Finding 
 pub fn look(config: &MoriConfig, roots: &Roots) -> Vec<Finding> {
     let mut findings = vec![gpu(&roots.dev)];
     if config.backend == Backend::Rdma {
-        findings.push(ports(&roots.sys));
+        findings.push(ports(&roots.sys, &std::env::var(DEVICES).unwrap_or_default()));
         findings.push(memlock(memlock_limit()));
     }
     findings.push(address(&config.host));
@@ -92,8 +93,16 @@ fn gpu(dev: &Path) -> Finding {
         Err(why) => lacking(
             "mori-gpu",
             format!("{}: {why}; MoRI ends the process where it finds no AMD GPU", path.display()),
-            "usermod -aG render,video USER, and log in again (docker: --device=/dev/kfd \
-             --device=/dev/dri --group-add=render)",
+            match why.kind() {
+                ErrorKind::NotFound => {
+                    "load the driver of the GPU (modprobe amdgpu; docker: --device=/dev/kfd \
+                     --device=/dev/dri); without an AMD GPU take another backend"
+                }
+                _ => {
+                    "usermod -aG render,video USER, and log in again (docker: --group-add=render \
+                     --group-add=video)"
+                }
+            },
         ),
     }
 }
@@ -118,21 +127,35 @@ fn has_pci_address(path: &Path) -> bool {
     })
 }
 
+/// Which devices MoRI takes: names with commas between them, or after `^` those that it leaves out.
+const DEVICES: &str = "MORI_RDMA_DEVICES";
+
+/// Whether MoRI takes a device, by what [`DEVICES`] says.
+fn is_taken(device: &str, devices: &str) -> bool {
+    let (leaves_out, names) = match devices.strip_prefix('^') {
+        Some(names) => (true, names),
+        None => (false, devices),
+    };
+    let mut names = names.split(',').map(|name| name.trim_matches([' ', '\t']));
+    let is_named = names.clone().any(|name| name == device);
+    let names_none = names.all(str::is_empty);
+    names_none || is_named != leaves_out
+}
+
 /// Network cards with an active port. MoRI never comes back from one without a PCI address, as
 /// software RDMA has none.
-fn ports(sys: &Path) -> Finding {
+fn ports(sys: &Path, devices: &str) -> Finding {
     const NAME: &str = "mori-rdma-ports";
     let folder = sys.join("class/infiniband");
     let (mut active, mut seen) = (Vec::new(), Vec::new());
-    for device in names(&folder) {
+    for device in names(&folder).into_iter().filter(|device| is_taken(device, devices)) {
         let at = folder.join(&device);
         let real = fs::canonicalize(&at).unwrap_or_else(|_| at.clone());
         if !has_pci_address(&real) {
             return lacking(
                 NAME,
                 format!("{device} has no PCI address; MoRI loops for ever over such a device"),
-                "rdma link delete NAME, or leave it out by MORI_RDMA_DEVICES=^NAME where this MoRI \
-                 looks at that first",
+                "rdma link delete NAME, or leave it out by MORI_RDMA_DEVICES=^NAME",
             );
         }
         for port in names(&at.join("ports")) {
@@ -237,12 +260,12 @@ mod tests {
         for (text, will_do) in [("4: ACTIVE\n", true), ("1: DOWN\n", false)] {
             let tree = Tree::new("card", &[(&state, text)]);
             tree.device("mlx5_0", AT);
-            let finding = ports(&tree.0);
+            let finding = ports(&tree.0, "");
             assert_eq!(finding.remedy.is_none(), will_do, "{finding:?}");
             assert!(finding.found.contains("mlx5_0 port 1"), "{finding:?}");
         }
         let none = Tree::new("none", &[]);
-        assert!(ports(&none.0).found.ends_with("no device"));
+        assert!(ports(&none.0, "").found.ends_with("no device"));
     }
 
     #[test]
@@ -250,7 +273,12 @@ mod tests {
         const AT: &str = "devices/virtual/infiniband/rxe0";
         let tree = Tree::new("soft", &[(&format!("{AT}/ports/1/state"), "4: ACTIVE\n")]);
         tree.device("rxe0", AT);
-        assert!(ports(&tree.0).found.contains("loops for ever"));
+        for taken in ["", "rxe0", " mlx5_0, rxe0", "^mlx5_0", "^"] {
+            assert!(ports(&tree.0, taken).found.contains("loops for ever"), "{taken}");
+        }
+        for left_out in ["^rxe0", "^mlx5_0,rxe0", "mlx5_0"] {
+            assert!(ports(&tree.0, left_out).found.ends_with("no device"), "{left_out}");
+        }
     }
 
     #[test]
@@ -272,6 +300,7 @@ mod tests {
     fn a_gpu_is_there_or_not() {
         let tree = Tree::new("gpu", &[("kfd", "")]);
         assert!(gpu(&tree.0).remedy.is_none());
-        assert!(gpu(Path::new("/nonexistent")).remedy.is_some());
+        let remedy = gpu(Path::new("/nonexistent")).remedy.expect("there is none");
+        assert!(remedy.contains("amdgpu"), "{remedy}");
     }
 }

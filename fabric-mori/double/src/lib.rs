@@ -15,6 +15,7 @@
 //! | `mori_double_latency(us)`, `MORI_DOUBLE_LATENCY_US` | from a post until its bytes land and it completes |
 //! | `MORI_DOUBLE_RETRY_MS` | how long a peer that does not answer is asked; unset: for ever |
 //! | `MORI_DOUBLE_BACKEND_MS`, `MORI_DOUBLE_PAIR_MS` | how long it takes to make an RDMA backend, and either end of a queue pair; 0 |
+//! | `MORI_DOUBLE_START=hang`, `crash` | a backend is never made, or the process crashes in it |
 //! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
 //! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id |

@@ -1,6 +1,5 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
-use super::ends::with_driver;
 use super::{Check, Roots, line};
 use fabric_mori::{MoriConfig, preflight};
 use std::env;
@@ -99,10 +98,7 @@ pub(super) fn mori_fabric(config: &MoriConfig) -> Vec<Check> {
     let findings = preflight::look(config, &preflight::Roots::default()).into_iter();
     let check = |finding: preflight::Finding| match finding.remedy {
         None => Check::ok(finding.check, finding.found),
-        Some(to_do) => {
-            let to_do = with_driver(&finding.found, to_do);
-            Check::warn(finding.check, finding.found, to_do)
-        }
+        Some(to_do) => Check::warn(finding.check, finding.found, to_do),
     };
     findings.map(check).collect()
 }

@@ -105,8 +105,7 @@ impl End {
     /// What to do about that.
     pub(super) fn remedy(&self) -> String {
         let lines = self.error().into_iter().flat_map(str::lines).map(cut);
-        let all: Vec<&str> =
-            lines.filter_map(|(wrong, to_do)| Some(with_driver(wrong, to_do?))).collect();
+        let all: Vec<&str> = lines.filter_map(|(_, to_do)| to_do).collect();
         if !all.is_empty() {
             return all.join("; ");
         }
@@ -143,17 +142,6 @@ pub(super) fn remedy(said: &str) -> Option<&'static str> {
     KNOWN.iter().find(|(texts, _)| is_said(texts)).map(|(_, remedy)| *remedy)
 }
 
-/// What to do about something, which is no matter of rights where there is no driver.
-pub(super) fn with_driver<'a>(wrong: &str, to_do: &'a str) -> &'a str {
-    match wrong.contains("/dev/kfd: No such file") {
-        true => {
-            "load the driver of the GPU (modprobe amdgpu; docker: --device=/dev/kfd \
-             --device=/dev/dri); without an AMD GPU take --fabric host"
-        }
-        false => to_do,
-    }
-}
-
 /// What is wrong and what to do.
 fn cut(line: &str) -> (&str, Option<&str>) {
     let line = line.strip_prefix(ERROR).unwrap_or(line).trim();
@@ -179,8 +167,6 @@ mod tests {
             "said: mori-rdma at a: mori-gpu: /dev/kfd: denied; mori-port: taken"
         );
         assert_eq!(refused.remedy(), "ask; move");
-        let none = "error: mori-gpu: /dev/kfd: No such file or directory; to do: usermod";
-        assert!(end(How::Exit(2), none).remedy().starts_with("load the driver of the GPU"));
     }
 
     #[test]

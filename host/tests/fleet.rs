@@ -19,12 +19,15 @@ fn run(path: &std::path::Path) -> (Option<i32>, Value, String) {
 }
 
 fn run_over(fabric: &str, path: &std::path::Path) -> (Option<i32>, Value, String) {
+    let ports = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("fleet-ports");
+    std::fs::create_dir_all(&ports).expect("the folder for tests can be written");
     let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(["run", "--fabric", fabric, "--json"])
         .arg(path)
         // For those over MoRI: its stand-in.
         .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
         .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
+        .env("MORI_DOUBLE_PORTS", ports)
         .output()
         .expect("the program starts");
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -73,6 +76,28 @@ fn a_workload_goes_through_processes() {
         assert!(result["bytes_moved"].as_u64() > Some(0), "{result}");
         let skipped = result["skipped"].to_string();
         assert!(skipped.contains("I2-no-early-reuse"), "{skipped}");
+    }
+}
+
+#[test]
+fn ports_that_flap_cost_no_request() {
+    for mode in ["push", "pull"] {
+        let text = format!(
+            "about = \"ports\"\nseed = 3\n{TOPOLOGY}{WARY}[workload]\nmode = \"{mode}\"\n\
+             requests = 32\nprompt_tokens = \"16..200\"\narrival = \"100ms\"\n\
+             [[fault]]\nkind = \"fabric.port_down\"\ntarget = \"p0\"\n\
+             on = {{ event = \"op.posted\", nth = 3 }}\nlasts = \"300ms\"\n\
+             [[fault]]\nkind = \"fabric.port_down\"\ntarget = \"d1\"\n\
+             on = {{ event = \"op.posted\", nth = 20 }}\nlasts = \"500ms\"\n\
+             [expect]\nwithin = \"600s\"\nrequests = {{ finished = 32 }}\n"
+        );
+        let (code, result, errors) = run_over("mori", &scenario(&text));
+        assert_eq!(code, Some(0), "{mode} {result}\n{errors}");
+        assert!(!result["skipped"].to_string().contains("port_down"), "{result}");
+        assert!(
+            errors.contains("no backend; it is tried again"),
+            "{mode}: nothing went down\n{errors}"
+        );
     }
 }
 

@@ -54,6 +54,11 @@ impl Process {
         text.ok_or_else(|| Stop::Input(format!("{} does not say its {key}", self.name)))
     }
 
+    /// Its process id.
+    pub(super) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id() as i32).expect("a child has a pid");
         // It can only be gone already.

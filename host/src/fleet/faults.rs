@@ -4,10 +4,15 @@ use super::child::{Fleet, Process};
 use super::client::Client;
 use scenarios::run::{Fault, Request, Trigger};
 use scenarios::{Event, FaultKind, Run};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// How often counters are looked at for faults that wait for an event.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// Names the folder by which the stand-in for MoRI is told whose port is down: of the processes that
+/// it has files of, named by their ids.
+const PORTS: &str = "MORI_DOUBLE_PORTS";
 
 /// What is done to a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +20,7 @@ enum Deed {
     Crash,
     Restart,
     Pause,
+    Port,
 }
 
 /// What a fault waits for.
@@ -67,6 +73,10 @@ fn injection(fault: &Fault) -> Result<Injection, &'static str> {
         FaultKind::Crash => Deed::Crash,
         FaultKind::Restart => Deed::Restart,
         FaultKind::Pause => Deed::Pause,
+        FaultKind::PortDown if std::env::var_os(PORTS).is_some() => Deed::Port,
+        FaultKind::PortDown => {
+            return Err("only the stand-in for MoRI has such ports: MORI_DOUBLE_PORTS");
+        }
         _ => return Err("this fabric cannot inject it"),
     };
     let when = match &fault.trigger {
@@ -133,6 +143,17 @@ fn strike(process: &mut Process, deed: Deed) {
     match deed {
         Deed::Pause => process.pause(),
         Deed::Crash | Deed::Restart => process.crash(),
+        Deed::Port => set_port(process, false),
+    }
+}
+
+/// Takes the port of a process down, for all of its ranks, or up.
+fn set_port(process: &Process, up: bool) {
+    let folder = PathBuf::from(std::env::var_os(PORTS).unwrap_or_default());
+    let file = folder.join(process.id().to_string());
+    let done = if up { std::fs::remove_file(&file) } else { std::fs::write(&file, "") };
+    if let Err(why) = done {
+        tracing::error!(file = %file.display(), %why, "the port stays as it is");
     }
 }
 
@@ -140,6 +161,7 @@ fn heal(process: &mut Process, deed: Deed) {
     match deed {
         Deed::Pause => process.resume(),
         Deed::Crash => {}
+        Deed::Port => set_port(process, true),
         Deed::Restart => {
             if let Err(why) = process.restart() {
                 tracing::error!(target = process.name, %why, "does not start again");

@@ -178,7 +178,7 @@ fn ports(sys: &Path, devices: &str) -> Finding {
 }
 
 /// What to do about a limit of locked memory.
-pub(crate) const MEMLOCK: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
+pub const MEMLOCK: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
     memlock=-1, systemd: LimitMEMLOCK=infinity)";
 
 /// MoRI aborts at the first transfer if memory cannot be pinned, also that of a peer.

@@ -311,3 +311,23 @@ fn a_worn_backend_is_replaced_once_nobody_is_connected() {
     world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
     assert_eq!((world.plane(1).counters().rebuilds, dead_pairs(&mut world, 1)), (1, 0));
 }
+
+#[test]
+fn peers_do_not_have_a_backend_replaced_again_and_again() {
+    let settings = |_| MoriConfig { dead_pairs_max: 1, ..config(Backend::Rdma) };
+    let mut world = World::new(2, settings).joined();
+    world.plane(0).disconnect(PeerId(1));
+    world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+    world.descs[1] = world.register(1);
+    for dead in 1..=3 {
+        world.connect(0, 1);
+        let (session, desc) = (20 + dead, world.descs[1].clone());
+        world.open(session, 0, 1, &desc).expect("the session opens");
+        world.plane(0).disconnect(PeerId(1));
+        world.plane(1).disconnect(PeerId(0));
+        while dead_pairs(&mut world, 1) < u64::from(dead) {
+            world.pump();
+        }
+    }
+    assert_eq!(world.plane(1).counters().rebuilds, 1);
+}

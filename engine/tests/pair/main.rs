@@ -7,6 +7,7 @@ mod leases;
 mod load;
 mod names;
 mod newer;
+mod resets;
 mod room;
 mod stale;
 mod told;

@@ -155,7 +155,7 @@ pub(crate) fn caps() -> Caps {
     }
 }
 
-fn transfer_config(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> TransferConfig {
+pub(crate) fn actor(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> TransferConfig {
     let blocks = 1_000;
     TransferConfig {
         rank,
@@ -259,7 +259,7 @@ impl Pair {
 
     fn start_ranks(&mut self, role: Role, mode: Mode, tp: u16) {
         for rank in 0..tp {
-            let mut config = transfer_config(role, mode, tp, rank, self.caps);
+            let mut config = actor(role, mode, tp, rank, self.caps);
             config.settings = self.settings.clone();
             let transfer = Transfer::new(config);
             self.ranks.insert((role, rank), transfer);

@@ -47,7 +47,6 @@ std::optional<Millis> retry() {
   return ms ? std::optional(Millis(*ms)) : std::nullopt;
 }
 
-
 }  // namespace
 
 std::vector<std::shared_ptr<Pair>>& Rdma::Remote::pairs(const Route& route) {

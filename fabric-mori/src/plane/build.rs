@@ -128,6 +128,7 @@ impl MoriPlane {
             told: Vec::new(),
             broken: None,
             pause: super::mend::PAUSE,
+            worn: None,
         };
         let spin = Duration::from_micros(spin.into());
         plane.start("kvferry-watch", move || common.watch.run(&board, spin))?;

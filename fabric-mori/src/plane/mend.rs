@@ -19,6 +19,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(400);
 /// Pause before a peer is asked again that did not answer.
 const AGAIN: Duration = Duration::from_millis(200);
 
+/// Least time between two replacements over the queue pairs of peers.
+const WORN_PAUSE: Duration = Duration::from_secs(60);
+
 /// How far a replacement is.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Mending {
@@ -86,14 +89,19 @@ impl MoriPlane {
                 if tainted { self.replace() } else { self.reset() }
             }
             Mending::Without(at, _) if at <= now => self.replace(),
-            Mending::No if self.operations.is_empty() && self.common.gate.is_worn() => {
+            Mending::No if self.operations.is_empty() && self.is_worn(now) => {
                 let dead = self.common.gate.dead_pairs();
                 tracing::info!(key = %self.common.config.key, dead, "queue pairs of peers have ended");
-                self.mend();
+                self.worn = Some(now);
                 self.replace();
             }
             _ => {}
         }
+    }
+
+    /// What counts is what peers say, so that it does not count too often.
+    fn is_worn(&self, now: Instant) -> bool {
+        self.worn.is_none_or(|last| now - last >= WORN_PAUSE) && self.common.gate.is_worn()
     }
 
     fn replace(&mut self) {

@@ -126,6 +126,8 @@ pub struct MoriPlane {
     broken: Option<Arc<str>>,
     /// How long it is waited before it is tried again.
     pause: Duration,
+    /// When the backend was replaced over the queue pairs of peers.
+    worn: Option<Instant>,
 }
 
 impl std::fmt::Debug for MoriPlane {

@@ -2,8 +2,8 @@
 //! what they had is dead and quiet, nobody reaches their memory, they open nothing. With the next
 //! backend all that their owner and their peers knew is void.
 
+use super::Dma;
 use super::call::{DmaEvent, News, Output, PlaneIx};
-use super::{Dma, session::State};
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
 use engine::fabric::{Cause, DataEvent};
@@ -58,22 +58,14 @@ impl Dma {
         if !me.alive || !me.lost {
             return;
         }
-        for slot in std::mem::take(&mut me.sessions).into_values() {
-            self.sessions[slot as usize].tickets.clear();
-            if self.sessions[slot as usize].state != State::Closed {
-                self.closed(slot, out);
-            }
-        }
+        (me.lost, me.life) = (false, me.life + 1);
+        self.forget(plane, out);
         let is_event = |news: &News| matches!(news, News::Event(_));
-        let its = |mail: &(PlaneIx, News)| mail.0 == plane && is_event(&mail.1);
         for mail in &mut self.mail {
-            mail.take_if(|mail| its(mail));
+            mail.take_if(|(to, news)| *to == plane && is_event(news));
         }
         let me = &mut self.planes[plane.0 as usize];
-        (me.lost, me.life) = (false, me.life + 1);
-        me.epoch += 1;
         me.held.retain(|news| !is_event(news));
-        me.regions.clear();
         me.peers.clear();
         let address = plane.address(me.life);
         self.hand_over(plane, News::Event(DataEvent::Reset { address }), out);

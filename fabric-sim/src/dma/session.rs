@@ -23,7 +23,7 @@ pub(super) struct Session {
     pub(super) accepted: u64,
     /// Operations that may still land or have to be reported, by order of acceptance.
     pub(super) unsettled: BTreeMap<u64, u32>,
-    pub(super) tickets: Vec<Asked>,
+    tickets: Vec<Asked>,
     /// The answer to `open` until it is given.
     pub(super) opened: Option<Result<(), Cause>>,
 }
@@ -38,7 +38,7 @@ pub(super) enum State {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Asked {
+struct Asked {
     ticket: Ticket,
     /// Operations accepted before.
     before: u64,
@@ -277,6 +277,11 @@ impl Dma {
     /// A crashed plane has no memory and no operations any more.
     pub(super) fn gone(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
         self.stores[plane.0 as usize] = None;
+        self.forget(plane, out);
+    }
+
+    /// Nothing of a plane is known any more: what it had in flight ends, and nobody is told of quiet.
+    pub(super) fn forget(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
         let me = &mut self.planes[plane.0 as usize];
         me.epoch += 1;
         me.regions.clear();

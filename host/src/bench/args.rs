@@ -201,7 +201,7 @@ impl BenchArgs {
 }
 
 /// As the command line has it.
-fn name(value: &impl ValueEnum) -> String {
+pub(crate) fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 

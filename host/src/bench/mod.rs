@@ -17,7 +17,7 @@ mod side;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use args::{BenchArgs, seconds, settings};
+pub(crate) use args::{BenchArgs, name, seconds, settings};
 
 use crate::cli::complain;
 use crate::exit::{Exit, Stop};

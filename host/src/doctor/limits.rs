@@ -2,14 +2,11 @@
 
 use super::{Check, Roots, line};
 use fabric_host::HostConfig;
+use fabric_mori::preflight::MEMLOCK as LOCK_MORE;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
 const MEMLOCK: &str = "memlock";
 const OPEN_FILES: &str = "open-files";
-
-/// What to do about a limit of locked memory.
-pub(super) const LOCK_MORE: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
-    memlock=-1, systemd: LimitMEMLOCK=infinity)";
 
 /// The limit of locked memory.
 pub(super) fn of_memlock() -> Rlimit {

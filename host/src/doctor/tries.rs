@@ -5,6 +5,7 @@ use super::ends::remedy;
 use super::peer::{Gpus, Loaded, start};
 use super::ports::joined;
 use super::{BackendArg, Check, DoctorArgs, LOOPBACK};
+use crate::bench::name;
 use serde_json::Value;
 use std::io::{self, Write};
 use std::time::Duration;
@@ -168,13 +169,10 @@ fn side(
     (backend, device, settings): (BackendArg, Option<u32>, Option<String>),
     role: [&str; 2],
 ) -> Result<Process, String> {
-    let backend = match backend {
-        BackendArg::Rdma => "rdma",
-        BackendArg::Xgmi => "xgmi",
-    };
+    let backend = name(&backend);
     // So that it says itself what did not come, before it is killed.
     let patience = (args.timeout / 4).max(Duration::from_millis(1)).as_secs_f64().to_string();
-    let mut all = vec!["bench", "--child", "--fabric", "mori", "--backend", backend];
+    let mut all = vec!["bench", "--child", "--fabric", "mori", "--backend", &backend];
     all.extend(["--memory", MEMORY, "--timeout", &patience]);
     if args.host_ip != LOOPBACK {
         // Otherwise its end of the connection, which another machine reaches.

@@ -8,7 +8,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use scenarios::Run;
 use serde_json::Value;
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 /// One process; killed when it is dropped.
@@ -19,6 +20,8 @@ pub(super) struct Process {
     child: Child,
     ready: Value,
     pub(super) paused: bool,
+    /// By which the stand-in for MoRI is told that its port is down.
+    port: Option<PathBuf>,
     /// Lost its state by a fault, so that what it held is not asked for.
     pub(super) alive: bool,
 }
@@ -41,8 +44,8 @@ impl Process {
         BufReader::new(out).read_line(&mut line)?;
         let ready = serde_json::from_str(&line);
         let ready = ready.map_err(|_| failed("it ended at once; it said why above".into()));
-        let (name, paused, alive) = (name.to_string(), false, true);
-        Ok(Process { name, args, child, ready: ready?, paused, alive })
+        let (name, paused, port, alive) = (name.to_string(), false, None, true);
+        Ok(Process { name, args, child, ready: ready?, paused, port, alive })
     }
 
     /// What it said of itself when it was ready.
@@ -52,11 +55,6 @@ impl Process {
     pub(super) fn ready(&self, key: &str) -> Result<&str, Stop> {
         let text = self.ready[key].as_str();
         text.ok_or_else(|| Stop::Input(format!("{} does not say its {key}", self.name)))
-    }
-
-    /// Its process id.
-    pub(super) fn id(&self) -> u32 {
-        self.child.id()
     }
 
     fn signal(&self, signal: Signal) {
@@ -75,7 +73,23 @@ impl Process {
         self.signal(Signal::CONT);
     }
 
+    /// Takes the port of all its ranks down, for the stand-in for MoRI that looks into this folder.
+    pub(super) fn port_down(&mut self, folder: &Path) -> io::Result<()> {
+        let file = folder.join(self.child.id().to_string());
+        std::fs::write(&file, "")?;
+        self.port = Some(file);
+        Ok(())
+    }
+
+    pub(super) fn port_up(&mut self) {
+        if let Some(file) = self.port.take() {
+            // Where the folder is gone the port is up.
+            let _ = std::fs::remove_file(file);
+        }
+    }
+
     pub(super) fn crash(&mut self) {
+        self.port_up();
         self.alive = false;
         self.signal(Signal::KILL);
         // The child is there until it was waited for.
@@ -142,10 +156,13 @@ impl Fleet {
         Ok(Fleet { router, instances })
     }
 
-    /// Lets paused processes go on.
+    /// Lets paused processes go on, and takes ports up.
     pub(super) fn resume_all(&mut self) {
-        for process in self.instances.iter_mut().filter(|process| process.paused) {
-            process.resume();
+        for process in &mut self.instances {
+            process.port_up();
+            if process.paused {
+                process.resume();
+            }
         }
     }
 

@@ -143,17 +143,15 @@ fn strike(process: &mut Process, deed: Deed) {
     match deed {
         Deed::Pause => process.pause(),
         Deed::Crash | Deed::Restart => process.crash(),
-        Deed::Port => set_port(process, false),
+        Deed::Port => port_down(process),
     }
 }
 
-/// Takes the port of a process down, for all of its ranks, or up.
-fn set_port(process: &Process, up: bool) {
+/// Takes its port down; it stays up where that cannot be told.
+fn port_down(process: &mut Process) {
     let folder = PathBuf::from(std::env::var_os(PORTS).unwrap_or_default());
-    let file = folder.join(process.id().to_string());
-    let done = if up { std::fs::remove_file(&file) } else { std::fs::write(&file, "") };
-    if let Err(why) = done {
-        tracing::error!(file = %file.display(), %why, "the port stays as it is");
+    if let Err(why) = process.port_down(&folder) {
+        tracing::error!(folder = %folder.display(), %why, "the port stays up");
     }
 }
 
@@ -161,7 +159,7 @@ fn heal(process: &mut Process, deed: Deed) {
     match deed {
         Deed::Pause => process.resume(),
         Deed::Crash => {}
-        Deed::Port => set_port(process, true),
+        Deed::Port => process.port_up(),
         Deed::Restart => {
             if let Err(why) = process.restart() {
                 tracing::error!(target = process.name, %why, "does not start again");

@@ -25,7 +25,7 @@ class Router(Process):
     def __init__(self, log: Path, before: "Router | None" = None):
         if BINARY not in os.environ:
             raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
-        command = [os.environ[BINARY], "router", "--json", "--retries", f"{RETRIES}"]
+        command = [os.environ[BINARY], "router", "--json", "--retries", str(RETRIES)]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
         super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)

@@ -270,13 +270,14 @@ impl Ops {
     /// What a rank submitted lands nowhere any more, and nothing that was submitted lands in its
     /// memory.
     pub(super) fn void(&mut self, at: Rank, places: &mut [Place]) {
-        let planes: Vec<Rank> = self.planes.iter().map(|plane| plane.at).collect();
-        for from in planes {
-            let Some(plane) = self.plane_mut(from) else { continue };
-            for op in plane.ops.iter_mut().filter(|op| from == at || op.target == at) {
+        for plane in &mut self.planes {
+            let own = plane.at == at;
+            for op in plane.ops.iter_mut().filter(|op| own || op.target == at) {
                 settle(op, places);
             }
-            self.trim(from);
+            while let Some(op) = plane.trim() {
+                self.spare.extend([op.reads, op.writes]);
+            }
         }
     }
 

@@ -22,6 +22,12 @@ pub(crate) enum LogFormat {
     Json,
 }
 
+impl Default for LogArgs {
+    fn default() -> LogArgs {
+        LogArgs { log_format: LogFormat::Text, log_level: LevelFilter::INFO }
+    }
+}
+
 /// Logs from now on.
 pub(crate) fn start(args: &LogArgs) {
     let builder = tracing_subscriber::fmt()

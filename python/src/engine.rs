@@ -21,6 +21,7 @@ impl Engine {
     #[new]
     fn new(py: Python<'_>, key: &str, host: &str, port: u16, workers: u32) -> PyResult<Engine> {
         py.detach(|| {
+            kvferry::embed::log_to_stderr();
             let settings = Settings::from_env()?;
             mori_compat::Engine::start(key, host, port, workers, &settings)
         })

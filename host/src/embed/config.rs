@@ -43,7 +43,7 @@ const KEYS: [&str; 10] = [
 ];
 
 /// Arguments of `host`.
-#[derive(Clone, Debug, Args)]
+#[derive(Clone, Debug, Default, Args)]
 #[command(after_help = AFTER)]
 pub(crate) struct HostArgs {
     /// TOML file with the configuration
@@ -355,13 +355,13 @@ impl HostArgs {
         let mut known: Vec<&str> = variables.iter().map(String::as_str).collect();
         known.push(FILE);
         let strangers = env.into_keys().filter(|name| !known.contains(&&**name)).collect();
-        let default = HostConfig::default();
+        let (default, logs) = (HostConfig::default(), LogArgs::default());
         Ok(Config {
             socket: given.socket,
             metrics: given.metrics,
             logs: LogArgs {
-                log_format: given.log_format.unwrap_or(LogFormat::Text),
-                log_level: given.log_level.unwrap_or(LevelFilter::INFO),
+                log_format: given.log_format.unwrap_or(logs.log_format),
+                log_level: given.log_level.unwrap_or(logs.log_level),
             },
             operator: Operator {
                 fabric: HostConfig {

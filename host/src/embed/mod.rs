@@ -46,6 +46,14 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::oneshot;
 
+/// Logs to stderr from now on, in the form and from the level that this environment gives `kvferry
+/// host`: for processes of the serving engine, whose stderr is the server's log. What is wrong there
+/// the host itself refuses.
+pub fn log_to_stderr() {
+    let config = HostArgs::default().resolve(std::env::vars_os());
+    logs::start(&config.map(|config| config.logs).unwrap_or_default());
+}
+
 /// Serves one engine until its connections end, SIGTERM or SIGINT.
 pub(crate) fn command(args: &HostArgs) -> Result<Exit, Stop> {
     let config = args.resolve(std::env::vars_os()).map_err(Stop::Input)?;

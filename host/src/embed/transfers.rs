@@ -99,6 +99,7 @@ impl Transfers {
     /// # Errors
     /// No thread can be had.
     pub fn start(socket: PathBuf, rank: u16) -> io::Result<Transfers> {
+        super::log_to_stderr();
         let shared = Arc::new(Shared::default());
         let of_thread = shared.clone();
         // It ends when it is told to.
@@ -273,6 +274,7 @@ impl Shared {
         let kernels = kernels.transpose().map_err(|why| of_rank(why.to_string()))?;
         state.running =
             Some(Running { life, computing: computing.clone(), kernels, end: end.clone() });
+        tracing::info!(rank, "this worker moves its KV");
         Ok((computing, meter))
     }
 }

@@ -19,6 +19,7 @@ use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
 use hyper::{Request, StatusCode};
+use prometheus_client::metrics::gauge::Gauge;
 use rand::distr::{Alphanumeric, SampleString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,17 +35,33 @@ pub(crate) struct Desk {
     pub(crate) next_client: AtomicU64,
 }
 
+/// Counts a request until its answer begins or its client has left, which drops the handler.
+struct InFlight<'a>(&'a Gauge);
+
+impl InFlight<'_> {
+    fn begin(gauge: &Gauge) -> InFlight<'_> {
+        gauge.inc();
+        InFlight(gauge)
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
 impl Desk {
     /// Serves one request on one of the paths.
     pub(crate) async fn serve(&self, api: Api, request: Request<Body>) -> Response {
         let start = Instant::now();
         let id = request_id(api, request.headers());
-        self.metrics.in_flight.inc();
+        let in_flight = InFlight::begin(&self.metrics.in_flight);
         let mut response = match self.answer(api, request).await {
             Ok(response) => response,
             Err(refusal) => refusal.into_response(),
         };
-        self.metrics.in_flight.dec();
+        drop(in_flight);
         self.metrics.first_byte.observe(start.elapsed().as_secs_f64());
         let labels = metrics::Answered { path: api.path(), code: response.status().as_u16() };
         self.metrics.requests.get_or_create(&labels).inc();

@@ -49,6 +49,8 @@ fn a_pulled_prompt_is_handed_over() {
 fn transfer_actors_in_workers_push() {
     hand_over(Mode::Push, [InWorker, InWorker]);
     hand_over(Mode::Push, [Sidecar, InWorker]);
+    // What a plane in a worker has to say reaches somebody.
+    assert!(tracing::dispatcher::has_been_set());
 }
 
 #[test]

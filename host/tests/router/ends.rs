@@ -33,6 +33,8 @@ async fn a_client_that_goes_takes_its_legs_along() {
         drop(client);
         p.given_up(1).await;
         d.given_up(1).await;
+        let left = async { while router.metric("kvferry_router_in_flight").await != 0 {} };
+        timeout(PATIENCE, left).await.expect("nobody is in flight");
         let (router, p, d) = pair(Mode::Pull, &[]).await;
         p.always(Act::Never);
         let client = raw(&router, &body.to_string()).await;

@@ -41,6 +41,7 @@ def test_eight_at_a_time_in_chunks(own, reference):
 def test_the_backend_is_told_and_takes_the_bytes(own):
     logs = {server.name: server.log.read_text() for server in (own.prefill, own.decode)}
     assert all("backend=mori-rdma" in log for log in logs.values()), logs.keys()
+    assert all("this worker moves its KV rank=0" in log for log in logs.values()), logs.keys()
     initiator = own.prefill if own.mode == "WRITE" else own.decode
     assert "KV takes this path path=mori-rdma" in logs[initiator.name]
 

@@ -1,21 +1,20 @@
 //! Native dialect: bytes of an announcement of 512 blocks, and of a short message.
-#![allow(missing_docs)]
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use engine::core::dialect::native::{Envelope, VERSION, decode, encode_data};
+use engine::core::dialect::native::{ConnectionHeader, VERSION, decode, encode_data};
 use engine::core::ids::{Attempt, Incarnation, TransferKey};
 use engine::core::layout::BlockList;
-use engine::core::message::{Message, Tag};
+use engine::core::message::{AttemptTag, Message};
 use std::hint::black_box;
 
-fn tag() -> Tag {
+fn tag() -> AttemptTag {
     let key = TransferKey { id: "tx-0123456789abcdef0123456789abcdef".into(), prompt: 0 };
-    Tag { key, sibling: 0, attempt: Attempt(1) }
+    AttemptTag { key, sibling: 0, attempt: Attempt(1) }
 }
 
 fn codec(criterion: &mut Criterion) {
     let envelope =
-        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 3 };
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 3 };
     let blocks = vec![BlockList::new((0..512).map(|n| n * 7 % 4096).collect())];
     let announce = Message::Announce { tag: tag(), tokens: 8192, from: 0, blocks };
     for (name, message) in [("announce 512", announce), ("cancel", Message::Cancel { tag: tag() })]

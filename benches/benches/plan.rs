@@ -1,12 +1,11 @@
 //! Workload `plan61`: 61 layers x 512 blocks of a pool of 4096, block ids to merged byte ranges.
 //!
 //! MLA has one run per block and layer; GQA keeps K and V in two head slots far apart, so two.
-#![allow(missing_docs)]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use engine::core::layout::{
-    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout, Route, Slices, Span,
-    routes,
+    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout, Route, Slices,
+    TokenSpan, routes,
 };
 use engine::fabric::{Address, RegionDesc};
 use std::hint::black_box;
@@ -25,7 +24,7 @@ fn route(latent: bool) -> Route {
         latent,
         packed: false,
         layers: LAYERS,
-        groups: vec![Group {
+        groups: vec![KvGroup {
             kind: GroupKind::Full,
             block_tokens: BLOCK_TOKENS,
             layers: (0..LAYERS).collect(),
@@ -69,7 +68,7 @@ fn plan61(c: &mut Criterion) {
         let route = route(latent);
         for (run, order) in [(1, "scattered"), (32, "runs32"), (BLOCKS, "contiguous")] {
             let (local, remote) = (ids(run, 2017), ids(run, 3163));
-            let span = Span {
+            let span = TokenSpan {
                 group: 0,
                 from: 0,
                 to: BLOCKS * BLOCK_TOKENS,

@@ -1,8 +1,7 @@
 //! Speed of the simulator: queue entries per second on one core, invariants and trace hash on.
-#![allow(missing_docs)]
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fabric_sim::world::{Options, Verdict, run};
+use fabric_sim::world::{RunVerdict, SimOptions, run};
 use scenarios::Run;
 use std::path::Path;
 
@@ -16,11 +15,11 @@ fn simulator(criterion: &mut Criterion) {
     group.sample_size(10);
     for file in ["smoke/throughput.toml", "trace/push.toml", "trace/pull.toml"] {
         let scenario = drawn(file, 1);
-        let report = run(&scenario, Options::default());
-        assert_eq!(report.verdict, Verdict::Held, "{file}: {:?}", report.violations);
+        let report = run(&scenario, SimOptions::default());
+        assert_eq!(report.verdict, RunVerdict::Held, "{file}: {:?}", report.violations);
         group.throughput(Throughput::Elements(report.events));
         group.bench_function(file, |bench| {
-            bench.iter(|| run(&scenario, Options::default()).trace_hash);
+            bench.iter(|| run(&scenario, SimOptions::default()).trace_hash);
         });
     }
     group.finish();
@@ -32,7 +31,8 @@ fn swarm(criterion: &mut Criterion) {
     group.sample_size(10);
     group.throughput(Throughput::Elements(seeds.len() as u64));
     group.bench_function("seeds", |bench| {
-        bench.iter(|| seeds.iter().map(|seed| run(seed, Options::default()).events).sum::<u64>());
+        bench
+            .iter(|| seeds.iter().map(|seed| run(seed, SimOptions::default()).events).sum::<u64>());
     });
     group.finish();
 }

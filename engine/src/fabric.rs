@@ -36,7 +36,7 @@ number_id!(
 );
 number_id!(
     /// Names one quiesce request.
-    Ticket(u64)
+    QuiesceTicket(u64)
 );
 number_id!(
     /// One end of a control connection.
@@ -231,13 +231,13 @@ pub struct Caps {
     pub fence: FenceScope,
     /// How long its owner waits at least for what it cannot hurry.
     #[serde(default)]
-    pub patience: Patience,
+    pub patience: PlaneTimeouts,
 }
 
 /// How long a plane may take before it says itself that something has failed; zero where that is
 /// not to be waited for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Patience {
+pub struct PlaneTimeouts {
     /// From [`DataPlane::open`] to [`DataEvent::Opened`].
     pub open: Nanos,
     /// From [`DataPlane::submit`] to [`DataEvent::Completed`].
@@ -323,7 +323,7 @@ impl std::error::Error for Refused {}
 /// Why an accepted operation, registration or session failed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Cause {
+pub enum FabricError {
     /// The queue pair went to its error state; the session is dead.
     QueuePair,
     /// The acknowledgement did not come in time.
@@ -344,18 +344,18 @@ pub enum Cause {
     Backend(Arc<str>),
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for FabricError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Cause::QueuePair => "queue pair error",
-            Cause::AckTimeout => "acknowledgement lost",
-            Cause::QueueFull => "send queue full",
-            Cause::RemoteAccess => "remote access error",
-            Cause::LocalAccess => "local protection error",
-            Cause::PeerGone => "peer gone",
-            Cause::Closed => "session closed",
-            Cause::Unreachable => "peer unreachable",
-            Cause::Backend(text) => text,
+            FabricError::QueuePair => "queue pair error",
+            FabricError::AckTimeout => "acknowledgement lost",
+            FabricError::QueueFull => "send queue full",
+            FabricError::RemoteAccess => "remote access error",
+            FabricError::LocalAccess => "local protection error",
+            FabricError::PeerGone => "peer gone",
+            FabricError::Closed => "session closed",
+            FabricError::Unreachable => "peer unreachable",
+            FabricError::Backend(text) => text,
         })
     }
 }
@@ -373,13 +373,13 @@ pub enum Landed {
 
 /// How an accepted operation ended.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Outcome {
+pub enum Completion {
     /// All bytes are in the target's memory (see [`Placement`] for their visibility).
     Done,
     /// It failed.
     Failed {
         /// Why.
-        cause: Cause,
+        cause: FabricError,
         /// What may have moved all the same.
         landed: Landed,
     },
@@ -394,21 +394,21 @@ pub enum DataEvent {
         /// The region.
         region: RegionId,
         /// Its descriptor for peers.
-        result: Result<RegionDesc, Cause>,
+        result: Result<RegionDesc, FabricError>,
     },
     /// Answer to [`DataPlane::open`].
     Opened {
         /// The session.
         session: SessionId,
         /// Whether it can be used.
-        result: Result<(), Cause>,
+        result: Result<(), FabricError>,
     },
     /// Answer to an accepted [`DataPlane::submit`]; exactly one each.
     Completed {
         /// The operation.
         op: OpId,
         /// How it ended.
-        outcome: Outcome,
+        outcome: Completion,
     },
     /// No byte of any operation that the session accepted before the ticket can land any more,
     /// and what landed is visible.
@@ -416,7 +416,7 @@ pub enum DataEvent {
         /// The session.
         session: SessionId,
         /// The ticket of the quiesce call.
-        ticket: Ticket,
+        ticket: QuiesceTicket,
     },
     /// No byte from this peer lands any more.
     Fenced {
@@ -438,7 +438,7 @@ pub enum DataEvent {
 
 /// When to poll a plane again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
+pub enum NextPoll {
     /// At once: there is more.
     Ready,
     /// Not before this time.
@@ -476,7 +476,7 @@ pub trait DataPlane: Send {
     ///
     /// # Errors
     /// `Invalid` for an id in use or an address of another kind of plane.
-    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused>;
+    fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused>;
 
     /// Forgets a peer; its sessions are closed.
     fn disconnect(&mut self, peer: PeerId);
@@ -507,31 +507,31 @@ pub trait DataPlane: Send {
 
     /// Asks for [`DataEvent::Quiet`], a barrier over what the session accepted before. Submits may
     /// go on. A session that is unknown or closed already is quiet and answers at once.
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket);
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket);
 
     /// Voids the pass of a peer, as the owner of a destination. Answered by
     /// [`DataEvent::Fenced`]; an unknown peer is fenced already. The id stays in use until
     /// [`DataPlane::disconnect`]; own operations towards the peer are not touched.
     fn fence(&mut self, peer: PeerId);
 
-    /// Who to wake when [`Wake::External`] ends.
+    /// Who to wake when [`NextPoll::External`] ends.
     fn set_waker(&mut self, waker: Waker);
 
-    /// In place of the waker, for an owner that can watch a descriptor: it becomes readable each time
-    /// [`Wake::External`] ends, rung by the peer itself where there is one on this host, without
-    /// the detour over a thread of the plane. To be asked for ahead of the first connect; from then
-    /// on the waker is not called. None if the plane has no such thing.
+    /// In place of the waker, for an owner that can watch a descriptor: it becomes readable each
+    /// time [`NextPoll::External`] ends, rung by the peer itself where there is one on this host,
+    /// without the detour over a thread of the plane. To be asked for ahead of the first connect;
+    /// from then on the waker is not called. None if the plane has no such thing.
     fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
         None
     }
 
     /// Appends what happened and says when to come again.
-    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake;
+    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll;
 }
 
 /// What a control listener or link is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Channel {
+pub enum LinkKind {
     /// Hello of peers; native peers stay on it.
     Handshake,
     /// One-way messages of MoRIIO peers.
@@ -549,7 +549,7 @@ pub enum ControlEvent {
         /// The link.
         link: LinkId,
         /// What it is for.
-        channel: Channel,
+        channel: LinkKind,
         /// Whence the other side opened it, where the plane can tell; for logs and nothing else.
         from: Option<Endpoint>,
     },
@@ -574,13 +574,13 @@ pub trait ControlPlane: Send {
     ///
     /// # Errors
     /// `Invalid` with address and reason.
-    fn listen(&mut self, channel: Channel) -> Result<Endpoint, Refused>;
+    fn listen(&mut self, channel: LinkKind) -> Result<Endpoint, Refused>;
 
     /// Starts connecting. Answered by [`ControlEvent::LinkUp`] or [`ControlEvent::LinkDown`].
     ///
     /// # Errors
     /// `Invalid` for an id in use or an address that cannot be parsed.
-    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> Result<(), Refused>;
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused>;
 
     /// Queues a message.
     ///
@@ -592,9 +592,9 @@ pub trait ControlPlane: Send {
     /// is only not listened to any more, and the other side learns of it by silence.
     fn hang_up(&mut self, link: LinkId);
 
-    /// Who to wake when [`Wake::External`] ends.
+    /// Who to wake when [`NextPoll::External`] ends.
     fn set_waker(&mut self, waker: Waker);
 
     /// Appends what happened and says when to come again.
-    fn poll(&mut self, now: Nanos, out: &mut Vec<ControlEvent>) -> Wake;
+    fn poll(&mut self, now: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll;
 }

@@ -1,7 +1,7 @@
 //! The KV transfer protocol of kvferry.
 //!
 //! [`core`] holds the protocol as state machines without IO, clock, randomness or async;
-//! [`fabric`] the two traits through which bytes and frames leave the process; [`driver`] performs
+//! [`fabric`] the two traits through which bytes and frames leave the process; [`effects`] performs
 //! the effects of a machine on a plane. With the feature `actors` the same machines run as actix
 //! actors.
 
@@ -14,5 +14,5 @@ pub mod actors;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod core;
-pub mod driver;
+pub mod effects;
 pub mod fabric;

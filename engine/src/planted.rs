@@ -1,4 +1,5 @@
-//! Bugs that are planted on purpose, one at a time, to see that a check finds each: `./test --planted`.
+//! Bugs that are planted on purpose, one at a time, to see that a check finds each: `./test
+//! --planted`.
 //!
 //! A place in the core asks `planted!("name")`, which is `false` and no code without the feature
 //! `planted`. Which names there are, what each does and what finds it is in `engine/planted.toml`.

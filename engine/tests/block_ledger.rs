@@ -1,12 +1,12 @@
 //! The block ledger behaves like a plain list of claims.
 
-use engine::core::blocks::{BlockState, Ledger, Owner};
+use engine::core::block_ledger::{BlockLedger, BlockOwner, BlockState};
 use engine::core::layout::BlockList;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
-enum Step {
+enum LedgerStep {
     Source(u64, usize, Vec<u32>),
     Destination(u64, usize, Vec<u32>),
     Quarantine(u64),
@@ -18,17 +18,18 @@ fn block() -> impl Strategy<Value = u32> {
     prop_oneof![0..12u32, prop::sample::select(vec![1023, 1024, 70_000])]
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = LedgerStep> {
     prop_oneof![
-        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| Step::Source(o, g, b)),
-        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| Step::Destination(o, g, b)),
-        (0..4u64).prop_map(Step::Quarantine),
-        (0..4u64).prop_map(Step::Release),
+        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| LedgerStep::Source(o, g, b)),
+        (0..4u64, 0..2usize, vec(block(), 0..4))
+            .prop_map(|(o, g, b)| LedgerStep::Destination(o, g, b)),
+        (0..4u64).prop_map(LedgerStep::Quarantine),
+        (0..4u64).prop_map(LedgerStep::Release),
     ]
 }
 
 #[derive(Clone, Debug, PartialEq)]
-struct Claim {
+struct TestClaim {
     owner: u64,
     group: usize,
     block: u32,
@@ -36,13 +37,13 @@ struct Claim {
 }
 
 #[derive(Default)]
-struct Model {
-    claims: Vec<Claim>,
+struct LedgerModel {
+    claims: Vec<TestClaim>,
     quarantined: Vec<u64>,
 }
 
-impl Model {
-    fn on(&self, group: usize, block: u32) -> Vec<&Claim> {
+impl LedgerModel {
+    fn on(&self, group: usize, block: u32) -> Vec<&TestClaim> {
         self.claims.iter().filter(|claim| (claim.group, claim.block) == (group, block)).collect()
     }
 
@@ -50,9 +51,9 @@ impl Model {
         match &self.on(group, block)[..] {
             [] => BlockState::Free,
             [claim] if claim.write && self.quarantined.contains(&claim.owner) => {
-                BlockState::Quarantined(Owner(claim.owner))
+                BlockState::Quarantined(BlockOwner(claim.owner))
             }
-            [claim] if claim.write => BlockState::Destination(Owner(claim.owner)),
+            [claim] if claim.write => BlockState::Destination(BlockOwner(claim.owner)),
             sources => BlockState::Source(sources.len() as u32),
         }
     }
@@ -67,7 +68,7 @@ impl Model {
             }
         }
         if bad.is_empty() {
-            let claim = |block: &u32| Claim { owner, group, block: *block, write };
+            let claim = |block: &u32| TestClaim { owner, group, block: *block, write };
             self.claims.extend(blocks.iter().map(claim));
         }
         bad
@@ -81,24 +82,28 @@ impl Model {
     }
 }
 
-fn apply(step: Step, ledger: &mut Ledger, model: &mut Model) -> Result<(), TestCaseError> {
+fn apply(
+    step: LedgerStep,
+    ledger: &mut BlockLedger,
+    model: &mut LedgerModel,
+) -> Result<(), TestCaseError> {
     let (owner, group, ids, write) = match step {
-        Step::Source(owner, group, ids) => (owner, group, ids, false),
-        Step::Destination(owner, group, ids) => (owner, group, ids, true),
-        Step::Quarantine(owner) => {
+        LedgerStep::Source(owner, group, ids) => (owner, group, ids, false),
+        LedgerStep::Destination(owner, group, ids) => (owner, group, ids, true),
+        LedgerStep::Quarantine(owner) => {
             let mine = model.claims.iter().filter(|c| c.owner == owner && c.write).count();
-            prop_assert_eq!(ledger.quarantine(Owner(owner)), mine as u32);
+            prop_assert_eq!(ledger.quarantine(BlockOwner(owner)), mine as u32);
             if model.claims.iter().any(|claim| claim.owner == owner) {
                 model.quarantined.push(owner);
             }
             return Ok(());
         }
-        Step::Release(owner) => {
+        LedgerStep::Release(owner) => {
             let before = model.claims.len();
             model.claims.retain(|claim| claim.owner != owner);
             model.quarantined.retain(|other| *other != owner);
             let count = (before - model.claims.len()) as u32;
-            prop_assert_eq!(ledger.release(Owner(owner)), count);
+            prop_assert_eq!(ledger.release(BlockOwner(owner)), count);
             return Ok(());
         }
     };
@@ -107,8 +112,8 @@ fn apply(step: Step, ledger: &mut Ledger, model: &mut Model) -> Result<(), TestC
     }
     let list = BlockList::new(ids.clone());
     let got = match write {
-        true => ledger.claim_destination(Owner(owner), group, &list),
-        false => ledger.claim_source(Owner(owner), group, &list),
+        true => ledger.claim_destination(BlockOwner(owner), group, &list),
+        false => ledger.claim_source(BlockOwner(owner), group, &list),
     };
     let bad = model.claim(owner, group, &ids, write);
     match got {
@@ -127,7 +132,7 @@ fn apply(step: Step, ledger: &mut Ledger, model: &mut Model) -> Result<(), TestC
 proptest! {
     #[test]
     fn agrees_with_a_list_of_claims(steps in vec(step(), 0..50)) {
-        let (mut ledger, mut model) = (Ledger::default(), Model::default());
+        let (mut ledger, mut model) = (BlockLedger::default(), LedgerModel::default());
         for step in steps {
             apply(step, &mut ledger, &mut model)?;
             for claim in &model.claims {
@@ -142,7 +147,7 @@ proptest! {
             prop_assert_eq!(ledger.is_empty(), model.claims.is_empty());
         }
         for owner in 0..4 {
-            ledger.release(Owner(owner));
+            ledger.release(BlockOwner(owner));
         }
         prop_assert!(ledger.is_empty());
         for block in (0..12).chain([1023, 1024, 70_000]) {

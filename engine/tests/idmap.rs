@@ -6,17 +6,17 @@ use engine::core::ids::{RequestId, TransferKey};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
-enum Step {
+enum IdMapStep {
     Insert(u8, u8, u8, u8),
     RemoveRequest(u8),
     RemoveTransfer(u8, u8, u8),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = IdMapStep> {
     prop_oneof![
-        (0..8u8, 0..3u8, 0..2u8, 0..2u8).prop_map(|(r, t, p, s)| Step::Insert(r, t, p, s)),
-        (0..8u8).prop_map(Step::RemoveRequest),
-        (0..3u8, 0..2u8, 0..2u8).prop_map(|(t, p, s)| Step::RemoveTransfer(t, p, s)),
+        (0..8u8, 0..3u8, 0..2u8, 0..2u8).prop_map(|(r, t, p, s)| IdMapStep::Insert(r, t, p, s)),
+        (0..8u8).prop_map(IdMapStep::RemoveRequest),
+        (0..3u8, 0..2u8, 0..2u8).prop_map(|(t, p, s)| IdMapStep::RemoveTransfer(t, p, s)),
     ]
 }
 
@@ -36,7 +36,7 @@ proptest! {
         let mut pairs: Vec<(RequestId, (TransferKey, u32))> = Vec::new();
         for step in steps {
             match step {
-                Step::Insert(r, t, p, s) => {
+                IdMapStep::Insert(r, t, p, s) => {
                     let (request, transfer) = (request(r), transfer(t, p, s));
                     let free = pairs.iter().all(|(a, b)| *a != request && *b != transfer);
                     let got = map.insert(request.clone(), transfer.0.clone(), transfer.1);
@@ -45,12 +45,12 @@ proptest! {
                         pairs.push((request, transfer));
                     }
                 }
-                Step::RemoveRequest(r) => {
+                IdMapStep::RemoveRequest(r) => {
                     let at = pairs.iter().position(|(a, _)| *a == request(r));
                     let expected = at.map(|at| pairs.remove(at).1);
                     prop_assert_eq!(map.remove_request(&request(r)), expected);
                 }
-                Step::RemoveTransfer(t, p, s) => {
+                IdMapStep::RemoveTransfer(t, p, s) => {
                     let at = pairs.iter().position(|(_, b)| *b == transfer(t, p, s));
                     let expected = at.map(|at| pairs.remove(at).0);
                     prop_assert_eq!(map.remove_transfer(&transfer(t, p, s)), expected);

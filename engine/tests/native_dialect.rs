@@ -6,7 +6,7 @@ use engine::core::error::*;
 use engine::core::ids::*;
 use engine::core::layout::*;
 use engine::core::message::*;
-use engine::fabric::{Address, Cause, Endpoint, Refused, RegionDesc};
+use engine::fabric::{Address, Endpoint, FabricError, Refused, RegionDesc};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -19,10 +19,10 @@ fn bytes() -> impl Strategy<Value = Arc<[u8]>> {
     vec(any::<u8>(), 0..80).prop_map(Into::into)
 }
 
-fn tag() -> impl Strategy<Value = Tag> {
+fn tag() -> impl Strategy<Value = AttemptTag> {
     (text(), any::<u32>(), any::<u32>(), any::<u32>()).prop_map(|(id, prompt, sibling, attempt)| {
         let key = TransferKey { id: TransferId(id), prompt };
-        Tag { key, sibling, attempt: Attempt(attempt) }
+        AttemptTag { key, sibling, attempt: Attempt(attempt) }
     })
 }
 
@@ -36,7 +36,7 @@ fn failure() -> impl Strategy<Value = Failure> {
         Failure::Cancelled,
         Failure::PeerRestarted,
         Failure::LeaseExpired,
-        Failure::Fabric(Cause::AckTimeout),
+        Failure::Fabric(FabricError::AckTimeout),
         Failure::Refused(Refused::Busy),
         Failure::EngineGone,
         Failure::Unknown("Later".into()),
@@ -45,7 +45,7 @@ fn failure() -> impl Strategy<Value = Failure> {
         plain,
         text().prop_map(Failure::HelloRefused),
         text().prop_map(|text| Failure::Mismatch(Mismatch(text))),
-        text().prop_map(|text| Failure::Fabric(Cause::Backend(text))),
+        text().prop_map(|text| Failure::Fabric(FabricError::Backend(text))),
         (text(), text(), text()).prop_map(|(peer, frame, rule)| {
             Failure::Violation(PeerViolation { peer, frame, rule })
         }),
@@ -101,7 +101,7 @@ fn geometry() -> impl Strategy<Value = Geometry> {
         any::<u32>().prop_map(|tokens| GroupKind::Window { tokens }),
     ];
     let group = (kind, any::<u32>(), vec(any::<u16>(), 0..4))
-        .prop_map(|(kind, block_tokens, layers)| Group { kind, block_tokens, layers });
+        .prop_map(|(kind, block_tokens, layers)| KvGroup { kind, block_tokens, layers });
     let numbers = (any::<u16>(), any::<u16>(), any::<u16>(), any::<[bool; 2]>());
     (text(), numbers, vec(group, 0..3)).prop_map(
         |(model, (tp, kv_heads, layers, [latent, packed]), groups)| Geometry {
@@ -164,7 +164,7 @@ fn registration() -> impl Strategy<Value = Registration> {
 
 fn frame() -> impl Strategy<Value = Frame> {
     let envelope = (any::<u64>(), any::<u64>(), any::<u64>()).prop_map(|(from, to, session)| {
-        Envelope { version: VERSION, from: Incarnation(from), to: Incarnation(to), session }
+        ConnectionHeader { version: VERSION, from: Incarnation(from), to: Incarnation(to), session }
     });
     let signal =
         (0..3, envelope.clone(), any::<u64>()).prop_map(|(kind, envelope, next)| match kind {
@@ -179,7 +179,7 @@ fn frame() -> impl Strategy<Value = Frame> {
         1 => hello().prop_map(Frame::Hello),
         1 => hello().prop_map(Frame::Welcome),
         1 => (envelope, text(), text()).prop_map(|(envelope, engine, reason)| {
-            let envelope = Envelope { version: 0, ..envelope };
+            let envelope = ConnectionHeader { version: 0, ..envelope };
             Frame::Refuse { envelope, engine: EngineId(engine), reason }
         }),
         1 => registration().prop_map(Frame::Register),
@@ -266,8 +266,11 @@ fn a_list_cannot_be_longer_than_the_frame() {
 fn oversize_is_refused_before_it_is_read_and_never_sent() {
     let error = decode(&vec![0; FRAME_MAX + 1]).unwrap_err();
     assert_eq!(&*error.rule, "longer than a frame may be");
-    let tag =
-        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
+    let tag = AttemptTag {
+        key: TransferKey { id: "t".into(), prompt: 0 },
+        sibling: 0,
+        attempt: Attempt(1),
+    };
     let most = FRAME_MAX / 5 - 1024;
     let announce = |count: usize| Message::Announce {
         tag: tag.clone(),
@@ -276,7 +279,7 @@ fn oversize_is_refused_before_it_is_read_and_never_sent() {
         blocks: vec![BlockList::new(vec![u32::MAX; count])],
     };
     let envelope =
-        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     assert!(fits(&announce(most)));
     assert!(encode_data(&envelope, 0, &announce(most)).len() <= FRAME_MAX);
     assert!(!fits(&announce(FRAME_MAX / 5)));
@@ -289,7 +292,7 @@ fn other_protocols_and_versions_are_told_apart() {
     assert_eq!((&*http.rule, &*foreign.rule), ("another protocol", "another protocol"));
     assert_eq!(peek(b"GET / HTTP/1.1"), None);
     let envelope =
-        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let mut bytes = encode(&Frame::Probe { envelope });
     bytes[2] = VERSION as u8 + 1;
     let error = decode(&bytes).unwrap_err();
@@ -299,10 +302,13 @@ fn other_protocols_and_versions_are_told_apart() {
 
 #[test]
 fn the_header_cannot_name_another_message() {
-    let tag =
-        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
+    let tag = AttemptTag {
+        key: TransferKey { id: "t".into(), prompt: 0 },
+        sibling: 0,
+        attempt: Attempt(1),
+    };
     let envelope =
-        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let mut bytes = encode_data(&envelope, 0, &Message::Cancel { tag });
     bytes[3] = MessageKind::Release as u8;
     assert_eq!(&*decode(&bytes).unwrap_err().rule, "header names another message");
@@ -316,10 +322,14 @@ fn kinds_have_names() {
     assert_eq!(MessageKind::parse("Nothing"), None);
 }
 
-fn cancel(version: u16) -> (Envelope, Tag, Vec<u8>) {
-    let tag =
-        Tag { key: TransferKey { id: "t".into(), prompt: 0 }, sibling: 0, attempt: Attempt(1) };
-    let envelope = Envelope { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
+fn cancel(version: u16) -> (ConnectionHeader, AttemptTag, Vec<u8>) {
+    let tag = AttemptTag {
+        key: TransferKey { id: "t".into(), prompt: 0 },
+        sibling: 0,
+        attempt: Attempt(1),
+    };
+    let envelope =
+        ConnectionHeader { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let bytes = encode_data(&envelope, 7, &Message::Cancel { tag: tag.clone() });
     (envelope, tag, bytes)
 }
@@ -328,7 +338,7 @@ fn cancel(version: u16) -> (Envelope, Tag, Vec<u8>) {
 fn of_a_message_that_cannot_be_read_is_known_what_can_be() {
     for version in VERSION_MIN..=VERSION {
         let (envelope, tag, bytes) = cancel(version);
-        let known = |about| Some(Lost { envelope, seq: 7, about });
+        let known = |about| Some(UnreadableMessage { envelope, seq: 7, about });
         for cut in 1..bytes.len() - 4 {
             let unread = read(&bytes[..bytes.len() - cut]).unwrap_err();
             assert!(!unread.later);
@@ -366,7 +376,7 @@ fn additions_are_read_from_version_2_on() {
             assert_eq!(&*unread.error.rule, format!("unknown kind {kind}"));
             assert_eq!(unread.later, version > 1);
             let known = numbered && version > 1;
-            let lost = known.then_some(Lost { envelope, seq: 7, about: None });
+            let lost = known.then_some(UnreadableMessage { envelope, seq: 7, about: None });
             assert_eq!(unread.message, lost);
         }
     }
@@ -379,7 +389,7 @@ fn version_1_is_told_failures_in_its_own_words() {
     let ended = |failure| Message::Ended { tag: tag.clone(), failure, quiet: true };
     let message = ended(failure.clone());
     let bytes = encode_data(&envelope, 7, &message);
-    let told = Failure::Fabric(Cause::Backend(failure.to_string().into()));
+    let told = Failure::Fabric(FabricError::Backend(failure.to_string().into()));
     let message = ended(told);
     assert_eq!(decode(&bytes), Ok(Frame::Data { envelope, seq: 7, message }));
 }

@@ -7,7 +7,7 @@ use engine::core::error::{Failure, PeerViolation};
 use engine::core::ids::*;
 use engine::core::layout::*;
 use engine::core::message::*;
-use engine::fabric::{Address, Cause, Refused, RegionDesc};
+use engine::fabric::{Address, FabricError, Refused, RegionDesc};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -15,12 +15,12 @@ fn key() -> TransferKey {
     TransferKey { id: "tx-07".into(), prompt: 3 }
 }
 
-fn tag() -> Tag {
-    Tag { key: key(), sibling: 2, attempt: Attempt(70_000) }
+fn tag() -> AttemptTag {
+    AttemptTag { key: key(), sibling: 2, attempt: Attempt(70_000) }
 }
 
 fn hello() -> Box<Hello> {
-    let group = |kind| Group { kind, block_tokens: 16, layers: vec![0, 1] };
+    let group = |kind| KvGroup { kind, block_tokens: 16, layers: vec![0, 1] };
     let geometry = Geometry {
         model: "model".into(),
         tp: 1,
@@ -68,8 +68,8 @@ fn failures() -> Vec<Failure> {
     vec![
         Failure::Cancelled,
         Failure::PrefillEnded,
-        Failure::Fabric(Cause::AckTimeout),
-        Failure::Fabric(Cause::Backend(text())),
+        Failure::Fabric(FabricError::AckTimeout),
+        Failure::Fabric(FabricError::Backend(text())),
         Failure::Refused(Refused::Busy),
         Failure::Refused(Refused::Invalid(text())),
         Failure::PeerSilent,
@@ -92,13 +92,13 @@ fn failures() -> Vec<Failure> {
 /// The failures that are in no line of version 1; a test of the crate sees that all are in one.
 fn later() -> Vec<Failure> {
     let causes = [
-        Cause::QueuePair,
-        Cause::QueueFull,
-        Cause::RemoteAccess,
-        Cause::LocalAccess,
-        Cause::PeerGone,
-        Cause::Closed,
-        Cause::Unreachable,
+        FabricError::QueuePair,
+        FabricError::QueueFull,
+        FabricError::RemoteAccess,
+        FabricError::LocalAccess,
+        FabricError::PeerGone,
+        FabricError::Closed,
+        FabricError::Unreachable,
     ];
     let mut failures = vec![Failure::Unknown("Later".into()), Failure::OtherLife];
     failures.extend(causes.map(Failure::Fabric));
@@ -131,21 +131,21 @@ fn messages() -> Vec<Message> {
 fn whole(registration: Registration) -> Registration {
     let Hello { geometry, mut ranks, .. } = *hello();
     let rank = ranks.remove(0);
-    let fit = Fit::new(&geometry, &[rank]);
-    let trouble = |life| Trouble {
+    let fit = LayoutDigest::new(&geometry, &[rank]);
+    let trouble = |incarnation| UnreachablePrefill {
         engine: "other".into(),
-        life,
-        failure: Failure::Fabric(Cause::PeerGone),
+        incarnation,
+        failure: Failure::Fabric(FabricError::PeerGone),
         number: 300,
     };
     let troubles = vec![trouble(Some(Incarnation(7))), trouble(None)];
     Registration { fit: Some(fit.into()), troubles, ..registration }
 }
 
-/// At least one frame of each kind, in a conversation of a version.
+/// At least one frame of each kind, in a connection of a version.
 fn frames(version: u16) -> Vec<Frame> {
     let envelope =
-        Envelope { version, from: Incarnation(1 << 50), to: Incarnation(2), session: 300 };
+        ConnectionHeader { version, from: Incarnation(1 << 50), to: Incarnation(2), session: 300 };
     let registration = Registration {
         engine: "engine".into(),
         incarnation: Incarnation(5),

@@ -5,9 +5,9 @@ mod peer_net;
 
 use engine::core::Nanos;
 use engine::core::error::Failure;
-use engine::core::ids::{EngineId, PeerSlot};
+use engine::core::ids::{ConnectionId, EngineId};
 use engine::core::peers::PeerEvent;
-use engine::fabric::Cause;
+use engine::fabric::FabricError;
 use peer_net::*;
 use proptest::prelude::*;
 
@@ -17,11 +17,11 @@ fn rate() -> impl Strategy<Value = u64> {
     prop_oneof![Just(0), 0..10u64, 0..400u64]
 }
 
-fn faults() -> impl Strategy<Value = Faults> {
+fn faults() -> impl Strategy<Value = TestFaults> {
     let delay = prop_oneof![Just(30), 1..3_000u64, 1..400_000u64];
     let rates = (rate(), rate(), rate(), rate());
     (any::<u64>(), rates, prop_oneof![Just(0), 0..40u64], rate(), delay, 1..12_000u64).prop_map(
-        |(seed, (loss, duplicate, cut, truncate), mute, refuse, delay, until)| Faults {
+        |(seed, (loss, duplicate, cut, truncate), mute, refuse, delay, until)| TestFaults {
             seed,
             loss,
             duplicate,
@@ -35,28 +35,31 @@ fn faults() -> impl Strategy<Value = Faults> {
     )
 }
 
-/// In order, without gaps, of one slot of the sender in one life.
-fn check_order(core: &Core) -> Result<(), TestCaseError> {
-    let mut slots: Vec<PeerSlot> = Vec::new();
+/// In order, without gaps, of one connection of the sender in one incarnation.
+fn check_order(core: &TestCore) -> Result<(), TestCaseError> {
+    let mut slots: Vec<ConnectionId> = Vec::new();
     for event in &core.events {
         match event {
-            PeerEvent::Up { slot } => slots.push(*slot),
-            PeerEvent::Message { slot, .. } => prop_assert!(slots.contains(slot), "not up"),
-            PeerEvent::Down { slot, .. } => slots.retain(|other| other != slot),
+            PeerEvent::Up { connection: slot } => slots.push(*slot),
+            PeerEvent::Message { connection: slot, .. } => {
+                prop_assert!(slots.contains(slot), "not up")
+            }
+            PeerEvent::Down { connection: slot, .. } => slots.retain(|other| other != slot),
             _ => {}
         }
         prop_assert!(slots.len() <= 1, "two slots up at a time: {slots:?}");
     }
     let mut senders = Vec::new();
     let all = core.events.iter().filter_map(|event| match event {
-        PeerEvent::Up { slot } => Some(*slot),
+        PeerEvent::Up { connection: slot } => Some(*slot),
         _ => None,
     });
     for slot in all {
         let received = core.received(slot);
         let numbers: Vec<u32> = received.iter().map(|(_, _, number)| *number).collect();
         prop_assert_eq!(numbers, (0..received.len() as u32).collect::<Vec<_>>());
-        let mut from: Vec<_> = received.iter().map(|(life, slot, _)| (*life, *slot)).collect();
+        let mut from: Vec<_> =
+            received.iter().map(|(incarnation, slot, _)| (*incarnation, *slot)).collect();
         from.dedup();
         prop_assert!(from.len() <= 1);
         senders.extend(from);
@@ -64,18 +67,18 @@ fn check_order(core: &Core) -> Result<(), TestCaseError> {
     let count = senders.len();
     senders.sort_unstable();
     senders.dedup();
-    prop_assert_eq!(count, senders.len(), "one conversation, two slots");
+    prop_assert_eq!(count, senders.len(), "one link, two connections");
     Ok(())
 }
 
-/// Both sides are in one conversation, which has delivered everything.
-fn check_united(net: &Net) -> Result<(), TestCaseError> {
+/// Both sides are in one connection, which has delivered everything.
+fn check_united(net: &TestNet) -> Result<(), TestCaseError> {
     let (prefill, decode) = (&net.cores[PREFILL], &net.cores[DECODE]);
     let (p, d) = (prefill.up(), decode.up());
     prop_assert_eq!((p.len(), d.len()), (1, 1), "{:?} {:?}", prefill.events, decode.events);
-    let pass = prefill.peers.info(p[0]).map(|info| info.pass);
-    prop_assert_eq!(pass, decode.peers.info(d[0]).map(|info| info.pass));
-    let sent = |core: &Core, slot| core.sent.get(&slot).copied().unwrap_or(0) as usize;
+    let fence_key = prefill.peers.info(p[0]).map(|info| info.fence_key);
+    prop_assert_eq!(fence_key, decode.peers.info(d[0]).map(|info| info.fence_key));
+    let sent = |core: &TestCore, slot| core.sent.get(&slot).copied().unwrap_or(0) as usize;
     prop_assert_eq!(prefill.received(p[0]).len(), sent(decode, d[0]));
     prop_assert_eq!(decode.received(d[0]).len(), sent(prefill, p[0]));
     for core in [prefill, decode] {
@@ -86,7 +89,7 @@ fn check_united(net: &Net) -> Result<(), TestCaseError> {
 }
 
 /// Both sides send now and then, and decode calls whenever it has nobody.
-fn talk(net: &mut Net, steps: &[(bool, u8)], pause: Nanos) {
+fn talk(net: &mut TestNet, steps: &[(bool, u8)], pause: Nanos) {
     for (decode, count) in steps {
         let slot = net.reach();
         for _ in 0..*count {
@@ -106,7 +109,7 @@ proptest! {
         faults in faults(),
         steps in prop::collection::vec((any::<bool>(), 0..20u8), 1..60),
     ) {
-        let mut net = Net::ready(faults);
+        let mut net = TestNet::ready(faults);
         talk(&mut net, &steps, Nanos::from_ms(200));
         let rest = faults.until - net.now;
         net.run(rest + SECOND.scale(9, 1));
@@ -131,7 +134,7 @@ proptest! {
         steps in prop::collection::vec((any::<bool>(), 0..20u8), 1..30),
     ) {
         let until = Nanos::MAX;
-        let mut net = Net::ready(Faults { seed, loss, duplicate, delay, until, ..Faults::NONE });
+        let mut net = TestNet::ready(TestFaults { seed, loss, duplicate, delay, until, ..TestFaults::NONE });
         talk(&mut net, &steps, Nanos::from_ms(50));
         net.run(SECOND.scale(3, 1));
         check_order(&net.cores[PREFILL])?;
@@ -141,11 +144,11 @@ proptest! {
     }
 
     #[test]
-    fn a_new_life_is_a_new_peer(
+    fn a_new_incarnation_is_a_new_peer(
         faults in faults(),
         crashes in prop::collection::vec((0..2usize, any::<bool>(), 0..9_000u64), 1..4),
     ) {
-        let mut net = Net::ready(faults);
+        let mut net = TestNet::ready(faults);
         for (core, silently, pause) in crashes {
             talk(&mut net, &[(true, 3), (false, 3)], Nanos::from_ms(pause / 3));
             check_order(&net.cores[PREFILL])?;
@@ -166,7 +169,7 @@ proptest! {
 
 #[test]
 fn hellos_wait_for_the_ranks_of_both_sides() {
-    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), TestFaults::NONE);
     let slot = net.reach();
     net.send(DECODE, slot).unwrap();
     net.run(SECOND.scale(60, 1));
@@ -182,7 +185,7 @@ fn hellos_wait_for_the_ranks_of_both_sides() {
 
 #[test]
 fn engines_that_do_not_fit_are_refused_and_both_know_why() {
-    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 3), Faults::NONE);
+    let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 3), TestFaults::NONE);
     net.set_ranks(PREFILL, shape(2).1);
     net.set_ranks(DECODE, shape(3).1);
     net.reach();
@@ -206,7 +209,7 @@ fn engines_that_do_not_fit_are_refused_and_both_know_why() {
 
 #[test]
 fn nobody_there_is_unreachable_after_the_hello_time() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.crash(PREFILL, false);
     net.reach();
     net.run(Nanos::from_ms(1_999));
@@ -218,7 +221,7 @@ fn nobody_there_is_unreachable_after_the_hello_time() {
 
 #[test]
 fn a_silent_peer_is_down_on_time_and_not_before() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     net.run(SECOND);
     net.crash(PREFILL, true);
@@ -231,7 +234,7 @@ fn a_silent_peer_is_down_on_time_and_not_before() {
 #[test]
 fn a_link_that_carries_nothing_is_replaced() {
     for from in [PREFILL, DECODE] {
-        let mut net = Net::ready(Faults::NONE);
+        let mut net = TestNet::ready(TestFaults::NONE);
         let slot = net.reach();
         net.run(SECOND);
         net.mute(from);
@@ -247,7 +250,7 @@ fn a_link_that_carries_nothing_is_replaced() {
 
 #[test]
 fn a_link_that_was_cut_is_replaced_at_once() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     net.send(DECODE, slot).unwrap();
     net.run(SECOND);
@@ -259,7 +262,7 @@ fn a_link_that_was_cut_is_replaced_at_once() {
 
 #[test]
 fn who_was_dialled_gives_up_a_peer_that_does_not_dial_again() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.run(SECOND);
     net.crash(DECODE, false);
@@ -271,7 +274,7 @@ fn who_was_dialled_gives_up_a_peer_that_does_not_dial_again() {
 
 #[test]
 fn a_link_that_never_lasts_is_given_up() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     for _ in 0..80 {
         net.run(Nanos::from_ms(1_100));
@@ -284,7 +287,7 @@ fn a_link_that_never_lasts_is_given_up() {
 #[test]
 fn a_process_that_stood_still_does_not_blame_its_peers() {
     for span in [8, 60] {
-        let mut net = Net::ready(Faults::NONE);
+        let mut net = TestNet::ready(TestFaults::NONE);
         net.reach();
         net.run(SECOND);
         net.pause(DECODE, SECOND.scale(span, 1));
@@ -296,7 +299,7 @@ fn a_process_that_stood_still_does_not_blame_its_peers() {
 
 #[test]
 fn a_process_that_stood_still_before_it_was_answered_waits_once_more() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.pause(DECODE, SECOND.scale(8, 1));
     net.run(SECOND.scale(9, 1));
@@ -306,7 +309,7 @@ fn a_process_that_stood_still_before_it_was_answered_waits_once_more() {
 
 #[test]
 fn a_process_that_stands_still_again_and_again_gives_up_a_peer_that_is_not_there() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.crash(PREFILL, false);
     net.reach();
     for _ in 0..2 {
@@ -319,7 +322,7 @@ fn a_process_that_stands_still_again_and_again_gives_up_a_peer_that_is_not_there
 
 #[test]
 fn restarts_are_told_as_such() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     for core in [PREFILL, DECODE] {
         net.reach();
         net.run(SECOND);
@@ -336,7 +339,7 @@ fn restarts_are_told_as_such() {
 
 #[test]
 fn a_restart_with_another_geometry_ends_the_old_peer_and_is_refused() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.run(SECOND);
     net.crash(DECODE, true);
@@ -350,7 +353,7 @@ fn a_restart_with_another_geometry_ends_the_old_peer_and_is_refused() {
 
 #[test]
 fn new_ranks_end_all_conversations_and_new_ones_tell_them() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.run(SECOND);
     let mut ranks = shape(2).1;
@@ -360,8 +363,8 @@ fn new_ranks_end_all_conversations_and_new_ones_tell_them() {
     ranks[0].layers[1].base = 0;
     net.set_ranks(PREFILL, ranks.clone());
     net.run(SECOND);
-    assert_eq!(net.cores[PREFILL].failures(), [Failure::Fabric(Cause::Closed)]);
-    assert_eq!(net.cores[DECODE].failures(), [Failure::Fabric(Cause::PeerGone)]);
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::Fabric(FabricError::Closed)]);
+    assert_eq!(net.cores[DECODE].failures(), [Failure::Fabric(FabricError::PeerGone)]);
     let slot = net.reach();
     net.run(SECOND);
     check_united(&net).unwrap();
@@ -370,13 +373,13 @@ fn new_ranks_end_all_conversations_and_new_ones_tell_them() {
 
 #[test]
 fn closing_tells_the_other_side_and_gives_all_links_back() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     net.run(SECOND);
     net.close(DECODE, slot);
     net.run(SECOND.scale(3, 1));
     assert_eq!(net.cores[DECODE].failures(), []);
-    assert_eq!(net.cores[PREFILL].failures(), [Failure::Fabric(Cause::PeerGone)]);
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::Fabric(FabricError::PeerGone)]);
     for core in &net.cores {
         assert_eq!((core.peers.gauges().links, core.peers.deadline()), (0, None));
     }
@@ -385,7 +388,7 @@ fn closing_tells_the_other_side_and_gives_all_links_back() {
 
 #[test]
 fn a_full_queue_is_overload() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     let accepted = (0..70_000).take_while(|_| net.send(DECODE, slot).is_ok()).count();
     assert_eq!(accepted, 65_536);
@@ -396,7 +399,7 @@ fn a_full_queue_is_overload() {
 
 #[test]
 fn strangers_are_hung_up() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.stranger(900, None);
     net.stranger(901, None);
     net.stranger(901, Some(vec![b"GET / HTTP/1.1\r\n\r\n".to_vec()]));

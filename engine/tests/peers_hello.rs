@@ -6,23 +6,23 @@ mod peer_net;
 use engine::core::Nanos;
 use engine::core::channel::{ChannelConfig, WINDOW};
 use engine::core::command::ControlCommand;
-use engine::core::dialect::native::{self, Envelope, Frame, VERSION, VERSION_MIN};
+use engine::core::dialect::native::{self, ConnectionHeader, Frame, VERSION, VERSION_MIN};
 use engine::core::error::Failure;
 use engine::core::ids::*;
-use engine::core::message::{Hello, Message, Role, Tag};
-use engine::core::peers::{Out, PeerEvent, Peers};
+use engine::core::message::{AttemptTag, Hello, Message, Role};
+use engine::core::peers::{PeerEvent, PeerOutbox, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);
 
 /// A flawless hello of the decode.
-fn hello(life: u64, session: u64) -> Hello {
+fn hello(incarnation: u64, session: u64) -> Hello {
     let (geometry, ranks) = shape(2);
     Hello {
         version: VERSION,
         version_min: VERSION,
         engine: "d".into(),
-        incarnation: Incarnation(life),
+        incarnation: Incarnation(incarnation),
         session,
         expects: "p".into(),
         role: Role::Decode,
@@ -34,7 +34,7 @@ fn hello(life: u64, session: u64) -> Hello {
 }
 
 /// Says hello to the prefill by a link of its own.
-fn say(net: &mut Net, link: u32, hello: Hello) {
+fn say(net: &mut TestNet, link: u32, hello: Hello) {
     let frame = native::encode(&Frame::Hello(Box::new(hello)));
     net.stranger(link, None);
     net.stranger(link, Some(vec![frame]));
@@ -54,7 +54,7 @@ fn flaws_are_refused_with_a_reason() {
         (|hello| hello.geometry.kv_heads = 2, "geometry of d is damaged"),
         (|hello| hello.capabilities = 4, "p and d share no transfer mode"),
     ];
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     for (link, (flaw, expected)) in flaws.iter().enumerate() {
         let mut hello = hello(1, 1);
         flaw(&mut hello);
@@ -74,11 +74,11 @@ fn flaws_are_refused_with_a_reason() {
 
 #[test]
 fn hellos_of_the_past_change_nothing() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     say(&mut net, 900, hello(5, 7));
     let up = net.cores[PREFILL].up();
-    for (link, (life, session)) in [(4, 9), (5, 6), (0, 0)].into_iter().enumerate() {
-        say(&mut net, 901 + link as u32, hello(life, session));
+    for (link, (incarnation, session)) in [(4, 9), (5, 6), (0, 0)].into_iter().enumerate() {
+        say(&mut net, 901 + link as u32, hello(incarnation, session));
         assert_eq!(net.cores[PREFILL].up(), up);
     }
     let slot = up[0];
@@ -90,19 +90,19 @@ fn hellos_of_the_past_change_nothing() {
 }
 
 #[test]
-fn the_next_session_of_a_life_replaces_the_one_before() {
-    let mut net = Net::ready(Faults::NONE);
+fn the_next_session_of_an_incarnation_replaces_the_one_before() {
+    let mut net = TestNet::ready(TestFaults::NONE);
     say(&mut net, 900, hello(5, 7));
     say(&mut net, 901, hello(5, 8));
     assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerSilent]);
     assert_eq!(net.cores[PREFILL].up().len(), 1);
 }
 
-/// A restart with a clock that went back, and no place where the last life was noted.
+/// A restart with a clock that went back, and no place where the last incarnation was noted.
 #[test]
-fn a_life_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
+fn an_incarnation_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
     for core in [PREFILL, DECODE] {
-        let mut net = Net::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), Faults::NONE);
+        let mut net = TestNet::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), TestFaults::NONE);
         for core in [PREFILL, DECODE] {
             net.set_ranks(core, shape(2).1);
         }
@@ -121,7 +121,7 @@ fn a_life_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
                 net.cores[DECODE].failures()
             );
         }
-        // From then on it is a life like any other.
+        // From then on it is an incarnation like any other.
         net.restart_as(core, 4, 2);
         net.reach();
         net.run(SECOND);
@@ -132,8 +132,8 @@ fn a_life_that_seems_to_be_before_the_last_one_is_let_in_when_that_is_over() {
 }
 
 #[test]
-fn a_life_that_is_over_ends_nothing_though_it_is_higher() {
-    let mut net = Net::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), Faults::NONE);
+fn an_incarnation_that_is_over_ends_nothing_though_it_is_higher() {
+    let mut net = TestNet::new(me(PREFILL, 5, 2), me(DECODE, 5, 2), TestFaults::NONE);
     for core in [PREFILL, DECODE] {
         net.set_ranks(core, shape(2).1);
     }
@@ -148,12 +148,12 @@ fn a_life_that_is_over_ends_nothing_though_it_is_higher() {
 }
 
 #[test]
-fn a_life_that_seems_to_be_before_one_that_is_here_is_told_so() {
-    let mut net = Net::ready(Faults::NONE);
+fn an_incarnation_that_seems_to_be_before_one_that_is_here_is_told_so() {
+    let mut net = TestNet::ready(TestFaults::NONE);
     say(&mut net, 900, hello(5, 7));
     let told = net.cores[PREFILL].up();
     let Hello { engine, .. } = hello(4, 1);
-    let refused = |net: &Net| {
+    let refused = |net: &TestNet| {
         net.said_by_prefill.iter().rev().find_map(|frame| match native::decode(frame) {
             Ok(Frame::Refuse { envelope, reason, .. }) => Some((envelope, reason)),
             _ => None,
@@ -167,35 +167,38 @@ fn a_life_that_seems_to_be_before_one_that_is_here_is_told_so() {
     }
     let version = native::VERSION;
     let (from, to) = (Incarnation(5), Incarnation(1));
-    let envelope = Envelope { version, from, to, session: 7 };
+    let envelope = ConnectionHeader { version, from, to, session: 7 };
     let here = native::encode(&Frame::Ack { envelope, next: 0 });
     net.stranger(900, Some(vec![here]));
     net.run(Nanos::from_ms(1));
     say(&mut net, 903, hello(4, 1));
     let (envelope, reason) = refused(&net).expect("it is told");
     assert_eq!((envelope.to, net.cores[PREFILL].up()), (Incarnation(4), told));
-    assert!(reason.starts_with(&format!("life 4 of {engine} seems to be before 5")), "{reason}");
+    assert!(
+        reason.starts_with(&format!("incarnation 4 of {engine} seems to be before 5")),
+        "{reason}"
+    );
 }
 
 #[test]
-fn a_later_life_is_not_judged_by_one_that_did_not_fit() {
-    let mut net = Net::new(me(PREFILL, 1, 3), me(DECODE, 1, 2), Faults::NONE);
+fn a_later_incarnation_is_not_judged_by_one_that_did_not_fit() {
+    let mut net = TestNet::new(me(PREFILL, 1, 3), me(DECODE, 1, 2), TestFaults::NONE);
     net.set_ranks(PREFILL, shape(3).1);
     net.set_ranks(DECODE, shape(2).1);
-    net.reach_life(Some(Incarnation(1)));
+    net.reach_incarnation(Some(Incarnation(1)));
     net.run(Nanos::from_ms(1));
     assert_eq!(net.cores[DECODE].failures().len(), 1);
     net.restart(PREFILL, 2);
-    for (life, ups) in [(Some(Incarnation(1)), 0), (None, 0), (Some(Incarnation(2)), 1)] {
-        net.reach_life(life);
+    for (incarnation, ups) in [(Some(Incarnation(1)), 0), (None, 0), (Some(Incarnation(2)), 1)] {
+        net.reach_incarnation(incarnation);
         net.run(Nanos::from_ms(1));
-        assert_eq!(net.cores[DECODE].up().len(), ups, "{life:?}");
+        assert_eq!(net.cores[DECODE].up().len(), ups, "{incarnation:?}");
     }
 }
 
 #[test]
 fn another_engine_may_not_answer() {
-    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), TestFaults::NONE);
     net.set_ranks(DECODE, shape(2).1);
     net.reach();
     net.run(Nanos::from_ms(1));
@@ -209,7 +212,7 @@ fn another_engine_may_not_answer() {
 
 #[test]
 fn an_answer_to_another_engine_is_ignored() {
-    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), TestFaults::NONE);
     net.set_ranks(DECODE, shape(2).1);
     net.reach();
     net.run(Nanos::from_ms(1));
@@ -223,7 +226,7 @@ fn an_answer_to_another_engine_is_ignored() {
 
 #[test]
 fn two_engines_on_one_link_go_on_by_others() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     net.run(Nanos::from_ms(1));
     let up = net.cores[PREFILL].up();
@@ -238,7 +241,7 @@ fn two_engines_on_one_link_go_on_by_others() {
 
 #[test]
 fn an_engine_that_lost_its_link_to_another_is_not_kept_for_ever() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     say(&mut net, 900, Hello { engine: "e".into(), ..hello(1, 1) });
     let second = native::encode(&Frame::Hello(Box::new(hello(1, 1))));
     net.stranger(900, Some(vec![second]));
@@ -249,22 +252,24 @@ fn an_engine_that_lost_its_link_to_another_is_not_kept_for_ever() {
     assert_eq!(net.cores[PREFILL].up().len(), 1);
 }
 
-fn data(envelope: Envelope, seq: u64) -> Frame {
+fn data(envelope: ConnectionHeader, seq: u64) -> Frame {
     let key = TransferKey { id: "t".into(), prompt: 1 };
-    let message = Message::Cancel { tag: Tag { key, sibling: 1, attempt: Attempt(seq as u32) } };
+    let message =
+        Message::Cancel { tag: AttemptTag { key, sibling: 1, attempt: Attempt(seq as u32) } };
     Frame::Data { envelope, seq, message }
 }
 
 #[test]
 fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.run(SECOND);
-    let right = Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let right =
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     let wrong = [
-        Envelope { from: Incarnation(2), ..right },
-        Envelope { to: Incarnation(2), ..right },
-        Envelope { session: 2, ..right },
+        ConnectionHeader { from: Incarnation(2), ..right },
+        ConnectionHeader { to: Incarnation(2), ..right },
+        ConnectionHeader { session: 2, ..right },
     ];
     for envelope in wrong {
         net.forge(PREFILL, &data(envelope, 0));
@@ -280,10 +285,11 @@ fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
 
 #[test]
 fn broken_rules_are_counted_and_cost_only_the_frame() {
-    let mut net = Net::ready(Faults::NONE);
+    let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
     net.run(SECOND);
-    let right = Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
+    let right =
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };
     net.forge(PREFILL, &data(right, WINDOW));
     net.forge(PREFILL, &Frame::Ack { envelope: right, next: 1 });
     net.forge(PREFILL, &Frame::Welcome(Box::new(hello(1, 1))));
@@ -298,9 +304,9 @@ fn broken_rules_are_counted_and_cost_only_the_frame() {
     assert_eq!(net.cores[PREFILL].received(net.cores[PREFILL].up()[0]).len(), 1);
 }
 
-fn limited(peers_max: u32, links_max: u32) -> Net {
+fn limited(peers_max: u32, links_max: u32) -> TestNet {
     let config = ChannelConfig { peers_max, links_max, ..ChannelConfig::default() };
-    let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), Faults::NONE);
+    let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), TestFaults::NONE);
     for core in [PREFILL, DECODE] {
         net.cores[core].peers = Peers::new(config.clone(), me(core, 1, 2), false);
         net.set_ranks(core, shape(2).1);
@@ -308,7 +314,7 @@ fn limited(peers_max: u32, links_max: u32) -> Net {
     net
 }
 
-fn overloads(core: &Core) -> usize {
+fn overloads(core: &TestCore) -> usize {
     let overload =
         |event: &&PeerEvent| matches!(event, PeerEvent::Refused { failure: Failure::Overload, .. });
     core.events.iter().filter(overload).count()
@@ -351,7 +357,7 @@ fn of_peers_that_are_gone_the_one_for_longest_is_forgotten() {
     }
     say(&mut net, 902, of("c", 5));
     say(&mut net, 903, of("b", 5));
-    assert_eq!(net.cores[PREFILL].up().len(), 1, "a conversation that is over resumed");
+    assert_eq!(net.cores[PREFILL].up().len(), 1, "a connection that is over resumed");
     say(&mut net, 904, of("z", 5));
     assert_eq!(net.cores[PREFILL].up().len(), 2, "remembered for longer than there is room");
     // What goes on is not forgotten, whatever comes: the hello of the past changes nothing.
@@ -365,14 +371,14 @@ fn of_peers_that_are_gone_the_one_for_longest_is_forgotten() {
 #[test]
 fn the_newest_version_that_both_speak_is_kept_and_said() {
     for (newest, agreed) in [(1, 1), (VERSION, VERSION), (VERSION + 7, VERSION)] {
-        let mut net = Net::ready(Faults::NONE);
+        let mut net = TestNet::ready(TestFaults::NONE);
         say(&mut net, 900, Hello { version: newest, version_min: 1, ..hello(1, 1) });
         let slot = net.cores[PREFILL].up()[0];
         assert_eq!(net.cores[PREFILL].peers.info(slot).unwrap().version, agreed);
-        // A frame of any other version is none of this conversation.
+        // A frame of any other version is none of this connection.
         for version in VERSION_MIN..=VERSION {
             let envelope =
-                Envelope { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
+                ConnectionHeader { version, from: Incarnation(1), to: Incarnation(1), session: 1 };
             net.stranger(900, Some(vec![native::encode(&data(envelope, 0))]));
         }
         net.run(Nanos::from_ms(1));
@@ -383,9 +389,9 @@ fn the_newest_version_that_both_speak_is_kept_and_said() {
 }
 
 /// What becomes of an attempt of the decode to reach another prefill.
-fn reach_another(net: &mut Net) -> (Vec<ControlCommand>, Vec<PeerEvent>) {
+fn reach_another(net: &mut TestNet) -> (Vec<ControlCommand>, Vec<PeerEvent>) {
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let out = &mut Out { commands: &mut commands, events: &mut events };
+    let out = &mut PeerOutbox { commands: &mut commands, events: &mut events };
     net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, out);
     (commands, events)
 }

@@ -1,4 +1,5 @@
-//! Every table of the machines is counted by their gauges, or is listed here with the reason why not.
+//! Every table of the machines is counted by their gauges, or is listed here with the reason why
+//! not.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,18 +7,18 @@ use std::path::{Path, PathBuf};
 
 /// Files and folders of `engine/src/core` that hold the state of machines.
 const STATE: [&str; 15] = [
-    "beacon.rs",
-    "blocks.rs",
+    "heartbeat.rs",
+    "block_ledger.rs",
     "by_peer.rs",
     "channel.rs",
     "decode",
-    "hashes.rs",
+    "hash_index.rs",
     "idmap.rs",
     "moriio",
     "peers",
     "prefill",
     "router",
-    "station.rs",
+    "peer_manager.rs",
     "timers.rs",
     "tombstones.rs",
     "transfer",
@@ -25,15 +26,15 @@ const STATE: [&str; 15] = [
 
 /// Types that hold any number of things.
 const TABLES: [&str; 15] = [
-    "Abandoned",
+    "AbandonQueue",
     "BTreeMap",
     "BTreeSet",
     "ByPeer",
     "Channel",
     "HashIndex",
     "IdMap",
-    "Ledger",
-    "Notices",
+    "BlockLedger",
+    "NoticeSender",
     "PrefixMemory",
     "Rejections",
     "Timers",
@@ -52,7 +53,7 @@ const COUNTERS: [&str; 17] = [
     "len",
     "lines",
     "links",
-    "owed",
+    "pending_len",
     "owners",
     "pending",
     "places",
@@ -65,30 +66,30 @@ const COUNTERS: [&str; 17] = [
 
 /// Tables that no gauge counts: file, struct and field, and why they cannot grow unseen.
 const UNCOUNTED: [(&str, &str); 33] = [
-    ("beacon.rs Beacon.said", "taken after each input"),
-    ("blocks.rs Claims.destinations", "what is received or quarantined"),
-    ("blocks.rs Claims.sources", "no core claims any"),
-    ("blocks.rs Ledger.groups", "as many as the engine has"),
-    ("blocks.rs Ledger.spare", "some of the places"),
-    ("blocks.rs Table.pages", "a cell per block of the engine"),
-    ("decode/mod.rs Decode.news", "taken after each input"),
-    ("hashes.rs HashIndex.places", "at most four per entry"),
+    ("heartbeat.rs Heartbeat.router_events", "taken after each input"),
+    ("block_ledger.rs BlockClaims.destinations", "what is received or quarantined"),
+    ("block_ledger.rs BlockClaims.sources", "no core claims any"),
+    ("block_ledger.rs BlockLedger.groups", "as many as the engine has"),
+    ("block_ledger.rs BlockLedger.spare", "some of the places"),
+    ("block_ledger.rs PagedCells.pages", "a cell per block of the engine"),
+    ("decode/mod.rs Decode.events", "taken after each input"),
+    ("hash_index.rs HashIndex.places", "at most four per entry"),
     ("idmap.rs IdMap.by_transfer", "the same ties the other way round"),
     ("moriio/config.rs MoriioConfig.layer_names", "a setting"),
-    ("moriio/feed.rs Early.blocks", "what one frame says"),
+    ("moriio/decode_proxy.rs EarlyNotices.blocks", "what one frame says"),
     ("moriio/mod.rs MoriioPeers.ranks", "one per TP rank"),
-    ("peers/mod.rs Out.events", "not kept"),
+    ("peers/mod.rs PeerOutbox.events", "not kept"),
     ("peers/mod.rs PeerInfo.ranks", "one per TP rank of a peer"),
     ("peers/mod.rs Peers.ranks", "one per TP rank"),
-    ("peers/mod.rs Unsaid.tags", "not kept"),
-    ("prefill/mod.rs Prefill.news", "taken after each input"),
-    ("prefill/request.rs Request.blocks", "the blocks that are held"),
+    ("peers/mod.rs UnackedReleases.tags", "not kept"),
+    ("prefill/mod.rs Prefill.events", "taken after each input"),
+    ("prefill/request.rs PrefillRequest.blocks", "the blocks that are held"),
     ("router/io.rs ClientRequest.prompts", "the works of a request"),
     ("router/mod.rs Router.paused", "counted by `waits`"),
     ("router/mod.rs Router.waiting", "counted by `waits`"),
     ("router/prefixes.rs PrefixMemory.places", "the same hashes as the nodes"),
-    ("station.rs Station.events", "taken after each input"),
-    ("station.rs Station.layouts", "one per TP rank"),
+    ("peer_manager.rs PeerManager.events", "taken after each input"),
+    ("peer_manager.rs PeerManager.layouts", "one per TP rank"),
     ("timers.rs Timers.queue", "the same deadlines in another order"),
     ("tombstones.rs Tombstones.order", "the same names in another order"),
     ("transfer/flow.rs Flow.pieces", "the pieces of all flows are counted in one number"),
@@ -96,20 +97,20 @@ const UNCOUNTED: [(&str, &str); 33] = [
     ("transfer/mod.rs Transfer.regions", "one per region of the engine"),
     ("transfer/mod.rs TransferConfig.layers", "a setting"),
     ("transfer/mod.rs TransferConfig.memory", "a setting"),
-    ("transfer/session.rs Unit.layers", "the layers of the engine"),
-    ("transfer/source.rs Source.blocks", "blocks that are held"),
+    ("transfer/session.rs Stripe.layers", "the layers of the engine"),
+    ("transfer/source.rs PushSource.blocks", "blocks that are held"),
 ];
 
 /// A table of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Table {
+struct CoreTable {
     /// Below `engine/src/core`.
     file: String,
     holder: String,
     field: String,
 }
 
-impl Table {
+impl CoreTable {
     fn name(&self) -> String {
         format!("{} {}.{}", self.file, self.holder, self.field)
     }
@@ -147,14 +148,14 @@ fn is_table(of: &str) -> bool {
 }
 
 /// The tables among the fields of all structs of a file.
-fn tables(file: &str, code: &str) -> Vec<Table> {
+fn tables(file: &str, code: &str) -> Vec<CoreTable> {
     let mut found = Vec::new();
     let mut holder = None;
     for line in code.lines() {
         let bare = line.trim_start_matches("pub(super) ").trim_start_matches("pub ");
         if let Some(rest) = bare.strip_prefix("struct ") {
             let name = words(rest).next().unwrap_or_default().to_owned();
-            let table = |field: &str| Table {
+            let table = |field: &str| CoreTable {
                 file: file.to_owned(),
                 holder: name.clone(),
                 field: field.to_owned(),
@@ -172,7 +173,7 @@ fn tables(file: &str, code: &str) -> Vec<Table> {
             && is_table(of)
         {
             let field = words(field).last().unwrap_or_default().to_owned();
-            found.push(Table { file: file.to_owned(), holder: holder.clone(), field });
+            found.push(CoreTable { file: file.to_owned(), holder: holder.clone(), field });
         }
     }
     found

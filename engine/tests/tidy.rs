@@ -1,6 +1,6 @@
 //! Rules of the tree that no compiler checks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -139,8 +139,79 @@ fn the_readme_names_every_crate() {
     }
 }
 
-/// The entries of `engine/planted.toml`, each of three lines: its name, what the bug does, and what finds it or
-/// why nothing does.
+/// The name of the type that a line at the margin defines.
+fn defined(line: &str) -> Option<&str> {
+    let line = match line.strip_prefix("pub") {
+        Some(rest) => rest.trim_start_matches(|c| c != ' ').trim_start(),
+        None => line,
+    };
+    let kinds = ["struct ", "enum ", "union ", "trait ", "type "];
+    let name = kinds.iter().find_map(|kind| line.strip_prefix(kind))?;
+    name.split(|c: char| !c.is_alphanumeric() && c != '_').next()
+}
+
+/// The types that are defined in the workspace outside of functions, and where.
+fn types() -> Vec<(String, PathBuf)> {
+    let of_file = |path: PathBuf| {
+        let text = read(&path);
+        let names: Vec<_> = text.lines().filter_map(defined).map(str::to_owned).collect();
+        names.into_iter().map(move |name| (name, path.clone()))
+    };
+    files("", ".rs").into_iter().flat_map(of_file).collect()
+}
+
+#[test]
+fn the_name_of_a_type_stands_for_one_thing() {
+    let mut all: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
+    for (name, path) in types() {
+        all.entry(name).or_default().push(path);
+    }
+    assert!(all.len() > 1000, "only {} types were found", all.len());
+    all.retain(|_, paths| paths.len() > 1);
+    assert!(all.is_empty(), "several types have one name: {all:#?}");
+}
+
+#[test]
+fn the_glossary_names_types_that_exist() {
+    let all: BTreeSet<String> = types().into_iter().map(|(name, _)| name).collect();
+    let glossary = read(&root().join("docs/glossary.md"));
+    // The names of types that the term of a row is.
+    let terms = glossary.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+    let names: Vec<&str> = terms
+        .flat_map(|term| term.split('`').skip(1).step_by(2))
+        .filter(|name| name.starts_with(|c: char| c.is_uppercase()))
+        .collect();
+    assert!(names.len() > 50, "only {} types are named", names.len());
+    let missing: Vec<_> = names.iter().filter(|name| !all.contains(**name)).collect();
+    assert!(missing.is_empty(), "docs/glossary.md: no such types: {missing:?}");
+}
+
+#[test]
+fn the_architecture_names_files_and_functions_that_exist() {
+    let mut named = 0;
+    for line in read(&root().join("docs/architecture.md")).lines() {
+        // Functions are named behind their file.
+        let mut file: Option<(&str, String)> = None;
+        for word in line.split('`').skip(1).step_by(2) {
+            if word.contains('/') && !word.contains(' ') {
+                let path = root().join(word);
+                assert!(path.exists(), "docs/architecture.md: there is no {word}");
+                file = path.is_file().then(|| (word, read(&path)));
+            } else if word.chars().all(|c| c.is_ascii_lowercase() || c == '_')
+                && let Some((file, text)) = &file
+            {
+                let is_there =
+                    ["fn ", "def "].iter().any(|kind| text.contains(&format!("{kind}{word}(")));
+                assert!(is_there, "docs/architecture.md: {file} has no function {word}");
+                named += 1;
+            }
+        }
+    }
+    assert!(named >= 20, "docs/architecture.md names only {named} functions");
+}
+
+/// The entries of `engine/planted.toml`, each of three lines: its name, what the bug does, and what
+/// finds it or why nothing does.
 fn planted() -> Vec<[String; 3]> {
     let list = read(&root().join("engine/planted.toml"));
     let lines: Vec<&str> =

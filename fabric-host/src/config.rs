@@ -7,7 +7,7 @@ use std::time::Duration;
 /// How bytes get from one process to another, fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Path {
+pub enum DataPath {
     /// The source is a memory file that the owner of the destination maps.
     SharedMemory,
     /// The kernel copies between the address spaces of two processes of one host.
@@ -16,21 +16,21 @@ pub enum Path {
     Tcp,
 }
 
-impl Path {
+impl DataPath {
     /// All paths, fastest first.
-    pub const ALL: [Path; 3] = [Path::SharedMemory, Path::CrossMemory, Path::Tcp];
+    pub const ALL: [DataPath; 3] = [DataPath::SharedMemory, DataPath::CrossMemory, DataPath::Tcp];
 
     /// `shared-memory`, `cross-memory` or `tcp`.
     pub const fn name(self) -> &'static str {
         match self {
-            Path::SharedMemory => "shared-memory",
-            Path::CrossMemory => "cross-memory",
-            Path::Tcp => "tcp",
+            DataPath::SharedMemory => "shared-memory",
+            DataPath::CrossMemory => "cross-memory",
+            DataPath::Tcp => "tcp",
         }
     }
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for DataPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -72,7 +72,7 @@ pub struct HostConfig {
     /// How long a thread looks for work before it sleeps.
     pub spin_us: u32,
     /// The paths that may be taken.
-    pub paths: Vec<Path>,
+    pub paths: Vec<DataPath>,
     /// Take a slower path of `paths` where the one that memory and hosts call for cannot be had.
     /// Otherwise that fails the session.
     pub slower: bool,
@@ -97,7 +97,7 @@ impl Default for HostConfig {
             dead_ms: 5_000,
             inline_max: 8 << 20,
             spin_us: 50,
-            paths: Path::ALL.into(),
+            paths: DataPath::ALL.into(),
             slower: false,
             open_door: false,
         }
@@ -109,7 +109,7 @@ impl HostConfig {
         Duration::from_millis(self.connect_ms.into())
     }
 
-    pub(crate) fn allows(&self, path: Path) -> bool {
+    pub(crate) fn allows(&self, path: DataPath) -> bool {
         self.paths.contains(&path)
     }
 

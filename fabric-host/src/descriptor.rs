@@ -3,7 +3,9 @@
 //! What this plane needs beyond MoRI's fields is in the node id (`boot id/pid
 //! namespace/network namespace/incarnation`) and in the first bytes of the region's IPC handle.
 
-use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, Handle, MemoryDesc};
+use engine::core::dialect::moriio::descriptor::{
+    DescLayout, IpcHandle, MoriEngineDesc, MoriMemoryDesc,
+};
 use engine::fabric::{Address, RegionDesc, RegionId};
 use std::fs;
 use std::sync::Arc;
@@ -11,17 +13,17 @@ use std::sync::Arc;
 /// First bytes of the handle of a region; the last one is a version.
 const MARK: [u8; 8] = *b"kvfhost\x01";
 
-/// Who a plane is, in one life.
+/// Who a plane is, in one incarnation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Identity {
+pub(crate) struct HostPlaneIdentity {
     pub(crate) key: Arc<str>,
     pub(crate) incarnation: u64,
 }
 
 /// Where a plane can be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Location {
-    pub(crate) who: Identity,
+pub(crate) struct HostPlaneAddress {
+    pub(crate) who: HostPlaneIdentity,
     /// Planes of equal node share a kernel, process ids and Unix sockets.
     pub(crate) node: Arc<str>,
     pub(crate) hostname: Arc<str>,
@@ -40,9 +42,9 @@ pub(crate) fn this_node() -> Arc<str> {
     format!("{}/{}/{}", boot.trim(), space("pid"), space("net")).into()
 }
 
-impl Location {
+impl HostPlaneAddress {
     pub(crate) fn encode(&self) -> Address {
-        let desc = EngineDesc {
+        let desc = MoriEngineDesc {
             key: self.who.key.clone(),
             node_id: format!("{}/{:016x}", self.node, self.who.incarnation).into(),
             hostname: self.hostname.clone(),
@@ -54,14 +56,14 @@ impl Location {
     }
 
     /// None for the address of another kind of plane.
-    pub(crate) fn decode(address: &Address) -> Option<Location> {
-        let desc = EngineDesc::decode(&address.0).ok()?;
+    pub(crate) fn decode(address: &Address) -> Option<HostPlaneAddress> {
+        let desc = MoriEngineDesc::decode(&address.0).ok()?;
         let (node, incarnation) = desc.node_id.rsplit_once('/')?;
         if incarnation.len() != 16 || !node.contains('/') || desc.host.is_empty() {
             return None;
         }
-        Some(Location {
-            who: Identity {
+        Some(HostPlaneAddress {
+            who: HostPlaneIdentity {
                 key: desc.key,
                 incarnation: u64::from_str_radix(incarnation, 16).ok()?,
             },
@@ -81,42 +83,42 @@ impl Location {
 
 /// What a descriptor says of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Claim {
-    pub(crate) owner: Identity,
+pub(crate) struct HostRegionDescriptor {
+    pub(crate) owner: HostPlaneIdentity,
     pub(crate) region: RegionId,
     pub(crate) token: u64,
     pub(crate) base: u64,
     pub(crate) len: u64,
 }
 
-impl Claim {
+impl HostRegionDescriptor {
     pub(crate) fn encode(&self) -> RegionDesc {
-        let mut handle: Handle = [0; 64];
+        let mut handle: IpcHandle = [0; 64];
         handle[..8].copy_from_slice(&MARK);
         handle[8..16].copy_from_slice(&self.owner.incarnation.to_le_bytes());
         handle[16..24].copy_from_slice(&self.token.to_le_bytes());
-        let desc = MemoryDesc {
+        let desc = MoriMemoryDesc {
             engine_key: self.owner.key.clone(),
             id: self.region.0,
             data: self.base,
             size: self.len,
-            loc: MemoryDesc::LOC_CPU,
+            loc: MoriMemoryDesc::LOC_CPU,
             ipc_handle: handle,
-            ..MemoryDesc::default()
+            ..MoriMemoryDesc::default()
         };
         RegionDesc(desc.encode(DescLayout::V1_2_2).into())
     }
 
     /// None for a descriptor of another kind of plane.
-    pub(crate) fn decode(desc: &RegionDesc) -> Option<Claim> {
-        let (_, desc) = MemoryDesc::decode(&desc.0).ok()?;
+    pub(crate) fn decode(desc: &RegionDesc) -> Option<HostRegionDescriptor> {
+        let (_, desc) = MoriMemoryDesc::decode(&desc.0).ok()?;
         let handle = desc.ipc_handle;
         if handle[..8] != MARK || desc.size == 0 {
             return None;
         }
         let word = |at: usize| handle[at..at + 8].try_into().map(u64::from_le_bytes).ok();
-        Some(Claim {
-            owner: Identity { key: desc.engine_key, incarnation: word(8)? },
+        Some(HostRegionDescriptor {
+            owner: HostPlaneIdentity { key: desc.engine_key, incarnation: word(8)? },
             region: RegionId(desc.id),
             token: word(16)?,
             base: desc.data,

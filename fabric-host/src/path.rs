@@ -1,8 +1,8 @@
 //! Which path a direction of a session takes.
 
-use crate::config::Path;
-use crate::memory::{Map, Process, Reach};
-use crate::proto::{Denial, Rules, Side};
+use crate::config::DataPath;
+use crate::memory::{HostMemoryAccess, MemfdMapping, PidfdProcess};
+use crate::proto::{HostRegionInfo, PathPolicy, SessionDenial};
 use crate::sys;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -13,12 +13,15 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// No path is left; says which setting would allow one.
-pub(crate) fn candidates(natural: Path, rules: [&Rules; 2]) -> Result<Vec<Path>, String> {
-    let both = |path: &Path| rules.iter().all(|rules| rules.paths.contains(path));
-    let allowed: Vec<Path> = Path::ALL.into_iter().filter(both).collect();
+pub(crate) fn candidates(
+    natural: DataPath,
+    rules: [&PathPolicy; 2],
+) -> Result<Vec<DataPath>, String> {
+    let both = |path: &DataPath| rules.iter().all(|rules| rules.paths.contains(path));
+    let allowed: Vec<DataPath> = DataPath::ALL.into_iter().filter(both).collect();
     let slower = rules.iter().all(|rules| rules.slower);
-    let mut left: Vec<Path> = allowed.iter().copied().filter(|path| *path >= natural).collect();
-    let list = |paths: &[Path]| paths.iter().map(|p| p.name()).collect::<Vec<_>>().join(", ");
+    let mut left: Vec<DataPath> = allowed.iter().copied().filter(|path| *path >= natural).collect();
+    let list = |paths: &[DataPath]| paths.iter().map(|p| p.name()).collect::<Vec<_>>().join(", ");
     if left.is_empty() {
         return Err(format!(
             "memory and hosts call for {natural}, both sides allow only [{}]: add it to `paths`",
@@ -44,20 +47,20 @@ pub(crate) fn candidates(natural: Path, rules: [&Rules; 2]) -> Result<Vec<Path>,
 /// # Errors
 /// Why none of the paths can be had, and whether TCP is left.
 pub(crate) fn reach(
-    side: &Side,
+    side: &HostRegionInfo,
     file: Option<OwnedFd>,
-    peer: Option<&Arc<Process>>,
-    rules: [&Rules; 2],
-) -> Result<(Path, Reach), Denial> {
-    let natural = if side.file { Path::SharedMemory } else { Path::CrossMemory };
-    let deny = |why, tcp| Denial { why, tcp };
+    peer: Option<&Arc<PidfdProcess>>,
+    rules: [&PathPolicy; 2],
+) -> Result<(DataPath, HostMemoryAccess), SessionDenial> {
+    let natural = if side.file { DataPath::SharedMemory } else { DataPath::CrossMemory };
+    let deny = |why, tcp| SessionDenial { why, tcp };
     let paths = candidates(natural, rules).map_err(|why| deny(why, false))?;
     let mut failed = Vec::new();
     for path in paths {
         let tried = match path {
-            Path::SharedMemory => map(side, file.as_ref()),
-            Path::CrossMemory => attach(side, peer),
-            Path::Tcp => return Err(deny(failed.join("; "), true)),
+            DataPath::SharedMemory => map(side, file.as_ref()),
+            DataPath::CrossMemory => attach(side, peer),
+            DataPath::Tcp => return Err(deny(failed.join("; "), true)),
         };
         match tried {
             Ok(reach) => return Ok((path, reach)),
@@ -71,17 +74,20 @@ pub(crate) fn reach(
     Err(deny(why, false))
 }
 
-fn map(side: &Side, file: Option<&OwnedFd>) -> Result<Reach, String> {
+fn map(side: &HostRegionInfo, file: Option<&OwnedFd>) -> Result<HostMemoryAccess, String> {
     let file = file.ok_or("no descriptor came along")?;
-    let map = Map::new(file, side.len, false)?;
-    Ok(Reach::Here { base: map.start() as u64, map: Some(Arc::new(map)) })
+    let map = MemfdMapping::new(file, side.len, false)?;
+    Ok(HostMemoryAccess::Here { base: map.start() as u64, map: Some(Arc::new(map)) })
 }
 
-fn attach(side: &Side, peer: Option<&Arc<Process>>) -> Result<Reach, String> {
+fn attach(
+    side: &HostRegionInfo,
+    peer: Option<&Arc<PidfdProcess>>,
+) -> Result<HostMemoryAccess, String> {
     let process = match side.process {
         None => peer.ok_or("the peer is in another pid namespace")?.clone(),
         Some((pid, started)) => {
-            let process = Process::open(pid).map_err(|why| format!("process {pid}: {why}"))?;
+            let process = PidfdProcess::open(pid).map_err(|why| format!("process {pid}: {why}"))?;
             if process.started != started {
                 return Err(format!("process {pid} is not the one that was registered"));
             }
@@ -98,24 +104,24 @@ fn attach(side: &Side, peer: Option<&Arc<Process>>) -> Result<Reach, String> {
             process.pid
         )
     })?;
-    Ok(Reach::There { process, base: side.base })
+    Ok(HostMemoryAccess::There { process, base: side.base })
 }
 
 #[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
 
-    fn rules(paths: &[Path], slower: bool) -> Rules {
-        Rules { paths: paths.into(), slower }
+    fn rules(paths: &[DataPath], slower: bool) -> PathPolicy {
+        PathPolicy { paths: paths.into(), slower }
     }
 
     #[test]
     fn a_slower_path_than_configured_is_taken_only_if_allowed() {
-        use Path::{CrossMemory as Cma, SharedMemory as Shm, Tcp};
-        let all = rules(&Path::ALL, false);
+        use DataPath::{CrossMemory as Cma, SharedMemory as Shm, Tcp};
+        let all = rules(&DataPath::ALL, false);
         assert_eq!(candidates(Shm, [&all, &all]), Ok(vec![Shm]));
         assert_eq!(candidates(Cma, [&all, &all]), Ok(vec![Cma]));
-        let slower = rules(&Path::ALL, true);
+        let slower = rules(&DataPath::ALL, true);
         assert_eq!(candidates(Shm, [&slower, &slower]), Ok(vec![Shm, Cma, Tcp]));
         assert_eq!(candidates(Shm, [&slower, &all]), Ok(vec![Shm]));
         let only = rules(&[Cma], false);

@@ -6,9 +6,9 @@
 //! they come from a plane that speaks one. Records are not: who knows new ones says them to who
 //! agreed on a version that has them.
 
-use crate::config::Path;
-use crate::copy::{Slice, all_inside};
-use engine::core::tagged;
+use crate::config::DataPath;
+use crate::copy::{CopySlice, all_inside};
+use engine::core::enum_variants;
 use serde::{Deserialize, Serialize};
 
 /// The newest version that is spoken.
@@ -22,18 +22,18 @@ const UNSAID: u32 = 2;
 
 /// The versions that a plane speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Versions {
+pub(crate) struct HostVersionRange {
     pub(crate) oldest: u32,
     pub(crate) newest: u32,
 }
 
-impl Versions {
+impl HostVersionRange {
     /// The newest version that both sides speak.
     ///
     /// # Errors
     /// Both ranges, and what to do.
     pub(crate) fn agree(self) -> Result<u32, String> {
-        let Versions { oldest, newest } = self;
+        let HostVersionRange { oldest, newest } = self;
         let agreed = newest.min(VERSION);
         if agreed >= oldest.max(OLDEST) {
             return Ok(agreed);
@@ -50,7 +50,7 @@ impl Versions {
     }
 }
 
-/// Longest encoded [`Control`].
+/// Longest encoded [`HostControlMessage`].
 pub(crate) const CONTROL_MAX: usize = 16 << 10;
 
 /// Slices in one part of an operation.
@@ -61,14 +61,14 @@ pub(crate) const RECORD_MAX: usize = 3 + 3 * PART_MAX;
 
 /// Which paths a side takes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Rules {
-    pub(crate) paths: Vec<Path>,
+pub(crate) struct PathPolicy {
+    pub(crate) paths: Vec<DataPath>,
     pub(crate) slower: bool,
 }
 
 /// Memory of one side of a session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Side {
+pub(crate) struct HostRegionInfo {
     /// Address in its process.
     pub(crate) base: u64,
     pub(crate) len: u64,
@@ -80,7 +80,7 @@ pub(crate) struct Side {
 
 /// Why a session cannot be.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Denial {
+pub(crate) struct SessionDenial {
     pub(crate) why: String,
     /// It can be over TCP.
     pub(crate) tcp: bool,
@@ -88,60 +88,59 @@ pub(crate) struct Denial {
 
 /// Messages ahead of and beside operations.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Control {
+pub(crate) enum HostControlMessage {
     /// First message of who connects. Locally with the segment and the doorbell of its thread.
     Hello {
         /// The oldest version that it speaks; planes of version 2 demand that it is theirs.
         version: u32,
-        /// Its address.
         from: Vec<u8>,
         /// Key and incarnation of who is meant.
         to: (String, u64),
-        pass: u64,
+        #[serde(rename = "pass")]
+        fence_key: u64,
         /// The number that it gives this link.
         link: u64,
         /// Numbers of links that broke: nothing that came by them lands after the answer.
         ends: Vec<u64>,
-        rules: Rules,
+        rules: PathPolicy,
         /// The newest version that it speaks; planes of version 2 speak one.
         #[serde(default)]
         newest: Option<u32>,
     },
     /// It is let in. Locally with the doorbell and the roll.
     Welcome {
-        rules: Rules,
+        rules: PathPolicy,
         /// The version that was chosen, and the newest that this plane speaks; planes of version 2
         /// say neither.
         #[serde(default)]
         version: Option<(u32, u32)>,
     },
-    /// It is not.
     Refuse {
         why: String,
         /// Nothing of the links that the hello says have ended lands any more.
         over: bool,
     },
     /// A session between two regions, maybe with the file of the local one.
-    Open { session: u32, region: u32, token: u64, local: Side },
+    Open { session: u32, region: u32, token: u64, local: HostRegionInfo },
     /// Answer: how writes go, the other region and its place in the roll, maybe with its file.
-    Opened { session: u32, result: Result<(Path, Side, u32), Denial> },
+    Opened { session: u32, result: Result<(DataPath, HostRegionInfo, u32), SessionDenial> },
     /// What there is in a later version only; never sent.
     #[serde(skip)]
     Unknown,
 }
 
-impl Control {
+impl HostControlMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
         rmp_serde::to_vec_named(self).expect("plain data always encodes")
     }
 
     /// None for what is no message. From a plane of a `later` version what is not known here is
-    /// [`Control::Unknown`].
-    pub(crate) fn decode(bytes: &[u8], later: bool) -> Option<Control> {
-        let unknown = || later && tagged::is_foreign::<Control>(bytes);
+    /// [`HostControlMessage::Unknown`].
+    pub(crate) fn decode(bytes: &[u8], later: bool) -> Option<HostControlMessage> {
+        let unknown = || later && enum_variants::is_foreign::<HostControlMessage>(bytes);
         match rmp_serde::from_slice(bytes) {
             Ok(message) => Some(message),
-            Err(_) => unknown().then_some(Control::Unknown),
+            Err(_) => unknown().then_some(HostControlMessage::Unknown),
         }
     }
 
@@ -149,7 +148,7 @@ impl Control {
     ///
     /// # Errors
     /// One that was not offered, which no plane chooses.
-    pub(crate) fn chosen(version: Option<(u32, u32)>) -> Result<Versions, String> {
+    pub(crate) fn chosen(version: Option<(u32, u32)>) -> Result<HostVersionRange, String> {
         let (chosen, newest) = version.unwrap_or((UNSAID, UNSAID));
         if !(OLDEST..=VERSION).contains(&chosen) || newest < chosen {
             return Err(format!(
@@ -157,13 +156,13 @@ impl Control {
                  offered"
             ));
         }
-        Ok(Versions { oldest: chosen, newest })
+        Ok(HostVersionRange { oldest: chosen, newest })
     }
 }
 
 /// How an operation ended, as told by who copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Status {
+pub(crate) enum HostCopyStatus {
     Done,
     /// Nothing was copied: the session or a region is not there any more.
     Refused,
@@ -173,17 +172,21 @@ pub(crate) enum Status {
     Destination,
 }
 
-impl Status {
-    pub(crate) fn of(code: u64) -> Option<Status> {
-        const ALL: [Status; 4] =
-            [Status::Done, Status::Refused, Status::Source, Status::Destination];
+impl HostCopyStatus {
+    pub(crate) fn of(code: u64) -> Option<HostCopyStatus> {
+        const ALL: [HostCopyStatus; 4] = [
+            HostCopyStatus::Done,
+            HostCopyStatus::Refused,
+            HostCopyStatus::Source,
+            HostCopyStatus::Destination,
+        ];
         ALL.into_iter().find(|status| *status as u64 == code)
     }
 }
 
 /// A part of an operation, seen from who owns the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct HostOperationPart {
     pub(crate) session: u32,
     pub(crate) op: u64,
     /// The last part of its operation.
@@ -192,57 +195,69 @@ pub(crate) struct Part {
 
 /// What stands in a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Record {
+pub(crate) enum HostRecord {
     /// Slices of a write follow; by TCP, their bytes after that.
-    Write(Part),
+    Write(HostOperationPart),
     /// Slices of a read follow; by TCP only.
-    Read(Part),
+    Read(HostOperationPart),
     /// An operation ended.
-    Done { op: u64, status: Status },
+    Done {
+        op: u64,
+        status: HostCopyStatus,
+    },
     /// Bytes of a part of a read follow, by TCP only; none unless `Done`.
-    Bytes { op: u64, status: Status },
-    /// A session ends.
-    Close { session: u32 },
+    Bytes {
+        op: u64,
+        status: HostCopyStatus,
+    },
+    Close {
+        session: u32,
+    },
     /// Nothing of it lands any more.
-    Closed { session: u32 },
-    /// A [`Control`] of so many bytes follows, in whole words; by TCP only.
-    Control { bytes: u32 },
+    Closed {
+        session: u32,
+    },
+    /// A [`HostControlMessage`] of so many bytes follows, in whole words; by TCP only.
+    Control {
+        bytes: u32,
+    },
 }
 
 const LAST: u64 = 1 << 32;
 
-impl Record {
+impl HostRecord {
     /// Writes the record, without slices, over what is in `words`.
     pub(crate) fn encode(self, words: &mut Vec<u64>) {
         let head = |kind: u64, low: u64| kind << 56 | low;
-        let part = |part: Part| u64::from(part.session) | if part.last { LAST } else { 0 };
+        let part =
+            |part: HostOperationPart| u64::from(part.session) | if part.last { LAST } else { 0 };
         words.clear();
         match self {
-            Record::Write(p) => words.extend([head(1, part(p)), p.op]),
-            Record::Read(p) => words.extend([head(2, part(p)), p.op]),
-            Record::Done { op, status } => words.extend([head(3, status as u64), op]),
-            Record::Bytes { op, status } => words.extend([head(4, status as u64), op]),
-            Record::Close { session } => words.push(head(5, session.into())),
-            Record::Closed { session } => words.push(head(6, session.into())),
-            Record::Control { bytes } => words.push(head(7, bytes.into())),
+            HostRecord::Write(p) => words.extend([head(1, part(p)), p.op]),
+            HostRecord::Read(p) => words.extend([head(2, part(p)), p.op]),
+            HostRecord::Done { op, status } => words.extend([head(3, status as u64), op]),
+            HostRecord::Bytes { op, status } => words.extend([head(4, status as u64), op]),
+            HostRecord::Close { session } => words.push(head(5, session.into())),
+            HostRecord::Closed { session } => words.push(head(6, session.into())),
+            HostRecord::Control { bytes } => words.push(head(7, bytes.into())),
         }
     }
 
     /// The record and the words after it; none for what is no record.
-    pub(crate) fn decode(words: &[u64]) -> Option<(Record, &[u64])> {
+    pub(crate) fn decode(words: &[u64]) -> Option<(HostRecord, &[u64])> {
         let (first, rest) = words.split_first()?;
         let (kind, low) = (first >> 56, *first as u32);
         let second = || rest.split_first();
-        let status = || Status::of(low.into());
-        let part = |op: &u64| Part { session: low, op: *op, last: first & LAST != 0 };
+        let status = || HostCopyStatus::of(low.into());
+        let part = |op: &u64| HostOperationPart { session: low, op: *op, last: first & LAST != 0 };
         Some(match kind {
-            1 => second().map(|(op, rest)| (Record::Write(part(op)), rest))?,
-            2 => second().map(|(op, rest)| (Record::Read(part(op)), rest))?,
-            3 => (Record::Done { op: *second()?.0, status: status()? }, second()?.1),
-            4 => (Record::Bytes { op: *second()?.0, status: status()? }, second()?.1),
-            5 => (Record::Close { session: low }, rest),
-            6 => (Record::Closed { session: low }, rest),
-            7 => (Record::Control { bytes: low }, rest),
+            1 => second().map(|(op, rest)| (HostRecord::Write(part(op)), rest))?,
+            2 => second().map(|(op, rest)| (HostRecord::Read(part(op)), rest))?,
+            3 => (HostRecord::Done { op: *second()?.0, status: status()? }, second()?.1),
+            4 => (HostRecord::Bytes { op: *second()?.0, status: status()? }, second()?.1),
+            5 => (HostRecord::Close { session: low }, rest),
+            6 => (HostRecord::Closed { session: low }, rest),
+            7 => (HostRecord::Control { bytes: low }, rest),
             _ => return None,
         })
     }
@@ -257,7 +272,7 @@ const SHIFT_BITS: u32 = 6;
 /// How slices of one length are packed into a word each; none if their offsets differ in more than
 /// 32 bits. Blocks of a KV cache are such: what the peer has to fetch from another core's cache is
 /// a third as much.
-fn packing(slices: &[Slice]) -> Option<(u64, u32)> {
+fn packing(slices: &[CopySlice]) -> Option<(u64, u32)> {
     let len = slices.first()?.len;
     let (mut offsets, mut differ) = (0, len >> (u64::BITS - SHIFT_BITS));
     for slice in slices {
@@ -269,11 +284,11 @@ fn packing(slices: &[Slice]) -> Option<(u64, u32)> {
 }
 
 /// Appends slices to a record.
-pub(crate) fn push_slices(slices: &[Slice], words: &mut Vec<u64>) {
+pub(crate) fn push_slices(slices: &[CopySlice], words: &mut Vec<u64>) {
     match packing(slices) {
         Some((len, shift)) => {
             words.push(len << SHIFT_BITS | u64::from(shift));
-            let pack = |slice: &Slice| slice.from >> shift << u32::BITS | slice.to >> shift;
+            let pack = |slice: &CopySlice| slice.from >> shift << u32::BITS | slice.to >> shift;
             words.extend(slices.iter().map(pack));
         }
         None => {
@@ -284,12 +299,12 @@ pub(crate) fn push_slices(slices: &[Slice], words: &mut Vec<u64>) {
 }
 
 /// The slices of a part; false if they are not whole or too many.
-pub(crate) fn take_slices(words: &[u64], slices: &mut Vec<Slice>) -> bool {
+pub(crate) fn take_slices(words: &[u64], slices: &mut Vec<CopySlice>) -> bool {
     slices.clear();
     let Some((&form, words)) = words.split_first() else { return false };
     if form == PLAIN {
         let (whole, rest) = words.as_chunks::<3>();
-        slices.extend(whole.iter().map(|&[from, to, len]| Slice { from, to, len }));
+        slices.extend(whole.iter().map(|&[from, to, len]| CopySlice { from, to, len }));
         return rest.is_empty() && slices.len() <= PART_MAX;
     }
     let (len, shift) = (form >> SHIFT_BITS, form as u32 % (1 << SHIFT_BITS));
@@ -297,7 +312,7 @@ pub(crate) fn take_slices(words: &[u64], slices: &mut Vec<Slice>) -> bool {
         return false;
     }
     let offset = |half: u64| half << shift;
-    slices.extend(words.iter().map(|word| Slice {
+    slices.extend(words.iter().map(|word| CopySlice {
         from: offset(word >> u32::BITS),
         to: offset(u64::from(*word as u32)),
         len,
@@ -306,7 +321,7 @@ pub(crate) fn take_slices(words: &[u64], slices: &mut Vec<Slice>) -> bool {
 }
 
 /// Bytes of slices that are inside regions of these lengths; none if they are not.
-pub(crate) fn bytes_inside(slices: &[Slice], from: u64, to: u64) -> Option<u64> {
+pub(crate) fn bytes_inside(slices: &[CopySlice], from: u64, to: u64) -> Option<u64> {
     if !all_inside(slices, from, to) {
         return None;
     }
@@ -358,7 +373,7 @@ mod tests {
         let golden = fixture(VERSION);
         assert!(said == golden, "what is said now:\n{said}");
         for (line, message) in lines(&golden, "control").into_iter().zip(samples::controls()) {
-            assert_eq!(Control::decode(&bytes(line), false), Some(message));
+            assert_eq!(HostControlMessage::decode(&bytes(line), false), Some(message));
         }
     }
 
@@ -367,23 +382,34 @@ mod tests {
     fn messages_of_version_2_are_understood() {
         let golden = fixture(2);
         let messages = samples::controls().into_iter().map(|message| match message {
-            Control::Hello { version, from, to, pass, link, ends, rules, .. } => {
-                Control::Hello { version, from, to, pass, link, ends, rules, newest: None }
+            HostControlMessage::Hello {
+                version, from, to, fence_key, link, ends, rules, ..
+            } => HostControlMessage::Hello {
+                version,
+                from,
+                to,
+                fence_key,
+                link,
+                ends,
+                rules,
+                newest: None,
+            },
+            HostControlMessage::Welcome { rules, .. } => {
+                HostControlMessage::Welcome { rules, version: None }
             }
-            Control::Welcome { rules, .. } => Control::Welcome { rules, version: None },
             other => other,
         });
         let recorded = lines(&golden, "control");
         assert_eq!(recorded.len(), messages.len());
         for (line, message) in recorded.into_iter().zip(messages) {
-            assert_eq!(Control::decode(&bytes(line), false), Some(message));
+            assert_eq!(HostControlMessage::decode(&bytes(line), false), Some(message));
         }
         assert_eq!(lines(&golden, "record"), lines(&fixture(3), "record"));
     }
 
     #[test]
     fn the_newest_common_version_is_chosen() {
-        let agree = |oldest, newest| Versions { oldest, newest }.agree();
+        let agree = |oldest, newest| HostVersionRange { oldest, newest }.agree();
         assert_eq!(agree(2, 2), Ok(2));
         assert_eq!(agree(1, VERSION), Ok(VERSION));
         assert_eq!(agree(VERSION, VERSION + 5), Ok(VERSION));
@@ -392,9 +418,9 @@ mod tests {
             let said = format!("versions {oldest} to {newest}");
             assert!(why.contains(&said) && why.contains("install versions"), "{why}");
         }
-        let chosen = |chosen, newest| Control::chosen(Some((chosen, newest)));
-        assert!(Control::chosen(None).is_ok_and(|it| it.newest == 2 && !it.is_later()));
-        assert!(chosen(VERSION, VERSION + 1).is_ok_and(Versions::is_later));
+        let chosen = |chosen, newest| HostControlMessage::chosen(Some((chosen, newest)));
+        assert!(HostControlMessage::chosen(None).is_ok_and(|it| it.newest == 2 && !it.is_later()));
+        assert!(chosen(VERSION, VERSION + 1).is_ok_and(HostVersionRange::is_later));
         for (version, newest) in [(1, 3), (VERSION + 1, VERSION + 1), (3, 2)] {
             assert!(chosen(version, newest).is_err(), "{version} {newest}");
         }
@@ -410,13 +436,13 @@ mod tests {
         }
         let encode = |message: &Later| rmp_serde::to_vec_named(message).expect("plain data");
         let more = encode(&Later::Refuse { why: "no".into(), code: 4, over: true });
-        let known = Control::Refuse { why: "no".into(), over: true };
-        assert_eq!(Control::decode(&more, false), Some(known));
+        let known = HostControlMessage::Refuse { why: "no".into(), over: true };
+        assert_eq!(HostControlMessage::decode(&more, false), Some(known));
         let new = encode(&Later::Renamed { why: "no".into() });
-        assert_eq!(Control::decode(&new, true), Some(Control::Unknown));
-        assert_eq!(Control::decode(&new, false), None, "nobody of this version says it");
+        assert_eq!(HostControlMessage::decode(&new, true), Some(HostControlMessage::Unknown));
+        assert_eq!(HostControlMessage::decode(&new, false), None, "nobody of this version says it");
         for damaged in [&[0xff][..], &[], b"GET / HTTP/1.1", &more[..more.len() - 1]] {
-            assert_eq!(Control::decode(damaged, true), None, "{damaged:?}");
+            assert_eq!(HostControlMessage::decode(damaged, true), None, "{damaged:?}");
         }
     }
 
@@ -429,13 +455,14 @@ mod tests {
                 version: u32,
                 from: Vec<u8>,
                 to: (String, u64),
-                pass: u64,
+                #[serde(rename = "pass")]
+                fence_key: u64,
                 link: u64,
                 ends: Vec<u64>,
-                rules: Rules,
+                rules: PathPolicy,
             },
             Welcome {
-                rules: Rules,
+                rules: PathPolicy,
             },
             Refuse {
                 why: String,
@@ -445,11 +472,11 @@ mod tests {
                 session: u32,
                 region: u32,
                 token: u64,
-                local: Side,
+                local: HostRegionInfo,
             },
             Opened {
                 session: u32,
-                result: Result<(Path, Side, u32), Denial>,
+                result: Result<(DataPath, HostRegionInfo, u32), SessionDenial>,
             },
         }
         fn read<T: DeserializeOwned>(bytes: &[u8]) -> T {
@@ -462,10 +489,11 @@ mod tests {
         }
     }
 
-    fn slices(shift: u32, equal: bool) -> impl Strategy<Value = Vec<Slice>> {
+    fn slices(shift: u32, equal: bool) -> impl Strategy<Value = Vec<CopySlice>> {
         let offset = move || any::<u64>().prop_map(move |at| at >> (at % 64) >> shift << shift);
         let len = if equal { 4_096..4_097_u64 } else { 1..u64::MAX };
-        let slice = (offset(), offset(), len).prop_map(|(from, to, len)| Slice { from, to, len });
+        let slice =
+            (offset(), offset(), len).prop_map(|(from, to, len)| CopySlice { from, to, len });
         prop::collection::vec(slice, 0..40)
     }
 
@@ -490,11 +518,11 @@ mod tests {
 
     #[test]
     fn blocks_of_one_length_take_a_word_each() {
-        let block = |n: u64| Slice { from: n * 98_304, to: (9 - n) << 40 >> 3, len: 98_304 };
+        let block = |n: u64| CopySlice { from: n * 98_304, to: (9 - n) << 40 >> 3, len: 98_304 };
         let (mut words, blocks) = (Vec::new(), [1, 2, 3].map(block));
         push_slices(&blocks, &mut words);
         assert_eq!(words.len(), 4);
-        let longer = Slice { len: 98_305, ..blocks[0] };
+        let longer = CopySlice { len: 98_305, ..blocks[0] };
         words.clear();
         push_slices(&[blocks[0], longer], &mut words);
         assert_eq!(words.len(), 7);

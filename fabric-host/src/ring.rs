@@ -1,7 +1,7 @@
 //! A lock-free ring of records for one producer and one consumer, who may be different processes.
 //!
 //! A record is a list of words. The ring lies in words that both sides map, all of them atomics:
-//! the other side may write anything at any time, and all that comes of it is [`Corrupt`].
+//! the other side may write anything at any time, and all that comes of it is [`RingCorrupt`].
 
 use crate::sync::{AtomicU64, Ordering};
 use std::ops::Deref;
@@ -24,7 +24,7 @@ pub(crate) const fn words_for(capacity: usize) -> usize {
 
 /// The other side left the ring in a state that no sequence of its calls makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Corrupt;
+pub(crate) struct RingCorrupt;
 
 /// The writing end.
 #[derive(Debug)]
@@ -57,13 +57,13 @@ impl<W: Deref<Target = [AtomicU64]>> Producer<W> {
         Producer { words, tail: 0, head: 0 }
     }
 
-    fn room(&self) -> Result<u64, Corrupt> {
+    fn room(&self) -> Result<u64, RingCorrupt> {
         let capacity = records(&self.words).len() as u64;
-        capacity.checked_sub(self.tail.wrapping_sub(self.head)).ok_or(Corrupt)
+        capacity.checked_sub(self.tail.wrapping_sub(self.head)).ok_or(RingCorrupt)
     }
 
     /// Appends a record; false if there is no room, and then the consumer rings when there is.
-    pub(crate) fn push(&mut self, record: &[u64]) -> Result<bool, Corrupt> {
+    pub(crate) fn push(&mut self, record: &[u64]) -> Result<bool, RingCorrupt> {
         let need = record.len() as u64 + 1;
         debug_assert!(need <= records(&self.words).len() as u64, "a record that never fits");
         if self.room()? < need {
@@ -102,13 +102,13 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
         Consumer { words, head: 0, tail: 0 }
     }
 
-    fn filled(&self) -> Result<u64, Corrupt> {
+    fn filled(&self) -> Result<u64, RingCorrupt> {
         let filled = self.tail.wrapping_sub(self.head);
-        if filled <= records(&self.words).len() as u64 { Ok(filled) } else { Err(Corrupt) }
+        if filled <= records(&self.words).len() as u64 { Ok(filled) } else { Err(RingCorrupt) }
     }
 
     /// Moves the oldest record into `into`; false if there is none.
-    pub(crate) fn pop(&mut self, into: &mut Vec<u64>) -> Result<bool, Corrupt> {
+    pub(crate) fn pop(&mut self, into: &mut Vec<u64>) -> Result<bool, RingCorrupt> {
         if self.tail == self.head {
             self.tail = self.words[TAIL].load(Ordering::Acquire);
         }
@@ -120,7 +120,7 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
         let mask = slots.len() - 1;
         let len = slots[self.head as usize & mask].load(Ordering::Relaxed);
         if len >= filled {
-            return Err(Corrupt);
+            return Err(RingCorrupt);
         }
         into.clear();
         let from = self.head.wrapping_add(1) as usize;

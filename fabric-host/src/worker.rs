@@ -1,11 +1,11 @@
 //! The threads that copy. Each serves its links in turns of one chunk, looks for work for a while
 //! when there is none, and then sleeps.
 
-use crate::copy::{Scratch, Slice};
-use crate::hub::Hub;
-use crate::link::Station;
-use crate::proto::Status;
+use crate::copy::{CopyBuffers, CopySlice};
+use crate::link::HostLinkDriver;
+use crate::proto::HostCopyStatus;
 use crate::ring::Producer;
+use crate::shared::HostPlaneShared;
 use crate::sync::{AtomicU64 as Word, lock};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
@@ -33,10 +33,8 @@ const BELL: u64 = u64::MAX;
 pub(crate) const SHORT_MAX: u64 = 64 << 10;
 
 /// What a thread is told.
-pub(crate) enum Command {
-    /// Serve a link.
-    Add(u64, Box<dyn Station>),
-    /// End one.
+pub(crate) enum HostWorkerCommand {
+    Add(u64, Box<dyn HostLinkDriver>),
     Remove(u64),
 }
 
@@ -44,7 +42,7 @@ pub(crate) enum Command {
 pub(crate) struct WorkerHandle {
     bell: OwnedFd,
     asleep: AtomicBool,
-    commands: Mutex<Vec<Command>>,
+    commands: Mutex<Vec<HostWorkerCommand>>,
 }
 
 impl std::fmt::Debug for WorkerHandle {
@@ -84,12 +82,12 @@ impl WorkerHandle {
         }
     }
 
-    pub(crate) fn tell(&self, command: Command) {
+    pub(crate) fn tell(&self, command: HostWorkerCommand) {
         lock(&self.commands).push(command);
         self.wake();
     }
 
-    fn take(&self) -> Vec<Command> {
+    fn take(&self) -> Vec<HostWorkerCommand> {
         std::mem::take(&mut *lock(&self.commands))
     }
 
@@ -99,25 +97,25 @@ impl WorkerHandle {
 }
 
 /// Completions on their way to the owner.
-pub(crate) type Outcomes = Producer<Arc<[Word]>>;
+pub(crate) type CompletionProducer = Producer<Arc<[Word]>>;
 
 /// What a link needs to take a step.
-pub(crate) struct Cx {
-    pub(crate) hub: Arc<Hub>,
-    pub(crate) scratch: Scratch,
-    pub(crate) chunk: Vec<Slice>,
+pub(crate) struct WorkerContext {
+    pub(crate) hub: Arc<HostPlaneShared>,
+    pub(crate) scratch: CopyBuffers,
+    pub(crate) chunk: Vec<CopySlice>,
     pub(crate) record: Vec<u64>,
     pub(crate) bounce: Vec<u8>,
-    outcomes: Outcomes,
+    outcomes: CompletionProducer,
     /// Outcomes of operations that were closed before, for which no room was kept.
     late: VecDeque<[u64; 2]>,
     /// Rounds since outcomes were passed on that the owner may not know of.
-    untold: Option<u32>,
+    unannounced_rounds: Option<u32>,
 }
 
-impl Cx {
+impl WorkerContext {
     /// Tells the owner how an operation ended.
-    pub(crate) fn complete(&mut self, op: u64, status: Status) {
+    pub(crate) fn complete(&mut self, op: u64, status: HostCopyStatus) {
         self.late.push_back([op, status as u64]);
         self.flush();
     }
@@ -126,7 +124,7 @@ impl Cx {
     fn flush(&mut self) {
         while let Some(outcome) = self.late.front() {
             match self.outcomes.push(outcome) {
-                Ok(true) => _ = self.untold.get_or_insert(0),
+                Ok(true) => _ = self.unannounced_rounds.get_or_insert(0),
                 // The owner is of this process and breaks nothing.
                 Ok(false) | Err(_) => break,
             }
@@ -136,10 +134,10 @@ impl Cx {
 
     /// Wakes the owner for outcomes, unless there is more to do first.
     fn tell(&mut self, idle: bool) {
-        let Some(rounds) = &mut self.untold else { return };
+        let Some(rounds) = &mut self.unannounced_rounds else { return };
         *rounds += 1;
         if idle || *rounds >= QUIET_ROUNDS {
-            self.untold = None;
+            self.unannounced_rounds = None;
             if self.outcomes.must_wake() {
                 self.hub.wake();
             }
@@ -148,37 +146,37 @@ impl Cx {
 }
 
 /// The thread itself.
-pub(crate) struct Worker {
+pub(crate) struct HostWorker {
     handle: Arc<WorkerHandle>,
     epoll: OwnedFd,
-    cx: Cx,
-    links: BTreeMap<u64, Box<dyn Station>>,
+    cx: WorkerContext,
+    links: BTreeMap<u64, Box<dyn HostLinkDriver>>,
     spin: Duration,
 }
 
-impl Worker {
+impl HostWorker {
     /// # Errors
     /// No descriptor is left.
     pub(crate) fn new(
-        hub: Arc<Hub>,
+        hub: Arc<HostPlaneShared>,
         handle: Arc<WorkerHandle>,
-        outcomes: Outcomes,
-    ) -> Result<Worker, Errno> {
+        outcomes: CompletionProducer,
+    ) -> Result<HostWorker, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let bell = epoll::EventData::new_u64(BELL);
         epoll::add(&epoll, handle.bell(), bell, epoll::EventFlags::IN)?;
         let spin = Duration::from_micros(hub.config.spin_us.into());
-        let cx = Cx {
-            scratch: Scratch::new(hub.crew.clone()),
+        let cx = WorkerContext {
+            scratch: CopyBuffers::new(hub.copy_pool.clone()),
             hub,
             chunk: Vec::new(),
             record: Vec::new(),
             bounce: Vec::new(),
             outcomes,
             late: VecDeque::new(),
-            untold: None,
+            unannounced_rounds: None,
         };
-        Ok(Worker { handle, epoll, cx, links: BTreeMap::new(), spin })
+        Ok(HostWorker { handle, epoll, cx, links: BTreeMap::new(), spin })
     }
 
     pub(crate) fn run(mut self) {
@@ -190,30 +188,30 @@ impl Worker {
             rounds = rounds.wrapping_add(1);
             if worked {
                 if rounds.is_multiple_of(SOCKETS_EVERY) {
-                    self.hear(false);
+                    self.poll_sockets(false);
                 }
                 last_work = Instant::now();
             } else if last_work.elapsed() < self.spin
                 && self.links.values().any(|link| link.spins())
             {
                 if self.links.values().any(|link| link.is_by_socket()) {
-                    self.hear(false);
+                    self.poll_sockets(false);
                 }
                 // Who is to give us work may wait for this very core.
                 std::thread::yield_now();
             } else {
                 self.cx.scratch.rest();
                 if self.may_sleep() {
-                    self.hear(true);
+                    self.poll_sockets(true);
                 } else {
-                    self.hear(false);
+                    self.poll_sockets(false);
                 }
                 self.handle.asleep.store(false, Ordering::Release);
                 last_work = Instant::now();
             }
         }
         for (_, link) in std::mem::take(&mut self.links) {
-            link.end(&mut self.cx, crate::link::End::Ours);
+            link.end(&mut self.cx, crate::link::HostCloseReason::LocallyClosed);
         }
     }
 
@@ -224,10 +222,10 @@ impl Worker {
             worked = true;
             for command in self.handle.take() {
                 match command {
-                    Command::Add(id, link) => self.add(id, link),
-                    Command::Remove(id) => {
+                    HostWorkerCommand::Add(id, link) => self.add(id, link),
+                    HostWorkerCommand::Remove(id) => {
                         if let Some(link) = self.links.remove(&id) {
-                            link.end(&mut self.cx, crate::link::End::Ours);
+                            link.end(&mut self.cx, crate::link::HostCloseReason::LocallyClosed);
                         }
                     }
                 }
@@ -252,7 +250,7 @@ impl Worker {
         worked
     }
 
-    fn add(&mut self, id: u64, mut link: Box<dyn Station>) {
+    fn add(&mut self, id: u64, mut link: Box<dyn HostLinkDriver>) {
         let mut watched = Ok(());
         for (n, (fd, flags)) in link.fds().into_iter().enumerate() {
             let data = epoll::EventData::new_u64(id * FDS_MAX + n as u64);
@@ -264,20 +262,20 @@ impl Worker {
                 link.ready(0);
                 self.links.insert(id, link);
             }
-            Err(_) => link.end(&mut self.cx, crate::link::End::Ours),
+            Err(_) => link.end(&mut self.cx, crate::link::HostCloseReason::LocallyClosed),
         }
     }
 
     /// Announces that this thread sleeps; false if there is work.
     fn may_sleep(&mut self) -> bool {
         self.handle.asleep.swap(true, Ordering::AcqRel);
-        self.links.values_mut().all(|link| link.doze())
+        self.links.values_mut().all(|link| link.prepare_sleep())
             && !self.handle.has_commands()
             && !self.cx.hub.stopping.load(Ordering::Acquire)
     }
 
     /// Takes in what happened at descriptors.
-    fn hear(&mut self, wait: bool) {
+    fn poll_sockets(&mut self, wait: bool) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),

@@ -3,15 +3,15 @@
 mod common;
 
 use common::patient;
-use common::remote::{Bytes, Setup, serve_if_child, start};
-use engine::conformance::Served;
-use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
+use common::remote::{HostTestMemory, HostTestSetup, serve_if_child, start};
+use engine::conformance::PlaneUnderTest;
+use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Cause, DataEvent, DataPlane, Direction, Landed, Memory, OpId, Outcome, PeerId,
-    RegionDesc, RegionId, SessionId, Submit, Ticket,
+    Address, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId,
+    PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_host::{HostConfig, HostError, HostPlane, HugePages, Path, Pool};
+use fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::Arc;
 use std::task::{Wake, Waker};
@@ -56,7 +56,7 @@ fn register(plane: &mut dyn DataPlane, memory: Memory) -> RegionDesc {
     }
 }
 
-fn open(plane: &mut HostPlane, to: &Address, desc: &RegionDesc) -> Result<(), Cause> {
+fn open(plane: &mut HostPlane, to: &Address, desc: &RegionDesc) -> Result<(), FabricError> {
     plane.connect(PEER, to, 0).expect("a peer");
     plane.open(SESSION, REGION, PEER, desc).expect("an open is taken");
     match next(plane) {
@@ -71,7 +71,7 @@ fn submit(plane: &mut HostPlane, direction: Direction, op: u64) {
     plane.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
 }
 
-fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Outcome {
+fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Completion {
     submit(plane, direction, op);
     match next(plane) {
         DataEvent::Completed { outcome, .. } => outcome,
@@ -79,11 +79,11 @@ fn run(plane: &mut HostPlane, direction: Direction, op: u64) -> Outcome {
     }
 }
 
-fn fill(bytes: &mut Bytes, with: u8) {
+fn fill(bytes: &mut HostTestMemory, with: u8) {
     bytes.poke(0, &[with; LEN as usize]);
 }
 
-fn at(bytes: &mut Bytes, offset: u64) -> u8 {
+fn at(bytes: &mut HostTestMemory, offset: u64) -> u8 {
     let mut byte = [0];
     bytes.peek(offset, &mut byte);
     byte[0]
@@ -110,23 +110,23 @@ fn settings_that_cannot_be_are_named() {
     let unknown = toml::from_str::<HostConfig>("wrokers = 2").expect_err("no such setting");
     assert!(unknown.to_string().contains("wrokers"), "{unknown}");
     let config: HostConfig = toml::from_str("paths = [\"tcp\"]\nslower = true").expect("settings");
-    assert_eq!(config.paths, [Path::Tcp]);
+    assert_eq!(config.paths, [DataPath::Tcp]);
 }
 
 #[test]
 fn addresses_and_regions_are_descriptors_of_mori() {
     let mut plane = plane(HostConfig { key: "consumer:h:1:tp0:dp0".into(), ..door() });
-    let engine = EngineDesc::decode(&plane.address().0).expect("an engine descriptor");
+    let engine = MoriEngineDesc::decode(&plane.address().0).expect("an engine descriptor");
     assert_eq!((&*engine.key, &*engine.host), ("consumer:h:1:tp0:dp0", "127.0.0.1"));
     assert_eq!(engine.port, i32::from(plane.port()));
     assert_eq!(engine.pid, std::process::id() as i32);
-    let mut bytes = Bytes::new(LEN, false);
+    let mut bytes = HostTestMemory::new(LEN, false);
     let memory = bytes.memory();
     let desc = register(&mut plane, memory);
-    let (layout, region) = MemoryDesc::decode(&desc.0).expect("a memory descriptor");
+    let (layout, region) = MoriMemoryDesc::decode(&desc.0).expect("a memory descriptor");
     assert_eq!(layout, DescLayout::V1_2_2);
     assert_eq!((region.data, region.size), (bytes.start() as u64, LEN));
-    assert_eq!((region.id, region.loc, region.device_id), (1, MemoryDesc::LOC_CPU, -1));
+    assert_eq!((region.id, region.loc, region.device_id), (1, MoriMemoryDesc::LOC_CPU, -1));
     assert_eq!(&*region.engine_key, "consumer:h:1:tp0:dp0");
 }
 
@@ -135,14 +135,15 @@ fn a_short_read_is_over_when_it_is_submitted() {
     for file in [true, false] {
         let mut near = plane(HostConfig { inline_max: 128, ..door() });
         let mut far = plane(door());
-        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let (mut ours, mut theirs) =
+            (HostTestMemory::new(LEN, file), HostTestMemory::new(LEN, file));
         register(&mut near, ours.memory());
         let desc = register(&mut far, theirs.memory());
         assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
         fill(&mut theirs, 9);
         submit(&mut near, Direction::Read, 1);
         assert_eq!((at(&mut ours, 0), at(&mut ours, 127), at(&mut ours, 128)), (9, 9, 0));
-        let done = DataEvent::Completed { op: OpId(1), outcome: Outcome::Done };
+        let done = DataEvent::Completed { op: OpId(1), outcome: Completion::Done };
         assert_eq!(next(&mut near), done);
         // Each turn anew.
         fill(&mut theirs, 7);
@@ -154,27 +155,28 @@ fn a_short_read_is_over_when_it_is_submitted() {
 #[test]
 fn the_path_that_is_taken_can_be_seen_and_is_counted() {
     for (path, file) in [
-        (Path::SharedMemory, true),
-        (Path::CrossMemory, false),
-        (Path::CrossMemory, true),
-        (Path::Tcp, true),
+        (DataPath::SharedMemory, true),
+        (DataPath::CrossMemory, false),
+        (DataPath::CrossMemory, true),
+        (DataPath::Tcp, true),
     ] {
         // All paths, or one that is slower than what the memory calls for.
-        let natural = if file { Path::SharedMemory } else { Path::CrossMemory };
-        let paths = if path == natural { Path::ALL.into() } else { vec![path] };
+        let natural = if file { DataPath::SharedMemory } else { DataPath::CrossMemory };
+        let paths = if path == natural { DataPath::ALL.into() } else { vec![path] };
         let mut near = plane(HostConfig { paths: paths.clone(), ..door() });
         let mut far = plane(HostConfig { paths, ..door() });
-        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let (mut ours, mut theirs) =
+            (HostTestMemory::new(LEN, file), HostTestMemory::new(LEN, file));
         let (own, other) = (ours.memory(), theirs.memory());
         register(&mut near, own);
         let desc = register(&mut far, other);
         assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
         fill(&mut ours, 7);
         fill(&mut theirs, 9);
-        assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+        assert_eq!(run(&mut near, Direction::Write, 1), Completion::Done);
         assert_eq!((at(&mut theirs, 63), at(&mut theirs, 64), at(&mut theirs, 192)), (9, 7, 9));
         fill(&mut theirs, 11);
-        assert_eq!(run(&mut near, Direction::Read, 2), Outcome::Done);
+        assert_eq!(run(&mut near, Direction::Read, 2), Completion::Done);
         assert_eq!((at(&mut ours, 0), at(&mut ours, 128)), (11, 7));
         let paths = near.paths(SESSION).expect("it is open");
         assert_eq!((paths.write, paths.read), (path, path));
@@ -194,19 +196,21 @@ fn the_path_that_is_taken_can_be_seen_and_is_counted() {
 #[test]
 fn a_slower_path_than_configured_fails_unless_it_is_allowed() {
     for slower in [false, true] {
-        let config = HostConfig { paths: vec![Path::SharedMemory, Path::Tcp], slower, ..door() };
+        let config =
+            HostConfig { paths: vec![DataPath::SharedMemory, DataPath::Tcp], slower, ..door() };
         let (mut near, mut far) = (plane(config.clone()), plane(config));
-        let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+        let (mut ours, mut theirs) =
+            (HostTestMemory::new(LEN, false), HostTestMemory::new(LEN, false));
         let (own, other) = (ours.memory(), theirs.memory());
         register(&mut near, own);
         let desc = register(&mut far, other);
         let opened = open(&mut near, &far.address(), &desc);
         if slower {
             assert_eq!(opened, Ok(()));
-            assert_eq!(near.paths(SESSION).expect("it is open").write, Path::Tcp);
-            assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+            assert_eq!(near.paths(SESSION).expect("it is open").write, DataPath::Tcp);
+            assert_eq!(run(&mut near, Direction::Write, 1), Completion::Done);
         } else {
-            let Err(Cause::Backend(why)) = opened else { panic!("{opened:?}") };
+            let Err(FabricError::Backend(why)) = opened else { panic!("{opened:?}") };
             assert!(why.contains("slower = true"), "{why}");
         }
     }
@@ -215,13 +219,13 @@ fn a_slower_path_than_configured_fails_unless_it_is_allowed() {
 #[test]
 fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
     let (mut near, mut far) = (plane(patient()), plane(door()));
-    let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+    let (mut ours, mut theirs) = (HostTestMemory::new(LEN, false), HostTestMemory::new(LEN, false));
     let (own, other) = (ours.memory(), theirs.memory());
     register(&mut near, own);
     let desc = register(&mut far, other);
     // `far` never connected to `near`.
     assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
-    assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+    assert_eq!(run(&mut near, Direction::Write, 1), Completion::Done);
     far.connect(PEER, &near.address(), 0).expect("a peer");
     far.fence(PEER);
     assert_eq!(next(&mut far), DataEvent::Fenced { peer: PEER });
@@ -233,7 +237,7 @@ fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
         near.close(SESSION);
         near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
         let refused = next(&mut near);
-        let DataEvent::Opened { result: Err(Cause::Backend(why)), .. } = &refused else {
+        let DataEvent::Opened { result: Err(FabricError::Backend(why)), .. } = &refused else {
             panic!("{refused:?}")
         };
         assert!(why.contains("fenced"), "{why}");
@@ -248,24 +252,25 @@ fn a_fence_shuts_a_stranger_out_for_good_until_another_pass() {
 #[test]
 fn without_a_door_strangers_stay_outside() {
     let (mut near, mut far) = (plane(door()), plane(patient()));
-    let (mut ours, mut theirs) = (Bytes::new(LEN, false), Bytes::new(LEN, false));
+    let (mut ours, mut theirs) = (HostTestMemory::new(LEN, false), HostTestMemory::new(LEN, false));
     let (own, other) = (ours.memory(), theirs.memory());
     register(&mut near, own);
     let desc = register(&mut far, other);
     let refused = open(&mut near, &far.address(), &desc);
-    let Err(Cause::Backend(why)) = refused else { panic!("{refused:?}") };
+    let Err(FabricError::Backend(why)) = refused else { panic!("{refused:?}") };
     assert!(why.contains("not connected"), "{why}");
     assert_eq!(far.counters().refused, 1);
 }
 
 #[test]
-fn another_life_at_the_same_port_is_refused() {
-    for path in Path::ALL {
+fn another_incarnation_at_the_same_port_is_refused() {
+    for path in DataPath::ALL {
         let config = HostConfig { paths: vec![path], ..door() };
         let mut near = plane(config.clone());
         let mut far = plane(config.clone());
-        let file = path == Path::SharedMemory;
-        let (mut ours, mut theirs) = (Bytes::new(LEN, file), Bytes::new(LEN, file));
+        let file = path == DataPath::SharedMemory;
+        let (mut ours, mut theirs) =
+            (HostTestMemory::new(LEN, file), HostTestMemory::new(LEN, file));
         let (own, other) = (ours.memory(), theirs.memory());
         register(&mut near, own);
         let desc = register(&mut far, other);
@@ -286,48 +291,49 @@ fn another_life_at_the_same_port_is_refused() {
 
 #[test]
 fn a_plane_registers_memory_of_another_process() {
-    let setup = Setup { config: door(), memory: LEN, file: false };
+    let setup = HostTestSetup { config: door(), memory: LEN, file: false };
     let mut owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
-    for (path, file) in [(Path::SharedMemory, true), (Path::CrossMemory, false), (Path::Tcp, false)]
+    for (path, file) in
+        [(DataPath::SharedMemory, true), (DataPath::CrossMemory, false), (DataPath::Tcp, false)]
     {
-        let paths = if path == Path::Tcp { vec![path] } else { Path::ALL.into() };
+        let paths = if path == DataPath::Tcp { vec![path] } else { DataPath::ALL.into() };
         let mut side = plane(HostConfig { paths: paths.clone(), ..door() });
         let desc = register(&mut side, memory);
         let mut near = plane(HostConfig { paths, ..door() });
-        let mut ours = Bytes::new(LEN, file);
+        let mut ours = HostTestMemory::new(LEN, file);
         let own = ours.memory();
         register(&mut near, own);
         assert_eq!(open(&mut near, &side.address(), &desc), Ok(()));
         owner.poke(0, &[3; LEN as usize]);
         fill(&mut ours, 7);
-        assert_eq!(run(&mut near, Direction::Write, 1), Outcome::Done);
+        assert_eq!(run(&mut near, Direction::Write, 1), Completion::Done);
         let mut seen = [0; 256];
         owner.peek(0, &mut seen);
         assert!(seen[64..192] == [7; 128] && seen[..64] == [3; 64] && seen[192..] == [3; 64]);
         owner.poke(0, &[5; 256]);
-        assert_eq!(run(&mut near, Direction::Read, 2), Outcome::Done);
+        assert_eq!(run(&mut near, Direction::Read, 2), Completion::Done);
         assert_eq!((at(&mut ours, 127), at(&mut ours, 128)), (5, 7), "{path}");
     }
 }
 
 #[test]
 fn memory_of_a_process_that_has_ended_fails_the_operation() {
-    let setup = Setup { config: door(), memory: LEN, file: false };
+    let setup = HostTestSetup { config: door(), memory: LEN, file: false };
     let mut owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let mut side = plane(door());
     let desc = register(&mut side, Memory::OtherProcess { pid: owner.pid(), base, len });
     let mut near = plane(door());
-    let mut ours = Bytes::new(LEN, false);
+    let mut ours = HostTestMemory::new(LEN, false);
     let own = ours.memory();
     register(&mut near, own);
     assert_eq!(open(&mut near, &side.address(), &desc), Ok(()));
     owner.kill();
     for (op, direction) in [(1, Direction::Write), (2, Direction::Read)] {
-        let cause = Cause::RemoteAccess;
-        let failed = Outcome::Failed { cause, landed: Landed::Unknown };
+        let cause = FabricError::RemoteAccess;
+        let failed = Completion::Failed { cause, landed: Landed::Unknown };
         assert_eq!(run(&mut near, direction, op), failed);
     }
 }
@@ -360,15 +366,15 @@ fn memory_that_is_not_there_is_not_registered() {
 
 #[test]
 fn a_pool_says_what_pages_it_got() {
-    let pool = Pool::new(3 << 20, HugePages::No).expect("a pool");
+    let pool = MemfdPool::new(3 << 20, HugePages::No).expect("a pool");
     assert_eq!((pool.len(), pool.huge()), (3 << 20, 0));
-    let pool = Pool::new(3 << 20, HugePages::Try).expect("a pool");
+    let pool = MemfdPool::new(3 << 20, HugePages::Try).expect("a pool");
     assert!(pool.len() >= 3 << 20 && pool.huge() <= pool.len());
-    match Pool::new(3 << 20, HugePages::Reserved) {
+    match MemfdPool::new(3 << 20, HugePages::Reserved) {
         Ok(pool) => assert_eq!((pool.len(), pool.huge()), (4 << 20, 4 << 20)),
         Err(why) => assert!(why.contains("nr_hugepages"), "{why}"),
     }
-    assert!(Pool::new(0, HugePages::No).is_err());
+    assert!(MemfdPool::new(0, HugePages::No).is_err());
 }
 
 /// A waker that has nobody to wake.
@@ -391,11 +397,11 @@ impl Wake for Flag {
 
 /// Polls a plane only when it was woken, from opening a session to its end, with single short
 /// operations and with more long ones at a time than the ring of a link has room for.
-fn goes_through(near: &mut HostPlane, path: Path, mut woken: impl FnMut(&mut HostPlane)) {
+fn goes_through(near: &mut HostPlane, path: DataPath, mut woken: impl FnMut(&mut HostPlane)) {
     const LONG: u64 = 1 << 18;
     let mut far = plane(HostConfig { paths: vec![path], ..door() });
-    let file = path == Path::SharedMemory;
-    let (mut ours, mut theirs) = (Bytes::new(LONG, file), Bytes::new(LONG, file));
+    let file = path == DataPath::SharedMemory;
+    let (mut ours, mut theirs) = (HostTestMemory::new(LONG, file), HostTestMemory::new(LONG, file));
     let (own, other) = (ours.memory(), theirs.memory());
     register(near, own);
     let desc = register(&mut far, other);
@@ -403,15 +409,15 @@ fn goes_through(near: &mut HostPlane, path: Path, mut woken: impl FnMut(&mut Hos
     near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
     let mut wait = |near: &mut HostPlane, count: usize| {
         let mut events = Vec::new();
-        while near.poll(Nanos::ZERO, &mut events) == engine::fabric::Wake::Ready {}
+        while near.poll(Nanos::ZERO, &mut events) == engine::fabric::NextPoll::Ready {}
         while events.len() < count {
             woken(near);
-            while near.poll(Nanos::ZERO, &mut events) == engine::fabric::Wake::Ready {}
+            while near.poll(Nanos::ZERO, &mut events) == engine::fabric::NextPoll::Ready {}
         }
         events
     };
     assert_eq!(wait(near, 1), [DataEvent::Opened { session: SESSION, result: Ok(()) }]);
-    let done = |op| DataEvent::Completed { op, outcome: Outcome::Done };
+    let done = |op| DataEvent::Completed { op, outcome: Completion::Done };
     for op in (1..200).map(OpId) {
         let direction = if op.0 % 2 == 0 { Direction::Read } else { Direction::Write };
         let (session, local, remote, len) = (SESSION, &[0][..], &[0][..], &[64][..]);
@@ -426,13 +432,13 @@ fn goes_through(near: &mut HostPlane, path: Path, mut woken: impl FnMut(&mut Hos
         near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
     }
     assert_eq!(wait(near, ops.len()), ops.iter().map(|op| done(*op)).collect::<Vec<_>>());
-    near.quiesce(SESSION, Ticket(1));
-    assert_eq!(wait(near, 1), [DataEvent::Quiet { session: SESSION, ticket: Ticket(1) }]);
+    near.quiesce(SESSION, QuiesceTicket(1));
+    assert_eq!(wait(near, 1), [DataEvent::Quiet { session: SESSION, ticket: QuiesceTicket(1) }]);
 }
 
 #[test]
 fn the_waker_is_enough() {
-    for path in Path::ALL {
+    for path in DataPath::ALL {
         let (bell, rung) = std::sync::mpsc::channel();
         let mut near = plane(HostConfig { paths: vec![path], ..door() });
         near.set_waker(Waker::from(Arc::new(Flag(bell))));
@@ -444,7 +450,7 @@ fn the_waker_is_enough() {
 
 #[test]
 fn the_doorbell_is_enough() {
-    for path in Path::ALL {
+    for path in DataPath::ALL {
         let mut near = plane(HostConfig { paths: vec![path], ..door() });
         near.set_waker(Waker::from(Arc::new(Never)));
         near.doorbell().expect("a descriptor");

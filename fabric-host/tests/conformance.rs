@@ -5,7 +5,7 @@ mod common;
 use common::remote::serve_if_child;
 use common::{apart, by_threads, here};
 use engine::conformance::data_plane;
-use fabric_host::Path;
+use fabric_host::DataPath;
 
 /// The other process: this test, executed again by the others.
 #[test]
@@ -15,40 +15,40 @@ fn child() {
 
 #[test]
 fn shared_memory_conforms() {
-    data_plane(&mut || Box::new(here(Path::SharedMemory)));
+    data_plane(&mut || Box::new(here(DataPath::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_conforms() {
-    data_plane(&mut || Box::new(here(Path::CrossMemory)));
+    data_plane(&mut || Box::new(here(DataPath::CrossMemory)));
 }
 
 #[test]
 fn tcp_conforms() {
-    data_plane(&mut || Box::new(here(Path::Tcp)));
+    data_plane(&mut || Box::new(here(DataPath::Tcp)));
 }
 
 #[test]
 fn shared_memory_between_processes_conforms() {
-    data_plane(&mut || Box::new(apart(Path::SharedMemory)));
+    data_plane(&mut || Box::new(apart(DataPath::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_between_processes_conforms() {
-    data_plane(&mut || Box::new(apart(Path::CrossMemory)));
+    data_plane(&mut || Box::new(apart(DataPath::CrossMemory)));
 }
 
 #[test]
 fn tcp_between_processes_conforms() {
-    data_plane(&mut || Box::new(apart(Path::Tcp)));
+    data_plane(&mut || Box::new(apart(DataPath::Tcp)));
 }
 
 #[test]
 fn shared_memory_that_threads_read_conforms() {
-    data_plane(&mut || Box::new(by_threads(Path::SharedMemory)));
+    data_plane(&mut || Box::new(by_threads(DataPath::SharedMemory)));
 }
 
 #[test]
 fn cross_memory_that_threads_read_conforms() {
-    data_plane(&mut || Box::new(by_threads(Path::CrossMemory)));
+    data_plane(&mut || Box::new(by_threads(DataPath::CrossMemory)));
 }

@@ -3,14 +3,14 @@
 mod common;
 
 use common::config;
-use common::remote::{Bytes, Setup, go_on, serve_if_child, start, stop};
-use engine::conformance::{Remote, Served};
+use common::remote::{HostTestMemory, HostTestSetup, go_on, serve_if_child, start, stop};
+use engine::conformance::{PlaneUnderTest, RemotePlane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Cause, DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionDesc, RegionId,
-    SessionId, Submit, Ticket,
+    Completion, DataEvent, DataPlane, Direction, FabricError, Memory, OpId, PeerId, QuiesceTicket,
+    RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_host::{HostConfig, HostPlane, Path};
+use fabric_host::{DataPath, HostConfig, HostPlane};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -20,12 +20,12 @@ const SESSION: SessionId = SessionId(3);
 const OP: OpId = OpId(4);
 const PASS: u64 = 5;
 
-/// Bytes of each side's memory: few, so that whatever lands late hits what is looked at.
+/// HostTestMemory of each side's memory: few, so that whatever lands late hits what is looked at.
 const LEN: u64 = 64 << 10;
 
 /// How often one operation copies them: it takes long enough to be caught in the middle.
-fn times(path: Path) -> usize {
-    if path == Path::Tcp { 1 << 16 } else { 1 << 18 }
+fn times(path: DataPath) -> usize {
+    if path == DataPath::Tcp { 1 << 16 } else { 1 << 18 }
 }
 
 /// Rounds in which something that must not happen is waited for.
@@ -41,30 +41,31 @@ fn child() {
 }
 
 /// A plane of this process and one of another, with a session between them.
-struct World {
-    path: Path,
+struct StoppedTestWorld {
+    path: DataPath,
     near: HostPlane,
-    bytes: Bytes,
-    far: Remote,
+    bytes: HostTestMemory,
+    far: RemotePlane,
     seen: [Vec<DataEvent>; 2],
     /// Who opened the session.
     initiator: usize,
 }
 
-impl World {
-    fn new(path: Path, initiator: usize) -> World {
-        World::with(path, config(path), initiator)
+impl StoppedTestWorld {
+    fn new(path: DataPath, initiator: usize) -> StoppedTestWorld {
+        StoppedTestWorld::with(path, config(path), initiator)
     }
 
-    fn with(path: Path, config: HostConfig, initiator: usize) -> World {
+    fn with(path: DataPath, config: HostConfig, initiator: usize) -> StoppedTestWorld {
         let config = HostConfig { slices_max: 1 << 18, ..config };
-        let file = path == Path::SharedMemory;
-        let setup = Setup { config: config.clone(), memory: LEN, file };
+        let file = path == DataPath::SharedMemory;
+        let setup = HostTestSetup { config: config.clone(), memory: LEN, file };
         let far = start(&setup);
         let near = HostPlane::new(config).expect("a plane");
-        let mut bytes = Bytes::new(LEN, file);
+        let mut bytes = HostTestMemory::new(LEN, file);
         let own = bytes.memory();
-        let mut world = World { path, near, bytes, far, seen: Default::default(), initiator };
+        let mut world =
+            StoppedTestWorld { path, near, bytes, far, seen: Default::default(), initiator };
         world.near.connect(PEER, &world.far.address(), PASS).expect("a peer");
         world.far.connect(PEER, &world.near.address(), PASS).expect("a peer");
         let theirs = world.far.memory();
@@ -104,11 +105,11 @@ impl World {
         self.near.poll(Nanos::ZERO, &mut self.seen[0]);
     }
 
-    fn until(&mut self, what: &str, done: impl Fn(&World) -> bool) {
+    fn until(&mut self, what: &str, done: impl Fn(&StoppedTestWorld) -> bool) {
         self.wait(what, true, done);
     }
 
-    fn wait(&mut self, what: &str, far: bool, done: impl Fn(&World) -> bool) {
+    fn wait(&mut self, what: &str, far: bool, done: impl Fn(&StoppedTestWorld) -> bool) {
         let start = Instant::now();
         while !done(self) {
             assert!(start.elapsed() < PATIENCE, "no {what}; seen: {:?}", self.seen);
@@ -155,7 +156,7 @@ impl World {
         assert!(now == marker, "bytes landed that must not");
     }
 
-    fn outcome(&self, plane: usize) -> Option<&Outcome> {
+    fn outcome(&self, plane: usize) -> Option<&Completion> {
         self.seen[plane].iter().find_map(|event| match event {
             DataEvent::Completed { op, outcome } if *op == OP => Some(outcome),
             _ => None,
@@ -163,16 +164,16 @@ impl World {
     }
 
     fn is_quiet(&self, plane: usize) -> bool {
-        self.seen[plane].contains(&DataEvent::Quiet { session: SESSION, ticket: Ticket(1) })
+        self.seen[plane].contains(&DataEvent::Quiet { session: SESSION, ticket: QuiesceTicket(1) })
     }
 
-    fn served(&self, path: Path) -> u64 {
+    fn served(&self, path: DataPath) -> u64 {
         self.near.counters().served[path as usize].operations
     }
 }
 
-fn fence_amid_a_push(path: Path) -> bool {
-    let mut world = World::new(path, 1);
+fn fence_amid_a_push(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 1);
     world.fill_far(7);
     world.submit(Direction::Write);
     world.until_landing();
@@ -188,13 +189,13 @@ fn fence_amid_a_push(path: Path) -> bool {
     world.assert_untouched(false);
     go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
-    assert!(world.outcome(1) != Some(&Outcome::Done), "a fenced push succeeded");
+    assert!(world.outcome(1) != Some(&Completion::Done), "a fenced push succeeded");
     world.assert_untouched(true);
     true
 }
 
-fn deregister_amid_a_push(path: Path) -> bool {
-    let mut world = World::new(path, 1);
+fn deregister_amid_a_push(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 1);
     world.fill_far(7);
     world.submit(Direction::Write);
     world.until_landing();
@@ -206,12 +207,12 @@ fn deregister_amid_a_push(path: Path) -> bool {
     world.assert_untouched(false);
     go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
-    assert!(world.outcome(1) != Some(&Outcome::Done), "the push succeeded");
+    assert!(world.outcome(1) != Some(&Completion::Done), "the push succeeded");
     true
 }
 
-fn kill_amid_a_push(path: Path) -> bool {
-    let mut world = World::new(path, 1);
+fn kill_amid_a_push(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 1);
     world.fill_far(7);
     world.submit(Direction::Write);
     world.until_landing();
@@ -221,19 +222,20 @@ fn kill_amid_a_push(path: Path) -> bool {
     world.served(path) == 0
 }
 
-fn close_amid_a_read(path: Path) -> bool {
-    let mut world = World::new(path, 0);
+fn close_amid_a_read(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 0);
     world.fill_far(7);
     world.submit(Direction::Read);
     world.until_landing();
     stop(&world.far);
-    world.near.quiesce(SESSION, Ticket(1));
+    world.near.quiesce(SESSION, QuiesceTicket(1));
     world.near.close(SESSION);
     world.wait("Quiet", false, |world| world.is_quiet(0));
-    if world.outcome(0) == Some(&Outcome::Done) {
+    if world.outcome(0) == Some(&Completion::Done) {
         return false;
     }
-    let failed = matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::Closed, .. }));
+    let failed =
+        matches!(world.outcome(0), Some(Completion::Failed { cause: FabricError::Closed, .. }));
     assert!(failed, "got {:?}", world.outcome(0));
     world.assert_untouched(false);
     world.near.deregister(REGION).expect("nothing uses it");
@@ -242,8 +244,8 @@ fn close_amid_a_read(path: Path) -> bool {
     true
 }
 
-fn leave_a_peer_that_reads(path: Path) -> bool {
-    let mut world = World::new(path, 1);
+fn leave_a_peer_that_reads(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 1);
     world.bytes.poke(0, &vec![9; LEN as usize]);
     world.submit(Direction::Read);
     let mut first = [0];
@@ -258,12 +260,12 @@ fn leave_a_peer_that_reads(path: Path) -> bool {
     go_on(&world.far);
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     // A read of what is gone does not succeed.
-    world.outcome(1) != Some(&Outcome::Done)
+    world.outcome(1) != Some(&Completion::Done)
 }
 
 /// The peer copies what we push: while it is stopped nobody can say that it is quiet.
-fn close_amid_a_push(path: Path) -> bool {
-    let mut world = World::new(path, 0);
+fn close_amid_a_push(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 0);
     world.bytes.poke(0, &vec![9; LEN as usize]);
     world.submit(Direction::Write);
     let mut first = [0];
@@ -272,7 +274,7 @@ fn close_amid_a_push(path: Path) -> bool {
     }
     stop(&world.far);
     world.near.close(SESSION);
-    world.near.quiesce(SESSION, Ticket(1));
+    world.near.quiesce(SESSION, QuiesceTicket(1));
     world.near.poll(Nanos::ZERO, &mut { Vec::new() });
     (0..SUSPICION).for_each(|_| world.pump(false));
     if world.is_quiet(0) {
@@ -290,8 +292,8 @@ fn close_amid_a_push(path: Path) -> bool {
     true
 }
 
-fn kill_the_target_of_a_push(path: Path) -> bool {
-    let mut world = World::new(path, 0);
+fn kill_the_target_of_a_push(path: DataPath) -> bool {
+    let mut world = StoppedTestWorld::new(path, 0);
     world.bytes.poke(0, &vec![9; LEN as usize]);
     world.submit(Direction::Write);
     let mut first = [0];
@@ -299,7 +301,7 @@ fn kill_the_target_of_a_push(path: Path) -> bool {
         world.far.peek(0, &mut first);
     }
     stop(&world.far);
-    world.near.quiesce(SESSION, Ticket(1));
+    world.near.quiesce(SESSION, QuiesceTicket(1));
     (0..SUSPICION).for_each(|_| world.pump(false));
     if world.is_quiet(0) || world.outcome(0).is_some() {
         return false;
@@ -309,15 +311,16 @@ fn kill_the_target_of_a_push(path: Path) -> bool {
         world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
     });
     world.wait("Quiet", false, |world| world.is_quiet(0));
-    let failed = matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. }));
+    let failed =
+        matches!(world.outcome(0), Some(Completion::Failed { cause: FabricError::PeerGone, .. }));
     assert!(failed, "got {:?}", world.outcome(0));
     true
 }
 
 /// A host that is silent is given up, but what it had received may land when it wakes up.
-fn lose_the_target_of_a_push(_: Path) -> bool {
-    let config = HostConfig { dead_ms: 10_000, ..config(Path::Tcp) };
-    let mut world = World::with(Path::Tcp, config, 0);
+fn lose_the_target_of_a_push(_: DataPath) -> bool {
+    let config = HostConfig { dead_ms: 10_000, ..config(DataPath::Tcp) };
+    let mut world = StoppedTestWorld::with(DataPath::Tcp, config, 0);
     world.bytes.poke(0, &vec![9; LEN as usize]);
     world.submit(Direction::Write);
     let mut first = [0];
@@ -333,11 +336,14 @@ fn lose_the_target_of_a_push(_: Path) -> bool {
         // It was over, or silent for too long while it ran.
         return false;
     }
-    world.near.quiesce(SESSION, Ticket(1));
+    world.near.quiesce(SESSION, QuiesceTicket(1));
     world.wait("PeerDown", false, |world| {
         world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
     });
-    assert!(matches!(world.outcome(0), Some(Outcome::Failed { cause: Cause::PeerGone, .. })));
+    assert!(matches!(
+        world.outcome(0),
+        Some(Completion::Failed { cause: FabricError::PeerGone, .. })
+    ));
     (0..SUSPICION).for_each(|_| world.pump(false));
     assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
     go_on(&world.far);
@@ -350,9 +356,9 @@ fn lose_the_target_of_a_push(_: Path) -> bool {
     true
 }
 
-/// Repeats a check until the operation was caught in the middle: on a busy machine it may be over before
-/// somebody looks. What is wrong is so every time.
-fn caught(path: Path, check: fn(Path) -> bool) {
+/// Repeats a check until the operation was caught in the middle: on a busy machine it may be over
+/// before somebody looks. What is wrong is so every time.
+fn caught(path: DataPath, check: fn(DataPath) -> bool) {
     let start = Instant::now();
     while !check(path) {
         let goes_on = start.elapsed() < PATIENCE;
@@ -360,8 +366,8 @@ fn caught(path: Path, check: fn(Path) -> bool) {
     }
 }
 
-fn each_path(check: fn(Path) -> bool) {
-    Path::ALL.into_iter().for_each(|path| caught(path, check));
+fn each_path(check: fn(DataPath) -> bool) {
+    DataPath::ALL.into_iter().for_each(|path| caught(path, check));
 }
 
 #[test]
@@ -396,7 +402,7 @@ fn a_push_is_not_quiet_before_its_target_says_so() {
 
 #[test]
 fn a_connection_that_broke_is_not_quiet_before_its_peer_was_heard() {
-    caught(Path::Tcp, lose_the_target_of_a_push);
+    caught(DataPath::Tcp, lose_the_target_of_a_push);
 }
 
 #[test]

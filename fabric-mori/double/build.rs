@@ -42,7 +42,8 @@ fn install(class: u32, folder: &Path) -> Result<(), String> {
         });
     written.map_err(|why| format!("{}: {why}", folder.display()))?;
     library(&include, &lib.join("libmori_io.so"))?;
-    let found = mori_build::Found::explicit(&include, &lib).map_err(|why| why.to_string())?;
+    let found =
+        mori_build::MoriInstallation::explicit(&include, &lib).map_err(|why| why.to_string())?;
     mori_build::compile(&found, folder, &[]).map_err(|why| why.to_string())?;
     Ok(())
 }

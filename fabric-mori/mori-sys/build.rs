@@ -42,24 +42,24 @@ fn build() -> Result<(), String> {
     Ok(())
 }
 
-struct NoShim {
+struct ShimBuildError {
     why: String,
     /// Something was there that should have worked.
     unexpected: bool,
 }
 
-fn shim(out: &Path) -> Result<(PathBuf, String), NoShim> {
+fn shim(out: &Path) -> Result<(PathBuf, String), ShimBuildError> {
     if env::var_os("HOST") != env::var_os("TARGET") {
         let why = "the shim is only compiled by the machine's own compiler".to_owned();
-        return Err(NoShim { why, unexpected: false });
+        return Err(ShimBuildError { why, unexpected: false });
     }
     let found = mori_build::search(&|name| env::var_os(name))
-        .map_err(|why| NoShim { why: why.to_string(), unexpected: !why.is_nowhere() })?;
+        .map_err(|why| ShimBuildError { why: why.to_string(), unexpected: !why.is_nowhere() })?;
     for file in found.watched() {
         println!("cargo:rerun-if-changed={}", file.display());
     }
     let shim = mori_build::compile(&found, out, &[])
-        .map_err(|why| NoShim { why: why.to_string(), unexpected: true })?;
+        .map_err(|why| ShimBuildError { why: why.to_string(), unexpected: true })?;
     Ok((shim, found.to_string()))
 }
 

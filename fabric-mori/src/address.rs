@@ -2,7 +2,7 @@
 //! these. Addresses have fields at the end that MoRI's decoders ignore; those of memory cannot have
 //! any, as later layouts go on where earlier ones end.
 
-use engine::core::dialect::moriio::descriptor::{EngineDesc, MemoryDesc};
+use engine::core::dialect::moriio::descriptor::{MoriEngineDesc, MoriMemoryDesc};
 use engine::fabric::Address;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddrV4;
@@ -13,15 +13,15 @@ const MARK: &str = "kvferry-mori-1";
 
 /// Who a plane is, from its start or its last reset on.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) struct Identity {
+pub(crate) struct MoriPlaneIdentity {
     pub(crate) key: Arc<str>,
     pub(crate) incarnation: u64,
 }
 
 /// What peers need beyond MoRI's fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Door {
-    pub(crate) who: Identity,
+pub(crate) struct MoriAcceptorInfo {
+    pub(crate) who: MoriPlaneIdentity,
     /// TCP port at the host of MoRI's control plane.
     pub(crate) port: u16,
     /// Fields of its MoRI's memory descriptors.
@@ -30,26 +30,26 @@ pub(crate) struct Door {
 
 /// Where a plane can be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Location {
+pub(crate) struct MoriPlaneAddress {
     pub(crate) host: Arc<str>,
     /// MoRI's descriptor as its owner wrote it.
     pub(crate) engine: Arc<[u8]>,
     /// None for a peer that is not one of ours.
-    pub(crate) door: Option<Door>,
+    pub(crate) acceptor: Option<MoriAcceptorInfo>,
 }
 
 /// Memory of a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Claim {
+pub(crate) struct MoriRegionDescriptor {
     pub(crate) len: u64,
     /// MoRI's descriptor as its owner wrote it.
     pub(crate) memory: Arc<[u8]>,
     /// What names it: the key of its engine, and a number there.
-    pub(crate) name: Name,
+    pub(crate) name: MoriMemoryKey,
 }
 
 /// Memory as MoRI names it.
-pub(crate) type Name = (Arc<str>, u32);
+pub(crate) type MoriMemoryKey = (Arc<str>, u32);
 
 /// Number of elements of a msgpack array and the length of its header.
 fn header(bytes: &[u8]) -> Option<(usize, usize)> {
@@ -79,38 +79,38 @@ fn tail<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Option<T> {
     rmp_serde::from_slice(&bytes[at + mark.len()..]).ok()
 }
 
-impl Location {
+impl MoriPlaneAddress {
     /// `engine` is what MoRI packed; none if that is no array.
-    pub(crate) fn encode(engine: &[u8], door: &Door) -> Option<Address> {
+    pub(crate) fn encode(engine: &[u8], door: &MoriAcceptorInfo) -> Option<Address> {
         Some(Address(extend(engine, door)?.into()))
     }
 
     /// Where MoRI's control plane listens, by its descriptor; none if it does not.
     pub(crate) fn listens_at(engine: &[u8]) -> Option<SocketAddrV4> {
-        let desc = EngineDesc::decode(engine).ok()?;
+        let desc = MoriEngineDesc::decode(engine).ok()?;
         Some(SocketAddrV4::new(desc.host.parse().ok()?, u16::try_from(desc.port).ok()?))
     }
 
     /// None for the address of another kind of plane.
-    pub(crate) fn decode(address: &Address) -> Option<Location> {
-        let desc = EngineDesc::decode(&address.0).ok()?;
+    pub(crate) fn decode(address: &Address) -> Option<MoriPlaneAddress> {
+        let desc = MoriEngineDesc::decode(&address.0).ok()?;
         if desc.host.is_empty() || !(0..=65_535).contains(&desc.port) {
             return None;
         }
         let door = tail(&address.0);
-        Some(Location { host: desc.host, engine: address.0.clone(), door })
+        Some(MoriPlaneAddress { host: desc.host, engine: address.0.clone(), acceptor: door })
     }
 }
 
-impl Claim {
+impl MoriRegionDescriptor {
     /// None for a descriptor of another kind of plane.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<Claim> {
-        let (_, memory) = MemoryDesc::decode(bytes).ok()?;
+    pub(crate) fn decode(bytes: &[u8]) -> Option<MoriRegionDescriptor> {
+        let (_, memory) = MoriMemoryDesc::decode(bytes).ok()?;
         if memory.size == 0 {
             return None;
         }
         let name = (memory.engine_key, memory.id);
-        Some(Claim { len: memory.size, memory: bytes.into(), name })
+        Some(MoriRegionDescriptor { len: memory.size, memory: bytes.into(), name })
     }
 }
 
@@ -119,28 +119,28 @@ mod tests {
     use super::*;
     use engine::core::dialect::moriio::descriptor::DescLayout;
 
-    fn door() -> Door {
-        let who = Identity { key: "k".into(), incarnation: 7 };
-        Door { who, port: 4_711, layout: 15 }
+    fn door() -> MoriAcceptorInfo {
+        let who = MoriPlaneIdentity { key: "k".into(), incarnation: 7 };
+        MoriAcceptorInfo { who, port: 4_711, layout: 15 }
     }
 
     #[test]
     fn addresses_are_mori_s_with_a_door() {
-        let desc = EngineDesc {
+        let desc = MoriEngineDesc {
             key: "k~7".into(),
             host: "127.0.0.1".into(),
             port: 9,
-            ..EngineDesc::default()
+            ..MoriEngineDesc::default()
         };
         for layout in [DescLayout::V1_2, DescLayout::V1_2_2] {
             let plain = desc.encode(layout);
-            let address = Location::encode(&plain, &door()).expect("an array");
-            assert_eq!(EngineDesc::decode(&address.0), Ok(desc.clone()), "MoRI reads it");
-            let location = Location::decode(&address).expect("ours");
-            assert_eq!(location.door, Some(door()));
-            let foreign = Location::decode(&Address(plain.into())).expect("MoRI's");
-            assert_eq!(foreign.door, None);
+            let address = MoriPlaneAddress::encode(&plain, &door()).expect("an array");
+            assert_eq!(MoriEngineDesc::decode(&address.0), Ok(desc.clone()), "MoRI reads it");
+            let location = MoriPlaneAddress::decode(&address).expect("ours");
+            assert_eq!(location.acceptor, Some(door()));
+            let foreign = MoriPlaneAddress::decode(&Address(plain.into())).expect("MoRI's");
+            assert_eq!(foreign.acceptor, None);
         }
-        assert_eq!(Location::decode(&Address(b"else".as_slice().into())), None);
+        assert_eq!(MoriPlaneAddress::decode(&Address(b"else".as_slice().into())), None);
     }
 }

@@ -1,7 +1,7 @@
 //! What a MoRI plane is told at its start.
 
 use engine::core::time::Nanos;
-use engine::fabric::Patience;
+use engine::fabric::PlaneTimeouts;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv4Addr;
@@ -11,7 +11,7 @@ use std::net::Ipv4Addr;
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
 #[serde(rename_all = "kebab-case")]
-pub enum Backend {
+pub enum MoriBackend {
     /// Network cards, between hosts or in one.
     #[default]
     Rdma,
@@ -19,17 +19,17 @@ pub enum Backend {
     Xgmi,
 }
 
-impl Backend {
+impl MoriBackend {
     /// `mori-rdma` or `mori-xgmi`, as configurations and metrics have it.
     pub const fn name(self) -> &'static str {
         match self {
-            Backend::Rdma => "mori-rdma",
-            Backend::Xgmi => "mori-xgmi",
+            MoriBackend::Rdma => "mori-rdma",
+            MoriBackend::Xgmi => "mori-xgmi",
         }
     }
 }
 
-impl fmt::Display for Backend {
+impl fmt::Display for MoriBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -51,7 +51,7 @@ pub struct MoriConfig {
     /// Port of the door, at which peers ask for regions; 0 for a free one.
     pub door_port: u16,
     /// What moves the bytes.
-    pub backend: Backend,
+    pub backend: MoriBackend,
     /// Queue pairs per pair of engines.
     pub qp_per_transfer: u32,
     /// Work requests per post; 0 lets MoRI choose.
@@ -81,8 +81,8 @@ pub struct MoriConfig {
     /// Most slices in one operation.
     pub slices_max: u32,
     /// A door that takes longer to answer, or a session to open, has failed. Who uses the plane
-    /// waits for as long, whatever its own limit. A step of MoRI's control plane has as long, as the
-    /// first plane of a process has it (`MORI_IO_CP_TIMEOUT_MS`).
+    /// waits for as long, whatever its own limit. A step of MoRI's control plane has as long, as
+    /// the first plane of a process has it (`MORI_IO_CP_TIMEOUT_MS`).
     pub open_ms: u32,
     /// An operation that takes longer has failed; MoRI has no limit of its own. Who uses the plane
     /// waits for as long, as above. A post has as long to find room in a send queue, as the first
@@ -102,7 +102,8 @@ pub struct MoriConfig {
     /// Queue pairs of peers that have ended, after which the backend is replaced while nothing is
     /// under way: MoRI polls them, and drops them in no other way. At so many if no peer is
     /// connected, at twice as many all the same; 0 is never. RDMA only.
-    // Who knows fewer settings refuses others, so it is said only if it was set. Later ones as well.
+    // Who knows fewer settings refuses others, so it is said only if it was set. Later ones as
+    // well.
     #[serde(skip_serializing_if = "is_dead_pairs_max")]
     pub dead_pairs_max: u32,
 }
@@ -121,7 +122,7 @@ impl Default for MoriConfig {
             host: "127.0.0.1".into(),
             port: 0,
             door_port: 0,
-            backend: Backend::Rdma,
+            backend: MoriBackend::Rdma,
             qp_per_transfer: 1,
             post_batch_size: 0,
             num_workers: 1,
@@ -160,9 +161,9 @@ impl MoriConfig {
 
     /// How long a plane with these settings takes to say that something has failed. Its owner waits
     /// a little longer, so that it is the plane that says it.
-    pub(crate) fn patience(&self) -> Patience {
+    pub(crate) fn patience(&self) -> PlaneTimeouts {
         let and_more = |ms: u32| Nanos::from_ms(u64::from(ms) + u64::from(ms) / 8 + 100);
-        Patience { open: and_more(self.open_ms), operation: and_more(self.operation_ms) }
+        PlaneTimeouts { open: and_more(self.open_ms), operation: and_more(self.operation_ms) }
     }
 
     /// Whether a plane would take these settings.

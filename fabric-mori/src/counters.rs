@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a plane did so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct MoriCounters {
     /// Operations that succeeded.
     pub operations: u64,
-    /// Their bytes.
+    /// Bytes that they moved.
     pub bytes: u64,
-    /// Operations that failed.
+    /// Operations that were reported as failed.
     pub failed: u64,
     /// Backends that were made anew.
     pub rebuilds: u64,
@@ -23,22 +23,22 @@ pub struct Counters {
     pub dead_pairs: u64,
 }
 
-/// [`Counters`] that others read meanwhile.
+/// [`MoriCounters`] that others read meanwhile.
 #[derive(Debug, Default)]
-pub(crate) struct Counts {
-    pub(crate) operations: Count,
-    pub(crate) bytes: Count,
-    pub(crate) failed: Count,
-    pub(crate) rebuilds: Count,
-    pub(crate) retried: Count,
-    pub(crate) resets: Count,
-    pub(crate) without: Count,
+pub(crate) struct MoriAtomicCounters {
+    pub(crate) operations: MoriAtomicCounter,
+    pub(crate) bytes: MoriAtomicCounter,
+    pub(crate) failed: MoriAtomicCounter,
+    pub(crate) rebuilds: MoriAtomicCounter,
+    pub(crate) retried: MoriAtomicCounter,
+    pub(crate) resets: MoriAtomicCounter,
+    pub(crate) without: MoriAtomicCounter,
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Count(AtomicU64);
+pub(crate) struct MoriAtomicCounter(AtomicU64);
 
-impl Count {
+impl MoriAtomicCounter {
     pub(crate) fn add(&self, more: u64) {
         self.0.fetch_add(more, Ordering::Relaxed);
     }
@@ -52,9 +52,9 @@ impl Count {
     }
 }
 
-impl Counts {
-    pub(crate) fn get(&self, dead_pairs: u64) -> Counters {
-        Counters {
+impl MoriAtomicCounters {
+    pub(crate) fn get(&self, dead_pairs: u64) -> MoriCounters {
+        MoriCounters {
             operations: self.operations.get(),
             bytes: self.bytes.get(),
             failed: self.failed.get(),

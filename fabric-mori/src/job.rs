@@ -5,7 +5,7 @@ use engine::fabric::{Direction, OpId, Refused, SessionId, Submit};
 /// The ranges of a batch: offsets into the two regions, and lengths in bytes. Neighbours that go on
 /// on both sides are one.
 #[derive(Debug)]
-pub(crate) struct Job {
+pub(crate) struct MoriBatch {
     pub(crate) op: OpId,
     pub(crate) session: SessionId,
     pub(crate) direction: Direction,
@@ -14,9 +14,9 @@ pub(crate) struct Job {
     pub(crate) len: Vec<u64>,
 }
 
-impl Default for Job {
+impl Default for MoriBatch {
     fn default() -> Self {
-        Job {
+        MoriBatch {
             op: OpId(0),
             session: SessionId(0),
             direction: Direction::Write,
@@ -30,9 +30,9 @@ impl Default for Job {
 /// Longest range of one work request; MoRI refuses more.
 const RANGE_MAX: u64 = u32::MAX as u64;
 
-impl Job {
-    /// Takes over a batch after it was checked against the lengths of both regions: MoRI's own checks
-    /// wrap around (RDMA), or are none (xGMI).
+impl MoriBatch {
+    /// Takes over a batch after it was checked against the lengths of both regions: MoRI's own
+    /// checks wrap around (RDMA), or are none (xGMI).
     ///
     /// # Errors
     /// `Invalid` with the range and the region's length.
@@ -42,7 +42,7 @@ impl Job {
         self.remote.clear();
         self.len.clear();
         let Submit { local, remote, len, .. } = *batch;
-        let seen = Seen::of(batch, lens);
+        let seen = RangeScan::of(batch, lens);
         if seen.may_leave
             && let Some(refused) = outside(batch, lens)
         {
@@ -83,9 +83,9 @@ impl Job {
     }
 }
 
-/// What one look at all ranges of a batch shows. It gathers bits, of which the highest tells: without
-/// a branch or a comparison the compiler looks at several ranges at a time.
-struct Seen {
+/// What one look at all ranges of a batch shows. It gathers bits, of which the highest tells:
+/// without a branch or a comparison the compiler looks at several ranges at a time.
+struct RangeScan {
     /// One may leave its region; never false if one does.
     may_leave: bool,
     /// None is empty, too long, or goes on where the one before it ends.
@@ -93,8 +93,8 @@ struct Seen {
     bytes: u64,
 }
 
-impl Seen {
-    fn of(batch: &Submit<'_>, [local_len, remote_len]: [u64; 2]) -> Seen {
+impl RangeScan {
+    fn of(batch: &Submit<'_>, [local_len, remote_len]: [u64; 2]) -> RangeScan {
         let Submit { local, remote, len, .. } = *batch;
         let is_set = |bits: u64| bits >> 63 != 0;
         let (mut leaves, mut uneven, mut bytes) = (local_len | remote_len, 0, 0_u64);
@@ -114,7 +114,7 @@ impl Seen {
             // Of a number and its negative one has the highest bit, but for zero.
             uneven |= !(gap | gap.wrapping_neg());
         }
-        Seen { may_leave: is_set(leaves), as_they_are: !is_set(uneven), bytes }
+        RangeScan { may_leave: is_set(leaves), as_they_are: !is_set(uneven), bytes }
     }
 }
 
@@ -137,12 +137,12 @@ fn outside(batch: &Submit<'_>, lens: [u64; 2]) -> Option<Refused> {
 mod tests {
     use super::*;
 
-    fn filled(ranges: &[(u64, u64, u64)], lens: [u64; 2]) -> Result<(Job, u64), Refused> {
+    fn filled(ranges: &[(u64, u64, u64)], lens: [u64; 2]) -> Result<(MoriBatch, u64), Refused> {
         let local: Vec<_> = ranges.iter().map(|range| range.0).collect();
         let remote: Vec<_> = ranges.iter().map(|range| range.1).collect();
         let len: Vec<_> = ranges.iter().map(|range| range.2).collect();
         let (op, session, direction) = (OpId(1), SessionId(2), Direction::Read);
-        let mut job = Job::default();
+        let mut job = MoriBatch::default();
         let batch = Submit { op, session, direction, local: &local, remote: &remote, len: &len };
         job.fill(&batch, lens).map(|bytes| (job, bytes))
     }

@@ -1,29 +1,30 @@
 //! A data plane over ROCm's MoRI-IO: RDMA between hosts, xGMI between the GPUs of one. MoRI is
 //! loaded when a plane is made, and only then; without it there is an error that says what was
 //! looked for.
+#![warn(missing_docs)]
 
+mod access_control;
 mod address;
+mod completion_poller;
 mod config;
 mod counters;
-mod desk;
-mod door;
-mod events;
-mod gate;
+mod device_events;
+mod engine_thread;
+mod event_queue;
 mod job;
+mod last_error;
+mod link;
 mod memory;
 mod mori;
-mod news;
-mod opener;
 mod plane;
 pub mod preflight;
+mod session_opener;
 mod sockets;
-mod watch;
-mod words;
 
-pub use config::{Backend, MoriConfig};
-pub use counters::Counters;
-pub use events::DeviceEvents;
+pub use config::{MoriBackend, MoriConfig};
+pub use counters::MoriCounters;
+pub use device_events::DeviceEvents;
+pub use last_error::last_error_pipe;
 pub use memory::DeviceMemory;
-pub use mori_sys::{Places, Shim, Unavailable, timeouts_set};
-pub use plane::{Meter, MoriError, MoriPlane};
-pub use words::last_words;
+pub use mori_sys::{Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
+pub use plane::{MoriCounterReader, MoriError, MoriPlane};

@@ -1,6 +1,6 @@
 //! Memory of a GPU, for who has none of its own.
 
-use crate::mori::{Fault, Shim, call};
+use crate::mori::{MoriCallError, Shim, call};
 use engine::fabric::Memory;
 use std::sync::Arc;
 
@@ -25,11 +25,11 @@ impl DeviceMemory {
         let given = call("kf_device_alloc", |text| unsafe {
             (shim.functions.kf_device_alloc)(number, len, &raw mut base, text)
         });
-        given.map_err(|fault: Fault| fault.to_string())?;
+        given.map_err(|fault: MoriCallError| fault.to_string())?;
         Ok(DeviceMemory { shim: shim.clone(), base, len, device })
     }
 
-    /// What to register.
+    /// As a plane registers it.
     pub fn memory(&self) -> Memory {
         Memory::Device { base: self.base, len: self.len, device: self.device }
     }

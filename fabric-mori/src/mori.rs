@@ -1,8 +1,8 @@
 //! MoRI's objects in Rust: what uses one keeps it alive, and what failed is kept until MoRI cannot
 //! touch it any more.
 
-use crate::config::{Backend, MoriConfig};
-use crate::job::Job;
+use crate::config::{MoriBackend, MoriConfig};
+use crate::job::MoriBatch;
 use engine::fabric::{Direction, Memory};
 pub(crate) use mori_sys::Shim;
 use mori_sys::{Code as Codes, Functions, Kind, Location, Rdma, Text};
@@ -16,15 +16,15 @@ const DESC_MAX: usize = 8 << 10;
 
 /// A call that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct MoriCallError {
     call: &'static str,
     kind: i32,
     text: String,
 }
 
-impl Fault {
-    pub(crate) fn of(call: &'static str, text: impl Into<String>) -> Fault {
-        Fault { call, kind: Kind::ARGUMENT, text: text.into() }
+impl MoriCallError {
+    pub(crate) fn of(call: &'static str, text: impl Into<String>) -> MoriCallError {
+        MoriCallError { call, kind: Kind::ARGUMENT, text: text.into() }
     }
 
     /// True if the system refused something, such as a connection to the peer.
@@ -33,7 +33,7 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for MoriCallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.call, self.text)
     }
@@ -43,12 +43,12 @@ impl fmt::Display for Fault {
 pub(crate) fn call(
     name: &'static str,
     function: impl FnOnce(*mut Text) -> i32,
-) -> Result<(), Fault> {
+) -> Result<(), MoriCallError> {
     let mut buffer = [0_u8; 512];
     let mut text = Text { data: buffer.as_mut_ptr().cast::<c_char>(), room: buffer.len() };
     match function(&raw mut text) {
         Kind::OK => Ok(()),
-        kind => Err(Fault { call: name, kind, text: text_of(&buffer) }),
+        kind => Err(MoriCallError { call: name, kind, text: text_of(&buffer) }),
     }
 }
 
@@ -61,7 +61,7 @@ fn text_of(buffer: &[u8]) -> String {
 fn bytes(
     name: &'static str,
     read: impl FnOnce(*mut u8, usize, *mut usize, *mut Text) -> i32,
-) -> Result<Vec<u8>, Fault> {
+) -> Result<Vec<u8>, MoriCallError> {
     let mut buffer = vec![0; DESC_MAX];
     let mut len = 0;
     call(name, |text| read(buffer.as_mut_ptr(), DESC_MAX, &raw mut len, text))?;
@@ -71,24 +71,24 @@ fn bytes(
 
 /// The engine with its backends, which go when the last that uses it is gone.
 #[derive(Debug)]
-struct Inner {
+struct MoriEngineInner {
     shim: Arc<Shim>,
     raw: *mut mori_sys::Engine,
 }
 
 // SAFETY: The shim's functions may be called from any thread; those that have to be serialised are
 // called by the owner of `Engine`, `Region` and `Session`, none of which can be copied or shared.
-unsafe impl Send for Inner {}
+unsafe impl Send for MoriEngineInner {}
 // SAFETY: What is called by shared references are the functions of statuses, which lock.
-unsafe impl Sync for Inner {}
+unsafe impl Sync for MoriEngineInner {}
 
-impl Inner {
+impl MoriEngineInner {
     fn functions(&self) -> &Functions {
         &self.shim.functions
     }
 }
 
-impl Drop for Inner {
+impl Drop for MoriEngineInner {
     fn drop(&mut self) {
         // SAFETY: Regions and sessions hold this, so that there are none any more.
         let freed = call("kf_engine_free", |text| unsafe {
@@ -100,36 +100,40 @@ impl Drop for Inner {
 
 /// An engine of MoRI. Its own calls, and those of its regions and sessions, are one thread's.
 #[derive(Debug)]
-pub(crate) struct Engine(Arc<Inner>);
+pub(crate) struct MoriEngineHandle(Arc<MoriEngineInner>);
 
 /// MoRI's numbers are signed.
 fn signed(value: u32) -> i32 {
     i32::try_from(value).unwrap_or(i32::MAX)
 }
 
-impl Engine {
+impl MoriEngineHandle {
     /// An engine with the backend of the configuration.
-    pub(crate) fn new(shim: &Arc<Shim>, config: &MoriConfig, key: &str) -> Result<Engine, Fault> {
+    pub(crate) fn new(
+        shim: &Arc<Shim>,
+        config: &MoriConfig,
+        key: &str,
+    ) -> Result<MoriEngineHandle, MoriCallError> {
         let plain = |text: &str| {
-            CString::new(text).map_err(|_| Fault::of("kf_engine_new", "a name with a NUL"))
+            CString::new(text).map_err(|_| MoriCallError::of("kf_engine_new", "a name with a NUL"))
         };
         let (key, host) = (plain(key)?, plain(&config.host)?);
         let mut raw = ptr::null_mut();
         let port = match config.backend {
-            Backend::Rdma => config.port,
+            MoriBackend::Rdma => config.port,
             // Nothing listens: MoRI takes this port as the word for that.
-            Backend::Xgmi => 1,
+            MoriBackend::Xgmi => 1,
         };
         // SAFETY: Texts that end with NUL, and a place for the result.
         call("kf_engine_new", |text| unsafe {
             let new = shim.functions.kf_engine_new;
             new(key.as_ptr(), host.as_ptr(), port, &raw mut raw, text)
         })?;
-        let engine = Engine(Arc::new(Inner { shim: shim.clone(), raw }));
+        let engine = MoriEngineHandle(Arc::new(MoriEngineInner { shim: shim.clone(), raw }));
         match config.backend {
-            Backend::Rdma => engine.add_rdma(config)?,
+            MoriBackend::Rdma => engine.add_rdma(config)?,
             // SAFETY: The engine lives.
-            Backend::Xgmi => call("kf_engine_xgmi", |text| unsafe {
+            MoriBackend::Xgmi => call("kf_engine_xgmi", |text| unsafe {
                 let streams = signed(config.streams);
                 (shim.functions.kf_engine_xgmi)(raw, streams, streams, text)
             })?,
@@ -137,7 +141,7 @@ impl Engine {
         Ok(engine)
     }
 
-    fn add_rdma(&self, config: &MoriConfig) -> Result<(), Fault> {
+    fn add_rdma(&self, config: &MoriConfig) -> Result<(), MoriCallError> {
         let rdma = Rdma {
             qp_per_transfer: signed(config.qp_per_transfer),
             post_batch_size: if config.post_batch_size == 0 {
@@ -162,7 +166,7 @@ impl Engine {
     }
 
     /// MoRI's packed descriptor.
-    pub(crate) fn desc(&self) -> Result<Vec<u8>, Fault> {
+    pub(crate) fn desc(&self) -> Result<Vec<u8>, MoriCallError> {
         // SAFETY: The engine lives, and the buffer has the room that is told.
         bytes("kf_engine_desc", |out, room, len, text| unsafe {
             (self.0.functions().kf_engine_desc)(self.0.raw, out, room, len, text)
@@ -170,7 +174,7 @@ impl Engine {
     }
 
     /// Makes a peer known by its packed descriptor.
-    pub(crate) fn add_peer(&self, desc: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn add_peer(&self, desc: &[u8]) -> Result<(), MoriCallError> {
         // SAFETY: The engine lives, and the bytes for the call.
         call("kf_peer_add", |text| unsafe {
             (self.0.functions().kf_peer_add)(self.0.raw, desc.as_ptr(), desc.len(), text)
@@ -178,11 +182,11 @@ impl Engine {
     }
 
     /// Registers memory, which has to stay until the region is dropped.
-    pub(crate) fn register(&self, memory: Memory) -> Result<Region, Fault> {
+    pub(crate) fn register(&self, memory: Memory) -> Result<MoriMemoryHandle, MoriCallError> {
         let (base, len, device, location) = match memory {
             Memory::Own { base, len } => (base, len, -1, Location::CPU),
             Memory::Device { base, len, device } => (base, len, signed(device), Location::GPU),
-            other => return Err(Fault::of("kf_memory_new", format!("memory {other:?}"))),
+            other => return Err(MoriCallError::of("kf_memory_new", format!("memory {other:?}"))),
         };
         let mut raw = ptr::null_mut();
         // SAFETY: The engine lives; MoRI does not look at the memory before a session is made.
@@ -190,34 +194,38 @@ impl Engine {
             let new = self.0.functions().kf_memory_new;
             new(self.0.raw, base, len, device, location, &raw mut raw, text)
         })?;
-        Ok(Region { engine: self.0.clone(), raw })
+        Ok(MoriMemoryHandle { engine: self.0.clone(), raw })
     }
 
     /// Connects a region with memory of a peer; may take seconds.
-    pub(crate) fn session(&self, local: &Region, remote: &[u8]) -> Result<Session, Fault> {
+    pub(crate) fn session(
+        &self,
+        local: &MoriMemoryHandle,
+        remote: &[u8],
+    ) -> Result<MoriSessionHandle, MoriCallError> {
         let mut raw = ptr::null_mut();
         // SAFETY: Engine and region live, and the bytes for the call.
         call("kf_session_new", |text| unsafe {
             let new = self.0.functions().kf_session_new;
             new(self.0.raw, local.raw, remote.as_ptr(), remote.len(), &raw mut raw, text)
         })?;
-        Ok(Session { engine: self.0.clone(), raw })
+        Ok(MoriSessionHandle { engine: self.0.clone(), raw })
     }
 }
 
 /// Memory that an engine knows.
 #[derive(Debug)]
-pub(crate) struct Region {
-    engine: Arc<Inner>,
+pub(crate) struct MoriMemoryHandle {
+    engine: Arc<MoriEngineInner>,
     raw: *mut mori_sys::Memory,
 }
 
 // SAFETY: Calls come from one thread at a time, whichever it is.
-unsafe impl Send for Region {}
+unsafe impl Send for MoriMemoryHandle {}
 
-impl Region {
+impl MoriMemoryHandle {
     /// MoRI's packed descriptor.
-    pub(crate) fn desc(&self) -> Result<Vec<u8>, Fault> {
+    pub(crate) fn desc(&self) -> Result<Vec<u8>, MoriCallError> {
         // SAFETY: The memory lives, and the buffer has the room that is told.
         bytes("kf_memory_desc", |out, room, len, text| unsafe {
             (self.engine.functions().kf_memory_desc)(self.raw, out, room, len, text)
@@ -225,7 +233,7 @@ impl Region {
     }
 }
 
-impl Drop for Region {
+impl Drop for MoriMemoryHandle {
     fn drop(&mut self) {
         // SAFETY: Ours, and used by nobody from here on.
         let freed = call("kf_memory_free", |text| unsafe {
@@ -237,32 +245,37 @@ impl Drop for Region {
 
 /// A region with memory of a peer.
 #[derive(Debug)]
-pub(crate) struct Session {
-    engine: Arc<Inner>,
+pub(crate) struct MoriSessionHandle {
+    engine: Arc<MoriEngineInner>,
     raw: *mut mori_sys::Session,
 }
 
 // SAFETY: Calls come from one thread at a time, whichever it is.
-unsafe impl Send for Session {}
+unsafe impl Send for MoriSessionHandle {}
 
-impl Session {
+impl MoriSessionHandle {
     /// A status that was not used yet.
-    pub(crate) fn status(&self) -> Result<Status, Fault> {
+    pub(crate) fn status(&self) -> Result<MoriTransferStatus, MoriCallError> {
         let mut handle = 0;
         // SAFETY: The engine lives.
         call("kf_status_take", |text| unsafe {
             (self.engine.functions().kf_status_take)(self.engine.raw, &raw mut handle, text)
         })?;
-        Ok(Status { engine: self.engine.clone(), handle })
+        Ok(MoriTransferStatus { engine: self.engine.clone(), handle })
     }
 
     /// Posts a batch; may take seconds. On an error MoRI may have posted a part.
-    pub(crate) fn post(&self, job: &Job, status: &Status) -> Result<(), Fault> {
+    pub(crate) fn post(
+        &self,
+        job: &MoriBatch,
+        status: &MoriTransferStatus,
+    ) -> Result<(), MoriCallError> {
         let direction = match job.direction {
             Direction::Read => mori_sys::Direction::READ,
             Direction::Write => mori_sys::Direction::WRITE,
         };
-        // SAFETY: Three lists of one length, which `Job` sees to, of a session and a status that live.
+        // SAFETY: Three lists of one length, which `Job` sees to, of a session and a status that
+        // live.
         call("kf_post", |text| unsafe {
             (self.engine.functions().kf_post)(
                 self.raw,
@@ -278,7 +291,7 @@ impl Session {
     }
 }
 
-impl Drop for Session {
+impl Drop for MoriSessionHandle {
     fn drop(&mut self) {
         // SAFETY: Ours, and used by nobody from here on.
         let freed = call("kf_session_free", |text| unsafe {
@@ -290,7 +303,7 @@ impl Drop for Session {
 
 /// What MoRI says of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Code {
+pub(crate) enum MoriStatusCode {
     Success,
     InProgress,
     /// Verbs failed.
@@ -302,14 +315,14 @@ pub(crate) enum Code {
 /// The status of one batch. It goes back to the pool, or is kept there until the engine is gone if
 /// MoRI may still write to it.
 #[derive(Debug)]
-pub(crate) struct Status {
-    engine: Arc<Inner>,
+pub(crate) struct MoriTransferStatus {
+    engine: Arc<MoriEngineInner>,
     handle: u64,
 }
 
-impl Status {
+impl MoriTransferStatus {
     /// For one thread at a time, as it drives xGMI.
-    pub(crate) fn poll(&self) -> Code {
+    pub(crate) fn poll(&self) -> MoriStatusCode {
         let mut code = Codes::INIT;
         // SAFETY: The engine lives, and the handle was given out.
         let polled = call("kf_status_poll", |text| unsafe {
@@ -321,11 +334,11 @@ impl Status {
             )
         });
         match code {
-            _ if polled.is_err() => Code::Other(Codes::ERR_BAD_STATE),
-            Codes::SUCCESS => Code::Success,
-            Codes::IN_PROGRESS => Code::InProgress,
-            Codes::ERR_RDMA_OP => Code::Rdma,
-            other => Code::Other(other),
+            _ if polled.is_err() => MoriStatusCode::Other(Codes::ERR_BAD_STATE),
+            Codes::SUCCESS => MoriStatusCode::Success,
+            Codes::IN_PROGRESS => MoriStatusCode::InProgress,
+            Codes::ERR_RDMA_OP => MoriStatusCode::Rdma,
+            other => MoriStatusCode::Other(other),
         }
     }
 
@@ -341,7 +354,7 @@ impl Status {
     }
 }
 
-impl Drop for Status {
+impl Drop for MoriTransferStatus {
     fn drop(&mut self) {
         // SAFETY: The engine lives, and the handle is ours.
         let given = call("kf_status_give", |text| unsafe {

@@ -1,7 +1,7 @@
 //! What MoRI needs of a machine, looked at before MoRI is called: where something is missing it may
 //! end the process, or never come back.
 
-use crate::{Backend, MoriConfig};
+use crate::{MoriBackend, MoriConfig};
 use rustix::process::{Resource, getrlimit};
 use std::fs;
 use std::io::ErrorKind;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 pub struct Finding {
     /// Name of the check.
     pub check: &'static str,
-    /// What is there.
+    /// What was seen, with the path or variable.
     pub found: String,
     /// What to do about it; none if MoRI can do with it.
     pub remedy: Option<&'static str>,
@@ -23,16 +23,16 @@ pub struct Finding {
 
 /// Where the kernel says what there is; tests have others.
 #[derive(Clone, Debug)]
-pub struct Roots {
-    /// `/sys`.
+pub struct PreflightRoots {
+    /// In place of `/sys`.
     pub sys: PathBuf,
-    /// `/dev`.
+    /// In place of `/dev`.
     pub dev: PathBuf,
 }
 
-impl Default for Roots {
+impl Default for PreflightRoots {
     fn default() -> Self {
-        Roots { sys: "/sys".into(), dev: "/dev".into() }
+        PreflightRoots { sys: "/sys".into(), dev: "/dev".into() }
     }
 }
 
@@ -45,9 +45,9 @@ fn lacking(check: &'static str, found: String, remedy: &'static str) -> Finding 
 }
 
 /// Looks at everything that a plane with these settings needs, in the order in which MoRI would.
-pub fn look(config: &MoriConfig, roots: &Roots) -> Vec<Finding> {
+pub fn look(config: &MoriConfig, roots: &PreflightRoots) -> Vec<Finding> {
     let mut findings = vec![gpu(&roots.dev)];
-    if config.backend == Backend::Rdma {
+    if config.backend == MoriBackend::Rdma {
         findings.push(ports(&roots.sys, &std::env::var(DEVICES).unwrap_or_default()));
         findings.push(memlock(memlock_limit()));
     }
@@ -62,7 +62,7 @@ pub fn look(config: &MoriConfig, roots: &Roots) -> Vec<Finding> {
 /// What is missing and what to do.
 pub(crate) fn check(config: &MoriConfig) -> Result<(), String> {
     let findings = match config.devices {
-        true => look(config, &Roots::default()),
+        true => look(config, &PreflightRoots::default()),
         false => config
             .host
             .parse()

@@ -9,7 +9,7 @@ use std::fs;
 
 /// Has the sockets that listen at an address closed in children that this process executes from
 /// now on.
-pub(crate) fn keep_from_children(at: SocketAddrV4) {
+pub(crate) fn set_close_on_exec(at: SocketAddrV4) {
     let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     for number in numbers {

@@ -4,7 +4,7 @@ mod common;
 
 use common::{apart, here, serve_if_child};
 use engine::conformance::data_plane;
-use fabric_mori::Backend;
+use fabric_mori::MoriBackend;
 use std::sync::{Mutex, PoisonError};
 
 /// The port of the network card, which goes down, is that of the process.
@@ -24,21 +24,21 @@ fn child() {
 #[test]
 fn rdma_conforms() {
     let _alone = PORT.lock().unwrap_or_else(PoisonError::into_inner);
-    data_plane(&mut || Box::new(here(Backend::Rdma)));
+    data_plane(&mut || Box::new(here(MoriBackend::Rdma)));
 }
 
 #[test]
 fn xgmi_conforms() {
-    data_plane(&mut || Box::new(here(Backend::Xgmi)));
+    data_plane(&mut || Box::new(here(MoriBackend::Xgmi)));
 }
 
 #[test]
 fn rdma_between_processes_conforms() {
     let _alone = PORT.lock().unwrap_or_else(PoisonError::into_inner);
-    data_plane(&mut || Box::new(apart(Backend::Rdma)));
+    data_plane(&mut || Box::new(apart(MoriBackend::Rdma)));
 }
 
 #[test]
 fn xgmi_between_processes_conforms() {
-    data_plane(&mut || Box::new(apart(Backend::Xgmi)));
+    data_plane(&mut || Box::new(apart(MoriBackend::Xgmi)));
 }

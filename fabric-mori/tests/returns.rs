@@ -2,14 +2,15 @@
 
 mod common;
 
-use common::world::{PASS, REGION, World, faults, port};
-use common::{MEMORY, Setup, config, serve_if_child, start};
-use engine::conformance::Remote;
+use common::world::{MoriTestWorld, PASS, REGION, faults, port};
+use common::{MEMORY, MoriTestSetup, config, serve_if_child, start};
+use engine::conformance::RemotePlane;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Cause, DataEvent, DataPlane, Memory, Outcome, PeerId, RegionDesc, RegionId, SessionId, Ticket,
+    Completion, DataEvent, DataPlane, FabricError, Memory, PeerId, QuiesceTicket, RegionDesc,
+    RegionId, SessionId,
 };
-use fabric_mori::{Backend, MoriConfig};
+use fabric_mori::{MoriBackend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
@@ -25,12 +26,12 @@ fn child() {
     serve_if_child();
 }
 
-fn reset(world: &mut World) {
+fn reset(world: &mut MoriTestWorld) {
     world.until(0, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
 }
 
 /// Sets plane 0 up after a reset, and writes to plane 1.
-fn serves_again(world: &mut World, at: u64) {
+fn serves_again(world: &mut MoriTestWorld, at: u64) {
     reset(world);
     world.forget(0);
     assert_eq!(world.plane(0).counters().without, 0);
@@ -41,28 +42,28 @@ fn serves_again(world: &mut World, at: u64) {
     let desc = world.descs[1].clone();
     world.open(1, 0, 1, &desc).expect("a session after the reset");
     let op = world.write(1, at);
-    assert_eq!(world.finish(op), Outcome::Done);
+    assert_eq!(world.finish(op), Completion::Done);
     assert!(world.has_landed(1, at));
 }
 
 /// Waits until the plane is without a backend.
-fn is_without(world: &mut World) {
+fn is_without(world: &mut MoriTestWorld) {
     while world.plane(0).counters().without == 0 {
         world.pump();
     }
 }
 
-fn is_refused(world: &mut World, session: u32, desc: &RegionDesc) {
+fn is_refused(world: &mut MoriTestWorld, session: u32, desc: &RegionDesc) {
     let cause = world.open(session, 0, 1, desc).expect_err("there is no backend");
     assert!(
-        matches!(&cause, Cause::Backend(why) if why.contains("no active RDMA device")),
+        matches!(&cause, FabricError::Backend(why) if why.contains("no active RDMA device")),
         "{cause:?}"
     );
 }
 
 #[test]
 fn a_port_that_flaps_is_waited_for() {
-    let mut world = World::star(2);
+    let mut world = MoriTestWorld::star(2);
     for flap in 0..10_u64 {
         let in_flight: Vec<_> = (0..3).map(|n| world.write(1, n * 256)).collect();
         port(false);
@@ -74,8 +75,8 @@ fn a_port_that_flaps_is_waited_for() {
         is_without(&mut world);
         let desc = world.descs[1].clone();
         is_refused(&mut world, 50, &desc);
-        world.plane(0).quiesce(SessionId(1), Ticket(flap));
-        let quiet = DataEvent::Quiet { session: SessionId(1), ticket: Ticket(flap) };
+        world.plane(0).quiesce(SessionId(1), QuiesceTicket(flap));
+        let quiet = DataEvent::Quiet { session: SessionId(1), ticket: QuiesceTicket(flap) };
         world.until(0, "Quiet", |event| (*event == quiet).then_some(()));
         world.assert_untouched(1, 50);
         port(true);
@@ -86,7 +87,7 @@ fn a_port_that_flaps_is_waited_for() {
 
 #[test]
 fn a_port_that_flaps_amid_a_mend_is_waited_for() {
-    let mut world = World::star(3);
+    let mut world = MoriTestWorld::star(3);
     // The mend waits for this one.
     faults("slow@1:600000;qp_error@2");
     let slow = world.write(2, 0);
@@ -102,7 +103,7 @@ fn a_port_that_flaps_amid_a_mend_is_waited_for() {
 
 #[test]
 fn memory_that_comes_without_a_backend_is_not_refused() {
-    let mut world = World::star(2);
+    let mut world = MoriTestWorld::star(2);
     port(false);
     let op = world.write(1, 0);
     world.failure(op);
@@ -123,7 +124,7 @@ fn memory_that_comes_without_a_backend_is_not_refused() {
 
 #[test]
 fn a_fence_is_answered_without_a_backend() {
-    let mut world = World::star(2);
+    let mut world = MoriTestWorld::star(2);
     let desc = world.descs[0].clone();
     world.open(7, 1, 0, &desc).expect("plane 1 comes in");
     port(false);
@@ -140,8 +141,9 @@ fn children_do_not_keep_the_port() {
     let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let port = free.local_addr().expect("bound").port();
     drop(free);
-    let settings = |n| MoriConfig { port: if n == 0 { port } else { 0 }, ..config(Backend::Rdma) };
-    let mut world = World::new(2, settings).joined();
+    let settings =
+        |n| MoriConfig { port: if n == 0 { port } else { 0 }, ..config(MoriBackend::Rdma) };
+    let mut world = MoriTestWorld::new(2, settings).joined();
     // It lives for as long as its input is open.
     let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn();
     let mut child = child.expect("cat runs");
@@ -164,9 +166,11 @@ fn a_port_that_is_taken_meanwhile_is_waited_for() {
     let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = free.local_addr().expect("bound");
     drop(free);
-    let settings =
-        |n| MoriConfig { port: if n == 0 { address.port() } else { 0 }, ..config(Backend::Rdma) };
-    let mut world = World::new(2, settings).joined();
+    let settings = |n| MoriConfig {
+        port: if n == 0 { address.port() } else { 0 },
+        ..config(MoriBackend::Rdma)
+    };
+    let mut world = MoriTestWorld::new(2, settings).joined();
     // Without a backend nobody listens, and so anybody may.
     common::world::port(false);
     let op = world.write(1, 0);
@@ -185,13 +189,14 @@ fn a_port_that_is_taken_meanwhile_is_waited_for() {
 
 /// A plane in another process, which plane 0 has sessions with.
 struct Far {
-    remote: Remote,
+    remote: RemotePlane,
     sessions: Vec<SessionId>,
 }
 
 impl Far {
-    fn new(world: &mut World, peer: PeerId, sessions: impl Iterator<Item = u32>) -> Far {
-        let setup = Setup { config: config(Backend::Rdma), memory: MEMORY, faults: None };
+    fn new(world: &mut MoriTestWorld, peer: PeerId, sessions: impl Iterator<Item = u32>) -> Far {
+        let setup =
+            MoriTestSetup { config: config(MoriBackend::Rdma), memory: MEMORY, faults: None };
         let mut remote = start(&setup);
         let desc = world.register_of(&mut remote);
         let (here, there) = (world.plane(0).address(), remote.address());
@@ -223,52 +228,52 @@ impl Far {
 
 #[test]
 fn a_peer_that_does_not_answer_holds_up_nobody_else() {
-    let mut world = World::star(3);
+    let mut world = MoriTestWorld::star(3);
     let far = Far::new(&mut world, PeerId(9), 90..93);
     far.stop();
     faults("qp_error@1");
     let op = world.write(1, 0);
     world.failure(op);
     let retried = world.write(2, 512);
-    assert_eq!(world.finish(retried), Outcome::Done);
+    assert_eq!(world.finish(retried), Completion::Done);
     let silent = world.write(90, 0);
     assert_eq!(world.plane(0).counters().rebuilds, 1);
     // Whoever waits for the stopped one has no outcome yet, and others do.
     let next = world.write(2, 1_024);
-    assert_eq!(world.finish(next), Outcome::Done);
+    assert_eq!(world.finish(next), Completion::Done);
     let of_silent =
         |event: &DataEvent| matches!(event, DataEvent::Completed { op, .. } if *op == silent);
     assert!(!world.seen(0).iter().any(of_silent), "{:?}", world.seen(0));
     far.go_on();
-    assert_eq!(world.finish(silent), Outcome::Done, "it waited for its session");
+    assert_eq!(world.finish(silent), Completion::Done, "it waited for its session");
     assert_eq!(far.sessions.len(), 3);
     assert_eq!(world.plane(0).counters().rebuilds, 1);
 }
 
 #[test]
 fn a_peer_that_never_answers_loses_its_sessions_and_nothing_else() {
-    let settings = |_| MoriConfig { open_ms: 2_000, ..config(Backend::Rdma) };
-    let mut world = World::new(3, settings).joined();
+    let settings = |_| MoriConfig { open_ms: 2_000, ..config(MoriBackend::Rdma) };
+    let mut world = MoriTestWorld::new(3, settings).joined();
     let far = Far::new(&mut world, PeerId(9), 90..93);
     far.stop();
     faults("qp_error@1");
     let op = world.write(1, 0);
     world.failure(op);
     let silent = world.write(91, 0);
-    assert_eq!(world.failure(silent), Cause::Unreachable);
+    assert_eq!(world.failure(silent), FabricError::Unreachable);
     world.quiesce(91);
     let next = world.write(2, 1_024);
-    assert_eq!(world.finish(next), Outcome::Done);
+    assert_eq!(world.finish(next), Completion::Done);
     assert_eq!(world.plane(0).counters().rebuilds, 1, "nothing of it was with MoRI");
     far.go_on();
 }
 
-fn dead_pairs(world: &mut World, at: usize) -> u64 {
+fn dead_pairs(world: &mut MoriTestWorld, at: usize) -> u64 {
     world.plane(at).counters().dead_pairs
 }
 
 /// Has plane 0 replace its backend, and plane 1 know it.
-fn mends(world: &mut World, session: u32) {
+fn mends(world: &mut MoriTestWorld, session: u32) {
     let desc = world.descs[1].clone();
     world.open(session, 0, 1, &desc).expect("a session opens");
     let rebuilds = world.plane(0).counters().rebuilds;
@@ -281,8 +286,8 @@ fn mends(world: &mut World, session: u32) {
 
 #[test]
 fn queue_pairs_that_ended_are_counted_until_the_backend_is_replaced() {
-    let settings = |_| MoriConfig { dead_pairs_max: 3, ..config(Backend::Rdma) };
-    let mut world = World::new(3, settings).joined();
+    let settings = |_| MoriConfig { dead_pairs_max: 3, ..config(MoriBackend::Rdma) };
+    let mut world = MoriTestWorld::new(3, settings).joined();
     for mend in 0..5_u32 {
         mends(&mut world, 10 + mend);
         let dead = u64::from(mend) + 1;
@@ -304,8 +309,8 @@ fn queue_pairs_that_ended_are_counted_until_the_backend_is_replaced() {
 
 #[test]
 fn a_worn_backend_is_replaced_once_nobody_is_connected() {
-    let settings = |_| MoriConfig { dead_pairs_max: 2, ..config(Backend::Rdma) };
-    let mut world = World::new(2, settings).joined();
+    let settings = |_| MoriConfig { dead_pairs_max: 2, ..config(MoriBackend::Rdma) };
+    let mut world = MoriTestWorld::new(2, settings).joined();
     mends(&mut world, 10);
     world.plane(0).disconnect(PeerId(1));
     world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
@@ -314,8 +319,8 @@ fn a_worn_backend_is_replaced_once_nobody_is_connected() {
 
 #[test]
 fn peers_do_not_have_a_backend_replaced_again_and_again() {
-    let settings = |_| MoriConfig { dead_pairs_max: 1, ..config(Backend::Rdma) };
-    let mut world = World::new(2, settings).joined();
+    let settings = |_| MoriConfig { dead_pairs_max: 1, ..config(MoriBackend::Rdma) };
+    let mut world = MoriTestWorld::new(2, settings).joined();
     world.plane(0).disconnect(PeerId(1));
     world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
     world.descs[1] = world.register(1);

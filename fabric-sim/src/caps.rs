@@ -1,6 +1,6 @@
 //! What simulated data planes can do.
 
-use engine::fabric::{Caps, Credits, FenceScope, Patience, Placement};
+use engine::fabric::{Caps, Credits, FenceScope, Placement, PlaneTimeouts};
 use scenarios::run::FabricLimits;
 
 /// What a data plane can do; limits that the scenario does not set are those of a NIC with room for
@@ -20,6 +20,6 @@ pub(crate) fn caps(placement: Placement, limits: &FabricLimits) -> Caps {
         in_all: credits(limits.operations_max.unwrap_or(1024), limits.ranges_max, limits.bytes_max),
         placement,
         fence: FenceScope::Peer,
-        patience: Patience::default(),
+        patience: PlaneTimeouts::default(),
     }
 }

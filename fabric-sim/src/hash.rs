@@ -22,7 +22,6 @@ impl TraceHasher {
         TraceHasher(fold(seed ^ PRIMES[0], PRIMES[1]) ^ seed)
     }
 
-    /// Adds a value.
     pub fn add<T: Hash + ?Sized>(&mut self, value: &T) {
         value.hash(self);
     }

@@ -3,19 +3,20 @@
 //!
 //! [`queue`] orders what happens, [`memory`] holds the KV, [`dma`] moves it and [`net`] carries
 //! control frames; both have a half that a process owns (a plane, [`dma::SimDataPlane`] and
-//! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and [`net::Net`]). The
-//! halves talk in values, so that they can live in one loop or on both sides of a mailbox.
+//! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and
+//! [`net::ControlNetwork`]). The halves talk in values, so that they can live in one loop or on
+//! both sides of a mailbox.
 
 mod caps;
+mod compatibility;
 pub mod dma;
 pub mod faults;
-mod fit;
 pub mod hash;
 pub mod invariants;
-pub mod keyed;
+pub mod keyed_rng;
 pub mod memory;
 pub mod net;
-pub mod observe;
+pub mod observation;
 pub mod queue;
 pub mod replay;
 #[cfg(test)]

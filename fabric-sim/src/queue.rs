@@ -10,7 +10,7 @@ use engine::core::time::Nanos;
 /// One bucket per bit in which a time can differ from the current one, and one for equality.
 const BUCKETS: usize = 65;
 
-/// Accepts entries of type `E` for a later time. Implemented by [`Queue`] for every type that
+/// Accepts entries of type `E` for a later time. Implemented by [`EventQueue`] for every type that
 /// converts into its entries, so that each part of the simulator knows its own events only.
 pub trait Schedule<E> {
     /// Adds an entry at `at`, or at the current time if that is later.
@@ -19,32 +19,32 @@ pub trait Schedule<E> {
 
 /// Entries ordered by (time, order of arrival). Push and pop are amortised O(log of the time span).
 #[derive(Debug)]
-pub struct Queue<E> {
+pub struct EventQueue<E> {
     /// Time of the entry popped last; nothing can be scheduled before.
     now: u64,
     /// Bucket `b` holds times whose highest bit that differs from `now` is bit `b - 1`.
-    buckets: Vec<Vec<Key>>,
+    buckets: Vec<Vec<EventQueueKey>>,
     /// Smallest time in each bucket.
     least: [u64; BUCKETS],
     /// Bit set of buckets that are not empty.
     filled: u128,
     /// Next entry of bucket 0.
     head: usize,
-    spill: Vec<Key>,
+    spill: Vec<EventQueueKey>,
     entries: Vec<Option<E>>,
     free: Vec<u32>,
     popped: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Key {
+struct EventQueueKey {
     at: u64,
     slot: u32,
 }
 
-impl<E> Default for Queue<E> {
+impl<E> Default for EventQueue<E> {
     fn default() -> Self {
-        Queue {
+        EventQueue {
             now: 0,
             buckets: (0..BUCKETS).map(|_| Vec::new()).collect(),
             least: [u64::MAX; BUCKETS],
@@ -58,7 +58,7 @@ impl<E> Default for Queue<E> {
     }
 }
 
-impl<E> Queue<E> {
+impl<E> EventQueue<E> {
     /// An empty queue at time zero.
     pub fn new() -> Self {
         Self::default()
@@ -84,7 +84,7 @@ impl<E> Queue<E> {
         self.popped
     }
 
-    /// Adds an entry at `at`, or at [`Queue::now`] if that is later.
+    /// Adds an entry at `at`, or at [`EventQueue::now`] if that is later.
     #[inline]
     pub fn push(&mut self, at: Nanos, entry: E) {
         let slot = match self.free.pop() {
@@ -98,11 +98,11 @@ impl<E> Queue<E> {
                 slot
             }
         };
-        self.place(Key { at: at.0.max(self.now), slot });
+        self.place(EventQueueKey { at: at.0.max(self.now), slot });
     }
 
     #[inline]
-    fn place(&mut self, key: Key) {
+    fn place(&mut self, key: EventQueueKey) {
         let bucket = (u64::BITS - (key.at ^ self.now).leading_zeros()) as usize;
         self.buckets[bucket].push(key);
         self.least[bucket] = self.least[bucket].min(key.at);
@@ -162,7 +162,7 @@ impl<E> Queue<E> {
     }
 }
 
-impl<E, Part: Into<E>> Schedule<Part> for Queue<E> {
+impl<E, Part: Into<E>> Schedule<Part> for EventQueue<E> {
     #[inline]
     fn at(&mut self, at: Nanos, entry: Part) {
         self.push(at, entry.into());
@@ -177,7 +177,7 @@ mod tests {
     proptest! {
         #[test]
         fn pops_like_a_sorted_list(steps in prop::collection::vec((0u64..2000, 0u32..3), 1..300)) {
-            let mut queue = Queue::new();
+            let mut queue = EventQueue::new();
             let mut model: Vec<(u64, usize)> = Vec::new();
             let mut now = 0;
             for (n, (delay, pops)) in steps.iter().enumerate() {
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_past_is_now() {
-        let mut queue = Queue::new();
+        let mut queue = EventQueue::new();
         queue.push(Nanos(10), "a");
         queue.pop();
         queue.push(Nanos(3), "b");

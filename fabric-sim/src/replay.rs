@@ -1,15 +1,14 @@
 //! Feeds a recording to the protocol machines alone and demands the same effects.
 
-use crate::world::{ActorId, AnyMachine, Detail, MachineEffect, Recording};
+use crate::world::{AnyMachine, MachineEffect, MachineId, RecordedDetail, Recording};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 /// What a replay did.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Replayed {
+pub struct ReplaySummary {
     /// Name of the scenario.
     pub scenario: String,
-    /// Its seed.
     pub seed: u64,
     /// Inputs that were fed.
     pub inputs: u64,
@@ -25,22 +24,14 @@ pub enum ReplayError {
     Damaged {
         /// Records read before.
         records: u64,
-        /// What is wrong.
         why: String,
     },
     /// An input of a machine that was not started.
-    NotStarted {
-        /// The record.
-        seq: u64,
-        /// The machine.
-        actor: ActorId,
-    },
+    NotStarted { seq: u64, actor: MachineId },
     /// A machine did something else than recorded.
     Differs {
-        /// The record.
         seq: u64,
-        /// The machine.
-        actor: ActorId,
+        actor: MachineId,
         /// The effect on record, if there is one.
         recorded: Option<Box<MachineEffect>>,
         /// The effect now, if there is one.
@@ -75,18 +66,18 @@ impl std::error::Error for ReplayError {}
 ///
 /// # Errors
 /// The first difference, or what is wrong with the recording.
-pub fn replay(recording: &Recording) -> Result<Replayed, ReplayError> {
+pub fn replay(recording: &Recording) -> Result<ReplaySummary, ReplayError> {
     let damaged =
         |records, why: &dyn fmt::Display| ReplayError::Damaged { records, why: why.to_string() };
     let (scenario, seed, records) = recording.read().map_err(|why| damaged(0, &why))?;
-    let mut machines: BTreeMap<ActorId, AnyMachine> = BTreeMap::new();
+    let mut machines: BTreeMap<MachineId, AnyMachine> = BTreeMap::new();
     let mut pending: VecDeque<MachineEffect> = VecDeque::new();
-    let (mut last, mut count, mut inputs, mut effects) = (ActorId::Router, 0, 0, 0);
+    let (mut last, mut count, mut inputs, mut effects) = (MachineId::Router, 0, 0, 0);
     for record in records {
         let record = record.map_err(|why| damaged(count, &why))?;
         count += 1;
         let (seq, actor) = (record.seq, record.actor);
-        if let Detail::Effect(recorded) = record.detail {
+        if let RecordedDetail::Effect(recorded) = record.detail {
             let replayed = pending.pop_front();
             if replayed.as_ref() != Some(&recorded) {
                 let recorded = Some(Box::new(recorded));
@@ -99,31 +90,31 @@ pub fn replay(recording: &Recording) -> Result<Replayed, ReplayError> {
         no_more(&mut pending, seq, last)?;
         last = actor;
         match record.detail {
-            Detail::Start(config) => {
+            RecordedDetail::Start(config) => {
                 machines.insert(actor, AnyMachine::new(config));
             }
-            Detail::Stop => {
+            RecordedDetail::Stop => {
                 machines.remove(&actor);
             }
-            Detail::Input(input) => {
+            RecordedDetail::Input(input) => {
                 let machine = machines.get_mut(&actor);
                 let machine = machine.ok_or(ReplayError::NotStarted { seq, actor })?;
                 machine.handle(record.t, input);
                 pending.extend(machine.effects().take());
                 inputs += 1;
             }
-            Detail::Effect(_) | Detail::Settled(_) => {}
+            RecordedDetail::Effect(_) | RecordedDetail::Settled(_) => {}
         }
     }
     no_more(&mut pending, count, last)?;
-    Ok(Replayed { scenario, seed, inputs, effects })
+    Ok(ReplaySummary { scenario, seed, inputs, effects })
 }
 
 /// Refuses effects that are not on record.
 fn no_more(
     pending: &mut VecDeque<MachineEffect>,
     seq: u64,
-    actor: ActorId,
+    actor: MachineId,
 ) -> Result<(), ReplayError> {
     match pending.pop_front() {
         None => Ok(()),

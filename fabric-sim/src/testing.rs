@@ -4,12 +4,12 @@ use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
 use engine::core::router::RouterConfig;
 use engine::core::time::Nanos;
-use scenarios::cost::Cost;
+use scenarios::cost::StepCost;
 use scenarios::run::*;
 
 /// An instance of two ranks.
-pub(crate) fn instance(name: &str, role: Role) -> Instance {
-    Instance {
+pub(crate) fn instance(name: &str, role: Role) -> InstanceSettings {
+    InstanceSettings {
         name: name.into(),
         host: name.into(),
         node: name.into(),
@@ -22,20 +22,20 @@ pub(crate) fn instance(name: &str, role: Role) -> Instance {
         layout: MemoryLayout::Block,
         mode: Mode::Push,
         prefix_cache: false,
-        cost: Cost {
+        cost: StepCost {
             step: Nanos::from_ms(1),
             weights: Nanos::from_ms(1),
             token_fs: 0,
             pair_fs: 0,
             context_fs: 0,
         },
-        protocol: Protocol::default(),
+        protocol: ProtocolSettings::default(),
         fabric: FabricLimits::default(),
     }
 }
 
 /// p0, p1, d0 and d1.
-pub(crate) fn two_and_two() -> Vec<Instance> {
+pub(crate) fn two_and_two() -> Vec<InstanceSettings> {
     vec![
         instance("p0", Role::Prefill),
         instance("p1", Role::Prefill),
@@ -45,12 +45,12 @@ pub(crate) fn two_and_two() -> Vec<Instance> {
 }
 
 /// A run without requests.
-pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
+pub(crate) fn run(instances: Vec<InstanceSettings>, faults: Vec<InjectedFault>) -> Run {
     Run {
         name: "test".into(),
         about: String::new(),
         seed: 7,
-        model: Model {
+        model: ModelGeometry {
             name: "small".into(),
             layers: 2,
             kv_heads: 2,
@@ -61,12 +61,12 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
             groups: vec![ModelGroup { kind: GroupKind::Full, layers: vec![0, 1] }],
         },
         instances,
-        network: Network {
-            latency: Span::fixed(Nanos(2_000)),
+        network: NetworkSettings {
+            latency: DurationRange::fixed(Nanos(2_000)),
             bandwidth: 50_000_000_000,
-            node_latency: Span::fixed(Nanos(1_000)),
+            node_latency: DurationRange::fixed(Nanos(1_000)),
             node_bandwidth: 100_000_000_000,
-            control_latency: Span::fixed(Nanos(50_000)),
+            control_latency: DurationRange::fixed(Nanos(50_000)),
         },
         router: RouterSettings {
             config: RouterConfig::default(),
@@ -77,16 +77,16 @@ pub(crate) fn run(instances: Vec<Instance>, faults: Vec<Fault>) -> Run {
             chunk: 512,
             max_running: 64,
             max_waiting: 1_024,
-            load_failure: LoadFailure::Recompute,
-            allocator: Allocator::Fifo,
+            load_failure: LoadFailurePolicy::Recompute,
+            allocator: AllocationOrder::Fifo,
         },
-        memory: MemoryModel::Bytes,
+        memory: MemoryFidelity::Bytes,
         mode: Mode::Push,
         prefix_tokens: 512,
         requests: Vec::new(),
         faults,
         shaped: Vec::new(),
-        liveness: Liveness::Heal,
+        liveness: LivenessMode::Heal,
         expect: Expect::default(),
     }
 }

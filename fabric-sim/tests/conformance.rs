@@ -3,41 +3,43 @@
 use engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Patience, Placement,
+    Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement, PlaneTimeouts,
 };
 use fabric_sim::dma::{
-    Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, OpFate, OpInfo, Output, PlaneIx, PlaneSpec,
-    SimDataPlane,
+    BytesDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks, DmaOutput,
+    OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
-use fabric_sim::keyed::Between;
-use fabric_sim::memory::Store;
-use fabric_sim::net::{EveryFrame, Net, NetCalls, NetConfig, NetEvent, NetOutput, SimControlPlane};
-use fabric_sim::queue::Queue;
+use fabric_sim::keyed_rng::InclusiveRange;
+use fabric_sim::memory::RankStore;
+use fabric_sim::net::{
+    ControlNetwork, NetCalls, NetConfig, NetEvent, NetOutput, NoNetFaults, SimControlPlane,
+};
+use fabric_sim::queue::EventQueue;
 
 const MEMORY: u64 = 1 << 14;
 
 /// Every operation completes long before some of its slices land.
 struct Overtaking(bool);
 
-impl Hooks for Overtaking {
-    fn fate(&mut self, _now: Nanos, _op: &OpInfo<'_>) -> OpFate {
+impl DmaHooks for Overtaking {
+    fn decide_op(&mut self, _now: Nanos, _op: &OpInfo<'_>) -> OpDecision {
         let by = Nanos::from_us(500);
-        let bytes = if self.0 { Bytes::Overtaken { by } } else { Bytes::Whole };
-        OpFate { bytes, ..OpFate::default() }
+        let bytes = if self.0 { BytesDecision::Overtaken { by } } else { BytesDecision::Whole };
+        OpDecision { bytes, ..OpDecision::default() }
     }
 }
 
-struct Data {
+struct SimDataFixture {
     dma: Dma,
     planes: [SimDataPlane; 2],
     hooks: Overtaking,
-    queue: Queue<DmaEvent>,
-    calls: Calls,
-    out: Vec<Output>,
+    queue: EventQueue<DmaEvent>,
+    calls: DmaCalls,
+    out: Vec<DmaOutput>,
 }
 
-impl Data {
-    fn new(seed: u64, nodes: [u32; 2], overtaking: bool) -> Data {
+impl SimDataFixture {
+    fn new(seed: u64, nodes: [u32; 2], overtaking: bool) -> SimDataFixture {
         let mut dma = Dma::new(DmaConfig { seed, ..DmaConfig::default() });
         let placement = if overtaking { Placement::OnQuiet } else { Placement::OnCompletion };
         let caps = Caps {
@@ -48,32 +50,38 @@ impl Data {
             in_all: Credits::of_operations(32),
             placement,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         };
         let planes = nodes.map(|node| {
             let (nic, nic_local) = (dma.add_nic(50_000_000_000), dma.add_nic(100_000_000_000));
-            dma.add_plane(PlaneSpec { node, nic, nic_local, caps, store: Store::plain(&[MEMORY]) })
+            dma.add_plane(PlaneSpec {
+                node,
+                nic,
+                nic_local,
+                caps,
+                store: RankStore::plain(&[MEMORY]),
+            })
         });
-        for plane in [PlaneIx(0), PlaneIx(1)] {
-            dma.set_completion_shuffle(plane, Between::new(0, 20_000));
+        for plane in [DataPlaneIx(0), DataPlaneIx(1)] {
+            dma.set_completion_shuffle(plane, InclusiveRange::new(0, 20_000));
         }
-        let (queue, calls, out) = (Queue::new(), Calls::default(), Vec::new());
-        Data { dma, planes, hooks: Overtaking(overtaking), queue, calls, out }
+        let (queue, calls, out) = (EventQueue::new(), DmaCalls::default(), Vec::new());
+        SimDataFixture { dma, planes, hooks: Overtaking(overtaking), queue, calls, out }
     }
 
     fn bytes(&mut self, index: usize) -> &mut [u8] {
-        let store = self.dma.store_mut(PlaneIx(index as u32)).expect("the plane lives");
+        let store = self.dma.store_mut(DataPlaneIx(index as u32)).expect("the plane lives");
         store.bytes_mut(0).expect("a store of bytes")
     }
 }
 
-impl DataFixture for Data {
+impl DataFixture for SimDataFixture {
     fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
         &mut self.planes[index]
     }
 
     fn memory(&mut self, index: usize) -> Memory {
-        self.dma.store(PlaneIx(index as u32)).expect("the plane lives").memory(0, 0)
+        self.dma.store(DataPlaneIx(index as u32)).expect("the plane lives").memory(0, 0)
     }
 
     fn peek(&mut self, index: usize, offset: u64, into: &mut [u8]) {
@@ -96,7 +104,7 @@ impl DataFixture for Data {
             self.dma.step(now, event, &mut self.queue, &mut self.out);
         }
         for output in self.out.drain(..) {
-            if let Output::Deliver { plane, news } = output {
+            if let DmaOutput::Deliver { plane, message: news } = output {
                 self.planes[plane.0 as usize].deliver(news);
             }
         }
@@ -107,7 +115,7 @@ impl DataFixture for Data {
     }
 
     fn backend(&mut self, there: bool) -> bool {
-        let (now, plane) = (self.queue.now(), PlaneIx(0));
+        let (now, plane) = (self.queue.now(), DataPlaneIx(0));
         match there {
             true => self.dma.gain_backend(now, plane, &mut self.queue, &mut self.out),
             false => self.dma.lose_backend(now, plane, &mut self.queue, &mut self.out),
@@ -118,7 +126,7 @@ impl DataFixture for Data {
     fn kill(&mut self) -> bool {
         let now = self.queue.now();
         let times = (Nanos::ZERO, Some(Nanos::from_ms(1)));
-        self.dma.crash(now, PlaneIx(1), times, &mut self.queue, &mut Vec::new());
+        self.dma.crash(now, DataPlaneIx(1), times, &mut self.queue, &mut Vec::new());
         true
     }
 }
@@ -126,33 +134,33 @@ impl DataFixture for Data {
 #[test]
 fn data_plane_between_nodes() {
     for seed in 0..10 {
-        data_plane(&mut || Box::new(Data::new(seed, [0, 1], false)));
+        data_plane(&mut || Box::new(SimDataFixture::new(seed, [0, 1], false)));
     }
 }
 
 #[test]
 fn data_plane_within_a_node() {
     for seed in 0..10 {
-        data_plane(&mut || Box::new(Data::new(seed, [0, 0], false)));
+        data_plane(&mut || Box::new(SimDataFixture::new(seed, [0, 0], false)));
     }
 }
 
 #[test]
 fn data_plane_whose_completions_overtake_bytes() {
     for seed in 0..10 {
-        data_plane(&mut || Box::new(Data::new(seed, [0, 1], true)));
+        data_plane(&mut || Box::new(SimDataFixture::new(seed, [0, 1], true)));
     }
 }
 
-struct Control {
-    net: Net,
+struct SimControlFixture {
+    net: ControlNetwork,
     planes: [SimControlPlane; 2],
-    queue: Queue<NetEvent>,
+    queue: EventQueue<NetEvent>,
     calls: NetCalls,
     out: Vec<NetOutput>,
 }
 
-impl ControlFixture for Control {
+impl ControlFixture for SimControlFixture {
     fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
         &mut self.planes[index]
     }
@@ -166,12 +174,12 @@ impl ControlFixture for Control {
         for plane in &mut self.planes {
             plane.take_calls(&mut self.calls);
             let ix = plane.ix();
-            self.net.perform(now, ix, &mut self.calls, &mut EveryFrame, &mut self.queue);
+            self.net.perform(now, ix, &mut self.calls, &mut NoNetFaults, &mut self.queue);
         }
         if let Some((now, event)) = self.queue.pop() {
             self.net.step(now, event, &mut self.queue, &mut self.out);
         }
-        for NetOutput::Deliver { plane, news, .. } in self.out.drain(..) {
+        for NetOutput::Deliver { plane, message: news, .. } in self.out.drain(..) {
             self.planes[plane.0 as usize].deliver(news);
         }
     }
@@ -185,10 +193,10 @@ impl ControlFixture for Control {
 fn control_plane_conforms() {
     for seed in 0..10 {
         control_plane(&mut || {
-            let mut net = Net::new(NetConfig { seed, ..NetConfig::default() });
+            let mut net = ControlNetwork::new(NetConfig { seed, ..NetConfig::default() });
             let planes = [net.add_plane("a", 0), net.add_plane("b", 1)];
-            let (queue, calls, out) = (Queue::new(), NetCalls::default(), Vec::new());
-            Box::new(Control { net, planes, queue, calls, out })
+            let (queue, calls, out) = (EventQueue::new(), NetCalls::default(), Vec::new());
+            Box::new(SimControlFixture { net, planes, queue, calls, out })
         });
     }
 }

@@ -2,16 +2,16 @@
 
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, OpId, Outcome,
-    Patience, PeerId, Placement, Refused, RegionId, SessionId, Submit, Ticket,
+    Caps, Completion, Credits, DataEvent, DataPlane, Direction, FabricError, FenceScope, Landed,
+    OpId, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionId, SessionId, Submit,
 };
 use fabric_sim::dma::{
-    Ack, Bytes, Calls, Dma, DmaConfig, DmaEvent, Hooks, NicIx, OpFate, OpInfo, Output, PlaneIx,
-    PlaneSpec, SimDataPlane,
+    BytesDecision, CompletionDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks,
+    DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
-use fabric_sim::keyed::Between;
-use fabric_sim::memory::{Fidelity, Store};
-use fabric_sim::queue::Queue;
+use fabric_sim::keyed_rng::InclusiveRange;
+use fabric_sim::memory::{Fidelity, RankStore};
+use fabric_sim::queue::EventQueue;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -21,20 +21,20 @@ const BYTES_PER_SEC: u64 = 10_000_000_000;
 
 /// Fates by operation id.
 #[derive(Default)]
-struct Fates(BTreeMap<OpId, OpFate>);
+struct ScriptedOps(BTreeMap<OpId, OpDecision>);
 
-impl Hooks for Fates {
-    fn fate(&mut self, _now: Nanos, op: &OpInfo<'_>) -> OpFate {
+impl DmaHooks for ScriptedOps {
+    fn decide_op(&mut self, _now: Nanos, op: &OpInfo<'_>) -> OpDecision {
         self.0.get(&op.op).cloned().unwrap_or_default()
     }
 }
 
 /// Planes 0 and 1 on nodes 0 and 1, a session from 0 to 1.
-struct Pair {
+struct DmaBench {
     dma: Dma,
     planes: Vec<SimDataPlane>,
-    queue: Queue<DmaEvent>,
-    fates: Fates,
+    queue: EventQueue<DmaEvent>,
+    fates: ScriptedOps,
     /// What plane 0 polled, and when.
     seen: Vec<(Nanos, DataEvent)>,
     /// When slices landed, of which operation.
@@ -42,9 +42,9 @@ struct Pair {
     ops: u64,
 }
 
-impl Pair {
-    fn new() -> Pair {
-        let config = DmaConfig { latency: Between::exactly(1_000), ..DmaConfig::default() };
+impl DmaBench {
+    fn new() -> DmaBench {
+        let config = DmaConfig { latency: InclusiveRange::exactly(1_000), ..DmaConfig::default() };
         let mut dma = Dma::new(config);
         let caps = Caps {
             read: true,
@@ -54,11 +54,11 @@ impl Pair {
             in_all: Credits::of_operations(8),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         };
         let spec = |dma: &mut Dma, node| {
             let nic = dma.add_nic(BYTES_PER_SEC);
-            PlaneSpec { node, nic, nic_local: nic, caps, store: Store::plain(&[MEMORY]) }
+            PlaneSpec { node, nic, nic_local: nic, caps, store: RankStore::plain(&[MEMORY]) }
         };
         let specs = [spec(&mut dma, 0), spec(&mut dma, 1)];
         let mut planes: Vec<_> = specs.into_iter().map(|spec| dma.add_plane(spec)).collect();
@@ -69,8 +69,8 @@ impl Pair {
             plane.connect(PeerId(0), &addresses[1 - index], 1).expect("a peer connects");
         }
         let (seen, landed) = (Vec::new(), Vec::new());
-        let (queue, fates) = (Queue::new(), Fates::default());
-        let mut pair = Pair { dma, planes, queue, fates, seen, landed, ops: 0 };
+        let (queue, fates) = (EventQueue::new(), ScriptedOps::default());
+        let mut pair = DmaBench { dma, planes, queue, fates, seen, landed, ops: 0 };
         pair.run();
         let mut events = Vec::new();
         pair.planes[1].poll(Nanos::ZERO, &mut events);
@@ -79,24 +79,26 @@ impl Pair {
         };
         pair.planes[0].open(SESSION, RegionId(0), PeerId(0), &desc).expect("it opens");
         pair.run();
-        pair.dma.store_mut(PlaneIx(0)).unwrap().bytes_mut(0).unwrap().fill(0xee);
+        pair.dma.store_mut(DataPlaneIx(0)).unwrap().bytes_mut(0).unwrap().fill(0xee);
         pair
     }
 
     fn perform(&mut self) {
-        let (mut calls, now) = (Calls::default(), self.queue.now());
+        let (mut calls, now) = (DmaCalls::default(), self.queue.now());
         for plane in &mut self.planes {
             plane.take_calls(&mut calls);
             self.dma.perform(now, plane.ix(), &mut calls, &mut self.fates, &mut self.queue);
         }
     }
 
-    fn take(&mut self, out: Vec<Output>) {
+    fn take(&mut self, out: Vec<DmaOutput>) {
         let now = self.queue.now();
         for output in out {
             match output {
-                Output::Deliver { plane, news } => self.planes[plane.0 as usize].deliver(news),
-                Output::Landed(landing) => {
+                DmaOutput::Deliver { plane, message: news } => {
+                    self.planes[plane.0 as usize].deliver(news)
+                }
+                DmaOutput::Landed(landing) => {
                     let slices = self.dma.slices(&landing).iter();
                     self.landed.extend(slices.map(|_| (now, landing.op)));
                 }
@@ -125,11 +127,16 @@ impl Pair {
     }
 
     /// A write of `slices` slices of 256 bytes.
-    fn write(&mut self, slices: u64, fate: OpFate) -> Result<OpId, Refused> {
+    fn write(&mut self, slices: u64, fate: OpDecision) -> Result<OpId, Refused> {
         self.submit(Direction::Write, slices, fate)
     }
 
-    fn submit(&mut self, direction: Direction, slices: u64, fate: OpFate) -> Result<OpId, Refused> {
+    fn submit(
+        &mut self,
+        direction: Direction,
+        slices: u64,
+        fate: OpDecision,
+    ) -> Result<OpId, Refused> {
         self.ops += 1;
         let op = OpId(self.ops);
         self.fates.0.insert(op, fate);
@@ -142,7 +149,7 @@ impl Pair {
         Ok(op)
     }
 
-    fn outcome(&self, op: OpId) -> Option<(Nanos, Outcome)> {
+    fn outcome(&self, op: OpId) -> Option<(Nanos, Completion)> {
         self.seen.iter().find_map(|(at, event)| match event {
             DataEvent::Completed { op: id, outcome } if *id == op => Some((*at, outcome.clone())),
             _ => None,
@@ -150,7 +157,7 @@ impl Pair {
     }
 
     fn quiet(&self, ticket: u64) -> Option<Nanos> {
-        let answer = DataEvent::Quiet { session: SESSION, ticket: Ticket(ticket) };
+        let answer = DataEvent::Quiet { session: SESSION, ticket: QuiesceTicket(ticket) };
         self.seen.iter().find(|(_, event)| *event == answer).map(|(at, _)| *at)
     }
 
@@ -159,83 +166,88 @@ impl Pair {
     }
 }
 
-fn failed(cause: Cause, landed: Landed) -> Outcome {
-    Outcome::Failed { cause, landed }
+fn failed(cause: FabricError, landed: Landed) -> Completion {
+    Completion::Failed { cause, landed }
 }
 
-fn fails(landed: Landed, late: Option<Nanos>) -> OpFate {
-    let bytes = Bytes::Fails { cause: Cause::QueuePair, landed, late };
-    OpFate { bytes, ..OpFate::default() }
+fn fails(landed: Landed, late: Option<Nanos>) -> OpDecision {
+    let bytes = BytesDecision::Fails { cause: FabricError::QueuePair, landed, late };
+    OpDecision { bytes, ..OpDecision::default() }
 }
 
 #[test]
 fn a_lost_ack_fails_an_operation_that_landed() {
-    let mut pair = Pair::new();
-    let op = pair.write(8, OpFate { ack: Ack::Lost, ..OpFate::default() }).unwrap();
+    let mut pair = DmaBench::new();
+    let op = pair
+        .write(8, OpDecision { ack: CompletionDecision::Lost, ..OpDecision::default() })
+        .unwrap();
     pair.run();
     assert_eq!(pair.slices(op), 8);
     let (at, outcome) = pair.outcome(op).unwrap();
-    assert_eq!(outcome, failed(Cause::AckTimeout, Landed::Unknown));
+    assert_eq!(outcome, failed(FabricError::AckTimeout, Landed::Unknown));
     assert!(at >= DmaConfig::default().ack_timeout);
     assert_eq!(pair.dma.unsettled(), 0);
 }
 
 #[test]
 fn a_completion_that_never_comes_is_ended_by_close() {
-    let mut pair = Pair::new();
-    let op = pair.write(8, OpFate { ack: Ack::Never, ..OpFate::default() }).unwrap();
-    pair.planes[0].quiesce(SESSION, Ticket(1));
+    let mut pair = DmaBench::new();
+    let op = pair
+        .write(8, OpDecision { ack: CompletionDecision::Never, ..OpDecision::default() })
+        .unwrap();
+    pair.planes[0].quiesce(SESSION, QuiesceTicket(1));
     pair.run();
     assert_eq!((pair.slices(op), pair.outcome(op), pair.quiet(1)), (8, None, None));
     pair.planes[0].close(SESSION);
     pair.run();
-    assert_eq!(pair.outcome(op).unwrap().1, failed(Cause::Closed, Landed::Unknown));
+    assert_eq!(pair.outcome(op).unwrap().1, failed(FabricError::Closed, Landed::Unknown));
     assert!(pair.quiet(1).is_some());
     assert_eq!(pair.dma.unsettled(), 0);
 }
 
 #[test]
 fn a_dead_session_fails_the_others_and_is_gone() {
-    let mut pair = Pair::new();
-    let fate = OpFate { kill_session: true, ..fails(Landed::None, None) };
+    let mut pair = DmaBench::new();
+    let fate = OpDecision { kill_session: true, ..fails(Landed::None, None) };
     let first = pair.write(1, fate).unwrap();
-    let second = pair.write(60, OpFate::default()).unwrap();
+    let second = pair.write(60, OpDecision::default()).unwrap();
     pair.run();
-    assert_eq!(pair.outcome(first).unwrap().1, failed(Cause::QueuePair, Landed::None));
+    assert_eq!(pair.outcome(first).unwrap().1, failed(FabricError::QueuePair, Landed::None));
     assert_eq!(pair.slices(first), 0);
-    assert_eq!(pair.outcome(second).unwrap().1, failed(Cause::QueuePair, Landed::Unknown));
-    assert_eq!(pair.write(1, OpFate::default()), Err(Refused::Gone));
-    pair.planes[0].quiesce(SESSION, Ticket(1));
+    assert_eq!(pair.outcome(second).unwrap().1, failed(FabricError::QueuePair, Landed::Unknown));
+    assert_eq!(pair.write(1, OpDecision::default()), Err(Refused::Gone));
+    pair.planes[0].quiesce(SESSION, QuiesceTicket(1));
     pair.run();
     assert!(pair.quiet(1).is_some());
 }
 
 #[test]
 fn a_full_queue_takes_one_operation() {
-    let mut pair = Pair::new();
+    let mut pair = DmaBench::new();
     let mut out = Vec::new();
-    pair.dma.set_queue_full(PlaneIx(0), true, &mut out);
+    pair.dma.set_queue_full(DataPlaneIx(0), true, &mut out);
     pair.take(out);
-    pair.write(1, OpFate::default()).expect("an empty queue takes one");
-    assert_eq!(pair.write(1, OpFate::default()), Err(Refused::Busy));
+    pair.write(1, OpDecision::default()).expect("an empty queue takes one");
+    assert_eq!(pair.write(1, OpDecision::default()), Err(Refused::Busy));
     let mut out = Vec::new();
-    pair.dma.set_queue_full(PlaneIx(0), false, &mut out);
+    pair.dma.set_queue_full(DataPlaneIx(0), false, &mut out);
     pair.take(out);
-    pair.write(1, OpFate::default()).expect("the queue has room again");
+    pair.write(1, OpDecision::default()).expect("the queue has room again");
 }
 
 #[test]
 fn a_short_partition_delays_and_a_long_one_fails() {
     for (heals, ok) in [(Nanos::from_ms(100), true), (Nanos::from_ms(900), false)] {
-        let mut pair = Pair::new();
+        let mut pair = DmaBench::new();
         let start = pair.queue.now();
         pair.dma.set_cut(start, (0, 1), true, &mut pair.queue);
-        let op = pair.write(4, OpFate::default()).unwrap();
+        let op = pair.write(4, OpDecision::default()).unwrap();
         pair.run_until(start + heals);
         assert_eq!(pair.slices(op), 0);
         pair.dma.set_cut(start + heals, (0, 1), false, &mut pair.queue);
         pair.run();
-        let expected = if ok { Outcome::Done } else { failed(Cause::AckTimeout, Landed::None) };
+        let expected =
+            if ok { Completion::Done } else { failed(FabricError::AckTimeout, Landed::None) };
         assert_eq!(pair.outcome(op).unwrap().1, expected);
         assert_eq!(pair.slices(op), if ok { 4 } else { 0 });
     }
@@ -243,50 +255,50 @@ fn a_short_partition_delays_and_a_long_one_fails() {
 
 #[test]
 fn a_cut_way_back_loses_the_ack_only() {
-    let mut pair = Pair::new();
+    let mut pair = DmaBench::new();
     let start = pair.queue.now();
     pair.dma.set_cut(start, (1, 0), true, &mut pair.queue);
-    let op = pair.write(4, OpFate::default()).unwrap();
+    let op = pair.write(4, OpDecision::default()).unwrap();
     pair.run();
     assert_eq!(pair.slices(op), 4);
-    assert_eq!(pair.outcome(op).unwrap().1, failed(Cause::AckTimeout, Landed::Unknown));
+    assert_eq!(pair.outcome(op).unwrap().1, failed(FabricError::AckTimeout, Landed::Unknown));
 }
 
 #[test]
 fn a_paused_process_is_written_to_and_told_later() {
-    let mut pair = Pair::new();
-    let op = pair.write(4, OpFate::default()).unwrap();
-    for plane in [PlaneIx(0), PlaneIx(1)] {
+    let mut pair = DmaBench::new();
+    let op = pair.write(4, OpDecision::default()).unwrap();
+    for plane in [DataPlaneIx(0), DataPlaneIx(1)] {
         pair.dma.set_paused(plane, true, &mut Vec::new());
     }
     pair.run();
     assert_eq!((pair.slices(op), pair.outcome(op)), (4, None));
     let mut out = Vec::new();
-    pair.dma.set_paused(PlaneIx(0), false, &mut out);
+    pair.dma.set_paused(DataPlaneIx(0), false, &mut out);
     pair.take(out);
-    assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+    assert_eq!(pair.outcome(op).unwrap().1, Completion::Done);
 }
 
 #[test]
 fn bytes_of_a_crashed_process_land_for_the_linger_only() {
     for (linger, all) in [(Nanos::from_us(50), true), (Nanos(1_300), false)] {
-        let mut pair = Pair::new();
-        let op = pair.write(60, OpFate::default()).unwrap();
+        let mut pair = DmaBench::new();
+        let op = pair.write(60, OpDecision::default()).unwrap();
         let now = pair.queue.now();
-        pair.dma.crash(now, PlaneIx(0), (linger, None), &mut pair.queue, &mut Vec::new());
+        pair.dma.crash(now, DataPlaneIx(0), (linger, None), &mut pair.queue, &mut Vec::new());
         pair.run();
         assert_eq!(pair.slices(op) == 60, all, "{} slices landed", pair.slices(op));
         assert!(pair.landed.iter().all(|(at, _)| *at <= now + linger));
         assert_eq!((pair.outcome(op), pair.dma.unsettled()), (None, 0));
-        assert!(pair.dma.store(PlaneIx(0)).is_none());
+        assert!(pair.dma.store(DataPlaneIx(0)).is_none());
     }
 }
 
 /// Time from submit to completion of two equal operations together.
-fn duration(pair: &mut Pair, fidelity: Fidelity, count: u64) -> u64 {
+fn duration(pair: &mut DmaBench, fidelity: Fidelity, count: u64) -> u64 {
     assert_eq!(fidelity, Fidelity::Bytes);
     let start = pair.queue.now();
-    let ops: Vec<_> = (0..count).map(|_| pair.write(64, OpFate::default()).unwrap()).collect();
+    let ops: Vec<_> = (0..count).map(|_| pair.write(64, OpDecision::default()).unwrap()).collect();
     pair.run();
     let end = ops.iter().map(|op| pair.outcome(*op).unwrap().0).max().unwrap();
     (end - start).0 - 2_000
@@ -296,7 +308,7 @@ fn duration(pair: &mut Pair, fidelity: Fidelity, count: u64) -> u64 {
 fn concurrent_transfers_share_the_port_and_a_slow_link_slows() {
     let alone = 64 * 256 * 1_000_000_000 / BYTES_PER_SEC;
     let near = |time: u64, expected: u64| time.abs_diff(expected) <= expected / 50 + 2;
-    let mut pair = Pair::new();
+    let mut pair = DmaBench::new();
     let time = duration(&mut pair, Fidelity::Bytes, 1);
     assert!(near(time, alone), "{time} instead of {alone}");
     let time = duration(&mut pair, Fidelity::Bytes, 4);
@@ -312,21 +324,21 @@ fn concurrent_transfers_share_the_port_and_a_slow_link_slows() {
     assert_eq!(pair.dma.nic_bytes(NicIx(0)), (7 * 64 * 256, 0));
 }
 
-fn any_fate() -> impl Strategy<Value = OpFate> {
+fn any_fate() -> impl Strategy<Value = OpDecision> {
     let landed = prop::sample::select(&[Landed::None, Landed::Unknown, Landed::All][..]);
     let late = prop::option::of((0..200_000u64).prop_map(Nanos));
     let bytes = prop_oneof![
-        4 => Just(Bytes::Whole),
-        3 => (landed, late).prop_map(|(landed, late)| Bytes::Fails {
-            cause: Cause::QueuePair,
+        4 => Just(BytesDecision::Whole),
+        3 => (landed, late).prop_map(|(landed, late)| BytesDecision::Fails {
+            cause: FabricError::QueuePair,
             landed,
             late
         }),
-        1 => (0..1_000_000u64).prop_map(|by| Bytes::Overtaken { by: Nanos(by) }),
+        1 => (0..1_000_000u64).prop_map(|by| BytesDecision::Overtaken { by: Nanos(by) }),
     ];
-    let ack = prop_oneof![4 => Just(Ack::Given), 1 => Just(Ack::Lost), 1 => Just(Ack::Never)];
+    let ack = prop_oneof![4 => Just(CompletionDecision::Given), 1 => Just(CompletionDecision::Lost), 1 => Just(CompletionDecision::Never)];
     let kill = prop::bool::weighted(0.1);
-    (bytes, ack, kill, 0..50_000u64).prop_map(|(bytes, ack, kill_session, delay)| OpFate {
+    (bytes, ack, kill, 0..50_000u64).prop_map(|(bytes, ack, kill_session, delay)| OpDecision {
         delay: Nanos(delay),
         ack_delay: Nanos::ZERO,
         bytes,
@@ -346,20 +358,20 @@ proptest! {
         steps in prop::collection::vec((any_fate(), 0u64..20, 0u64..100_000, any::<bool>()), 1..20),
         close in 0u64..300_000,
     ) {
-        let mut pair = Pair::new();
+        let mut pair = DmaBench::new();
         let (mut ops, mut tickets) = (Vec::new(), Vec::new());
         for (fate, slices, wait, ask) in steps {
             if let Ok(op) = pair.write(slices, fate.clone()) {
                 ops.push((op, slices, fate));
             }
             if ask {
-                tickets.push((Ticket(tickets.len() as u64), ops.len()));
+                tickets.push((QuiesceTicket(tickets.len() as u64), ops.len()));
                 pair.planes[0].quiesce(SESSION, tickets.last().unwrap().0);
             }
             pair.run_until(pair.queue.now() + Nanos(wait));
         }
         pair.run_until(pair.queue.now() + Nanos(close));
-        tickets.push((Ticket(tickets.len() as u64), ops.len()));
+        tickets.push((QuiesceTicket(tickets.len() as u64), ops.len()));
         pair.planes[0].quiesce(SESSION, tickets.last().unwrap().0);
         pair.planes[0].close(SESSION);
         pair.run();
@@ -369,11 +381,11 @@ proptest! {
             };
             prop_assert_eq!(pair.seen.iter().filter(mine).count(), 1);
             match pair.outcome(*op).unwrap().1 {
-                Outcome::Failed { landed: Landed::None, .. } => prop_assert_eq!(pair.slices(*op), 0),
-                Outcome::Done | Outcome::Failed { landed: Landed::All, .. } => {
+                Completion::Failed { landed: Landed::None, .. } => prop_assert_eq!(pair.slices(*op), 0),
+                Completion::Done | Completion::Failed { landed: Landed::All, .. } => {
                     prop_assert_eq!(pair.slices(*op) as u64, *slices);
                 }
-                Outcome::Failed { landed: Landed::Unknown, .. } => {}
+                Completion::Failed { landed: Landed::Unknown, .. } => {}
             }
         }
         for (ticket, before) in tickets {
@@ -391,14 +403,14 @@ proptest! {
 
 #[test]
 fn what_was_done_lands_before_a_close_is_over() {
-    let mut pair = Pair::new();
+    let mut pair = DmaBench::new();
     let by = Nanos::from_ms(1);
-    let fate = OpFate { bytes: Bytes::Overtaken { by }, ..OpFate::default() };
+    let fate = OpDecision { bytes: BytesDecision::Overtaken { by }, ..OpDecision::default() };
     let op = pair.write(64, fate).unwrap();
     pair.run_until(pair.queue.now() + Nanos::from_us(20));
-    assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+    assert_eq!(pair.outcome(op).unwrap().1, Completion::Done);
     assert!(pair.slices(op) < 64);
-    pair.planes[0].quiesce(SESSION, Ticket(1));
+    pair.planes[0].quiesce(SESSION, QuiesceTicket(1));
     pair.planes[0].close(SESSION);
     pair.run();
     assert_eq!(pair.slices(op), 64);
@@ -408,12 +420,14 @@ fn what_was_done_lands_before_a_close_is_over() {
 #[test]
 fn what_was_read_is_not_lost_by_what_becomes_of_the_source() {
     for ill in 0..4 {
-        let mut pair = Pair::new();
-        let fate =
-            OpFate { bytes: Bytes::Overtaken { by: Nanos::from_ms(1) }, ..OpFate::default() };
+        let mut pair = DmaBench::new();
+        let fate = OpDecision {
+            bytes: BytesDecision::Overtaken { by: Nanos::from_ms(1) },
+            ..OpDecision::default()
+        };
         let op = pair.submit(Direction::Read, 64, fate).unwrap();
         pair.run_until(pair.queue.now() + Nanos::from_us(20));
-        assert_eq!(pair.outcome(op).unwrap().1, Outcome::Done);
+        assert_eq!(pair.outcome(op).unwrap().1, Completion::Done);
         assert!(pair.slices(op) < 64);
         let now = pair.queue.now();
         match ill {
@@ -422,11 +436,11 @@ fn what_was_read_is_not_lost_by_what_becomes_of_the_source() {
             2 => pair.dma.set_cut(now, (1, 0), true, &mut pair.queue),
             _ => {
                 let (linger, mut out) = ((Nanos::from_us(1), None), Vec::new());
-                pair.dma.crash(now, PlaneIx(1), linger, &mut pair.queue, &mut out);
+                pair.dma.crash(now, DataPlaneIx(1), linger, &mut pair.queue, &mut out);
                 pair.take(out);
             }
         }
-        pair.planes[0].quiesce(SESSION, Ticket(1));
+        pair.planes[0].quiesce(SESSION, QuiesceTicket(1));
         pair.run();
         assert_eq!(pair.slices(op), 64, "{ill}");
         assert!(pair.quiet(1).is_some());

@@ -1,15 +1,16 @@
 //! What memory remembers, in bytes and in cells alike.
 
-use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
 use engine::fabric::{
-    Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, Patience, PeerId, Placement,
-    RegionId, SessionId, Submit,
+    Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement,
+    PlaneTimeouts, RegionId, SessionId, Submit,
 };
 use fabric_sim::dma::{
-    Calls, Dma, DmaConfig, DmaEvent, NoFaults, Output, PlaneIx, PlaneSpec, SimDataPlane,
+    DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaOutput, NoDmaFaults, PlaneSpec,
+    SimDataPlane,
 };
-use fabric_sim::memory::{BlockTokens, Fidelity, Found, Shape, Store, Unit};
-use fabric_sim::queue::Queue;
+use fabric_sim::memory::{BlockTokens, Fidelity, MemoryShape, MismatchKind, PieceSize, RankStore};
+use fabric_sim::queue::EventQueue;
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ const ROW: u64 = 32;
 
 /// How the tensor of a layer lies in memory.
 #[derive(Clone, Copy, Debug)]
-enum Order {
+enum SliceOrder {
     /// `[B][H][N][C]`, layer after layer.
     SlotMajor,
     /// `[B][N][H][C]`, layer after layer.
@@ -31,7 +32,7 @@ enum Order {
 
 fn geometry(tp: u16) -> Geometry {
     let layers = (0..LAYERS).collect();
-    let group = Group { kind: GroupKind::Full, block_tokens: TOKENS, layers };
+    let group = KvGroup { kind: GroupKind::Full, block_tokens: TOKENS, layers };
     let groups = vec![group];
     Geometry {
         model: "m".into(),
@@ -44,13 +45,13 @@ fn geometry(tp: u16) -> Geometry {
     }
 }
 
-fn layout(order: Order, slots: u32, layer: u16) -> LayerLayout {
+fn layout(order: SliceOrder, slots: u32, layer: u16) -> LayerLayout {
     let (n, h, c) = (u64::from(TOKENS), u64::from(slots), ROW / 2);
     let block = n * h * c;
     let (stride, base) = match order {
-        Order::SlotMajor => ([block, n * c, c, 1], block * u64::from(BLOCKS)),
-        Order::TokenMajor => ([block, c, h * c, 1], block * u64::from(BLOCKS)),
-        Order::Interleaved => ([block * u64::from(LAYERS), n * c, c, 1], block),
+        SliceOrder::SlotMajor => ([block, n * c, c, 1], block * u64::from(BLOCKS)),
+        SliceOrder::TokenMajor => ([block, c, h * c, 1], block * u64::from(BLOCKS)),
+        SliceOrder::Interleaved => ([block * u64::from(LAYERS), n * c, c, 1], block),
     };
     LayerLayout {
         region: 0,
@@ -63,18 +64,18 @@ fn layout(order: Order, slots: u32, layer: u16) -> LayerLayout {
 }
 
 /// Bytes from the start of a segment to a row.
-fn row_at(order: Order, slots: u32, layer: u16, (block, slot, token): (u32, u32, u32)) -> u64 {
+fn row_at(order: SliceOrder, slots: u32, layer: u16, (block, slot, token): (u32, u32, u32)) -> u64 {
     let layout = layout(order, slots, layer);
     let [b, h, n] = [block, slot, token].map(u64::from);
     layout.base + 2 * (layout.stride[0] * b + layout.stride[1] * h + layout.stride[2] * n)
 }
 
-fn store(order: Order, tp: u16, rank: u16, unit: Unit, fidelity: Fidelity) -> Store {
+fn store(order: SliceOrder, tp: u16, rank: u16, unit: PieceSize, fidelity: Fidelity) -> RankStore {
     let slots = 2 * 4 / u32::from(tp);
     let layers: Vec<_> = (0..LAYERS).map(|layer| layout(order, slots, layer)).collect();
     let len = ROW * u64::from(BLOCKS * slots * TOKENS) * u64::from(LAYERS);
-    let shape = Shape::new(&geometry(tp), rank, &layers, &[len], unit).expect("a good shape");
-    Store::new(Arc::new(shape), fidelity).expect("a good store")
+    let shape = MemoryShape::new(&geometry(tp), rank, &layers, &[len], unit).expect("a good shape");
+    RankStore::new(Arc::new(shape), fidelity).expect("a good store")
 }
 
 fn at(block: u32, from: u32, to: u32) -> BlockTokens {
@@ -82,20 +83,20 @@ fn at(block: u32, from: u32, to: u32) -> BlockTokens {
 }
 
 /// Two planes with a session from 0 to 1, and what drives them.
-struct Pair {
+struct StorePair {
     dma: Dma,
     planes: Vec<SimDataPlane>,
-    queue: Queue<DmaEvent>,
+    queue: EventQueue<DmaEvent>,
     events: Vec<DataEvent>,
     ops: u64,
 }
 
-impl Pair {
-    fn new(fidelity: Fidelity, stores: [Store; 2]) -> Pair {
-        Pair::with_bandwidth(fidelity, stores, 50_000_000_000)
+impl StorePair {
+    fn new(fidelity: Fidelity, stores: [RankStore; 2]) -> StorePair {
+        StorePair::with_bandwidth(fidelity, stores, 50_000_000_000)
     }
 
-    fn with_bandwidth(fidelity: Fidelity, stores: [Store; 2], bytes_per_sec: u64) -> Pair {
+    fn with_bandwidth(fidelity: Fidelity, stores: [RankStore; 2], bytes_per_sec: u64) -> StorePair {
         let mut dma = Dma::new(DmaConfig { fidelity, ..DmaConfig::default() });
         let caps = Caps {
             read: true,
@@ -105,7 +106,7 @@ impl Pair {
             in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         };
         let memory = stores.each_ref().map(|store| store.memory(0, 0));
         let mut planes = Vec::new();
@@ -118,8 +119,8 @@ impl Pair {
             plane.register(RegionId(0), memory[index]).expect("memory registers");
             plane.connect(PeerId(0), &addresses[1 - index], 1).expect("a peer connects");
         }
-        let (queue, events) = (Queue::new(), Vec::new());
-        let mut pair = Pair { dma, planes, queue, events, ops: 0 };
+        let (queue, events) = (EventQueue::new(), Vec::new());
+        let mut pair = StorePair { dma, planes, queue, events, ops: 0 };
         pair.run();
         let poll = |plane: &mut SimDataPlane| {
             let mut events = Vec::new();
@@ -137,17 +138,17 @@ impl Pair {
 
     /// Runs until nothing is left to do.
     fn run(&mut self) {
-        let (mut calls, mut out) = (Calls::default(), Vec::new());
+        let (mut calls, mut out) = (DmaCalls::default(), Vec::new());
         loop {
             let now = self.queue.now();
             for plane in &mut self.planes {
                 plane.take_calls(&mut calls);
-                self.dma.perform(now, plane.ix(), &mut calls, &mut NoFaults, &mut self.queue);
+                self.dma.perform(now, plane.ix(), &mut calls, &mut NoDmaFaults, &mut self.queue);
             }
             let Some((now, event)) = self.queue.pop() else { return };
             self.dma.step(now, event, &mut self.queue, &mut out);
             for output in out.drain(..) {
-                if let Output::Deliver { plane, news } = output {
+                if let DmaOutput::Deliver { plane, message: news } = output {
                     self.planes[plane.0 as usize].deliver(news);
                 }
             }
@@ -172,16 +173,17 @@ impl Pair {
         self.planes[0].submit(batch).expect("it is taken");
     }
 
-    fn store(&mut self, index: u32) -> &mut Store {
-        self.dma.store_mut(PlaneIx(index)).expect("the plane lives")
+    fn store(&mut self, index: u32) -> &mut RankStore {
+        self.dma.store_mut(DataPlaneIx(index)).expect("the plane lives")
     }
 }
 
-const ORDERS: [Order; 3] = [Order::SlotMajor, Order::TokenMajor, Order::Interleaved];
+const ORDERS: [SliceOrder; 3] =
+    [SliceOrder::SlotMajor, SliceOrder::TokenMajor, SliceOrder::Interleaved];
 
 /// Rows of some layers of a block of rank 0 of `tp` engines, as slices between two engines with
 /// different TP: the heads that both ranks 0 have, K and V, in the order `order` on both sides.
-fn rows(order: Order, tp: [u16; 2], blocks: [u32; 2], layers: u16) -> Vec<(u64, u64, u64)> {
+fn rows(order: SliceOrder, tp: [u16; 2], blocks: [u32; 2], layers: u16) -> Vec<(u64, u64, u64)> {
     let slots = tp.map(|tp| 8 / u32::from(tp));
     let heads = slots[0].min(slots[1]) / 2;
     let mut rows = Vec::new();
@@ -217,10 +219,10 @@ fn what_was_filled_is_there() {
     for (order, fidelity) in
         ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
     {
-        let mut store = store(order, 1, 0, Unit { tokens: 4, slots: 8 }, fidelity);
+        let mut store = store(order, 1, 0, PieceSize { tokens: 4, slots: 8 }, fidelity);
         store.fill(&at(2, 0, 8), 0..LAYERS, 77);
         assert_eq!(store.check(&at(2, 0, 8), 77), Ok(()));
-        assert_eq!(store.check(&at(2, 0, 8), 78).unwrap_err().found, Found::Foreign);
+        assert_eq!(store.check(&at(2, 0, 8), 78).unwrap_err().found, MismatchKind::Foreign);
         assert!(store.check(&BlockTokens { first: 24, ..at(2, 0, 8) }, 77).is_err());
         assert!(store.check(&at(3, 0, 8), 77).is_err(), "{order:?} {fidelity:?}");
         store.fill(&at(2, 0, 8), 1..2, 79);
@@ -235,9 +237,9 @@ fn a_layer_that_did_not_land_is_missing() {
     for (order, fidelity) in
         ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
     {
-        let unit = Unit { tokens: 8, slots: 8 };
+        let unit = PieceSize { tokens: 8, slots: 8 };
         let stores = [0, 1].map(|_| store(order, 1, 0, unit, fidelity));
-        let mut pair = Pair::new(fidelity, stores);
+        let mut pair = StorePair::new(fidelity, stores);
         pair.store(0).fill(&at(1, 0, 8), 0..LAYERS, 5);
         pair.transfer(Direction::Write, &merged(&rows(order, [1, 1], [1, 4], LAYERS - 1)));
         let wrong = pair.store(1).check(&at(4, 0, 8), 5).unwrap_err();
@@ -258,8 +260,9 @@ fn a_piece_that_comes_with_several_operations_is_there_after_the_last() {
     for (order, fidelity) in
         ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
     {
-        let stores = [0, 1].map(|_| store(order, 1, 0, Unit { tokens: 8, slots: 8 }, fidelity));
-        let mut pair = Pair::new(fidelity, stores);
+        let stores =
+            [0, 1].map(|_| store(order, 1, 0, PieceSize { tokens: 8, slots: 8 }, fidelity));
+        let mut pair = StorePair::new(fidelity, stores);
         pair.store(0).fill(&at(1, 0, 8), 0..LAYERS, 5);
         let rows = rows(order, [1, 1], [1, 4], LAYERS);
         let mut parts: Vec<_> = rows.chunks(rows.len() / 3 + 1).collect();
@@ -284,11 +287,12 @@ fn a_piece_that_comes_with_several_operations_is_there_after_the_last() {
 #[test]
 fn keys_in_the_place_of_values_are_seen() {
     for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
-        let stores =
-            [0, 1].map(|_| store(Order::SlotMajor, 4, 0, Unit { tokens: 8, slots: 1 }, fidelity));
-        let mut pair = Pair::new(fidelity, stores);
+        let stores = [0, 1].map(|_| {
+            store(SliceOrder::SlotMajor, 4, 0, PieceSize { tokens: 8, slots: 1 }, fidelity)
+        });
+        let mut pair = StorePair::new(fidelity, stores);
         pair.store(0).fill(&at(1, 0, 8), 0..LAYERS, 5);
-        let rows = rows(Order::SlotMajor, [4, 4], [1, 4], LAYERS);
+        let rows = rows(SliceOrder::SlotMajor, [4, 4], [1, 4], LAYERS);
         let half = TOKENS as usize;
         let mut swapped = rows.clone();
         for start in (0..rows.len()).step_by(2 * half) {
@@ -306,11 +310,11 @@ fn keys_in_the_place_of_values_are_seen() {
 #[test]
 fn a_piece_sent_before_its_last_token_is_seen() {
     for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
-        let unit = Unit { tokens: 8, slots: 8 };
-        let stores = [0, 1].map(|_| store(Order::SlotMajor, 1, 0, unit, fidelity));
-        let mut pair = Pair::new(fidelity, stores);
+        let unit = PieceSize { tokens: 8, slots: 8 };
+        let stores = [0, 1].map(|_| store(SliceOrder::SlotMajor, 1, 0, unit, fidelity));
+        let mut pair = StorePair::new(fidelity, stores);
         pair.store(0).fill(&at(1, 0, 5), 0..LAYERS, 5);
-        pair.transfer(Direction::Write, &rows(Order::SlotMajor, [1, 1], [1, 4], LAYERS));
+        pair.transfer(Direction::Write, &rows(SliceOrder::SlotMajor, [1, 1], [1, 4], LAYERS));
         assert_eq!(pair.store(1).check(&at(4, 0, 5), 5), Ok(()));
         pair.store(0).fill(&at(1, 5, 8), 0..LAYERS, 5);
         assert_eq!(pair.store(0).check(&at(1, 0, 8), 5), Ok(()));
@@ -320,14 +324,14 @@ fn a_piece_sent_before_its_last_token_is_seen() {
 
 /// Time of `count` operations that are submitted together, each of one block.
 fn together(fidelity: Fidelity, count: u32) -> u64 {
-    let unit = Unit { tokens: 8, slots: 8 };
-    let stores = [0, 1].map(|_| store(Order::SlotMajor, 1, 0, unit, fidelity));
+    let unit = PieceSize { tokens: 8, slots: 8 };
+    let stores = [0, 1].map(|_| store(SliceOrder::SlotMajor, 1, 0, unit, fidelity));
     // So slow that latencies do not count.
-    let mut pair = Pair::with_bandwidth(fidelity, stores, 100_000);
+    let mut pair = StorePair::with_bandwidth(fidelity, stores, 100_000);
     let start = pair.queue.now();
     for block in 0..count {
         pair.store(0).fill(&at(block, 0, 8), 0..LAYERS, 5);
-        let rows = rows(Order::SlotMajor, [1, 1], [block, block], LAYERS);
+        let rows = rows(SliceOrder::SlotMajor, [1, 1], [block, block], LAYERS);
         pair.submit(Direction::Write, &rows);
     }
     pair.run();
@@ -373,9 +377,9 @@ proptest! {
         let slices = if cut { rows } else { merged(&rows) };
         for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
             // Rank 0 of the larger TP holds the fewest heads: it is what the cells tell apart.
-            let unit = Unit { tokens, slots: 4 / u32::from(tp[1]) };
+            let unit = PieceSize { tokens, slots: 4 / u32::from(tp[1]) };
             let (big, small) = (tp[0], tp[1]);
-            let mut pair = Pair::new(fidelity, [
+            let mut pair = StorePair::new(fidelity, [
                 store(order, if read { small } else { big }, 0, unit, fidelity),
                 store(order, if read { big } else { small }, 0, unit, fidelity),
             ]);

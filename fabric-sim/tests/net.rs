@@ -1,13 +1,13 @@
 //! Faults of the control network do what they say, and no more.
 
 use engine::core::time::Nanos;
-use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId};
-use fabric_sim::keyed::Between;
+use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
+use fabric_sim::keyed_rng::InclusiveRange;
 use fabric_sim::net::{
-    FrameFate, FrameInfo, Net, NetCalls, NetConfig, NetEvent, NetHooks, NetIx, NetOutput,
-    SimControlPlane,
+    ControlNetwork, ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetEvent,
+    NetHooks, NetOutput, SimControlPlane,
 };
-use fabric_sim::queue::Queue;
+use fabric_sim::queue::EventQueue;
 use std::collections::BTreeMap;
 
 const LINK: LinkId = LinkId(0);
@@ -15,33 +15,34 @@ const INBOUND: LinkId = LinkId(LinkId::INBOUND);
 
 /// Fates by first byte of the frame.
 #[derive(Default)]
-struct Fates(BTreeMap<u8, FrameFate>);
+struct ScriptedFrames(BTreeMap<u8, FrameDecision>);
 
-impl NetHooks for Fates {
-    fn fate(&mut self, _now: Nanos, frame: &FrameInfo<'_>) -> FrameFate {
+impl NetHooks for ScriptedFrames {
+    fn decide_frame(&mut self, _now: Nanos, frame: &FrameInfo<'_>) -> FrameDecision {
         self.0.get(&frame.parts[0][0]).copied().unwrap_or_default()
     }
 }
 
 /// Plane 0 on node 0 has dialled plane 1, named "b", on node 1.
-struct Pair {
-    net: Net,
+struct NetBench {
+    net: ControlNetwork,
     planes: Vec<SimControlPlane>,
-    queue: Queue<NetEvent>,
-    fates: Fates,
+    queue: EventQueue<NetEvent>,
+    fates: ScriptedFrames,
     seen: Vec<Vec<ControlEvent>>,
 }
 
-impl Pair {
-    fn new() -> Pair {
-        let latency = Between::new(10_000, 20_000);
-        let mut net = Net::new(NetConfig { latency, queue_max: 4, ..NetConfig::default() });
+impl NetBench {
+    fn new() -> NetBench {
+        let latency = InclusiveRange::new(10_000, 20_000);
+        let mut net =
+            ControlNetwork::new(NetConfig { latency, queue_max: 4, ..NetConfig::default() });
         let mut planes = vec![net.add_plane("a", 0), net.add_plane("b", 1)];
-        let to = planes[1].listen(Channel::Handshake).expect("it listens");
-        planes[0].dial(LINK, &to, Channel::Handshake).expect("a dial is taken");
+        let to = planes[1].listen(LinkKind::Handshake).expect("it listens");
+        planes[0].dial(LINK, &to, LinkKind::Handshake).expect("a dial is taken");
         let seen = vec![Vec::new(); 2];
-        let (queue, fates) = (Queue::new(), Fates::default());
-        let mut pair = Pair { net, planes, queue, fates, seen };
+        let (queue, fates) = (EventQueue::new(), ScriptedFrames::default());
+        let mut pair = NetBench { net, planes, queue, fates, seen };
         pair.run();
         pair.seen.iter_mut().for_each(Vec::clear);
         pair
@@ -56,7 +57,7 @@ impl Pair {
     }
 
     fn take(&mut self, out: Vec<NetOutput>) {
-        for NetOutput::Deliver { plane, news, .. } in out {
+        for NetOutput::Deliver { plane, message: news, .. } in out {
             self.planes[plane.0 as usize].deliver(news);
         }
         for (plane, seen) in self.planes.iter_mut().zip(&mut self.seen) {
@@ -94,18 +95,18 @@ impl Pair {
 
 #[test]
 fn frames_are_dropped_doubled_delayed_and_overtaken() {
-    let mut pair = Pair::new();
+    let mut pair = NetBench::new();
     let late = Nanos::from_ms(5);
-    let fate = FrameFate::default();
-    pair.fates.0.insert(2, FrameFate { drop: true, ..fate });
-    pair.fates.0.insert(3, FrameFate { duplicate: Some(late), ..fate });
-    pair.fates.0.insert(5, FrameFate { delay: late, ..fate });
-    pair.fates.0.insert(6, FrameFate { delay: late, reorder: true, ..fate });
+    let fate = FrameDecision::default();
+    pair.fates.0.insert(2, FrameDecision { drop: true, ..fate });
+    pair.fates.0.insert(3, FrameDecision { duplicate: Some(late), ..fate });
+    pair.fates.0.insert(5, FrameDecision { delay: late, ..fate });
+    pair.fates.0.insert(6, FrameDecision { delay: late, reorder: true, ..fate });
     assert_eq!(pair.send(&[1, 2, 4]), [1, 4]);
     assert_eq!(pair.send(&[3, 4, 1]), [3, 4, 1, 3]);
     assert_eq!(pair.send(&[1, 5, 4]), [1, 5, 4]);
     assert_eq!(pair.send(&[1, 6, 4]), [1, 4, 6]);
-    pair.fates.0.insert(7, FrameFate { reorder: true, ..fate });
+    pair.fates.0.insert(7, FrameDecision { reorder: true, ..fate });
     assert_eq!(pair.send(&[5, 7, 4]), [7, 5, 4]);
     // Lost frames leave the queue of the link: there is room for four again.
     assert!(pair.send(&[2, 2, 2, 2]).is_empty());
@@ -114,7 +115,7 @@ fn frames_are_dropped_doubled_delayed_and_overtaken() {
 
 #[test]
 fn a_partition_loses_frames_and_keeps_the_link() {
-    let mut pair = Pair::new();
+    let mut pair = NetBench::new();
     pair.net.set_cut((0, 1), true);
     assert!(pair.send(&[1, 2]).is_empty());
     pair.planes[1].send(INBOUND, &[b"back"]).expect("the link is up");
@@ -126,8 +127,8 @@ fn a_partition_loses_frames_and_keeps_the_link() {
 
 #[test]
 fn a_half_open_link_swallows_one_direction() {
-    let mut pair = Pair::new();
-    pair.net.mute(NetIx(0), LINK);
+    let mut pair = NetBench::new();
+    pair.net.mute(ControlPlaneIx(0), LINK);
     assert!(pair.send(&[1, 2]).is_empty());
     pair.planes[1].send(INBOUND, &[b"back"]).expect("the link is up");
     pair.run();
@@ -136,12 +137,12 @@ fn a_half_open_link_swallows_one_direction() {
 
 #[test]
 fn a_paused_process_gets_its_frames_later_and_holds_up_the_queue() {
-    let mut pair = Pair::new();
-    pair.net.set_paused(NetIx(1), true, &mut Vec::new());
+    let mut pair = NetBench::new();
+    pair.net.set_paused(ControlPlaneIx(1), true, &mut Vec::new());
     assert!(pair.send(&[1, 2, 3, 4]).is_empty());
     assert!(pair.planes[0].send(LINK, &[&[5]]).is_err(), "nothing left the queue");
     let mut out = Vec::new();
-    pair.net.set_paused(NetIx(1), false, &mut out);
+    pair.net.set_paused(ControlPlaneIx(1), false, &mut out);
     pair.take(out);
     assert_eq!(pair.got(), [1, 2, 3, 4]);
     assert_eq!(pair.send(&[5]), [5]);
@@ -150,11 +151,11 @@ fn a_paused_process_gets_its_frames_later_and_holds_up_the_queue() {
 #[test]
 fn a_crash_is_told_or_not() {
     for told in [Some(Nanos::from_ms(3)), None] {
-        let mut pair = Pair::new();
+        let mut pair = NetBench::new();
         pair.planes[1].send(INBOUND, &[b"last words"]).expect("the link is up");
         pair.perform();
         let now = pair.queue.now();
-        pair.net.crash(now, NetIx(1), told, &mut pair.queue);
+        pair.net.crash(now, ControlPlaneIx(1), told, &mut pair.queue);
         pair.run();
         let parts = vec![b"last words".to_vec()];
         let mut expected = vec![ControlEvent::Frame { link: LINK, parts }];
@@ -168,19 +169,19 @@ fn a_crash_is_told_or_not() {
 
 #[test]
 fn a_restarted_process_takes_over_the_name() {
-    let mut pair = Pair::new();
+    let mut pair = NetBench::new();
     let now = pair.queue.now();
-    pair.net.crash(now, NetIx(1), None, &mut pair.queue);
+    pair.net.crash(now, ControlPlaneIx(1), None, &mut pair.queue);
     let name = Endpoint::from("sim://b");
-    pair.planes[0].dial(LinkId(1), &name, Channel::Handshake).expect("a dial is taken");
+    pair.planes[0].dial(LinkId(1), &name, LinkKind::Handshake).expect("a dial is taken");
     pair.run();
     assert_eq!(pair.seen[0], [ControlEvent::LinkDown { link: LinkId(1) }]);
     pair.planes.push(pair.net.add_plane("b", 1));
     pair.seen.push(Vec::new());
-    pair.planes[2].listen(Channel::Handshake).expect("it listens");
-    pair.planes[0].dial(LinkId(2), &name, Channel::Handshake).expect("a dial is taken");
+    pair.planes[2].listen(LinkKind::Handshake).expect("it listens");
+    pair.planes[0].dial(LinkId(2), &name, LinkKind::Handshake).expect("a dial is taken");
     pair.run();
-    let up = ControlEvent::LinkUp { link: INBOUND, channel: Channel::Handshake, from: None };
+    let up = ControlEvent::LinkUp { link: INBOUND, channel: LinkKind::Handshake, from: None };
     assert_eq!(pair.seen[2], [up]);
     assert!(pair.send(&[1]).is_empty(), "the old link leads nowhere");
     assert_eq!(pair.seen[2].len(), 1);

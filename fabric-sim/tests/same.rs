@@ -2,7 +2,7 @@
 //! when they are run again, and when all wall clocks are shifted.
 
 use fabric_sim::invariants::{compare_clocks, compare_traces};
-use fabric_sim::world::{Options, Report, run};
+use fabric_sim::world::{RunReport, SimOptions, run};
 use scenarios::{Run, Scenario};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -34,9 +34,10 @@ fn files(folder: &str) -> Vec<PathBuf> {
     files
 }
 
-/// All that a run came to, but for what names lives by their wall clocks: frames, and so the trace.
-fn outline(report: &Report) -> u64 {
-    let report = Report { trace_hash: 0, recording: None, ..report.clone() };
+/// All that a run came to, but for what names incarnations by their wall clocks: frames, and so the
+/// trace.
+fn outline(report: &RunReport) -> u64 {
+    let report = RunReport { trace_hash: 0, recording: None, ..report.clone() };
     let mut hasher = DefaultHasher::new();
     format!("{report:?}").hash(&mut hasher);
     hasher.finish()
@@ -44,12 +45,12 @@ fn outline(report: &Report) -> u64 {
 
 #[track_caller]
 fn same(what: &Run) {
-    let options = Options::default();
+    let options = SimOptions::default();
     let first = run(what, options);
     let again = run(what, options);
     let traces = [&first, &again].map(|report| (report.trace_hash, report.events));
     assert_eq!(compare_traces("a second run", traces[0], traces[1]), None, "{}", what.name);
-    let shifted = run(what, Options { wall: SHIFT, ..options });
+    let shifted = run(what, SimOptions { wall: SHIFT, ..options });
     assert_ne!(shifted.trace_hash, first.trace_hash, "{}: no clock was shifted", what.name);
     let outlines = [&first, &shifted].map(|report| (outline(report), report.events));
     let differ = compare_clocks(outlines[0], outlines[1]);

@@ -5,13 +5,13 @@ use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
 use engine::core::router::RouterConfig;
 use fabric_sim::replay::replay;
-use fabric_sim::world::{Options, Report, Verdict, run};
-use scenarios::cost::Cost;
-use scenarios::lists::{Event, FaultKind};
+use fabric_sim::world::{RunReport, RunVerdict, SimOptions, run};
+use scenarios::cost::StepCost;
+use scenarios::lists::{FaultKind, TriggerEvent};
 use scenarios::run::*;
 
-fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> Instance {
-    Instance {
+fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> InstanceSettings {
+    InstanceSettings {
         name: name.into(),
         host: name.into(),
         node: name.into(),
@@ -24,22 +24,22 @@ fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> Instance {
         layout: MemoryLayout::Block,
         mode: Mode::Push,
         prefix_cache: false,
-        cost: Cost {
+        cost: StepCost {
             step: Nanos::from_us(200),
             weights: Nanos::from_us(300),
             token_fs: 1_000_000,
             pair_fs: 1_000,
             context_fs: 1_000,
         },
-        protocol: Protocol::default(),
+        protocol: ProtocolSettings::default(),
         fabric: FabricLimits::default(),
     }
 }
 
-fn request(at: Nanos, tokens: u32, tail: u64, output: u32) -> Request {
-    Request {
+fn request(at: Nanos, tokens: u32, tail: u64, output: u32) -> WorkloadRequest {
+    WorkloadRequest {
         arrival: at,
-        prompts: vec![Prompt { tokens, prefix: [].into(), tail }],
+        prompts: vec![WorkloadPrompt { tokens, prefix: [].into(), tail }],
         samples: 1,
         output,
         abort: None,
@@ -58,7 +58,7 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
         name: "small".into(),
         about: "a small run".into(),
         seed: 7,
-        model: Model {
+        model: ModelGeometry {
             name: "toy".into(),
             layers: 4,
             kv_heads: 4,
@@ -69,12 +69,12 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             groups: vec![ModelGroup { kind: GroupKind::Full, layers: vec![0, 1, 2, 3] }],
         },
         instances,
-        network: Network {
-            latency: Span { min: Nanos::from_us(2), max: Nanos::from_us(15) },
+        network: NetworkSettings {
+            latency: DurationRange { min: Nanos::from_us(2), max: Nanos::from_us(15) },
             bandwidth: 40_000_000_000,
-            node_latency: Span::fixed(Nanos::from_us(1)),
+            node_latency: DurationRange::fixed(Nanos::from_us(1)),
             node_bandwidth: 64_000_000_000,
-            control_latency: Span { min: Nanos::from_us(20), max: Nanos::from_us(80) },
+            control_latency: DurationRange { min: Nanos::from_us(20), max: Nanos::from_us(80) },
         },
         router: RouterSettings {
             config: RouterConfig::default(),
@@ -85,10 +85,10 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             chunk: 256,
             max_running: 16,
             max_waiting: 1000,
-            load_failure: LoadFailure::Recompute,
-            allocator: Allocator::Fifo,
+            load_failure: LoadFailurePolicy::Recompute,
+            allocator: AllocationOrder::Fifo,
         },
-        memory: MemoryModel::Bytes,
+        memory: MemoryFidelity::Bytes,
         mode,
         prefix_tokens: 512,
         requests: (0..requests)
@@ -96,19 +96,19 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             .collect(),
         faults: Vec::new(),
         shaped: Vec::new(),
-        liveness: Liveness::Heal,
+        liveness: LivenessMode::Heal,
         expect: Expect::default(),
     }
 }
 
-fn held(report: &Report) {
+fn held(report: &RunReport) {
     assert_eq!(report.violations, []);
-    assert_eq!(report.verdict, Verdict::Held, "{report:?}");
+    assert_eq!(report.verdict, RunVerdict::Held, "{report:?}");
 }
 
 #[test]
 fn one_push() {
-    let report = run(&small(Mode::Push, (1, 1), 1), Options::default());
+    let report = run(&small(Mode::Push, (1, 1), 1), SimOptions::default());
     held(&report);
     assert_eq!((report.finished, report.recomputed), (1, 0), "{report:?}");
 }
@@ -117,7 +117,7 @@ fn one_push() {
 fn push_and_pull_with_any_tensor_parallelism() {
     for mode in [Mode::Push, Mode::Pull] {
         for tp in [(1, 1), (2, 2), (4, 1), (1, 4), (2, 4)] {
-            let report = run(&small(mode, tp, 12), Options::default());
+            let report = run(&small(mode, tp, 12), SimOptions::default());
             held(&report);
             assert_eq!((report.finished, report.recomputed), (12, 0), "{mode} {tp:?} {report:?}");
         }
@@ -128,12 +128,12 @@ fn push_and_pull_with_any_tensor_parallelism() {
 fn every_layout_and_block_size_reaches_every_other() {
     let layouts =
         [MemoryLayout::Block, MemoryLayout::Layer, MemoryLayout::HeadSplit, MemoryLayout::Token];
-    for memory in [MemoryModel::Bytes, MemoryModel::Cells] {
+    for memory in [MemoryFidelity::Bytes, MemoryFidelity::Cells] {
         for (nth, from) in layouts.into_iter().enumerate() {
             for (at, to) in layouts.into_iter().enumerate() {
                 // A cell stands for whole head slots, so it cannot tell K and V of a fused slot.
                 let split = |layout| layout == MemoryLayout::HeadSplit;
-                if memory == MemoryModel::Cells && split(from) != split(to) {
+                if memory == MemoryFidelity::Cells && split(from) != split(to) {
                     continue;
                 }
                 let mode = if (nth + at) % 2 == 0 { Mode::Push } else { Mode::Pull };
@@ -142,7 +142,7 @@ fn every_layout_and_block_size_reaches_every_other() {
                 small.instances[0].layout = from;
                 small.instances[1].layout = to;
                 small.instances[at % 2].block_tokens = 32;
-                let report = run(&small, Options::default());
+                let report = run(&small, SimOptions::default());
                 let ends = (report.finished, report.recomputed);
                 let sizes = small.instances[0].block_tokens;
                 let what = format!("{mode} {memory:?} {from:?} ({sizes}) to {to:?}");
@@ -158,7 +158,7 @@ fn the_same_seed_gives_the_same_trace_and_another_another() {
     let run_of = |seed| {
         let mut small = small(Mode::Push, (2, 1), 10);
         small.seed = seed;
-        run(&small, Options::default())
+        run(&small, SimOptions::default())
     };
     let first = run_of(1);
     for _ in 0..3 {
@@ -170,8 +170,8 @@ fn the_same_seed_gives_the_same_trace_and_another_another() {
 #[test]
 fn a_recording_replays_and_changes_nothing() {
     let small = small(Mode::Pull, (1, 2), 6);
-    let plain = run(&small, Options::default());
-    let recorded = run(&small, Options { record: true, ..Options::default() });
+    let plain = run(&small, SimOptions::default());
+    let recorded = run(&small, SimOptions { record: true, ..SimOptions::default() });
     assert_eq!(recorded.trace_hash, plain.trace_hash);
     let recording = recorded.recording.expect("it was asked for");
     let replayed = replay(&recording).expect("the machines are deterministic");
@@ -183,14 +183,14 @@ fn a_recording_replays_and_changes_nothing() {
 }
 
 /// A small run with one fault that names no instance.
-fn with_fault(kind: FaultKind, mode: Mode, trigger: Trigger, seed: u64) -> Run {
+fn with_fault(kind: FaultKind, mode: Mode, trigger: FaultTrigger, seed: u64) -> Run {
     let mut run = small(mode, (2, 1), 24);
     run.seed = seed;
-    run.instances.push(Instance { mode, ..instance("p1", Role::Prefill, 1, 256) });
-    run.instances.push(Instance { mode, ..instance("d1", Role::Decode, 2, 256) });
+    run.instances.push(InstanceSettings { mode, ..instance("p1", Role::Prefill, 1, 256) });
+    run.instances.push(InstanceSettings { mode, ..instance("d1", Role::Decode, 2, 256) });
     run.instances.sort_by_key(|instance| instance.role);
-    let ms = |from, to| Some(Span { min: Nanos::from_ms(from), max: Nanos::from_ms(to) });
-    run.faults.push(Fault {
+    let ms = |from, to| Some(DurationRange { min: Nanos::from_ms(from), max: Nanos::from_ms(to) });
+    run.faults.push(InjectedFault {
         key: 11,
         line: 0,
         kind,
@@ -204,8 +204,8 @@ fn with_fault(kind: FaultKind, mode: Mode, trigger: Trigger, seed: u64) -> Run {
         delay: ms(1, 80),
         factor: 50,
         rank: None,
-        direction: Cut::Symmetric,
-        first: Order::Either,
+        direction: PartitionDirection::Symmetric,
+        first: RaceOrder::Either,
         becomes: None,
     });
     run
@@ -214,11 +214,11 @@ fn with_fault(kind: FaultKind, mode: Mode, trigger: Trigger, seed: u64) -> Run {
 #[test]
 fn every_fault_leaves_every_promise_held() {
     let triggers = [
-        (Trigger::Chance(30_000), true),
-        (Trigger::At(Nanos::from_ms(31)), true),
+        (FaultTrigger::Chance(30_000), true),
+        (FaultTrigger::At(Nanos::from_ms(31)), true),
         (
-            Trigger::On {
-                event: Event::TransferWriting,
+            FaultTrigger::On {
+                event: TriggerEvent::TransferWriting,
                 from: None,
                 to: None,
                 message: None,
@@ -238,8 +238,9 @@ fn every_fault_leaves_every_promise_held() {
                 if mode == Mode::Pull && !pull {
                     continue;
                 }
-                let report = run(&with_fault(*kind, mode, trigger.clone(), 3), Options::default());
-                if report.verdict != Verdict::Held {
+                let report =
+                    run(&with_fault(*kind, mode, trigger.clone(), 3), SimOptions::default());
+                if report.verdict != RunVerdict::Held {
                     let first = report.violations.first().map(ToString::to_string);
                     broken
                         .push(format!("{kind} {mode} trigger {nth}: {first:?} {:?}", report.left));
@@ -255,14 +256,15 @@ fn a_core_is_drawn_healed_and_shown() {
     let mut cores = std::collections::BTreeSet::new();
     for seed in 0..12 {
         for kind in [FaultKind::Pause, FaultKind::Crash, FaultKind::Partition] {
-            let mut run_of = with_fault(kind, Mode::Pull, Trigger::At(Nanos::from_ms(31)), seed);
-            run_of.liveness = Liveness::Core;
+            let mut run_of =
+                with_fault(kind, Mode::Pull, FaultTrigger::At(Nanos::from_ms(31)), seed);
+            run_of.liveness = LivenessMode::Core;
             for one in &mut run_of.instances {
                 one.protocol.lease = Some(Nanos::from_secs(1));
                 one.protocol.fetch = Some(Nanos::from_secs(1));
             }
-            run_of.faults[0].lasts = Some(Span::fixed(Nanos::from_secs(20)));
-            let report = run(&run_of, Options::default());
+            run_of.faults[0].lasts = Some(DurationRange::fixed(Nanos::from_secs(20)));
+            let report = run(&run_of, SimOptions::default());
             held(&report);
             let has = |role| report.core.iter().any(|name| name.starts_with(role));
             assert!(has('p') && has('d'), "{:?}", report.core);
@@ -274,7 +276,8 @@ fn a_core_is_drawn_healed_and_shown() {
 
 #[test]
 fn who_tries_nothing_twice_gets_as_many_probes_as_sessions_died() {
-    let mut run_of = with_fault(FaultKind::QpError, Mode::Push, Trigger::At(Nanos::from_ms(22)), 3);
+    let mut run_of =
+        with_fault(FaultKind::QpError, Mode::Push, FaultTrigger::At(Nanos::from_ms(22)), 3);
     run_of.instances = small(Mode::Push, (1, 4), 0).instances;
     let group = |layer| ModelGroup { kind: GroupKind::Full, layers: vec![layer] };
     run_of.model.groups = (0..4).map(group).collect();
@@ -285,7 +288,7 @@ fn who_tries_nothing_twice_gets_as_many_probes_as_sessions_died() {
         one.protocol.retries = Some(0);
         one.fabric.operations_max = Some(1);
     }
-    let report = run(&run_of, Options::default());
+    let report = run(&run_of, SimOptions::default());
     held(&report);
     assert_eq!((report.faults.len(), report.recomputed), (1, 1), "{report:?}");
 }

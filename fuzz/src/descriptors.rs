@@ -1,22 +1,22 @@
 //! MoRI's descriptors: what decodes is written in every layout and read back, less what the layout
 //! lacks.
 
-use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
+use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
 
 /// Decodes the bytes as either descriptor.
 ///
 /// # Panics
 /// If a field changes on its way through a layout that has it, or the layout is not found again.
 pub fn run(data: &[u8]) {
-    if let Ok(desc) = EngineDesc::decode(data) {
+    if let Ok(desc) = MoriEngineDesc::decode(data) {
         for layout in DescLayout::ALL {
-            let again = EngineDesc::decode(&desc.encode(*layout));
+            let again = MoriEngineDesc::decode(&desc.encode(*layout));
             assert_eq!(again, Ok(engine_in(*layout, &desc)), "{layout:?}");
         }
     }
-    if let Ok((found, desc)) = MemoryDesc::decode(data) {
+    if let Ok((found, desc)) = MoriMemoryDesc::decode(data) {
         for layout in DescLayout::ALL {
-            let again = MemoryDesc::decode(&desc.encode(*layout));
+            let again = MoriMemoryDesc::decode(&desc.encode(*layout));
             let expected = memory_in(*layout, &desc);
             assert_eq!(again, Ok((*layout, expected)), "found {found:?}");
         }
@@ -24,7 +24,7 @@ pub fn run(data: &[u8]) {
 }
 
 /// What is left of an engine in a layout.
-fn engine_in(layout: DescLayout, desc: &EngineDesc) -> EngineDesc {
+fn engine_in(layout: DescLayout, desc: &MoriEngineDesc) -> MoriEngineDesc {
     let mut desc = desc.clone();
     if layout < DescLayout::V0_1 {
         desc.node_id = "".into();
@@ -36,8 +36,8 @@ fn engine_in(layout: DescLayout, desc: &EngineDesc) -> EngineDesc {
 }
 
 /// What is left of memory in a layout.
-fn memory_in(layout: DescLayout, desc: &MemoryDesc) -> MemoryDesc {
-    let (mut desc, blank) = (desc.clone(), MemoryDesc::default());
+fn memory_in(layout: DescLayout, desc: &MoriMemoryDesc) -> MoriMemoryDesc {
+    let (mut desc, blank) = (desc.clone(), MoriMemoryDesc::default());
     if layout < DescLayout::V0_1 {
         desc.ipc_handle = blank.ipc_handle;
     }

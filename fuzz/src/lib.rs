@@ -11,7 +11,7 @@ pub mod sequence;
 
 /// A target of the fuzzer.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
+pub struct FuzzTarget {
     /// Name of its binary.
     pub name: &'static str,
     /// Takes the fuzzer's bytes; panics on a finding.
@@ -20,21 +20,20 @@ pub struct Target {
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// All targets.
-pub const TARGETS: &[Target] = &[
-    Target { name: "moriio", run: moriio::run, seeds: seeds::moriio },
-    Target { name: "native", run: native::run, seeds: seeds::native },
-    Target { name: "descriptors", run: descriptors::run, seeds: seeds::descriptors },
-    Target { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
-    Target { name: "scenario", run: scenario::run, seeds: seeds::scenarios },
-    Target { name: "sequence", run: sequence::run, seeds: seeds::sequences },
+pub const TARGETS: &[FuzzTarget] = &[
+    FuzzTarget { name: "moriio", run: moriio::run, seeds: seeds::moriio },
+    FuzzTarget { name: "native", run: native::run, seeds: seeds::native },
+    FuzzTarget { name: "descriptors", run: descriptors::run, seeds: seeds::descriptors },
+    FuzzTarget { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
+    FuzzTarget { name: "scenario", run: scenario::run, seeds: seeds::scenarios },
+    FuzzTarget { name: "sequence", run: sequence::run, seeds: seeds::sequences },
 ];
 
 /// The target of this name.
 ///
 /// # Errors
 /// There is none; names those that there are.
-pub fn target(name: &str) -> Result<&'static Target, String> {
+pub fn target(name: &str) -> Result<&'static FuzzTarget, String> {
     let names: Vec<_> = TARGETS.iter().map(|target| target.name).collect();
     let found = TARGETS.iter().find(|target| target.name == name);
     found.ok_or_else(|| format!("no target {name}; there are {}", names.join(", ")))

@@ -1,16 +1,17 @@
 //! Everything that MoRIIO peers, routers and clients send: what decodes, encodes to what decodes
 //! alike, where there is an encoder for it.
 
-use engine::core::dialect::moriio::address::life_of;
+use engine::core::dialect::moriio::address::incarnation_of;
 use engine::core::dialect::moriio::handshake::{
-    AgentMetadata, Call, LayerMemory, REQUEST, decode_call,
+    AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
 };
 use engine::core::dialect::moriio::notify::{
-    AtPrefill, RawCompletion, ToDecode, ToPrefill, decode_at_decode, decode_at_prefill,
+    DecodeNotice, PrefillNotice, RawCompletion, ReceivedPrefillNotice, decode_at_decode,
+    decode_at_prefill,
 };
-use engine::core::dialect::moriio::params::Params;
-use engine::core::dialect::moriio::ports::{Dial, PortFormula, port};
-use engine::core::dialect::moriio::registration::Heard;
+use engine::core::dialect::moriio::params::KvTransferParams;
+use engine::core::dialect::moriio::ports::{DialPurpose, PortFormula, port};
+use engine::core::dialect::moriio::registration::UncheckedRegistration;
 use engine::core::ids::{Incarnation, RequestId, TransferId};
 use engine::core::message::{Mode, Registration, Role};
 
@@ -31,18 +32,21 @@ pub fn run(data: &[u8]) {
 
 fn notify(parts: &[&[u8]]) {
     match decode_at_prefill(parts) {
-        Ok(AtPrefill::RemoteBlocks(message)) => {
-            let bytes = ToPrefill::RemoteBlocks(message.clone()).encode();
-            assert_eq!(decode_at_prefill(&[bytes]), Ok(AtPrefill::RemoteBlocks(message)));
+        Ok(ReceivedPrefillNotice::RemoteBlocks(message)) => {
+            let bytes = PrefillNotice::RemoteBlocks(message.clone()).encode();
+            assert_eq!(
+                decode_at_prefill(&[bytes]),
+                Ok(ReceivedPrefillNotice::RemoteBlocks(message))
+            );
         }
-        Ok(AtPrefill::Release(message)) => {
-            let bytes = ToPrefill::Release(message.clone()).encode();
-            assert_eq!(decode_at_prefill(&[bytes]), Ok(AtPrefill::Release(message)));
+        Ok(ReceivedPrefillNotice::Release(message)) => {
+            let bytes = PrefillNotice::Release(message.clone()).encode();
+            assert_eq!(decode_at_prefill(&[bytes]), Ok(ReceivedPrefillNotice::Release(message)));
         }
-        Ok(AtPrefill::Unusable { .. }) | Err(_) => {}
+        Ok(ReceivedPrefillNotice::Unusable { .. }) | Err(_) => {}
     }
     if let Ok(transfer) = decode_at_decode(parts) {
-        let bytes = ToDecode::WriteDone(transfer.clone()).encode();
+        let bytes = DecodeNotice::WriteDone(transfer.clone()).encode();
         assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
         completion(transfer);
     }
@@ -51,10 +55,10 @@ fn notify(parts: &[&[u8]]) {
 /// An id that may be sent alone is taken for itself by both roles.
 fn completion(transfer: TransferId) {
     let Ok(message) = RawCompletion::new(transfer.clone()) else { return };
-    let bytes = ToDecode::Completion(message.clone()).encode();
+    let bytes = DecodeNotice::Completion(message.clone()).encode();
     assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
-    let bytes = ToPrefill::Completion(message).encode();
-    let Ok(AtPrefill::Release(release)) = decode_at_prefill(&[bytes]) else {
+    let bytes = PrefillNotice::Completion(message).encode();
+    let Ok(ReceivedPrefillNotice::Release(release)) = decode_at_prefill(&[bytes]) else {
         panic!("{transfer:?} is no completion at a prefill");
     };
     assert_eq!((release.transfer(), release.consumer_tp().get()), (&transfer, 1));
@@ -62,7 +66,7 @@ fn completion(transfer: TransferId) {
 
 fn handshake(parts: &[&[u8]]) {
     let asks = parts.len() == 1 && parts[0] == REQUEST;
-    assert_eq!(decode_call(parts) == Ok(Call::Metadata), asks);
+    assert_eq!(decode_call(parts) == Ok(HandshakeRequest::Metadata), asks);
     if let Ok(metadata) = AgentMetadata::decode(parts) {
         assert_eq!(AgentMetadata::decode(&metadata.encode()), Ok(metadata));
     }
@@ -72,14 +76,14 @@ fn handshake(parts: &[&[u8]]) {
 }
 
 fn registration(parts: &[&[u8]]) {
-    let Ok(heard) = Heard::decode(parts) else { return };
+    let Ok(heard) = UncheckedRegistration::decode(parts) else { return };
     let Ok(heartbeat) = heard.check() else { return };
-    let again = Heard::decode(&[heartbeat.encode()]).expect("a heartbeat is heard");
+    let again = UncheckedRegistration::decode(&[heartbeat.encode()]).expect("a heartbeat is heard");
     assert_eq!(again.check().as_ref(), Ok(&heartbeat));
-    let life = Incarnation(heard.dp_size << 32 | heard.tp_size);
+    let incarnation = Incarnation(heard.dp_size << 32 | heard.tp_size);
     let native = Registration {
         engine: "e".into(),
-        incarnation: life,
+        incarnation,
         sequence: heard.tp_size,
         role: heard.role,
         mode: heard.mode,
@@ -92,13 +96,13 @@ fn registration(parts: &[&[u8]]) {
         fit: None,
         troubles: Vec::new(),
     };
-    let again = Heard::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
+    let again = UncheckedRegistration::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
     assert_eq!(again.check(), Ok(heartbeat));
-    assert_eq!(life_of(&again.zmq_address), Some(life));
+    assert_eq!(incarnation_of(&again.zmq_address), Some(incarnation));
 }
 
 fn params(json: &[u8]) {
-    let Ok(params) = Params::decode(json) else { return };
+    let Ok(params) = KvTransferParams::decode(json) else { return };
     let ids = [
         "",
         "___prefill_addr_host:a,handshake:1,notify:2___decode_addr_host:b,handshake:3,notify:4_0123456789abcdef0123456789abcdef",
@@ -108,18 +112,18 @@ fn params(json: &[u8]) {
             peer(&params, role, &request);
             for mode in [Mode::Push, Mode::Pull] {
                 if let Ok(bytes) = params.encode_leg(role, mode, &request) {
-                    assert_eq!(Params::decode(&bytes).as_ref(), Ok(&params));
+                    assert_eq!(KvTransferParams::decode(&bytes).as_ref(), Ok(&params));
                 }
             }
         }
     }
     if let Ok(bytes) = params.encode_answer() {
-        assert_eq!(Params::decode(&bytes), Ok(params));
+        assert_eq!(KvTransferParams::decode(&bytes), Ok(params));
     }
 }
 
 /// Everything that is computed of a peer before it is dialled.
-fn peer(params: &Params, role: Role, request: &RequestId) {
+fn peer(params: &KvTransferParams, role: Role, request: &RequestId) {
     for sizes in [0, 1, u16::MAX] {
         params.is_leader(sizes, sizes);
     }
@@ -128,7 +132,9 @@ fn peer(params: &Params, role: Role, request: &RequestId) {
         assert!(peer.hosts.contains(peer.host(dp)));
         for formula in [PortFormula::Legacy, PortFormula::Injective] {
             formula.fan_out(1, peer.shape);
-            for dial in [Dial::Handshake, Dial::RemoteBlocks, Dial::EarlyRelease] {
+            for dial in
+                [DialPurpose::Handshake, DialPurpose::RemoteBlocks, DialPurpose::EarlyRelease]
+            {
                 if let Ok(offset) = formula.dial(dial, peer.shape, dp, 0) {
                     port(peer.address.handshake, offset);
                     port(peer.address.notify, offset);

@@ -1,6 +1,8 @@
 //! Addresses in request ids, against vLLM's own patterns in another engine for them.
 
-use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, life_of, with_life};
+use engine::core::dialect::moriio::address::{
+    ZmqAddress, embedded_peer, incarnation_of, with_incarnation,
+};
 use engine::core::ids::{Incarnation, RequestId};
 use engine::core::message::Role;
 use regex::Regex;
@@ -81,12 +83,12 @@ fn check(text: &str) {
     assert_eq!(embedded_peer(Role::Prefill, &request), first(&AT_PREFILL, text), "{text:?}");
     let found = ZmqAddress::parse(text);
     assert_eq!(found, address(text), "{text:?}");
-    let life = value(text, "kvferry")
-        .and_then(|life| u64::from_str_radix(life.trim(), 16).ok().map(Incarnation));
-    assert_eq!(life_of(text), life, "{text:?}");
+    let incarnation = value(text, "kvferry")
+        .and_then(|incarnation| u64::from_str_radix(incarnation.trim(), 16).ok().map(Incarnation));
+    assert_eq!(incarnation_of(text), incarnation, "{text:?}");
     let Some(found) = found else { return };
-    let life = life.unwrap_or(Incarnation(text.len() as u64));
-    let again = with_life(&found, life);
-    assert_eq!(life_of(&again), Some(life), "{again:?}");
+    let incarnation = incarnation.unwrap_or(Incarnation(text.len() as u64));
+    let again = with_incarnation(&found, incarnation);
+    assert_eq!(incarnation_of(&again), Some(incarnation), "{again:?}");
     assert_eq!(ZmqAddress::parse(&again), Some(found), "{again:?}");
 }

@@ -1,5 +1,5 @@
-//! Scenario files: any text is a scenario or one clear error, and a scenario is the same run for the
-//! same seed, or one clear error.
+//! Scenario files: any text is a scenario or one clear error, and a scenario is the same run for
+//! the same seed, or one clear error.
 
 use scenarios::ScenarioError;
 use std::path::Path;

@@ -1,12 +1,12 @@
 //! The command line.
 
 use crate::bench::{self, BenchArgs};
-use crate::doctor::{self, DoctorArgs, PeerArgs};
-use crate::embed::{self, HostArgs};
-use crate::exit::{Exit, Stop};
-use crate::output::Output;
+use crate::doctor::{self, DoctorArgs, DoctorPeerArgs};
+use crate::exit::{CommandError, Exit};
 use crate::router::{self, RouterArgs};
 use crate::serve::{self, ServeArgs};
+use crate::sidecar::{self, HostArgs};
+use crate::stdout::StdoutGuard;
 use crate::{export, lists, replay, run, sweep};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
@@ -22,11 +22,11 @@ const AFTER: &str = "Exit codes: 0 everything held, 1 a check of doctor failed, 
 #[command(after_help = AFTER)]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+enum CliCommand {
     /// Run scenarios and show what came out
     Run(RunArgs),
     /// Run one scenario with many seeds
@@ -43,7 +43,7 @@ enum Command {
     Doctor(Box<DoctorArgs>),
     /// A process that `doctor` starts
     #[command(hide = true)]
-    DoctorPeer(PeerArgs),
+    DoctorPeer(DoctorPeerArgs),
     /// Measure bandwidth and latency of a data plane, within this host or between two
     Bench(Box<BenchArgs>),
     /// Write the last transfers of live servers as a trace that Perfetto opens
@@ -54,7 +54,7 @@ enum Command {
 
 /// Where scenarios are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Fabric {
+pub(crate) enum RunFabricArg {
     Sim,
     Host,
     Mori,
@@ -88,7 +88,7 @@ pub(crate) struct RunArgs {
     /// Where: in the simulator, or as processes of this machine that move host memory by themselves
     /// or by ROCm's MoRI-IO
     #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
-    pub(crate) fabric: Fabric,
+    pub(crate) fabric: RunFabricArg,
 }
 
 /// A factor of bandwidths.
@@ -130,7 +130,7 @@ pub(crate) struct ReplayArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
     /// Which list
-    pub(crate) what: lists::List,
+    pub(crate) what: lists::ListTopic,
     /// Where to look for scenarios
     #[arg(value_name = "DIR", default_value = "scenarios")]
     pub(crate) folder: PathBuf,
@@ -159,33 +159,35 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
             return why.exit_code() as u8;
         }
     };
-    let mut out = io::BufWriter::new(Output::take());
+    let mut out = io::BufWriter::new(StdoutGuard::take());
     let ended = match cli.command {
-        Command::Run(args) => run::command(&args, &mut out).map(Exit::code),
-        Command::Sweep(args) => sweep::command(&args, &mut out).map(Exit::code),
-        Command::Replay(args) => replay::command(&args, &mut out).map(Exit::code),
-        Command::List(args) => lists::command(&args, &mut out).map(Exit::code),
-        Command::Router(args) => router::command(&args, &mut out).map(Exit::code),
-        Command::Host(args) => embed::command(&args).map(Exit::code),
-        Command::Doctor(args) => doctor::command(&args, &mut out),
-        Command::DoctorPeer(args) => doctor::peer_command(&args, &mut out).map(Exit::code),
-        Command::Bench(args) => bench::command(&args, &mut out).map(Exit::code),
-        Command::Export(args) => export::command(&args, &mut out).map(Exit::code),
-        Command::Serve(args) => serve::command(&args, &mut out).map(Exit::code),
+        CliCommand::Run(args) => run::command(&args, &mut out).map(Exit::code),
+        CliCommand::Sweep(args) => sweep::command(&args, &mut out).map(Exit::code),
+        CliCommand::Replay(args) => replay::command(&args, &mut out).map(Exit::code),
+        CliCommand::List(args) => lists::command(&args, &mut out).map(Exit::code),
+        CliCommand::Router(args) => router::command(&args, &mut out).map(Exit::code),
+        CliCommand::Host(args) => sidecar::command(&args).map(Exit::code),
+        CliCommand::Doctor(args) => doctor::command(&args, &mut out),
+        CliCommand::DoctorPeer(args) => doctor::peer_command(&args, &mut out).map(Exit::code),
+        CliCommand::Bench(args) => bench::command(&args, &mut out).map(Exit::code),
+        CliCommand::Export(args) => export::command(&args, &mut out).map(Exit::code),
+        CliCommand::Serve(args) => serve::command(&args, &mut out).map(Exit::code),
     };
     let ended = ended.and_then(|code| Ok(out.flush().map(|()| code)?));
     match ended {
         Ok(code) => code,
         // Who reads the output has seen enough.
-        Err(Stop::Output(why)) if why.kind() == io::ErrorKind::BrokenPipe => Exit::Held.code(),
+        Err(CommandError::Output(why)) if why.kind() == io::ErrorKind::BrokenPipe => {
+            Exit::Held.code()
+        }
         Err(why) => {
-            complain(&why.to_string());
+            print_error(&why.to_string());
             Exit::Invalid.code()
         }
     }
 }
 
 /// Tells the user on stderr what is wrong.
-pub(crate) fn complain(text: &str) {
+pub(crate) fn print_error(text: &str) {
     let _ = writeln!(io::stderr(), "error: {text}");
 }

@@ -2,10 +2,10 @@
 //! Perfetto opens.
 
 use crate::cli::ExportArgs;
-use crate::embed::Link;
-use crate::embed::proto::{FromHost, VERSION, Who};
-use crate::embed::record::{Outcome, Record, Trace};
-use crate::exit::{Exit, Stop};
+use crate::exit::{CommandError, Exit};
+use crate::sidecar::SidecarClient;
+use crate::sidecar::proto::{ClientIdentity, FromHost, VERSION};
+use crate::sidecar::record::{TransferOutcome, TransferRecord, TransferTrace};
 use engine::core::message::Role;
 use engine::core::time::Nanos;
 use serde_json::{Value, json};
@@ -18,19 +18,20 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Writes the transfers of all hosts that were named.
-pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let traces = args.live.iter().map(|path| {
-        let fail = |why| Stop::Input(format!("--live {}: {why}", path.display()));
+        let fail = |why| CommandError::Input(format!("--live {}: {why}", path.display()));
         fetch(path).map_err(fail)
     });
-    let traces = traces.collect::<Result<Vec<_>, Stop>>()?;
+    let traces = traces.collect::<Result<Vec<_>, CommandError>>()?;
     let file = chrome(&traces);
     let Some(path) = &args.out else {
-        serde_json::to_writer(&mut *out, &file).map_err(|why| Stop::Output(why.into()))?;
+        serde_json::to_writer(&mut *out, &file).map_err(|why| CommandError::Output(why.into()))?;
         writeln!(out)?;
         return Ok(Exit::Held);
     };
-    let fail = |why| Stop::Input(format!("--out {}: {why}; name another file", path.display()));
+    let fail =
+        |why| CommandError::Input(format!("--out {}: {why}; name another file", path.display()));
     let mut to = BufWriter::new(File::create(path).map_err(fail)?);
     serde_json::to_writer(&mut to, &file).map_err(|why| fail(why.into()))?;
     to.flush().map_err(fail)?;
@@ -41,18 +42,19 @@ pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, St
 }
 
 /// Asks a host for its last transfers.
-fn fetch(path: &Path) -> Result<Trace, String> {
-    let mut link = Link::connect(path, Who::Observer).map_err(|why| match why.kind() {
-        ErrorKind::NotFound => {
-            "there is no socket; give the one that the log of the server names after \
+fn fetch(path: &Path) -> Result<TransferTrace, String> {
+    let mut link =
+        SidecarClient::connect(path, ClientIdentity::Observer).map_err(|why| match why.kind() {
+            ErrorKind::NotFound => {
+                "there is no socket; give the one that the log of the server names after \
              \"waiting for an engine\", while the server runs"
-                .into()
-        }
-        ErrorKind::ConnectionRefused => {
-            "nobody listens there; give the socket of a `kvferry host` that runs".into()
-        }
-        _ => format!("cannot connect: {why}; run it as the user of the server"),
-    })?;
+                    .into()
+            }
+            ErrorKind::ConnectionRefused => {
+                "nobody listens there; give the socket of a `kvferry host` that runs".into()
+            }
+            _ => format!("cannot connect: {why}; run it as the user of the server"),
+        })?;
     let mut heard = Vec::new();
     let other = format!("no `kvferry host` of this version ({VERSION} of its messages)");
     link.wait(PATIENCE, &mut heard).map_err(|why| match why.kind() {
@@ -71,12 +73,12 @@ fn fetch(path: &Path) -> Result<Trace, String> {
 
 /// Traces as one: a process per engine; times in microseconds since the start of the host that
 /// started first.
-fn chrome(traces: &[Trace]) -> Value {
+fn chrome(traces: &[TransferTrace]) -> Value {
     let first = traces.iter().map(|trace| trace.started_unix_us).min().unwrap_or(0);
     let mut events = Vec::new();
     for (process, trace) in (1..).zip(traces) {
         let late = Nanos::from_us(trace.started_unix_us - first);
-        Engine { process, late, trace, role: trace.engine.as_ref().map(|(_, role, _)| *role) }
+        EngineTrace { process, late, trace, role: trace.engine.as_ref().map(|(_, role, _)| *role) }
             .write(&mut events);
     }
     json!({
@@ -87,15 +89,15 @@ fn chrome(traces: &[Trace]) -> Value {
 }
 
 /// The events of one engine.
-struct Engine<'a> {
+struct EngineTrace<'a> {
     process: u32,
     /// How much later than the first host its host started.
     late: Nanos,
-    trace: &'a Trace,
+    trace: &'a TransferTrace,
     role: Option<Role>,
 }
 
-impl Engine<'_> {
+impl EngineTrace<'_> {
     fn write(&self, events: &mut Vec<Value>) {
         let name = match &self.trace.engine {
             Some((name, role, mode)) => format!("{role} {name} ({mode})"),
@@ -121,7 +123,7 @@ impl Engine<'_> {
     }
 
     /// Writes what is known of a transfer; when its lane is free again.
-    fn transfer(&self, record: &Record, lane: usize, events: &mut Vec<Value>) -> Nanos {
+    fn transfer(&self, record: &TransferRecord, lane: usize, events: &mut Vec<Value>) -> Nanos {
         let end = record.ended.as_ref().map_or(self.trace.now, |(at, _)| *at).max(record.arrived);
         let args = args(record);
         let mut slice = |name: &str, from: Nanos, to: Nanos| {
@@ -142,7 +144,7 @@ impl Engine<'_> {
             }
             (None, _) => slice("queued", record.arrived, end),
         }
-        if let Some((at, Outcome::Failed { cause, .. })) = &record.ended {
+        if let Some((at, TransferOutcome::Failed { cause, .. })) = &record.ended {
             events.push(json!({
                 "ph": "i", "s": "t", "cat": "kvferry", "name": format!("failed: {cause}"),
                 "pid": self.process, "tid": lane, "ts": self.us(*at), "args": args,
@@ -160,10 +162,10 @@ fn us(span: Nanos) -> f64 {
     span.0 as f64 / 1e3
 }
 
-fn args(record: &Record) -> Value {
+fn args(record: &TransferRecord) -> Value {
     let (outcome, why) = match &record.ended {
         None => ("open", None),
-        Some((_, Outcome::Failed { why, .. })) => ("failed", Some(why)),
+        Some((_, TransferOutcome::Failed { why, .. })) => ("failed", Some(why)),
         Some((_, outcome)) => (outcome.name(), None),
     };
     json!({

@@ -1,11 +1,11 @@
 //! `kv_transfer_params` of a request, as the leg that the cores know, and of an answer.
 
-use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, life_of};
-use engine::core::dialect::moriio::params::{Params, unnamed_transfer};
-use engine::core::dialect::moriio::ports::{Dial, PortFormula};
+use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, incarnation_of};
+use engine::core::dialect::moriio::params::{KvTransferParams, unnamed_transfer};
+use engine::core::dialect::moriio::ports::{DialPurpose, PortFormula};
 use engine::core::ids::{BlockId, RequestId, TransferId, TransferKey};
 use engine::core::layout::BlockList;
-use engine::core::message::{DecodeLeg, Mode, MoriioPeer, PrefillLeg, Role};
+use engine::core::message::{DecodeLeg, Mode, MoriioLeg, PrefillLeg, Role};
 use engine::core::router::LegBody;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// What this instance is to its peers.
 #[derive(Clone, Debug)]
-pub(crate) struct Own {
+pub(crate) struct InstanceIdentity {
     pub(crate) role: Role,
     pub(crate) mode: Mode,
     pub(crate) address: ZmqAddress,
@@ -23,7 +23,7 @@ pub(crate) struct Own {
 
 /// The leg of the native dialect beside the rest, from a router that knows both ends to speak it.
 #[derive(Deserialize)]
-struct Native<'a> {
+struct NativeParams<'a> {
     #[serde(borrow)]
     kvferry: Option<&'a RawValue>,
 }
@@ -34,12 +34,12 @@ struct Native<'a> {
 /// One that cannot be used; the rest is not taken in its place.
 fn native<T: DeserializeOwned>(params: &RawValue) -> Result<Option<T>, String> {
     // What is no object is told as such by who reads the rest.
-    let leg = serde_json::from_str(params.get()).ok().and_then(|Native { kvferry }| kvferry);
+    let leg = serde_json::from_str(params.get()).ok().and_then(|NativeParams { kvferry }| kvferry);
     let leg = leg.map(|leg| serde_json::from_str(leg.get())).transpose();
     leg.map_err(|why| format!("the key kvferry of kv_transfer_params: {why}"))
 }
 
-impl Own {
+impl InstanceIdentity {
     /// The leg of a request.
     ///
     /// # Errors
@@ -63,21 +63,22 @@ impl Own {
         if let Some(transfer) = native(json)? {
             return Ok(LegBody::Prefill { transfer, prompt: 0 });
         }
-        let params = Params::decode(json.get().as_bytes()).map_err(|why| why.to_string())?;
+        let params =
+            KvTransferParams::decode(json.get().as_bytes()).map_err(|why| why.to_string())?;
         if !params.do_remote_decode {
             return Err("kv_transfer_params without do_remote_decode, sent to a prefill".into());
         }
-        let native =
-            embedded_peer(Role::Prefill, request).is_some_and(|peer| life_of(peer).is_some());
+        let native = embedded_peer(Role::Prefill, request)
+            .is_some_and(|peer| incarnation_of(peer).is_some());
         // A decode that pulls comes by itself and need not be known.
         let peer = match self.mode {
             Mode::Push => Some(params.peer(Role::Prefill, request).map_err(|why| why.to_string())?),
             Mode::Pull => None,
         };
-        let moriio = (!native).then(|| Arc::new(MoriioPeer { peer, blocks: Vec::new() }));
+        let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, blocks: Vec::new() }));
         let id = params.transfer_id.unwrap_or_else(|| unnamed_transfer(request));
         let key = TransferKey { id, prompt: 0 };
-        let transfer = PrefillLeg { key, siblings: 1, mode: self.mode, life: None, moriio };
+        let transfer = PrefillLeg { key, siblings: 1, mode: self.mode, incarnation: None, moriio };
         Ok(LegBody::Prefill { transfer, prompt: 0 })
     }
 
@@ -93,8 +94,10 @@ impl Own {
             return body(transfer);
         }
         let params = match params {
-            Some(json) => Params::decode(json.get().as_bytes()).map_err(|why| why.to_string())?,
-            None => Params::default(),
+            Some(json) => {
+                KvTransferParams::decode(json.get().as_bytes()).map_err(|why| why.to_string())?
+            }
+            None => KvTransferParams::default(),
         };
         if !params.do_remote_prefill {
             return body(self.alone(request));
@@ -102,15 +105,16 @@ impl Own {
         let id = params.transfer().map_err(|why| why.to_string())?.clone();
         let peer = params.peer(Role::Decode, request).map_err(|why| why.to_string())?;
         let control =
-            peer.endpoint(self.ports, Dial::Handshake, 0).map_err(|why| why.to_string())?;
+            peer.endpoint(self.ports, DialPurpose::Handshake, 0).map_err(|why| why.to_string())?;
         let blocks = params.remote_block_ids.unwrap_or_default();
         let list = |ids: Vec<BlockId>| BlockList::new(ids.into_iter().map(|id| id.0).collect());
         let blocks = blocks.into_iter().map(list).collect();
-        let life = embedded_peer(Role::Decode, request).and_then(life_of);
+        let incarnation = embedded_peer(Role::Decode, request).and_then(incarnation_of);
         let prefill = peer.engine();
-        let moriio = life.is_none().then(|| Arc::new(MoriioPeer { peer: Some(peer), blocks }));
+        let moriio =
+            incarnation.is_none().then(|| Arc::new(MoriioLeg { peer: Some(peer), blocks }));
         let key = TransferKey { id, prompt: 0 };
-        body(DecodeLeg { key, sibling: 0, mode: self.mode, prefill, control, life, moriio })
+        body(DecodeLeg { key, sibling: 0, mode: self.mode, prefill, control, incarnation, moriio })
     }
 
     /// A request without a prefill: its leg names nobody, so that the instance computes the prompt
@@ -122,7 +126,7 @@ impl Own {
             mode: self.mode,
             prefill: "nobody".into(),
             control: "".into(),
-            life: None,
+            incarnation: None,
             moriio: Some(Arc::default()),
         }
     }
@@ -132,9 +136,9 @@ impl Own {
         address: &ZmqAddress,
         transfer: &TransferId,
         blocks: &[BlockList],
-    ) -> Params {
+    ) -> KvTransferParams {
         let lists = blocks.iter().map(|list| list.ids.iter().map(|id| BlockId(*id)).collect());
-        Params {
+        KvTransferParams {
             do_remote_prefill: true,
             transfer_id: Some(transfer.clone()),
             remote_engine_id: Some(address.engine()),
@@ -145,7 +149,7 @@ impl Own {
             remote_dp_size: Some(1),
             remote_dp_size_local: Some(1),
             remote_tp_size: 1,
-            ..Params::default()
+            ..KvTransferParams::default()
         }
     }
 }

@@ -2,37 +2,37 @@
 //!
 //! [`main`] is the whole program; the binary hands it the arguments and passes on the exit code.
 
-pub mod actors;
-mod attempt;
+pub mod actor_simulation;
 mod bench;
 mod cli;
-mod cores;
+mod control_listeners;
 mod doctor;
-pub mod embed;
 mod exit;
 mod export;
-mod files;
-mod fleet;
+mod failure_notice;
+mod incarnations;
+mod instance_setup;
 mod legs;
 pub mod limits;
 mod lists;
-mod lives;
+mod local_cluster;
 mod logs;
 pub mod meters;
 mod outcome;
-mod output;
 pub mod plane;
 mod progress;
 mod replay;
 mod router;
 mod run;
+mod scenario_files;
 mod scrape;
+mod seed_run;
 mod serve;
+pub mod sidecar;
 mod signals;
+mod stdout;
 mod sweep;
 mod sync;
 mod table;
-mod told;
-mod wiring;
 
 pub use cli::main;

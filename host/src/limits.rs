@@ -4,8 +4,8 @@
 //! table, so that a new field is a new key. Times are milliseconds, and their keys end in `_ms`.
 
 use engine::core::channel::ChannelConfig;
+use engine::core::config::CoreSettings;
 use engine::core::router::RouterConfig;
-use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferSettings;
 use scenarios::nearest;
@@ -17,7 +17,7 @@ use std::fmt::Display;
 
 mod fields;
 
-use fields::{Kind, fields};
+use fields::{FieldKind, fields};
 
 /// Table of [`CoreSettings`].
 pub const PROTOCOL: &str = "protocol";
@@ -26,7 +26,6 @@ pub const CHANNEL: &str = "channel";
 /// Table of [`TransferSettings`].
 pub const OPERATIONS: &str = "operations";
 
-/// All tables.
 pub const TABLES: [&str; 3] = [PROTOCOL, CHANNEL, OPERATIONS];
 
 /// Longest time, a day.
@@ -43,31 +42,31 @@ const DRIFT_MAX: u32 = 90;
 
 /// A key of a table.
 #[derive(Clone, Debug)]
-struct Key {
+struct LimitKey {
     table: &'static str,
     /// As users write it.
     name: String,
     /// As the struct has it.
     field: &'static str,
-    kind: Kind,
+    kind: FieldKind,
 }
 
-fn table_of<T: Serialize + Default>(table: &'static str) -> impl Iterator<Item = Key> {
+fn table_of<T: Serialize + Default>(table: &'static str) -> impl Iterator<Item = LimitKey> {
     fields(&T::default()).into_iter().map(move |(field, kind)| {
-        let unit = if matches!(kind, Kind::Time(_)) { "_ms" } else { "" };
-        Key { table, name: format!("{field}{unit}"), field, kind }
+        let unit = if matches!(kind, FieldKind::Time(_)) { "_ms" } else { "" };
+        LimitKey { table, name: format!("{field}{unit}"), field, kind }
     })
 }
 
 /// All keys, table by table.
-fn keys() -> Vec<Key> {
+fn keys() -> Vec<LimitKey> {
     table_of::<CoreSettings>(PROTOCOL)
         .chain(table_of::<ChannelConfig>(CHANNEL))
         .chain(table_of::<TransferSettings>(OPERATIONS))
         .collect()
 }
 
-impl Key {
+impl LimitKey {
     fn path(&self) -> String {
         format!("{}.{}", self.table, self.name)
     }
@@ -76,11 +75,11 @@ impl Key {
     fn read(&self, text: &str) -> Result<u64, String> {
         let wrong = |what: &dyn Display| Err(format!("{} = {text}: {what}", self.path()));
         match self.kind {
-            Kind::Time(_) => match text.parse::<f64>().map(|ms| (ms * 1e6) as u64) {
+            FieldKind::Time(_) => match text.parse::<f64>().map(|ms| (ms * 1e6) as u64) {
                 Ok(ns @ 1_000..) if ns <= TIME_MAX.0 => Ok(ns),
                 _ => wrong(&"it has to be a time from 0.001 to 86400000 milliseconds"),
             },
-            Kind::Number { most, .. } => {
+            FieldKind::Number { most, .. } => {
                 let least = u64::from(!MAY_BE_ZERO.contains(&self.field));
                 let most = most.min(NUMBER_MAX);
                 match text.parse() {
@@ -88,7 +87,7 @@ impl Key {
                     _ => wrong(&format!("it has to be a whole number from {least} to {most}")),
                 }
             }
-            Kind::Flag(_) => match text {
+            FieldKind::Flag(_) => match text {
                 "true" => Ok(1),
                 "false" => Ok(0),
                 _ => wrong(&"it has to be true or false"),
@@ -99,8 +98,8 @@ impl Key {
     /// A value as the struct deserializes it.
     fn value(&self, number: u64) -> Value {
         match self.kind {
-            Kind::Flag(_) => Value::Bool(number != 0),
-            Kind::Time(_) | Kind::Number { .. } => number.into(),
+            FieldKind::Flag(_) => Value::Bool(number != 0),
+            FieldKind::Time(_) | FieldKind::Number { .. } => number.into(),
         }
     }
 }
@@ -112,8 +111,7 @@ pub struct Overrides(BTreeMap<String, u64>);
 
 /// The settings of an engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Limits {
-    /// Of its core.
+pub struct ProtocolLimits {
     pub protocol: CoreSettings,
     /// Of its channels to peers.
     pub channel: ChannelConfig,
@@ -121,7 +119,7 @@ pub struct Limits {
     pub operations: TransferSettings,
 }
 
-fn unknown(table: &str, name: &str, keys: &[Key]) -> String {
+fn unknown(table: &str, name: &str, keys: &[LimitKey]) -> String {
     let of_table = || keys.iter().filter(|key| key.table == table);
     let known: Vec<&str> = of_table().map(|key| &*key.name).collect();
     // The unit is what is forgotten.
@@ -200,7 +198,7 @@ impl Overrides {
     /// # Errors
     /// A key that there is not, which another version of kvferry may have set, and values that do
     /// not go together.
-    pub fn limits(&self) -> Result<Limits, String> {
+    pub fn limits(&self) -> Result<ProtocolLimits, String> {
         let keys = keys();
         for path in self.0.keys() {
             if !keys.iter().any(|key| key.path() == *path) {
@@ -208,7 +206,7 @@ impl Overrides {
                 return Err(unknown(table, name, &keys));
             }
         }
-        let limits = Limits {
+        let limits = ProtocolLimits {
             protocol: self.settings(PROTOCOL, &keys)?,
             channel: self.settings(CHANNEL, &keys)?,
             operations: self.settings(OPERATIONS, &keys)?,
@@ -217,7 +215,7 @@ impl Overrides {
         Ok(limits)
     }
 
-    fn settings<T: DeserializeOwned>(&self, table: &str, keys: &[Key]) -> Result<T, String> {
+    fn settings<T: DeserializeOwned>(&self, table: &str, keys: &[LimitKey]) -> Result<T, String> {
         let of_table = keys.iter().filter(|key| key.table == table);
         let given = of_table.filter_map(|key| {
             let number = self.0.get(&key.path())?;
@@ -228,11 +226,11 @@ impl Overrides {
     }
 }
 
-impl Limits {
+impl ProtocolLimits {
     /// # Errors
     /// What does not go together, and what to do.
     fn check(&self) -> Result<(), String> {
-        let Limits { protocol, channel, operations } = self;
+        let ProtocolLimits { protocol, channel, operations } = self;
         let ms = |time: Nanos| time.0 as f64 / 1e6;
         let expiry = RouterConfig::default().expiry;
         if protocol.drift_percent > DRIFT_MAX {

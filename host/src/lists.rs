@@ -1,16 +1,16 @@
 //! `list`: the closed lists of the scenario language, and scenario files.
 
-use crate::cli::{ListArgs, complain};
-use crate::exit::{Exit, Stop};
-use crate::files::{Source, find};
+use crate::cli::{ListArgs, print_error};
+use crate::exit::{CommandError, Exit};
+use crate::scenario_files::{ScenarioSource, find};
 use crate::table::columns;
 use clap::ValueEnum;
-use scenarios::{Event, FaultKind, InvariantId, MessageName};
+use scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
 use std::io::Write;
 
 /// What can be listed.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum List {
+pub(crate) enum ListTopic {
     /// Scenario files and what they show
     Scenarios,
     /// Kinds of `[[fault]]`
@@ -27,14 +27,14 @@ pub(crate) enum List {
 ///
 /// # Errors
 /// A folder without scenarios, or output that cannot be written.
-pub(crate) fn command(args: &ListArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &ListArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let mut exit = Exit::Held;
     let rows: Vec<Vec<String>> = match args.what {
-        List::Scenarios => scenarios(args, &mut exit)?,
-        List::Faults => entries(FaultKind::ALL, |it| [it.id(), it.name(), it.about()]),
-        List::Events => entries(Event::ALL, |it| [it.name(), it.about()]),
-        List::Messages => entries(MessageName::ALL, |it| [it.name(), it.about()]),
-        List::Invariants => entries(InvariantId::ALL, |it| [it.id(), it.name(), it.about()]),
+        ListTopic::Scenarios => scenarios(args, &mut exit)?,
+        ListTopic::Faults => entries(FaultKind::ALL, |it| [it.id(), it.name(), it.about()]),
+        ListTopic::Events => entries(TriggerEvent::ALL, |it| [it.name(), it.about()]),
+        ListTopic::Messages => entries(MessageName::ALL, |it| [it.name(), it.about()]),
+        ListTopic::Invariants => entries(InvariantId::ALL, |it| [it.id(), it.name(), it.about()]),
     };
     writeln!(out, "{}", columns(&rows, usize::MAX))?;
     Ok(exit)
@@ -48,20 +48,20 @@ fn entries<T: Copy, const N: usize>(
 }
 
 /// The bundled scenario, and the files of the folder; without one, the bundled scenario alone.
-fn scenarios(args: &ListArgs, exit: &mut Exit) -> Result<Vec<Vec<String>>, Stop> {
-    let mut sources = vec![Source::Bundled];
+fn scenarios(args: &ListArgs, exit: &mut Exit) -> Result<Vec<Vec<String>>, CommandError> {
+    let mut sources = vec![ScenarioSource::Bundled];
     if args.folder.is_dir() {
         sources.extend(find(std::slice::from_ref(&args.folder))?);
     } else if args.folder.as_os_str() != "scenarios" {
         let text = format!("{}: not a directory; name one with scenarios", args.folder.display());
-        return Err(Stop::Input(text));
+        return Err(CommandError::Input(text));
     }
     let mut rows = Vec::new();
     for source in sources {
         match source.load(None) {
             Ok(scenario) => rows.push(vec![scenario.name().into(), scenario.about().into()]),
             Err(why) => {
-                complain(&why.to_string());
+                print_error(&why.to_string());
                 *exit = Exit::Invalid;
             }
         }

@@ -1,9 +1,9 @@
 //! What data planes count, in the format of Prometheus.
 
 use crate::sync::lock;
-use engine::actors::heard;
-use fabric_host::{Path, PathCount};
-use fabric_mori::Backend;
+use engine::actors::input_counts;
+use fabric_host::{DataPath, PathCount};
+use fabric_mori::MoriBackend;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -15,17 +15,16 @@ use std::sync::{Arc, Mutex};
 
 /// How bytes get from one process to another, of all planes.
 pub const PATHS: [&str; 5] = [
-    Path::SharedMemory.name(),
-    Path::CrossMemory.name(),
-    Path::Tcp.name(),
-    Backend::Rdma.name(),
-    Backend::Xgmi.name(),
+    DataPath::SharedMemory.name(),
+    DataPath::CrossMemory.name(),
+    DataPath::Tcp.name(),
+    MoriBackend::Rdma.name(),
+    MoriBackend::Xgmi.name(),
 ];
 
 /// What a plane did so far, by path in the order of [`PATHS`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counters {
-    /// Own operations.
+pub struct PlaneCounters {
     pub initiated: [PathCount; PATHS.len()],
     /// Writes of peers that landed here, where the plane knows of them.
     pub served: [PathCount; PATHS.len()],
@@ -49,21 +48,21 @@ pub struct BackendCounts {
 
 /// Reads what a plane did so far, also after its end.
 #[derive(Clone, Debug)]
-pub(crate) enum Meter {
-    Host(fabric_host::Meter),
-    Mori(fabric_mori::Meter),
+pub(crate) enum PlaneMeter {
+    Host(fabric_host::HostCounterReader),
+    Mori(fabric_mori::MoriCounterReader),
 }
 
-impl Meter {
-    pub(crate) fn read(&self) -> Counters {
-        let mut counters = Counters::default();
+impl PlaneMeter {
+    pub(crate) fn read(&self) -> PlaneCounters {
+        let mut counters = PlaneCounters::default();
         match self {
-            Meter::Host(meter) => {
+            PlaneMeter::Host(meter) => {
                 let read = meter.read();
                 counters.initiated[..read.initiated.len()].copy_from_slice(&read.initiated);
                 counters.served[..read.served.len()].copy_from_slice(&read.served);
             }
-            Meter::Mori(meter) => {
+            PlaneMeter::Mori(meter) => {
                 let read = meter.read();
                 let (operations, bytes) = (read.operations, read.bytes);
                 let at = PATHS.iter().position(|path| *path == meter.backend().name());
@@ -83,24 +82,24 @@ impl Meter {
 
 /// Where the counters of a data plane are read.
 #[derive(Clone, Debug)]
-pub(crate) enum Tally {
+pub(crate) enum CounterSource {
     /// The plane is in this process.
-    Here(Meter),
+    Here(PlaneMeter),
     /// It is in another one, which told them.
-    Told(Arc<Mutex<Counters>>),
+    Reported(Arc<Mutex<PlaneCounters>>),
 }
 
-impl Tally {
-    pub(crate) fn read(&self) -> Counters {
+impl CounterSource {
+    pub(crate) fn read(&self) -> PlaneCounters {
         match self {
-            Tally::Here(meter) => meter.read(),
-            Tally::Told(told) => *lock(told),
+            CounterSource::Here(meter) => meter.read(),
+            CounterSource::Reported(told) => *lock(told),
         }
     }
 
     /// Takes what the process of the plane told.
-    pub(crate) fn tell(&self, counters: Counters) {
-        if let Tally::Told(told) = self {
+    pub(crate) fn update(&self, counters: PlaneCounters) {
+        if let CounterSource::Reported(told) = self {
             *lock(told) = counters;
         }
     }
@@ -108,21 +107,21 @@ impl Tally {
 
 /// The data planes of an instance, read when the page is scraped.
 #[derive(Debug)]
-pub(crate) struct Planes {
+pub(crate) struct PlaneCollector {
     prefix: &'static str,
-    tallies: Vec<Tally>,
+    tallies: Vec<CounterSource>,
 }
 
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Way {
+struct PathLabels {
     side: &'static str,
     path: &'static str,
 }
 
-impl Planes {
+impl PlaneCollector {
     /// The names of the series begin with `prefix`.
-    pub(crate) fn new(prefix: &'static str, tallies: Vec<Tally>) -> Planes {
-        Planes { prefix, tallies }
+    pub(crate) fn new(prefix: &'static str, tallies: Vec<CounterSource>) -> PlaneCollector {
+        PlaneCollector { prefix, tallies }
     }
 
     fn encode_sum(
@@ -131,7 +130,7 @@ impl Planes {
         (name, about): (&str, &str),
         value: fn(&PathCount) -> u64,
     ) -> fmt::Result {
-        let counters: Vec<_> = self.tallies.iter().map(Tally::read).collect();
+        let counters: Vec<_> = self.tallies.iter().map(CounterSource::read).collect();
         let name = format!("{}_{name}", self.prefix);
         let mut encoder = encoder.encode_descriptor(&name, about, None, MetricType::Counter)?;
         for (side, initiated) in [("initiated", true), ("served", false)] {
@@ -141,14 +140,14 @@ impl Planes {
                     false => &all.served[index],
                 });
                 let sum = ConstCounter::new(counts.map(value).sum::<u64>());
-                sum.encode(encoder.encode_family(&Way { side, path })?)?;
+                sum.encode(encoder.encode_family(&PathLabels { side, path })?)?;
             }
         }
         Ok(())
     }
 }
 
-impl Planes {
+impl PlaneCollector {
     fn encode_backend(
         &self,
         encoder: &mut DescriptorEncoder<'_>,
@@ -166,7 +165,7 @@ impl Planes {
     }
 }
 
-impl Collector for Planes {
+impl Collector for PlaneCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let bytes = ("bytes", "Bytes moved, by side and path");
         self.encode_sum(&mut encoder, bytes, |count| count.bytes)?;
@@ -186,21 +185,21 @@ impl Collector for Planes {
 
 /// The inputs that the machines of this process have taken, by machine and kind.
 #[derive(Debug)]
-pub(crate) struct Inputs;
+pub(crate) struct InputCollector;
 
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Kind {
+struct InputLabels {
     machine: &'static str,
     kind: &'static str,
 }
 
-impl Collector for Inputs {
+impl Collector for InputCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let about = "Inputs of the protocol's state machines, by kind";
         let mut encoder = encoder.encode_descriptor("inputs", about, None, MetricType::Counter)?;
-        for (machine, kind, count) in heard().filter(|(_, _, count)| *count > 0) {
+        for (machine, kind, count) in input_counts().filter(|(_, _, count)| *count > 0) {
             let count = ConstCounter::new(count);
-            count.encode(encoder.encode_family(&Kind { machine, kind })?)?;
+            count.encode(encoder.encode_family(&InputLabels { machine, kind })?)?;
         }
         Ok(())
     }

@@ -2,15 +2,15 @@
 
 use crate::exit::Exit;
 use engine::core::Nanos;
-use fabric_sim::faults::Phase;
-use fabric_sim::world::{FULL, FullLink, Operations, Percentiles, Report};
+use fabric_sim::faults::CoveragePhase;
+use fabric_sim::world::{FULL, OperationTotals, Percentiles, RunReport, SaturatedLink};
 use scenarios::FaultKind;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The result of one run, as it is printed in JSON.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Outcome {
+pub(crate) struct RunOutcome {
     /// Name of the scenario.
     pub(crate) scenario: String,
     /// Seed of the run.
@@ -54,17 +54,17 @@ pub(crate) struct Outcome {
     /// Time of the first run on this machine.
     pub(crate) wall_seconds: f64,
     /// Arrival to first token, in seconds.
-    pub(crate) ttft: Option<Spread>,
+    pub(crate) ttft: Option<LatencyPercentiles>,
     /// Start to end of a KV transfer, in seconds.
-    pub(crate) transfer: Option<Spread>,
+    pub(crate) transfer: Option<LatencyPercentiles>,
     /// Payload bytes that landed.
     pub(crate) bytes_moved: u64,
     /// What the busiest link carried of what it could have carried, from 0 to 1.
     pub(crate) link_utilisation: f64,
     /// Directions of ports that were used above 80 % for some time, the longest first.
-    pub(crate) full_links: Vec<FullLink>,
+    pub(crate) full_links: Vec<SaturatedLink>,
     /// Operations of the data planes; only the simulator counts them.
-    pub(crate) operations: Operations,
+    pub(crate) operations: OperationTotals,
     /// Most KV blocks of a pool that requests held at a time.
     pub(crate) peak_blocks: u64,
     /// Most KV blocks of a pool in quarantine at a time.
@@ -79,7 +79,7 @@ pub(crate) struct Outcome {
     pub(crate) faults: BTreeMap<&'static str, u64>,
     /// The same by phase of the transfers concerned.
     #[serde(skip)]
-    pub(crate) coverage: BTreeMap<(FaultKind, Phase), u64>,
+    pub(crate) coverage: BTreeMap<(FaultKind, CoveragePhase), u64>,
     /// Faults that the seed has and that never hit, with the lines of their tables.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) never_hit: Vec<String>,
@@ -99,8 +99,7 @@ fn seconds(nanos: Nanos) -> f64 {
 
 /// Percentiles in seconds.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Spread {
-    /// Median.
+pub(crate) struct LatencyPercentiles {
     pub(crate) p50: f64,
     /// Nine of ten are at most this.
     pub(crate) p90: f64,
@@ -108,11 +107,11 @@ pub(crate) struct Spread {
     pub(crate) p99: f64,
 }
 
-impl Spread {
+impl LatencyPercentiles {
     /// None if there is nothing to spread.
-    fn of(spans: &Percentiles) -> Option<Spread> {
+    fn of(spans: &Percentiles) -> Option<LatencyPercentiles> {
         let [p50, p90, p99] = [spans.p50, spans.p90, spans.p99].map(seconds);
-        (spans.count > 0).then_some(Spread { p50, p90, p99 })
+        (spans.count > 0).then_some(LatencyPercentiles { p50, p90, p99 })
     }
 }
 
@@ -122,11 +121,11 @@ pub(crate) fn never_hit(tables: &BTreeMap<(u32, FaultKind), bool>) -> Vec<String
     never.map(|((line, kind), _)| format!("{kind} of line {line}")).collect()
 }
 
-impl Outcome {
+impl RunOutcome {
     /// A run that came to a verdict with nothing else known of it.
-    pub(crate) fn empty(run: &scenarios::Run, repeat: String) -> Outcome {
+    pub(crate) fn empty(run: &scenarios::Run, repeat: String) -> RunOutcome {
         let requests = run.requests.len() as u64;
-        Outcome {
+        RunOutcome {
             scenario: run.name.clone(),
             seed: run.seed,
             verdict: Exit::Held,
@@ -152,7 +151,7 @@ impl Outcome {
             bytes_moved: 0,
             link_utilisation: 0.0,
             full_links: Vec::new(),
-            operations: Operations::default(),
+            operations: OperationTotals::default(),
             peak_blocks: 0,
             peak_quarantined: 0,
             faults: BTreeMap::new(),
@@ -167,7 +166,7 @@ impl Outcome {
     }
 
     /// Takes over what the simulator says.
-    pub(crate) fn fill(&mut self, report: Report) {
+    pub(crate) fn fill(&mut self, report: RunReport) {
         let told = report.violations.iter().map(|violation| {
             let (id, at) = (violation.id.name(), seconds(violation.at));
             format!("{id} at {at:.6} s: {}", violation.text)
@@ -196,8 +195,8 @@ impl Outcome {
         self.trace_hash = format!("{:016x}", report.trace_hash);
         self.events = report.events;
         self.sim_seconds = seconds(report.sim_time);
-        self.ttft = Spread::of(&report.ttft);
-        self.transfer = Spread::of(&report.transfer);
+        self.ttft = LatencyPercentiles::of(&report.ttft);
+        self.transfer = LatencyPercentiles::of(&report.transfer);
         self.bytes_moved = report.bytes;
         self.link_utilisation = report.link_use_ppm as f64 / 1e6;
         self.full_links = report.full_links;

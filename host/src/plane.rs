@@ -1,10 +1,10 @@
 //! The data planes that there are, by what is configured.
 
-use crate::meters::Meter;
-use engine::core::station::CoreConfig;
+use crate::meters::PlaneMeter;
+use engine::core::config::CoreConfig;
 use engine::fabric::DataPlane;
 use fabric_host::{HostConfig, HostPlane};
-use fabric_mori::{Backend, DeviceEvents, MoriConfig, MoriPlane};
+use fabric_mori::{DeviceEvents, MoriBackend, MoriConfig, MoriPlane};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 
@@ -14,17 +14,15 @@ const WITHOUT_DEVICES: &str = "KVFERRY_MORI_WITHOUT_DEVICES";
 /// What moves the bytes, and how.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PlaneConfig {
-    /// Host memory.
     Host(HostConfig),
-    /// MoRI.
     Mori(MoriConfig),
 }
 
 /// A data plane that was started.
-pub(crate) struct Plane {
+pub(crate) struct StartedPlane {
     pub(crate) plane: Box<dyn DataPlane>,
     /// What tells what it did.
-    pub(crate) meter: Meter,
+    pub(crate) meter: PlaneMeter,
     /// What tells when kernels are done, if it moves memory of a GPU.
     pub(crate) events: Option<DeviceEvents>,
 }
@@ -34,17 +32,22 @@ impl PlaneConfig {
     pub fn backend(&self) -> &'static str {
         match self {
             PlaneConfig::Host(_) => "host",
-            PlaneConfig::Mori(MoriConfig { backend: Backend::Rdma, .. }) => "mori-rdma",
-            PlaneConfig::Mori(MoriConfig { backend: Backend::Xgmi, .. }) => "mori-xgmi",
+            PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Rdma, .. }) => "mori-rdma",
+            PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Xgmi, .. }) => "mori-xgmi",
         }
     }
 
-    /// The plane of a TP rank, which listens at `host`. What makes it one of an instance is set here,
-    /// the rest is as configured.
+    /// The plane of a TP rank, which listens at `host`. What makes it one of an instance is set
+    /// here, the rest is as configured.
     ///
     /// # Errors
     /// What it cannot have, and why.
-    pub(crate) fn start(self, core: &CoreConfig, rank: u16, host: &str) -> Result<Plane, String> {
+    pub(crate) fn start(
+        self,
+        core: &CoreConfig,
+        rank: u16,
+        host: &str,
+    ) -> Result<StartedPlane, String> {
         let key = format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0);
         self.start_as(key, host, true)
     }
@@ -59,13 +62,13 @@ impl PlaneConfig {
         key: String,
         host: &str,
         open_door: bool,
-    ) -> Result<Plane, String> {
+    ) -> Result<StartedPlane, String> {
         match self {
             PlaneConfig::Host(config) => {
                 let config = HostConfig { key, host: host.into(), open_door, ..config };
                 let plane = HostPlane::new(config).map_err(|why| why.to_string())?;
-                let meter = Meter::Host(plane.meter());
-                Ok(Plane { plane: Box::new(plane), meter, events: None })
+                let meter = PlaneMeter::Host(plane.meter());
+                Ok(StartedPlane { plane: Box::new(plane), meter, events: None })
             }
             PlaneConfig::Mori(config) => {
                 let variables = mori_variables(std::env::vars_os());
@@ -76,9 +79,9 @@ impl PlaneConfig {
                 let host = host.into();
                 let config = MoriConfig { key, host, devices, open_door, ..config };
                 let plane = MoriPlane::new(config).map_err(|why| why.to_string())?;
-                let meter = Meter::Mori(plane.meter());
+                let meter = PlaneMeter::Mori(plane.meter());
                 let events = Some(plane.device_events());
-                Ok(Plane { plane: Box::new(plane), meter, events })
+                Ok(StartedPlane { plane: Box::new(plane), meter, events })
             }
         }
     }

@@ -9,20 +9,20 @@ const PARTS: u64 = 1000;
 
 /// A bar over `steps` steps; gone when dropped.
 #[derive(Debug)]
-pub(crate) struct Progress {
+pub(crate) struct CliProgress {
     bar: ProgressBar,
     steps: u64,
 }
 
-impl Progress {
+impl CliProgress {
     /// Shows a bar.
-    pub(crate) fn new(steps: u64) -> Progress {
+    pub(crate) fn new(steps: u64) -> CliProgress {
         let whole = Some(steps.saturating_mul(PARTS));
         let bar = ProgressBar::with_draw_target(whole, ProgressDrawTarget::stderr());
         let style = "{spinner} [{elapsed_precise}] {wide_bar} {percent:>3} % {prefix} {msg}";
         bar.set_style(ProgressStyle::with_template(style).expect("the template is valid"));
         bar.enable_steady_tick(Duration::from_millis(100));
-        Progress { bar, steps }
+        CliProgress { bar, steps }
     }
 
     /// Says what is being done.
@@ -49,7 +49,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for CliProgress {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

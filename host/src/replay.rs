@@ -1,10 +1,10 @@
 //! `replay`: a recording is played to the protocol again.
 
-use crate::attempt::{guarded, quiet_panics};
-use crate::cli::{ReplayArgs, complain};
-use crate::exit::{Exit, Stop};
+use crate::cli::{ReplayArgs, print_error};
+use crate::exit::{CommandError, Exit};
+use crate::seed_run::{guarded, quiet_panics};
 use crate::table::grouped;
-use fabric_sim::replay::{ReplayError, Replayed, replay};
+use fabric_sim::replay::{ReplayError, ReplaySummary, replay};
 use fabric_sim::world::Recording;
 use std::io::Write;
 
@@ -12,30 +12,32 @@ use std::io::Write;
 ///
 /// # Errors
 /// A file that is no recording, or output that cannot be written.
-pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let name = args.recording.display();
     let bytes = std::fs::read(&args.recording).map_err(|why| {
         let text = format!("{name}: cannot read the recording: {why}");
-        Stop::Input(format!("{text}; make one with `kvferry run FILE --record {name}`"))
+        CommandError::Input(format!("{text}; make one with `kvferry run FILE --record {name}`"))
     })?;
     quiet_panics();
     match guarded(|| replay(&Recording(bytes))) {
-        Ok(Ok(Replayed { scenario, seed, inputs, effects })) => {
+        Ok(Ok(ReplaySummary { scenario, seed, inputs, effects })) => {
             let (inputs, effects) = (grouped(inputs), grouped(effects));
             writeln!(out, "{scenario} seed {seed}: {inputs} inputs, the same {effects} effects")?;
             Ok(Exit::Held)
         }
         Ok(Err(ReplayError::Damaged { records: 0, why })) => {
             let text = format!("{name}: not a recording: {why}");
-            Err(Stop::Input(format!("{text}; make one with `kvferry run FILE --record {name}`")))
+            Err(CommandError::Input(format!(
+                "{text}; make one with `kvferry run FILE --record {name}`"
+            )))
         }
         Ok(Err(why @ ReplayError::Differs { .. })) => {
-            complain(&format!("{name}: {why}"));
+            print_error(&format!("{name}: {why}"));
             Ok(Exit::NotDeterministic)
         }
-        Ok(Err(why)) => Err(Stop::Input(format!("{name}: {why}"))),
+        Ok(Err(why)) => Err(CommandError::Input(format!("{name}: {why}"))),
         Err(text) => {
-            complain(&format!("{name}: {text}"));
+            print_error(&format!("{name}: {text}"));
             Ok(Exit::Panic)
         }
     }

@@ -1,12 +1,12 @@
 //! `run`: scenarios one after another.
 
-use crate::attempt::{Again, Setup, quiet_panics};
-use crate::cli::{Fabric, RunArgs, complain};
-use crate::exit::{Exit, Stop};
-use crate::files::{Source, find};
-use crate::fleet::Job;
-use crate::outcome::Outcome;
-use crate::progress::Progress;
+use crate::cli::{RunArgs, RunFabricArg, print_error};
+use crate::exit::{CommandError, Exit};
+use crate::local_cluster::ClusterRun;
+use crate::outcome::RunOutcome;
+use crate::progress::CliProgress;
+use crate::scenario_files::{ScenarioSource, find};
+use crate::seed_run::{RerunPolicy, RunSetup, quiet_panics};
 use crate::serve::FabricArg;
 use crate::table;
 use engine::core::Nanos;
@@ -20,16 +20,16 @@ use std::path::Path;
 /// # Errors
 /// Nothing to run, or a result that cannot be written. A scenario that cannot be used is told on
 /// stderr, and the others are run.
-pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let sources = find(&args.paths)?;
     if args.record.is_some() && sources.len() != 1 {
         let text = format!("--record keeps one run, but there are {} scenarios", sources.len());
-        return Err(Stop::Input(format!("{text}; name one file")));
+        return Err(CommandError::Input(format!("{text}; name one file")));
     }
     quiet_panics();
     let mut worst = Exit::Held;
     let mut outcomes = Vec::new();
-    let progress = Progress::new(sources.len() as u64);
+    let progress = CliProgress::new(sources.len() as u64);
     for (done, source) in sources.iter().enumerate() {
         progress.set(done as u64);
         progress.say(source.name());
@@ -47,10 +47,10 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop>
                     outcomes.push(outcome);
                 }
             }
-            Err(Stop::Input(text)) => {
+            Err(CommandError::Input(text)) => {
                 worst = worst.max(Exit::Invalid);
                 progress.pause(|| {
-                    complain(&text);
+                    print_error(&text);
                     Ok(())
                 })?;
             }
@@ -66,10 +66,10 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Stop>
 
 fn one(
     args: &RunArgs,
-    source: &Source,
+    source: &ScenarioSource,
     watch: &mut dyn FnMut(Nanos, Nanos),
-) -> Result<Vec<Outcome>, Stop> {
-    let setup = Setup {
+) -> Result<Vec<RunOutcome>, CommandError> {
+    let setup = RunSetup {
         source: source.clone(),
         trace: args.workload_trace.clone(),
         link_scale: args.link_scale,
@@ -83,19 +83,19 @@ fn one(
         None => scenario.seeds().collect(),
     };
     let processes = match args.fabric {
-        Fabric::Sim => None,
-        Fabric::Host => Some(FabricArg::Host),
-        Fabric::Mori => Some(FabricArg::Mori),
+        RunFabricArg::Sim => None,
+        RunFabricArg::Host => Some(FabricArg::Host),
+        RunFabricArg::Mori => Some(FabricArg::Mori),
     };
     if let Some(fabric) = processes {
         let trace = args.workload_trace.as_deref();
         let seed = seeds[0];
-        return Ok(vec![Job { source, scenario: &scenario, seed, trace, fabric }.run()?]);
+        return Ok(vec![ClusterRun { source, scenario: &scenario, seed, trace, fabric }.run()?]);
     }
-    let again = if args.actors { Again::Always } else { Again::IfCheap };
+    let again = if args.actors { RerunPolicy::Always } else { RerunPolicy::IfCheap };
     let mut outcomes = Vec::with_capacity(seeds.len());
     for seed in seeds {
-        let (outcome, recording) = setup.attempt(&scenario, seed, again, watch)?;
+        let (outcome, recording) = setup.run_seed(&scenario, seed, again, watch)?;
         if let (Some(path), Some(recording)) = (&args.record, recording) {
             keep(path, &recording)?;
         }
@@ -104,15 +104,15 @@ fn one(
     Ok(outcomes)
 }
 
-fn keep(path: &Path, recording: &Recording) -> Result<(), Stop> {
+fn keep(path: &Path, recording: &Recording) -> Result<(), CommandError> {
     std::fs::write(path, &recording.0).map_err(|why| {
         let text = format!("{}: cannot write the recording: {why}", path.display());
-        Stop::Input(format!("{text}; name a file that can be written"))
+        CommandError::Input(format!("{text}; name a file that can be written"))
     })
 }
 
 /// Of each scenario the first run, and all that did not come out as expected.
-fn shown(outcomes: &[Outcome]) -> Vec<Outcome> {
+fn shown(outcomes: &[RunOutcome]) -> Vec<RunOutcome> {
     let mut names = BTreeSet::new();
     let mut shown = Vec::new();
     for one in outcomes {
@@ -123,7 +123,7 @@ fn shown(outcomes: &[Outcome]) -> Vec<Outcome> {
     shown
 }
 
-fn print(outcomes: &[Outcome], out: &mut dyn Write) -> Result<(), Stop> {
+fn print(outcomes: &[RunOutcome], out: &mut dyn Write) -> Result<(), CommandError> {
     match outcomes {
         [] => {}
         [outcome] => writeln!(out, "{}", table::one(outcome))?,

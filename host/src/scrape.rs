@@ -5,7 +5,6 @@ use hyper::header::CONTENT_TYPE;
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
 
-/// Of the page.
 const KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The page that is scraped.

@@ -9,17 +9,17 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// SIGTERM and SIGINT, heard from now on.
 #[derive(Debug)]
-pub(crate) struct Ends(Signal, Signal);
+pub(crate) struct ShutdownSignals(Signal, Signal);
 
-impl Ends {
+impl ShutdownSignals {
     /// # Errors
     /// They cannot be heard.
-    pub(crate) fn new() -> io::Result<Ends> {
-        Ok(Ends(signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))
+    pub(crate) fn new() -> io::Result<ShutdownSignals> {
+        Ok(ShutdownSignals(signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))
     }
 
     /// Waits for either.
-    pub(crate) async fn heard(&mut self) {
+    pub(crate) async fn recv(&mut self) {
         tokio::select! {
             _ = self.0.recv() => {}
             _ = self.1.recv() => {}
@@ -27,8 +27,8 @@ impl Ends {
     }
 }
 
-/// Ends this process with its parent, who holds the other end of its standard input: one that hangs in
-/// a library does not even look whether that has ended.
+/// Ends this process with its parent, who holds the other end of its standard input: one that hangs
+/// in a library does not even look whether that has ended.
 ///
 /// # Errors
 /// The parent has ended already.

@@ -1,14 +1,14 @@
 //! `sweep`: one scenario, many seeds, several at a time.
 
-use crate::attempt::{Again, Setup, quiet_panics};
-use crate::cli::{SweepArgs, complain};
-use crate::exit::{Exit, Stop};
-use crate::files::Source;
-use crate::outcome::Outcome;
-use crate::progress::Progress;
+use crate::cli::{SweepArgs, print_error};
+use crate::exit::{CommandError, Exit};
+use crate::outcome::RunOutcome;
+use crate::progress::CliProgress;
+use crate::scenario_files::ScenarioSource;
+use crate::seed_run::{RerunPolicy, RunSetup, quiet_panics};
 use crate::table::{columns, grouped, trouble};
 use clap::Args;
-use fabric_sim::faults::Phase;
+use fabric_sim::faults::CoveragePhase;
 use scenarios::{FaultKind, Scenario};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -28,7 +28,7 @@ const SHOWN: usize = 20;
 const VIOLATIONS: usize = 3;
 
 /// How a seed ended.
-type Ended = Result<Outcome, Stop>;
+type SeedResult = Result<RunOutcome, CommandError>;
 
 /// What all seeds together may come to. A share outside is told, and the exit code is at least 3.
 #[derive(Clone, Copy, Debug, Default, Args)]
@@ -56,7 +56,7 @@ fn share(some: u64, all: u64) -> f64 {
 
 impl Budget {
     /// What is outside, a line each.
-    fn broken(&self, sum: &Sum) -> Vec<String> {
+    fn broken(&self, sum: &SweepTotals) -> Vec<String> {
         let ended = sum.finished + sum.failed;
         let shares = [
             ("failed requests", share(sum.failed, ended), self.failed_max, "most"),
@@ -79,10 +79,10 @@ impl Budget {
 
 /// What a sweep adds up.
 #[derive(Debug, Default)]
-struct Sum {
+struct SweepTotals {
     runs: u64,
     worst: Exit,
-    failing: Vec<Outcome>,
+    failing: Vec<RunOutcome>,
     finished: u64,
     failed: u64,
     unknown: u64,
@@ -97,7 +97,7 @@ struct Sum {
     /// Seeds in which a fault kind hit.
     seeds: BTreeMap<FaultKind, u64>,
     /// How often it hit, by phase of the transfers concerned.
-    hits: BTreeMap<(FaultKind, Phase), u64>,
+    hits: BTreeMap<(FaultKind, CoveragePhase), u64>,
 }
 
 /// Runs the seeds and prints those that fail.
@@ -105,19 +105,19 @@ struct Sum {
 /// # Errors
 /// A scenario that cannot be used, or a result that cannot be written. A seed with which it cannot
 /// be used is told on stderr, and the others are run.
-pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
-    let source = Source::File(args.file.clone());
-    let setup = Setup { source, trace: None, link_scale: 1.0, actors: false, record: false };
+pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
+    let source = ScenarioSource::File(args.file.clone());
+    let setup = RunSetup { source, trace: None, link_scale: 1.0, actors: false, record: false };
     let scenario = setup.load()?;
     let Some(end) = args.base.checked_add(args.seeds).filter(|end| *end > args.base) else {
         let text = format!("no seeds from {} on in number {}", args.base, args.seeds);
-        return Err(Stop::Input(format!("{text}; give --seeds at least 1")));
+        return Err(CommandError::Input(format!("{text}; give --seeds at least 1")));
     };
     quiet_panics();
     let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
     let jobs = args.jobs.map_or_else(cores, |jobs| jobs.get());
     let started = Instant::now();
-    let work = Work {
+    let work = SeedQueue {
         setup: &setup,
         scenario: &scenario,
         seeds: args.base..end,
@@ -141,29 +141,30 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Sto
         print(&sum, args.base, started.elapsed().as_secs_f64(), out)?;
     }
     let broken = args.budget.broken(&sum);
-    broken.iter().for_each(|line| complain(line));
+    broken.iter().for_each(|line| print_error(line));
     Ok(if broken.is_empty() { sum.worst } else { sum.worst.max(Exit::Liveness) })
 }
 
 /// Seeds to run, shared by the threads.
-struct Work<'a> {
-    setup: &'a Setup,
+struct SeedQueue<'a> {
+    setup: &'a RunSetup,
     scenario: &'a Scenario,
     seeds: Range<u64>,
     next: AtomicU64,
     stop: AtomicBool,
 }
 
-impl Work<'_> {
-    fn run(&self, give: SyncSender<(u64, Ended)>) {
+impl SeedQueue<'_> {
+    fn run(&self, give: SyncSender<(u64, SeedResult)>) {
         while !self.stop.load(Ordering::Relaxed) {
             let seed = self.next.fetch_add(1, Ordering::Relaxed);
             if !self.seeds.contains(&seed) {
                 return;
             }
             let nth = seed - self.seeds.start;
-            let again = if nth.is_multiple_of(REPEATED) { Again::Always } else { Again::Never };
-            let result = self.setup.attempt(self.scenario, seed, again, &mut |_, _| {});
+            let again =
+                if nth.is_multiple_of(REPEATED) { RerunPolicy::Always } else { RerunPolicy::Never };
+            let result = self.setup.run_seed(self.scenario, seed, again, &mut |_, _| {});
             if give.send((seed, result.map(|(outcome, _)| outcome))).is_err() {
                 return;
             }
@@ -174,12 +175,12 @@ impl Work<'_> {
 /// Takes results as they come and handles them by seed.
 fn collect(
     args: &SweepArgs,
-    take: &Receiver<(u64, Ended)>,
+    take: &Receiver<(u64, SeedResult)>,
     out: &mut dyn Write,
-) -> Result<Sum, Stop> {
-    let progress = Progress::new(args.seeds);
+) -> Result<SweepTotals, CommandError> {
+    let progress = CliProgress::new(args.seeds);
     let mut early = BTreeMap::new();
-    let mut sum = Sum::default();
+    let mut sum = SweepTotals::default();
     let mut seed = args.base;
     for (ended, result) in take {
         early.insert(ended, result);
@@ -191,11 +192,11 @@ fn collect(
                     }
                     sum.add(outcome);
                 }
-                Err(Stop::Input(text)) => {
+                Err(CommandError::Input(text)) => {
                     sum.runs += 1;
                     sum.worst = sum.worst.max(Exit::Invalid);
                     progress.pause(|| {
-                        complain(&format!("seed {seed}: {text}"));
+                        print_error(&format!("seed {seed}: {text}"));
                         Ok(())
                     })?;
                 }
@@ -209,8 +210,8 @@ fn collect(
     Ok(sum)
 }
 
-impl Sum {
-    fn add(&mut self, outcome: Outcome) {
+impl SweepTotals {
+    fn add(&mut self, outcome: RunOutcome) {
         self.runs += 1;
         self.worst = self.worst.max(outcome.exit);
         self.finished += outcome.finished;
@@ -242,22 +243,22 @@ impl Sum {
 }
 
 /// In how many seeds each kind of fault hit, and how often in each phase.
-fn coverage(sum: &Sum) -> String {
+fn coverage(sum: &SweepTotals) -> String {
     let mut head = vec!["fault hits by phase".to_string(), "seeds".into()];
-    head.extend(Phase::ALL.iter().map(|phase| phase.name().to_string()));
+    head.extend(CoveragePhase::ALL.iter().map(|phase| phase.name().to_string()));
     let mut rows = vec![head];
     for kind in sum.kinds() {
         let mut row = vec![kind.name().into()];
         row.push(grouped(sum.seeds.get(&kind).copied().unwrap_or(0)));
-        let hits = |phase: &Phase| sum.hits.get(&(kind, *phase)).copied();
-        row.extend(Phase::ALL.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
+        let hits = |phase: &CoveragePhase| sum.hits.get(&(kind, *phase)).copied();
+        row.extend(CoveragePhase::ALL.iter().map(|phase| grouped(hits(phase).unwrap_or(0))));
         rows.push(row);
     }
     columns(&rows, 1)
 }
 
 /// Faults that seeds have but that never hit; empty if all did.
-fn never_hit(sum: &Sum) -> String {
+fn never_hit(sum: &SweepTotals) -> String {
     let never = crate::outcome::never_hit(&sum.tables);
     match never.is_empty() {
         true => String::new(),
@@ -265,7 +266,12 @@ fn never_hit(sum: &Sum) -> String {
     }
 }
 
-fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), Stop> {
+fn print(
+    sum: &SweepTotals,
+    base: u64,
+    seconds: f64,
+    out: &mut dyn Write,
+) -> Result<(), CommandError> {
     if !sum.kinds().is_empty() {
         write!(out, "{}\n\n{}", coverage(sum), never_hit(sum))?;
     }
@@ -288,7 +294,7 @@ fn print(sum: &Sum, base: u64, seconds: f64, out: &mut dyn Write) -> Result<(), 
     for (first, seeds) in firsts {
         writeln!(out, "{seeds} seeds failed first with {first}")?;
     }
-    let Sum { finished, failed, unknown, recomputed, .. } = sum;
+    let SweepTotals { finished, failed, unknown, recomputed, .. } = sum;
     writeln!(
         out,
         "requests: {finished} finished ({recomputed} recomputed), {failed} failed, \

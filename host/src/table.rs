@@ -1,10 +1,10 @@
 //! Results as text.
 
 use crate::exit::Exit;
-use crate::outcome::{Outcome, Spread};
+use crate::outcome::{LatencyPercentiles, RunOutcome};
 use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-use fabric_sim::world::Operations;
+use fabric_sim::world::OperationTotals;
 use std::collections::BTreeMap;
 
 /// Lines around the table and below its header.
@@ -41,7 +41,7 @@ pub(crate) fn ruled(header: &[&str], rows: &[Vec<String>], numbers: usize) -> St
 }
 
 /// Everything about one run.
-pub(crate) fn one(outcome: &Outcome) -> String {
+pub(crate) fn one(outcome: &RunOutcome) -> String {
     let mut table = Table::new();
     table.load_style(RULED);
     table.set_header([outcome.scenario.clone(), verdict(outcome)]);
@@ -52,7 +52,7 @@ pub(crate) fn one(outcome: &Outcome) -> String {
     if !outcome.faults.is_empty() {
         row("liveness core", core(outcome));
     }
-    let Outcome { finished, failed, unknown, .. } = outcome;
+    let RunOutcome { finished, failed, unknown, .. } = outcome;
     row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
     row("failed", caused(outcome.failed, &outcome.failed_causes));
     row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
@@ -81,7 +81,7 @@ pub(crate) fn one(outcome: &Outcome) -> String {
 }
 
 /// A row per run.
-pub(crate) fn many(outcomes: &[Outcome]) -> String {
+pub(crate) fn many(outcomes: &[RunOutcome]) -> String {
     let mut table = Table::new();
     table.load_style(RULED);
     table.set_header([
@@ -99,7 +99,7 @@ pub(crate) fn many(outcomes: &[Outcome]) -> String {
         "wall",
     ]);
     for outcome in outcomes {
-        let Outcome { finished, failed, unknown, .. } = outcome;
+        let RunOutcome { finished, failed, unknown, .. } = outcome;
         table.add_row([
             outcome.scenario.clone(),
             outcome.seed.to_string(),
@@ -125,13 +125,14 @@ pub(crate) fn many(outcomes: &[Outcome]) -> String {
 }
 
 /// What the fabric could not do of a scenario; empty if it could all.
-pub(crate) fn skipped(outcome: &Outcome) -> String {
+pub(crate) fn skipped(outcome: &RunOutcome) -> String {
     let lines = outcome.skipped.iter();
     lines.map(|what| format!("{}: skipped: {what}\n", outcome.scenario)).collect()
 }
 
-/// What went wrong in a run, in at most `most` lines, and how to see it again; empty if nothing did.
-pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
+/// What went wrong in a run, in at most `most` lines, and how to see it again; empty if nothing
+/// did.
+pub(crate) fn trouble(outcome: &RunOutcome, most: usize) -> String {
     let mut text = String::new();
     if outcome.exit == Exit::Held {
         return text;
@@ -160,13 +161,13 @@ pub(crate) fn trouble(outcome: &Outcome, most: usize) -> String {
 }
 
 /// How often each kind of fault hit.
-fn hits(outcome: &Outcome) -> String {
+fn hits(outcome: &RunOutcome) -> String {
     let hits: Vec<_> = outcome.faults.iter().map(|(kind, n)| format!("{n} {kind}")).collect();
     hits.join(", ")
 }
 
 /// Faults that a run has and that never hit; empty if all did.
-pub(crate) fn never_hit(outcome: &Outcome) -> String {
+pub(crate) fn never_hit(outcome: &RunOutcome) -> String {
     match outcome.never_hit.is_empty() {
         true => String::new(),
         false => format!("{}: never hit: {}\n", outcome.scenario, outcome.never_hit.join(", ")),
@@ -174,12 +175,12 @@ pub(crate) fn never_hit(outcome: &Outcome) -> String {
 }
 
 /// Who was healed for the liveness phase.
-fn core(outcome: &Outcome) -> String {
+fn core(outcome: &RunOutcome) -> String {
     let names = outcome.core.iter().map(String::as_str);
     std::iter::once("router").chain(names).collect::<Vec<_>>().join(", ")
 }
 
-fn verdict(outcome: &Outcome) -> String {
+fn verdict(outcome: &RunOutcome) -> String {
     match (outcome.exit, outcome.verdict) {
         (Exit::Held, Exit::Held) => "held".into(),
         (Exit::Held, verdict) => format!("{verdict}, as expected"),
@@ -197,15 +198,15 @@ fn caused(count: u64, causes: &BTreeMap<String, u64>) -> String {
     }
 }
 
-fn spread(spread: Option<&Spread>) -> String {
-    spread.map_or("none".into(), |Spread { p50, p90, p99 }| {
+fn spread(spread: Option<&LatencyPercentiles>) -> String {
+    spread.map_or("none".into(), |LatencyPercentiles { p50, p90, p99 }| {
         let [p50, p90, p99] = [p50, p90, p99].map(|seconds| duration(*seconds));
         format!("p50 {p50}, p90 {p90}, p99 {p99}")
     })
 }
 
 /// The link that was full for the longest time, and how many were.
-fn full_links(outcome: &Outcome) -> String {
+fn full_links(outcome: &RunOutcome) -> String {
     let Some(first) = outcome.full_links.first() else { return "none".into() };
     let (time, share) = (duration(first.full.as_secs_f64()), first.full_ppm as f64 / 1e4);
     let all = format!("{} for {time} ({share:.1} % of the time)", first.link);
@@ -215,19 +216,19 @@ fn full_links(outcome: &Outcome) -> String {
     }
 }
 
-fn operations(outcome: &Outcome) -> String {
-    let Operations { posted, refused, failed } = outcome.operations;
+fn operations(outcome: &RunOutcome) -> String {
+    let OperationTotals { posted, refused, failed } = outcome.operations;
     let [posted, refused, failed] = [posted, refused, failed].map(grouped);
     format!("{posted} posted, {refused} refused as busy, {failed} failed")
 }
 
-fn brief(spread: Option<&Spread>) -> String {
-    spread.map_or("-".into(), |Spread { p50, p90, p99 }| {
+fn brief(spread: Option<&LatencyPercentiles>) -> String {
+    spread.map_or("-".into(), |LatencyPercentiles { p50, p90, p99 }| {
         [p50, p90, p99].map(|seconds| duration(*seconds).replace(' ', "")).join("/")
     })
 }
 
-fn rate(outcome: &Outcome) -> String {
+fn rate(outcome: &RunOutcome) -> String {
     let events = grouped(outcome.events);
     match outcome.events as f64 / outcome.wall_seconds {
         rate if rate.is_finite() => format!("{events} ({:.2} million/s)", rate / 1e6),

@@ -1,7 +1,7 @@
 //! The actors do what the cores do: the same trace, whichever of the two is simulated.
 
-use fabric_sim::world::{self, Options};
-use kvferry::actors;
+use fabric_sim::world::{self, SimOptions};
+use kvferry::actor_simulation;
 use scenarios::Scenario;
 use std::path::{Path, PathBuf};
 
@@ -27,8 +27,8 @@ fn load(path: &Path) -> Scenario {
 /// Plays a seed both ways.
 fn compare(scenario: &Scenario, seed: u64) {
     let run = scenario.draw(seed).unwrap_or_else(|error| panic!("{error}"));
-    let options = Options { check: false, ..Options::default() };
-    let (cores, actors) = (world::run(&run, options), actors::run(&run, options));
+    let options = SimOptions { check: false, ..SimOptions::default() };
+    let (cores, actors) = (world::run(&run, options), actor_simulation::run(&run, options));
     let name = scenario.name();
     assert!(cores.events > 0, "{name}: nothing happened");
     assert_eq!(cores.trace_hash, actors.trace_hash, "{name} seed {seed}: the traces differ");
@@ -59,7 +59,7 @@ fn a_hundred_runs_of_a_seed_give_one_trace_and_another_seed_another() {
     let swarm = load(&folder().join("swarm.toml"));
     let hash = |seed| {
         let run = swarm.draw(seed).unwrap_or_else(|error| panic!("{error}"));
-        world::run(&run, Options::default()).trace_hash
+        world::run(&run, SimOptions::default()).trace_hash
     };
     let first = hash(3);
     assert!((0..100).all(|_| hash(3) == first));

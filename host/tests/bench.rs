@@ -8,7 +8,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 /// How the program ended.
 #[derive(Debug)]
-struct Ended {
+struct BenchOutput {
     code: i32,
     out: String,
     err: String,
@@ -25,16 +25,16 @@ fn program(args: &[&str]) -> Command {
     command
 }
 
-fn ended(mut command: Command) -> Ended {
+fn ended(mut command: Command) -> BenchOutput {
     let output = command.output().expect("the program starts");
-    Ended {
+    BenchOutput {
         code: output.status.code().expect("it ends by itself"),
         out: String::from_utf8(output.stdout).expect("output is UTF-8"),
         err: String::from_utf8(output.stderr).expect("output is UTF-8"),
     }
 }
 
-fn bench(args: &[&str]) -> Ended {
+fn bench(args: &[&str]) -> BenchOutput {
     ended(program(args))
 }
 
@@ -44,7 +44,7 @@ const SHORT: [&str; 8] =
 /// The rows of a short run that has to end well, and what it says besides.
 fn rows(args: &[&str]) -> (Vec<Value>, String) {
     let args: Vec<_> = args.iter().copied().chain(SHORT).chain(["--json"]).collect();
-    let Ended { code, out, err } = bench(&args);
+    let BenchOutput { code, out, err } = bench(&args);
     assert_eq!(code, 0, "{args:?}: {err}");
     let lines = out.lines().map(|line| serde_json::from_str(line).expect("an object per line"));
     (lines.collect(), err)
@@ -55,7 +55,7 @@ fn what_a_library_says_is_not_among_the_rows() {
     let args = ["--fabric", "mori", "--json"];
     let mut command = program(&args.into_iter().chain(SHORT).collect::<Vec<_>>());
     command.env("MORI_DOUBLE_FAULTS", "ack_lost@3");
-    let Ended { out, err, .. } = ended(command);
+    let BenchOutput { out, err, .. } = ended(command);
     for line in out.lines() {
         assert!(serde_json::from_str::<Value>(line).is_ok(), "{line}");
     }
@@ -139,7 +139,7 @@ fn memory_of_a_gpu_is_measured_and_not_looked_at() {
 fn rows_without_room_are_left_out() {
     let args = ["--direction", "write", "--batches", "1,2,65537", "--sizes", "4K,8K"];
     let more = ["--memory", "8K", "--seconds", "0.01"];
-    let Ended { code, out, err } = bench(&[&args[..], &more].concat());
+    let BenchOutput { code, out, err } = bench(&[&args[..], &more].concat());
     assert_eq!(code, 0, "{err}");
     let lines: Vec<_> = out.lines().map(|line| line.split_whitespace().collect()).collect();
     let of = |line: &Vec<&str>| line.first() == Some(&"write");
@@ -147,7 +147,7 @@ fn rows_without_room_are_left_out() {
     assert_eq!(rows, [["write", "1", "4K"], ["write", "1", "8K"], ["write", "2", "4K"]], "{out}");
     assert!(out.contains("more --memory than 8K: 2 x 8K\n"), "{out}");
     assert!(out.contains("65536 ranges at most: batches of 65537\n"), "{out}");
-    let Ended { code, err, .. } = bench(&["--memory", "8K", "--sizes", "16K"]);
+    let BenchOutput { code, err, .. } = bench(&["--memory", "8K", "--sizes", "16K"]);
     assert_eq!(code, 2);
     assert!(err.contains("there is no row") && err.contains("1 x 16K, 128 x 16K"), "{err}");
 }
@@ -175,7 +175,7 @@ fn bad_arguments_are_refused_with_what_to_do() {
         (&["--serve", "0.0.0.0:0"], "give --host-ip"),
     ];
     for (args, says) in cases {
-        let Ended { code, out, err } = bench(args);
+        let BenchOutput { code, out, err } = bench(args);
         assert_eq!((code, &*out), (2, ""), "{args:?}: {err}");
         assert!(err.contains(says), "{args:?}: {err}");
         assert_eq!(err.matches("error: ").count(), 1, "one error: {err}");
@@ -186,7 +186,7 @@ fn bad_arguments_are_refused_with_what_to_do() {
 fn a_child_that_cannot_start_says_why() {
     let mut command = program(&["--fabric", "mori"]);
     command.env("KVFERRY_MORI_SHIM", "/nonexistent/shim.so");
-    let Ended { code, err, .. } = ended(command);
+    let BenchOutput { code, err, .. } = ended(command);
     assert_eq!(code, 2);
     assert!(err.contains("/nonexistent/shim.so: not there"), "{err}");
     assert!(err.contains("it ended (exit status: 2) before it was ready"), "{err}");
@@ -196,7 +196,7 @@ fn a_child_that_cannot_start_says_why() {
 fn failures_of_batches_are_errors() {
     let mut command = program(&["--fabric", "mori", "--sizes", "1K", "--seconds", "0.01"]);
     command.env("MORI_DOUBLE_FAULTS", "qp_error@3");
-    let Ended { code, err, .. } = ended(command);
+    let BenchOutput { code, err, .. } = ended(command);
     assert_eq!(code, 2);
     assert!(err.contains("write of 1 x 1K: MoRI: "), "{err}");
 }
@@ -208,7 +208,7 @@ fn rows_fail_one_by_one() {
     let mut command = program(&[&["--fabric", "mori"][..], &sizes, &limit].concat());
     // The first batch of the first row.
     command.env("MORI_DOUBLE_FAULTS", "lost@1");
-    let Ended { code, out, err } = ended(command);
+    let BenchOutput { code, out, err } = ended(command);
     assert_eq!(code, 2, "{err}");
     let rows: Vec<Value> =
         out.lines().map(|line| serde_json::from_str(line).expect("an object per line")).collect();
@@ -221,19 +221,19 @@ fn rows_fail_one_by_one() {
 }
 
 /// A side that waits; killed with the test.
-struct Waiting {
+struct WaitingBench {
     child: Child,
     address: String,
 }
 
-impl Waiting {
-    fn start(args: &[&str]) -> Waiting {
+impl WaitingBench {
+    fn start(args: &[&str]) -> WaitingBench {
         let mut command = program(&["--serve", "127.0.0.1:0"]);
         let mut child = command.args(args).stdout(Stdio::piped()).spawn().expect("it starts");
         let ready = line(&mut BufReader::new(child.stdout.take().expect("a pipe")));
         assert_eq!(ready["host_ip"], "127.0.0.1");
         let address = ready["address"].as_str().expect("an address").into();
-        Waiting { child, address }
+        WaitingBench { child, address }
     }
 
     fn signal(&self, name: &str) {
@@ -243,7 +243,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitingBench {
     fn drop(&mut self) {
         // It may have ended by itself.
         let _ = self.child.kill();
@@ -260,7 +260,7 @@ fn line(from: &mut BufReader<ChildStdout>) -> Value {
 #[test]
 fn a_side_serves_one_after_the_other_until_it_is_told_to_end() {
     for (fabric, signal) in [("host", "TERM"), ("mori", "INT")] {
-        let mut waiting = Waiting::start(&["--fabric", fabric, "--memory", "512K"]);
+        let mut waiting = WaitingBench::start(&["--fabric", fabric, "--memory", "512K"]);
         let to = ["--fabric", fabric, "--to", &waiting.address];
         for direction in ["write", "read"] {
             let (rows, said) = rows(&[&to[..], &["--direction", direction]].concat());
@@ -269,7 +269,7 @@ fn a_side_serves_one_after_the_other_until_it_is_told_to_end() {
         }
         // Whose memory is the smaller one.
         let wide = ["--sizes", "64K,1M", "--batches", "1", "--seconds", "0.01"];
-        let Ended { code, out, err } = bench(&[&to[..], &wide].concat());
+        let BenchOutput { code, out, err } = bench(&[&to[..], &wide].concat());
         assert_eq!(code, 0, "{err}");
         assert!(out.contains("more --memory than 512K: 1 x 1M"), "{out}");
         waiting.signal(signal);
@@ -280,13 +280,13 @@ fn a_side_serves_one_after_the_other_until_it_is_told_to_end() {
 
 #[test]
 fn a_peer_of_another_kind_is_refused_and_the_next_one_served() {
-    let waiting = Waiting::start(&["--fabric", "mori"]);
-    let Ended { code, err, .. } = bench(&["--to", &waiting.address]);
+    let waiting = WaitingBench::start(&["--fabric", "mori"]);
+    let BenchOutput { code, err, .. } = bench(&["--to", &waiting.address]);
     assert_eq!(code, 2);
     assert!(err.contains("moves bytes by mori-rdma and this side by host"), "{err}");
     assert_eq!(err.matches("error: ").count(), 1, "one error: {err}");
     let xgmi = ["--fabric", "mori", "--backend", "xgmi", "--device", "0"];
-    let Ended { code, err, .. } = bench(&[&xgmi[..], &["--to", &waiting.address]].concat());
+    let BenchOutput { code, err, .. } = bench(&[&xgmi[..], &["--to", &waiting.address]].concat());
     assert_eq!(code, 2);
     assert!(err.contains("by mori-rdma and this side by mori-xgmi"), "{err}");
     let (rows, _) = rows(&["--fabric", "mori", "--to", &waiting.address, "--direction", "read"]);
@@ -300,7 +300,7 @@ fn nobody_there_is_an_error() {
     let silent = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
     bind(&silent, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("loopback");
     let address = SocketAddr::try_from(getsockname(&silent).expect("bound")).expect("an address");
-    let Ended { code, err, .. } = bench(&["--to", &address.to_string()]);
+    let BenchOutput { code, err, .. } = bench(&["--to", &address.to_string()]);
     assert_eq!(code, 2);
     assert!(err.contains(&format!("--to {address}: cannot connect: ")), "{err}");
     assert!(err.contains("start `kvferry bench --serve ADDR:PORT` there"), "{err}");
@@ -309,7 +309,7 @@ fn nobody_there_is_an_error() {
 #[test]
 fn the_end_of_the_other_side_ends_the_run() {
     for fabric in ["host", "mori"] {
-        let waiting = Waiting::start(&["--fabric", fabric, "--memory", "1M"]);
+        let waiting = WaitingBench::start(&["--fabric", fabric, "--memory", "1M"]);
         // It would take an hour, but for the first row.
         let sizes = (1..=3_600).map(|size| size.to_string()).collect::<Vec<_>>().join(",");
         let mut client = program(&["--fabric", fabric, "--to", &waiting.address, "--json"])

@@ -2,7 +2,7 @@
 
 mod program;
 
-use program::{Folder, kvferry, scenarios};
+use program::{ProgramFolder, kvferry, scenarios};
 use serde_json::Value;
 use std::fs;
 
@@ -26,7 +26,7 @@ const TRACE: &str = r#"{"timestamp":0,"input_length":600,"output_length":2,"hash
 "#;
 
 /// [`SMALL`] with a trace of the folder as its workload.
-fn traced(folder: &Folder, trace: &str) -> String {
+fn traced(folder: &ProgramFolder, trace: &str) -> String {
     let name = folder.write("trace.jsonl", trace);
     let workload = format!("trace = {name:?}\n");
     SMALL.replace("requests = 5\nprompt_tokens = \"1..100\"\n", &workload)
@@ -38,7 +38,7 @@ fn lines(text: &str) -> Vec<Value> {
 
 #[test]
 fn bad_scenarios_are_refused_with_their_line() {
-    let folder = Folder::new("bad-scenarios");
+    let folder = ProgramFolder::new("bad-scenarios");
     let cases = [
         ("layers = 2", "layres = 2", 4, "unknown key `layres`"),
         ("blocks = 64 }]\ndecode", "blocks = 0 }]\ndecode", 8, "blocks"),
@@ -61,7 +61,7 @@ fn bad_scenarios_are_refused_with_their_line() {
 
 #[test]
 fn a_trace_cut_anywhere_in_its_last_line_is_refused_with_its_line() {
-    let folder = Folder::new("cut-trace");
+    let folder = ProgramFolder::new("cut-trace");
     let last = TRACE.lines().last().map_or(0, str::len);
     for cut in (2..last).step_by(7) {
         let file = folder.write("cut.toml", &traced(&folder, &TRACE[..TRACE.len() - cut]));
@@ -73,7 +73,7 @@ fn a_trace_cut_anywhere_in_its_last_line_is_refused_with_its_line() {
 
 #[test]
 fn what_is_missing_is_named() {
-    let folder = Folder::new("missing");
+    let folder = ProgramFolder::new("missing");
     let file = folder.write("small.toml", SMALL);
     let trace = folder.write("traced.toml", &traced(&folder, TRACE));
     let empty = folder.path("empty");
@@ -103,7 +103,7 @@ fn what_is_missing_is_named() {
 
 #[test]
 fn a_bad_file_does_not_keep_the_others_from_running() {
-    let folder = Folder::new("bad-among-good");
+    let folder = ProgramFolder::new("bad-among-good");
     folder.write("a.toml", SMALL);
     folder.write("b.toml", "about = 1");
     folder.write("c.toml", SMALL);
@@ -118,7 +118,7 @@ fn a_bad_file_does_not_keep_the_others_from_running() {
 
 #[test]
 fn json_tells_how_every_request_ended() {
-    let folder = Folder::new("json");
+    let folder = ProgramFolder::new("json");
     let file = folder.write("small.toml", SMALL);
     let ended = kvferry(["run", &file, "--json"]);
     assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
@@ -144,7 +144,7 @@ fn json_tells_how_every_request_ended() {
 
 #[test]
 fn a_sweep_is_the_runs_of_its_seeds_in_order() {
-    let folder = Folder::new("sweep");
+    let folder = ProgramFolder::new("sweep");
     let file = folder.write("small.toml", &SMALL.replace("seed = 3", "seed = \"any\""));
     let swept = kvferry(["sweep", &file, "--seeds", "8", "--base", "40", "--jobs", "3", "--json"]);
     assert_eq!((swept.code, swept.err.as_str()), (0, ""), "{swept:?}");
@@ -161,7 +161,7 @@ fn a_sweep_is_the_runs_of_its_seeds_in_order() {
 
 #[test]
 fn what_fails_comes_with_the_command_that_repeats_it() {
-    let folder = Folder::new("failing");
+    let folder = ProgramFolder::new("failing");
     let unmet = format!("{SMALL}[expect]\nrequests = {{ finished = 4 }}\n");
     let file = folder.write("it fails.toml", &unmet);
     for args in [&["run", &file][..], &["sweep", &file, "--seeds", "2", "--base", "3"]] {
@@ -189,7 +189,7 @@ fn what_fails_comes_with_the_command_that_repeats_it() {
 
 #[test]
 fn a_replayed_recording_does_the_same_and_a_doctored_one_does_not() {
-    let folder = Folder::new("replay");
+    let folder = ProgramFolder::new("replay");
     let file = folder.write("small.toml", SMALL);
     let recording = folder.path("small.rec");
     let ended = kvferry(["run", &file, "--record", &recording]);
@@ -235,7 +235,7 @@ fn lists_name_everything() {
 
 #[test]
 fn another_trace_can_take_the_place_of_the_bundled_one() {
-    let folder = Folder::new("other-trace");
+    let folder = ProgramFolder::new("other-trace");
     let trace = folder.write("other.jsonl", TRACE);
     let ended = kvferry(["run", "--workload-trace", &trace, "--json"]);
     assert_eq!(ended.code, 0, "{ended:?}");
@@ -244,7 +244,7 @@ fn another_trace_can_take_the_place_of_the_bundled_one() {
 
 #[test]
 fn a_sweep_names_the_faults_that_never_hit() {
-    let folder = Folder::new("never-hit");
+    let folder = ProgramFolder::new("never-hit");
     let fault = |kind: &str, nth| {
         let on = format!("on = {{ event = \"op.posted\", nth = {nth} }}");
         format!("[[fault]]\nkind = \"{kind}\"\n{on}\n")
@@ -265,7 +265,7 @@ fn a_sweep_names_the_faults_that_never_hit() {
 
 #[test]
 fn a_sweep_outside_its_budget_says_what_is_too_much() {
-    let folder = Folder::new("budget");
+    let folder = ProgramFolder::new("budget");
     let fault = "[[fault]]\nkind = \"fabric.sibling_failure\"\nchance = 1\n";
     let small = SMALL.replace("seed = 3", "seed = \"any\"");
     let file = folder.write("some.toml", &format!("{small}{fault}"));
@@ -291,7 +291,7 @@ fn a_sweep_outside_its_budget_says_what_is_too_much() {
 
 #[test]
 fn a_host_is_not_started_with_a_configuration_that_cannot_be_used() {
-    let folder = Folder::new("host-configuration");
+    let folder = ProgramFolder::new("host-configuration");
     let file = folder.write("host.toml", "slower = true\ncopier = 2\n");
     let ended = kvferry(["host", "--socket", "unused.sock", "--config", &file]);
     let said =

@@ -195,13 +195,13 @@ fn arguments_have_to_go_together() {
 }
 
 /// A doctor that waits for the one of another machine; killed with the test.
-struct Waiting {
+struct WaitingDoctor {
     child: Child,
     address: String,
 }
 
-impl Waiting {
-    fn start(knobs: &[(&str, &str)]) -> Waiting {
+impl WaitingDoctor {
+    fn start(knobs: &[(&str, &str)]) -> WaitingDoctor {
         let mut command = program(&["--serve", "127.0.0.1:0"]);
         command.envs(knobs.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("it starts");
@@ -210,7 +210,7 @@ impl Waiting {
         BufReader::new(err).read_line(&mut line).expect("a pipe can be read");
         let address = line.split_once("--peer ").and_then(|(_, rest)| rest.split_once('`'));
         let address = address.unwrap_or_else(|| panic!("{line:?}")).0.into();
-        Waiting { child, address }
+        WaitingDoctor { child, address }
     }
 
     fn end(mut self) -> Vec<Value> {
@@ -220,7 +220,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl Drop for WaitingDoctor {
     fn drop(&mut self) {
         // It may have ended by itself.
         let _ = self.child.kill();
@@ -230,7 +230,7 @@ impl Drop for Waiting {
 
 #[test]
 fn two_doctors_try_what_is_between_them() {
-    let waiting = Waiting::start(&[]);
+    let waiting = WaitingDoctor::start(&[]);
     let (_, checks) = doctor(program(&["--peer", &waiting.address]));
     let between = format!("between this machine and {}, every byte compared", waiting.address);
     expect(&checks, "mori-peer-try", "ok", &between, None);
@@ -240,7 +240,7 @@ fn two_doctors_try_what_is_between_them() {
 
 #[test]
 fn each_of_two_doctors_tells_what_it_saw() {
-    let waiting = Waiting::start(&[("MORI_DOUBLE_FAULTS", "pin_remote@1")]);
+    let waiting = WaitingDoctor::start(&[("MORI_DOUBLE_FAULTS", "pin_remote@1")]);
     let address = waiting.address.clone();
     let (code, checks) = doctor(program(&["--peer", &address]));
     expect(&checks, RDMA, "ok", "every byte compared", None);

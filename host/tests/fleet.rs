@@ -45,8 +45,8 @@ operation = "600s"
 fetch = "600s"
 "#;
 
-/// Those of processes of which some die: who waits for them is to give up in a while, and not because a
-/// living one was late.
+/// Those of processes of which some die: who waits for them is to give up in a while, and not
+/// because a living one was late.
 const WARY: &str = r#"
 router = { expiry = "20s" }
 [protocol]

@@ -1,7 +1,7 @@
 //! A line of JSON for each finished transfer, so that a test can see which bytes are where.
 
-use crate::error::Error;
-use crate::status::{Code, Failure};
+use crate::error::CompatError;
+use crate::status::{CompatFailure, CompatStatusCode};
 use ::engine::fabric::Direction;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a transfer was asked to move; offsets and lengths in bytes.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct AuditRecord {
     pub(crate) uid: u64,
     pub(crate) direction: Direction,
     pub(crate) peer: Arc<str>,
@@ -24,7 +24,7 @@ pub(crate) struct Record {
 }
 
 #[derive(Serialize)]
-struct Line<'a> {
+struct AuditLine<'a> {
     engine: &'a str,
     peer: &'a str,
     uid: u64,
@@ -41,21 +41,21 @@ struct Line<'a> {
 
 /// The file that `KVFERRY_AUDIT` names.
 #[derive(Debug)]
-pub(crate) struct Audit {
+pub(crate) struct AuditLog {
     engine: Arc<str>,
     file: Mutex<File>,
 }
 
-impl Audit {
+impl AuditLog {
     /// Opens the file to append to it.
     ///
     /// # Errors
     /// `Setting` if it cannot be written.
-    pub(crate) fn open(path: &Path, engine: &Arc<str>) -> Result<Audit, Error> {
+    pub(crate) fn open(path: &Path, engine: &Arc<str>) -> Result<AuditLog, CompatError> {
         let file = File::options().create(true).append(true).open(path).map_err(|why| {
-            Error::Setting(format!("KVFERRY_AUDIT={}: cannot append: {why}", path.display()))
+            CompatError::Setting(format!("KVFERRY_AUDIT={}: cannot append: {why}", path.display()))
         })?;
-        Ok(Audit { engine: engine.clone(), file: Mutex::new(file) })
+        Ok(AuditLog { engine: engine.clone(), file: Mutex::new(file) })
     }
 
     /// Appends the line of a transfer.
@@ -64,10 +64,10 @@ impl Audit {
     /// `RdmaOp` if the line cannot be written: whoever audits misses no transfer.
     pub(crate) fn write(
         &self,
-        record: &Record,
-        verdict: &Result<(), Failure>,
-    ) -> Result<(), Failure> {
-        let line = Line {
+        record: &AuditRecord,
+        verdict: &Result<(), CompatFailure>,
+    ) -> Result<(), CompatFailure> {
+        let line = AuditLine {
             engine: &self.engine,
             peer: &record.peer,
             uid: record.uid,
@@ -86,8 +86,9 @@ impl Audit {
         text.push(b'\n');
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         // One write, so that several processes can share the file.
-        file.write_all(&text)
-            .map_err(|why| Failure::new(Code::RdmaOp, format!("KVFERRY_AUDIT: {why}")))
+        file.write_all(&text).map_err(|why| {
+            CompatFailure::new(CompatStatusCode::RdmaOp, format!("KVFERRY_AUDIT: {why}"))
+        })
     }
 }
 
@@ -97,7 +98,7 @@ fn extent(offsets: &[u64], len: &[u64]) -> (u64, u64) {
     (offsets.iter().copied().min().unwrap_or(0), ends.max().unwrap_or(0))
 }
 
-impl Record {
+impl AuditRecord {
     fn digest(&self) -> String {
         let mut digest = Sha256::new();
         let mut copy = Vec::new();

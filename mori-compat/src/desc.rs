@@ -1,26 +1,27 @@
 //! Descriptors: the plane's bytes, and what can be read from them.
 
-use crate::error::Error;
+use crate::error::CompatError;
 use ::engine::core::dialect::moriio::descriptor;
 use ::engine::fabric::{Address, RegionDesc};
 use std::sync::Arc;
 
 /// Where an engine is reached; travels in the handshake as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EngineDesc {
+pub struct CompatEngineDesc {
     bytes: Arc<[u8]>,
-    fields: Arc<descriptor::EngineDesc>,
+    fields: Arc<descriptor::MoriEngineDesc>,
 }
 
-impl EngineDesc {
+impl CompatEngineDesc {
     /// Reads the bytes of a peer, which are kept as they came.
     ///
     /// # Errors
     /// `Argument` if they are no descriptor.
-    pub fn unpack(bytes: &[u8]) -> Result<EngineDesc, Error> {
-        let fields = descriptor::EngineDesc::decode(bytes)
-            .map_err(|why| Error::Argument(format!("EngineDesc of {} B: {why}", bytes.len())))?;
-        Ok(EngineDesc { bytes: bytes.into(), fields: Arc::new(fields) })
+    pub fn unpack(bytes: &[u8]) -> Result<CompatEngineDesc, CompatError> {
+        let fields = descriptor::MoriEngineDesc::decode(bytes).map_err(|why| {
+            CompatError::Argument(format!("EngineDesc of {} B: {why}", bytes.len()))
+        })?;
+        Ok(CompatEngineDesc { bytes: bytes.into(), fields: Arc::new(fields) })
     }
 
     /// The bytes that peers unpack.
@@ -50,20 +51,21 @@ impl EngineDesc {
 
 /// Registered memory; travels in the handshake as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemoryDesc {
+pub struct CompatMemoryDesc {
     bytes: Arc<[u8]>,
-    fields: Arc<descriptor::MemoryDesc>,
+    fields: Arc<descriptor::MoriMemoryDesc>,
 }
 
-impl MemoryDesc {
+impl CompatMemoryDesc {
     /// Reads the bytes of a peer, which are kept as they came.
     ///
     /// # Errors
     /// `Argument` if they are no descriptor.
-    pub fn unpack(bytes: &[u8]) -> Result<MemoryDesc, Error> {
-        let (_, fields) = descriptor::MemoryDesc::decode(bytes)
-            .map_err(|why| Error::Argument(format!("MemoryDesc of {} B: {why}", bytes.len())))?;
-        Ok(MemoryDesc { bytes: bytes.into(), fields: Arc::new(fields) })
+    pub fn unpack(bytes: &[u8]) -> Result<CompatMemoryDesc, CompatError> {
+        let (_, fields) = descriptor::MoriMemoryDesc::decode(bytes).map_err(|why| {
+            CompatError::Argument(format!("MemoryDesc of {} B: {why}", bytes.len()))
+        })?;
+        Ok(CompatMemoryDesc { bytes: bytes.into(), fields: Arc::new(fields) })
     }
 
     /// The bytes that peers unpack.

@@ -1,14 +1,14 @@
 //! The engine: regions, peers and sessions.
 
-use crate::audit::Audit;
-use crate::desc::{EngineDesc, MemoryDesc};
-use crate::error::Error;
-use crate::fabric::Fabric;
-use crate::pump::{self, Shared};
-use crate::session::Session;
-use crate::settings::Settings;
-use crate::state::{Line, Peer, Region, State};
-use ::engine::fabric::{Cause, Memory, PeerId, RegionId, SessionId};
+use crate::audit::AuditLog;
+use crate::desc::{CompatEngineDesc, CompatMemoryDesc};
+use crate::error::CompatError;
+use crate::fabric::CompatPlane;
+use crate::poll_thread::{self, CompatEngineShared};
+use crate::session::CompatSession;
+use crate::settings::CompatSettings;
+use crate::state::{CompatPeer, CompatRegion, CompatSessionState, CompatState};
+use ::engine::fabric::{FabricError, Memory, PeerId, RegionId, SessionId};
 use fabric_host::{HostConfig, HostPlane};
 use std::fmt;
 use std::sync::Arc;
@@ -19,20 +19,20 @@ use std::time::{Duration, Instant};
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// MoRI's `IOEngine` with its backend.
-pub struct Engine {
+pub struct CompatEngine {
     key: Arc<str>,
-    desc: EngineDesc,
-    shared: Arc<Shared>,
+    desc: CompatEngineDesc,
+    shared: Arc<CompatEngineShared>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl fmt::Debug for Engine {
+impl fmt::Debug for CompatEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Engine").field("key", &self.key).finish_non_exhaustive()
+        f.debug_struct("CompatEngine").field("key", &self.key).finish_non_exhaustive()
     }
 }
 
-impl Engine {
+impl CompatEngine {
     /// Starts an engine that listens at `host:port` (port 0 is a free one) and lets everybody in
     /// who has its descriptors, as MoRI does. `workers` threads copy.
     ///
@@ -43,8 +43,8 @@ impl Engine {
         host: &str,
         port: u16,
         workers: u32,
-        settings: &Settings,
-    ) -> Result<Engine, Error> {
+        settings: &CompatSettings,
+    ) -> Result<CompatEngine, CompatError> {
         let config = HostConfig {
             key: key.into(),
             host: host.into(),
@@ -53,28 +53,32 @@ impl Engine {
             open_door: true,
             ..settings.fabric.clone()
         };
-        let plane = HostPlane::new(config).map_err(|why| Error::Plane(format!("{key}: {why}")))?;
-        Engine::over(Box::new(plane), settings)
+        let plane =
+            HostPlane::new(config).map_err(|why| CompatError::Plane(format!("{key}: {why}")))?;
+        CompatEngine::over(Box::new(plane), settings)
     }
 
     /// Starts an engine over a plane whose address and regions are MoRI's descriptors.
     ///
     /// # Errors
-    /// As [`Engine::start`].
-    pub fn over(plane: Box<dyn Fabric>, settings: &Settings) -> Result<Engine, Error> {
-        let desc = EngineDesc::unpack(&plane.address().0)?;
+    /// As [`CompatEngine::start`].
+    pub fn over(
+        plane: Box<dyn CompatPlane>,
+        settings: &CompatSettings,
+    ) -> Result<CompatEngine, CompatError> {
+        let desc = CompatEngineDesc::unpack(&plane.address().0)?;
         let key = desc.key().clone();
         let faults = settings.faults()?;
-        let audit = settings.audit.as_ref().map(|path| Audit::open(path, &key)).transpose()?;
-        let state = State::new(plane, faults);
-        let shared = Arc::new(Shared::new(state, audit, settings.backoff));
-        let thread = pump::start(&shared)
-            .map_err(|why| Error::Plane(format!("{key}: no thread for the engine: {why}")))?;
-        Ok(Engine { key, desc, shared, thread: Some(thread) })
+        let audit = settings.audit.as_ref().map(|path| AuditLog::open(path, &key)).transpose()?;
+        let state = CompatState::new(plane, faults);
+        let shared = Arc::new(CompatEngineShared::new(state, audit, settings.backoff));
+        let thread = poll_thread::start(&shared)
+            .map_err(|why| CompatError::Plane(format!("{key}: no thread for the engine: {why}")))?;
+        Ok(CompatEngine { key, desc, shared, thread: Some(thread) })
     }
 
     /// What peers need to reach this engine.
-    pub fn desc(&self) -> &EngineDesc {
+    pub fn desc(&self) -> &CompatEngineDesc {
         &self.desc
     }
 
@@ -82,21 +86,21 @@ impl Engine {
     ///
     /// # Errors
     /// `Plane` if the fabric cannot take it.
-    pub fn register_memory(&self, base: u64, len: u64) -> Result<MemoryDesc, Error> {
+    pub fn register_memory(&self, base: u64, len: u64) -> Result<CompatMemoryDesc, CompatError> {
         let about = |why: &dyn fmt::Display| {
-            Error::Plane(format!("{}: cannot register {len} B at {base:#x}: {why}", self.key))
+            CompatError::Plane(format!("{}: cannot register {len} B at {base:#x}: {why}", self.key))
         };
         let mut state = self.shared.lock();
         let region = RegionId(state.ids.next() as u32);
         let Some(plane) = &mut state.plane else { return Err(about(&"the engine is closed")) };
         plane.register(region, Memory::Own { base, len }).map_err(|why| about(&why))?;
-        state.regions.insert(region, Region { base, answer: None });
+        state.regions.insert(region, CompatRegion { base, answer: None });
         self.shared.ring();
         let until = Instant::now() + ANSWER_MAX;
         loop {
             let answer = state.regions.get(&region).and_then(|region| region.answer.clone());
             match answer {
-                Some(Ok(desc)) => return MemoryDesc::unpack(&desc.0),
+                Some(Ok(desc)) => return CompatMemoryDesc::unpack(&desc.0),
                 Some(Err(why)) => {
                     state.regions.remove(&region);
                     return Err(about(&why));
@@ -116,7 +120,7 @@ impl Engine {
     ///
     /// # Errors
     /// `Plane` for an address that is not of this fabric.
-    pub fn register_remote_engine(&self, desc: &EngineDesc) -> Result<(), Error> {
+    pub fn register_remote_engine(&self, desc: &CompatEngineDesc) -> Result<(), CompatError> {
         let mut state = self.shared.lock();
         let old = match state.peers.get(desc.key()) {
             Some(peer) if *peer.bytes == *desc.pack() => return Ok(()),
@@ -126,7 +130,7 @@ impl Engine {
         let Some(plane) = &mut state.plane else { return Ok(()) };
         plane.connect(id, &desc.address(), 0).map_err(|why| {
             let (key, host, port) = (desc.key(), desc.host(), desc.port());
-            Error::Plane(format!(
+            CompatError::Plane(format!(
                 "cannot use the engine {key} at {host}:{port}: {why}; both sides have to run \
                  kvferry's mori"
             ))
@@ -138,7 +142,7 @@ impl Engine {
                 plane.disconnect(old);
             }
         }
-        let peer = Peer { id, bytes: desc.pack().into() };
+        let peer = CompatPeer { id, bytes: desc.pack().into() };
         state.peers.insert(desc.key().clone(), peer);
         self.shared.ring();
         Ok(())
@@ -151,13 +155,13 @@ impl Engine {
     /// reached.
     pub fn create_session(
         &self,
-        local: &MemoryDesc,
-        remote: &MemoryDesc,
-    ) -> Result<Session, Error> {
+        local: &CompatMemoryDesc,
+        remote: &CompatMemoryDesc,
+    ) -> Result<CompatSession, CompatError> {
         let mut state = self.shared.lock();
         let key = remote.engine_key();
         let Some(peer) = state.peers.get(key).map(|peer| peer.id) else {
-            return Err(Error::Argument(format!(
+            return Err(CompatError::Argument(format!(
                 "{}: the engine {key} of the remote region {} is not registered; call \
                  register_remote_engine first",
                 self.key,
@@ -169,7 +173,7 @@ impl Engine {
             _ => None,
         });
         let Some((region, base)) = found else {
-            return Err(Error::Argument(format!(
+            return Err(CompatError::Argument(format!(
                 "{}: region {} of {} is not registered here",
                 self.key,
                 local.id(),
@@ -177,20 +181,20 @@ impl Engine {
             )));
         };
         let about = |why: &dyn fmt::Display| {
-            Error::Plane(format!("{}: cannot open a session with {key}: {why}", self.key))
+            CompatError::Plane(format!("{}: cannot open a session with {key}: {why}", self.key))
         };
         let session = SessionId(state.ids.next() as u32);
         let Some(plane) = &mut state.plane else { return Err(about(&"the engine is closed")) };
         plane.open(session, region, peer, &remote.region()).map_err(|why| about(&why))?;
-        let line = Line { peer, answer: None, dead: None, busy: 0, orphan: false };
+        let line = CompatSessionState { peer, answer: None, dead: None, busy: 0, orphan: false };
         state.sessions.insert(session, line);
         drop(state);
         self.shared.ring();
         self.opened(session).map_err(|why| about(&why))?;
-        Ok(Session::new(self.shared.clone(), session, base, key.clone()))
+        Ok(CompatSession::new(self.shared.clone(), session, base, key.clone()))
     }
 
-    fn opened(&self, session: SessionId) -> Result<(), Cause> {
+    fn opened(&self, session: SessionId) -> Result<(), FabricError> {
         let until = Instant::now() + ANSWER_MAX;
         let mut state = self.shared.lock();
         loop {
@@ -208,7 +212,7 @@ impl Engine {
             state = next;
             if !in_time {
                 state.close(session);
-                return Err(Cause::Unreachable);
+                return Err(FabricError::Unreachable);
             }
         }
     }
@@ -219,7 +223,7 @@ impl Engine {
     }
 }
 
-impl Drop for Engine {
+impl Drop for CompatEngine {
     /// What is under way fails.
     fn drop(&mut self) {
         let mut done = Vec::new();

@@ -5,7 +5,7 @@ use std::fmt;
 /// Why a call failed. The text names what, where and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Error {
+pub enum CompatError {
     /// An environment variable or a file that it names is wrong.
     Setting(String),
     /// An argument is wrong.
@@ -14,12 +14,14 @@ pub enum Error {
     Plane(String),
 }
 
-impl fmt::Display for Error {
+impl fmt::Display for CompatError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Setting(text) | Error::Argument(text) | Error::Plane(text) => f.write_str(text),
+            CompatError::Setting(text) | CompatError::Argument(text) | CompatError::Plane(text) => {
+                f.write_str(text)
+            }
         }
     }
 }
 
-impl std::error::Error for Error {}
+impl std::error::Error for CompatError {}

@@ -4,12 +4,12 @@ use ::engine::fabric::{DataPlane, SessionId};
 use fabric_host::{HostPlane, SessionPaths};
 
 /// A data plane whose address and regions are MoRI's descriptors.
-pub trait Fabric: DataPlane {
+pub trait CompatPlane: DataPlane {
     /// How the bytes of an open session go, where the plane has more than one way.
     fn paths(&self, session: SessionId) -> Option<SessionPaths>;
 }
 
-impl Fabric for HostPlane {
+impl CompatPlane for HostPlane {
     fn paths(&self, session: SessionId) -> Option<SessionPaths> {
         HostPlane::paths(self, session)
     }

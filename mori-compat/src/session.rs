@@ -1,40 +1,48 @@
 //! A session: posts batches.
 
-use crate::audit::Record;
-use crate::pump::Shared;
-use crate::state::{Batch, Due, Finished, State, Tell, Transfer, injected};
-use crate::status::{Code, Failure, Status};
+use crate::audit::AuditRecord;
+use crate::poll_thread::CompatEngineShared;
+use crate::state::{
+    CompatBatch, CompatState, CompatTransfer, FinishedTransfer, StatusDelivery, TimedAction,
+    injected,
+};
+use crate::status::{CompatFailure, CompatStatusCode, CompatTransferStatus};
 use ::engine::fabric::{Direction, OpId, Refused, SessionId};
 use fabric_host::SessionPaths;
-use scenarios::drill::Effect;
+use scenarios::fault_injector::InjectedEffect;
 use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 /// Transfers between one local and one remote region.
-pub struct Session {
-    shared: Arc<Shared>,
+pub struct CompatSession {
+    shared: Arc<CompatEngineShared>,
     id: SessionId,
     base: u64,
     peer: Arc<str>,
 }
 
-impl fmt::Debug for Session {
+impl fmt::Debug for CompatSession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session").field("peer", &self.peer).finish_non_exhaustive()
+        f.debug_struct("CompatSession").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 
-impl Drop for Session {
+impl Drop for CompatSession {
     /// What is under way goes on.
     fn drop(&mut self) {
         self.shared.lock().abandon(self.id);
     }
 }
 
-impl Session {
-    pub(crate) fn new(shared: Arc<Shared>, id: SessionId, base: u64, peer: Arc<str>) -> Session {
-        Session { shared, id, base, peer }
+impl CompatSession {
+    pub(crate) fn new(
+        shared: Arc<CompatEngineShared>,
+        id: SessionId,
+        base: u64,
+        peer: Arc<str>,
+    ) -> CompatSession {
+        CompatSession { shared, id, base, peer }
     }
 
     /// The engine at the other end.
@@ -47,8 +55,8 @@ impl Session {
         self.shared.lock().plane.as_ref()?.paths(self.id)
     }
 
-    /// Posts the copy of some byte ranges; offsets are relative to the two regions. While the
-    /// queue is full it waits, for as long as [`Settings::backoff`](crate::Settings) says; what
+    /// Posts the copy of some byte ranges; offsets are relative to the two regions. While the queue
+    /// is full it waits, for as long as [`Settings::backoff`](crate::CompatSettings) says; what
     /// cannot be posted is in the status, as with MoRI.
     pub fn post(
         &self,
@@ -57,15 +65,15 @@ impl Session {
         remote: Vec<u64>,
         len: Vec<u64>,
         uid: u64,
-    ) -> Arc<Status> {
-        let status = Arc::new(Status::under_way());
+    ) -> Arc<CompatTransferStatus> {
+        let status = Arc::new(CompatTransferStatus::under_way());
         if local.len() != len.len() || remote.len() != len.len() {
             let (local, remote, len) = (local.len(), remote.len(), len.len());
             let text = format!("{local} local and {remote} remote offsets for {len} sizes");
-            status.settle(Err(Failure::new(Code::InvalidArgs, text)));
+            status.settle(Err(CompatFailure::new(CompatStatusCode::InvalidArgs, text)));
             return status;
         }
-        let batch = Batch { session: self.id, direction, local, remote, len };
+        let batch = CompatBatch { session: self.id, direction, local, remote, len };
         let mut done = Vec::new();
         if let Err(failure) = self.take(batch, uid, &status, &mut done) {
             status.settle(Err(failure));
@@ -77,11 +85,11 @@ impl Session {
     /// Posts a batch, or does with it what a fault says.
     fn take(
         &self,
-        batch: Batch,
+        batch: CompatBatch,
         uid: u64,
-        status: &Arc<Status>,
-        done: &mut Vec<Finished>,
-    ) -> Result<(), Failure> {
+        status: &Arc<CompatTransferStatus>,
+        done: &mut Vec<FinishedTransfer>,
+    ) -> Result<(), CompatFailure> {
         let mut state = self.shared.lock();
         self.usable(&state)?;
         let now = self.shared.now();
@@ -90,29 +98,29 @@ impl Session {
         }
         let record = self.shared.audit.as_ref().map(|_| self.record(&batch, uid));
         let mut end = |verdict, record| {
-            done.push(Finished { status: status.clone(), verdict, record });
+            done.push(FinishedTransfer { status: status.clone(), verdict, record });
             Ok(())
         };
         let tell = match state.faults.posted(now) {
-            None => Tell::AsItIs,
-            Some(Effect::AckLost) => Tell::AsFailed,
-            Some(Effect::CompletionLost) => Tell::Never,
-            Some(Effect::ReportedLate(by)) => Tell::Late(by),
-            Some(Effect::NoCopy) => return end(Ok(()), record),
-            Some(Effect::Fails) => return end(Err(injected("transfer failed")), record),
-            Some(Effect::KillsPeer) => {
+            None => StatusDelivery::AsItIs,
+            Some(InjectedEffect::AckLost) => StatusDelivery::AsFailed,
+            Some(InjectedEffect::CompletionLost) => StatusDelivery::Never,
+            Some(InjectedEffect::ReportedLate(by)) => StatusDelivery::Late(by),
+            Some(InjectedEffect::NoCopy) => return end(Ok(()), record),
+            Some(InjectedEffect::Fails) => return end(Err(injected("transfer failed")), record),
+            Some(InjectedEffect::KillsPeer) => {
                 let peer = state.sessions.get(&self.id).map(|line| line.peer);
                 state.kill(|one| Some(one) == peer, &injected("queue pair error").message);
                 self.shared.ring();
                 return end(Err(injected("queue pair error")), record);
             }
-            Some(Effect::MovedLate(by)) => {
-                state.at(now + by, Due::Move(batch));
+            Some(InjectedEffect::MovedLate(by)) => {
+                state.at(now + by, TimedAction::Move(batch));
                 self.shared.ring();
                 return end(Ok(()), record);
             }
-            Some(Effect::FailsAndMoves(by)) => {
-                state.at(now + by, Due::Move(batch));
+            Some(InjectedEffect::FailsAndMoves(by)) => {
+                state.at(now + by, TimedAction::Move(batch));
                 self.shared.ring();
                 return end(Err(injected("acknowledgement lost")), record);
             }
@@ -123,31 +131,41 @@ impl Session {
             line.busy += 1;
         }
         let (status, failure) = (status.clone(), None);
-        let transfer =
-            Transfer { status, session, outstanding: 1, failure, unquiet: false, tell, record };
+        let transfer = CompatTransfer {
+            status,
+            session,
+            outstanding: 1,
+            failure,
+            needs_quiesce: false,
+            tell,
+            record,
+        };
         state.transfers.insert(key, transfer);
         self.submit(state, key, &batch, done);
         self.shared.ring();
         Ok(())
     }
 
-    fn usable(&self, state: &State) -> Result<(), Failure> {
+    fn usable(&self, state: &CompatState) -> Result<(), CompatFailure> {
         let why = match state.sessions.get(&self.id) {
             Some(line) if state.plane.is_some() => line.dead.as_deref(),
             _ => Some("the engine is closed"),
         };
         why.map_or(Ok(()), |why| {
-            Err(Failure::new(Code::BadState, format!("session with {}: {why}", self.peer)))
+            Err(CompatFailure::new(
+                CompatStatusCode::BadState,
+                format!("session with {}: {why}", self.peer),
+            ))
         })
     }
 
     /// Posts a batch as operations of a size that the plane takes, waiting for room.
     fn submit<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, CompatState>,
         key: u64,
-        batch: &Batch,
-        done: &mut Vec<Finished>,
+        batch: &CompatBatch,
+        done: &mut Vec<FinishedTransfer>,
     ) {
         let until = Instant::now() + self.shared.backoff;
         let slices = batch.len.len();
@@ -172,10 +190,15 @@ impl Session {
                         continue;
                     }
                     let waited = self.shared.backoff.as_millis();
-                    Failure::new(Code::RdmaOp, format!("SQ full: no room in {waited} ms"))
+                    CompatFailure::new(
+                        CompatStatusCode::RdmaOp,
+                        format!("SQ full: no room in {waited} ms"),
+                    )
                 }
-                Err(why @ Refused::Invalid(_)) => Failure::new(Code::InvalidArgs, why.to_string()),
-                Err(why) => Failure::new(Code::BadState, why.to_string()),
+                Err(why @ Refused::Invalid(_)) => {
+                    CompatFailure::new(CompatStatusCode::InvalidArgs, why.to_string())
+                }
+                Err(why) => CompatFailure::new(CompatStatusCode::BadState, why.to_string()),
             };
             if let Some(transfer) = state.transfers.get_mut(&key) {
                 transfer.failure.get_or_insert(failure);
@@ -185,8 +208,8 @@ impl Session {
         state.release(self.shared.now(), key, 1, done);
     }
 
-    fn record(&self, batch: &Batch, uid: u64) -> Record {
-        Record {
+    fn record(&self, batch: &CompatBatch, uid: u64) -> AuditRecord {
+        AuditRecord {
             uid,
             direction: batch.direction,
             peer: self.peer.clone(),

@@ -1,9 +1,9 @@
 //! What the environment says.
 
-use crate::error::Error;
+use crate::error::CompatError;
 use fabric_host::HostConfig;
 use scenarios::FaultKind;
-use scenarios::drill::{self, Faults};
+use scenarios::fault_injector::{self, FaultInjector};
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -32,7 +32,7 @@ const CALLERS: [&str; 5] = ["key", "host", "port", "workers", "open_door"];
 
 /// Settings that are not arguments of MoRI's calls.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct CompatSettings {
     /// Faults to inject, `KVFERRY_FAULTS`; see [`scenarios::FaultFile`].
     pub faults: Option<PathBuf>,
     /// Where to log what was moved, `KVFERRY_AUDIT`.
@@ -44,9 +44,9 @@ pub struct Settings {
     pub backoff: Duration,
 }
 
-impl Default for Settings {
+impl Default for CompatSettings {
     fn default() -> Self {
-        Settings {
+        CompatSettings {
             faults: None,
             audit: None,
             fabric: HostConfig::default(),
@@ -55,28 +55,31 @@ impl Default for Settings {
     }
 }
 
-impl Settings {
+impl CompatSettings {
     /// What the environment variables say.
     ///
     /// # Errors
     /// `Setting` with the variable, what is wrong with it and what it may be.
-    pub fn from_env() -> Result<Settings, Error> {
-        let mut settings = Settings {
-            faults: env::var_os(drill::VARIABLE).map(PathBuf::from),
+    pub fn from_env() -> Result<CompatSettings, CompatError> {
+        let mut settings = CompatSettings {
+            faults: env::var_os(fault_injector::VARIABLE).map(PathBuf::from),
             audit: env::var_os(AUDIT).map(PathBuf::from),
-            ..Settings::default()
+            ..CompatSettings::default()
         };
         if let Some(path) = env::var_os(FABRIC).map(PathBuf::from) {
             let text = std::fs::read_to_string(&path).map_err(|why| {
                 let path = path.display();
-                Error::Setting(format!("{FABRIC}={path}: cannot read it: {why}"))
+                CompatError::Setting(format!("{FABRIC}={path}: cannot read it: {why}"))
             })?;
-            settings.fabric = fabric(&text)
-                .map_err(|why| Error::Setting(format!("{FABRIC}={}: {why}", path.display())))?;
+            settings.fabric = fabric(&text).map_err(|why| {
+                CompatError::Setting(format!("{FABRIC}={}: {why}", path.display()))
+            })?;
         }
         if let Some(text) = env::var_os(BACKOFF_US) {
             let us = text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
-                Error::Setting(format!("{BACKOFF_US}={text:?}: give a number of microseconds"))
+                CompatError::Setting(format!(
+                    "{BACKOFF_US}={text:?}: give a number of microseconds"
+                ))
             })?;
             settings.backoff = Duration::from_micros(us);
         }
@@ -87,13 +90,13 @@ impl Settings {
     ///
     /// # Errors
     /// `Setting` for faults that cannot be read or injected.
-    pub fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<(), CompatError> {
         self.faults().map(drop)
     }
 
-    pub(crate) fn faults(&self) -> Result<Faults, Error> {
-        let Some(path) = &self.faults else { return Ok(Faults::default()) };
-        Faults::load(path, &KINDS).map_err(|why| Error::Setting(why.to_string()))
+    pub(crate) fn faults(&self) -> Result<FaultInjector, CompatError> {
+        let Some(path) = &self.faults else { return Ok(FaultInjector::default()) };
+        FaultInjector::load(path, &KINDS).map_err(|why| CompatError::Setting(why.to_string()))
     }
 }
 
@@ -108,12 +111,12 @@ fn fabric(text: &str) -> Result<HostConfig, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fabric_host::Path;
+    use fabric_host::DataPath;
 
     #[test]
     fn a_fabric_file_sets_what_the_caller_does_not() {
         let read = fabric("paths = [\"tcp\"]\nslower = true").expect("valid");
-        assert_eq!((read.paths, read.slower), (vec![Path::Tcp], true));
+        assert_eq!((read.paths, read.slower), (vec![DataPath::Tcp], true));
         let key = fabric("key = \"me\"").expect_err("the caller's");
         assert!(key.contains("`key`") && key.contains("remove it"), "{key}");
         let unknown = fabric("pahts = []").expect_err("unknown");

@@ -1,39 +1,37 @@
 //! What an engine knows: its plane, regions, peers, sessions and the transfers under way.
 
-use crate::audit::{Audit, Record};
-use crate::fabric::Fabric;
-use crate::status::{Code, Failure, Status};
+use crate::audit::{AuditLog, AuditRecord};
+use crate::fabric::CompatPlane;
+use crate::status::{CompatFailure, CompatStatusCode, CompatTransferStatus};
 use ::engine::core::Nanos;
 use ::engine::fabric::{
-    Cause, DataEvent, Direction, Landed, OpId, Outcome, PeerId, Refused, RegionDesc, RegionId,
-    SessionId, Submit, Ticket, Wake,
+    Completion, DataEvent, Direction, FabricError, Landed, NextPoll, OpId, PeerId, QuiesceTicket,
+    Refused, RegionDesc, RegionId, SessionId, Submit,
 };
-use scenarios::drill::Faults;
+use scenarios::fault_injector::FaultInjector;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// How long a late move waits for room in a full queue before it tries again.
 const RETRY: Nanos = Nanos::from_ms(1);
 
-/// A registered region.
 #[derive(Debug)]
-pub(crate) struct Region {
+pub(crate) struct CompatRegion {
     pub(crate) base: u64,
-    pub(crate) answer: Option<Result<RegionDesc, Cause>>,
+    pub(crate) answer: Option<Result<RegionDesc, FabricError>>,
 }
 
 /// A registered engine of the other side.
 #[derive(Debug)]
-pub(crate) struct Peer {
+pub(crate) struct CompatPeer {
     pub(crate) id: PeerId,
     pub(crate) bytes: Arc<[u8]>,
 }
 
-/// An open session.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct CompatSessionState {
     pub(crate) peer: PeerId,
-    pub(crate) answer: Option<Result<(), Cause>>,
+    pub(crate) answer: Option<Result<(), FabricError>>,
     /// Why it cannot be used any more.
     pub(crate) dead: Option<String>,
     /// Transfers under way.
@@ -44,7 +42,7 @@ pub(crate) struct Line {
 
 /// How the end of a transfer is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tell {
+pub(crate) enum StatusDelivery {
     AsItIs,
     Late(Nanos),
     AsFailed,
@@ -53,28 +51,28 @@ pub(crate) enum Tell {
 
 /// One batch under way.
 #[derive(Debug)]
-pub(crate) struct Transfer {
-    pub(crate) status: Arc<Status>,
+pub(crate) struct CompatTransfer {
+    pub(crate) status: Arc<CompatTransferStatus>,
     pub(crate) session: SessionId,
     /// Operations that are not complete, and one more while some are yet to be posted.
     pub(crate) outstanding: u32,
-    pub(crate) failure: Option<Failure>,
+    pub(crate) failure: Option<CompatFailure>,
     /// Something of what failed may still land.
-    pub(crate) unquiet: bool,
-    pub(crate) tell: Tell,
-    pub(crate) record: Option<Record>,
+    pub(crate) needs_quiesce: bool,
+    pub(crate) tell: StatusDelivery,
+    pub(crate) record: Option<AuditRecord>,
 }
 
 /// A transfer whose status can be settled, outside of all locks.
 #[derive(Debug)]
-pub(crate) struct Finished {
-    pub(crate) status: Arc<Status>,
-    pub(crate) verdict: Result<(), Failure>,
-    pub(crate) record: Option<Record>,
+pub(crate) struct FinishedTransfer {
+    pub(crate) status: Arc<CompatTransferStatus>,
+    pub(crate) verdict: Result<(), CompatFailure>,
+    pub(crate) record: Option<AuditRecord>,
 }
 
-impl Finished {
-    pub(crate) fn settle(self, audit: Option<&Audit>) {
+impl FinishedTransfer {
+    pub(crate) fn settle(self, audit: Option<&AuditLog>) {
         let mut verdict = self.verdict;
         if let (Some(audit), Some(record)) = (audit, &self.record) {
             verdict = audit.write(record, &verdict).and(verdict);
@@ -85,7 +83,7 @@ impl Finished {
 
 /// The slices of a batch; offsets and lengths in bytes.
 #[derive(Clone, Debug)]
-pub(crate) struct Batch {
+pub(crate) struct CompatBatch {
     pub(crate) session: SessionId,
     pub(crate) direction: Direction,
     pub(crate) local: Vec<u64>,
@@ -95,41 +93,41 @@ pub(crate) struct Batch {
 
 /// What is to be done at a time.
 #[derive(Debug)]
-pub(crate) enum Due {
-    Tell(Finished),
+pub(crate) enum TimedAction {
+    Tell(FinishedTransfer),
     /// Moves what was reported before.
-    Move(Batch),
+    Move(CompatBatch),
 }
 
 /// Numbers that are given out.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(u64);
+pub(crate) struct IdCounter(u64);
 
-impl Counter {
+impl IdCounter {
     pub(crate) fn next(&mut self) -> u64 {
         self.0 += 1;
         self.0
     }
 }
 
-pub(crate) struct State {
+pub(crate) struct CompatState {
     /// None once the engine is closed.
-    pub(crate) plane: Option<Box<dyn Fabric>>,
-    pub(crate) faults: Faults,
-    pub(crate) regions: BTreeMap<RegionId, Region>,
-    pub(crate) peers: BTreeMap<Arc<str>, Peer>,
-    pub(crate) sessions: HashMap<SessionId, Line>,
-    pub(crate) transfers: HashMap<u64, Transfer>,
+    pub(crate) plane: Option<Box<dyn CompatPlane>>,
+    pub(crate) faults: FaultInjector,
+    pub(crate) regions: BTreeMap<RegionId, CompatRegion>,
+    pub(crate) peers: BTreeMap<Arc<str>, CompatPeer>,
+    pub(crate) sessions: HashMap<SessionId, CompatSessionState>,
+    pub(crate) transfers: HashMap<u64, CompatTransfer>,
     pub(crate) ops: HashMap<OpId, u64>,
-    pub(crate) ids: Counter,
-    tickets: HashMap<Ticket, u64>,
-    due: BTreeMap<(Nanos, u64), Due>,
+    pub(crate) ids: IdCounter,
+    tickets: HashMap<QuiesceTicket, u64>,
+    due: BTreeMap<(Nanos, u64), TimedAction>,
     events: Vec<DataEvent>,
 }
 
-impl State {
-    pub(crate) fn new(plane: Box<dyn Fabric>, faults: Faults) -> State {
-        State {
+impl CompatState {
+    pub(crate) fn new(plane: Box<dyn CompatPlane>, faults: FaultInjector) -> CompatState {
+        CompatState {
             plane: Some(plane),
             faults,
             regions: BTreeMap::new(),
@@ -137,22 +135,26 @@ impl State {
             sessions: HashMap::new(),
             transfers: HashMap::new(),
             ops: HashMap::new(),
-            ids: Counter::default(),
+            ids: IdCounter::default(),
             tickets: HashMap::new(),
             due: BTreeMap::new(),
             events: Vec::new(),
         }
     }
 
-    pub(crate) fn at(&mut self, when: Nanos, due: Due) {
+    pub(crate) fn at(&mut self, when: Nanos, due: TimedAction) {
         let serial = self.ids.next();
         self.due.insert((when, serial), due);
     }
 
     /// Polls the plane and does what is due. Tells when to come again, and whether anything
     /// changed that somebody could wait for.
-    pub(crate) fn step(&mut self, now: Nanos, done: &mut Vec<Finished>) -> (Wake, bool) {
-        let Some(plane) = &mut self.plane else { return (Wake::External, false) };
+    pub(crate) fn step(
+        &mut self,
+        now: Nanos,
+        done: &mut Vec<FinishedTransfer>,
+    ) -> (NextPoll, bool) {
+        let Some(plane) = &mut self.plane else { return (NextPoll::External, false) };
         let mut events = std::mem::take(&mut self.events);
         let mut wake = plane.poll(now, &mut events);
         let changed = !events.is_empty();
@@ -167,24 +169,24 @@ impl State {
         {
             called = true;
             match entry.remove() {
-                Due::Tell(finished) => done.push(finished),
-                Due::Move(batch) => self.move_late(now, batch),
+                TimedAction::Tell(finished) => done.push(finished),
+                TimedAction::Move(batch) => self.move_late(now, batch),
             }
         }
         if called {
-            wake = Wake::Ready;
+            wake = NextPoll::Ready;
         }
         if let Some(((due, _), _)) = self.due.first_key_value() {
             wake = match wake {
-                Wake::Ready => Wake::Ready,
-                Wake::At(at) => Wake::At(at.min(*due)),
-                Wake::External => Wake::At(*due),
+                NextPoll::Ready => NextPoll::Ready,
+                NextPoll::At(at) => NextPoll::At(at.min(*due)),
+                NextPoll::External => NextPoll::At(*due),
             };
         }
         (wake, changed)
     }
 
-    fn on_event(&mut self, now: Nanos, event: DataEvent, done: &mut Vec<Finished>) {
+    fn on_event(&mut self, now: Nanos, event: DataEvent, done: &mut Vec<FinishedTransfer>) {
         match event {
             DataEvent::Registered { region, result } => {
                 if let Some(region) = self.regions.get_mut(&region) {
@@ -211,27 +213,39 @@ impl State {
         }
     }
 
-    fn on_completed(&mut self, now: Nanos, op: OpId, outcome: Outcome, done: &mut Vec<Finished>) {
+    fn on_completed(
+        &mut self,
+        now: Nanos,
+        op: OpId,
+        outcome: Completion,
+        done: &mut Vec<FinishedTransfer>,
+    ) {
         let Some(key) = self.ops.remove(&op) else { return };
         let Some(transfer) = self.transfers.get_mut(&key) else { return };
-        if let Outcome::Failed { cause, landed } = outcome {
-            transfer.unquiet |= landed == Landed::Unknown;
-            let failure = || Failure::new(Code::RdmaOp, cause.to_string());
+        if let Completion::Failed { cause, landed } = outcome {
+            transfer.needs_quiesce |= landed == Landed::Unknown;
+            let failure = || CompatFailure::new(CompatStatusCode::RdmaOp, cause.to_string());
             transfer.failure.get_or_insert_with(failure);
         }
         self.release(now, key, 1, done);
     }
 
     /// Takes back `count` of what a transfer waits for; at none it ends, as soon as it is quiet.
-    pub(crate) fn release(&mut self, now: Nanos, key: u64, count: u32, done: &mut Vec<Finished>) {
+    pub(crate) fn release(
+        &mut self,
+        now: Nanos,
+        key: u64,
+        count: u32,
+        done: &mut Vec<FinishedTransfer>,
+    ) {
         let Some(transfer) = self.transfers.get_mut(&key) else { return };
         transfer.outstanding -= count;
         if transfer.outstanding > 0 {
             return;
         }
         match &mut self.plane {
-            Some(plane) if transfer.unquiet => {
-                let ticket = Ticket(self.ids.next());
+            Some(plane) if transfer.needs_quiesce => {
+                let ticket = QuiesceTicket(self.ids.next());
                 plane.quiesce(transfer.session, ticket);
                 self.tickets.insert(ticket, key);
             }
@@ -239,19 +253,20 @@ impl State {
         }
     }
 
-    fn finish(&mut self, now: Nanos, key: u64, done: &mut Vec<Finished>) {
+    fn finish(&mut self, now: Nanos, key: u64, done: &mut Vec<FinishedTransfer>) {
         let Some(transfer) = self.transfers.remove(&key) else { return };
         self.idle(transfer.session);
         let verdict = match (transfer.failure, transfer.tell) {
             (Some(failure), _) => Err(failure),
-            (None, Tell::AsFailed) => Err(injected("acknowledgement lost")),
+            (None, StatusDelivery::AsFailed) => Err(injected("acknowledgement lost")),
             (None, _) => Ok(()),
         };
-        let finished = Finished { status: transfer.status, verdict, record: transfer.record };
+        let finished =
+            FinishedTransfer { status: transfer.status, verdict, record: transfer.record };
         match transfer.tell {
-            Tell::Never => {}
-            Tell::Late(by) => self.at(now + by, Due::Tell(finished)),
-            Tell::AsItIs | Tell::AsFailed => done.push(finished),
+            StatusDelivery::Never => {}
+            StatusDelivery::Late(by) => self.at(now + by, TimedAction::Tell(finished)),
+            StatusDelivery::AsItIs | StatusDelivery::AsFailed => done.push(finished),
         }
     }
 
@@ -277,7 +292,8 @@ impl State {
 
     pub(crate) fn close(&mut self, session: SessionId) {
         let line = self.sessions.remove(&session);
-        if let (Some(plane), Some(Line { dead: None, .. })) = (&mut self.plane, line) {
+        if let (Some(plane), Some(CompatSessionState { dead: None, .. })) = (&mut self.plane, line)
+        {
             plane.close(session);
         }
     }
@@ -295,12 +311,16 @@ impl State {
     }
 
     /// Everything under way fails, without a word from the plane.
-    pub(crate) fn fail_all(&mut self, why: &str, done: &mut Vec<Finished>) {
+    pub(crate) fn fail_all(&mut self, why: &str, done: &mut Vec<FinishedTransfer>) {
         self.ops.clear();
         self.tickets.clear();
         for (_, transfer) in self.transfers.drain() {
-            let verdict = Err(Failure::new(Code::BadState, why));
-            done.push(Finished { status: transfer.status, verdict, record: transfer.record });
+            let verdict = Err(CompatFailure::new(CompatStatusCode::BadState, why));
+            done.push(FinishedTransfer {
+                status: transfer.status,
+                verdict,
+                record: transfer.record,
+            });
         }
         for line in self.sessions.values_mut() {
             line.busy = 0;
@@ -308,7 +328,7 @@ impl State {
     }
 
     /// Moves a batch whose end was told before; nobody hears of it any more.
-    fn move_late(&mut self, now: Nanos, mut batch: Batch) {
+    fn move_late(&mut self, now: Nanos, mut batch: CompatBatch) {
         let Some(plane) = &mut self.plane else { return };
         let most = plane.caps().slices_max as usize;
         while !batch.len.is_empty() {
@@ -316,7 +336,7 @@ impl State {
             let op = OpId(self.ids.next());
             match plane.submit(batch.part(op, 0..count)) {
                 Ok(()) => {}
-                Err(Refused::Busy) => return self.at(now + RETRY, Due::Move(batch)),
+                Err(Refused::Busy) => return self.at(now + RETRY, TimedAction::Move(batch)),
                 Err(_) => return,
             }
             for list in [&mut batch.local, &mut batch.remote, &mut batch.len] {
@@ -326,7 +346,7 @@ impl State {
     }
 }
 
-impl Batch {
+impl CompatBatch {
     /// Some of its slices as one operation.
     pub(crate) fn part(&self, op: OpId, range: std::ops::Range<usize>) -> Submit<'_> {
         Submit {
@@ -341,6 +361,6 @@ impl Batch {
 }
 
 /// A failure that a fault file asked for.
-pub(crate) fn injected(what: &str) -> Failure {
-    Failure::new(Code::RdmaOp, format!("{what} (injected by KVFERRY_FAULTS)"))
+pub(crate) fn injected(what: &str) -> CompatFailure {
+    CompatFailure::new(CompatStatusCode::RdmaOp, format!("{what} (injected by KVFERRY_FAULTS)"))
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// MoRI's status codes, as far as they occur here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
-pub enum Code {
+pub enum CompatStatusCode {
     /// All bytes are in place.
     Success = 0,
     /// Under way.
@@ -21,20 +21,23 @@ pub enum Code {
 
 /// Shared between who posted a transfer and who settles it; settled once, never changed after.
 #[derive(Debug)]
-pub struct Status {
+pub struct CompatTransferStatus {
     code: AtomicU32,
     message: OnceLock<String>,
 }
 
-impl Status {
-    pub(crate) fn under_way() -> Status {
-        Status { code: AtomicU32::new(Code::InProgress as u32), message: OnceLock::new() }
+impl CompatTransferStatus {
+    pub(crate) fn under_way() -> CompatTransferStatus {
+        CompatTransferStatus {
+            code: AtomicU32::new(CompatStatusCode::InProgress as u32),
+            message: OnceLock::new(),
+        }
     }
 
-    pub(crate) fn settle(&self, verdict: Result<(), Failure>) {
+    pub(crate) fn settle(&self, verdict: Result<(), CompatFailure>) {
         let code = match verdict {
-            Ok(()) => Code::Success,
-            Err(Failure { code, message }) => {
+            Ok(()) => CompatStatusCode::Success,
+            Err(CompatFailure { code, message }) => {
                 // Whoever sees the code sees the message.
                 if self.message.set(message).is_err() {
                     return;
@@ -42,19 +45,18 @@ impl Status {
                 code
             }
         };
-        let under_way = Code::InProgress as u32;
+        let under_way = CompatStatusCode::InProgress as u32;
         let release = Ordering::Release;
         let _once = self.code.compare_exchange(under_way, code as u32, release, Ordering::Relaxed);
     }
 
-    /// How it stands.
-    pub fn code(&self) -> Code {
+    pub fn code(&self) -> CompatStatusCode {
         match self.code.load(Ordering::Acquire) {
-            0 => Code::Success,
-            2 => Code::InProgress,
-            11 => Code::InvalidArgs,
-            13 => Code::RdmaOp,
-            _ => Code::BadState,
+            0 => CompatStatusCode::Success,
+            2 => CompatStatusCode::InProgress,
+            11 => CompatStatusCode::InvalidArgs,
+            13 => CompatStatusCode::RdmaOp,
+            _ => CompatStatusCode::BadState,
         }
     }
 
@@ -68,24 +70,24 @@ impl Status {
 
     /// True once all bytes are in place.
     pub fn succeeded(&self) -> bool {
-        self.code() == Code::Success
+        self.code() == CompatStatusCode::Success
     }
 
     /// True once it has failed; nothing of it lands any more.
     pub fn failed(&self) -> bool {
-        self.code() > Code::InProgress
+        self.code() > CompatStatusCode::InProgress
     }
 }
 
 /// How a transfer failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Failure {
-    pub(crate) code: Code,
+pub(crate) struct CompatFailure {
+    pub(crate) code: CompatStatusCode,
     pub(crate) message: String,
 }
 
-impl Failure {
-    pub(crate) fn new(code: Code, message: impl Into<String>) -> Failure {
-        Failure { code, message: message.into() }
+impl CompatFailure {
+    pub(crate) fn new(code: CompatStatusCode, message: impl Into<String>) -> CompatFailure {
+        CompatFailure { code, message: message.into() }
     }
 }

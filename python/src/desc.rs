@@ -5,11 +5,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 /// Where an engine is reached.
-#[pyclass(frozen, module = "mori.io")]
-pub struct EngineDesc(pub(crate) mori_compat::EngineDesc);
+#[pyclass(frozen, module = "mori.io", name = "EngineDesc")]
+pub struct PyEngineDesc(pub(crate) mori_compat::CompatEngineDesc);
 
 #[pymethods]
-impl EngineDesc {
+impl PyEngineDesc {
     /// The bytes that a peer unpacks.
     fn pack<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.0.pack())
@@ -17,8 +17,8 @@ impl EngineDesc {
 
     /// Reads the bytes of a peer; raises ValueError if they are no descriptor.
     #[staticmethod]
-    fn unpack(bytes: &[u8]) -> PyResult<EngineDesc> {
-        mori_compat::EngineDesc::unpack(bytes).map(EngineDesc).map_err(raise)
+    fn unpack(bytes: &[u8]) -> PyResult<PyEngineDesc> {
+        mori_compat::CompatEngineDesc::unpack(bytes).map(PyEngineDesc).map_err(raise)
     }
 
     /// The unique name of the engine.
@@ -43,17 +43,16 @@ impl EngineDesc {
         format!("EngineDesc({} at {}:{})", self.0.key(), self.0.host(), self.0.port())
     }
 
-    fn __eq__(&self, other: &EngineDesc) -> bool {
+    fn __eq__(&self, other: &PyEngineDesc) -> bool {
         self.0 == other.0
     }
 }
 
-/// Registered memory.
-#[pyclass(frozen, module = "mori.io")]
-pub struct MemoryDesc(pub(crate) mori_compat::MemoryDesc);
+#[pyclass(frozen, module = "mori.io", name = "MemoryDesc")]
+pub struct PyMemoryDesc(pub(crate) mori_compat::CompatMemoryDesc);
 
 #[pymethods]
-impl MemoryDesc {
+impl PyMemoryDesc {
     /// The bytes that a peer unpacks.
     fn pack<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.0.pack())
@@ -61,8 +60,8 @@ impl MemoryDesc {
 
     /// Reads the bytes of a peer; raises ValueError if they are no descriptor.
     #[staticmethod]
-    fn unpack(bytes: &[u8]) -> PyResult<MemoryDesc> {
-        mori_compat::MemoryDesc::unpack(bytes).map(MemoryDesc).map_err(raise)
+    fn unpack(bytes: &[u8]) -> PyResult<PyMemoryDesc> {
+        mori_compat::CompatMemoryDesc::unpack(bytes).map(PyMemoryDesc).map_err(raise)
     }
 
     /// The engine that it is registered with.
@@ -94,7 +93,7 @@ impl MemoryDesc {
         format!("MemoryDesc({id} of {}, {size} B at {data:#x})", self.0.engine_key())
     }
 
-    fn __eq__(&self, other: &MemoryDesc) -> bool {
+    fn __eq__(&self, other: &PyMemoryDesc) -> bool {
         self.0 == other.0
     }
 }

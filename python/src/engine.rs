@@ -1,65 +1,65 @@
 //! The engine behind `mori.io.IOEngine`.
 
-use crate::desc::{EngineDesc, MemoryDesc};
+use crate::desc::{PyEngineDesc, PyMemoryDesc};
 use crate::raise;
-use crate::session::Session;
-use mori_compat::Settings;
+use crate::session::PySession;
+use mori_compat::CompatSettings;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
 /// An engine that listens at `host:port`; `workers` threads copy. Settings come from the
 /// environment. Lives as long as it or one of its sessions is referenced.
-#[pyclass(frozen, module = "kvferry._native")]
-pub struct Engine {
-    engine: mori_compat::Engine,
+#[pyclass(frozen, module = "kvferry._native", name = "Engine")]
+pub struct PyEngine {
+    engine: mori_compat::CompatEngine,
     /// Owners of registered memory.
     kept: Mutex<Vec<Py<PyAny>>>,
 }
 
 #[pymethods]
-impl Engine {
+impl PyEngine {
     #[new]
-    fn new(py: Python<'_>, key: &str, host: &str, port: u16, workers: u32) -> PyResult<Engine> {
+    fn new(py: Python<'_>, key: &str, host: &str, port: u16, workers: u32) -> PyResult<PyEngine> {
         py.detach(|| {
-            kvferry::embed::log_to_stderr();
-            let settings = Settings::from_env()?;
-            mori_compat::Engine::start(key, host, port, workers, &settings)
+            kvferry::sidecar::log_to_stderr();
+            let settings = CompatSettings::from_env()?;
+            mori_compat::CompatEngine::start(key, host, port, workers, &settings)
         })
-        .map(|engine| Engine { engine, kept: Mutex::default() })
+        .map(|engine| PyEngine { engine, kept: Mutex::default() })
         .map_err(raise)
     }
 
     /// What peers need to reach it.
-    fn desc(&self) -> EngineDesc {
-        EngineDesc(self.engine.desc().clone())
+    fn desc(&self) -> PyEngineDesc {
+        PyEngineDesc(self.engine.desc().clone())
     }
 
-    /// Makes `len` bytes at address `base` reachable; keeps `owner` for the engine's life.
+    /// Makes `len` bytes at address `base` reachable; keeps `owner` as long as the engine is there.
     fn register_memory(
         &self,
         py: Python<'_>,
         base: u64,
         len: u64,
         owner: Py<PyAny>,
-    ) -> PyResult<MemoryDesc> {
+    ) -> PyResult<PyMemoryDesc> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(owner);
-        py.detach(|| self.engine.register_memory(base, len)).map(MemoryDesc).map_err(raise)
+        py.detach(|| self.engine.register_memory(base, len)).map(PyMemoryDesc).map_err(raise)
     }
 
     /// Names a peer.
-    fn register_remote_engine(&self, py: Python<'_>, desc: &EngineDesc) -> PyResult<()> {
+    fn register_remote_engine(&self, py: Python<'_>, desc: &PyEngineDesc) -> PyResult<()> {
         py.detach(|| self.engine.register_remote_engine(&desc.0)).map_err(raise)
     }
 
     /// Prepares transfers between a region of this engine and one of a peer.
     fn create_session(
-        slf: Bound<'_, Engine>,
-        local: &MemoryDesc,
-        remote: &MemoryDesc,
-    ) -> PyResult<Session> {
+        slf: Bound<'_, PyEngine>,
+        local: &PyMemoryDesc,
+        remote: &PyMemoryDesc,
+    ) -> PyResult<PySession> {
         let engine = &slf.get().engine;
         let session = slf.py().detach(|| engine.create_session(&local.0, &remote.0));
-        Ok(Session { session: session.map_err(raise)?, _engine: slf.unbind() })
+        Ok(PySession { session: session.map_err(raise)?, _engine: slf.unbind() })
     }
 
     /// A number that no transfer of this engine had.

@@ -9,14 +9,14 @@ mod link;
 mod session;
 mod transfers;
 
-use mori_compat::{Error, Settings};
+use mori_compat::{CompatError, CompatSettings};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::{PyErr, PyResult, pyfunction, pymodule};
 
 /// Wrong arguments and settings are a `ValueError`, what the fabric does not do a `RuntimeError`.
-fn raise(error: Error) -> PyErr {
+fn raise(error: CompatError) -> PyErr {
     match error {
-        Error::Plane(text) => PyRuntimeError::new_err(text),
+        CompatError::Plane(text) => PyRuntimeError::new_err(text),
         error => PyValueError::new_err(error.to_string()),
     }
 }
@@ -24,7 +24,7 @@ fn raise(error: Error) -> PyErr {
 /// Raises ValueError if an environment variable, or a file that it names, is wrong.
 #[pyfunction]
 fn check_settings() -> PyResult<()> {
-    Settings::from_env().and_then(|settings| settings.check()).map_err(raise)
+    CompatSettings::from_env().and_then(|settings| settings.check()).map_err(raise)
 }
 
 /// The native half of the package `kvferry`.
@@ -33,13 +33,13 @@ mod _native {
     #[pymodule_export]
     use super::check_settings;
     #[pymodule_export]
-    use crate::desc::{EngineDesc, MemoryDesc};
+    use crate::desc::{PyEngineDesc, PyMemoryDesc};
     #[pymodule_export]
-    use crate::engine::Engine;
+    use crate::engine::PyEngine;
     #[pymodule_export]
-    use crate::link::{Link, check_ports, main, settings};
+    use crate::link::{PyLink, check_ports, main, settings};
     #[pymodule_export]
-    use crate::session::{Session, TransferStatus};
+    use crate::session::{PySession, PyTransferStatus};
     #[pymodule_export]
-    use crate::transfers::Transfers;
+    use crate::transfers::PyTransfers;
 }

@@ -8,11 +8,13 @@ use engine::core::layout::BlockList;
 use engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
-use kvferry::embed::proto::{FromHost, ToHost, Who};
-use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::{Backend, HostStart, KvMemory, Settings, TransferPlace};
-use kvferry::embed::spec::Engine;
-use kvferry::embed::{Link as Line, answer_params, failed_params, unusable_params};
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
+use kvferry::sidecar::settings::{
+    ConnectorSettings, HostStart, KvMemory, TransferBackend, TransferPlacement,
+};
+use kvferry::sidecar::spec::ServingEngine;
+use kvferry::sidecar::{SidecarClient as Line, answer_params, failed_params, unusable_params};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
@@ -23,7 +25,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// What the host says of a request: kind, request, and why.
-type Event = (&'static str, String, Option<String>);
+type PyLinkEvent = (&'static str, String, Option<String>);
 
 /// Blocks of a chunk: request, first token, one past the last, and per group where its added blocks
 /// begin in the request's list, and their ids.
@@ -34,21 +36,23 @@ type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
 type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Vec<(String, u64)>);
 
 /// Blocks held and in quarantine.
-type Kept = (u32, u32);
+type KeptBlocks = (u32, u32);
 
-fn ended_tuple(Ended { outcome, queued, duration, bytes }: Ended) -> EndedTuple {
+fn ended_tuple(
+    TransferSummary { outcome, queued, duration, bytes }: TransferSummary,
+) -> EndedTuple {
     let name = outcome.name();
     let cause = match outcome {
-        Outcome::Failed { cause, .. } => Some(cause.to_string()),
-        Outcome::Done | Outcome::Local => None,
+        TransferOutcome::Failed { cause, .. } => Some(cause.to_string()),
+        TransferOutcome::Done | TransferOutcome::Local => None,
     };
     let bytes = bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect();
     let seconds = |span: Option<Nanos>| span.map(Nanos::as_secs_f64);
     (name, cause, seconds(queued), seconds(duration), bytes)
 }
 
-/// The blocks of a request in a group, the first of which is its `first`. Where a sliding window has
-/// dropped blocks, vLLM's list begins with its null block, 0.
+/// The blocks of a request in a group, the first of which is its `first`. Where a sliding window
+/// has dropped blocks, vLLM's list begins with its null block, 0.
 fn block_list(first: u32, mut ids: Vec<u32>) -> BlockList {
     let dropped = ids.iter().take_while(|id| **id == 0).count();
     ids.drain(..dropped);
@@ -64,49 +68,60 @@ fn read<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
 }
 
 /// A connection to the host of this engine.
-#[pyclass(module = "kvferry._native")]
-pub(crate) struct Link {
+#[pyclass(module = "kvferry._native", name = "Link")]
+pub(crate) struct PyLink {
     line: Line,
     role: Role,
     heard: Vec<FromHost>,
     /// Transfers that ended and were not asked for.
     ended: Vec<EndedTuple>,
     /// Blocks held and in quarantine, if they changed.
-    kept: Option<Kept>,
+    kept: Option<KeptBlocks>,
     /// Why requests were not handed over or did not come, for their answers.
-    told: BTreeMap<RequestId, String>,
+    failure_params: BTreeMap<RequestId, String>,
     address: Option<ZmqAddress>,
     lease_ms: u64,
-    life: u64,
+    incarnation: u64,
 }
 
-/// Most requests of which something is in `told`; all are such that the engine has not ended yet.
-const TOLD_MAX: usize = 65_536;
+/// Most requests of which something is in `failure_params`; all are such that the engine has not
+/// ended yet.
+const FAILURE_PARAMS_MAX: usize = 65_536;
 
-impl Link {
-    fn connect(path: PathBuf, role: Role, who: Who) -> PyResult<Link> {
+impl PyLink {
+    fn connect(path: PathBuf, role: Role, who: ClientIdentity) -> PyResult<PyLink> {
         let line = Line::connect(&path, who).map_err(|why| {
             PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
         })?;
         let (heard, ended) = (Vec::new(), Vec::new());
-        let (kept, address, lease_ms, life) = (None, None, 0, 0);
-        let told = BTreeMap::new();
-        Ok(Link { line, role, heard, ended, kept, told, address, lease_ms, life })
+        let (kept, address, lease_ms, incarnation) = (None, None, 0, 0);
+        let failure_params = BTreeMap::new();
+        Ok(PyLink {
+            line,
+            role,
+            heard,
+            ended,
+            kept,
+            failure_params,
+            address,
+            lease_ms,
+            incarnation,
+        })
     }
 
     fn send(&mut self, message: &ToHost) -> PyResult<()> {
         self.line.send(message).map_err(gone)
     }
 
-    fn events(&mut self) -> Vec<Event> {
+    fn events(&mut self) -> Vec<PyLinkEvent> {
         let mut events = Vec::new();
         for message in self.heard.drain(..) {
             match message {
                 FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
                 FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
                 message => {
-                    if self.told.len() < TOLD_MAX {
-                        self.told.extend(told(&message));
+                    if self.failure_params.len() < FAILURE_PARAMS_MAX {
+                        self.failure_params.extend(failure_params(&message));
                     }
                     events.extend(event(message));
                 }
@@ -117,7 +132,7 @@ impl Link {
 }
 
 /// What the answer of a request tells the router, if its transfer failed.
-fn told(message: &FromHost) -> Option<(RequestId, String)> {
+fn failure_params(message: &FromHost) -> Option<(RequestId, String)> {
     match message {
         FromHost::Unusable { request, why } => Some((request.clone(), unusable_params(why))),
         FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
@@ -129,7 +144,7 @@ fn told(message: &FromHost) -> Option<(RequestId, String)> {
     }
 }
 
-fn event(message: FromHost) -> Option<Event> {
+fn event(message: FromHost) -> Option<PyLinkEvent> {
     let (kind, request, why) = match message {
         FromHost::Ready { .. }
         | FromHost::Begin(_)
@@ -165,20 +180,20 @@ fn event(message: FromHost) -> Option<Event> {
 }
 
 #[pymethods]
-impl Link {
+impl PyLink {
     /// Connects as the scheduler of an engine, which is described in JSON, with what the user set.
     #[staticmethod]
-    fn scheduler(path: PathBuf, engine: &str, settings: &str) -> PyResult<Link> {
-        let mut engine: Box<Engine> = read("engine", engine)?;
-        engine.settings = Settings::read(settings).map_err(PyValueError::new_err)?;
-        Link::connect(path, engine.role, Who::Scheduler(engine))
+    fn scheduler(path: PathBuf, engine: &str, settings: &str) -> PyResult<PyLink> {
+        let mut engine: Box<ServingEngine> = read("engine", engine)?;
+        engine.settings = ConnectorSettings::read(settings).map_err(PyValueError::new_err)?;
+        PyLink::connect(path, engine.role, ClientIdentity::Scheduler(engine))
     }
 
     /// Connects as a worker, which is described in JSON.
     #[staticmethod]
-    fn worker(path: PathBuf, worker: &str) -> PyResult<Link> {
+    fn worker(path: PathBuf, worker: &str) -> PyResult<PyLink> {
         // Workers end no request.
-        Link::connect(path, Role::Prefill, Who::Worker(read("worker", worker)?))
+        PyLink::connect(path, Role::Prefill, ClientIdentity::Worker(read("worker", worker)?))
     }
 
     /// Waits until the host serves the engine.
@@ -190,9 +205,9 @@ impl Link {
             py.detach(|| line.wait(left, heard)).map_err(gone)?;
             for message in self.heard.drain(..) {
                 match message {
-                    FromHost::Ready { address, lease_ms, life, .. } => {
+                    FromHost::Ready { address, lease_ms, incarnation, .. } => {
                         (self.address, self.lease_ms) = (Some(address), lease_ms);
-                        self.life = life.0;
+                        self.incarnation = incarnation.0;
                     }
                     FromHost::Refused { why } => {
                         return Err(PyValueError::new_err(format!("the kvferry host: {why}")));
@@ -221,8 +236,8 @@ impl Link {
 
     /// Names the host's actors; 0 before `wait_ready`.
     #[getter]
-    fn life(&self) -> u64 {
-        self.life
+    fn incarnation(&self) -> u64 {
+        self.incarnation
     }
 
     /// The socket, for who waits until it is closed.
@@ -280,13 +295,13 @@ impl Link {
     }
 
     /// What the host said since the last time.
-    fn poll(&mut self) -> PyResult<Vec<Event>> {
+    fn poll(&mut self) -> PyResult<Vec<PyLinkEvent>> {
         self.line.poll(&mut self.heard).map_err(gone)?;
         Ok(self.events())
     }
 
     /// The same, after waiting for something, at most so long.
-    fn wait(&mut self, py: Python<'_>, seconds: f64) -> PyResult<Vec<Event>> {
+    fn wait(&mut self, py: Python<'_>, seconds: f64) -> PyResult<Vec<PyLinkEvent>> {
         let (line, heard) = (&mut self.line, &mut self.heard);
         let waited = py.detach(|| line.wait(Duration::from_secs_f64(seconds), heard));
         match waited {
@@ -297,16 +312,17 @@ impl Link {
 
     /// Transfers that ended, and blocks held and in quarantine if they changed: what `poll` and
     /// `wait` heard since the last time; none if that was nothing.
-    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<Kept>)> {
+    fn stats(&mut self) -> Option<(Vec<EndedTuple>, Option<KeptBlocks>)> {
         if self.ended.is_empty() && self.kept.is_none() {
             return None;
         }
         Some((std::mem::take(&mut self.ended), self.kept.take()))
     }
 
-    /// `kv_transfer_params` that tell why the transfer of a request failed, in JSON, if it did; once.
+    /// `kv_transfer_params` that tell why the transfer of a request failed, in JSON, if it did;
+    /// once.
     fn told(&mut self, request: String) -> Option<String> {
-        self.told.remove(&RequestId::from(request))
+        self.failure_params.remove(&RequestId::from(request))
     }
 
     /// `kv_transfer_params` that a prefill answers with, in JSON.
@@ -319,14 +335,15 @@ impl Link {
 }
 
 /// Reads what the user set: path of the host's socket (empty if it was not given), whether the host
-/// is to be started, whether the KV cache is to lie in a memory file, and whether the transfer actors
-/// are in the workers.
+/// is to be started, whether the KV cache is to lie in a memory file, and whether the transfer
+/// actors are in the workers.
 #[pyfunction]
 pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
-    let settings = Settings::read(json).map_err(PyValueError::new_err)?;
+    let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
     // MoRI takes memory where it is.
-    let in_file = settings.kv_memory == KvMemory::File && settings.backend() == Backend::Host;
-    let in_worker = settings.transfer() == TransferPlace::Worker;
+    let in_file =
+        settings.kv_memory == KvMemory::File && settings.backend() == TransferBackend::Host;
+    let in_worker = settings.transfer() == TransferPlacement::Worker;
     Ok((settings.socket, settings.host == HostStart::Spawn, in_file, in_worker))
 }
 
@@ -334,7 +351,7 @@ pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
 /// machine's. Where the host is not started by the connector, or is there, nothing is tried.
 #[pyfunction]
 pub(crate) fn check_ports(py: Python<'_>, json: &str) -> PyResult<()> {
-    let settings = Settings::read(json).map_err(PyValueError::new_err)?;
+    let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
     py.detach(|| settings.try_ports()).map_err(PyValueError::new_err)
 }
 

@@ -1,21 +1,21 @@
 //! `mori.io`'s sessions and statuses.
 
-use crate::engine::Engine;
+use crate::engine::PyEngine;
 use ::engine::fabric::Direction;
-use mori_compat::Status;
+use mori_compat::CompatTransferStatus;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// Transfers between one local and one remote region; offsets and sizes in bytes.
 #[pyclass(frozen, module = "mori.io", name = "IOEngineSession")]
-pub struct Session {
-    pub(crate) session: mori_compat::Session,
+pub struct PySession {
+    pub(crate) session: mori_compat::CompatSession,
     /// Has to live as long.
-    pub(crate) _engine: Py<Engine>,
+    pub(crate) _engine: Py<PyEngine>,
 }
 
 #[pymethods]
-impl Session {
+impl PySession {
     /// How written and how read bytes go, e.g. `("cross-memory", "cross-memory")`; None if dead.
     #[getter]
     fn paths(&self, py: Python<'_>) -> Option<(&'static str, &'static str)> {
@@ -35,7 +35,7 @@ impl Session {
         remote_offsets: Vec<u64>,
         sizes: Vec<u64>,
         uid: u64,
-    ) -> TransferStatus {
+    ) -> PyTransferStatus {
         self.post(py, Direction::Read, [local_offsets, remote_offsets, sizes], uid)
     }
 
@@ -47,7 +47,7 @@ impl Session {
         remote_offsets: Vec<u64>,
         sizes: Vec<u64>,
         uid: u64,
-    ) -> TransferStatus {
+    ) -> PyTransferStatus {
         self.post(py, Direction::Write, [local_offsets, remote_offsets, sizes], uid)
     }
 
@@ -59,7 +59,7 @@ impl Session {
         remote_offset: u64,
         size: u64,
         uid: u64,
-    ) -> TransferStatus {
+    ) -> PyTransferStatus {
         let lists = [local_offset, remote_offset, size].map(|one| vec![one]);
         self.post(py, Direction::Read, lists, uid)
     }
@@ -72,31 +72,31 @@ impl Session {
         remote_offset: u64,
         size: u64,
         uid: u64,
-    ) -> TransferStatus {
+    ) -> PyTransferStatus {
         let lists = [local_offset, remote_offset, size].map(|one| vec![one]);
         self.post(py, Direction::Write, lists, uid)
     }
 }
 
-impl Session {
+impl PySession {
     fn post(
         &self,
         py: Python<'_>,
         direction: Direction,
         [local, remote, len]: [Vec<u64>; 3],
         uid: u64,
-    ) -> TransferStatus {
-        TransferStatus(py.detach(|| self.session.post(direction, local, remote, len, uid)))
+    ) -> PyTransferStatus {
+        PyTransferStatus(py.detach(|| self.session.post(direction, local, remote, len, uid)))
     }
 }
 
 /// How a transfer stands; MoRI's names.
-#[pyclass(frozen, module = "mori.io")]
-pub struct TransferStatus(Arc<Status>);
+#[pyclass(frozen, module = "mori.io", name = "TransferStatus")]
+pub struct PyTransferStatus(Arc<CompatTransferStatus>);
 
 #[pymethods]
 #[allow(non_snake_case, reason = "MoRI's names")]
-impl TransferStatus {
+impl PyTransferStatus {
     /// True once all bytes are in place.
     fn Succeeded(&self) -> bool {
         self.0.succeeded()

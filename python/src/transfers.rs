@@ -5,19 +5,19 @@ use pyo3::prelude::*;
 use std::path::PathBuf;
 
 /// Moves the KV of this process for its host, on threads of its own that need no interpreter.
-#[pyclass(frozen, module = "kvferry._native")]
-pub(crate) struct Transfers(kvferry::embed::Transfers);
+#[pyclass(frozen, module = "kvferry._native", name = "Transfers")]
+pub(crate) struct PyTransfers(kvferry::sidecar::TransferAgent);
 
 #[pymethods]
-impl Transfers {
+impl PyTransfers {
     /// Looks for the host at `path` from now on, as the transfer actor of a rank.
     #[new]
-    fn new(path: PathBuf, rank: u16) -> PyResult<Transfers> {
-        Ok(Transfers(kvferry::embed::Transfers::start(path, rank)?))
+    fn new(path: PathBuf, rank: u16) -> PyResult<PyTransfers> {
+        Ok(PyTransfers(kvferry::sidecar::TransferAgent::start(path, rank)?))
     }
 
-    /// The first `layers` layers of a step are computed, or will be when the event of a GPU is done: a
-    /// `hipEvent_t`, which has to stay until it is seen.
+    /// The first `layers` layers of a step are computed, or will be when the event of a GPU is
+    /// done: a `hipEvent_t`, which has to stay until it is seen.
     #[pyo3(signature = (step, layers, event=None))]
     fn layers(&self, step: u64, layers: u16, event: Option<u64>) {
         self.0.layers(StepId(step), layers, event);
@@ -29,8 +29,9 @@ impl Transfers {
         self.0.seen()
     }
 
-    /// The host of this life has ended: returns when nothing lands here any more that it began.
-    fn end(&self, py: Python<'_>, life: u64) {
-        py.detach(|| self.0.end(Incarnation(life)));
+    /// The host of this incarnation has ended: returns when nothing lands here any more that it
+    /// began.
+    fn end(&self, py: Python<'_>, incarnation: u64) {
+        py.detach(|| self.0.end(Incarnation(incarnation)));
     }
 }

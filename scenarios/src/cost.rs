@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// Cost of a forward pass on one instance (all its TP ranks together). Femtoseconds (1e-15 s)
 /// where a nanosecond is too coarse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cost {
+pub struct StepCost {
     /// Launching, scheduling and collectives of a step.
     pub step: Nanos,
     /// Reading the weights once; a step takes at least this.
@@ -21,7 +21,7 @@ pub struct Cost {
 
 /// What a step computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
+pub struct StepWork {
     /// Computed tokens: prompt tokens of all chunks and one per decoding request.
     pub tokens: u64,
     /// Pairs of a computed prompt token and a token up to it.
@@ -30,7 +30,7 @@ pub struct Work {
     pub context: u64,
 }
 
-impl Work {
+impl StepWork {
     /// Adds the tokens `from..to` of a prompt.
     pub const fn prefill(&mut self, from: u32, to: u32) {
         let (from, to) = (from as u64, to as u64);
@@ -45,10 +45,10 @@ impl Work {
     }
 }
 
-impl Cost {
+impl StepCost {
     /// `step + max(weights, tokens * token) + pairs * pair + context * context`; rounded down to
     /// nanoseconds, and at least one.
-    pub const fn time(&self, work: &Work) -> Nanos {
+    pub const fn time(&self, work: &StepWork) -> Nanos {
         let linear = work.tokens as u128 * self.token_fs as u128;
         let weights = self.weights.0 as u128 * FS_PER_NS;
         let compute = if linear > weights { linear } else { weights };

@@ -47,41 +47,39 @@ pub const fn chance(uniform: u64, ppm: u32) -> bool {
     below(uniform, 1_000_000) < ppm as u64
 }
 
-/// Names one decision; [`Keyed::get`] makes it.
+/// Names one decision; [`DecisionKey::get`] makes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Keyed {
+pub struct DecisionKey {
     /// Seed of the run.
     pub seed: u64,
     /// What is decided, see [`kind`].
     pub kind: u64,
-    /// For whom.
     pub actor: u64,
     /// The how many-th time.
     pub n: u64,
 }
 
-impl Keyed {
+impl DecisionKey {
     /// Decision 0 of actor 0.
-    pub const fn new(seed: u64, name: &str) -> Keyed {
-        Keyed { seed, kind: kind(name), actor: 0, n: 0 }
+    pub const fn new(seed: u64, name: &str) -> DecisionKey {
+        DecisionKey { seed, kind: kind(name), actor: 0, n: 0 }
     }
 
     /// The same decision for another actor.
-    pub const fn actor(self, actor: u64) -> Keyed {
-        Keyed { actor, ..self }
+    pub const fn actor(self, actor: u64) -> DecisionKey {
+        DecisionKey { actor, ..self }
     }
 
     /// The same decision another time.
-    pub const fn nth(self, n: u64) -> Keyed {
-        Keyed { n, ..self }
+    pub const fn nth(self, n: u64) -> DecisionKey {
+        DecisionKey { n, ..self }
     }
 
     /// The same decision about a named part of the matter.
-    pub const fn part(self, name: &str) -> Keyed {
-        Keyed { kind: mix(self.kind, kind(name)), ..self }
+    pub const fn part(self, name: &str) -> DecisionKey {
+        DecisionKey { kind: mix(self.kind, kind(name)), ..self }
     }
 
-    /// The uniform number.
     pub const fn get(&self) -> u64 {
         decide(self.seed, self.kind, self.actor, self.n)
     }

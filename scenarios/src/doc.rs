@@ -1,7 +1,7 @@
 //! Reading TOML with the place of everything at hand.
 
 use crate::error::{ScenarioError, nearest};
-use crate::value::{Draw, Malformed, Value, one_of};
+use crate::value::{Distribution, MalformedValue, ScenarioValue, one_of};
 use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use toml::de::{DeTable, DeValue};
 
 /// The name of a file, to say where an error is.
 #[derive(Clone, Debug)]
-pub(crate) struct File(pub(crate) Arc<str>);
+pub(crate) struct FileName(pub(crate) Arc<str>);
 
-impl File {
+impl FileName {
     /// An error at a line.
     pub(crate) fn error(
         &self,
@@ -25,12 +25,12 @@ impl File {
 }
 
 /// A file and its text.
-pub(crate) struct Doc<'a> {
-    pub(crate) file: File,
+pub(crate) struct TomlDoc<'a> {
+    pub(crate) file: FileName,
     pub(crate) text: &'a str,
 }
 
-impl Doc<'_> {
+impl TomlDoc<'_> {
     /// The line of a byte offset, from 1.
     pub(crate) fn line(&self, offset: usize) -> u32 {
         let before = &self.text.as_bytes()[..offset.min(self.text.len())];
@@ -48,8 +48,8 @@ impl Doc<'_> {
 }
 
 /// A table; remembers which keys were asked for, the others are unknown.
-pub(crate) struct Section<'a> {
-    pub(crate) doc: &'a Doc<'a>,
+pub(crate) struct TomlSection<'a> {
+    pub(crate) doc: &'a TomlDoc<'a>,
     /// Path in the file, empty for the file itself.
     path: String,
     table: Option<&'a DeTable<'a>>,
@@ -58,22 +58,22 @@ pub(crate) struct Section<'a> {
 }
 
 /// The value of a key.
-pub(crate) struct Field<'a> {
-    doc: &'a Doc<'a>,
+pub(crate) struct TomlField<'a> {
+    doc: &'a TomlDoc<'a>,
     path: String,
     value: &'a DeValue<'a>,
     pub(crate) line: u32,
 }
 
-impl<'a> Section<'a> {
+impl<'a> TomlSection<'a> {
     /// A table, or one that is not there and has nothing in it.
     pub(crate) fn new(
-        doc: &'a Doc<'a>,
+        doc: &'a TomlDoc<'a>,
         path: impl Into<String>,
         table: Option<&'a DeTable<'a>>,
         line: u32,
-    ) -> Section<'a> {
-        Section { doc, path: path.into(), table, line, asked: RefCell::default() }
+    ) -> TomlSection<'a> {
+        TomlSection { doc, path: path.into(), table, line, asked: RefCell::default() }
     }
 
     /// True if the table is in the file.
@@ -81,45 +81,44 @@ impl<'a> Section<'a> {
         self.table.is_some()
     }
 
-    /// The key's path.
     pub(crate) fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.into() } else { format!("{}.{key}", self.path) }
     }
 
     /// The value of a key.
-    pub(crate) fn get(&self, key: &'static str) -> Option<Field<'a>> {
+    pub(crate) fn get(&self, key: &'static str) -> Option<TomlField<'a>> {
         if !self.asked.borrow().contains(&key) {
             self.asked.borrow_mut().push(key);
         }
         let (name, value) = self.table?.get_key_value(key)?;
         let line = self.doc.line(name.span().start);
-        Some(Field { doc: self.doc, path: self.path(key), value: value.get_ref(), line })
+        Some(TomlField { doc: self.doc, path: self.path(key), value: value.get_ref(), line })
     }
 
     /// A value in one of its three forms.
-    pub(crate) fn draw<T: Value>(
+    pub(crate) fn draw<T: ScenarioValue>(
         &self,
         key: &'static str,
-    ) -> Result<Option<Draw<T>>, ScenarioError> {
+    ) -> Result<Option<Distribution<T>>, ScenarioError> {
         self.get(key).map(|field| field.draw()).transpose()
     }
 
     /// A value in one of its three forms, or its default.
-    pub(crate) fn draw_or<T: Value>(
+    pub(crate) fn draw_or<T: ScenarioValue>(
         &self,
         key: &'static str,
         default: T,
-    ) -> Result<Draw<T>, ScenarioError> {
-        Ok(self.draw(key)?.unwrap_or_else(|| Draw::fixed(default)))
+    ) -> Result<Distribution<T>, ScenarioError> {
+        Ok(self.draw(key)?.unwrap_or_else(|| Distribution::fixed(default)))
     }
 
     /// A value of which every possible outcome is from `min` to `max`.
-    pub(crate) fn limited<T: Value + fmt::Display>(
+    pub(crate) fn limited<T: ScenarioValue + fmt::Display>(
         &self,
         key: &'static str,
         min: T,
         max: T,
-    ) -> Result<Option<Draw<T>>, ScenarioError> {
+    ) -> Result<Option<Distribution<T>>, ScenarioError> {
         let Some(draw) = self.draw::<T>(key)? else { return Ok(None) };
         let outside = draw.ends().find(|end| **end < min || **end > max).cloned();
         match outside {
@@ -131,31 +130,37 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// As [`Section::limited`], with a default.
-    pub(crate) fn limited_or<T: Value + fmt::Display>(
+    /// As [`TomlSection::limited`], with a default.
+    pub(crate) fn limited_or<T: ScenarioValue + fmt::Display>(
         &self,
         key: &'static str,
         default: T,
         (min, max): (T, T),
-    ) -> Result<Draw<T>, ScenarioError> {
-        Ok(self.limited(key, min, max)?.unwrap_or_else(|| Draw::fixed(default)))
+    ) -> Result<Distribution<T>, ScenarioError> {
+        Ok(self.limited(key, min, max)?.unwrap_or_else(|| Distribution::fixed(default)))
     }
 
     /// A value that is the same for every seed.
-    pub(crate) fn literal<T: Value>(&self, key: &'static str) -> Result<Option<T>, ScenarioError> {
+    pub(crate) fn literal<T: ScenarioValue>(
+        &self,
+        key: &'static str,
+    ) -> Result<Option<T>, ScenarioError> {
         self.get(key).map(|field| field.literal()).transpose()
     }
 
     /// A table below this one; nothing is in it if it is not there.
-    pub(crate) fn section(&self, key: &'static str) -> Result<Section<'a>, ScenarioError> {
+    pub(crate) fn section(&self, key: &'static str) -> Result<TomlSection<'a>, ScenarioError> {
         match self.get(key) {
             Some(field) => field.section(),
-            None => Ok(Section::new(self.doc, self.path(key), None, self.line)),
+            None => Ok(TomlSection::new(self.doc, self.path(key), None, self.line)),
         }
     }
 
     /// An array of tables.
-    pub(crate) fn sections(&self, key: &'static str) -> Result<Vec<Section<'a>>, ScenarioError> {
+    pub(crate) fn sections(
+        &self,
+        key: &'static str,
+    ) -> Result<Vec<TomlSection<'a>>, ScenarioError> {
         self.get(key).map_or(Ok(Vec::new()), |field| field.sections())
     }
 
@@ -204,9 +209,9 @@ impl<'a> Section<'a> {
     }
 }
 
-impl<'a> Field<'a> {
+impl<'a> TomlField<'a> {
     /// A value in one of its three forms.
-    pub(crate) fn draw<T: Value>(&self) -> Result<Draw<T>, ScenarioError> {
+    pub(crate) fn draw<T: ScenarioValue>(&self) -> Result<Distribution<T>, ScenarioError> {
         let text = match self.value {
             DeValue::String(text) => text.to_string(),
             DeValue::Integer(number) if number.radix() == 10 => number.as_str().into(),
@@ -214,13 +219,13 @@ impl<'a> Field<'a> {
             DeValue::Boolean(value) => value.to_string(),
             other => return Err(self.wrong(type_name(other), &T::form())),
         };
-        Draw::parse(&text, self.line).map_err(|why| match why {
-            Malformed::Part(part) => self.wrong(&format!("`{part}`"), &T::form()),
-            Malformed::Backward(range) => {
+        Distribution::parse(&text, self.line).map_err(|why| match why {
+            MalformedValue::Part(part) => self.wrong(&format!("`{part}`"), &T::form()),
+            MalformedValue::Backward(range) => {
                 let what = format!("range `{range}` of `{}` starts behind its end", self.path);
                 self.error(what, "put the smaller value first")
             }
-            Malformed::NoRange(range) => {
+            MalformedValue::NoRange(range) => {
                 let what = format!("`{}` cannot be the range `{range}`", self.path);
                 self.error(what, "list the values as a choice, \"a|b\"")
             }
@@ -228,7 +233,7 @@ impl<'a> Field<'a> {
     }
 
     /// A value that is the same for every seed.
-    pub(crate) fn literal<T: Value>(&self) -> Result<T, ScenarioError> {
+    pub(crate) fn literal<T: ScenarioValue>(&self) -> Result<T, ScenarioError> {
         let draw = self.draw::<T>()?;
         draw.literal().cloned().ok_or_else(|| {
             let what = format!("`{}` cannot be drawn", self.path);
@@ -236,7 +241,6 @@ impl<'a> Field<'a> {
         })
     }
 
-    /// A text.
     pub(crate) fn text(&self) -> Result<&'a str, ScenarioError> {
         match self.value {
             DeValue::String(text) => Ok(text),
@@ -267,7 +271,7 @@ impl<'a> Field<'a> {
         for item in items.iter() {
             let line = self.doc.line(item.span().start);
             let field =
-                Field { doc: self.doc, path: self.path.clone(), value: item.get_ref(), line };
+                TomlField { doc: self.doc, path: self.path.clone(), value: item.get_ref(), line };
             found.push(field.entry(names, &lookup)?);
         }
         Ok(found)
@@ -291,18 +295,17 @@ impl<'a> Field<'a> {
         self.error(format!("`{}` is \"{text}\", which does not exist", self.path), remedy)
     }
 
-    /// A table.
-    pub(crate) fn section(&self) -> Result<Section<'a>, ScenarioError> {
+    pub(crate) fn section(&self) -> Result<TomlSection<'a>, ScenarioError> {
         match self.value {
             DeValue::Table(table) => {
-                Ok(Section::new(self.doc, self.path.clone(), Some(table), self.line))
+                Ok(TomlSection::new(self.doc, self.path.clone(), Some(table), self.line))
             }
             other => Err(self.wrong(type_name(other), "a table")),
         }
     }
 
     /// An array of tables.
-    pub(crate) fn sections(&self) -> Result<Vec<Section<'a>>, ScenarioError> {
+    pub(crate) fn sections(&self) -> Result<Vec<TomlSection<'a>>, ScenarioError> {
         let DeValue::Array(items) = self.value else {
             return Err(self.wrong(type_name(self.value), "a list of tables"));
         };
@@ -310,7 +313,7 @@ impl<'a> Field<'a> {
         for (index, item) in items.iter().enumerate() {
             let line = self.doc.line(item.span().start);
             let path = format!("{}[{index}]", self.path);
-            let field = Field { doc: self.doc, path, value: item.get_ref(), line };
+            let field = TomlField { doc: self.doc, path, value: item.get_ref(), line };
             sections.push(field.section()?);
         }
         Ok(sections)

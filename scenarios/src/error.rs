@@ -10,7 +10,6 @@ pub struct ScenarioError {
     pub file: Arc<str>,
     /// Line, counted from 1; 0 if it is about the file as a whole.
     pub line: u32,
-    /// What is wrong.
     pub what: String,
     /// What to do about it.
     pub remedy: String,

@@ -1,7 +1,7 @@
 //! The KV cache of an instance: geometry and where each layer lies.
 
-use crate::run::{Instance, MemoryLayout, Model};
-use ::engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+use crate::run::{InstanceSettings, MemoryLayout, ModelGeometry};
+use ::engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
 
 /// The KV memory of a rank, equal on all ranks of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,13 +13,13 @@ pub struct RankMemory {
 }
 
 /// Blocks that a tensor has: the pool and block 0, the null block that is never handed out.
-pub const fn tensor_blocks(instance: &Instance) -> u32 {
+pub const fn tensor_blocks(instance: &InstanceSettings) -> u32 {
     instance.blocks + 1
 }
 
 /// What an instance serving the model tells its peers about its KV cache.
-pub fn geometry(model: &Model, instance: &Instance) -> Geometry {
-    let group = |group: &crate::run::ModelGroup| Group {
+pub fn geometry(model: &ModelGeometry, instance: &InstanceSettings) -> Geometry {
+    let group = |group: &crate::run::ModelGroup| KvGroup {
         kind: group.kind,
         block_tokens: instance.block_tokens,
         layers: group.layers.clone(),
@@ -37,7 +37,7 @@ pub fn geometry(model: &Model, instance: &Instance) -> Geometry {
 
 /// Where the KV of each rank lies. Tensors follow one another in one region, so that one operation
 /// can move several layers; with [`MemoryLayout::Layer`] each group has a region.
-pub fn rank_memory(model: &Model, instance: &Instance) -> RankMemory {
+pub fn rank_memory(model: &ModelGeometry, instance: &InstanceSettings) -> RankMemory {
     let blocks = tensor_blocks(instance);
     let mut regions = Vec::new();
     let mut layers = vec![None; usize::from(model.layers)];
@@ -76,7 +76,7 @@ pub fn rank_memory(model: &Model, instance: &Instance) -> RankMemory {
 }
 
 /// `[H, N, C]` of one layer and the order of its axes.
-struct Tensor {
+struct TensorAxes {
     slots: u32,
     tokens: u32,
     elements: u32,
@@ -84,16 +84,16 @@ struct Tensor {
     token_major: bool,
 }
 
-fn tensor(model: &Model, instance: &Instance, kind: GroupKind) -> Tensor {
+fn tensor(model: &ModelGeometry, instance: &InstanceSettings, kind: GroupKind) -> TensorAxes {
     let heads = u32::from(model.heads_per_rank(instance.tp));
     if kind == GroupKind::State {
         let elements = model.state_bytes / model.element;
         let halves = HeadSlots::Fused;
-        return Tensor { slots: heads, tokens: 1, elements, halves, token_major: false };
+        return TensorAxes { slots: heads, tokens: 1, elements, halves, token_major: false };
     }
     let split = instance.layout == MemoryLayout::HeadSplit && !model.latent;
     let elements = model.head_bytes / model.element;
-    Tensor {
+    TensorAxes {
         slots: if split { 2 * heads } else { heads },
         tokens: instance.block_tokens,
         elements: if split { elements / 2 } else { elements },
@@ -102,7 +102,7 @@ fn tensor(model: &Model, instance: &Instance, kind: GroupKind) -> Tensor {
     }
 }
 
-impl Tensor {
+impl TensorAxes {
     fn block_elements(&self) -> u64 {
         u64::from(self.slots) * u64::from(self.tokens) * u64::from(self.elements)
     }
@@ -117,8 +117,8 @@ impl Tensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cost::Cost;
-    use crate::run::{FabricLimits, ModelGroup, Protocol};
+    use crate::cost::StepCost;
+    use crate::run::{FabricLimits, ModelGroup, ProtocolSettings};
     use ::engine::core::Nanos;
     use ::engine::core::layout::{RankLayout, check};
     use ::engine::core::message::{Mode, Role};
@@ -127,8 +127,8 @@ mod tests {
     const LAYOUTS: [MemoryLayout; 4] =
         [MemoryLayout::Block, MemoryLayout::Layer, MemoryLayout::HeadSplit, MemoryLayout::Token];
 
-    fn model() -> Model {
-        Model {
+    fn model() -> ModelGeometry {
+        ModelGeometry {
             name: "m".into(),
             layers: 5,
             kv_heads: 4,
@@ -144,8 +144,8 @@ mod tests {
         }
     }
 
-    fn instance(layout: MemoryLayout, tp: u16, block_tokens: u32) -> Instance {
-        Instance {
+    fn instance(layout: MemoryLayout, tp: u16, block_tokens: u32) -> InstanceSettings {
+        InstanceSettings {
             name: "i".into(),
             host: "i".into(),
             node: "n".into(),
@@ -158,19 +158,19 @@ mod tests {
             layout,
             mode: Mode::Push,
             prefix_cache: true,
-            cost: Cost {
+            cost: StepCost {
                 step: Nanos(1),
                 weights: Nanos(1),
                 token_fs: 0,
                 pair_fs: 0,
                 context_fs: 0,
             },
-            protocol: Protocol::default(),
+            protocol: ProtocolSettings::default(),
             fabric: FabricLimits::default(),
         }
     }
 
-    fn side(model: &Model, instance: &Instance) -> (Geometry, Vec<RankLayout>) {
+    fn side(model: &ModelGeometry, instance: &InstanceSettings) -> (Geometry, Vec<RankLayout>) {
         let memory = rank_memory(model, instance);
         let rank = |rank| RankLayout {
             rank,

@@ -83,7 +83,7 @@ closed_list! {
         RankCrash "C6" "process.rank_crash" "one TP rank dies; its engine goes down with it and restarts"
         RestartOtherGeometry "C7" "process.restart_other_geometry" "an instance restarts with another TP size, block size, pool or layout"
         Drain "C8" "process.drain" "an instance tells the router that it takes no more legs, and starts anew after a while"
-        ClockBack "D2" "clock.back" "an instance restarts after its clock stepped back: its new life has a lower number than those before"
+        ClockBack "D2" "clock.back" "an instance restarts after its clock stepped back: its new incarnation has a lower number than those before"
         ExpiryRace "D4" "clock.expiry_race" "a lease ends in the same instant as the last completion of its read"
         SmallPool "E1" "memory.small_pool" "a pool holds hardly more than the longest request"
         ImmediateReuse "E3" "memory.immediate_reuse" "the allocator hands out the block that was freed last"
@@ -104,7 +104,7 @@ closed_list! {
 
 closed_list! {
     /// What a fault can wait for with `on`. `from` is the instance where it happens, `to` its peer.
-    Event {
+    TriggerEvent {
         OpPosted "" "op.posted" "the data plane accepted an operation; from its initiator to its peer"
         OpLanded "" "op.landed" "all bytes of an operation are in place"
         OpCompleted "" "op.completed" "an operation was reported complete, well or not"
@@ -152,7 +152,7 @@ closed_list! {
         Refuse "" "Refuse" "answer to a hello that does not fit"
         Ack "" "Ack" "acknowledges control messages"
         Probe "" "Probe" "asks a silent peer for a sign of life"
-        Bye "" "Bye" "a peer ends the conversation"
+        Bye "" "Bye" "a peer ends the connection"
         Register "" "Register" "an instance tells the router that it lives"
         Abandon "" "Abandon" "the router tells a prefill that nobody fetches a transfer any more"
     }

@@ -1,7 +1,7 @@
 //! Public models and machines. Every number names its source.
 
-use crate::cost::Cost;
-use crate::run::Model;
+use crate::cost::StepCost;
+use crate::run::ModelGeometry;
 use ::engine::core::Nanos;
 
 /// A model as published.
@@ -9,7 +9,6 @@ use ::engine::core::Nanos;
 pub struct ModelPreset {
     /// Name in scenario files.
     pub name: &'static str,
-    /// Decoder layers.
     pub layers: u16,
     /// KV heads; 1 with a latent.
     pub kv_heads: u16,
@@ -23,7 +22,6 @@ pub struct ModelPreset {
     pub active_parameters: u64,
     /// Bytes of all weights.
     pub weight_bytes: u64,
-    /// Query heads.
     pub query_heads: u64,
     /// Elements of a query-key product plus elements of a value, per query head.
     pub attention_dim: u64,
@@ -84,7 +82,6 @@ pub const MODELS: &[ModelPreset] = &[
 pub struct HardwarePreset {
     /// Name in scenario files.
     pub name: &'static str,
-    /// Memory in bytes.
     pub memory_bytes: u64,
     /// Memory bandwidth in bytes per second.
     pub memory_rate: u64,
@@ -124,7 +121,7 @@ pub const HARDWARE: &[HardwarePreset] = &[
     },
 ];
 
-impl Model {
+impl ModelGeometry {
     /// Heads on each of `tp` ranks; at least one, see `Geometry::kv_heads`.
     pub fn heads_per_rank(&self, tp: u16) -> u16 {
         if self.latent { 1 } else { (self.kv_heads / tp).max(1) }
@@ -147,7 +144,7 @@ impl HardwarePreset {
     /// - pair = 2 * layers * query heads * attention dim / (tp * F)
     /// - weights = weight bytes / (tp * M); a large batch touches every expert
     /// - context = KV bytes of a token on a rank / M
-    pub fn cost(&self, preset: &ModelPreset, model: &Model, tp: u16) -> Cost {
+    pub fn cost(&self, preset: &ModelPreset, model: &ModelGeometry, tp: u16) -> StepCost {
         let tp = u128::from(tp);
         let flops = u128::from(self.flops) * u128::from(self.flops_percent) / 100;
         let rate = u128::from(self.memory_rate) * u128::from(self.memory_percent) / 100;
@@ -157,7 +154,7 @@ impl HardwarePreset {
             * u128::from(preset.attention_dim);
         let token = 2 * u128::from(preset.active_parameters);
         let context = u128::from(model.token_bytes_per_rank(tp as u16));
-        Cost {
+        StepCost {
             step: self.step,
             weights: Nanos((u128::from(preset.weight_bytes) * NS / (tp * rate)) as u64),
             token_fs: (token * FS / (tp * flops)) as u64,
@@ -168,7 +165,13 @@ impl HardwarePreset {
 
     /// Blocks of `block_tokens` tokens that fit beside the weights: the usable memory of a rank
     /// less its share of the weights, over the bytes of a block. 0 if the weights do not fit.
-    pub fn blocks(&self, preset: &ModelPreset, model: &Model, tp: u16, block_tokens: u32) -> u32 {
+    pub fn blocks(
+        &self,
+        preset: &ModelPreset,
+        model: &ModelGeometry,
+        tp: u16,
+        block_tokens: u32,
+    ) -> u32 {
         let usable = self.memory_bytes / 100 * self.usable_percent;
         let left = usable.saturating_sub(preset.weight_bytes / u64::from(tp));
         let block = model.token_bytes_per_rank(tp) * u64::from(block_tokens);
@@ -180,7 +183,7 @@ const NS: u128 = 1_000_000_000;
 const FS: u128 = 1_000_000_000_000_000;
 
 /// Cost of a step where no machine is given: a small model on a small machine.
-pub const SMALL: Cost = Cost {
+pub const SMALL: StepCost = StepCost {
     step: Nanos::from_us(100),
     weights: Nanos::from_us(50),
     token_fs: 1_000_000_000,
@@ -191,8 +194,8 @@ pub const SMALL: Cost = Cost {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cost::Work;
-    use crate::run::{Instance, Run};
+    use crate::cost::StepWork;
+    use crate::run::{InstanceSettings, Run};
     use std::path::Path;
 
     fn run(model: &str, tp: u16) -> Run {
@@ -220,16 +223,16 @@ mod tests {
     #[test]
     fn llama_on_eight_mi300x_has_the_stated_speed() {
         let run = run("llama-3.1-70b", 8);
-        let Instance { cost, blocks, .. } = run.instances[0];
+        let InstanceSettings { cost, blocks, .. } = run.instances[0];
         // 141.2 GFLOP per token at 8 x 1307.4 x 45 % TFLOPS; weights at 8 x 5.3 x 70 % TB/s.
         assert_eq!(cost.token_fs, 30_000_169_972);
         assert_eq!(cost.weights, Nanos(4_757_412));
         // (172.8 GB - 17.65 GB) over 128 tokens of 40,960 bytes.
         assert_eq!(blocks, 29_592);
-        let mut prefill = Work::default();
+        let mut prefill = StepWork::default();
         prefill.prefill(0, 8192);
         assert_eq!(cost.time(&prefill).0 / 1_000_000, 264);
-        let mut decode = Work::default();
+        let mut decode = StepWork::default();
         (0..32).for_each(|_| decode.decode(8192));
         assert_eq!(cost.time(&decode).0 / 1_000_000, 7);
     }

@@ -1,8 +1,8 @@
 //! A run: a scenario with every value drawn. Plain data for the simulator and for recordings.
 
-use crate::cost::Cost;
-use crate::decide::{Keyed, within};
-use crate::lists::{Event, FaultKind, InvariantId, MessageName};
+use crate::cost::StepCost;
+use crate::decide::{DecisionKey, within};
+use crate::lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
 use ::engine::core::Nanos;
 use ::engine::core::layout::GroupKind;
 use ::engine::core::message::{Mode, Role};
@@ -15,34 +15,32 @@ use std::sync::Arc;
 pub struct Run {
     /// Name of the scenario: its path as given.
     pub name: String,
-    /// What it shows.
     pub about: String,
     /// Seed of all decisions, see [`crate::decide`].
     pub seed: u64,
     /// The model that all instances serve.
-    pub model: Model,
+    pub model: ModelGeometry,
     /// Engine cores, prefill before decode, in file order; one per DP rank.
-    pub instances: Vec<Instance>,
+    pub instances: Vec<InstanceSettings>,
     /// Links between them.
-    pub network: Network,
-    /// The router.
+    pub network: NetworkSettings,
     pub router: RouterSettings,
     /// The stand-in serving engines.
     pub engine: EngineSettings,
     /// What the simulator keeps of block contents.
-    pub memory: MemoryModel,
+    pub memory: MemoryFidelity,
     /// Who moves the bytes, unless an instance says otherwise.
     pub mode: Mode,
-    /// Tokens per entry of [`Prompt::prefix`].
+    /// Tokens per entry of [`WorkloadPrompt::prefix`].
     pub prefix_tokens: u32,
     /// Client requests by arrival.
-    pub requests: Vec<Request>,
+    pub requests: Vec<WorkloadRequest>,
     /// Faults that the simulator injects.
-    pub faults: Vec<Fault>,
+    pub faults: Vec<InjectedFault>,
     /// Faults that drawing has already worked into pools, settings and requests.
     pub shaped: Vec<FaultKind>,
     /// What the end of the safety phase does to faults.
-    pub liveness: Liveness,
+    pub liveness: LivenessMode,
     /// What must come out.
     pub expect: Expect,
 }
@@ -58,13 +56,13 @@ impl Run {
     }
 
     /// Blocks that a sample of `tokens` tokens takes in the pool of any group of an instance.
-    pub fn blocks_for(&self, instance: &Instance, tokens: u64) -> u64 {
+    pub fn blocks_for(&self, instance: &InstanceSettings, tokens: u64) -> u64 {
         tokens.div_ceil(u64::from(instance.block_tokens)).max(1)
     }
 
     /// The engine cores that a name of a fault means: an instance, or all DP ranks of a host.
     pub fn named(&self, name: &str) -> impl Iterator<Item = usize> {
-        let hit = move |(at, one): (usize, &Instance)| {
+        let hit = move |(at, one): (usize, &InstanceSettings)| {
             (one.name == name || one.host == name).then_some(at)
         };
         self.instances.iter().enumerate().filter_map(hit)
@@ -73,8 +71,7 @@ impl Run {
 
 /// KV geometry of the model, independent of TP and block size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Model {
-    /// Name and revision.
+pub struct ModelGeometry {
     pub name: String,
     /// Attention and state layers.
     pub layers: u16,
@@ -97,7 +94,6 @@ pub struct Model {
 pub struct ModelGroup {
     /// What its blocks hold.
     pub kind: GroupKind,
-    /// Its layers, ascending.
     pub layers: Vec<u16>,
 }
 
@@ -116,16 +112,14 @@ pub enum MemoryLayout {
 
 /// One engine core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Instance {
+pub struct InstanceSettings {
     /// Unique name; with `dp_size` > 1 the host's name, a dot and the DP rank.
     pub name: String,
     /// The instance as the file names it; shared by its DP ranks.
     pub host: String,
     /// Machine it stands on; instances of one node use the link inside the node.
     pub node: String,
-    /// What it does.
     pub role: Role,
-    /// TP ranks.
     pub tp: u16,
     /// DP rank of this engine core.
     pub dp_rank: u16,
@@ -133,7 +127,6 @@ pub struct Instance {
     pub dp_size: u16,
     /// Blocks of the pool of each KV cache group, without the null block.
     pub blocks: u32,
-    /// Tokens per block.
     pub block_tokens: u32,
     /// Where its KV lies.
     pub layout: MemoryLayout,
@@ -142,14 +135,14 @@ pub struct Instance {
     /// Keeps finished blocks for prefix hits.
     pub prefix_cache: bool,
     /// Time of a step.
-    pub cost: Cost,
+    pub cost: StepCost,
     /// Times and limits of the protocol that the file sets for it.
-    pub protocol: Protocol,
+    pub protocol: ProtocolSettings,
     /// Limits of the data planes of its ranks that the file sets.
     pub fabric: FabricLimits,
 }
 
-impl Instance {
+impl InstanceSettings {
     /// Layers that its transfer actors move with one operation.
     pub fn layers_per_op(&self) -> u16 {
         self.protocol.layers_per_op.unwrap_or(1).max(1)
@@ -158,21 +151,18 @@ impl Instance {
 
 /// A span of time that is drawn anew each time it is used; both ends included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
-    /// Shortest.
+pub struct DurationRange {
     pub min: Nanos,
     /// Longest.
     pub max: Nanos,
 }
 
-impl Span {
-    /// Always the same.
-    pub const fn fixed(nanos: Nanos) -> Span {
-        Span { min: nanos, max: nanos }
+impl DurationRange {
+    pub const fn fixed(nanos: Nanos) -> DurationRange {
+        DurationRange { min: nanos, max: nanos }
     }
 
-    /// Draws once.
-    pub const fn draw(&self, key: &Keyed) -> Nanos {
+    pub const fn draw(&self, key: &DecisionKey) -> Nanos {
         self.pick(key.get())
     }
 
@@ -184,17 +174,17 @@ impl Span {
 
 /// Links between instances. Bandwidths in bytes per second and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Network {
+pub struct NetworkSettings {
     /// One-way latency of an operation between nodes.
-    pub latency: Span,
+    pub latency: DurationRange,
     /// Bandwidth of the NIC of each TP rank, shared by its transfers.
     pub bandwidth: u64,
     /// One-way latency of an operation inside a node.
-    pub node_latency: Span,
+    pub node_latency: DurationRange,
     /// Bandwidth of each TP rank inside a node.
     pub node_bandwidth: u64,
     /// One-way latency of a control frame or a leg.
-    pub control_latency: Span,
+    pub control_latency: DurationRange,
 }
 
 /// The router and its surroundings.
@@ -210,7 +200,7 @@ pub struct RouterSettings {
 
 /// Times and limits of the protocol; `None` is the default of the core.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Protocol {
+pub struct ProtocolSettings {
     /// A hello is answered within.
     pub hello: Option<Nanos>,
     /// First retransmission of a control message; doubles.
@@ -307,23 +297,22 @@ pub struct EngineSettings {
     /// Requests waiting at an engine at most; more are answered `Busy`.
     pub max_waiting: u32,
     /// What decode does when a load fails (`kv_load_failure_policy`).
-    pub load_failure: LoadFailure,
+    pub load_failure: LoadFailurePolicy,
     /// Which free block is handed out next.
-    pub allocator: Allocator,
+    pub allocator: AllocationOrder,
 }
 
 /// What decode does with a request whose KV did not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum LoadFailure {
+pub enum LoadFailurePolicy {
     /// Compute the prompt itself.
     Recompute,
-    /// Fail the request.
     Fail,
 }
 
 /// Order in which free blocks are handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Allocator {
+pub enum AllocationOrder {
     /// The block that is free for the longest time.
     Fifo,
     /// The block that was freed last.
@@ -335,7 +324,7 @@ pub const CELL_LAYERS_MAX: u16 = 96;
 
 /// What the simulator keeps of block contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum MemoryModel {
+pub enum MemoryFidelity {
     /// Every byte.
     Bytes,
     /// One 16-byte cell per (block, rank).
@@ -344,20 +333,18 @@ pub enum MemoryModel {
 
 /// What becomes of faults when the safety phase ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Liveness {
+pub enum LivenessMode {
     /// Transient faults end, permanent ones stay.
     Heal,
     /// A drawn core is healed of everything, whatever lasts elsewhere becomes permanent.
     Core,
 }
 
-/// A client request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
-    /// When it comes.
+pub struct WorkloadRequest {
     pub arrival: Nanos,
     /// Its prompts, at least one.
-    pub prompts: Vec<Prompt>,
+    pub prompts: Vec<WorkloadPrompt>,
     /// Samples per prompt, at least 1.
     pub samples: u32,
     /// Tokens to generate per sample, at least 1.
@@ -371,8 +358,7 @@ pub struct Request {
 
 /// What a prompt contains, by hashes instead of tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Prompt {
-    /// Length in tokens.
+pub struct WorkloadPrompt {
     pub tokens: u32,
     /// One hash per leading full run of [`Run::prefix_tokens`] tokens; equal hashes at one index
     /// mean equal prompts up to the end of that run.
@@ -383,16 +369,14 @@ pub struct Prompt {
 
 /// A fault that the simulator injects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
+pub struct InjectedFault {
     /// Names its decisions (the `actor` of [`crate::decide::decide`]); depends on nothing but the
     /// fault's own table.
     pub key: u64,
     /// Line of its table in the file.
     pub line: u32,
-    /// What happens.
     pub kind: FaultKind,
-    /// When.
-    pub trigger: Trigger,
+    pub trigger: FaultTrigger,
     /// The instance it happens to (a name or a host), or `router`; `None` is any.
     pub target: Option<String>,
     /// Narrows it to what comes from this instance.
@@ -402,32 +386,29 @@ pub struct Fault {
     /// Narrows it to these frames.
     pub message: Option<MessageName>,
     /// How long it lasts; `None` is for good, or a single event.
-    pub lasts: Option<Span>,
+    pub lasts: Option<DurationRange>,
     /// How often it can fire.
     pub times: u32,
     /// By how much things are late.
-    pub delay: Option<Span>,
+    pub delay: Option<DurationRange>,
     /// Divides a bandwidth, or multiplies the time of a step.
     pub factor: u32,
     /// The TP rank.
     pub rank: Option<u16>,
     /// Which directions a partition cuts.
-    pub direction: Cut,
+    pub direction: PartitionDirection,
     /// Which of two simultaneous things comes first.
-    pub first: Order,
+    pub first: RaceOrder,
     /// What the instance is after its restart.
-    pub becomes: Option<Box<Instance>>,
+    pub becomes: Option<Box<InstanceSettings>>,
 }
 
 /// When a fault fires.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Trigger {
-    /// At a time.
+pub enum FaultTrigger {
     At(Nanos),
-    /// At an event.
     On {
-        /// Which.
-        event: Event,
+        event: TriggerEvent,
         /// Counts only events at this instance (a name or a host).
         from: Option<String>,
         /// Counts only events whose peer is this instance.
@@ -443,7 +424,7 @@ pub enum Trigger {
 
 /// Which directions a partition cuts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Cut {
+pub enum PartitionDirection {
     /// Both directions between `from` and `to`.
     Symmetric,
     /// Only what goes from `from` to `to`.
@@ -454,7 +435,7 @@ pub enum Cut {
 
 /// Which of two simultaneous things comes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Order {
+pub enum RaceOrder {
     /// The lease ends, or the frame comes, before the bytes.
     Early,
     /// The bytes come first.
@@ -471,42 +452,41 @@ pub struct Expect {
     /// Invariants that are checked; all if the file names none.
     pub hold: Vec<InvariantId>,
     /// Requests by how they end.
-    pub requests: Counts,
+    pub requests: ExpectedRequests,
     /// Operations of all data planes.
-    pub operations: OperationCounts,
+    pub operations: ExpectedOperations,
     /// First tokens that come in time.
-    pub first_tokens: Vec<FirstToken>,
+    pub first_tokens: Vec<FirstTokenDeadline>,
     /// Exit code of the run.
     pub exit: u8,
 }
 
 /// Bounds of the number of requests that end in a way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counts {
+pub struct ExpectedRequests {
     /// Answered well.
-    pub finished: Option<Bounds>,
+    pub finished: Option<CountBounds>,
     /// Answered with an error.
-    pub failed: Option<Bounds>,
+    pub failed: Option<CountBounds>,
     /// Caller gone.
-    pub unknown: Option<Bounds>,
+    pub unknown: Option<CountBounds>,
     /// Of the finished: prompts computed by decode.
-    pub recomputed: Option<Bounds>,
+    pub recomputed: Option<CountBounds>,
 }
 
 /// Bounds of numbers of operations, while the workload lasts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OperationCounts {
+pub struct ExpectedOperations {
     /// Accepted by a plane.
-    pub posted: Option<Bounds>,
+    pub posted: Option<CountBounds>,
     /// Answered `Busy`: planned for nothing.
-    pub refused: Option<Bounds>,
-    /// Completed as failed.
-    pub failed: Option<Bounds>,
+    pub refused: Option<CountBounds>,
+    pub failed: Option<CountBounds>,
 }
 
 /// A request and how soon its first token comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FirstToken {
+pub struct FirstTokenDeadline {
     /// Which, by arrival from 0.
     pub request: u32,
     /// At most this long after its arrival.
@@ -515,14 +495,12 @@ pub struct FirstToken {
 
 /// From `min` to `max`, both included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bounds {
-    /// Least.
+pub struct CountBounds {
     pub min: u64,
-    /// Most.
     pub max: u64,
 }
 
-impl Bounds {
+impl CountBounds {
     /// True if `count` is inside.
     pub const fn contains(&self, count: u64) -> bool {
         self.min <= count && count <= self.max

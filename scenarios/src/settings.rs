@@ -1,12 +1,12 @@
 //! Settings of the protocol machines of an instance, for who makes them and for who checks them.
 
-use crate::run::{Instance, Run};
+use crate::run::{InstanceSettings, Run};
 use ::engine::core::channel::ChannelConfig;
-use ::engine::core::station::CoreSettings;
+use ::engine::core::config::CoreSettings;
 use ::engine::core::transfer::TransferSettings;
 
 /// Of its prefill or decode core.
-pub fn core(run: &Run, instance: &Instance) -> CoreSettings {
+pub fn core(run: &Run, instance: &InstanceSettings) -> CoreSettings {
     let (default, protocol) = (CoreSettings::default(), &instance.protocol);
     CoreSettings {
         heartbeat: run.router.heartbeat,
@@ -24,7 +24,7 @@ pub fn core(run: &Run, instance: &Instance) -> CoreSettings {
 }
 
 /// Of the channels between its core and others.
-pub fn channel(instance: &Instance) -> ChannelConfig {
+pub fn channel(instance: &InstanceSettings) -> ChannelConfig {
     let (default, protocol) = (ChannelConfig::default(), &instance.protocol);
     ChannelConfig {
         hello: protocol.hello.unwrap_or(default.hello),
@@ -39,7 +39,7 @@ pub fn channel(instance: &Instance) -> ChannelConfig {
 }
 
 /// Of its transfer actors.
-pub fn transfer(instance: &Instance) -> TransferSettings {
+pub fn transfer(instance: &InstanceSettings) -> TransferSettings {
     let (default, protocol) = (TransferSettings::default(), &instance.protocol);
     TransferSettings {
         layers_per_op: instance.layers_per_op(),

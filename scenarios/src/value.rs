@@ -1,12 +1,12 @@
 //! Values of the language and their three forms: literal, range, choice.
 
-use crate::decide::{Keyed, below, within};
-use crate::run::Span;
+use crate::decide::{DecisionKey, below, within};
+use crate::run::DurationRange;
 use ::engine::core::Nanos;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.
-pub(crate) trait Value: Clone + PartialOrd {
+pub(crate) trait ScenarioValue: Clone + PartialOrd {
     /// What to write, e.g. `a duration such as "2ms"`.
     fn form() -> String;
 
@@ -20,14 +20,14 @@ pub(crate) trait Value: Clone + PartialOrd {
 /// A value that is drawn per seed: one of some ranges, both ends included. A literal is a single
 /// range of one value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Draw<T> {
+pub(crate) struct Distribution<T> {
     ranges: Vec<(T, T)>,
     /// Where it stands; 0 for a default.
     pub(crate) line: u32,
 }
 
-/// Why a text is no [`Draw`].
-pub(crate) enum Malformed {
+/// Why a text is no [`Distribution`].
+pub(crate) enum MalformedValue {
     /// This part cannot be read.
     Part(String),
     /// This range starts behind its end.
@@ -36,24 +36,23 @@ pub(crate) enum Malformed {
     NoRange(String),
 }
 
-impl<T: Value> Draw<T> {
-    /// Always `value`.
-    pub(crate) fn fixed(value: T) -> Draw<T> {
-        Draw { ranges: vec![(value.clone(), value)], line: 0 }
+impl<T: ScenarioValue> Distribution<T> {
+    pub(crate) fn fixed(value: T) -> Distribution<T> {
+        Distribution { ranges: vec![(value.clone(), value)], line: 0 }
     }
 
     /// Anything from `min` to `max`.
-    pub(crate) fn range(min: T, max: T) -> Draw<T> {
-        Draw { ranges: vec![(min, max)], line: 0 }
+    pub(crate) fn range(min: T, max: T) -> Distribution<T> {
+        Distribution { ranges: vec![(min, max)], line: 0 }
     }
 
     /// Reads `"a"`, `"a..b"` and `"a|b..c|d"`.
-    pub(crate) fn parse(text: &str, line: u32) -> Result<Draw<T>, Malformed> {
+    pub(crate) fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
         let mut ranges = Vec::new();
         for part in text.split('|') {
             let part = part.trim();
             let read = |text: &str| {
-                T::parse(text.trim()).ok_or_else(|| Malformed::Part(text.trim().into()))
+                T::parse(text.trim()).ok_or_else(|| MalformedValue::Part(text.trim().into()))
             };
             let range = match part.split_once("..") {
                 None => {
@@ -63,23 +62,23 @@ impl<T: Value> Draw<T> {
                 Some((min, max)) => (read(min)?, read(max)?),
             };
             if range.0 != range.1 && T::between(&range.0, &range.0, 0).is_none() {
-                return Err(Malformed::NoRange(part.into()));
+                return Err(MalformedValue::NoRange(part.into()));
             }
             if range.0 > range.1 {
-                return Err(Malformed::Backward(part.into()));
+                return Err(MalformedValue::Backward(part.into()));
             }
             ranges.push(range);
         }
-        Ok(Draw { ranges, line })
+        Ok(Distribution { ranges, line })
     }
 
-    fn pick(&self, key: &Keyed) -> &(T, T) {
+    fn pick(&self, key: &DecisionKey) -> &(T, T) {
         let choice = key.part("choice").get();
         &self.ranges[below(choice, self.ranges.len() as u64) as usize]
     }
 
     /// The value for a key. Every choice is equally likely, and every value of a range.
-    pub(crate) fn draw(&self, key: &Keyed) -> T {
+    pub(crate) fn draw(&self, key: &DecisionKey) -> T {
         let (min, max) = self.pick(key);
         if min == max {
             return min.clone();
@@ -115,17 +114,17 @@ impl<T: Value> Draw<T> {
     }
 }
 
-impl Draw<Nanos> {
+impl Distribution<Nanos> {
     /// Decides the choice and keeps the range, to be drawn at each use.
-    pub(crate) fn span(&self, key: &Keyed) -> Span {
+    pub(crate) fn span(&self, key: &DecisionKey) -> DurationRange {
         let (min, max) = *self.pick(key);
-        Span { min, max }
+        DurationRange { min, max }
     }
 }
 
 macro_rules! whole_number {
     ($($type:ty)*) => {$(
-        impl Value for $type {
+        impl ScenarioValue for $type {
             fn form() -> String {
                 format!("a whole number up to {}", <$type>::MAX)
             }
@@ -146,7 +145,7 @@ whole_number!(u16 u32 u64);
 
 macro_rules! measured {
     ($($type:ident($inner:ty) $form:literal [$($unit:literal $factor:expr),*])*) => {$(
-        impl Value for $type {
+        impl ScenarioValue for $type {
             fn form() -> String {
                 $form.into()
             }
@@ -166,48 +165,48 @@ macro_rules! measured {
 
 /// A size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Bytes(pub(crate) u32);
+pub(crate) struct ByteSize(pub(crate) u32);
 
 /// A size in bytes that may exceed what one request moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Volume(pub(crate) u64);
+pub(crate) struct ByteVolume(pub(crate) u64);
 
 /// A bandwidth in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Rate(pub(crate) u64);
+pub(crate) struct Bandwidth(pub(crate) u64);
 
 /// A very short time in femtoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Femtos(pub(crate) u64);
+pub(crate) struct Femtoseconds(pub(crate) u64);
 
 /// A probability in a million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Chance(pub(crate) u32);
+pub(crate) struct Probability(pub(crate) u32);
 
 /// A factor in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Factor(pub(crate) u32);
+pub(crate) struct ScaleFactor(pub(crate) u32);
 
 measured! {
     Nanos(u64) "a duration such as \"2us\", \"1.5s\" or \"10min\"" [
         "ns" 1, "us" 1_000, "ms" 1_000_000, "s" 1_000_000_000, "min" 60_000_000_000,
         "h" 3_600_000_000_000
     ]
-    Femtos(u64) "a time such as \"500fs\", \"30ps\" or \"20ns\"" [
+    Femtoseconds(u64) "a time such as \"500fs\", \"30ps\" or \"20ns\"" [
         "fs" 1, "ps" 1_000, "ns" 1_000_000, "us" 1_000_000_000
     ]
-    Bytes(u32) "a size such as 8192, \"8KiB\" or \"1MiB\"" [
+    ByteSize(u32) "a size such as 8192, \"8KiB\" or \"1MiB\"" [
         "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
     ]
-    Volume(u64) "a size such as 8192, \"8KiB\" or \"2GiB\"" [
+    ByteVolume(u64) "a size such as 8192, \"8KiB\" or \"2GiB\"" [
         "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
     ]
-    Rate(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [
+    Bandwidth(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [
         "B/s" 1, "KB/s" 1_000, "MB/s" 1_000_000, "GB/s" 1_000_000_000, "TB/s" 1_000_000_000_000,
         "Mb/s" 125_000, "Gb/s" 125_000_000
     ]
-    Chance(u32) "a probability such as 0.25, in steps of 0.000001" ["" 1_000_000]
-    Factor(u32) "a factor such as 2 or 0.5, in steps of 0.001" ["" 1_000]
+    Probability(u32) "a probability such as 0.25, in steps of 0.000001" ["" 1_000_000]
+    ScaleFactor(u32) "a factor such as 2 or 0.5, in steps of 0.001" ["" 1_000]
 }
 
 /// `12.5ms` with the units of `units`, exactly: `None` if digits are lost or the unit is unknown.
@@ -229,16 +228,16 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
 
 /// A name of an instance or of a group of them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Name(pub(crate) Arc<str>);
+pub(crate) struct InstanceName(pub(crate) Arc<str>);
 
-impl Value for Name {
+impl ScenarioValue for InstanceName {
     fn form() -> String {
         "a name of letters, digits, '-', '_' and '.'".into()
     }
 
     fn parse(text: &str) -> Option<Self> {
         let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        (!text.is_empty() && text.chars().all(legal)).then(|| Name(text.into()))
+        (!text.is_empty() && text.chars().all(legal)).then(|| InstanceName(text.into()))
     }
 
     fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
@@ -249,7 +248,7 @@ impl Value for Name {
 /// Makes types with named values readable.
 macro_rules! named_values {
     ($($type:ty: $($name:literal = $value:expr),* ;)*) => {$(
-        impl $crate::value::Value for $type {
+        impl $crate::value::ScenarioValue for $type {
             fn form() -> String {
                 let names: &[&str] = &[$($name),*];
                 $crate::value::one_of(names)
@@ -292,12 +291,12 @@ mod tests {
         assert_eq!(nanos("1.5s"), Some(1_500_000_000));
         assert_eq!(nanos("10min"), Some(600_000_000_000));
         assert_eq!(nanos("0.000_001ms"), Some(1));
-        assert_eq!(Bytes::parse("8KiB"), Some(Bytes(8192)));
-        assert_eq!(Bytes::parse("8192"), Some(Bytes(8192)));
-        assert_eq!(Rate::parse("40GB/s"), Some(Rate(40_000_000_000)));
-        assert_eq!(Rate::parse("400Gb/s"), Some(Rate(50_000_000_000)));
-        assert_eq!(Chance::parse("0.25"), Some(Chance(250_000)));
-        assert_eq!(Femtos::parse("30ps"), Some(Femtos(30_000)));
+        assert_eq!(ByteSize::parse("8KiB"), Some(ByteSize(8192)));
+        assert_eq!(ByteSize::parse("8192"), Some(ByteSize(8192)));
+        assert_eq!(Bandwidth::parse("40GB/s"), Some(Bandwidth(40_000_000_000)));
+        assert_eq!(Bandwidth::parse("400Gb/s"), Some(Bandwidth(50_000_000_000)));
+        assert_eq!(Probability::parse("0.25"), Some(Probability(250_000)));
+        assert_eq!(Femtoseconds::parse("30ps"), Some(Femtoseconds(30_000)));
     }
 
     #[test]
@@ -308,17 +307,17 @@ mod tests {
         for text in ["99999999999h", "18446744073709551616ns"] {
             assert_eq!(Nanos::parse(text), None, "{text}");
         }
-        assert_eq!(Chance::parse("0.0000001"), None);
-        assert_eq!(Bytes::parse("4GiB"), None);
+        assert_eq!(Probability::parse("0.0000001"), None);
+        assert_eq!(ByteSize::parse("4GiB"), None);
         assert_eq!(u16::parse("65536"), None);
         assert_eq!(u16::parse("+1"), None);
     }
 
     #[test]
     fn every_choice_and_both_ends_of_a_range_are_drawn() {
-        let Ok(draw) = Draw::<u32>::parse("1|5..7|9", 1) else { panic!("it is a draw") };
+        let Ok(draw) = Distribution::<u32>::parse("1|5..7|9", 1) else { panic!("it is a draw") };
         let drawn: std::collections::BTreeSet<u32> =
-            (0..200).map(|seed| draw.draw(&Keyed::new(seed, "test"))).collect();
+            (0..200).map(|seed| draw.draw(&DecisionKey::new(seed, "test"))).collect();
         assert_eq!(drawn.into_iter().collect::<Vec<_>>(), [1, 5, 6, 7, 9]);
     }
 }

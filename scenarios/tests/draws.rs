@@ -1,7 +1,7 @@
 //! What a seed draws: inside what is written, and nothing depends on what else is written.
 
 use proptest::prelude::*;
-use scenarios::run::{Fault, Run, Trigger};
+use scenarios::run::{FaultTrigger, InjectedFault, Run};
 use std::path::Path;
 
 fn parse(text: &str) -> scenarios::Scenario {
@@ -90,7 +90,7 @@ fn both_examples_mean_what_they_say() {
     assert_eq!(run.requests.len(), 12);
     assert_eq!(run.requests[11].arrival.0, 11_000_000);
     assert!(
-        matches!(&run.faults[0].trigger, Trigger::On { nth: 9, from: Some(p), .. } if p == "p0")
+        matches!(&run.faults[0].trigger, FaultTrigger::On { nth: 9, from: Some(p), .. } if p == "p0")
     );
     assert_eq!(run.expect.hold.len(), 4);
     assert!(run.expect.requests.finished.is_some_and(|bounds| bounds.contains(12)));
@@ -101,7 +101,7 @@ fn both_examples_mean_what_they_say() {
     assert!((1..20).contains(&aborted.clone().count()));
     assert!(aborted.into_iter().all(|after| after.0 <= 8_000_000));
     assert_eq!(run.faults[1].message, Some(scenarios::MessageName::Announce));
-    assert_eq!(run.faults[1].trigger, Trigger::Chance(100_000));
+    assert_eq!(run.faults[1].trigger, FaultTrigger::Chance(100_000));
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn one_word_is_one_instance_within_a_fault() {
     let mut targets = std::collections::BTreeSet::new();
     for seed in 0..50 {
         let fault = draw(text, seed).faults.remove(0);
-        let Trigger::On { from, .. } = fault.trigger else { panic!("it is `on`") };
+        let FaultTrigger::On { from, .. } = fault.trigger else { panic!("it is `on`") };
         assert_eq!(fault.target, from);
         targets.insert(from);
     }
@@ -156,7 +156,7 @@ fn repeated_faults_have_times_and_keys_of_their_own() {
     let at: Vec<u64> = faults
         .iter()
         .map(|fault| match fault.trigger {
-            Trigger::At(at) => at.0,
+            FaultTrigger::At(at) => at.0,
             _ => panic!("it is `at`"),
         })
         .collect();
@@ -236,7 +236,7 @@ proptest! {
         for fault in &some.faults {
             prop_assert!(all.faults.contains(fault), "{fault:?}");
         }
-        let left: Vec<&Fault> = all.faults.iter().filter(|one| some.faults.contains(one)).collect();
+        let left: Vec<&InjectedFault> = all.faults.iter().filter(|one| some.faults.contains(one)).collect();
         prop_assert_eq!(left.len(), some.faults.len());
         let without = |run: Run| Run { faults: Vec::new(), ..run };
         prop_assert_eq!(without(all), without(some));

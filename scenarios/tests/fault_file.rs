@@ -1,7 +1,7 @@
 //! Files of faults alone.
 
-use scenarios::run::Trigger;
-use scenarios::{Event, FaultFile, FaultKind};
+use scenarios::run::FaultTrigger;
+use scenarios::{FaultFile, FaultKind, TriggerEvent};
 
 fn error(text: &str) -> String {
     FaultFile::parse("f.toml", text).expect_err("refused").to_string()
@@ -31,9 +31,9 @@ fn faults_are_drawn_as_in_a_scenario() {
     let kinds: Vec<_> = faults.iter().map(|(line, fault)| (*line, fault.kind)).collect();
     assert_eq!(kinds, [(5, FaultKind::NoCopy), (9, FaultKind::CompletionReorder)]);
     assert_eq!(faults[0].1.times, 4);
-    let Trigger::On { event, nth, .. } = &faults[0].1.trigger else { panic!("on") };
-    assert_eq!((*event, *nth), (Event::OpPosted, 1));
-    assert_eq!(faults[1].1.trigger, Trigger::Chance(500_000));
+    let FaultTrigger::On { event, nth, .. } = &faults[0].1.trigger else { panic!("on") };
+    assert_eq!((*event, *nth), (TriggerEvent::OpPosted, 1));
+    assert_eq!(faults[1].1.trigger, FaultTrigger::Chance(500_000));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Every scenario file of the repository is valid, and so is the bundled trace.
 
 use scenarios::FaultKind;
-use scenarios::run::Instance;
+use scenarios::run::InstanceSettings;
 use scenarios::trace::TraceReader;
 use scenarios::trace::generate::{CHAT, generate, to_jsonl};
 use std::collections::BTreeSet;
@@ -85,11 +85,11 @@ fn the_loaded_swarm_draws_what_fills_links() {
     assert!(share(&|run| run.longest() > Some(16_384)) > 100);
     assert!(share(&|run| run.requests.len() >= 8) > 100);
     assert!(share(&|run| run.instances.iter().any(|one| one.dp_size > 1)) > 50);
-    let two = |one: &Instance| one.fabric.operations_max == Some(2);
+    let two = |one: &InstanceSettings| one.fabric.operations_max == Some(2);
     assert!(share(&|run| run.instances.iter().any(two)) > 20);
-    let few = |one: &Instance| one.protocol.tombstones_max < Some(8);
+    let few = |one: &InstanceSettings| one.protocol.tombstones_max < Some(8);
     assert!(share(&|run| run.instances.iter().any(few)) > 100);
-    let lease = |one: &Instance| one.protocol.lease;
+    let lease = |one: &InstanceSettings| one.protocol.lease;
     let unequal = |run: &scenarios::Run| {
         run.instances.iter().any(|one| lease(one) != lease(&run.instances[0]))
     };

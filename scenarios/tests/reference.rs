@@ -1,6 +1,6 @@
 //! The reference tells all that the language knows.
 
-use scenarios::{Event, FaultKind, InvariantId, MessageName};
+use scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
 use std::path::Path;
 
 const REFERENCE: &str = include_str!("../README.md");
@@ -18,12 +18,12 @@ fn code(name: &str) -> String {
 #[test]
 fn every_entry_of_the_closed_lists_has_its_row() {
     for kind in FaultKind::ALL {
-        let form = kind.form();
+        let form = kind.schema();
         let keys: Vec<String> = form.keys.iter().map(|key| code(key)).collect();
         let keys = if keys.is_empty() { "-".to_string() } else { keys.join(", ") };
         has_row(&[kind.id(), &code(kind.name()), kind.about(), form.opportunity.name(), &keys]);
     }
-    for event in Event::ALL {
+    for event in TriggerEvent::ALL {
         has_row(&[&code(event.name()), event.about()]);
     }
     for message in MessageName::ALL {

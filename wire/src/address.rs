@@ -26,7 +26,7 @@ pub(crate) fn resolve(to: &Endpoint) -> Result<String, Refused> {
 }
 
 /// The address as others should be told it: libzmq names IPv4 addresses in their IPv6 form.
-pub(crate) fn told(bound: &str) -> String {
+pub(crate) fn canonical_endpoint(bound: &str) -> String {
     let address = bound.strip_prefix(SCHEME).and_then(|rest| rest.parse::<SocketAddr>().ok());
     match address {
         Some(address) => {
@@ -42,9 +42,9 @@ mod tests {
 
     #[test]
     fn addresses_are_told_as_they_are_dialled() {
-        assert_eq!(told("tcp://[::ffff:127.0.0.1]:80"), "tcp://127.0.0.1:80");
-        assert_eq!(told("tcp://[::1]:80"), "tcp://[::1]:80");
-        assert_eq!(told("tcp://10.0.0.1:80"), "tcp://10.0.0.1:80");
+        assert_eq!(canonical_endpoint("tcp://[::ffff:127.0.0.1]:80"), "tcp://127.0.0.1:80");
+        assert_eq!(canonical_endpoint("tcp://[::1]:80"), "tcp://[::1]:80");
+        assert_eq!(canonical_endpoint("tcp://10.0.0.1:80"), "tcp://10.0.0.1:80");
     }
 
     #[test]

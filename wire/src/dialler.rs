@@ -1,9 +1,9 @@
 //! A link that this side dialled: one DEALER.
 
 use crate::message::receive;
-use crate::monitor::{Connection, Watched};
-use crate::shared::{Inbox, News, Queued};
-use engine::fabric::{Channel, LinkId};
+use crate::monitor::{MonitoredSocket, ZmqMonitorEvent};
+use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use engine::fabric::{LinkId, LinkKind};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,34 +14,34 @@ use zmq::{Context, SocketType};
 /// libzmq 4.3.4 drops what came before the end and was not read yet.
 const NEVER: i32 = 3_600_000;
 
-pub(crate) struct Dialler {
-    pub(crate) watched: Watched,
+pub(crate) struct ZmqDialler {
+    pub(crate) watched: MonitoredSocket,
     link: LinkId,
-    channel: Channel,
-    queued: Arc<Queued>,
+    channel: LinkKind,
+    queued: Arc<SendQueueDepth>,
     out: VecDeque<Vec<Vec<u8>>>,
     up: bool,
 }
 
-impl Dialler {
+impl ZmqDialler {
     pub(crate) fn new(
         context: &Context,
         link: LinkId,
-        channel: Channel,
+        channel: LinkKind,
         to: &str,
-        queued: Arc<Queued>,
+        queued: Arc<SendQueueDepth>,
         wait: Duration,
-    ) -> zmq::Result<Dialler> {
+    ) -> zmq::Result<ZmqDialler> {
         let socket = context.socket(SocketType::DEALER)?;
         crate::io::prepare(&socket)?;
         let wait = wait.as_millis().clamp(1, 1 << 30) as i32;
         socket.set_connect_timeout(wait)?;
         socket.set_handshake_ivl(wait)?;
         socket.set_reconnect_ivl(NEVER)?;
-        let watched = Watched::new(context, socket, &format!("link-{}", link.0))?;
+        let watched = MonitoredSocket::new(context, socket, &format!("link-{}", link.0))?;
         watched.socket.connect(to)?;
         let out = VecDeque::new();
-        Ok(Dialler { watched, link, channel, queued, out, up: false })
+        Ok(ZmqDialler { watched, link, channel, queued, out, up: false })
     }
 
     pub(crate) fn push(&mut self, parts: Vec<Vec<u8>>) {
@@ -54,28 +54,28 @@ impl Dialler {
     }
 
     /// Does what can be done; false if the link is down, which was told.
-    pub(crate) fn pump(&mut self, inbox: &Inbox) -> bool {
+    pub(crate) fn pump(&mut self, inbox: &ZmqEventQueue) -> bool {
         let mut lost = false;
         while let Some(event) = self.watched.next() {
             match event {
-                Connection::Ready if !std::mem::replace(&mut self.up, true) => {
-                    inbox.push(News::Up {
+                ZmqMonitorEvent::Ready if !std::mem::replace(&mut self.up, true) => {
+                    inbox.push(ZmqLinkEvent::Up {
                         from: None,
                         link: self.link,
                         channel: self.channel,
                         queued: self.queued.clone(),
                     })
                 }
-                Connection::Ready | Connection::Accepted(_) => {}
-                Connection::Lost(_) | Connection::Failed => lost = true,
+                ZmqMonitorEvent::Ready | ZmqMonitorEvent::Accepted(_) => {}
+                ZmqMonitorEvent::Lost(_) | ZmqMonitorEvent::Failed => lost = true,
             }
         }
         while !inbox.is_full() || lost {
             let Some(message) = receive(&mut self.watched.socket) else { break };
-            inbox.push(News::Frame { link: self.link, parts: message.parts });
+            inbox.push(ZmqLinkEvent::Frame { link: self.link, parts: message.parts });
         }
         if lost {
-            inbox.push(News::Down { link: self.link });
+            inbox.push(ZmqLinkEvent::Down { link: self.link });
             return false;
         }
         self.flush();

@@ -1,9 +1,9 @@
 //! The thread that has the sockets.
 
-use crate::dialler::Dialler;
-use crate::listener::Listener;
-use crate::shared::{Inbox, News, Queued};
-use engine::fabric::{Channel, LinkId};
+use crate::dialler::ZmqDialler;
+use crate::listener::ZmqListener;
+use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use engine::fabric::{LinkId, LinkKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,11 +27,26 @@ const GREETING: i32 = 5_000;
 const RETRY: i64 = 1;
 
 /// What the plane wants of the thread.
-pub(crate) enum Command {
-    Listen { channel: Channel, at: String, answer: SyncSender<zmq::Result<String>> },
-    Dial { link: LinkId, channel: Channel, to: String, queued: Arc<Queued>, wait: Duration },
-    Send { link: LinkId, parts: Vec<Vec<u8>> },
-    HangUp { link: LinkId },
+pub(crate) enum ZmqCommand {
+    Listen {
+        channel: LinkKind,
+        at: String,
+        answer: SyncSender<zmq::Result<String>>,
+    },
+    Dial {
+        link: LinkId,
+        channel: LinkKind,
+        to: String,
+        queued: Arc<SendQueueDepth>,
+        wait: Duration,
+    },
+    Send {
+        link: LinkId,
+        parts: Vec<Vec<u8>>,
+    },
+    HangUp {
+        link: LinkId,
+    },
 }
 
 /// Options of all sockets.
@@ -44,27 +59,36 @@ pub(crate) fn prepare(socket: &Socket) -> zmq::Result<()> {
     socket.set_handshake_ivl(GREETING)
 }
 
-pub(crate) struct Io {
+pub(crate) struct ZmqIoThread {
     context: Context,
     /// Rings when there is a command or room in the inbox.
     bell: Socket,
-    rung: Arc<AtomicBool>,
-    commands: Receiver<Command>,
-    inbox: Arc<Inbox>,
-    listeners: Vec<(Channel, Listener)>,
-    diallers: BTreeMap<LinkId, Dialler>,
+    wake_pending: Arc<AtomicBool>,
+    commands: Receiver<ZmqCommand>,
+    inbox: Arc<ZmqEventQueue>,
+    listeners: Vec<(LinkKind, ZmqListener)>,
+    diallers: BTreeMap<LinkId, ZmqDialler>,
     next_inbound: u32,
 }
 
-impl Io {
+impl ZmqIoThread {
     pub(crate) fn new(
         context: Context,
         (bell, rung): (Socket, Arc<AtomicBool>),
-        commands: Receiver<Command>,
-        inbox: Arc<Inbox>,
-    ) -> Io {
+        commands: Receiver<ZmqCommand>,
+        inbox: Arc<ZmqEventQueue>,
+    ) -> ZmqIoThread {
         let (listeners, diallers) = (Vec::new(), BTreeMap::new());
-        Io { context, bell, rung, commands, inbox, listeners, diallers, next_inbound: 0 }
+        ZmqIoThread {
+            context,
+            bell,
+            wake_pending: rung,
+            commands,
+            inbox,
+            listeners,
+            diallers,
+            next_inbound: 0,
+        }
     }
 
     /// Runs until the plane is gone.
@@ -73,7 +97,7 @@ impl Io {
             self.wait();
             while self.bell.recv_bytes(zmq::DONTWAIT).is_ok() {}
             // Before the commands are looked at: what comes later rings again.
-            self.rung.store(false, Ordering::Release);
+            self.wake_pending.store(false, Ordering::Release);
             loop {
                 match self.commands.try_recv() {
                     Ok(command) => self.command(command),
@@ -110,24 +134,25 @@ impl Io {
         let _ = zmq::poll(&mut items, timeout);
     }
 
-    fn command(&mut self, command: Command) {
+    fn command(&mut self, command: ZmqCommand) {
         match command {
-            Command::Listen { channel, at, answer } => {
-                let made = Listener::new(&self.context, channel, &at).map(|(listener, bound)| {
-                    self.listeners.push((channel, listener));
-                    bound
-                });
+            ZmqCommand::Listen { channel, at, answer } => {
+                let made =
+                    ZmqListener::new(&self.context, channel, &at).map(|(listener, bound)| {
+                        self.listeners.push((channel, listener));
+                        bound
+                    });
                 // A plane that does not wait for the answer is gone.
                 let _ = answer.send(made);
             }
-            Command::Dial { link, channel, to, queued, wait } => {
-                match Dialler::new(&self.context, link, channel, &to, queued, wait) {
+            ZmqCommand::Dial { link, channel, to, queued, wait } => {
+                match ZmqDialler::new(&self.context, link, channel, &to, queued, wait) {
                     Ok(dialler) => _ = self.diallers.insert(link, dialler),
-                    Err(_) => self.inbox.push(News::Down { link }),
+                    Err(_) => self.inbox.push(ZmqLinkEvent::Down { link }),
                 }
             }
-            Command::Send { link, parts } => self.send(link, parts),
-            Command::HangUp { link } => self.hang_up(link),
+            ZmqCommand::Send { link, parts } => self.send(link, parts),
+            ZmqCommand::HangUp { link } => self.hang_up(link),
         }
     }
 

@@ -4,6 +4,7 @@
 //! A link is one TCP connection. libzmq does not get to reconnect: a link that breaks is down, and
 //! the core dials another. libzmq cannot close one peer of a ROUTER, so hanging up an inbound link
 //! means not listening to it any more; its memory is freed when the other side closes.
+#![warn(missing_docs)]
 
 mod address;
 mod dialler;

@@ -1,9 +1,9 @@
 //! A channel that is listened on: one ROUTER with all its links.
 
-use crate::message::{Message, receive};
-use crate::monitor::{Connection, Watched};
-use crate::shared::{Inbox, News, Queued};
-use engine::fabric::{Channel, Endpoint, LinkId};
+use crate::message::{ZmqMessage, receive};
+use crate::monitor::{MonitoredSocket, ZmqMonitorEvent};
+use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use engine::fabric::{Endpoint, LinkId, LinkKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
@@ -11,41 +11,41 @@ use std::sync::Arc;
 use zmq::{Context, SocketType};
 
 /// A connection of a peer.
-struct Inbound {
+struct ZmqInboundLink {
     /// What libzmq calls it; known from its first message on.
     name: Option<Vec<u8>>,
     out: VecDeque<Vec<Vec<u8>>>,
-    queued: Arc<Queued>,
+    queued: Arc<SendQueueDepth>,
     /// Its first message was read before the word that it was accepted.
     early: bool,
 }
 
-pub(crate) struct Listener {
-    pub(crate) watched: Watched,
-    channel: Channel,
-    links: BTreeMap<LinkId, Inbound>,
+pub(crate) struct ZmqListener {
+    pub(crate) watched: MonitoredSocket,
+    channel: LinkKind,
+    links: BTreeMap<LinkId, ZmqInboundLink>,
     by_fd: BTreeMap<i32, LinkId>,
     by_name: BTreeMap<Vec<u8>, LinkId>,
     /// Those whose messages libzmq did not take.
     blocked: BTreeSet<LinkId>,
 }
 
-impl Listener {
+impl ZmqListener {
     /// Listens at an address of libzmq; also the address that others dial.
     pub(crate) fn new(
         context: &Context,
-        channel: Channel,
+        channel: LinkKind,
         at: &str,
-    ) -> zmq::Result<(Listener, String)> {
+    ) -> zmq::Result<(ZmqListener, String)> {
         let socket = context.socket(SocketType::ROUTER)?;
         crate::io::prepare(&socket)?;
         socket.set_router_mandatory(true)?;
-        let watched = Watched::new(context, socket, &format!("{channel:?}"))?;
+        let watched = MonitoredSocket::new(context, socket, &format!("{channel:?}"))?;
         watched.socket.bind(at)?;
         let bound = watched.socket.get_last_endpoint()?.map_err(|_| zmq::Error::EINVAL)?;
         let (links, by_fd, by_name, blocked) = Default::default();
-        let bound = crate::address::told(&bound);
-        Ok((Listener { watched, channel, links, by_fd, by_name, blocked }, bound))
+        let bound = crate::address::canonical_endpoint(&bound);
+        Ok((ZmqListener { watched, channel, links, by_fd, by_name, blocked }, bound))
     }
 
     /// True if something waits for room at a peer; libzmq does not say when there is.
@@ -73,7 +73,7 @@ impl Listener {
     }
 
     /// Does what can be done.
-    pub(crate) fn pump(&mut self, next: &mut u32, inbox: &Inbox) {
+    pub(crate) fn pump(&mut self, next: &mut u32, inbox: &ZmqEventQueue) {
         while let Some(event) = self.watched.next() {
             self.event(event, next, inbox);
         }
@@ -85,50 +85,50 @@ impl Listener {
         waiting.into_iter().for_each(|link| self.flush(link));
     }
 
-    fn event(&mut self, event: Connection, next: &mut u32, inbox: &Inbox) {
+    fn event(&mut self, event: ZmqMonitorEvent, next: &mut u32, inbox: &ZmqEventQueue) {
         match event {
-            Connection::Accepted(fd) => {
+            ZmqMonitorEvent::Accepted(fd) => {
                 let known = self.by_fd.get(&fd).and_then(|link| self.links.get_mut(link));
                 if known.is_none_or(|link| !std::mem::take(&mut link.early)) {
                     self.lost(fd, inbox);
                     self.accepted(fd, next, inbox);
                 }
             }
-            Connection::Lost(fd) => {
+            ZmqMonitorEvent::Lost(fd) => {
                 // What it said before comes first.
                 while let Some(message) = receive(&mut self.watched.socket) {
                     self.received(message, next, inbox);
                 }
                 self.lost(fd, inbox);
             }
-            Connection::Ready | Connection::Failed => {}
+            ZmqMonitorEvent::Ready | ZmqMonitorEvent::Failed => {}
         }
     }
 
-    fn accepted(&mut self, fd: i32, next: &mut u32, inbox: &Inbox) -> LinkId {
+    fn accepted(&mut self, fd: i32, next: &mut u32, inbox: &ZmqEventQueue) -> LinkId {
         let link = LinkId(LinkId::INBOUND | *next);
         *next += 1;
-        let queued = Arc::<Queued>::default();
+        let queued = Arc::<SendQueueDepth>::default();
         let (name, out) = (None, VecDeque::new());
-        let inbound = Inbound { name, out, queued: queued.clone(), early: false };
+        let inbound = ZmqInboundLink { name, out, queued: queued.clone(), early: false };
         self.links.insert(link, inbound);
         self.by_fd.insert(fd, link);
-        inbox.push(News::Up { link, channel: self.channel, queued, from: peer_of(fd) });
+        inbox.push(ZmqLinkEvent::Up { link, channel: self.channel, queued, from: peer_of(fd) });
         link
     }
 
-    fn lost(&mut self, fd: i32, inbox: &Inbox) {
+    fn lost(&mut self, fd: i32, inbox: &ZmqEventQueue) {
         let Some(link) = self.by_fd.remove(&fd) else { return };
         let Some(inbound) = self.links.remove(&link) else { return };
         self.blocked.remove(&link);
         if let Some(name) = inbound.name {
             self.by_name.remove(&name);
         }
-        inbox.push(News::Down { link });
+        inbox.push(ZmqLinkEvent::Down { link });
     }
 
-    fn received(&mut self, message: Message, next: &mut u32, inbox: &Inbox) {
-        let Message { mut parts, fd } = message;
+    fn received(&mut self, message: ZmqMessage, next: &mut u32, inbox: &ZmqEventQueue) {
+        let ZmqMessage { mut parts, fd } = message;
         let name = parts.remove(0);
         let link = match self.by_name.get(&name) {
             Some(link) => *link,
@@ -150,7 +150,7 @@ impl Listener {
                 link
             }
         };
-        inbox.push(News::Frame { link, parts });
+        inbox.push(ZmqLinkEvent::Frame { link, parts });
     }
 
     /// Gives libzmq what it takes.
@@ -177,7 +177,8 @@ impl Listener {
 /// The other end of a connection. One that is gone already is not told, or as that of a younger one
 /// with the same descriptor.
 fn peer_of(fd: i32) -> Option<Endpoint> {
-    // SAFETY: Nothing is read, written or closed; a descriptor that is no socket, or none, is an error.
+    // SAFETY: Nothing is read, written or closed; a descriptor that is no socket, or none, is an
+    // error.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let at: SocketAddr = rustix::net::getpeername(fd).ok()??.try_into().ok()?;
     Some(Endpoint::tcp(&at.ip().to_canonical().to_string(), at.port()))
@@ -189,37 +190,40 @@ mod tests {
     use zmq::POLLIN;
 
     /// Events up to the one that is wanted.
-    fn events(listener: &Listener, wanted: impl Fn(&Connection) -> bool) -> Vec<Connection> {
+    fn events(
+        listener: &ZmqListener,
+        wanted: impl Fn(&ZmqMonitorEvent) -> bool,
+    ) -> Vec<ZmqMonitorEvent> {
         let mut events = Vec::new();
         while !events.iter().any(&wanted) {
             listener.watched.events.poll(POLLIN, 20_000).expect("the monitor lives");
-            events.push(listener.watched.next().unwrap_or(Connection::Failed));
+            events.push(listener.watched.next().unwrap_or(ZmqMonitorEvent::Failed));
             assert!(events.len() < 100, "{events:?}");
         }
         events
     }
 
-    fn news(inbox: &Inbox) -> Vec<String> {
+    fn news(inbox: &ZmqEventQueue) -> Vec<String> {
         let text = |news| match news {
-            News::Up { .. } => "up".into(),
-            News::Frame { parts, .. } => String::from_utf8_lossy(&parts[0]).into_owned(),
-            News::Down { .. } => "down".into(),
+            ZmqLinkEvent::Up { .. } => "up".into(),
+            ZmqLinkEvent::Frame { parts, .. } => String::from_utf8_lossy(&parts[0]).into_owned(),
+            ZmqLinkEvent::Down { .. } => "down".into(),
         };
         inbox.take().into_iter().map(text).collect()
     }
 
     #[test]
     fn what_a_peer_said_comes_before_its_end() {
-        let (context, inbox, mut next) = (Context::new(), Inbox::default(), 0);
+        let (context, inbox, mut next) = (Context::new(), ZmqEventQueue::default(), 0);
         let (mut listener, at) =
-            Listener::new(&context, Channel::Notify, "tcp://127.0.0.1:*").expect("it listens");
+            ZmqListener::new(&context, LinkKind::Notify, "tcp://127.0.0.1:*").expect("it listens");
         let peer = context.socket(SocketType::DEALER).unwrap();
         peer.connect(&at).unwrap();
         for text in ["a", "b"] {
             peer.send(text, 0).unwrap();
         }
         drop(peer);
-        for event in events(&listener, |event| matches!(event, Connection::Lost(_))) {
+        for event in events(&listener, |event| matches!(event, ZmqMonitorEvent::Lost(_))) {
             listener.event(event, &mut next, &inbox);
         }
         assert_eq!(news(&inbox), ["up", "a", "b", "down"]);
@@ -227,16 +231,16 @@ mod tests {
 
     #[test]
     fn a_message_may_be_read_before_the_word_that_its_connection_was_accepted() {
-        let (context, inbox, mut next) = (Context::new(), Inbox::default(), 0);
+        let (context, inbox, mut next) = (Context::new(), ZmqEventQueue::default(), 0);
         let (mut listener, at) =
-            Listener::new(&context, Channel::Notify, "tcp://127.0.0.1:*").expect("it listens");
+            ZmqListener::new(&context, LinkKind::Notify, "tcp://127.0.0.1:*").expect("it listens");
         let peer = context.socket(SocketType::DEALER).unwrap();
         peer.connect(&at).unwrap();
         peer.send("a", 0).unwrap();
         listener.watched.socket.poll(POLLIN, 20_000).unwrap();
         let message = receive(&mut listener.watched.socket).expect("it is readable");
         listener.received(message, &mut next, &inbox);
-        for event in events(&listener, |event| matches!(event, Connection::Ready)) {
+        for event in events(&listener, |event| matches!(event, ZmqMonitorEvent::Ready)) {
             listener.event(event, &mut next, &inbox);
         }
         assert_eq!(news(&inbox), ["up", "a"]);

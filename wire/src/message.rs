@@ -8,21 +8,21 @@ const SRCFD: i32 = 2;
 
 /// A message that was received.
 #[derive(Debug)]
-pub(crate) struct Message {
+pub(crate) struct ZmqMessage {
     pub(crate) parts: Vec<Vec<u8>>,
     /// File descriptor of the connection.
     pub(crate) fd: i32,
 }
 
 /// The next message of a socket, if there is one.
-pub(crate) fn receive(socket: &mut Socket) -> Option<Message> {
+pub(crate) fn receive(socket: &mut Socket) -> Option<ZmqMessage> {
     let (mut parts, mut fd) = (Vec::new(), 0);
     loop {
         let (part, from, more) = receive_part(socket)?;
         parts.push(part);
         fd = from.max(fd);
         if !more {
-            return Some(Message { parts, fd });
+            return Some(ZmqMessage { parts, fd });
         }
     }
 }

@@ -1,10 +1,10 @@
 //! The control plane, from the side of the core.
 
 use crate::address::resolve;
-use crate::io::{Command, Io};
-use crate::shared::{Inbox, News, Queued};
+use crate::io::{ZmqCommand, ZmqIoThread};
+use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
 use engine::core::Nanos;
-use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused, Wake};
+use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ pub struct WireConfig {
     /// Host or address to listen at, IPv6 in brackets; `*` for all.
     pub host: String,
     /// Port of each channel; a free one where none is given.
-    pub ports: BTreeMap<Channel, u16>,
+    pub ports: BTreeMap<LinkKind, u16>,
     /// A connection, and then the answer to a greeting, that takes longer has failed.
     pub dial: Duration,
 }
@@ -38,13 +38,13 @@ impl Default for WireConfig {
 /// A control plane over ZeroMQ.
 pub struct ZmqPlane {
     config: WireConfig,
-    inbox: Arc<Inbox>,
-    commands: Option<Sender<Command>>,
+    inbox: Arc<ZmqEventQueue>,
+    commands: Option<Sender<ZmqCommand>>,
     bell: Socket,
-    rung: Arc<AtomicBool>,
+    wake_pending: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
-    links: BTreeMap<LinkId, Arc<Queued>>,
-    listens: BTreeSet<Channel>,
+    links: BTreeMap<LinkId, Arc<SendQueueDepth>>,
+    listens: BTreeSet<LinkKind>,
 }
 
 impl std::fmt::Debug for ZmqPlane {
@@ -70,16 +70,16 @@ impl ZmqPlane {
         };
         let (bell, far) = pair()?;
         let (commands, receiver) = channel();
-        let inbox = Arc::<Inbox>::default();
+        let inbox = Arc::<ZmqEventQueue>::default();
         let rung = Arc::<AtomicBool>::default();
-        let io = Io::new(context, (far, rung.clone()), receiver, inbox.clone());
+        let io = ZmqIoThread::new(context, (far, rung.clone()), receiver, inbox.clone());
         let thread = std::thread::Builder::new().name("kvferry-wire".into()).spawn(|| io.run())?;
         Ok(ZmqPlane {
             config,
             inbox,
             commands: Some(commands),
             bell,
-            rung,
+            wake_pending: rung,
             thread: Some(thread),
             links: BTreeMap::new(),
             listens: BTreeSet::new(),
@@ -87,7 +87,7 @@ impl ZmqPlane {
     }
 
     /// Fails only if the thread is gone, which is a bug of it.
-    fn tell(&self, command: Command) -> Result<(), Refused> {
+    fn tell(&self, command: ZmqCommand) -> Result<(), Refused> {
         let commands = self.commands.as_ref().ok_or(Refused::Gone)?;
         commands.send(command).map_err(|_| Refused::Gone)?;
         self.ring();
@@ -96,7 +96,7 @@ impl ZmqPlane {
 
     /// Rings once until it is heard, so that a burst of messages costs one.
     fn ring(&self) {
-        if !self.rung.swap(true, Ordering::AcqRel) {
+        if !self.wake_pending.swap(true, Ordering::AcqRel) {
             // The pair has room for one.
             let _ = self.bell.send("", zmq::DONTWAIT);
         }
@@ -114,7 +114,7 @@ impl Drop for ZmqPlane {
 }
 
 impl ControlPlane for ZmqPlane {
-    fn listen(&mut self, channel: Channel) -> Result<Endpoint, Refused> {
+    fn listen(&mut self, channel: LinkKind) -> Result<Endpoint, Refused> {
         if !self.listens.insert(channel) {
             return Err(Refused::Invalid(format!("{channel:?} is listened on already").into()));
         }
@@ -124,7 +124,7 @@ impl ControlPlane for ZmqPlane {
         };
         let at = format!("tcp://{}:{port}", self.config.host);
         let (answer, bound) = sync_channel(1);
-        self.tell(Command::Listen { channel, at: at.clone(), answer })?;
+        self.tell(ZmqCommand::Listen { channel, at: at.clone(), answer })?;
         match bound.recv() {
             Ok(Ok(bound)) => Ok(Endpoint::from(bound.as_str())),
             Ok(Err(why)) => {
@@ -135,14 +135,14 @@ impl ControlPlane for ZmqPlane {
         }
     }
 
-    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> Result<(), Refused> {
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused> {
         if self.links.contains_key(&link) {
             return Err(Refused::Invalid(format!("link {link} is in use").into()));
         }
         let to = resolve(to)?;
-        let queued = Arc::<Queued>::default();
+        let queued = Arc::<SendQueueDepth>::default();
         let wait = self.config.dial;
-        self.tell(Command::Dial { link, channel, to, queued: queued.clone(), wait })?;
+        self.tell(ZmqCommand::Dial { link, channel, to, queued: queued.clone(), wait })?;
         self.links.insert(link, queued);
         Ok(())
     }
@@ -153,13 +153,13 @@ impl ControlPlane for ZmqPlane {
             return Err(Refused::Busy);
         }
         let parts = parts.iter().map(|part| part.to_vec()).collect();
-        self.tell(Command::Send { link, parts })
+        self.tell(ZmqCommand::Send { link, parts })
     }
 
     fn hang_up(&mut self, link: LinkId) {
         if self.links.remove(&link).is_some() {
             // Without the thread there is nothing to hang up.
-            let _ = self.tell(Command::HangUp { link });
+            let _ = self.tell(ZmqCommand::HangUp { link });
         }
     }
 
@@ -167,11 +167,11 @@ impl ControlPlane for ZmqPlane {
         self.inbox.set_waker(waker);
     }
 
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> Wake {
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll {
         let full = self.inbox.is_full();
         for news in self.inbox.take() {
             match news {
-                News::Up { link, channel, queued, from } => {
+                ZmqLinkEvent::Up { link, channel, queued, from } => {
                     if link.is_inbound() {
                         self.links.insert(link, queued);
                     } else if !self.links.contains_key(&link) {
@@ -179,14 +179,14 @@ impl ControlPlane for ZmqPlane {
                     }
                     out.push(ControlEvent::LinkUp { link, channel, from });
                 }
-                News::Frame { link, parts } if self.links.contains_key(&link) => {
+                ZmqLinkEvent::Frame { link, parts } if self.links.contains_key(&link) => {
                     out.push(ControlEvent::Frame { link, parts });
                 }
-                News::Down { link } if self.links.remove(&link).is_some() => {
+                ZmqLinkEvent::Down { link } if self.links.remove(&link).is_some() => {
                     out.push(ControlEvent::LinkDown { link });
                 }
                 // Of a link that was hung up.
-                News::Frame { .. } | News::Down { .. } => {}
+                ZmqLinkEvent::Frame { .. } | ZmqLinkEvent::Down { .. } => {}
             }
         }
         if full {
@@ -196,6 +196,6 @@ impl ControlPlane for ZmqPlane {
             let lost = std::mem::take(&mut self.links).into_keys();
             out.extend(lost.map(|link| ControlEvent::LinkDown { link }));
         }
-        Wake::External
+        NextPoll::External
     }
 }

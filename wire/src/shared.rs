@@ -1,6 +1,6 @@
 //! What the plane and its thread share.
 
-use engine::fabric::{Channel, Endpoint, LinkId};
+use engine::fabric::{Endpoint, LinkId, LinkKind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
@@ -13,9 +13,9 @@ const INBOX_MAX: usize = 16_384;
 
 /// Messages of one link that libzmq has not taken yet.
 #[derive(Debug, Default)]
-pub(crate) struct Queued(AtomicU32);
+pub(crate) struct SendQueueDepth(AtomicU32);
 
-impl Queued {
+impl SendQueueDepth {
     /// Takes a place; false if there is none.
     pub(crate) fn enter(&self) -> bool {
         let room = |count: u32| (count < QUEUE_MAX).then_some(count + 1);
@@ -30,24 +30,24 @@ impl Queued {
 
 /// What happened to a link.
 #[derive(Debug)]
-pub(crate) enum News {
-    Up { link: LinkId, channel: Channel, queued: Arc<Queued>, from: Option<Endpoint> },
+pub(crate) enum ZmqLinkEvent {
+    Up { link: LinkId, channel: LinkKind, queued: Arc<SendQueueDepth>, from: Option<Endpoint> },
     Frame { link: LinkId, parts: Vec<Vec<u8>> },
     Down { link: LinkId },
 }
 
 /// News for the plane, and who waits for them.
 #[derive(Debug, Default)]
-pub(crate) struct Inbox {
-    inner: Mutex<(Vec<News>, Option<Waker>)>,
+pub(crate) struct ZmqEventQueue {
+    inner: Mutex<(Vec<ZmqLinkEvent>, Option<Waker>)>,
 }
 
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, (Vec<News>, Option<Waker>)> {
+impl ZmqEventQueue {
+    fn lock(&self) -> MutexGuard<'_, (Vec<ZmqLinkEvent>, Option<Waker>)> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn push(&self, news: News) {
+    pub(crate) fn push(&self, news: ZmqLinkEvent) {
         let waker = {
             let mut inner = self.lock();
             inner.0.push(news);
@@ -63,7 +63,7 @@ impl Inbox {
         self.lock().0.len() >= INBOX_MAX
     }
 
-    pub(crate) fn take(&self) -> Vec<News> {
+    pub(crate) fn take(&self) -> Vec<ZmqLinkEvent> {
         std::mem::take(&mut self.lock().0)
     }
 

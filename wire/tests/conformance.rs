@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::Ears;
+use common::TestZmqPlane;
 use engine::conformance::{ControlFixture, control_plane};
 use engine::core::Nanos;
 use engine::fabric::{ControlPlane, Endpoint};
@@ -13,19 +13,19 @@ use wire::ZmqPlane;
 /// Longest wait for news in one round.
 const ROUND: Duration = Duration::from_micros(100);
 
-struct Pair {
+struct ZmqTestPair {
     planes: [ZmqPlane; 2],
     start: Instant,
 }
 
-impl Pair {
-    fn new(host: &str) -> Pair {
-        let plane = || Ears::new(host).plane;
-        Pair { planes: [plane(), plane()], start: Instant::now() }
+impl ZmqTestPair {
+    fn new(host: &str) -> ZmqTestPair {
+        let plane = || TestZmqPlane::new(host).plane;
+        ZmqTestPair { planes: [plane(), plane()], start: Instant::now() }
     }
 }
 
-impl ControlFixture for Pair {
+impl ControlFixture for ZmqTestPair {
     fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
         &mut self.planes[index]
     }
@@ -51,7 +51,7 @@ impl ControlFixture for Pair {
 
 #[test]
 fn control_plane_over_ipv4_conforms() {
-    control_plane(&mut || Box::new(Pair::new("127.0.0.1")));
+    control_plane(&mut || Box::new(ZmqTestPair::new("127.0.0.1")));
 }
 
 #[test]
@@ -61,5 +61,5 @@ fn control_plane_over_ipv6_conforms() {
         eprintln!("not run, this machine has no IPv6: {why}");
         return;
     }
-    control_plane(&mut || Box::new(Pair::new("[::1]")));
+    control_plane(&mut || Box::new(ZmqTestPair::new("[::1]")));
 }

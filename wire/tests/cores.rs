@@ -2,25 +2,25 @@
 
 mod common;
 
-use common::{Ears, PATIENCE};
+use common::{PATIENCE, TestZmqPlane};
 use engine::core::channel::ChannelConfig;
 use engine::core::command::ControlCommand;
+use engine::core::config::{CoreConfig, CoreSettings};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::ids::{Incarnation, StepId, TransferKey};
 use engine::core::layout::{
-    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout,
+    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
 use engine::core::message::*;
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
-use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, Channel, ControlEvent, ControlPlane, Endpoint, RegionDesc};
+use engine::fabric::{Address, ControlEvent, ControlPlane, Endpoint, LinkKind, RegionDesc};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How much slower than the machine's the clocks of the cores go: whatever it does meanwhile, no limit of
-/// theirs passes before the test's own one.
+/// How much slower than the machine's the clocks of the cores go: whatever it does meanwhile, no
+/// limit of theirs passes before the test's own one.
 const SLOW: u64 = 1_000;
 
 fn now(start: Instant) -> Nanos {
@@ -31,9 +31,9 @@ fn now(start: Instant) -> Nanos {
 type Sorted<E> = Result<ControlCommand, Box<E>>;
 
 /// A machine with a control plane of its own.
-struct Node<M: Machine> {
+struct ZmqTestNode<M: Machine> {
     machine: M,
-    ears: Ears,
+    ears: TestZmqPlane,
     start: Instant,
     /// Effects that are none of the control plane.
     said: Vec<M::Effect>,
@@ -42,7 +42,7 @@ struct Node<M: Machine> {
     command: fn(M::Effect) -> Sorted<M::Effect>,
 }
 
-impl<M: Machine> Node<M> {
+impl<M: Machine> ZmqTestNode<M> {
     fn give(&mut self, input: M::Input) {
         let mut out = Outbox::new();
         let now = now(self.start);
@@ -79,7 +79,7 @@ impl<M: Machine> Node<M> {
 }
 
 fn geometry() -> Geometry {
-    let group = Group { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
+    let group = KvGroup { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
     Geometry {
         model: "wire".into(),
         tp: 1,
@@ -92,7 +92,7 @@ fn geometry() -> Geometry {
 }
 
 /// Where the KV of the only rank would be; nothing is moved here.
-fn ready() -> Report {
+fn ready() -> TransferReport {
     let shape = [8, 1, 16, 8];
     let stride = [128, 128, 8, 1];
     let slots = HeadSlots::Fused;
@@ -103,7 +103,7 @@ fn ready() -> Report {
         regions: vec![(RegionDesc([].into()), 8 * 256)],
         layers: vec![layer],
     };
-    Report::Ready { layout }
+    TransferReport::Ready { layout }
 }
 
 fn config(role: Role, control: &Endpoint, router: &Endpoint) -> CoreConfig {
@@ -124,18 +124,18 @@ fn config(role: Role, control: &Endpoint, router: &Endpoint) -> CoreConfig {
 }
 
 struct Trio {
-    router: Node<Router>,
-    prefill: Node<Prefill>,
-    decode: Node<Decode>,
+    router: ZmqTestNode<Router>,
+    prefill: ZmqTestNode<Prefill>,
+    decode: ZmqTestNode<Decode>,
 }
 
 impl Trio {
     fn new(host: &str) -> (Trio, Endpoint) {
         let start = Instant::now();
-        let [mut a, mut b, c] = [0; 3].map(|_| Ears::new(host));
-        let discovery = a.plane.listen(Channel::Discovery).unwrap();
-        let control = b.plane.listen(Channel::Handshake).unwrap();
-        let router = Node {
+        let [mut a, mut b, c] = [0; 3].map(|_| TestZmqPlane::new(host));
+        let discovery = a.plane.listen(LinkKind::Discovery).unwrap();
+        let control = b.plane.listen(LinkKind::Handshake).unwrap();
+        let router = ZmqTestNode {
             machine: Router::new(RouterConfig::default(), Incarnation(1)),
             ears: a,
             start,
@@ -147,7 +147,7 @@ impl Trio {
                 other => Err(Box::new(other)),
             },
         };
-        let prefill = Node {
+        let prefill = ZmqTestNode {
             machine: Prefill::new(config(Role::Prefill, &control, &discovery)),
             ears: b,
             start,
@@ -159,7 +159,7 @@ impl Trio {
                 other => Err(Box::new(other)),
             },
         };
-        let decode = Node {
+        let decode = ZmqTestNode {
             machine: Decode::new(config(Role::Decode, &control, &discovery)),
             ears: c,
             start,
@@ -193,7 +193,7 @@ fn cores_register_say_hello_and_speak_over_zeromq() {
     trio.decode.give(DecodeInput::Report { rank: 0, report: ready() });
     trio.until("registrations", |trio| trio.router.machine.gauges().peers == 2);
     let key = TransferKey { id: "tx".into(), prompt: 0 };
-    let life = Some(Incarnation(1));
+    let incarnation = Some(Incarnation(1));
     let mode = Mode::Push;
     let leg = DecodeLeg {
         key: key.clone(),
@@ -201,12 +201,12 @@ fn cores_register_say_hello_and_speak_over_zeromq() {
         mode,
         prefill: "prefill".into(),
         control,
-        life,
+        incarnation,
         moriio: None,
     };
     let request = "d".into();
     trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 16 }));
-    let leg = PrefillLeg { key, siblings: 1, mode, life, moriio: None };
+    let leg = PrefillLeg { key, siblings: 1, mode, incarnation, moriio: None };
     let request = "p".into();
     trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens: 16 }));
     let blocks = vec![BlockList::new(vec![1])];

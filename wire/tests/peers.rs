@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::Ears;
+use common::TestZmqPlane;
 use engine::core::Nanos;
-use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused};
+use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::Duration;
@@ -12,9 +12,9 @@ use wire::{WireConfig, ZmqPlane};
 
 const LINK: LinkId = LinkId(7);
 
-fn dial(from: &mut Ears, to: &Endpoint) {
-    from.plane.dial(LINK, to, Channel::Notify).unwrap();
-    let up = ControlEvent::LinkUp { link: LINK, channel: Channel::Notify, from: None };
+fn dial(from: &mut TestZmqPlane, to: &Endpoint) {
+    from.plane.dial(LINK, to, LinkKind::Notify).unwrap();
+    let up = ControlEvent::LinkUp { link: LINK, channel: LinkKind::Notify, from: None };
     from.wait_for(|event| *event == up);
 }
 
@@ -22,9 +22,9 @@ fn dial(from: &mut Ears, to: &Endpoint) {
 fn a_port_that_is_taken_is_an_error_with_the_address() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let ports = [(Channel::Notify, port)].into();
+    let ports = [(LinkKind::Notify, port)].into();
     let mut plane = ZmqPlane::new(WireConfig { ports, ..WireConfig::default() }).unwrap();
-    let Err(Refused::Invalid(why)) = plane.listen(Channel::Notify) else {
+    let Err(Refused::Invalid(why)) = plane.listen(LinkKind::Notify) else {
         panic!("a taken port was listened on")
     };
     assert!(why.contains(&format!("tcp://127.0.0.1:{port}")), "{why}");
@@ -33,8 +33,8 @@ fn a_port_that_is_taken_is_an_error_with_the_address() {
 #[test]
 fn the_end_of_a_process_ends_its_links_and_what_it_said_comes_before() {
     for dialler_goes in [true, false] {
-        let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
-        let to = far.plane.listen(Channel::Notify).unwrap();
+        let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+        let to = far.plane.listen(LinkKind::Notify).unwrap();
         dial(&mut near, &to);
         near.plane.send(LINK, &[b"last words"]).unwrap();
         let inbound = match dialler_goes {
@@ -62,16 +62,16 @@ fn a_listener_that_never_answers_is_down_in_time() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = Endpoint::from(format!("tcp://{}", silent.local_addr().unwrap()).as_str());
     let dial = Duration::from_millis(50);
-    let mut ours = Ears::with(WireConfig { dial, ..WireConfig::default() });
-    ours.plane.dial(LINK, &to, Channel::Notify).unwrap();
+    let mut ours = TestZmqPlane::with(WireConfig { dial, ..WireConfig::default() });
+    ours.plane.dial(LINK, &to, LinkKind::Notify).unwrap();
     let event = ours.wait_for(|_| true);
     assert_eq!(event, ControlEvent::LinkDown { link: LINK });
 }
 
 #[test]
 fn garbage_costs_its_connection_only() {
-    let mut ours = Ears::new("127.0.0.1");
-    let to = ours.plane.listen(Channel::Notify).unwrap();
+    let mut ours = TestZmqPlane::new("127.0.0.1");
+    let to = ours.plane.listen(LinkKind::Notify).unwrap();
     let address = to.0.strip_prefix("tcp://").unwrap().to_string();
     // Signature, version and mechanism as RFC 37 has them, then a frame of 2^63 bytes.
     let mut greeting = [&[0xff][..], &[0; 8], &[0x7f, 3, 1], b"NULL"].concat();
@@ -88,7 +88,7 @@ fn garbage_costs_its_connection_only() {
         stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     }
-    let mut peer = Ears::new("127.0.0.1");
+    let mut peer = TestZmqPlane::new("127.0.0.1");
     dial(&mut peer, &to);
     peer.plane.send(LINK, &[b"a", b"b"]).unwrap();
     let (link, parts) = ours.next_frame();
@@ -102,8 +102,8 @@ fn garbage_costs_its_connection_only() {
 
 #[test]
 fn a_reader_that_does_not_read_is_felt_by_the_sender() {
-    let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
-    let to = far.plane.listen(Channel::Notify).unwrap();
+    let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+    let to = far.plane.listen(LinkKind::Notify).unwrap();
     dial(&mut near, &to);
     let (mut sent, mut refused) = (0_u32, 0_u32);
     // More than both sides hold and the system between them, unless a queue has no end.
@@ -134,11 +134,11 @@ fn links_that_end_on_both_sides_at_once_cost_no_other_link() {
             drop(stream);
         }
     });
-    let (mut near, mut far) = (Ears::new("127.0.0.1"), Ears::new("127.0.0.1"));
-    let to = far.plane.listen(Channel::Notify).unwrap();
+    let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+    let to = far.plane.listen(LinkKind::Notify).unwrap();
     for nth in 0..2_000 {
         let link = LinkId(100 + nth);
-        near.plane.dial(link, &gone, Channel::Notify).unwrap();
+        near.plane.dial(link, &gone, LinkKind::Notify).unwrap();
         if nth % 2 == 0 {
             near.wait_for(|event| *event == ControlEvent::LinkDown { link });
         } else {

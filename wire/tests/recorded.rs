@@ -3,8 +3,8 @@
 
 mod common;
 
-use common::Ears;
-use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId};
+use common::TestZmqPlane;
+use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
@@ -62,8 +62,8 @@ fn play(mut stream: TcpStream, mine: &[u8], others: usize) -> Vec<u8> {
 #[test]
 fn a_recorded_dialler_gets_the_recorded_answer() {
     let [dialler, listener] = recorded();
-    let mut ours = Ears::new("127.0.0.1");
-    let to = ours.plane.listen(Channel::Handshake).unwrap();
+    let mut ours = TestZmqPlane::new("127.0.0.1");
+    let to = ours.plane.listen(LinkKind::Handshake).unwrap();
     let stream = TcpStream::connect(to.0.strip_prefix("tcp://").unwrap()).unwrap();
     let (mine, others) = (dialler.clone(), listener.len());
     let player = std::thread::spawn(move || play(stream, &mine, others));
@@ -85,9 +85,9 @@ fn a_recorded_listener_hears_the_recorded_dialler() {
     let to = Endpoint::from(format!("tcp://{}", server.local_addr().unwrap()).as_str());
     let (mine, others) = (listener.clone(), dialler.len());
     let player = std::thread::spawn(move || play(server.accept().unwrap().0, &mine, others));
-    let (mut ours, link) = (Ears::new("127.0.0.1"), LinkId(1));
-    ours.plane.dial(link, &to, Channel::Handshake).unwrap();
-    let up = ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None };
+    let (mut ours, link) = (TestZmqPlane::new("127.0.0.1"), LinkId(1));
+    ours.plane.dial(link, &to, LinkKind::Handshake).unwrap();
+    let up = ControlEvent::LinkUp { link, channel: LinkKind::Handshake, from: None };
     ours.wait_for(|event| *event == up);
     ours.plane.send(link, &[&frames(&dialler)[1].1]).unwrap();
     let answers: Vec<_> = frames(&listener)[1..].iter().map(|(_, bytes)| bytes.clone()).collect();

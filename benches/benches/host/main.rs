@@ -1,18 +1,18 @@
 //! The host plane between two processes, beside a plain copy, bare cross-memory attach and a bare
 //! TCP echo, in one run and in turns. All bytes are compared. Times are from the submit to the
 //! completion at the initiator; the target copies.
-#![allow(missing_docs, clippy::print_stdout, reason = "a benchmark prints its figures")]
+#![allow(clippy::print_stdout, reason = "a benchmark prints its figures")]
 
-mod child;
-mod near;
-mod work;
+mod initiator;
+mod target;
+mod workload;
 
-use near::{Near, Way};
-use work::{ROWS, Row, Stats, shuffle};
+use initiator::{CopyMethod, Initiator};
+use workload::{LatencyStats, ROWS, Workload, shuffle};
 
-fn row(near: &mut Near, row: &Row) {
+fn row(near: &mut Initiator, row: &Workload) {
     let [from, to] = row.blocks();
-    for way in Way::ALL {
+    for way in CopyMethod::ALL {
         near.verify(way, row, &from, &to);
     }
     turns(near, row, [&from, &to], 1);
@@ -21,10 +21,13 @@ fn row(near: &mut Near, row: &Row) {
     }
 }
 
-/// All ways in turns, in another order each time; in each the same transfer once or, all at the same time, several times.
-fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) {
-    let fresh = || Stats { bytes: row.bytes() * at_a_time as u64, ..Stats::default() };
-    let mut stats: Vec<(Way, Stats)> = Way::ALL.iter().map(|way| (*way, fresh())).collect();
+/// All ways in turns, in another order each time; in each the same transfer once or, all at the
+/// same time, several times.
+fn turns(near: &mut Initiator, row: &Workload, [from, to]: [&[u64]; 2], at_a_time: usize) {
+    let fresh =
+        || LatencyStats { bytes: row.bytes() * at_a_time as u64, ..LatencyStats::default() };
+    let mut stats: Vec<(CopyMethod, LatencyStats)> =
+        CopyMethod::ALL.iter().map(|way| (*way, fresh())).collect();
     let mut seed = 1;
     for _ in 0..row.repeats(at_a_time) {
         // What ran before leaves caches warm or cold.
@@ -33,14 +36,26 @@ fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) 
             near.measure(*way, row, from, to, (at_a_time, stats));
         }
     }
-    stats.sort_by_key(|(way, _)| Way::ALL.iter().position(|known| known == way));
+    stats.sort_by_key(|(way, _)| CopyMethod::ALL.iter().position(|known| known == way));
     println!("\n{} ({} x {} B), {at_a_time} at a time", row.name, row.count, row.size);
     stats.iter().for_each(|(way, stats)| stats.print(way.name(), &[]));
-    let of = |way: Way| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
-    let local = of(Way::Memcpy);
+    let of = |way: CopyMethod| &stats.iter().find(|(w, _)| *w == way).expect("all were measured").1;
+    let local = of(CopyMethod::Memcpy);
     for (kind, shared, copy, cross, bare) in [
-        ("pushed", Way::Shared, Way::MemcpyFar, Way::Cross, Way::AttachFar),
-        ("read", Way::SharedRead, Way::Memcpy, Way::CrossRead, Way::AttachRead),
+        (
+            "pushed",
+            CopyMethod::Shared,
+            CopyMethod::MemcpyFar,
+            CopyMethod::Cross,
+            CopyMethod::AttachFar,
+        ),
+        (
+            "read",
+            CopyMethod::SharedRead,
+            CopyMethod::Memcpy,
+            CopyMethod::CrossRead,
+            CopyMethod::AttachRead,
+        ),
     ] {
         let (shared, copy, cross, bare) = (of(shared), of(copy), of(cross), of(bare));
         println!(
@@ -56,13 +71,13 @@ fn turns(near: &mut Near, row: &Row, [from, to]: [&[u64]; 2], at_a_time: usize) 
 }
 
 fn main() {
-    if child::run_if_child() {
+    if target::run_if_child() {
         return;
     }
     let load = || std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     println!("load average before: {}", load().trim());
     println!("GB/s, then CPU seconds per GB of the initiator and of the target");
-    let mut near = Near::start();
+    let mut near = Initiator::start();
     // A name of a row, or a part of one, leaves the others out.
     let wanted = std::env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
     if "rtt64".contains(&wanted) {

@@ -2,10 +2,10 @@
 //! happened.
 
 use super::Clock;
-use super::credit::Posted;
+use super::mailbox::MailboxMessage;
 use crate::core::machine::{Machine, Outbox};
 use crate::core::time::Nanos;
-use crate::fabric::Wake;
+use crate::fabric::NextPoll;
 use actix::{
     Actor, Addr, AsyncContext, Context, Handler, Message, MessageResult, SpawnHandle, StreamHandler,
 };
@@ -21,10 +21,10 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// Inputs that a machine has not taken yet, in order.
-pub type Inputs<M> = VecDeque<<M as Machine>::Input>;
+pub type InputQueue<M> = VecDeque<<M as Machine>::Input>;
 
 /// A machine's place in the world: its planes, and where its other effects go.
-pub trait Seat: Unpin + 'static {
+pub trait PlaneAdapter: Unpin + 'static {
     /// The machine.
     type Machine: Machine + Unpin + 'static;
 
@@ -32,30 +32,30 @@ pub trait Seat: Unpin + 'static {
     const KEEPS_TIME: bool = true;
 
     /// Collects what the planes report and says when to come again.
-    fn poll(&mut self, now: Nanos, out: &mut Inputs<Self::Machine>) -> Wake;
+    fn poll(&mut self, now: Nanos, out: &mut InputQueue<Self::Machine>) -> NextPoll;
 
     /// Does one thing; what follows from it at once goes to `out`.
     fn perform(
         &mut self,
         machine: &Self::Machine,
         effect: <Self::Machine as Machine>::Effect,
-        out: &mut Inputs<Self::Machine>,
+        out: &mut InputQueue<Self::Machine>,
     );
 
     /// The ticks of a machine whose deadline has passed.
-    fn ticks(&self, machine: &Self::Machine, now: Nanos, out: &mut Inputs<Self::Machine>);
+    fn ticks(&self, machine: &Self::Machine, now: Nanos, out: &mut InputQueue<Self::Machine>);
 
     /// Who the planes wake.
     fn set_waker(&mut self, waker: Waker);
 
     /// What planes ring in place of the waker, if they have such a thing, with names for
-    /// [`Seat::rung`].
+    /// [`PlaneAdapter::on_doorbell`].
     fn doorbells(&mut self) -> Vec<(usize, BorrowedFd<'_>)> {
         Vec::new()
     }
 
     /// A doorbell was rung.
-    fn rung(&mut self, _bell: usize) {}
+    fn on_doorbell(&mut self, _bell: usize) {}
 
     /// The machine is about to handle an input.
     fn began(&mut self, _now: Nanos, _input: &<Self::Machine as Machine>::Input) {}
@@ -64,21 +64,21 @@ pub trait Seat: Unpin + 'static {
     fn ended(&mut self, _machine: &Self::Machine) {}
 }
 
-type Input<S> = <<S as Seat>::Machine as Machine>::Input;
-type Effect<S> = <<S as Seat>::Machine as Machine>::Effect;
+type InputOf<S> = <<S as PlaneAdapter>::Machine as Machine>::Input;
+type EffectOf<S> = <<S as PlaneAdapter>::Machine as Machine>::Effect;
 
 /// An input that does not come from the plane: a job, a report, a hook of the engine.
 #[derive(Debug)]
-pub struct Give<I>(pub I);
+pub struct Input<I>(pub I);
 
-impl<I> Message for Give<I> {
+impl<I> Message for Input<I> {
     type Result = ();
 }
 
 /// Asks for something that the machine of an actor knows; changes nothing.
-pub struct Look<M, R>(pub Box<dyn FnOnce(&M) -> R + Send>);
+pub struct Query<M, R>(pub Box<dyn FnOnce(&M) -> R + Send>);
 
-impl<M: 'static, R: 'static> Message for Look<M, R> {
+impl<M: 'static, R: 'static> Message for Query<M, R> {
     type Result = R;
 }
 
@@ -88,29 +88,29 @@ impl<M: 'static, R: 'static> Message for Look<M, R> {
 struct Wakeup;
 
 /// Drives one machine.
-pub struct Driver<S: Seat> {
-    seat: S,
+pub struct Driver<S: PlaneAdapter> {
+    adapter: S,
     machine: S::Machine,
-    outbox: Outbox<Effect<S>>,
+    outbox: Outbox<EffectOf<S>>,
     clock: Clock,
     /// Inputs that the machine has not taken yet.
-    backlog: VecDeque<Input<S>>,
+    backlog: VecDeque<InputOf<S>>,
     deadline: Option<Nanos>,
     alarm: Option<(Nanos, SpawnHandle)>,
     woken: Arc<AtomicBool>,
 }
 
-impl<S: Seat> Driver<S> {
-    /// Starts a machine and its driver in the current arbiter; `seat` is told the driver's address,
-    /// and `first` are the machine's first inputs.
+impl<S: PlaneAdapter> Driver<S> {
+    /// Starts a machine and its driver in the current arbiter; `adapter` is told the driver's
+    /// address, and `first` are the machine's first inputs.
     pub fn start(
-        seat: impl FnOnce(Addr<Driver<S>>) -> S,
+        adapter: impl FnOnce(Addr<Driver<S>>) -> S,
         machine: S::Machine,
-        first: impl IntoIterator<Item = Input<S>>,
+        first: impl IntoIterator<Item = InputOf<S>>,
         clock: Clock,
     ) -> Addr<Driver<S>> {
         Driver::create(|context: &mut Context<Driver<S>>| Driver {
-            seat: seat(context.address()),
+            adapter: adapter(context.address()),
             machine,
             outbox: Outbox::new(),
             clock,
@@ -121,30 +121,30 @@ impl<S: Seat> Driver<S> {
         })
     }
 
-    /// Tells the seat something; what the machine is to hear of it goes to the queue that `tell`
+    /// Tells the adapter something; what the machine is to hear of it goes to the queue that `tell`
     /// gets.
-    pub fn tell<R>(
+    pub fn with_adapter<R>(
         &mut self,
         context: &mut Context<Self>,
-        tell: impl FnOnce(&mut S, &mut Inputs<S::Machine>) -> R,
+        tell: impl FnOnce(&mut S, &mut InputQueue<S::Machine>) -> R,
     ) -> R {
-        let told = tell(&mut self.seat, &mut self.backlog);
+        let told = tell(&mut self.adapter, &mut self.backlog);
         self.run(context);
         told
     }
 
-    /// The seat and the machine, to look at.
-    pub fn look(&self) -> (&S, &S::Machine) {
-        (&self.seat, &self.machine)
+    /// The adapter and the machine, to look at.
+    pub fn adapter_and_machine(&self) -> (&S, &S::Machine) {
+        (&self.adapter, &self.machine)
     }
 
-    /// Changes the machine and its planes: those that the seat has afterwards wake the driver.
-    pub fn equip<R>(
+    /// Changes the machine and its planes: those that the adapter has afterwards wake the driver.
+    pub fn reconfigure<R>(
         &mut self,
         context: &mut Context<Self>,
-        equip: impl FnOnce(&mut S, &mut S::Machine, &mut Inputs<S::Machine>) -> R,
+        equip: impl FnOnce(&mut S, &mut S::Machine, &mut InputQueue<S::Machine>) -> R,
     ) -> R {
-        let equipped = equip(&mut self.seat, &mut self.machine, &mut self.backlog);
+        let equipped = equip(&mut self.adapter, &mut self.machine, &mut self.backlog);
         self.listen(context);
         self.run(context);
         equipped
@@ -153,18 +153,18 @@ impl<S: Seat> Driver<S> {
     /// Has the planes wake it.
     fn listen(&mut self, context: &mut Context<Self>) {
         let (driver, woken) = (context.address(), self.woken.clone());
-        self.seat.set_waker(Waker::from(Arc::new(Bell { driver, woken })));
-        for (name, bell) in self.seat.doorbells() {
-            context.add_stream(Rings::of(name, bell));
+        self.adapter.set_waker(Waker::from(Arc::new(DriverWaker { driver, woken })));
+        for (name, bell) in self.adapter.doorbells() {
+            context.add_stream(DoorbellStream::of(name, bell));
         }
     }
 
     fn run(&mut self, context: &mut Context<Self>) {
         let now = (self.clock)();
         self.turns(now);
-        let wake = self.seat.poll(now, &mut self.backlog);
+        let wake = self.adapter.poll(now, &mut self.backlog);
         if S::KEEPS_TIME && self.deadline.is_some_and(|deadline| deadline <= now) {
-            self.seat.ticks(&self.machine, now, &mut self.backlog);
+            self.adapter.ticks(&self.machine, now, &mut self.backlog);
         }
         if !self.backlog.is_empty() {
             self.turns(now);
@@ -172,25 +172,25 @@ impl<S: Seat> Driver<S> {
             return context.notify(Wakeup);
         }
         match wake {
-            Wake::Ready => {
+            NextPoll::Ready => {
                 // A plane that spins may wait for a thread, or a process, that waits for this core.
                 std::thread::yield_now();
                 context.notify(Wakeup);
             }
-            Wake::At(at) => self.arm(now, Some(at), context),
-            Wake::External => self.arm(now, None, context),
+            NextPoll::At(at) => self.arm(now, Some(at), context),
+            NextPoll::External => self.arm(now, None, context),
         }
     }
 
     /// Gives the machine its inputs and performs what it wants.
     fn turns(&mut self, now: Nanos) {
         while let Some(input) = self.backlog.pop_front() {
-            self.seat.began(now, &input);
+            self.adapter.began(now, &input);
             self.machine.handle(now, input, &mut self.outbox);
             for effect in self.outbox.drain() {
-                self.seat.perform(&self.machine, effect, &mut self.backlog);
+                self.adapter.perform(&self.machine, effect, &mut self.backlog);
             }
-            self.seat.ended(&self.machine);
+            self.adapter.ended(&self.machine);
         }
         self.deadline = self.machine.deadline();
     }
@@ -214,7 +214,7 @@ impl<S: Seat> Driver<S> {
     }
 }
 
-impl<S: Seat> Actor for Driver<S> {
+impl<S: PlaneAdapter> Actor for Driver<S> {
     type Context = Context<Self>;
 
     fn started(&mut self, context: &mut Self::Context) {
@@ -223,45 +223,45 @@ impl<S: Seat> Actor for Driver<S> {
     }
 }
 
-impl<S: Seat> StreamHandler<Rung> for Driver<S> {
-    fn handle(&mut self, Rung(bell): Rung, context: &mut Self::Context) {
-        self.seat.rung(bell);
+impl<S: PlaneAdapter> StreamHandler<DoorbellEvent> for Driver<S> {
+    fn handle(&mut self, DoorbellEvent(bell): DoorbellEvent, context: &mut Self::Context) {
+        self.adapter.on_doorbell(bell);
         self.run(context);
     }
 }
 
-impl<S: Seat> Handler<Give<Input<S>>> for Driver<S> {
+impl<S: PlaneAdapter> Handler<Input<InputOf<S>>> for Driver<S> {
     type Result = ();
 
-    fn handle(&mut self, give: Give<Input<S>>, context: &mut Self::Context) {
+    fn handle(&mut self, give: Input<InputOf<S>>, context: &mut Self::Context) {
         self.backlog.push_back(give.0);
         self.run(context);
     }
 }
 
-impl<S: Seat, M> Handler<Posted<M>> for Driver<S>
+impl<S: PlaneAdapter, M> Handler<MailboxMessage<M>> for Driver<S>
 where
     M: Message<Result = ()>,
     Driver<S>: Handler<M>,
 {
     type Result = ();
 
-    fn handle(&mut self, posted: Posted<M>, context: &mut Self::Context) {
+    fn handle(&mut self, posted: MailboxMessage<M>, context: &mut Self::Context) {
         let (message, credit) = posted.open();
         <Self as Handler<M>>::handle(self, message, context);
         drop(credit);
     }
 }
 
-impl<S: Seat, R: 'static> Handler<Look<S::Machine, R>> for Driver<S> {
-    type Result = MessageResult<Look<S::Machine, R>>;
+impl<S: PlaneAdapter, R: 'static> Handler<Query<S::Machine, R>> for Driver<S> {
+    type Result = MessageResult<Query<S::Machine, R>>;
 
-    fn handle(&mut self, look: Look<S::Machine, R>, _: &mut Self::Context) -> Self::Result {
+    fn handle(&mut self, look: Query<S::Machine, R>, _: &mut Self::Context) -> Self::Result {
         MessageResult((look.0)(&self.machine))
     }
 }
 
-impl<S: Seat> Handler<Wakeup> for Driver<S> {
+impl<S: PlaneAdapter> Handler<Wakeup> for Driver<S> {
     type Result = ();
 
     fn handle(&mut self, _: Wakeup, context: &mut Self::Context) {
@@ -271,41 +271,44 @@ impl<S: Seat> Handler<Wakeup> for Driver<S> {
 }
 
 /// The doorbell of this name was rung.
-struct Rung(usize);
+struct DoorbellEvent(usize);
 
 /// The times that a doorbell was rung. It is never read: each ring is an edge.
-struct Rings(usize, AsyncFd<OwnedFd>);
+struct DoorbellStream(usize, AsyncFd<OwnedFd>);
 
-impl Rings {
-    fn of(name: usize, bell: BorrowedFd<'_>) -> Rings {
+impl DoorbellStream {
+    fn of(name: usize, bell: BorrowedFd<'_>) -> DoorbellStream {
         let bell = bell.try_clone_to_owned().expect("a descriptor is left");
         // SAFETY: An `OwnedFd` is the same descriptor, and open, until it is dropped.
         let watched = unsafe { AsyncFd::register_with_interest(bell, Interest::READABLE) };
-        Rings(name, watched.expect("a descriptor can be watched"))
+        DoorbellStream(name, watched.expect("a descriptor can be watched"))
     }
 }
 
-impl Stream for Rings {
-    type Item = Rung;
+impl Stream for DoorbellStream {
+    type Item = DoorbellEvent;
 
-    fn poll_next(self: Pin<&mut Self>, context: &mut task::Context<'_>) -> Poll<Option<Rung>> {
-        let Rings(name, watched) = &*self;
+    fn poll_next(
+        self: Pin<&mut Self>,
+        context: &mut task::Context<'_>,
+    ) -> Poll<Option<DoorbellEvent>> {
+        let DoorbellStream(name, watched) = &*self;
         watched.poll_read_ready(context).map(|ready| {
             ready.ok().map(|mut rung| {
                 rung.clear_ready();
-                Rung(*name)
+                DoorbellEvent(*name)
             })
         })
     }
 }
 
 /// Wakes a driver from any thread; rings once until it is heard.
-struct Bell<S: Seat> {
+struct DriverWaker<S: PlaneAdapter> {
     driver: Addr<Driver<S>>,
     woken: Arc<AtomicBool>,
 }
 
-impl<S: Seat> std::task::Wake for Bell<S> {
+impl<S: PlaneAdapter> std::task::Wake for DriverWaker<S> {
     fn wake(self: Arc<Self>) {
         if !self.woken.swap(true, Ordering::AcqRel) {
             self.driver.do_send(Wakeup);

@@ -3,8 +3,8 @@
 use crate::core::command::{ControlCommand, DataCommand, DataRefusal};
 use crate::core::instance::InstanceInput;
 use crate::core::time::Nanos;
-use crate::driver::{perform_control, perform_data};
-use crate::fabric::{ControlEvent, ControlPlane, DataPlane, Wake};
+use crate::effects::{perform_control, perform_data};
+use crate::fabric::{ControlEvent, ControlPlane, DataPlane, NextPoll};
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{self, Waker};
 
 /// What the machines of an instance call.
-pub trait Fabric: Unpin + 'static {
+pub trait PlaneSet: Unpin + 'static {
     /// Calls the control plane; what it refuses comes back as an event.
     fn control(&mut self, command: ControlCommand) -> Option<ControlEvent>;
 
@@ -20,32 +20,32 @@ pub trait Fabric: Unpin + 'static {
     fn data(&mut self, rank: u16, command: DataCommand) -> Option<DataRefusal>;
 
     /// Collects what the planes report and says when to come again.
-    fn poll(&mut self, now: Nanos, out: &mut VecDeque<InstanceInput>) -> Wake;
+    fn poll(&mut self, now: Nanos, out: &mut VecDeque<InstanceInput>) -> NextPoll;
 
     /// Who the planes wake.
     fn set_waker(&mut self, waker: &Waker);
 
-    /// What planes ring in place of the waker, with names for [`Fabric::rung`].
+    /// What planes ring in place of the waker, with names for [`PlaneSet::on_doorbell`].
     fn doorbells(&mut self) -> Vec<(usize, BorrowedFd<'_>)> {
         Vec::new()
     }
 
     /// A doorbell was rung.
-    fn rung(&mut self, _bell: usize) {}
+    fn on_doorbell(&mut self, _bell: usize) {}
 }
 
 /// A plane, and whether it has to be polled.
-struct Watched<P: ?Sized> {
-    wake: Wake,
-    bell: Arc<Bell>,
+struct PolledPlane<P: ?Sized> {
+    wake: NextPoll,
+    bell: Arc<PlaneWaker>,
     plane: Box<P>,
 }
 
-impl<P: ?Sized> Watched<P> {
-    fn new(plane: Box<P>) -> Watched<P> {
+impl<P: ?Sized> PolledPlane<P> {
+    fn new(plane: Box<P>) -> PolledPlane<P> {
         let bell =
-            Arc::new(Bell { has_news: AtomicBool::new(true), driver: Waker::noop().clone() });
-        Watched { wake: Wake::External, bell, plane }
+            Arc::new(PlaneWaker { has_news: AtomicBool::new(true), driver: Waker::noop().clone() });
+        PolledPlane { wake: NextPoll::External, bell, plane }
     }
 
     /// The plane, about to be called: it may have news of that.
@@ -58,25 +58,26 @@ impl<P: ?Sized> Watched<P> {
         let has_news = self.bell.has_news.swap(false, Ordering::AcqRel);
         has_news
             || match self.wake {
-                Wake::Ready => true,
-                Wake::At(at) => at <= now,
-                Wake::External => false,
+                NextPoll::Ready => true,
+                NextPoll::At(at) => at <= now,
+                NextPoll::External => false,
             }
     }
 
     fn waker(&mut self, driver: &Waker) -> Waker {
-        self.bell = Arc::new(Bell { has_news: AtomicBool::new(true), driver: driver.clone() });
+        self.bell =
+            Arc::new(PlaneWaker { has_news: AtomicBool::new(true), driver: driver.clone() });
         Waker::from(self.bell.clone())
     }
 }
 
 /// Notes that a plane has news, and wakes the driver.
-struct Bell {
+struct PlaneWaker {
     has_news: AtomicBool,
     driver: Waker,
 }
 
-impl task::Wake for Bell {
+impl task::Wake for PlaneWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -89,38 +90,40 @@ impl task::Wake for Bell {
 
 /// The planes of an instance that are in this process.
 #[derive(Default)]
-pub struct Planes {
-    control: Option<Watched<dyn ControlPlane>>,
-    ranks: Vec<(u16, Watched<dyn DataPlane>)>,
+pub struct LocalPlanes {
+    control: Option<PolledPlane<dyn ControlPlane>>,
+    ranks: Vec<(u16, PolledPlane<dyn DataPlane>)>,
 }
 
-impl Planes {
+impl LocalPlanes {
     /// No planes.
-    pub fn new() -> Planes {
-        Planes::default()
+    pub fn new() -> LocalPlanes {
+        LocalPlanes::default()
     }
 
     /// Sets the control plane.
     pub fn set_control(&mut self, plane: Box<dyn ControlPlane>) {
-        self.control = Some(Watched::new(plane));
+        self.control = Some(PolledPlane::new(plane));
     }
 
     /// Adds the data plane of a rank.
     pub fn add_rank(&mut self, rank: u16, plane: Box<dyn DataPlane>) {
-        self.ranks.push((rank, Watched::new(plane)));
+        self.ranks.push((rank, PolledPlane::new(plane)));
     }
 }
 
-fn sooner(one: Wake, other: Wake) -> Wake {
+fn sooner(one: NextPoll, other: NextPoll) -> NextPoll {
     match (one, other) {
-        (Wake::Ready, _) | (_, Wake::Ready) => Wake::Ready,
-        (Wake::At(one), Wake::At(other)) => Wake::At(one.min(other)),
-        (Wake::At(at), Wake::External) | (Wake::External, Wake::At(at)) => Wake::At(at),
-        (Wake::External, Wake::External) => Wake::External,
+        (NextPoll::Ready, _) | (_, NextPoll::Ready) => NextPoll::Ready,
+        (NextPoll::At(one), NextPoll::At(other)) => NextPoll::At(one.min(other)),
+        (NextPoll::At(at), NextPoll::External) | (NextPoll::External, NextPoll::At(at)) => {
+            NextPoll::At(at)
+        }
+        (NextPoll::External, NextPoll::External) => NextPoll::External,
     }
 }
 
-impl Fabric for Planes {
+impl PlaneSet for LocalPlanes {
     fn control(&mut self, command: ControlCommand) -> Option<ControlEvent> {
         perform_control(self.control.as_mut()?.call(), command)
     }
@@ -130,8 +133,8 @@ impl Fabric for Planes {
         perform_data(plane.call(), command)
     }
 
-    fn poll(&mut self, now: Nanos, out: &mut VecDeque<InstanceInput>) -> Wake {
-        let mut wake = Wake::External;
+    fn poll(&mut self, now: Nanos, out: &mut VecDeque<InstanceInput>) -> NextPoll {
+        let mut wake = NextPoll::External;
         for (rank, watched) in &mut self.ranks {
             if watched.is_due(now) {
                 let mut events = Vec::new();
@@ -168,7 +171,7 @@ impl Fabric for Planes {
         ranks.filter_map(|(nth, (_, watched))| Some((nth, watched.plane.doorbell()?))).collect()
     }
 
-    fn rung(&mut self, bell: usize) {
+    fn on_doorbell(&mut self, bell: usize) {
         if let Some((_, watched)) = self.ranks.get_mut(bell) {
             watched.call();
         }
@@ -181,12 +184,12 @@ mod tests {
 
     #[test]
     fn the_soonest_wish_of_all_planes_holds() {
-        let [early, late] = [Wake::At(Nanos(3)), Wake::At(Nanos(5))];
+        let [early, late] = [NextPoll::At(Nanos(3)), NextPoll::At(Nanos(5))];
         for (one, other, both) in [
-            (Wake::Ready, early, Wake::Ready),
+            (NextPoll::Ready, early, NextPoll::Ready),
             (early, late, early),
-            (late, Wake::External, late),
-            (Wake::External, Wake::External, Wake::External),
+            (late, NextPoll::External, late),
+            (NextPoll::External, NextPoll::External, NextPoll::External),
         ] {
             assert_eq!((sooner(one, other), sooner(other, one)), (both, both));
         }

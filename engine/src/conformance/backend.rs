@@ -1,19 +1,19 @@
 //! A data plane whose backend goes and comes back, as MoRI's when a port flaps.
 
-use super::rig::{DataFixture, PASS, REGION, Rig};
+use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, REGION};
 use crate::fabric::{
-    DataEvent, Direction, OpId, Outcome, PeerId, Refused, RegionDesc, SessionId, Ticket,
+    Completion, DataEvent, Direction, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, SessionId,
 };
 
 /// How often it goes.
 const FLAPS: u32 = 5;
 
-fn resets(rig: &Rig<'_>, plane: usize) -> usize {
+fn resets(rig: &DataHarness<'_>, plane: usize) -> usize {
     rig.seen[plane].iter().filter(|event| matches!(event, DataEvent::Reset { .. })).count()
 }
 
 /// Writes until the session takes nothing more; what it took.
-fn write_until_gone(rig: &mut Rig<'_>, session: SessionId) -> Vec<OpId> {
+fn write_until_gone(rig: &mut DataHarness<'_>, session: SessionId) -> Vec<OpId> {
     let mut ops = Vec::new();
     loop {
         match rig.submit(session, Direction::Write, &[(0, 0, 64), (128, 64, 64)]) {
@@ -26,15 +26,19 @@ fn write_until_gone(rig: &mut Rig<'_>, session: SessionId) -> Vec<OpId> {
 }
 
 /// Memory of plane 1 under a descriptor that it has not given out.
-fn fresh(rig: &mut Rig<'_>) -> RegionDesc {
+fn fresh(rig: &mut DataHarness<'_>) -> RegionDesc {
     // Unless a reset has done so already.
     let _registered = rig.plane(1).deregister(REGION);
     rig.register(1, REGION)
 }
 
 /// While there is no backend everything is answered, and nothing moves.
-fn answers_without(rig: &mut Rig<'_>, (session, peer): (SessionId, PeerId), remote: &RegionDesc) {
-    rig.quiesce(session, Ticket(1));
+fn answers_without(
+    rig: &mut DataHarness<'_>,
+    (session, peer): (SessionId, PeerId),
+    remote: &RegionDesc,
+) {
+    rig.quiesce(session, QuiesceTicket(1));
     rig.assert_untouched(1);
     let other = SessionId(session.0 + 1);
     assert!(rig.open(other, peer, remote).is_err(), "there is no backend to open anything");
@@ -44,17 +48,17 @@ fn answers_without(rig: &mut Rig<'_>, (session, peer): (SessionId, PeerId), remo
 }
 
 pub(super) fn a_backend_that_is_gone_is_replaced(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::new(fixture);
+    let mut rig = DataHarness::new(fixture);
     rig.register(0, REGION);
     let mut remote = rig.register(1, REGION);
     for flap in 0..FLAPS {
         let (peer, session) = (PeerId(flap), SessionId(2 * flap));
-        rig.connect(peer, PASS + u64::from(flap));
+        rig.connect(peer, FENCE_KEY + u64::from(flap));
         rig.open(session, peer, &remote).expect("the session opens");
         let expected = rig.bytes(0)[..64].to_vec();
         let op = rig.submit(session, Direction::Write, &[(0, 0, 64)]).expect("a write is taken");
-        assert_eq!(rig.finish(op), Outcome::Done);
-        rig.quiesce(session, Ticket(0));
+        assert_eq!(rig.finish(op), Completion::Done);
+        rig.quiesce(session, QuiesceTicket(0));
         assert!(rig.bytes(1)[..64] == expected, "backend {flap} moves bytes");
         if !rig.fixture.backend(false) {
             return;

@@ -1,7 +1,7 @@
 //! Checks of control planes.
 
 use crate::core::time::Nanos;
-use crate::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused};
+use crate::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
 
 /// Rounds of [`ControlFixture::advance`] after which an event is considered missing.
 const PATIENCE: usize = 20_000_000;
@@ -51,21 +51,21 @@ pub const CONTROL_CHECKS: &[(&str, ControlCheck)] = &[
 ];
 
 /// A fixture with the events seen so far.
-struct Rig<'a> {
+struct ControlHarness<'a> {
     fixture: &'a mut dyn ControlFixture,
     seen: [Vec<ControlEvent>; 2],
 }
 
-impl<'a> Rig<'a> {
-    fn new(fixture: &'a mut dyn ControlFixture) -> Rig<'a> {
-        Rig { fixture, seen: [Vec::new(), Vec::new()] }
+impl<'a> ControlHarness<'a> {
+    fn new(fixture: &'a mut dyn ControlFixture) -> ControlHarness<'a> {
+        ControlHarness { fixture, seen: [Vec::new(), Vec::new()] }
     }
 
     /// Plane 1 listens and [`LINK`] of plane 0 is up; also the id of the other end.
-    fn connected(fixture: &'a mut dyn ControlFixture) -> (Rig<'a>, LinkId) {
-        let mut rig = Rig::new(fixture);
-        let to = rig.plane(1).listen(Channel::Handshake).expect("it listens");
-        let inbound = rig.dial(LINK, &to, Channel::Handshake);
+    fn connected(fixture: &'a mut dyn ControlFixture) -> (ControlHarness<'a>, LinkId) {
+        let mut rig = ControlHarness::new(fixture);
+        let to = rig.plane(1).listen(LinkKind::Handshake).expect("it listens");
+        let inbound = rig.dial(LINK, &to, LinkKind::Handshake);
         (rig, inbound)
     }
 
@@ -81,7 +81,7 @@ impl<'a> Rig<'a> {
         }
     }
 
-    fn until(&mut self, what: &str, done: impl Fn(&Rig<'_>) -> bool) {
+    fn until(&mut self, what: &str, done: impl Fn(&ControlHarness<'_>) -> bool) {
         for _ in 0..PATIENCE {
             if done(self) {
                 return;
@@ -98,7 +98,7 @@ impl<'a> Rig<'a> {
     }
 
     /// Dials from plane 0 to plane 1; the id of the new link on plane 1.
-    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> LinkId {
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> LinkId {
         let before = self.seen[1].len();
         self.plane(0).dial(link, to, channel).expect("a dial is taken");
         let up = |event: &ControlEvent| match *event {
@@ -127,7 +127,7 @@ impl<'a> Rig<'a> {
 }
 
 fn dial_brings_up_both_ends(fixture: &mut dyn ControlFixture) {
-    let (mut rig, inbound) = Rig::connected(fixture);
+    let (mut rig, inbound) = ControlHarness::connected(fixture);
     assert!(inbound.is_inbound(), "the listener's id is marked as inbound");
     assert!(!LINK.is_inbound());
     rig.idle();
@@ -135,7 +135,7 @@ fn dial_brings_up_both_ends(fixture: &mut dyn ControlFixture) {
 }
 
 fn frames_keep_order_and_parts(fixture: &mut dyn ControlFixture) {
-    let (mut rig, inbound) = Rig::connected(fixture);
+    let (mut rig, inbound) = ControlHarness::connected(fixture);
     let messages: Vec<Vec<Vec<u8>>> = (0..50_usize)
         .map(|n| (0..n % 4 + 1).map(|part| vec![n as u8; (n * 37 + part * 5) % 300]).collect())
         .collect();
@@ -157,10 +157,10 @@ fn frames_keep_order_and_parts(fixture: &mut dyn ControlFixture) {
 }
 
 fn links_are_independent(fixture: &mut dyn ControlFixture) {
-    let mut rig = Rig::new(fixture);
-    let to = rig.plane(1).listen(Channel::Handshake).expect("it listens");
-    let first = rig.dial(LinkId(1), &to, Channel::Handshake);
-    let second = rig.dial(LinkId(2), &to, Channel::Handshake);
+    let mut rig = ControlHarness::new(fixture);
+    let to = rig.plane(1).listen(LinkKind::Handshake).expect("it listens");
+    let first = rig.dial(LinkId(1), &to, LinkKind::Handshake);
+    let second = rig.dial(LinkId(2), &to, LinkKind::Handshake);
     assert!(first != second, "each inbound link has its own id");
     rig.plane(0).hang_up(LinkId(1));
     rig.until("LinkDown", |rig| rig.is_down(1, first));
@@ -172,8 +172,8 @@ fn links_are_independent(fixture: &mut dyn ControlFixture) {
 fn hang_up_tells_the_other_end(fixture: &mut dyn ControlFixture) {
     for closer in 0..2 {
         let link = LinkId(LINK.0 + closer as u32);
-        let mut rig = Rig::new(&mut *fixture);
-        let channel = [Channel::Handshake, Channel::Notify][closer];
+        let mut rig = ControlHarness::new(&mut *fixture);
+        let channel = [LinkKind::Handshake, LinkKind::Notify][closer];
         let to = rig.plane(1).listen(channel).expect("it listens");
         let inbound = rig.dial(link, &to, channel);
         let (near, far) = if closer == 0 { (link, inbound) } else { (inbound, link) };
@@ -194,7 +194,7 @@ fn hang_up_tells_the_other_end(fixture: &mut dyn ControlFixture) {
 }
 
 fn busy_when_the_queue_is_full(fixture: &mut dyn ControlFixture) {
-    let (mut rig, inbound) = Rig::connected(fixture);
+    let (mut rig, inbound) = ControlHarness::connected(fixture);
     let frame = |n: usize| {
         let mut bytes = vec![0; 1_024];
         bytes[..8].copy_from_slice(&(n as u64).to_le_bytes());
@@ -220,19 +220,19 @@ fn busy_when_the_queue_is_full(fixture: &mut dyn ControlFixture) {
 }
 
 fn nobody_there_is_link_down(fixture: &mut dyn ControlFixture) {
-    let mut rig = Rig::new(fixture);
+    let mut rig = ControlHarness::new(fixture);
     let nowhere = rig.fixture.nowhere();
-    rig.plane(0).dial(LINK, &nowhere, Channel::Handshake).expect("a dial is taken");
+    rig.plane(0).dial(LINK, &nowhere, LinkKind::Handshake).expect("a dial is taken");
     rig.until("LinkDown", |rig| rig.is_down(0, LINK));
     rig.idle();
     assert_eq!(rig.seen[0].len(), 1, "one event: {:?}", rig.seen[0]);
-    let to = rig.plane(1).listen(Channel::Handshake).expect("it listens");
-    rig.dial(LinkId(LINK.0 + 1), &to, Channel::Handshake);
+    let to = rig.plane(1).listen(LinkKind::Handshake).expect("it listens");
+    rig.dial(LinkId(LINK.0 + 1), &to, LinkKind::Handshake);
 }
 
 fn channels_are_apart(fixture: &mut dyn ControlFixture) {
-    let mut rig = Rig::new(fixture);
-    let channels = [Channel::Handshake, Channel::Notify, Channel::Discovery];
+    let mut rig = ControlHarness::new(fixture);
+    let channels = [LinkKind::Handshake, LinkKind::Notify, LinkKind::Discovery];
     for (n, channel) in channels.into_iter().enumerate() {
         let to = rig.plane(1).listen(channel).expect("it listens");
         assert!(rig.dial(LinkId(n as u32), &to, channel).is_inbound());
@@ -246,16 +246,16 @@ fn channels_are_apart(fixture: &mut dyn ControlFixture) {
 }
 
 fn bad_calls_are_refused(fixture: &mut dyn ControlFixture) {
-    let mut rig = Rig::new(fixture);
-    let to = rig.plane(1).listen(Channel::Handshake).expect("it listens");
-    let again = rig.plane(1).listen(Channel::Handshake);
+    let mut rig = ControlHarness::new(fixture);
+    let to = rig.plane(1).listen(LinkKind::Handshake).expect("it listens");
+    let again = rig.plane(1).listen(LinkKind::Handshake);
     assert!(matches!(again, Err(Refused::Invalid(_))), "listening twice: got {again:?}");
     assert_eq!(rig.plane(0).send(LINK, &[b"x"]), Err(Refused::Gone), "send on an unknown link");
-    rig.dial(LINK, &to, Channel::Handshake);
-    let again = rig.plane(0).dial(LINK, &to, Channel::Handshake);
+    rig.dial(LINK, &to, LinkKind::Handshake);
+    let again = rig.plane(0).dial(LINK, &to, LinkKind::Handshake);
     assert!(matches!(again, Err(Refused::Invalid(_))), "link id in use: got {again:?}");
     let garbage = Endpoint::from("not an address");
-    let refused = rig.plane(0).dial(LinkId(9), &garbage, Channel::Handshake);
+    let refused = rig.plane(0).dial(LinkId(9), &garbage, LinkKind::Handshake);
     assert!(matches!(refused, Err(Refused::Invalid(_))), "garbage address: got {refused:?}");
     rig.plane(0).hang_up(LinkId(99));
 }

@@ -1,9 +1,9 @@
 //! Checks of what a data plane moves and takes.
 
-use super::rig::{DataFixture, MEMORY, PASS, PEER, REGION, Rig, SESSION};
+use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
-    Address, DataEvent, Direction, Memory, OpId, Outcome, PeerId, Refused, RegionDesc, RegionId,
-    SessionId, Submit, Ticket,
+    Address, Completion, DataEvent, Direction, Memory, OpId, PeerId, QuiesceTicket, Refused,
+    RegionDesc, RegionId, SessionId, Submit,
 };
 
 const END: u64 = MEMORY as u64;
@@ -13,9 +13,9 @@ fn assert_invalid<T: std::fmt::Debug>(result: Result<T, Refused>, what: &str) {
 }
 
 pub(super) fn register_and_open_are_answered(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     rig.idle();
-    let count = |rig: &Rig<'_>, plane: usize, yes: fn(&DataEvent) -> bool| {
+    let count = |rig: &DataHarness<'_>, plane: usize, yes: fn(&DataEvent) -> bool| {
         rig.seen[plane].iter().filter(|event| yes(event)).count()
     };
     for plane in 0..2 {
@@ -28,7 +28,7 @@ pub(super) fn register_and_open_are_answered(fixture: &mut dyn DataFixture) {
 }
 
 pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     let ranges = [
         (0, END - 100, 100),
         (5_000, 7, 1),
@@ -57,15 +57,15 @@ pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
             expected[write..write + len].copy_from_slice(&from[read..read + len]);
         }
         let op = rig.submit(SESSION, direction, &ranges).expect("a good batch is taken");
-        assert_eq!(rig.finish(op), Outcome::Done);
-        rig.quiesce(SESSION, Ticket(op.0));
+        assert_eq!(rig.finish(op), Completion::Done);
+        rig.quiesce(SESSION, QuiesceTicket(op.0));
         assert!(rig.bytes(target) == expected, "{direction:?} moved other bytes");
         assert!(rig.bytes(source) == from, "{direction:?} changed its source");
     }
 }
 
 pub(super) fn refuses_bad_batches(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     let before = [rig.bytes(0), rig.bytes(1)];
     let caps = rig.plane(0).caps();
     for direction in [Direction::Write, Direction::Read] {
@@ -96,7 +96,7 @@ pub(super) fn refuses_bad_batches(fixture: &mut dyn DataFixture) {
             let ranges = vec![(0, 0, 1); caps.slices_max as usize + 1];
             assert_invalid(rig.submit(SESSION, direction, &ranges), "too many slices");
             let op = rig.submit(SESSION, direction, &[(0, 0, 0)].repeat(caps.slices_max as usize));
-            assert_eq!(rig.finish(op.expect("as many slices as allowed")), Outcome::Done);
+            assert_eq!(rig.finish(op.expect("as many slices as allowed")), Completion::Done);
         }
     }
     let completed = rig.seen[0].len();
@@ -106,7 +106,7 @@ pub(super) fn refuses_bad_batches(fixture: &mut dyn DataFixture) {
 }
 
 pub(super) fn refuses_dead_sessions(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     rig.plane(0).close(SESSION);
     for session in [SESSION, SessionId(99)] {
         let refused = rig.submit(session, Direction::Write, &[(0, 0, 8)]);
@@ -117,21 +117,21 @@ pub(super) fn refuses_dead_sessions(fixture: &mut dyn DataFixture) {
 }
 
 pub(super) fn completes_each_operation_once(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     let count = u64::from(rig.plane(0).caps().in_all.operations.min(64));
-    let post = |rig: &mut Rig<'_>, n: u64| {
+    let post = |rig: &mut DataHarness<'_>, n: u64| {
         rig.submit(SESSION, Direction::Write, &[(n * 64, n * 64, 64)]).expect("below the limit")
     };
     let ops: Vec<OpId> = (0..count).map(|n| post(&mut rig, n)).collect();
     for op in &ops {
-        assert_eq!(rig.finish(*op), Outcome::Done);
+        assert_eq!(rig.finish(*op), Completion::Done);
     }
     rig.idle();
     assert!(ops.iter().all(|op| rig.completions(*op) == 1), "an operation completed twice");
 }
 
 pub(super) fn busy_is_back_pressure(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     let limit = u64::from(rig.plane(0).caps().in_all.operations);
     if limit > 100_000 {
         return;
@@ -151,14 +151,14 @@ pub(super) fn busy_is_back_pressure(fixture: &mut dyn DataFixture) {
     rig.until("event after Busy", |rig| rig.seen[0].len() > before);
     ops.push(rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]).expect("room after an event"));
     for op in ops {
-        assert_eq!(rig.finish(op), Outcome::Done);
+        assert_eq!(rig.finish(op), Completion::Done);
     }
     rig.idle();
     assert_eq!(rig.completions(busy), 0, "a refused operation completed");
 }
 
 pub(super) fn ids_in_use_are_invalid(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::new(fixture);
+    let mut rig = DataHarness::new(fixture);
     rig.register(0, REGION);
     let remote = rig.register(1, REGION);
     let (memory, address) = (rig.fixture.memory(0), rig.plane(1).address());
@@ -166,10 +166,10 @@ pub(super) fn ids_in_use_are_invalid(fixture: &mut dyn DataFixture) {
     assert_invalid(rig.plane(0).register(REGION, memory), "region id in use");
     assert_invalid(rig.plane(0).register(RegionId(77), empty), "empty region");
     assert_invalid(rig.plane(0).deregister(RegionId(78)), "unknown region");
-    rig.connect(PEER, PASS);
-    assert_invalid(rig.plane(0).connect(PEER, &address, PASS), "peer id in use");
+    rig.connect(PEER, FENCE_KEY);
+    assert_invalid(rig.plane(0).connect(PEER, &address, FENCE_KEY), "peer id in use");
     let foreign = Address((*b"another kind of plane").into());
-    assert_invalid(rig.plane(0).connect(PeerId(9), &foreign, PASS), "address of another kind");
+    assert_invalid(rig.plane(0).connect(PeerId(9), &foreign, FENCE_KEY), "address of another kind");
     rig.open(SESSION, PEER, &remote).expect("the session opens");
     assert_invalid(rig.plane(0).open(SESSION, REGION, PEER, &remote), "session id in use");
     let other = SessionId(8);
@@ -182,16 +182,16 @@ pub(super) fn ids_in_use_are_invalid(fixture: &mut dyn DataFixture) {
     let direction = Direction::Write;
     let twice = Submit { op, session: SESSION, direction, local, remote, len };
     assert_invalid(rig.plane(0).submit(twice), "operation id in use");
-    assert_eq!(rig.finish(op), Outcome::Done);
+    assert_eq!(rig.finish(op), Completion::Done);
 }
 
 pub(super) fn empty_operations_complete(fixture: &mut dyn DataFixture) {
-    let mut rig = Rig::connected(fixture);
+    let mut rig = DataHarness::connected(fixture);
     let before = [rig.bytes(0), rig.bytes(1)];
     let none: &[(u64, u64, u64)] = &[];
     for ranges in [none, &[(0, 0, 0)], &[(END, END, 0), (5, 9, 0)]] {
         let op = rig.submit(SESSION, Direction::Write, ranges).expect("an empty batch is taken");
-        assert_eq!(rig.finish(op), Outcome::Done);
+        assert_eq!(rig.finish(op), Completion::Done);
     }
     assert!([rig.bytes(0), rig.bytes(1)] == before, "an empty operation moved bytes");
 }

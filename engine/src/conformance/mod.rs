@@ -8,15 +8,15 @@
 mod backend;
 mod control;
 mod data;
-mod data_ends;
-mod pair;
-mod remote;
-mod rig;
+mod data_harness;
+mod data_plane_pair;
+mod data_shutdown;
+mod remote_plane;
 
 pub use control::{CONTROL_CHECKS, ControlCheck, ControlFixture};
-pub use pair::{Pair, Second};
-pub use remote::{Remote, Served, serve_if_child};
-pub use rig::DataFixture;
+pub use data_harness::DataFixture;
+pub use data_plane_pair::{DataPlanePair, SecondPlane};
+pub use remote_plane::{PlaneUnderTest, RemotePlane, serve_if_child};
 
 /// A check of a data plane.
 pub type DataCheck = fn(&mut dyn DataFixture);
@@ -31,17 +31,17 @@ pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("busy_is_back_pressure", data::busy_is_back_pressure),
     ("ids_in_use_are_invalid", data::ids_in_use_are_invalid),
     ("empty_operations_complete", data::empty_operations_complete),
-    ("quiet_answers_each_ticket_once", data_ends::quiet_answers_each_ticket_once),
-    ("unknown_sessions_are_quiet", data_ends::unknown_sessions_are_quiet),
-    ("close_fails_operations_then_is_quiet", data_ends::close_fails_operations_then_is_quiet),
-    ("close_spares_other_sessions", data_ends::close_spares_other_sessions),
-    ("fence_keeps_the_pass_out", data_ends::fence_keeps_the_pass_out),
-    ("new_pass_lets_in_again", data_ends::new_pass_lets_in_again),
-    ("wrong_pass_reaches_nothing", data_ends::wrong_pass_reaches_nothing),
-    ("deregister_waits_for_own_operations", data_ends::deregister_waits_for_own_operations),
-    ("deregister_ends_remote_access", data_ends::deregister_ends_remote_access),
+    ("quiet_answers_each_ticket_once", data_shutdown::quiet_answers_each_ticket_once),
+    ("unknown_sessions_are_quiet", data_shutdown::unknown_sessions_are_quiet),
+    ("close_fails_operations_then_is_quiet", data_shutdown::close_fails_operations_then_is_quiet),
+    ("close_spares_other_sessions", data_shutdown::close_spares_other_sessions),
+    ("fence_keeps_the_pass_out", data_shutdown::fence_keeps_the_pass_out),
+    ("new_pass_lets_in_again", data_shutdown::new_pass_lets_in_again),
+    ("wrong_pass_reaches_nothing", data_shutdown::wrong_pass_reaches_nothing),
+    ("deregister_waits_for_own_operations", data_shutdown::deregister_waits_for_own_operations),
+    ("deregister_ends_remote_access", data_shutdown::deregister_ends_remote_access),
     ("a_backend_that_is_gone_is_replaced", backend::a_backend_that_is_gone_is_replaced),
-    ("peer_death_fails_operations", data_ends::peer_death_fails_operations),
+    ("peer_death_fails_operations", data_shutdown::peer_death_fails_operations),
 ];
 
 /// Runs all checks of a data plane, each with a fixture of its own.

@@ -1,11 +1,11 @@
 //! What is under way with each peer, so that news of one peer costs nothing of the others.
 
-use super::ids::PeerSlot;
+use super::ids::ConnectionId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Names by the peer that they have to do with.
 #[derive(Debug)]
-pub(super) struct ByPeer<T>(BTreeMap<PeerSlot, BTreeSet<T>>);
+pub(super) struct ByPeer<T>(BTreeMap<ConnectionId, BTreeSet<T>>);
 
 impl<T> Default for ByPeer<T> {
     fn default() -> Self {
@@ -14,11 +14,11 @@ impl<T> Default for ByPeer<T> {
 }
 
 impl<T: Ord + Clone> ByPeer<T> {
-    pub(super) fn insert(&mut self, peer: PeerSlot, name: T) {
+    pub(super) fn insert(&mut self, peer: ConnectionId, name: T) {
         self.0.entry(peer).or_default().insert(name);
     }
 
-    pub(super) fn remove(&mut self, peer: PeerSlot, name: &T) {
+    pub(super) fn remove(&mut self, peer: ConnectionId, name: &T) {
         let Some(names) = self.0.get_mut(&peer) else { return };
         names.remove(name);
         if names.is_empty() {
@@ -32,7 +32,7 @@ impl<T: Ord + Clone> ByPeer<T> {
     }
 
     /// All names of a peer, in order.
-    pub(super) fn of(&self, peer: PeerSlot) -> Vec<T> {
+    pub(super) fn of(&self, peer: ConnectionId) -> Vec<T> {
         self.0.get(&peer).map_or(Vec::new(), |names| names.iter().cloned().collect())
     }
 }
@@ -45,13 +45,13 @@ mod tests {
     fn each_peer_has_its_own_and_nothing_is_left_of_who_has_none() {
         let mut names = ByPeer::default();
         for name in [3, 1, 2] {
-            names.insert(PeerSlot(7), name);
+            names.insert(ConnectionId(7), name);
         }
-        names.insert(PeerSlot(8), 4);
-        names.remove(PeerSlot(7), &2);
-        assert_eq!((names.of(PeerSlot(7)), names.of(PeerSlot(8))), (vec![1, 3], vec![4]));
-        names.remove(PeerSlot(8), &4);
-        names.remove(PeerSlot(8), &4);
-        assert_eq!((names.of(PeerSlot(8)), names.0.len(), names.len()), (vec![], 1, 2));
+        names.insert(ConnectionId(8), 4);
+        names.remove(ConnectionId(7), &2);
+        assert_eq!((names.of(ConnectionId(7)), names.of(ConnectionId(8))), (vec![1, 3], vec![4]));
+        names.remove(ConnectionId(8), &4);
+        names.remove(ConnectionId(8), &4);
+        assert_eq!((names.of(ConnectionId(8)), names.0.len(), names.len()), (vec![], 1, 2));
     }
 }

@@ -1,10 +1,10 @@
 //! Reliable, ordered delivery of [`Message`]s over links that lose frames and die.
 //!
-//! A [`Channel`] is one conversation between two incarnations. It outlives its links: what was not
+//! A [`Channel`] is one connection between two incarnations. It outlives its links: what was not
 //! acknowledged is sent again over the next one. Numbers start at 0 on either side.
 
 use super::command::{Commands, ControlCommand};
-use super::dialect::native::{self, Envelope, Frame, Lost, Unread};
+use super::dialect::native::{self, ConnectionHeader, Frame, UnreadableFrame, UnreadableMessage};
 use super::error::Failure;
 use super::ids::Incarnation;
 use super::message::Message;
@@ -30,8 +30,8 @@ const BURST: usize = 32;
 
 /// Copies of a message that cannot be read before it is given up: a damaged one is sent again.
 ///
-/// With the default times of [`ChannelConfig`] the eighth comes after 3.6 s, before the silence of a
-/// peer that acknowledges nothing is noticed.
+/// With the default times of [`ChannelConfig`] the eighth comes after 3.6 s, before the silence of
+/// a peer that acknowledges nothing is noticed.
 pub const COPIES: u32 = 8;
 
 /// Blocks listed in messages that arrived early; beyond, they are dropped and sent again.
@@ -88,10 +88,9 @@ impl ChannelConfig {
 /// Takes messages in order, each once.
 pub type Deliver<'a> = &'a mut dyn FnMut(Message);
 
-/// One conversation.
 #[derive(Debug)]
 pub struct Channel {
-    envelope: Envelope,
+    envelope: ConnectionHeader,
     retransmit: Nanos,
     retransmit_max: Nanos,
     queue_max: usize,
@@ -117,7 +116,7 @@ pub struct Channel {
     /// Since when the peer owes us an acknowledgement, or any frame if none is due.
     quiet: Option<Nanos>,
     heard: Nanos,
-    excused: bool,
+    stall_compensated: bool,
 }
 
 /// What a frame did.
@@ -125,9 +124,8 @@ pub struct Channel {
 pub enum Received {
     /// A message was delivered or one of ours acknowledged for the first time.
     Progress,
-    /// Nothing new.
     Nothing,
-    /// It belongs to another conversation and was ignored.
+    /// It belongs to another connection and was ignored.
     Stale,
     /// A message was given up because none of its copies could be read.
     GivenUp,
@@ -136,12 +134,12 @@ pub enum Received {
 }
 
 impl Channel {
-    /// A conversation without a link; the peer's incarnation and the version are learnt at the
+    /// A connection without a link; the peer's incarnation and the version are learnt at the
     /// hello.
     pub fn new(config: &ChannelConfig, me: Incarnation, session: u64) -> Channel {
         let (retransmit, retransmit_max) = config.waits();
         Channel {
-            envelope: Envelope { version: 0, from: me, to: Incarnation(0), session },
+            envelope: ConnectionHeader { version: 0, from: me, to: Incarnation(0), session },
             retransmit,
             retransmit_max,
             queue_max: config.queue_max as usize,
@@ -159,7 +157,7 @@ impl Channel {
             wait: retransmit,
             quiet: None,
             heard: Nanos::ZERO,
-            excused: false,
+            stall_compensated: false,
         }
     }
 
@@ -195,8 +193,8 @@ impl Channel {
         self.link
     }
 
-    /// What the frames of this conversation carry.
-    pub fn envelope(&self) -> Envelope {
+    /// What the frames of this connection carry.
+    pub fn envelope(&self) -> ConnectionHeader {
         self.envelope
     }
 
@@ -247,7 +245,7 @@ impl Channel {
     }
 
     /// Asks whether the peer is still there; if it does not answer its silence counts.
-    pub fn doubt(&mut self, now: Nanos) {
+    pub fn check_liveness(&mut self, now: Nanos) {
         self.doubted = true;
         if self.quiet.is_none() {
             self.quiet = Some(now);
@@ -255,12 +253,12 @@ impl Channel {
         }
     }
 
-    /// True until the peer answers what [`Channel::doubt`] asked.
-    pub fn is_doubted(&self) -> bool {
+    /// True until the peer answers what [`Channel::check_liveness`] asked.
+    pub fn is_checking_liveness(&self) -> bool {
         self.doubted
     }
 
-    /// Takes a frame that came by a link of this conversation; its messages are delivered in their
+    /// Takes a frame that came by a link of this connection; its messages are delivered in their
     /// turn. Frames of the hello are not for the channel and count as stale.
     pub fn receive(
         &mut self,
@@ -275,7 +273,7 @@ impl Channel {
         else {
             return Received::Stale;
         };
-        if let Some(odd) = self.odd(envelope) {
+        if let Some(odd) = self.mismatch(envelope) {
             return odd;
         }
         self.hear(now);
@@ -295,12 +293,14 @@ impl Channel {
     pub fn pass_over(
         &mut self,
         now: Nanos,
-        unread: &Unread,
+        unread: &UnreadableFrame,
         deliver: Deliver<'_>,
         out: &mut dyn Commands,
     ) -> Received {
-        let Some(Lost { envelope, seq, .. }) = &unread.message else { return Received::Nothing };
-        if let Some(odd) = self.odd(envelope) {
+        let Some(UnreadableMessage { envelope, seq, .. }) = &unread.message else {
+            return Received::Nothing;
+        };
+        if let Some(odd) = self.mismatch(envelope) {
             return odd;
         }
         self.hear(now);
@@ -319,15 +319,15 @@ impl Channel {
     }
 
     /// What frames of the peer carry.
-    pub fn inbound(&self) -> Envelope {
-        let Envelope { version, from, to, session } = self.envelope;
-        Envelope { version, from: to, to: from, session }
+    pub fn inbound(&self) -> ConnectionHeader {
+        let ConnectionHeader { version, from, to, session } = self.envelope;
+        ConnectionHeader { version, from: to, to: from, session }
     }
 
     /// Why a frame with this envelope is not taken, if it is not.
-    fn odd(&self, envelope: &Envelope) -> Option<Received> {
-        let Envelope { version, .. } = self.inbound();
-        if (Envelope { version, ..*envelope }) != self.inbound() {
+    fn mismatch(&self, envelope: &ConnectionHeader) -> Option<Received> {
+        let ConnectionHeader { version, .. } = self.inbound();
+        if (ConnectionHeader { version, ..*envelope }) != self.inbound() {
             return Some(Received::Stale);
         }
         let agreed = envelope.version == version;
@@ -361,16 +361,16 @@ impl Channel {
 
     /// Since when the peer owes an acknowledgement (frames of it alone do not count: they may come
     /// by a link on which ours vanish), or any frame if none is due.
-    pub fn quiet(&self) -> Option<Nanos> {
+    pub fn silent_since(&self) -> Option<Nanos> {
         self.quiet
     }
 
     /// Counts the peer's silence from `since` at the earliest, once per silence: this process
     /// stood still and could not have heard it.
-    pub fn excuse(&mut self, since: Nanos) {
-        if !self.excused && self.quiet.is_some_and(|quiet| quiet < since) {
+    pub fn compensate_stall(&mut self, since: Nanos) {
+        if !self.stall_compensated && self.quiet.is_some_and(|quiet| quiet < since) {
             self.quiet = Some(since);
-            self.excused = true;
+            self.stall_compensated = true;
         }
     }
 
@@ -390,7 +390,7 @@ impl Channel {
 
     fn hear(&mut self, now: Nanos) {
         self.heard = now;
-        self.excused = false;
+        self.stall_compensated = false;
         if std::mem::take(&mut self.doubted) && !self.expecting() {
             self.timer = None;
         }

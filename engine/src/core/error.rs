@@ -1,7 +1,7 @@
 //! Why things end without success.
 
 use super::layout::Mismatch;
-use crate::fabric::{Cause, Endpoint, LinkId, Refused};
+use crate::fabric::{Endpoint, FabricError, LinkId, Refused};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -15,12 +15,11 @@ pub enum Failure {
     /// The prefill request was aborted or failed on its engine.
     PrefillEnded,
     /// An operation failed and its retries did too.
-    Fabric(Cause),
+    Fabric(FabricError),
     /// The data plane refused a call for good.
     Refused(Refused),
     /// The peer did not answer in time.
     PeerSilent,
-    /// The peer restarted.
     PeerRestarted,
     /// The peer could not be reached.
     Unreachable,
@@ -46,7 +45,7 @@ pub enum Failure {
     Violation(PeerViolation),
     /// The engine or a worker rank behind the core is gone.
     EngineGone,
-    /// The leg is for another life of this engine.
+    /// The leg is for another incarnation of this engine.
     OtherLife,
     /// What a peer of a later version calls by this name.
     Unknown(Arc<str>),
@@ -76,15 +75,15 @@ impl Failure {
             | Failure::Violation(_)
             | Failure::EngineGone => 1,
             Failure::Fabric(cause) => match cause {
-                Cause::QueuePair
-                | Cause::AckTimeout
-                | Cause::QueueFull
-                | Cause::RemoteAccess
-                | Cause::LocalAccess
-                | Cause::PeerGone
-                | Cause::Closed
-                | Cause::Unreachable
-                | Cause::Backend(_) => 1,
+                FabricError::QueuePair
+                | FabricError::AckTimeout
+                | FabricError::QueueFull
+                | FabricError::RemoteAccess
+                | FabricError::LocalAccess
+                | FabricError::PeerGone
+                | FabricError::Closed
+                | FabricError::Unreachable
+                | FabricError::Backend(_) => 1,
             },
             Failure::Refused(refused) => match refused {
                 Refused::Busy | Refused::Gone | Refused::Unsupported(_) | Refused::Invalid(_) => 1,
@@ -127,7 +126,9 @@ impl Failure {
             text[..end].into()
         }
         match self {
-            Failure::Fabric(Cause::Backend(text)) => Failure::Fabric(Cause::Backend(cut(text))),
+            Failure::Fabric(FabricError::Backend(text)) => {
+                Failure::Fabric(FabricError::Backend(cut(text)))
+            }
             Failure::Refused(Refused::Unsupported(text)) => {
                 Failure::Refused(Refused::Unsupported(cut(text)))
             }
@@ -183,7 +184,7 @@ impl fmt::Display for Failure {
             Failure::Overload => f.write_str("table full"),
             Failure::Violation(violation) => write!(f, "{violation}"),
             Failure::EngineGone => f.write_str("engine or worker rank is gone"),
-            Failure::OtherLife => f.write_str("the leg is for another life of this engine"),
+            Failure::OtherLife => f.write_str("the leg is for another incarnation of this engine"),
             Failure::Unknown(name) => write!(f, "{name}, which this version does not know"),
         }
     }
@@ -197,9 +198,7 @@ impl std::error::Error for Failure {}
 pub struct PeerViolation {
     /// Who, as far as known.
     pub peer: Arc<str>,
-    /// Which message.
     pub frame: Arc<str>,
-    /// Which rule.
     pub rule: Arc<str>,
 }
 
@@ -230,7 +229,7 @@ mod tests {
             let part = || text.clone();
             let violation = PeerViolation { peer: part(), frame: part(), rule: part() };
             [
-                Failure::Fabric(Cause::Backend(part())),
+                Failure::Fabric(FabricError::Backend(part())),
                 Failure::Refused(Refused::Unsupported(part())),
                 Failure::Refused(Refused::Invalid(part())),
                 Failure::Mismatch(Mismatch(part())),

@@ -55,7 +55,6 @@ impl IdMap {
         Some(request)
     }
 
-    /// Number of ties.
     pub fn len(&self) -> usize {
         self.by_request.len()
     }

@@ -66,19 +66,19 @@ text_id!(
 );
 
 number_id!(
-    /// One life of a process. A restarted peer has a larger one and is a new peer.
+    /// One incarnation of a process. A restarted peer has a larger one and is a new peer.
     Incarnation(u64)
 );
 
 impl Incarnation {
-    /// The latest life that a record is believed to name. Lives are counted in microseconds since
-    /// 1970, which get there after 36,000 years: what is beyond is damaged.
+    /// The latest incarnation that a record is believed to name. Incarnations are counted in
+    /// microseconds since 1970, which get there after 36,000 years: what is beyond is damaged.
     pub const LATEST: Incarnation = Incarnation(1 << 60);
 
-    /// The life that begins when the wall clock shows `clock_us`, in microseconds since 1970, if
-    /// `last` is the latest that is known of: a later one, though the clock went back. What is not
-    /// remembered anywhere cannot count; peers and routers then take a life that seems to be before
-    /// the last one as soon as that one is over.
+    /// The incarnation that begins when the wall clock shows `clock_us`, in microseconds since
+    /// 1970, if `last` is the latest that is known of: a later one, though the clock went back.
+    /// What is not remembered anywhere cannot count; peers and routers then take an incarnation
+    /// that seems to be before the last one as soon as that one is over.
     pub fn begin(clock_us: u64, last: Option<Incarnation>) -> Incarnation {
         let after = last.filter(|last| *last <= Incarnation::LATEST).map_or(1, |last| last.0 + 1);
         Incarnation(clock_us.min(Incarnation::LATEST.0).max(after))
@@ -99,14 +99,14 @@ number_id!(
 );
 number_id!(
     /// A peer engine as its own core numbers it; never on the wire.
-    PeerSlot(u32)
+    ConnectionId(u32)
 );
 number_id!(
     /// The source side of one prefilled prompt on one engine; new after a recompute.
     SourceId(u64)
 );
 number_id!(
-    /// One attempt to move one prompt's KV from a source to a sink, as the initiating engine
+    /// One attempt to move one prompt's KV from a source to a receiver, as the initiating engine
     /// numbers it; the same on all its TP ranks.
     FlowId(u64)
 );
@@ -119,7 +119,7 @@ number_id!(
     LegId(u64)
 );
 
-impl PeerSlot {
+impl ConnectionId {
     /// Set in the slots of peers that speak MoRIIO.
     pub(crate) const MORIIO: u32 = 1 << 31;
 
@@ -155,7 +155,6 @@ pub const TP_MAX: u16 = 64;
 pub struct RankSet(pub u64);
 
 impl RankSet {
-    /// No rank.
     pub const EMPTY: RankSet = RankSet(0);
 
     /// Ranks `0..tp`; `tp` is at most [`TP_MAX`].
@@ -164,7 +163,6 @@ impl RankSet {
         RankSet(if tp == TP_MAX { u64::MAX } else { (1 << tp) - 1 })
     }
 
-    /// Just this rank.
     pub const fn only(rank: u16) -> RankSet {
         assert!(rank < TP_MAX);
         RankSet(1 << rank)
@@ -197,7 +195,6 @@ impl RankSet {
         self.0 & other.0 == other.0
     }
 
-    /// Number of ranks.
     pub const fn len(self) -> u32 {
         self.0.count_ones()
     }
@@ -219,15 +216,16 @@ mod tests {
 
     #[test]
     fn lives_never_go_back_when_a_clock_does() {
-        let life = |clock, last: Option<u64>| Incarnation::begin(clock, last.map(Incarnation)).0;
-        assert_eq!(life(1_000, None), 1_000);
-        assert_eq!(life(1_000, Some(400)), 1_000);
-        assert_eq!(life(1_000, Some(1_000)), 1_001);
-        assert_eq!(life(1_000, Some(5_000)), 5_001);
+        let incarnation =
+            |clock, last: Option<u64>| Incarnation::begin(clock, last.map(Incarnation)).0;
+        assert_eq!(incarnation(1_000, None), 1_000);
+        assert_eq!(incarnation(1_000, Some(400)), 1_000);
+        assert_eq!(incarnation(1_000, Some(1_000)), 1_001);
+        assert_eq!(incarnation(1_000, Some(5_000)), 5_001);
         // A clock that was never set, and records that nobody wrote.
-        assert_eq!(life(0, None), 1);
-        assert_eq!(life(1_000, Some(u64::MAX)), 1_000);
-        assert_eq!(life(u64::MAX, None), Incarnation::LATEST.0);
+        assert_eq!(incarnation(0, None), 1);
+        assert_eq!(incarnation(1_000, Some(u64::MAX)), 1_000);
+        assert_eq!(incarnation(u64::MAX, None), Incarnation::LATEST.0);
         let last = Incarnation::LATEST;
         assert!(Incarnation::begin(u64::MAX, Some(last)) > last);
     }

@@ -1,16 +1,17 @@
-//! An instance: its core, its transfer machines, and what they tell one another. A process holds all
-//! of it, or a part whose rest is in other processes.
+//! An instance: its core, its transfer machines, and what they tell one another. A process holds
+//! all of it, or a part whose rest is in other processes.
 
 use super::command::{ControlCommand, DataCommand, DataRefusal};
+use super::config::CoreConfig;
 use super::decode::{Decode, DecodeEffect, DecodeInput};
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, StepId};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{
-    DecodeAnswer, DecodeHook, Job, PrefillAnswer, PrefillHook, Report, Role, RouterNews,
+    DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, Role, RouterEvent, TransferJob,
+    TransferReport,
 };
 use super::prefill::{Prefill, PrefillEffect, PrefillInput};
-use super::station::CoreConfig;
 use super::time::Nanos;
 use super::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
 use crate::fabric::{ControlEvent, DataEvent};
@@ -18,7 +19,7 @@ use std::collections::VecDeque;
 
 /// A machine of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Part {
+pub enum InstancePart {
     /// The prefill or decode core.
     Core,
     /// The transfer machine of this TP rank.
@@ -40,8 +41,7 @@ pub enum InstanceInput {
     Report {
         /// TP rank.
         rank: u16,
-        /// What it says.
-        report: Report,
+        report: TransferReport,
     },
     /// The transfer machine of a rank starts.
     Start(u16),
@@ -49,23 +49,19 @@ pub enum InstanceInput {
     Job {
         /// TP rank.
         rank: u16,
-        /// What to do.
-        job: Job,
+        job: TransferJob,
     },
     /// The worker of a rank computed the first layers of a step, see [`TransferInput::Layers`].
     Layers {
         /// TP rank.
         rank: u16,
-        /// The step.
         step: StepId,
-        /// Layers complete.
         layers: u16,
     },
     /// The data plane of a rank reports.
     Data {
         /// TP rank.
         rank: u16,
-        /// What it says.
         event: DataEvent,
     },
     /// The data plane of a rank did not take a call.
@@ -76,23 +72,23 @@ pub enum InstanceInput {
         refusal: DataRefusal,
     },
     /// A deadline of a machine may be due.
-    Tick(Part),
+    Tick(InstancePart),
 }
 
 impl InstanceInput {
     /// The machine that it is for.
-    pub fn part(&self) -> Part {
+    pub fn part(&self) -> InstancePart {
         match self {
             InstanceInput::Prefill(_)
             | InstanceInput::Decode(_)
             | InstanceInput::Drain
             | InstanceInput::Control(_)
-            | InstanceInput::Report { .. } => Part::Core,
+            | InstanceInput::Report { .. } => InstancePart::Core,
             InstanceInput::Start(rank)
             | InstanceInput::Job { rank, .. }
             | InstanceInput::Layers { rank, .. }
             | InstanceInput::Data { rank, .. }
-            | InstanceInput::Refused { rank, .. } => Part::Rank(*rank),
+            | InstanceInput::Refused { rank, .. } => InstancePart::Rank(*rank),
             InstanceInput::Tick(part) => *part,
         }
     }
@@ -107,17 +103,15 @@ pub enum InstanceEffect {
     Data {
         /// TP rank.
         rank: u16,
-        /// The call.
         command: DataCommand,
     },
     /// Give a job to all ranks; those of this process get it by [`Instance::follow`].
-    Job(Job),
+    Job(TransferJob),
     /// Tell the core; one of this process hears it by [`Instance::follow`].
     Report {
         /// TP rank.
         rank: u16,
-        /// What it says.
-        report: Report,
+        report: TransferReport,
     },
     /// Tell the engine of a prefill.
     Prefill(PrefillAnswer),
@@ -126,7 +120,7 @@ pub enum InstanceEffect {
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
     /// For the log: what becomes of the registrations.
-    Router(RouterNews),
+    Router(RouterEvent),
     /// For the log: a peer's hello was refused, and the peer was told why.
     Refused {
         /// What it calls itself.
@@ -137,15 +131,14 @@ pub enum InstanceEffect {
 }
 
 #[derive(Debug)]
-enum Core {
+enum CoreMachine {
     Prefill(Box<Prefill>, Outbox<PrefillEffect>),
     Decode(Box<Decode>, Outbox<DecodeEffect>),
 }
 
 /// Who is told of each input that a machine is about to take.
 #[derive(Clone, Copy, Debug)]
-#[allow(missing_docs)]
-pub struct Heard {
+pub struct InputObserver {
     pub prefill: fn(&PrefillInput),
     pub decode: fn(&DecodeInput),
     pub transfer: fn(&TransferInput),
@@ -158,23 +151,22 @@ pub struct Heard {
 /// whoever holds the queue.
 #[derive(Debug, Default)]
 pub struct Instance {
-    core: Option<Core>,
+    core: Option<CoreMachine>,
     ranks: Vec<(u16, Transfer)>,
     rank_out: Outbox<TransferEffect>,
-    heard: Option<Heard>,
+    observer: Option<InputObserver>,
 }
 
 impl Instance {
     /// Has the inputs of the machines told from now on.
-    pub fn hear(&mut self, heard: Heard) {
-        self.heard = Some(heard);
+    pub fn set_observer(&mut self, heard: InputObserver) {
+        self.observer = Some(heard);
     }
 
-    /// Adds the core.
     pub fn add_core(&mut self, config: CoreConfig) {
         self.core = Some(match config.role {
-            Role::Prefill => Core::Prefill(Box::new(Prefill::new(config)), Outbox::new()),
-            Role::Decode => Core::Decode(Box::new(Decode::new(config)), Outbox::new()),
+            Role::Prefill => CoreMachine::Prefill(Box::new(Prefill::new(config)), Outbox::new()),
+            Role::Decode => CoreMachine::Decode(Box::new(Decode::new(config)), Outbox::new()),
         });
     }
 
@@ -200,33 +192,36 @@ impl Instance {
 
     /// The ticks that are due.
     pub fn ticks(&self, now: Nanos, out: &mut VecDeque<InstanceInput>) {
-        let is_due = |part: &Part| self.deadline_of(*part).is_some_and(|deadline| deadline <= now);
+        let is_due =
+            |part: &InstancePart| self.deadline_of(*part).is_some_and(|deadline| deadline <= now);
         out.extend(self.parts().filter(is_due).map(InstanceInput::Tick));
     }
 
-    fn parts(&self) -> impl Iterator<Item = Part> + '_ {
-        let core = self.core.is_some().then_some(Part::Core);
-        core.into_iter().chain(self.ranks.iter().map(|(rank, _)| Part::Rank(*rank)))
+    fn parts(&self) -> impl Iterator<Item = InstancePart> + '_ {
+        let core = self.core.is_some().then_some(InstancePart::Core);
+        core.into_iter().chain(self.ranks.iter().map(|(rank, _)| InstancePart::Rank(*rank)))
     }
 
     /// When a machine wants its next tick, if at all.
-    pub fn deadline_of(&self, part: Part) -> Option<Nanos> {
+    pub fn deadline_of(&self, part: InstancePart) -> Option<Nanos> {
         match part {
-            Part::Core => match self.core.as_ref()? {
-                Core::Prefill(core, _) => core.deadline(),
-                Core::Decode(core, _) => core.deadline(),
+            InstancePart::Core => match self.core.as_ref()? {
+                CoreMachine::Prefill(core, _) => core.deadline(),
+                CoreMachine::Decode(core, _) => core.deadline(),
             },
-            Part::Rank(rank) => self.rank(rank)?.deadline(),
+            InstancePart::Rank(rank) => self.rank(rank)?.deadline(),
         }
     }
 
     /// Sizes of a machine's tables; zeros for one that is elsewhere.
-    pub fn gauges_of(&self, part: Part) -> Gauges {
+    pub fn gauges_of(&self, part: InstancePart) -> Gauges {
         match (part, &self.core) {
-            (Part::Core, Some(Core::Prefill(core, _))) => core.gauges(),
-            (Part::Core, Some(Core::Decode(core, _))) => core.gauges(),
-            (Part::Core, None) => Gauges::default(),
-            (Part::Rank(rank), _) => self.rank(rank).map(Machine::gauges).unwrap_or_default(),
+            (InstancePart::Core, Some(CoreMachine::Prefill(core, _))) => core.gauges(),
+            (InstancePart::Core, Some(CoreMachine::Decode(core, _))) => core.gauges(),
+            (InstancePart::Core, None) => Gauges::default(),
+            (InstancePart::Rank(rank), _) => {
+                self.rank(rank).map(Machine::gauges).unwrap_or_default()
+            }
         }
     }
 
@@ -236,7 +231,7 @@ impl Instance {
 
     fn core(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
         match &mut self.core {
-            Some(Core::Prefill(core, effects)) => {
+            Some(CoreMachine::Prefill(core, effects)) => {
                 let input = match input {
                     InstanceInput::Prefill(hook) => PrefillInput::Hook(hook),
                     InstanceInput::Drain => PrefillInput::Drain,
@@ -245,13 +240,13 @@ impl Instance {
                     InstanceInput::Tick(_) => PrefillInput::Tick,
                     _ => return,
                 };
-                if let Some(heard) = self.heard {
+                if let Some(heard) = self.observer {
                     (heard.prefill)(&input);
                 }
                 core.handle(now, input, effects);
                 effects.drain().for_each(|effect| out.push(effect));
             }
-            Some(Core::Decode(core, effects)) => {
+            Some(CoreMachine::Decode(core, effects)) => {
                 let input = match input {
                     InstanceInput::Decode(hook) => DecodeInput::Hook(hook),
                     InstanceInput::Drain => DecodeInput::Drain,
@@ -260,7 +255,7 @@ impl Instance {
                     InstanceInput::Tick(_) => DecodeInput::Tick,
                     _ => return,
                 };
-                if let Some(heard) = self.heard {
+                if let Some(heard) = self.observer {
                     (heard.decode)(&input);
                 }
                 core.handle(now, input, effects);
@@ -302,7 +297,7 @@ impl Machine for Instance {
     type Effect = InstanceEffect;
 
     fn handle(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
-        let Part::Rank(rank) = input.part() else { return self.core(now, input, out) };
+        let InstancePart::Rank(rank) = input.part() else { return self.core(now, input, out) };
         let Some((_, machine)) = self.ranks.iter_mut().find(|(own, _)| *own == rank) else {
             return;
         };
@@ -315,7 +310,7 @@ impl Machine for Instance {
             InstanceInput::Tick(_) => TransferInput::Tick,
             _ => return,
         };
-        if let Some(heard) = self.heard {
+        if let Some(heard) = self.observer {
             (heard.transfer)(&input);
         }
         machine.handle(now, input, &mut self.rank_out);
@@ -333,6 +328,6 @@ impl Machine for Instance {
 
     /// Those of the core.
     fn gauges(&self) -> Gauges {
-        self.gauges_of(Part::Core)
+        self.gauges_of(InstancePart::Core)
     }
 }

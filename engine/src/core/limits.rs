@@ -2,12 +2,12 @@
 //! whoever checks gauges or raises alarms takes them from here.
 
 use super::channel::WINDOW;
+use super::config::CoreConfig;
 use super::ids::TP_MAX;
 use super::machine::Gauges;
 use super::message::{Role, TROUBLES_MAX};
 use super::moriio::{EARLY_RELEASES_MAX, MoriioSettings, PENDING_MAX};
 use super::router::{ABANDONED_MAX, KEPT_MAX, RouterConfig};
-use super::station::CoreConfig;
 use super::transfer::TransferConfig;
 
 /// A product or sum of limits that no `u32` can exceed.

@@ -47,7 +47,6 @@ impl<E> Outbox<E> {
         Self::default()
     }
 
-    /// Appends an effect.
     pub fn push(&mut self, effect: impl Into<E>) {
         self.effects.push(effect.into());
     }
@@ -73,8 +72,8 @@ impl<E> Outbox<E> {
     }
 }
 
-/// How much a machine holds. All are zero when nothing is going on, except tombstones, peers, links,
-/// what is remembered, and what is counted since the start.
+/// How much a machine holds. All are zero when nothing is going on, except tombstones, peers,
+/// links, what is remembered, and what is counted since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Transfers, flows or requests that have not ended.
@@ -95,8 +94,8 @@ pub struct Gauges {
     pub links: u32,
     /// Entries of all other tables about what is under way: names, claims, deadlines, receivers.
     pub entries: u32,
-    /// Entries of all other tables about peers, links, sessions and instances, which outlast what is
-    /// under way: messages that came before their turn too, which a peer that stands still never
+    /// Entries of all other tables about peers, links, sessions and instances, which outlast what
+    /// is under way: messages that came before their turn too, which a peer that stands still never
     /// completes, and deadlines that a table shares with these.
     pub remembered: u32,
     /// Messages of peers that were handed on, each once and in order, since the start; wraps.

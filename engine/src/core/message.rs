@@ -1,10 +1,11 @@
 //! The typed messages of the protocol, independent of their bytes: between peers ([`Message`]),
 //! with the router ([`Registration`] and the legs), with the serving engine ([`PrefillHook`],
-//! [`DecodeHook`] and their answers), and with the transfer actors ([`Job`], [`Report`]).
+//! [`DecodeHook`] and their answers), and with the transfer actors ([`TransferJob`],
+//! [`TransferReport`]).
 
-pub use super::registration::{Registration, RouterNews, TROUBLES_MAX, Trouble};
+pub use super::registration::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
 
-use super::dialect::moriio::params::Peer;
+use super::dialect::moriio::params::MoriioRemote;
 use super::error::Failure;
 use super::ids::*;
 use super::layout::{BlockList, Geometry, RankLayout};
@@ -53,16 +54,14 @@ impl fmt::Display for Mode {
 /// One attempt of one receiver to get the KV of one prompt. The receiver (decode) makes it; every
 /// message about it carries it, and a message with an older attempt changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Tag {
-    /// What is transferred.
+pub struct AttemptTag {
     pub key: TransferKey,
     /// Which of the samples of the prompt (`n > 1`) receives it, else 0.
     pub sibling: u32,
-    /// Which attempt.
     pub attempt: Attempt,
 }
 
-impl fmt::Display for Tag {
+impl fmt::Display for AttemptTag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}#{}", self.key, self.sibling, self.attempt)
     }
@@ -75,21 +74,16 @@ pub enum Message {
     /// Decode to prefill, push: this prompt is wanted; say so when its computation begins, so that
     /// no destination blocks wait for a prompt that itself waits for blocks.
     Ask {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
     },
     /// Prefill to decode: the prompt is being computed. Push: announce blocks. Pull, when the last
     /// step computes: get blocks, the grant follows.
-    Begun {
-        /// The attempt.
-        tag: Tag,
-    },
+    Begun { tag: AttemptTag },
     /// Decode to prefill, push: write into these blocks.
     Announce {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
         /// First token wanted; decode has the KV of the ones before.
@@ -99,16 +93,14 @@ pub enum Message {
     },
     /// Decode to prefill, pull: tell me the blocks and hold them.
     Pull {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
     },
     /// Prefill to decode, pull: read these blocks while the lease lasts. The reader counts the
     /// lease from when it sent its `Pull` or `Renew`.
     Grant {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
         /// Source blocks per group.
@@ -118,15 +110,13 @@ pub enum Message {
     },
     /// Decode to prefill, pull: still reading.
     Renew {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Counts the renewals of the attempt.
         count: u32,
     },
     /// Prefill to decode, pull: the lease runs anew.
     Renewed {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// The renewal that is answered.
         count: u32,
         /// Length of the lease.
@@ -134,8 +124,7 @@ pub enum Message {
     },
     /// Prefill to decode, push: these prefill ranks have written everything.
     Delivered {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Prefill ranks that are complete.
         ranks: RankSet,
         /// Tokens of the prompt.
@@ -143,21 +132,15 @@ pub enum Message {
     },
     /// Decode to prefill: these decode ranks need the source no more, or have what they need.
     Release {
-        /// The attempt.
-        tag: Tag,
+        tag: AttemptTag,
         /// Decode ranks that are done.
         ranks: RankSet,
     },
     /// Decode to prefill: stop writing, I want my blocks back. Answered by `Ended` with `quiet`.
-    Cancel {
-        /// The attempt.
-        tag: Tag,
-    },
+    Cancel { tag: AttemptTag },
     /// Prefill to decode: the attempt ended without success.
     Ended {
-        /// The attempt.
-        tag: Tag,
-        /// Why.
+        tag: AttemptTag,
         failure: Failure,
         /// True if no byte of the attempt can land any more. Otherwise a second `Ended` follows.
         quiet: bool,
@@ -166,7 +149,7 @@ pub enum Message {
 
 impl Message {
     /// The attempt that the message is about.
-    pub fn tag(&self) -> &Tag {
+    pub fn tag(&self) -> &AttemptTag {
         match self {
             Message::Ask { tag, .. }
             | Message::Begun { tag }
@@ -190,11 +173,9 @@ pub struct Hello {
     pub version: u16,
     /// Oldest protocol version spoken.
     pub version_min: u16,
-    /// Who speaks.
     pub engine: EngineId,
-    /// In which life.
     pub incarnation: Incarnation,
-    /// Names the conversation between the two incarnations; chosen by who dials, larger than any
+    /// Names the connection between the two incarnations; chosen by who dials, larger than any
     /// before, repeated by who answers. The same number after a reconnect resumes it.
     pub session: u64,
     /// Who is expected to listen; a different engine refuses.
@@ -207,15 +188,14 @@ pub struct Hello {
     pub geometry: Geometry,
     /// Hash of `geometry`; a difference between the two is a damaged hello.
     pub fingerprint: u64,
-    /// Its ranks.
     pub ranks: Vec<RankLayout>,
 }
 
 /// What a leg says of a peer that speaks MoRIIO.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct MoriioPeer {
+pub struct MoriioLeg {
     /// Who that is. None at a prefill that is read from: its decode comes by itself.
-    pub peer: Option<Peer>,
+    pub peer: Option<MoriioRemote>,
     /// Pull, at a decode: what to read, per group; the prefill's answer to its leg.
     pub blocks: Vec<BlockList>,
 }
@@ -223,24 +203,23 @@ pub struct MoriioPeer {
 /// What the prefill leg of a request carries beside the prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PrefillLeg {
-    /// The transfer.
     pub key: TransferKey,
     /// How many samples will fetch it (`n`), at least 1.
     pub siblings: u32,
     /// Who moves the bytes.
     pub mode: Mode,
-    /// The life of the prefill that it was sent to, if the router knows; another one rejects it,
-    /// because decode will not ask that one.
-    pub life: Option<Incarnation>,
+    /// The incarnation of the prefill that it was sent to, if the router knows; another one rejects
+    /// it, because decode will not ask that one.
+    #[serde(rename = "life")]
+    pub incarnation: Option<Incarnation>,
     /// The decode, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub moriio: Option<Arc<MoriioPeer>>,
+    pub moriio: Option<Arc<MoriioLeg>>,
 }
 
 /// What the decode leg of a request carries beside the prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DecodeLeg {
-    /// The transfer.
     pub key: TransferKey,
     /// Which sample this is.
     pub sibling: u32,
@@ -248,13 +227,14 @@ pub struct DecodeLeg {
     pub mode: Mode,
     /// The engine that has the KV.
     pub prefill: EngineId,
-    /// Where it listens.
     pub control: Endpoint,
-    /// Its life that got the prefill leg, if the router knows; a later one knows nothing of it.
-    pub life: Option<Incarnation>,
+    /// Its incarnation that got the prefill leg, if the router knows; a later one knows nothing of
+    /// it.
+    #[serde(rename = "life")]
+    pub incarnation: Option<Incarnation>,
     /// The prefill, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub moriio: Option<Arc<MoriioPeer>>,
+    pub moriio: Option<Arc<MoriioLeg>>,
 }
 
 /// How a request ended on its engine.
@@ -273,7 +253,6 @@ pub enum FinishReason {
 /// Part of a prompt that one step computes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Chunk {
-    /// The request.
     pub request: RequestId,
     /// First token computed in this step; the KV of those before is there (earlier chunks or
     /// prefix hits). An engine whose prefix hits may be blocks that the same step computes for
@@ -290,35 +269,20 @@ pub struct Chunk {
 pub enum PrefillHook {
     /// A request with a prefill leg arrived (`on_new_request`).
     Arrived {
-        /// The request.
         request: RequestId,
-        /// Its leg.
         leg: PrefillLeg,
         /// Tokens of its prompt.
         tokens: u32,
     },
     /// A step was scheduled (`build_connector_meta`). Lists only requests that have a leg.
-    Scheduled {
-        /// The step.
-        step: StepId,
-        /// What it computes.
-        chunks: Vec<Chunk>,
-    },
+    Scheduled { step: StepId, chunks: Vec<Chunk> },
     /// A request with a leg ended (`request_finished_all_groups`). Its blocks stay allocated until
     /// [`PrefillAnswer::SourceFree`], whatever the reason.
-    Finished {
-        /// The request.
-        request: RequestId,
-        /// How.
-        reason: FinishReason,
-    },
+    Finished { request: RequestId, reason: FinishReason },
     /// The scheduler wants the blocks of an unfinished request (`handle_preemptions`); they must
     /// not be reused before [`PrefillAnswer::PreemptionSafe`]. It will be scheduled again from
     /// token 0 or from what prefix hits leave.
-    Preempted {
-        /// The request.
-        request: RequestId,
-    },
+    Preempted { request: RequestId },
 }
 
 /// What a prefill core tells its engine.
@@ -326,24 +290,15 @@ pub enum PrefillHook {
 pub enum PrefillAnswer {
     /// The request's blocks may be freed (`finished_sending`); exactly once per finished request.
     SourceFree {
-        /// The request.
         request: RequestId,
         /// None if every receiver got everything.
         failure: Option<Failure>,
     },
     /// The preempted request's blocks may be reused; exactly once per preemption.
-    PreemptionSafe {
-        /// The request.
-        request: RequestId,
-    },
+    PreemptionSafe { request: RequestId },
     /// The request cannot be served as a transfer, e.g. a duplicate key; the engine answers the
     /// leg with an error. May cross with other hooks of the request. Nothing else follows for it.
-    Rejected {
-        /// The request.
-        request: RequestId,
-        /// Why.
-        failure: Failure,
-    },
+    Rejected { request: RequestId, failure: Failure },
 }
 
 /// What a decode engine tells its core; the counterpart of vLLM's scheduler-side hooks.
@@ -352,9 +307,7 @@ pub enum DecodeHook {
     /// A request with a decode leg arrived (`on_new_request`); the core gets in touch with the
     /// prefill.
     Arrived {
-        /// The request.
         request: RequestId,
-        /// Its leg.
         leg: DecodeLeg,
         /// Tokens of its prompt.
         tokens: u32,
@@ -364,7 +317,6 @@ pub enum DecodeHook {
     /// before [`DecodeAnswer::Allocate`]: blocks that wait for a prompt which waits for the blocks
     /// of other prompts, which wait for these blocks, wait in a circle until a timeout.
     Allocated {
-        /// The request.
         request: RequestId,
         /// Tokens whose KV is there already (prefix hits), all of them or a multiple of the block
         /// size. With all there, the prefill is released and `Loaded` follows at once.
@@ -374,12 +326,7 @@ pub enum DecodeHook {
     },
     /// The request ended (`request_finished_all_groups`). If it was allocated and not answered,
     /// its blocks stay allocated until the one answer that is due.
-    Finished {
-        /// The request.
-        request: RequestId,
-        /// How.
-        reason: FinishReason,
-    },
+    Finished { request: RequestId, reason: FinishReason },
 }
 
 /// What a decode core tells its engine.
@@ -388,32 +335,16 @@ pub enum DecodeAnswer {
     /// The prefill computes the prompt (push) or has it (pull): now is the time to allocate
     /// blocks. At most once per request; may cross with `Allocated` and `Finished`. Until then
     /// `get_num_new_matched_tokens` answers `None`.
-    Allocate {
-        /// The request.
-        request: RequestId,
-    },
+    Allocate { request: RequestId },
     /// All tokens are in the blocks (`finished_recving`).
-    Loaded {
-        /// The request.
-        request: RequestId,
-    },
+    Loaded { request: RequestId },
     /// The load ended without success and no byte can land any more (`failed_recving` and
     /// `finished_recving`): the blocks may be reused or recomputed.
-    LoadFailed {
-        /// The request.
-        request: RequestId,
-        /// Why.
-        failure: Failure,
-    },
+    LoadFailed { request: RequestId, failure: Failure },
     /// Before the core heard of an allocation, the transfer became impossible: do not wait for
     /// external tokens, compute the prompt or fail the request. May cross with `Allocated`, and is
     /// then its one answer: nothing was written. Nothing else follows for the request.
-    Rejected {
-        /// The request.
-        request: RequestId,
-        /// Why.
-        failure: Failure,
-    },
+    Rejected { request: RequestId, failure: Failure },
 }
 
 impl DecodeAnswer {
@@ -435,31 +366,27 @@ impl DecodeAnswer {
 
 /// What a prefill or decode core has one of its transfer actors do. Every rank gets every job.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Job {
+pub enum TransferJob {
     /// A peer said hello: connect to its ranks and open sessions where this rank has a route.
-    /// Answered by [`Report::PeerReady`] or [`Report::PeerFailed`].
+    /// Answered by [`TransferReport::PeerReady`] or [`TransferReport::PeerFailed`].
     Peer {
-        /// The peer, as the core numbers it; a slot is not reused within an incarnation.
-        peer: PeerSlot,
+        /// The peer, as the core numbers it; a connection is not reused within an incarnation.
+        peer: ConnectionId,
         /// Its KV cache.
         geometry: Arc<Geometry>,
-        /// Its ranks.
         ranks: Arc<Vec<RankLayout>>,
         /// Agreed at the hello, see [`crate::fabric::DataPlane::connect`].
-        pass: u64,
+        #[serde(rename = "pass")]
+        fence_key: u64,
     },
-    /// Keep the peer out and forget it. Its flows fail; answered by [`Report::Fenced`] once no
-    /// byte of it can land here and none of ours there.
-    Fence {
-        /// The peer.
-        peer: PeerSlot,
-    },
+    /// Keep the peer out and forget it. Its flows fail; answered by [`TransferReport::Fenced`] once
+    /// no byte of it can land here and none of ours there.
+    Fence { peer: ConnectionId },
     /// Push: a source grows. KV of tokens `..ready` is there; step `step` adds tokens `..to`,
     /// layer by layer (see [`super::transfer::TransferInput::Layers`]).
     Source {
         /// The source; the first mention makes it.
         source: SourceId,
-        /// The step.
         step: StepId,
         /// Tokens complete before the step.
         ready: u32,
@@ -471,25 +398,21 @@ pub enum Job {
         blocks: Arc<Vec<BlockList>>,
     },
     /// Forget a source. It has no flows left.
-    Forget {
-        /// The source.
-        source: SourceId,
-    },
+    Forget { source: SourceId },
     /// Push: write `from..` of a source (known or not yet) into a peer's blocks.
     Write {
-        /// The flow; answered by one [`Report::Flow`] that is final.
+        /// The flow; answered by one [`TransferReport::Flow`] that is final.
         flow: FlowId,
-        /// The source.
         source: SourceId,
-        /// The peer.
-        peer: PeerSlot,
+        peer: ConnectionId,
         /// First token.
         from: u32,
         /// One past the last token.
         tokens: u32,
         /// Destination blocks per group.
         blocks: Arc<Vec<BlockList>>,
-        /// The engine's request that it is for; empty if a host of an earlier version gives the job.
+        /// The engine's request that it is for; empty if a host of an earlier version gives the
+        /// job.
         #[serde(default = "unnamed")]
         request: RequestId,
         /// The engine that receives it, if its name is known.
@@ -498,10 +421,9 @@ pub enum Job {
     },
     /// Pull: read `from..tokens` from a peer's blocks.
     Read {
-        /// The flow; answered by one [`Report::Flow`] that is final.
+        /// The flow; answered by one [`TransferReport::Flow`] that is final.
         flow: FlowId,
-        /// The peer.
-        peer: PeerSlot,
+        peer: ConnectionId,
         /// First token.
         from: u32,
         /// One past the last token.
@@ -510,15 +432,12 @@ pub enum Job {
         remote: Arc<Vec<BlockList>>,
         /// Destination blocks per group.
         local: Arc<Vec<BlockList>>,
-        /// As in [`Job::Write`].
+        /// As in [`TransferJob::Write`].
         #[serde(default = "unnamed")]
         request: RequestId,
     },
     /// Stop a flow: submit nothing more, end it as `Cancelled` when quiet.
-    Stop {
-        /// The flow.
-        flow: FlowId,
-    },
+    Stop { flow: FlowId },
 }
 
 /// The request of a flow of which nobody says whose it is.
@@ -528,41 +447,22 @@ fn unnamed() -> RequestId {
 
 /// What a transfer actor tells its core.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Report {
+pub enum TransferReport {
     /// The rank's memory is registered. First report, and again after a backend was rebuilt.
     Ready {
         /// Where its KV lies.
         layout: RankLayout,
     },
     /// The rank cannot serve: its memory cannot be registered.
-    Unusable {
-        /// Why.
-        failure: Failure,
-    },
+    Unusable { failure: Failure },
     /// All sessions to the peer are open.
-    PeerReady {
-        /// The peer.
-        peer: PeerSlot,
-    },
+    PeerReady { peer: ConnectionId },
     /// The peer cannot be reached or cannot be reached any more; its flows fail.
-    PeerFailed {
-        /// The peer.
-        peer: PeerSlot,
-        /// Why.
-        failure: Failure,
-    },
+    PeerFailed { peer: ConnectionId, failure: Failure },
     /// No byte of the peer lands here any more.
-    Fenced {
-        /// The peer.
-        peer: PeerSlot,
-    },
+    Fenced { peer: ConnectionId },
     /// News of a flow.
-    Flow {
-        /// The flow.
-        flow: FlowId,
-        /// What is new.
-        state: FlowState,
-    },
+    Flow { flow: FlowId, state: FlowState },
 }
 
 /// What a transfer actor says of a flow on its rank.

@@ -1,29 +1,30 @@
 //! Sans-io protocol core: every state machine is a [`Machine`].
 
-mod beacon;
-pub mod blocks;
+pub mod block_ledger;
 mod by_peer;
 pub mod channel;
 pub mod command;
+pub mod config;
 pub mod decode;
 pub mod dialect;
+pub mod enum_variants;
 pub mod error;
-pub mod hashes;
+pub mod hash_index;
+mod heartbeat;
 pub mod idmap;
 pub mod ids;
+pub mod input_kinds;
 pub mod instance;
-pub mod kinds;
 pub mod layout;
 mod limits;
 pub mod machine;
 pub mod message;
 pub mod moriio;
+pub mod peer_manager;
 pub mod peers;
 pub mod prefill;
 mod registration;
 pub mod router;
-pub mod station;
-pub mod tagged;
 pub mod time;
 pub mod timers;
 mod tombstones;

@@ -2,7 +2,7 @@
 
 use super::error::Failure;
 use super::ids::{EngineId, Incarnation};
-use super::layout::Fit;
+use super::layout::LayoutDigest;
 use super::message::{Mode, Role};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
@@ -13,11 +13,9 @@ use std::sync::Arc;
 pub struct Registration {
     /// Name of the engine core; one registration per DP rank.
     pub engine: EngineId,
-    /// Its life.
     pub incarnation: Incarnation,
-    /// Counts the registrations of this life; an older one changes nothing.
+    /// Counts the registrations of this incarnation; an older one changes nothing.
     pub sequence: u64,
-    /// What it does.
     pub role: Role,
     /// How it wants to transfer.
     pub mode: Mode,
@@ -35,11 +33,11 @@ pub struct Registration {
     pub draining: bool,
     /// What has to fit; none if it is not known. Only engines that fit are paired.
     #[serde(default)]
-    pub fit: Option<Arc<Fit>>,
+    pub fit: Option<Arc<LayoutDigest>>,
     /// Of a decode: the prefills whose KV has not got through since it last did, at most
     /// [`TROUBLES_MAX`]: a list of so many may leave some out.
     #[serde(default)]
-    pub troubles: Vec<Trouble>,
+    pub troubles: Vec<UnreachablePrefill>,
 }
 
 /// Prefills that a registration names as out of reach.
@@ -47,11 +45,11 @@ pub const TROUBLES_MAX: usize = 32;
 
 /// What a decode tells a router of a prefill whose KV does not get through to it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Trouble {
-    /// The prefill.
+pub struct UnreachablePrefill {
     pub engine: EngineId,
-    /// Its life, if the leg named it.
-    pub life: Option<Incarnation>,
+    /// Its incarnation, if the leg named it.
+    #[serde(rename = "life")]
+    pub incarnation: Option<Incarnation>,
     /// Number of the last prompt that did not come, of all that did not; a larger one is news.
     pub number: u32,
     /// Why the last one did not.
@@ -60,15 +58,9 @@ pub struct Trouble {
 
 /// What becomes of an engine's registrations, for the log.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum RouterNews {
+pub enum RouterEvent {
     /// The router can be reached and was sent one. Routers do not acknowledge them.
-    Registered {
-        /// Its discovery endpoint.
-        router: Endpoint,
-    },
+    Registered { router: Endpoint },
     /// It cannot be reached; it is tried again.
-    Silent {
-        /// Its discovery endpoint.
-        router: Endpoint,
-    },
+    Silent { router: Endpoint },
 }

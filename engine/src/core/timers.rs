@@ -65,7 +65,6 @@ impl<K: Ord + Clone> Timers<K> {
         self.armed.contains_key(key)
     }
 
-    /// Number of deadlines.
     pub fn len(&self) -> usize {
         self.armed.len()
     }

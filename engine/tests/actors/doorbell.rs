@@ -2,9 +2,9 @@
 
 use crate::Echo;
 use actix::System;
-use engine::actors::{Driver, Seat};
+use engine::actors::{Driver, PlaneAdapter};
 use engine::core::Nanos;
-use engine::fabric::Wake;
+use engine::fabric::NextPoll;
 use std::collections::VecDeque;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -21,13 +21,13 @@ struct Belfry {
     seen: mpsc::UnboundedSender<u32>,
 }
 
-impl Seat for Belfry {
+impl PlaneAdapter for Belfry {
     type Machine = Echo;
 
-    fn poll(&mut self, _: Nanos, _: &mut VecDeque<u32>) -> Wake {
+    fn poll(&mut self, _: Nanos, _: &mut VecDeque<u32>) -> NextPoll {
         self.polls += 1;
         let _ = self.seen.send(self.polls);
-        Wake::External
+        NextPoll::External
     }
 
     fn perform(&mut self, _: &Echo, _: u32, _: &mut VecDeque<u32>) {}
@@ -46,8 +46,8 @@ fn each_ring_is_a_poll() {
     System::new().block_on(async {
         let (mut bell, rung) = UnixStream::pair().unwrap();
         let (seen, mut polls) = mpsc::unbounded_channel();
-        let seat = |_| Belfry { polls: 0, rung, seen };
-        let _driver = Driver::start(seat, Echo, None, Arc::new(|| Nanos::ZERO));
+        let adapter = |_| Belfry { polls: 0, rung, seen };
+        let _driver = Driver::start(adapter, Echo, None, Arc::new(|| Nanos::ZERO));
         for poll in 1..20 {
             let next = tokio::time::timeout(Duration::from_secs(300), polls.recv()).await;
             assert_eq!(next, Ok(Some(poll)));

@@ -1,5 +1,5 @@
-//! The machines in the actors that are deployed, on planes of this process and real time: one prompt
-//! goes from prefill to decode, byte for byte.
+//! The machines in the actors that are deployed, on planes of this process and real time: one
+//! prompt goes from prefill to decode, byte for byte.
 
 mod doorbell;
 mod planes;
@@ -7,15 +7,15 @@ mod planes;
 use actix::{Addr, Context, Handler, Message, System};
 use engine::actors::*;
 use engine::core::channel::ChannelConfig;
+use engine::core::config::{CoreConfig, CoreSettings};
 use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use engine::core::instance::{Instance, InstanceInput};
-use engine::core::layout::{BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout};
+use engine::core::layout::{BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
 use engine::core::message::*;
-use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::transfer::{TransferConfig, TransferSettings};
 use engine::core::{Machine, Nanos, Outbox};
 use engine::fabric::*;
-use planes::{Loopback, Side, Store, Wire};
+use planes::{Loopback, LoopbackMemory, LoopbackSide, LoopbackWire};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use tokio::sync::mpsc;
@@ -52,7 +52,7 @@ fn geometry() -> Geometry {
         latent: false,
         packed: false,
         layers: 1,
-        groups: vec![Group { kind: GroupKind::Full, block_tokens: BLOCK, layers: vec![0] }],
+        groups: vec![KvGroup { kind: GroupKind::Full, block_tokens: BLOCK, layers: vec![0] }],
     }
 }
 
@@ -79,77 +79,83 @@ fn transfer(role: Role, mode: Mode, rank: u16, plane: &Loopback) -> TransferConf
 
 /// What a core may tell its engine.
 #[derive(Debug)]
-enum Told {
+enum EngineNotice {
     Ready,
     Freed,
     Loaded,
 }
 
 /// The engine's side; a core with ranks elsewhere reaches them by the addresses.
-struct Desk {
-    told: mpsc::UnboundedSender<Told>,
-    away: Vec<Addr<Ranks>>,
+struct TestOutlet {
+    told: mpsc::UnboundedSender<EngineNotice>,
+    away: Vec<Addr<TestRanks>>,
 }
 
-impl Outlet for Desk {
-    fn prefill(&mut self, answer: PrefillAnswer, _: &mut Inputs<Instance>) {
+impl EffectHandler for TestOutlet {
+    fn prefill(&mut self, answer: PrefillAnswer, _: &mut InputQueue<Instance>) {
         if matches!(answer, PrefillAnswer::SourceFree { failure: None, .. }) {
-            self.told.send(Told::Freed).unwrap();
+            self.told.send(EngineNotice::Freed).unwrap();
         }
     }
 
-    fn decode(&mut self, answer: DecodeAnswer, _: &mut Inputs<Instance>) {
+    fn decode(&mut self, answer: DecodeAnswer, _: &mut InputQueue<Instance>) {
         if matches!(answer, DecodeAnswer::Loaded { .. }) {
-            self.told.send(Told::Loaded).unwrap();
+            self.told.send(EngineNotice::Loaded).unwrap();
         }
     }
 
-    fn job(&mut self, job: &Job) {
+    fn job(&mut self, job: &TransferJob) {
         for (rank, away) in (0..).zip(&self.away) {
-            away.do_send(Give(InstanceInput::Job { rank, job: job.clone() }));
+            away.do_send(Input(InstanceInput::Job { rank, job: job.clone() }));
         }
     }
 
-    fn report(&mut self, _: u16, report: &Report) {
-        if matches!(report, Report::Ready { .. }) {
-            self.told.send(Told::Ready).unwrap();
+    fn report(&mut self, _: u16, report: &TransferReport) {
+        if matches!(report, TransferReport::Ready { .. }) {
+            self.told.send(EngineNotice::Ready).unwrap();
         }
     }
 }
 
 /// Where the reports of a rank go that is not beside its core.
-struct Away(Addr<Host>, mpsc::UnboundedSender<Told>);
+struct Away(Addr<TestHost>, mpsc::UnboundedSender<EngineNotice>);
 
-impl Outlet for Away {
-    fn report(&mut self, rank: u16, report: &Report) {
+impl EffectHandler for Away {
+    fn report(&mut self, rank: u16, report: &TransferReport) {
         let report = report.clone();
-        if matches!(report, Report::Ready { .. }) {
-            self.1.send(Told::Ready).unwrap();
+        if matches!(report, TransferReport::Ready { .. }) {
+            self.1.send(EngineNotice::Ready).unwrap();
         }
-        self.0.do_send(Give(InstanceInput::Report { rank, report }));
+        self.0.do_send(Input(InstanceInput::Report { rank, report }));
     }
 }
 
-type Host = Driver<Site<Planes, Desk>>;
-type Ranks = Driver<Site<Planes, Away>>;
+type TestHost = Driver<InstanceAdapter<LocalPlanes, TestOutlet>>;
+type TestRanks = Driver<InstanceAdapter<LocalPlanes, Away>>;
 
 /// An instance with its actors.
-struct Served {
-    core: Addr<Host>,
+struct TestInstance {
+    core: Addr<TestHost>,
     /// Of ranks in actors of their own.
-    away: Vec<Addr<Ranks>>,
-    news: mpsc::UnboundedReceiver<Told>,
+    away: Vec<Addr<TestRanks>>,
+    news: mpsc::UnboundedReceiver<EngineNotice>,
 }
 
-impl Served {
+impl TestInstance {
     /// Core and ranks in one actor, or each in its own, as in several processes.
-    async fn start(role: Role, mode: Mode, side: Side, store: &Store, together: bool) -> Served {
+    async fn start(
+        role: Role,
+        mode: Mode,
+        side: LoopbackSide,
+        store: &LoopbackMemory,
+        together: bool,
+    ) -> TestInstance {
         #[allow(clippy::disallowed_types)] // A driver's clock is where time enters.
         let started = std::time::Instant::now();
         // So slowly that no limit of the machines passes, whatever else runs here.
         let clock: Clock = Arc::new(move || Nanos(started.elapsed().as_micros() as u64));
         let (told, news) = mpsc::unbounded_channel();
-        let (mut instance, mut fabric) = (Instance::default(), Planes::new());
+        let (mut instance, mut fabric) = (Instance::default(), LocalPlanes::new());
         instance.add_core(core_config(role, mode));
         fabric.set_control(Box::new(side));
         let plane = |rank: u16| Loopback::new(rank as u8 + 8 * role as u8, store.clone());
@@ -161,34 +167,35 @@ impl Served {
             }
         }
         let first = (0..TP).filter(|_| together).map(InstanceInput::Start);
-        let site = Site { fabric, outlet: Desk { told: told.clone(), away: Vec::new() } };
+        let site =
+            InstanceAdapter { fabric, outlet: TestOutlet { told: told.clone(), away: Vec::new() } };
         let core = Driver::start(|_| site, instance, first, clock.clone());
         let ranks = (0..TP).filter(|_| !together).map(|rank| {
             let (mut instance, mut fabric, plane) =
-                (Instance::default(), Planes::new(), plane(rank));
+                (Instance::default(), LocalPlanes::new(), plane(rank));
             instance.add_rank(transfer(role, mode, rank, &plane));
             fabric.add_rank(rank, Box::new(plane));
-            let site = Site { fabric, outlet: Away(core.clone(), told.clone()) };
+            let site = InstanceAdapter { fabric, outlet: Away(core.clone(), told.clone()) };
             Driver::start(|_| site, instance, [InstanceInput::Start(rank)], clock.clone())
         });
         let away: Vec<_> = ranks.collect();
         core.send(Apart(away.clone())).await.unwrap();
-        let mut served = Served { core, away, news };
+        let mut served = TestInstance { core, away, news };
         for _ in 0..TP {
-            assert!(matches!(served.news.recv().await, Some(Told::Ready)));
+            assert!(matches!(served.news.recv().await, Some(EngineNotice::Ready)));
         }
         served
     }
 
     async fn give(&self, input: InstanceInput) {
-        self.core.send(Give(input)).await.unwrap();
+        self.core.send(Input(input)).await.unwrap();
     }
 
     async fn layers(&self, step: StepId, layers: u16) {
         for rank in 0..TP {
             let input = InstanceInput::Layers { rank, step, layers };
             match self.away.get(usize::from(rank)) {
-                Some(away) => away.send(Give(input)).await.unwrap(),
+                Some(away) => away.send(Input(input)).await.unwrap(),
                 None => self.give(input).await,
             }
         }
@@ -198,16 +205,16 @@ impl Served {
 /// The ranks that are elsewhere.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Apart(Vec<Addr<Ranks>>);
+struct Apart(Vec<Addr<TestRanks>>);
 
-impl Handler<Apart> for Host {
+impl Handler<Apart> for TestHost {
     type Result = ();
     fn handle(&mut self, Apart(away): Apart, context: &mut Context<Self>) {
-        self.tell(context, |site, _| site.outlet.away = away);
+        self.with_adapter(context, |site, _| site.outlet.away = away);
     }
 }
 
-fn fill(store: &Store) {
+fn fill(store: &LoopbackMemory) {
     for ((plane, _), bytes) in store.lock().unwrap().iter_mut().filter(|(key, _)| key.0 < 8) {
         for (at, byte) in bytes.iter_mut().enumerate() {
             *byte = (at as u8).wrapping_mul(31).wrapping_add(plane + 1);
@@ -216,11 +223,11 @@ fn fill(store: &Store) {
 }
 
 async fn carry(mode: Mode, together: bool) {
-    let store = Store::default();
-    let wire = Arc::new(Mutex::new(Wire::default()));
-    let side = |side| Side { side, wire: wire.clone() };
-    let mut prefill = Served::start(Role::Prefill, mode, side(1), &store, together).await;
-    let mut decode = Served::start(Role::Decode, mode, side(0), &store, together).await;
+    let store = LoopbackMemory::default();
+    let wire = Arc::new(Mutex::new(LoopbackWire::default()));
+    let side = |side| LoopbackSide { side, wire: wire.clone() };
+    let mut prefill = TestInstance::start(Role::Prefill, mode, side(1), &store, together).await;
+    let mut decode = TestInstance::start(Role::Decode, mode, side(0), &store, together).await;
     fill(&store);
 
     let key = TransferKey { id: "t".into(), prompt: 0 };
@@ -230,7 +237,7 @@ async fn carry(mode: Mode, together: bool) {
         mode,
         prefill: "prefill".into(),
         control: "loopback".into(),
-        life: None,
+        incarnation: None,
         moriio: None,
     };
     let request = RequestId::from("d");
@@ -241,7 +248,7 @@ async fn carry(mode: Mode, together: bool) {
     decode.give(InstanceInput::Decode(allocated)).await;
 
     let request = RequestId::from("p");
-    let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: None };
+    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None };
     let arrived = PrefillHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
     prefill.give(InstanceInput::Prefill(arrived)).await;
     let blocks = vec![BlockList::new((3..7).collect())];
@@ -252,18 +259,18 @@ async fn carry(mode: Mode, together: bool) {
     let finished = PrefillHook::Finished { request, reason: FinishReason::Length };
     prefill.give(InstanceInput::Prefill(finished)).await;
 
-    assert!(matches!(decode.news.recv().await, Some(Told::Loaded)));
-    assert!(matches!(prefill.news.recv().await, Some(Told::Freed)));
+    assert!(matches!(decode.news.recv().await, Some(EngineNotice::Loaded)));
+    assert!(matches!(prefill.news.recv().await, Some(EngineNotice::Freed)));
     let store = store.lock().unwrap();
     for rank in 0..TP as u8 {
-        let (source, sink) = (&store[&(rank, 0)], &store[&(rank + 8, 0)]);
+        let (source, receiver) = (&store[&(rank, 0)], &store[&(rank + 8, 0)]);
         let range = |first: u64| {
             let bytes = 4 * BLOCK_BYTES as usize;
             let from = (first * BLOCK_BYTES) as usize;
             from..from + bytes
         };
-        assert_eq!(source[range(3)], sink[range(20)], "{mode}, rank {rank}");
-        assert!(sink[..range(20).start].iter().all(|byte| *byte == 0), "{mode}, rank {rank}");
+        assert_eq!(source[range(3)], receiver[range(20)], "{mode}, rank {rank}");
+        assert!(receiver[..range(20).start].iter().all(|byte| *byte == 0), "{mode}, rank {rank}");
     }
 }
 
@@ -293,33 +300,33 @@ impl Machine for Echo {
     }
 }
 
-/// A seat over nothing.
+/// An adapter over nothing.
 struct Nothing(Vec<u32>);
 
-impl Seat for Nothing {
+impl PlaneAdapter for Nothing {
     type Machine = Echo;
 
-    fn poll(&mut self, _: Nanos, _: &mut Inputs<Echo>) -> Wake {
-        Wake::External
+    fn poll(&mut self, _: Nanos, _: &mut InputQueue<Echo>) -> NextPoll {
+        NextPoll::External
     }
 
-    fn perform(&mut self, _: &Echo, effect: u32, _: &mut Inputs<Echo>) {
+    fn perform(&mut self, _: &Echo, effect: u32, _: &mut InputQueue<Echo>) {
         self.0.push(effect);
     }
 
-    fn ticks(&self, _: &Echo, _: Nanos, _: &mut Inputs<Echo>) {}
+    fn ticks(&self, _: &Echo, _: Nanos, _: &mut InputQueue<Echo>) {}
 
     fn set_waker(&mut self, _: Waker) {}
 }
 
 #[derive(Message)]
 #[rtype(result = "Vec<u32>")]
-struct Heard;
+struct AskReceived;
 
-impl Handler<Heard> for Driver<Nothing> {
+impl Handler<AskReceived> for Driver<Nothing> {
     type Result = Vec<u32>;
-    fn handle(&mut self, _: Heard, _: &mut Context<Self>) -> Vec<u32> {
-        self.look().0.0.clone()
+    fn handle(&mut self, _: AskReceived, _: &mut Context<Self>) -> Vec<u32> {
+        self.adapter_and_machine().0.0.clone()
     }
 }
 
@@ -327,23 +334,23 @@ impl Handler<Heard> for Driver<Nothing> {
 fn a_full_mailbox_refuses_what_is_new_and_loses_nothing_of_what_was_begun() {
     System::new().block_on(async {
         let driver = Driver::start(|_| Nothing(Vec::new()), Echo, None, Arc::new(|| Nanos::ZERO));
-        let port = Port::new(driver, 8);
+        let port = MailboxSender::new(driver, 8);
         // The actor has no turn as long as nobody waits.
         let mut sent = 0;
         while let Some(place) = port.reserve() {
-            port.post(Give(sent), place);
+            port.post(Input(sent), place);
             sent += 1;
         }
         assert_eq!((sent, port.free(), port.has_room()), (6, 2, false), "a quarter is kept");
         while let Some(place) = port.try_wait() {
-            port.post(Give(sent), place);
+            port.post(Input(sent), place);
             sent += 1;
         }
         assert_eq!((sent, port.free()), (8, 0));
         // What waits gets its place when something was handled, and is not overtaken.
         let place = port.wait().await;
-        port.post(Give(sent), place);
-        let heard = port.address().send(Heard).await.unwrap();
+        port.post(Input(sent), place);
+        let heard = port.address().send(AskReceived).await.unwrap();
         assert_eq!(heard, (0..=sent).collect::<Vec<_>>());
         assert_eq!((port.free(), port.has_room()), (8, true));
     });

@@ -7,19 +7,19 @@ use std::sync::{Arc, Mutex};
 use std::task::Waker;
 
 /// All memory, by plane and region.
-pub(crate) type Store = Arc<Mutex<BTreeMap<(u8, u32), Vec<u8>>>>;
+pub(crate) type LoopbackMemory = Arc<Mutex<BTreeMap<(u8, u32), Vec<u8>>>>;
 
 /// A data plane named by one byte.
 pub(crate) struct Loopback {
     pub(crate) name: u8,
-    pub(crate) store: Store,
+    pub(crate) store: LoopbackMemory,
     peers: BTreeMap<PeerId, u8>,
     sessions: BTreeMap<SessionId, (u32, u8, u32)>,
     events: VecDeque<DataEvent>,
 }
 
 impl Loopback {
-    pub(crate) fn new(name: u8, store: Store) -> Loopback {
+    pub(crate) fn new(name: u8, store: LoopbackMemory) -> Loopback {
         Loopback {
             name,
             store,
@@ -40,7 +40,7 @@ impl DataPlane for Loopback {
             in_all: Credits::of_operations(64),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         }
     }
 
@@ -91,18 +91,18 @@ impl DataPlane for Loopback {
         for index in 0..batch.len.len() {
             let (near, far) = (batch.local[index] as usize, batch.remote[index] as usize);
             let len = batch.len[index] as usize;
-            let (from, to, source, sink) = match batch.direction {
+            let (from, to, source, receiver) = match batch.direction {
                 Direction::Write => (near, far, (self.name, local), (there, remote)),
                 Direction::Read => (far, near, (there, remote), (self.name, local)),
             };
             let bytes = store[&source][from..from + len].to_vec();
-            store.get_mut(&sink).unwrap()[to..to + len].copy_from_slice(&bytes);
+            store.get_mut(&receiver).unwrap()[to..to + len].copy_from_slice(&bytes);
         }
-        self.events.push_back(DataEvent::Completed { op: batch.op, outcome: Outcome::Done });
+        self.events.push_back(DataEvent::Completed { op: batch.op, outcome: Completion::Done });
         Ok(())
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         self.events.push_back(DataEvent::Quiet { session, ticket });
     }
 
@@ -112,26 +112,26 @@ impl DataPlane for Loopback {
 
     fn set_waker(&mut self, _: Waker) {}
 
-    fn poll(&mut self, _: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+    fn poll(&mut self, _: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         out.extend(self.events.drain(..));
-        Wake::External
+        NextPoll::External
     }
 }
 
 /// What two control planes share: an inbox and a waker each.
 #[derive(Default)]
-pub(crate) struct Wire {
+pub(crate) struct LoopbackWire {
     inbox: [VecDeque<ControlEvent>; 2],
     wakers: [Option<Waker>; 2],
 }
 
 /// One of two control planes; side 0 dials.
-pub(crate) struct Side {
+pub(crate) struct LoopbackSide {
     pub(crate) side: usize,
-    pub(crate) wire: Arc<Mutex<Wire>>,
+    pub(crate) wire: Arc<Mutex<LoopbackWire>>,
 }
 
-impl Side {
+impl LoopbackSide {
     fn tell(&self, side: usize, event: ControlEvent) {
         let mut wire = self.wire.lock().unwrap();
         wire.inbox[side].push_back(event);
@@ -143,12 +143,12 @@ impl Side {
     }
 }
 
-impl ControlPlane for Side {
-    fn listen(&mut self, _: Channel) -> Result<Endpoint, Refused> {
+impl ControlPlane for LoopbackSide {
+    fn listen(&mut self, _: LinkKind) -> Result<Endpoint, Refused> {
         Ok("loopback".into())
     }
 
-    fn dial(&mut self, link: LinkId, _: &Endpoint, channel: Channel) -> Result<(), Refused> {
+    fn dial(&mut self, link: LinkId, _: &Endpoint, channel: LinkKind) -> Result<(), Refused> {
         self.tell(self.side, ControlEvent::LinkUp { link, channel, from: None });
         let link = LinkId(link.0 ^ LinkId::INBOUND);
         self.tell(1 - self.side, ControlEvent::LinkUp { link, channel, from: None });
@@ -171,8 +171,8 @@ impl ControlPlane for Side {
         self.wire.lock().unwrap().wakers[self.side] = Some(waker);
     }
 
-    fn poll(&mut self, _: Nanos, out: &mut Vec<ControlEvent>) -> Wake {
+    fn poll(&mut self, _: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll {
         out.extend(self.wire.lock().unwrap().inbox[self.side].drain(..));
-        Wake::External
+        NextPoll::External
     }
 }

@@ -4,13 +4,13 @@ use engine::core::layout::*;
 use engine::fabric::{Address, RegionDesc};
 
 /// Small numbers that stand for choices; smaller ones mean simpler cases, so shrinking works.
-pub(crate) struct Draw<'a> {
+pub(crate) struct CaseDraw<'a> {
     values: &'a [u16],
 }
 
-impl<'a> Draw<'a> {
-    pub(crate) fn new(values: &'a [u16]) -> Draw<'a> {
-        Draw { values }
+impl<'a> CaseDraw<'a> {
+    pub(crate) fn new(values: &'a [u16]) -> CaseDraw<'a> {
+        CaseDraw { values }
     }
 
     /// A number below `end`; 0 when the choices are used up.
@@ -46,13 +46,13 @@ impl<'a> Draw<'a> {
 
 /// One engine: what it says of itself and the bytes of `[rank][region]`.
 #[derive(Clone, Debug)]
-pub(crate) struct Side {
+pub(crate) struct CaseSide {
     pub(crate) geometry: Geometry,
     pub(crate) ranks: Vec<RankLayout>,
     pub(crate) memory: Vec<Vec<Vec<u8>>>,
 }
 
-impl Side {
+impl CaseSide {
     pub(crate) fn view(&self) -> (&Geometry, &[RankLayout]) {
         (&self.geometry, &self.ranks)
     }
@@ -111,7 +111,7 @@ impl Side {
                         halves.iter().flat_map(move |v| (0..width).map(move |c| (head, *v, c)))
                     }) {
                         let (slot, c_at) = self.element(&at, head - first, v, c);
-                        let to = Side::offset(&at, [block, slot, row, c_at]);
+                        let to = CaseSide::offset(&at, [block, slot, row, c_at]);
                         let key = [u32::from(*layer), head, u32::from(v), token, c];
                         self.put(rank, &at, to, key);
                     }
@@ -125,7 +125,7 @@ impl Side {
         for slot in 0..slots {
             for row in 0..rows {
                 for c in 0..width {
-                    let to = Side::offset(at, [block, slot, row, c]);
+                    let to = CaseSide::offset(at, [block, slot, row, c]);
                     self.put(rank, at, to, [u32::from(layer), u32::from(rank), slot, row, c]);
                 }
             }
@@ -147,22 +147,22 @@ impl Side {
 
 /// Blocks of one request in one group on both sides, and the tokens to move.
 #[derive(Clone, Debug)]
-pub(crate) struct Request {
+pub(crate) struct CaseRequest {
     pub(crate) from: u32,
     /// Where to cut the span into two calls; a multiple of the smaller block size.
     pub(crate) mid: u32,
     pub(crate) to: u32,
     pub(crate) source: BlockList,
-    pub(crate) sink: BlockList,
+    pub(crate) receiver: BlockList,
 }
 
-/// A source and a sink that fit, and a request.
+/// A source and a receiver that fit, and a request.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
-    pub(crate) source: Side,
-    pub(crate) sink: Side,
+    pub(crate) source: CaseSide,
+    pub(crate) receiver: CaseSide,
     /// Per group.
-    pub(crate) requests: Vec<Request>,
+    pub(crate) requests: Vec<CaseRequest>,
 }
 
 /// Shape of a group's layers apart from blocks and heads.
@@ -175,7 +175,7 @@ struct Content {
 }
 
 impl Case {
-    pub(crate) fn new(draw: &mut Draw<'_>) -> Case {
+    pub(crate) fn new(draw: &mut CaseDraw<'_>) -> Case {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
         let latent = draw.below(4) == 1;
@@ -184,7 +184,7 @@ impl Case {
             (1..=8).filter(|tp| kv_heads % tp == 0 || tp % kv_heads == 0).collect();
         let tp = [draw.one_of(&sizes), draw.one_of(&sizes)];
         let layers = 1 + draw.below(4) as u16;
-        let mut groups: Vec<Group> = Vec::new();
+        let mut groups: Vec<KvGroup> = Vec::new();
         for layer in 0..layers {
             if groups.is_empty() || (groups.len() < 3 && draw.below(3) == 1) {
                 let kind = match draw.below(5) {
@@ -192,7 +192,7 @@ impl Case {
                     4 => GroupKind::State,
                     _ => GroupKind::Full,
                 };
-                groups.push(Group { kind, block_tokens: 0, layers: vec![layer] });
+                groups.push(KvGroup { kind, block_tokens: 0, layers: vec![layer] });
             } else {
                 let group = draw.below(groups.len() as u32) as usize;
                 groups[group].layers.push(layer);
@@ -225,45 +225,49 @@ impl Case {
             let first = draw.below(2) as usize;
             (one.block_tokens, two.block_tokens) = (sizes[first], sizes[1 - first]);
         }
-        let requests: Vec<(Request, [u32; 2])> =
+        let requests: Vec<(CaseRequest, [u32; 2])> =
             (0..geometry.groups.len()).map(|g| request(draw, &geometry, &other, g)).collect();
         let pools = |side: usize| requests.iter().map(|(_, pools)| pools[side]).collect::<Vec<_>>();
         let mut source = side(draw, geometry, &contents, &pools(0));
-        let sink = side(draw, other, &contents, &pools(1));
-        let requests: Vec<Request> = requests.into_iter().map(|(request, _)| request).collect();
+        let receiver = side(draw, other, &contents, &pools(1));
+        let requests: Vec<CaseRequest> = requests.into_iter().map(|(request, _)| request).collect();
         for (group, request) in requests.iter().enumerate() {
             source.fill(group, &request.source, 0..200);
         }
-        Case { source, sink, requests }
+        Case { source, receiver, requests }
     }
 
-    /// What the sink has to hold after the transfer.
-    pub(crate) fn expected(&self) -> Side {
-        let mut sink = self.sink.clone();
+    /// What the receiver has to hold after the transfer.
+    pub(crate) fn expected(&self) -> CaseSide {
+        let mut receiver = self.receiver.clone();
         for (group, request) in self.requests.iter().enumerate() {
             if request.from < request.to {
                 let unit = self.unit(group);
-                sink.fill(group, &request.sink, request.from..request.to.div_ceil(unit) * unit);
+                receiver.fill(
+                    group,
+                    &request.receiver,
+                    request.from..request.to.div_ceil(unit) * unit,
+                );
             }
         }
-        sink
+        receiver
     }
 
     /// The smaller block size.
     pub(crate) fn unit(&self, group: usize) -> u32 {
-        let tokens = |side: &Side| side.geometry.groups[group].block_tokens;
-        tokens(&self.source).min(tokens(&self.sink))
+        let tokens = |side: &CaseSide| side.geometry.groups[group].block_tokens;
+        tokens(&self.source).min(tokens(&self.receiver))
     }
 }
 
 /// A request in a group and the pool sizes of both sides.
 fn request(
-    draw: &mut Draw<'_>,
+    draw: &mut CaseDraw<'_>,
     source: &Geometry,
-    sink: &Geometry,
+    receiver: &Geometry,
     group: usize,
-) -> (Request, [u32; 2]) {
-    let tokens = [source, sink].map(|side| side.groups[group].block_tokens);
+) -> (CaseRequest, [u32; 2]) {
+    let tokens = [source, receiver].map(|side| side.groups[group].block_tokens);
     let kind = source.groups[group].kind;
     let total = 1 + draw.below(20);
     let wanted = source.needed_from(group, 0, total);
@@ -288,12 +292,17 @@ fn request(
         pools[side] = count + draw.below(4);
         BlockList { first, ids: draw.ids(count as usize, pools[side]) }
     });
-    let [source, sink] = [0, 1].map(|side| std::mem::take(&mut lists[side]));
-    (Request { from, mid, to, source, sink }, pools)
+    let [source, receiver] = [0, 1].map(|side| std::mem::take(&mut lists[side]));
+    (CaseRequest { from, mid, to, source, receiver }, pools)
 }
 
 /// An engine with random places for its layers and noise as content.
-fn side(draw: &mut Draw<'_>, geometry: Geometry, contents: &[Content], pools: &[u32]) -> Side {
+fn side(
+    draw: &mut CaseDraw<'_>,
+    geometry: Geometry,
+    contents: &[Content],
+    pools: &[u32],
+) -> CaseSide {
     let heads = u32::from((geometry.kv_heads / geometry.tp).max(1));
     let split: Vec<bool> = geometry
         .groups
@@ -341,15 +350,15 @@ fn side(draw: &mut Draw<'_>, geometry: Geometry, contents: &[Content], pools: &[
             layers: layers.into_iter().flatten().collect(),
         });
     }
-    Side { geometry, ranks, memory }
+    CaseSide { geometry, ranks, memory }
 }
 
 /// A model of 3 layers, 64 blocks of 4 tokens and 8 elements of 2 bytes per token and head, one
 /// layer after the other, without bytes.
-pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> Side {
+pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> CaseSide {
     #[cfg(feature = "planted")]
     engine::planted::plant_from_environment();
-    let groups = vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
+    let groups = vec![KvGroup { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
     let geometry =
         Geometry { model: "model".into(), tp, kv_heads, latent, packed: false, layers: 3, groups };
     let heads = u64::from((kv_heads / tp).max(1));
@@ -367,13 +376,13 @@ pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> Side {
         regions: vec![(RegionDesc([0u8; 0].into()), 3 * 64 * heads * 64)],
         layers: (0..3).map(layer).collect(),
     };
-    Side { geometry, ranks: (0..tp).map(rank).collect(), memory: Vec::new() }
+    CaseSide { geometry, ranks: (0..tp).map(rank).collect(), memory: Vec::new() }
 }
 
 /// Places layers of one shape: axes L, B, H, N in any order from the outside, with gaps. Returns
 /// the end.
 fn place(
-    draw: &mut Draw<'_>,
+    draw: &mut CaseDraw<'_>,
     lot: &[u16],
     model: LayerLayout,
     layers: &mut [Option<LayerLayout>],
@@ -383,7 +392,7 @@ fn place(
         order = (0..4).map(|_| order.remove(draw.below(order.len() as u32) as usize)).collect();
     }
     let gaps = draw.below(3) == 1;
-    let gap = |draw: &mut Draw<'_>| if gaps { u64::from(draw.below(3)) } else { 0 };
+    let gap = |draw: &mut CaseDraw<'_>| if gaps { u64::from(draw.below(3)) } else { 0 };
     let base = model.base + gap(draw);
     let mut extent = u64::from(model.shape[3]);
     let mut stride = [0u64; 4];

@@ -1,26 +1,26 @@
 //! What `check` refuses, and that it survives what a peer may send.
 
-use crate::case::{Case, Draw, Side, plain};
+use crate::case::{Case, CaseDraw, CaseSide, plain};
 use engine::core::layout::*;
 use proptest::prelude::*;
 
 /// A change to an engine, and what the refusal has to say.
-type Refusal = (fn(&mut Side), &'static str);
+type ExpectedRefusal = (fn(&mut CaseSide), &'static str);
 
-/// The refusal of a source after `change`, or of a changed sink.
-fn refusal(change: fn(&mut Side), sink_too: bool) -> String {
+/// The refusal of a source after `change`, or of a changed receiver.
+fn refusal(change: fn(&mut CaseSide), receiver_too: bool) -> String {
     let mut changed = plain(4, false, 2);
     let other = plain(4, false, 2);
     change(&mut changed);
-    let (source, sink) = if sink_too { (&other, &changed) } else { (&changed, &other) };
-    check(source.view(), sink.view()).expect_err("has to be refused").to_string()
+    let (source, receiver) = if receiver_too { (&other, &changed) } else { (&changed, &other) };
+    check(source.view(), receiver.view()).expect_err("has to be refused").to_string()
 }
 
-fn all_layers(side: &mut Side, change: fn(&mut LayerLayout)) {
+fn all_layers(side: &mut CaseSide, change: fn(&mut LayerLayout)) {
     side.ranks.iter_mut().flat_map(|rank| &mut rank.layers).for_each(change);
 }
 
-const ONE_SIDED: &[Refusal] = &[
+const ONE_SIDED: &[ExpectedRefusal] = &[
     (|s| s.geometry.tp = 0, "source tensor parallel size: 0, not 1..=64"),
     (|s| s.geometry.tp = 65, "source tensor parallel size: 65, not 1..=64"),
     (|s| s.geometry.tp = 3, "source KV heads: 4 do not divide over 3 ranks"),
@@ -82,7 +82,7 @@ const ONE_SIDED: &[Refusal] = &[
         |s| all_layers(s, |layer| layer.slots = HeadSlots::Split),
         "source layer 0: 2 head slots, not 4 for 2 heads (Split)",
     ),
-    (|s| s.geometry.kv_heads = 2, "KV heads: source has 2, sink has 4"),
+    (|s| s.geometry.kv_heads = 2, "KV heads: source has 2, receiver has 4"),
     (
         |s| all_layers(s, |layer| layer.shape[2] = 3),
         "source layer 0: 3 tokens per block, its group has 4",
@@ -93,45 +93,45 @@ const ONE_SIDED: &[Refusal] = &[
     ),
 ];
 
-const TWO_SIDED: &[Refusal] = &[
-    (|s| s.geometry.model = "other".into(), "model: source has \"other\", sink has \"model\""),
+const TWO_SIDED: &[ExpectedRefusal] = &[
+    (|s| s.geometry.model = "other".into(), "model: source has \"other\", receiver has \"model\""),
     (
         |s| {
             s.geometry.layers = 2;
             s.geometry.groups[0].layers.pop();
         },
-        "layers: source has 2, sink has 3",
+        "layers: source has 2, receiver has 3",
     ),
     (
         |s| {
             s.geometry.latent = true;
             s.geometry.kv_heads = 1;
         },
-        "latent attention: source has true, sink has false",
+        "latent attention: source has true, receiver has false",
     ),
-    (|s| s.geometry.packed = true, "packed blocks: source has true, sink has false"),
+    (|s| s.geometry.packed = true, "packed blocks: source has true, receiver has false"),
     (
         |s| s.geometry.groups[0].kind = GroupKind::Window { tokens: 9 },
-        "kind of group 0: source has Window { tokens: 9 }, sink has Full",
+        "kind of group 0: source has Window { tokens: 9 }, receiver has Full",
     ),
     (
         |s| {
             let layers = vec![s.geometry.groups[0].layers.pop().unwrap()];
-            s.geometry.groups.push(Group { layers, ..s.geometry.groups[0].clone() });
+            s.geometry.groups.push(KvGroup { layers, ..s.geometry.groups[0].clone() });
         },
-        "number of groups: source has 2, sink has 1",
+        "number of groups: source has 2, receiver has 1",
     ),
     (
         |s| s.geometry.groups[0].block_tokens = 6,
-        "block size of group 0: source has 6 tokens, sink has 4, and neither divides the other",
+        "block size of group 0: source has 6 tokens, receiver has 4, and neither divides the other",
     ),
     (
         |s| all_layers(s, |layer| layer.element = 1),
-        "element size of layer 0: source has 1, sink has 2",
+        "element size of layer 0: source has 1, receiver has 2",
     ),
     (
         |s| all_layers(s, |layer| layer.shape[3] = 7),
-        "elements per token and head of layer 0: source has 7, sink has 8",
+        "elements per token and head of layer 0: source has 7, receiver has 8",
     ),
 ];
 
@@ -142,7 +142,7 @@ fn packed_blocks_have_one_size() {
     assert_eq!(check(one.view(), other.view()), Ok(()));
     other.geometry.groups[0].block_tokens *= 2;
     let text = check(one.view(), other.view()).expect_err("blocks of two sizes").to_string();
-    let expected = "block size of group 0, with packed blocks: source has 4, sink has 8";
+    let expected = "block size of group 0, with packed blocks: source has 4, receiver has 8";
     assert!(text.starts_with(expected), "{text}");
 }
 
@@ -154,49 +154,52 @@ fn check_names_the_property_that_does_not_fit_and_both_values() {
     }
     for (change, expected) in ONE_SIDED.iter().filter(|(_, text)| text.starts_with("source ")) {
         let text = refusal(*change, true);
-        let expected = expected.replacen("source", "sink", 1);
+        let expected = expected.replacen("source", "receiver", 1);
         assert!(text.starts_with(&expected), "{text:?} instead of {expected:?}");
     }
 }
 
 /// A plain engine whose layer 1 is in a group of its own kind.
-fn two_groups(tp: u16, kind: GroupKind) -> Side {
+fn two_groups(tp: u16, kind: GroupKind) -> CaseSide {
     let mut side = plain(4, false, tp);
     side.geometry.groups[0].layers = vec![0, 2];
-    side.geometry.groups.push(Group { kind, block_tokens: 4, layers: vec![1] });
+    side.geometry.groups.push(KvGroup { kind, block_tokens: 4, layers: vec![1] });
     side
 }
 
 #[test]
 fn check_compares_groups_and_keeps_states_on_their_rank() {
     let state = |tp| two_groups(tp, GroupKind::State);
-    let refused = |source: &Side, sink: &Side| {
-        check(source.view(), sink.view()).expect_err("has to be refused").to_string()
+    let refused = |source: &CaseSide, receiver: &CaseSide| {
+        check(source.view(), receiver.view()).expect_err("has to be refused").to_string()
     };
     assert_eq!(check(state(2).view(), state(2).view()), Ok(()));
     assert_eq!(
         refused(&state(2), &state(4)),
-        "tensor parallel size, with states in group 1: source has 2, sink has 4"
+        "tensor parallel size, with states in group 1: source has 2, receiver has 4"
     );
     let mut other = state(2);
     all_layers(&mut other, |layer| layer.slots = HeadSlots::Split);
-    assert_eq!(refused(&state(2), &other), "sink layer 0: 2 head slots, not 4 for 2 heads (Split)");
+    assert_eq!(
+        refused(&state(2), &other),
+        "receiver layer 0: 2 head slots, not 4 for 2 heads (Split)"
+    );
     let mut other = state(2);
     other.ranks.iter_mut().for_each(|rank| rank.layers[1].slots = HeadSlots::Split);
     assert_eq!(
         refused(&state(2), &other),
-        "sink layer 1: a latent or a state has no K and V to split"
+        "receiver layer 1: a latent or a state has no K and V to split"
     );
     let mut other = state(2);
     other.ranks.iter_mut().for_each(|rank| rank.layers[1].shape[2] = 3);
     assert_eq!(
         refused(&state(2), &other),
-        "state shape of layer 1: source has [2, 4], sink has [2, 3]"
+        "state shape of layer 1: source has [2, 4], receiver has [2, 3]"
     );
     let (one, mut other) = (two_groups(2, GroupKind::Full), two_groups(2, GroupKind::Full));
     other.geometry.groups[0].layers = vec![0, 1];
     other.geometry.groups[1].layers = vec![2];
-    assert_eq!(refused(&one, &other), "layers in group 0: source has 2, sink has 1");
+    assert_eq!(refused(&one, &other), "layers in group 0: source has 2, receiver has 1");
 }
 
 #[test]
@@ -244,7 +247,7 @@ fn chunks_align_to_the_larger_block_and_windows_need_their_end() {
 }
 
 /// Numbers at which arithmetic breaks, and near ones.
-fn number(draw: &mut Draw<'_>, now: u64) -> u64 {
+fn number(draw: &mut CaseDraw<'_>, now: u64) -> u64 {
     match draw.below(12) {
         0 => 0,
         1 => 1,
@@ -261,7 +264,7 @@ fn number(draw: &mut Draw<'_>, now: u64) -> u64 {
 }
 
 /// Changes one field to something that a peer might send.
-fn damage(draw: &mut Draw<'_>, side: &mut Side) {
+fn damage(draw: &mut CaseDraw<'_>, side: &mut CaseSide) {
     let rank = draw.below(side.ranks.len().max(1) as u32) as usize;
     let layer = draw.below(side.geometry.layers.clamp(1, 4).into()) as usize;
     let group = draw.below(side.geometry.groups.len().max(1) as u32) as usize;
@@ -305,11 +308,11 @@ fn damage(draw: &mut Draw<'_>, side: &mut Side) {
 }
 
 /// Plans the first and the last blocks of every pool, and looks at the ranges.
-fn plan_at_the_edges(source: &Side, sink: &Side) -> Result<(), TestCaseError> {
+fn plan_at_the_edges(source: &CaseSide, receiver: &CaseSide) -> Result<(), TestCaseError> {
     for rank in 0..source.geometry.tp {
         let own = source.ranks.iter().find(|at| at.rank == rank).unwrap();
-        for route in routes(true, source.rank(rank), sink.view()).unwrap() {
-            let peer = sink.ranks.iter().find(|at| at.rank == route.remote_rank).unwrap();
+        for route in routes(true, source.rank(rank), receiver.view()).unwrap() {
+            let peer = receiver.ranks.iter().find(|at| at.rank == route.remote_rank).unwrap();
             for layer in 0..source.geometry.layers {
                 let group = source.geometry.group_of(layer).unwrap();
                 let state = source.geometry.groups[group].kind == GroupKind::State;
@@ -318,9 +321,9 @@ fn plan_at_the_edges(source: &Side, sink: &Side) -> Result<(), TestCaseError> {
                     BlockList::new(if state { vec![last] } else { vec![last, 0] })
                 };
                 let (local, remote) = (list(own), list(peer));
-                let tokens = |side: &Side| side.geometry.groups[group].block_tokens;
-                let to = tokens(source).min(tokens(sink)).saturating_mul(2).max(1);
-                let span = Span { group, from: 0, to, local: &local, remote: &remote };
+                let tokens = |side: &CaseSide| side.geometry.groups[group].block_tokens;
+                let to = tokens(source).min(tokens(receiver)).saturating_mul(2).max(1);
+                let span = TokenSpan { group, from: 0, to, local: &local, remote: &remote };
                 let mut out = Slices::default();
                 prop_assert_eq!(route.plan(&[layer], &span, &mut out), Ok(()));
                 let regions = route.regions(layer);
@@ -355,12 +358,12 @@ fn strides_of_axes_with_one_entry_are_of_no_meaning() {
 }
 
 /// A rank knows no other ranks of its engine, so it may find routes where `check` refuses.
-fn routes_survive(source: &Side, sink: &Side) {
+fn routes_survive(source: &CaseSide, receiver: &CaseSide) {
     for rank in &source.ranks {
-        let _ = routes(true, (&source.geometry, rank), sink.view());
+        let _ = routes(true, (&source.geometry, rank), receiver.view());
     }
-    for rank in &sink.ranks {
-        let _ = routes(false, (&sink.geometry, rank), source.view());
+    for rank in &receiver.ranks {
+        let _ = routes(false, (&receiver.geometry, rank), source.view());
     }
 }
 
@@ -373,19 +376,19 @@ proptest! {
         changes in prop::collection::vec(any::<u16>(), 40),
         count in 0usize..4,
     ) {
-        let Case { mut source, mut sink, .. } = Case::new(&mut Draw::new(&values));
-        let mut draw = Draw::new(&changes);
+        let Case { mut source, mut receiver, .. } = Case::new(&mut CaseDraw::new(&values));
+        let mut draw = CaseDraw::new(&changes);
         for _ in 0..count {
-            let side = if draw.chance() { &mut source } else { &mut sink };
+            let side = if draw.chance() { &mut source } else { &mut receiver };
             damage(&mut draw, side);
         }
-        let verdict = check(source.view(), sink.view());
+        let verdict = check(source.view(), receiver.view());
         prop_assert!(count > 0 || verdict.is_ok(), "{:?}", verdict);
-        let _ = (senders(&source.geometry, &sink.geometry), source.geometry.fingerprint());
-        let _ = receivers(&source.geometry, &sink.geometry);
+        let _ = (senders(&source.geometry, &receiver.geometry), source.geometry.fingerprint());
+        let _ = receivers(&source.geometry, &receiver.geometry);
         match verdict {
-            Ok(()) => plan_at_the_edges(&source, &sink)?,
-            Err(_) => routes_survive(&source, &sink),
+            Ok(()) => plan_at_the_edges(&source, &receiver)?,
+            Err(_) => routes_survive(&source, &receiver),
         }
     }
 
@@ -403,7 +406,7 @@ proptest! {
             extent += (i64::from(shape[axis]) - 1) * stride[axis] as i64;
         }
         let mut side = plain(1, false, 1);
-        side.geometry.groups[0] = Group { kind: GroupKind::State, block_tokens: 0, layers: vec![0, 1] };
+        side.geometry.groups[0] = KvGroup { kind: GroupKind::State, block_tokens: 0, layers: vec![0, 1] };
         side.geometry.layers = 2;
         side.ranks[0].layers.truncate(2);
         for (index, layer) in side.ranks[0].layers.iter_mut().enumerate() {
@@ -413,7 +416,7 @@ proptest! {
         let mut all = |layer: &LayerLayout| {
             let elements = (0..shape.iter().product::<u32>()).map(|at| {
                 let [_, h, n, c] = shape;
-                Side::offset(layer, [at / c / n / h, at / c / n % h, at / c % n, at % c])
+                CaseSide::offset(layer, [at / c / n / h, at / c / n % h, at / c % n, at % c])
             });
             elements.flat_map(|at| [at, at + 1]).all(|byte| seen.insert(byte))
         };

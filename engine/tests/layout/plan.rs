@@ -1,18 +1,18 @@
 //! Planned ranges against the oracle, pairing of ranks, merging.
 
-use crate::case::{Case, Draw, Request, Side, plain};
+use crate::case::{Case, CaseDraw, CaseRequest, CaseSide, plain};
 use engine::core::ids::RankSet;
 use engine::core::layout::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 /// Rank and region index.
-type Place = (u16, u16);
+type BytePlace = (u16, u16);
 
 /// What `plan` said of a case.
 struct Planned {
     /// Local place, remote place, ranges.
-    ops: Vec<(Place, Place, Slices)>,
+    ops: Vec<(BytePlace, BytePlace, Slices)>,
     /// Local ranks with a route.
     local: RankSet,
 }
@@ -20,8 +20,8 @@ struct Planned {
 /// Plans a whole case; layers of equal regions share a list, and so do the two parts of a span.
 fn plan(case: &Case, local_is_source: bool) -> Planned {
     let (local, remote) = match local_is_source {
-        true => (&case.source, &case.sink),
-        false => (&case.sink, &case.source),
+        true => (&case.source, &case.receiver),
+        false => (&case.receiver, &case.source),
     };
     let mut planned = Planned { ops: Vec::new(), local: RankSet::EMPTY };
     for rank in 0..local.geometry.tp {
@@ -54,27 +54,27 @@ fn by_region(route: &Route, layers: &[u16]) -> BTreeMap<(u16, u16), Vec<u16>> {
 /// The span of a request in two parts; a state moves once.
 fn spans<'a>(
     group: usize,
-    request: &'a Request,
+    request: &'a CaseRequest,
     local_is_source: bool,
     geometry: &Geometry,
-) -> Vec<Span<'a>> {
+) -> Vec<TokenSpan<'a>> {
     let (local, remote) = match local_is_source {
-        true => (&request.source, &request.sink),
-        false => (&request.sink, &request.source),
+        true => (&request.source, &request.receiver),
+        false => (&request.receiver, &request.source),
     };
     let mid = request.mid.clamp(request.from, request.to.max(request.from));
     let parts = match geometry.groups[group].kind == GroupKind::State || mid == request.to {
         true => vec![(request.from, request.to)],
         false => vec![(request.from, mid), (mid, request.to)],
     };
-    parts.into_iter().map(|(from, to)| Span { group, from, to, local, remote }).collect()
+    parts.into_iter().map(|(from, to)| TokenSpan { group, from, to, local, remote }).collect()
 }
 
-/// Copies what was planned and returns the sink; fails on a range outside its region or a byte
+/// Copies what was planned and returns the receiver; fails on a range outside its region or a byte
 /// that is written twice.
-fn copy(case: &Case, planned: &Planned, local_is_source: bool) -> Result<Side, TestCaseError> {
-    let mut sink = case.sink.clone();
-    let mut written: Vec<Vec<Vec<bool>>> = sink
+fn copy(case: &Case, planned: &Planned, local_is_source: bool) -> Result<CaseSide, TestCaseError> {
+    let mut receiver = case.receiver.clone();
+    let mut written: Vec<Vec<Vec<bool>>> = receiver
         .memory
         .iter()
         .map(|regions| regions.iter().map(|bytes| vec![false; bytes.len()]).collect())
@@ -85,7 +85,7 @@ fn copy(case: &Case, planned: &Planned, local_is_source: bool) -> Result<Side, T
             false => (remote, local, &slices.remote, &slices.local),
         };
         let source = &case.source.memory[usize::from(from.0)][usize::from(from.1)];
-        let target = &mut sink.memory[usize::from(to.0)][usize::from(to.1)];
+        let target = &mut receiver.memory[usize::from(to.0)][usize::from(to.1)];
         let marks = &mut written[usize::from(to.0)][usize::from(to.1)];
         for ((from, to), len) in from_at.iter().zip(to_at).zip(&slices.len) {
             let (from, to, len) = (*from as usize, *to as usize, *len as usize);
@@ -96,7 +96,7 @@ fn copy(case: &Case, planned: &Planned, local_is_source: bool) -> Result<Side, T
             }
         }
     }
-    Ok(sink)
+    Ok(receiver)
 }
 
 /// No range continues the one before on both sides.
@@ -115,18 +115,18 @@ proptest! {
     fn planned_ranges_move_every_element_once_and_nothing_else(
         values in prop::collection::vec(any::<u16>(), 250)
     ) {
-        let case = Case::new(&mut Draw::new(&values));
+        let case = Case::new(&mut CaseDraw::new(&values));
         let expected = case.expected();
         for local_is_source in [true, false] {
             let planned = plan(&case, local_is_source);
-            let sink = copy(&case, &planned, local_is_source)?;
-            prop_assert!(sink.memory == expected.memory, "local_is_source {}", local_is_source);
+            let receiver = copy(&case, &planned, local_is_source)?;
+            prop_assert!(receiver.memory == expected.memory, "local_is_source {}", local_is_source);
             for (_, _, slices) in &planned.ops {
                 prop_assert!(is_merged(slices), "{:?}", slices);
             }
             let ranks = match local_is_source {
-                true => senders(&case.source.geometry, &case.sink.geometry),
-                false => receivers(&case.source.geometry, &case.sink.geometry),
+                true => senders(&case.source.geometry, &case.receiver.geometry),
+                false => receivers(&case.source.geometry, &case.receiver.geometry),
             };
             prop_assert_eq!(planned.local, ranks);
         }
@@ -138,20 +138,20 @@ proptest! {
     fn ranges_of_ascending_blocks_cannot_be_fewer(
         values in prop::collection::vec(any::<u16>(), 250)
     ) {
-        let Case { source, sink, requests } = Case::new(&mut Draw::new(&values));
-        let routes = routes(true, source.rank(0), sink.view()).unwrap();
+        let Case { source, receiver, requests } = Case::new(&mut CaseDraw::new(&values));
+        let routes = routes(true, source.rank(0), receiver.view()).unwrap();
         for (route, (group, request)) in
             routes.iter().flat_map(|route| requests.iter().enumerate().map(move |at| (route, at)))
         {
-            let model = [&source, &sink].map(|side| &side.geometry.groups[group]);
+            let model = [&source, &receiver].map(|side| &side.geometry.groups[group]);
             if model[0].block_tokens != model[1].block_tokens {
                 continue;
             }
-            let mut lists = [request.source.clone(), request.sink.clone()];
+            let mut lists = [request.source.clone(), request.receiver.clone()];
             lists.iter_mut().for_each(|list| list.ids.sort_unstable());
             let from = request.from.next_multiple_of(model[0].block_tokens);
             let [local, remote] = &lists;
-            let span = Span { group, from, to: request.to, local, remote };
+            let span = TokenSpan { group, from, to: request.to, local, remote };
             for layer in &model[0].layers {
                 let (mut out, mut sorted) = (Slices::default(), Slices::default());
                 route.plan(&[*layer], &span, &mut out).unwrap();
@@ -164,23 +164,23 @@ proptest! {
     }
 }
 
-/// Which source rank serves which sink ranks.
-fn served(source: &Side, sink: &Side) -> Vec<Vec<u16>> {
+/// Which source rank serves which receiver ranks.
+fn served(source: &CaseSide, receiver: &CaseSide) -> Vec<Vec<u16>> {
     (0..source.geometry.tp)
         .map(|rank| {
-            let routes = routes(true, source.rank(rank), sink.view()).unwrap();
+            let routes = routes(true, source.rank(rank), receiver.view()).unwrap();
             routes.iter().map(|route| route.remote_rank).collect()
         })
         .collect()
 }
 
 #[test]
-fn replicas_of_a_head_share_the_sink_ranks_evenly() {
+fn replicas_of_a_head_share_the_receiver_ranks_evenly() {
     for (kv_heads, latent) in [(1, false), (2, false), (4, false), (8, false), (1, true)] {
         let sizes = (1..=16u16).filter(|tp| kv_heads % tp == 0 || tp % kv_heads == 0);
         for (from, to) in sizes.clone().flat_map(|from| sizes.clone().map(move |to| (from, to))) {
-            let [source, sink] = [from, to].map(|tp| plain(kv_heads, latent, tp));
-            let served = served(&source, &sink);
+            let [source, receiver] = [from, to].map(|tp| plain(kv_heads, latent, tp));
+            let served = served(&source, &receiver);
             let replicas = usize::from(if latent { from } else { (from / kv_heads).max(1) });
             for group in served.chunks(replicas) {
                 let loads = group.iter().map(Vec::len);
@@ -192,7 +192,7 @@ fn replicas_of_a_head_share_the_sink_ranks_evenly() {
                 assert_eq!(served, own, "equal sizes pair equal ranks");
             }
             if latent {
-                let turns = |rank: u16| (0..to).filter(move |sink| sink % from == rank);
+                let turns = |rank: u16| (0..to).filter(move |receiver| receiver % from == rank);
                 let expected: Vec<Vec<u16>> = (0..from).map(|rank| turns(rank).collect()).collect();
                 assert_eq!(served, expected);
             }
@@ -201,11 +201,11 @@ fn replicas_of_a_head_share_the_sink_ranks_evenly() {
 }
 
 /// Ranges of a plan over all layers of a plain engine (pool of 64 blocks of 4 tokens).
-fn ranges(source: &[u32], sink: &[u32], before: Slices) -> Slices {
+fn ranges(source: &[u32], receiver: &[u32], before: Slices) -> Slices {
     let side = plain(2, false, 1);
-    let [local, remote] = [source, sink].map(|ids| BlockList::new(ids.to_vec()));
+    let [local, remote] = [source, receiver].map(|ids| BlockList::new(ids.to_vec()));
     let to = 4 * source.len() as u32;
-    let span = Span { group: 0, from: 0, to, local: &local, remote: &remote };
+    let span = TokenSpan { group: 0, from: 0, to, local: &local, remote: &remote };
     let mut out = before;
     let route = routes(true, side.rank(0), side.view()).unwrap().remove(0);
     route.plan(&side.geometry.groups[0].layers, &span, &mut out).unwrap();
@@ -215,7 +215,8 @@ fn ranges(source: &[u32], sink: &[u32], before: Slices) -> Slices {
 #[test]
 fn neighbours_on_both_sides_become_one_range() {
     let layers = usize::from(plain(2, false, 1).geometry.layers);
-    let count = |source: &[u32], sink: &[u32]| ranges(source, sink, Slices::default()).count();
+    let count =
+        |source: &[u32], receiver: &[u32]| ranges(source, receiver, Slices::default()).count();
     assert_eq!(count(&[1, 2, 3, 4], &[5, 6, 7, 8]), layers);
     assert_eq!(count(&[1, 2, 3, 4], &[5, 6, 9, 10]), 2 * layers);
     assert_eq!(count(&[1, 3, 5, 7], &[1, 3, 5, 7]), 4 * layers);
@@ -241,7 +242,7 @@ fn plan_refuses_blocks_that_are_missing_or_not_of_the_pool() {
     let route = routes(true, side.rank(0), side.view()).unwrap().remove(0);
     let good = BlockList::new(vec![1, 63]);
     let refused = |from, to, local: &BlockList, remote: &BlockList| {
-        let span = Span { group: 0, from, to, local, remote };
+        let span = TokenSpan { group: 0, from, to, local, remote };
         let mut out = Slices::default();
         let error = route.plan(&[0, 1], &span, &mut out).unwrap_err().to_string();
         assert!(out.is_empty());
@@ -270,6 +271,6 @@ fn plan_of_layers_in_different_regions_is_a_bug_of_the_caller() {
     let route = routes(true, side.rank(0), side.view()).unwrap().remove(0);
     assert_eq!((route.regions(0), route.regions(1)), ((0, 0), (1, 1)));
     let blocks = BlockList::new(vec![0]);
-    let span = Span { group: 0, from: 0, to: 4, local: &blocks, remote: &blocks };
+    let span = TokenSpan { group: 0, from: 0, to: 4, local: &blocks, remote: &blocks };
     let _ = route.plan(&[0, 1], &span, &mut Slices::default());
 }

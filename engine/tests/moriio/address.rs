@@ -148,15 +148,15 @@ proptest! {
 #[test]
 fn an_address_can_say_that_its_engine_speaks_the_native_dialect() {
     let address = ZmqAddress { host: "::1".into(), handshake: 6301, notify: 61005 };
-    let text = with_life(&address, Incarnation(0x1f));
+    let text = with_incarnation(&address, Incarnation(0x1f));
     assert_eq!(text, "host:::1,handshake:6301,notify:61005,kvferry:1f");
     assert_eq!(ZmqAddress::parse(&text), Some(address.clone()));
-    assert_eq!(life_of(&text), Some(Incarnation(0x1f)));
-    assert_eq!(life_of(&address.to_string()), None);
-    assert_eq!(life_of("host:x,kvferry:no"), None);
+    assert_eq!(incarnation_of(&text), Some(Incarnation(0x1f)));
+    assert_eq!(incarnation_of(&address.to_string()), None);
+    assert_eq!(incarnation_of("host:x,kvferry:no"), None);
     // Behind a router that pastes addresses into request ids.
     let id = format!("___prefill_addr_{text}___decode_addr_{text}_{:032x}", 7).as_str().into();
     for role in [Role::Prefill, Role::Decode] {
-        assert_eq!(embedded_peer(role, &id).and_then(life_of), Some(Incarnation(0x1f)));
+        assert_eq!(embedded_peer(role, &id).and_then(incarnation_of), Some(Incarnation(0x1f)));
     }
 }

@@ -52,7 +52,7 @@ fn planned(case: &Value) -> Result<Value, Mismatch> {
         latent: spec["kind"] == "MLAAttentionSpec",
         packed: false,
         layers: 1,
-        groups: vec![Group { kind: GroupKind::Full, block_tokens, layers: vec![0] }],
+        groups: vec![KvGroup { kind: GroupKind::Full, block_tokens, layers: vec![0] }],
     };
     let local = rank(case, number(&case["shape"][0]));
     let remote = [rank(case, number(&case["remote_num_blocks"]))];
@@ -63,7 +63,7 @@ fn planned(case: &Value) -> Result<Value, Mismatch> {
     let to = block_tokens * own.len() as u32;
     let (own, theirs) = (blocks(own), blocks(theirs));
     let mut out = Slices::default();
-    let span = Span { group: 0, from: 0, to, local: &own, remote: &theirs };
+    let span = TokenSpan { group: 0, from: 0, to, local: &own, remote: &theirs };
     route.plan(&[0], &span, &mut out)?;
     let ranges = out.local.iter().zip(&out.remote).zip(&out.len);
     let mut ranges: Vec<_> = ranges.map(|((local, remote), len)| [*local, *remote, *len]).collect();

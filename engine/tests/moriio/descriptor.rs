@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use serde_json::Value;
 use std::sync::Arc;
 
-fn engine_of(fields: &Value) -> EngineDesc {
-    EngineDesc {
+fn engine_of(fields: &Value) -> MoriEngineDesc {
+    MoriEngineDesc {
         key: text(&fields[0]).into(),
         node_id: text(&fields[1]).into(),
         hostname: text(&fields[2]).into(),
@@ -17,9 +17,9 @@ fn engine_of(fields: &Value) -> EngineDesc {
     }
 }
 
-fn memory_of(fields: &Value) -> MemoryDesc {
+fn memory_of(fields: &Value) -> MoriMemoryDesc {
     let handle = |field: &Value| unhex(field).try_into().unwrap();
-    MemoryDesc {
+    MoriMemoryDesc {
         engine_key: text(&fields[0]).into(),
         id: number(&fields[1]),
         device_id: number(&fields[2]),
@@ -44,34 +44,34 @@ fn descriptors_are_written_and_read_as_by_mori() {
     let bytes = unhex(&fixture["engine_desc"]["hex"]);
     let engine = engine_of(&fixture["engine_desc"]["decoded"]);
     assert_eq!(engine.encode(DescLayout::V1_2_2), bytes);
-    assert_eq!(EngineDesc::decode(&bytes), Ok(engine));
+    assert_eq!(MoriEngineDesc::decode(&bytes), Ok(engine));
     for (name, loc) in
-        [("memory_desc_gpu", MemoryDesc::LOC_GPU), ("memory_desc_cpu", MemoryDesc::LOC_CPU)]
+        [("memory_desc_gpu", MoriMemoryDesc::LOC_GPU), ("memory_desc_cpu", MoriMemoryDesc::LOC_CPU)]
     {
         let bytes = unhex(&fixture[name]["hex"]);
         let memory = memory_of(&fixture[name]["decoded"]);
         assert_eq!(memory.loc, loc);
         assert_eq!(memory.encode(DescLayout::V1_2_2), bytes);
-        assert_eq!(MemoryDesc::decode(&bytes), Ok((DescLayout::V1_2_2, memory)));
+        assert_eq!(MoriMemoryDesc::decode(&bytes), Ok((DescLayout::V1_2_2, memory)));
     }
 }
 
 /// Written by MoRI itself (624002c8): 64 KiB of host memory of the engine `k`, and an engine.
 #[test]
 fn bytes_of_mori_itself_are_equal() {
-    let memory = MemoryDesc {
+    let memory = MoriMemoryDesc {
         engine_key: "k".into(),
         data: 0x5624_4056_f930,
         size: 64 << 10,
-        loc: MemoryDesc::LOC_CPU,
+        loc: MoriMemoryDesc::LOC_CPU,
         numa_node: 0,
-        ..MemoryDesc::default()
+        ..MoriMemoryDesc::default()
     };
     let zeros = "00".repeat(64);
     let hex =
         format!("9fa16b00ffa0cf000056244056f930ce0001000001c440{zeros}0000c440{zeros}ffa00000");
     assert_eq!(memory.encode(DescLayout::V1_2_2), unhex(&hex.into()));
-    let engine = EngineDesc {
+    let engine = MoriEngineDesc {
         key: "k".into(),
         node_id: "n".repeat(36).into(),
         hostname: "vm".into(),
@@ -85,7 +85,7 @@ fn bytes_of_mori_itself_are_equal() {
 
 #[test]
 fn layouts_have_the_fields_of_their_releases() {
-    let (engine, memory) = (EngineDesc::default(), MemoryDesc::default());
+    let (engine, memory) = (MoriEngineDesc::default(), MoriMemoryDesc::default());
     let counts = [(4, 6), (5, 7), (6, 8), (6, 9), (6, 14), (6, 15)];
     for (layout, (of_engine, of_memory)) in DescLayout::ALL.iter().zip(counts) {
         assert_eq!(engine.encode(*layout)[0], 0x90 | of_engine, "{layout:?}");
@@ -100,62 +100,63 @@ fn shorter_arrays_leave_defaults_and_longer_ones_are_cut() {
     let mut bytes = full.encode(DescLayout::V1_2_2);
     bytes.truncate(bytes.len() - 6);
     bytes[0] = 0x94;
-    let cut = EngineDesc { port: 0, pid: 0, ..full.clone() };
-    assert_eq!(EngineDesc::decode(&bytes), Ok(cut));
-    assert_eq!(EngineDesc::decode(&[0x90]), Ok(EngineDesc::default()));
-    let named = EngineDesc { key: "k".into(), node_id: "n".into(), ..EngineDesc::default() };
-    let named = EngineDesc { hostname: "h".into(), ..named };
-    assert_eq!(EngineDesc::decode(&[0x93, 0xa1, b'k', 0xa1, b'n', 0xa1, b'h']), Ok(named));
+    let cut = MoriEngineDesc { port: 0, pid: 0, ..full.clone() };
+    assert_eq!(MoriEngineDesc::decode(&bytes), Ok(cut));
+    assert_eq!(MoriEngineDesc::decode(&[0x90]), Ok(MoriEngineDesc::default()));
+    let named =
+        MoriEngineDesc { key: "k".into(), node_id: "n".into(), ..MoriEngineDesc::default() };
+    let named = MoriEngineDesc { hostname: "h".into(), ..named };
+    assert_eq!(MoriEngineDesc::decode(&[0x93, 0xa1, b'k', 0xa1, b'n', 0xa1, b'h']), Ok(named));
     let mut bytes = full.encode(DescLayout::V1_2_2);
     bytes.extend([0xa1, b'x', 0xc0]);
     bytes[0] = 0x98;
-    assert_eq!(EngineDesc::decode(&bytes), Ok(full));
+    assert_eq!(MoriEngineDesc::decode(&bytes), Ok(full));
 
     let memory = memory_of(&load("mori_descriptors")["memory_desc_gpu"]["decoded"]);
     let mut bytes = memory.encode(DescLayout::V1_2);
     bytes[0] = 0x9a;
     bytes.extend([0xcd, 0x10, 0x00]);
     // An offset alone makes no newer layout, and is not lost.
-    let decoded = MemoryDesc::decode(&bytes).unwrap();
+    let decoded = MoriMemoryDesc::decode(&bytes).unwrap();
     assert_eq!((decoded.0, decoded.1.ipc_offset), (DescLayout::V1_2, 4096));
     for layout in [DescLayout::NoIpcOffset, DescLayout::V1_2_2] {
         let mut bytes = memory.encode(layout);
         bytes[0] -= 1;
-        assert_eq!(MemoryDesc::decode(&bytes).unwrap().0, DescLayout::V1_2);
+        assert_eq!(MoriMemoryDesc::decode(&bytes).unwrap().0, DescLayout::V1_2);
     }
     let mut bytes = memory.encode(DescLayout::V1_2_2);
     bytes[0] = 0xdc;
     bytes.splice(1..1, [0, 16]);
     bytes.push(0x80);
-    assert_eq!(MemoryDesc::decode(&bytes), Ok((DescLayout::V1_2_2, memory)));
+    assert_eq!(MoriMemoryDesc::decode(&bytes), Ok((DescLayout::V1_2_2, memory)));
 }
 
 #[test]
 fn fields_of_another_type_are_refused() {
-    let error = EngineDesc::decode(&[0x91, 0x01]).unwrap_err();
+    let error = MoriEngineDesc::decode(&[0x91, 0x01]).unwrap_err();
     assert_eq!(error.to_string(), "field that is no text in EngineDesc");
-    let error = MemoryDesc::decode(&[0x92, 0xa1, b'k', 0xff]).unwrap_err();
+    let error = MoriMemoryDesc::decode(&[0x92, 0xa1, b'k', 0xff]).unwrap_err();
     assert_eq!(error.to_string(), "field that is no number of its width in MemoryDesc");
-    assert_eq!(&*MemoryDesc::decode(&[0x80]).unwrap_err().rule, "not an array");
+    assert_eq!(&*MoriMemoryDesc::decode(&[0x80]).unwrap_err().rule, "not an array");
     let mut bytes = vec![0x97, 0xa0, 0, 0xff, 0, 0, 1, 0xc4, 65];
     bytes.extend([1; 65]);
-    assert_eq!(&*MemoryDesc::decode(&bytes).unwrap_err().rule, "handle above 64 bytes");
+    assert_eq!(&*MoriMemoryDesc::decode(&bytes).unwrap_err().rule, "handle above 64 bytes");
 }
 
-fn engine() -> impl Strategy<Value = EngineDesc> {
+fn engine() -> impl Strategy<Value = MoriEngineDesc> {
     let texts = (any_text(), any_text(), any_text(), any_text());
     (texts, any::<i32>(), any::<i32>()).prop_map(|((key, node_id, hostname, host), port, pid)| {
-        EngineDesc { key, node_id, hostname, host, port, pid }
+        MoriEngineDesc { key, node_id, hostname, host, port, pid }
     })
 }
 
-fn memory() -> impl Strategy<Value = MemoryDesc> {
+fn memory() -> impl Strategy<Value = MoriMemoryDesc> {
     let texts = (any_text(), any_text(), any_text());
     let wide = any::<[u64; 5]>();
     let narrow = (any::<[u32; 2]>(), any::<[i32; 3]>());
     (texts, wide, narrow, any::<[[u8; 32]; 4]>()).prop_map(|(texts, wide, narrow, handles)| {
         let handle = |at: usize| [handles[at], handles[at + 1]].concat().try_into().unwrap();
-        MemoryDesc {
+        MoriMemoryDesc {
             engine_key: texts.0,
             id: narrow.0[0],
             device_id: narrow.1[0],
@@ -176,8 +177,8 @@ fn memory() -> impl Strategy<Value = MemoryDesc> {
 }
 
 /// The descriptor with defaults where the layout has no field.
-fn masked(layout: DescLayout, mut memory: MemoryDesc) -> MemoryDesc {
-    let default = MemoryDesc::default();
+fn masked(layout: DescLayout, mut memory: MoriMemoryDesc) -> MoriMemoryDesc {
+    let default = MoriMemoryDesc::default();
     if layout < DescLayout::V0_1 {
         memory.ipc_handle = default.ipc_handle;
     }
@@ -214,8 +215,8 @@ proptest! {
         if layout < DescLayout::V1_1 {
             expected.pid = 0;
         }
-        prop_assert_eq!(EngineDesc::decode(&engine.encode(layout)), Ok(expected));
-        let decoded = MemoryDesc::decode(&memory.encode(layout));
+        prop_assert_eq!(MoriEngineDesc::decode(&engine.encode(layout)), Ok(expected));
+        let decoded = MoriMemoryDesc::decode(&memory.encode(layout));
         prop_assert_eq!(decoded, Ok((layout, masked(layout, memory))));
     }
 
@@ -226,18 +227,18 @@ proptest! {
                 .iter()
                 .flat_map(|layout| {
                     let memory = memory_of(&load("mori_descriptors")["memory_desc_gpu"]["decoded"]);
-                    [EngineDesc::default().encode(*layout), memory.encode(*layout)]
+                    [MoriEngineDesc::default().encode(*layout), memory.encode(*layout)]
                 })
                 .collect(),
         ),
     ) {
-        if let Ok((layout, memory)) = MemoryDesc::decode(&bytes) {
+        if let Ok((layout, memory)) = MoriMemoryDesc::decode(&bytes) {
             let known = masked(layout, memory);
-            prop_assert_eq!(MemoryDesc::decode(&known.encode(layout)), Ok((layout, known)));
+            prop_assert_eq!(MoriMemoryDesc::decode(&known.encode(layout)), Ok((layout, known)));
         }
-        if let Ok(engine) = EngineDesc::decode(&bytes) {
+        if let Ok(engine) = MoriEngineDesc::decode(&bytes) {
             let again = engine.encode(DescLayout::V1_2_2);
-            prop_assert_eq!(EngineDesc::decode(&again), Ok(engine));
+            prop_assert_eq!(MoriEngineDesc::decode(&again), Ok(engine));
         }
     }
 }

@@ -29,27 +29,25 @@ pub(crate) fn list(value: &Value) -> &Vec<Value> {
     value.as_array().unwrap()
 }
 
-/// The text.
 pub(crate) fn text(value: &Value) -> &str {
     value.as_str().unwrap()
 }
 
-/// The number.
 pub(crate) fn number<T: TryFrom<i64>>(value: &Value) -> T {
     T::try_from(value.as_i64().unwrap()).ok().unwrap()
 }
 
 /// A map with its entries in this order.
 #[derive(Clone, Debug)]
-pub(crate) struct Entries(pub(crate) Vec<(String, Value)>);
+pub(crate) struct FixtureEntries(pub(crate) Vec<(String, Value)>);
 
-impl Serialize for Entries {
+impl Serialize for FixtureEntries {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(key, value)| (key, value)))
     }
 }
 
-impl Entries {
+impl FixtureEntries {
     /// The MessagePack bytes.
     pub(crate) fn pack(&self) -> Vec<u8> {
         rmp_serde::to_vec(self).unwrap()
@@ -57,7 +55,7 @@ impl Entries {
 }
 
 /// The entries of a map in any order, with others between them.
-pub(crate) fn shuffled(known: Value) -> impl Strategy<Value = Entries> {
+pub(crate) fn shuffled(known: Value) -> impl Strategy<Value = FixtureEntries> {
     let known: Vec<_> = known.as_object().unwrap().clone().into_iter().collect();
     let junk = prop_oneof![
         any::<i64>().prop_map(Value::from),
@@ -67,16 +65,14 @@ pub(crate) fn shuffled(known: Value) -> impl Strategy<Value = Entries> {
     ];
     vec(("x_[a-z]{0,9}", junk), 0..4).prop_flat_map(move |others| {
         let all = known.iter().cloned().chain(others).collect::<Vec<_>>();
-        Just(all).prop_shuffle().prop_map(Entries)
+        Just(all).prop_shuffle().prop_map(FixtureEntries)
     })
 }
 
-/// Any text.
 pub(crate) fn any_text() -> impl Strategy<Value = Arc<str>> {
     vec(any::<char>(), 0..40).prop_map(|text| String::from_iter(text).into())
 }
 
-/// Any bytes.
 pub(crate) fn any_bytes() -> impl Strategy<Value = Arc<[u8]>> {
     vec(any::<u8>(), 0..80).prop_map(Into::into)
 }

@@ -1,7 +1,7 @@
 //! The handshake's request and its two replies.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::form::{Form, form};
+use engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
 use engine::core::dialect::moriio::handshake::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -25,7 +25,7 @@ fn metadata_of(decoded: &Value) -> AgentMetadata {
 
 /// Layers under these names, in this order, with regions in hex.
 fn layers_of(names: &[&str], regions: &Value) -> LayerMemory {
-    let layer = |name: &&str| Layer {
+    let layer = |name: &&str| LayerRegions {
         name: (*name).into(),
         regions: parts(&regions[*name]).into_iter().map(Arc::from).collect(),
     };
@@ -36,10 +36,10 @@ fn layers_of(names: &[&str], regions: &Value) -> LayerMemory {
 fn the_request_is_that_of_vllm_and_nothing_else_is_one() {
     let sent = parts(&load("handshake_request")["frames_as_sent_by_dealer"]);
     assert_eq!(sent, [REQUEST]);
-    assert_eq!(decode_call(&sent), Ok(Call::Metadata));
-    assert_eq!(form(&sent), Some(Form::Call));
+    assert_eq!(decode_call(&sent), Ok(HandshakeRequest::Metadata));
+    assert_eq!(form(&sent), Some(MoriioFrameKind::Call));
     assert_eq!(form(&[b"", REQUEST]), None);
-    assert_eq!(decode_call(&[b"pop_done_recv"]), Ok(Call::DoneRecv));
+    assert_eq!(decode_call(&[b"pop_done_recv"]), Ok(HandshakeRequest::DoneRecv));
     let bad = load("handshake_listener_bad_message");
     assert_eq!(bad["listener_thread_alive_after"], false);
     let error = decode_call(&[unhex(&bad["sent_hex"])]).unwrap_err();
@@ -78,7 +78,7 @@ fn replies_are_written_and_read_as_by_vllm() {
     for (first, metadata, second, layers) in replies {
         assert_eq!(metadata.encode(), first[..]);
         let forms = [form(&first), form(&second)];
-        assert_eq!(forms, [Some(Form::Metadata), Some(Form::Memory)]);
+        assert_eq!(forms, [Some(MoriioFrameKind::Metadata), Some(MoriioFrameKind::Memory)]);
         assert_eq!(AgentMetadata::decode(&first), Ok(metadata));
         assert_eq!(layers.encode(), second[..]);
         assert_eq!(LayerMemory::decode(&second), Ok(layers));
@@ -109,7 +109,7 @@ fn the_metadata_corpus_gets_its_verdicts() {
 
 #[test]
 fn a_layer_is_named_once() {
-    let layer = Layer { name: "a".into(), regions: vec![Arc::from(*b"x")] };
+    let layer = LayerRegions { name: "a".into(), regions: vec![Arc::from(*b"x")] };
     let twice = LayerMemory(vec![layer.clone(), layer]).encode();
     assert_eq!(&*LayerMemory::decode(&twice).unwrap_err().rule, "layer named twice");
 }
@@ -134,7 +134,7 @@ fn metadata() -> impl Strategy<Value = AgentMetadata> {
 fn layers() -> impl Strategy<Value = LayerMemory> {
     let layers = proptest::collection::btree_map(any_text(), vec(any_bytes(), 0..3), 0..20);
     layers.prop_map(|layers| {
-        let layer = |(name, regions)| Layer { name, regions };
+        let layer = |(name, regions)| LayerRegions { name, regions };
         LayerMemory(layers.into_iter().rev().map(layer).collect())
     })
 }

@@ -1,7 +1,7 @@
 //! The notify channel.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::form::{Form, form};
+use engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
 use engine::core::dialect::moriio::notify::*;
 use engine::core::ids::{BlockId, RequestId, TransferId};
 use proptest::collection::vec;
@@ -37,9 +37,9 @@ fn remote_blocks_are_written_and_read_as_by_vllm() {
     let frame = parts(&flow["message_frames_hex"]).remove(0);
     for (frame, decoded) in [(sent(&fixture), &fixture["decoded"]), (frame, &flow["decoded"])] {
         let message = remote_blocks_of(decoded);
-        assert_eq!(ToPrefill::RemoteBlocks(message.clone()).encode(), frame);
-        assert_eq!(form(&[&frame]), Some(Form::Blocks));
-        assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::RemoteBlocks(message)));
+        assert_eq!(PrefillNotice::RemoteBlocks(message.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(MoriioFrameKind::Blocks));
+        assert_eq!(decode_at_prefill(&[&frame]), Ok(ReceivedPrefillNotice::RemoteBlocks(message)));
     }
 }
 
@@ -54,9 +54,9 @@ fn releases_are_written_and_read_as_by_vllm() {
         (parts(&flow["message_frames_hex"]).remove(0), &flow["decoded"]),
     ] {
         let message = release_of(decoded);
-        assert_eq!(ToPrefill::Release(message.clone()).encode(), frame);
-        assert_eq!(form(&[&frame]), Some(Form::Release));
-        assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::Release(message)));
+        assert_eq!(PrefillNotice::Release(message.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(MoriioFrameKind::Release));
+        assert_eq!(decode_at_prefill(&[&frame]), Ok(ReceivedPrefillNotice::Release(message)));
     }
 }
 
@@ -67,36 +67,36 @@ fn completions_are_written_and_read_as_by_vllm() {
     let frame = parts(&flow["message_frames_hex"]).remove(0);
     for (frame, decoded) in [(sent(&fixture), &fixture["decoded"]), (frame, &flow["decoded"])] {
         let transfer = TransferId::from(text(&decoded["transfer_id"]));
-        assert_eq!(ToDecode::WriteDone(transfer.clone()).encode(), frame);
-        assert_eq!(form(&[&frame]), Some(Form::Written));
+        assert_eq!(DecodeNotice::WriteDone(transfer.clone()).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(MoriioFrameKind::Written));
         assert_eq!(decode_at_decode(&[&frame]), Ok(transfer));
     }
     for message in list(&load("notify_raw_completion")["messages"]) {
         let (frame, transfer) = (unhex(&message["hex"]), TransferId::from(text(&message["text"])));
         let raw = RawCompletion::new(transfer.clone()).unwrap();
-        assert_eq!(ToPrefill::Completion(raw.clone()).encode(), frame);
-        assert_eq!(ToDecode::Completion(raw).encode(), frame);
-        assert_eq!(form(&[&frame]), Some(Form::Text));
+        assert_eq!(PrefillNotice::Completion(raw.clone()).encode(), frame);
+        assert_eq!(DecodeNotice::Completion(raw).encode(), frame);
+        assert_eq!(form(&[&frame]), Some(MoriioFrameKind::Text));
         assert_eq!(decode_at_decode(&[&frame]), Ok(transfer.clone()));
         let release = Release::new(transfer, NonZeroU16::MIN, 4).unwrap();
-        assert_eq!(decode_at_prefill(&[&frame]), Ok(AtPrefill::Release(release)));
+        assert_eq!(decode_at_prefill(&[&frame]), Ok(ReceivedPrefillNotice::Release(release)));
     }
 }
 
 /// Compares what was heard with what vLLM's engine half knows afterwards.
-fn check_prefill(name: &str, heard: AtPrefill, after: &Value) {
+fn check_prefill(name: &str, heard: ReceivedPrefillNotice, after: &Value) {
     match heard {
-        AtPrefill::RemoteBlocks(message) => {
+        ReceivedPrefillNotice::RemoteBlocks(message) => {
             let blocks: Vec<u32> = message.blocks().iter().map(|id| id.0).collect();
             let entry = &after["done_remote_allocate"][&*message.transfer().0];
             assert_eq!(entry["block_ids"], json!(blocks), "{name}");
             assert_eq!(entry["decode_dp_rank"], message.decode_rank(), "{name}");
         }
-        AtPrefill::Release(release) => {
+        ReceivedPrefillNotice::Release(release) => {
             let acks = json!([[release.transfer(), release.consumer_tp()]]);
             assert_eq!(after["done_req_ids"], acks, "{name}");
         }
-        AtPrefill::Unusable { transfer, rule } => {
+        ReceivedPrefillNotice::Unusable { transfer, rule } => {
             assert_eq!(rule, "block id that is none", "{name}");
             assert_eq!(after["done_remote_allocate"][&*transfer.0]["block_ids"], json!(["x"]));
         }
@@ -120,7 +120,7 @@ fn the_notify_corpus_gets_its_verdicts() {
                 1;
         }
         if let Ok(heard) = at_prefill {
-            unusable += u32::from(matches!(heard, AtPrefill::Unusable { .. }));
+            unusable += u32::from(matches!(heard, ReceivedPrefillNotice::Unusable { .. }));
             check_prefill(name, heard, &case["producer"]);
         }
         if let Ok(transfer) = at_decode {
@@ -179,9 +179,9 @@ fn numbers_are_converted_as_by_python() {
     let release = |size: Value| {
         let id = ("transfer_id".to_owned(), json!("t"));
         let kind = ("type".to_owned(), json!("release"));
-        let entries = Entries(vec![kind, id, ("consumer_tp_size".to_owned(), size)]);
+        let entries = FixtureEntries(vec![kind, id, ("consumer_tp_size".to_owned(), size)]);
         match decode_at_prefill(&[entries.pack()]) {
-            Ok(AtPrefill::Release(release)) => Some(release.consumer_tp().get()),
+            Ok(ReceivedPrefillNotice::Release(release)) => Some(release.consumer_tp().get()),
             Err(error) if &*error.rule == "consumer_tp_size is no size" => None,
             other => panic!("{other:?}"),
         }
@@ -206,8 +206,8 @@ fn announcements_of_no_use_cost_their_transfer() {
             entry("block_notify_list", blocks),
             entry("decode_rank", rank),
         ];
-        match decode_at_prefill(&[Entries(entries).pack()]) {
-            Ok(AtPrefill::Unusable { transfer, rule }) => {
+        match decode_at_prefill(&[FixtureEntries(entries).pack()]) {
+            Ok(ReceivedPrefillNotice::Unusable { transfer, rule }) => {
                 assert_eq!(transfer, "t".into());
                 rule
             }
@@ -225,7 +225,8 @@ fn announcements_name_blocks() {
     for list in [None, Some(Value::Null), Some(json!([]))] {
         let known = [("type", json!("remote_blocks")), ("transfer_id", json!("t"))];
         let entries = known.into_iter().chain(list.map(|list| ("block_notify_list", list)));
-        let frame = Entries(entries.map(|(key, value)| (key.to_owned(), value)).collect()).pack();
+        let frame =
+            FixtureEntries(entries.map(|(key, value)| (key.to_owned(), value)).collect()).pack();
         assert_eq!(decode_at_prefill(&[frame]).unwrap_err().frame, "remote_blocks");
     }
 }
@@ -246,12 +247,12 @@ fn lengths_of_every_width_are_read() {
         let blocks = (0..length).map(|id| BlockId(u32::MAX - id)).collect();
         let transfer = TransferId("t".repeat(length as usize).into());
         let message = RemoteBlocks::new(None, transfer.clone(), blocks, u16::MAX).unwrap();
-        let frame = ToPrefill::RemoteBlocks(message.clone()).encode();
-        assert_eq!(decode_at_prefill(&[frame]), Ok(AtPrefill::RemoteBlocks(message)));
+        let frame = PrefillNotice::RemoteBlocks(message.clone()).encode();
+        assert_eq!(decode_at_prefill(&[frame]), Ok(ReceivedPrefillNotice::RemoteBlocks(message)));
         let known = [("type", "write_done"), ("transfer_id", &transfer.0)];
         let known = known.map(|(key, value)| (key.to_owned(), json!(value)));
         let others = (2..length).map(|at| (format!("x{at}"), json!([at])));
-        let frame = Entries(known.into_iter().chain(others).collect()).pack();
+        let frame = FixtureEntries(known.into_iter().chain(others).collect()).pack();
         assert_eq!(decode_at_decode(&[frame]), Ok(transfer), "{length}");
     }
 }
@@ -261,8 +262,11 @@ fn a_type_of_nil_is_none() {
     let mut decoded = load("notify_remote_blocks")["decoded"].clone();
     let expected = remote_blocks_of(&decoded);
     decoded["type"] = Value::Null;
-    let entries = Entries(decoded.as_object().unwrap().clone().into_iter().collect());
-    assert_eq!(decode_at_prefill(&[entries.pack()]), Ok(AtPrefill::RemoteBlocks(expected)));
+    let entries = FixtureEntries(decoded.as_object().unwrap().clone().into_iter().collect());
+    assert_eq!(
+        decode_at_prefill(&[entries.pack()]),
+        Ok(ReceivedPrefillNotice::RemoteBlocks(expected))
+    );
 }
 
 #[test]
@@ -274,14 +278,14 @@ fn of_equal_keys_the_last_counts() {
         entry("transfer_id", "b"),
         entry("type", "write_done"),
     ];
-    assert_eq!(decode_at_decode(&[Entries(entries).pack()]), Ok("b".into()));
+    assert_eq!(decode_at_decode(&[FixtureEntries(entries).pack()]), Ok("b".into()));
 }
 
 fn transfer() -> impl Strategy<Value = TransferId> {
     any_text().prop_map(TransferId)
 }
 
-fn to_prefill() -> impl Strategy<Value = ToPrefill> {
+fn to_prefill() -> impl Strategy<Value = PrefillNotice> {
     let blocks = vec(any::<u32>().prop_map(BlockId), 1..400);
     let request = proptest::option::of(any_text().prop_map(RequestId));
     let sizes = (any::<u16>(), any::<u16>());
@@ -289,11 +293,11 @@ fn to_prefill() -> impl Strategy<Value = ToPrefill> {
         |(kind, transfer, blocks, request, sizes)| {
             let consumer_tp = NonZeroU16::new(sizes.0).unwrap_or(NonZeroU16::MIN);
             match (kind, RawCompletion::new(transfer.clone())) {
-                (0, Ok(raw)) => ToPrefill::Completion(raw),
-                (1, _) => ToPrefill::RemoteBlocks(
+                (0, Ok(raw)) => PrefillNotice::Completion(raw),
+                (1, _) => PrefillNotice::RemoteBlocks(
                     RemoteBlocks::new(request, transfer, blocks, sizes.1).unwrap(),
                 ),
-                _ => ToPrefill::Release(Release::new(transfer, consumer_tp, 1).unwrap()),
+                _ => PrefillNotice::Release(Release::new(transfer, consumer_tp, 1).unwrap()),
             }
         },
     )
@@ -304,18 +308,18 @@ proptest! {
     fn notify_messages_round_trip(message in to_prefill(), done in transfer()) {
         let heard = decode_at_prefill(&[message.encode()]).unwrap();
         let again = match heard {
-            AtPrefill::RemoteBlocks(blocks) => ToPrefill::RemoteBlocks(blocks),
-            AtPrefill::Release(release) => match message {
-                ToPrefill::Completion(_) => {
+            ReceivedPrefillNotice::RemoteBlocks(blocks) => PrefillNotice::RemoteBlocks(blocks),
+            ReceivedPrefillNotice::Release(release) => match message {
+                PrefillNotice::Completion(_) => {
                     prop_assert_eq!(release.consumer_tp(), NonZeroU16::MIN);
-                    ToPrefill::Completion(RawCompletion::new(release.transfer().clone()).unwrap())
+                    PrefillNotice::Completion(RawCompletion::new(release.transfer().clone()).unwrap())
                 }
-                _ => ToPrefill::Release(release),
+                _ => PrefillNotice::Release(release),
             },
-            AtPrefill::Unusable { rule, .. } => panic!("{rule}"),
+            ReceivedPrefillNotice::Unusable { rule, .. } => panic!("{rule}"),
         };
         prop_assert_eq!(again, message);
-        let bytes = ToDecode::WriteDone(done.clone()).encode();
+        let bytes = DecodeNotice::WriteDone(done.clone()).encode();
         prop_assert!(decode_at_prefill(&[&bytes]).is_err());
         prop_assert_eq!(decode_at_decode(&[bytes]), Ok(done));
     }
@@ -326,7 +330,7 @@ proptest! {
     ) {
         let expected = remote_blocks_of(&load("notify_remote_blocks")["decoded"]);
         let heard = decode_at_prefill(&[entries.pack()]);
-        prop_assert_eq!(heard, Ok(AtPrefill::RemoteBlocks(expected)));
+        prop_assert_eq!(heard, Ok(ReceivedPrefillNotice::RemoteBlocks(expected)));
     }
 
     #[test]
@@ -340,18 +344,18 @@ proptest! {
         ),
     ) {
         match decode_at_prefill(&[&bytes]) {
-            Ok(AtPrefill::RemoteBlocks(blocks)) => {
-                let again = ToPrefill::RemoteBlocks(blocks.clone()).encode();
-                prop_assert_eq!(decode_at_prefill(&[again]), Ok(AtPrefill::RemoteBlocks(blocks)));
+            Ok(ReceivedPrefillNotice::RemoteBlocks(blocks)) => {
+                let again = PrefillNotice::RemoteBlocks(blocks.clone()).encode();
+                prop_assert_eq!(decode_at_prefill(&[again]), Ok(ReceivedPrefillNotice::RemoteBlocks(blocks)));
             }
-            Ok(AtPrefill::Release(release)) => {
-                let again = ToPrefill::Release(release.clone()).encode();
-                prop_assert_eq!(decode_at_prefill(&[again]), Ok(AtPrefill::Release(release)));
+            Ok(ReceivedPrefillNotice::Release(release)) => {
+                let again = PrefillNotice::Release(release.clone()).encode();
+                prop_assert_eq!(decode_at_prefill(&[again]), Ok(ReceivedPrefillNotice::Release(release)));
             }
             _ => {}
         }
         if let Ok(transfer) = decode_at_decode(&[&bytes]) {
-            let again = ToDecode::WriteDone(transfer.clone()).encode();
+            let again = DecodeNotice::WriteDone(transfer.clone()).encode();
             prop_assert_eq!(decode_at_decode(&[again]), Ok(transfer));
         }
     }

@@ -3,7 +3,7 @@
 use crate::fixture::*;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::dialect::moriio::params::*;
-use engine::core::dialect::moriio::{DecodeError, Unsendable};
+use engine::core::dialect::moriio::{DecodeError, EncodeError};
 use engine::core::ids::{BlockId, EngineId, RequestId, TransferId};
 use engine::core::message::{Mode, Role};
 use proptest::collection::vec;
@@ -11,11 +11,11 @@ use proptest::option;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-fn decode(value: &Value) -> Params {
-    Params::decode(value.to_string().as_bytes()).unwrap()
+fn decode(value: &Value) -> KvTransferParams {
+    KvTransferParams::decode(value.to_string().as_bytes()).unwrap()
 }
 
-fn parsed(bytes: Result<Vec<u8>, Unsendable>) -> Value {
+fn parsed(bytes: Result<Vec<u8>, EncodeError>) -> Value {
     serde_json::from_slice(&bytes.unwrap()).unwrap()
 }
 
@@ -43,7 +43,7 @@ fn with_ports(object: &Value) -> Value {
 /// What vLLM makes of params and request id, as JSON.
 fn meta(role: Role, request: &RequestId, json: &Value) -> Result<Value, String> {
     let read = || {
-        let params = Params::decode(json.to_string().as_bytes())?;
+        let params = KvTransferParams::decode(json.to_string().as_bytes())?;
         let transfer = params.transfer()?.clone();
         let peer = params.peer(role, request)?;
         Ok((params, transfer, peer))
@@ -108,7 +108,7 @@ fn answers_of_a_prefill_are_written_and_read_as_by_vllm() {
     for case in answers {
         let blocks =
             if case["name"] == "length capped, blocks held" { &[11, 12, 13][..] } else { &[] };
-        let answer = Params {
+        let answer = KvTransferParams {
             do_remote_prefill: true,
             transfer_id: Some("tx-3f0a4f0e-6f1f-4f43-9c1c-1d7a8f0c2b11".into()),
             remote_engine_id: Some("10.0.0.1:6301".into()),
@@ -119,7 +119,7 @@ fn answers_of_a_prefill_are_written_and_read_as_by_vllm() {
             remote_dp_size: Some(2),
             remote_dp_size_local: Some(2),
             remote_tp_size: 4,
-            ..Params::default()
+            ..KvTransferParams::default()
         };
         assert_eq!(decode(&case["returns"][1]), answer);
         assert_eq!(parsed(answer.encode_answer()), with_ports(&case["returns"][1]));
@@ -146,10 +146,14 @@ fn explicit_legs_are_written_and_read_as_in_the_flows() {
             assert_eq!(peer.address.handshake, number::<i64>(&object["remote_handshake_port"]));
             assert_eq!((peer.dp_size, peer.dp_rank, peer.shape.tp_size), (1, 0, 1));
             if object["remote_block_ids"].is_null() {
-                let made = Params {
+                let made = KvTransferParams {
                     remote_dp_size: Some(1),
                     remote_tp_size: 1,
-                    ..Params::leg(to, params.transfer().unwrap().clone(), Some(peer.address))
+                    ..KvTransferParams::leg(
+                        to,
+                        params.transfer().unwrap().clone(),
+                        Some(peer.address),
+                    )
                 };
                 assert_eq!(parsed(made.encode_leg(to, mode, &plain())), *object);
             } else {
@@ -169,11 +173,11 @@ fn explicit_legs_are_written_and_read_as_in_the_flows() {
 /// The form with addresses in the request id, as vllm-router 0.1.17 sends it.
 #[test]
 fn embedded_legs_are_written_and_read_as_by_the_router() {
-    let leg = |to: Role, dp: u16, tp: u16, rank: Option<u16>| Params {
+    let leg = |to: Role, dp: u16, tp: u16, rank: Option<u16>| KvTransferParams {
         remote_dp_size: Some(dp),
         remote_tp_size: tp,
         remote_dp_rank: rank,
-        ..Params::leg(to, "tx-1".into(), None)
+        ..KvTransferParams::leg(to, "tx-1".into(), None)
     };
     for (object, (to, mode, params)) in [
         (
@@ -194,7 +198,7 @@ fn embedded_legs_are_written_and_read_as_by_the_router() {
             (Role::Decode, Mode::Push, leg(Role::Decode, 2, 4, Some(0))),
         ),
     ] {
-        assert_eq!(Params::decode(object.as_bytes()), Ok(params.clone()));
+        assert_eq!(KvTransferParams::decode(object.as_bytes()), Ok(params.clone()));
         let bytes = params.encode_leg(to, mode, &embedded());
         assert_eq!(parsed(bytes), serde_json::from_str::<Value>(object).unwrap());
     }
@@ -204,27 +208,28 @@ fn embedded_legs_are_written_and_read_as_by_the_router() {
 fn params_that_end_an_engine_are_not_sent() {
     let (push, pull) = (Mode::Push, Mode::Pull);
     let remote = ZmqAddress::parse("host:10.0.0.1,handshake:6301,notify:61005").unwrap();
-    let prefill = Params::leg(Role::Prefill, "t".into(), Some(remote.clone()));
-    let decode = Params::leg(Role::Decode, "t".into(), Some(remote.clone()));
-    let read = Params { remote_block_ids: Some(vec![vec![BlockId(1)]]), ..decode.clone() };
+    let prefill = KvTransferParams::leg(Role::Prefill, "t".into(), Some(remote.clone()));
+    let decode = KvTransferParams::leg(Role::Decode, "t".into(), Some(remote.clone()));
+    let read =
+        KvTransferParams { remote_block_ids: Some(vec![vec![BlockId(1)]]), ..decode.clone() };
     assert!(read.encode_answer().is_ok());
     assert!(
-        Params::leg(Role::Prefill, "t".into(), None)
+        KvTransferParams::leg(Role::Prefill, "t".into(), None)
             .encode_leg(Role::Prefill, push, &embedded())
             .is_ok()
     );
-    let waits = Params::leg(Role::Prefill, "t".into(), None);
+    let waits = KvTransferParams::leg(Role::Prefill, "t".into(), None);
     assert!(waits.encode_leg(Role::Prefill, pull, &plain()).is_ok());
-    let refused = |params: &Params, to, mode, request: RequestId, rule| {
+    let refused = |params: &KvTransferParams, to, mode, request: RequestId, rule| {
         assert_eq!(params.encode_leg(to, mode, &request).unwrap_err().rule, rule);
     };
-    let unnamed = Params { transfer_id: None, ..prefill.clone() };
+    let unnamed = KvTransferParams { transfer_id: None, ..prefill.clone() };
     refused(&unnamed, Role::Prefill, push, plain(), "no transfer_id");
     refused(&unnamed, Role::Prefill, pull, plain(), "no transfer_id");
     refused(&prefill, Role::Decode, push, plain(), "flags of another leg");
     refused(&decode, Role::Prefill, pull, plain(), "flags of another leg");
     refused(&decode, Role::Decode, pull, plain(), "no blocks to read");
-    let nowhere = Params { remote: None, ..read.clone() };
+    let nowhere = KvTransferParams { remote: None, ..read.clone() };
     for mode in [push, pull] {
         let rule = "no address, nor in the request id";
         refused(&nowhere, Role::Decode, mode, plain(), rule);
@@ -232,13 +237,13 @@ fn params_that_end_an_engine_are_not_sent() {
         refused(&read, Role::Decode, mode, bad, rule);
     }
     let far = ZmqAddress { notify: 0, ..remote };
-    let far = Params { remote: Some(far), ..read };
+    let far = KvTransferParams { remote: Some(far), ..read };
     refused(&far, Role::Decode, pull, plain(), "port out of range");
     let here = ZmqAddress { host: "".into(), handshake: 1, notify: 1 };
     let hosts = vec!["a".into()];
-    let here = Params { remote: Some(here), remote_hosts: hosts, ..prefill.clone() };
+    let here = KvTransferParams { remote: Some(here), remote_hosts: hosts, ..prefill.clone() };
     refused(&here, Role::Prefill, push, plain(), "host that is none");
-    let pods = Params { remote_hosts: vec!["a".into(), "b,c".into()], ..prefill };
+    let pods = KvTransferParams { remote_hosts: vec!["a".into(), "b,c".into()], ..prefill };
     refused(&pods, Role::Prefill, push, plain(), "host that is none");
 }
 
@@ -247,7 +252,7 @@ fn params_that_end_an_engine_are_not_sent() {
 fn a_read_without_a_transfer_id_is_named_by_the_prefill() {
     let object = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,
         "remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
-    let params = Params::decode(object.as_bytes()).unwrap();
+    let params = KvTransferParams::decode(object.as_bytes()).unwrap();
     assert!(params.do_remote_decode && params.remote.is_none() && params.transfer().is_err());
     let request = RequestId::from("cmpl-4c1f0c2b11-0-1d7a8f0c");
     assert_eq!(unnamed_transfer(&request), "sidecar-cmpl-4c1f0c2b11-0-1d7a8f0c".into());
@@ -273,12 +278,14 @@ fn pods_have_their_hosts() {
 
 #[test]
 fn one_decode_rank_tells_the_prefill() {
-    let base = Params { remote_dp_rank: Some(9), ..Params::default() };
-    let leads = |params: &Params| (0..16).filter(|dp| params.is_leader(*dp, 8)).collect::<Vec<_>>();
+    let base = KvTransferParams { remote_dp_rank: Some(9), ..KvTransferParams::default() };
+    let leads = |params: &KvTransferParams| {
+        (0..16).filter(|dp| params.is_leader(*dp, 8)).collect::<Vec<_>>()
+    };
     assert_eq!(leads(&base), (0..8).collect::<Vec<_>>());
-    let by_rank = Params { remote_dp_rank_override: true, ..base };
+    let by_rank = KvTransferParams { remote_dp_rank_override: true, ..base };
     assert_eq!(leads(&by_rank), [9]);
-    let by_word = Params { is_request_leader: Some(false), ..by_rank };
+    let by_word = KvTransferParams { is_request_leader: Some(false), ..by_rank };
     assert!(leads(&by_word).is_empty());
 }
 
@@ -287,7 +294,8 @@ fn values_of_no_use_are_named() {
     let rule = |key: &str, value: Value| {
         let mut object = json!({"remote_engine_id": null, "remote_block_ids": null});
         object[key] = value;
-        Params::decode(object.to_string().as_bytes()).map_err(|error| error.rule.to_string())
+        KvTransferParams::decode(object.to_string().as_bytes())
+            .map_err(|error| error.rule.to_string())
     };
     let refused = |key: &str, value: Value, expected: &str| {
         assert_eq!(rule(key, value.clone()), Err(expected.to_owned()), "{key}: {value}");
@@ -306,12 +314,12 @@ fn values_of_no_use_are_named() {
     assert!(rule("do_remote_prefill", json!(1)).unwrap().do_remote_prefill);
     assert_eq!(rule("is_request_leader", Value::Null).unwrap().is_request_leader, None);
     assert_eq!(rule("is_request_leader", json!(0)).unwrap().is_request_leader, Some(false));
-    assert_eq!(&*Params::decode(b"[]").unwrap_err().rule, "no object");
-    assert_eq!(&*Params::decode(&[b'['; 1 << 20]).unwrap_err().rule, "no object");
+    assert_eq!(&*KvTransferParams::decode(b"[]").unwrap_err().rule, "no object");
+    assert_eq!(&*KvTransferParams::decode(&[b'['; 1 << 20]).unwrap_err().rule, "no object");
 }
 
 /// A leg that may be sent under any request id, and its mode.
-fn leg() -> impl Strategy<Value = (Role, Mode, Params)> {
+fn leg() -> impl Strategy<Value = (Role, Mode, KvTransferParams)> {
     let modes = prop::sample::select(vec![Mode::Push, Mode::Pull]);
     let to = prop::sample::select(vec![Role::Prefill, Role::Decode]);
     let flags = (any::<bool>(), option::of(any::<bool>()));
@@ -324,7 +332,7 @@ fn leg() -> impl Strategy<Value = (Role, Mode, Params)> {
         |(to, mode, flags, (id, engine, blocks), (host, handshake, notify), sizes, rest)| {
             let remote = ZmqAddress { host: host.into(), handshake, notify };
             let read = (to, mode) == (Role::Decode, Mode::Pull);
-            let params = Params {
+            let params = KvTransferParams {
                 remote_engine_id: engine.map(EngineId),
                 remote_block_ids: if read { blocks.or(Some(Vec::new())) } else { None },
                 remote_hosts: rest.0.into_iter().map(Into::into).collect(),
@@ -334,7 +342,7 @@ fn leg() -> impl Strategy<Value = (Role, Mode, Params)> {
                 remote_dp_size: sizes.1,
                 remote_dp_size_local: sizes.2,
                 remote_tp_size: rest.1,
-                ..Params::leg(to, TransferId(id), Some(remote))
+                ..KvTransferParams::leg(to, TransferId(id), Some(remote))
             };
             (to, mode, params)
         },
@@ -345,7 +353,7 @@ proptest! {
     #[test]
     fn params_round_trip((to, mode, params) in leg()) {
         let bytes = params.encode_leg(to, mode, &plain()).unwrap();
-        prop_assert_eq!(Params::decode(&bytes), Ok(params));
+        prop_assert_eq!(KvTransferParams::decode(&bytes), Ok(params));
     }
 
     #[test]
@@ -358,10 +366,10 @@ proptest! {
         ),
         request in any_text(),
     ) {
-        if let Ok(params) = Params::decode(&bytes) {
+        if let Ok(params) = KvTransferParams::decode(&bytes) {
             let leg = |to| params.encode_leg(to, Mode::Pull, &plain());
             for bytes in [leg(Role::Prefill), leg(Role::Decode)].into_iter().flatten() {
-                prop_assert_eq!(Params::decode(&bytes), Ok(params.clone()));
+                prop_assert_eq!(KvTransferParams::decode(&bytes), Ok(params.clone()));
             }
             if let Ok(peer) = params.peer(Role::Decode, &RequestId(request)) {
                 let _ = peer.host(u16::MAX);

@@ -7,8 +7,13 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-const DIALS: [Dial; 5] =
-    [Dial::Handshake, Dial::RemoteBlocks, Dial::EarlyRelease, Dial::Release, Dial::WriteDone];
+const DIALS: [DialPurpose; 5] = [
+    DialPurpose::Handshake,
+    DialPurpose::RemoteBlocks,
+    DialPurpose::EarlyRelease,
+    DialPurpose::Release,
+    DialPurpose::WriteDone,
+];
 
 /// A number, or that there is none.
 fn verdict(result: Result<u16, Mismatch>) -> Value {
@@ -63,7 +68,7 @@ fn an_unknown_size_is_the_own_one() {
 #[test]
 fn legacy_listeners_collide_as_those_of_vllm() {
     let collisions = &load("rank_and_port_math")["bind_collisions_dp2_tp2"];
-    let shape = Shape { dp_size_local: 2, tp_size: 2 };
+    let shape = ParallelSizes { dp_size_local: 2, tp_size: 2 };
     for (dp, tp) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         let offset = PortFormula::Legacy.listen(shape, dp, tp).unwrap();
         assert_eq!(collisions[format!("dp{dp}tp{tp}")], offset);
@@ -72,10 +77,10 @@ fn legacy_listeners_collide_as_those_of_vllm() {
 
 #[test]
 fn legacy_diallers_look_where_those_of_vllm_look() {
-    let peer = Shape { dp_size_local: 8, tp_size: 4 };
+    let peer = ParallelSizes { dp_size_local: 8, tp_size: 4 };
     let dial = |what| PortFormula::Legacy.dial(what, peer, 10, 3).unwrap();
     assert_eq!(DIALS.map(dial), [43, 5, 13, 43, 5]);
-    let unknown = Shape { dp_size_local: 0, tp_size: 0 };
+    let unknown = ParallelSizes { dp_size_local: 0, tp_size: 0 };
     let dial = |what| PortFormula::Legacy.dial(what, unknown, 10, 3).unwrap();
     assert_eq!(DIALS.map(dial), [3, 13, 13, 3, 13]);
     assert_eq!(PortFormula::Legacy.fan_out(2, peer), 2);
@@ -100,7 +105,7 @@ proptest! {
         pods in 1..4_u16,
         what in prop::sample::select(&DIALS[..]),
     ) {
-        let shape = Shape { dp_size_local: dp_size, tp_size };
+        let shape = ParallelSizes { dp_size_local: dp_size, tp_size };
         let formula = PortFormula::Injective;
         let mut seen = BTreeSet::new();
         for dp in 0..dp_size * pods {
@@ -111,7 +116,7 @@ proptest! {
                 prop_assert!(offset < u32::from(dp_size * tp_size));
             }
             prop_assert!(formula.listen(shape, dp, tp_size).is_err());
-            let unknown = Shape { tp_size: 0, ..shape };
+            let unknown = ParallelSizes { tp_size: 0, ..shape };
             prop_assert!(formula.dial(what, unknown, dp, 0).is_err());
         }
     }
@@ -122,9 +127,9 @@ proptest! {
         tp in 0..9_u16,
         tp_size in 0..9_u16,
     ) {
-        let shape = Shape { dp_size_local: 0, tp_size };
+        let shape = ParallelSizes { dp_size_local: 0, tp_size };
         let listens = PortFormula::Legacy.listen(shape, dp, tp);
-        let dialled = PortFormula::Legacy.dial(Dial::Handshake, shape, dp, tp);
+        let dialled = PortFormula::Legacy.dial(DialPurpose::Handshake, shape, dp, tp);
         prop_assert_eq!(listens == dialled, dp == 0 || tp_size == 1);
     }
 

@@ -1,7 +1,7 @@
 //! Registrations.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::address::{ZmqAddress, life_of};
+use engine::core::dialect::moriio::address::{ZmqAddress, incarnation_of};
 use engine::core::dialect::moriio::registration::*;
 use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Registration, Role};
@@ -10,9 +10,9 @@ use proptest::prelude::*;
 use serde_json::Value;
 use std::num::NonZeroU16;
 
-fn heartbeat_of(decoded: &Value) -> Heartbeat {
+fn heartbeat_of(decoded: &Value) -> MoriioRegistration {
     let size = |key| NonZeroU16::new(number(&decoded[key])).unwrap();
-    Heartbeat::new(
+    MoriioRegistration::new(
         if decoded["type"] == "P" { Role::Prefill } else { Role::Decode },
         text(&decoded["http_address"]).into(),
         ZmqAddress::parse(text(&decoded["zmq_address"])).unwrap(),
@@ -34,7 +34,7 @@ fn registrations_are_written_and_read_as_by_vllm_and_its_router() {
     for (hex, message) in all {
         let (frame, heartbeat) = (unhex(hex), heartbeat_of(&message["decoded"]));
         assert_eq!(heartbeat.encode(), frame);
-        let heard = Heard::decode(&[frame]).unwrap();
+        let heard = UncheckedRegistration::decode(&[frame]).unwrap();
         assert_eq!(heard.zmq_address.to_string(), heartbeat.zmq().to_string());
         assert_eq!(heard.check(), Ok(heartbeat));
     }
@@ -72,7 +72,7 @@ fn odd_registrations_get_the_verdicts_of_the_router() {
             }
             (None, _) => panic!("{name}"),
         };
-        let heard = Heard::decode(&parts);
+        let heard = UncheckedRegistration::decode(&parts);
         // Modes that differ are a matter of the whole fleet, not of one frame.
         let accepted = case["accepted"] == true || name == "mode READ(mismatch)";
         assert_eq!(heard.is_ok(), accepted, "{name}: {heard:?}");
@@ -91,7 +91,7 @@ fn sizes_that_are_not_told_are_one() {
         let fixture = load("registrations_edge_cases");
         let case =
             list(&fixture["cases"]).iter().find(|case| case["name"] == name).unwrap().clone();
-        let heard = Heard::decode(&[unhex(&case["payload_hex"])]).unwrap();
+        let heard = UncheckedRegistration::decode(&[unhex(&case["payload_hex"])]).unwrap();
         (heard.dp_size, heard.tp_size)
     };
     assert_eq!((case("no dp").0, case("dp nil").0, case("dp 0").0), (1, 1, 1));
@@ -103,7 +103,8 @@ fn http_addresses_are_checked() {
     let new = |http: &str| {
         let zmq = ZmqAddress::parse("host:h,handshake:1,notify:2").unwrap();
         let one = NonZeroU16::MIN;
-        Heartbeat::new(Role::Prefill, Endpoint(http.into()), zmq, one, one, Mode::Push).is_ok()
+        MoriioRegistration::new(Role::Prefill, Endpoint(http.into()), zmq, one, one, Mode::Push)
+            .is_ok()
     };
     assert!(new("10.0.0.1:8000") && new("[::1]:8000") && new("my-host:1"));
     for bad in [
@@ -132,14 +133,14 @@ fn vllm_leaves_out_the_brackets() {
     let beats = load("registration_heartbeat");
     let mut decoded = beats["messages"][0]["decoded"].clone();
     decoded["http_address"] = "fd00::1:8000".into();
-    let entries = Entries(decoded.as_object().unwrap().clone().into_iter().collect());
-    let heard = Heard::decode(&[entries.pack()]).unwrap();
+    let entries = FixtureEntries(decoded.as_object().unwrap().clone().into_iter().collect());
+    let heard = UncheckedRegistration::decode(&[entries.pack()]).unwrap();
     assert_eq!(heard.check().unwrap().http(), &Endpoint("[fd00::1]:8000".into()));
     let measured = beats["measured_interval_s"].as_f64().unwrap();
     assert!((PERIOD.0 as f64 / 1e9 - measured).abs() < 0.1);
 }
 
-fn heartbeat() -> impl Strategy<Value = Heartbeat> {
+fn heartbeat() -> impl Strategy<Value = MoriioRegistration> {
     let role = prop_oneof![Just(Role::Prefill), Just(Role::Decode)];
     let mode = prop_oneof![Just(Mode::Push), Just(Mode::Pull)];
     let size = || (1..=u16::MAX).prop_map(|size| NonZeroU16::new(size).unwrap());
@@ -148,7 +149,7 @@ fn heartbeat() -> impl Strategy<Value = Heartbeat> {
         |(http, host, ports, dp, tp, role, mode)| {
             let zmq = ZmqAddress { host: host.into(), handshake: ports.0, notify: ports.1 };
             let http = Endpoint(format!("{http}:{}", ports.2).into());
-            Heartbeat::new(role, http, zmq, dp, tp, mode).unwrap()
+            MoriioRegistration::new(role, http, zmq, dp, tp, mode).unwrap()
         },
     )
 }
@@ -156,7 +157,7 @@ fn heartbeat() -> impl Strategy<Value = Heartbeat> {
 proptest! {
     #[test]
     fn registrations_round_trip(heartbeat in heartbeat()) {
-        let heard = Heard::decode(&[heartbeat.encode()]).unwrap();
+        let heard = UncheckedRegistration::decode(&[heartbeat.encode()]).unwrap();
         prop_assert_eq!(heard.check(), Ok(heartbeat.clone()));
         // What only our own routers read is in nobody's way.
         let registration = Registration {
@@ -174,8 +175,8 @@ proptest! {
             fit: None,
             troubles: Vec::new(),
         };
-        let native = Heard::decode(&[heartbeat.encode_with(&registration)]).unwrap();
-        prop_assert_eq!(life_of(&native.zmq_address), Some(Incarnation(7)));
+        let native = UncheckedRegistration::decode(&[heartbeat.encode_with(&registration)]).unwrap();
+        prop_assert_eq!(incarnation_of(&native.zmq_address), Some(Incarnation(7)));
         prop_assert_eq!(native.native.as_deref(), Some(&registration));
         prop_assert_eq!(native.check(), Ok(heartbeat));
     }
@@ -185,15 +186,15 @@ proptest! {
         entries in shuffled(load("registration_heartbeat")["messages"][0]["decoded"].clone()),
     ) {
         let expected = heartbeat_of(&load("registration_heartbeat")["messages"][0]["decoded"]);
-        prop_assert_eq!(Heard::decode(&[entries.pack()]).unwrap().check(), Ok(expected));
+        prop_assert_eq!(UncheckedRegistration::decode(&[entries.pack()]).unwrap().check(), Ok(expected));
     }
 
     #[test]
     fn any_registration_is_survived(
         bytes in hostile(vec![unhex(&load("registration_heartbeat")["messages"][0]["hex"])]),
     ) {
-        if let Ok(heartbeat) = Heard::decode(&[&bytes]).and_then(|heard| heard.check()) {
-            let again = Heard::decode(&[heartbeat.encode()]).unwrap();
+        if let Ok(heartbeat) = UncheckedRegistration::decode(&[&bytes]).and_then(|heard| heard.check()) {
+            let again = UncheckedRegistration::decode(&[heartbeat.encode()]).unwrap();
             prop_assert_eq!(again.check(), Ok(heartbeat));
         }
     }

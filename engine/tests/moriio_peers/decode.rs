@@ -5,23 +5,25 @@ use engine::core::Nanos;
 use engine::core::command::ControlCommand;
 use engine::core::decode::DecodeInput;
 use engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
-use engine::core::dialect::moriio::notify::{AtPrefill, ToDecode, decode_at_prefill};
+use engine::core::dialect::moriio::notify::{
+    DecodeNotice, ReceivedPrefillNotice, decode_at_prefill,
+};
 use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::{BlockId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::*;
-use engine::fabric::{Address, Channel, ControlEvent};
+use engine::fabric::{Address, ControlEvent, LinkKind};
 use std::sync::Arc;
 
-fn arrive(table: &mut DecodeTable, name: &str, mode: Mode, peer: Arc<MoriioPeer>) {
+fn arrive(table: &mut DecodeTable, name: &str, mode: Mode, peer: Arc<MoriioLeg>) {
     let leg = DecodeLeg {
         key: TransferKey { id: format!("tx-{name}").as_str().into(), prompt: 0 },
         sibling: 0,
         mode,
         prefill: "10.0.0.9:6301".into(),
         control: "tcp://10.0.0.9:6301".into(),
-        life: None,
+        incarnation: None,
         moriio: Some(peer),
     };
     let hook = DecodeHook::Arrived { request: name.into(), leg, tokens: 40 };
@@ -38,14 +40,15 @@ fn allocate(table: &mut DecodeTable, name: &str, computed: u32) {
 fn announced(name: &str) -> DecodeTable {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, name, Mode::Push, moriio_peer());
-    table.shake(&good_replies());
-    let Job::Peer { ranks, pass, .. } = table.job() else { panic!("no peer job") };
-    assert_eq!((pass, &ranks[0].address), (0, &Address((*b"its engine").into())));
+    table.handshake(&good_replies());
+    let TransferJob::Peer { ranks, fence_key, .. } = table.job() else { panic!("no peer job") };
+    assert_eq!((fence_key, &ranks[0].address), (0, &Address((*b"its engine").into())));
     assert_eq!(table.answer(), DecodeAnswer::Allocate { request: name.into() });
     allocate(&mut table, name, 0);
-    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-    table.up(link, Channel::Notify);
-    let Ok(AtPrefill::RemoteBlocks(notice)) = decode_at_prefill(&[table.said(link)]) else {
+    let link = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+    table.up(link, LinkKind::Notify);
+    let Ok(ReceivedPrefillNotice::RemoteBlocks(notice)) = decode_at_prefill(&[table.said(link)])
+    else {
         panic!("no remote_blocks")
     };
     assert_eq!(&*notice.transfer().0, format!("tx-{name}"));
@@ -57,12 +60,12 @@ fn announced(name: &str) -> DecodeTable {
 #[test]
 fn blocks_are_announced_and_the_word_that_they_are_written_loads_them() {
     let mut table = announced("d");
-    let link = table.accept(Channel::Notify);
-    table.hear(link, &[&ToDecode::WriteDone("tx-other".into()).encode()]);
-    table.hear(link, &[&ToDecode::WriteDone("tx-d".into()).encode()]);
+    let link = table.accept(LinkKind::Notify);
+    table.hear(link, &[&DecodeNotice::WriteDone("tx-other".into()).encode()]);
+    table.hear(link, &[&DecodeNotice::WriteDone("tx-d".into()).encode()]);
     assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
     // Twice is once.
-    table.hear(link, &[&ToDecode::WriteDone("tx-d".into()).encode()]);
+    table.hear(link, &[&DecodeNotice::WriteDone("tx-d".into()).encode()]);
     assert!(table.wants.is_empty(), "{:?}", table.wants);
 }
 
@@ -72,7 +75,7 @@ fn a_cancelled_push_keeps_its_blocks_until_they_are_written() {
     let (request, reason) = ("d".into(), FinishReason::Aborted);
     table.give(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
     assert!(table.wants.is_empty(), "{:?}", table.wants);
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[b"tx-d"]);
     let failure = Failure::Cancelled;
     assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
@@ -82,9 +85,9 @@ fn a_cancelled_push_keeps_its_blocks_until_they_are_written() {
 fn a_prefill_that_says_nothing_is_kept_out_before_the_blocks_go() {
     let mut table = announced("d");
     table.wait(Nanos::from_secs(121));
-    let Job::Fence { peer } = table.job() else { panic!("no fence") };
+    let TransferJob::Fence { peer } = table.job() else { panic!("no fence") };
     assert!(table.wants.is_empty(), "{:?}", table.wants);
-    table.report(Report::Fenced { peer });
+    table.report(TransferReport::Fenced { peer });
     let failure = Failure::Stalled;
     assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
 }
@@ -93,11 +96,11 @@ fn a_prefill_that_says_nothing_is_kept_out_before_the_blocks_go() {
 fn a_prefill_that_the_data_plane_lost_is_kept_out() {
     let mut table = announced("d");
     table.wait(Nanos::from_ms(10));
-    let peer = engine::core::ids::PeerSlot(1 << 31 | 1);
+    let peer = engine::core::ids::ConnectionId(1 << 31 | 1);
     let failure = Failure::Unreachable;
-    table.report(Report::PeerFailed { peer, failure: failure.clone() });
-    assert_eq!(table.job(), Job::Fence { peer });
-    table.report(Report::Fenced { peer });
+    table.report(TransferReport::PeerFailed { peer, failure: failure.clone() });
+    assert_eq!(table.job(), TransferJob::Fence { peer });
+    table.report(TransferReport::Fenced { peer });
     assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
 }
 
@@ -106,23 +109,23 @@ fn a_prefill_that_hung_up_is_asked_whether_it_is_still_there() {
     for alive in [true, false] {
         let mut table = decode(Mode::Push).ready();
         arrive(&mut table, "d", Mode::Push, moriio_peer());
-        table.shake(&good_replies());
-        let Job::Peer { peer, .. } = table.job() else { panic!("no peer job") };
+        table.handshake(&good_replies());
+        let TransferJob::Peer { peer, .. } = table.job() else { panic!("no peer job") };
         table.answer();
         allocate(&mut table, "d", 0);
-        let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-        table.up(notify, Channel::Notify);
+        let notify = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+        table.up(notify, LinkKind::Notify);
         table.said(notify);
         table.control(ControlEvent::LinkDown { link: notify });
         if alive {
-            table.shake(&good_replies());
+            table.handshake(&good_replies());
             assert!(table.wants.is_empty(), "{:?}", table.wants);
             continue;
         }
-        let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+        let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
         table.control(ControlEvent::LinkDown { link });
-        assert_eq!(table.job(), Job::Fence { peer });
-        table.report(Report::Fenced { peer });
+        assert_eq!(table.job(), TransferJob::Fence { peer });
+        table.report(TransferReport::Fenced { peer });
         let failure = Failure::Unreachable;
         assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
     }
@@ -132,7 +135,7 @@ fn a_prefill_that_hung_up_is_asked_whether_it_is_still_there() {
 fn prefix_hits_cannot_be_announced() {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, "d", Mode::Push, moriio_peer());
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     table.job();
     table.answer();
     allocate(&mut table, "d", 16);
@@ -145,19 +148,19 @@ fn prefix_hits_cannot_be_announced() {
 fn a_prompt_that_is_there_already_is_released() {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, "d", Mode::Push, moriio_peer());
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     table.job();
     table.answer();
     allocate(&mut table, "d", 40);
     assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
-    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-    table.up(link, Channel::Notify);
+    let link = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+    table.up(link, LinkKind::Notify);
     assert_released(&mut table, link);
 }
 
 fn assert_released(table: &mut DecodeTable, link: engine::fabric::LinkId) {
     match decode_at_prefill(&[table.said(link)]) {
-        Ok(AtPrefill::Release(release)) => assert_eq!(&*release.transfer().0, "tx-d"),
+        Ok(ReceivedPrefillNotice::Release(release)) => assert_eq!(&*release.transfer().0, "tx-d"),
         other => panic!("no release: {other:?}"),
     }
 }
@@ -166,13 +169,13 @@ fn assert_released(table: &mut DecodeTable, link: engine::fabric::LinkId) {
 fn reading() -> (DecodeTable, engine::core::ids::FlowId) {
     let mut table = decode(Mode::Pull).ready();
     let blocks = vec![BlockList::new(vec![6, 7, 1])];
-    let peer = Arc::new(MoriioPeer { peer: Some(peer()), blocks: blocks.clone() });
+    let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: blocks.clone() });
     arrive(&mut table, "d", Mode::Pull, peer);
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     table.job();
     assert_eq!(table.answer(), DecodeAnswer::Allocate { request: "d".into() });
     allocate(&mut table, "d", 0);
-    let Job::Read { flow, remote, tokens: 40, .. } = table.job() else { panic!("no read") };
+    let TransferJob::Read { flow, remote, tokens: 40, .. } = table.job() else { panic!("no read") };
     assert_eq!(*remote, blocks);
     (table, flow)
 }
@@ -180,10 +183,10 @@ fn reading() -> (DecodeTable, engine::core::ids::FlowId) {
 #[test]
 fn the_blocks_of_the_leg_are_read_and_then_released() {
     let (mut table, flow) = reading();
-    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    table.report(TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } });
     assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
-    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-    table.up(link, Channel::Notify);
+    let link = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+    table.up(link, LinkKind::Notify);
     assert_released(&mut table, link);
 }
 
@@ -191,8 +194,8 @@ fn the_blocks_of_the_leg_are_read_and_then_released() {
 fn what_was_read_too_late_is_not_used() {
     let (mut table, flow) = reading();
     table.wait(Nanos::from_secs(55));
-    assert_eq!(table.job(), Job::Stop { flow });
-    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    assert_eq!(table.job(), TransferJob::Stop { flow });
+    table.report(TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } });
     let failure = Failure::LeaseExpired;
     assert_eq!(table.answer(), DecodeAnswer::LoadFailed { request: "d".into(), failure });
 }
@@ -201,45 +204,47 @@ fn what_was_read_too_late_is_not_used() {
 fn peers_that_do_not_fit_are_refused() {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, "d", Mode::Push, moriio_peer());
-    table.shake(&replies(0x10_0000, 4096));
+    table.handshake(&replies(0x10_0000, 4096));
     let DecodeAnswer::Rejected { failure: Failure::Mismatch(why), .. } = table.answer() else {
         panic!("not refused")
     };
     assert!(why.to_string().contains("4096"), "{why}");
     // The prefill is told that nobody comes.
-    let link = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-    table.up(link, Channel::Notify);
+    let link = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+    table.up(link, LinkKind::Notify);
     assert_released(&mut table, link);
 }
 
 #[test]
 fn a_prefill_that_was_restarted_is_met_anew() {
     let mut table = announced("a");
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[b"tx-a"]);
     table.answer();
     table.wait(Nanos::from_secs(6));
     arrive(&mut table, "b", Mode::Push, moriio_peer());
-    table.shake(&replies(0x20_0000, 512));
-    let Job::Fence { .. } = table.job() else { panic!("the old life is not kept out") };
+    table.handshake(&replies(0x20_0000, 512));
+    let TransferJob::Fence { .. } = table.job() else {
+        panic!("the old incarnation is not kept out")
+    };
     let failure = Failure::PeerRestarted;
     assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "b".into(), failure });
     arrive(&mut table, "c", Mode::Push, moriio_peer());
-    table.shake(&replies(0x20_0000, 512));
-    let Job::Peer { .. } = table.job() else { panic!("the new life is not met") };
+    table.handshake(&replies(0x20_0000, 512));
+    let TransferJob::Peer { .. } = table.job() else { panic!("the new incarnation is not met") };
 }
 
 #[test]
 fn a_silent_handshake_and_a_refused_one_end() {
     let mut table = decode(Mode::Push).ready();
     arrive(&mut table, "d", Mode::Push, moriio_peer());
-    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
-    table.up(link, Channel::Handshake);
+    let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
+    table.up(link, LinkKind::Handshake);
     table.wait(Nanos::from_secs(6));
     let failure = Failure::Unreachable;
     assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "d".into(), failure });
     arrive(&mut table, "e", Mode::Push, moriio_peer());
-    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
     table.control(ControlEvent::LinkDown { link });
     let failure = Failure::Unreachable;
     assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "e".into(), failure });
@@ -253,13 +258,13 @@ fn arrive_natively(table: &mut DecodeTable) -> engine::fabric::LinkId {
         mode: Mode::Push,
         prefill: "10.0.0.9:6301".into(),
         control: "tcp://10.0.0.9:6301".into(),
-        life: None,
+        incarnation: None,
         moriio: None,
     };
     let hook = DecodeHook::Arrived { request: "d".into(), leg, tokens: 40 };
     table.give(DecodeInput::Hook(hook));
-    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
-    table.up(link, Channel::Handshake);
+    let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
+    table.up(link, LinkKind::Handshake);
     assert_eq!(table.said(link), REQUEST);
     assert!(table.wants.is_empty(), "said more than vLLM can hear: {:?}", table.wants);
     link
@@ -277,7 +282,10 @@ fn a_hello_is_said_only_to_who_takes_hellos() {
     };
     assert!(why.contains("only MoRIIO"), "{why}");
     assert!(
-        !table.wants.iter().any(|want| matches!(want, Want::Control(ControlCommand::Send { .. })))
+        !table
+            .wants
+            .iter()
+            .any(|want| matches!(want, CoreOutput::Control(ControlCommand::Send { .. })))
     );
 
     let mut table = decode(Mode::Push).ready();

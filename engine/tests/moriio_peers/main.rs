@@ -1,4 +1,4 @@
-//! Cores towards peers that speak MoRIIO: each test is one side of a conversation with vLLM.
+//! Cores towards peers that speak MoRIIO: each test is one side of a connection with vLLM.
 
 mod decode;
 mod prefill;

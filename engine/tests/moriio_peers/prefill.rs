@@ -3,7 +3,9 @@
 use crate::world::*;
 use engine::core::command::ControlCommand;
 use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
-use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToPrefill, decode_at_decode};
+use engine::core::dialect::moriio::notify::{
+    PrefillNotice, Release, RemoteBlocks, decode_at_decode,
+};
 use engine::core::error::Failure;
 use engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
 use engine::core::layout::BlockList;
@@ -11,13 +13,13 @@ use engine::core::message::*;
 use engine::core::moriio::MoriioSettings;
 use engine::core::prefill::PrefillInput;
 use engine::core::{Machine, Nanos};
-use engine::fabric::{Channel, ControlEvent, LinkId};
+use engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
-fn arrive(table: &mut PrefillTable, mode: Mode, peer: Arc<MoriioPeer>) {
+fn arrive(table: &mut PrefillTable, mode: Mode, peer: Arc<MoriioLeg>) {
     let key = TransferKey { id: "tx-p".into(), prompt: 0 };
-    let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: Some(peer) };
+    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: Some(peer) };
     let hook = PrefillHook::Arrived { request: "p".into(), leg, tokens: 40 };
     table.give(PrefillInput::Hook(hook));
 }
@@ -37,18 +39,18 @@ fn finish(table: &mut PrefillTable) {
 fn blocks() -> Vec<u8> {
     let ids = [6, 7, 1].map(BlockId).to_vec();
     let notice = RemoteBlocks::new(Some("d".into()), "tx-p".into(), ids, 0).unwrap();
-    ToPrefill::RemoteBlocks(notice).encode()
+    PrefillNotice::RemoteBlocks(notice).encode()
 }
 
 fn release(consumer_tp: u16) -> Vec<u8> {
     let tp = NonZeroU16::new(consumer_tp).unwrap();
-    ToPrefill::Release(Release::new("tx-p".into(), tp, 1).unwrap()).encode()
+    PrefillNotice::Release(Release::new("tx-p".into(), tp, 1).unwrap()).encode()
 }
 
 /// The flow that writes into the announced blocks.
 fn writing(table: &mut PrefillTable) -> FlowId {
     table.take("write", |want| match want {
-        Want::Job(Job::Write { flow, blocks, .. }) => {
+        CoreOutput::Job(TransferJob::Write { flow, blocks, .. }) => {
             assert_eq!(blocks[0].ids, [6, 7, 1]);
             Some(*flow)
         }
@@ -60,12 +62,12 @@ fn writing(table: &mut PrefillTable) -> FlowId {
 fn what_a_decode_announced_is_written_and_it_is_told() {
     for early in [false, true] {
         let mut table = prefill(Mode::Push).ready();
-        let link = table.accept(Channel::Notify);
+        let link = table.accept(LinkKind::Notify);
         if early {
             table.hear(link, &[&blocks()]);
         }
         arrive(&mut table, Mode::Push, moriio_peer());
-        table.shake(&good_replies());
+        table.handshake(&good_replies());
         if !early {
             table.hear(link, &[&blocks()]);
         }
@@ -74,9 +76,9 @@ fn what_a_decode_announced_is_written_and_it_is_told() {
         // A second list changes nothing: writes to the first may be under way.
         table.hear(link, &[&blocks()]);
         finish(&mut table);
-        table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
-        let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
-        table.up(notify, Channel::Notify);
+        table.report(TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } });
+        let notify = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
+        table.up(notify, LinkKind::Notify);
         assert_eq!(decode_at_decode(&[table.said(notify)]), Ok("tx-p".into()));
         assert_eq!(
             table.answer(),
@@ -89,8 +91,8 @@ fn what_a_decode_announced_is_written_and_it_is_told() {
 fn computed() -> (PrefillTable, FlowId) {
     let mut table = prefill(Mode::Push).ready();
     arrive(&mut table, Mode::Push, moriio_peer());
-    table.shake(&good_replies());
-    let link = table.accept(Channel::Notify);
+    table.handshake(&good_replies());
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[&blocks()]);
     compute(&mut table);
     let flow = writing(&mut table);
@@ -102,7 +104,7 @@ fn computed() -> (PrefillTable, FlowId) {
 fn a_failed_write_is_counted_because_the_decode_cannot_be_told() {
     let (mut table, flow) = computed();
     let failure = Failure::Stalled;
-    table.report(Report::Flow { flow, state: FlowState::Failed(failure.clone()) });
+    table.report(TransferReport::Flow { flow, state: FlowState::Failed(failure.clone()) });
     let freed = PrefillAnswer::SourceFree { request: "p".into(), failure: Some(failure) };
     assert_eq!(table.answer(), freed);
     assert_eq!(table.core.moriio().untold, 1);
@@ -116,7 +118,7 @@ fn a_source_is_kept_until_it_is_released() {
     finish(&mut table);
     table.wait(Nanos::from_secs(40));
     assert!(table.wants.is_empty(), "{:?}", table.wants);
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     // Two ranks of the decode read from this one.
     table.hear(link, &[&release(2)]);
     assert!(table.wants.is_empty(), "{:?}", table.wants);
@@ -140,24 +142,22 @@ fn a_source_that_nobody_releases_goes_after_the_time_of_vllm() {
 #[test]
 fn an_early_release_frees_the_source_of_a_push() {
     let mut table = prefill(Mode::Push).ready();
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[&release(1)]);
     arrive(&mut table, Mode::Push, moriio_peer());
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     compute(&mut table);
     finish(&mut table);
-    assert!(
-        table.wants.iter().any(|want| matches!(
-            want,
-            Want::Answer(PrefillAnswer::SourceFree { failure: None, .. })
-        ))
-    );
+    assert!(table.wants.iter().any(|want| matches!(
+        want,
+        CoreOutput::Answer(PrefillAnswer::SourceFree { failure: None, .. })
+    )));
 }
 
 #[test]
 fn releases_may_come_again_and_again() {
     let mut table = prefill(Mode::Push).ready();
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     arrive(&mut table, Mode::Push, moriio_peer());
     for _ in 0..=u16::MAX {
         table.hear(link, &[&release(1)]);
@@ -171,16 +171,16 @@ fn releases_may_come_again_and_again() {
 fn links_above_the_limit_are_closed() {
     let mut table = prefill(Mode::Pull).ready();
     for _ in 0..MoriioSettings::default().links_max {
-        table.accept(Channel::Notify);
+        table.accept(LinkKind::Notify);
     }
     assert!(table.wants.is_empty(), "{:?}", table.wants);
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.take("hang-up", |want| match want {
-        Want::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
+        CoreOutput::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
         _ => None,
     });
     table.control(ControlEvent::LinkDown { link: LinkId(LinkId::INBOUND + 1) });
-    table.accept(Channel::Notify);
+    table.accept(LinkKind::Notify);
     assert!(table.wants.is_empty(), "{:?}", table.wants);
 }
 
@@ -188,7 +188,7 @@ fn links_above_the_limit_are_closed() {
 fn a_handshake_is_answered_with_what_the_blobs_say() {
     // Who asks before the memory is registered is answered later.
     let mut table = prefill(Mode::Pull);
-    let link = table.accept(Channel::Handshake);
+    let link = table.accept(LinkKind::Handshake);
     table.hear(link, &[REQUEST]);
     assert!(table.wants.is_empty(), "{:?}", table.wants);
     let mut table = table.ready();
@@ -205,7 +205,7 @@ fn a_handshake_is_answered_with_what_the_blobs_say() {
 #[test]
 fn garbage_is_counted_reported_and_survived() {
     let mut table = prefill(Mode::Pull).ready();
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     for frame in [&b""[..], b"\xff\xfe", b"\x81\xa4type\xa3foo"] {
         table.hear(link, &[frame]);
         assert!(table.violation().contains(STRANGER));
@@ -213,24 +213,24 @@ fn garbage_is_counted_reported_and_survived() {
     table.hear(link, &[b"a", b"b"]);
     table.violation();
     assert_eq!(table.core.moriio().violations, 4);
-    let shake = table.accept(Channel::Handshake);
-    table.hear(shake, &[b"garbage"]);
+    let handshake = table.accept(LinkKind::Handshake);
+    table.hear(handshake, &[b"garbage"]);
     table.violation();
-    let shake = table.accept(Channel::Handshake);
-    table.hear(shake, &[REQUEST]);
-    table.replied(shake);
+    let handshake = table.accept(LinkKind::Handshake);
+    table.hear(handshake, &[REQUEST]);
+    table.replied(handshake);
 }
 
 #[test]
 fn a_decode_that_could_not_be_reached_is_met_when_it_announces() {
     let mut table = prefill(Mode::Push).ready();
     arrive(&mut table, Mode::Push, moriio_peer());
-    let link = table.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
+    let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
     table.control(ControlEvent::LinkDown { link });
     compute(&mut table);
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[&blocks()]);
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     writing(&mut table);
 }
 
@@ -243,7 +243,7 @@ fn sizes(table: &PrefillTable) -> [u32; 3] {
 #[test]
 fn what_came_before_its_leg_is_counted_until_its_time_is_over() {
     let mut table = prefill(Mode::Push).ready();
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[&blocks()]);
     // The transfer, and its deadline.
     assert_eq!(sizes(&table), [1, 1, 0]);
@@ -256,7 +256,7 @@ fn what_came_before_its_leg_is_counted_until_its_time_is_over() {
 #[test]
 fn who_asked_before_the_memory_was_there_is_counted() {
     let mut table = prefill(Mode::Pull);
-    let link = table.accept(Channel::Handshake);
+    let link = table.accept(LinkKind::Handshake);
     let before = sizes(&table);
     table.hear(link, &[REQUEST]);
     assert_eq!(sizes(&table)[1], before[1] + 1);
@@ -269,10 +269,10 @@ fn peers_that_speak_moriio_are_counted_with_what_waits_for_them() {
     arrive(&mut table, Mode::Push, moriio_peer());
     // The request and its transfer; the peer's address and the deadline of its handshake.
     assert_eq!(sizes(&table), [2, 2, 0]);
-    let link = table.accept(Channel::Notify);
+    let link = table.accept(LinkKind::Notify);
     table.hear(link, &[&blocks()]);
     assert_eq!(sizes(&table), [2, 2, 1], "the announcement waits for the handshake");
-    table.shake(&good_replies());
+    table.handshake(&good_replies());
     // A receiver, by its key, by its peer and as a use of this; the ranks know the peer.
     assert_eq!(sizes(&table), [5, 2, 0]);
 }
@@ -281,10 +281,10 @@ fn peers_that_speak_moriio_are_counted_with_what_waits_for_them() {
 fn a_receiver_of_notices_that_hung_up_leaves_no_deadline() {
     let (mut table, flow) = computed();
     let before = sizes(&table)[1];
-    table.report(Report::Flow { flow, state: FlowState::Done { bytes: 1 } });
-    let notify = table.dialled("tcp://10.0.0.9:7301", Channel::Notify);
+    table.report(TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } });
+    let notify = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
     assert_eq!(sizes(&table)[1], before + 2, "the receiver and its deadline");
-    table.up(notify, Channel::Notify);
+    table.up(notify, LinkKind::Notify);
     table.control(ControlEvent::LinkDown { link: notify });
     assert_eq!(sizes(&table)[1], before);
 }

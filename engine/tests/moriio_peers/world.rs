@@ -1,20 +1,21 @@
-//! One core on a table: the test plays its engine, its ranks, and vLLM at the other end of the wire.
+//! One core on a table: the test plays its engine, its ranks, and vLLM at the other end of the
+//! wire.
 
 use engine::core::command::ControlCommand;
+use engine::core::config::{CoreConfig, CoreSettings};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MemoryDesc};
-use engine::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory, REQUEST};
-use engine::core::dialect::moriio::params::Peer;
-use engine::core::dialect::moriio::ports::Shape;
+use engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
+use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, LayerRegions, REQUEST};
+use engine::core::dialect::moriio::params::MoriioRemote;
+use engine::core::dialect::moriio::ports::ParallelSizes;
 use engine::core::ids::Incarnation;
-use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
-use engine::core::message::{Job, Mode, MoriioPeer, Report, Role};
+use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
+use engine::core::message::{Mode, MoriioLeg, Role, TransferJob, TransferReport};
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
+use engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
 use std::sync::Arc;
 
 /// Whence the other side opens its links.
@@ -27,7 +28,7 @@ const BLOCK: u64 = 2 * 16 * 8 * 2;
 const LAYER: u64 = BLOCK * BLOCKS as u64;
 
 fn geometry() -> Geometry {
-    let group = Group { kind: GroupKind::Full, block_tokens: 16, layers: vec![0, 1] };
+    let group = KvGroup { kind: GroupKind::Full, block_tokens: 16, layers: vec![0, 1] };
     Geometry {
         model: "m".into(),
         tp: 1,
@@ -44,7 +45,8 @@ fn name(layer: u16) -> Arc<str> {
 }
 
 pub(crate) fn blob(data: u64, size: u64) -> Vec<u8> {
-    let desc = MemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MemoryDesc::default() };
+    let desc =
+        MoriMemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MoriMemoryDesc::default() };
     desc.encode(DescLayout::V1_2_2)
 }
 
@@ -79,7 +81,7 @@ pub(crate) fn replies(data: u64, block_len: i64) -> (AgentMetadata, LayerMemory)
         attn_backend: "CPU_ATTN".into(),
         native: false,
     };
-    let layer = |layer| Layer { name: name(layer), regions: vec![region.clone()] };
+    let layer = |layer| LayerRegions { name: name(layer), regions: vec![region.clone()] };
     (metadata, LayerMemory((0..LAYERS).map(layer).collect()))
 }
 
@@ -88,15 +90,15 @@ pub(crate) fn good_replies() -> (AgentMetadata, LayerMemory) {
 }
 
 /// A peer at 10.0.0.9, whose handshake port is 6301 and notify port 7301.
-pub(crate) fn peer() -> Peer {
+pub(crate) fn peer() -> MoriioRemote {
     let address = ZmqAddress { host: "10.0.0.9".into(), handshake: 6301, notify: 7301 };
     let hosts = vec![address.host.clone()];
-    let shape = Shape { dp_size_local: 1, tp_size: 1 };
-    Peer { address, hosts, dp_size: 1, dp_rank: 0, shape }
+    let shape = ParallelSizes { dp_size_local: 1, tp_size: 1 };
+    MoriioRemote { address, hosts, dp_size: 1, dp_rank: 0, shape }
 }
 
-pub(crate) fn moriio_peer() -> Arc<MoriioPeer> {
-    Arc::new(MoriioPeer { peer: Some(peer()), blocks: Vec::new() })
+pub(crate) fn moriio_peer() -> Arc<MoriioLeg> {
+    Arc::new(MoriioLeg { peer: Some(peer()), blocks: Vec::new() })
 }
 
 pub(crate) fn settings() -> CoreSettings {
@@ -127,9 +129,9 @@ fn config(role: Role, mode: Mode) -> CoreConfig {
 
 /// What a core wants done, whichever it is.
 #[derive(Debug)]
-pub(crate) enum Want<A> {
+pub(crate) enum CoreOutput<A> {
     Control(ControlCommand),
-    Job(Job),
+    Job(TransferJob),
     Answer(A),
     Violation(String),
 }
@@ -137,21 +139,21 @@ pub(crate) enum Want<A> {
 /// How the test talks to a machine.
 pub(crate) struct Ways<M: Machine, A> {
     control: fn(ControlEvent) -> M::Input,
-    report: fn(Report) -> M::Input,
+    report: fn(TransferReport) -> M::Input,
     tick: fn() -> M::Input,
-    sort: fn(M::Effect) -> Want<A>,
+    sort: fn(M::Effect) -> CoreOutput<A>,
 }
 
-pub(crate) struct Table<M: Machine, A> {
+pub(crate) struct CoreBench<M: Machine, A> {
     pub(crate) core: M,
     ways: Ways<M, A>,
     pub(crate) now: Nanos,
-    pub(crate) wants: Vec<Want<A>>,
+    pub(crate) wants: Vec<CoreOutput<A>>,
     inbound: u32,
 }
 
-pub(crate) type PrefillTable = Table<Prefill, engine::core::message::PrefillAnswer>;
-pub(crate) type DecodeTable = Table<Decode, engine::core::message::DecodeAnswer>;
+pub(crate) type PrefillTable = CoreBench<Prefill, engine::core::message::PrefillAnswer>;
+pub(crate) type DecodeTable = CoreBench<Decode, engine::core::message::DecodeAnswer>;
 
 pub(crate) fn prefill(mode: Mode) -> PrefillTable {
     let ways = Ways {
@@ -159,15 +161,15 @@ pub(crate) fn prefill(mode: Mode) -> PrefillTable {
         report: |report| PrefillInput::Report { rank: 0, report },
         tick: || PrefillInput::Tick,
         sort: |effect| match effect {
-            PrefillEffect::Control(command) => Want::Control(command),
-            PrefillEffect::Job(job) => Want::Job(job),
-            PrefillEffect::Answer(answer) => Want::Answer(answer),
-            PrefillEffect::Violation(violation) => Want::Violation(violation.to_string()),
+            PrefillEffect::Control(command) => CoreOutput::Control(command),
+            PrefillEffect::Job(job) => CoreOutput::Job(job),
+            PrefillEffect::Answer(answer) => CoreOutput::Answer(answer),
+            PrefillEffect::Violation(violation) => CoreOutput::Violation(violation.to_string()),
             PrefillEffect::Router(said) => panic!("{said:?}, without a router"),
             PrefillEffect::Refused { peer, .. } => panic!("{peer} says no hello"),
         },
     };
-    Table::new(Prefill::new(config(Role::Prefill, mode)), ways)
+    CoreBench::new(Prefill::new(config(Role::Prefill, mode)), ways)
 }
 
 pub(crate) fn decode(mode: Mode) -> DecodeTable {
@@ -176,26 +178,26 @@ pub(crate) fn decode(mode: Mode) -> DecodeTable {
         report: |report| DecodeInput::Report { rank: 0, report },
         tick: || DecodeInput::Tick,
         sort: |effect| match effect {
-            DecodeEffect::Control(command) => Want::Control(command),
-            DecodeEffect::Job(job) => Want::Job(job),
-            DecodeEffect::Answer(answer) => Want::Answer(answer),
-            DecodeEffect::Violation(violation) => Want::Violation(violation.to_string()),
+            DecodeEffect::Control(command) => CoreOutput::Control(command),
+            DecodeEffect::Job(job) => CoreOutput::Job(job),
+            DecodeEffect::Answer(answer) => CoreOutput::Answer(answer),
+            DecodeEffect::Violation(violation) => CoreOutput::Violation(violation.to_string()),
             DecodeEffect::Router(said) => panic!("{said:?}, without a router"),
             DecodeEffect::Refused { peer, .. } => panic!("{peer} says no hello"),
         },
     };
-    Table::new(Decode::new(config(Role::Decode, mode)), ways)
+    CoreBench::new(Decode::new(config(Role::Decode, mode)), ways)
 }
 
-impl<M: Machine, A> Table<M, A> {
+impl<M: Machine, A> CoreBench<M, A> {
     fn new(core: M, ways: Ways<M, A>) -> Self {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
-        Table { core, ways, now: Nanos(1), wants: Vec::new(), inbound: LinkId::INBOUND }
+        CoreBench { core, ways, now: Nanos(1), wants: Vec::new(), inbound: LinkId::INBOUND }
     }
 
     pub(crate) fn ready(mut self) -> Self {
-        self.report(Report::Ready { layout: layout(0x1000) });
+        self.report(TransferReport::Ready { layout: layout(0x1000) });
         self
     }
 
@@ -205,7 +207,7 @@ impl<M: Machine, A> Table<M, A> {
         self.wants.extend(out.take().into_iter().map(self.ways.sort));
     }
 
-    pub(crate) fn report(&mut self, report: Report) {
+    pub(crate) fn report(&mut self, report: TransferReport) {
         self.give((self.ways.report)(report));
     }
 
@@ -224,7 +226,7 @@ impl<M: Machine, A> Table<M, A> {
     }
 
     /// Takes the first thing wanted that `pick` knows.
-    pub(crate) fn take<T>(&mut self, what: &str, pick: impl Fn(&Want<A>) -> Option<T>) -> T
+    pub(crate) fn take<T>(&mut self, what: &str, pick: impl Fn(&CoreOutput<A>) -> Option<T>) -> T
     where
         A: std::fmt::Debug,
     {
@@ -238,13 +240,13 @@ impl<M: Machine, A> Table<M, A> {
     }
 
     /// The link that the core dials to an endpoint.
-    pub(crate) fn dialled(&mut self, to: &str, channel: Channel) -> LinkId
+    pub(crate) fn dialled(&mut self, to: &str, channel: LinkKind) -> LinkId
     where
         A: std::fmt::Debug,
     {
         let wanted = Endpoint::from(to);
         self.take(to, |want| match want {
-            Want::Control(ControlCommand::Dial { link, to, channel: what })
+            CoreOutput::Control(ControlCommand::Dial { link, to, channel: what })
                 if *to == wanted && *what == channel =>
             {
                 Some(*link)
@@ -253,12 +255,12 @@ impl<M: Machine, A> Table<M, A> {
         })
     }
 
-    pub(crate) fn up(&mut self, link: LinkId, channel: Channel) {
+    pub(crate) fn up(&mut self, link: LinkId, channel: LinkKind) {
         self.control(ControlEvent::LinkUp { link, channel, from: None });
     }
 
     /// A link that the other side opened.
-    pub(crate) fn accept(&mut self, channel: Channel) -> LinkId {
+    pub(crate) fn accept(&mut self, channel: LinkKind) -> LinkId {
         self.inbound += 1;
         let link = LinkId(self.inbound);
         let from = Some(Endpoint::from(STRANGER));
@@ -277,7 +279,7 @@ impl<M: Machine, A> Table<M, A> {
         A: std::fmt::Debug,
     {
         self.take("frame", |want| match want {
-            Want::Control(ControlCommand::Send { link: on, frame }) if *on == link => {
+            CoreOutput::Control(ControlCommand::Send { link: on, frame }) if *on == link => {
                 Some(frame.clone())
             }
             _ => None,
@@ -290,19 +292,19 @@ impl<M: Machine, A> Table<M, A> {
         A: std::fmt::Debug,
     {
         self.take("reply", |want| match want {
-            Want::Control(ControlCommand::Reply { link: on, frame }) if *on == link => {
+            CoreOutput::Control(ControlCommand::Reply { link: on, frame }) if *on == link => {
                 Some(frame.clone())
             }
             _ => None,
         })
     }
 
-    pub(crate) fn job(&mut self) -> Job
+    pub(crate) fn job(&mut self) -> TransferJob
     where
         A: std::fmt::Debug,
     {
         self.take("job", |want| match want {
-            Want::Job(job) => Some(job.clone()),
+            CoreOutput::Job(job) => Some(job.clone()),
             _ => None,
         })
     }
@@ -312,7 +314,7 @@ impl<M: Machine, A> Table<M, A> {
         A: Clone + std::fmt::Debug,
     {
         self.take("answer", |want| match want {
-            Want::Answer(answer) => Some(answer.clone()),
+            CoreOutput::Answer(answer) => Some(answer.clone()),
             _ => None,
         })
     }
@@ -322,25 +324,25 @@ impl<M: Machine, A> Table<M, A> {
         A: std::fmt::Debug,
     {
         self.take("violation", |want| match want {
-            Want::Violation(text) => Some(text.clone()),
+            CoreOutput::Violation(text) => Some(text.clone()),
             _ => None,
         })
     }
 
     /// Plays vLLM's side of the handshake that the core begins.
-    pub(crate) fn shake(&mut self, (metadata, memory): &(AgentMetadata, LayerMemory))
+    pub(crate) fn handshake(&mut self, (metadata, memory): &(AgentMetadata, LayerMemory))
     where
         A: std::fmt::Debug,
     {
-        let link = self.dialled("tcp://10.0.0.9:6301", Channel::Handshake);
-        self.up(link, Channel::Handshake);
+        let link = self.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
+        self.up(link, LinkKind::Handshake);
         assert_eq!(self.said(link), REQUEST);
         for frame in [metadata.encode(), memory.encode()] {
             let parts: Vec<&[u8]> = frame.iter().map(|part| &part[..]).collect();
             self.hear(link, &parts);
         }
         self.take("hang-up", |want| match want {
-            Want::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
+            CoreOutput::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
             _ => None,
         });
     }

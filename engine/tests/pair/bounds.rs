@@ -1,10 +1,10 @@
 //! Engines that are set up differently, full queues, and peers that ask for more than there is.
 
 use super::*;
-use crate::world::{Pair, Who};
+use crate::world::{PairWorld, Speaker};
 use engine::core::channel::ChannelConfig;
+use engine::core::config::CoreSettings;
 use engine::core::dialect::native::{self, Frame, kind_of};
-use engine::core::station::CoreSettings;
 
 #[test]
 fn a_lease_is_renewed_as_it_was_granted() {
@@ -14,7 +14,7 @@ fn a_lease_is_renewed_as_it_was_granted() {
             lease: Nanos::from_secs(seconds),
             ..CoreSettings::default()
         });
-        let mut pair = Pair::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
+        let mut pair = PairWorld::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
         let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
         arrive_prefill(&mut pair, Mode::Pull, 100, 1);
         prefill_all(&mut pair, 100);
@@ -26,7 +26,7 @@ fn a_lease_is_renewed_as_it_was_granted() {
         assert_eq!(pair.prefill_said, [freed(None)]);
         let renewals = pair.frames.iter().filter(|(_, from, frame)| {
             let Ok(Frame::Data { message, .. }) = native::decode(frame) else { return false };
-            *from == Who::Decode && kind_of(&message).name() == "Renew"
+            *from == Speaker::Decode && kind_of(&message).name() == "Renew"
         });
         let (renewals, third) = (renewals.count() as u64, 61 * 3 / granted);
         assert!((third / 2..=third + 1).contains(&renewals), "{renewals} of {granted} s");
@@ -38,7 +38,7 @@ fn a_lease_is_renewed_as_it_was_granted() {
 fn a_lease_of_no_length_is_not_asked_for_without_end() {
     let prefill = CoreSettings { lease: Nanos(1), ..CoreSettings::default() };
     let (decode, channel) = (CoreSettings::default(), ChannelConfig::default());
-    let mut pair = Pair::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
+    let mut pair = PairWorld::unequal(Mode::Pull, (&prefill, &channel), (&decode, &channel));
     let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
     allocate(&mut pair, &request, 0, 100, 10);
     settle(&mut pair, 1);
@@ -50,19 +50,19 @@ fn a_lease_of_no_length_is_not_asked_for_without_end() {
     assert_eq!(pair.decode_said.last(), Some(&DecodeAnswer::LoadFailed { request, failure }));
 }
 
-/// A prefill that has said that it computes a prompt, and a decode with blocks for it whose queue to
-/// the prefill is full.
-fn without_room(claim: Nanos) -> (Pair, RequestId) {
+/// A prefill that has said that it computes a prompt, and a decode with blocks for it whose queue
+/// to the prefill is full.
+fn without_room(claim: Nanos) -> (PairWorld, RequestId) {
     let settings = CoreSettings { claim, ..CoreSettings::default() };
     let channel = ChannelConfig { queue_max: 2, ..ChannelConfig::default() };
-    let mut pair = Pair::unequal(Mode::Push, (&settings, &channel), (&settings, &channel));
+    let mut pair = PairWorld::unequal(Mode::Push, (&settings, &channel), (&settings, &channel));
     let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
     settle(&mut pair, 1);
     arrive_prefill(&mut pair, Mode::Push, 64, 3);
     prefill_all(&mut pair, 64);
     settle(&mut pair, 1);
     // For a moment nothing gets through, and others fill the queue.
-    pair.frame_passes = Box::new(|_: Who| false);
+    pair.frame_passes = Box::new(|_: Speaker| false);
     for sibling in [1, 2] {
         arrive_decode(&mut pair, Mode::Push, 64, sibling);
     }
@@ -76,7 +76,7 @@ fn without_room(claim: Nanos) -> (Pair, RequestId) {
 #[test]
 fn an_announcement_without_room_releases_the_source() {
     let (mut pair, _) = without_room(Nanos::from_secs(600));
-    pair.frame_passes = Box::new(|_: Who| true);
+    pair.frame_passes = Box::new(|_: Speaker| true);
     settle(&mut pair, 1);
     for sibling in [1, 2] {
         let request = format!("d-{sibling}").into();
@@ -104,13 +104,13 @@ fn gives_up_beside_a_full_queue(lease: Nanos, apart: u64) {
     let settings = CoreSettings { claim, lease, ..CoreSettings::default() };
     let (wide, small) =
         (ChannelConfig::default(), ChannelConfig { queue_max: 2, ..ChannelConfig::default() });
-    let mut pair = Pair::unequal(Mode::Push, (&settings, &wide), (&settings, &small));
+    let mut pair = PairWorld::unequal(Mode::Push, (&settings, &wide), (&settings, &small));
     arrive_prefill(&mut pair, Mode::Push, 64, 6);
     for sibling in 0..4 {
         arrive_decode(&mut pair, Mode::Push, 64, sibling);
         settle(&mut pair, 1);
     }
-    pair.frame_passes = Box::new(|_: Who| false);
+    pair.frame_passes = Box::new(|_: Speaker| false);
     for sibling in [4, 5] {
         arrive_decode(&mut pair, Mode::Push, 64, sibling);
     }
@@ -120,7 +120,7 @@ fn gives_up_beside_a_full_queue(lease: Nanos, apart: u64) {
         pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
     }
     settle(&mut pair, apart);
-    pair.frame_passes = Box::new(|_: Who| true);
+    pair.frame_passes = Box::new(|_: Speaker| true);
     prefill_all(&mut pair, 64);
     settle(&mut pair, 20);
     assert_eq!(pair.prefill_said, [freed(None)], "long before it gives the receivers up");
@@ -131,12 +131,12 @@ fn gives_up_beside_a_full_queue(lease: Nanos, apart: u64) {
 fn an_announcement_that_outlasts_its_receiver_is_written_nowhere() {
     // A name is forgotten as soon as it has ended, so that the prompt may come again.
     let settings = CoreSettings { tombstones_max: 0, ..CoreSettings::default() };
-    let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+    let mut pair = PairWorld::with(Mode::Push, 1, 1, &settings);
     let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     schedule(&mut pair, 1, 0, 32);
     settle(&mut pair, 1);
-    pair.frame_passes = Box::new(|from| from != Who::Decode);
+    pair.frame_passes = Box::new(|from| from != Speaker::Decode);
     allocate(&mut pair, &request, 0, 64, 10);
     finish(&mut pair, FinishReason::Aborted);
     settle(&mut pair, 1);
@@ -144,7 +144,7 @@ fn an_announcement_that_outlasts_its_receiver_is_written_nowhere() {
     assert_eq!(pair.decode_said.last(), Some(&DecodeAnswer::LoadFailed { request, failure }));
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     prefill_all(&mut pair, 64);
-    pair.frame_passes = Box::new(|_: Who| true);
+    pair.frame_passes = Box::new(|_: Speaker| true);
     settle(&mut pair, 10);
     assert_eq!(pair.ops, 0, "its blocks may be those of somebody else");
 }
@@ -153,7 +153,7 @@ fn an_announcement_that_outlasts_its_receiver_is_written_nowhere() {
 fn a_receiver_that_never_says_where_to_is_given_up() {
     for seconds in [60, 600] {
         let settings = CoreSettings { claim: Nanos::from_secs(seconds), ..CoreSettings::default() };
-        let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+        let mut pair = PairWorld::with(Mode::Push, 1, 1, &settings);
         let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
         arrive_prefill(&mut pair, Mode::Push, 64, 1);
         prefill_all(&mut pair, 64);
@@ -171,7 +171,7 @@ fn a_receiver_that_never_says_where_to_is_given_up() {
 #[test]
 fn a_receiver_that_asks_late_in_the_lease_is_given_up_though_claims_are_shorter() {
     let settings = CoreSettings { claim: Nanos::from_secs(1), ..CoreSettings::default() };
-    let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
+    let mut pair = PairWorld::with(Mode::Push, 1, 1, &settings);
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     prefill_all(&mut pair, 64);
     settle(&mut pair, 2);
@@ -188,7 +188,7 @@ fn a_receiver_that_asks_late_in_the_lease_is_given_up_though_claims_are_shorter(
 fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
     for (early, mode) in [(true, Mode::Push), (false, Mode::Push), (false, Mode::Pull)] {
         let settings = CoreSettings { early_max: 50, receivers_max: 50, ..CoreSettings::default() };
-        let mut pair = Pair::with(mode, 1, 1, &settings);
+        let mut pair = PairWorld::with(mode, 1, 1, &settings);
         if !early {
             arrive_prefill(&mut pair, mode, 64, 1);
         }
@@ -200,7 +200,7 @@ fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
         }
         // As many as there is room for before the leg, and some more of the key and the peer.
         let most = if early { 50 } else { 0 };
-        let entries = |pair: &Pair| pair.prefill_gauges().entries;
+        let entries = |pair: &PairWorld| pair.prefill_gauges().entries;
         assert!((most..most + 8).contains(&entries(&pair)), "{} of {most}, {mode}", entries(&pair));
         if early {
             arrive_prefill(&mut pair, mode, 64, 1);
@@ -218,7 +218,7 @@ fn siblings_that_the_prompt_does_not_have_leave_no_trace() {
 
 #[test]
 fn a_source_that_was_given_up_is_counted_until_it_is_quiet() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     let request = arrive_decode(&mut pair, Mode::Push, 96, 0);
     allocate(&mut pair, &request, 0, 96, 10);
     arrive_prefill(&mut pair, Mode::Push, 96, 1);
@@ -238,7 +238,7 @@ fn a_source_that_was_given_up_is_counted_until_it_is_quiet() {
 #[test]
 fn names_that_receivers_left_before_the_leg_came_are_counted() {
     let [came, never] = [true, false].map(|comes| {
-        let mut pair = Pair::new(Mode::Push, 1, 1);
+        let mut pair = PairWorld::new(Mode::Push, 1, 1);
         let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
         allocate(&mut pair, &request, 0, 64, 10);
         if comes {

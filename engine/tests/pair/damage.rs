@@ -2,17 +2,17 @@
 
 use super::*;
 use crate::versions::CONVERSATIONS;
-use crate::world::{Pair, Who};
+use crate::world::{PairWorld, Speaker};
 use engine::core::channel::COPIES;
 use engine::core::dialect::native::{self, Frame, MessageKind};
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// Damages every copy of one message: number `nth` of those of its kind that a side says. Says which
-/// number the message has, once it was sent.
+/// Damages every copy of one message: number `nth` of those of its kind that a side says. Says
+/// which number the message has, once it was sent.
 fn spoil(
-    pair: &mut Pair,
-    (who, kind, nth): (Who, MessageKind, usize),
+    pair: &mut PairWorld,
+    (who, kind, nth): (Speaker, MessageKind, usize),
     damage: fn(&mut Vec<u8>),
 ) -> Rc<Cell<Option<u64>>> {
     let spoilt = Rc::new(Cell::new(None));
@@ -48,22 +48,22 @@ fn behead(frame: &mut Vec<u8>) {
 /// Longer than anything waits for a message that does not come.
 const LONG: u64 = 700;
 
-/// A conversation of which a message was damaged, at its end.
+/// A connection of which a message was damaged, at its end.
 struct Spoilt {
     case: String,
     /// Which of [`CONVERSATIONS`] it is.
     conversation: usize,
     kind: MessageKind,
-    who: Who,
-    pair: Pair,
+    who: Speaker,
+    pair: PairWorld,
 }
 
-/// Plays all conversations as often as they have a message to damage.
+/// Plays all connections as often as they have a message to damage.
 fn each_spoilt(damage: fn(&mut Vec<u8>), mut check: impl FnMut(&Spoilt)) {
     for (conversation, (name, mode, play)) in CONVERSATIONS.into_iter().enumerate() {
         for &kind in MessageKind::ALL {
-            for (who, nth) in [(Who::Prefill, 0), (Who::Prefill, 1), (Who::Decode, 0)] {
-                let mut pair = Pair::new(mode, 1, 1);
+            for (who, nth) in [(Speaker::Prefill, 0), (Speaker::Prefill, 1), (Speaker::Decode, 0)] {
+                let mut pair = PairWorld::new(mode, 1, 1);
                 let number = spoil(&mut pair, (who, kind, nth), damage);
                 play(&mut pair);
                 settle(&mut pair, LONG);
@@ -83,7 +83,7 @@ fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
     each_spoilt(cut, |Spoilt { case, kind, who, pair, .. }| {
         spoilt.push(kind.name());
         let violations = pair.violations.as_deref().unwrap();
-        let sender = if *who == Who::Prefill { "prefill" } else { "decode" };
+        let sender = if *who == Speaker::Prefill { "prefill" } else { "decode" };
         assert_eq!(violations.len(), COPIES as usize, "{case}: {violations:?}");
         for violation in violations {
             assert_eq!((&*violation.peer, &*violation.frame), (sender, kind.name()));
@@ -94,18 +94,18 @@ fn a_message_that_cannot_be_read_costs_its_transfer_and_leaves_nothing() {
     });
     let messages = MessageKind::ALL.iter().filter(|kind| !(1..14).contains(&(**kind as u8)));
     for kind in messages {
-        assert!(spoilt.contains(&kind.name()), "no conversation has {}", kind.name());
+        assert!(spoilt.contains(&kind.name()), "no connection has {}", kind.name());
     }
 }
 
 #[test]
 fn a_message_whose_number_cannot_be_read_ends_its_conversation_and_leaves_nothing() {
-    let ended = |pair: &Pair| {
+    let ended = |pair: &PairWorld| {
         let ends = |said: &&DecodeAnswer| !matches!(said, DecodeAnswer::Allocate { .. });
         (pair.prefill_said.len(), pair.decode_said.iter().filter(ends).count())
     };
     let plain = CONVERSATIONS.map(|(_, mode, play)| {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         play(&mut pair);
         settle(&mut pair, LONG);
         ended(&pair)
@@ -123,7 +123,7 @@ fn key_of(n: u32) -> TransferKey {
 }
 
 /// Prompt `n` of 64 tokens is wanted by decode and computed by the prefill.
-fn prompt(pair: &mut Pair, n: u32) -> RequestId {
+fn prompt(pair: &mut PairWorld, n: u32) -> RequestId {
     let (request, prefill) = (RequestId::from(format!("d-{n}")), RequestId::from(format!("p-{n}")));
     let (mode, control) = (Mode::Pull, "prefill-control".into());
     let leg = DecodeLeg {
@@ -132,12 +132,12 @@ fn prompt(pair: &mut Pair, n: u32) -> RequestId {
         mode,
         prefill: "prefill".into(),
         control,
-        life: None,
+        incarnation: None,
         moriio: None,
     };
     let hook = DecodeHook::Arrived { request: request.clone(), leg, tokens: 64 };
     pair.decode(DecodeInput::Hook(hook));
-    let leg = PrefillLeg { key: key_of(n), siblings: 1, mode, life: None, moriio: None };
+    let leg = PrefillLeg { key: key_of(n), siblings: 1, mode, incarnation: None, moriio: None };
     let hook = PrefillHook::Arrived { request: prefill.clone(), leg, tokens: 64 };
     pair.prefill(PrefillInput::Hook(hook));
     let blocks = vec![BlockList::new((4 * n..4 * n + 4).collect())];
@@ -152,8 +152,8 @@ fn prompt(pair: &mut Pair, n: u32) -> RequestId {
 
 #[test]
 fn what_comes_behind_a_message_that_cannot_be_read_is_taken() {
-    let mut pair = Pair::new(Mode::Pull, 1, 1);
-    let number = spoil(&mut pair, (Who::Prefill, MessageKind::Grant, 0), cut);
+    let mut pair = PairWorld::new(Mode::Pull, 1, 1);
+    let number = spoil(&mut pair, (Speaker::Prefill, MessageKind::Grant, 0), cut);
     let requests: Vec<RequestId> = (1..=5).map(|n| prompt(&mut pair, n)).collect();
     settle(&mut pair, 1);
     for (n, request) in (1..).zip(&requests) {
@@ -173,11 +173,11 @@ fn what_comes_behind_a_message_that_cannot_be_read_is_taken() {
 #[test]
 fn a_message_that_was_damaged_on_its_way_is_sent_again() {
     for (name, mode, play) in CONVERSATIONS {
-        let mut plain = Pair::new(mode, 1, 1);
+        let mut plain = PairWorld::new(mode, 1, 1);
         play(&mut plain);
         settle(&mut plain, 5);
         // All messages arrive damaged the first time, cut at another place each.
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         pair.violations = Some(Vec::new());
         let mut seen = Vec::new();
         pair.alter = Box::new(move |from, mut frame| {

@@ -1,7 +1,7 @@
 //! What a full link and a plane with little credit do.
 
 use super::{BLOCK, LAYERS, allocate, loaded, settle};
-use crate::world::{Fate, Pair, caps};
+use crate::world::{OpResult, PairWorld, caps};
 use engine::core::Nanos;
 use engine::core::decode::DecodeInput;
 use engine::core::ids::{RequestId, StepId, TransferKey};
@@ -9,7 +9,7 @@ use engine::core::layout::BlockList;
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
 use engine::core::transfer::TransferSettings;
-use engine::fabric::{Caps, Cause, Credits, Landed, Patience, Placement};
+use engine::fabric::{Caps, Credits, FabricError, Landed, Placement, PlaneTimeouts};
 
 const TOKENS: u32 = 4 * BLOCK;
 
@@ -27,7 +27,7 @@ fn request(n: u32) -> RequestId {
 }
 
 /// Prompt `n` is computed, and granted to its decode.
-fn offer(pair: &mut Pair, n: u32, tokens: u32) {
+fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
     let key = TransferKey { id: format!("t{n}").into(), prompt: 0 };
     let leg = DecodeLeg {
         key: key.clone(),
@@ -35,12 +35,12 @@ fn offer(pair: &mut Pair, n: u32, tokens: u32) {
         mode: Mode::Pull,
         prefill: "prefill".into(),
         control: "prefill-control".into(),
-        life: None,
+        incarnation: None,
         moriio: None,
     };
     let arrived = DecodeHook::Arrived { request: request(n), leg, tokens };
     pair.decode(DecodeInput::Hook(arrived));
-    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Pull, life: None, moriio: None };
+    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Pull, incarnation: None, moriio: None };
     let prompt = RequestId::from(format!("p-{n}"));
     let arrived = PrefillHook::Arrived { request: prompt.clone(), leg, tokens };
     pair.prefill(PrefillInput::Hook(arrived));
@@ -53,7 +53,7 @@ fn offer(pair: &mut Pair, n: u32, tokens: u32) {
     pair.prefill(PrefillInput::Hook(finished));
 }
 
-fn offer_all(pair: &mut Pair, count: u32) {
+fn offer_all(pair: &mut PairWorld, count: u32) {
     for n in 1..=count {
         offer(pair, n, TOKENS);
     }
@@ -61,11 +61,11 @@ fn offer_all(pair: &mut Pair, count: u32) {
 }
 
 /// Decode has blocks for prompt `n`.
-fn take(pair: &mut Pair, n: u32, tokens: u32) {
+fn take(pair: &mut PairWorld, n: u32, tokens: u32) {
     allocate(pair, &request(n), 0, tokens, 40 * n);
 }
 
-fn loads(pair: &Pair) -> usize {
+fn loads(pair: &PairWorld) -> usize {
     pair.decode_said.iter().filter(|said| matches!(said, DecodeAnswer::Loaded { .. })).count()
 }
 
@@ -77,7 +77,7 @@ fn nothing_is_posted_beyond_the_credit_of_a_plane() {
     for few in [four, ranges, bytes, Credits { operations: 1, ..ranges }] {
         for caps in [placed(few, Credits::UNLIMITED), placed(Credits::UNLIMITED, few)] {
             for flows in [2_u32, 7, 15] {
-                let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
+                let mut pair = PairWorld::over(caps, Mode::Pull, TransferSettings::default());
                 pair.op_us = Box::new(|_, _| 500);
                 offer_all(&mut pair, flows);
                 for n in 1..=flows {
@@ -95,7 +95,7 @@ fn nothing_is_posted_beyond_the_credit_of_a_plane() {
 #[test]
 fn a_plane_that_is_busy_costs_no_try_and_little_work() {
     let settings = TransferSettings { retries_max: 0, ..TransferSettings::default() };
-    let mut pair = Pair::over(unlimited(), Mode::Pull, settings);
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, settings);
     pair.credit = 2;
     pair.op_us = Box::new(|_, _| 500);
     offer_all(&mut pair, 7);
@@ -114,7 +114,7 @@ fn a_block_of_more_ranges_than_an_operation_may_have_is_moved_in_parts() {
     for slices_max in [1, 3] {
         // Four blocks that are not neighbours, each one range.
         let caps = Caps { slices_max, ..unlimited() };
-        let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
+        let mut pair = PairWorld::over(caps, Mode::Pull, TransferSettings::default());
         pair.op_us = Box::new(|more, _| more.bytes);
         offer_all(&mut pair, 1);
         let blocks = vec![BlockList::new(vec![9, 3, 30, 12])];
@@ -132,11 +132,11 @@ fn a_block_of_more_ranges_than_an_operation_may_have_is_moved_in_parts() {
 fn an_operation_that_failed_is_repeated_and_no_other() {
     for slices_max in [1, 1_024] {
         let caps = Caps { slices_max, ..unlimited() };
-        let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
+        let mut pair = PairWorld::over(caps, Mode::Pull, TransferSettings::default());
         pair.op_fate = Box::new(|n| match n {
-            5 => Fate::Fails(Cause::AckTimeout, Landed::Unknown),
-            9 => Fate::Fails(Cause::AckTimeout, Landed::None),
-            _ => Fate::Done,
+            5 => OpResult::Fails(FabricError::AckTimeout, Landed::Unknown),
+            9 => OpResult::Fails(FabricError::AckTimeout, Landed::None),
+            _ => OpResult::Done,
         });
         offer_all(&mut pair, 2);
         let blocks = vec![BlockList::new(vec![9, 3, 30, 12])];
@@ -153,7 +153,7 @@ fn an_operation_that_failed_is_repeated_and_no_other() {
 #[test]
 fn neighbours_that_leave_cost_a_read_nothing() {
     for leave in 0..=8 {
-        let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
+        let mut pair = PairWorld::over(unlimited(), Mode::Pull, TransferSettings::default());
         // One after the other, 300 ms each: it takes longer than any quiet may, and moves.
         pair.op_us = Box::new(|_, used| 300_000 * u64::from(used.operations + 1));
         offer_all(&mut pair, 1 + leave);
@@ -178,16 +178,16 @@ fn neighbours_that_leave_cost_a_read_nothing() {
 fn blocks_are_held_while_the_operation_that_ended_its_peer_may_land() {
     // The first failure of a session ends the peer, and with it the flow.
     let settings = TransferSettings { reopens_max: 0, ..TransferSettings::default() };
-    let mut pair = Pair::over(unlimited(), Mode::Pull, settings);
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, settings);
     pair.op_fate = Box::new(|n| match n == u64::from(LAYERS) {
-        true => Fate::Fails(Cause::QueuePair, Landed::Unknown),
-        false => Fate::Done,
+        true => OpResult::Fails(FabricError::QueuePair, Landed::Unknown),
+        false => OpResult::Done,
     });
     pair.quiet_us = 500_000;
     offer_all(&mut pair, 1);
     take(&mut pair, 1, TOKENS);
     pair.run(pair.now + Nanos::from_ms(400));
-    let ended = |pair: &Pair| {
+    let ended = |pair: &PairWorld| {
         pair.decode_said.iter().any(|said| matches!(said, DecodeAnswer::LoadFailed { .. }))
     };
     assert_eq!((pair.ops, ended(&pair)), (u64::from(LAYERS), false), "{:?}", pair.decode_said);
@@ -197,13 +197,13 @@ fn blocks_are_held_while_the_operation_that_ended_its_peer_may_land() {
 
 #[test]
 fn what_waits_for_quiet_leaves_the_operations_before_it_their_time() {
-    let mut pair = Pair::over(unlimited(), Mode::Pull, TransferSettings::default());
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, TransferSettings::default());
     // One after the other, each of which takes longer than a quiet may. One of them fails, and is
     // repeated when all of the others are over.
     pair.op_us = Box::new(|_, used| 1_500_000 * u64::from(used.operations + 1));
     pair.op_fate = Box::new(|n| match n {
-        1 => Fate::Fails(Cause::AckTimeout, Landed::Unknown),
-        _ => Fate::Done,
+        1 => OpResult::Fails(FabricError::AckTimeout, Landed::Unknown),
+        _ => OpResult::Done,
     });
     offer_all(&mut pair, 1);
     take(&mut pair, 1, TOKENS);
@@ -221,7 +221,7 @@ fn a_read_that_moves_is_not_dead_however_long_it_takes() {
         operation_bytes_max: 1_024,
         ..TransferSettings::default()
     };
-    let mut pair = Pair::over(unlimited(), Mode::Pull, settings);
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, settings);
     // Four blocks of 1 KiB in each layer, 2 KiB a second: longer than a lease and than any stall.
     pair.op_us = Box::new(|more, used| (more.bytes + used.bytes) * 488);
     offer_all(&mut pair, 1);
@@ -238,9 +238,9 @@ fn a_read_that_moves_is_not_dead_however_long_it_takes() {
 fn a_plane_that_says_itself_what_has_failed_has_its_time() {
     for (seconds, tries) in [(0, 2), (8, 1)] {
         let time = Nanos::from_secs(seconds);
-        let patience = Patience { open: time, operation: time };
+        let patience = PlaneTimeouts { open: time, operation: time };
         let caps = Caps { patience, ..unlimited() };
-        let mut pair = Pair::over(caps, Mode::Pull, TransferSettings::default());
+        let mut pair = PairWorld::over(caps, Mode::Pull, TransferSettings::default());
         pair.opens.0 = 7_000_000;
         let mut slow = true;
         // As on a machine that is slow at first.
@@ -256,8 +256,8 @@ fn a_plane_that_says_itself_what_has_failed_has_its_time() {
     }
 }
 
-/// Milliseconds that a prompt of one block takes behind three of so many blocks. In each layer a block
-/// takes 12.5 ms, an operation has four at most.
+/// Milliseconds that a prompt of one block takes behind three of so many blocks. In each layer a
+/// block takes 12.5 ms, an operation has four at most.
 fn short_behind(blocks: u32) -> u64 {
     let four = 4 * 1_024;
     let settings = TransferSettings {
@@ -265,7 +265,7 @@ fn short_behind(blocks: u32) -> u64 {
         operation_bytes_max: four,
         ..TransferSettings::default()
     };
-    let mut pair = Pair::over(unlimited(), Mode::Pull, settings);
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, settings);
     pair.op_us = Box::new(|more, used| (more.bytes + used.bytes) * 12_500 / 1_024);
     let long = 1..if blocks > 0 { 4 } else { 1 };
     for n in long.clone() {

@@ -21,41 +21,41 @@ use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use engine::core::layout::{BlockList, Mismatch};
 use engine::core::message::*;
 use engine::core::prefill::PrefillInput;
-use engine::fabric::{Cause, Landed};
+use engine::fabric::{FabricError, Landed};
 use std::cell::Cell;
 use std::rc::Rc;
-use world::{BLOCK, Fate, LAYERS, Pair, Who};
+use world::{BLOCK, LAYERS, OpResult, PairWorld, Speaker};
 
 fn key() -> TransferKey {
     TransferKey { id: "t1".into(), prompt: 0 }
 }
 
-fn arrive_prefill(pair: &mut Pair, mode: Mode, tokens: u32, siblings: u32) {
+fn arrive_prefill(pair: &mut PairWorld, mode: Mode, tokens: u32, siblings: u32) {
     arrive_prefill_for(pair, mode, tokens, siblings, None);
 }
 
 fn arrive_prefill_for(
-    pair: &mut Pair,
+    pair: &mut PairWorld,
     mode: Mode,
     tokens: u32,
     siblings: u32,
-    life: Option<Incarnation>,
+    incarnation: Option<Incarnation>,
 ) {
-    let leg = PrefillLeg { key: key(), siblings, mode, life, moriio: None };
+    let leg = PrefillLeg { key: key(), siblings, mode, incarnation, moriio: None };
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
 }
 
-fn arrive_decode(pair: &mut Pair, mode: Mode, tokens: u32, sibling: u32) -> RequestId {
+fn arrive_decode(pair: &mut PairWorld, mode: Mode, tokens: u32, sibling: u32) -> RequestId {
     arrive_decode_for(pair, mode, tokens, sibling, None)
 }
 
 fn arrive_decode_for(
-    pair: &mut Pair,
+    pair: &mut PairWorld,
     mode: Mode,
     tokens: u32,
     sibling: u32,
-    life: Option<Incarnation>,
+    incarnation: Option<Incarnation>,
 ) -> RequestId {
     let request = RequestId::from(format!("d-{sibling}"));
     let leg = DecodeLeg {
@@ -64,14 +64,14 @@ fn arrive_decode_for(
         mode,
         prefill: "prefill".into(),
         control: "prefill-control".into(),
-        life,
+        incarnation,
         moriio: None,
     };
     pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));
     request
 }
 
-fn allocate(pair: &mut Pair, request: &RequestId, computed: u32, tokens: u32, first: u32) {
+fn allocate(pair: &mut PairWorld, request: &RequestId, computed: u32, tokens: u32, first: u32) {
     let blocks = (0..tokens.div_ceil(BLOCK)).map(|i| first + i).collect();
     pair.decode(DecodeInput::Hook(DecodeHook::Allocated {
         request: request.clone(),
@@ -80,7 +80,7 @@ fn allocate(pair: &mut Pair, request: &RequestId, computed: u32, tokens: u32, fi
     }));
 }
 
-fn schedule(pair: &mut Pair, step: u64, from: u32, to: u32) {
+fn schedule(pair: &mut PairWorld, step: u64, from: u32, to: u32) {
     let (first, last) = (from.div_ceil(BLOCK), to.div_ceil(BLOCK));
     let blocks = vec![BlockList { first, ids: (1 + first..1 + last).collect() }];
     let chunk = Chunk { request: "p-1".into(), from, to, blocks };
@@ -90,13 +90,13 @@ fn schedule(pair: &mut Pair, step: u64, from: u32, to: u32) {
     }));
 }
 
-fn finish(pair: &mut Pair, reason: FinishReason) {
+fn finish(pair: &mut PairWorld, reason: FinishReason) {
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Finished { request, reason }));
 }
 
 /// Computes the whole prompt in two chunks.
-fn prefill_all(pair: &mut Pair, tokens: u32) {
+fn prefill_all(pair: &mut PairWorld, tokens: u32) {
     let half = tokens / 2;
     schedule(pair, 1, 0, half);
     for layer in 1..=LAYERS {
@@ -109,7 +109,7 @@ fn prefill_all(pair: &mut Pair, tokens: u32) {
     finish(pair, FinishReason::Length);
 }
 
-fn settle(pair: &mut Pair, seconds: u64) {
+fn settle(pair: &mut PairWorld, seconds: u64) {
     pair.run(pair.now + Nanos::from_secs(seconds));
 }
 
@@ -124,7 +124,7 @@ fn freed(failure: Option<Failure>) -> PrefillAnswer {
 #[test]
 fn push_delivers_layer_by_layer_between_unequal_ranks() {
     for (prefill_tp, decode_tp) in [(1, 1), (2, 4), (4, 2)] {
-        let mut pair = Pair::new(Mode::Push, prefill_tp, decode_tp);
+        let mut pair = PairWorld::new(Mode::Push, prefill_tp, decode_tp);
         let request = arrive_decode(&mut pair, Mode::Push, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         settle(&mut pair, 1);
@@ -145,7 +145,7 @@ fn push_delivers_layer_by_layer_between_unequal_ranks() {
     }
 }
 
-fn prefill_all_from_second_chunk(pair: &mut Pair) {
+fn prefill_all_from_second_chunk(pair: &mut PairWorld) {
     schedule(pair, 2, 50, 100);
     pair.compute(2, LAYERS);
     finish(pair, FinishReason::Stop);
@@ -155,7 +155,7 @@ fn prefill_all_from_second_chunk(pair: &mut Pair) {
 fn events_of_a_push_commute() {
     // Announce before and after the prompt is computed, and before and after its leg arrives.
     for order in 0..3 {
-        let mut pair = Pair::new(Mode::Push, 2, 2);
+        let mut pair = PairWorld::new(Mode::Push, 2, 2);
         if order > 0 {
             arrive_prefill(&mut pair, Mode::Push, 70, 1);
         }
@@ -180,7 +180,7 @@ fn events_of_a_push_commute() {
 
 #[test]
 fn pull_reads_under_a_lease_and_releases() {
-    let mut pair = Pair::new(Mode::Pull, 2, 1);
+    let mut pair = PairWorld::new(Mode::Pull, 2, 1);
     let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
     allocate(&mut pair, &request, 0, 100, 10);
     settle(&mut pair, 1);
@@ -196,7 +196,7 @@ fn pull_reads_under_a_lease_and_releases() {
 #[test]
 fn a_prefix_hit_of_everything_releases_the_source_without_a_transfer() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         arrive_prefill(&mut pair, mode, 64, 1);
         let request = arrive_decode(&mut pair, mode, 64, 0);
         allocate(&mut pair, &request, 64, 64, 10);
@@ -212,10 +212,10 @@ fn a_prefix_hit_of_everything_releases_the_source_without_a_transfer() {
 #[test]
 fn a_lost_ack_is_retried_after_quiet() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 2, 2);
+        let mut pair = PairWorld::new(mode, 2, 2);
         pair.op_fate = Box::new(|n| match n {
-            3 => Fate::Fails(Cause::AckTimeout, Landed::Unknown),
-            _ => Fate::Done,
+            3 => OpResult::Fails(FabricError::AckTimeout, Landed::Unknown),
+            _ => OpResult::Done,
         });
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
@@ -231,8 +231,8 @@ fn a_lost_ack_is_retried_after_quiet() {
 #[test]
 fn a_completion_that_never_comes_tears_the_session_down_and_is_retried() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
-        pair.op_fate = Box::new(|n| if n == 2 { Fate::Silent } else { Fate::Done });
+        let mut pair = PairWorld::new(mode, 1, 1);
+        pair.op_fate = Box::new(|n| if n == 2 { OpResult::Silent } else { OpResult::Done });
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
@@ -246,14 +246,14 @@ fn a_completion_that_never_comes_tears_the_session_down_and_is_retried() {
 #[test]
 fn a_transfer_that_always_fails_ends_on_both_sides() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 2, 2);
-        pair.op_fate = Box::new(|_| Fate::Fails(Cause::RemoteAccess, Landed::Unknown));
+        let mut pair = PairWorld::new(mode, 2, 2);
+        pair.op_fate = Box::new(|_| OpResult::Fails(FabricError::RemoteAccess, Landed::Unknown));
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
         prefill_all(&mut pair, 100);
         settle(&mut pair, 5);
-        let failure = Failure::Fabric(Cause::RemoteAccess);
+        let failure = Failure::Fabric(FabricError::RemoteAccess);
         assert_eq!(
             pair.decode_said,
             [DecodeAnswer::LoadFailed { request, failure: failure.clone() }],
@@ -267,7 +267,7 @@ fn a_transfer_that_always_fails_ends_on_both_sides() {
 #[test]
 fn an_abort_while_waiting_is_answered_when_quiet() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 2, 2);
+        let mut pair = PairWorld::new(mode, 2, 2);
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
@@ -290,7 +290,7 @@ fn an_abort_while_waiting_is_answered_when_quiet() {
 
 #[test]
 fn an_abort_before_allocation_releases_the_source() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     let request = arrive_decode(&mut pair, Mode::Push, 64, 0);
     let hook = DecodeHook::Finished { request, reason: FinishReason::Aborted };
@@ -302,11 +302,11 @@ fn an_abort_before_allocation_releases_the_source() {
     assert!(pair.at_rest());
 }
 
-/// A push can be over, and decode's answer too, before the engine of the prefill has one; a router then
-/// leaves the prefill.
+/// A push can be over, and decode's answer too, before the engine of the prefill has one; a router
+/// then leaves the prefill.
 #[test]
 fn a_prefill_that_is_aborted_when_decode_has_all_did_not_fail() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     let request = arrive_decode(&mut pair, Mode::Push, 100, 0);
     allocate(&mut pair, &request, 0, 100, 10);
     arrive_prefill(&mut pair, Mode::Push, 100, 1);
@@ -323,7 +323,7 @@ fn a_prefill_that_is_aborted_when_decode_has_all_did_not_fail() {
 #[test]
 fn a_prefill_that_ends_early_is_told() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
@@ -345,7 +345,7 @@ fn a_prefill_that_ends_early_is_told() {
 
 #[test]
 fn a_preempted_prefill_is_sent_again_from_its_new_blocks() {
-    let mut pair = Pair::new(Mode::Push, 2, 2);
+    let mut pair = PairWorld::new(Mode::Push, 2, 2);
     let request = arrive_decode(&mut pair, Mode::Push, 96, 0);
     allocate(&mut pair, &request, 0, 96, 10);
     arrive_prefill(&mut pair, Mode::Push, 96, 1);
@@ -366,7 +366,7 @@ fn a_preempted_prefill_is_sent_again_from_its_new_blocks() {
 
 #[test]
 fn a_receiver_of_a_prompt_that_does_not_get_going_again_does_without() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     let request = arrive_decode(&mut pair, Mode::Push, 96, 0);
     arrive_prefill(&mut pair, Mode::Push, 96, 1);
     settle(&mut pair, 1);
@@ -394,7 +394,7 @@ fn a_receiver_of_a_prompt_that_does_not_get_going_again_does_without() {
 #[test]
 fn decode_gets_blocks_when_the_prefill_has_its_own() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         let request = arrive_decode(&mut pair, mode, 96, 0);
         settle(&mut pair, 1);
         arrive_prefill(&mut pair, mode, 96, 1);
@@ -423,30 +423,30 @@ fn decode_gets_blocks_when_the_prefill_has_its_own() {
 }
 
 #[test]
-fn a_later_life_is_not_asked_for_what_an_earlier_one_had() {
-    // The life that is there is 1; one before it has a higher number if its clock went back.
+fn a_later_incarnation_is_not_asked_for_what_an_earlier_one_had() {
+    // The incarnation that is there is 1; one before it has a higher number if its clock went back.
     for (mode, past) in [(Mode::Push, 0), (Mode::Pull, 0), (Mode::Push, 2), (Mode::Pull, 2)] {
-        let (mut pair, past) = (Pair::new(mode, 1, 1), Some(Incarnation(past)));
+        let (mut pair, past) = (PairWorld::new(mode, 1, 1), Some(Incarnation(past)));
         let rejected =
             |request| DecodeAnswer::Rejected { request, failure: Failure::PeerRestarted };
         let first = arrive_decode_for(&mut pair, mode, 96, 0, past);
-        assert_eq!(pair.decode_said, [], "the peer has not said which life it is in");
+        assert_eq!(pair.decode_said, [], "the peer has not said which incarnation it is in");
         settle(&mut pair, 1);
         assert_eq!(pair.decode_said, [rejected(first)], "{mode}");
         let second = arrive_decode_for(&mut pair, mode, 96, 1, past);
         assert_eq!(pair.decode_said[1..], [rejected(second)], "{mode}");
         arrive_decode_for(&mut pair, mode, 96, 2, Some(Incarnation(1)));
         settle(&mut pair, 1);
-        assert_eq!(pair.decode_said.len(), 2, "{mode}: this life has it");
+        assert_eq!(pair.decode_said.len(), 2, "{mode}: this incarnation has it");
     }
 }
 
 #[test]
-fn a_leg_for_another_life_of_the_prefill_fails_at_once() {
+fn a_leg_for_another_incarnation_of_the_prefill_fails_at_once() {
     for mode in [Mode::Push, Mode::Pull] {
-        for life in [Incarnation(0), Incarnation(2)] {
-            let mut pair = Pair::new(mode, 1, 1);
-            arrive_prefill_for(&mut pair, mode, 64, 1, Some(life));
+        for incarnation in [Incarnation(0), Incarnation(2)] {
+            let mut pair = PairWorld::new(mode, 1, 1);
+            arrive_prefill_for(&mut pair, mode, 64, 1, Some(incarnation));
             let (request, failure) = ("p-1".into(), Failure::OtherLife);
             assert_eq!(pair.prefill_said, [PrefillAnswer::Rejected { request, failure }]);
             assert!(pair.at_rest());
@@ -457,7 +457,7 @@ fn a_leg_for_another_life_of_the_prefill_fails_at_once() {
 #[test]
 fn siblings_are_served_by_one_copy_and_a_duplicate_is_refused() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         arrive_prefill(&mut pair, mode, 64, 2);
         prefill_all(&mut pair, 64);
         let one = arrive_decode(&mut pair, mode, 64, 0);
@@ -480,7 +480,7 @@ fn siblings_are_served_by_one_copy_and_a_duplicate_is_refused() {
 #[test]
 fn a_source_that_nobody_fetches_is_freed_by_its_lease() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         arrive_prefill(&mut pair, mode, 64, 1);
         prefill_all(&mut pair, 64);
         settle(&mut pair, 29);
@@ -494,7 +494,7 @@ fn a_source_that_nobody_fetches_is_freed_by_its_lease() {
 #[test]
 fn an_announce_without_a_prefill_leg_ends() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         let request = arrive_decode(&mut pair, mode, 64, 0);
         allocate(&mut pair, &request, 0, 64, 10);
         settle(&mut pair, 32);
@@ -507,7 +507,7 @@ fn an_announce_without_a_prefill_leg_ends() {
 #[test]
 fn a_dead_prefill_is_fenced_before_the_blocks_go_back() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 2, 2);
+        let mut pair = PairWorld::new(mode, 2, 2);
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
@@ -523,8 +523,8 @@ fn a_dead_prefill_is_fenced_before_the_blocks_go_back() {
 #[test]
 fn a_dead_decode_costs_the_prefill_no_block_for_longer_than_its_lease() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 2, 2);
-        pair.op_fate = Box::new(|_| Fate::Silent);
+        let mut pair = PairWorld::new(mode, 2, 2);
+        pair.op_fate = Box::new(|_| OpResult::Silent);
         let request = arrive_decode(&mut pair, mode, 100, 0);
         allocate(&mut pair, &request, 0, 100, 10);
         arrive_prefill(&mut pair, mode, 100, 1);
@@ -540,10 +540,10 @@ fn a_dead_decode_costs_the_prefill_no_block_for_longer_than_its_lease() {
 #[test]
 fn lost_frames_are_sent_again() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         // About one in three, without a period that retransmissions could fall in step with.
         let mut state = 1_u32;
-        pair.frame_passes = Box::new(move |_: Who| {
+        pair.frame_passes = Box::new(move |_: Speaker| {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             state >> 24 >= 85
         });
@@ -560,12 +560,12 @@ fn lost_frames_are_sent_again() {
 
 #[test]
 fn what_is_not_acknowledged_is_said_less_and_less_often() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     arrive_decode(&mut pair, Mode::Push, 100, 0);
     settle(&mut pair, 1);
     let said = Rc::new(Cell::new(0));
     let count = said.clone();
-    pair.frame_passes = Box::new(move |_: Who| {
+    pair.frame_passes = Box::new(move |_: Speaker| {
         count.set(count.get() + 1);
         false
     });
@@ -579,7 +579,7 @@ fn what_is_not_acknowledged_is_said_less_and_less_often() {
 fn a_sibling_that_the_prompt_does_not_have_is_refused_and_costs_the_others_nothing() {
     for mode in [Mode::Push, Mode::Pull] {
         for early in [true, false] {
-            let mut pair = Pair::new(mode, 1, 1);
+            let mut pair = PairWorld::new(mode, 1, 1);
             let stray = early.then(|| arrive_decode(&mut pair, mode, 64, 7));
             settle(&mut pair, 1);
             arrive_prefill(&mut pair, mode, 64, 1);

@@ -1,9 +1,10 @@
-//! Names that come again: of transfers, attempts, and lives of a peer.
+//! Names that come again: of transfers, attempts, and incarnations of a peer.
 
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
-use crate::world::{Pair, Who};
+use crate::world::{PairWorld, Speaker};
 use engine::core::Nanos;
+use engine::core::config::CoreSettings;
 use engine::core::decode::DecodeInput;
 use engine::core::error::Failure;
 use engine::core::ids::{Incarnation, RequestId};
@@ -11,9 +12,8 @@ use engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg,
 };
 use engine::core::prefill::PrefillInput;
-use engine::core::station::CoreSettings;
 
-fn abort(pair: &mut Pair, request: &RequestId) {
+fn abort(pair: &mut PairWorld, request: &RequestId) {
     let (request, reason) = (request.clone(), FinishReason::Aborted);
     pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
 }
@@ -21,7 +21,7 @@ fn abort(pair: &mut Pair, request: &RequestId) {
 #[test]
 fn a_leg_that_comes_again_after_its_end_is_refused() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         arrive_prefill(&mut pair, mode, 64, 2);
         prefill_all(&mut pair, 64);
         let first = arrive_decode(&mut pair, mode, 64, 0);
@@ -36,10 +36,10 @@ fn a_leg_that_comes_again_after_its_end_is_refused() {
 
 #[test]
 fn more_copies_of_a_prompt_than_it_has_samples_are_refused() {
-    let mut pair = Pair::new(Mode::Push, 1, 1);
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     let (key, mode) = (super::key(), Mode::Push);
-    let leg = PrefillLeg { key, siblings: 1, mode, life: None, moriio: None };
+    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None };
     let request = RequestId::from("p-2");
     let hook = PrefillHook::Arrived { request: request.clone(), leg, tokens: 64 };
     pair.prefill(PrefillInput::Hook(hook));
@@ -48,25 +48,25 @@ fn more_copies_of_a_prompt_than_it_has_samples_are_refused() {
 }
 
 #[test]
-fn a_later_life_is_not_told_what_an_earlier_one_had() {
-    let mut pair = Pair::new(Mode::Pull, 1, 1);
-    let life = Some(Incarnation(1));
-    let request = arrive_decode_for(&mut pair, Mode::Pull, 64, 0, life);
+fn a_later_incarnation_is_not_told_what_an_earlier_one_had() {
+    let mut pair = PairWorld::new(Mode::Pull, 1, 1);
+    let incarnation = Some(Incarnation(1));
+    let request = arrive_decode_for(&mut pair, Mode::Pull, 64, 0, incarnation);
     settle(&mut pair, 1);
     // The release is never heard of, and what would have heard it is gone.
-    pair.frame_passes = Box::new(|_: Who| false);
+    pair.frame_passes = Box::new(|_: Speaker| false);
     allocate(&mut pair, &request, 64, 64, 10);
     settle(&mut pair, 8);
     pair.restart_prefill(Mode::Pull, 1);
-    pair.frame_passes = Box::new(|_: Who| true);
+    pair.frame_passes = Box::new(|_: Speaker| true);
     settle(&mut pair, 4);
-    assert!(pair.at_rest(), "the new life waits for a prompt that it never had");
+    assert!(pair.at_rest(), "the new incarnation waits for a prompt that it never had");
 }
 
 #[test]
 fn a_grant_of_an_attempt_before_is_not_read_under() {
     let settings = CoreSettings { tombstones_max: 0, ..CoreSettings::default() };
-    let mut pair = Pair::with(Mode::Pull, 1, 1, &settings);
+    let mut pair = PairWorld::with(Mode::Pull, 1, 1, &settings);
     let first = arrive_decode(&mut pair, Mode::Pull, 64, 0);
     arrive_prefill(&mut pair, Mode::Pull, 64, 1);
     settle(&mut pair, 1);
@@ -83,21 +83,21 @@ fn a_grant_of_an_attempt_before_is_not_read_under() {
 #[test]
 fn a_release_of_an_attempt_before_ends_no_receiver() {
     let settings = CoreSettings { tombstones_max: 0, ..CoreSettings::default() };
-    let mut pair = Pair::with(Mode::Push, 1, 1, &settings);
-    let life = Some(Incarnation(1));
-    let arrive = |pair: &mut Pair| arrive_decode_for(pair, Mode::Push, 64, 1, life);
-    arrive_decode_for(&mut pair, Mode::Push, 64, 0, life);
+    let mut pair = PairWorld::with(Mode::Push, 1, 1, &settings);
+    let incarnation = Some(Incarnation(1));
+    let arrive = |pair: &mut PairWorld| arrive_decode_for(pair, Mode::Push, 64, 1, incarnation);
+    arrive_decode_for(&mut pair, Mode::Push, 64, 0, incarnation);
     arrive_prefill(&mut pair, Mode::Push, 64, 2);
     prefill_all(&mut pair, 64);
     settle(&mut pair, 1);
     // The prefill hears nothing of the first attempt but, when both meet again, its release.
-    pair.frame_passes = Box::new(|_: Who| false);
+    pair.frame_passes = Box::new(|_: Speaker| false);
     let request = arrive(&mut pair);
     settle(&mut pair, 12);
     let rejected =
         DecodeAnswer::Rejected { request: request.clone(), failure: Failure::PeerSilent };
     assert_eq!(pair.decode_said.last(), Some(&rejected));
-    // Whoever just failed is left alone for a while; then the conversation begins anew.
+    // Whoever just failed is left alone for a while; then the connection begins anew.
     let mut left_alone = false;
     loop {
         let said = pair.decode_said.len();
@@ -112,7 +112,7 @@ fn a_release_of_an_attempt_before_ends_no_receiver() {
         left_alone |= rejected;
         pair.run(pair.now + Nanos::from_ms(10));
     }
-    pair.frame_passes = Box::new(|_: Who| true);
+    pair.frame_passes = Box::new(|_: Speaker| true);
     settle(&mut pair, 2);
     let due = DecodeAnswer::Allocate { request: request.clone() };
     assert_eq!(pair.decode_said.last(), Some(&due));

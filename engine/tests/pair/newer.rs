@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::versions::{CONVERSATIONS, read, told};
-use crate::world::{Pair, Who};
+use crate::world::{PairWorld, Speaker};
 use engine::core::dialect::native::{self, Frame, MAGIC, VERSION};
 
 /// Kinds that this version does not have: of a signal, and of a message.
@@ -41,7 +41,7 @@ fn grown(message: &[u8]) -> Vec<u8> {
 }
 
 /// The frames that a later version would send instead: a hello that says so, and, while the version
-/// of the conversation knows of additions, a message of a new kind before each message.
+/// of the connection knows of additions, a message of a new kind before each message.
 fn of_later_version(frame: &[u8]) -> Vec<Vec<u8>> {
     let body = &frame[4..];
     let (head, kind) = ([MAGIC[0], MAGIC[1], frame[2]], frame[3]);
@@ -101,8 +101,8 @@ fn acknowledged(frame: Vec<u8>) -> Vec<u8> {
 #[test]
 fn what_a_later_version_adds_is_passed_over_and_acknowledged() {
     for (name, mode, play) in CONVERSATIONS {
-        for later in [Who::Prefill, Who::Decode] {
-            let mut pair = Pair::new(mode, 1, 1);
+        for later in [Speaker::Prefill, Speaker::Decode] {
+            let mut pair = PairWorld::new(mode, 1, 1);
             pair.alter = Box::new(move |from, frame| match from == later {
                 true => of_later_version(&frame),
                 false => vec![acknowledged(frame)],
@@ -111,7 +111,7 @@ fn what_a_later_version_adds_is_passed_over_and_acknowledged() {
             settle(&mut pair, 5);
             let mut expected = read(1, name).told;
             for answer in &mut expected[1] {
-                if later == Who::Prefill {
+                if later == Speaker::Prefill {
                     let unknown = r#"{"Unknown":"PrefillFaded"}"#;
                     *answer = answer.replace(r#""PrefillEnded""#, unknown);
                 }

@@ -2,11 +2,11 @@
 
 use crate::world::{actor, caps};
 use engine::core::command::DataCommand;
-use engine::core::ids::PeerSlot;
-use engine::core::message::{Job, Mode, Report, Role};
+use engine::core::ids::ConnectionId;
+use engine::core::message::{Mode, Role, TransferJob, TransferReport};
 use engine::core::transfer::{Transfer, TransferEffect, TransferInput};
 use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, DataEvent, PeerId, RegionDesc, RegionId, SessionId, Ticket};
+use engine::fabric::{Address, DataEvent, PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId};
 use std::sync::Arc;
 
 fn handle(transfer: &mut Transfer, input: TransferInput) -> Vec<TransferEffect> {
@@ -25,11 +25,11 @@ fn connected() -> (Transfer, PeerId) {
     let registered = DataEvent::Registered { region: RegionId(0), result };
     let said = handle(&mut transfer, TransferInput::Data(registered));
     let layout = said.into_iter().find_map(|effect| match effect {
-        TransferEffect::Report(Report::Ready { layout }) => Some(layout),
+        TransferEffect::Report(TransferReport::Ready { layout }) => Some(layout),
         _ => None,
     });
     let ranks = Arc::new(vec![layout.expect("all is registered")]);
-    let job = Job::Peer { peer: PeerSlot(3), geometry, ranks, pass: 7 };
+    let job = TransferJob::Peer { peer: ConnectionId(3), geometry, ranks, fence_key: 7 };
     let id = handle(&mut transfer, TransferInput::Job(job)).into_iter().find_map(|e| match e {
         TransferEffect::Data(DataCommand::Connect { peer, .. }) => Some(peer),
         _ => None,
@@ -54,7 +54,7 @@ fn peers_of_before_a_reset_do_not_stay_connected() {
 fn answers_to_calls_of_before_a_reset_are_no_violations() {
     let (mut transfer, _) = connected();
     reset(&mut transfer);
-    let quiet = |ticket| DataEvent::Quiet { session: SessionId(1), ticket: Ticket(ticket) };
+    let quiet = |ticket| DataEvent::Quiet { session: SessionId(1), ticket: QuiesceTicket(ticket) };
     handle(&mut transfer, TransferInput::Data(quiet(1)));
     assert_eq!(transfer.gauges().violations, 0);
     handle(&mut transfer, TransferInput::Data(quiet(1_000_000)));

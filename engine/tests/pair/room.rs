@@ -1,17 +1,17 @@
 //! Blocks and places that several requests use, together or one after the other.
 
 use super::{allocate, arrive_decode, arrive_prefill, loaded, prefill_all, settle};
-use crate::world::Pair;
+use crate::world::PairWorld;
+use engine::core::config::CoreSettings;
 use engine::core::decode::DecodeInput;
 use engine::core::layout::BlockList;
 use engine::core::message::{DecodeHook, Mode};
-use engine::core::station::CoreSettings;
 
 #[test]
 fn receivers_that_have_ended_leave_room_for_others() {
     let settings = CoreSettings { receivers_max: 1, ..CoreSettings::default() };
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::with(mode, 1, 1, &settings);
+        let mut pair = PairWorld::with(mode, 1, 1, &settings);
         arrive_prefill(&mut pair, mode, 64, 2);
         prefill_all(&mut pair, 64);
         for sibling in 0..2 {
@@ -27,7 +27,7 @@ fn receivers_that_have_ended_leave_room_for_others() {
 #[test]
 fn a_cached_prefix_is_no_destination() {
     for mode in [Mode::Push, Mode::Pull] {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         let requests = [0, 1].map(|sibling| arrive_decode(&mut pair, mode, 64, sibling));
         for (request, own) in requests.iter().zip([20, 30]) {
             let blocks = vec![BlockList::new(vec![10, 11, own, own + 1])];

@@ -5,15 +5,15 @@
 //! it did with its own.
 
 use super::*;
-use crate::world::{Pair, Who};
+use crate::world::{PairWorld, Speaker};
 use engine::core::channel::ChannelConfig;
+use engine::core::config::CoreSettings;
 use engine::core::dialect::native::{self, Frame, VERSION, VERSION_MIN};
-use engine::core::station::CoreSettings;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-pub(crate) type Conversation = (&'static str, Mode, fn(&mut Pair));
+pub(crate) type Conversation = (&'static str, Mode, fn(&mut PairWorld));
 
 /// What is recorded. Between them both sides say every message.
 pub(crate) const CONVERSATIONS: [Conversation; 5] = [
@@ -25,7 +25,7 @@ pub(crate) const CONVERSATIONS: [Conversation; 5] = [
 ];
 
 /// A prompt of which decode has a part, announced when it is computed.
-fn push(pair: &mut Pair) {
+fn push(pair: &mut PairWorld) {
     let request = arrive_decode(pair, Mode::Push, 100, 0);
     settle(pair, 1);
     arrive_prefill(pair, Mode::Push, 100, 1);
@@ -39,7 +39,7 @@ fn push(pair: &mut Pair) {
 }
 
 /// A prompt that waits for blocks of decode for longer than a lease, and one that is cached.
-fn pull(pair: &mut Pair) {
+fn pull(pair: &mut PairWorld) {
     let request = arrive_decode(pair, Mode::Pull, 100, 0);
     arrive_prefill(pair, Mode::Pull, 100, 2);
     prefill_all(pair, 100);
@@ -53,7 +53,7 @@ fn pull(pair: &mut Pair) {
 }
 
 /// A client that leaves while half of its prompt is written.
-fn cancel(pair: &mut Pair) {
+fn cancel(pair: &mut PairWorld) {
     let request = arrive_decode(pair, Mode::Push, 100, 0);
     allocate(pair, &request, 0, 100, 10);
     arrive_prefill(pair, Mode::Push, 100, 1);
@@ -69,7 +69,7 @@ fn cancel(pair: &mut Pair) {
 }
 
 /// A sample that the prompt does not have, and one whose prefill ends early.
-fn refused(pair: &mut Pair) {
+fn refused(pair: &mut PairWorld) {
     arrive_decode(pair, Mode::Pull, 100, 7);
     let request = arrive_decode(pair, Mode::Pull, 100, 0);
     settle(pair, 1);
@@ -83,8 +83,8 @@ fn refused(pair: &mut Pair) {
 }
 
 /// Operations that the peer's memory refuses.
-fn failed(pair: &mut Pair) {
-    pair.op_fate = Box::new(|_| Fate::Fails(Cause::RemoteAccess, Landed::Unknown));
+fn failed(pair: &mut PairWorld) {
+    pair.op_fate = Box::new(|_| OpResult::Fails(FabricError::RemoteAccess, Landed::Unknown));
     let request = arrive_decode(pair, Mode::Push, 100, 0);
     allocate(pair, &request, 0, 100, 10);
     arrive_prefill(pair, Mode::Push, 100, 1);
@@ -93,7 +93,10 @@ fn failed(pair: &mut Pair) {
 }
 
 /// What one side said, without repetitions: its hello, and its messages by number.
-pub(crate) fn messages(frames: &[(Nanos, Who, Vec<u8>)], who: Who) -> BTreeMap<Option<u64>, &[u8]> {
+pub(crate) fn messages(
+    frames: &[(Nanos, Speaker, Vec<u8>)],
+    who: Speaker,
+) -> BTreeMap<Option<u64>, &[u8]> {
     let mut messages = BTreeMap::new();
     for (_, from, frame) in frames {
         let number = match native::decode(frame) {
@@ -109,7 +112,7 @@ pub(crate) fn messages(frames: &[(Nanos, Who, Vec<u8>)], who: Who) -> BTreeMap<O
 }
 
 /// What both sides told their engines.
-pub(crate) fn told(pair: &Pair) -> [Vec<String>; 2] {
+pub(crate) fn told(pair: &PairWorld) -> [Vec<String>; 2] {
     let prefill = pair.prefill_said.iter().map(serde_json::to_string);
     let decode = pair.decode_said.iter().map(serde_json::to_string);
     [prefill.map(Result::unwrap).collect(), decode.map(Result::unwrap).collect()]
@@ -125,11 +128,11 @@ fn path(name: &str) -> PathBuf {
 #[ignore = "writes files that are kept"]
 fn record() {
     for (name, mode, play) in CONVERSATIONS {
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         play(&mut pair);
         let mut text = String::new();
         for (at, from, frame) in &pair.frames {
-            let side = if *from == Who::Prefill { 'P' } else { 'D' };
+            let side = if *from == Speaker::Prefill { 'P' } else { 'D' };
             write!(text, "{side} {} ", at.0).unwrap();
             frame.iter().for_each(|byte| write!(text, "{byte:02x}").unwrap());
             text.push('\n');
@@ -141,9 +144,9 @@ fn record() {
     }
 }
 
-/// The frames of a recorded conversation, and what both sides told their engines.
+/// The frames of a recorded connection, and what both sides told their engines.
 pub(crate) struct Recorded {
-    frames: Vec<(Nanos, Who, Vec<u8>)>,
+    frames: Vec<(Nanos, Speaker, Vec<u8>)>,
     pub(crate) told: [Vec<String>; 2],
 }
 
@@ -156,7 +159,7 @@ pub(crate) fn read(version: u16, name: &str) -> Recorded {
             "p" => recorded.told[0].push(rest.into()),
             "d" => recorded.told[1].push(rest.into()),
             _ => {
-                let who = if side == "P" { Who::Prefill } else { Who::Decode };
+                let who = if side == "P" { Speaker::Prefill } else { Speaker::Decode };
                 let (at, hex) = rest.split_once(' ').unwrap();
                 let byte = |at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
                 let frame = (0..hex.len()).step_by(2).map(byte).collect();
@@ -181,12 +184,12 @@ fn a_pair_of_unequal_versions_says_what_the_older_one_would() {
         let channel = ChannelConfig { version: older, ..newest.clone() };
         for (name, mode, play) in CONVERSATIONS {
             for (prefill, decode) in [(&channel, &newest), (&newest, &channel)] {
-                let mut pair = Pair::unequal(mode, (&settings, prefill), (&settings, decode));
+                let mut pair = PairWorld::unequal(mode, (&settings, prefill), (&settings, decode));
                 play(&mut pair);
                 settle(&mut pair, 5);
                 let recorded = read(older, name);
                 assert_eq!(told(&pair), recorded.told, "{name}");
-                for who in [Who::Prefill, Who::Decode] {
+                for who in [Speaker::Prefill, Speaker::Decode] {
                     let mut said = messages(&pair.frames, who);
                     let mut then = messages(&recorded.frames, who);
                     said.remove(&None);
@@ -198,10 +201,10 @@ fn a_pair_of_unequal_versions_says_what_the_older_one_would() {
     }
 }
 
-/// Plays back either side of a recorded conversation to today's code.
+/// Plays back either side of a recorded connection to today's code.
 fn meets(version: u16, (name, mode, play): Conversation) {
     let recorded = read(version, name);
-    let sides = [(Role::Prefill, Who::Prefill), (Role::Decode, Who::Decode)];
+    let sides = [(Role::Prefill, Speaker::Prefill), (Role::Decode, Speaker::Decode)];
     for (index, (role, who)) in sides.into_iter().enumerate() {
         let (_, other) = sides[1 - index];
         let mut script = Vec::new();
@@ -211,7 +214,7 @@ fn meets(version: u16, (name, mode, play): Conversation) {
                 script.push((*time, after, frame.clone()));
             }
         }
-        let mut pair = Pair::new(mode, 1, 1);
+        let mut pair = PairWorld::new(mode, 1, 1);
         pair.play(role, script);
         play(&mut pair);
         settle(&mut pair, 5);

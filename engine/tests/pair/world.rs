@@ -1,37 +1,33 @@
 //! A prefill and a decode engine with their transfer actors, joined by planes that move no bytes:
 //! just enough world to see what the machines say to each other and to their engines.
 
+mod setup;
+
+pub(crate) use setup::{BLOCK, LAYERS, actor, caps, core_config, layers};
+
 use engine::core::channel::ChannelConfig;
 use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use engine::core::config::{CoreConfig, CoreSettings};
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::error::{Failure, PeerViolation};
 use engine::core::ids::{EngineId, Incarnation, StepId};
-use engine::core::layout::{Geometry, Group, GroupKind, HeadSlots, LayerLayout};
 use engine::core::machine::Gauges;
-use engine::core::message::{DecodeAnswer, Job, Mode, PrefillAnswer, Report, Role};
+use engine::core::message::{DecodeAnswer, Mode, PrefillAnswer, Role, TransferJob, TransferReport};
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::station::{CoreConfig, CoreSettings};
-use engine::core::transfer::{
-    Transfer, TransferConfig, TransferEffect, TransferInput, TransferSettings,
-};
+use engine::core::transfer::{Transfer, TransferEffect, TransferInput, TransferSettings};
 use engine::core::{Machine, Nanos, Outbox};
 use engine::fabric::*;
 use std::collections::BTreeMap;
-use std::sync::Arc;
-
-/// The recorded conversations are of as many.
-pub(crate) const LAYERS: u16 = 16;
-pub(crate) const BLOCK: u32 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Who {
+pub(crate) enum Speaker {
     Prefill,
     Decode,
     Rank(Role, u16),
 }
 
 #[derive(Clone, Debug)]
-enum Input {
+enum PairInput {
     Prefill(PrefillInput),
     Decode(DecodeInput),
     Transfer(TransferInput),
@@ -41,34 +37,34 @@ enum Input {
 
 /// What becomes of one operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum OpResult {
     Done,
-    Fails(Cause, Landed),
+    Fails(FabricError, Landed),
     Silent,
 }
 
-type OpFate = Box<dyn FnMut(u64) -> Fate>;
-type FrameFate = Box<dyn FnMut(Who) -> bool>;
+type OpScript = Box<dyn FnMut(u64) -> OpResult>;
+type FrameFilter = Box<dyn FnMut(Speaker) -> bool>;
 /// What arrives of a frame that somebody sent.
-type Alter = Box<dyn FnMut(Who, Vec<u8>) -> Vec<Vec<u8>>>;
+type Alter = Box<dyn FnMut(Speaker, Vec<u8>) -> Vec<Vec<u8>>>;
 
-pub(crate) struct Pair {
+pub(crate) struct PairWorld {
     pub(crate) now: Nanos,
     prefill: Option<Prefill>,
     decode: Option<Decode>,
     caps: Caps,
     settings: TransferSettings,
     ranks: BTreeMap<(Role, u16), Transfer>,
-    queue: BTreeMap<(Nanos, u64), (Who, Input)>,
+    queue: BTreeMap<(Nanos, u64), (Speaker, PairInput)>,
     sequence: u64,
     /// Per rank: operations in flight by session, and tickets that wait for them.
     flying: BTreeMap<(Role, u16, SessionId), Vec<OpId>>,
-    tickets: Vec<(Role, u16, SessionId, Ticket)>,
+    tickets: Vec<(Role, u16, SessionId, QuiesceTicket)>,
     /// Per rank: what is in flight; and of it, each operation.
     used: BTreeMap<(Role, u16), Credits>,
     credits: BTreeMap<(Role, u16, OpId), Credits>,
     links: BTreeMap<LinkId, LinkId>,
-    pub(crate) op_fate: OpFate,
+    pub(crate) op_fate: OpScript,
     /// Microseconds that an operation takes beside what its rank has in flight.
     pub(crate) op_us: Box<dyn FnMut(Credits, Credits) -> u64>,
     /// Microseconds until a session is open, and how many were opened.
@@ -77,10 +73,10 @@ pub(crate) struct Pair {
     pub(crate) quiet_us: u64,
     /// Operations that the planes take at a time, whatever their capabilities say.
     pub(crate) credit: usize,
-    pub(crate) frame_passes: FrameFate,
+    pub(crate) frame_passes: FrameFilter,
     pub(crate) alter: Alter,
     /// All frames that were sent, and when.
-    pub(crate) frames: Vec<(Nanos, Who, Vec<u8>)>,
+    pub(crate) frames: Vec<(Nanos, Speaker, Vec<u8>)>,
     /// Frames that broke the protocol, where a test expects any.
     pub(crate) violations: Option<Vec<PeerViolation>>,
     /// Hellos that the prefill refused.
@@ -94,90 +90,14 @@ pub(crate) struct Pair {
     pub(crate) decode_said: Vec<DecodeAnswer>,
 }
 
-fn geometry(tp: u16) -> Geometry {
-    Geometry {
-        model: "pair".into(),
-        tp,
-        kv_heads: 4,
-        latent: false,
-        packed: false,
-        layers: LAYERS,
-        groups: vec![Group {
-            kind: GroupKind::Full,
-            block_tokens: BLOCK,
-            layers: (0..LAYERS).collect(),
-        }],
-    }
-}
-
-pub(crate) fn layers(tp: u16, blocks: u32) -> Vec<LayerLayout> {
-    let heads = u64::from(4 / tp);
-    let row = 8;
-    (0..LAYERS)
-        .map(|layer| LayerLayout {
-            region: 0,
-            base: u64::from(layer) * u64::from(blocks) * heads * u64::from(BLOCK) * row * 2,
-            shape: [blocks, heads as u32, BLOCK, row as u32],
-            stride: [heads * u64::from(BLOCK) * row, u64::from(BLOCK) * row, row, 1],
-            element: 2,
-            slots: HeadSlots::Fused,
-        })
-        .collect()
-}
-
-pub(crate) fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettings) -> CoreConfig {
-    CoreConfig {
-        engine: role.to_string().into(),
-        incarnation: Incarnation(1),
-        role,
-        mode,
-        geometry: Arc::new(geometry(tp)),
-        http: "http".into(),
-        control: "prefill-control".into(),
-        dp: (0, 1),
-        router: None,
-        settings: settings.clone(),
-        channel: ChannelConfig::default(),
-        moriio: None,
-    }
-}
-
-pub(crate) fn caps() -> Caps {
-    Caps {
-        read: true,
-        write: true,
-        slices_max: 1024,
-        per_peer: Credits::UNLIMITED,
-        in_all: Credits::UNLIMITED,
-        placement: Placement::OnQuiet,
-        fence: FenceScope::Peer,
-        patience: Patience::default(),
-    }
-}
-
-pub(crate) fn actor(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> TransferConfig {
-    let blocks = 1_000;
-    TransferConfig {
-        rank,
-        role,
-        mode,
-        geometry: Arc::new(geometry(tp)),
-        address: Address([role as u8, rank as u8].into()),
-        caps,
-        memory: vec![Memory::Own { base: 0, len: 1 << 25 }],
-        layers: layers(tp, blocks),
-        settings: TransferSettings::default(),
-    }
-}
-
-impl Pair {
-    pub(crate) fn new(mode: Mode, prefill_tp: u16, decode_tp: u16) -> Pair {
-        Pair::with(mode, prefill_tp, decode_tp, &CoreSettings::default())
+impl PairWorld {
+    pub(crate) fn new(mode: Mode, prefill_tp: u16, decode_tp: u16) -> PairWorld {
+        PairWorld::with(mode, prefill_tp, decode_tp, &CoreSettings::default())
     }
 
     /// One rank each, over planes that can do `caps`.
-    pub(crate) fn over(caps: Caps, mode: Mode, settings: TransferSettings) -> Pair {
-        Pair::build(mode, (1, 1), &CoreSettings::default(), caps, settings)
+    pub(crate) fn over(caps: Caps, mode: Mode, settings: TransferSettings) -> PairWorld {
+        PairWorld::build(mode, (1, 1), &CoreSettings::default(), caps, settings)
     }
 
     pub(crate) fn with(
@@ -185,9 +105,9 @@ impl Pair {
         prefill_tp: u16,
         decode_tp: u16,
         settings: &CoreSettings,
-    ) -> Pair {
+    ) -> PairWorld {
         let tp = (prefill_tp, decode_tp);
-        Pair::build(mode, tp, settings, caps(), TransferSettings::default())
+        PairWorld::build(mode, tp, settings, caps(), TransferSettings::default())
     }
 
     fn build(
@@ -196,12 +116,12 @@ impl Pair {
         core: &CoreSettings,
         caps: Caps,
         settings: TransferSettings,
-    ) -> Pair {
+    ) -> PairWorld {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
         let core = |role, tp| core_config(role, mode, tp, core);
         let (prefill, decode) = (core(Role::Prefill, prefill_tp), core(Role::Decode, decode_tp));
-        Pair::of(prefill, decode, caps, settings)
+        PairWorld::of(prefill, decode, caps, settings)
     }
 
     /// Two engines of one rank each that are set up differently.
@@ -209,19 +129,24 @@ impl Pair {
         mode: Mode,
         prefill: (&CoreSettings, &ChannelConfig),
         decode: (&CoreSettings, &ChannelConfig),
-    ) -> Pair {
+    ) -> PairWorld {
         let core = |role, (settings, channel): (_, &ChannelConfig)| CoreConfig {
             channel: channel.clone(),
             ..core_config(role, mode, 1, settings)
         };
         let (prefill, decode) = (core(Role::Prefill, prefill), core(Role::Decode, decode));
-        Pair::of(prefill, decode, caps(), TransferSettings::default())
+        PairWorld::of(prefill, decode, caps(), TransferSettings::default())
     }
 
-    fn of(prefill: CoreConfig, decode: CoreConfig, caps: Caps, settings: TransferSettings) -> Pair {
+    fn of(
+        prefill: CoreConfig,
+        decode: CoreConfig,
+        caps: Caps,
+        settings: TransferSettings,
+    ) -> PairWorld {
         let mode = prefill.mode;
         let (prefill_tp, decode_tp) = (prefill.geometry.tp, decode.geometry.tp);
-        let mut pair = Pair {
+        let mut pair = PairWorld {
             now: Nanos::ZERO,
             prefill: Some(Prefill::new(prefill)),
             decode: Some(Decode::new(decode)),
@@ -233,7 +158,7 @@ impl Pair {
             flying: BTreeMap::new(),
             tickets: Vec::new(),
             links: BTreeMap::new(),
-            op_fate: Box::new(|_| Fate::Done),
+            op_fate: Box::new(|_| OpResult::Done),
             op_us: Box::new(|_, _| 20),
             opens: (500, 0),
             quiet_us: 10,
@@ -263,22 +188,22 @@ impl Pair {
             config.settings = self.settings.clone();
             let transfer = Transfer::new(config);
             self.ranks.insert((role, rank), transfer);
-            self.after(0, Who::Rank(role, rank), Input::Transfer(TransferInput::Start));
+            self.after(0, Speaker::Rank(role, rank), PairInput::Transfer(TransferInput::Start));
         }
     }
 
-    fn after(&mut self, us: u64, who: Who, input: Input) {
+    fn after(&mut self, us: u64, who: Speaker, input: PairInput) {
         self.sequence += 1;
         self.queue.insert((self.now + Nanos::from_us(us), self.sequence), (who, input));
     }
 
     pub(crate) fn prefill(&mut self, input: PrefillInput) {
-        self.after(0, Who::Prefill, Input::Prefill(input));
+        self.after(0, Speaker::Prefill, PairInput::Prefill(input));
         self.run(self.now);
     }
 
     pub(crate) fn decode(&mut self, input: DecodeInput) {
-        self.after(0, Who::Decode, Input::Decode(input));
+        self.after(0, Speaker::Decode, PairInput::Decode(input));
         self.run(self.now);
     }
 
@@ -288,7 +213,7 @@ impl Pair {
             self.ranks.keys().filter(|(role, _)| *role == Role::Prefill).copied().collect();
         for (role, rank) in ranks {
             let input = TransferInput::Layers { step: StepId(step), layers };
-            self.after(0, Who::Rank(role, rank), Input::Transfer(input));
+            self.after(0, Speaker::Rank(role, rank), PairInput::Transfer(input));
         }
         self.run(self.now);
     }
@@ -302,11 +227,11 @@ impl Pair {
         self.ranks.retain(|(of, _), _| *of != role);
     }
 
-    /// The prefill is in its second life.
+    /// The prefill is in its second incarnation.
     pub(crate) fn restart_prefill(&mut self, mode: Mode, tp: u16) {
         self.kill(Role::Prefill);
         for link in std::mem::take(&mut self.links).into_keys().filter(|link| !link.is_inbound()) {
-            self.link_event(Who::Decode, ControlEvent::LinkDown { link });
+            self.link_event(Speaker::Decode, ControlEvent::LinkDown { link });
         }
         let config = core_config(Role::Prefill, mode, tp, &CoreSettings::default());
         self.prefill = Some(Prefill::new(CoreConfig { incarnation: Incarnation(2), ..config }));
@@ -318,23 +243,23 @@ impl Pair {
     /// before the other engine has said as many messages as it had then.
     pub(crate) fn play(&mut self, role: Role, frames: Vec<(Nanos, usize, Vec<u8>)>) {
         self.kill(role);
-        let who = if role == Role::Prefill { Who::Prefill } else { Who::Decode };
+        let who = if role == Role::Prefill { Speaker::Prefill } else { Speaker::Decode };
         for (at, after, frame) in frames {
             self.sequence += 1;
-            self.queue.insert((at, self.sequence), (who, Input::Recorded(after, frame)));
+            self.queue.insert((at, self.sequence), (who, PairInput::Recorded(after, frame)));
         }
     }
 
-    fn recorded(&mut self, who: Who, after: usize, frame: Vec<u8>) {
-        let other = if who == Who::Prefill { Who::Decode } else { Who::Prefill };
+    fn recorded(&mut self, who: Speaker, after: usize, frame: Vec<u8>) {
+        let other = if who == Speaker::Prefill { Speaker::Decode } else { Speaker::Prefill };
         if crate::versions::messages(&self.frames, other).len() < after {
-            return self.after(10_000, who, Input::Recorded(after, frame));
+            return self.after(10_000, who, PairInput::Recorded(after, frame));
         }
-        if who == Who::Decode && self.links.is_empty() {
+        if who == Speaker::Decode && self.links.is_empty() {
             let (link, to) = (LinkId(1), "prefill-control".into());
-            self.control(who, ControlCommand::Dial { link, to, channel: Channel::Handshake });
+            self.control(who, ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
         }
-        let inbound = other == Who::Prefill;
+        let inbound = other == Speaker::Prefill;
         if let Some(link) = self.links.keys().copied().find(|link| link.is_inbound() == inbound) {
             self.link_event(other, ControlEvent::Frame { link, parts: vec![frame] });
         }
@@ -358,9 +283,9 @@ impl Pair {
                 self.step(who, input);
             } else if let Some((_, who)) = tick {
                 let input = match who {
-                    Who::Prefill => Input::Prefill(PrefillInput::Tick),
-                    Who::Decode => Input::Decode(DecodeInput::Tick),
-                    Who::Rank(..) => Input::Transfer(TransferInput::Tick),
+                    Speaker::Prefill => PairInput::Prefill(PrefillInput::Tick),
+                    Speaker::Decode => PairInput::Decode(DecodeInput::Tick),
+                    Speaker::Rank(..) => PairInput::Transfer(TransferInput::Tick),
                 };
                 self.step(who, input);
             }
@@ -368,19 +293,19 @@ impl Pair {
         self.now = self.now.max(until);
     }
 
-    fn deadlines(&self) -> Vec<(Nanos, Who)> {
+    fn deadlines(&self) -> Vec<(Nanos, Speaker)> {
         let core = [
-            (self.prefill.as_ref().and_then(Machine::deadline), Who::Prefill),
-            (self.decode.as_ref().and_then(Machine::deadline), Who::Decode),
+            (self.prefill.as_ref().and_then(Machine::deadline), Speaker::Prefill),
+            (self.decode.as_ref().and_then(Machine::deadline), Speaker::Decode),
         ];
         let ranks =
-            self.ranks.iter().map(|(&(role, rank), t)| (t.deadline(), Who::Rank(role, rank)));
+            self.ranks.iter().map(|(&(role, rank), t)| (t.deadline(), Speaker::Rank(role, rank)));
         core.into_iter().chain(ranks).filter_map(|(at, who)| Some((at?, who))).collect()
     }
 
-    fn step(&mut self, who: Who, input: Input) {
+    fn step(&mut self, who: Speaker, input: PairInput) {
         match (who, input) {
-            (Who::Prefill, Input::Prefill(input)) => {
+            (Speaker::Prefill, PairInput::Prefill(input)) => {
                 let Some(machine) = &mut self.prefill else { return };
                 let mut out = Outbox::new();
                 machine.handle(self.now, input, &mut out);
@@ -397,7 +322,7 @@ impl Pair {
                     }
                 }
             }
-            (Who::Decode, Input::Decode(input)) => {
+            (Speaker::Decode, PairInput::Decode(input)) => {
                 let Some(machine) = &mut self.decode else { return };
                 let mut out = Outbox::new();
                 machine.handle(self.now, input, &mut out);
@@ -412,10 +337,10 @@ impl Pair {
                     }
                 }
             }
-            (Who::Rank(role, rank), Input::Transfer(input)) => {
+            (Speaker::Rank(role, rank), PairInput::Transfer(input)) => {
                 self.transfer(role, rank, input);
             }
-            (who, Input::Recorded(after, frame)) => self.recorded(who, after, frame),
+            (who, PairInput::Recorded(after, frame)) => self.recorded(who, after, frame),
             (who, input) => panic!("{who:?} cannot take {input:?}"),
         }
     }
@@ -448,27 +373,35 @@ impl Pair {
         self.answer_tickets();
     }
 
-    fn report(&mut self, role: Role, rank: u16, report: Report) {
+    fn report(&mut self, role: Role, rank: u16, report: TransferReport) {
         match role {
             Role::Prefill => {
-                self.after(1, Who::Prefill, Input::Prefill(PrefillInput::Report { rank, report }));
+                self.after(
+                    1,
+                    Speaker::Prefill,
+                    PairInput::Prefill(PrefillInput::Report { rank, report }),
+                );
             }
             Role::Decode => {
-                self.after(1, Who::Decode, Input::Decode(DecodeInput::Report { rank, report }));
+                self.after(
+                    1,
+                    Speaker::Decode,
+                    PairInput::Decode(DecodeInput::Report { rank, report }),
+                );
             }
         }
     }
 
-    fn job(&mut self, role: Role, job: Job) {
+    fn job(&mut self, role: Role, job: TransferJob) {
         let ranks: Vec<_> = self.ranks.keys().filter(|(of, _)| *of == role).copied().collect();
         for (role, rank) in ranks {
-            let input = Input::Transfer(TransferInput::Job(job.clone()));
-            self.after(1, Who::Rank(role, rank), input);
+            let input = PairInput::Transfer(TransferInput::Job(job.clone()));
+            self.after(1, Speaker::Rank(role, rank), input);
         }
     }
 
     fn event(&mut self, us: u64, role: Role, rank: u16, event: DataEvent) {
-        self.after(us, Who::Rank(role, rank), Input::Transfer(TransferInput::Data(event)));
+        self.after(us, Speaker::Rank(role, rank), PairInput::Transfer(TransferInput::Data(event)));
     }
 
     fn data(&mut self, role: Role, rank: u16, command: DataCommand) {
@@ -489,8 +422,8 @@ impl Pair {
                 if flying.len() >= self.credit {
                     self.refused += 1;
                     let refused = DataRefusal::Submit { op, why: Refused::Busy };
-                    let input = Input::Transfer(TransferInput::Refused(refused));
-                    return self.after(0, Who::Rank(role, rank), input);
+                    let input = PairInput::Transfer(TransferInput::Refused(refused));
+                    return self.after(0, Speaker::Rank(role, rank), input);
                 }
                 flying.push(op);
                 let (ranges, bytes) = (slices.count() as u64, slices.bytes());
@@ -503,16 +436,17 @@ impl Pair {
                 used.add(&more);
                 self.credits.insert((role, rank, op), more);
                 let outcome = match (self.op_fate)(self.ops) {
-                    Fate::Done => Outcome::Done,
-                    Fate::Fails(cause, landed) => Outcome::Failed { cause, landed },
-                    Fate::Silent => return,
+                    OpResult::Done => Completion::Done,
+                    OpResult::Fails(cause, landed) => Completion::Failed { cause, landed },
+                    OpResult::Silent => return,
                 };
                 self.event(us, role, rank, DataEvent::Completed { op, outcome });
             }
             DataCommand::Close { session } => {
                 let flying = self.flying.remove(&(role, rank, session)).unwrap_or_default();
                 for op in flying {
-                    let outcome = Outcome::Failed { cause: Cause::Closed, landed: Landed::Unknown };
+                    let outcome =
+                        Completion::Failed { cause: FabricError::Closed, landed: Landed::Unknown };
                     self.event(5, role, rank, DataEvent::Completed { op, outcome });
                 }
             }
@@ -530,7 +464,7 @@ impl Pair {
 
     fn answer_tickets(&mut self) {
         let flying = &self.flying;
-        let busy = |(role, rank, session, _): &(Role, u16, SessionId, Ticket)| {
+        let busy = |(role, rank, session, _): &(Role, u16, SessionId, QuiesceTicket)| {
             flying.get(&(*role, *rank, *session)).is_some_and(|ops| !ops.is_empty())
         };
         let (wait, quiet): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(busy);
@@ -540,8 +474,8 @@ impl Pair {
         }
     }
 
-    fn control(&mut self, from: Who, command: ControlCommand) {
-        let other = if from == Who::Prefill { Who::Decode } else { Who::Prefill };
+    fn control(&mut self, from: Speaker, command: ControlCommand) {
+        let other = if from == Speaker::Prefill { Speaker::Decode } else { Speaker::Prefill };
         match command {
             ControlCommand::Dial { link, channel, .. } => {
                 let inbound = LinkId(link.0 | LinkId::INBOUND);
@@ -570,10 +504,10 @@ impl Pair {
         }
     }
 
-    fn link_event(&mut self, to: Who, event: ControlEvent) {
+    fn link_event(&mut self, to: Speaker, event: ControlEvent) {
         let input = match to {
-            Who::Prefill => Input::Prefill(PrefillInput::Control(event)),
-            _ => Input::Decode(DecodeInput::Control(event)),
+            Speaker::Prefill => PairInput::Prefill(PrefillInput::Control(event)),
+            _ => PairInput::Decode(DecodeInput::Control(event)),
         };
         self.after(5, to, input);
     }

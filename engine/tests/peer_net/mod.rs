@@ -1,5 +1,5 @@
-//! The `Peers` of a prefill and a decode core, joined by a network that loses, repeats, delays, reorders,
-//! cuts and mutes, in virtual time and decided by a seed.
+//! The `Peers` of a prefill and a decode core, joined by a network that loses, repeats, delays,
+//! reorders, cuts and mutes, in virtual time and decided by a seed.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use engine::core::Nanos;
@@ -9,15 +9,15 @@ use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::*;
 use engine::core::layout::*;
-use engine::core::message::{Message, Role, Tag};
-use engine::core::peers::{Me, Out, PeerEvent, Peers};
-use engine::fabric::{Address, Channel, ControlEvent, Endpoint, LinkId, RegionDesc};
+use engine::core::message::{AttemptTag, Message, Role};
+use engine::core::peers::{LocalEngine, PeerEvent, PeerOutbox, Peers};
+use engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Chances are per thousand frames, unless said otherwise.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Faults {
+pub(crate) struct TestFaults {
     pub(crate) seed: u64,
     pub(crate) loss: u64,
     pub(crate) duplicate: u64,
@@ -35,8 +35,8 @@ pub(crate) struct Faults {
     pub(crate) until: Nanos,
 }
 
-impl Faults {
-    pub(crate) const NONE: Faults = Faults {
+impl TestFaults {
+    pub(crate) const NONE: TestFaults = TestFaults {
         seed: 0,
         loss: 0,
         duplicate: 0,
@@ -52,15 +52,15 @@ impl Faults {
 pub(crate) const PREFILL: usize = 0;
 pub(crate) const DECODE: usize = 1;
 
-pub(crate) struct Core {
+pub(crate) struct TestCore {
     pub(crate) peers: Peers,
-    pub(crate) life: u64,
+    pub(crate) incarnation: u64,
     commands: Vec<ControlCommand>,
     fresh: Vec<PeerEvent>,
-    /// All events of this life.
+    /// All events of this incarnation.
     pub(crate) events: Vec<PeerEvent>,
-    /// Messages accepted for sending, per slot.
-    pub(crate) sent: BTreeMap<PeerSlot, u32>,
+    /// Messages accepted for sending, per connection.
+    pub(crate) sent: BTreeMap<ConnectionId, u32>,
     pub(crate) down: bool,
 }
 
@@ -70,22 +70,22 @@ enum Happening {
     Tick(usize),
 }
 
-struct Wire {
+struct TestLink {
     ends: [(usize, LinkId); 2],
     open: bool,
     muted: [bool; 2],
 }
 
-pub(crate) struct Net {
+pub(crate) struct TestNet {
     pub(crate) now: Nanos,
-    pub(crate) cores: [Core; 2],
-    pub(crate) faults: Faults,
+    pub(crate) cores: [TestCore; 2],
+    pub(crate) faults: TestFaults,
     pub(crate) dials: u32,
     pub(crate) frames: u32,
     /// What happens to a core before this time happens then.
     paused: [Nanos; 2],
     queue: BTreeMap<(Nanos, u64), Happening>,
-    wires: Vec<Wire>,
+    wires: Vec<TestLink>,
     sequence: u64,
     /// Frames of the prefill, on links of whomever.
     pub(crate) said_by_prefill: Vec<Vec<u8>>,
@@ -94,7 +94,7 @@ pub(crate) struct Net {
 /// Geometry and ranks of a small engine with `layers` layers.
 pub(crate) fn shape(layers: u16) -> (Geometry, Vec<RankLayout>) {
     let groups =
-        vec![Group { kind: GroupKind::Full, block_tokens: 4, layers: (0..layers).collect() }];
+        vec![KvGroup { kind: GroupKind::Full, block_tokens: 4, layers: (0..layers).collect() }];
     let geometry = Geometry {
         model: "m".into(),
         tp: 1,
@@ -121,25 +121,25 @@ pub(crate) fn shape(layers: u16) -> (Geometry, Vec<RankLayout>) {
     (geometry, vec![rank])
 }
 
-pub(crate) fn me(index: usize, life: u64, layers: u16) -> Me {
+pub(crate) fn me(index: usize, incarnation: u64, layers: u16) -> LocalEngine {
     let (engine, role) = if index == PREFILL { ("p", Role::Prefill) } else { ("d", Role::Decode) };
-    Me {
+    LocalEngine {
         engine: engine.into(),
-        incarnation: Incarnation(life),
+        incarnation: Incarnation(incarnation),
         role,
         geometry: Arc::new(shape(layers).0),
         capabilities: capability::PUSH | capability::PULL,
     }
 }
 
-impl Core {
-    fn new(me: Me) -> Core {
+impl TestCore {
+    fn new(me: LocalEngine) -> TestCore {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
-        let life = me.incarnation.0;
-        Core {
+        let incarnation = me.incarnation.0;
+        TestCore {
             peers: Peers::new(ChannelConfig::default(), me, false),
-            life,
+            incarnation,
             commands: Vec::new(),
             fresh: Vec::new(),
             events: Vec::new(),
@@ -148,13 +148,13 @@ impl Core {
         }
     }
 
-    /// Slots that came up and were not reported down.
-    pub(crate) fn up(&self) -> Vec<PeerSlot> {
+    /// Connections that came up and were not reported down.
+    pub(crate) fn up(&self) -> Vec<ConnectionId> {
         let mut up = Vec::new();
         for event in &self.events {
             match event {
-                PeerEvent::Up { slot } => up.push(*slot),
-                PeerEvent::Down { slot, .. } => up.retain(|other| other != slot),
+                PeerEvent::Up { connection: slot } => up.push(*slot),
+                PeerEvent::Down { connection: slot, .. } => up.retain(|other| other != slot),
                 _ => {}
             }
         }
@@ -169,10 +169,11 @@ impl Core {
         self.events.iter().filter_map(failure).collect()
     }
 
-    /// The numbers of the messages that came by a slot, with the sender's life and slot.
-    pub(crate) fn received(&self, from: PeerSlot) -> Vec<(u32, u32, u32)> {
+    /// The numbers of the messages that came by a connection, with the sender's incarnation and
+    /// connection.
+    pub(crate) fn received(&self, from: ConnectionId) -> Vec<(u32, u32, u32)> {
         let number = |event: &PeerEvent| match event {
-            PeerEvent::Message { slot, message } if *slot == from => {
+            PeerEvent::Message { connection: slot, message } if *slot == from => {
                 let tag = message.tag();
                 Some((tag.key.prompt, tag.sibling, tag.attempt.0))
             }
@@ -182,11 +183,11 @@ impl Core {
     }
 }
 
-impl Net {
-    pub(crate) fn new(prefill: Me, decode: Me, faults: Faults) -> Net {
-        Net {
+impl TestNet {
+    pub(crate) fn new(prefill: LocalEngine, decode: LocalEngine, faults: TestFaults) -> TestNet {
+        TestNet {
             now: Nanos::ZERO,
-            cores: [Core::new(prefill), Core::new(decode)],
+            cores: [TestCore::new(prefill), TestCore::new(decode)],
             faults,
             dials: 0,
             frames: 0,
@@ -199,49 +200,50 @@ impl Net {
     }
 
     /// Both cores know their ranks.
-    pub(crate) fn ready(faults: Faults) -> Net {
-        let mut net = Net::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), faults);
+    pub(crate) fn ready(faults: TestFaults) -> TestNet {
+        let mut net = TestNet::new(me(PREFILL, 1, 2), me(DECODE, 1, 2), faults);
         net.set_ranks(PREFILL, shape(2).1);
         net.set_ranks(DECODE, shape(2).1);
         net
     }
 
     pub(crate) fn set_ranks(&mut self, core: usize, ranks: Vec<RankLayout>) {
-        let Core { peers, commands, fresh: events, .. } = &mut self.cores[core];
-        let out = &mut Out { commands, events };
+        let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[core];
+        let out = &mut PeerOutbox { commands, events };
         peers.set_ranks(self.now, ranks, out);
         self.perform(core);
     }
 
-    pub(crate) fn reach(&mut self) -> PeerSlot {
-        self.reach_life(None)
+    pub(crate) fn reach(&mut self) -> ConnectionId {
+        self.reach_incarnation(None)
     }
 
-    pub(crate) fn reach_life(&mut self, life: Option<Incarnation>) -> PeerSlot {
-        let Core { peers, commands, fresh: events, .. } = &mut self.cores[DECODE];
-        let out = &mut Out { commands, events };
-        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), life, out);
+    pub(crate) fn reach_incarnation(&mut self, incarnation: Option<Incarnation>) -> ConnectionId {
+        let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[DECODE];
+        let out = &mut PeerOutbox { commands, events };
+        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), incarnation, out);
         peers.watch(self.now, slot, true, out);
         self.perform(DECODE);
         slot
     }
 
-    /// Sends the next numbered message to a slot.
-    pub(crate) fn send(&mut self, core: usize, slot: PeerSlot) -> Result<(), Failure> {
-        let Core { peers, commands, fresh: events, sent, life, .. } = &mut self.cores[core];
-        let out = &mut Out { commands, events };
+    /// Sends the next numbered message to a connection.
+    pub(crate) fn send(&mut self, core: usize, slot: ConnectionId) -> Result<(), Failure> {
+        let TestCore { peers, commands, fresh: events, sent, incarnation, .. } =
+            &mut self.cores[core];
+        let out = &mut PeerOutbox { commands, events };
         let number = sent.get(&slot).copied().unwrap_or(0);
-        let key = TransferKey { id: "t".into(), prompt: *life as u32 };
-        let tag = Tag { key, sibling: slot.0, attempt: Attempt(number) };
+        let key = TransferKey { id: "t".into(), prompt: *incarnation as u32 };
+        let tag = AttemptTag { key, sibling: slot.0, attempt: Attempt(number) };
         peers.send(self.now, slot, Message::Cancel { tag }, out)?;
         sent.insert(slot, number + 1);
         self.perform(core);
         Ok(())
     }
 
-    pub(crate) fn close(&mut self, core: usize, slot: PeerSlot) {
-        let Core { peers, commands, fresh: events, .. } = &mut self.cores[core];
-        let out = &mut Out { commands, events };
+    pub(crate) fn close(&mut self, core: usize, slot: ConnectionId) {
+        let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[core];
+        let out = &mut PeerOutbox { commands, events };
         peers.close(self.now, slot, out);
         self.perform(core);
     }
@@ -258,14 +260,14 @@ impl Net {
         }
     }
 
-    /// A new life, with a geometry of `layers` layers.
+    /// A new incarnation, with a geometry of `layers` layers.
     pub(crate) fn restart(&mut self, core: usize, layers: u16) {
-        self.restart_as(core, self.cores[core].life + 1, layers);
+        self.restart_as(core, self.cores[core].incarnation + 1, layers);
     }
 
-    /// The same, in a life that its clock says.
-    pub(crate) fn restart_as(&mut self, core: usize, life: u64, layers: u16) {
-        self.cores[core] = Core::new(me(core, life, layers));
+    /// The same, in an incarnation that its clock says.
+    pub(crate) fn restart_as(&mut self, core: usize, incarnation: u64, layers: u16) {
+        self.cores[core] = TestCore::new(me(core, incarnation, layers));
         self.set_ranks(core, shape(layers).1);
     }
 
@@ -283,12 +285,12 @@ impl Net {
     /// Brings bytes to the prefill by a link that says nothing else.
     pub(crate) fn stranger(&mut self, link: u32, parts: Option<Vec<Vec<u8>>>) {
         let link = LinkId(LinkId::INBOUND | link);
-        let life = self.cores[PREFILL].life;
+        let incarnation = self.cores[PREFILL].incarnation;
         let event = match parts {
             Some(parts) => ControlEvent::Frame { link, parts },
-            None => ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None },
+            None => ControlEvent::LinkUp { link, channel: LinkKind::Handshake, from: None },
         };
-        self.happen(self.now, Happening::Control(PREFILL, life, event));
+        self.happen(self.now, Happening::Control(PREFILL, incarnation, event));
     }
 
     /// Brings a frame by the link that is open.
@@ -296,7 +298,7 @@ impl Net {
         let wire = self.wires.iter().rfind(|wire| wire.open).expect("a link");
         let (core, link) = wire.ends[usize::from(wire.ends[0].0 != to)];
         let event = ControlEvent::Frame { link, parts: vec![native::encode(frame)] };
-        self.happen(self.now, Happening::Control(core, self.cores[core].life, event));
+        self.happen(self.now, Happening::Control(core, self.cores[core].incarnation, event));
     }
 
     /// Links that nobody closed.
@@ -321,14 +323,16 @@ impl Net {
                 continue;
             }
             let (core, event) = match happening {
-                Happening::Control(core, life, event) if self.cores[core].life == life => {
+                Happening::Control(core, incarnation, event)
+                    if self.cores[core].incarnation == incarnation =>
+                {
                     (core, Some(event))
                 }
                 Happening::Control(..) => continue,
                 Happening::Tick(core) => (core, None),
             };
-            let Core { peers, commands, fresh: events, down, .. } = &mut self.cores[core];
-            let out = &mut Out { commands, events };
+            let TestCore { peers, commands, fresh: events, down, .. } = &mut self.cores[core];
+            let out = &mut PeerOutbox { commands, events };
             match event {
                 _ if *down => continue,
                 Some(event) => {
@@ -391,12 +395,12 @@ impl Net {
     }
 
     fn event(&mut self, (core, link): (usize, LinkId), delay: Nanos, up: bool) {
-        let life = self.cores[core].life;
+        let incarnation = self.cores[core].incarnation;
         let event = match up {
-            true => ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None },
+            true => ControlEvent::LinkUp { link, channel: LinkKind::Handshake, from: None },
             false => ControlEvent::LinkDown { link },
         };
-        self.happen(self.now + delay, Happening::Control(core, life, event));
+        self.happen(self.now + delay, Happening::Control(core, incarnation, event));
     }
 
     fn connect(&mut self, dialer: usize, link: LinkId) {
@@ -409,7 +413,7 @@ impl Net {
         }
         let inbound = LinkId(LinkId::INBOUND | self.wires.len() as u32);
         let ends = [(dialer, link), (acceptor, inbound)];
-        self.wires.push(Wire { ends, open: true, muted: [false; 2] });
+        self.wires.push(TestLink { ends, open: true, muted: [false; 2] });
         self.event(ends[1], Nanos(1), true);
         self.event(ends[0], delay, true);
     }
@@ -433,11 +437,11 @@ impl Net {
                 frame.truncate(length as usize);
             }
             let (to, link) = self.wires[wire].ends[1 - side];
-            let life = self.cores[to].life;
+            let incarnation = self.cores[to].incarnation;
             for _ in 0..copies {
                 let at = self.now + self.delay();
                 let event = ControlEvent::Frame { link, parts: vec![frame.clone()] };
-                self.happen(at, Happening::Control(to, life, event));
+                self.happen(at, Happening::Control(to, incarnation, event));
             }
         }
         if self.strikes(self.faults.cut) {

@@ -1,13 +1,16 @@
 //! What instances say of themselves and of each other: who took whose place, what fits, and which
 //! peers are out of reach; and when a request goes back to who failed it.
 
-use crate::discovery::{Bench, Sent, beat, done, native, sent};
+use crate::discovery::{DiscoveryBench, SentLeg, beat, done, native, sent};
 use engine::core::error::Failure;
 use engine::core::ids::Incarnation;
-use engine::core::layout::{Fit, Geometry, Group, GroupKind, Rows};
-use engine::core::message::{FinishReason, Mode, Registration, Role, TROUBLES_MAX, Trouble};
+use engine::core::layout::{Geometry, GroupKind, KvGroup, LayerRows, LayoutDigest};
+use engine::core::message::{
+    FinishReason, Mode, Registration, Role, TROUBLES_MAX, UnreachablePrefill,
+};
 use engine::core::router::{
-    Answer, InstanceState, LegEvent, LegFailure, Reject, RouterConfig, RouterEffect, RouterInput,
+    ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RouterConfig, RouterEffect,
+    RouterInput,
 };
 use engine::core::{Machine, Nanos};
 use std::sync::Arc;
@@ -17,22 +20,22 @@ fn one(name: &str) -> Registration {
     Registration { dp_rank: 0, dp_size: 1, ..native(name, role, Mode::Push) }
 }
 
-fn bench() -> Bench {
-    Bench::new(RouterConfig::default())
+fn bench() -> DiscoveryBench {
+    DiscoveryBench::new(RouterConfig::default())
 }
 
-fn up(bench: &mut Bench, all: &[Registration]) {
+fn up(bench: &mut DiscoveryBench, all: &[Registration]) {
     for registration in all {
         bench.give(RouterInput::Register(registration.clone()));
     }
 }
 
 /// The legs of a request that is sent at once: prefill and decode.
-fn pair(effects: Vec<RouterEffect>) -> [Sent; 2] {
+fn pair(effects: Vec<RouterEffect>) -> [SentLeg; 2] {
     sent(effects).try_into().expect("a prefill and a decode leg")
 }
 
-fn names(pair: &[Sent; 2]) -> (&str, &str) {
+fn names(pair: &[SentLeg; 2]) -> (&str, &str) {
     (&pair[0].engine, &pair[1].engine)
 }
 
@@ -63,9 +66,9 @@ fn a_newer_engine_at_the_same_http_address_takes_the_place_at_once() {
         bench.give(RouterInput::Register(Registration { sequence, ..old.clone() }));
         assert_eq!(bench.engines(), ["d0", "p9"]);
     }
-    assert_eq!(bench.router.counters().rejected[&Reject::Superseded], 3);
+    assert_eq!(bench.router.counters().rejected[&RejectReason::Superseded], 3);
     let listed: Vec<_> = bench.router.rejections().map(|it| it.reason).collect();
-    assert_eq!(listed, [Reject::Superseded]);
+    assert_eq!(listed, [RejectReason::Superseded]);
     // A router that hears of the new one first does not take the old one either.
     let mut other = self::bench();
     up(&mut other, &[new, old]);
@@ -95,8 +98,8 @@ fn an_engine_that_tells_no_birth_is_older() {
 }
 
 /// Of a model with two layers.
-fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<Fit>> {
-    let group = Group { kind: GroupKind::Full, block_tokens: tokens, layers: vec![0, 1] };
+fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<LayoutDigest>> {
+    let group = KvGroup { kind: GroupKind::Full, block_tokens: tokens, layers: vec![0, 1] };
     let geometry = Geometry {
         model: model.into(),
         tp: 4,
@@ -106,10 +109,13 @@ fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<Fit>> {
         groups: vec![group],
         packed: false,
     };
-    Some(Arc::new(Fit { geometry, rows: vec![Rows { layers: 2, element, elements: 256 }] }))
+    Some(Arc::new(LayoutDigest {
+        geometry,
+        rows: vec![LayerRows { layers: 2, element, elements: 256 }],
+    }))
 }
 
-fn fitting(name: &str, fit: Option<Arc<Fit>>) -> Registration {
+fn fitting(name: &str, fit: Option<Arc<LayoutDigest>>) -> Registration {
     Registration { fit, ..one(name) }
 }
 
@@ -144,7 +150,7 @@ fn a_client_is_told_why_nothing_fits() {
         (fit("a", 16, 4), "element size of layer 0: source has 2, sink has 4"),
     ] {
         let wait_max = Nanos::from_secs(5);
-        let mut bench = Bench::new(RouterConfig { wait_max, ..RouterConfig::default() });
+        let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..RouterConfig::default() });
         up(&mut bench, &[fitting("p0", fit("a", 16, 2)), fitting("d0", other)]);
         assert!(sent(bench.ask()).is_empty());
         let answer = bench.tick().into_iter().find_map(|effect| match effect {
@@ -152,18 +158,18 @@ fn a_client_is_told_why_nothing_fits() {
             _ => None,
         });
         assert_eq!(bench.now, wait_max);
-        let Some(Answer::Misfit(why)) = answer else { panic!("{answer:?}") };
+        let Some(ClientAnswer::Misfit(why)) = answer else { panic!("{answer:?}") };
         assert!(why.0.contains(says), "{why}");
     }
 }
 
-fn trouble(life: Option<u64>, number: u32) -> Vec<Trouble> {
-    let (engine, life) = ("p0".into(), life.map(Incarnation));
-    vec![Trouble { engine, life, number, failure: Failure::PeerSilent }]
+fn trouble(incarnation: Option<u64>, number: u32) -> Vec<UnreachablePrefill> {
+    let (engine, incarnation) = ("p0".into(), incarnation.map(Incarnation));
+    vec![UnreachablePrefill { engine, incarnation, number, failure: Failure::PeerSilent }]
 }
 
 /// Two prefills, and two decodes of which the first says what is wrong with p0.
-fn told(bench: &mut Bench, sequence: u64, troubles: Vec<Trouble>) {
+fn told(bench: &mut DiscoveryBench, sequence: u64, troubles: Vec<UnreachablePrefill>) {
     for name in ["p0", "p1", "d1"] {
         bench.give(RouterInput::Register(Registration { sequence, ..one(name) }));
     }
@@ -171,7 +177,7 @@ fn told(bench: &mut Bench, sequence: u64, troubles: Vec<Trouble>) {
 }
 
 /// How often the pair of p0 and d0 was chosen for 20 requests, which end without a word.
-fn chosen(bench: &mut Bench) -> usize {
+fn chosen(bench: &mut DiscoveryBench) -> usize {
     let mut count = 0;
     for _ in 0..20 {
         let legs = pair(bench.ask());
@@ -197,7 +203,7 @@ fn a_pair_that_a_decode_names_is_passed_over_until_kv_comes() {
     told(&mut bench, 5, Vec::new());
     assert!(chosen(&mut bench) > 0, "KV came");
     told(&mut bench, 6, trouble(Some(4), 1));
-    assert!(chosen(&mut bench) > 0, "that was another life");
+    assert!(chosen(&mut bench) > 0, "that was another incarnation");
 }
 
 #[test]
@@ -205,8 +211,10 @@ fn a_full_list_does_not_say_that_what_it_leaves_out_is_over() {
     let mut bench = bench();
     told(&mut bench, 1, trouble(Some(5), 1));
     assert_eq!(chosen(&mut bench), 0);
-    let other =
-        |n: u32| Trouble { engine: format!("q{n}").as_str().into(), ..trouble(None, n).remove(0) };
+    let other = |n: u32| UnreachablePrefill {
+        engine: format!("q{n}").as_str().into(),
+        ..trouble(None, n).remove(0)
+    };
     told(&mut bench, 2, (2..2 + TROUBLES_MAX as u32).map(other).collect());
     assert_eq!(chosen(&mut bench), 0, "pushed out by others");
     told(&mut bench, 3, vec![other(2)]);
@@ -218,7 +226,7 @@ fn what_no_engine_can_say_of_itself_is_refused() {
     let mut bench = bench();
     let rows = |layers: u16, count: usize| {
         let mut fit = (*fit("a", 16, 2).unwrap()).clone();
-        fit.rows = vec![Rows { layers, element: 2, elements: 256 }; count];
+        fit.rows = vec![LayerRows { layers, element: 2, elements: 256 }; count];
         Some(Arc::new(fit))
     };
     // Their layers together are more than a number of 32 bits.
@@ -227,14 +235,14 @@ fn what_no_engine_can_say_of_itself_is_refused() {
         up(&mut bench, &[fitting("p0", fit.clone()), fitting("d0", fit)]);
     }
     assert!(bench.engines().is_empty());
-    assert_eq!(bench.router.counters().rejected[&Reject::Fit], 8);
+    assert_eq!(bench.router.counters().rejected[&RejectReason::Fit], 8);
     up(&mut bench, &[fitting("p0", rows(1, 2)), fitting("d0", rows(1, 2))]);
     assert_eq!(bench.engines(), ["p0", "d0"]);
-    // One life has one address.
+    // One incarnation has one address.
     let moved =
         Registration { http: "elsewhere:1".into(), sequence: 9, ..fitting("p0", rows(1, 2)) };
     up(&mut bench, &[moved]);
-    assert_eq!(bench.router.counters().rejected[&Reject::Changed], 1);
+    assert_eq!(bench.router.counters().rejected[&RejectReason::Changed], 1);
 }
 
 #[test]
@@ -274,7 +282,7 @@ fn a_decode_is_not_blamed_for_its_pair() {
 }
 
 /// The next legs, and when they are sent.
-fn later(bench: &mut Bench) -> (Nanos, Option<[Sent; 2]>) {
+fn later(bench: &mut DiscoveryBench) -> (Nanos, Option<[SentLeg; 2]>) {
     let legs = sent(bench.tick());
     (bench.now, legs.try_into().ok())
 }
@@ -311,7 +319,7 @@ fn is_answer(effect: &RouterEffect) -> bool {
 
 #[test]
 fn requests_that_one_instance_failed_together_wait_until_it_is_back() {
-    let mut bench = Bench::new(short());
+    let mut bench = DiscoveryBench::new(short());
     let old = one("d0");
     up(&mut bench, &[one("p0"), old.clone()]);
     let fails = || LegEvent::Failed(LegFailure::Answer(500));
@@ -339,7 +347,7 @@ fn requests_that_one_instance_failed_together_wait_until_it_is_back() {
 
 #[test]
 fn what_failed_hardly_waits_where_nobody_is_left() {
-    let mut bench = Bench::new(short());
+    let mut bench = DiscoveryBench::new(short());
     let prefill = one("p0");
     up(&mut bench, &[prefill.clone(), one("d0")]);
     let legs = pair(bench.ask());

@@ -1,21 +1,21 @@
-//! Instances that register by MoRIIO's heartbeat: lives without an incarnation, decode legs that
-//! wait for the prefill's answer, probes, and what is not taken.
+//! Instances that register by MoRIIO's registrations: instances without an incarnation, decode legs
+//! that wait for the prefill's answer, probes, and what is not taken.
 
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::registration::Heartbeat;
+use engine::core::dialect::moriio::registration::MoriioRegistration;
 use engine::core::dialect::native::{self, Frame};
 use engine::core::ids::{ClientId, Incarnation, LegId};
 use engine::core::message::{FinishReason, Mode, Registration, Role};
 use engine::core::router::{
-    Answer, ClientRequest, InstanceState, LegBody, LegEvent, LegFailure, Pair, ProbeId, Prompt,
-    Reject, Router, RouterConfig, RouterEffect, RouterInput,
+    ClientAnswer, ClientRequest, InstancePair, InstanceState, LegBody, LegEvent, LegFailure,
+    ProbeId, RejectReason, RoutedPrompt, Router, RouterConfig, RouterEffect, RouterInput,
 };
 use engine::core::{Machine, Nanos, Outbox};
 use engine::fabric::{ControlEvent, LinkId};
 use std::num::NonZeroU16;
 
 /// A router and its time.
-pub(crate) struct Bench {
+pub(crate) struct DiscoveryBench {
     pub(crate) router: Router,
     pub(crate) now: Nanos,
     pub(crate) clients: u64,
@@ -23,18 +23,18 @@ pub(crate) struct Bench {
 
 /// A leg that was sent.
 #[derive(Clone, Debug)]
-pub(crate) struct Sent {
+pub(crate) struct SentLeg {
     pub(crate) leg: LegId,
     pub(crate) engine: String,
-    pub(crate) pair: Pair,
+    pub(crate) pair: InstancePair,
     pub(crate) body: LegBody,
 }
 
-impl Bench {
-    pub(crate) fn new(config: RouterConfig) -> Bench {
+impl DiscoveryBench {
+    pub(crate) fn new(config: RouterConfig) -> DiscoveryBench {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
-        Bench { router: Router::new(config, Incarnation(7)), now: Nanos::ZERO, clients: 0 }
+        DiscoveryBench { router: Router::new(config, Incarnation(7)), now: Nanos::ZERO, clients: 0 }
     }
 
     pub(crate) fn give(&mut self, input: RouterInput) -> Vec<RouterEffect> {
@@ -52,7 +52,7 @@ impl Bench {
     pub(crate) fn ask(&mut self) -> Vec<RouterEffect> {
         let client = ClientId(self.clients);
         self.clients += 1;
-        let prompts = vec![Prompt { tokens: 10, prefix: [].into() }];
+        let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }];
         self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 4 }))
     }
 
@@ -75,7 +75,13 @@ impl Bench {
     }
 }
 
-pub(crate) fn beat(role: Role, host: &str, handshake: i64, dp: u16, mode: Mode) -> Heartbeat {
+pub(crate) fn beat(
+    role: Role,
+    host: &str,
+    handshake: i64,
+    dp: u16,
+    mode: Mode,
+) -> MoriioRegistration {
     let zmq = ZmqAddress { host: host.into(), handshake, notify: 61005 };
     let size = |size| NonZeroU16::new(size).unwrap();
     let http = match host.contains(':') {
@@ -83,14 +89,14 @@ pub(crate) fn beat(role: Role, host: &str, handshake: i64, dp: u16, mode: Mode) 
         false => format!("{host}:8000"),
     };
     let http = http.as_str().into();
-    Heartbeat::new(role, http, zmq, size(dp), size(4), mode).unwrap()
+    MoriioRegistration::new(role, http, zmq, size(dp), size(4), mode).unwrap()
 }
 
-fn p(mode: Mode) -> Heartbeat {
+fn p(mode: Mode) -> MoriioRegistration {
     beat(Role::Prefill, "10.0.0.1", 6301, 1, mode)
 }
 
-fn d(mode: Mode) -> Heartbeat {
+fn d(mode: Mode) -> MoriioRegistration {
     beat(Role::Decode, "10.0.0.2", 7301, 1, mode)
 }
 
@@ -112,10 +118,10 @@ pub(crate) fn native(name: &str, role: Role, mode: Mode) -> Registration {
     }
 }
 
-pub(crate) fn sent(effects: Vec<RouterEffect>) -> Vec<Sent> {
+pub(crate) fn sent(effects: Vec<RouterEffect>) -> Vec<SentLeg> {
     let sent = |effect| match effect {
         RouterEffect::Dispatch { leg, engine, pair, body, .. } => {
-            Some(Sent { leg, engine: engine.to_string(), pair: *pair, body })
+            Some(SentLeg { leg, engine: engine.to_string(), pair: *pair, body })
         }
         _ => None,
     };
@@ -126,7 +132,7 @@ pub(crate) fn done() -> LegEvent {
     LegEvent::Done { reason: FinishReason::Length, recomputed: None }
 }
 
-fn params_of(sent: &Sent) -> Option<&str> {
+fn params_of(sent: &SentLeg) -> Option<&str> {
     match &sent.body {
         LegBody::Decode { params, .. } => params.as_deref(),
         LegBody::Prefill { .. } => panic!("a prefill leg: {sent:?}"),
@@ -135,7 +141,7 @@ fn params_of(sent: &Sent) -> Option<&str> {
 
 #[test]
 fn a_heartbeat_is_an_instance_for_each_of_its_ranks() {
-    let mut bench = Bench::new(RouterConfig::default());
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
     for _ in 0..3 {
         bench.hear(beat(Role::Prefill, "fd00::1", 6301, 3, Mode::Push).encode());
         bench.now = bench.now + Nanos::from_secs(3);
@@ -151,13 +157,13 @@ fn a_heartbeat_is_an_instance_for_each_of_its_ranks() {
 }
 
 #[test]
-fn another_heartbeat_of_the_same_address_is_another_life() {
-    let mut bench = Bench::new(RouterConfig::default());
+fn another_heartbeat_of_the_same_address_is_another_incarnation() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
     bench.hear(beat(Role::Prefill, "10.0.0.1", 6301, 4, Mode::Push).encode());
     bench.hear(d(Mode::Push).encode());
     let legs = sent(bench.ask());
     assert_eq!(legs.len(), 2);
-    // New ports, fewer ranks: the legs of the old life fail over to the new one at once.
+    // New ports, fewer ranks: the legs of the old incarnation fail over to the new one at once.
     let effects = bench.hear(beat(Role::Prefill, "10.0.0.1", 6401, 2, Mode::Push).encode());
     let cancelled =
         effects.iter().filter(|it| matches!(it, RouterEffect::CancelLeg { .. })).count();
@@ -168,14 +174,14 @@ fn another_heartbeat_of_the_same_address_is_another_life() {
     engines.sort();
     assert_eq!(engines, ["D/10.0.0.2:8000/0", "P/10.0.0.1:8000/0", "P/10.0.0.1:8000/1"]);
     assert_eq!(bench.router.counters().replaced, 4);
-    // And back: what it was before is a life of its own, too.
+    // And back: what it was before is an incarnation of its own, too.
     bench.hear(beat(Role::Prefill, "10.0.0.1", 6301, 4, Mode::Push).encode());
     assert_eq!(bench.engines().len(), 5);
 }
 
 #[test]
 fn a_decode_that_reads_waits_for_the_prefills_answer() {
-    let mut bench = Bench::new(RouterConfig::default());
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
     bench.hear(p(Mode::Pull).encode());
     bench.hear(d(Mode::Pull).encode());
     let legs = sent(bench.ask());
@@ -186,7 +192,10 @@ fn a_decode_that_reads_waits_for_the_prefills_answer() {
     assert_eq!((next.len(), params_of(&next[0])), (1, Some(params)));
     assert_eq!(next[0].pair, legs[0].pair);
     let ended = bench.leg(next[0].leg, done());
-    assert!(matches!(&ended[..], [RouterEffect::Answer { answer: Answer::Finished { .. }, .. }]));
+    assert!(matches!(
+        &ended[..],
+        [RouterEffect::Answer { answer: ClientAnswer::Finished { .. }, .. }]
+    ));
     assert_eq!(bench.router.gauges().transfers, 0);
     // Nothing to read: it is sent all the same, and counted.
     let legs = sent(bench.ask());
@@ -197,7 +206,7 @@ fn a_decode_that_reads_waits_for_the_prefills_answer() {
 
 #[test]
 fn a_decode_that_waited_is_never_heard_of_when_the_prefill_fails() {
-    let mut bench = Bench::new(RouterConfig::default());
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
     for host in ["10.0.0.1", "10.0.0.3"] {
         bench.hear(beat(Role::Prefill, host, 6301, 1, Mode::Pull).encode());
     }
@@ -217,7 +226,7 @@ fn a_decode_that_waited_is_never_heard_of_when_the_prefill_fails() {
 
 #[test]
 fn a_native_registration_in_a_heartbeat_counts() {
-    let mut bench = Bench::new(RouterConfig::default());
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
     bench.hear(p(Mode::Pull).encode_with(&native("p0", Role::Prefill, Mode::Pull)));
     bench.hear(d(Mode::Pull).encode_with(&native("d0", Role::Decode, Mode::Pull)));
     assert_eq!(bench.engines(), ["p0", "d0"]);
@@ -231,7 +240,8 @@ fn a_native_registration_in_a_heartbeat_counts() {
 
 #[test]
 fn only_those_are_paired_who_have_a_dialect_in_common() {
-    let mut bench = Bench::new(RouterConfig { wait_max: Nanos(1), ..RouterConfig::default() });
+    let mut bench =
+        DiscoveryBench::new(RouterConfig { wait_max: Nanos(1), ..RouterConfig::default() });
     // A prefill that speaks MoRIIO only, decodes that do not, and one that speaks both.
     bench.hear(p(Mode::Push).encode());
     for name in ["d0", "d1"] {
@@ -255,7 +265,7 @@ fn only_those_are_paired_who_have_a_dialect_in_common() {
 #[test]
 fn an_instance_gets_legs_once_it_answered_a_probe() {
     let config = RouterConfig { probe: Some(Nanos::from_ms(500)), ..RouterConfig::default() };
-    let mut bench = Bench::new(config);
+    let mut bench = DiscoveryBench::new(config);
     let probe = |effects: &[RouterEffect]| -> Vec<ProbeId> {
         let probe = |effect: &RouterEffect| match effect {
             RouterEffect::Probe { probe, .. } => Some(*probe),
@@ -281,7 +291,8 @@ fn an_instance_gets_legs_once_it_answered_a_probe() {
 
 #[test]
 fn what_is_not_taken_is_listed_with_its_reason() {
-    let mut bench = Bench::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
+    let mut bench =
+        DiscoveryBench::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
     let hostless = beat(Role::Prefill, "10.0.0.1", 6301, 3, Mode::Push).encode();
     for frame in [vec![], b"\xc1k".to_vec(), b"GET / HTTP/1.1".to_vec(), hostless] {
         bench.now = bench.now + Nanos(1);
@@ -295,13 +306,13 @@ fn what_is_not_taken_is_listed_with_its_reason() {
     };
     bench.hear(text("tsoh"));
     let listed: Vec<_> = bench.router.rejections().map(|it| (it.reason, it.at.0)).collect();
-    let malformed = Reject::Malformed;
+    let malformed = RejectReason::Malformed;
     let expected = [
         (malformed, 1),
         (malformed, 2),
         (malformed, 3),
-        (Reject::DataParallel, 4),
-        (Reject::Unusable, 4),
+        (RejectReason::DataParallel, 4),
+        (RejectReason::Unusable, 4),
     ];
     assert_eq!(listed, expected);
     let last = bench.router.rejections().last().unwrap();
@@ -313,13 +324,13 @@ fn what_is_not_taken_is_listed_with_its_reason() {
 #[test]
 fn what_was_sent_before_waits_for_its_pause_longer() {
     let config = RouterConfig { wait_max: Nanos::from_secs(1), ..RouterConfig::default() };
-    let mut bench = Bench::new(RouterConfig { suspicion: Nanos::from_secs(5), ..config });
+    let mut bench = DiscoveryBench::new(RouterConfig { suspicion: Nanos::from_secs(5), ..config });
     bench.hear(p(Mode::Push).encode());
     bench.hear(d(Mode::Push).encode());
     let legs = sent(bench.ask());
     bench.leg(legs[0].leg, LegEvent::Failed(LegFailure::Connection));
     let ended = bench.tick();
     assert_eq!(bench.now, Nanos::from_ms(1_500));
-    let failed = Answer::Failed(LegFailure::Connection);
+    let failed = ClientAnswer::Failed(LegFailure::Connection);
     assert!(matches!(&ended[..], [RouterEffect::Answer { answer, .. }] if *answer == failed));
 }

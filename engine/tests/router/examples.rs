@@ -1,27 +1,28 @@
 //! Single situations, step by step.
 
 use crate::up;
-use crate::world::{World, prompt, registration};
+use crate::world::{RouterWorld, prompt, registration};
 use engine::core::command::ControlCommand;
 use engine::core::dialect::native::{self, Frame};
 use engine::core::error::Failure;
 use engine::core::ids::{Incarnation, LegId, TransferKey};
 use engine::core::message::{FinishReason, Mode, Role};
 use engine::core::router::{
-    Answer, InstanceState, LegEvent, LegFailure, Prompt, Reject, RouterConfig, RouterInput,
+    ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RoutedPrompt, RouterConfig,
+    RouterInput,
 };
 use engine::core::{Machine, Nanos};
 use engine::fabric::{ControlEvent, LinkId};
 
 const CUT: LegEvent = LegEvent::Failed(LegFailure::Connection);
 
-fn world(prefills: usize, decodes: usize) -> World {
-    let mut world = World::new(RouterConfig::default());
+fn world(prefills: usize, decodes: usize) -> RouterWorld {
+    let mut world = RouterWorld::new(RouterConfig::default());
     up(&mut world, prefills, decodes);
     world
 }
 
-fn engine_of(world: &World, leg: LegId) -> String {
+fn engine_of(world: &RouterWorld, leg: LegId) -> String {
     world.live[&leg].engine.to_string()
 }
 
@@ -39,20 +40,20 @@ fn restart_fails_legs_over_at_once() {
     assert_ne!(engine_of(&world, again), name, "another instance is preferred");
     assert_eq!(world.router.counters().replaced, 1);
     world.finish();
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
 }
 
 #[test]
 fn older_registration_changes_nothing() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     world.register(registration("p0", 5, 7, Mode::Push));
-    world.pass(Nanos::from_secs(9));
+    world.advance(Nanos::from_secs(9));
     for (incarnation, sequence) in [(5, 7), (5, 6), (4, 900)] {
         world.register(registration("p0", incarnation, sequence, Mode::Pull));
     }
     assert_eq!(world.router.counters().stale, 3);
     assert_eq!(world.router.instances(world.now).next().unwrap().mode, Mode::Push);
-    world.pass(Nanos::from_secs(1));
+    world.advance(Nanos::from_secs(1));
     assert_eq!(world.router.gauges().peers, 0, "repeats do not keep it");
     world.register(registration("p0", 5, 7, Mode::Push));
     world.register(registration("p0", 4, 8, Mode::Push));
@@ -61,18 +62,18 @@ fn older_registration_changes_nothing() {
     assert_eq!(world.router.gauges().peers, 1);
 }
 
-/// A restart with a clock that went back, and no place where the last life was noted.
+/// A restart with a clock that went back, and no place where the last incarnation was noted.
 #[test]
-fn an_instance_whose_clock_went_back_is_taken_when_its_last_life_is_over() {
-    let mut world = World::new(RouterConfig::default());
+fn an_instance_whose_clock_went_back_is_taken_when_its_last_incarnation_is_over() {
+    let mut world = RouterWorld::new(RouterConfig::default());
     world.register(registration("p0", 5, 7, Mode::Push));
     for second in 1..20 {
-        world.pass(Nanos::from_secs(1));
+        world.advance(Nanos::from_secs(1));
         world.register(registration("p0", 3, second, Mode::Pull));
     }
     let instance = world.router.instances(world.now).next().expect("it is known");
     assert_eq!((instance.incarnation, instance.mode), (Incarnation(3), Mode::Pull));
-    // What is still under way of the life before, and of this one.
+    // What is still under way of the incarnation before, and of this one.
     world.register(registration("p0", 3, 2, Mode::Push));
     assert_eq!(world.router.instances(world.now).next().map(|it| it.mode), Some(Mode::Pull));
 }
@@ -85,16 +86,16 @@ fn streams_survive_an_expiry_if_registrations_resume() {
             (world.request(vec![prompt(100)], 1), world.request(vec![prompt(100)], 1));
         let stream = world.legs(streaming, Role::Decode)[0];
         world.leg(stream, LegEvent::FirstToken);
-        world.pass(world.config.expiry);
+        world.advance(world.config.expiry);
         assert!(world.live.contains_key(&stream));
         assert!(world.legs(starting, Role::Decode).is_empty(), "fails over and waits");
         if resumes {
             world.register(registration("d0", 1, 2, Mode::Push));
         }
-        world.pass(world.config.stream_grace);
+        world.advance(world.config.stream_grace);
         assert_eq!(world.live.contains_key(&stream), resumes);
         if !resumes {
-            assert_eq!(world.answers[&streaming], Answer::Failed(LegFailure::Connection));
+            assert_eq!(world.answers[&streaming], ClientAnswer::Failed(LegFailure::Connection));
         }
         world.finish();
     }
@@ -108,7 +109,7 @@ fn prefill_failure_after_the_first_token_is_ignored() {
     world.leg(world.legs(client, Role::Prefill)[0], CUT);
     assert_eq!(world.live.len(), 1);
     world.done(world.legs(client, Role::Decode)[0]);
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
 }
 
 #[test]
@@ -140,13 +141,13 @@ fn retry_prefers_busier_instances_to_those_that_failed() {
 
 #[test]
 fn requests_above_the_limit_take_turns() {
-    let mut world = World::new(RouterConfig { requests_max: 1, ..RouterConfig::default() });
+    let mut world = RouterWorld::new(RouterConfig { requests_max: 1, ..RouterConfig::default() });
     up(&mut world, 1, 1);
     let clients: Vec<_> = (0..5).map(|_| world.request(vec![prompt(100)], 1)).collect();
     for client in clients {
         assert_eq!(world.live.len(), 2);
         world.done(world.legs(client, Role::Decode)[0]);
-        assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+        assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
     }
 }
 
@@ -158,13 +159,13 @@ fn draining_instance_has_time_to_finish() {
     let mut last = registration("d0", 1, 2, Mode::Push);
     last.draining = true;
     world.register(last);
-    world.pass(world.config.drain_max - Nanos(1));
+    world.advance(world.config.drain_max - Nanos(1));
     assert_eq!(world.legs(client, Role::Decode).len(), 1);
-    world.pass(Nanos(1));
+    world.advance(Nanos(1));
     assert!(world.live.is_empty());
     assert_eq!(world.router.gauges().peers, 0);
     world.finish();
-    assert_eq!(world.answers[&client], Answer::Failed(LegFailure::Connection));
+    assert_eq!(world.answers[&client], ClientAnswer::Failed(LegFailure::Connection));
 }
 
 #[test]
@@ -174,7 +175,7 @@ fn decode_failure_after_the_first_token_is_final() {
     let decode = world.legs(client, Role::Decode)[0];
     world.leg(decode, LegEvent::FirstToken);
     world.leg(decode, CUT);
-    assert_eq!(world.answers[&client], Answer::Failed(LegFailure::Connection));
+    assert_eq!(world.answers[&client], ClientAnswer::Failed(LegFailure::Connection));
     assert!(world.live.is_empty());
 }
 
@@ -184,11 +185,11 @@ fn bad_request_is_not_retried() {
     let client = world.request(vec![prompt(100)], 1);
     let failure = LegFailure::Request("context too long".into());
     world.leg(world.legs(client, Role::Prefill)[0], LegEvent::Failed(failure.clone()));
-    assert_eq!(world.answers[&client], Answer::Failed(failure));
+    assert_eq!(world.answers[&client], ClientAnswer::Failed(failure));
     assert!(world.router.instances(world.now).all(|i| i.state == InstanceState::Ready));
     for (prompts, samples) in [(vec![], 1), (vec![prompt(1)], 0), (vec![prompt(1)], u32::MAX)] {
         let client = world.request(prompts, samples);
-        assert!(matches!(world.answers[&client], Answer::Failed(LegFailure::Request(_))));
+        assert!(matches!(world.answers[&client], ClientAnswer::Failed(LegFailure::Request(_))));
     }
 }
 
@@ -204,7 +205,7 @@ fn siblings_share_a_key_and_only_unseen_ones_are_retried() {
     let samples: Vec<_> = world.live.values().map(|leg| (leg.sample, leg.key == key)).collect();
     assert_eq!(samples, [(Some(0), true), (None, false), (Some(1), false), (Some(2), false)]);
     world.finish();
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
 }
 
 #[test]
@@ -227,7 +228,7 @@ fn tries_are_bounded_and_the_last_cause_is_told() {
         world.leg(world.legs(client, Role::Decode)[0], failed);
     }
     let stalled = LegFailure::Instance(Failure::Stalled);
-    assert_eq!(world.answers[&client], Answer::Failed(stalled));
+    assert_eq!(world.answers[&client], ClientAnswer::Failed(stalled));
     let mut pairs = world.pairs.clone();
     pairs.sort();
     pairs.dedup();
@@ -241,12 +242,12 @@ fn recompute_is_told() {
     let recomputed = Some(Failure::PeerSilent);
     let done = LegEvent::Done { reason: FinishReason::Stop, recomputed: recomputed.clone() };
     world.leg(world.legs(client, Role::Decode)[0], done);
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed });
     assert!(world.live.is_empty(), "nobody wants the KV any more");
 }
 
 /// The keys that prefills were told to abandon.
-fn abandoned(world: &World) -> Vec<TransferKey> {
+fn abandoned(world: &RouterWorld) -> Vec<TransferKey> {
     let keys = |command: &ControlCommand| match command {
         ControlCommand::Send { frame, .. } => match native::decode(frame) {
             Ok(Frame::Abandon { keys }) => keys,
@@ -308,7 +309,7 @@ fn a_prefill_hears_nothing_of_what_was_fetched() {
 #[test]
 fn known_prefix_wins_until_load_outweighs_it() {
     let mut world = world(2, 2);
-    let shared = |tokens| Prompt { tokens, prefix: (0..4).collect() };
+    let shared = |tokens| RoutedPrompt { tokens, prefix: (0..4).collect() };
     let first = world.request(vec![shared(2100)], 1);
     let home = engine_of(&world, world.legs(first, Role::Prefill)[0]);
     for leg in [Role::Prefill, Role::Decode].map(|role| world.legs(first, role)[0]) {
@@ -326,7 +327,7 @@ fn known_prefix_wins_until_load_outweighs_it() {
 
 #[test]
 fn only_equal_modes_are_paired() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     world.register(registration("p0", 1, 1, Mode::Push));
     world.register(registration("d0", 1, 1, Mode::Pull));
     let client = world.request(vec![prompt(100)], 1);
@@ -350,7 +351,7 @@ fn instance_that_fails_repeatedly_is_tried_by_one_client() {
     world.register(registration("d0", 1, 3, Mode::Push));
     let second = world.request(vec![prompt(100)], 1);
     assert!(world.live.is_empty(), "registering does not heal the second");
-    world.pass(world.config.suspicion.scale(2, 1));
+    world.advance(world.config.suspicion.scale(2, 1));
     assert_eq!(world.legs(first, Role::Decode).len(), 2, "one client tries it");
     assert!(world.legs(second, Role::Decode).is_empty());
     world.leg(world.legs(first, Role::Decode)[0], LegEvent::FirstToken);
@@ -383,16 +384,16 @@ fn retries_wait_before_new_requests_and_fail_with_their_cause() {
     let failed = LegEvent::Failed(LegFailure::Instance(Failure::Stalled));
     world.leg(world.legs(old, Role::Prefill)[0], failed);
     assert_eq!(world.router.gauges().queued, 2);
-    world.pass(Nanos::from_secs(9));
+    world.advance(Nanos::from_secs(9));
     world.register(registration("d0", 1, 2, Mode::Push));
-    world.pass(Nanos::from_secs(21));
-    assert_eq!(world.answers[&new], Answer::NoInstance);
-    assert_eq!(world.answers[&old], Answer::Failed(LegFailure::Instance(Failure::Stalled)));
+    world.advance(Nanos::from_secs(21));
+    assert_eq!(world.answers[&new], ClientAnswer::NoInstance);
+    assert_eq!(world.answers[&old], ClientAnswer::Failed(LegFailure::Instance(Failure::Stalled)));
 }
 
 #[test]
 fn bad_registrations_are_counted_by_reason() {
-    let mut world = World::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
+    let mut world = RouterWorld::new(RouterConfig { instances_max: 2, ..RouterConfig::default() });
     let mut bad = vec![registration("p0", 1, 1, Mode::Push); 7];
     bad[0].engine = "".into();
     bad[1].http = "p0:0".into();
@@ -414,13 +415,13 @@ fn bad_registrations_are_counted_by_reason() {
     world.give(RouterInput::Register(turned));
     let counted: Vec<_> = world.router.counters().rejected.clone().into_iter().collect();
     let expected = [
-        (Reject::Malformed, 2),
-        (Reject::Name, 1),
-        (Reject::Endpoint, 3),
-        (Reject::DataParallel, 1),
-        (Reject::TensorParallel, 2),
-        (Reject::Changed, 1),
-        (Reject::Full, 1),
+        (RejectReason::Malformed, 2),
+        (RejectReason::Name, 1),
+        (RejectReason::Endpoint, 3),
+        (RejectReason::DataParallel, 1),
+        (RejectReason::TensorParallel, 2),
+        (RejectReason::Changed, 1),
+        (RejectReason::Full, 1),
     ];
     assert_eq!(counted, expected);
     assert_eq!(world.router.gauges().violations, 11);
@@ -428,7 +429,7 @@ fn bad_registrations_are_counted_by_reason() {
 
 #[test]
 fn registrations_arrive_as_native_frames() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     let said = registration("p0", 3, 1, Mode::Pull);
     let frame = native::encode(&Frame::Register(said.clone()));
     let parts = vec![frame.clone(), b"ignored".to_vec()];
@@ -443,7 +444,7 @@ fn registrations_arrive_as_native_frames() {
         world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
     }
     let rejected = &world.router.counters().rejected;
-    assert_eq!(rejected[&Reject::Malformed], frame.len() as u64);
+    assert_eq!(rejected[&RejectReason::Malformed], frame.len() as u64);
 }
 
 #[test]
@@ -453,9 +454,9 @@ fn drained_router_finishes_what_it_has() {
         (world.request(vec![prompt(100)], 1), world.request(vec![prompt(100)], 1));
     world.drain();
     let refused = world.request(vec![prompt(100)], 1);
-    assert_eq!(world.answers[&refused], Answer::NoInstance);
+    assert_eq!(world.answers[&refused], ClientAnswer::NoInstance);
     world.finish();
     for client in [running, waiting] {
-        assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+        assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
     }
 }

@@ -11,15 +11,15 @@ use engine::core::Nanos;
 use engine::core::error::Failure;
 use engine::core::ids::ClientId;
 use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{Answer, LegEvent, LegFailure, Prompt, RouterConfig};
+use engine::core::router::{ClientAnswer, LegEvent, LegFailure, RoutedPrompt, RouterConfig};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use world::{World, prompt, registration};
+use world::{RouterWorld, prompt, registration};
 
 const ENGINES: [&str; 7] = ["p0", "p1", "p2", "d0", "d1", "d2", "d3"];
 
 #[derive(Clone, Debug)]
-enum Step {
+enum RouterStep {
     /// Engine, whether it restarted, whether it drains, how far its sequence jumps (or not).
     Register(usize, bool, bool, u64),
     /// Prompts with tokens and a family of prefixes, samples.
@@ -47,17 +47,17 @@ fn event() -> impl Strategy<Value = LegEvent> {
     ]
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = RouterStep> {
     let prompts = prop::collection::vec((0u32..3000, 0u64..4), 1..3);
     prop_oneof![
         8 => (0..ENGINES.len(), prop::bool::weighted(0.1), prop::bool::weighted(0.06), 0u64..3)
-            .prop_map(|(e, restart, drain, jump)| Step::Register(e, restart, drain, jump)),
-        5 => (prompts, 1u32..4).prop_map(|(prompts, samples)| Step::Request(prompts, samples)),
-        12 => (any::<usize>(), event()).prop_map(|(n, event)| Step::Leg(n, event)),
-        1 => (any::<usize>(), event()).prop_map(|(n, event)| Step::Late(n, event)),
-        1 => any::<u64>().prop_map(Step::Gone),
-        4 => (0u64..300).prop_map(Step::Pass),
-        1 => prop::bool::weighted(0.02).prop_map(|d| if d { Step::Drain } else { Step::Pass(0) }),
+            .prop_map(|(e, restart, drain, jump)| RouterStep::Register(e, restart, drain, jump)),
+        5 => (prompts, 1u32..4).prop_map(|(prompts, samples)| RouterStep::Request(prompts, samples)),
+        12 => (any::<usize>(), event()).prop_map(|(n, event)| RouterStep::Leg(n, event)),
+        1 => (any::<usize>(), event()).prop_map(|(n, event)| RouterStep::Late(n, event)),
+        1 => any::<u64>().prop_map(RouterStep::Gone),
+        4 => (0u64..300).prop_map(RouterStep::Pass),
+        1 => prop::bool::weighted(0.02).prop_map(|d| if d { RouterStep::Drain } else { RouterStep::Pass(0) }),
     ]
 }
 
@@ -83,57 +83,57 @@ fn config() -> impl Strategy<Value = RouterConfig> {
 /// Incarnation and sequence of each engine.
 type Lives = BTreeMap<usize, (u64, u64)>;
 
-fn play(world: &mut World, lives: &mut Lives, step: Step) {
+fn play(world: &mut RouterWorld, lives: &mut Lives, step: RouterStep) {
     match step {
-        Step::Register(engine, restart, draining, jump) => {
+        RouterStep::Register(engine, restart, draining, jump) => {
             let (incarnation, sequence) = lives.entry(engine).or_insert((1, 0));
             if restart {
                 (*incarnation, *sequence) = (*incarnation + 1, 0);
             }
             *sequence += jump;
-            // One prefill and one decode pull in even lives, all others push.
+            // One prefill and one decode pull in even incarnations, all others push.
             let pulls = ENGINES[engine].ends_with('1') && *incarnation % 2 == 0;
             let mode = if pulls { Mode::Pull } else { Mode::Push };
             let mut said = registration(ENGINES[engine], *incarnation, *sequence, mode);
             said.draining = draining;
             world.register(said);
         }
-        Step::Request(prompts, samples) => {
-            let with_prefix = |(tokens, family): (u32, u64)| Prompt {
+        RouterStep::Request(prompts, samples) => {
+            let with_prefix = |(tokens, family): (u32, u64)| RoutedPrompt {
                 tokens,
                 prefix: (0..u64::from(tokens / 512)).map(|run| family * 100 + run).collect(),
             };
             world.request(prompts.into_iter().map(with_prefix).collect(), samples);
         }
-        Step::Leg(nth, event) => {
+        RouterStep::Leg(nth, event) => {
             let count = world.live.len();
             if count > 0 {
                 let leg = *world.live.keys().nth(nth % count).unwrap();
                 world.leg(leg, event);
             }
         }
-        Step::Late(nth, event) => {
+        RouterStep::Late(nth, event) => {
             let count = world.ended.len();
             if count > 0 {
                 world.late(world.ended[nth % count], event);
             }
         }
-        Step::Gone(nth) => {
+        RouterStep::Gone(nth) => {
             let count = world.answers.len() + world.gone.len() + world.open.len();
             if count > 0 {
                 world.go(ClientId(nth % count as u64));
             }
         }
-        Step::Pass(ms) => world.pass(Nanos::from_ms(ms)),
-        Step::Drain => world.drain(),
+        RouterStep::Pass(ms) => world.advance(Nanos::from_ms(ms)),
+        RouterStep::Drain => world.drain(),
     }
 }
 
-fn run(config: RouterConfig, steps: Vec<Step>) -> World {
-    let mut world = World::new(config);
+fn run(config: RouterConfig, steps: Vec<RouterStep>) -> RouterWorld {
+    let mut world = RouterWorld::new(config);
     let mut lives = Lives::new();
     for engine in [0, 1, 3, 4] {
-        play(&mut world, &mut lives, Step::Register(engine, false, false, 1));
+        play(&mut world, &mut lives, RouterStep::Register(engine, false, false, 1));
     }
     for step in steps {
         play(&mut world, &mut lives, step);
@@ -143,14 +143,14 @@ fn run(config: RouterConfig, steps: Vec<Step>) -> World {
 }
 
 /// After all that, a request to new instances is served at once.
-fn heals(mut world: World) {
+fn heals(mut world: RouterWorld) {
     for engine in ["p0", "d0"] {
         world.register(registration(engine, 1000, 1, Mode::Push));
     }
     let client = world.request(vec![prompt(10)], 1);
     assert_eq!(world.live.len(), 2);
     world.finish();
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed: None });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
 }
 
 proptest! {
@@ -164,7 +164,7 @@ proptest! {
         config in config(),
         steps in prop::collection::vec(step(), 0..150),
     ) {
-        let drains = steps.iter().any(|step| matches!(step, Step::Drain));
+        let drains = steps.iter().any(|step| matches!(step, RouterStep::Drain));
         let world = run(config, steps);
         if !drains {
             heals(world);
@@ -189,7 +189,7 @@ proptest! {
         decodes in 1usize..6,
         sizes in prop::collection::vec(1u32..5000, 1..80),
     ) {
-        let mut world = World::new(RouterConfig::default());
+        let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, prefills, decodes);
         for tokens in sizes {
             world.request(vec![prompt(tokens)], 1);
@@ -210,7 +210,7 @@ proptest! {
     /// Requests one after the other, all instances idle: no lock step of prefill and decode.
     #[test]
     fn all_pairs_are_used_evenly(prefills in 1usize..5, decodes in 1usize..5) {
-        let mut world = World::new(RouterConfig::default());
+        let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, prefills, decodes);
         let rounds = 4;
         for _ in 0..rounds * prefills * decodes {
@@ -230,7 +230,7 @@ proptest! {
     /// The same with `window` decode legs in flight, which end in order.
     #[test]
     fn overlapping_requests_use_all_pairs(side in 2usize..5, window in 1usize..9) {
-        let mut world = World::new(RouterConfig::default());
+        let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, side, side);
         for _ in 0..4 * side * side {
             let client = world.request(vec![prompt(1000)], 1);
@@ -247,7 +247,7 @@ proptest! {
     }
 }
 
-fn up(world: &mut World, prefills: usize, decodes: usize) {
+fn up(world: &mut RouterWorld, prefills: usize, decodes: usize) {
     for (role, count) in [("p", prefills), ("d", decodes)] {
         for index in 0..count {
             world.register(registration(&format!("{role}{index}"), 1, 1, Mode::Push));

@@ -1,20 +1,20 @@
 //! Pairs of instances between which KV does not get through.
 
 use crate::up;
-use crate::world::{World, prompt, registration};
+use crate::world::{RouterWorld, prompt, registration};
 use engine::core::Machine;
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, LegId};
 use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{Answer, LegEvent, LegFailure, RouterConfig};
+use engine::core::router::{ClientAnswer, LegEvent, LegFailure, RouterConfig};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 /// Prefill and decode, by number.
-type Pair = (usize, usize);
+type TestPair = (usize, usize);
 
 /// The legs of a client and the pair that has them.
-fn legs(world: &World, client: ClientId) -> ([LegId; 2], Pair) {
+fn legs(world: &RouterWorld, client: ClientId) -> ([LegId; 2], TestPair) {
     let legs = [Role::Prefill, Role::Decode].map(|role| world.legs(client, role)[0]);
     let [p, d] = legs.map(|leg| number(&world.live[&leg].engine.to_string()));
     (legs, (p, d))
@@ -30,7 +30,7 @@ fn refused() -> Failure {
 
 /// Serves one request; a decode that cannot get the KV of its prefill computes it itself. Returns
 /// the pair.
-fn serve(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Pair {
+fn serve(world: &mut RouterWorld, failure: impl Fn(TestPair) -> Option<Failure>) -> TestPair {
     let client = world.request(vec![prompt(100)], 1);
     let (legs, pair) = legs(world, client);
     let recomputed = failure(pair);
@@ -39,20 +39,23 @@ fn serve(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Pair {
         legs[1],
         LegEvent::Done { reason: FinishReason::Stop, recomputed: recomputed.clone() },
     );
-    assert_eq!(world.answers[&client], Answer::Finished { recomputed });
+    assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed });
     pair
 }
 
 /// Serves one request; a decode that cannot get the KV of its prefill fails the leg. Returns the
 /// pairs that were tried.
-fn serve_or_fail(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -> Vec<Pair> {
+fn serve_or_fail(
+    world: &mut RouterWorld,
+    failure: impl Fn(TestPair) -> Option<Failure>,
+) -> Vec<TestPair> {
     let client = world.request(vec![prompt(100)], 1);
     let mut tried = Vec::new();
     while !world.answers.contains_key(&client) {
         if world.live.is_empty() {
             // It waits before it is sent again to who failed it.
             let due = world.router.deadline().expect("it waits for something");
-            world.pass(due - world.now);
+            world.advance(due - world.now);
             continue;
         }
         let (legs, pair) = legs(world, client);
@@ -68,9 +71,9 @@ fn serve_or_fail(world: &mut World, failure: impl Fn(Pair) -> Option<Failure>) -
 }
 
 /// Lets as much time pass as a breaker can take, while all instances go on registering.
-fn rest(world: &mut World, (prefills, decodes): Pair, round: u64) {
+fn rest(world: &mut RouterWorld, (prefills, decodes): TestPair, round: u64) {
     for beat in 1..=4 {
-        world.pass(world.config.breaker_max.scale(1, 4));
+        world.advance(world.config.breaker_max.scale(1, 4));
         let prefills = (0..prefills).map(|n| format!("p{n}"));
         for name in prefills.chain((0..decodes).map(|n| format!("d{n}"))) {
             world.register(registration(&name, 1, 4 * round + beat, Mode::Push));
@@ -79,14 +82,14 @@ fn rest(world: &mut World, (prefills, decodes): Pair, round: u64) {
 }
 
 /// Numbers of prefills and decodes, and the pairs of them that work; at least one does.
-fn fleet() -> impl Strategy<Value = (Pair, BTreeSet<Pair>)> {
+fn fleet() -> impl Strategy<Value = (TestPair, BTreeSet<TestPair>)> {
     let size = (1usize..5, 1usize..5);
     (size, prop::collection::vec(any::<bool>(), 16), any::<prop::sample::Index>()).prop_map(
         |(size, matrix, whole)| {
             let pairs = (0..size.0).flat_map(|p| (0..size.1).map(move |d| (p, d)));
-            let pairs: Vec<Pair> = pairs.collect();
+            let pairs: Vec<TestPair> = pairs.collect();
             let whole = pairs[whole.index(pairs.len())];
-            let works = |(p, d): &Pair| (*p, *d) == whole || matrix[4 * p + d];
+            let works = |(p, d): &TestPair| (*p, *d) == whole || matrix[4 * p + d];
             (size, pairs.into_iter().filter(works).collect())
         },
     )
@@ -98,7 +101,7 @@ proptest! {
         (size, works) in fleet(),
         failure in prop::sample::select(vec![refused(), Failure::Unreachable, Failure::PeerSilent]),
     ) {
-        let mut world = World::new(RouterConfig::default());
+        let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, size.0, size.1);
         let mut met = BTreeSet::new();
         for round in 1..40 {
@@ -110,7 +113,7 @@ proptest! {
 
     #[test]
     fn no_retry_meets_a_pair_that_does_not_fit_again_if_another_does((size, works) in fleet()) {
-        let mut world = World::new(RouterConfig::default());
+        let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, size.0, size.1);
         let mut met = BTreeSet::new();
         for round in 1..20 {
@@ -123,7 +126,7 @@ proptest! {
 }
 
 /// The decode whose pair with the only prefill failed, and the other one, which is busy.
-fn one_failed_of_two(world: &mut World, failure: Failure) -> (usize, usize) {
+fn one_failed_of_two(world: &mut RouterWorld, failure: Failure) -> (usize, usize) {
     up(world, 1, 2);
     let failed = serve(world, |_| Some(failure.clone())).1;
     let busy = world.request(vec![prompt(5000)], 1);
@@ -136,7 +139,7 @@ fn one_failed_of_two(world: &mut World, failure: Failure) -> (usize, usize) {
 
 #[test]
 fn a_suspect_pair_is_taken_again_when_its_time_is_over() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     let (failed, _) = one_failed_of_two(&mut world, Failure::Unreachable);
     assert_eq!(serve(&mut world, |_| None).1, failed);
     world.finish();
@@ -144,7 +147,7 @@ fn a_suspect_pair_is_taken_again_when_its_time_is_over() {
 
 #[test]
 fn a_pair_that_does_not_fit_is_not_taken_for_another_that_is_busy() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     let (_, busy) = one_failed_of_two(&mut world, refused());
     assert_eq!(serve(&mut world, |_| None).1, busy);
     world.finish();
@@ -152,24 +155,24 @@ fn a_pair_that_does_not_fit_is_not_taken_for_another_that_is_busy() {
 
 #[test]
 fn the_only_pair_is_taken_though_it_does_not_fit() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     up(&mut world, 1, 1);
     for _ in 0..5 {
         serve(&mut world, |_| Some(refused()));
     }
     world.register(registration("d0", 2, 1, Mode::Push));
     up(&mut world, 1, 2);
-    let pairs: BTreeSet<Pair> = (0..2).map(|_| serve(&mut world, |_| None)).collect();
-    assert_eq!(pairs.len(), 2, "a new life is not answerable for the one before");
+    let pairs: BTreeSet<TestPair> = (0..2).map(|_| serve(&mut world, |_| None)).collect();
+    assert_eq!(pairs.len(), 2, "a new incarnation is not answerable for the one before");
 }
 
 #[test]
 fn a_leg_that_failed_for_its_pair_tells_of_the_pair() {
-    let mut world = World::new(RouterConfig::default());
+    let mut world = RouterWorld::new(RouterConfig::default());
     up(&mut world, 2, 1);
     let client = world.request(vec![prompt(100)], 1);
     let source =
-        |world: &World| world.live[&world.legs(client, Role::Prefill)[0]].engine.to_string();
+        |world: &RouterWorld| world.live[&world.legs(client, Role::Prefill)[0]].engine.to_string();
     let first = source(&world);
     let decode = world.legs(client, Role::Decode)[0];
     world.leg(decode, LegEvent::Failed(LegFailure::Instance(refused())));

@@ -4,7 +4,7 @@ use engine::core::command::ControlCommand;
 use engine::core::ids::{ClientId, EngineId, Incarnation, LegId, TransferId, TransferKey};
 use engine::core::message::{FinishReason, Mode, Registration, Role};
 use engine::core::router::{
-    Answer, ClientRequest, LegBody, LegEvent, LegFailure, Prompt, Router, RouterConfig,
+    ClientAnswer, ClientRequest, LegBody, LegEvent, LegFailure, RoutedPrompt, Router, RouterConfig,
     RouterEffect, RouterInput,
 };
 use engine::core::{Gauges, Machine, Nanos, Outbox};
@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What was last said by an engine, and what its legs told.
 #[derive(Clone, Debug)]
-struct Known {
+struct EngineModel {
     registration: Registration,
     expires: Nanos,
     /// Counted failures without a success between.
@@ -33,15 +33,15 @@ pub(crate) struct LiveLeg {
     pub(crate) streams: bool,
 }
 
-pub(crate) struct World {
+pub(crate) struct RouterWorld {
     pub(crate) router: Router,
     pub(crate) now: Nanos,
     pub(crate) config: RouterConfig,
-    known: BTreeMap<EngineId, Known>,
+    known: BTreeMap<EngineId, EngineModel>,
     pub(crate) live: BTreeMap<LegId, LiveLeg>,
     pub(crate) ended: Vec<LegId>,
     pub(crate) open: BTreeSet<ClientId>,
-    pub(crate) answers: BTreeMap<ClientId, Answer>,
+    pub(crate) answers: BTreeMap<ClientId, ClientAnswer>,
     pub(crate) gone: BTreeSet<ClientId>,
     /// Transfer ids with the call that made them and its client.
     ids: BTreeMap<TransferId, (u64, ClientId)>,
@@ -82,15 +82,15 @@ pub(crate) fn registration(
 }
 
 /// A prompt without known prefix.
-pub(crate) fn prompt(tokens: u32) -> Prompt {
-    Prompt { tokens, prefix: [].into() }
+pub(crate) fn prompt(tokens: u32) -> RoutedPrompt {
+    RoutedPrompt { tokens, prefix: [].into() }
 }
 
-impl World {
+impl RouterWorld {
     pub(crate) fn new(config: RouterConfig) -> Self {
         #[cfg(feature = "planted")]
         engine::planted::plant_from_environment();
-        World {
+        RouterWorld {
             router: Router::new(config.clone(), Incarnation(7)),
             now: Nanos::ZERO,
             config,
@@ -203,7 +203,7 @@ impl World {
         let now = self.now;
         let config = &self.config;
         let lives = if registration.draining { config.drain_max } else { config.expiry };
-        let fresh = Known {
+        let fresh = EngineModel {
             registration: registration.clone(),
             expires: now + lives,
             failures: 0,
@@ -230,8 +230,7 @@ impl World {
         self.give(RouterInput::Register(registration));
     }
 
-    /// Sends a request.
-    pub(crate) fn request(&mut self, prompts: Vec<Prompt>, samples: u32) -> ClientId {
+    pub(crate) fn request(&mut self, prompts: Vec<RoutedPrompt>, samples: u32) -> ClientId {
         let client = ClientId(self.next_client);
         self.next_client += 1;
         self.open.insert(client);
@@ -239,7 +238,7 @@ impl World {
         self.give(RouterInput::Request(ClientRequest { client, prompts, samples, output: 16 }));
         assert!(self.router.gauges().queued <= queued.max(self.config.waiting_max));
         if self.draining {
-            assert_eq!(self.answers[&client], Answer::NoInstance);
+            assert_eq!(self.answers[&client], ClientAnswer::NoInstance);
         }
         client
     }
@@ -325,7 +324,7 @@ impl World {
     }
 
     /// Lets time pass, with a tick at each deadline.
-    pub(crate) fn pass(&mut self, span: Nanos) {
+    pub(crate) fn advance(&mut self, span: Nanos) {
         let until = self.now + span;
         while let Some(due) = self.router.deadline().filter(|due| *due <= until) {
             self.now = self.now.max(due);
@@ -342,14 +341,14 @@ impl World {
             while let Some(leg) = self.live.keys().next().copied() {
                 self.done(leg);
             }
-            self.pass(self.config.wait_max);
+            self.advance(self.config.wait_max);
         }
         self.judge_tables();
         let answered: BTreeSet<_> = self.answers.keys().copied().collect();
         assert_eq!(answered.len() + self.gone.len(), self.next_client as usize);
         assert!(answered.is_disjoint(&self.gone));
         assert!(self.live.is_empty());
-        self.pass(self.config.expiry + self.config.drain_max + self.config.stream_grace);
+        self.advance(self.config.expiry + self.config.drain_max + self.config.stream_grace);
         assert_eq!(self.router.gauges().peers, 0, "all registrations have expired");
         assert_eq!(self.router.deadline(), None, "a timer is left");
     }

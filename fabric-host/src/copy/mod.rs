@@ -1,29 +1,27 @@
 //! Copies within a host: plain ones, and those that the kernel does between two processes.
 
-mod crew;
+mod copy_pool;
 mod slices;
 
-pub(crate) use crew::Crew;
-pub(crate) use slices::{Cursor, Slice, all_inside};
+pub(crate) use copy_pool::CopyPool;
+pub(crate) use slices::{CopySlice, SliceCursor, all_inside};
 
-use crate::memory::Reach;
+use crate::memory::HostMemoryAccess;
 use crate::sys::range;
-use crew::Way;
+use copy_pool::CopyDirection;
 use std::sync::Arc;
 
 /// Which side did not let itself be copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    /// The source.
+pub(crate) enum CopyFault {
     Source,
-    /// The destination.
     Destination,
 }
 
 /// Buffers that are used again and again.
 #[derive(Debug)]
-pub(crate) struct Scratch {
-    crew: Arc<Crew>,
+pub(crate) struct CopyBuffers {
+    copy_pool: Arc<CopyPool>,
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
     bounce: Vec<u8>,
@@ -33,17 +31,17 @@ pub(crate) struct Scratch {
 
 /// The buffers are empty or bytes; no address in them is used after the call that put it there.
 // SAFETY: See above.
-unsafe impl Send for Scratch {}
+unsafe impl Send for CopyBuffers {}
 
 /// Copies one chunk, whose ranges are inside both regions, of an operation of so many `bytes`.
 pub(crate) fn copy(
-    (chunk, bytes): (&[Slice], u64),
-    from: &Reach,
-    to: &Reach,
-    scratch: &mut Scratch,
-) -> Result<(), Fault> {
+    (chunk, bytes): (&[CopySlice], u64),
+    from: &HostMemoryAccess,
+    to: &HostMemoryAccess,
+    scratch: &mut CopyBuffers,
+) -> Result<(), CopyFault> {
     match (from, to) {
-        (Reach::Here { base: from, .. }, Reach::Here { base: to, .. }) => {
+        (HostMemoryAccess::Here { base: from, .. }, HostMemoryAccess::Here { base: to, .. }) => {
             for slice in chunk {
                 let (from, to) = ((from + slice.from) as *const u8, (to + slice.to) as *mut u8);
                 // SAFETY: Both ranges are inside memory that is mapped as long as its region or
@@ -53,32 +51,32 @@ pub(crate) fn copy(
             }
             Ok(())
         }
-        (Reach::There { process, base }, Reach::Here { base: here, .. }) => {
+        (HostMemoryAccess::There { process, base }, HostMemoryAccess::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.call(process.pid, Way::In, bytes)?;
+            scratch.call(process.pid, CopyDirection::In, bytes)?;
             // A process of the same id that came later is not what was meant.
-            if process.is_alive() { Ok(()) } else { Err(Fault::Source) }
+            if process.is_alive() { Ok(()) } else { Err(CopyFault::Source) }
         }
-        (Reach::Here { base: here, .. }, Reach::There { process, base }) => {
+        (HostMemoryAccess::Here { base: here, .. }, HostMemoryAccess::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.call(process.pid, Way::Out, bytes)
+            scratch.call(process.pid, CopyDirection::Out, bytes)
         }
-        (Reach::There { .. }, Reach::There { .. }) => {
+        (HostMemoryAccess::There { .. }, HostMemoryAccess::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
             let packed_bytes = chunk.iter().map(|slice| slice.len).sum::<u64>() as usize;
             bounce.resize(packed_bytes.max(bounce.len()), 0);
-            let middle = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
+            let middle = HostMemoryAccess::Here { base: bounce.as_mut_ptr() as u64, map: None };
             let mut at = 0;
-            let mut packed = |slice: &Slice| {
+            let mut packed = |slice: &CopySlice| {
                 at += slice.len;
                 at - slice.len
             };
             let offsets: Vec<u64> = chunk.iter().map(&mut packed).collect();
-            let with = |f: fn(&Slice, u64) -> Slice| -> Vec<Slice> {
+            let with = |f: fn(&CopySlice, u64) -> CopySlice| -> Vec<CopySlice> {
                 chunk.iter().zip(&offsets).map(|(slice, at)| f(slice, *at)).collect()
             };
-            let into = with(|slice, at| Slice { to: at, ..*slice });
-            let out = with(|slice, at| Slice { from: at, ..*slice });
+            let into = with(|slice, at| CopySlice { to: at, ..*slice });
+            let out = with(|slice, at| CopySlice { from: at, ..*slice });
             let done = copy((&into, bytes), from, &middle, scratch)
                 .and_then(|()| copy((&out, bytes), &middle, to, scratch));
             scratch.bounce = bounce;
@@ -87,10 +85,16 @@ pub(crate) fn copy(
     }
 }
 
-impl Scratch {
-    /// Empty, for a thread whose long copies the crew shares.
-    pub(crate) fn new(crew: Arc<Crew>) -> Scratch {
-        Scratch { crew, local: Vec::new(), remote: Vec::new(), bounce: Vec::new(), spell: 0 }
+impl CopyBuffers {
+    /// Empty, for a thread whose long copies the pool shares.
+    pub(crate) fn new(pool: Arc<CopyPool>) -> CopyBuffers {
+        CopyBuffers {
+            copy_pool: pool,
+            local: Vec::new(),
+            remote: Vec::new(),
+            bounce: Vec::new(),
+            spell: 0,
+        }
     }
 
     /// The thread has nothing to do.
@@ -100,9 +104,9 @@ impl Scratch {
 
     fn fill(
         &mut self,
-        chunk: &[Slice],
-        local: impl Fn(&Slice) -> u64,
-        remote: impl Fn(&Slice) -> u64,
+        chunk: &[CopySlice],
+        local: impl Fn(&CopySlice) -> u64,
+        remote: impl Fn(&CopySlice) -> u64,
     ) {
         self.local.clear();
         self.local.extend(chunk.iter().map(|slice| range(local(slice), slice.len)));
@@ -110,13 +114,13 @@ impl Scratch {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn call(&mut self, pid: u32, way: Way, bytes: u64) -> Result<(), Fault> {
+    fn call(&mut self, pid: u32, way: CopyDirection, bytes: u64) -> Result<(), CopyFault> {
         let run = bytes.max(self.spell);
         self.spell += self.local.iter().map(|range| range.iov_len as u64).sum::<u64>();
-        match (self.crew.copy((pid, way, run), &self.local, &self.remote), way) {
+        match (self.copy_pool.copy((pid, way, run), &self.local, &self.remote), way) {
             (true, _) => Ok(()),
-            (false, Way::In) => Err(Fault::Source),
-            (false, Way::Out) => Err(Fault::Destination),
+            (false, CopyDirection::In) => Err(CopyFault::Source),
+            (false, CopyDirection::Out) => Err(CopyFault::Destination),
         }
     }
 }

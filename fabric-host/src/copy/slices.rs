@@ -8,14 +8,14 @@ pub(crate) const CHUNK_MAX: u64 = 4 << 20;
 
 /// One range; offsets into the two regions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Slice {
+pub(crate) struct CopySlice {
     pub(crate) from: u64,
     pub(crate) to: u64,
     pub(crate) len: u64,
 }
 
 /// True if all slices are inside regions of these lengths.
-pub(crate) fn all_inside(slices: &[Slice], from: u64, to: u64) -> bool {
+pub(crate) fn all_inside(slices: &[CopySlice], from: u64, to: u64) -> bool {
     let inside = |at: u64, len: u64, end: u64| at.checked_add(len).is_some_and(|to| to <= end);
     slices
         .iter()
@@ -24,40 +24,41 @@ pub(crate) fn all_inside(slices: &[Slice], from: u64, to: u64) -> bool {
 
 /// A walk over slices, from where it was left.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Cursor {
+pub(crate) struct SliceCursor {
     index: usize,
     offset: u64,
 }
 
-impl Cursor {
+impl SliceCursor {
     /// True if nothing is left.
-    pub(crate) fn is_at_end(&self, slices: &[Slice]) -> bool {
+    pub(crate) fn is_at_end(&self, slices: &[CopySlice]) -> bool {
         self.index >= slices.len()
     }
 
     /// Puts the next ranges into `chunk`, as many as one call takes and a chunk may have bytes.
-    pub(crate) fn next(&mut self, slices: &[Slice], chunk: &mut Vec<Slice>) {
+    pub(crate) fn next(&mut self, slices: &[CopySlice], chunk: &mut Vec<CopySlice>) {
         chunk.clear();
         let mut room = CHUNK_MAX;
         while room > 0 && chunk.len() < RANGES_MAX && self.index < slices.len() {
             let slice = slices[self.index];
             let len = (slice.len - self.offset).min(room);
             let (from, to) = (slice.from + self.offset, slice.to + self.offset);
-            chunk.push(Slice { from, to, len });
+            chunk.push(CopySlice { from, to, len });
             room -= len;
             self.advance(slices, len);
         }
     }
 
-    /// The next ranges, in place if there are whole ones, else in `chunk` as [`Cursor::next`] has it.
+    /// The next ranges, in place if there are whole ones, else in `chunk` as [`SliceCursor::next`]
+    /// has it.
     pub(crate) fn chunk<'a>(
         &mut self,
-        slices: &'a [Slice],
-        chunk: &'a mut Vec<Slice>,
-    ) -> &'a [Slice] {
+        slices: &'a [CopySlice],
+        chunk: &'a mut Vec<CopySlice>,
+    ) -> &'a [CopySlice] {
         let left = &slices[self.index..];
         let mut room = CHUNK_MAX;
-        let fits = |slice: &&Slice| match room.checked_sub(slice.len) {
+        let fits = |slice: &&CopySlice| match room.checked_sub(slice.len) {
             Some(rest) => {
                 room = rest;
                 true
@@ -74,7 +75,7 @@ impl Cursor {
     }
 
     /// Goes on by some bytes, all of which are in the slices.
-    pub(crate) fn advance(&mut self, slices: &[Slice], mut bytes: u64) {
+    pub(crate) fn advance(&mut self, slices: &[CopySlice], mut bytes: u64) {
         while self.index < slices.len() {
             let left = slices[self.index].len - self.offset;
             if bytes < left {
@@ -97,14 +98,14 @@ mod tests {
             [3, CHUNK_MAX * 2 + 1, 1, CHUNK_MAX].into_iter().chain((0..3_000).map(|_| 4_096));
         let slices: Vec<_> = lens
             .scan(0, |at, len| {
-                let slice = Slice { from: *at, to: *at * 2, len };
+                let slice = CopySlice { from: *at, to: *at * 2, len };
                 *at += len;
                 Some(slice)
             })
             .collect();
         let all = slices.iter().map(|slice| slice.len).sum::<u64>();
         for in_place in [false, true] {
-            let (mut cursor, mut chunk, mut seen) = (Cursor::default(), Vec::new(), 0);
+            let (mut cursor, mut chunk, mut seen) = (SliceCursor::default(), Vec::new(), 0);
             while !cursor.is_at_end(&slices) {
                 let taken = if in_place {
                     cursor.chunk(&slices, &mut chunk)
@@ -125,7 +126,7 @@ mod tests {
 
     #[test]
     fn ranges_that_wrap_or_leave_a_region_are_not_inside() {
-        let at = |from, to, len| [Slice { from, to, len }];
+        let at = |from, to, len| [CopySlice { from, to, len }];
         assert!(all_inside(&at(8, 0, 8), 16, 8));
         assert!(!all_inside(&at(9, 0, 8), 16, 8));
         assert!(!all_inside(&at(0, 1, 8), 16, 8));

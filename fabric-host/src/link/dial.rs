@@ -1,17 +1,17 @@
 //! Dials a peer and says hello. Each dial has a thread of its own for as long as it takes.
 
-use super::greet::{limit, unblock};
-use super::local_in::Ends;
-use super::local_out::LocalOut;
-use super::out::{HeardBy, OutLink};
-use super::segment::Segment;
-use super::tcp_out::TcpOut;
-use super::{Kind, Station, greeting, socket};
-use crate::config::Path;
-use crate::descriptor::Location;
-use crate::hub::{Hub, Notice};
-use crate::memory::{Map, Process, ROLL_BYTES};
-use crate::proto::{Control, OLDEST, Rules, VERSION};
+use super::acceptor::{limit, unblock};
+use super::local_initiator::LocalInitiator;
+use super::local_target::LocalLinkHandles;
+use super::outbound::{DoorbellTarget, HostOutboundLink};
+use super::segment::ShmSegment;
+use super::tcp_initiator::TcpInitiator;
+use super::{HostLinkDriver, HostLinkKind, socket, tcp_handshake};
+use crate::config::DataPath;
+use crate::descriptor::HostPlaneAddress;
+use crate::memory::{MemfdMapping, PidfdProcess, ROLL_BYTES};
+use crate::proto::{HostControlMessage, OLDEST, PathPolicy, VERSION};
+use crate::shared::{HostPlaneShared, HostWorkerEvent};
 use crate::sys;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -23,20 +23,20 @@ use std::time::Instant;
 
 /// Whom to dial and how.
 #[derive(Clone, Debug)]
-pub(crate) struct Dial {
+pub(crate) struct HostDialRequest {
     pub(crate) id: u64,
-    pub(crate) to: Location,
-    pub(crate) pass: u64,
-    pub(crate) kind: Kind,
+    pub(crate) to: HostPlaneAddress,
+    pub(crate) fence_key: u64,
+    pub(crate) kind: HostLinkKind,
     /// Broken links of ours that the peer has to leave before it answers.
     pub(crate) ends: Vec<u64>,
 }
 
 /// A link, and what its thread has to serve.
-type Dialled = (Arc<OutLink>, Box<dyn Station>);
+type DialledLink = (Arc<HostOutboundLink>, Box<dyn HostLinkDriver>);
 
 /// Why there is no link.
-pub(super) struct Failed {
+pub(super) struct HostDialError {
     why: String,
     /// Nobody answered; else it was a refusal or ours.
     unreachable: bool,
@@ -44,45 +44,49 @@ pub(super) struct Failed {
     gone: bool,
 }
 
-impl Failed {
-    pub(super) fn ours(why: impl ToString) -> Failed {
-        Failed { why: why.to_string(), unreachable: false, gone: false }
+impl HostDialError {
+    pub(super) fn ours(why: impl ToString) -> HostDialError {
+        HostDialError { why: why.to_string(), unreachable: false, gone: false }
     }
 
-    pub(super) fn unreachable(why: impl ToString, gone: bool) -> Failed {
-        Failed { why: why.to_string(), unreachable: true, gone }
+    pub(super) fn unreachable(why: impl ToString, gone: bool) -> HostDialError {
+        HostDialError { why: why.to_string(), unreachable: true, gone }
     }
 }
 
 /// Starts to dial; the answer is a notice.
-pub(crate) fn dial(hub: &Arc<Hub>, dial: Dial) {
+pub(crate) fn dial(hub: &Arc<HostPlaneShared>, dial: HostDialRequest) {
     let hub_too = hub.clone();
     let id = dial.id;
     let run = move || {
         let link = match dial.kind {
-            Kind::Local => dial_local(&hub_too, &dial),
-            Kind::Tcp => dial_tcp(&hub_too, &dial),
+            HostLinkKind::Local => dial_local(&hub_too, &dial),
+            HostLinkKind::Tcp => dial_tcp(&hub_too, &dial),
         };
         hub_too.notify(match link {
-            Ok((link, station)) => Notice::LinkUp { dial: dial.id, link, station },
-            Err(Failed { why, unreachable, gone }) => {
-                Notice::DialFailed { dial: dial.id, why, unreachable, gone }
+            Ok((link, station)) => HostWorkerEvent::LinkUp { dial: dial.id, link, station },
+            Err(HostDialError { why, unreachable, gone }) => {
+                HostWorkerEvent::DialFailed { dial: dial.id, why, unreachable, gone }
             }
         });
     };
     if let Err(why) = std::thread::Builder::new().name("kvferry-dial".into()).spawn(run) {
         let why = format!("thread: {why}");
-        hub.notify(Notice::DialFailed { dial: id, why, unreachable: false, gone: false });
+        hub.notify(HostWorkerEvent::DialFailed { dial: id, why, unreachable: false, gone: false });
     }
 }
 
 /// The hello of a dial.
-pub(super) fn hello(hub: &Hub, dial: &Dial, link: u64) -> Control {
-    Control::Hello {
+pub(super) fn hello(
+    hub: &HostPlaneShared,
+    dial: &HostDialRequest,
+    link: u64,
+) -> HostControlMessage {
+    HostControlMessage::Hello {
         version: OLDEST,
         from: hub.location.encode().0.to_vec(),
         to: (dial.to.who.key.to_string(), dial.to.who.incarnation),
-        pass: dial.pass,
+        fence_key: dial.fence_key,
         link,
         ends: dial.ends.clone(),
         rules: hub.rules(),
@@ -91,55 +95,58 @@ pub(super) fn hello(hub: &Hub, dial: &Dial, link: u64) -> Control {
 }
 
 /// The rules of who let us in, and whether it may say more than this plane knows.
-pub(super) fn welcomed(answer: Control) -> Result<(Rules, bool), Failed> {
+pub(super) fn welcomed(answer: HostControlMessage) -> Result<(PathPolicy, bool), HostDialError> {
     match answer {
-        Control::Welcome { rules, version } => {
-            let spoken = Control::chosen(version).map_err(Failed::ours)?;
+        HostControlMessage::Welcome { rules, version } => {
+            let spoken = HostControlMessage::chosen(version).map_err(HostDialError::ours)?;
             Ok((rules, spoken.is_later()))
         }
-        Control::Refuse { why, over: gone } => {
-            Err(Failed { why: format!("refused: {why}"), unreachable: false, gone })
+        HostControlMessage::Refuse { why, over: gone } => {
+            Err(HostDialError { why: format!("refused: {why}"), unreachable: false, gone })
         }
-        _ => Err(Failed::ours("an answer that is none")),
+        _ => Err(HostDialError::ours("an answer that is none")),
     }
 }
 
-fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
+fn dial_local(
+    hub: &Arc<HostPlaneShared>,
+    dial: &HostDialRequest,
+) -> Result<DialledLink, HostDialError> {
     let flags = SocketFlags::CLOEXEC;
     let peer = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-        .map_err(|why| Failed::ours(format!("socket: {why}")))?;
-    limit(peer.as_fd(), hub.config.connect()).map_err(Failed::ours)?;
+        .map_err(|why| HostDialError::ours(format!("socket: {why}")))?;
+    limit(peer.as_fd(), hub.config.connect()).map_err(HostDialError::ours)?;
     let name = dial.to.socket_name();
-    let at = SocketAddrUnix::new_abstract_name(&name).map_err(Failed::ours)?;
+    let at = SocketAddrUnix::new_abstract_name(&name).map_err(HostDialError::ours)?;
     connect(&peer, &at).map_err(|why| {
         let text = format!("unix socket @{}: {why}", name.escape_ascii());
-        // The name is that of one life of one plane in this network namespace.
-        Failed::unreachable(text, why == Errno::CONNREFUSED)
+        // The name is that of one incarnation of one plane in this network namespace.
+        HostDialError::unreachable(text, why == Errno::CONNREFUSED)
     })?;
-    let (segment, file) = Segment::create().map_err(Failed::ours)?;
+    let (segment, file) = ShmSegment::create().map_err(HostDialError::ours)?;
     let id = hub.fresh();
     let worker = hub.worker_of(id);
-    let silent = |_| Failed::unreachable("no answer to the hello", false);
+    let silent = |_| HostDialError::unreachable("no answer to the hello", false);
     // Nobody but the owner needs to hear how its writes went.
     let (ours, heard_by) = match hub.bell() {
-        Some(bell) => (bell, HeardBy::Owner),
-        None => (worker.bell(), HeardBy::Thread),
+        Some(bell) => (bell, DoorbellTarget::Owner),
+        None => (worker.bell(), DoorbellTarget::Thread),
     };
     socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), ours]).map_err(silent)?;
     let (answer, fds) = socket::receive(peer.as_fd(), false)
         .map_err(silent)?
-        .ok_or_else(|| Failed::unreachable("no answer to the hello in time", false))?;
+        .ok_or_else(|| HostDialError::unreachable("no answer to the hello in time", false))?;
     let (rules, later) = welcomed(answer)?;
-    let [bell, roll] =
-        <[OwnedFd; 2]>::try_from(fds).map_err(|_| Failed::ours("a welcome without descriptors"))?;
-    let roll = Map::new(&roll, ROLL_BYTES, false).map_err(Failed::ours)?;
-    unblock(peer.as_fd()).map_err(Failed::ours)?;
-    let process = sys::peer_process(peer.as_fd()).and_then(|pid| Process::open(pid).ok());
-    let watch = process.as_ref().and_then(|process| Process::open(process.pid).ok());
-    let ring_bell = bell.try_clone().map_err(Failed::ours)?;
+    let [bell, roll] = <[OwnedFd; 2]>::try_from(fds)
+        .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
+    let roll = MemfdMapping::new(&roll, ROLL_BYTES, false).map_err(HostDialError::ours)?;
+    unblock(peer.as_fd()).map_err(HostDialError::ours)?;
+    let process = sys::peer_process(peer.as_fd()).and_then(|pid| PidfdProcess::open(pid).ok());
+    let watch = process.as_ref().and_then(|process| PidfdProcess::open(process.pid).ok());
+    let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
     let local = Some((&segment, ring_bell, heard_by));
-    let link = Arc::new(OutLink::new(id, Kind::Local, worker.clone(), local));
-    let ends = Ends {
+    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
+    let ends = LocalLinkHandles {
         socket: peer,
         watch: watch.map(|process| process.handle),
         process: process.map(Arc::new),
@@ -148,16 +155,20 @@ fn dial_local(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
         rules,
         later,
     };
-    Ok((link.clone(), Box::new(LocalOut::new(ends, link, roll))))
+    Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, roll))))
 }
 
-fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
+fn dial_tcp(
+    hub: &Arc<HostPlaneShared>,
+    dial: &HostDialRequest,
+) -> Result<DialledLink, HostDialError> {
     let deadline = Instant::now() + hub.config.connect();
     let (host, port) = (&*dial.to.host, dial.to.port);
     let at = |why: std::io::Error| format!("{host}:{port}: {why}");
     let addresses =
-        (host, port).to_socket_addrs().map_err(|why| Failed::unreachable(at(why), false))?;
-    let mut peer = Err(Failed::unreachable(format!("{host}:{port}: no such address"), false));
+        (host, port).to_socket_addrs().map_err(|why| HostDialError::unreachable(at(why), false))?;
+    let mut peer =
+        Err(HostDialError::unreachable(format!("{host}:{port}: no such address"), false));
     for address in addresses {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -166,24 +177,24 @@ fn dial_tcp(hub: &Arc<Hub>, dial: &Dial) -> Result<Dialled, Failed> {
         peer = TcpStream::connect_timeout(&address, left).map_err(|why| {
             // The listener of a plane outlives its threads.
             let gone = why.kind() == ErrorKind::ConnectionRefused;
-            Failed::unreachable(at(why), gone)
+            HostDialError::unreachable(at(why), gone)
         });
         if peer.is_ok() {
             break;
         }
     }
     let mut peer = peer?;
-    let silent = |why| Failed::unreachable(at(why), false);
-    greeting::tune(&peer, hub.config.dead_ms).map_err(silent)?;
+    let silent = |why| HostDialError::unreachable(at(why), false);
+    tcp_handshake::set_keepalive(&peer, hub.config.dead_ms).map_err(silent)?;
     let id = hub.fresh();
-    greeting::send(&mut peer, &hello(hub, dial, id), deadline).map_err(silent)?;
-    let answer = greeting::receive(&mut peer, deadline).map_err(silent)?;
+    tcp_handshake::send(&mut peer, &hello(hub, dial, id), deadline).map_err(silent)?;
+    let answer = tcp_handshake::receive(&mut peer, deadline).map_err(silent)?;
     let (rules, later) = welcomed(answer)?;
-    if !rules.paths.contains(&Path::Tcp) {
-        return Err(Failed::ours("the peer does not allow tcp: add it to its `paths`"));
+    if !rules.paths.contains(&DataPath::Tcp) {
+        return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
     }
-    unblock(peer.as_fd()).map_err(Failed::ours)?;
+    unblock(peer.as_fd()).map_err(HostDialError::ours)?;
     let worker = hub.worker_of(id);
-    let link = Arc::new(OutLink::new(id, Kind::Tcp, worker.clone(), None));
-    Ok((link.clone(), Box::new(TcpOut::new(peer.into(), link, later))))
+    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker.clone(), None));
+    Ok((link.clone(), Box::new(TcpInitiator::new(peer.into(), link, later))))
 }

@@ -1,23 +1,24 @@
 //! Peers that say what no plane says: it costs them their connection, and is counted.
 
-use super::greeting::{receive, send};
-use super::out::HeardBy;
-use super::segment::Segment;
+use super::outbound::DoorbellTarget;
+use super::segment::ShmSegment;
 use super::stream::{pack, pack_control};
-use super::{End, Kind, OutLink, socket};
-use crate::copy::Slice;
-use crate::descriptor::{Claim, Identity, Location};
+use super::tcp_handshake::{receive, send};
+use super::{HostCloseReason, HostLinkKind, HostOutboundLink, socket};
+use crate::copy::CopySlice;
+use crate::descriptor::{HostPlaneAddress, HostPlaneIdentity, HostRegionDescriptor};
 use crate::memory::sealed;
 use crate::proto::{
-    Control, OLDEST, PART_MAX, Part, Record, Rules, Side, Status, VERSION, push_slices,
+    HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, HostRegionInfo, OLDEST,
+    PART_MAX, PathPolicy, VERSION, push_slices,
 };
 use crate::ring::{Consumer, Producer};
 use crate::sync::{AtomicU64, Ordering};
 use crate::worker::WorkerHandle;
-use crate::{HostConfig, HostPlane, Path};
+use crate::{DataPath, HostConfig, HostPlane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Cause, DataEvent, DataPlane, Memory, PeerId, RegionDesc, RegionId, SessionId,
+    DataEvent, DataPlane, FabricError, Memory, PeerId, RegionDesc, RegionId, SessionId,
 };
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
@@ -43,7 +44,7 @@ pub(super) fn deadline() -> Instant {
 pub(super) struct Victim {
     pub(super) plane: HostPlane,
     pub(super) bytes: Box<[u8; LEN]>,
-    claim: Claim,
+    claim: HostRegionDescriptor,
     /// The newest version that those who attack it say they speak.
     pub(super) newest: u32,
 }
@@ -66,21 +67,21 @@ impl Victim {
         let [DataEvent::Registered { result: Ok(desc), .. }] = &events[..] else {
             panic!("{events:?}")
         };
-        let claim = Claim::decode(desc).unwrap();
+        let claim = HostRegionDescriptor::decode(desc).unwrap();
         Victim { plane, bytes, claim, newest: VERSION }
     }
 
-    pub(super) fn location(&self) -> Location {
-        Location::decode(&self.plane.address()).unwrap()
+    pub(super) fn location(&self) -> HostPlaneAddress {
+        HostPlaneAddress::decode(&self.plane.address()).unwrap()
     }
 
-    fn hello(&self) -> Control {
+    fn hello(&self) -> HostControlMessage {
         let who = &self.location().who;
-        Control::Hello {
+        HostControlMessage::Hello {
             version: OLDEST,
             from: stranger(0).encode().0.to_vec(),
             to: (who.key.to_string(), who.incarnation),
-            pass: 0,
+            fence_key: 0,
             link: 0,
             ends: Vec::new(),
             rules: rules(),
@@ -99,23 +100,25 @@ impl Victim {
         let mut stream = self.dial();
         send(&mut stream, &self.hello(), deadline()).unwrap();
         let welcome = receive(&mut stream, deadline()).unwrap();
-        assert!(matches!(welcome, Control::Welcome { .. }), "{welcome:?}");
+        assert!(matches!(welcome, HostControlMessage::Welcome { .. }), "{welcome:?}");
         self.open(&mut stream);
         stream
     }
 
-    /// Opens session 9.
     pub(super) fn open(&self, stream: &mut TcpStream) {
-        let local = Side { base: 0, len: LEN as u64, process: None, file: false };
+        let local = HostRegionInfo { base: 0, len: LEN as u64, process: None, file: false };
         let (region, token) = (self.claim.region.0, self.claim.token);
-        let open = Control::Open { session: 9, region, token, local };
+        let open = HostControlMessage::Open { session: 9, region, token, local };
         stream.write_all(&pack_control(&open)).unwrap();
         let opened = receive(stream, deadline()).unwrap();
-        assert!(matches!(opened, Control::Opened { session: 9, result: Ok(_) }), "{opened:?}");
+        assert!(
+            matches!(opened, HostControlMessage::Opened { session: 9, result: Ok(_) }),
+            "{opened:?}"
+        );
     }
 
     /// Waits for a count of the plane.
-    pub(super) fn until(&self, what: &str, count: impl Fn(&crate::Counters) -> bool) {
+    pub(super) fn until(&self, what: &str, count: impl Fn(&crate::HostCounters) -> bool) {
         let end = deadline();
         while !count(&self.plane.counters()) {
             assert!(Instant::now() < end, "{what}: {:?}", self.plane.counters());
@@ -128,17 +131,17 @@ impl Victim {
     }
 }
 
-fn welcome() -> Control {
-    Control::Welcome { rules: rules(), version: Some((VERSION, VERSION)) }
+fn welcome() -> HostControlMessage {
+    HostControlMessage::Welcome { rules: rules(), version: Some((VERSION, VERSION)) }
 }
 
-pub(super) fn rules() -> Rules {
-    Rules { paths: Path::ALL.into(), slower: true }
+pub(super) fn rules() -> PathPolicy {
+    PathPolicy { paths: DataPath::ALL.into(), slower: true }
 }
 
-pub(super) fn stranger(port: u16) -> Location {
-    Location {
-        who: Identity { key: "stranger".into(), incarnation: 77 },
+pub(super) fn stranger(port: u16) -> HostPlaneAddress {
+    HostPlaneAddress {
+        who: HostPlaneIdentity { key: "stranger".into(), incarnation: 77 },
         node: "elsewhere/1/1".into(),
         hostname: "elsewhere".into(),
         host: "127.0.0.1".into(),
@@ -166,13 +169,13 @@ fn what_is_no_greeting_is_refused() {
     let http = b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n".to_vec();
     let mut half = pack_control(&victim.hello());
     half.truncate(half.len() / 2);
-    let record = |record: Record| {
+    let record = |record: HostRecord| {
         let mut words = Vec::new();
         record.encode(&mut words);
         pack(&words)
     };
-    let early = record(Record::Close { session: 1 });
-    let lying = record(Record::Control { bytes: u32::MAX });
+    let early = record(HostRecord::Close { session: 1 });
+    let lying = record(HostRecord::Control { bytes: u32::MAX });
     for (n, bytes) in [long, http, vec![0; 8], half, early, lying].into_iter().enumerate() {
         let mut stream = victim.dial();
         stream.write_all(&bytes).unwrap();
@@ -184,18 +187,18 @@ fn what_is_no_greeting_is_refused() {
 #[test]
 fn hellos_that_do_not_fit_are_told_why() {
     let victim = Victim::new();
-    let change = |f: fn(&mut Control)| {
+    let change = |f: fn(&mut HostControlMessage)| {
         let mut hello = victim.hello();
         f(&mut hello);
         let mut stream = victim.dial();
         send(&mut stream, &hello, deadline()).unwrap();
         match receive(&mut stream, deadline()).unwrap() {
-            Control::Refuse { why, .. } => why,
+            HostControlMessage::Refuse { why, .. } => why,
             other => panic!("{other:?}"),
         }
     };
     let why = change(|hello| {
-        if let Control::Hello { version, newest, .. } = hello {
+        if let HostControlMessage::Hello { version, newest, .. } = hello {
             (*version, *newest) = (VERSION + 1, Some(VERSION + 4));
         }
     });
@@ -203,34 +206,34 @@ fn hellos_that_do_not_fit_are_told_why() {
         assert!(why.contains(&format!("{oldest} to {newest}")), "{why}");
     }
     let why = change(|hello| {
-        if let Control::Hello { to, .. } = hello {
+        if let HostControlMessage::Hello { to, .. } = hello {
             to.1 ^= 1;
         }
     });
     assert!(why.contains("restarted"), "{why}");
     let why = change(|hello| {
-        if let Control::Hello { pass, .. } = hello {
-            *pass = 1;
+        if let HostControlMessage::Hello { fence_key, .. } = hello {
+            *fence_key = 1;
         }
     });
     assert!(why.contains("not connected"), "{why}");
     let why = change(|hello| {
-        if let Control::Hello { from, .. } = hello {
+        if let HostControlMessage::Hello { from, .. } = hello {
             from.truncate(5);
         }
     });
     assert!(why.contains("address"), "{why}");
 }
 
-pub(super) fn write(session: u32, slices: &[Slice]) -> Vec<u8> {
+pub(super) fn write(session: u32, slices: &[CopySlice]) -> Vec<u8> {
     let mut words = Vec::new();
-    Record::Write(Part { session, op: 1, last: true }).encode(&mut words);
+    HostRecord::Write(HostOperationPart { session, op: 1, last: true }).encode(&mut words);
     push_slices(slices, &mut words);
     pack(&words)
 }
 
-pub(super) fn slice(from: u64, to: u64, len: u64) -> Slice {
-    Slice { from, to, len }
+pub(super) fn slice(from: u64, to: u64, len: u64) -> CopySlice {
+    CopySlice { from, to, len }
 }
 
 #[test]
@@ -240,11 +243,11 @@ fn records_that_no_plane_sends_end_the_connection() {
     let many = vec![slice(0, 0, 0); PART_MAX + 1];
     let done = |op| {
         let mut words = Vec::new();
-        Record::Done { op, status: Status::Done }.encode(&mut words);
+        HostRecord::Done { op, status: HostCopyStatus::Done }.encode(&mut words);
         pack(&words)
     };
     let mut ragged = vec![0; 3];
-    Record::Write(Part { session: 9, op: 1, last: true }).encode(&mut ragged);
+    HostRecord::Write(HostOperationPart { session: 9, op: 1, last: true }).encode(&mut ragged);
     ragged.push(7);
     let cases = [
         write(9, &[slice(0, 0, 8), slice(0, len, 1)]),
@@ -278,16 +281,16 @@ fn half_of_a_write_lands_and_is_no_success() {
     drop(stream);
     // The next link is greeted when the first one may be over or not: both are fine.
     let _ = victim.enter();
-    assert_eq!(victim.plane.counters().served[Path::Tcp as usize].operations, 0);
+    assert_eq!(victim.plane.counters().served[DataPath::Tcp as usize].operations, 0);
 }
 
 #[test]
 fn unknown_sessions_and_regions_are_answered_with_an_error() {
     let victim = Victim::new();
     let mut stream = victim.enter();
-    let local = Side { base: 0, len: 8, process: None, file: false };
-    let open = |session, region, token, local: &Side| {
-        pack_control(&Control::Open { session, region, token, local: local.clone() })
+    let local = HostRegionInfo { base: 0, len: 8, process: None, file: false };
+    let open = |session, region, token, local: &HostRegionInfo| {
+        pack_control(&HostControlMessage::Open { session, region, token, local: local.clone() })
     };
     let token = victim.claim.token;
     for bytes in
@@ -295,7 +298,7 @@ fn unknown_sessions_and_regions_are_answered_with_an_error() {
     {
         stream.write_all(&bytes).unwrap();
         let answer = receive(&mut stream, deadline()).unwrap();
-        assert!(matches!(answer, Control::Opened { result: Err(_), .. }), "{answer:?}");
+        assert!(matches!(answer, HostControlMessage::Opened { result: Err(_), .. }), "{answer:?}");
     }
     stream.write_all(&write(11, &[slice(0, 0, 64)])).unwrap();
     stream.write_all(&[1; 64]).unwrap();
@@ -303,19 +306,22 @@ fn unknown_sessions_and_regions_are_answered_with_an_error() {
     stream.read_exact(&mut answer).unwrap();
     let words: Vec<u64> =
         answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-    let refused = Record::Done { op: 1, status: Status::Refused };
-    assert_eq!(Record::decode(&words[1..]), Some((refused, &[][..])));
+    let refused = HostRecord::Done { op: 1, status: HostCopyStatus::Refused };
+    assert_eq!(HostRecord::decode(&words[1..]), Some((refused, &[][..])));
     victim.assert_untouched();
 }
 
 /// A local link that was let in, seen from who dialled it.
-struct Local {
+struct HostileLocalLink {
     socket: OwnedFd,
-    segment: Segment,
+    segment: ShmSegment,
 }
 
-impl Local {
-    fn say_hello(victim: &Victim, file: &OwnedFd) -> (OwnedFd, Result<Control, End>) {
+impl HostileLocalLink {
+    fn say_hello(
+        victim: &Victim,
+        file: &OwnedFd,
+    ) -> (OwnedFd, Result<HostControlMessage, HostCloseReason>) {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let name = victim.location().socket_name();
@@ -326,20 +332,25 @@ impl Local {
         (socket, answer)
     }
 
-    fn enter(victim: &Victim) -> Local {
-        let (segment, file) = Segment::create().unwrap();
-        let (socket, answer) = Local::say_hello(victim, &file);
-        assert!(matches!(answer, Ok(Control::Welcome { .. })), "{answer:?}");
-        Local { socket, segment }
+    fn enter(victim: &Victim) -> HostileLocalLink {
+        let (segment, file) = ShmSegment::create().unwrap();
+        let (socket, answer) = HostileLocalLink::say_hello(victim, &file);
+        assert!(matches!(answer, Ok(HostControlMessage::Welcome { .. })), "{answer:?}");
+        HostileLocalLink { socket, segment }
     }
 
     fn is_dropped(&self) -> bool {
-        matches!(socket::receive(self.socket.as_fd(), false), Err(End::Closed))
+        matches!(socket::receive(self.socket.as_fd(), false), Err(HostCloseReason::Closed))
     }
 
-    fn open(&self, victim: &Victim, local: Side, file: Option<&OwnedFd>) -> Control {
+    fn open(
+        &self,
+        victim: &Victim,
+        local: HostRegionInfo,
+        file: Option<&OwnedFd>,
+    ) -> HostControlMessage {
         let (region, token) = (victim.claim.region.0, victim.claim.token);
-        let open = Control::Open { session: 9, region, token, local };
+        let open = HostControlMessage::Open { session: 9, region, token, local };
         let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
         socket::send(self.socket.as_fd(), &open, &fds).unwrap();
         socket::receive(self.socket.as_fd(), false).unwrap().unwrap().0
@@ -354,8 +365,8 @@ fn segments_that_could_shrink_or_are_short_are_refused() {
     ftruncate(&unsealed, 1 << 24).unwrap();
     let short = sealed("short", 4_096).unwrap();
     for (n, file) in [unsealed, short].iter().enumerate() {
-        let (_, answer) = Local::say_hello(&victim, file);
-        assert!(matches!(answer, Err(End::Closed)), "{answer:?}");
+        let (_, answer) = HostileLocalLink::say_hello(&victim, file);
+        assert!(matches!(answer, Err(HostCloseReason::Closed)), "{answer:?}");
         victim.until("refused", |counters| counters.refused == n as u64 + 1);
     }
 }
@@ -363,9 +374,9 @@ fn segments_that_could_shrink_or_are_short_are_refused() {
 #[test]
 fn sources_that_are_not_what_they_claim_are_refused() {
     let victim = Victim::new();
-    let local = Local::enter(&victim);
+    let local = HostileLocalLink::enter(&victim);
     let len = LEN as u64;
-    let side = |base, len, process, file| Side { base, len, process, file };
+    let side = |base, len, process, file| HostRegionInfo { base, len, process, file };
     let short = sealed("short", 4_096).unwrap();
     let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
     let unsealed = unsealed.unwrap();
@@ -384,7 +395,10 @@ fn sources_that_are_not_what_they_claim_are_refused() {
         (side(8, len, Some((u32::MAX, 1)), false), None),
     ] {
         let answer = local.open(&victim, case.clone(), file);
-        assert!(matches!(answer, Control::Opened { result: Err(_), .. }), "{case:?}: {answer:?}");
+        assert!(
+            matches!(answer, HostControlMessage::Opened { result: Err(_), .. }),
+            "{case:?}: {answer:?}"
+        );
     }
 }
 
@@ -397,7 +411,7 @@ proptest! {
         records in prop::collection::vec(prop::collection::vec(any::<u64>(), 0..12), 0..6),
     ) {
         let victim = Victim::new();
-        let local = Local::enter(&victim);
+        let local = HostileLocalLink::enter(&victim);
         let words = local.segment.requests();
         let mut requests = Producer::new(local.segment.requests());
         for record in &records {
@@ -410,27 +424,27 @@ proptest! {
         words[0].fetch_or(1 << 40, Ordering::Release);
         // It is awake, or wakes up by this.
         let (region, token) = (victim.claim.region.0, victim.claim.token);
-        let own = Side { base: 0, len: 8, process: None, file: false };
-        let open = Control::Open { session: 1, region, token, local: own };
+        let own = HostRegionInfo { base: 0, len: 8, process: None, file: false };
+        let open = HostControlMessage::Open { session: 1, region, token, local: own };
         let _ = socket::send(local.socket.as_fd(), &open, &[]);
         victim.until("corrupt", |counters| counters.corrupt == 1);
         victim.assert_untouched();
         // It lives and lets others in.
-        Local::enter(&victim);
+        HostileLocalLink::enter(&victim);
     }
 }
 
 #[test]
 fn out_of_range_writes_by_ring_end_the_link() {
     let victim = Victim::new();
-    let local = Local::enter(&victim);
+    let local = HostileLocalLink::enter(&victim);
     let source = [1_u8; LEN];
     let base = source.as_ptr() as u64;
-    let side = Side { base, len: LEN as u64, process: None, file: false };
+    let side = HostRegionInfo { base, len: LEN as u64, process: None, file: false };
     let answer = local.open(&victim, side, None);
-    assert!(matches!(answer, Control::Opened { result: Ok(_), .. }), "{answer:?}");
+    assert!(matches!(answer, HostControlMessage::Opened { result: Ok(_), .. }), "{answer:?}");
     let mut words = Vec::new();
-    Record::Write(Part { session: 9, op: 1, last: true }).encode(&mut words);
+    HostRecord::Write(HostOperationPart { session: 9, op: 1, last: true }).encode(&mut words);
     push_slices(&[slice(0, 0, 8), slice(0, LEN as u64 - 1, 2)], &mut words);
     assert_eq!(Producer::new(local.segment.requests()).push(&words), Ok(true));
     let again = welcome();
@@ -442,7 +456,8 @@ fn out_of_range_writes_by_ring_end_the_link() {
     assert!(!answers.is_filled(), "an answer to a write out of range");
 }
 
-/// A plane that opens a session to a peer of ours, and what it dialled with; it has not been answered.
+/// A plane that opens a session to a peer of ours, and what it dialled with; it has not been
+/// answered.
 pub(super) fn dialling() -> (HostPlane, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let peer = stranger(listener.local_addr().unwrap().port());
@@ -453,7 +468,13 @@ pub(super) fn dialling() -> (HostPlane, TcpStream) {
     let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
     plane.register(RegionId(1), memory).unwrap();
     plane.connect(PeerId(1), &peer.encode(), 5).unwrap();
-    let claim = Claim { owner: peer.who, region: RegionId(4), token: 6, base: 0, len: 4_096 };
+    let claim = HostRegionDescriptor {
+        owner: peer.who,
+        region: RegionId(4),
+        token: 6,
+        base: 0,
+        len: 4_096,
+    };
     let desc: RegionDesc = claim.encode();
     plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
     let (stream, _) = listener.accept().unwrap();
@@ -483,15 +504,16 @@ fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
 fn answers_to_what_was_not_asked_end_the_link() {
     let done = |op| {
         let mut words = Vec::new();
-        Record::Done { op, status: Status::Done }.encode(&mut words);
+        HostRecord::Done { op, status: HostCopyStatus::Done }.encode(&mut words);
         pack(&words)
     };
     let bytes = {
         let mut words = Vec::new();
-        Record::Bytes { op: 1, status: Status::Done }.encode(&mut words);
+        HostRecord::Bytes { op: 1, status: HostCopyStatus::Done }.encode(&mut words);
         pack(&words)
     };
-    let opened = Control::Opened { session: 99, result: Ok((Path::Tcp, side_of(8), 0)) };
+    let opened =
+        HostControlMessage::Opened { session: 99, result: Ok((DataPath::Tcp, side_of(8), 0)) };
     for bytes in [done(1), bytes, pack_control(&opened), pack(&[0]), u64::MAX.to_le_bytes().into()]
     {
         let (plane, _) = betrayed(|stream| stream.write_all(&bytes).unwrap());
@@ -499,29 +521,39 @@ fn answers_to_what_was_not_asked_end_the_link() {
     }
 }
 
-fn side_of(len: u64) -> Side {
-    Side { base: 0, len, process: None, file: false }
+fn side_of(len: u64) -> HostRegionInfo {
+    HostRegionInfo { base: 0, len, process: None, file: false }
 }
 
 #[test]
 fn a_peer_that_hangs_up_fails_what_is_being_opened() {
     let (_, events) = betrayed(|stream| stream.shutdown(std::net::Shutdown::Both).unwrap());
-    let gone = DataEvent::Opened { session: SessionId(2), result: Err(Cause::PeerGone) };
+    let gone = DataEvent::Opened { session: SessionId(2), result: Err(FabricError::PeerGone) };
     assert!(events.contains(&gone), "{events:?}");
 }
 
 #[test]
 fn answers_by_ring_to_what_was_not_asked_end_the_link() {
-    for record in [Record::Done { op: 1, status: Status::Done }, Record::Control { bytes: 1 }] {
-        let (segment, _file) = Segment::create().unwrap();
+    for record in
+        [HostRecord::Done { op: 1, status: HostCopyStatus::Done }, HostRecord::Control { bytes: 1 }]
+    {
+        let (segment, _file) = ShmSegment::create().unwrap();
         let worker = Arc::new(WorkerHandle::new().unwrap());
         let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let link = OutLink::new(1, Kind::Local, worker, Some((&segment, bell, HeardBy::Thread)));
+        let link = HostOutboundLink::new(
+            1,
+            HostLinkKind::Local,
+            worker,
+            Some((&segment, bell, DoorbellTarget::Thread)),
+        );
         let mut words = Vec::new();
         record.encode(&mut words);
         assert_eq!(Producer::new(segment.answers()).push(&words), Ok(true));
         let mut heard = Vec::new();
-        assert_eq!((link.hear(&mut heard), &heard[..]), (Err(End::Corrupt), &[][..]));
+        assert_eq!(
+            (link.poll_completions(&mut heard), &heard[..]),
+            (Err(HostCloseReason::Corrupt), &[][..])
+        );
     }
 }
 

@@ -1,35 +1,35 @@
 //! A link of a peer, as far as the owner of this plane rules over it.
 
-use super::segment::Segment;
-use crate::descriptor::Identity;
+use super::segment::ShmSegment;
+use crate::descriptor::HostPlaneIdentity;
 use crate::worker::WorkerHandle;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A link that a peer dialled.
 #[derive(Debug)]
-pub(crate) struct Inbound {
+pub(crate) struct HostInboundLink {
     pub(crate) id: u64,
-    pub(crate) who: Identity,
-    pub(crate) pass: u64,
+    pub(crate) who: HostPlaneIdentity,
+    pub(crate) fence_key: u64,
     /// The number that the peer gave it.
     pub(crate) theirs: u64,
     worker: Arc<WorkerHandle>,
-    segment: Option<Segment>,
+    segment: Option<ShmSegment>,
     shut: AtomicBool,
     /// Held while bytes of the peer land.
     landing: Mutex<()>,
 }
 
-impl Inbound {
+impl HostInboundLink {
     pub(crate) fn new(
         id: u64,
-        (who, pass, theirs): (Identity, u64, u64),
+        (who, fence_key, theirs): (HostPlaneIdentity, u64, u64),
         worker: Arc<WorkerHandle>,
-        segment: Option<Segment>,
-    ) -> Inbound {
+        segment: Option<ShmSegment>,
+    ) -> HostInboundLink {
         let (shut, landing) = (AtomicBool::new(false), Mutex::new(()));
-        Inbound { id, who, pass, theirs, worker, segment, shut, landing }
+        HostInboundLink { id, who, fence_key, theirs, worker, segment, shut, landing }
     }
 
     /// Lets the peer in.

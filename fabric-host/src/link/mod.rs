@@ -1,47 +1,46 @@
 //! Connections between planes. Each has one side that initiates operations and one that serves
 //! them; two planes that both initiate have two.
 
+mod acceptor;
 mod dial;
-mod greet;
-mod greeting;
 mod inbound;
-mod local_in;
-mod local_out;
-mod out;
+mod local_initiator;
+mod local_target;
+mod outbound;
 mod segment;
 mod socket;
 mod stream;
-mod tcp_in;
-mod tcp_out;
+mod tcp_handshake;
+mod tcp_initiator;
+mod tcp_target;
 
 #[cfg(all(test, not(feature = "loom")))]
 mod hostile;
 #[cfg(all(test, not(feature = "loom")))]
 mod versions;
 
-pub(crate) use dial::{Dial, dial};
-pub(crate) use greet::{Ears, Listener, listen};
-pub(crate) use inbound::Inbound;
-pub(crate) use out::{Heard, OutLink, Read, Source};
+pub(crate) use acceptor::{HostAcceptor, HostListeners, listen};
+pub(crate) use dial::{HostDialRequest, dial};
+pub(crate) use inbound::HostInboundLink;
+pub(crate) use outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
 
-use crate::worker::Cx;
+use crate::worker::WorkerContext;
 use rustix::event::epoll::EventFlags;
 use std::os::fd::BorrowedFd;
 
 /// What carries a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub(crate) enum HostLinkKind {
     /// Rings in memory that two processes of one host share.
     Local,
-    /// A TCP connection.
     Tcp,
 }
 
 /// Why a link ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub(crate) enum HostCloseReason {
     /// By us: fenced, forgotten or stopped.
-    Ours,
+    LocallyClosed,
     /// The peer closed it, or its process ended: it copies nothing of this link any more.
     Closed,
     /// The connection broke; what the peer does is not known.
@@ -51,7 +50,7 @@ pub(crate) enum End {
 }
 
 /// One side of a link, served by a thread.
-pub(crate) trait Station: Send + std::fmt::Debug {
+pub(crate) trait HostLinkDriver: Send + std::fmt::Debug {
     /// Descriptors to watch, and for what.
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)>;
 
@@ -59,7 +58,7 @@ pub(crate) trait Station: Send + std::fmt::Debug {
     fn ready(&mut self, index: usize);
 
     /// Does some work, at most one chunk of a copy; true if there was any.
-    fn step(&mut self, cx: &mut Cx) -> Result<bool, End>;
+    fn step(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason>;
 
     /// True if it pays to look for more work for a while.
     fn spins(&self) -> bool {
@@ -72,8 +71,8 @@ pub(crate) trait Station: Send + std::fmt::Debug {
     }
 
     /// Announces that the thread is going to sleep; false if there is work.
-    fn doze(&mut self) -> bool;
+    fn prepare_sleep(&mut self) -> bool;
 
     /// The link has ended.
-    fn end(self: Box<Self>, cx: &mut Cx, why: End);
+    fn end(self: Box<Self>, cx: &mut WorkerContext, why: HostCloseReason);
 }

@@ -1,7 +1,7 @@
 //! The memory that both sides of a local link share: two rings, and a word by which the serving
 //! side shuts the other one out.
 
-use crate::memory::{Map, sealed};
+use crate::memory::{MemfdMapping, sealed};
 use crate::ring::words_for;
 use crate::sync::{AtomicU64, Ordering};
 use std::ops::Deref;
@@ -17,16 +17,16 @@ const BYTES: u64 = ((FRONT + 2 * RING) * 8) as u64;
 
 /// The memory of a local link.
 #[derive(Clone, Debug)]
-pub(crate) struct Segment(Arc<Map>);
+pub(crate) struct ShmSegment(Arc<MemfdMapping>);
 
 /// One ring of it.
 #[derive(Debug)]
-pub(crate) struct RingWords {
-    map: Arc<Map>,
+pub(crate) struct ShmRing {
+    map: Arc<MemfdMapping>,
     from: usize,
 }
 
-impl Deref for RingWords {
+impl Deref for ShmRing {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
@@ -34,14 +34,14 @@ impl Deref for RingWords {
     }
 }
 
-impl Segment {
+impl ShmSegment {
     /// A new one, and the file for the other side.
     ///
     /// # Errors
     /// No memory.
-    pub(crate) fn create() -> Result<(Segment, OwnedFd), String> {
+    pub(crate) fn create() -> Result<(ShmSegment, OwnedFd), String> {
         let file = sealed("kvferry-link", BYTES)?;
-        let segment = Segment::map(&file)?;
+        let segment = ShmSegment::map(&file)?;
         Ok((segment, file))
     }
 
@@ -49,18 +49,17 @@ impl Segment {
     ///
     /// # Errors
     /// The file is not what a plane makes.
-    pub(crate) fn map(file: &OwnedFd) -> Result<Segment, String> {
-        Ok(Segment(Arc::new(Map::new(file, BYTES, true)?)))
+    pub(crate) fn map(file: &OwnedFd) -> Result<ShmSegment, String> {
+        Ok(ShmSegment(Arc::new(MemfdMapping::new(file, BYTES, true)?)))
     }
 
     /// From the side that initiates to the side that serves.
-    pub(crate) fn requests(&self) -> RingWords {
-        RingWords { map: self.0.clone(), from: FRONT }
+    pub(crate) fn requests(&self) -> ShmRing {
+        ShmRing { map: self.0.clone(), from: FRONT }
     }
 
-    /// The other way.
-    pub(crate) fn answers(&self) -> RingWords {
-        RingWords { map: self.0.clone(), from: FRONT + RING }
+    pub(crate) fn answers(&self) -> ShmRing {
+        ShmRing { map: self.0.clone(), from: FRONT + RING }
     }
 
     /// Whether the serving side lets the other one in.

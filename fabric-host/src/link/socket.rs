@@ -1,7 +1,7 @@
 //! Control messages by Unix sockets, with descriptors.
 
-use super::End;
-use crate::proto::{CONTROL_MAX, Control};
+use super::HostCloseReason;
+use crate::proto::{CONTROL_MAX, HostControlMessage};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -17,9 +17,9 @@ const FDS_MAX: usize = 2;
 /// Sends a message whole; false if the socket takes none now.
 pub(crate) fn send(
     socket: BorrowedFd<'_>,
-    message: &Control,
+    message: &HostControlMessage,
     fds: &[BorrowedFd<'_>],
-) -> Result<bool, End> {
+) -> Result<bool, HostCloseReason> {
     let bytes = message.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -29,16 +29,16 @@ pub(crate) fn send(
     match sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL) {
         Ok(_) => Ok(true),
         Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-        Err(Errno::PIPE | Errno::CONNRESET) => Err(End::Closed),
-        Err(_) => Err(End::Lost),
+        Err(Errno::PIPE | Errno::CONNRESET) => Err(HostCloseReason::Closed),
+        Err(_) => Err(HostCloseReason::Lost),
     }
 }
 
-/// Receives a message; none if there is none now. See [`Control::decode`] for `later`.
+/// Receives a message; none if there is none now. See [`HostControlMessage::decode`] for `later`.
 pub(crate) fn receive(
     socket: BorrowedFd<'_>,
     later: bool,
-) -> Result<Option<(Control, Vec<OwnedFd>)>, End> {
+) -> Result<Option<(HostControlMessage, Vec<OwnedFd>)>, HostCloseReason> {
     let mut bytes = [0; CONTROL_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -46,8 +46,8 @@ pub(crate) fn receive(
     let got = match recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC) {
         Ok(got) => got,
         Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-        Err(Errno::CONNRESET) => return Err(End::Closed),
-        Err(_) => return Err(End::Lost),
+        Err(Errno::CONNRESET) => return Err(HostCloseReason::Closed),
+        Err(_) => return Err(HostCloseReason::Lost),
     };
     let fds: Vec<OwnedFd> = ancillary
         .drain()
@@ -58,11 +58,12 @@ pub(crate) fn receive(
         .flatten()
         .collect();
     if got.bytes == 0 {
-        return Err(End::Closed);
+        return Err(HostCloseReason::Closed);
     }
     if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
-        return Err(End::Corrupt);
+        return Err(HostCloseReason::Corrupt);
     }
-    let message = Control::decode(&bytes[..got.bytes], later).ok_or(End::Corrupt)?;
+    let message =
+        HostControlMessage::decode(&bytes[..got.bytes], later).ok_or(HostCloseReason::Corrupt)?;
     Ok(Some((message, fds)))
 }

@@ -1,12 +1,12 @@
 //! Records and the bytes that go with them by TCP. Bytes go from memory to the socket and from the
 //! socket to memory without a stop, in large batches of ranges.
 
-use super::End;
-use crate::copy::{Cursor, Slice};
-use crate::memory::{Reach, Region};
-use crate::proto::{CONTROL_MAX, Control, RECORD_MAX, Record};
+use super::HostCloseReason;
+use crate::copy::{CopySlice, SliceCursor};
+use crate::memory::{HostMemoryAccess, HostRegion};
+use crate::proto::{CONTROL_MAX, HostControlMessage, HostRecord, RECORD_MAX};
 use crate::sys::{self, range};
-use crate::worker::Cx;
+use crate::worker::WorkerContext;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -29,27 +29,28 @@ pub(super) fn pack(words: &[u64]) -> Vec<u8> {
 }
 
 /// A control message as a record.
-pub(super) fn pack_control(message: &Control) -> Vec<u8> {
+pub(super) fn pack_control(message: &HostControlMessage) -> Vec<u8> {
     let mut bytes = message.encode();
     let mut words = Vec::new();
-    Record::Control { bytes: bytes.len() as u32 }.encode(&mut words);
+    HostRecord::Control { bytes: bytes.len() as u32 }.encode(&mut words);
     bytes.resize(bytes.len().next_multiple_of(8), 0);
     let (whole, _) = bytes.as_chunks::<8>();
     words.extend(whole.iter().map(|word| u64::from_le_bytes(*word)));
     pack(&words)
 }
 
-/// The message of a control record of so many bytes; see [`Control::decode`] for `later`.
-pub(super) fn unpack_control(bytes: u32, words: &[u64], later: bool) -> Option<Control> {
+/// The message of a control record of so many bytes; see [`HostControlMessage::decode`] for
+/// `later`.
+pub(super) fn unpack_control(bytes: u32, words: &[u64], later: bool) -> Option<HostControlMessage> {
     let all: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     if bytes as usize > CONTROL_MAX {
         return None;
     }
-    Control::decode(all.get(..bytes as usize)?, later)
+    HostControlMessage::decode(all.get(..bytes as usize)?, later)
 }
 
 /// What is to be sent.
-pub(super) struct Frame {
+pub(super) struct TcpFrame {
     head: Vec<u8>,
     sent: usize,
     payload: Option<Payload>,
@@ -58,31 +59,31 @@ pub(super) struct Frame {
 }
 
 struct Payload {
-    region: Arc<Region>,
-    slices: Vec<Slice>,
-    cursor: Cursor,
+    region: Arc<HostRegion>,
+    slices: Vec<CopySlice>,
+    cursor: SliceCursor,
     /// The memory is gone: what is sent instead is worthless.
     failed: bool,
 }
 
-impl Frame {
-    pub(super) fn plain(head: Vec<u8>) -> Frame {
-        Frame { head, sent: 0, payload: None, part: None }
+impl TcpFrame {
+    pub(super) fn plain(head: Vec<u8>) -> TcpFrame {
+        TcpFrame { head, sent: 0, payload: None, part: None }
     }
 
     /// A part of an operation, and the memory that follows it.
     pub(super) fn part(
         head: Vec<u8>,
         part: (u64, bool),
-        memory: Option<(Arc<Region>, Vec<Slice>)>,
-    ) -> Frame {
+        memory: Option<(Arc<HostRegion>, Vec<CopySlice>)>,
+    ) -> TcpFrame {
         let payload = memory.map(|(region, slices)| Payload {
             region,
             slices,
-            cursor: Cursor::default(),
+            cursor: SliceCursor::default(),
             failed: false,
         });
-        Frame { head, sent: 0, payload, part: Some(part) }
+        TcpFrame { head, sent: 0, payload, part: Some(part) }
     }
 
     fn is_sent(&self) -> bool {
@@ -92,7 +93,7 @@ impl Frame {
 }
 
 /// A part that was sent.
-pub(super) struct Sent {
+pub(super) struct SentPart {
     pub(super) op: u64,
     pub(super) last: bool,
     /// Not all of it was what it should be.
@@ -100,35 +101,34 @@ pub(super) struct Sent {
 }
 
 /// Bytes that are coming in for some ranges.
-pub(super) struct Landing {
+pub(super) struct ScatterReceive {
     /// None: they are dropped.
-    pub(super) region: Option<Arc<Region>>,
-    pub(super) slices: Vec<Slice>,
-    pub(super) cursor: Cursor,
+    pub(super) region: Option<Arc<HostRegion>>,
+    pub(super) slices: Vec<CopySlice>,
+    pub(super) cursor: SliceCursor,
     pub(super) left: u64,
 }
 
-/// A connection.
-pub(super) struct Stream {
+pub(super) struct RecordStream {
     socket: OwnedFd,
     pub(super) readable: bool,
     writable: bool,
-    sending: VecDeque<Frame>,
+    sending: VecDeque<TcpFrame>,
     input: Vec<u8>,
     /// What of `input` is there and not used.
     unread: std::ops::Range<usize>,
 }
 
-fn lost(why: Errno) -> End {
+fn lost(why: Errno) -> HostCloseReason {
     // A reset says nothing of what the peer still copies out of its buffers.
     let _ = why;
-    End::Lost
+    HostCloseReason::Lost
 }
 
-impl Stream {
-    pub(super) fn new(socket: OwnedFd) -> Stream {
+impl RecordStream {
+    pub(super) fn new(socket: OwnedFd) -> RecordStream {
         let (sending, input) = (VecDeque::new(), vec![0; INPUT]);
-        Stream { socket, readable: true, writable: true, sending, input, unread: 0..0 }
+        RecordStream { socket, readable: true, writable: true, sending, input, unread: 0..0 }
     }
 
     pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
@@ -139,7 +139,7 @@ impl Stream {
         (self.readable, self.writable) = (true, true);
     }
 
-    pub(super) fn queue(&mut self, frame: Frame) {
+    pub(super) fn queue(&mut self, frame: TcpFrame) {
         self.sending.push_back(frame);
     }
 
@@ -159,7 +159,11 @@ impl Stream {
     }
 
     /// Sends what the socket takes; true if it took something.
-    pub(super) fn send(&mut self, cx: &mut Cx, done: &mut Vec<Sent>) -> Result<bool, End> {
+    pub(super) fn send(
+        &mut self,
+        cx: &mut WorkerContext,
+        done: &mut Vec<SentPart>,
+    ) -> Result<bool, HostCloseReason> {
         let mut budget = SEND_MAX;
         while self.writable
             && budget > 0
@@ -172,11 +176,11 @@ impl Stream {
                 Err(why) => return Err(lost(why)),
             }
             if frame.is_sent()
-                && let Some(Frame { part, payload, .. }) = self.sending.pop_front()
+                && let Some(TcpFrame { part, payload, .. }) = self.sending.pop_front()
                 && let Some((op, last)) = part
             {
                 let failed = payload.is_some_and(|payload| payload.failed);
-                done.push(Sent { op, last, failed });
+                done.push(SentPart { op, last, failed });
             }
         }
         Ok(budget < SEND_MAX)
@@ -192,13 +196,13 @@ impl Stream {
     }
 
     /// The next record; false if it is not all there yet.
-    pub(super) fn record(&mut self, into: &mut Vec<u64>) -> Result<bool, End> {
+    pub(super) fn record(&mut self, into: &mut Vec<u64>) -> Result<bool, HostCloseReason> {
         loop {
             let (words, _) = self.input[self.unread.clone()].as_chunks::<8>();
             if let Some((len, rest)) = words.split_first() {
                 let len = u64::from_le_bytes(*len);
                 if len == 0 || len > RECORD_MAX as u64 {
-                    return Err(End::Corrupt);
+                    return Err(HostCloseReason::Corrupt);
                 }
                 let len = len as usize;
                 if let Some(record) = rest.get(..len) {
@@ -216,7 +220,7 @@ impl Stream {
             let space = &mut self.input[self.unread.end..];
             let space = [range(space.as_mut_ptr() as u64, space.len() as u64)];
             match self.receive(&space) {
-                Ok(0) => return Err(End::Closed),
+                Ok(0) => return Err(HostCloseReason::Closed),
                 Ok(count) => self.unread.end += count as usize,
                 Err(Errno::AGAIN) => self.readable = false,
                 Err(why) => return Err(lost(why)),
@@ -231,10 +235,10 @@ impl Stream {
     /// is left is to be dropped.
     pub(super) fn land(
         &mut self,
-        landing: &mut Landing,
-        cx: &mut Cx,
+        landing: &mut ScatterReceive,
+        cx: &mut WorkerContext,
         failed: &mut bool,
-    ) -> Result<bool, End> {
+    ) -> Result<bool, HostCloseReason> {
         let moved = if self.unread.is_empty() {
             match self.land_fresh(landing, cx) {
                 Ok(Some(moved)) => moved,
@@ -260,12 +264,16 @@ impl Stream {
     }
 
     /// Straight from the socket. `Err(None)`: the destination refused.
-    fn land_fresh(&mut self, landing: &Landing, cx: &mut Cx) -> Result<Option<u64>, Option<End>> {
+    fn land_fresh(
+        &mut self,
+        landing: &ScatterReceive,
+        cx: &mut WorkerContext,
+    ) -> Result<Option<u64>, Option<HostCloseReason>> {
         if !self.readable {
             return Ok(None);
         }
         let direct = match landing.region.as_deref() {
-            Some(Region { reach: Reach::Here { base, .. }, .. }) => Some(*base),
+            Some(HostRegion { reach: HostMemoryAccess::Here { base, .. }, .. }) => Some(*base),
             _ => None,
         };
         let mut bounce = std::mem::take(&mut cx.bounce);
@@ -286,7 +294,7 @@ impl Stream {
         };
         cx.bounce = bounce;
         match got {
-            Ok(0) => Err(Some(End::Closed)),
+            Ok(0) => Err(Some(HostCloseReason::Closed)),
             // The bytes are gone either way.
             Ok(_) if !placed => Err(None),
             Ok(count) => Ok(Some(count)),
@@ -300,9 +308,9 @@ impl Stream {
     }
 }
 
-impl Landing {
+impl ScatterReceive {
     /// Copies bytes to the next ranges; false if the destination cannot be written.
-    fn place(&self, bytes: &[u8], cx: &mut Cx) -> bool {
+    fn place(&self, bytes: &[u8], cx: &mut WorkerContext) -> bool {
         let Some(region) = &self.region else { return true };
         let mut cursor = self.cursor;
         let mut at = 0_u64;
@@ -313,7 +321,7 @@ impl Landing {
                 slice.from = at;
                 at += slice.len;
             }
-            let here = Reach::Here { base: bytes.as_ptr() as u64, map: None };
+            let here = HostMemoryAccess::Here { base: bytes.as_ptr() as u64, map: None };
             if crate::copy::copy((&cx.chunk, 0), &here, &region.reach, &mut cx.scratch).is_err() {
                 return false;
             }
@@ -322,8 +330,8 @@ impl Landing {
     }
 }
 
-impl Frame {
-    fn send(&mut self, socket: BorrowedFd<'_>, cx: &mut Cx) -> Result<u64, Errno> {
+impl TcpFrame {
+    fn send(&mut self, socket: BorrowedFd<'_>, cx: &mut WorkerContext) -> Result<u64, Errno> {
         let head = &self.head[self.sent..];
         let mut ranges = vec![range(head.as_ptr() as u64, head.len() as u64)];
         let mut bounce = std::mem::take(&mut cx.bounce);
@@ -354,12 +362,17 @@ impl Frame {
 
 impl Payload {
     /// Appends the next ranges; all of them end up in this process.
-    fn gather(&mut self, ranges: &mut Vec<libc::iovec>, bounce: &mut Vec<u8>, cx: &mut Cx) {
+    fn gather(
+        &mut self,
+        ranges: &mut Vec<libc::iovec>,
+        bounce: &mut Vec<u8>,
+        cx: &mut WorkerContext,
+    ) {
         let mut cursor = self.cursor;
         cursor.next(&self.slices, &mut cx.chunk);
         // One range is the head.
         cx.chunk.truncate(sys::RANGES_MAX - 1);
-        if let (false, Reach::Here { base, .. }) = (self.failed, &self.region.reach) {
+        if let (false, HostMemoryAccess::Here { base, .. }) = (self.failed, &self.region.reach) {
             ranges.extend(cx.chunk.iter().map(|slice| range(base + slice.from, slice.len)));
             return;
         }
@@ -371,7 +384,7 @@ impl Payload {
         bounce.resize(BOUNCE as usize, 0);
         if !self.failed {
             cx.chunk.retain(|slice| slice.len > 0);
-            let here = Reach::Here { base: bounce.as_mut_ptr() as u64, map: None };
+            let here = HostMemoryAccess::Here { base: bounce.as_mut_ptr() as u64, map: None };
             let reach = &self.region.reach;
             self.failed = crate::copy::copy((&cx.chunk, 0), reach, &here, &mut cx.scratch).is_err();
         }

@@ -1,9 +1,9 @@
 //! Peers that speak another version of the protocol.
 
-use super::greeting::{receive, send};
 use super::hostile::{MARK, Victim, deadline, dialling, is_dropped, rules, slice, stranger, write};
 use super::stream::pack;
-use crate::proto::{Control, OLDEST, Record, Rules, Status, VERSION};
+use super::tcp_handshake::{receive, send};
+use crate::proto::{HostControlMessage, HostCopyStatus, HostRecord, OLDEST, PathPolicy, VERSION};
 use engine::core::time::Nanos;
 use engine::fabric::DataPlane;
 use std::io::{Read, Write};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Bytes of a message as a record.
 fn packed(mut bytes: Vec<u8>) -> Vec<u8> {
     let mut record = Vec::new();
-    Record::Control { bytes: bytes.len() as u32 }.encode(&mut record);
+    HostRecord::Control { bytes: bytes.len() as u32 }.encode(&mut record);
     bytes.resize(bytes.len().next_multiple_of(8), 0);
     record.extend(bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)));
     pack(&record)
@@ -45,8 +45,8 @@ fn messages_of_a_later_version_are_skipped_and_those_of_none_are_not() {
     stream.read_exact(&mut answer).unwrap();
     let words: Vec<u64> =
         answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
-    let done = Record::Done { op: 1, status: Status::Done };
-    assert_eq!(Record::decode(&words[1..]), Some((done, &[][..])));
+    let done = HostRecord::Done { op: 1, status: HostCopyStatus::Done };
+    assert_eq!(HostRecord::decode(&words[1..]), Some((done, &[][..])));
     // More than a message may have, a known one that is none, and records of no version are damage.
     let damaged = packed(b"\x81\xa4Open\xff\xff".to_vec());
     for (n, bytes) in [later(2_000), damaged, pack(&[99 << 56, 1])].iter().enumerate() {
@@ -68,7 +68,7 @@ fn messages_of_a_later_version_are_skipped_and_those_of_none_are_not() {
 fn hello_of_version_2(victim: &Victim) -> Vec<u8> {
     #[derive(serde::Serialize)]
     enum Version2 {
-        Hello(u32, Vec<u8>, (String, u64), u64, u64, Vec<u64>, Rules),
+        Hello(u32, Vec<u8>, (String, u64), u64, u64, Vec<u64>, PathPolicy),
     }
     let who = &victim.location().who;
     let to = (who.key.to_string(), who.incarnation);
@@ -83,7 +83,7 @@ fn a_plane_of_version_2_is_let_in_and_served() {
     let mut stream = victim.dial();
     stream.write_all(&hello_of_version_2(&victim)).unwrap();
     let welcome = receive(&mut stream, deadline()).unwrap();
-    let Control::Welcome { version: Some((2, VERSION)), .. } = welcome else {
+    let HostControlMessage::Welcome { version: Some((2, VERSION)), .. } = welcome else {
         panic!("{welcome:?}")
     };
     victim.open(&mut stream);
@@ -100,10 +100,10 @@ fn who_is_dialled_may_speak_version_2_and_none_that_was_not_offered() {
     let dialled = |version| {
         let (mut plane, mut stream) = dialling();
         let hello = receive(&mut stream, deadline()).unwrap();
-        let Control::Hello { version: OLDEST, newest: Some(VERSION), .. } = hello else {
+        let HostControlMessage::Hello { version: OLDEST, newest: Some(VERSION), .. } = hello else {
             panic!("{hello:?}")
         };
-        let welcome = Control::Welcome { rules: rules(), version };
+        let welcome = HostControlMessage::Welcome { rules: rules(), version };
         send(&mut stream, &welcome, deadline()).unwrap();
         // It opens the session, or hangs up.
         let is_told = AtomicBool::new(false);
@@ -122,7 +122,7 @@ fn who_is_dialled_may_speak_version_2_and_none_that_was_not_offered() {
     };
     for version in [None, Some((2, 2)), Some((VERSION, VERSION + 9))] {
         let opens = dialled(version);
-        assert!(matches!(opens, Some(Control::Open { .. })), "{version:?}: {opens:?}");
+        assert!(matches!(opens, Some(HostControlMessage::Open { .. })), "{version:?}: {opens:?}");
     }
     for version in [(1, 1), (VERSION + 1, VERSION + 1), (0, u32::MAX), (u32::MAX, 0)] {
         assert_eq!(dialled(Some(version)), None, "{version:?}");

@@ -11,7 +11,7 @@ const ENTERED_AT_A_TIME: usize = 64 << 20;
 
 /// A mapping of a whole memory file.
 #[derive(Debug)]
-pub(crate) struct Map {
+pub(crate) struct MemfdMapping {
     start: *mut u8,
     len: usize,
     /// None of its pages is missing in the file.
@@ -19,17 +19,17 @@ pub(crate) struct Map {
 }
 
 // SAFETY: The mapping stays where it is for the life of `Map`, whoever holds it.
-unsafe impl Send for Map {}
+unsafe impl Send for MemfdMapping {}
 // SAFETY: Access is through raw pointers or atomics only.
-unsafe impl Sync for Map {}
+unsafe impl Sync for MemfdMapping {}
 
-impl Map {
+impl MemfdMapping {
     /// Maps the first `len` bytes of a memory file that cannot shrink any more, so that no access
     /// can fault.
     ///
     /// # Errors
     /// What is wrong with the file, and the remedy.
-    pub(crate) fn new(file: impl AsFd, len: u64, writable: bool) -> Result<Map, String> {
+    pub(crate) fn new(file: impl AsFd, len: u64, writable: bool) -> Result<MemfdMapping, String> {
         let file = file.as_fd();
         let seals = fcntl_get_seals(file).map_err(|why| format!("no memory file: {why}"))?;
         if !seals.contains(SealFlags::SHRINK) {
@@ -45,11 +45,11 @@ impl Map {
         // SAFETY: A new mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0) }
             .map_err(|why| format!("mapping {len} bytes: {why}"))?;
-        Ok(Map { start: start.cast(), len: bytes, whole: there >= len })
+        Ok(MemfdMapping { start: start.cast(), len: bytes, whole: there >= len })
     }
 
-    /// Has the kernel enter the pages into our page table, if all are there, on a thread of its own:
-    /// it takes a while, and is no more than help for the first copies.
+    /// Has the kernel enter the pages into our page table, if all are there, on a thread of its
+    /// own: it takes a while, and is no more than help for the first copies.
     pub(crate) fn enter_pages(self: &Arc<Self>) {
         if !self.whole {
             return;
@@ -87,7 +87,7 @@ impl Map {
     }
 }
 
-impl Drop for Map {
+impl Drop for MemfdMapping {
     fn drop(&mut self) {
         // SAFETY: The range is this mapping, and no reference to it is left. It cannot fail.
         let _ = unsafe { munmap(self.start.cast(), self.len) };
@@ -103,7 +103,7 @@ mod tests {
     const LEN: u64 = 1 << 20;
 
     /// KiB of the mapping that are in the page table.
-    fn entered(map: &Map) -> u64 {
+    fn entered(map: &MemfdMapping) -> u64 {
         let smaps = std::fs::read_to_string("/proc/self/smaps").expect("this process");
         let head = format!("{:x}-", map.start() as u64);
         let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&head));
@@ -114,13 +114,13 @@ mod tests {
     #[test]
     fn pages_that_are_there_are_entered_and_holes_are_left() {
         let file = sealed("test", LEN).expect("a memory file");
-        let holes = Map::new(&file, LEN, true).expect("a mapping");
+        let holes = MemfdMapping::new(&file, LEN, true).expect("a mapping");
         assert!(!holes.whole);
         for at in (0..holes.len()).step_by(4_096) {
             // SAFETY: Inside the mapping.
             unsafe { holes.start().add(at).write_volatile(1) };
         }
-        let map = Arc::new(Map::new(&file, LEN, true).expect("a mapping"));
+        let map = Arc::new(MemfdMapping::new(&file, LEN, true).expect("a mapping"));
         assert_eq!(entered(&map), 0);
         map.enter_pages();
         let end = Instant::now() + Duration::from_secs(300);

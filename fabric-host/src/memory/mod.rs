@@ -3,10 +3,10 @@
 mod map;
 mod pool;
 mod region;
-mod roll;
+mod registration_table;
 
-pub(crate) use map::Map;
+pub(crate) use map::MemfdMapping;
 pub(crate) use pool::sealed;
-pub use pool::{HugePages, Pool};
-pub(crate) use region::{Process, Reach, Region};
-pub(crate) use roll::{ROLL_BYTES, ROLL_MAX, Roll};
+pub use pool::{HugePages, MemfdPool};
+pub(crate) use region::{HostMemoryAccess, HostRegion, PidfdProcess};
+pub(crate) use registration_table::{ROLL_BYTES, ROLL_MAX, RegistrationTable};

@@ -1,6 +1,6 @@
 //! Memory that planes can share best: sealed memory files.
 
-use super::Map;
+use super::MemfdMapping;
 use engine::fabric::Memory;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{Advice, madvise};
@@ -26,8 +26,8 @@ const HUGE: u64 = 2 << 20;
 
 /// A sealed memory file, mapped: memory of a process that allocates its own KV pool.
 #[derive(Debug)]
-pub struct Pool {
-    map: Map,
+pub struct MemfdPool {
+    map: MemfdMapping,
     file: OwnedFd,
     huge: u64,
 }
@@ -51,20 +51,20 @@ fn file_of(name: &str, len: u64, flags: MemfdFlags, seal: SealFlags) -> Result<O
     Ok(file)
 }
 
-impl Pool {
+impl MemfdPool {
     /// Allocates `len` bytes, rounded up to whole pages, all zero and all there: every page is
     /// touched.
     ///
     /// # Errors
     /// Why there is no such pool, and what to do about it.
-    pub fn new(len: u64, huge: HugePages) -> Result<Pool, String> {
+    pub fn new(len: u64, huge: HugePages) -> Result<MemfdPool, String> {
         if len == 0 {
             return Err("a pool of 0 bytes: it has to have some".into());
         }
         let reserved = match huge {
             HugePages::No => None,
-            HugePages::Try => Pool::reserved(len).ok(),
-            HugePages::Reserved => Some(Pool::reserved(len).map_err(|why| {
+            HugePages::Try => MemfdPool::reserved(len).ok(),
+            HugePages::Reserved => Some(MemfdPool::reserved(len).map_err(|why| {
                 format!("{why}; reserve huge pages by /proc/sys/vm/nr_hugepages or take `try`")
             })?),
         };
@@ -73,7 +73,7 @@ impl Pool {
             None => {
                 let len = len.checked_next_multiple_of(4_096).ok_or("longer than can be")?;
                 let file = sealed_file("kvferry-pool", len, SealFlags::SEAL)?;
-                let map = Map::new(&file, len, true)?;
+                let map = MemfdMapping::new(&file, len, true)?;
                 if huge == HugePages::Try {
                     // SAFETY: Advice on a mapping of ours changes none of its bytes. Whether it
                     // did anything is read below.
@@ -88,14 +88,14 @@ impl Pool {
             unsafe { map.start().add(at).write_volatile(0) };
         }
         let huge = huge_bytes(map.start() as u64);
-        Ok(Pool { map, file, huge })
+        Ok(MemfdPool { map, file, huge })
     }
 
-    fn reserved(len: u64) -> Result<(OwnedFd, Map), String> {
+    fn reserved(len: u64) -> Result<(OwnedFd, MemfdMapping), String> {
         let len = len.checked_next_multiple_of(HUGE).ok_or("longer than can be")?;
         let flags = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         let file = file_of("kvferry-pool", len, flags, SealFlags::SEAL)?;
-        let map = Map::new(&file, len, true)?;
+        let map = MemfdMapping::new(&file, len, true)?;
         Ok((file, map))
     }
 

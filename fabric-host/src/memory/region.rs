@@ -1,8 +1,8 @@
 //! Registered memory.
 
-use super::Map;
+use super::MemfdMapping;
 use crate::sys;
-use engine::fabric::{Cause, Memory, RegionId};
+use engine::fabric::{FabricError, Memory, RegionId};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// A process by more than its id.
 #[derive(Debug)]
-pub(crate) struct Process {
+pub(crate) struct PidfdProcess {
     pub(crate) pid: u32,
     /// When it started, see [`sys::started`]; 0 where that cannot be read.
     pub(crate) started: u64,
@@ -18,13 +18,13 @@ pub(crate) struct Process {
     pub(crate) handle: OwnedFd,
 }
 
-impl Process {
+impl PidfdProcess {
     /// # Errors
     /// There is none, or no descriptor for it.
-    pub(crate) fn open(pid: u32) -> Result<Process, Errno> {
+    pub(crate) fn open(pid: u32) -> Result<PidfdProcess, Errno> {
         let id = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::SRCH)?;
         let handle = pidfd_open(id, PidfdFlags::empty())?;
-        Ok(Process { pid, started: sys::started(pid).unwrap_or(0), handle })
+        Ok(PidfdProcess { pid, started: sys::started(pid).unwrap_or(0), handle })
     }
 
     /// True if it has not ended. Bytes copied ahead of that came from it and no successor.
@@ -35,63 +35,63 @@ impl Process {
 
 /// How this process gets at memory.
 #[derive(Clone, Debug)]
-pub(crate) enum Reach {
-    /// By address.
+pub(crate) enum HostMemoryAccess {
     Here {
         /// Address of the first byte.
         base: u64,
         /// What keeps it mapped, if that is ours to do.
         #[allow(dead_code, reason = "kept for its drop")]
-        map: Option<Arc<Map>>,
+        map: Option<Arc<MemfdMapping>>,
     },
     /// By the kernel, in the address space of another process.
     There {
-        /// Whose.
-        process: Arc<Process>,
+        process: Arc<PidfdProcess>,
         /// Address of the first byte there.
         base: u64,
     },
 }
 
-impl Reach {
+impl HostMemoryAccess {
     /// Address of the first byte in its address space.
     pub(crate) fn base(&self) -> u64 {
         match self {
-            Reach::Here { base, .. } | Reach::There { base, .. } => *base,
+            HostMemoryAccess::Here { base, .. } | HostMemoryAccess::There { base, .. } => *base,
         }
     }
 }
 
 /// Memory that is, or was, registered.
 #[derive(Debug)]
-pub(crate) struct Region {
+pub(crate) struct HostRegion {
     pub(crate) id: RegionId,
     /// Unique in the life of the plane.
     pub(crate) token: u64,
     pub(crate) len: u64,
-    pub(crate) reach: Reach,
+    pub(crate) reach: HostMemoryAccess,
     /// The memory file that others may map.
     pub(crate) file: Option<OwnedFd>,
     alive: RwLock<bool>,
 }
 
-fn backend(text: String) -> Cause {
-    Cause::Backend(text.into())
+fn backend(text: String) -> FabricError {
+    FabricError::Backend(text.into())
 }
 
-impl Region {
+impl HostRegion {
     /// Checks that the memory is there and maps it where it is a file.
     ///
     /// # Errors
     /// Why it cannot be used.
-    pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<Region, Cause> {
+    pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<HostRegion, FabricError> {
         let mut file = None;
         let reach = match memory {
             Memory::Own { base, len } => {
                 match sys::probe_process(std::process::id(), base, len) {
                     // Where the kernel does not say, the owner's word has to do.
-                    Ok(()) | Err(Errno::PERM | Errno::NOSYS) => Reach::Here { base, map: None },
-                    Err(_) => return Err(Cause::LocalAccess),
+                    Ok(()) | Err(Errno::PERM | Errno::NOSYS) => {
+                        HostMemoryAccess::Here { base, map: None }
+                    }
+                    Err(_) => return Err(FabricError::LocalAccess),
                 }
             }
             Memory::MemFd { fd, len } if fd >= 0 => {
@@ -99,28 +99,28 @@ impl Region {
                 let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
                 let ours = fcntl_dupfd_cloexec(theirs, 0)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
-                let map = Map::new(&ours, len, true)
+                let map = MemfdMapping::new(&ours, len, true)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
                 file = Some(ours);
                 let map = Arc::new(map);
                 map.enter_pages();
-                Reach::Here { base: map.start() as u64, map: Some(map) }
+                HostMemoryAccess::Here { base: map.start() as u64, map: Some(map) }
             }
             Memory::OtherProcess { pid, base, len } => {
-                let process =
-                    Process::open(pid).map_err(|why| backend(format!("process {pid}: {why}")))?;
+                let process = PidfdProcess::open(pid)
+                    .map_err(|why| backend(format!("process {pid}: {why}")))?;
                 sys::probe_process(pid, base, len).map_err(|why| match why {
-                    Errno::FAULT => Cause::LocalAccess,
+                    Errno::FAULT => FabricError::LocalAccess,
                     why => backend(format!(
                         "memory of process {pid}: {why}; cross-memory attach needs the same user \
                          and ptrace access, see /proc/sys/kernel/yama/ptrace_scope"
                     )),
                 })?;
-                Reach::There { process: Arc::new(process), base }
+                HostMemoryAccess::There { process: Arc::new(process), base }
             }
             other => return Err(backend(format!("{other:?} is not for this plane"))),
         };
-        Ok(Region { id, token, len: memory.len(), reach, file, alive: RwLock::new(true) })
+        Ok(HostRegion { id, token, len: memory.len(), reach, file, alive: RwLock::new(true) })
     }
 
     /// Keeps the region registered as long as the guard is held; none if it is not any more.

@@ -1,14 +1,14 @@
 //! A plane's start and end.
 
 use super::HostPlane;
-use super::submit::Desk;
+use super::submit::InlineCopier;
 use crate::HostConfig;
-use crate::descriptor::{Identity, Location, this_node};
-use crate::hub::Hub;
-use crate::link::{Ears, listen};
+use crate::descriptor::{HostPlaneAddress, HostPlaneIdentity, this_node};
+use crate::link::{HostListeners, listen};
 use crate::ring::{Consumer, Producer, words_for};
+use crate::shared::HostPlaneShared;
 use crate::sync::AtomicU64;
-use crate::worker::{Worker, WorkerHandle};
+use crate::worker::{HostWorker, WorkerHandle};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -80,9 +80,10 @@ impl HostPlane {
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
         let host = advertised(&config)?;
-        let who = Identity { key: config.key.as_str().into(), incarnation: incarnation()? };
+        let who =
+            HostPlaneIdentity { key: config.key.as_str().into(), incarnation: incarnation()? };
         let uname = rustix::system::uname();
-        let mut location = Location {
+        let mut location = HostPlaneAddress {
             who,
             node: this_node(),
             hostname: uname.nodename().to_string_lossy().into(),
@@ -90,7 +91,7 @@ impl HostPlane {
             port: 0,
             pid: std::process::id(),
         };
-        let ears = Ears::open(&resolve(&config)?, &location.socket_name());
+        let ears = HostListeners::open(&resolve(&config)?, &location.socket_name());
         let ears = ears.map_err(HostError::Listen)?;
         let bound = ears.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
         location.port = bound.port();
@@ -99,7 +100,8 @@ impl HostPlane {
             .collect::<Result<Vec<_>, _>>()
             .map_err(|why| HostError::System(format!("doorbell: {why}")))?;
         let room = (4 * config.operations_max as usize + 16).next_power_of_two();
-        let hub = Arc::new(Hub::new(config, location, handles).map_err(HostError::System)?);
+        let hub =
+            Arc::new(HostPlaneShared::new(config, location, handles).map_err(HostError::System)?);
         let mut plane = HostPlane {
             hub: hub.clone(),
             listener: None,
@@ -108,18 +110,18 @@ impl HostPlane {
             regions: BTreeMap::new(),
             peers: BTreeMap::new(),
             dials: BTreeMap::new(),
-            proofs: Vec::new(),
+            quiesce_probes: Vec::new(),
             links: BTreeMap::new(),
             sessions: BTreeMap::new(),
             operations: BTreeMap::new(),
             order: 0,
             short: 0,
-            desk: Desk::new(hub.crew.clone()),
+            inline_copier: InlineCopier::new(hub.copy_pool.clone()),
             events: VecDeque::new(),
             slices: Vec::new(),
             record: Vec::new(),
             heard: Vec::new(),
-            attending: None,
+            busy_polling_since: None,
         };
         let spawn = |work: Box<dyn FnOnce() + Send>| {
             std::thread::Builder::new()
@@ -128,13 +130,13 @@ impl HostPlane {
                 .map_err(|why| HostError::System(format!("thread: {why}")))
         };
         for _ in 1..hub.config.copiers {
-            let crew = hub.crew.clone();
+            let crew = hub.copy_pool.clone();
             plane.threads.push(spawn(Box::new(move || crew.work()))?);
         }
         for handle in &hub.workers {
             let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();
             plane.outcomes.push(Consumer::new(words.clone()));
-            let worker = Worker::new(hub.clone(), handle.clone(), Producer::new(words))
+            let worker = HostWorker::new(hub.clone(), handle.clone(), Producer::new(words))
                 .map_err(|why| HostError::System(format!("epoll: {why}")))?;
             plane.threads.push(spawn(Box::new(|| worker.run()))?);
         }
@@ -146,7 +148,7 @@ impl HostPlane {
 impl Drop for HostPlane {
     fn drop(&mut self) {
         self.hub.stopping.store(true, Ordering::Release);
-        self.hub.crew.end();
+        self.hub.copy_pool.end();
         for worker in &self.hub.workers {
             worker.wake();
         }

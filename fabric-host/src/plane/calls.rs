@@ -1,14 +1,17 @@
 //! The calls of the trait.
 
-use super::{Awaits, Held, HostPlane, Peer, Phase, Session, Way};
-use crate::Path;
-use crate::descriptor::{Claim, Location};
-use crate::link::{Dial, Kind, dial};
-use crate::memory::Region;
+use super::{
+    HostPeer, HostPeerLink, HostPlane, HostQuiescePending, HostRegionEntry, HostSession,
+    HostSessionPhase,
+};
+use crate::DataPath;
+use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
+use crate::link::{HostDialRequest, HostLinkKind, dial};
+use crate::memory::HostRegion;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, Patience, PeerId, Placement,
-    Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, NextPoll, PeerId, Placement,
+    PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::BorrowedFd;
@@ -22,27 +25,36 @@ pub(super) fn invalid<T>(why: impl Into<String>) -> Result<T, Refused> {
 
 impl HostPlane {
     /// Has a session opened by a link of some kind, which is dialled if there is none.
-    pub(super) fn seek(&mut self, id: SessionId, kind: Kind) {
+    pub(super) fn start_opening(&mut self, id: SessionId, kind: HostLinkKind) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let Some(peer) = self.peers.get_mut(&session.peer) else { return };
         match peer.links.get(&kind) {
-            Some(Way::Up(link)) => {
+            Some(HostPeerLink::Up(link)) => {
                 let claim = (session.claim.region.0, session.claim.token);
                 link.open(id.0, claim, session.region.clone());
                 session.link = Some(link.id);
-                session.phase = Phase::Opening(link.clone());
+                session.phase = HostSessionPhase::Opening(link.clone());
                 return;
             }
-            Some(Way::Dialling) => {}
+            Some(HostPeerLink::Dialling) => {}
             None => {
                 let number = self.hub.fresh();
                 let to = (*peer.location).clone();
-                dial(&self.hub, Dial { id: number, to, pass: peer.pass, kind, ends: Vec::new() });
+                dial(
+                    &self.hub,
+                    HostDialRequest {
+                        id: number,
+                        to,
+                        fence_key: peer.fence_key,
+                        kind,
+                        ends: Vec::new(),
+                    },
+                );
                 self.dials.insert(number, (session.peer, kind));
-                peer.links.insert(kind, Way::Dialling);
+                peer.links.insert(kind, HostPeerLink::Dialling);
             }
         }
-        session.phase = Phase::Waiting(kind);
+        session.phase = HostSessionPhase::Waiting(kind);
     }
 }
 
@@ -56,7 +68,7 @@ impl DataPlane for HostPlane {
             in_all: Credits::of_operations(self.hub.config.operations_max),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         }
     }
 
@@ -77,19 +89,19 @@ impl DataPlane for HostPlane {
         if memory.is_empty() || base.checked_add(memory.len()).is_none() {
             return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
         }
-        let made = Region::new(region, self.hub.next_token(), memory).and_then(|made| {
+        let made = HostRegion::new(region, self.hub.next_token(), memory).and_then(|made| {
             let made = Arc::new(made);
             self.hub.add_region(&made).map(|()| made)
         });
         let result = made.map(|made| {
-            let claim = Claim {
+            let claim = HostRegionDescriptor {
                 owner: self.hub.location.who.clone(),
                 region,
                 token: made.token,
                 base: made.reach.base(),
                 len: made.len,
             };
-            self.regions.insert(region, Held { region: made, operations: 0 });
+            self.regions.insert(region, HostRegionEntry { region: made, operations: 0 });
             claim.encode()
         });
         self.events.push_back(DataEvent::Registered { region, result });
@@ -112,22 +124,22 @@ impl DataPlane for HostPlane {
         Ok(())
     }
 
-    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
+    fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
         if self.peers.contains_key(&peer) {
             return invalid(format!("peer {peer} is connected already"));
         }
-        let Some(location) = Location::decode(address) else {
+        let Some(location) = HostPlaneAddress::decode(address) else {
             return invalid("address of another kind of plane");
         };
-        self.hub.invite(&location.who, peer, pass);
+        self.hub.grant_access(&location.who, peer, fence_key);
         let location = Arc::new(location);
-        self.peers.insert(peer, Peer { location, pass, links: BTreeMap::new() });
+        self.peers.insert(peer, HostPeer { location, fence_key, links: BTreeMap::new() });
         Ok(())
     }
 
     fn disconnect(&mut self, peer: PeerId) {
         let Some(gone) = self.peers.remove(&peer) else { return };
-        self.hub.uninvite(&gone.location.who, peer);
+        self.hub.revoke_access(&gone.location.who, peer);
         let its: Vec<_> =
             self.sessions.iter().filter(|(_, s)| s.peer == peer).map(|(id, _)| *id).collect();
         for session in its {
@@ -153,27 +165,28 @@ impl DataPlane for HostPlane {
         let Some(named) = self.peers.get(&peer) else {
             return invalid(format!("peer {peer} is not connected"));
         };
-        let claim = Claim::decode(remote).filter(|claim| claim.owner == named.location.who);
+        let claim =
+            HostRegionDescriptor::decode(remote).filter(|claim| claim.owner == named.location.who);
         let Some(claim) = claim else { return invalid("descriptor of another plane") };
         let route = self.hub.route(&named.location);
-        let entry = Session {
+        let entry = HostSession {
             local,
             region: held.region.clone(),
             peer,
             location: named.location.clone(),
-            pass: named.pass,
+            fence_key: named.fence_key,
             claim,
-            phase: Phase::Dead,
+            phase: HostSessionPhase::Dead,
             deadline: Instant::now() + Duration::from_millis(self.hub.config.open_ms.into()),
             link: None,
             operations: BTreeMap::new(),
             tickets: VecDeque::new(),
-            awaits: Awaits::default(),
+            awaits: HostQuiescePending::default(),
         };
         self.sessions.insert(session, entry);
         match route {
-            Ok(kind) => self.seek(session, kind),
-            Err(why) => self.opened(session, Err(engine::fabric::Cause::Backend(why.into()))),
+            Ok(kind) => self.start_opening(session, kind),
+            Err(why) => self.opened(session, Err(engine::fabric::FabricError::Backend(why.into()))),
         }
         Ok(())
     }
@@ -186,7 +199,7 @@ impl DataPlane for HostPlane {
         self.post(&batch)
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         match self.sessions.get_mut(&session) {
             None => self.events.push_back(DataEvent::Quiet { session, ticket }),
             Some(known) => {
@@ -198,7 +211,7 @@ impl DataPlane for HostPlane {
 
     fn fence(&mut self, peer: PeerId) {
         if let Some(known) = self.peers.get(&peer) {
-            self.hub.fence(&known.location.who, known.pass);
+            self.hub.fence(&known.location.who, known.fence_key);
         }
         self.events.push_back(DataEvent::Fenced { peer });
     }
@@ -211,31 +224,31 @@ impl DataPlane for HostPlane {
         self.hub.make_bell()
     }
 
-    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
-        self.desk.rest();
-        self.take_news();
+    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
+        self.inline_copier.rest();
+        self.take_worker_events();
         let news = !self.events.is_empty();
         out.extend(self.events.drain(..));
-        if self.attend(news) {
-            return Wake::Ready;
+        if self.keep_busy_polling(news) {
+            return NextPoll::Ready;
         }
         let told = self.outcomes.iter().all(|ring| ring.sleep());
         if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
-            return Wake::Ready;
+            return NextPoll::Ready;
         }
         match self.next_deadline() {
             Some(at) => {
                 let left = at.saturating_duration_since(Instant::now());
-                Wake::At(now + Nanos(left.as_nanos() as u64))
+                NextPoll::At(now + Nanos(left.as_nanos() as u64))
             }
-            None => Wake::External,
+            None => NextPoll::External,
         }
     }
 }
 
 impl HostPlane {
     /// Operations and bytes that succeeded.
-    pub(super) fn count(&self, path: Path, bytes: u64) {
+    pub(super) fn count(&self, path: DataPath, bytes: u64) {
         self.hub.counts.initiated[path as usize].add(bytes);
     }
 }

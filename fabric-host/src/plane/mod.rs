@@ -3,20 +3,20 @@
 mod build;
 mod calls;
 mod close;
-mod news;
 mod submit;
+mod worker_events;
 
 pub use build::HostError;
 
-use crate::copy::Slice;
-use crate::descriptor::{Claim, Location};
-use crate::hub::{Counters, Hub, Lane};
-use crate::link::{Heard, Kind, Listener, OutLink};
-use crate::memory::Region;
+use crate::copy::CopySlice;
+use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
+use crate::link::{HostAcceptor, HostLinkEvent, HostLinkKind, HostOutboundLink};
+use crate::memory::HostRegion;
 use crate::ring::Consumer;
+use crate::shared::{HostCounters, HostPlaneShared, NegotiatedPaths};
 use crate::sync::AtomicU64;
-use crate::{HostConfig, Path};
-use engine::fabric::{DataEvent, OpId, PeerId, RegionId, SessionId, Ticket};
+use crate::{DataPath, HostConfig};
+use engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -24,33 +24,33 @@ use std::time::Instant;
 
 /// A region and the operations in flight that use it.
 #[derive(Debug)]
-struct Held {
-    region: Arc<Region>,
+struct HostRegionEntry {
+    region: Arc<HostRegion>,
     operations: u32,
 }
 
 /// A peer that the owner named.
 #[derive(Debug)]
-struct Peer {
-    location: Arc<Location>,
-    pass: u64,
-    links: BTreeMap<Kind, Way>,
+struct HostPeer {
+    location: Arc<HostPlaneAddress>,
+    fence_key: u64,
+    links: BTreeMap<HostLinkKind, HostPeerLink>,
 }
 
 /// The link of a peer.
 #[derive(Debug)]
-enum Way {
+enum HostPeerLink {
     Dialling,
-    Up(Arc<OutLink>),
+    Up(Arc<HostOutboundLink>),
 }
 
 #[derive(Debug)]
-enum Phase {
+enum HostSessionPhase {
     /// For a link of this kind.
-    Waiting(Kind),
+    Waiting(HostLinkKind),
     /// For the peer's answer.
-    Opening(Arc<OutLink>),
-    Open(Arc<OutLink>, Lane),
+    Opening(Arc<HostOutboundLink>),
+    Open(Arc<HostOutboundLink>, NegotiatedPaths),
     /// Nothing can be submitted any more.
     Dead,
     /// Closed by its owner, not quiet yet.
@@ -59,7 +59,7 @@ enum Phase {
 
 /// What has to happen before a session is quiet, beside the end of its operations.
 #[derive(Clone, Copy, Debug, Default)]
-struct Awaits {
+struct HostQuiescePending {
     /// Our thread leaves its reads.
     local: bool,
     /// The peer says that it writes no more.
@@ -69,31 +69,31 @@ struct Awaits {
 }
 
 #[derive(Debug)]
-struct Session {
+struct HostSession {
     local: RegionId,
-    region: Arc<Region>,
+    region: Arc<HostRegion>,
     peer: PeerId,
-    location: Arc<Location>,
-    pass: u64,
-    claim: Claim,
-    phase: Phase,
+    location: Arc<HostPlaneAddress>,
+    fence_key: u64,
+    claim: HostRegionDescriptor,
+    phase: HostSessionPhase,
     /// Until when it has to be open.
     deadline: Instant,
     /// The link that carries it, or did.
     link: Option<u64>,
     /// Operations in flight in the order of their submission.
     operations: BTreeMap<u64, OpId>,
-    tickets: VecDeque<(Ticket, u64)>,
-    awaits: Awaits,
+    tickets: VecDeque<(QuiesceTicket, u64)>,
+    awaits: HostQuiescePending,
 }
 
 #[derive(Debug)]
-struct Operation {
+struct HostOperation {
     session: SessionId,
     order: u64,
     region: RegionId,
     write: bool,
-    path: Path,
+    path: DataPath,
     bytes: u64,
 }
 
@@ -101,42 +101,42 @@ struct Operation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionPaths {
     /// Writes, which the peer copies.
-    pub write: Path,
+    pub write: DataPath,
     /// Reads, which this plane copies.
-    pub read: Path,
+    pub read: DataPath,
 }
 
 /// A data plane for host memory: memory files, memory of this process and, by cross-memory attach,
 /// memory of other processes of this host.
 ///
 /// Its address is the descriptor of a MoRI engine, its region descriptors are those of MoRI's
-/// memory. While operations are under way its poll says [`Ready`](engine::fabric::Wake::Ready) for
-/// a while; who yields to other threads before it comes again gets answers soonest where cores are
-/// few. Dropping it waits for its threads, so that nothing lands any more.
+/// memory. While operations are under way its poll says [`Ready`](engine::fabric::NextPoll::Ready)
+/// for a while; who yields to other threads before it comes again gets answers soonest where cores
+/// are few. Dropping it waits for its threads, so that nothing lands any more.
 pub struct HostPlane {
-    hub: Arc<Hub>,
-    listener: Option<Listener>,
+    hub: Arc<HostPlaneShared>,
+    listener: Option<HostAcceptor>,
     threads: Vec<JoinHandle<()>>,
     outcomes: Vec<Consumer<Arc<[AtomicU64]>>>,
-    regions: BTreeMap<RegionId, Held>,
-    peers: BTreeMap<PeerId, Peer>,
-    dials: BTreeMap<u64, (PeerId, Kind)>,
-    proofs: Vec<close::Proof>,
+    regions: BTreeMap<RegionId, HostRegionEntry>,
+    peers: BTreeMap<PeerId, HostPeer>,
+    dials: BTreeMap<u64, (PeerId, HostLinkKind)>,
+    quiesce_probes: Vec<close::HostQuiesceProbe>,
     /// Links that are up, also those of peers that were forgotten.
-    links: BTreeMap<u64, Arc<OutLink>>,
-    sessions: BTreeMap<SessionId, Session>,
-    operations: BTreeMap<OpId, Operation>,
+    links: BTreeMap<u64, Arc<HostOutboundLink>>,
+    sessions: BTreeMap<SessionId, HostSession>,
+    operations: BTreeMap<OpId, HostOperation>,
     /// Operations so far.
     order: u64,
     /// Short operations in flight.
     short: u32,
     events: VecDeque<DataEvent>,
-    slices: Vec<Slice>,
-    desk: submit::Desk,
+    slices: Vec<CopySlice>,
+    inline_copier: submit::InlineCopier,
     record: Vec<u64>,
-    heard: Vec<Heard>,
+    heard: Vec<HostLinkEvent>,
     /// Since when there is nothing new, if we look at the rings of answers ourselves.
-    attending: Option<Instant>,
+    busy_polling_since: Option<Instant>,
 }
 
 impl std::fmt::Debug for HostPlane {
@@ -147,11 +147,11 @@ impl std::fmt::Debug for HostPlane {
 
 /// Reads the counters of a plane, also after its end.
 #[derive(Clone, Debug)]
-pub struct Meter(Arc<Hub>);
+pub struct HostCounterReader(Arc<HostPlaneShared>);
 
-impl Meter {
+impl HostCounterReader {
     /// What the plane did so far.
-    pub fn read(&self) -> Counters {
+    pub fn read(&self) -> HostCounters {
         self.0.counts.get()
     }
 }
@@ -168,19 +168,21 @@ impl HostPlane {
     }
 
     /// What it did so far.
-    pub fn counters(&self) -> Counters {
+    pub fn counters(&self) -> HostCounters {
         self.hub.counts.get()
     }
 
     /// The same for who has no access to the plane itself, such as an exporter of metrics.
-    pub fn meter(&self) -> Meter {
-        Meter(self.hub.clone())
+    pub fn meter(&self) -> HostCounterReader {
+        HostCounterReader(self.hub.clone())
     }
 
     /// How the bytes of a session go; none unless it is open.
     pub fn paths(&self, session: SessionId) -> Option<SessionPaths> {
         match &self.sessions.get(&session)?.phase {
-            Phase::Open(_, lane) => Some(SessionPaths { write: lane.write, read: lane.read }),
+            HostSessionPhase::Open(_, lane) => {
+                Some(SessionPaths { write: lane.write, read: lane.read })
+            }
             _ => None,
         }
     }

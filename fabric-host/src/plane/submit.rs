@@ -1,20 +1,20 @@
 //! Taking batches.
 
 use super::calls::invalid;
-use super::{HostPlane, Operation, Phase};
-use crate::copy::{Crew, Cursor, Scratch, Slice};
-use crate::link::{Kind, Read, Source};
-use crate::memory::Region;
-use crate::proto::Status;
+use super::{HostOperation, HostPlane, HostSessionPhase};
+use crate::copy::{CopyBuffers, CopyPool, CopySlice, SliceCursor};
+use crate::link::{HostLinkKind, HostReadJob, HostReadSource};
+use crate::memory::HostRegion;
+use crate::proto::HostCopyStatus;
 use crate::worker::SHORT_MAX;
-use engine::fabric::{DataEvent, Direction, Outcome, Refused, Submit};
+use engine::fabric::{Completion, DataEvent, Direction, Refused, Submit};
 use std::sync::Arc;
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
 fn merge(
     batch: &Submit<'_>,
     [local_len, remote_len]: [u64; 2],
-    slices: &mut Vec<Slice>,
+    slices: &mut Vec<CopySlice>,
 ) -> Result<u64, Refused> {
     slices.clear();
     let mut bytes = 0_u64;
@@ -34,7 +34,7 @@ fn merge(
             Some(last) if last.from + last.len == from && last.to + last.len == to => {
                 last.len += len;
             }
-            _ => slices.push(Slice { from, to, len }),
+            _ => slices.push(CopySlice { from, to, len }),
         }
     }
     Ok(bytes)
@@ -42,16 +42,16 @@ fn merge(
 
 /// What the owner copies with.
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(super) struct InlineCopier {
     /// Bytes since the last poll.
     copied: u64,
-    chunk: Vec<Slice>,
-    scratch: Scratch,
+    chunk: Vec<CopySlice>,
+    scratch: CopyBuffers,
 }
 
-impl Desk {
-    pub(super) fn new(crew: Arc<Crew>) -> Desk {
-        Desk { copied: 0, chunk: Vec::new(), scratch: Scratch::new(crew) }
+impl InlineCopier {
+    pub(super) fn new(crew: Arc<CopyPool>) -> InlineCopier {
+        InlineCopier { copied: 0, chunk: Vec::new(), scratch: CopyBuffers::new(crew) }
     }
 
     /// The owner polls.
@@ -61,16 +61,21 @@ impl Desk {
     }
 
     /// A whole read, by the thread that asks for it.
-    fn read(&mut self, source: &Source, into: &Region, (slices, bytes): (&[Slice], u64)) -> Status {
-        let mut cursor = Cursor::default();
+    fn read(
+        &mut self,
+        source: &HostReadSource,
+        into: &HostRegion,
+        (slices, bytes): (&[CopySlice], u64),
+    ) -> HostCopyStatus {
+        let mut cursor = SliceCursor::default();
         while !cursor.is_at_end(slices) {
             let chunk = cursor.chunk(slices, &mut self.chunk);
             match source.read((chunk, bytes), into, &mut self.scratch) {
-                Status::Done => {}
+                HostCopyStatus::Done => {}
                 failed => return failed,
             }
         }
-        Status::Done
+        HostCopyStatus::Done
     }
 }
 
@@ -79,7 +84,7 @@ impl HostPlane {
         let Some(session) = self.sessions.get_mut(&batch.session) else {
             return Err(Refused::Gone);
         };
-        let Phase::Open(link, lane) = &session.phase else { return Err(Refused::Gone) };
+        let HostSessionPhase::Open(link, lane) = &session.phase else { return Err(Refused::Gone) };
         let count = batch.len.len();
         if batch.local.len() != count || batch.remote.len() != count {
             let (local, remote) = (batch.local.len(), batch.remote.len());
@@ -102,7 +107,7 @@ impl HostPlane {
         let write = batch.direction == Direction::Write;
         let path = if write { lane.write } else { lane.read };
         if self.slices.is_empty() {
-            let event = DataEvent::Completed { op: batch.op, outcome: Outcome::Done };
+            let event = DataEvent::Completed { op: batch.op, outcome: Completion::Done };
             self.events.push_back(event);
             return Ok(());
         }
@@ -110,13 +115,17 @@ impl HostPlane {
         let mut read = None;
         match (write, &lane.source) {
             (true, _) => link.write(op, id, &session.region, &self.slices),
-            (false, Some(source)) if link.kind == Kind::Local => {
-                let inline = self.desk.copied.saturating_add(bytes);
+            (false, Some(source)) if link.kind == HostLinkKind::Local => {
+                let inline = self.inline_copier.copied.saturating_add(bytes);
                 if inline <= self.hub.config.inline_max.into() {
-                    self.desk.copied = inline;
-                    read = Some(self.desk.read(source, &session.region, (&self.slices, bytes)));
+                    self.inline_copier.copied = inline;
+                    read = Some(self.inline_copier.read(
+                        source,
+                        &session.region,
+                        (&self.slices, bytes),
+                    ));
                 } else {
-                    link.read(Read::Copy {
+                    link.read(HostReadJob::Copy {
                         op,
                         source: source.clone(),
                         region: session.region.clone(),
@@ -131,7 +140,7 @@ impl HostPlane {
         self.order += 1;
         session.operations.insert(order, batch.op);
         let region = session.local;
-        let entry = Operation { session: batch.session, order, region, write, path, bytes };
+        let entry = HostOperation { session: batch.session, order, region, write, path, bytes };
         self.operations.insert(batch.op, entry);
         if let Some(held) = self.regions.get_mut(&region) {
             held.operations += 1;
@@ -139,7 +148,7 @@ impl HostPlane {
         self.short += u32::from(bytes <= SHORT_MAX);
         match read {
             Some(status) => self.completed(batch.op, status),
-            None if bytes <= SHORT_MAX => self.look_soon(),
+            None if bytes <= SHORT_MAX => self.start_busy_polling(),
             None => {}
         }
         Ok(())

@@ -1,14 +1,14 @@
-use super::{Consumer, Corrupt, Producer, words_for};
+use super::{Consumer, Producer, RingCorrupt, words_for};
 use crate::sync::{AtomicU64, Ordering};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-type Words = Arc<[AtomicU64]>;
+type TestRingWords = Arc<[AtomicU64]>;
 
-fn ring(capacity: usize) -> (Words, Producer<Words>, Consumer<Words>) {
-    let words: Words = (0..words_for(capacity)).map(|_| AtomicU64::new(0)).collect();
+fn ring(capacity: usize) -> (TestRingWords, Producer<TestRingWords>, Consumer<TestRingWords>) {
+    let words: TestRingWords = (0..words_for(capacity)).map(|_| AtomicU64::new(0)).collect();
     (words.clone(), Producer::new(words.clone()), Consumer::new(words))
 }
 
@@ -60,8 +60,8 @@ fn lengths_beyond_what_was_written_are_corrupt() {
     let (words, mut producer, mut consumer) = ring(16);
     assert_eq!(producer.push(&[1, 2]), Ok(true));
     words[32].store(3, Ordering::Relaxed);
-    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(consumer.pop(&mut Vec::new()), Err(RingCorrupt));
     words[0].store(99, Ordering::Relaxed);
     let mut late = Consumer::new(words);
-    assert_eq!(late.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(late.pop(&mut Vec::new()), Err(RingCorrupt));
 }

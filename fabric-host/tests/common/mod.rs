@@ -3,9 +3,9 @@
 
 pub(crate) mod remote;
 
-use engine::conformance::{Pair, Second};
-use fabric_host::{HostConfig, Path};
-use remote::{Local, Setup, start};
+use engine::conformance::{DataPlanePair, SecondPlane};
+use fabric_host::{DataPath, HostConfig};
+use remote::{HostTestPlane, HostTestSetup, start};
 
 /// Bytes that the suite wants of each plane.
 const MEMORY: u64 = 1 << 14;
@@ -17,31 +17,31 @@ pub(crate) fn patient() -> HostConfig {
     HostConfig { connect_ms: never, open_ms: never, dead_ms: never, ..HostConfig::default() }
 }
 
-pub(crate) fn config(path: Path) -> HostConfig {
+pub(crate) fn config(path: DataPath) -> HostConfig {
     HostConfig { paths: vec![path], operations_max: 256, ..patient() }
 }
 
-fn setup(path: Path) -> Setup {
-    Setup { config: config(path), memory: MEMORY, file: path == Path::SharedMemory }
+fn setup(path: DataPath) -> HostTestSetup {
+    HostTestSetup { config: config(path), memory: MEMORY, file: path == DataPath::SharedMemory }
 }
 
-fn local(setup: Setup) -> Box<Local> {
-    Box::new(Local::new(setup))
+fn local(setup: HostTestSetup) -> Box<HostTestPlane> {
+    Box::new(HostTestPlane::new(setup))
 }
 
 /// Both in this process.
-pub(crate) fn here(path: Path) -> Pair {
-    Pair::new(local(setup(path)), Second::Here(local(setup(path))))
+pub(crate) fn here(path: DataPath) -> DataPlanePair {
+    DataPlanePair::new(local(setup(path)), SecondPlane::Here(local(setup(path))))
 }
 
 /// The second in a process of its own.
-pub(crate) fn apart(path: Path) -> Pair {
-    Pair::new(local(setup(path)), Second::There(start(&setup(path))))
+pub(crate) fn apart(path: DataPath) -> DataPlanePair {
+    DataPlanePair::new(local(setup(path)), SecondPlane::There(start(&setup(path))))
 }
 
 /// The second in a process of its own; no read is copied by the thread that asks for it.
-pub(crate) fn by_threads(path: Path) -> Pair {
+pub(crate) fn by_threads(path: DataPath) -> DataPlanePair {
     let mut first = setup(path);
     first.config.inline_max = 0;
-    Pair::new(local(first), Second::There(start(&setup(path))))
+    DataPlanePair::new(local(first), SecondPlane::There(start(&setup(path))))
 }

@@ -1,32 +1,32 @@
 //! A host plane in another process.
 
-use engine::conformance::{Remote, Served};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Patience, Placement};
-use fabric_host::{HostConfig, HostPlane, HugePages, Pool};
+use engine::conformance::{PlaneUnderTest, RemotePlane};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts};
+use fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
 use serde::{Deserialize, Serialize};
 
 /// What a child is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Setup {
+pub(crate) struct HostTestSetup {
     pub(crate) config: HostConfig,
     pub(crate) memory: u64,
     pub(crate) file: bool,
 }
 
 /// A plane of this process and its memory.
-pub(crate) struct Local {
+pub(crate) struct HostTestPlane {
     plane: HostPlane,
-    bytes: Bytes,
+    bytes: HostTestMemory,
 }
 
-impl Local {
-    pub(crate) fn new(setup: Setup) -> Local {
+impl HostTestPlane {
+    pub(crate) fn new(setup: HostTestSetup) -> HostTestPlane {
         let plane = HostPlane::new(setup.config).expect("a plane at loopback");
-        Local { plane, bytes: Bytes::new(setup.memory, setup.file) }
+        HostTestPlane { plane, bytes: HostTestMemory::new(setup.memory, setup.file) }
     }
 }
 
-impl Served for Local {
+impl PlaneUnderTest for HostTestPlane {
     fn plane(&mut self) -> &mut dyn DataPlane {
         &mut self.plane
     }
@@ -46,11 +46,11 @@ impl Served for Local {
 
 /// The body of the test `child`.
 pub(crate) fn serve_if_child() {
-    engine::conformance::serve_if_child(|setup: Setup| Box::new(Local::new(setup)));
+    engine::conformance::serve_if_child(|setup: HostTestSetup| Box::new(HostTestPlane::new(setup)));
 }
 
 /// Starts a process with a plane.
-pub(crate) fn start(setup: &Setup) -> Remote {
+pub(crate) fn start(setup: &HostTestSetup) -> RemotePlane {
     let caps = Caps {
         read: true,
         write: true,
@@ -59,13 +59,13 @@ pub(crate) fn start(setup: &Setup) -> Remote {
         in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
         fence: FenceScope::Peer,
-        patience: Patience::default(),
+        patience: PlaneTimeouts::default(),
     };
-    Remote::start(setup, caps)
+    RemotePlane::start(setup, caps)
 }
 
 /// Stops a process; returns when it has stopped.
-pub(crate) fn stop(remote: &Remote) {
+pub(crate) fn stop(remote: &RemotePlane) {
     // SAFETY: Signals to, and waits for, our own child.
     unsafe {
         assert_eq!(libc::kill(remote.pid() as i32, libc::SIGSTOP), 0);
@@ -76,22 +76,22 @@ pub(crate) fn stop(remote: &Remote) {
 }
 
 /// Lets it go on.
-pub(crate) fn go_on(remote: &Remote) {
+pub(crate) fn go_on(remote: &RemotePlane) {
     // SAFETY: A signal to our own child.
     assert_eq!(unsafe { libc::kill(remote.pid() as i32, libc::SIGCONT) }, 0);
 }
 
 /// Memory of a plane under test.
-pub(crate) struct Bytes {
+pub(crate) struct HostTestMemory {
     own: Vec<u8>,
-    pool: Option<Pool>,
+    pool: Option<MemfdPool>,
 }
 
-impl Bytes {
-    pub(crate) fn new(len: u64, file: bool) -> Bytes {
-        let pool = file.then(|| Pool::new(len, HugePages::No).expect("a memory file"));
+impl HostTestMemory {
+    pub(crate) fn new(len: u64, file: bool) -> HostTestMemory {
+        let pool = file.then(|| MemfdPool::new(len, HugePages::No).expect("a memory file"));
         let own = if file { Vec::new() } else { vec![0; len as usize] };
-        Bytes { own, pool }
+        HostTestMemory { own, pool }
     }
 
     pub(crate) fn memory(&mut self) -> Memory {
@@ -105,11 +105,11 @@ impl Bytes {
     }
 
     pub(crate) fn start(&mut self) -> *mut u8 {
-        self.pool.as_ref().map_or(self.own.as_mut_ptr(), Pool::start)
+        self.pool.as_ref().map_or(self.own.as_mut_ptr(), MemfdPool::start)
     }
 
     fn len(&self) -> u64 {
-        self.pool.as_ref().map_or(self.own.len() as u64, Pool::len)
+        self.pool.as_ref().map_or(self.own.len() as u64, MemfdPool::len)
     }
 
     pub(crate) fn peek(&mut self, offset: u64, into: &mut [u8]) {

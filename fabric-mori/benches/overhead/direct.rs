@@ -1,40 +1,40 @@
 //! The C++ program, which is compiled into the stand-in.
 
-use crate::{Poster, RANGES, Ranges};
+use crate::{BenchRanges, Poster, RANGES};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CStr, c_char, c_void};
 
-type New = unsafe extern "C" fn(*mut u8, *mut u8, usize) -> *mut c_void;
-type Free = unsafe extern "C" fn(*mut c_void);
-type Batch = unsafe extern "C" fn(*mut c_void, usize, *const u64, *const u64, *const u64);
-type Post = unsafe extern "C" fn(*mut c_void);
-type Faults = unsafe extern "C" fn(*const c_char) -> i32;
-type Wait = unsafe extern "C" fn(*mut c_void) -> i32;
+type DirectNewFn = unsafe extern "C" fn(*mut u8, *mut u8, usize) -> *mut c_void;
+type DirectFreeFn = unsafe extern "C" fn(*mut c_void);
+type DirectBatchFn = unsafe extern "C" fn(*mut c_void, usize, *const u64, *const u64, *const u64);
+type DirectPostFn = unsafe extern "C" fn(*mut c_void);
+type DirectFaultsFn = unsafe extern "C" fn(*const c_char) -> i32;
+type DirectWaitFn = unsafe extern "C" fn(*mut c_void) -> i32;
 
-pub(crate) struct Direct {
+pub(crate) struct DirectPoster {
     raw: *mut c_void,
-    post: Post,
-    wait: Wait,
-    free: Free,
-    faults: Faults,
+    post: DirectPostFn,
+    wait: DirectWaitFn,
+    free: DirectFreeFn,
+    faults: DirectFaultsFn,
     /// Stays until the engines are gone.
     _memory: [Vec<u8>; 2],
 }
 
-impl Direct {
-    pub(crate) fn new(ranges: &Ranges) -> Direct {
+impl DirectPoster {
+    pub(crate) fn new(ranges: &BenchRanges) -> DirectPoster {
         let path = format!("{}/libmori_io.so", mori_double::INSTALLS[1].lib);
         // SAFETY: Code of this project, with these types; it is never unloaded.
         unsafe {
             let library = Library::open(Some(path), RTLD_NOW | RTLD_LOCAL).expect("it loads");
             let symbol =
                 |name: &[u8]| library.get::<*mut c_void>(name).expect("it is there").into_raw();
-            let new: New = std::mem::transmute(symbol(b"mori_double_direct_new\0"));
-            let batch: Batch = std::mem::transmute(symbol(b"mori_double_direct_batch\0"));
-            let post: Post = std::mem::transmute(symbol(b"mori_double_direct_post\0"));
-            let wait: Wait = std::mem::transmute(symbol(b"mori_double_direct_wait\0"));
-            let free: Free = std::mem::transmute(symbol(b"mori_double_direct_free\0"));
-            let faults: Faults = std::mem::transmute(symbol(b"mori_double_faults\0"));
+            let new: DirectNewFn = std::mem::transmute(symbol(b"mori_double_direct_new\0"));
+            let batch: DirectBatchFn = std::mem::transmute(symbol(b"mori_double_direct_batch\0"));
+            let post: DirectPostFn = std::mem::transmute(symbol(b"mori_double_direct_post\0"));
+            let wait: DirectWaitFn = std::mem::transmute(symbol(b"mori_double_direct_wait\0"));
+            let free: DirectFreeFn = std::mem::transmute(symbol(b"mori_double_direct_free\0"));
+            let faults: DirectFaultsFn = std::mem::transmute(symbol(b"mori_double_faults\0"));
             std::mem::forget(library);
             let bytes = ranges.len.iter().sum::<u64>() as usize;
             let mut memory = [vec![1; bytes], vec![0; bytes]];
@@ -42,7 +42,7 @@ impl Direct {
             let raw = new(from.as_mut_ptr(), to.as_mut_ptr(), bytes);
             let (local, remote) = (ranges.local.as_ptr(), ranges.remote.as_ptr());
             batch(raw, RANGES, local, remote, ranges.len.as_ptr());
-            Direct { raw, post, wait, free, faults, _memory: memory }
+            DirectPoster { raw, post, wait, free, faults, _memory: memory }
         }
     }
 
@@ -53,7 +53,7 @@ impl Direct {
     }
 }
 
-impl Poster for Direct {
+impl Poster for DirectPoster {
     fn post(&mut self) {
         // SAFETY: The engines live.
         unsafe { (self.post)(self.raw) }
@@ -65,7 +65,7 @@ impl Poster for Direct {
     }
 }
 
-impl Drop for Direct {
+impl Drop for DirectPoster {
     fn drop(&mut self) {
         // SAFETY: Made by its counterpart, and not used after this.
         unsafe { (self.free)(self.raw) }

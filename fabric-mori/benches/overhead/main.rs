@@ -1,10 +1,10 @@
 //! What is between the engine and MoRI, over its stand-in, beside a program that calls MoRI's C++
 //! classes itself. Both post the same 512 ranges, in turns of one run.
 //!
-//! `post` is the CPU time of the thread that posts: checks, conversion and pool of statuses, without
-//! the hop from the caller to it; then the same with a stand-in that leaves out what MoRI does.
-//! `pipelined` is the time of a batch while others are under way.
-#![allow(missing_docs, clippy::print_stdout, reason = "a benchmark prints its figures")]
+//! `post` is the CPU time of the thread that posts: checks, conversion and pool of statuses,
+//! without the hop from the caller to it; then the same with a stand-in that leaves out what MoRI
+//! does. `pipelined` is the time of a batch while others are under way.
+#![allow(clippy::print_stdout, reason = "a benchmark prints its figures")]
 #![allow(
     dead_code,
     unreachable_pub,
@@ -22,11 +22,11 @@ mod planes;
 mod wrapped;
 
 use criterion::{Criterion, Throughput};
-use direct::Direct;
-use planes::Planes;
+use direct::DirectPoster;
+use planes::PlanePoster;
 use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
-use wrapped::Wrapped;
+use wrapped::WrappedPoster;
 
 /// Ranges of a batch.
 pub(crate) const RANGES: usize = 512;
@@ -35,16 +35,16 @@ pub(crate) const RANGES: usize = 512;
 const FLYING: usize = 4;
 
 /// Ranges that are no neighbours of each other, on both sides of `RANGES * size` bytes.
-pub(crate) struct Ranges {
+pub(crate) struct BenchRanges {
     pub(crate) local: Vec<u64>,
     pub(crate) remote: Vec<u64>,
     pub(crate) len: Vec<u64>,
 }
 
-impl Ranges {
-    pub(crate) fn new(size: u64) -> Ranges {
+impl BenchRanges {
+    pub(crate) fn new(size: u64) -> BenchRanges {
         let all = 0..RANGES as u64;
-        Ranges {
+        BenchRanges {
             local: all.clone().map(|at| at * size).collect(),
             // 197 and 512 have no common divisor.
             remote: all.map(|at| at * 197 % RANGES as u64 * size).collect(),
@@ -59,7 +59,6 @@ pub(crate) fn cpu() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
-/// Who posts batches.
 pub(crate) trait Poster {
     fn post(&mut self);
     /// Waits for the oldest one.
@@ -117,8 +116,8 @@ fn micros(time: Duration, count: u64) -> f64 {
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
 
-    let small = Ranges::new(8);
-    let (mut direct, mut wrapped) = (Direct::new(&small), Wrapped::new(&small));
+    let small = BenchRanges::new(8);
+    let (mut direct, mut wrapped) = (DirectPoster::new(&small), WrappedPoster::new(&small));
     let mut group = criterion.benchmark_group("post 512 x 8 B");
     group.bench_function("C++", |b| b.iter_custom(|count| posts(&mut direct, count)));
     group.bench_function("plane", |b| b.iter_custom(|count| posts(&mut wrapped, count)));
@@ -140,8 +139,8 @@ fn main() {
     println!("without MoRI's part: {cpp:.2} us, {plane:.2} us here: {:.2} us more", plane - cpp);
     drop((direct, wrapped));
 
-    let large = Ranges::new(64 << 10);
-    let (mut direct, mut planes) = (Direct::new(&large), Planes::new(&large));
+    let large = BenchRanges::new(64 << 10);
+    let (mut direct, mut planes) = (DirectPoster::new(&large), PlanePoster::new(&large));
     let mut group = criterion.benchmark_group("pipelined 512 x 64 KiB");
     group.throughput(Throughput::Bytes(large.len.iter().sum()));
     group.sample_size(20);

@@ -1,13 +1,13 @@
 //! Two planes, one of which writes.
 
-use crate::{Poster, Ranges};
+use crate::{BenchRanges, Poster};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    DataEvent, DataPlane, Direction, Memory, OpId, Outcome, PeerId, RegionId, SessionId, Submit,
-    Wake,
+    Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId, RegionId,
+    SessionId, Submit,
 };
 use fabric_mori::{MoriConfig, MoriPlane, Shim};
-use mori_sys::Places;
+use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::task::Waker;
@@ -20,18 +20,18 @@ const SESSION: SessionId = SessionId(1);
 const PASS: u64 = 7;
 
 /// Wakes the thread that polls.
-struct Unpark(Thread);
+struct UnparkWaker(Thread);
 
-impl std::task::Wake for Unpark {
+impl std::task::Wake for UnparkWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
 }
 
-pub(crate) struct Planes<'a> {
+pub(crate) struct PlanePoster<'a> {
     near: MoriPlane,
     far: MoriPlane,
-    ranges: &'a Ranges,
+    ranges: &'a BenchRanges,
     begun: Instant,
     /// Posts so far, those that were waited for, and those beyond that have ended.
     posted: u64,
@@ -40,20 +40,21 @@ pub(crate) struct Planes<'a> {
     _memory: [Vec<u8>; 2],
 }
 
-impl Planes<'_> {
-    pub(crate) fn new(ranges: &Ranges) -> Planes<'_> {
+impl PlanePoster<'_> {
+    pub(crate) fn new(ranges: &BenchRanges) -> PlanePoster<'_> {
         let asked = Some(mori_double::INSTALLS[1].shim.into());
-        let shim = Shim::load(&Places { asked, ..Places::default() }).expect("it loads");
+        let shim =
+            Shim::load(&ShimSearchPath { asked, ..ShimSearchPath::default() }).expect("it loads");
         let plane = |key: &str| {
             let config = MoriConfig { key: key.into(), devices: false, ..MoriConfig::default() };
             let mut plane = MoriPlane::with_shim(shim.clone(), config).expect("a plane");
-            plane.set_waker(Waker::from(Arc::new(Unpark(thread::current()))));
+            plane.set_waker(Waker::from(Arc::new(UnparkWaker(thread::current()))));
             plane
         };
         let (near, far) = (plane("near"), plane("far"));
         let bytes = ranges.len.iter().sum::<u64>();
         let memory = [vec![1_u8; bytes as usize], vec![0; bytes as usize]];
-        let mut planes = Planes {
+        let mut planes = PlanePoster {
             near,
             far,
             ranges,
@@ -68,7 +69,7 @@ impl Planes<'_> {
     }
 
     fn meet(&mut self, bytes: u64) {
-        let Planes { near, far, _memory: memory, .. } = self;
+        let PlanePoster { near, far, _memory: memory, .. } = self;
         for (plane, memory) in [(&mut *near, &memory[0]), (&mut *far, &memory[1])] {
             let memory = Memory::Own { base: memory.as_ptr() as u64, len: bytes };
             plane.register(REGION, memory).expect("memory");
@@ -101,17 +102,17 @@ impl Planes<'_> {
                 return near.chain(far.into_iter().map(|event| (1, event))).collect();
             }
             match wake {
-                Wake::Ready => {}
-                Wake::At(at) => thread::park_timeout(Duration::from_nanos(at.0 - now.0)),
-                Wake::External => thread::park(),
+                NextPoll::Ready => {}
+                NextPoll::At(at) => thread::park_timeout(Duration::from_nanos(at.0 - now.0)),
+                NextPoll::External => thread::park(),
             }
         }
     }
 }
 
-impl Poster for Planes<'_> {
+impl Poster for PlanePoster<'_> {
     fn post(&mut self) {
-        let Ranges { local, remote, len } = self.ranges;
+        let BenchRanges { local, remote, len } = self.ranges;
         let (op, session, direction) = (OpId(self.posted), SESSION, Direction::Write);
         let batch = Submit { op, session, direction, local, remote, len };
         self.near.submit(batch).expect("there is room");
@@ -122,7 +123,7 @@ impl Poster for Planes<'_> {
         while !self.ended.remove(&self.waited) {
             for (_, event) in self.look() {
                 if let DataEvent::Completed { op, outcome } = event {
-                    assert_eq!(outcome, Outcome::Done, "a transfer failed");
+                    assert_eq!(outcome, Completion::Done, "a transfer failed");
                     self.ended.insert(op.0);
                 }
             }

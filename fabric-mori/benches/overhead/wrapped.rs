@@ -1,35 +1,38 @@
 //! What the plane does with a batch on the thread that posts, without the plane.
 
-use crate::config::{Backend, MoriConfig};
-use crate::job::Job;
-use crate::mori::{Code, Engine, Region, Session, Status};
-use crate::{Poster, Ranges};
+use crate::config::{MoriBackend, MoriConfig};
+use crate::job::MoriBatch;
+use crate::mori::{
+    MoriEngineHandle, MoriMemoryHandle, MoriSessionHandle, MoriStatusCode, MoriTransferStatus,
+};
+use crate::{BenchRanges, Poster};
 use engine::fabric::{Direction, Memory, OpId, SessionId, Submit};
-use mori_sys::{Places, Shim};
+use mori_sys::{Shim, ShimSearchPath};
 use std::collections::VecDeque;
 
 /// Sessions go before regions, and both before the engines.
-pub(crate) struct Wrapped<'a> {
-    flying: VecDeque<Status>,
-    session: Session,
-    _regions: [Region; 2],
-    engine: Engine,
-    _far: Engine,
-    job: Job,
-    ranges: &'a Ranges,
+pub(crate) struct WrappedPoster<'a> {
+    flying: VecDeque<MoriTransferStatus>,
+    session: MoriSessionHandle,
+    _regions: [MoriMemoryHandle; 2],
+    engine: MoriEngineHandle,
+    _far: MoriEngineHandle,
+    job: MoriBatch,
+    ranges: &'a BenchRanges,
     bytes: u64,
     _memory: [Vec<u8>; 2],
 }
 
-impl Wrapped<'_> {
-    pub(crate) fn new(ranges: &Ranges) -> Wrapped<'_> {
+impl WrappedPoster<'_> {
+    pub(crate) fn new(ranges: &BenchRanges) -> WrappedPoster<'_> {
         let asked = Some(mori_double::INSTALLS[1].shim.into());
-        let shim = Shim::load(&Places { asked, ..Places::default() }).expect("it loads");
-        let config = MoriConfig { backend: Backend::Rdma, ..MoriConfig::default() };
+        let shim =
+            Shim::load(&ShimSearchPath { asked, ..ShimSearchPath::default() }).expect("it loads");
+        let config = MoriConfig { backend: MoriBackend::Rdma, ..MoriConfig::default() };
         let bytes = ranges.len.iter().sum::<u64>();
         let memory = [vec![1_u8; bytes as usize], vec![0; bytes as usize]];
-        let engines =
-            ["near", "far"].map(|key| Engine::new(&shim, &config, key).expect("an engine"));
+        let engines = ["near", "far"]
+            .map(|key| MoriEngineHandle::new(&shim, &config, key).expect("an engine"));
         let [engine, far] = engines;
         engine.add_peer(&far.desc().expect("a descriptor")).expect("it is understood");
         let own = |memory: &Vec<u8>| Memory::Own { base: memory.as_ptr() as u64, len: bytes };
@@ -37,13 +40,13 @@ impl Wrapped<'_> {
         let remote = far.register(own(&memory[1])).expect("memory");
         let session =
             engine.session(&local, &remote.desc().expect("a descriptor")).expect("a session");
-        Wrapped {
+        WrappedPoster {
             flying: VecDeque::new(),
             session,
             _regions: [local, remote],
             engine,
             _far: far,
-            job: Job::default(),
+            job: MoriBatch::default(),
             ranges,
             bytes,
             _memory: memory,
@@ -51,9 +54,9 @@ impl Wrapped<'_> {
     }
 }
 
-impl Poster for Wrapped<'_> {
+impl Poster for WrappedPoster<'_> {
     fn post(&mut self) {
-        let Ranges { local, remote, len } = self.ranges;
+        let BenchRanges { local, remote, len } = self.ranges;
         let (op, session, direction) = (OpId(1), SessionId(1), Direction::Write);
         let batch = Submit { op, session, direction, local, remote, len };
         self.job.fill(&batch, [self.bytes; 2]).expect("inside");
@@ -66,8 +69,8 @@ impl Poster for Wrapped<'_> {
         let status = self.flying.pop_front().expect("one is under way");
         loop {
             match status.poll() {
-                Code::Success => return,
-                Code::InProgress => std::thread::yield_now(),
+                MoriStatusCode::Success => return,
+                MoriStatusCode::InProgress => std::thread::yield_now(),
                 other => panic!("{other:?}: {}", status.text()),
             }
         }

@@ -3,9 +3,9 @@
 //!
 //! `RDMA` copies by `process_vm_readv` and `process_vm_writev` from a thread of the initiator, so a
 //! target that is stopped is written to all the same. `XGMI` does so in whoever polls the status,
-//! for ordinary memory that is registered as a GPU's. What MoRI answers with undefined behaviour ends
-//! the process here, with a line on stderr: calls of one engine that MoRI does not synchronise,
-//! sessions and statuses that outlive their backend, `XGMI` out of range.
+//! for ordinary memory that is registered as a GPU's. What MoRI answers with undefined behaviour
+//! ends the process here, with a line on stderr: calls of one engine that MoRI does not
+//! synchronise, sessions and statuses that outlive their backend, `XGMI` out of range.
 //!
 //! # Knobs
 //!
@@ -24,9 +24,9 @@
 //! | `mori_double_events_out()` | XGMI transfers that were not polled to their end |
 //! | `mori_double_event_new()`, `_fire(event)`, `_free(event)` | events for `hipEventQuery` |
 //!
-//! Faults are items with `;` between them: `kind@n`, `kind@n:ms`, or `n+` for that one and all later
-//! ones. `n` counts from 1 and from when the text was set: posts of the process, except for `pin`
-//! (sessions it makes) and `pin_remote` (questions of peers for a region).
+//! Faults are items with `;` between them: `kind@n`, `kind@n:ms`, or `n+` for that one and all
+//! later ones. `n` counts from 1 and from when the text was set: posts of the process, except for
+//! `pin` (sessions it makes) and `pin_remote` (questions of peers for a region).
 //!
 //! | Kind | |
 //! |---|---|
@@ -41,8 +41,8 @@
 //! | `skip` | `SUCCESS` in the post, nothing lands: for the time of what is around it |
 //! | `pin`, `pin_remote` | the process aborts |
 //!
-//! On XGMI `qp_error` is `ERR_GPU_OP` with nothing landed, `lost` never lands, and `ack_lost`, `late`
-//! and `sq_full` are only as slow as they say.
+//! On XGMI `qp_error` is `ERR_GPU_OP` with nothing landed, `lost` never lands, and `ack_lost`,
+//! `late` and `sq_full` are only as slow as they say.
 //!
 //! # What is not as in MoRI
 //!
@@ -60,7 +60,7 @@
 
 /// A MoRI to compile and link against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Install {
+pub struct DoubleInstall {
     /// Fields of a packed `MemoryDesc`.
     pub class: u32,
     /// The release of MoRI that has this class.
@@ -74,15 +74,15 @@ pub struct Install {
 }
 
 /// One of each layout class, the older first.
-pub const INSTALLS: [Install; 2] = [
-    Install {
+pub const INSTALLS: [DoubleInstall; 2] = [
+    DoubleInstall {
         class: 9,
         version: "1.2.1",
         include: concat!(env!("OUT_DIR"), "/9/include"),
         lib: concat!(env!("OUT_DIR"), "/9/lib"),
         shim: concat!(env!("OUT_DIR"), "/9/libkf_mori_shim.so"),
     },
-    Install {
+    DoubleInstall {
         class: 15,
         version: "1.2.2",
         include: concat!(env!("OUT_DIR"), "/15/include"),

@@ -2,7 +2,7 @@
 
 mod support;
 
-use mori_build::Found;
+use mori_build::MoriInstallation;
 use mori_double::INSTALLS;
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 use support::{TESTED, cases, compile, run, said};
 
 static PROGRAMS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
-    let program = |found: &Found, name: &str| {
+    let program = |found: &MoriInstallation, name: &str| {
         let arguments = mori_build::arguments(found, env!("CARGO_TARGET_TMPDIR").as_ref());
         let own = ["-O1", "-g1", "tests/cpp/main.cpp"].map(Into::into);
         compile(name, &[arguments.expect("a folder"), own.to_vec()].concat())
@@ -22,7 +22,7 @@ static PROGRAMS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
         return vec![program(&found.unwrap_or_else(|why| panic!("{why}")), "cases-installed")];
     }
     let double = INSTALLS.map(|install| {
-        let found = Found::explicit(install.include, install.lib).expect("it was built");
+        let found = MoriInstallation::explicit(install.include, install.lib).expect("it was built");
         program(&found, &format!("cases-{}", install.class))
     });
     double.to_vec()
@@ -35,20 +35,19 @@ fn passes(case: &str) {
     }
 }
 
-enum End {
-    /// `exit(-1)`.
+enum DoubleExit {
     Exit,
     Abort,
 }
 
 /// The words are the double's own.
-fn ends(case: &str, end: &End, words: &[&str]) {
+fn ends(case: &str, end: &DoubleExit, words: &[&str]) {
     for program in PROGRAMS.iter() {
         let output = run(program, case, &[]);
         let (code, signal) = (output.status.code(), output.status.signal());
         let right = match end {
-            End::Exit => code == Some(255),
-            End::Abort => signal == Some(6),
+            DoubleExit::Exit => code == Some(255),
+            DoubleExit::Abort => signal == Some(6),
         };
         let text = said(&output);
         assert!(right, "{}: {text}", program.display());
@@ -67,13 +66,13 @@ macro_rules! passing {
 macro_rules! ending {
     ($($case:ident $end:ident $words:expr;)*) => {
         pub(super) const ENDING: &[&str] = &[$(stringify!($case)),*];
-        $(#[test] fn $case() { ends(stringify!($case), &End::$end, &$words); })*
+        $(#[test] fn $case() { ends(stringify!($case), &DoubleExit::$end, &$words); })*
     };
 }
 
 /// What MoRI itself does, too: `./test --mori` runs these on the one that is installed.
 mod every_mori {
-    use super::{End, ends, passes};
+    use super::{DoubleExit, ends, passes};
 
     passing! {
         a_batch_to_a_deregistered_target
@@ -117,9 +116,10 @@ mod every_mori {
     }
 }
 
-/// The stand-in's knobs, what it does in their place where MoRI corrupts memory, and GPUs that are none.
+/// The stand-in's knobs, what it does in their place where MoRI corrupts memory, and GPUs that are
+/// none.
 mod stand_in {
-    use super::{End, ends, passes};
+    use super::{DoubleExit, ends, passes};
 
     passing! {
         a_killed_target_is_given_up
@@ -190,8 +190,8 @@ fn the_shims_load() {
     }
 }
 
-/// The stand-in as a MoRI that is installed: a case that fails there is reported, and one that holds is
-/// not.
+/// The stand-in as a MoRI that is installed: a case that fails there is reported, and one that
+/// holds is not.
 #[test]
 fn an_installed_mori_is_tested() {
     if TESTED.is_some() {

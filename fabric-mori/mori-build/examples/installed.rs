@@ -1,4 +1,5 @@
-//! Says which MoRI is installed, for `./test --mori`; status 3 if nobody asked for one and none is there.
+//! Says which MoRI is installed, for `./test --mori`; status 3 if nobody asked for one and none is
+//! there.
 
 // That is what it is for.
 #![allow(clippy::print_stdout)]

@@ -1,6 +1,6 @@
 //! The compiler's run.
 
-use crate::found::Found;
+use crate::installation::MoriInstallation;
 use crate::sources;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,7 @@ pub const SHIM_FILE: &str = "libkf_mori_shim.so";
 /// Why there is no shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompileError {
-    /// What was run.
     pub command: String,
-    /// What it said.
     pub output: String,
 }
 
@@ -43,7 +41,11 @@ impl std::error::Error for CompileError {}
 
 /// Compiles the shim for a MoRI into the folder `out`, with `CXX` or `c++`, `CXXFLAGS` and then
 /// `flags`; the path of the library. Two MoRIs need two folders.
-pub fn compile(found: &Found, out: &Path, flags: &[&str]) -> Result<PathBuf, CompileError> {
+pub fn compile(
+    found: &MoriInstallation,
+    out: &Path,
+    flags: &[&str],
+) -> Result<PathBuf, CompileError> {
     let folder = out.join("kf_mori_shim");
     let library = out.join(SHIM_FILE);
     let source = sources::write(&folder).map_err(|why| CompileError {
@@ -63,12 +65,12 @@ pub fn compile(found: &Found, out: &Path, flags: &[&str]) -> Result<PathBuf, Com
     Ok(library)
 }
 
-/// What a C++ compiler is told before the sources of a program that uses a MoRI. Headers that the system
-/// may lack go to the folder `out`.
+/// What a C++ compiler is told before the sources of a program that uses a MoRI. Headers that the
+/// system may lack go to the folder `out`.
 ///
 /// # Errors
 /// The folder cannot be written to.
-pub fn arguments(found: &Found, out: &Path) -> io::Result<Vec<OsString>> {
+pub fn arguments(found: &MoriInstallation, out: &Path) -> io::Result<Vec<OsString>> {
     let folder = out.join("kf_mori_shim");
     sources::write(&folder)?;
     let mut all = vec![OsString::from("-std=c++20")];
@@ -90,7 +92,7 @@ fn compiler() -> Command {
     command
 }
 
-fn defines(found: &Found) -> Vec<String> {
+fn defines(found: &MoriInstallation) -> Vec<String> {
     let literal = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"");
     vec![
         format!("-DKF_MORI_LAYOUT={}", found.layout),
@@ -99,7 +101,7 @@ fn defines(found: &Found) -> Vec<String> {
     ]
 }
 
-fn includes(found: &Found, folder: &Path) -> Vec<OsString> {
+fn includes(found: &MoriInstallation, folder: &Path) -> Vec<OsString> {
     let mut args = ["-D__HIP_PLATFORM_AMD__=1", "-DMSGPACK_NO_BOOST"].map(OsString::from).to_vec();
     args.extend(found.includes.iter().flat_map(|dir| ["-I".into(), dir.into()]));
     // After the system's own headers, which are the better ones.
@@ -107,7 +109,7 @@ fn includes(found: &Found, folder: &Path) -> Vec<OsString> {
     args
 }
 
-fn link(found: &Found) -> Vec<OsString> {
+fn link(found: &MoriInstallation) -> Vec<OsString> {
     let mut args: Vec<OsString> = Vec::new();
     for dir in &found.library_dirs {
         args.extend(["-L".into(), dir.into()]);

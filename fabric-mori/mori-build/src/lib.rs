@@ -6,17 +6,17 @@
 
 mod compile;
 mod elf;
-mod found;
-mod missing;
+mod installation;
 mod python;
 mod search;
+mod search_error;
 mod sources;
 mod version;
 
 pub use compile::{CompileError, SHIM_FILE, arguments, compile};
-pub use found::{Found, Rule};
-pub use missing::Missing;
+pub use installation::{MoriInstallation, MoriSearchRule};
 pub use search::search;
+pub use search_error::MoriSearchError;
 
 /// The environment variables that the search and the compilation read: a build script has to be run
 /// again when one changes.

@@ -12,7 +12,7 @@ const FABRIC: &str = "_ZN4mori2io8IOEngine20LoadFabricCopyModule";
 
 /// What a library is told by.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Library {
+pub(crate) struct InspectedLibrary {
     /// Fields of a packed `MemoryDesc`: 9 for v1.2.1, 15 from v1.2.2 on.
     pub(crate) layout: u32,
     /// `build-id:` or `sha256:` and hexadecimal digits.
@@ -20,7 +20,7 @@ pub(crate) struct Library {
 }
 
 /// Reads a library; an error says why it cannot be used.
-pub(crate) fn inspect(path: &Path) -> Result<Library, String> {
+pub(crate) fn inspect(path: &Path) -> Result<InspectedLibrary, String> {
     let elf = Elf::open(path)?;
     let names = elf.exports().ok_or("it has no table of exported names")?;
     let has = |start: &str| names.iter().any(|name| name.starts_with(start));
@@ -39,7 +39,7 @@ pub(crate) fn inspect(path: &Path) -> Result<Library, String> {
                     library (hsakmt); install v1.2.1 or later"
             .into());
     }
-    Ok(Library { layout: if has(FABRIC) { 15 } else { 9 }, identity: identity(&elf) })
+    Ok(InspectedLibrary { layout: if has(FABRIC) { 15 } else { 9 }, identity: identity(&elf) })
 }
 
 fn identity(elf: &Elf) -> String {

@@ -56,17 +56,13 @@ constants! {
 }
 
 constants! {
-    /// Where memory is.
     Location: u32 {
-        /// In the host.
         CPU = 1,
-        /// In a device.
         GPU = 2,
     }
 }
 
 constants! {
-    /// Of a post.
     Direction: u32 {
         /// From remote to local.
         READ = 0,
@@ -82,7 +78,6 @@ constants! {
         SUCCESS = 0,
         /// Never submitted.
         INIT = 1,
-        /// On its way.
         IN_PROGRESS = 2,
         /// Arguments that the backend refuses.
         ERR_INVALID_ARGS = 11,
@@ -174,7 +169,6 @@ macro_rules! opaque {
 opaque! {
     /// An engine and its pool of statuses.
     Engine;
-    /// A registered memory.
     Memory;
     /// A local memory with a remote one.
     Session;
@@ -190,7 +184,6 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Their names.
             pub const NAMES: &[&str] = &[$(stringify!($name)),*];
 
             /// # Safety
@@ -227,11 +220,8 @@ functions! {
     fn kf_engine_desc(
         engine: *mut Engine, out: *mut u8, room: usize, len: *mut usize, error: *mut Text,
     );
-    /// Registers a peer.
     fn kf_peer_add(engine: *mut Engine, desc: *const u8, len: usize, error: *mut Text);
-    /// Deregisters it.
     fn kf_peer_remove(engine: *mut Engine, desc: *const u8, len: usize, error: *mut Text);
-    /// Registers a memory.
     fn kf_memory_new(
         engine: *mut Engine, base: u64, len: u64, device: i32, location: u32, out: *mut *mut Memory,
         error: *mut Text,
@@ -247,19 +237,14 @@ functions! {
         engine: *mut Engine, local: *const Memory, remote: *const u8, len: usize,
         out: *mut *mut Session, error: *mut Text,
     );
-    /// Ends a session.
     fn kf_session_free(session: *mut Session, error: *mut Text);
     /// A status in state [`Code::INIT`].
     fn kf_status_take(engine: *mut Engine, handle: *mut u64, error: *mut Text);
-    /// Its code.
     fn kf_status_poll(engine: *mut Engine, handle: u64, code: *mut u32, error: *mut Text);
-    /// Its message.
     fn kf_status_text(engine: *mut Engine, handle: u64, text: *mut Text);
-    /// Ends the handle.
     fn kf_status_give(engine: *mut Engine, handle: u64, error: *mut Text);
     /// Statuses that are taken, kept and free.
     fn kf_status_count(engine: *mut Engine, counts: *mut u64, error: *mut Text);
-    /// Posts a batch.
     fn kf_post(
         session: *mut Session, direction: u32, count: usize, local: *const u64, remote: *const u64,
         len: *const u64, status: u64, error: *mut Text,
@@ -268,7 +253,6 @@ functions! {
     fn kf_last_words(fd: i32);
     /// Memory of a GPU.
     fn kf_device_alloc(device: i32, len: u64, base: *mut u64, error: *mut Text);
-    /// Frees it.
     fn kf_device_free(base: u64, error: *mut Text);
     /// Whether all before a HIP event is done.
     fn kf_event_done(event: u64, done: *mut u32, error: *mut Text);

@@ -7,7 +7,7 @@
 
 mod abi;
 mod load;
-mod places;
+mod search_path;
 mod timeouts;
 
 pub use abi::{
@@ -15,5 +15,5 @@ pub use abi::{
     Session, Text,
 };
 pub use load::{Shim, ShimInfo};
-pub use places::{Failure, Places, Unavailable};
+pub use search_path::{ShimLoadFailure, ShimSearchPath, ShimUnavailable};
 pub use timeouts::{set_timeouts, timeouts_set};

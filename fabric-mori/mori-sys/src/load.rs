@@ -1,7 +1,7 @@
 //! Loading the shim.
 
 use crate::abi::{Functions, Info, Kind, MORI_ABI, Text};
-use crate::places::{Failure, Places, Unavailable};
+use crate::search_path::{ShimLoadFailure, ShimSearchPath, ShimUnavailable};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CStr, c_char};
 use std::mem::ManuallyDrop;
@@ -14,11 +14,9 @@ const LAYOUTS: [u32; 2] = [9, 15];
 /// A loaded shim, and with it MoRI and HIP. Neither is unloaded again: MoRI leaves threads behind.
 #[derive(Debug)]
 pub struct Shim {
-    /// Its functions.
     pub functions: Functions,
     /// What it was compiled for.
     pub info: ShimInfo,
-    /// Where it was.
     pub path: PathBuf,
 }
 
@@ -37,17 +35,17 @@ pub struct ShimInfo {
 
 impl Shim {
     /// Loads the first shim that is usable.
-    pub fn load(places: &Places) -> Result<Arc<Shim>, Unavailable> {
+    pub fn load(places: &ShimSearchPath) -> Result<Arc<Shim>, ShimUnavailable> {
         let mut tried = Vec::new();
         for path in places.files() {
             match open(&path) {
                 Ok(shim) => return Ok(Arc::new(shim)),
-                Err(why) => tried.push(Failure { path, why }),
+                Err(why) => tried.push(ShimLoadFailure { path, why }),
             }
         }
         let not_built = (places.asked.is_none() && places.built.is_none())
-            .then(|| Places::compiled_note().to_owned());
-        Err(Unavailable { tried, not_built })
+            .then(|| ShimSearchPath::compiled_note().to_owned());
+        Err(ShimUnavailable { tried, not_built })
     }
 }
 
@@ -75,17 +73,17 @@ fn said(error: libloading::Error) -> String {
 
 /// With room for what a later interface may say.
 #[repr(C)]
-struct Roomy {
+struct PaddedInfo {
     info: Info,
     room: [u64; 64],
 }
 
 fn info(library: &libloading::Library) -> Result<ShimInfo, String> {
-    type Ask = unsafe extern "C" fn(*mut Roomy) -> i32;
+    type InfoFn = unsafe extern "C" fn(*mut PaddedInfo) -> i32;
     // SAFETY: All versions have this function, whose answer starts with the version.
-    let ask = unsafe { library.get::<Ask>(b"kf_mori_info\0") }.map_err(said)?;
+    let ask = unsafe { library.get::<InfoFn>(b"kf_mori_info\0") }.map_err(said)?;
     // SAFETY: Integers and pointers may be zero.
-    let mut answer: Roomy = unsafe { std::mem::zeroed() };
+    let mut answer: PaddedInfo = unsafe { std::mem::zeroed() };
     // SAFETY: The pointer is valid for the call, and has room.
     let kind = unsafe { ask(&raw mut answer) };
     let info = answer.info;

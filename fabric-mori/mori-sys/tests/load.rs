@@ -1,7 +1,7 @@
 //! Shims that are not there, are none, or are for another MoRI.
 
-use mori_build::Found;
-use mori_sys::{Functions, Kind, MORI_ABI, Places, Shim, Text, Unavailable};
+use mori_build::MoriInstallation;
+use mori_sys::{Functions, Kind, MORI_ABI, Shim, ShimSearchPath, ShimUnavailable, Text};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,8 +17,8 @@ fn folder(test: &str) -> PathBuf {
     path.canonicalize().expect("its path")
 }
 
-fn refusal(path: &Path) -> Unavailable {
-    let places = Places { asked: Some(path.to_owned()), ..Places::default() };
+fn refusal(path: &Path) -> ShimUnavailable {
+    let places = ShimSearchPath { asked: Some(path.to_owned()), ..ShimSearchPath::default() };
     Shim::load(&places).expect_err("it is unusable")
 }
 
@@ -26,7 +26,7 @@ fn refusal(path: &Path) -> Unavailable {
 fn nothing_lists_the_places() {
     let dir = folder("nothing");
     let (beside, built) = (Some(dir.join("bin")), Some(dir.join("built.so")));
-    let places = Places { asked: None, beside: beside.clone(), built };
+    let places = ShimSearchPath { asked: None, beside: beside.clone(), built };
     let none = Shim::load(&places).expect_err("nothing");
     let said = none.to_string();
     for path in [dir.join("bin").join(FILE), dir.join("built.so")] {
@@ -35,15 +35,23 @@ fn nothing_lists_the_places() {
     assert!(said.starts_with("no usable shim for MoRI") && said.contains("KVFERRY_MORI_SHIM"));
     assert_eq!(none.not_built, None);
 
-    let unbuilt = Shim::load(&Places { asked: None, beside, built: None }).expect_err("nothing");
-    assert!(unbuilt.to_string().contains(Places::compiled_note().lines().next().expect("a line")));
+    let unbuilt =
+        Shim::load(&ShimSearchPath { asked: None, beside, built: None }).expect_err("nothing");
+    assert!(
+        unbuilt
+            .to_string()
+            .contains(ShimSearchPath::compiled_note().lines().next().expect("a line"))
+    );
 }
 
 #[test]
 fn what_is_asked_for_is_the_only_one() {
     let dir = folder("asked");
-    let places =
-        Places { asked: Some(dir.join("a.so")), beside: Some(dir.clone()), built: Some(dir) };
+    let places = ShimSearchPath {
+        asked: Some(dir.join("a.so")),
+        beside: Some(dir.clone()),
+        built: Some(dir),
+    };
     let none = Shim::load(&places).expect_err("nothing");
     assert_eq!(none.tried.len(), 1);
     assert_eq!(none.not_built, None);
@@ -95,7 +103,7 @@ fn pair(dir: &Path, build_id: &str, (abi, layout): (u32, u32)) -> PathBuf {
     let names = Functions::NAMES.iter().filter(|name| !REAL.contains(name));
     let names: String = names.map(|name| format!("STUB(\"{name}\")\n")).collect();
     fs::write(dir.join("names.inc"), names).expect("a source");
-    let found = Found::explicit(dir, dir).expect("found");
+    let found = MoriInstallation::explicit(dir, dir).expect("found");
     let folder = dir.display();
     let flags = [
         format!("-DKF_MORI_IDENTITY=\"{}\"", found.identity),
@@ -132,7 +140,7 @@ fn in_own_process(test: &str, run: impl FnOnce()) {
 fn a_shim_with_its_library_is_loaded() {
     in_own_process("a_shim_with_its_library_is_loaded", || {
         let shim = pair(&folder("good"), "0x00c0ffee", (MORI_ABI, 9));
-        let places = Places { asked: Some(shim.clone()), ..Places::default() };
+        let places = ShimSearchPath { asked: Some(shim.clone()), ..ShimSearchPath::default() };
         let loaded = Shim::load(&places).expect("a shim");
         assert_eq!(loaded.path, shim);
         assert_eq!((loaded.info.layout, loaded.info.sizes), (9, [1, 2, 3, 4, 5]));
@@ -152,7 +160,7 @@ fn a_shim_with_its_library_is_loaded() {
 fn a_library_without_build_id_is_known_by_its_hash() {
     in_own_process("a_library_without_build_id_is_known_by_its_hash", || {
         let shim = pair(&folder("hash"), "none", (MORI_ABI, 15));
-        let places = Places { asked: Some(shim), ..Places::default() };
+        let places = ShimSearchPath { asked: Some(shim), ..ShimSearchPath::default() };
         let loaded = Shim::load(&places).expect("a shim");
         assert!(loaded.info.compiled_for.starts_with("sha256:"));
     });

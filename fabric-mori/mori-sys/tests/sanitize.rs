@@ -1,6 +1,6 @@
 //! The shim and the double under the sanitizers, for each of which they are compiled anew.
 
-use mori_build::{Found, compile};
+use mori_build::{MoriInstallation, compile};
 use mori_double::INSTALLS;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn sanitized(name: &str, flags: &[&str]) -> PathBuf {
     double.args(["-Wl,--build-id", "-Wl,-soname,libmori_io.so"]).args(flags);
     double.arg(source).arg("-o").arg(dir.join("libmori_io.so"));
     assert!(double.status().expect("a compiler").success());
-    let found = Found::explicit(include, &dir).expect("the double");
+    let found = MoriInstallation::explicit(include, &dir).expect("the double");
     let shim = compile(&found, &dir, flags).expect("the shim");
     linked(&dir, &dir, &shim, flags)
 }

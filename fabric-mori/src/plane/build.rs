@@ -1,20 +1,20 @@
 //! A plane's start and end.
 
 use super::MoriPlane;
-use super::mend::Mending;
+use super::recovery::MoriRecovery;
 use crate::MoriConfig;
-use crate::counters::Counts;
-use crate::desk::{Common, Desk, Order};
-use crate::door::Listener;
-use crate::gate::Gate;
+use crate::access_control::MoriAccessControl;
+use crate::completion_poller::MoriCompletionPoller;
+use crate::counters::MoriAtomicCounters;
+use crate::engine_thread::{MoriEngineCommand, MoriEngineThread, MoriPlaneShared};
+use crate::event_queue::MoriEventQueue;
+use crate::last_error;
+use crate::link::MoriAcceptor;
 use crate::mori::Shim;
-use crate::news::Board;
-use crate::opener::Opener;
 use crate::preflight;
-use crate::watch::Watch;
-use crate::words;
+use crate::session_opener::MoriSessionOpener;
 use engine::fabric::Address;
-use mori_sys::Places;
+use mori_sys::ShimSearchPath;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -34,7 +34,7 @@ pub enum MoriError {
     Listen(String),
     /// What this machine lacks, and what to do.
     Preflight(String),
-    /// What MoRI says.
+    /// MoRI refused or threw: the call, and its text.
     Mori(String),
     /// Threads or descriptors that the system does not give.
     System(String),
@@ -71,7 +71,7 @@ impl MoriPlane {
     /// says.
     pub fn new(config: MoriConfig) -> Result<MoriPlane, MoriError> {
         config.check().map_err(MoriError::Config)?;
-        let shim = Shim::load(&Places::of_process());
+        let shim = Shim::load(&ShimSearchPath::of_process());
         MoriPlane::with_shim(shim.map_err(|why| MoriError::Unavailable(why.to_string()))?, config)
     }
 
@@ -84,34 +84,34 @@ impl MoriPlane {
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
-        words::arrange(&shim);
+        last_error::install(&shim);
         let ms = |ms: u32| Duration::from_millis(ms.into());
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
-        let board = Arc::new(Board::default());
-        let gate = Arc::new(Gate::new(random()?, &config, board.clone()));
+        let board = Arc::new(MoriEventQueue::default());
+        let gate = Arc::new(MoriAccessControl::new(random()?, &config, board.clone()));
         let dead = Duration::from_millis(config.dead_ms.into());
-        let door = Listener::open(host, config.door_port, gate.clone(), dead)
+        let door = MoriAcceptor::open(host, config.door_port, gate.clone(), dead)
             .map_err(MoriError::Listen)?;
         let spin = config.spin_us;
-        let common = Arc::new(Common {
-            door_port: door.port(),
+        let common = Arc::new(MoriPlaneShared {
+            acceptor_port: door.port(),
             config,
             shim,
-            gate,
-            watch: Watch::default(),
+            access_control: gate,
+            watch: MoriCompletionPoller::default(),
             board: board.clone(),
             address: Mutex::new(Address(Arc::default())),
-            counts: Counts::default(),
+            counts: MoriAtomicCounters::default(),
         });
-        let opener = Arc::new(Opener::default());
-        let desk = Desk::new(common.clone(), opener.clone());
+        let opener = Arc::new(MoriSessionOpener::default());
+        let desk = MoriEngineThread::new(common.clone(), opener.clone());
         let desk = desk.map_err(|fault| MoriError::Mori(fault.to_string()))?;
         let (orders, inbox) = mpsc::channel();
         let told = orders.clone();
         let mut plane = MoriPlane {
             common: common.clone(),
             orders: Some(orders),
-            door: Some(door),
+            acceptor: Some(door),
             threads: Vec::new(),
             regions: BTreeMap::new(),
             peers: BTreeMap::new(),
@@ -121,13 +121,13 @@ impl MoriPlane {
             news: Vec::new(),
             order: 0,
             lines: 0,
-            mending: Mending::No,
+            recovery: MoriRecovery::Idle,
             resetting: false,
             check_at: None,
             fences: BTreeSet::new(),
-            told: Vec::new(),
+            deferred_grants: Vec::new(),
             broken: None,
-            pause: super::mend::PAUSE,
+            pause: super::recovery::PAUSE,
             worn: None,
         };
         let spin = Duration::from_micros(spin.into());
@@ -146,16 +146,16 @@ impl MoriPlane {
 
 impl Drop for MoriPlane {
     fn drop(&mut self) {
-        self.door = None;
+        self.acceptor = None;
         // Ends the lines of peers; nobody is told that number.
-        self.common.gate.renew(0);
-        self.tell(Order::End);
+        self.common.access_control.renew(0);
+        self.tell(MoriEngineCommand::End);
         for thread in self.threads.drain(..) {
             let _ended = thread.join();
         }
         // Last: peers take it for the end of what was under way.
         for peer in self.peers.values() {
-            if let Some(line) = &peer.line {
+            if let Some(line) = &peer.link {
                 line.hang_up();
             }
         }

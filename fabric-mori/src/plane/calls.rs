@@ -1,15 +1,15 @@
 //! The calls of the trait.
 
-use super::{Held, MoriPlane, Peer, Phase, Session};
-use crate::address::{Claim, Identity, Location};
-use crate::desk::Order;
-use crate::door::{Dial, Grant, Line, Said};
-use crate::news::News;
-use crate::{Backend, preflight};
+use super::{MoriPeer, MoriPlane, MoriRegionEntry, MoriSession, MoriSessionPhase};
+use crate::address::{MoriPlaneAddress, MoriPlaneIdentity, MoriRegionDescriptor};
+use crate::engine_thread::MoriEngineCommand;
+use crate::event_queue::MoriWorkerEvent;
+use crate::link::{MoriDialRequest, MoriLinkEvent, MoriOutboundLink, MoriRegionGrant};
+use crate::{MoriBackend, preflight};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Cause, Credits, DataEvent, DataPlane, FenceScope, Memory, PeerId, Placement,
-    Refused, RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Credits, DataEvent, DataPlane, FabricError, FenceScope, Memory, NextPoll,
+    PeerId, Placement, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, mpsc};
@@ -20,41 +20,44 @@ fn invalid<T>(why: impl Into<String>) -> Result<T, Refused> {
     Err(Refused::Invalid(why.into().into()))
 }
 
-impl Peer {
-    pub(super) fn who(&self) -> Option<&Identity> {
-        self.location.door.as_ref().map(|door| &door.who)
+impl MoriPeer {
+    pub(super) fn who(&self) -> Option<&MoriPlaneIdentity> {
+        self.location.acceptor.as_ref().map(|door| &door.who)
     }
 }
 
 impl MoriPlane {
     /// Has a session's descriptors told by the peer's door, or opens it without.
-    pub(super) fn seek(&mut self, id: SessionId) {
+    pub(super) fn start_opening(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get(&id) else { return };
         let claim = session.claim.clone();
         let Some(peer) = self.peers.get_mut(&session.peer) else { return };
-        let Some(door) = &peer.location.door else {
+        let Some(door) = &peer.location.acceptor else {
             let (engine, memory) = (peer.location.engine.clone(), claim.memory);
-            return self.told(id, Ok(Grant { region: RegionId(u32::MAX), engine, memory }));
+            return self.grant_received(
+                id,
+                Ok(MoriRegionGrant { region: RegionId(u32::MAX), engine, memory }),
+            );
         };
-        peer.line.take_if(|line| line.is_over());
-        let line = peer.line.get_or_insert_with(|| {
+        peer.link.take_if(|line| line.is_over());
+        let line = peer.link.get_or_insert_with(|| {
             self.lines += 1;
             let config = &self.common.config;
-            let dial = Dial {
+            let dial = MoriDialRequest {
                 peer: session.peer,
                 id: self.lines,
                 who: self.common.who(),
-                pass: peer.pass,
+                fence_key: peer.fence_key,
                 patience: Duration::from_millis(config.open_ms.into()),
                 dead: Duration::from_millis(config.dead_ms.into()),
             };
             let (board, orders) = (self.common.board.clone(), self.orders.clone());
-            Line::dial(dial, &peer.location, door, move |said| match (said, &orders) {
+            MoriOutboundLink::dial(dial, &peer.location, door, move |said| match (said, &orders) {
                 // At once: the peer may be waiting for it in a call.
-                (Said::Leave(line, region), Some(orders)) => {
-                    drop(orders.send(Order::Leave(line, region)));
+                (MoriLinkEvent::Leave(line, region), Some(orders)) => {
+                    drop(orders.send(MoriEngineCommand::Leave(line, region)));
                 }
-                (said, _) => board.tell(News::Line(said)),
+                (said, _) => board.tell(MoriWorkerEvent::Line(said)),
             })
         });
         line.ask(id, claim.name);
@@ -62,7 +65,7 @@ impl MoriPlane {
 
     /// Why MoRI would end the process, now or later that of a peer, over this memory.
     fn cannot_pin(&self, memory: Memory) -> Option<Arc<str>> {
-        let pins = self.common.config.backend == Backend::Rdma
+        let pins = self.common.config.backend == MoriBackend::Rdma
             && self.common.config.devices
             && matches!(memory, Memory::Own { .. });
         let limit = preflight::memlock_limit().filter(|_| pins)?;
@@ -75,9 +78,9 @@ impl MoriPlane {
     }
 
     /// Whether a peer's MoRI can be spoken to.
-    fn check_peer(&self, location: &Location) -> Result<(), Refused> {
+    fn check_peer(&self, location: &MoriPlaneAddress) -> Result<(), Refused> {
         let ours = self.common.shim.info.layout;
-        match &location.door {
+        match &location.acceptor {
             None if !self.common.config.open_door => {
                 invalid("address of a plane that is not kvferry's; open_door lets such in")
             }
@@ -102,8 +105,8 @@ impl DataPlane for MoriPlane {
             in_all: Credits::of_operations(self.common.config.operations_max),
             placement: Placement::OnCompletion,
             fence: match self.common.config.backend {
-                Backend::Rdma => FenceScope::Backend,
-                Backend::Xgmi => FenceScope::Peer,
+                MoriBackend::Rdma => FenceScope::Backend,
+                MoriBackend::Xgmi => FenceScope::Peer,
             },
             patience: self.common.config.patience(),
         }
@@ -125,55 +128,55 @@ impl DataPlane for MoriPlane {
             return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
         }
         let lacking = self.cannot_pin(memory);
-        self.regions.insert(region, Held { len: memory.len(), operations: 0 });
+        self.regions.insert(region, MoriRegionEntry { len: memory.len(), operations: 0 });
         match lacking {
             // All is registered anew after the reset that ends this.
             None if self.broken.is_some() => {}
-            None => self.tell(Order::Register { region, memory }),
+            None => self.tell(MoriEngineCommand::Register { region, memory }),
             Some(why) => {
-                let result = Err(Cause::Backend(why));
+                let result = Err(FabricError::Backend(why));
                 self.events.push_back(DataEvent::Registered { region, result });
             }
         }
         Ok(())
     }
 
-    /// Waits for the thread that posts, which may be held up by a full send queue; and over xGMI for
-    /// all peers to leave, which is refused as `Busy` if one of them does not.
+    /// Waits for the thread that posts, which may be held up by a full send queue; and over xGMI
+    /// for all peers to leave, which is refused as `Busy` if one of them does not.
     fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
         match self.regions.get(&region) {
             None => return invalid(format!("region {region} is not registered")),
             Some(held) if held.operations > 0 => return Err(Refused::Busy),
             Some(_) => {}
         }
-        self.common.gate.remove_region(region);
+        self.common.access_control.remove_region(region);
         let patience = Duration::from_millis(self.common.config.operation_ms.into());
-        if !self.common.gate.clear_out(region, patience) {
+        if !self.common.access_control.drain_region(region, patience) {
             return Err(Refused::Busy);
         }
         self.regions.remove(&region);
         let (done, ended) = mpsc::sync_channel(1);
-        self.tell(Order::Deregister { region, done });
+        self.tell(MoriEngineCommand::Deregister { region, done });
         let _gone = ended.recv();
         for session in self.sessions.values_mut().filter(|session| session.local == region) {
-            if !matches!(session.phase, Phase::Closing) {
-                session.phase = Phase::Dead;
+            if !matches!(session.phase, MoriSessionPhase::Closing) {
+                session.phase = MoriSessionPhase::Dead;
             }
         }
         Ok(())
     }
 
-    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
+    fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
         if self.peers.contains_key(&peer) {
             return invalid(format!("peer {peer} is connected already"));
         }
-        let Some(location) = Location::decode(address) else {
+        let Some(location) = MoriPlaneAddress::decode(address) else {
             return invalid("address of another kind of plane");
         };
         self.check_peer(&location)?;
-        let named = Peer { location, pass, line: None, ranges: 0 };
+        let named = MoriPeer { location, fence_key, link: None, ranges: 0 };
         if let Some(who) = named.who() {
-            self.common.gate.invite(who, pass);
+            self.common.access_control.grant_access(who, fence_key);
         }
         self.peers.insert(peer, named);
         Ok(())
@@ -187,12 +190,12 @@ impl DataPlane for MoriPlane {
         }
         let Some(gone) = self.peers.remove(&peer) else { return };
         if let Some(who) = gone.who() {
-            self.common.gate.uninvite(who, gone.pass);
+            self.common.access_control.revoke_access(who, gone.fence_key);
         }
-        match (gone.line, self.common.config.backend) {
-            (Some(line), Backend::Rdma) => line.hang_up(),
+        match (gone.link, self.common.config.backend) {
+            (Some(line), MoriBackend::Rdma) => line.hang_up(),
             // The peer may take the end of the line for the end of what is under way.
-            (Some(line), Backend::Xgmi) => self.tell(Order::Leave(line, None)),
+            (Some(line), MoriBackend::Xgmi) => self.tell(MoriEngineCommand::Leave(line, None)),
             (None, _) => {}
         }
     }
@@ -213,19 +216,19 @@ impl DataPlane for MoriPlane {
         if !self.peers.contains_key(&peer) {
             return invalid(format!("peer {peer} is not connected"));
         }
-        let Some(claim) = Claim::decode(&remote.0) else {
+        let Some(claim) = MoriRegionDescriptor::decode(&remote.0) else {
             return invalid("descriptor of another kind of plane");
         };
         let patience = Duration::from_millis(self.common.config.open_ms.into());
         let until = Instant::now() + patience;
-        let entry = Session {
+        let entry = MoriSession {
             local,
             peer,
             lens: [held.len, claim.len],
             claim,
-            phase: Phase::Opening(until),
+            phase: MoriSessionPhase::Opening(until),
             reopening: None,
-            line: None,
+            link: None,
             wire: BTreeMap::new(),
             tainted: false,
             tickets: VecDeque::new(),
@@ -233,9 +236,9 @@ impl DataPlane for MoriPlane {
         self.sessions.insert(session, entry);
         self.check_by(until);
         match &self.broken {
-            None => self.seek(session),
+            None => self.start_opening(session),
             Some(why) => {
-                let result = Err(Cause::Backend(Arc::clone(why)));
+                let result = Err(FabricError::Backend(Arc::clone(why)));
                 self.opened(session, result);
             }
         }
@@ -250,7 +253,7 @@ impl DataPlane for MoriPlane {
         self.post(&batch)
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         match self.sessions.get_mut(&session) {
             None => self.events.push_back(DataEvent::Quiet { session, ticket }),
             Some(known) => {
@@ -262,23 +265,23 @@ impl DataPlane for MoriPlane {
 
     fn fence(&mut self, peer: PeerId) {
         let known = self.peers.get(&peer);
-        let who = known.and_then(|known| Some((known.who()?.clone(), known.pass)));
+        let who = known.and_then(|known| Some((known.who()?.clone(), known.fence_key)));
         let inside = match who {
-            Some((who, pass)) => self.common.gate.fence(&who, pass),
+            Some((who, fence_key)) => self.common.access_control.fence(&who, fence_key),
             // Who has no door asks for nothing: it may be inside if it is known at all.
             None => known.is_some(),
         };
         match self.common.config.backend {
             _ if !inside => self.events.push_back(DataEvent::Fenced { peer }),
             // Nobody has keys of a backend that is gone.
-            Backend::Rdma if self.broken.is_some() => {
+            MoriBackend::Rdma if self.broken.is_some() => {
                 self.events.push_back(DataEvent::Fenced { peer });
             }
-            Backend::Rdma => {
+            MoriBackend::Rdma => {
                 self.fences.insert(peer);
-                self.mend();
+                self.start_recovery();
             }
-            Backend::Xgmi => {
+            MoriBackend::Xgmi => {
                 self.fences.insert(peer);
             }
         }
@@ -288,16 +291,16 @@ impl DataPlane for MoriPlane {
         self.common.board.set_waker(waker);
     }
 
-    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
-        self.take_news();
-        self.keep_time();
+    fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
+        self.take_worker_events();
+        self.check_deadlines();
         out.extend(self.events.drain(..));
         match self.check_at {
             Some(at) => {
                 let left = at.saturating_duration_since(Instant::now());
-                Wake::At(now + Nanos(left.as_nanos() as u64))
+                NextPoll::At(now + Nanos(left.as_nanos() as u64))
             }
-            None => Wake::External,
+            None => NextPoll::External,
         }
     }
 }

@@ -2,20 +2,20 @@
 
 mod build;
 mod calls;
-mod mend;
-mod news;
+mod recovery;
 mod submit;
+mod worker_events;
 
 pub use build::MoriError;
 
-use crate::address::{Claim, Location};
-use crate::counters::Counters;
-use crate::desk::{Common, Order};
-use crate::door::{Answer, Line, Listener};
-use crate::news::News;
-use crate::{Backend, DeviceEvents, MoriConfig};
-use engine::fabric::{DataEvent, OpId, PeerId, RegionId, SessionId, Ticket};
-use mend::Mending;
+use crate::address::{MoriPlaneAddress, MoriRegionDescriptor};
+use crate::counters::MoriCounters;
+use crate::engine_thread::{MoriEngineCommand, MoriPlaneShared};
+use crate::event_queue::MoriWorkerEvent;
+use crate::link::{MoriAcceptor, MoriGrantResult, MoriOutboundLink};
+use crate::{DeviceEvents, MoriBackend, MoriConfig};
+use engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
+use recovery::MoriRecovery;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -24,23 +24,23 @@ use std::time::{Duration, Instant};
 
 /// A region and the operations in flight that use it.
 #[derive(Debug)]
-struct Held {
+struct MoriRegionEntry {
     len: u64,
     operations: u32,
 }
 
 /// A peer that the owner named.
 #[derive(Debug)]
-struct Peer {
-    location: Location,
-    pass: u64,
-    line: Option<Arc<Line>>,
+struct MoriPeer {
+    location: MoriPlaneAddress,
+    fence_key: u64,
+    link: Option<Arc<MoriOutboundLink>>,
     /// Ranges in flight to it.
     ranges: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum MoriSessionPhase {
     /// Until then it has to be open.
     Opening(Instant),
     Open,
@@ -60,28 +60,28 @@ struct Reopening {
 }
 
 #[derive(Debug)]
-struct Session {
+struct MoriSession {
     local: RegionId,
     peer: PeerId,
     /// The peer's region.
-    claim: Claim,
+    claim: MoriRegionDescriptor,
     /// Lengths of both regions.
     lens: [u64; 2],
-    phase: Phase,
+    phase: MoriSessionPhase,
     /// How far it is, if it is open to its owner and has to be opened anew in MoRI.
     reopening: Option<Reopening>,
     /// The line by which the peer told of its memory.
-    line: Option<u64>,
+    link: Option<u64>,
     /// What MoRI has, in the order of submission; the owner may have been told of its end already.
     wire: BTreeMap<u64, OpId>,
     /// Bytes of something that failed may move until the backend is gone.
     tainted: bool,
-    tickets: VecDeque<(Ticket, u64)>,
+    tickets: VecDeque<(QuiesceTicket, u64)>,
 }
 
 /// A batch that MoRI has.
 #[derive(Debug)]
-struct Operation {
+struct MoriOperation {
     session: SessionId,
     order: u64,
     region: RegionId,
@@ -100,20 +100,20 @@ struct Operation {
 /// is when what it had in flight is quiet. Operations with other peers are waited for before, and
 /// posted anew if that takes too long. Dropping it waits for its threads and for MoRI's.
 pub struct MoriPlane {
-    common: Arc<Common>,
-    orders: Option<Sender<Order>>,
-    door: Option<Listener>,
+    common: Arc<MoriPlaneShared>,
+    orders: Option<Sender<MoriEngineCommand>>,
+    acceptor: Option<MoriAcceptor>,
     threads: Vec<JoinHandle<()>>,
-    regions: BTreeMap<RegionId, Held>,
-    peers: BTreeMap<PeerId, Peer>,
-    sessions: BTreeMap<SessionId, Session>,
-    operations: BTreeMap<OpId, Operation>,
+    regions: BTreeMap<RegionId, MoriRegionEntry>,
+    peers: BTreeMap<PeerId, MoriPeer>,
+    sessions: BTreeMap<SessionId, MoriSession>,
+    operations: BTreeMap<OpId, MoriOperation>,
     events: VecDeque<DataEvent>,
-    news: Vec<News>,
+    news: Vec<MoriWorkerEvent>,
     /// Operations so far, and lines.
     order: u64,
     lines: u64,
-    mending: Mending,
+    recovery: MoriRecovery,
     /// Peers know descriptors that are void: a reset is due.
     resetting: bool,
     /// No deadline passes before.
@@ -121,7 +121,7 @@ pub struct MoriPlane {
     /// Peers to be fenced by the next rebuild.
     fences: BTreeSet<PeerId>,
     /// What doors told while the backend was not to be used.
-    told: Vec<(SessionId, Answer)>,
+    deferred_grants: Vec<(SessionId, MoriGrantResult)>,
     /// Why there is no backend at present.
     broken: Option<Arc<str>>,
     /// How long it is waited before it is tried again.
@@ -138,16 +138,16 @@ impl std::fmt::Debug for MoriPlane {
 
 /// Reads the counters of a plane, also after its end.
 #[derive(Clone, Debug)]
-pub struct Meter(Arc<Common>);
+pub struct MoriCounterReader(Arc<MoriPlaneShared>);
 
-impl Meter {
+impl MoriCounterReader {
     /// What the plane did so far.
-    pub fn read(&self) -> Counters {
+    pub fn read(&self) -> MoriCounters {
         self.0.counters()
     }
 
     /// What moves its bytes.
-    pub fn backend(&self) -> Backend {
+    pub fn backend(&self) -> MoriBackend {
         self.0.config.backend
     }
 }
@@ -159,13 +159,13 @@ impl MoriPlane {
     }
 
     /// What it did so far.
-    pub fn counters(&self) -> Counters {
+    pub fn counters(&self) -> MoriCounters {
         self.common.counters()
     }
 
     /// The same for who has no access to the plane itself, such as an exporter of metrics.
-    pub fn meter(&self) -> Meter {
-        Meter(self.common.clone())
+    pub fn meter(&self) -> MoriCounterReader {
+        MoriCounterReader(self.common.clone())
     }
 
     /// What tells when kernels are done, for memory of a GPU: nothing here waits for them.
@@ -173,7 +173,7 @@ impl MoriPlane {
         DeviceEvents::of(&self.common.shim)
     }
 
-    fn tell(&self, order: Order) {
+    fn tell(&self, order: MoriEngineCommand) {
         if let Some(orders) = &self.orders {
             // The thread ends after this plane only.
             let _taken = orders.send(order);

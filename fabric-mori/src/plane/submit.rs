@@ -1,9 +1,9 @@
 //! Taking batches.
 
-use super::mend::Mending;
-use super::{MoriPlane, Operation, Phase};
-use crate::desk::Order;
-use engine::fabric::{DataEvent, Outcome, Refused, Submit};
+use super::recovery::MoriRecovery;
+use super::{MoriOperation, MoriPlane, MoriSessionPhase};
+use crate::engine_thread::MoriEngineCommand;
+use engine::fabric::{Completion, DataEvent, Refused, Submit};
 use std::time::{Duration, Instant};
 
 impl MoriPlane {
@@ -12,7 +12,7 @@ impl MoriPlane {
         let Some(session) = self.sessions.get_mut(&batch.session) else {
             return Err(Refused::Gone);
         };
-        if session.phase != Phase::Open {
+        if session.phase != MoriSessionPhase::Open {
             return Err(Refused::Gone);
         }
         let config = &self.common.config;
@@ -33,21 +33,21 @@ impl MoriPlane {
         let bytes = match job.fill(batch, session.lens) {
             Ok(bytes) => bytes,
             Err(refused) => {
-                self.common.watch.give(job);
+                self.common.watch.recycle(job);
                 return Err(refused);
             }
         };
         let ranges = job.len.len() as u64;
         if ranges == 0 {
-            self.common.watch.give(job);
-            self.events.push_back(DataEvent::Completed { op: batch.op, outcome: Outcome::Done });
+            self.common.watch.recycle(job);
+            self.events.push_back(DataEvent::Completed { op: batch.op, outcome: Completion::Done });
             return Ok(());
         }
         let Some(peer) = self.peers.get_mut(&session.peer) else { return Err(Refused::Gone) };
         let full = self.operations.len() >= config.operations_max as usize
             || (peer.ranges > 0 && peer.ranges + ranges > config.ranges_max());
-        if full || self.mending != Mending::No {
-            self.common.watch.give(job);
+        if full || self.recovery != MoriRecovery::Idle {
+            self.common.watch.recycle(job);
             return Err(Refused::Busy);
         }
         peer.ranges += ranges;
@@ -57,13 +57,14 @@ impl MoriPlane {
         let (session, region) = (batch.session, session.local);
         let patience = Duration::from_millis(config.operation_ms.into());
         let deadline = Instant::now() + patience;
-        let operation = Operation { session, order, region, ranges, bytes, deadline, told: false };
+        let operation =
+            MoriOperation { session, order, region, ranges, bytes, deadline, told: false };
         self.operations.insert(batch.op, operation);
         self.check_by(deadline);
         if let Some(held) = self.regions.get_mut(&region) {
             held.operations += 1;
         }
-        self.tell(Order::Post(job));
+        self.tell(MoriEngineCommand::Post(job));
         Ok(())
     }
 }

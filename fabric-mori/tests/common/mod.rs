@@ -3,10 +3,10 @@
 
 pub(crate) mod world;
 
-use engine::conformance::{Pair, Remote, Second, Served};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Patience, Placement};
-use fabric_mori::{Backend, MoriConfig, MoriPlane, Shim};
-use mori_sys::Places;
+use engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, SecondPlane};
+use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts};
+use fabric_mori::{MoriBackend, MoriConfig, MoriPlane, Shim};
+use mori_sys::ShimSearchPath;
 use serde::{Deserialize, Serialize};
 use std::process::Command;
 use std::sync::Arc;
@@ -17,7 +17,8 @@ pub(crate) const MEMORY: u64 = 1 << 14;
 /// Says which MoRI: 9 and 15 are the stand-in's layouts, `installed` is what there is.
 const WHICH: &str = "KVFERRY_TEST_MORI";
 
-/// Runs all tests of this program again, over the stand-in's older layout: a process can have one only.
+/// Runs all tests of this program again, over the stand-in's older layout: a process can have one
+/// only.
 pub(crate) fn again_over_the_older_layout() {
     if std::env::var_os(WHICH).is_some() {
         return;
@@ -36,21 +37,21 @@ pub(crate) fn is_installed() -> bool {
 pub(crate) fn shim() -> Arc<Shim> {
     let which = std::env::var(WHICH).unwrap_or_else(|_| "15".into());
     if is_installed() {
-        return Shim::load(&Places::of_process()).expect("MoRI loads");
+        return Shim::load(&ShimSearchPath::of_process()).expect("MoRI loads");
     }
     let mut installs = mori_double::INSTALLS.iter();
     let install = installs.find(|install| install.class.to_string() == which);
     let install = install.unwrap_or_else(|| panic!("{WHICH} is 9, 15 or installed"));
     let asked = Some(install.shim.into());
-    Shim::load(&Places { asked, ..Places::default() }).expect("the stand-in loads")
+    Shim::load(&ShimSearchPath { asked, ..ShimSearchPath::default() }).expect("the stand-in loads")
 }
 
 /// No limit of a plane is as long as what a busy machine may take, so that none passes.
 pub(crate) const NEVER: u32 = 600_000;
 
-/// Settings of a plane on a machine without devices. But for the drain before a rebuild its limits never
-/// pass.
-pub(crate) fn config(backend: Backend) -> MoriConfig {
+/// Settings of a plane on a machine without devices. But for the drain before a rebuild its limits
+/// never pass.
+pub(crate) fn config(backend: MoriBackend) -> MoriConfig {
     MoriConfig {
         backend,
         devices: false,
@@ -65,7 +66,7 @@ pub(crate) fn config(backend: Backend) -> MoriConfig {
 
 /// What a child is.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Setup {
+pub(crate) struct MoriTestSetup {
     pub(crate) config: MoriConfig,
     pub(crate) memory: u64,
     /// What goes wrong in a process of its own.
@@ -73,23 +74,23 @@ pub(crate) struct Setup {
 }
 
 /// A plane and its memory, which is a GPU's for xGMI: to the stand-in that is a word.
-pub(crate) struct Local {
+pub(crate) struct MoriTestPlane {
     pub(crate) plane: MoriPlane,
     bytes: Vec<u8>,
 }
 
-impl Local {
-    pub(crate) fn new(setup: &Setup) -> Local {
+impl MoriTestPlane {
+    pub(crate) fn new(setup: &MoriTestSetup) -> MoriTestPlane {
         if let Some(spec) = &setup.faults {
             world::faults(spec);
         }
         let plane =
             MoriPlane::with_shim(shim(), setup.config.clone()).expect("a plane at loopback");
-        Local { plane, bytes: vec![0; setup.memory as usize] }
+        MoriTestPlane { plane, bytes: vec![0; setup.memory as usize] }
     }
 }
 
-impl Served for Local {
+impl PlaneUnderTest for MoriTestPlane {
     fn plane(&mut self) -> &mut dyn DataPlane {
         &mut self.plane
     }
@@ -97,8 +98,8 @@ impl Served for Local {
     fn memory(&mut self) -> Memory {
         let (base, len) = (self.bytes.as_mut_ptr() as u64, self.bytes.len() as u64);
         match self.plane.config().backend {
-            Backend::Rdma => Memory::Own { base, len },
-            Backend::Xgmi => Memory::Device { base, len, device: 0 },
+            MoriBackend::Rdma => Memory::Own { base, len },
+            MoriBackend::Xgmi => Memory::Device { base, len, device: 0 },
         }
     }
 
@@ -109,7 +110,7 @@ impl Served for Local {
     }
 
     fn backend(&mut self, there: bool) -> bool {
-        let has_port = self.plane.config().backend == Backend::Rdma && !is_installed();
+        let has_port = self.plane.config().backend == MoriBackend::Rdma && !is_installed();
         if has_port {
             world::port(there);
         }
@@ -123,11 +124,13 @@ impl Served for Local {
 
 /// The body of the test `child`.
 pub(crate) fn serve_if_child() {
-    engine::conformance::serve_if_child(|setup: Setup| Box::new(Local::new(&setup)));
+    engine::conformance::serve_if_child(|setup: MoriTestSetup| {
+        Box::new(MoriTestPlane::new(&setup))
+    });
 }
 
 /// Starts a process with a plane.
-pub(crate) fn start(setup: &Setup) -> Remote {
+pub(crate) fn start(setup: &MoriTestSetup) -> RemotePlane {
     let caps = Caps {
         read: true,
         write: true,
@@ -136,28 +139,28 @@ pub(crate) fn start(setup: &Setup) -> Remote {
         in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
         fence: match setup.config.backend {
-            Backend::Rdma => FenceScope::Backend,
-            Backend::Xgmi => FenceScope::Peer,
+            MoriBackend::Rdma => FenceScope::Backend,
+            MoriBackend::Xgmi => FenceScope::Peer,
         },
-        patience: Patience::default(),
+        patience: PlaneTimeouts::default(),
     };
-    Remote::start(setup, caps)
+    RemotePlane::start(setup, caps)
 }
 
-fn setup(backend: Backend) -> Setup {
-    Setup { config: config(backend), memory: MEMORY, faults: None }
+fn setup(backend: MoriBackend) -> MoriTestSetup {
+    MoriTestSetup { config: config(backend), memory: MEMORY, faults: None }
 }
 
-fn local(backend: Backend) -> Box<Local> {
-    Box::new(Local::new(&setup(backend)))
+fn local(backend: MoriBackend) -> Box<MoriTestPlane> {
+    Box::new(MoriTestPlane::new(&setup(backend)))
 }
 
 /// Both in this process.
-pub(crate) fn here(backend: Backend) -> Pair {
-    Pair::new(local(backend), Second::Here(local(backend)))
+pub(crate) fn here(backend: MoriBackend) -> DataPlanePair {
+    DataPlanePair::new(local(backend), SecondPlane::Here(local(backend)))
 }
 
 /// The second in a process of its own.
-pub(crate) fn apart(backend: Backend) -> Pair {
-    Pair::new(local(backend), Second::There(start(&setup(backend))))
+pub(crate) fn apart(backend: MoriBackend) -> DataPlanePair {
+    DataPlanePair::new(local(backend), SecondPlane::There(start(&setup(backend))))
 }

@@ -1,13 +1,13 @@
 //! Some planes of this process and what they said.
 
-use super::{Local, MEMORY, Setup, config};
-use engine::conformance::{Remote, Served};
+use super::{MEMORY, MoriTestPlane, MoriTestSetup, config};
+use engine::conformance::{PlaneUnderTest, RemotePlane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Cause, DataEvent, DataPlane, Direction, Landed, Memory, OpId, Outcome, PeerId, RegionDesc,
-    RegionId, SessionId, Submit, Ticket,
+    Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId, PeerId,
+    QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_mori::{Backend, MoriConfig, MoriPlane};
+use fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
@@ -57,8 +57,8 @@ pub(crate) fn port(up: bool) {
     });
 }
 
-pub(crate) struct World {
-    locals: Vec<Local>,
+pub(crate) struct MoriTestWorld {
+    locals: Vec<MoriTestPlane>,
     seen: Vec<Vec<DataEvent>>,
     ops: u64,
     /// Each plane's region, as it was registered first.
@@ -67,17 +67,23 @@ pub(crate) struct World {
     _alone: MutexGuard<'static, ()>,
 }
 
-impl World {
+impl MoriTestWorld {
     /// So many planes with a region each.
-    pub(crate) fn new(planes: usize, settings: impl Fn(usize) -> MoriConfig) -> World {
+    pub(crate) fn new(planes: usize, settings: impl Fn(usize) -> MoriConfig) -> MoriTestWorld {
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let setup = |n| Setup { config: settings(n), memory: MEMORY, faults: None };
-        let locals: Vec<_> = (0..planes).map(|n| Local::new(&setup(n))).collect();
+        let setup = |n| MoriTestSetup { config: settings(n), memory: MEMORY, faults: None };
+        let locals: Vec<_> = (0..planes).map(|n| MoriTestPlane::new(&setup(n))).collect();
         faults("");
         port(true);
         let seen = vec![Vec::new(); planes];
-        let mut world =
-            World { locals, seen, ops: 0, descs: Vec::new(), start: Instant::now(), _alone: alone };
+        let mut world = MoriTestWorld {
+            locals,
+            seen,
+            ops: 0,
+            descs: Vec::new(),
+            start: Instant::now(),
+            _alone: alone,
+        };
         for plane in 0..planes {
             let bytes: Vec<u8> = (0..MEMORY).map(|at| (at * 7 + plane as u64 * 91) as u8).collect();
             world.locals[plane].poke(0, &bytes);
@@ -85,8 +91,8 @@ impl World {
         world
     }
 
-    pub(crate) fn rdma(planes: usize) -> World {
-        World::new(planes, |_| config(Backend::Rdma))
+    pub(crate) fn rdma(planes: usize) -> MoriTestWorld {
+        MoriTestWorld::new(planes, |_| config(MoriBackend::Rdma))
     }
 
     pub(crate) fn plane(&mut self, at: usize) -> &mut MoriPlane {
@@ -96,7 +102,10 @@ impl World {
     /// A plane in place of another one, which is dropped.
     pub(crate) fn replace(&mut self, at: usize, config: MoriConfig) {
         self.locals.remove(at);
-        self.locals.insert(at, Local::new(&Setup { config, memory: MEMORY, faults: None }));
+        self.locals.insert(
+            at,
+            MoriTestPlane::new(&MoriTestSetup { config, memory: MEMORY, faults: None }),
+        );
         self.seen[at].clear();
     }
 
@@ -162,7 +171,7 @@ impl World {
     }
 
     /// Registers the memory of a plane in another process.
-    pub(crate) fn register_of(&mut self, far: &mut Remote) -> RegionDesc {
+    pub(crate) fn register_of(&mut self, far: &mut RemotePlane) -> RegionDesc {
         let memory = far.memory();
         far.register(REGION, memory).expect("memory registers");
         let mut seen = Vec::new();
@@ -194,7 +203,7 @@ impl World {
         from: usize,
         to: usize,
         remote: &RegionDesc,
-    ) -> Result<(), Cause> {
+    ) -> Result<(), FabricError> {
         let session = SessionId(session);
         let peer = PeerId(to as u32);
         self.plane(from).open(session, REGION, peer, remote).expect("an open is taken");
@@ -209,12 +218,12 @@ impl World {
     }
 
     /// Registered, connected, and with session `to` from plane 0 to each other one.
-    pub(crate) fn star(planes: usize) -> World {
-        World::rdma(planes).joined()
+    pub(crate) fn star(planes: usize) -> MoriTestWorld {
+        MoriTestWorld::rdma(planes).joined()
     }
 
     /// The same with these planes.
-    pub(crate) fn joined(mut self) -> World {
+    pub(crate) fn joined(mut self) -> MoriTestWorld {
         let planes = self.locals.len();
         self.descs = (0..planes).map(|at| self.register(at)).collect();
         for to in 1..planes {
@@ -241,7 +250,7 @@ impl World {
         op
     }
 
-    pub(crate) fn finish(&mut self, op: OpId) -> Outcome {
+    pub(crate) fn finish(&mut self, op: OpId) -> Completion {
         self.until(0, "Completed", |event| match event {
             DataEvent::Completed { op: id, outcome } if *id == op => Some(outcome.clone()),
             _ => None,
@@ -249,15 +258,15 @@ impl World {
     }
 
     /// The cause of an operation that failed, of whose bytes nothing is known.
-    pub(crate) fn failure(&mut self, op: OpId) -> Cause {
+    pub(crate) fn failure(&mut self, op: OpId) -> FabricError {
         match self.finish(op) {
-            Outcome::Failed { cause, landed: Landed::Unknown } => cause,
+            Completion::Failed { cause, landed: Landed::Unknown } => cause,
             other => panic!("{op:?} ended with {other:?}"),
         }
     }
 
     pub(crate) fn quiesce(&mut self, session: u32) {
-        let (session, ticket) = (SessionId(session), Ticket(self.ops));
+        let (session, ticket) = (SessionId(session), QuiesceTicket(self.ops));
         self.plane(0).quiesce(session, ticket);
         let answer = DataEvent::Quiet { session, ticket };
         self.until(0, "Quiet", |event| (*event == answer).then_some(()));

@@ -1,9 +1,10 @@
-//! Planes under load in processes of their own, while ports flap and processes are stopped, killed and
-//! fenced at random: every operation has an outcome, every byte is right, nothing lands that must not,
-//! and all serve again once nothing goes wrong any more.
+//! Planes under load in processes of their own, while ports flap and processes are stopped, killed
+//! and fenced at random: every operation has an outcome, every byte is right, nothing lands that
+//! must not, and all serve again once nothing goes wrong any more.
 //!
 //! It takes seconds; `KVFERRY_SOAK_S` is how many, `KVFERRY_SOAK_SEED` which, and
-//! `KVFERRY_SOAK_WITHIN_MS` how fast all have to serve again on a machine that has nothing else to do.
+//! `KVFERRY_SOAK_WITHIN_MS` how fast all have to serve again on a machine that has nothing else to
+//! do.
 
 #![allow(clippy::print_stdout, reason = "of an hour one wants to see something")]
 

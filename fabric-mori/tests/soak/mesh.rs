@@ -1,8 +1,8 @@
 //! Planes that all write to each other, their owners, and what goes wrong.
 
-use crate::node::Node;
+use crate::node::SoakNode;
 use engine::core::time::Nanos;
-use engine::fabric::{DataEvent, OpId, Outcome, PeerId, SessionId, Ticket};
+use engine::fabric::{Completion, DataEvent, OpId, PeerId, QuiesceTicket, SessionId};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use std::collections::BTreeMap;
@@ -28,12 +28,12 @@ const SLOW: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(30);
 
 /// Initiator and target.
-type Way = (usize, usize);
+type SoakPair = (usize, usize);
 
 /// Bytes of the target that one operation writes at a time.
 #[derive(Debug, Default)]
-enum Slot {
-    /// Nothing is under way: these are its bytes, if the target is the one of this life.
+enum SoakSlot {
+    /// Nothing is under way: these are its bytes, if the target is the one of this incarnation.
     #[default]
     Unknown,
     Holds(u64),
@@ -44,27 +44,27 @@ enum Slot {
 }
 
 #[derive(Default)]
-struct Link {
-    /// By which the initiator knows the target, and for which lives of both.
+struct SoakLink {
+    /// By which the initiator knows the target, and for which incarnations of both.
     peer: Option<(PeerId, [u64; 2])>,
     session: Option<SessionId>,
     is_open: bool,
     /// The session was quiesced and is closed once it is quiet.
-    closing: Option<Ticket>,
-    slots: [Slot; SLOTS as usize],
+    closing: Option<QuiesceTicket>,
+    slots: [SoakSlot; SLOTS as usize],
     not_before: Option<Instant>,
     /// Writes that landed since the troubles ended.
     fresh: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Trouble {
+enum SoakTrouble {
     Stopped(usize),
     Port(usize),
 }
 
 #[derive(Debug, Default)]
-struct Tally {
+struct SoakTally {
     done: u64,
     failed: u64,
     flaps: u64,
@@ -74,13 +74,13 @@ struct Tally {
 }
 
 pub(crate) struct Mesh {
-    nodes: Vec<Node>,
-    links: BTreeMap<Way, Link>,
+    nodes: Vec<SoakNode>,
+    links: BTreeMap<SoakPair, SoakLink>,
     rng: StdRng,
     start: Instant,
     ids: u64,
-    troubles: Vec<(Instant, Trouble)>,
-    tally: Tally,
+    troubles: Vec<(Instant, SoakTrouble)>,
+    tally: SoakTally,
     ports: PathBuf,
 }
 
@@ -88,15 +88,15 @@ fn bytes(of: u64) -> Vec<u8> {
     (0..LEN).map(|at| (of.wrapping_mul(31).wrapping_add(at * 7) >> (at % 5)) as u8).collect()
 }
 
-fn ways() -> impl Iterator<Item = Way> {
+fn ways() -> impl Iterator<Item = SoakPair> {
     (0..NODES).flat_map(|from| (0..NODES).map(move |to| (from, to))).filter(|(a, b)| a != b)
 }
 
-fn target_at((from, _): Way, slot: usize) -> u64 {
+fn target_at((from, _): SoakPair, slot: usize) -> u64 {
     from as u64 * LANE + slot as u64 * LEN
 }
 
-fn source_at((_, to): Way, slot: usize) -> u64 {
+fn source_at((_, to): SoakPair, slot: usize) -> u64 {
     (NODES + to) as u64 * LANE + slot as u64 * LEN
 }
 
@@ -107,12 +107,12 @@ impl Mesh {
         // SAFETY: Before the stand-in is loaded and any plane has threads.
         unsafe { std::env::set_var("MORI_DOUBLE_PORTS", &ports) };
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut nodes = vec![Node::here(MEMORY, ports.clone())];
+        let mut nodes = vec![SoakNode::here(MEMORY, ports.clone())];
         for _ in 1..NODES {
-            nodes.push(Node::there(MEMORY, ports.clone(), spec(&mut rng)));
+            nodes.push(SoakNode::there(MEMORY, ports.clone(), spec(&mut rng)));
         }
-        let links = ways().map(|way| (way, Link::default())).collect();
-        let (start, tally) = (Instant::now(), Tally::default());
+        let links = ways().map(|way| (way, SoakLink::default())).collect();
+        let (start, tally) = (Instant::now(), SoakTally::default());
         Mesh { nodes, links, rng, start, ids: 0, troubles: Vec::new(), tally, ports }
     }
 
@@ -140,7 +140,8 @@ impl Mesh {
         }
     }
 
-    /// Ends all troubles, and works until every plane has written to every other one. How long it took.
+    /// Ends all troubles, and works until every plane has written to every other one. How long it
+    /// took.
     pub(crate) fn recover(&mut self) -> Duration {
         self.nodes[0].faults("");
         self.end_troubles(None);
@@ -157,7 +158,7 @@ impl Mesh {
         let took = start.elapsed();
         // What is under way has its outcome as well.
         while self.links.values().any(|link| {
-            link.slots.iter().any(|slot| matches!(slot, Slot::InFlight(..) | Slot::Failed))
+            link.slots.iter().any(|slot| matches!(slot, SoakSlot::InFlight(..) | SoakSlot::Failed))
         }) {
             self.poll_all();
             self.advance_all();
@@ -176,31 +177,34 @@ impl Mesh {
                 )
             })
             .collect();
-        let lives: Vec<_> =
-            self.nodes.iter().map(|node| node.known.as_ref().map(|known| known.life)).collect();
+        let lives: Vec<_> = self
+            .nodes
+            .iter()
+            .map(|node| node.known.as_ref().map(|known| known.incarnation))
+            .collect();
         format!("{lives:?} {ways:#?}")
     }
 
     fn one_trouble(&mut self, is_late: bool) {
         let node = self.rng.random_range(0..NODES);
         let until = Instant::now() + Duration::from_millis(self.rng.random_range(1..1_200));
-        let is_free = |wanted: fn(&Trouble) -> Option<usize>| {
+        let is_free = |wanted: fn(&SoakTrouble) -> Option<usize>| {
             !self.troubles.iter().any(|(_, trouble)| wanted(trouble) == Some(node))
         };
         let port_up = is_free(|trouble| match trouble {
-            Trouble::Port(node) => Some(*node),
-            Trouble::Stopped(_) => None,
+            SoakTrouble::Port(node) => Some(*node),
+            SoakTrouble::Stopped(_) => None,
         });
         let stopped = self.nodes[node].stopped;
         match self.rng.random_range(0..10) {
             0..=2 if port_up => {
                 self.nodes[node].port(false);
-                self.troubles.push((until, Trouble::Port(node)));
+                self.troubles.push((until, SoakTrouble::Port(node)));
                 self.tally.flaps += 1;
             }
             3 | 4 if !stopped && !self.nodes[node].is_here() => {
                 self.nodes[node].stop();
-                self.troubles.push((until, Trouble::Stopped(node)));
+                self.troubles.push((until, SoakTrouble::Stopped(node)));
                 self.tally.stops += 1;
             }
             5 if !self.nodes[node].is_here() => {
@@ -223,11 +227,13 @@ impl Mesh {
     fn end_troubles(&mut self, of: Option<usize>) {
         for (_, trouble) in std::mem::take(&mut self.troubles) {
             match trouble {
-                Trouble::Stopped(node) | Trouble::Port(node) if of.is_some_and(|it| it != node) => {
+                SoakTrouble::Stopped(node) | SoakTrouble::Port(node)
+                    if of.is_some_and(|it| it != node) =>
+                {
                     self.troubles.push((Instant::now(), trouble));
                 }
-                Trouble::Stopped(node) => self.nodes[node].go_on(),
-                Trouble::Port(node) => self.nodes[node].port(true),
+                SoakTrouble::Stopped(node) => self.nodes[node].go_on(),
+                SoakTrouble::Port(node) => self.nodes[node].port(true),
             }
         }
     }
@@ -245,13 +251,13 @@ impl Mesh {
     fn forget(&mut self, node: usize) {
         for (way, link) in &mut self.links {
             if way.0 == node {
-                *link = Link { slots: std::mem::take(&mut link.slots), ..Link::default() };
+                *link = SoakLink { slots: std::mem::take(&mut link.slots), ..SoakLink::default() };
                 // Nothing of it lands any more, and what landed nobody knows.
-                link.slots.iter_mut().for_each(|slot| *slot = Slot::Unknown);
+                link.slots.iter_mut().for_each(|slot| *slot = SoakSlot::Unknown);
             } else if way.1 == node {
                 for slot in &mut link.slots {
-                    if let Slot::Holds(_) = slot {
-                        *slot = Slot::Unknown;
+                    if let SoakSlot::Holds(_) = slot {
+                        *slot = SoakSlot::Unknown;
                     }
                 }
             }
@@ -301,16 +307,19 @@ impl Mesh {
             DataEvent::Quiet { ticket, .. } => {
                 if let Some((_, link)) = of_node.find(|(_, link)| link.closing == Some(ticket)) {
                     for slot in &mut link.slots {
-                        assert!(!matches!(slot, Slot::InFlight(..)), "quiet before its outcome");
-                        if let Slot::Failed = slot {
-                            *slot = Slot::Unknown;
+                        assert!(
+                            !matches!(slot, SoakSlot::InFlight(..)),
+                            "quiet before its outcome"
+                        );
+                        if let SoakSlot::Failed = slot {
+                            *slot = SoakSlot::Unknown;
                         }
                     }
                     (link.session, link.closing, link.is_open) = (None, None, false);
                 }
             }
             DataEvent::PeerDown { peer } => {
-                let its = |link: &Link| link.peer.is_some_and(|(known, _)| known == peer);
+                let its = |link: &SoakLink| link.peer.is_some_and(|(known, _)| known == peer);
                 if let Some((way, link)) = of_node.find(|(_, link)| its(link)) {
                     // Both connect anew.
                     let (way, session) = (*way, link.session);
@@ -326,34 +335,35 @@ impl Mesh {
                 for (_, link) in of_node {
                     let mut slots = std::mem::take(&mut link.slots);
                     for slot in &mut slots {
-                        if let Slot::InFlight(..) | Slot::Failed = slot {
-                            *slot = Slot::Unknown;
+                        if let SoakSlot::InFlight(..) | SoakSlot::Failed = slot {
+                            *slot = SoakSlot::Unknown;
                         }
                     }
-                    *link = Link { slots, fresh: link.fresh, ..Link::default() };
+                    *link = SoakLink { slots, fresh: link.fresh, ..SoakLink::default() };
                 }
             }
             _ => {}
         }
     }
 
-    fn completed(&mut self, at: usize, op: OpId, outcome: &Outcome) {
+    fn completed(&mut self, at: usize, op: OpId, outcome: &Completion) {
         let link = self.links.iter_mut().filter(|(way, _)| way.0 == at);
-        let is_it = |slot: &Slot| matches!(slot, Slot::InFlight(id, _) if *id == op);
+        let is_it = |slot: &SoakSlot| matches!(slot, SoakSlot::InFlight(id, _) if *id == op);
         for (way, link) in link {
             let Some(slot) = link.slots.iter_mut().position(|slot| is_it(slot)) else { continue };
             match outcome {
-                Outcome::Done => {
+                Completion::Done => {
                     self.tally.done += 1;
                     let lives = link.peer.map(|(_, lives)| lives[1]);
                     let target = &mut self.nodes[way.1];
-                    let is_same = target.known.as_ref().map(|known| known.life) == lives;
-                    link.slots[slot] = if is_same { Slot::Holds(op.0) } else { Slot::Unknown };
+                    let is_same = target.known.as_ref().map(|known| known.incarnation) == lives;
+                    link.slots[slot] =
+                        if is_same { SoakSlot::Holds(op.0) } else { SoakSlot::Unknown };
                     link.fresh += 1;
                 }
-                Outcome::Failed { .. } => {
+                Completion::Failed { .. } => {
                     self.tally.failed += 1;
-                    link.slots[slot] = Slot::Failed;
+                    link.slots[slot] = SoakSlot::Failed;
                     if let Some(session) = link.session {
                         return self.close(at, session);
                     }
@@ -365,7 +375,7 @@ impl Mesh {
 
     /// Closes a session once it is quiet.
     fn close(&mut self, at: usize, session: SessionId) {
-        let ticket = Ticket(self.id());
+        let ticket = QuiesceTicket(self.id());
         let links = self.links.iter_mut().filter(|(way, _)| way.0 == at);
         for (_, link) in links {
             if link.session == Some(session) && link.closing.is_none() {
@@ -396,12 +406,13 @@ impl Mesh {
         }
         let known = [a, b].map(|at| self.nodes[at].known.clone());
         let [Some(one), Some(other)] = known else { return };
-        let lives = [one.life, other.life];
-        let is = |way: Way, lives| self.links[&way].peer.is_some_and(|(_, known)| known == lives);
+        let lives = [one.incarnation, other.incarnation];
+        let is =
+            |way: SoakPair, lives| self.links[&way].peer.is_some_and(|(_, known)| known == lives);
         if is((a, b), lives) && is((b, a), [lives[1], lives[0]]) {
             return;
         }
-        let pass = self.id();
+        let fence_key = self.id();
         for (way, address, lives) in
             [((a, b), other.address, lives), ((b, a), one.address, [lives[1], lives[0]])]
         {
@@ -414,11 +425,11 @@ impl Mesh {
             if let Some((before, _)) = link.peer.replace((peer, lives)) {
                 self.nodes[from].plane().disconnect(before);
             }
-            self.nodes[from].plane().connect(peer, &address, pass).expect("an address");
+            self.nodes[from].plane().connect(peer, &address, fence_key).expect("an address");
         }
     }
 
-    fn open(&mut self, way: Way) {
+    fn open(&mut self, way: SoakPair) {
         let (from, to) = way;
         let id = SessionId(self.id() as u32);
         let (Some(_), Some(known)) = (&self.nodes[from].known, self.nodes[to].known.clone()) else {
@@ -427,7 +438,10 @@ impl Mesh {
         let link = self.links.get_mut(&way).expect("all ways");
         let Some((peer, lives)) = link.peer else { return };
         let is_late = link.not_before.is_none_or(|then| then <= Instant::now());
-        if self.nodes[from].stopped || link.session.is_some() || !is_late || lives[1] != known.life
+        if self.nodes[from].stopped
+            || link.session.is_some()
+            || !is_late
+            || lives[1] != known.incarnation
         {
             return;
         }
@@ -442,20 +456,20 @@ impl Mesh {
             let slot = self.rng.random_range(0..SLOTS as usize);
             let op = OpId(self.id());
             let link = self.links.get_mut(&way).expect("all ways");
-            if let Slot::InFlight(op, since) = link.slots[slot]
+            if let SoakSlot::InFlight(op, since) = link.slots[slot]
                 && !self.nodes[way.0].stopped
             {
                 assert!(now - since < PATIENCE, "{op:?} from {way:?} has no outcome");
             }
             let (Some(session), true) = (link.session, link.is_open) else { continue };
-            let free = matches!(link.slots[slot], Slot::Unknown | Slot::Holds(_));
+            let free = matches!(link.slots[slot], SoakSlot::Unknown | SoakSlot::Holds(_));
             if self.nodes[way.0].stopped || !free {
                 continue;
             }
             let places = (source_at(way, slot), target_at(way, slot));
             self.nodes[way.0].poke(places.0, &bytes(op.0));
             if self.nodes[way.0].write(op, session, places, LEN).is_ok() {
-                link.slots[slot] = Slot::InFlight(op, now);
+                link.slots[slot] = SoakSlot::InFlight(op, now);
             }
         }
     }
@@ -475,17 +489,17 @@ impl Mesh {
         let link = self.links.get_mut(&way).expect("all ways");
         let at = target_at(way, slot);
         match link.slots[slot] {
-            Slot::Holds(op) => {
+            SoakSlot::Holds(op) => {
                 let found = self.nodes[way.1].peek(at, LEN);
                 assert!(found == bytes(op), "{way:?} {slot} is not what {op} wrote");
             }
-            Slot::Unknown => {
+            SoakSlot::Unknown => {
                 // Nothing may change it from here on, as nothing is under way.
                 let mark = self.id();
                 self.nodes[way.1].poke(at, &bytes(mark));
-                self.links.get_mut(&way).expect("all ways").slots[slot] = Slot::Holds(mark);
+                self.links.get_mut(&way).expect("all ways").slots[slot] = SoakSlot::Holds(mark);
             }
-            Slot::InFlight(..) | Slot::Failed => {}
+            SoakSlot::InFlight(..) | SoakSlot::Failed => {}
         }
     }
 }

@@ -1,42 +1,42 @@
 //! A plane of the mesh, in this process or in one of its own.
 
 use crate::common::world::faults;
-use crate::common::{Local, Setup, config, start};
-use engine::conformance::{Remote, Served};
+use crate::common::{MoriTestPlane, MoriTestSetup, config, start};
+use engine::conformance::{PlaneUnderTest, RemotePlane};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, DataEvent, DataPlane, Direction, OpId, PeerId, Refused, RegionDesc, RegionId,
-    SessionId, Submit, Ticket,
+    Address, DataEvent, DataPlane, Direction, OpId, PeerId, QuiesceTicket, Refused, RegionDesc,
+    RegionId, SessionId, Submit,
 };
-use fabric_mori::{Backend, MoriConfig};
+use fabric_mori::{MoriBackend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::fs;
 use std::path::PathBuf;
 
 const REGION: RegionId = RegionId(1);
 
-enum Place {
-    Here(Box<Local>),
-    There(Box<Remote>),
+enum SoakProcess {
+    Here(Box<MoriTestPlane>),
+    There(Box<RemotePlane>),
 }
 
 /// What others have to know of a plane.
 #[derive(Clone)]
-pub(crate) struct Known {
+pub(crate) struct SoakNodeInfo {
     /// Counts its starts and resets.
-    pub(crate) life: u64,
+    pub(crate) incarnation: u64,
     pub(crate) address: Address,
     pub(crate) desc: RegionDesc,
 }
 
-pub(crate) struct Node {
-    place: Place,
+pub(crate) struct SoakNode {
+    place: SoakProcess,
     ports: PathBuf,
     memory: u64,
     address: Address,
-    life: u64,
+    incarnation: u64,
     /// None until its memory is registered.
-    pub(crate) known: Option<Known>,
+    pub(crate) known: Option<SoakNodeInfo>,
     pub(crate) stopped: bool,
 }
 
@@ -47,37 +47,37 @@ fn settings() -> MoriConfig {
         drain_ms: 100,
         open_ms: 2_000,
         dead_ms: 2_000,
-        ..config(Backend::Rdma)
+        ..config(MoriBackend::Rdma)
     }
 }
 
-impl Node {
-    fn new(place: Place, memory: u64, ports: PathBuf) -> Node {
+impl SoakNode {
+    fn new(place: SoakProcess, memory: u64, ports: PathBuf) -> SoakNode {
         let address = match &place {
-            Place::Here(local) => local.plane.address(),
-            Place::There(remote) => remote.address(),
+            SoakProcess::Here(local) => local.plane.address(),
+            SoakProcess::There(remote) => remote.address(),
         };
         let (known, stopped) = (None, false);
-        let mut node = Node { place, ports, memory, address, life: 0, known, stopped };
+        let mut node = SoakNode { place, ports, memory, address, incarnation: 0, known, stopped };
         node.register();
         node
     }
 
-    pub(crate) fn here(memory: u64, ports: PathBuf) -> Node {
-        let setup = Setup { config: settings(), memory, faults: None };
-        Node::new(Place::Here(Box::new(Local::new(&setup))), memory, ports)
+    pub(crate) fn here(memory: u64, ports: PathBuf) -> SoakNode {
+        let setup = MoriTestSetup { config: settings(), memory, faults: None };
+        SoakNode::new(SoakProcess::Here(Box::new(MoriTestPlane::new(&setup))), memory, ports)
     }
 
     /// `spec` is what MoRI does wrong there.
-    pub(crate) fn there(memory: u64, ports: PathBuf, spec: String) -> Node {
-        let setup = Setup { config: settings(), memory, faults: Some(spec) };
-        Node::new(Place::There(Box::new(start(&setup))), memory, ports)
+    pub(crate) fn there(memory: u64, ports: PathBuf, spec: String) -> SoakNode {
+        let setup = MoriTestSetup { config: settings(), memory, faults: Some(spec) };
+        SoakNode::new(SoakProcess::There(Box::new(start(&setup))), memory, ports)
     }
 
-    fn served(&mut self) -> &mut dyn Served {
+    fn served(&mut self) -> &mut dyn PlaneUnderTest {
         match &mut self.place {
-            Place::Here(local) => &mut **local,
-            Place::There(remote) => &mut **remote,
+            SoakProcess::Here(local) => &mut **local,
+            SoakProcess::There(remote) => &mut **remote,
         }
     }
 
@@ -98,9 +98,9 @@ impl Node {
             match event {
                 DataEvent::Registered { result, .. } => {
                     let desc = result.clone().expect("its memory can be used");
-                    self.life += 1;
-                    let (life, address) = (self.life, self.address.clone());
-                    self.known = Some(Known { life, address, desc });
+                    self.incarnation += 1;
+                    let (incarnation, address) = (self.incarnation, self.address.clone());
+                    self.known = Some(SoakNodeInfo { incarnation, address, desc });
                 }
                 DataEvent::Reset { address } => {
                     self.known = None;
@@ -130,7 +130,7 @@ impl Node {
         self.plane().submit(Submit { op, session, direction, local, remote, len })
     }
 
-    pub(crate) fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    pub(crate) fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         self.plane().quiesce(session, ticket);
     }
 
@@ -146,8 +146,8 @@ impl Node {
 
     fn pid(&self) -> u32 {
         match &self.place {
-            Place::Here(_) => std::process::id(),
-            Place::There(remote) => remote.pid(),
+            SoakProcess::Here(_) => std::process::id(),
+            SoakProcess::There(remote) => remote.pid(),
         }
     }
 
@@ -180,21 +180,21 @@ impl Node {
 
     /// Ends its process, and starts another one.
     pub(crate) fn kill(&mut self, spec: String) {
-        let Place::There(remote) = &mut self.place else { panic!("not this process") };
+        let SoakProcess::There(remote) = &mut self.place else { panic!("not this process") };
         remote.kill();
-        let life = self.life + 1;
-        *self = Node::there(self.memory, self.ports.clone(), spec);
-        self.life = life;
+        let incarnation = self.incarnation + 1;
+        *self = SoakNode::there(self.memory, self.ports.clone(), spec);
+        self.incarnation = incarnation;
     }
 
     /// What MoRI does wrong in this process.
     pub(crate) fn faults(&self, spec: &str) {
-        if let Place::Here(_) = self.place {
+        if let SoakProcess::Here(_) = self.place {
             faults(spec);
         }
     }
 
     pub(crate) fn is_here(&self) -> bool {
-        matches!(self.place, Place::Here(_))
+        matches!(self.place, SoakProcess::Here(_))
     }
 }

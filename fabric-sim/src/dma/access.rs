@@ -1,12 +1,12 @@
 //! What keeps the bytes of an operation from landing.
 
 use super::Dma;
-use crate::memory::Side;
-use engine::fabric::{Cause, Direction};
+use crate::memory::CopySide;
+use engine::fabric::{Direction, FabricError};
 
 impl Dma {
     /// Whether the next slice may land. What was read before the peer shut us out is ours.
-    pub(super) fn may_land(&mut self, key: u32) -> Result<(), Cause> {
+    pub(super) fn may_land(&mut self, key: u32) -> Result<(), FabricError> {
         let op = &self.ops[key as usize];
         let read = op.direction == Direction::Read && op.is_past();
         let epochs = (self.planes[op.plane.0 as usize].epoch, self.epoch_of(key));
@@ -14,30 +14,30 @@ impl Dma {
             return Ok(());
         }
         match self.check_access(key, epochs) {
-            Err(Cause::RemoteAccess) if read => Ok(()),
+            Err(FabricError::RemoteAccess) if read => Ok(()),
             checked => checked,
         }
     }
 
     /// Whether both regions exist and the peer lets us in.
-    fn check_access(&mut self, key: u32, epochs: (u32, u32)) -> Result<(), Cause> {
+    fn check_access(&mut self, key: u32, epochs: (u32, u32)) -> Result<(), FabricError> {
         let op = &self.ops[key as usize];
         let session = &self.sessions[op.session as usize];
         let me = &self.planes[op.plane.0 as usize];
         let peer = &self.planes[op.peer.0 as usize];
         let Some((local, _)) = me.places.get(&session.local) else {
-            return Err(Cause::LocalAccess);
+            return Err(FabricError::LocalAccess);
         };
         if !peer.alive {
-            return Err(Cause::PeerGone);
+            return Err(FabricError::PeerGone);
         }
         let remote = peer.places.get(&session.remote.serial);
-        let admitted = peer.admitted.contains(&(op.plane, session.pass));
+        let admitted = peer.admitted.contains(&(op.plane, session.fence_key));
         let Some((remote, _)) = remote.filter(|_| admitted) else {
-            return Err(Cause::RemoteAccess);
+            return Err(FabricError::RemoteAccess);
         };
-        let local = Side { store: op.plane.0 as usize, place: *local };
-        let remote = Side { store: op.peer.0 as usize, place: *remote };
+        let local = CopySide { store: op.plane.0 as usize, place: *local };
+        let remote = CopySide { store: op.peer.0 as usize, place: *remote };
         let op = &mut self.ops[key as usize];
         (op.from, op.to) = match op.direction {
             Direction::Write => (local, remote),

@@ -3,14 +3,14 @@
 //! backend all that their owner and their peers knew is void.
 
 use super::Dma;
-use super::call::{DmaEvent, News, Output, PlaneIx};
+use super::call::{DataPlaneIx, DmaEvent, DmaMessage, DmaOutput};
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
-use engine::fabric::{Cause, DataEvent};
+use engine::fabric::{DataEvent, FabricError};
 
 /// Why nothing can be opened.
-pub(super) fn none() -> Cause {
-    Cause::Backend("no backend: the port is down".into())
+pub(super) fn none() -> FabricError {
+    FabricError::Backend("no backend: the port is down".into())
 }
 
 impl Dma {
@@ -18,9 +18,9 @@ impl Dma {
     pub fn lose_backend<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         let me = &self.planes[plane.0 as usize];
         if !me.alive || me.lost {
@@ -33,7 +33,7 @@ impl Dma {
         me.epoch += 1;
         me.places.clear();
         me.admitted.clear();
-        out.push(Output::Void { plane });
+        out.push(DmaOutput::Void { plane });
         for slot in sessions {
             let session = &mut self.sessions[slot as usize];
             session.opened = session.opened.take().map(|_| Err(none()));
@@ -42,7 +42,7 @@ impl Dma {
             }
         }
         for other in 0..self.planes.len() as u32 {
-            self.kill_sessions(now, (PlaneIx(other), plane), queue, out);
+            self.kill_sessions(now, (DataPlaneIx(other), plane), queue, out);
         }
     }
 
@@ -50,25 +50,25 @@ impl Dma {
     pub fn gain_backend<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         let me = &mut self.planes[plane.0 as usize];
         if !me.alive || !me.lost {
             return;
         }
-        (me.lost, me.life) = (false, me.life + 1);
+        (me.lost, me.backend_generation) = (false, me.backend_generation + 1);
         self.forget(plane, out);
-        let is_event = |news: &News| matches!(news, News::Event(_));
+        let is_event = |news: &DmaMessage| matches!(news, DmaMessage::Event(_));
         for mail in &mut self.mail {
             mail.take_if(|(to, news)| *to == plane && is_event(news));
         }
         let me = &mut self.planes[plane.0 as usize];
         me.held.retain(|news| !is_event(news));
         me.peers.clear();
-        let address = plane.address(me.life);
-        self.hand_over(plane, News::Event(DataEvent::Reset { address }), out);
+        let address = plane.address(me.backend_generation);
+        self.hand_over(plane, DmaMessage::Event(DataEvent::Reset { address }), out);
         self.tell_peers(now + self.config.teardown, plane, queue);
     }
 }

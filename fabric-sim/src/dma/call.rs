@@ -1,16 +1,16 @@
 //! What planes, the data network and the world tell each other.
 
-use crate::keyed::Between;
-use crate::memory::{Fidelity, Slice, Store};
+use crate::keyed_rng::InclusiveRange;
+use crate::memory::{Fidelity, OpSlice, RankStore};
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Cause, DataEvent, Direction, Landed, Memory, OpId, PeerId, RegionDesc, RegionId,
-    SessionId, Ticket,
+    Address, Caps, DataEvent, Direction, FabricError, Landed, Memory, OpId, PeerId, QuiesceTicket,
+    RegionDesc, RegionId, SessionId,
 };
 
 /// A data plane in one incarnation; never reused, a restarted process gets a new one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PlaneIx(pub u32);
+pub struct DataPlaneIx(pub u32);
 
 /// A network port with as much bandwidth out as in; planes may share one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -18,8 +18,8 @@ pub struct NicIx(pub u32);
 
 /// A region in the plane where it was registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Desc {
-    pub(crate) plane: PlaneIx,
+pub(crate) struct SimRegionDesc {
+    pub(crate) plane: DataPlaneIx,
     /// Counts the registrations of the plane, so that an old descriptor never fits a new region.
     pub(crate) serial: u32,
     pub(crate) len: u64,
@@ -28,30 +28,30 @@ pub(crate) struct Desc {
 const ADDRESS: &[u8; 4] = b"sim:";
 const REGION: &[u8; 4] = b"reg:";
 
-impl PlaneIx {
+impl DataPlaneIx {
     /// The address of its backend with this number.
-    pub(crate) fn address(self, life: u32) -> Address {
-        Address([&ADDRESS[..], &self.0.to_le_bytes(), &life.to_le_bytes()].concat().into())
+    pub(crate) fn address(self, generation: u32) -> Address {
+        Address([&ADDRESS[..], &self.0.to_le_bytes(), &generation.to_le_bytes()].concat().into())
     }
 
     /// The plane that an address names, if it is one of this kind.
-    pub fn of(address: &Address) -> Option<PlaneIx> {
-        let (number, life) = address.0.strip_prefix(&ADDRESS[..])?.split_first_chunk()?;
-        (life.len() == 4).then_some(PlaneIx(u32::from_le_bytes(*number)))
+    pub fn of(address: &Address) -> Option<DataPlaneIx> {
+        let (number, generation) = address.0.strip_prefix(&ADDRESS[..])?.split_first_chunk()?;
+        (generation.len() == 4).then_some(DataPlaneIx(u32::from_le_bytes(*number)))
     }
 }
 
-impl Desc {
+impl SimRegionDesc {
     pub(crate) fn encode(self) -> RegionDesc {
         let (plane, serial) = (self.plane.0.to_le_bytes(), self.serial.to_le_bytes());
         RegionDesc([&REGION[..], &plane, &serial, &self.len.to_le_bytes()].concat().into())
     }
 
-    pub(crate) fn decode(desc: &RegionDesc) -> Option<Desc> {
+    pub(crate) fn decode(desc: &RegionDesc) -> Option<SimRegionDesc> {
         let (plane, rest) = desc.0.strip_prefix(&REGION[..])?.split_first_chunk()?;
         let (serial, len) = rest.split_first_chunk()?;
-        Some(Desc {
-            plane: PlaneIx(u32::from_le_bytes(*plane)),
+        Some(SimRegionDesc {
+            plane: DataPlaneIx(u32::from_le_bytes(*plane)),
             serial: u32::from_le_bytes(*serial),
             len: u64::from_le_bytes(len.try_into().ok()?),
         })
@@ -60,26 +60,26 @@ impl Desc {
 
 /// A call that a plane took.
 #[derive(Clone, Debug)]
-pub(crate) enum Call {
+pub(crate) enum DmaCall {
     Register { region: RegionId, serial: u32, memory: Memory },
     Deregister { region: RegionId },
-    Connect { peer: PeerId, plane: PlaneIx, pass: u64 },
+    Connect { peer: PeerId, plane: DataPlaneIx, fence_key: u64 },
     Disconnect { peer: PeerId },
-    Open { session: SessionId, local: RegionId, peer: PeerId, remote: Desc },
+    Open { session: SessionId, local: RegionId, peer: PeerId, remote: SimRegionDesc },
     Close { session: SessionId },
     Submit { op: OpId, session: SessionId, direction: Direction, slices: (u32, u32) },
-    Quiesce { session: SessionId, ticket: Ticket },
+    Quiesce { session: SessionId, ticket: QuiesceTicket },
     Fence { peer: PeerId },
 }
 
 /// Calls that a plane took, on the way to the data network. Reuse it: it keeps its memory.
 #[derive(Clone, Debug, Default)]
-pub struct Calls {
-    pub(crate) list: Vec<Call>,
-    pub(crate) slices: Vec<Slice>,
+pub struct DmaCalls {
+    pub(crate) list: Vec<DmaCall>,
+    pub(crate) slices: Vec<OpSlice>,
 }
 
-impl Calls {
+impl DmaCalls {
     /// True if there is nothing to do.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
@@ -94,7 +94,7 @@ impl Calls {
 
 /// What the data network tells a plane.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum DmaMessage {
     /// To be polled by the owner.
     Event(DataEvent),
     /// The session takes no more operations.
@@ -103,25 +103,21 @@ pub enum News {
     Credits(u32),
 }
 
-/// An operation that was submitted, as shown to [`Hooks`].
+/// An operation that was submitted, as shown to [`DmaHooks`].
 #[derive(Clone, Copy, Debug)]
 pub struct OpInfo<'a> {
-    /// Who submitted it.
-    pub plane: PlaneIx,
-    /// The other side.
-    pub peer: PlaneIx,
+    pub plane: DataPlaneIx,
+    pub peer: DataPlaneIx,
     /// Its id on the initiator.
     pub op: OpId,
     /// Its session on the initiator.
     pub session: SessionId,
     /// The pass under which its session was opened.
-    pub pass: u64,
-    /// Which way.
+    pub fence_key: u64,
     pub direction: Direction,
     /// Counts the operations of the plane, from 0.
     pub nth: u64,
-    /// What it moves.
-    pub slices: &'a [Slice],
+    pub slices: &'a [OpSlice],
     /// Segment and offset in the initiator's store that the slices are relative to; none if the
     /// region is gone.
     pub local_at: Option<(u32, u64)>,
@@ -130,21 +126,21 @@ pub struct OpInfo<'a> {
 }
 
 /// What the world decides about calls of planes.
-pub trait Hooks {
+pub trait DmaHooks {
     /// How an operation ends.
-    fn fate(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpFate {
+    fn decide_op(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpDecision {
         let _unused = (now, op);
-        OpFate::default()
+        OpDecision::default()
     }
 
     /// Why a session cannot be opened now.
-    fn open(&mut self, now: Nanos, from: PlaneIx, to: PlaneIx) -> Option<Cause> {
+    fn open(&mut self, now: Nanos, from: DataPlaneIx, to: DataPlaneIx) -> Option<FabricError> {
         let _unused = (now, from, to);
         None
     }
 
     /// Why memory cannot be registered.
-    fn register(&mut self, now: Nanos, plane: PlaneIx) -> Option<Cause> {
+    fn register(&mut self, now: Nanos, plane: DataPlaneIx) -> Option<FabricError> {
         let _unused = (now, plane);
         None
     }
@@ -152,19 +148,19 @@ pub trait Hooks {
 
 /// Everything works.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct NoFaults;
+pub struct NoDmaFaults;
 
-impl Hooks for NoFaults {}
+impl DmaHooks for NoDmaFaults {}
 
 /// How an operation ends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct OpFate {
+pub struct OpDecision {
     /// Extra time before the first byte.
     pub delay: Nanos,
     /// What becomes of its bytes.
-    pub bytes: Bytes,
+    pub bytes: BytesDecision,
     /// What becomes of its completion.
-    pub ack: Ack,
+    pub ack: CompletionDecision,
     /// Extra time before the completion is reported, in which later ones overtake it.
     pub ack_delay: Nanos,
     /// The completion is not reported before this time.
@@ -175,14 +171,12 @@ pub struct OpFate {
 
 /// What becomes of the bytes of an operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Bytes {
-    /// They arrive.
+pub enum BytesDecision {
     #[default]
     Whole,
     /// It fails with this cause after none, some, or all of its slices.
     Fails {
-        /// Why.
-        cause: Cause,
+        cause: FabricError,
         /// How much arrives before, and what is told of it.
         landed: Landed,
         /// With [`Landed::Unknown`]: the rest lands this long after the failure, unless the session
@@ -191,17 +185,14 @@ pub enum Bytes {
     },
     /// It completes well before some of its slices land, which do this much later; for planes with
     /// [`engine::fabric::Placement::OnQuiet`].
-    Overtaken {
-        /// How much later.
-        by: Nanos,
-    },
+    Overtaken { by: Nanos },
     /// None arrive, and it completes all the same: no fabric may do that.
     Missing,
 }
 
 /// What becomes of a completion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Ack {
+pub enum CompletionDecision {
     /// Reported after the latency of the way back.
     #[default]
     Given,
@@ -219,17 +210,17 @@ pub struct DmaConfig {
     /// How exactly memory is simulated; the same for all stores.
     pub fidelity: Fidelity,
     /// One way between nodes.
-    pub latency: Between,
+    pub latency: InclusiveRange,
     /// One way within a node.
-    pub latency_local: Between,
+    pub latency_local: InclusiveRange,
     /// Until a region is registered.
-    pub register: Between,
+    pub register: InclusiveRange,
     /// Until a session is open.
-    pub open: Between,
+    pub open: InclusiveRange,
     /// Between a quiesce and the end of what may land late.
-    pub barrier: Between,
+    pub barrier: InclusiveRange,
     /// Between a fence (which works at once) and its answer.
-    pub fence: Between,
+    pub fence: InclusiveRange,
     /// In which the operations of a closed or dead session fail.
     pub teardown: Nanos,
     /// After which an unacknowledged operation fails.
@@ -243,12 +234,12 @@ impl Default for DmaConfig {
         DmaConfig {
             seed: 0,
             fidelity: Fidelity::Bytes,
-            latency: Between::new(2_000, 5_000),
-            latency_local: Between::new(800, 1_500),
-            register: Between::new(10_000, 100_000),
-            open: Between::new(100_000, 3_000_000),
-            barrier: Between::new(5_000, 50_000),
-            fence: Between::new(10_000, 1_000_000),
+            latency: InclusiveRange::new(2_000, 5_000),
+            latency_local: InclusiveRange::new(800, 1_500),
+            register: InclusiveRange::new(10_000, 100_000),
+            open: InclusiveRange::new(100_000, 3_000_000),
+            barrier: InclusiveRange::new(5_000, 50_000),
+            fence: InclusiveRange::new(10_000, 1_000_000),
             teardown: Nanos::from_us(200),
             ack_timeout: Nanos::from_ms(500),
             failure_kills: true,
@@ -267,97 +258,106 @@ pub struct PlaneSpec {
     pub nic_local: NicIx,
     /// What it can do.
     pub caps: Caps,
-    /// Its memory.
-    pub store: Store,
+    pub store: RankStore,
 }
 
 /// An entry of the event queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum DmaEvent {
     /// An operation starts to move.
-    Start { op: u32, turn: u32 },
-    /// Slices land.
-    Land { op: u32, turn: u32 },
+    Start {
+        op: u32,
+        generation: u32,
+    },
+    Land {
+        op: u32,
+        generation: u32,
+    },
     /// An operation completes.
-    Report { op: u32, turn: u32 },
+    Report {
+        op: u32,
+        generation: u32,
+    },
     /// A stalled operation gives up.
-    Timeout { op: u32, turn: u32 },
+    Timeout {
+        op: u32,
+        generation: u32,
+    },
     /// A port has served an operation.
-    Serve { server: u32, turn: u32 },
+    Serve {
+        server: u32,
+        generation: u32,
+    },
     /// News reach a plane.
-    Deliver { slot: u32 },
+    Deliver {
+        slot: u32,
+    },
     /// A session can be used, or not.
-    Opened { session: u32 },
+    Opened {
+        session: u32,
+    },
     /// Nothing lands late any more from before a ticket.
-    Barrier { session: u32, ticket: Ticket },
+    Barrier {
+        session: u32,
+        ticket: QuiesceTicket,
+    },
     /// A closed session is quiet.
-    Closed { session: u32 },
+    Closed {
+        session: u32,
+    },
     /// Nothing comes from a crashed plane any more.
-    Gone { plane: PlaneIx },
+    Gone {
+        plane: DataPlaneIx,
+    },
 }
 
 /// What a step did.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Output {
+pub enum DmaOutput {
     /// To be handed to [`super::SimDataPlane::deliver`].
-    Deliver {
-        /// To whom.
-        plane: PlaneIx,
-        /// What.
-        news: News,
-    },
+    Deliver { plane: DataPlaneIx, message: DmaMessage },
     /// Bytes changed.
-    Landed(Landing),
+    Landed(DmaLanding),
     /// An operation was reported as complete; the event itself is delivered apart.
     Completed {
-        /// Who submitted it.
-        plane: PlaneIx,
-        /// Its id.
+        plane: DataPlaneIx,
         op: OpId,
         /// How it was reported.
-        outcome: engine::fabric::Outcome,
+        outcome: engine::fabric::Completion,
     },
     /// A session was reported as quiet.
-    Quiet {
-        /// Whose session.
-        plane: PlaneIx,
-        /// Which one.
-        session: SessionId,
-    },
+    Quiet { plane: DataPlaneIx, session: SessionId },
     /// From here on nothing of `peer` lands under this pass in the memory of `plane`.
     Fenced {
-        /// Who fenced.
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         /// Who is kept out.
-        peer: PlaneIx,
+        peer: DataPlaneIx,
         /// The pass that is void.
-        pass: u64,
+        fence_key: u64,
     },
     /// From here on nothing that the plane submitted lands anywhere, and nothing in its memory that
     /// was submitted before.
     Void {
         /// Whose backend is gone.
-        plane: PlaneIx,
+        plane: DataPlaneIx,
     },
 }
 
 /// Slices of an operation that landed: one, or several with cells and when a session is closed.
 /// [`super::Dma::slices`] has their ranges, until the next step or call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Landing {
+pub struct DmaLanding {
     /// Who submitted the operation.
-    pub plane: PlaneIx,
-    /// Its id.
+    pub plane: DataPlaneIx,
     pub op: OpId,
     /// Which way it moves bytes.
     pub direction: Direction,
     /// Whose memory was read.
-    pub source: PlaneIx,
+    pub source: DataPlaneIx,
     /// Segment and offset in the source's store that the slices are relative to.
     pub source_at: (u32, u64),
     /// Whose memory changed.
-    pub target: PlaneIx,
+    pub target: DataPlaneIx,
     /// Segment and offset in the target's store that the slices are relative to.
     pub target_at: (u32, u64),
     /// True if it was reported as complete or failed before.

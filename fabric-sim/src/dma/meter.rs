@@ -10,7 +10,7 @@ const FULL: u64 = 80;
 
 /// Adds up the windows in which more than 80 % of a port was used.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Meter {
+pub(super) struct UtilizationMeter {
     /// Number of the window that is being filled.
     window: u64,
     /// Nanoseconds of it that the port was in use.
@@ -19,7 +19,7 @@ pub(super) struct Meter {
     full: u64,
 }
 
-impl Meter {
+impl UtilizationMeter {
     /// The port was in use for `used` nanoseconds, spread evenly over a span. Spans come by their
     /// ends; what lies before the window that is being filled is left out, so that a port may have
     /// been full for longer than the meter says, and not for less.
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     fn full(spans: &[(u64, u64, u64)]) -> u64 {
-        let mut meter = Meter::default();
+        let mut meter = UtilizationMeter::default();
         for (from, to, percent) in spans {
             let span = (Nanos::from_ms(*from), Nanos::from_ms(*to));
             meter.add(span, (to - from) * percent * 10_000);

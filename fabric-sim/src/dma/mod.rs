@@ -2,7 +2,7 @@
 //!
 //! The world takes the calls of a plane and gives them to [`Dma::perform`], gives the entries that
 //! this schedules back to [`Dma::step`], and hands what comes out to the planes. What goes wrong
-//! is decided by the world, per call ([`Hooks`]) or by switch.
+//! is decided by the world, per call ([`DmaHooks`]) or by switch.
 //!
 //! Bytes are copied from source to target at the moment in which a slice lands, so a source that
 //! is rewritten before tears a read as well as a write. A landing checks that both regions exist
@@ -13,87 +13,85 @@ mod backend;
 mod call;
 mod meter;
 mod nic;
+mod operation;
 mod plane;
 mod session;
-mod transfer;
 
 pub use call::{
-    Ack, Bytes, Calls, DmaConfig, DmaEvent, Hooks, Landing, News, NicIx, NoFaults, OpFate, OpInfo,
-    Output, PlaneIx, PlaneSpec,
+    BytesDecision, CompletionDecision, DataPlaneIx, DmaCalls, DmaConfig, DmaEvent, DmaHooks,
+    DmaLanding, DmaMessage, DmaOutput, NicIx, NoDmaFaults, OpDecision, OpInfo, PlaneSpec,
 };
 pub use plane::SimDataPlane;
 
-use crate::keyed::{Between, Keyed};
-use crate::memory::{Place, Scratch, Slice, Store};
+use crate::keyed_rng::{InclusiveRange, KeyedRng};
+use crate::memory::{LandingScratch, OpSlice, RankStore, SegmentOffset};
 use crate::queue::Schedule;
-use call::{Call, Desc};
+use call::{DmaCall, SimRegionDesc};
 use engine::core::time::Nanos;
-use engine::fabric::{Caps, Cause, DataEvent, Memory, PeerId, RegionId, SessionId};
+use engine::fabric::{Caps, DataEvent, FabricError, Memory, PeerId, RegionId, SessionId};
 use nic::Nics;
-use session::Session;
+use operation::DmaOp;
+use session::DmaSession;
 use std::collections::{BTreeMap, BTreeSet};
-use transfer::Op;
 
 /// The data network and the memory of all planes.
 #[derive(Debug)]
 pub struct Dma {
     config: DmaConfig,
-    keyed: Keyed,
-    planes: Vec<Plane>,
+    keyed: KeyedRng,
+    planes: Vec<DmaPlane>,
     /// One per plane; none once it is gone.
-    stores: Vec<Option<Store>>,
+    stores: Vec<Option<RankStore>>,
     nics: Nics,
-    sessions: Vec<Session>,
-    ops: Vec<Op>,
+    sessions: Vec<DmaSession>,
+    ops: Vec<DmaOp>,
     free_ops: Vec<u32>,
     /// Operations that wait for a partition to end.
     stalled: BTreeSet<u32>,
     /// News on their way; none in a slot whose news are void.
-    mail: Vec<Option<(PlaneIx, News)>>,
+    mail: Vec<Option<(DataPlaneIx, DmaMessage)>>,
     free_mail: Vec<u32>,
     /// Ordered pairs of nodes between which nothing passes.
     cut: BTreeSet<(u32, u32)>,
     /// Servers of links slower than the ports.
     slow: BTreeMap<(u32, u32), u32>,
-    scratch: Scratch,
+    scratch: LandingScratch,
 }
 
 #[derive(Debug)]
-struct Plane {
+struct DmaPlane {
     node: u32,
     nic: NicIx,
     nic_local: NicIx,
     caps: Caps,
     alive: bool,
     /// Backends that it has had before.
-    life: u32,
-    /// It has none.
+    backend_generation: u32,
     lost: bool,
     paused: bool,
     /// News that came while it was paused.
-    held: Vec<News>,
-    regions: BTreeMap<RegionId, Region>,
+    held: Vec<DmaMessage>,
+    regions: BTreeMap<RegionId, DmaRegion>,
     /// Registered memory by serial.
-    places: BTreeMap<u32, (Place, u64)>,
-    peers: BTreeMap<PeerId, (PlaneIx, u64)>,
+    places: BTreeMap<u32, (SegmentOffset, u64)>,
+    peers: BTreeMap<PeerId, (DataPlaneIx, u64)>,
     /// Planes and passes that may reach in.
-    admitted: BTreeSet<(PlaneIx, u64)>,
+    admitted: BTreeSet<(DataPlaneIx, u64)>,
     /// Those that may never again.
-    fenced: BTreeSet<(PlaneIx, u64)>,
+    fenced: BTreeSet<(DataPlaneIx, u64)>,
     sessions: BTreeMap<SessionId, u32>,
     /// Grows when something that was allowed no longer is.
     epoch: u32,
     submitted: u64,
     drawn: u64,
-    ack_extra: Between,
+    ack_extra: InclusiveRange,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Region {
+struct DmaRegion {
     serial: u32,
 }
 
-/// Kinds of draws.
 mod draw {
     use scenarios::decide::kind;
 
@@ -110,7 +108,7 @@ impl Dma {
     /// A network without ports and planes.
     pub fn new(config: DmaConfig) -> Dma {
         Dma {
-            keyed: Keyed::new(config.seed),
+            keyed: KeyedRng::new(config.seed),
             config,
             planes: Vec::new(),
             stores: Vec::new(),
@@ -123,11 +121,10 @@ impl Dma {
             free_mail: Vec::new(),
             cut: BTreeSet::new(),
             slow: BTreeMap::new(),
-            scratch: Scratch::default(),
+            scratch: LandingScratch::default(),
         }
     }
 
-    /// Adds a port.
     pub fn add_nic(&mut self, bytes_per_sec: u64) -> NicIx {
         self.nics.add(bytes_per_sec)
     }
@@ -153,15 +150,15 @@ impl Dma {
 
     /// Adds a plane; for a restarted process too.
     pub fn add_plane(&mut self, spec: PlaneSpec) -> SimDataPlane {
-        let ix = PlaneIx(self.planes.len() as u32);
+        let ix = DataPlaneIx(self.planes.len() as u32);
         self.stores.push(Some(spec.store));
-        self.planes.push(Plane {
+        self.planes.push(DmaPlane {
             node: spec.node,
             nic: spec.nic,
             nic_local: spec.nic_local,
             caps: spec.caps,
             alive: true,
-            life: 0,
+            backend_generation: 0,
             lost: false,
             paused: false,
             held: Vec::new(),
@@ -174,23 +171,23 @@ impl Dma {
             epoch: 0,
             submitted: 0,
             drawn: 0,
-            ack_extra: Between::exactly(0),
+            ack_extra: InclusiveRange::exactly(0),
         });
         SimDataPlane::new(ix, spec.caps)
     }
 
     /// The memory of a plane; none once it is gone.
-    pub fn store(&self, plane: PlaneIx) -> Option<&Store> {
+    pub fn store(&self, plane: DataPlaneIx) -> Option<&RankStore> {
         self.stores[plane.0 as usize].as_ref()
     }
 
     /// The memory of a plane; none once it is gone.
-    pub fn store_mut(&mut self, plane: PlaneIx) -> Option<&mut Store> {
+    pub fn store_mut(&mut self, plane: DataPlaneIx) -> Option<&mut RankStore> {
         self.stores[plane.0 as usize].as_mut()
     }
 
     /// The ranges of a landing; valid until the next [`Dma::step`] or [`Dma::perform`].
-    pub fn slices(&self, landing: &Landing) -> &[Slice] {
+    pub fn slices(&self, landing: &DmaLanding) -> &[OpSlice] {
         let first = landing.first as usize;
         &self.ops[landing.slot as usize].slices[first..first + landing.count as usize]
     }
@@ -201,7 +198,7 @@ impl Dma {
     }
 
     /// The same without those that these planes submitted.
-    pub fn unsettled_but_of(&self, planes: &[PlaneIx]) -> usize {
+    pub fn unsettled_but_of(&self, planes: &[DataPlaneIx]) -> usize {
         if planes.is_empty() {
             return self.unsettled();
         }
@@ -214,15 +211,15 @@ impl Dma {
     pub fn perform<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
-        calls: &mut Calls,
-        hooks: &mut dyn Hooks,
+        plane: DataPlaneIx,
+        calls: &mut DmaCalls,
+        hooks: &mut dyn DmaHooks,
         queue: &mut S,
     ) {
         if self.planes[plane.0 as usize].alive {
             for call in calls.list.drain(..) {
                 match call {
-                    Call::Submit { op, session, direction, slices } => {
+                    DmaCall::Submit { op, session, direction, slices } => {
                         let slices = &calls.slices[slices.0 as usize..slices.1 as usize];
                         let info = (op, session, direction);
                         self.accept(now, plane, info, slices, hooks, queue);
@@ -237,38 +234,40 @@ impl Dma {
     fn set_up<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
-        call: Call,
-        hooks: &mut dyn Hooks,
+        plane: DataPlaneIx,
+        call: DmaCall,
+        hooks: &mut dyn DmaHooks,
         queue: &mut S,
     ) {
         let me = &mut self.planes[plane.0 as usize];
         match call {
             // All is registered anew after the reset.
-            Call::Register { .. } if me.lost => {}
-            Call::Register { region, serial, memory } => {
+            DmaCall::Register { .. } if me.lost => {}
+            DmaCall::Register { region, serial, memory } => {
                 let refused = hooks.register(now, plane);
                 self.register(now, plane, (region, serial, memory), refused, queue);
             }
-            Call::Deregister { region } => {
-                if let Some(Region { serial }) = me.regions.remove(&region) {
+            DmaCall::Deregister { region } => {
+                if let Some(DmaRegion { serial }) = me.regions.remove(&region) {
                     me.places.remove(&serial);
                     me.epoch += 1;
                 }
             }
-            Call::Connect { peer, plane: other, pass } => {
-                me.peers.insert(peer, (other, pass));
-                if !me.fenced.contains(&(other, pass)) {
-                    me.admitted.insert((other, pass));
+            DmaCall::Connect { peer, plane: other, fence_key } => {
+                me.peers.insert(peer, (other, fence_key));
+                if !me.fenced.contains(&(other, fence_key)) {
+                    me.admitted.insert((other, fence_key));
                 }
             }
-            Call::Disconnect { peer } => self.disconnect(now, plane, peer, queue),
-            Call::Open { session, local, peer, remote } => {
+            DmaCall::Disconnect { peer } => self.disconnect(now, plane, peer, queue),
+            DmaCall::Open { session, local, peer, remote } => {
                 self.open(now, plane, (session, local, peer, remote), hooks, queue);
             }
-            Call::Close { session } => self.close(now, plane, session, queue),
-            Call::Quiesce { session, ticket } => self.quiesce(now, plane, (session, ticket), queue),
-            Call::Fence { peer } => {
+            DmaCall::Close { session } => self.close(now, plane, session, queue),
+            DmaCall::Quiesce { session, ticket } => {
+                self.quiesce(now, plane, (session, ticket), queue)
+            }
+            DmaCall::Fence { peer } => {
                 if let Some(pair) = me.peers.get(&peer) {
                     me.admitted.remove(pair);
                     me.fenced.insert(*pair);
@@ -277,16 +276,16 @@ impl Dma {
                 let at = now + self.draw_span(plane, self.config.fence);
                 self.mail_at(at, plane, DataEvent::Fenced { peer }, queue);
             }
-            Call::Submit { .. } => unreachable!("submits are accepted apart"),
+            DmaCall::Submit { .. } => unreachable!("submits are accepted apart"),
         }
     }
 
     fn register<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         (region, serial, memory): (RegionId, u32, Memory),
-        refused: Option<Cause>,
+        refused: Option<FabricError>,
         queue: &mut S,
     ) {
         let store = self.stores[plane.0 as usize].as_ref();
@@ -295,13 +294,13 @@ impl Dma {
         let me = &mut self.planes[plane.0 as usize];
         let result = match (refused, place) {
             (Some(cause), _) => Err(cause),
-            (None, None) => Err(Cause::LocalAccess),
+            (None, None) => Err(FabricError::LocalAccess),
             (None, Some(place)) => {
                 me.places.insert(serial, (place, len));
-                Ok(Desc { plane, serial, len }.encode())
+                Ok(SimRegionDesc { plane, serial, len }.encode())
             }
         };
-        me.regions.insert(region, Region { serial });
+        me.regions.insert(region, DmaRegion { serial });
         let at = now + self.draw_span(plane, self.config.register);
         self.mail_at(at, plane, DataEvent::Registered { region, result }, queue);
     }
@@ -309,7 +308,7 @@ impl Dma {
     fn disconnect<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         peer: PeerId,
         queue: &mut S,
     ) {
@@ -333,14 +332,16 @@ impl Dma {
         now: Nanos,
         event: DmaEvent,
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         match event {
-            DmaEvent::Land { op, turn } => self.land(now, (op, turn), queue, out),
-            DmaEvent::Start { op, turn } => self.start(now, (op, turn), queue),
-            DmaEvent::Report { op, turn } => self.report(now, (op, turn), queue, out),
-            DmaEvent::Timeout { op, turn } => self.time_out(now, (op, turn), queue, out),
-            DmaEvent::Serve { server, turn } => self.serve(now, (server, turn), queue),
+            DmaEvent::Land { op, generation: turn } => self.land(now, (op, turn), queue, out),
+            DmaEvent::Start { op, generation: turn } => self.start(now, (op, turn), queue),
+            DmaEvent::Report { op, generation: turn } => self.report(now, (op, turn), queue, out),
+            DmaEvent::Timeout { op, generation: turn } => {
+                self.time_out(now, (op, turn), queue, out)
+            }
+            DmaEvent::Serve { server, generation: turn } => self.serve(now, (server, turn), queue),
             DmaEvent::Deliver { slot } => {
                 self.free_mail.push(slot);
                 if let Some((plane, news)) = self.mail[slot as usize].take() {
@@ -360,10 +361,10 @@ impl Dma {
     pub fn crash<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         (linger, told): (Nanos, Option<Nanos>),
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         if !self.planes[plane.0 as usize].alive {
             return;
@@ -380,7 +381,7 @@ impl Dma {
     }
 
     /// What is done but has not landed lands: operations of a plane and those into its memory.
-    fn flush_all_of(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
+    fn flush_all_of(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
         for key in 0..self.ops.len() as u32 {
             let op = &self.ops[key as usize];
             if op.plane == plane || op.peer == plane {
@@ -390,38 +391,38 @@ impl Dma {
     }
 
     /// The peers of a plane learn that it is gone.
-    fn tell_peers<S: Schedule<DmaEvent>>(&mut self, at: Nanos, plane: PlaneIx, queue: &mut S) {
+    fn tell_peers<S: Schedule<DmaEvent>>(&mut self, at: Nanos, plane: DataPlaneIx, queue: &mut S) {
         for other in 0..self.planes.len() {
             let peers = self.planes[other].peers.iter();
             let peers: Vec<_> =
                 peers.filter(|(_, (ix, _))| *ix == plane).map(|(p, _)| *p).collect();
             for peer in peers {
                 let event = DataEvent::PeerDown { peer };
-                self.mail_at(at, PlaneIx(other as u32), event, queue);
+                self.mail_at(at, DataPlaneIx(other as u32), event, queue);
             }
         }
     }
 
     /// Stops or resumes a process: while stopped its plane is told nothing. Remote access to its
     /// memory and what it posted go on.
-    pub fn set_paused(&mut self, plane: PlaneIx, paused: bool, out: &mut Vec<Output>) {
+    pub fn set_paused(&mut self, plane: DataPlaneIx, paused: bool, out: &mut Vec<DmaOutput>) {
         let me = &mut self.planes[plane.0 as usize];
         me.paused = paused;
         if !paused {
             let held = std::mem::take(&mut me.held);
-            out.extend(held.into_iter().map(|news| Output::Deliver { plane, news }));
+            out.extend(held.into_iter().map(|news| DmaOutput::Deliver { plane, message: news }));
         }
     }
 
     /// Makes the queue of a plane full, or ends that. A full queue still takes one operation when
     /// it is empty, because a plane that says `Busy` owes an event.
-    pub fn set_queue_full(&mut self, plane: PlaneIx, full: bool, out: &mut Vec<Output>) {
+    pub fn set_queue_full(&mut self, plane: DataPlaneIx, full: bool, out: &mut Vec<DmaOutput>) {
         let credits = if full { 1 } else { self.planes[plane.0 as usize].caps.in_all.operations };
-        self.hand_over(plane, News::Credits(credits), out);
+        self.hand_over(plane, DmaMessage::Credits(credits), out);
     }
 
     /// Delays completions of a plane by a drawn time more, so that they overtake one another.
-    pub fn set_completion_shuffle(&mut self, plane: PlaneIx, extra: Between) {
+    pub fn set_completion_shuffle(&mut self, plane: DataPlaneIx, extra: InclusiveRange) {
         self.planes[plane.0 as usize].ack_extra = extra;
     }
 
@@ -470,23 +471,23 @@ impl Dma {
     pub fn kill_session<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         session: SessionId,
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         let slot = self.planes[plane.0 as usize].sessions.get(&session).copied();
         if let Some(slot) = slot.filter(|slot| self.mark_dead(*slot, out)) {
-            self.fail_all(now, slot, &Cause::QueuePair, queue);
+            self.fail_all(now, slot, &FabricError::QueuePair, queue);
         }
     }
 
-    fn cut_between(&self, from: PlaneIx, to: PlaneIx) -> bool {
-        let node = |plane: PlaneIx| self.planes[plane.0 as usize].node;
+    fn cut_between(&self, from: DataPlaneIx, to: DataPlaneIx) -> bool {
+        let node = |plane: DataPlaneIx| self.planes[plane.0 as usize].node;
         !self.cut.is_empty() && self.cut.contains(&(node(from), node(to)))
     }
 
-    fn draw_span(&mut self, plane: PlaneIx, span: Between) -> Nanos {
+    fn draw_span(&mut self, plane: DataPlaneIx, span: InclusiveRange) -> Nanos {
         let me = &mut self.planes[plane.0 as usize];
         me.drawn += 1;
         Nanos(span.pick(self.keyed.draw(draw::ANSWER, u64::from(plane.0), me.drawn)))
@@ -495,11 +496,11 @@ impl Dma {
     fn mail_at<S: Schedule<DmaEvent>>(
         &mut self,
         at: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         event: DataEvent,
         queue: &mut S,
     ) {
-        let mail = Some((plane, News::Event(event)));
+        let mail = Some((plane, DmaMessage::Event(event)));
         let slot = self.free_mail.pop().unwrap_or_else(|| {
             self.mail.push(None);
             self.mail.len() as u32 - 1
@@ -509,20 +510,20 @@ impl Dma {
     }
 
     /// Tells a plane, now.
-    fn hand_over(&mut self, plane: PlaneIx, news: News, out: &mut Vec<Output>) {
+    fn hand_over(&mut self, plane: DataPlaneIx, news: DmaMessage, out: &mut Vec<DmaOutput>) {
         let me = &mut self.planes[plane.0 as usize];
         if !me.alive {
             return;
         }
-        if let News::Event(DataEvent::Fenced { peer: id }) = &news
-            && let Some((peer, pass)) = me.peers.get(id)
+        if let DmaMessage::Event(DataEvent::Fenced { peer: id }) = &news
+            && let Some((peer, fence_key)) = me.peers.get(id)
         {
-            out.push(Output::Fenced { plane, peer: *peer, pass: *pass });
+            out.push(DmaOutput::Fenced { plane, peer: *peer, fence_key: *fence_key });
         }
         if me.paused {
             me.held.push(news);
         } else {
-            out.push(Output::Deliver { plane, news });
+            out.push(DmaOutput::Deliver { plane, message: news });
         }
     }
 }

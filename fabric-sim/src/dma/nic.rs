@@ -12,7 +12,7 @@
 //! for each slice instead.
 
 use super::call::{DmaEvent, NicIx};
-use super::meter::Meter;
+use super::meter::UtilizationMeter;
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
 use std::cmp::Reverse;
@@ -23,7 +23,7 @@ const POINT: u32 = 20;
 
 /// One direction of a port.
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct PortServer {
     bytes_per_sec: u64,
     /// Virtual bytes per nanosecond.
     rate: u64,
@@ -37,12 +37,11 @@ pub(super) struct Server {
     sliced: u64,
     /// When the next `Serve` is due, and which one counts.
     due: Nanos,
-    turn: u32,
+    generation: u32,
     bytes: u64,
-    meter: Meter,
+    meter: UtilizationMeter,
 }
 
-/// A port.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Nic {
     pub(super) out: u32,
@@ -52,7 +51,7 @@ pub(super) struct Nic {
 /// All ports and slow links.
 #[derive(Debug, Default)]
 pub(super) struct Nics {
-    pub(super) servers: Vec<Server>,
+    pub(super) servers: Vec<PortServer>,
     nics: Vec<Nic>,
 }
 
@@ -65,7 +64,7 @@ impl Nics {
     }
 
     pub(super) fn server(&mut self, bytes_per_sec: u64) -> u32 {
-        self.servers.push(Server::new(bytes_per_sec));
+        self.servers.push(PortServer::new(bytes_per_sec));
         self.servers.len() as u32 - 1
     }
 
@@ -74,9 +73,9 @@ impl Nics {
     }
 }
 
-impl Server {
-    fn new(bytes_per_sec: u64) -> Server {
-        let mut server = Server {
+impl PortServer {
+    fn new(bytes_per_sec: u64) -> PortServer {
+        let mut server = PortServer {
             bytes_per_sec: 0,
             rate: 0,
             pace: 0,
@@ -86,9 +85,9 @@ impl Server {
             arrivals: 0,
             sliced: 0,
             due: Nanos::MAX,
-            turn: 0,
+            generation: 0,
             bytes: 0,
-            meter: Meter::default(),
+            meter: UtilizationMeter::default(),
         };
         server.set(bytes_per_sec);
         server
@@ -101,7 +100,6 @@ impl Server {
         self.pace = scale(1_000_000_000, 1 << POINT, bytes_per_sec);
     }
 
-    /// Bytes per second.
     pub(super) fn bytes_per_sec(&self) -> u64 {
         self.bytes_per_sec
     }
@@ -158,10 +156,10 @@ impl Server {
 
     /// True if this event is the one planned last.
     pub(super) fn is_due(&mut self, turn: u32) -> bool {
-        if self.turn == turn {
+        if self.generation == turn {
             self.due = Nanos::MAX;
         }
-        self.turn == turn
+        self.generation == turn
     }
 
     /// Schedules the next service unless it is scheduled early enough.
@@ -172,8 +170,8 @@ impl Server {
         let at = self.updated + Nanos(scale_up(left, transfers, self.rate));
         if at < self.due {
             self.due = at;
-            self.turn = self.turn.wrapping_add(1);
-            queue.at(at, DmaEvent::Serve { server: me, turn: self.turn });
+            self.generation = self.generation.wrapping_add(1);
+            queue.at(at, DmaEvent::Serve { server: me, generation: self.generation });
         }
     }
 
@@ -245,26 +243,26 @@ mod tests {
 
     /// When which `Serve` is due.
     #[derive(Default)]
-    struct Plan(BTreeSet<(Nanos, u32)>);
+    struct ServeTimes(BTreeSet<(Nanos, u32)>);
 
-    impl Schedule<DmaEvent> for Plan {
+    impl Schedule<DmaEvent> for ServeTimes {
         fn at(&mut self, at: Nanos, entry: DmaEvent) {
-            let DmaEvent::Serve { turn, .. } = entry else { panic!("{entry:?}") };
+            let DmaEvent::Serve { generation: turn, .. } = entry else { panic!("{entry:?}") };
             self.0.insert((at, turn));
         }
     }
 
-    enum Change {
+    enum LoadChange {
         /// An operation of so many bytes comes.
         Comes(u32, u64),
         Rate(u64),
     }
 
     /// The ends of operations on a port of one byte per nanosecond.
-    fn ends(changes: Vec<(u64, Change)>) -> BTreeMap<u32, u64> {
-        let (mut server, mut plan) = (Server::new(1_000_000_000), Plan::default());
+    fn ends(changes: Vec<(u64, LoadChange)>) -> BTreeMap<u32, u64> {
+        let (mut server, mut plan) = (PortServer::new(1_000_000_000), ServeTimes::default());
         let mut ends = BTreeMap::new();
-        let mut serve_until = |server: &mut Server, plan: &mut Plan, until: u64| {
+        let mut serve_until = |server: &mut PortServer, plan: &mut ServeTimes, until: u64| {
             while let Some((now, turn)) = plan.0.first().copied().filter(|(at, _)| at.0 <= until) {
                 plan.0.pop_first();
                 if server.is_due(turn) {
@@ -279,8 +277,8 @@ mod tests {
             serve_until(&mut server, &mut plan, at);
             let place = (0, Nanos(at));
             match change {
-                Change::Comes(op, bytes) => server.arrive(place, (op, 0), bytes, &mut plan),
-                Change::Rate(rate) => server.set_rate(place, rate, &mut plan),
+                LoadChange::Comes(op, bytes) => server.arrive(place, (op, 0), bytes, &mut plan),
+                LoadChange::Rate(rate) => server.set_rate(place, rate, &mut plan),
             }
         }
         serve_until(&mut server, &mut plan, u64::MAX);
@@ -288,7 +286,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(changes: Vec<(u64, Change)>, expected: &[u64]) {
+    fn check(changes: Vec<(u64, LoadChange)>, expected: &[u64]) {
         let ends: Vec<u64> = ends(changes).into_values().collect();
         let near = |(a, b): (&u64, &u64)| a.abs_diff(*b) <= 2;
         let same = ends.len() == expected.len() && ends.iter().zip(expected).all(near);
@@ -297,7 +295,7 @@ mod tests {
 
     #[test]
     fn whole_operations_share_a_port_equally() {
-        use Change::Comes;
+        use LoadChange::Comes;
         check(vec![(0, Comes(0, 1_000))], &[1_000]);
         check(vec![(0, Comes(0, 1_000)), (0, Comes(1, 1_000))], &[2_000, 2_000]);
         check(vec![(0, Comes(0, 1_000)), (0, Comes(1, 3_000))], &[2_000, 4_000]);
@@ -312,7 +310,7 @@ mod tests {
 
     #[test]
     fn another_bandwidth_holds_for_what_is_left() {
-        use Change::{Comes, Rate};
+        use LoadChange::{Comes, Rate};
         let slower = Rate(500_000_000);
         check(vec![(0, Comes(0, 1_000)), (500, slower)], &[1_500]);
         let slower = Rate(500_000_000);

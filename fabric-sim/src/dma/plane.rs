@@ -1,11 +1,11 @@
 //! The half of the data network that a process owns.
 
-use super::call::{Call, Calls, Desc, News, PlaneIx};
-use crate::memory::Slice;
+use super::call::{DataPlaneIx, DmaCall, DmaCalls, DmaMessage, SimRegionDesc};
+use crate::memory::OpSlice;
 use engine::core::time::Nanos;
 use engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, Refused,
-    RegionDesc, RegionId, SessionId, Submit, Ticket, Wake,
+    Address, Caps, Credits, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
+    QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
@@ -14,32 +14,32 @@ use std::task::Waker;
 /// with [`SimDataPlane::take_calls`] and answers with [`SimDataPlane::deliver`].
 #[derive(Debug)]
 pub struct SimDataPlane {
-    ix: PlaneIx,
+    ix: DataPlaneIx,
     address: Address,
     caps: Caps,
     /// Operations in flight at most; less than the capability while the queue is full.
     credits: u32,
-    regions: BTreeMap<RegionId, Region>,
+    regions: BTreeMap<RegionId, SimRegion>,
     registrations: u32,
-    peers: BTreeMap<PeerId, PlaneIx>,
-    sessions: BTreeMap<SessionId, Session>,
+    peers: BTreeMap<PeerId, DataPlaneIx>,
+    sessions: BTreeMap<SessionId, SimSession>,
     /// Operations in flight: their region, peer and credit.
     operations: BTreeMap<OpId, (RegionId, PeerId, Credits)>,
     used: Credits,
     used_by: BTreeMap<PeerId, Credits>,
-    calls: Calls,
+    calls: DmaCalls,
     inbox: VecDeque<DataEvent>,
     waker: Option<Waker>,
 }
 
 #[derive(Debug)]
-struct Region {
+struct SimRegion {
     len: u64,
     operations: u32,
 }
 
 #[derive(Debug)]
-struct Session {
+struct SimSession {
     local: RegionId,
     local_len: u64,
     peer: PeerId,
@@ -48,7 +48,7 @@ struct Session {
 }
 
 impl SimDataPlane {
-    pub(super) fn new(ix: PlaneIx, caps: Caps) -> SimDataPlane {
+    pub(super) fn new(ix: DataPlaneIx, caps: Caps) -> SimDataPlane {
         SimDataPlane {
             ix,
             address: ix.address(0),
@@ -61,19 +61,19 @@ impl SimDataPlane {
             peers: BTreeMap::new(),
             sessions: BTreeMap::new(),
             operations: BTreeMap::new(),
-            calls: Calls::default(),
+            calls: DmaCalls::default(),
             inbox: VecDeque::new(),
             waker: None,
         }
     }
 
     /// Which plane this is.
-    pub fn ix(&self) -> PlaneIx {
+    pub fn ix(&self) -> DataPlaneIx {
         self.ix
     }
 
     /// Moves the calls made since the last time into `into`, whose memory is reused.
-    pub fn take_calls(&mut self, into: &mut Calls) {
+    pub fn take_calls(&mut self, into: &mut DmaCalls) {
         into.clear();
         std::mem::swap(&mut self.calls, into);
     }
@@ -84,13 +84,13 @@ impl SimDataPlane {
     }
 
     /// Takes in what the data network tells.
-    pub fn deliver(&mut self, news: News) {
+    pub fn deliver(&mut self, news: DmaMessage) {
         match news {
-            News::Credits(credits) => self.credits = credits,
-            News::SessionDead(session) => {
+            DmaMessage::Credits(credits) => self.credits = credits,
+            DmaMessage::SessionDead(session) => {
                 self.sessions.entry(session).and_modify(|session| session.open = false);
             }
-            News::Event(event) => {
+            DmaMessage::Event(event) => {
                 self.note(&event);
                 self.inbox.push_back(event);
                 if let Some(waker) = &self.waker {
@@ -203,8 +203,8 @@ impl DataPlane for SimDataPlane {
         }
         self.registrations += 1;
         let serial = self.registrations;
-        self.regions.insert(region, Region { len: memory.len(), operations: 0 });
-        self.calls.list.push(Call::Register { region, serial, memory });
+        self.regions.insert(region, SimRegion { len: memory.len(), operations: 0 });
+        self.calls.list.push(DmaCall::Register { region, serial, memory });
         Ok(())
     }
 
@@ -218,19 +218,19 @@ impl DataPlane for SimDataPlane {
         for session in self.sessions.values_mut().filter(|session| session.local == region) {
             session.open = false;
         }
-        self.calls.list.push(Call::Deregister { region });
+        self.calls.list.push(DmaCall::Deregister { region });
         Ok(())
     }
 
-    fn connect(&mut self, peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
+    fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
         if self.peers.contains_key(&peer) {
             return invalid("peer id in use");
         }
-        let Some(plane) = PlaneIx::of(address) else {
+        let Some(plane) = DataPlaneIx::of(address) else {
             return invalid("address of another kind of plane");
         };
         self.peers.insert(peer, plane);
-        self.calls.list.push(Call::Connect { peer, plane, pass });
+        self.calls.list.push(DmaCall::Connect { peer, plane, fence_key });
         Ok(())
     }
 
@@ -239,7 +239,7 @@ impl DataPlane for SimDataPlane {
             return;
         }
         self.sessions.retain(|_, session| session.peer != peer);
-        self.calls.list.push(Call::Disconnect { peer });
+        self.calls.list.push(DmaCall::Disconnect { peer });
     }
 
     fn open(
@@ -254,19 +254,20 @@ impl DataPlane for SimDataPlane {
         }
         let Some(region) = self.regions.get(&local) else { return invalid("no such region") };
         let Some(plane) = self.peers.get(&peer) else { return invalid("no such peer") };
-        let Some(remote) = Desc::decode(remote).filter(|remote| remote.plane == *plane) else {
+        let Some(remote) = SimRegionDesc::decode(remote).filter(|remote| remote.plane == *plane)
+        else {
             return invalid("descriptor of another plane");
         };
         let (local_len, remote_len) = (region.len, remote.len);
-        let entry = Session { local, local_len, peer, remote_len, open: false };
+        let entry = SimSession { local, local_len, peer, remote_len, open: false };
         self.sessions.insert(session, entry);
-        self.calls.list.push(Call::Open { session, local, peer, remote });
+        self.calls.list.push(DmaCall::Open { session, local, peer, remote });
         Ok(())
     }
 
     fn close(&mut self, session: SessionId) {
         if self.sessions.remove(&session).is_some() {
-            self.calls.list.push(Call::Close { session });
+            self.calls.list.push(DmaCall::Close { session });
         }
     }
 
@@ -280,7 +281,7 @@ impl DataPlane for SimDataPlane {
         }
         let first = self.calls.slices.len() as u32;
         let ranges = batch.local.iter().zip(batch.remote).zip(batch.len);
-        let slice = |((local, remote), len): ((&u64, &u64), &u64)| Slice {
+        let slice = |((local, remote), len): ((&u64, &u64), &u64)| OpSlice {
             local: *local,
             remote: *remote,
             len: *len,
@@ -288,24 +289,24 @@ impl DataPlane for SimDataPlane {
         self.calls.slices.extend(ranges.map(slice));
         let Submit { op, session, direction, .. } = batch;
         let slices = (first, self.calls.slices.len() as u32);
-        self.calls.list.push(Call::Submit { op, session, direction, slices });
+        self.calls.list.push(DmaCall::Submit { op, session, direction, slices });
         Ok(())
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
-        self.calls.list.push(Call::Quiesce { session, ticket });
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
+        self.calls.list.push(DmaCall::Quiesce { session, ticket });
     }
 
     fn fence(&mut self, peer: PeerId) {
-        self.calls.list.push(Call::Fence { peer });
+        self.calls.list.push(DmaCall::Fence { peer });
     }
 
     fn set_waker(&mut self, waker: Waker) {
         self.waker = Some(waker);
     }
 
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         out.extend(self.inbox.drain(..));
-        Wake::External
+        NextPoll::External
     }
 }

@@ -1,35 +1,37 @@
 //! Sessions: opening, quiet, teardown.
 
-use super::call::{Desc, DmaEvent, Hooks, News, Output, PlaneIx};
+use super::call::{DataPlaneIx, DmaEvent, DmaHooks, DmaMessage, DmaOutput, SimRegionDesc};
 use super::{Dma, backend, draw};
 use crate::queue::Schedule;
 use engine::core::time::Nanos;
-use engine::fabric::{Cause, DataEvent, Landed, Outcome, PeerId, RegionId, SessionId, Ticket};
+use engine::fabric::{
+    Completion, DataEvent, FabricError, Landed, PeerId, QuiesceTicket, RegionId, SessionId,
+};
 use std::collections::BTreeMap;
 
 /// A session of one plane. Its slot is never reused; its id may be, once it is closed.
 #[derive(Debug)]
-pub(super) struct Session {
-    pub(super) plane: PlaneIx,
+pub(super) struct DmaSession {
+    pub(super) plane: DataPlaneIx,
     pub(super) id: SessionId,
     pub(super) peer: PeerId,
     /// Serial of the local region.
     pub(super) local: u32,
-    pub(super) remote: Desc,
+    pub(super) remote: SimRegionDesc,
     /// The pass when it was opened.
-    pub(super) pass: u64,
-    pub(super) state: State,
+    pub(super) fence_key: u64,
+    pub(super) state: DmaSessionState,
     /// Operations accepted so far.
     pub(super) accepted: u64,
     /// Operations that may still land or have to be reported, by order of acceptance.
     pub(super) unsettled: BTreeMap<u64, u32>,
-    tickets: Vec<Asked>,
+    tickets: Vec<PendingQuiesce>,
     /// The answer to `open` until it is given.
-    pub(super) opened: Option<Result<(), Cause>>,
+    pub(super) opened: Option<Result<(), FabricError>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum DmaSessionState {
     Open,
     /// Takes nothing more; what was accepted has failed or will.
     Dead,
@@ -38,8 +40,8 @@ pub(super) enum State {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Asked {
-    ticket: Ticket,
+struct PendingQuiesce {
+    ticket: QuiesceTicket,
     /// Operations accepted before.
     before: u64,
     /// Nothing of those that have failed can land any more.
@@ -50,67 +52,72 @@ impl Dma {
     pub(super) fn open<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
-        (id, local, peer, remote): (SessionId, RegionId, PeerId, Desc),
-        hooks: &mut dyn Hooks,
+        plane: DataPlaneIx,
+        (id, local, peer, remote): (SessionId, RegionId, PeerId, SimRegionDesc),
+        hooks: &mut dyn DmaHooks,
         queue: &mut S,
     ) {
         let me = &self.planes[plane.0 as usize];
         let serial = me.regions.get(&local).map_or(0, |region| region.serial);
-        let pass = me.peers.get(&peer).map_or(0, |(_, pass)| *pass);
+        let fence_key = me.peers.get(&peer).map_or(0, |(_, fence_key)| *fence_key);
         let result = match hooks.open(now, plane, remote.plane) {
             Some(cause) => Err(cause),
             None => self.openable(plane, serial, remote),
         };
         let slot = self.sessions.len() as u32;
-        self.sessions.push(Session {
+        self.sessions.push(DmaSession {
             plane,
             id,
             peer,
             local: serial,
             remote,
-            pass,
-            state: if result.is_ok() { State::Open } else { State::Dead },
+            fence_key,
+            state: if result.is_ok() { DmaSessionState::Open } else { DmaSessionState::Dead },
             accepted: 0,
             unsettled: BTreeMap::new(),
             tickets: Vec::new(),
             opened: Some(result.clone()),
         });
         self.planes[plane.0 as usize].sessions.insert(id, slot);
-        let unanswered = matches!(result, Err(Cause::Unreachable));
+        let unanswered = matches!(result, Err(FabricError::Unreachable));
         let span = self.draw_span(plane, self.config.open);
         let at = now + if unanswered { self.config.ack_timeout } else { span };
         queue.at(at, DmaEvent::Opened { session: slot });
     }
 
     /// Tells the owner of a session whether it can be used, unless it was closed meanwhile.
-    pub(super) fn opened(&mut self, slot: u32, out: &mut Vec<Output>) {
+    pub(super) fn opened(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
         let session = &mut self.sessions[slot as usize];
         let (plane, id) = (session.plane, session.id);
-        if matches!(session.state, State::Open | State::Dead)
+        if matches!(session.state, DmaSessionState::Open | DmaSessionState::Dead)
             && let Some(result) = session.opened.take()
         {
             let event = DataEvent::Opened { session: id, result };
-            self.hand_over(plane, News::Event(event), out);
+            self.hand_over(plane, DmaMessage::Event(event), out);
         }
     }
 
-    fn openable(&self, plane: PlaneIx, serial: u32, remote: Desc) -> Result<(), Cause> {
+    fn openable(
+        &self,
+        plane: DataPlaneIx,
+        serial: u32,
+        remote: SimRegionDesc,
+    ) -> Result<(), FabricError> {
         let Some(other) = self.planes.get(remote.plane.0 as usize) else {
-            return Err(Cause::Unreachable);
+            return Err(FabricError::Unreachable);
         };
         let cut = self.cut_between(plane, remote.plane) || self.cut_between(remote.plane, plane);
         if self.planes[plane.0 as usize].lost {
             return Err(backend::none());
         }
         if !other.alive || other.lost || cut {
-            return Err(Cause::Unreachable);
+            return Err(FabricError::Unreachable);
         }
         if !self.planes[plane.0 as usize].places.contains_key(&serial) {
-            return Err(Cause::LocalAccess);
+            return Err(FabricError::LocalAccess);
         }
         let fits = other.places.get(&remote.serial).is_some_and(|(_, len)| *len == remote.len);
-        if fits { Ok(()) } else { Err(Cause::RemoteAccess) }
+        if fits { Ok(()) } else { Err(FabricError::RemoteAccess) }
     }
 
     /// Fails the operations of a session one by one. Bytes of those that started go on landing.
@@ -118,7 +125,7 @@ impl Dma {
         &mut self,
         now: Nanos,
         slot: u32,
-        cause: &Cause,
+        cause: &FabricError,
         queue: &mut S,
     ) {
         let window = self.config.teardown.0;
@@ -131,21 +138,22 @@ impl Dma {
             if !state.started {
                 state.ended = true;
             }
-            state.outcome = Some(Outcome::Failed { cause: cause.clone(), landed });
+            state.outcome = Some(Completion::Failed { cause: cause.clone(), landed });
             let after = self.keyed.below(draw::TEARDOWN, u64::from(slot), *n, window);
-            queue.at(now + Nanos(after), DmaEvent::Report { op: *op, turn: state.turn });
+            queue
+                .at(now + Nanos(after), DmaEvent::Report { op: *op, generation: state.generation });
         }
     }
 
     /// The session takes nothing more; false if it did not before.
-    pub(super) fn mark_dead(&mut self, slot: u32, out: &mut Vec<Output>) -> bool {
+    pub(super) fn mark_dead(&mut self, slot: u32, out: &mut Vec<DmaOutput>) -> bool {
         let session = &mut self.sessions[slot as usize];
-        if session.state != State::Open {
+        if session.state != DmaSessionState::Open {
             return false;
         }
-        session.state = State::Dead;
+        session.state = DmaSessionState::Dead;
         let (plane, id) = (session.plane, session.id);
-        self.hand_over(plane, News::SessionDead(id), out);
+        self.hand_over(plane, DmaMessage::SessionDead(id), out);
         true
     }
 
@@ -153,7 +161,7 @@ impl Dma {
     pub fn dead_sessions(&self) -> usize {
         let living = self.planes.iter().filter(|plane| plane.alive);
         let slots = living.flat_map(|plane| plane.sessions.values());
-        slots.filter(|slot| self.sessions[**slot as usize].state == State::Dead).count()
+        slots.filter(|slot| self.sessions[**slot as usize].state == DmaSessionState::Dead).count()
     }
 
     /// All open sessions of a plane with another die, as if their queue pairs went to the error
@@ -161,16 +169,16 @@ impl Dma {
     pub fn kill_sessions<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        (plane, peer): (PlaneIx, PlaneIx),
+        (plane, peer): (DataPlaneIx, DataPlaneIx),
         queue: &mut S,
-        out: &mut Vec<Output>,
+        out: &mut Vec<DmaOutput>,
     ) {
         let with_peer = |slot: &u32| self.sessions[*slot as usize].remote.plane == peer;
         let slots = self.planes[plane.0 as usize].sessions.values().copied();
         let slots: Vec<u32> = slots.filter(with_peer).collect();
         for slot in slots {
             if self.mark_dead(slot, out) {
-                self.fail_all(now, slot, &Cause::QueuePair, queue);
+                self.fail_all(now, slot, &FabricError::QueuePair, queue);
             }
         }
     }
@@ -178,24 +186,24 @@ impl Dma {
     pub(super) fn close<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
+        plane: DataPlaneIx,
         id: SessionId,
         queue: &mut S,
     ) {
         let Some(slot) = self.planes[plane.0 as usize].sessions.get(&id).copied() else { return };
         let session = &mut self.sessions[slot as usize];
-        if matches!(session.state, State::Closing | State::Closed) {
+        if matches!(session.state, DmaSessionState::Closing | DmaSessionState::Closed) {
             return;
         }
-        session.state = State::Closing;
-        self.fail_all(now, slot, &Cause::Closed, queue);
+        session.state = DmaSessionState::Closing;
+        self.fail_all(now, slot, &FabricError::Closed, queue);
         queue.at(now + self.config.teardown, DmaEvent::Closed { session: slot });
     }
 
     /// The teardown of a session is over.
-    pub(super) fn closed(&mut self, slot: u32, out: &mut Vec<Output>) {
+    pub(super) fn closed(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
         let session = &mut self.sessions[slot as usize];
-        session.state = State::Closed;
+        session.state = DmaSessionState::Closed;
         let (plane, id) = (session.plane, session.id);
         let unsettled = std::mem::take(&mut session.unsettled);
         for op in unsettled.into_values() {
@@ -215,8 +223,8 @@ impl Dma {
     pub(super) fn quiesce<S: Schedule<DmaEvent>>(
         &mut self,
         now: Nanos,
-        plane: PlaneIx,
-        (id, ticket): (SessionId, Ticket),
+        plane: DataPlaneIx,
+        (id, ticket): (SessionId, QuiesceTicket),
         queue: &mut S,
     ) {
         let at = now + self.draw_span(plane, self.config.barrier);
@@ -226,12 +234,16 @@ impl Dma {
         };
         let session = &mut self.sessions[slot as usize];
         let before = session.accepted;
-        session.tickets.push(Asked { ticket, before, passed: false });
+        session.tickets.push(PendingQuiesce { ticket, before, passed: false });
         queue.at(at, DmaEvent::Barrier { session: slot, ticket });
     }
 
     /// From here on nothing of a failed operation lands that was accepted before the ticket.
-    pub(super) fn barrier(&mut self, (slot, ticket): (u32, Ticket), out: &mut Vec<Output>) {
+    pub(super) fn barrier(
+        &mut self,
+        (slot, ticket): (u32, QuiesceTicket),
+        out: &mut Vec<DmaOutput>,
+    ) {
         let session = &mut self.sessions[slot as usize];
         let asked =
             session.tickets.iter_mut().find(|asked| asked.ticket == ticket && !asked.passed);
@@ -252,36 +264,42 @@ impl Dma {
     }
 
     /// Answers the tickets that wait for nothing any more.
-    pub(super) fn answer_tickets(&mut self, slot: u32, out: &mut Vec<Output>) {
+    pub(super) fn answer_tickets(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
         let session = &mut self.sessions[slot as usize];
-        if session.tickets.is_empty() || session.state == State::Closing {
+        if session.tickets.is_empty() || session.state == DmaSessionState::Closing {
             return;
         }
         let oldest = session.unsettled.first_key_value().map_or(u64::MAX, |(n, _)| *n);
         let (plane, id) = (session.plane, session.id);
-        let quiet = |asked: &Asked| asked.passed && asked.before <= oldest;
+        let quiet = |asked: &PendingQuiesce| asked.passed && asked.before <= oldest;
         let answered: Vec<_> = session.tickets.extract_if(.., |asked| quiet(asked)).collect();
         for asked in answered {
             self.tell_quiet(plane, (id, asked.ticket), out);
         }
     }
 
-    fn tell_quiet(&mut self, plane: PlaneIx, id: (SessionId, Ticket), out: &mut Vec<Output>) {
+    fn tell_quiet(
+        &mut self,
+        plane: DataPlaneIx,
+        id: (SessionId, QuiesceTicket),
+        out: &mut Vec<DmaOutput>,
+    ) {
         let (session, ticket) = id;
         if self.planes[plane.0 as usize].alive {
-            out.push(Output::Quiet { plane, session });
+            out.push(DmaOutput::Quiet { plane, session });
         }
-        self.hand_over(plane, News::Event(DataEvent::Quiet { session, ticket }), out);
+        self.hand_over(plane, DmaMessage::Event(DataEvent::Quiet { session, ticket }), out);
     }
 
     /// A crashed plane has no memory and no operations any more.
-    pub(super) fn gone(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
+    pub(super) fn gone(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
         self.stores[plane.0 as usize] = None;
         self.forget(plane, out);
     }
 
-    /// Nothing of a plane is known any more: what it had in flight ends, and nobody is told of quiet.
-    pub(super) fn forget(&mut self, plane: PlaneIx, out: &mut Vec<Output>) {
+    /// Nothing of a plane is known any more: what it had in flight ends, and nobody is told of
+    /// quiet.
+    pub(super) fn forget(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
         let me = &mut self.planes[plane.0 as usize];
         me.epoch += 1;
         me.regions.clear();

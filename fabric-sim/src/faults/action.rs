@@ -3,7 +3,7 @@
 use engine::core::ids::ClientId;
 use engine::core::time::Nanos;
 use scenarios::lists::{FaultKind, MessageName};
-use scenarios::run::Instance;
+use scenarios::run::InstanceSettings;
 
 /// Index of the router where instances are named.
 pub const ROUTER: u16 = u16::MAX;
@@ -11,24 +11,13 @@ pub const ROUTER: u16 = u16::MAX;
 /// Something for the world to do, at once unless it says otherwise. Instances are indices into
 /// those of the run; [`ROUTER`] is the router.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum FaultAction {
     /// All sessions between two instances go to error.
-    KillSessions {
-        /// One instance.
-        a: u16,
-        /// The other.
-        b: u16,
-    },
+    KillSessions { a: u16, b: u16 },
     /// The data planes of an instance answer `Busy`, or do so no more.
-    QueueFull {
-        /// Whose.
-        instance: u16,
-        /// Whether they do.
-        full: bool,
-    },
+    QueueFull { instance: u16, full: bool },
     /// Data planes of an instance have no backend, or get a new one.
     Port {
-        /// Whose.
         instance: u16,
         /// Of one rank; `None` is all.
         rank: Option<u16>,
@@ -39,9 +28,7 @@ pub enum Action {
     LinkRate {
         /// Where bytes come from.
         from: u16,
-        /// Where they go.
         to: u16,
-        /// By how much.
         divided_by: u32,
     },
     /// Frames and operations from one instance to another are cut, or pass again.
@@ -55,47 +42,29 @@ pub enum Action {
     },
     /// An instance loses its state and memory; with `back_after` it starts again.
     Crash {
-        /// Which.
         instance: u16,
         /// How long it stays down; `None` is for good.
         back_after: Option<Nanos>,
         /// What it is then, if something else.
-        becomes: Option<Box<Instance>>,
+        becomes: Option<Box<InstanceSettings>>,
     },
     /// The clock of an instance steps back, which it sees when it starts.
-    ClockBack {
-        /// Whose.
-        instance: u16,
-    },
+    ClockBack { instance: u16 },
     /// An instance registers as one that takes no more legs.
-    Drain {
-        /// Which.
-        instance: u16,
-    },
+    Drain { instance: u16 },
     /// An instance makes no step, or goes on; its memory can be read and written all the time.
     Pause {
-        /// Which.
         instance: u16,
         /// Whether it stands still.
         paused: bool,
     },
     /// The engine preempts a request.
-    Preempt {
-        /// Which engine.
-        instance: u16,
-    },
+    Preempt { instance: u16 },
     /// The registration that an instance sent last reaches the router once more.
-    StaleRegistration {
-        /// Whose.
-        instance: u16,
-        /// How much later.
-        after: Nanos,
-    },
+    StaleRegistration { instance: u16, after: Nanos },
     /// In one instant an instance learns that a read is done and its lease ends.
     Race {
-        /// Which.
         instance: u16,
-        /// When.
         at: Nanos,
         /// It is told of the read before its timer.
         done_first: bool,
@@ -104,7 +73,6 @@ pub enum Action {
     Abort {
         /// Which; `None` is the one that came last of those without an answer.
         client: Option<ClientId>,
-        /// How much later.
         after: Nanos,
         /// Both engines are told at the same instant, not through the router.
         both: bool,
@@ -113,10 +81,9 @@ pub enum Action {
 
 /// What an operation, frame, leg or other event is about.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Spot {
+pub struct FaultSubject {
     /// The instance where it happens, or that sends.
     pub from: u16,
-    /// Its peer.
     pub to: Option<u16>,
     /// The TP rank, of operations.
     pub rank: u16,
@@ -130,21 +97,21 @@ pub struct Spot {
     pub nth: u64,
 }
 
-impl Spot {
+impl FaultSubject {
     /// An event at an instance without a peer.
-    pub fn at(from: u16) -> Spot {
-        Spot { from, ..Spot::default() }
+    pub fn at(from: u16) -> FaultSubject {
+        FaultSubject { from, ..FaultSubject::default() }
     }
 
     /// An event between two instances.
-    pub fn between(from: u16, to: u16) -> Spot {
-        Spot { from, to: Some(to), ..Spot::default() }
+    pub fn between(from: u16, to: u16) -> FaultSubject {
+        FaultSubject { from, to: Some(to), ..FaultSubject::default() }
     }
 }
 
 /// What becomes of a leg on its way to an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LegFate {
+pub struct LegDecision {
     /// It never arrives; the router finds its connection cut.
     pub lost: bool,
     /// It arrives again this long after.
@@ -155,8 +122,7 @@ pub struct LegFate {
 
 /// A fault that hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hit {
-    /// What it does.
+pub struct FaultHit {
     pub kind: FaultKind,
     /// The instance that it happens to, or where the frame or operation comes from.
     pub from: Option<u16>,
@@ -166,13 +132,11 @@ pub struct Hit {
 
 /// How far the newest transfer of an instance is; for the table of fault kinds and phases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Phase {
+pub enum CoveragePhase {
     /// No transfer yet, or the last one ended.
     #[default]
     Idle,
-    /// Asked for.
     Announced,
-    /// Granted.
     Granted,
     /// Bytes move.
     Moving,
@@ -180,19 +144,22 @@ pub enum Phase {
     Delivered,
 }
 
-impl Phase {
-    /// Every phase.
-    pub const ALL: [Phase; 5] =
-        [Phase::Idle, Phase::Announced, Phase::Granted, Phase::Moving, Phase::Delivered];
+impl CoveragePhase {
+    pub const ALL: [CoveragePhase; 5] = [
+        CoveragePhase::Idle,
+        CoveragePhase::Announced,
+        CoveragePhase::Granted,
+        CoveragePhase::Moving,
+        CoveragePhase::Delivered,
+    ];
 
-    /// For tables.
     pub const fn name(self) -> &'static str {
         match self {
-            Phase::Idle => "no transfer",
-            Phase::Announced => "announced",
-            Phase::Granted => "granted",
-            Phase::Moving => "moving",
-            Phase::Delivered => "delivered",
+            CoveragePhase::Idle => "no transfer",
+            CoveragePhase::Announced => "announced",
+            CoveragePhase::Granted => "granted",
+            CoveragePhase::Moving => "moving",
+            CoveragePhase::Delivered => "delivered",
         }
     }
 }

@@ -1,10 +1,10 @@
 //! The fault engine: decides when the faults of a run fire and what they do to operations, frames
-//! and legs; what happens to whole instances and links it asks of the world as [`Action`]s.
+//! and legs; what happens to whole instances and links it asks of the world as [`FaultAction`]s.
 //!
 //! A fault with `on` fires at the nth matching event and each one after it while `times` lasts; a
-//! fault with `chance` draws at each opportunity; a fault with `at` fires when [`Faults::tick`] is
-//! called. What then has no object (an operation, frame or leg fault without one at hand) hits the
-//! next that it concerns.
+//! fault with `chance` draws at each opportunity; a fault with `at` fires when
+//! [`FaultScheduler::tick`] is called. What then has no object (an operation, frame or leg fault
+//! without one at hand) hits the next that it concerns.
 //!
 //! Every decision is keyed by the fault's own key and by what it is about (sender and its count),
 //! so that a fault more or less changes no decision of the others.
@@ -13,29 +13,29 @@
 //! none, `Never` over `Lost` over `Given`. On one frame: loss wins, delays add up.
 
 mod action;
-mod fate;
-mod fire;
+mod decision;
 mod plan;
 #[cfg(test)]
 mod tests;
+mod trigger;
 
-pub use action::{Action, Hit, LegFate, Phase, ROUTER, Spot};
+pub use action::{CoveragePhase, FaultAction, FaultHit, FaultSubject, LegDecision, ROUTER};
 
 use engine::core::message::Role;
 use engine::core::time::Nanos;
 use engine::fabric::Placement;
-use fire::Window;
-use plan::{Plan, When};
+use plan::{FaultPlan, TriggerCondition};
 use scenarios::Opportunity;
 use scenarios::decide::{below, mix};
-use scenarios::lists::{Event, FaultKind};
-use scenarios::run::{Order, Run};
+use scenarios::lists::{FaultKind, TriggerEvent};
+use scenarios::run::{RaceOrder, Run};
 use std::collections::{BTreeMap, BTreeSet};
+use trigger::FaultWindow;
 
 /// All faults of a run.
 #[derive(Debug)]
-pub struct Faults {
-    plans: Vec<Plan>,
+pub struct FaultScheduler {
+    plans: Vec<FaultPlan>,
     /// Indices of those that wait for an event, by event.
     by_event: Vec<Vec<usize>>,
     of_ops: Vec<usize>,
@@ -47,9 +47,9 @@ pub struct Faults {
     /// Some fault wants to know when leases end.
     races: bool,
     /// What is due when: plans that fire and windows that end.
-    due: BTreeMap<(Nanos, u64), Due>,
+    due: BTreeMap<(Nanos, u64), FaultDeadline>,
     serial: u64,
-    windows: BTreeMap<u64, Window>,
+    windows: BTreeMap<u64, FaultWindow>,
     /// Pairs between which frames vanish, with the number of windows that say so.
     vanish: BTreeMap<(u16, u16), u32>,
     /// Instance, rank and delay.
@@ -57,26 +57,26 @@ pub struct Faults {
     /// Pairs whose lease a read races with, and when it ends.
     raced: BTreeMap<(u16, u16), Nanos>,
     roles: Vec<Role>,
-    phases: Vec<Phase>,
-    actions: Vec<Action>,
-    hits: Vec<Hit>,
-    coverage: BTreeMap<(FaultKind, Phase), u64>,
+    phases: Vec<CoveragePhase>,
+    actions: Vec<FaultAction>,
+    hits: Vec<FaultHit>,
+    coverage: BTreeMap<(FaultKind, CoveragePhase), u64>,
     last: Nanos,
     healed: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Due {
+enum FaultDeadline {
     Fire(usize),
     End(u64),
 }
 
-impl Faults {
+impl FaultScheduler {
     /// The faults of a run; none has fired.
-    pub fn new(run: &Run) -> Faults {
-        let mut faults = Faults {
-            plans: run.faults.iter().map(|fault| Plan::new(run, fault)).collect(),
-            by_event: vec![Vec::new(); Event::ALL.len()],
+    pub fn new(run: &Run) -> FaultScheduler {
+        let mut faults = FaultScheduler {
+            plans: run.faults.iter().map(|fault| FaultPlan::new(run, fault)).collect(),
+            by_event: vec![Vec::new(); TriggerEvent::ALL.len()],
             of_ops: Vec::new(),
             of_frames: Vec::new(),
             of_legs: Vec::new(),
@@ -91,7 +91,7 @@ impl Faults {
             lags: Vec::new(),
             raced: BTreeMap::new(),
             roles: run.instances.iter().map(|instance| instance.role).collect(),
-            phases: vec![Phase::Idle; run.instances.len()],
+            phases: vec![CoveragePhase::Idle; run.instances.len()],
             actions: Vec::new(),
             hits: Vec::new(),
             coverage: BTreeMap::new(),
@@ -108,11 +108,11 @@ impl Faults {
     fn file(&mut self, index: usize) {
         let (kind, when) = (self.plans[index].kind(), self.plans[index].when.clone());
         match when {
-            When::At(at) => self.schedule(at, Due::Fire(index)),
-            When::On(watch) => self.by_event[watch.event as usize].push(index),
-            When::Chance(_) => {}
+            TriggerCondition::At(at) => self.schedule(at, FaultDeadline::Fire(index)),
+            TriggerCondition::On(watch) => self.by_event[watch.event as usize].push(index),
+            TriggerCondition::Chance(_) => {}
         }
-        match kind.form().opportunity {
+        match kind.schema().opportunity {
             Opportunity::Operation => self.of_ops.push(index),
             Opportunity::Lease => {
                 self.of_ops.push(index);
@@ -122,7 +122,7 @@ impl Faults {
             Opportunity::Leg => self.of_legs.push(index),
             Opportunity::Step => self.of_steps.push(index),
             Opportunity::Memory => self.of_memory.push(index),
-            Opportunity::Request if !kind.is_shape() => self.of_requests.push(index),
+            Opportunity::Request if !kind.is_static() => self.of_requests.push(index),
             Opportunity::Request | Opportunity::Run => {}
         }
         if kind == FaultKind::DoneOutOfOrder {
@@ -132,25 +132,25 @@ impl Faults {
 
     /// When planes have to count bytes as placed, for the faults of this run to be legal.
     pub fn placement(&self) -> Placement {
-        let overtakes = |plan: &Plan| match plan.kind() {
+        let overtakes = |plan: &FaultPlan| match plan.kind() {
             FaultKind::NotifyOvertakes => true,
-            FaultKind::DoneOutOfOrder => plan.fault.first != Order::Late,
+            FaultKind::DoneOutOfOrder => plan.fault.first != RaceOrder::Late,
             _ => false,
         };
         if self.plans.iter().any(overtakes) { Placement::OnQuiet } else { Placement::OnCompletion }
     }
 
-    /// True if [`Spot::lease`] is of use.
+    /// True if [`FaultSubject::lease`] is of use.
     pub fn races(&self) -> bool {
         self.races
     }
 
-    fn schedule(&mut self, at: Nanos, due: Due) {
+    fn schedule(&mut self, at: Nanos, due: FaultDeadline) {
         self.serial += 1;
         self.due.insert((at, self.serial), due);
     }
 
-    /// When to call [`Faults::tick`] next.
+    /// When to call [`FaultScheduler::tick`] next.
     pub fn deadline(&self) -> Option<Nanos> {
         self.due.first_key_value().map(|((at, _), _)| *at)
     }
@@ -159,31 +159,34 @@ impl Faults {
     pub fn tick(&mut self, now: Nanos) {
         while let Some(entry) = self.due.first_entry().filter(|entry| entry.key().0 <= now) {
             match entry.remove() {
-                Due::Fire(index) if self.plans[index].spend() => self.fire(now, index, None),
-                Due::Fire(_) => {}
-                Due::End(serial) => self.close_window(now, serial),
+                FaultDeadline::Fire(index) if self.plans[index].spend() => {
+                    self.fire(now, index, None)
+                }
+                FaultDeadline::Fire(_) => {}
+                FaultDeadline::End(serial) => self.close_window(now, serial),
             }
         }
     }
 
     /// Something happened. Operations, frames and legs that are sent are told by
-    /// [`Faults::op_fate`], [`Faults::frame_fate`] and [`Faults::leg_fate`] instead.
-    pub fn on_event(&mut self, now: Nanos, event: Event, spot: &Spot) {
+    /// [`FaultScheduler::decide_op`], [`FaultScheduler::decide_frame`] and
+    /// [`FaultScheduler::decide_leg`] instead.
+    pub fn on_event(&mut self, now: Nanos, event: TriggerEvent, spot: &FaultSubject) {
         self.follow(event, spot);
         for at in 0..self.by_event[event as usize].len() {
             let index = self.by_event[event as usize][at];
-            if self.plans[index].watches(event, spot) {
+            if self.plans[index].matches_event(event, spot) {
                 self.fire(now, index, Some(spot));
             }
         }
         match event {
-            Event::StepStarted => self.draw_all(now, Opportunity::Step, spot),
-            Event::RequestArrived => self.draw_all(now, Opportunity::Request, spot),
+            TriggerEvent::StepStarted => self.draw_all(now, Opportunity::Step, spot),
+            TriggerEvent::RequestArrived => self.draw_all(now, Opportunity::Request, spot),
             _ => {}
         }
     }
 
-    fn draw_all(&mut self, now: Nanos, opportunity: Opportunity, spot: &Spot) {
+    fn draw_all(&mut self, now: Nanos, opportunity: Opportunity, spot: &FaultSubject) {
         let step = opportunity == Opportunity::Step;
         let list = if step { &self.of_steps } else { &self.of_requests };
         for at in 0..list.len() {
@@ -196,13 +199,13 @@ impl Faults {
     }
 
     /// Follows the transfers of each instance.
-    fn follow(&mut self, event: Event, spot: &Spot) {
+    fn follow(&mut self, event: TriggerEvent, spot: &FaultSubject) {
         let phase = match event {
-            Event::TransferAnnounced => Phase::Announced,
-            Event::TransferGranted => Phase::Granted,
-            Event::TransferWriting | Event::TransferReading => Phase::Moving,
-            Event::TransferDelivered => Phase::Delivered,
-            Event::TransferEnded => Phase::Idle,
+            TriggerEvent::TransferAnnounced => CoveragePhase::Announced,
+            TriggerEvent::TransferGranted => CoveragePhase::Granted,
+            TriggerEvent::TransferWriting | TriggerEvent::TransferReading => CoveragePhase::Moving,
+            TriggerEvent::TransferDelivered => CoveragePhase::Delivered,
+            TriggerEvent::TransferEnded => CoveragePhase::Idle,
             _ => return,
         };
         for instance in [Some(spot.from), spot.to].into_iter().flatten() {
@@ -212,7 +215,7 @@ impl Faults {
         }
     }
 
-    fn act(&mut self, action: Action) {
+    fn act(&mut self, action: FaultAction) {
         self.actions.push(action);
     }
 
@@ -227,32 +230,32 @@ impl Faults {
         };
         let phase = phase(from).max(phase(to)).unwrap_or_default();
         *self.coverage.entry((kind, phase)).or_default() += 1;
-        self.hits.push(Hit { kind, from, to });
+        self.hits.push(FaultHit { kind, from, to });
     }
 
     /// What the world has to do since the last call.
-    pub fn take_actions(&mut self, into: &mut Vec<Action>) {
+    pub fn take_actions(&mut self, into: &mut Vec<FaultAction>) {
         into.append(&mut self.actions);
     }
 
     /// What hit since the last call.
-    pub fn take_hits(&mut self, into: &mut Vec<Hit>) {
+    pub fn take_hits(&mut self, into: &mut Vec<FaultHit>) {
         into.append(&mut self.hits);
     }
 
     /// True if there is something to take.
-    pub fn has_news(&self) -> bool {
+    pub fn has_output(&self) -> bool {
         !self.actions.is_empty() || !self.hits.is_empty()
     }
 
     /// How often each kind hit in each phase of the transfers concerned.
-    pub fn coverage(&self) -> &BTreeMap<(FaultKind, Phase), u64> {
+    pub fn coverage(&self) -> &BTreeMap<(FaultKind, CoveragePhase), u64> {
         &self.coverage
     }
 
     /// Tables of the file, by line and kind, of which no fault of this run has hit.
     pub fn unfired(&self) -> Vec<(u32, FaultKind)> {
-        let place = |plan: &Plan| (plan.fault.line, plan.kind());
+        let place = |plan: &FaultPlan| (plan.fault.line, plan.kind());
         let hit: BTreeSet<_> = self.plans.iter().filter(|plan| plan.hit).map(place).collect();
         let all: BTreeSet<_> = self.plans.iter().map(place).collect();
         all.difference(&hit).copied().collect()
@@ -261,23 +264,23 @@ impl Faults {
     /// When the last fault hit or ended; `now` while a transient one lasts or is still to come.
     pub fn last_fault(&self, now: Nanos) -> Nanos {
         let lasting = self.windows.values().any(|window| !window.for_good);
-        let coming = !self.healed && self.plans.iter().any(Plan::is_pending);
+        let coming = !self.healed && self.plans.iter().any(FaultPlan::is_pending);
         if lasting || coming { self.last.max(now) } else { self.last }
     }
 
     /// Ends everything transient; nothing fires any more. What was done for good stays.
     pub fn heal(&mut self, now: Nanos) {
-        self.quell(now, |window| !window.for_good);
+        self.end_windows(now, |window| !window.for_good);
     }
 
     /// Nothing fires any more. What lasts among members of the core and the router ends, also if it
     /// was for good; everything else that lasts is for good from now on.
     pub fn settle(&mut self, now: Nanos, core: &BTreeSet<u16>) {
         let inside = |end: Option<u16>| end.is_none_or(|end| end == ROUTER || core.contains(&end));
-        self.quell(now, |window| inside(window.pair.0) && inside(window.pair.1));
+        self.end_windows(now, |window| inside(window.pair.0) && inside(window.pair.1));
     }
 
-    fn quell(&mut self, now: Nanos, ends: impl Fn(&Window) -> bool) {
+    fn end_windows(&mut self, now: Nanos, ends: impl Fn(&FaultWindow) -> bool) {
         self.healed = true;
         for plan in &mut self.plans {
             plan.end();
@@ -297,7 +300,7 @@ impl Faults {
     fn any_instance(&self, index: usize, role: Option<Role>, salt: u64) -> Option<u16> {
         let fits = |at: &usize| role.is_none_or(|role| self.roles[*at] == role);
         let count = (0..self.roles.len()).filter(fits).count() as u64;
-        let uniform = mix(self.plans[index].key("any", &Spot::default()).get(), salt);
+        let uniform = mix(self.plans[index].key("any", &FaultSubject::default()).get(), salt);
         let at = (0..self.roles.len()).filter(fits).nth(below(uniform, count) as usize)?;
         Some(at as u16)
     }

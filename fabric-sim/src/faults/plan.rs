@@ -1,82 +1,82 @@
 //! A fault of the run, prepared: whom it concerns, when it fires, what it has done so far.
 
-use super::action::{ROUTER, Spot};
+use super::action::{FaultSubject, ROUTER};
 use engine::core::time::Nanos;
-use scenarios::decide::{Keyed, chance, mix};
-use scenarios::lists::{Event, FaultKind, MessageName};
-use scenarios::run::{Fault, Instance, Run, Span, Trigger};
+use scenarios::decide::{DecisionKey, chance, mix};
+use scenarios::lists::{FaultKind, MessageName, TriggerEvent};
+use scenarios::run::{DurationRange, FaultTrigger, InjectedFault, InstanceSettings, Run};
 
 /// Instances that a name stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Names {
+pub(super) enum InstanceFilter {
     Any,
     /// Indices, ascending; [`ROUTER`] for the router.
     These(Vec<u16>),
 }
 
-impl Names {
-    fn of(name: Option<&String>, instances: &[Instance]) -> Names {
+impl InstanceFilter {
+    fn of(name: Option<&String>, instances: &[InstanceSettings]) -> InstanceFilter {
         match name.map(String::as_str) {
-            None => Names::Any,
-            Some("router") => Names::These(vec![ROUTER]),
+            None => InstanceFilter::Any,
+            Some("router") => InstanceFilter::These(vec![ROUTER]),
             Some(name) => {
-                let fits = |one: &Instance| one.name == name || one.host == name;
+                let fits = |one: &InstanceSettings| one.name == name || one.host == name;
                 let found = instances.iter().enumerate().filter(|(_, one)| fits(one));
-                Names::These(found.map(|(index, _)| index as u16).collect())
+                InstanceFilter::These(found.map(|(index, _)| index as u16).collect())
             }
         }
     }
 
     pub(super) fn has(&self, instance: u16) -> bool {
         match self {
-            Names::Any => true,
-            Names::These(these) => these.contains(&instance),
+            InstanceFilter::Any => true,
+            InstanceFilter::These(these) => these.contains(&instance),
         }
     }
 
     pub(super) fn has_or_none(&self, instance: Option<u16>) -> bool {
         match (self, instance) {
-            (Names::Any, _) => true,
-            (Names::These(these), Some(instance)) => these.contains(&instance),
-            (Names::These(_), None) => false,
+            (InstanceFilter::Any, _) => true,
+            (InstanceFilter::These(these), Some(instance)) => these.contains(&instance),
+            (InstanceFilter::These(_), None) => false,
         }
     }
 
     /// The named instances; `default` if it is any.
     pub(super) fn or(&self, default: Option<u16>) -> Vec<u16> {
         match self {
-            Names::Any => default.into_iter().collect(),
-            Names::These(these) => these.clone(),
+            InstanceFilter::Any => default.into_iter().collect(),
+            InstanceFilter::These(these) => these.clone(),
         }
     }
 }
 
 /// What `on` waits for.
 #[derive(Clone, Debug)]
-pub(super) struct Watch {
-    pub(super) event: Event,
-    from: Names,
-    to: Names,
+pub(super) struct EventMatcher {
+    pub(super) event: TriggerEvent,
+    from: InstanceFilter,
+    to: InstanceFilter,
     message: Option<MessageName>,
     nth: u32,
     seen: u32,
 }
 
 #[derive(Clone, Debug)]
-pub(super) enum When {
+pub(super) enum TriggerCondition {
     At(Nanos),
-    On(Watch),
+    On(EventMatcher),
     Chance(u32),
 }
 
 /// One fault of the run.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub(super) fault: Fault,
-    pub(super) target: Names,
-    pub(super) from: Names,
-    pub(super) to: Names,
-    pub(super) when: When,
+pub(super) struct FaultPlan {
+    pub(super) fault: InjectedFault,
+    pub(super) target: InstanceFilter,
+    pub(super) from: InstanceFilter,
+    pub(super) to: InstanceFilter,
+    pub(super) when: TriggerCondition,
     /// Times that it can still fire.
     left: u32,
     /// Times that it has fired and waits for something to hit.
@@ -88,22 +88,24 @@ pub(super) struct Plan {
     seed: u64,
 }
 
-impl Plan {
-    pub(super) fn new(run: &Run, fault: &Fault) -> Plan {
-        let names = |name: &Option<String>| Names::of(name.as_ref(), &run.instances);
+impl FaultPlan {
+    pub(super) fn new(run: &Run, fault: &InjectedFault) -> FaultPlan {
+        let names = |name: &Option<String>| InstanceFilter::of(name.as_ref(), &run.instances);
         let when = match &fault.trigger {
-            Trigger::At(at) => When::At(*at),
-            Trigger::Chance(ppm) => When::Chance(*ppm),
-            Trigger::On { event, from, to, message, nth } => When::On(Watch {
-                event: *event,
-                from: names(from),
-                to: names(to),
-                message: *message,
-                nth: *nth,
-                seen: 0,
-            }),
+            FaultTrigger::At(at) => TriggerCondition::At(*at),
+            FaultTrigger::Chance(ppm) => TriggerCondition::Chance(*ppm),
+            FaultTrigger::On { event, from, to, message, nth } => {
+                TriggerCondition::On(EventMatcher {
+                    event: *event,
+                    from: names(from),
+                    to: names(to),
+                    message: *message,
+                    nth: *nth,
+                    seen: 0,
+                })
+            }
         };
-        Plan {
+        FaultPlan {
             target: names(&fault.target),
             from: names(&fault.from),
             to: names(&fault.to),
@@ -122,15 +124,15 @@ impl Plan {
     }
 
     /// A decision about part `name` of this fault, keyed by what it is about.
-    pub(super) fn key(&self, name: &str, spot: &Spot) -> Keyed {
+    pub(super) fn key(&self, name: &str, spot: &FaultSubject) -> DecisionKey {
         let place = u64::from(spot.from) << 16 | u64::from(spot.rank);
-        let keyed = Keyed::new(self.seed, "fault.engine").part(name);
+        let keyed = DecisionKey::new(self.seed, "fault.engine").part(name);
         keyed.actor(mix(self.fault.key, place)).nth(spot.nth)
     }
 
     /// Draws a span of this fault, keyed by how often it has fired.
-    pub(super) fn draw(&self, name: &str, span: Option<Span>) -> Option<Nanos> {
-        let keyed = Keyed::new(self.seed, "fault.engine").part(name);
+    pub(super) fn draw(&self, name: &str, span: Option<DurationRange>) -> Option<Nanos> {
+        let keyed = DecisionKey::new(self.seed, "fault.engine").part(name);
         span.map(|span| span.draw(&keyed.actor(self.fault.key).nth(self.fired)))
     }
 
@@ -141,12 +143,12 @@ impl Plan {
 
     /// Even or odd, drawn for this time.
     pub(super) fn coin(&self) -> bool {
-        let keyed = Keyed::new(self.seed, "fault.engine").part("coin");
+        let keyed = DecisionKey::new(self.seed, "fault.engine").part("coin");
         keyed.actor(self.fault.key).nth(self.fired).get() & 1 == 1
     }
 
     /// True if an operation, frame, leg or step is one that this fault is about.
-    pub(super) fn concerns(&self, spot: &Spot) -> bool {
+    pub(super) fn concerns(&self, spot: &FaultSubject) -> bool {
         self.from.has(spot.from)
             && self.to.has_or_none(spot.to)
             && (self.target.has(spot.from) || self.target.has_or_none(spot.to))
@@ -154,8 +156,8 @@ impl Plan {
     }
 
     /// Counts an event; true if the fault fires now.
-    pub(super) fn watches(&mut self, event: Event, spot: &Spot) -> bool {
-        let When::On(watch) = &mut self.when else { return false };
+    pub(super) fn matches_event(&mut self, event: TriggerEvent, spot: &FaultSubject) -> bool {
+        let TriggerCondition::On(watch) = &mut self.when else { return false };
         let fits = watch.event == event
             && watch.from.has(spot.from)
             && watch.to.has_or_none(spot.to)
@@ -168,8 +170,8 @@ impl Plan {
     }
 
     /// Draws for an opportunity; true if the fault fires now.
-    pub(super) fn chances(&mut self, spot: &Spot) -> bool {
-        let When::Chance(ppm) = self.when else { return false };
+    pub(super) fn chances(&mut self, spot: &FaultSubject) -> bool {
+        let TriggerCondition::Chance(ppm) = self.when else { return false };
         self.left > 0 && chance(self.key("chance", spot).get(), ppm) && self.spend()
     }
 
@@ -203,6 +205,6 @@ impl Plan {
 
     /// True if it has yet to fire at a time or to hit something.
     pub(super) fn is_pending(&self) -> bool {
-        self.armed > 0 || (self.left > 0 && matches!(self.when, When::At(_)))
+        self.armed > 0 || (self.left > 0 && matches!(self.when, TriggerCondition::At(_)))
     }
 }

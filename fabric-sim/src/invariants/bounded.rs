@@ -1,13 +1,13 @@
 //! I8: queues, tables, operations in flight and retries never exceed their declared limits.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind};
 use engine::core::machine::Gauges;
 use scenarios::lists::InvariantId;
 
 /// Compares the gauges of every machine with its limits.
 #[derive(Debug)]
-pub(super) struct Bounded;
+pub(super) struct BoundedTables;
 
 /// Every gauge with its name.
 fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
@@ -25,16 +25,16 @@ fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
     ]
 }
 
-impl Invariant for Bounded {
+impl Invariant for BoundedTables {
     fn id(&self) -> InvariantId {
         InvariantId::Bounded
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Gauges]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[ObservationKind::Gauges]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         let Observation::Gauges { who, part, gauges, limits } = seen else { return };
         for ((what, size), (_, limit)) in named(gauges).into_iter().zip(named(limits)) {
             if size > limit {
@@ -50,14 +50,14 @@ impl Invariant for Bounded {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0};
-    use crate::observe::Part;
+    use crate::invariants::testing::{D0, InvariantBench};
+    use crate::observation::InstanceMachine;
 
     #[test]
     fn a_table_above_its_limit_is_reported() {
-        let mut bench = Bench::new(InvariantId::Bounded);
+        let mut bench = InvariantBench::new(InvariantId::Bounded);
         let limits = Gauges { queued: 4, transfers: u32::MAX, ..Gauges::default() };
-        let part = Part::Core;
+        let part = InstanceMachine::Core;
         let gauges = Gauges { queued: 4, transfers: 1_000, ..Gauges::default() };
         bench.see(Observation::Gauges { who: D0, part, gauges, limits });
         bench.holds();

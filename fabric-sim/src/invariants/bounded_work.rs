@@ -1,9 +1,9 @@
 //! I18: without a fault no operation is refused for want of room and no message is repeated, and a
 //! machine wakes up for something.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Part, Rank, Who};
-use engine::core::dialect::native::{Envelope, Frame};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId, SimRankId};
+use engine::core::dialect::native::{ConnectionHeader, Frame};
 use engine::core::time::Nanos;
 use engine::fabric::Refused;
 use scenarios::lists::{FaultKind, InvariantId};
@@ -28,13 +28,13 @@ const WAKE: Nanos = Nanos(250_000_000);
 
 /// What was done, and what of it in vain.
 #[derive(Clone, Copy, Debug, Default)]
-struct Work {
+struct WorkTally {
     useful: u64,
     vain: u64,
     told: bool,
 }
 
-impl Work {
+impl WorkTally {
     /// True the first time that too much was in vain.
     fn wasted(&mut self) -> bool {
         self.vain += 1;
@@ -44,23 +44,23 @@ impl Work {
     }
 }
 
-/// An operation that a plane refused for want of room was planned for nothing: a rank knows what its
-/// plane takes. Only where a fault fills a queue it cannot know. Messages are repeated for want of an
-/// acknowledgement, which always comes in time as long as there was no fault.
+/// An operation that a plane refused for want of room was planned for nothing: a rank knows what
+/// its plane takes. Only where a fault fills a queue it cannot know. Messages are repeated for want
+/// of an acknowledgement, which always comes in time as long as there was no fault.
 #[derive(Debug, Default)]
 pub(super) struct BoundedWork {
     /// Ranks that were refused an operation without a fault.
-    refused: BTreeSet<Rank>,
+    refused: BTreeSet<SimRankId>,
     /// The longest time that a fault fills a queue.
     longest: Nanos,
     /// Until when instances whose queue a fault fills may be refused operations.
     filled: BTreeMap<u16, Nanos>,
-    messages: BTreeMap<Who, Work>,
-    /// Number of the next new message of each direction of a conversation.
+    messages: BTreeMap<SimProcessId, WorkTally>,
+    /// Number of the next new message of each direction of a connection.
     next: BTreeMap<(u64, u64, u64), u64>,
     faulted: bool,
     /// Times that a deadline of a machine was due for nothing, and whether that was told.
-    woken: BTreeMap<(Who, Part), (u64, bool)>,
+    woken: BTreeMap<(SimProcessId, InstanceMachine), (u64, bool)>,
 }
 
 impl BoundedWork {
@@ -82,7 +82,12 @@ impl BoundedWork {
         *longest = until.max(*longest);
     }
 
-    fn sent(&mut self, from: Who, envelope: &Envelope, seq: u64) -> Option<Work> {
+    fn sent(
+        &mut self,
+        from: SimProcessId,
+        envelope: &ConnectionHeader,
+        seq: u64,
+    ) -> Option<WorkTally> {
         let key = (envelope.from.0, envelope.to.0, envelope.session);
         let next = self.next.entry(key).or_default();
         let work = self.messages.entry(from).or_default();
@@ -100,11 +105,17 @@ impl Invariant for BoundedWork {
         InvariantId::BoundedWork
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Refused, Kind::FrameSent, Kind::Woken, Kind::Faulted, Kind::Settled]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Refused,
+            ObservationKind::FrameSent,
+            ObservationKind::Woken,
+            ObservationKind::Faulted,
+            ObservationKind::Settled,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Refused { from, why: Refused::Busy, op } => {
                 let (instance, rank) = (from.who.instance, from.rank);
@@ -122,7 +133,7 @@ impl Invariant for BoundedWork {
             Observation::FrameSent { from, frame: Frame::Data { envelope, seq, .. }, .. }
                 if !self.faulted =>
             {
-                if let Some(Work { useful, vain, .. }) = self.sent(*from, envelope, *seq) {
+                if let Some(WorkTally { useful, vain, .. }) = self.sent(*from, envelope, *seq) {
                     found.report(self.id(), now.at, || {
                         let name = now.state.name(from.instance);
                         format!("{name} repeated {vain} messages beside {useful} without a fault")
@@ -166,13 +177,13 @@ impl Invariant for BoundedWork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, P1, rank, tag};
+    use crate::invariants::testing::{D0, InvariantBench, P0, P1, rank, tag};
     use engine::core::dialect::native::VERSION;
     use engine::core::ids::Incarnation;
     use engine::core::message::Message;
     use engine::fabric::OpId;
 
-    fn busy(bench: &mut Bench, who: Who) {
+    fn busy(bench: &mut InvariantBench, who: SimProcessId) {
         (0..10).for_each(|op| {
             let (op, why) = (OpId(1_000 + op), &Refused::Busy);
             bench.see(Observation::Refused { from: rank(who), op, why });
@@ -181,7 +192,7 @@ mod tests {
 
     #[test]
     fn an_operation_is_refused_only_while_a_fault_fills_the_queue() {
-        let mut bench = Bench::new(InvariantId::BoundedWork);
+        let mut bench = InvariantBench::new(InvariantId::BoundedWork);
         let (kind, from) = (FaultKind::QueueFull, Some(P0.instance));
         bench.see(Observation::Faulted { kind, from, to: None });
         busy(&mut bench, P0);
@@ -191,7 +202,7 @@ mod tests {
         bench.now = bench.now + Nanos(20);
         busy(&mut bench, P0);
         bench.fails("p0 rank 0 has no room for operation 1000, though no fault fills its queue");
-        let mut bench = Bench::new(InvariantId::BoundedWork);
+        let mut bench = InvariantBench::new(InvariantId::BoundedWork);
         bench.see(Observation::Faulted { kind, from, to: None });
         bench.see(Observation::Settled { core: &[], frozen: &[], broken: &[(P0.instance, None)] });
         bench.now = bench.now + AFTER.scale(100, 1);
@@ -203,8 +214,9 @@ mod tests {
 
     #[test]
     fn few_deadlines_are_due_for_nothing() {
-        let mut bench = Bench::new(InvariantId::BoundedWork);
-        let woken = |heard| Observation::Woken { who: D0, part: Part::Transfer(0), heard };
+        let mut bench = InvariantBench::new(InvariantId::BoundedWork);
+        let woken =
+            |heard| Observation::Woken { who: D0, part: InstanceMachine::Transfer(0), heard };
         (1..=28).for_each(|_| bench.see(woken(80)));
         bench.holds();
         bench.see(woken(80));
@@ -217,14 +229,14 @@ mod tests {
     #[test]
     fn without_a_fault_no_message_is_repeated() {
         for faulted in [false, true] {
-            let mut bench = Bench::new(InvariantId::BoundedWork);
+            let mut bench = InvariantBench::new(InvariantId::BoundedWork);
             if faulted {
                 let kind = FaultKind::Loss;
                 bench.see(Observation::Faulted { kind, from: Some(0), to: None });
             }
             for _ in 0..10 {
                 let (from, to) = (Incarnation(1), Incarnation(2));
-                let envelope = Envelope { version: VERSION, from, to, session: 1 };
+                let envelope = ConnectionHeader { version: VERSION, from, to, session: 1 };
                 let message = Message::Begun { tag: tag("r") };
                 let frame = &Frame::Data { envelope, seq: 0, message };
                 bench.see(Observation::FrameSent { from: P0, to: D0, frame });

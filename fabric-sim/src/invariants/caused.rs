@@ -1,27 +1,27 @@
 //! I17: what fails has a cause that some fault of the run, or a setting, can have.
 
 use super::credit::failure;
-use super::{Found, Invariant, Now};
-use crate::fit::fits;
-use crate::observe::{Kind, Observation, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::compatibility::fits;
+use crate::observation::{Observation, ObservationKind, SimProcessId};
 use engine::core::channel::ChannelConfig;
+use engine::core::config::CoreSettings;
 use engine::core::dialect::native::Frame;
 use engine::core::error::Failure;
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{PrefillAnswer, PrefillHook, Role};
 use engine::core::router::LegEvent;
-use engine::core::station::CoreSettings;
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferSettings;
-use engine::fabric::Cause;
+use engine::fabric::FabricError;
 use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{Instance, Run};
+use scenarios::run::{InstanceSettings, Run};
 use scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A prefill request, for how long it waits to be fetched.
 #[derive(Debug)]
-struct Held {
+struct HeldPrefill {
     key: TransferKey,
     finished: Option<Nanos>,
 }
@@ -30,7 +30,7 @@ struct Held {
 /// the kinds which hit so far can have is a mistake. What engines and clients do by themselves
 /// (leave, abort, preempt, ask for more than there is room for) is no fault and not judged here.
 #[derive(Debug)]
-pub(super) struct Caused {
+pub(super) struct CausedFailures {
     hit: BTreeSet<FaultKind>,
     /// Some engines do not fit each other.
     misfits: bool,
@@ -38,17 +38,16 @@ pub(super) struct Caused {
     times: bool,
     /// A limit of the protocol is lower than by default, and may be than what is asked for.
     limits: bool,
-    /// By instance.
     leases: Vec<Nanos>,
-    requests: BTreeMap<(Who, RequestId), Held>,
+    requests: BTreeMap<(SimProcessId, RequestId), HeldPrefill>,
     /// What the router gave up.
-    abandoned: BTreeSet<(Who, TransferKey)>,
+    abandoned: BTreeSet<(SimProcessId, TransferKey)>,
     told: BTreeSet<&'static str>,
 }
 
 /// What a fault can do to the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reach {
+enum FaultReach {
     /// Nothing that a request would notice, but that it takes longer.
     Nothing,
     /// Operations fail, sessions die, ranks are connected anew.
@@ -65,30 +64,32 @@ enum Reach {
     Request,
 }
 
-fn reach(kind: FaultKind) -> Reach {
+fn reach(kind: FaultKind) -> FaultReach {
     use FaultKind::*;
     match kind {
         QueueFull | CompletionReorder | NotifyOvertakes | DoneOutOfOrder | FrameReorder
         | Duplicate | ImmediateReuse | PrefixHitOneSide | Siblings | IdsDiffer | Burst => {
-            Reach::Nothing
+            FaultReach::Nothing
         }
         QpError | AckLost | CompletionLost | Partial | LateLanding | SiblingFailure | SlowLink
-        | NoCopy | PortDown => Reach::Fabric,
-        Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => Reach::Wire,
-        FaultKind::Foreign => Reach::Foreign,
+        | NoCopy | PortDown => FaultReach::Fabric,
+        Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => FaultReach::Wire,
+        FaultKind::Foreign => FaultReach::Foreign,
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
-        | ClockBack | RegisterFails => Reach::Process,
-        StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => Reach::Router,
+        | ClockBack | RegisterFails => FaultReach::Process,
+        StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => FaultReach::Router,
         // A decode has no room for a prompt that its prefill has computed.
-        ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => Reach::Request,
+        ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => {
+            FaultReach::Request
+        }
     }
 }
 
 /// True if faults of this reach can be why something failed so.
-fn can_cause(reach: Reach, failure: &Failure) -> bool {
-    use Reach::*;
+fn can_cause(reach: FaultReach, failure: &Failure) -> bool {
+    use FaultReach::*;
     match failure {
-        // A conversation that ends takes its operations along.
+        // A connection that ends takes its operations along.
         Failure::Fabric(_) | Failure::Unreachable | Failure::PeerSilent => {
             matches!(reach, Fabric | Wire | Foreign | Process)
         }
@@ -103,7 +104,7 @@ fn can_cause(reach: Reach, failure: &Failure) -> bool {
         | Failure::NotFetched
         | Failure::LeaseExpired
         | Failure::Stalled => reach != Nothing,
-        // A process that starts again is another life.
+        // A process that starts again is another incarnation.
         Failure::OtherLife => reach == Process,
         // Every instance knows the failures of all: bytes changed on their way.
         Failure::Unknown(_) => matches!(reach, Wire | Foreign),
@@ -113,15 +114,15 @@ fn can_cause(reach: Reach, failure: &Failure) -> bool {
 }
 
 /// Settings of the machines of an instance.
-type Settings = (CoreSettings, ChannelConfig, TransferSettings);
+type MachineSettings = (CoreSettings, ChannelConfig, TransferSettings);
 
 /// Times that something is waited for.
-fn times((core, channel, transfer): &Settings) -> [Nanos; 5] {
+fn times((core, channel, transfer): &MachineSettings) -> [Nanos; 5] {
     [core.lease, core.orphan, core.resume, channel.silent, transfer.stall]
 }
 
 /// How much there is room for.
-fn limits((core, channel, _): &Settings) -> [u32; 7] {
+fn limits((core, channel, _): &MachineSettings) -> [u32; 7] {
     [
         core.requests_max,
         core.early_max,
@@ -134,21 +135,21 @@ fn limits((core, channel, _): &Settings) -> [u32; 7] {
 }
 
 /// True if one of these settings is less than by default at some instance.
-fn is_cut<T: PartialOrd, const N: usize>(run: &Run, of: fn(&Settings) -> [T; N]) -> bool {
-    let default = of(&Settings::default());
-    let is_less = |one: &Instance| {
+fn is_cut<T: PartialOrd, const N: usize>(run: &Run, of: fn(&MachineSettings) -> [T; N]) -> bool {
+    let default = of(&MachineSettings::default());
+    let is_less = |one: &InstanceSettings| {
         let set = (settings::core(run, one), settings::channel(one), settings::transfer(one));
         of(&set).iter().zip(&default).any(|(set, default)| set < default)
     };
     run.instances.iter().any(is_less)
 }
 
-impl Caused {
-    pub(super) fn new(run: &Run) -> Caused {
+impl CausedFailures {
+    pub(super) fn new(run: &Run) -> CausedFailures {
         let of = |role| run.instances.iter().filter(move |instance| instance.role == role);
         let misfits = of(Role::Prefill)
             .any(|prefill| of(Role::Decode).any(|decode| !fits(&run.model, prefill, decode)));
-        Caused {
+        CausedFailures {
             hit: run.shaped.iter().copied().collect(),
             misfits,
             times: is_cut(run, times),
@@ -168,13 +169,13 @@ impl Caused {
             Failure::Mismatch(_) | Failure::HelloRefused(_) => self.misfits,
             Failure::UnknownTransfer | Failure::NotFetched => self.times || self.limits,
             Failure::LeaseExpired | Failure::Stalled => self.times,
-            // Who finds no room for what its peer waits for ends the conversation.
-            Failure::DuplicateKey | Failure::Fabric(Cause::PeerGone) => self.limits,
+            // Who finds no room for what its peer waits for ends the connection.
+            Failure::DuplicateKey | Failure::Fabric(FabricError::PeerGone) => self.limits,
             _ => false,
         }
     }
 
-    fn judge(&mut self, now: Now<'_>, failure: &Failure, found: &mut Found) {
+    fn judge(&mut self, now: CheckContext<'_>, failure: &Failure, found: &mut ViolationLog) {
         let caused = || self.hit.iter().any(|kind| can_cause(reach(*kind), failure));
         if self.is_natural(failure) || caused() || !self.told.insert(failure.kind()) {
             return;
@@ -186,10 +187,10 @@ impl Caused {
         });
     }
 
-    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+    fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, leg, .. } => {
-                let held = Held { key: leg.key.clone(), finished: None };
+                let held = HeldPrefill { key: leg.key.clone(), finished: None };
                 self.requests.insert((who, request.clone()), held);
             }
             PrefillHook::Finished { request, .. } => {
@@ -203,7 +204,13 @@ impl Caused {
 
     /// A prefill lets go of a prompt. Says whether that is because the router told it that nobody
     /// fetches it any more: a client that leaves does that, which is no fault.
-    fn freed(&mut self, now: Now<'_>, who: Who, answer: &PrefillAnswer, found: &mut Found) -> bool {
+    fn freed(
+        &mut self,
+        now: CheckContext<'_>,
+        who: SimProcessId,
+        answer: &PrefillAnswer,
+        found: &mut ViolationLog,
+    ) -> bool {
         let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
             answer
         else {
@@ -226,25 +233,25 @@ impl Caused {
     }
 }
 
-impl Invariant for Caused {
+impl Invariant for CausedFailures {
     fn id(&self) -> InvariantId {
         InvariantId::Caused
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Faulted,
-            Kind::PrefillHook,
-            Kind::PrefillAnswer,
-            Kind::DecodeAnswer,
-            Kind::Leg,
-            Kind::FrameArrived,
-            Kind::Stray,
-            Kind::Crashed,
+            ObservationKind::Faulted,
+            ObservationKind::PrefillHook,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Leg,
+            ObservationKind::FrameArrived,
+            ObservationKind::Stray,
+            ObservationKind::Crashed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Faulted { kind, .. } => {
                 self.hit.insert(*kind);
@@ -279,7 +286,7 @@ impl Invariant for Caused {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, key, request};
+    use crate::invariants::testing::{D0, InvariantBench, P0, key, request};
     use engine::core::message::{FinishReason, Mode, PrefillLeg};
 
     #[test]
@@ -292,14 +299,14 @@ mod tests {
             (Some(FaultKind::Loss), true),
         ];
         for (kind, held) in faults {
-            let mut bench = Bench::new(InvariantId::Caused);
+            let mut bench = InvariantBench::new(InvariantId::Caused);
             if let Some(kind) = kind {
                 bench.see(Observation::Faulted { kind, from: Some(0), to: None });
             }
             bench.load_failed_by(D0, "r", Failure::Overload);
             bench.holds();
             for _ in 0..2 {
-                bench.load_failed_by(D0, "r", Failure::Fabric(Cause::AckTimeout));
+                bench.load_failed_by(D0, "r", Failure::Fabric(FabricError::AckTimeout));
             }
             match held {
                 true => bench.holds(),
@@ -309,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn another_life_and_unknown_failures_need_a_fault_of_their_kind() {
+    fn another_incarnation_and_unknown_failures_need_a_fault_of_their_kind() {
         let unknown = || Failure::Unknown("Later".into());
         let rows = [
             (FaultKind::Restart, Failure::OtherLife, true),
@@ -318,7 +325,7 @@ mod tests {
             (FaultKind::Restart, unknown(), false),
         ];
         for (kind, failure, held) in rows {
-            let mut bench = Bench::new(InvariantId::Caused);
+            let mut bench = InvariantBench::new(InvariantId::Caused);
             bench.see(Observation::Faulted { kind, from: Some(0), to: None });
             bench.load_failed_by(D0, "r", failure);
             match held {
@@ -332,7 +339,7 @@ mod tests {
     fn a_setting_at_its_default_causes_nothing() {
         let default = CoreSettings::default().tombstones_max;
         for (most, held) in [(default, false), (default - 1, true)] {
-            let mut bench = Bench::with(InvariantId::Caused, |run| {
+            let mut bench = InvariantBench::with(InvariantId::Caused, |run| {
                 run.instances[0].protocol.tombstones_max = Some(most);
             });
             bench.load_failed_by(D0, "r", Failure::UnknownTransfer);
@@ -344,10 +351,10 @@ mod tests {
     }
 
     /// A prompt that an engine has computed, that the router may give up, and that nobody fetches.
-    fn nobody_fetches(bench: &mut Bench, abandoned: bool, seconds: u64) {
+    fn nobody_fetches(bench: &mut InvariantBench, abandoned: bool, seconds: u64) {
         let key = key("r");
-        let (siblings, mode, life, moriio) = (1, Mode::Pull, None, None);
-        let leg = PrefillLeg { key: key.clone(), siblings, mode, life, moriio };
+        let (siblings, mode, incarnation, moriio) = (1, Mode::Pull, None, None);
+        let leg = PrefillLeg { key: key.clone(), siblings, mode, incarnation, moriio };
         let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let (name, reason) = (request("r"), FinishReason::Length);
@@ -355,7 +362,7 @@ mod tests {
         bench.see(Observation::PrefillHook { who: P0, hook });
         if abandoned {
             let frame = &Frame::Abandon { keys: vec![key] };
-            bench.see(Observation::FrameArrived { from: Who::ROUTER, to: P0, frame });
+            bench.see(Observation::FrameArrived { from: SimProcessId::ROUTER, to: P0, frame });
         }
         bench.now = bench.now + Nanos::from_secs(seconds);
         let failure = Some(Failure::NotFetched);
@@ -366,7 +373,7 @@ mod tests {
     #[test]
     fn what_the_router_gives_up_needs_no_fault() {
         for (abandoned, held) in [(true, true), (false, false)] {
-            let mut bench = Bench::new(InvariantId::Caused);
+            let mut bench = InvariantBench::new(InvariantId::Caused);
             nobody_fetches(&mut bench, abandoned, 1_000);
             match held {
                 true => bench.holds(),
@@ -379,7 +386,7 @@ mod tests {
     fn a_prompt_is_held_for_a_lease() {
         for (seconds, abandoned, held) in [(19, false, false), (19, true, true), (20, false, true)]
         {
-            let mut bench = Bench::with(InvariantId::Caused, |run| {
+            let mut bench = InvariantBench::with(InvariantId::Caused, |run| {
                 for one in &mut run.instances {
                     one.protocol.lease = Some(Nanos::from_secs(20));
                 }

@@ -1,29 +1,28 @@
 //! I9: submissions never exceed the credits, and `Busy` is never counted as a failure.
 
-use super::{Found, Invariant, Now};
+use super::{CheckContext, Invariant, ViolationLog};
 use crate::caps::caps;
-use crate::observe::{Kind, Observation, Rank, Submission, Who};
+use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
 use engine::core::dialect::native::Frame;
 use engine::core::error::Failure;
-use engine::core::message::{DecodeAnswer, FlowState, Message, PrefillAnswer, Report};
-use engine::fabric::{Caps, Cause, Credits, OpId, Outcome, Placement, Refused};
+use engine::core::message::{DecodeAnswer, FlowState, Message, PrefillAnswer, TransferReport};
+use engine::fabric::{Caps, Completion, Credits, FabricError, OpId, Placement, Refused};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
-/// A plane and one of its peers, under the pass of their conversation.
-type Pair = (Rank, Rank, u64);
+/// A plane and one of its peers, under the pass of their connection.
+type PlanePair = (SimRankId, SimRankId, u64);
 
 /// Counts what is in flight of each data plane, in all and to each of its peers, and looks at every
-/// failure that is told. Ranges are not seen here: what is beyond them is refused, and I18 allows no
-/// refusal without a fault.
+/// failure that is told. Ranges are not seen here: what is beyond them is refused, and I18 allows
+/// no refusal without a fault.
 #[derive(Debug, Default)]
-pub(super) struct Credit {
+pub(super) struct CreditsRespected {
     /// What the planes of an instance take, by its index.
     caps: BTreeMap<u16, Caps>,
-    in_all: BTreeMap<Rank, Credits>,
-    per_peer: BTreeMap<Pair, Credits>,
-    /// Operations in flight.
-    operations: BTreeMap<(Rank, OpId), (Pair, Credits)>,
+    in_all: BTreeMap<SimRankId, Credits>,
+    per_peer: BTreeMap<PlanePair, Credits>,
+    operations: BTreeMap<(SimRankId, OpId), (PlanePair, Credits)>,
 }
 
 /// The failure that something tells of.
@@ -42,8 +41,11 @@ pub(super) fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
         },
         Observation::Report {
             report:
-                Report::Flow { state: FlowState::Failed(failure) | FlowState::Failing(failure), .. }
-                | Report::PeerFailed { failure, .. },
+                TransferReport::Flow {
+                    state: FlowState::Failed(failure) | FlowState::Failing(failure),
+                    ..
+                }
+                | TransferReport::PeerFailed { failure, .. },
             ..
         } => Some(failure),
         Observation::FrameSent {
@@ -54,12 +56,12 @@ pub(super) fn failure<'a>(seen: &Observation<'a>) -> Option<&'a Failure> {
     }
 }
 
-impl Credit {
+impl CreditsRespected {
     /// Counts an operation; what it is beyond, if it is.
     fn submitted(&mut self, seen: &Submission<'_>) -> Option<String> {
         let caps = self.caps.get(&seen.from.who.instance)?;
         let more = Credits { operations: 1, ranges: 0, bytes: seen.bytes };
-        let pair = (seen.from, seen.peer, seen.pass);
+        let pair = (seen.from, seen.peer, seen.fence_key);
         self.operations.insert((seen.from, seen.op), (pair, more));
         let used = self.in_all.entry(seen.from).or_default();
         used.add(&more);
@@ -77,7 +79,7 @@ impl Credit {
         in_all.or_else(|| Some(beyond(used, &caps.per_peer)? + " for one peer"))
     }
 
-    fn completed(&mut self, from: Rank, op: OpId) {
+    fn completed(&mut self, from: SimRankId, op: OpId) {
         let Some((pair, less)) = self.operations.remove(&(from, op)) else { return };
         if let Some(used) = self.in_all.get_mut(&from) {
             used.remove(&less);
@@ -87,33 +89,33 @@ impl Credit {
         }
     }
 
-    /// A life is over, with all that its planes had in flight.
-    fn crashed(&mut self, who: Who) {
+    /// An incarnation is over, with all that its planes had in flight.
+    fn crashed(&mut self, who: SimProcessId) {
         self.operations.retain(|(from, _), _| from.who != who);
         self.in_all.retain(|from, _| from.who != who);
         self.per_peer.retain(|(from, ..), _| from.who != who);
     }
 }
 
-impl Invariant for Credit {
+impl Invariant for CreditsRespected {
     fn id(&self) -> InvariantId {
         InvariantId::Credit
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Started,
-            Kind::Crashed,
-            Kind::Submitted,
-            Kind::Completed,
-            Kind::PrefillAnswer,
-            Kind::DecodeAnswer,
-            Kind::Report,
-            Kind::FrameSent,
+            ObservationKind::Started,
+            ObservationKind::Crashed,
+            ObservationKind::Submitted,
+            ObservationKind::Completed,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Report,
+            ObservationKind::FrameSent,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Started { who, spec } => {
                 self.caps.insert(who.instance, caps(Placement::OnCompletion, &spec.fabric));
@@ -129,7 +131,7 @@ impl Invariant for Credit {
             }
             Observation::Completed { from, op, outcome } => {
                 self.completed(*from, *op);
-                if matches!(outcome, Outcome::Failed { cause: Cause::QueueFull, .. }) {
+                if matches!(outcome, Completion::Failed { cause: FabricError::QueueFull, .. }) {
                     found.report(self.id(), now.at, || {
                         let name = now.state.name(from.who.instance);
                         format!("operation {op} of {name} rank {} overran the queue", from.rank)
@@ -150,12 +152,12 @@ impl Invariant for Credit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{BLOCK, Bench, D0, D1, P0, done};
+    use crate::invariants::testing::{BLOCK, D0, D1, InvariantBench, P0, done};
     use scenarios::run::FabricLimits;
 
     #[test]
     fn more_operations_than_credits_are_reported() {
-        let mut bench = Bench::new(InvariantId::Credit);
+        let mut bench = InvariantBench::new(InvariantId::Credit);
         for op in 1..=3 {
             bench.write(P0, D0, op, &[4]);
         }
@@ -168,10 +170,10 @@ mod tests {
 
     #[test]
     fn what_is_beyond_the_credit_of_bytes_or_of_a_peer_is_reported() {
-        let start = |bench: &mut Bench, change: fn(&mut FabricLimits)| {
+        let start = |bench: &mut InvariantBench, change: fn(&mut FabricLimits)| {
             bench.start_as(P0, |spec| change(&mut spec.fabric));
         };
-        let mut bench = Bench::new(InvariantId::Credit);
+        let mut bench = InvariantBench::new(InvariantId::Credit);
         start(&mut bench, |fabric| fabric.bytes_max = Some(3 * BLOCK));
         bench.write(P0, D0, 1, &[4, 5]);
         bench.write(P0, D1, 2, &[6]);
@@ -180,18 +182,18 @@ mod tests {
         bench.holds();
         bench.write(P0, D0, 4, &[7]);
         bench.fails("p0 rank 0 has 4096 bytes in flight with 3072 credits");
-        let mut bench = Bench::new(InvariantId::Credit);
+        let mut bench = InvariantBench::new(InvariantId::Credit);
         start(&mut bench, |fabric| fabric.operations_per_peer = Some(1));
         bench.write(P0, D0, 1, &[4]);
         bench.write(P0, D1, 2, &[5]);
         bench.holds();
         bench.write(P0, D1, 3, &[6]);
         bench.fails("p0 rank 0 has 2 operations in flight with 1 credits for one peer");
-        let mut bench = Bench::new(InvariantId::Credit);
+        let mut bench = InvariantBench::new(InvariantId::Credit);
         start(&mut bench, |fabric| fabric.bytes_per_peer = Some(BLOCK));
         bench.write(P0, D0, 1, &[4]);
-        // Of another conversation, whose peer is another one to the plane.
-        bench.pass = 2;
+        // Of another connection, whose peer is another one to the plane.
+        bench.fence_key = 2;
         bench.write(P0, D0, 2, &[5]);
         bench.holds();
         bench.write(P0, D0, 3, &[5]);
@@ -200,7 +202,7 @@ mod tests {
 
     #[test]
     fn busy_is_no_failure() {
-        let mut bench = Bench::new(InvariantId::Credit);
+        let mut bench = InvariantBench::new(InvariantId::Credit);
         bench.load_failed(D0, "r");
         bench.holds();
         bench.load_failed_by(D0, "s", Failure::Refused(Refused::Busy));

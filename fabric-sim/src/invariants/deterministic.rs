@@ -7,9 +7,9 @@ use scenarios::lists::InvariantId;
 
 /// Takes two runs to see, so it is checked by [`compare`].
 #[derive(Debug)]
-pub(super) struct Deterministic;
+pub(super) struct DeterministicTrace;
 
-impl Invariant for Deterministic {
+impl Invariant for DeterministicTrace {
     fn id(&self) -> InvariantId {
         InvariantId::Deterministic
     }

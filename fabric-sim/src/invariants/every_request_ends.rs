@@ -1,18 +1,18 @@
 //! L1: every request ends within the stated bound after the last fault.
 
-use super::{Found, Invariant, Limits, Now};
-use crate::observe::{Kind, Observation, Who};
+use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimProcessId};
 use engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
 use engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
 use engine::core::router::LegEvent;
 use engine::core::time::Nanos;
-use engine::fabric::Outcome;
+use engine::fabric::Completion;
 use scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request without an answer.
 #[derive(Clone, Copy, Debug)]
-struct Open {
+struct OpenRequest {
     asked: Nanos,
     /// Legs that have not ended.
     legs: u32,
@@ -20,16 +20,16 @@ struct Open {
 
 /// Prompts to be pulled that hold blocks, and who may be reading them.
 #[derive(Debug, Default)]
-struct Sources {
-    keys: BTreeMap<(Who, RequestId), TransferKey>,
-    readers: BTreeMap<TransferKey, BTreeSet<Who>>,
+struct PullSources {
+    keys: BTreeMap<(SimProcessId, RequestId), TransferKey>,
+    readers: BTreeMap<TransferKey, BTreeSet<SimProcessId>>,
     /// Instances could not reach each other for a while: what a reader gave up then it releases
     /// when both meet again, which may be never.
     cut: bool,
 }
 
-impl Sources {
-    fn prefill_hook(&mut self, who: Who, hook: &PrefillHook) {
+impl PullSources {
+    fn prefill_hook(&mut self, who: SimProcessId, hook: &PrefillHook) {
         if let PrefillHook::Arrived { request, leg, .. } = hook
             && leg.mode == Mode::Pull
         {
@@ -37,7 +37,7 @@ impl Sources {
         }
     }
 
-    fn decode_hook(&mut self, who: Who, hook: &DecodeHook) {
+    fn decode_hook(&mut self, who: SimProcessId, hook: &DecodeHook) {
         if let DecodeHook::Arrived { leg, .. } = hook
             && leg.mode == Mode::Pull
         {
@@ -45,7 +45,7 @@ impl Sources {
         }
     }
 
-    fn prefill_answer(&mut self, who: Who, answer: &PrefillAnswer) {
+    fn prefill_answer(&mut self, who: SimProcessId, answer: &PrefillAnswer) {
         let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
             answer
         else {
@@ -61,11 +61,11 @@ impl Sources {
 
     /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them,
     /// or may have given up while it was: it releases nothing, and nothing but time keeps it out.
-    fn wait_for_lease(&self, now: Now<'_>) -> bool {
+    fn wait_for_lease(&self, now: CheckContext<'_>) -> bool {
         let held = self.keys.iter().filter(|((who, _), _)| now.state.acts(*who));
         held.filter_map(|((who, _), key)| self.readers.get(key).map(|readers| (who, readers))).any(
             |(who, readers)| {
-                let lost = |reader: &Who| {
+                let lost = |reader: &SimProcessId| {
                     let pair = BTreeSet::from([who.instance, reader.instance]);
                     self.cut || !now.state.acts(*reader) || now.state.is_broken(&pair)
                 };
@@ -77,15 +77,15 @@ impl Sources {
 
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On
-/// top comes what a request may have to wait for by design: without a leg, for the pause before it is
-/// tried again and for an instance; in pull, for the lease of a reader that is gone for good; for a prompt that ended so long ago that
-/// its name is forgotten; for an instance that drains and stands still. The file's own bound,
-/// `expect.within`, counts from the start.
+/// top comes what a request may have to wait for by design: without a leg, for the pause before it
+/// is tried again and for an instance; in pull, for the lease of a reader that is gone for good;
+/// for a prompt that ended so long ago that its name is forgotten; for an instance that drains and
+/// stands still. The file's own bound, `expect.within`, counts from the start.
 #[derive(Debug)]
 pub(super) struct EveryRequestEnds {
-    limits: Limits,
-    open: BTreeMap<ClientId, Open>,
-    sources: Sources,
+    limits: LivenessBounds,
+    open: BTreeMap<ClientId, OpenRequest>,
+    sources: PullSources,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
     /// The run was late once.
@@ -93,11 +93,11 @@ pub(super) struct EveryRequestEnds {
 }
 
 impl EveryRequestEnds {
-    pub(super) fn new(limits: Limits) -> EveryRequestEnds {
+    pub(super) fn new(limits: LivenessBounds) -> EveryRequestEnds {
         EveryRequestEnds {
             limits,
             open: BTreeMap::new(),
-            sources: Sources::default(),
+            sources: PullSources::default(),
             legs: BTreeMap::new(),
             progress: Nanos::ZERO,
             late: false,
@@ -110,7 +110,7 @@ impl EveryRequestEnds {
         }
     }
 
-    fn check(&mut self, now: Now<'_>, found: &mut Found) {
+    fn check(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         if self.open.is_empty() {
             return;
         }
@@ -147,38 +147,38 @@ impl Invariant for EveryRequestEnds {
         InvariantId::EveryRequestEnds
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Faulted,
-            Kind::Asked,
-            Kind::Answered,
-            Kind::ClientGone,
-            Kind::Dispatched,
-            Kind::Leg,
-            Kind::LegClosed,
-            Kind::DecodeHook,
-            Kind::DecodeAnswer,
-            Kind::PrefillHook,
-            Kind::PrefillAnswer,
-            Kind::Stepped,
-            Kind::Completed,
+            ObservationKind::Faulted,
+            ObservationKind::Asked,
+            ObservationKind::Answered,
+            ObservationKind::ClientGone,
+            ObservationKind::Dispatched,
+            ObservationKind::Leg,
+            ObservationKind::LegClosed,
+            ObservationKind::DecodeHook,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::PrefillHook,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::Stepped,
+            ObservationKind::Completed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         if let Observation::Faulted { kind, .. } = seen {
             use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause};
             self.sources.cut |= matches!(kind, HalfOpen | OneWayPermanent | Partition | Pause);
             return;
         }
         self.check_if_still(now, found);
-        if matches!(seen, Observation::Completed { outcome: Outcome::Failed { .. }, .. }) {
+        if matches!(seen, Observation::Completed { outcome: Completion::Failed { .. }, .. }) {
             return;
         }
         self.progress = now.at;
         match seen {
             Observation::Asked { client } => {
-                self.open.insert(*client, Open { asked: now.at, legs: 0 });
+                self.open.insert(*client, OpenRequest { asked: now.at, legs: 0 });
             }
             Observation::Answered { client, .. } | Observation::ClientGone { client } => {
                 self.open.remove(client);
@@ -202,11 +202,11 @@ impl Invariant for EveryRequestEnds {
         }
     }
 
-    fn audit(&mut self, now: Now<'_>, found: &mut Found) {
+    fn audit(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         self.check(now, found);
     }
 
-    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
         for (client, open) in std::mem::take(&mut self.open) {
             found.report(self.id(), now.at, || {
                 let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
@@ -218,7 +218,7 @@ impl Invariant for EveryRequestEnds {
 
 impl EveryRequestEnds {
     /// Looks closely only after a pause that is long enough for something to hang.
-    fn check_if_still(&mut self, now: Now<'_>, found: &mut Found) {
+    fn check_if_still(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         if now.at > self.progress + self.limits.end() {
             self.check(now, found);
         }
@@ -229,12 +229,12 @@ impl EveryRequestEnds {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, P0, decode_body, decode_leg, finished_answer, key, request,
+        D0, InvariantBench, P0, decode_body, decode_leg, finished_answer, key, request,
     };
     use engine::core::message::{DecodeLeg, PrefillLeg};
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::EveryRequestEnds);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::EveryRequestEnds);
         bench.see(Observation::Healed);
         bench.asked(1);
         bench.dispatched(1, 5, D0, &decode_body("r"));
@@ -268,15 +268,21 @@ mod tests {
         bench.fails("has no answer");
     }
 
-    fn prompt_arrives(bench: &mut Bench, id: &str) {
-        let leg =
-            PrefillLeg { key: key("s"), siblings: 1, mode: Mode::Pull, life: None, moriio: None };
+    fn prompt_arrives(bench: &mut InvariantBench, id: &str) {
+        let leg = PrefillLeg {
+            key: key("s"),
+            siblings: 1,
+            mode: Mode::Pull,
+            incarnation: None,
+            moriio: None,
+        };
         let hook = &PrefillHook::Arrived { request: request(id), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
     }
 
-    /// A prompt of P0 is pulled by D0 in another life than the one that D0 has now, or the same.
-    fn granted(lost: bool) -> Bench {
+    /// A prompt of P0 is pulled by D0 in another incarnation than the one that D0 has now, or the
+    /// same.
+    fn granted(lost: bool) -> InvariantBench {
         let mut bench = bench();
         prompt_arrives(&mut bench, "s");
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };
@@ -321,7 +327,7 @@ mod tests {
 
     #[test]
     fn waiting_for_an_instance_is_allowed_for_its_own_time() {
-        let mut bench = Bench::new(InvariantId::EveryRequestEnds);
+        let mut bench = InvariantBench::new(InvariantId::EveryRequestEnds);
         bench.see(Observation::Healed);
         bench.asked(1);
         bench.now = bench.now + Nanos::from_secs(20);

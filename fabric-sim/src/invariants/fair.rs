@@ -1,11 +1,11 @@
 //! I19: until the first fault, flows from a rank to a peer that all have work get equal shares.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Rank, Submission, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
 use crate::world::LOCAL;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{RequestId, TransferKey};
-use engine::core::message::{Job, Message, PrefillAnswer, PrefillHook, Tag};
+use engine::core::message::{AttemptTag, Message, PrefillAnswer, PrefillHook, TransferJob};
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferSettings;
 use engine::fabric::Direction;
@@ -13,42 +13,42 @@ use scenarios::Run;
 use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By how many quanta, or of the largest operations, one flow may be ahead of another: a quantum and
-/// an operation at either end, and what those that were there move while many come at once.
+/// By how many quanta, or of the largest operations, one flow may be ahead of another: a quantum
+/// and an operation at either end, and what those that were there move while many come at once.
 const AHEAD: u64 = 6;
 
 /// An operation counts at least as a quantum over this.
 const SHORTEST: u64 = 128;
 
 /// What a flow fills, by the number that the blocks of it have.
-type Load = u32;
+type LoadNumber = u32;
 
 /// A prompt at the prefill that computes it.
-type Prompt = (Who, TransferKey);
+type PromptAt = (SimProcessId, TransferKey);
 
 /// What a flow had of a link: bytes, and what its operations count at most.
 #[derive(Clone, Copy, Debug, Default)]
-struct Served {
+struct FlowUsage {
     bytes: u64,
     cost: u64,
 }
 
 /// Flows from one rank to a peer.
 #[derive(Debug, Default)]
-struct Link {
+struct FairLink {
     /// What each flow had before this instant, and since.
-    served: BTreeMap<Load, Served>,
+    served: BTreeMap<LoadNumber, FlowUsage>,
     instant: Nanos,
-    fresh: BTreeMap<Load, Served>,
+    fresh: BTreeMap<LoadNumber, FlowUsage>,
     /// Flows all of which can be submitted, with what each had by then.
-    since: BTreeMap<Load, BTreeMap<Load, Served>>,
+    since: BTreeMap<LoadNumber, BTreeMap<LoadNumber, FlowUsage>>,
     /// Bytes of the largest operation.
     largest: u64,
 }
 
 /// What is known of a prompt until its prefill let go of it.
 #[derive(Debug, Default)]
-struct Source {
+struct FairPrompt {
     /// Requests that have its key.
     requests: u32,
     computed: bool,
@@ -61,24 +61,24 @@ struct Source {
 /// nothing. After the first fault nothing is checked: whatever is repeated or waits for a session
 /// is no matter of shares.
 #[derive(Debug, Default)]
-pub(super) struct Fair {
+pub(super) struct FairShare {
     faulted: bool,
     /// What a flow may send before others, at most.
     quantum: u64,
-    links: BTreeMap<(Rank, Who), Link>,
+    links: BTreeMap<(SimRankId, SimProcessId), FairLink>,
     /// Loads from when on everything of them can be submitted, soonest first.
-    ready: BTreeSet<(Nanos, Load)>,
+    ready: BTreeSet<(Nanos, LoadNumber)>,
     /// Prompts, and the loads that wait for those that are not computed.
-    sources: BTreeMap<Prompt, Source>,
-    waiting: BTreeMap<Prompt, Vec<Load>>,
-    requests: BTreeMap<(Who, RequestId), TransferKey>,
+    sources: BTreeMap<PromptAt, FairPrompt>,
+    waiting: BTreeMap<PromptAt, Vec<LoadNumber>>,
+    requests: BTreeMap<(SimProcessId, RequestId), TransferKey>,
     /// Loads that have not ended, with the prompt that each one asked to be written.
-    open: BTreeMap<Load, Option<Prompt>>,
+    open: BTreeMap<LoadNumber, Option<PromptAt>>,
     /// Of these, those of which everything can be submitted.
-    active: BTreeSet<Load>,
+    active: BTreeSet<LoadNumber>,
 }
 
-impl Link {
+impl FairLink {
     /// What was submitted in instants before belongs to the past.
     fn turn(&mut self, now: Nanos) {
         if self.instant < now {
@@ -93,25 +93,33 @@ impl Link {
 }
 
 /// True for a link that a load may use: one between its decode and the prefill that it asked.
-fn is_used(load: Option<&super::state::Load>, (from, to): &(Rank, Who)) -> bool {
+fn is_used(
+    load: Option<&super::state::TrackedLoad>,
+    (from, to): &(SimRankId, SimProcessId),
+) -> bool {
     load.is_some_and(|load| {
-        let is_end = |who: Who| who == from.who || who == *to;
+        let is_end = |who: SimProcessId| who == from.who || who == *to;
         is_end(load.who) && load.peer.is_none_or(is_end)
     })
 }
 
-impl Fair {
-    pub(super) fn new(run: &Run) -> Fair {
+impl FairShare {
+    pub(super) fn new(run: &Run) -> FairShare {
         let settings = TransferSettings::default();
         let rate = run.network.bandwidth.max(run.network.node_bandwidth);
         let carried = u128::from(rate) * u128::from(settings.operation_time.0) / 1_000_000_000;
         let (least, most) = (settings.operation_bytes_min, settings.operation_bytes_max);
         let quantum = u64::try_from(carried).unwrap_or(u64::MAX).clamp(2 * least, most);
-        Fair { quantum, ..Fair::default() }
+        FairShare { quantum, ..FairShare::default() }
     }
 
     /// A decode asked a prefill to write.
-    fn announced(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag) {
+    fn announced(
+        &mut self,
+        now: CheckContext<'_>,
+        (from, to): (SimProcessId, SimProcessId),
+        tag: &AttemptTag,
+    ) {
         let Some((request, attempt)) = now.state.tagged(from.instance, tag) else { return };
         let load = now.state.load_number(from.instance, request);
         if attempt != tag.attempt || load == 0 || self.open.contains_key(&load) {
@@ -126,11 +134,11 @@ impl Fair {
     }
 
     /// The hooks, jobs and layers of before reach the ranks within this time.
-    fn can_start(&mut self, now: Nanos, load: Load) {
+    fn can_start(&mut self, now: Nanos, load: LoadNumber) {
         self.ready.insert((now + LOCAL.scale(4, 1), load));
     }
 
-    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+    fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, leg, .. } => {
                 self.requests.insert((who, request.clone()), leg.key.clone());
@@ -149,7 +157,7 @@ impl Fair {
     }
 
     /// A prefill is done with a request; with the last one of a prompt nothing more of it is sent.
-    fn freed(&mut self, who: Who, answer: &PrefillAnswer) {
+    fn freed(&mut self, who: SimProcessId, answer: &PrefillAnswer) {
         let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
             answer
         else {
@@ -165,11 +173,11 @@ impl Fair {
         }
     }
 
-    fn job(&mut self, now: Now<'_>, who: Who, job: &Job) {
-        let Job::Read { local, .. } = job else { return };
+    fn job(&mut self, now: CheckContext<'_>, who: SimProcessId, job: &TransferJob) {
+        let TransferJob::Read { local, .. } = job else { return };
         let first = (0..).zip(local.iter()).find_map(|(group, list)| {
             let block = *list.ids.first()?;
-            Some(crate::observe::BlockRef { group, block })
+            Some(crate::observation::BlockRef { group, block })
         });
         let load = first.map_or(0, |at| now.state.block(who.instance, at).load);
         if load == 0 || self.open.contains_key(&load) {
@@ -179,7 +187,7 @@ impl Fair {
         self.can_start(now.at, load);
     }
 
-    fn ended(&mut self, now: Now<'_>, load: Load) {
+    fn ended(&mut self, now: CheckContext<'_>, load: LoadNumber) {
         let Some(prompt) = self.open.remove(&load) else { return };
         if let Some(prompt) = prompt
             && let Some(loads) = self.waiting.get_mut(&prompt)
@@ -204,7 +212,11 @@ impl Fair {
         }
     }
 
-    fn submitted(&mut self, now: Now<'_>, seen: &Submission<'_>) -> Option<(Load, Load, u64)> {
+    fn submitted(
+        &mut self,
+        now: CheckContext<'_>,
+        seen: &Submission<'_>,
+    ) -> Option<(LoadNumber, LoadNumber, u64)> {
         if self.open.len() < 2 {
             // Nobody to be ahead of; what is sent now counts for nobody.
             return None;
@@ -234,10 +246,10 @@ impl Fair {
         }
         let most = AHEAD * link.largest.max(self.quantum);
         let unfair = link.since.get(&mine).and_then(|before| {
-            let before = |load: &Load| before.get(load).copied().unwrap_or_default();
+            let before = |load: &LoadNumber| before.get(load).copied().unwrap_or_default();
             let cost = link.served.get(&mine).map_or(0, |served| served.cost);
             let got = cost.saturating_sub(before(&mine).cost);
-            let ahead = |(other, served): (&Load, &Served)| {
+            let ahead = |(other, served): (&LoadNumber, &FlowUsage)| {
                 let more = served.bytes.saturating_sub(before(other).bytes).saturating_sub(got);
                 (*other != mine && more > most).then_some((*other, more))
             };
@@ -250,29 +262,31 @@ impl Fair {
     }
 }
 
-impl Invariant for Fair {
+impl Invariant for FairShare {
     fn id(&self) -> InvariantId {
         InvariantId::Fair
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Faulted,
-            Kind::FrameArrived,
-            Kind::PrefillHook,
-            Kind::PrefillAnswer,
-            Kind::Job,
-            Kind::DecodeAnswer,
-            Kind::Submitted,
+            ObservationKind::Faulted,
+            ObservationKind::FrameArrived,
+            ObservationKind::PrefillHook,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::Job,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Submitted,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         if self.faulted {
             return;
         }
         match seen {
-            Observation::Faulted { .. } => *self = Fair { faulted: true, ..Fair::default() },
+            Observation::Faulted { .. } => {
+                *self = FairShare { faulted: true, ..FairShare::default() }
+            }
             Observation::FrameArrived {
                 from,
                 to,
@@ -307,14 +321,14 @@ impl Invariant for Fair {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0};
-    use engine::core::ids::{FlowId, PeerSlot};
+    use crate::invariants::testing::{D0, InvariantBench, P0};
+    use engine::core::ids::{ConnectionId, FlowId};
     use engine::core::layout::BlockList;
     use std::sync::Arc;
 
     /// Two reads of ten operations of a block each; both can be submitted wholly.
-    fn reads() -> Bench {
-        let mut bench = Bench::with(InvariantId::Fair, |run| {
+    fn reads() -> InvariantBench {
+        let mut bench = InvariantBench::with(InvariantId::Fair, |run| {
             // The least quantum, which is that of 256 blocks.
             (run.network.bandwidth, run.network.node_bandwidth) = (1_000_000, 1_000_000);
         });
@@ -322,10 +336,10 @@ mod tests {
             let ids: Vec<u32> = (from..from + 12).collect();
             bench.allocated(D0, name, 192, &ids);
             let blocks = Arc::new(vec![BlockList::new(ids)]);
-            let job = &Job::Read {
+            let job = &TransferJob::Read {
                 flow: FlowId(u64::from(from) + 1),
                 request: name.into(),
-                peer: PeerSlot(1),
+                peer: ConnectionId(1),
                 from: 0,
                 tokens: 192,
                 remote: blocks.clone(),
@@ -340,7 +354,7 @@ mod tests {
     }
 
     /// Operations of 256 KiB each.
-    fn read(bench: &mut Bench, from: u32, count: u32) {
+    fn read(bench: &mut InvariantBench, from: u32, count: u32) {
         for block in from..from + count {
             let op = bench.now.0;
             bench.submit((D0, P0), op, Direction::Read, (&[block; 256], &[block; 256]));

@@ -1,20 +1,20 @@
 //! L2: after the faults stopped, new requests take the fast path again.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind};
+use engine::core::config::CoreSettings;
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, TransferKey};
-use engine::core::router::{Answer, LegBody, LegFailure};
-use engine::core::station::CoreSettings;
-use engine::fabric::Cause;
+use engine::core::router::{ClientAnswer, LegBody, LegFailure};
+use engine::fabric::FabricError;
 use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{Instance, Run};
+use scenarios::run::{InstanceSettings, Run};
 use scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The newest try of a probe.
 #[derive(Debug, Default)]
-struct Try {
+struct ProbeTry {
     key: Option<TransferKey>,
     served: BTreeSet<u16>,
 }
@@ -26,8 +26,8 @@ struct Try {
 /// queue pairs that died before, until all of them were met. Once per pair an instance whose clock
 /// went back may be taken for its own past.
 #[derive(Debug, Default)]
-pub(super) struct Heals {
-    open: BTreeMap<ClientId, Try>,
+pub(super) struct HealsFastPath {
+    open: BTreeMap<ClientId, ProbeTry>,
     /// Pairs that do not fit and served a probe.
     misfits: BTreeSet<BTreeSet<u16>>,
     /// Pairs one of which was taken for its own past.
@@ -44,19 +44,19 @@ pub(super) struct Heals {
 }
 
 /// True if these engines said that they do not fit, and it is so.
-fn is_misfit(now: Now<'_>, why: &Failure, served: &BTreeSet<u16>) -> bool {
+fn is_misfit(now: CheckContext<'_>, why: &Failure, served: &BTreeSet<u16>) -> bool {
     matches!(why, Failure::Mismatch(_) | Failure::HelloRefused(_)) && now.state.has_misfit(served)
 }
 
-impl Heals {
-    pub(super) fn new(run: &Run) -> Heals {
-        let once = |one: &Instance| settings::transfer(one).retries_max == 0;
-        let few = |one: &Instance| {
+impl HealsFastPath {
+    pub(super) fn new(run: &Run) -> HealsFastPath {
+        let once = |one: &InstanceSettings| settings::transfer(one).retries_max == 0;
+        let few = |one: &InstanceSettings| {
             let core = settings::core(run, one);
             core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
         };
-        let any = |of: &dyn Fn(&Instance) -> bool| run.instances.iter().any(of);
-        Heals { once: any(&once), few: any(&few), ..Heals::default() }
+        let any = |of: &dyn Fn(&InstanceSettings) -> bool| run.instances.iter().any(of);
+        HealsFastPath { once: any(&once), few: any(&few), ..HealsFastPath::default() }
     }
 
     fn dispatched(&mut self, client: ClientId, instance: u16, body: &LegBody) {
@@ -66,38 +66,44 @@ impl Heals {
             LegBody::Decode { transfer, .. } => &transfer.key,
         };
         if newest.key.as_ref() != Some(key) {
-            *newest = Try { key: Some(key.clone()), served: BTreeSet::new() };
+            *newest = ProbeTry { key: Some(key.clone()), served: BTreeSet::new() };
         }
         newest.served.insert(instance);
     }
 
-    fn answered(&mut self, now: Now<'_>, client: ClientId, answer: &Answer, found: &mut Found) {
+    fn answered(
+        &mut self,
+        now: CheckContext<'_>,
+        client: ClientId,
+        answer: &ClientAnswer,
+        found: &mut ViolationLog,
+    ) {
         let Some(newest) = self.open.remove(&client) else { return };
         let served = &newest.served;
         let excused = match answer {
-            Answer::Finished { recomputed: None } => {
+            ClientAnswer::Finished { recomputed: None } => {
                 self.fast += 1;
                 return;
             }
-            Answer::Finished { recomputed: Some(why) }
-            | Answer::Failed(LegFailure::Instance(why)) => {
-                // Who had nothing to say to the life before learns only now that it is over.
-                let of_life = matches!(
+            ClientAnswer::Finished { recomputed: Some(why) }
+            | ClientAnswer::Failed(LegFailure::Instance(why)) => {
+                // Who had nothing to say to the incarnation before learns only now that it is over.
+                let of_incarnation = matches!(
                     why,
                     Failure::HelloRefused(_)
                         | Failure::PeerRestarted
-                        | Failure::Fabric(Cause::PeerGone)
+                        | Failure::Fabric(FabricError::PeerGone)
                 );
-                let doubted = of_life && served.iter().any(|one| self.back.contains(one));
+                let doubted = of_incarnation && served.iter().any(|one| self.back.contains(one));
                 self.few && *why == Failure::Overload
-                    || self.once && matches!(why, Failure::Fabric(Cause::QueuePair))
+                    || self.once && matches!(why, Failure::Fabric(FabricError::QueuePair))
                     || doubted && self.doubts.insert(served.clone())
                     || is_misfit(now, why, served)
                         && (self.misfits.insert(served.clone())
                             || now.state.whole_pairs().next().is_none())
             }
-            Answer::Failed(_) => false,
-            Answer::NoInstance | Answer::Misfit(_) => {
+            ClientAnswer::Failed(_) => false,
+            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => {
                 served.is_empty() && now.state.whole_pairs().next().is_none()
             }
         };
@@ -115,22 +121,27 @@ impl Heals {
     }
 }
 
-impl Invariant for Heals {
+impl Invariant for HealsFastPath {
     fn id(&self) -> InvariantId {
         InvariantId::Heals
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Faulted, Kind::Probed, Kind::Dispatched, Kind::Answered]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Faulted,
+            ObservationKind::Probed,
+            ObservationKind::Dispatched,
+            ObservationKind::Answered,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Faulted { kind: FaultKind::ClockBack, from, .. } => {
                 self.back.extend(*from);
             }
             Observation::Probed { client } => {
-                self.open.insert(*client, Try::default());
+                self.open.insert(*client, ProbeTry::default());
             }
             Observation::Dispatched { client, instance, body, .. } => {
                 self.dispatched(*client, *instance, body);
@@ -142,7 +153,7 @@ impl Invariant for Heals {
         }
     }
 
-    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
         let id = self.id();
         for client in std::mem::take(&mut self.open).into_keys() {
             found.report(id, now.at, || {
@@ -163,25 +174,36 @@ impl Invariant for Heals {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, D1, P0, P1, decode_body, finished_answer, prefill_body,
+        D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
     };
-    use crate::observe::Who;
+    use crate::observation::SimProcessId;
     use engine::core::layout::Mismatch;
 
     const ALL: &[u16] = &[0, 1, 2, 3];
 
-    fn bench(frozen: &[u16], broken: &[(u16, Option<u16>)]) -> Bench {
-        let mut bench = Bench::new(InvariantId::Heals);
+    fn bench(frozen: &[u16], broken: &[(u16, Option<u16>)]) -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::Heals);
         bench.see(Observation::Settled { core: ALL, frozen, broken });
         bench
     }
 
-    fn begin(bench: &mut Bench, client: u64, name: &str, p: Who, d: Who) {
+    fn begin(
+        bench: &mut InvariantBench,
+        client: u64,
+        name: &str,
+        p: SimProcessId,
+        d: SimProcessId,
+    ) {
         bench.dispatched(client, 2 * client, p, &prefill_body(name));
         bench.dispatched(client, 2 * client + 1, d, &decode_body(name));
     }
 
-    fn serve(bench: &mut Bench, client: u64, (p, d): (Who, Who), recomputed: bool) {
+    fn serve(
+        bench: &mut InvariantBench,
+        client: u64,
+        (p, d): (SimProcessId, SimProcessId),
+        recomputed: bool,
+    ) {
         bench.probed(client);
         begin(bench, client, "r", p, d);
         bench.answered(client, &finished_answer(recomputed));
@@ -235,13 +257,13 @@ mod tests {
         let mut bench = bench(&[], &[]);
         bench.probed(1);
         begin(&mut bench, 1, "r", P0, D0);
-        bench.answered(1, &Answer::Finished { recomputed: Some(mismatch()) });
+        bench.answered(1, &ClientAnswer::Finished { recomputed: Some(mismatch()) });
         bench.fails("served by p0 and d0");
         let mut bench = self::bench(&[], &[]);
         bench.start_as(D0, |spec| spec.block_tokens = 24);
         bench.probed(1);
         begin(&mut bench, 1, "r", P0, D0);
-        bench.answered(1, &Answer::Finished { recomputed: Some(mismatch()) });
+        bench.answered(1, &ClientAnswer::Finished { recomputed: Some(mismatch()) });
         bench.holds();
     }
 
@@ -258,7 +280,7 @@ mod tests {
                 bench.holds();
                 bench.probed(client);
                 begin(&mut bench, client, "r", P0, D0);
-                bench.answered(client, &Answer::Finished { recomputed: Some(mismatch()) });
+                bench.answered(client, &ClientAnswer::Finished { recomputed: Some(mismatch()) });
             }
             match whole {
                 true => bench.fails("client 2 came after the faults and was served by p0 and d0"),
@@ -269,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_pair_may_be_in_doubt_once_and_then_not_fit() {
-        let gone = || Failure::Fabric(Cause::PeerGone);
+        let gone = || Failure::Fabric(FabricError::PeerGone);
         let mismatch = || Failure::Mismatch(Mismatch("tokens".into()));
         for (second, held) in [(mismatch(), true), (gone(), false)] {
             let mut bench = bench(&[], &[]);
@@ -280,7 +302,7 @@ mod tests {
                 bench.holds();
                 bench.probed(client);
                 begin(&mut bench, client, "r", P0, D0);
-                bench.answered(client, &Answer::Finished { recomputed: Some(why) });
+                bench.answered(client, &ClientAnswer::Finished { recomputed: Some(why) });
             }
             match held {
                 true => bench.holds(),

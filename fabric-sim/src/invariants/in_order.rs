@@ -1,26 +1,25 @@
 //! I15: messages are delivered once and in order, and only what was delivered is acknowledged.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Part, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use engine::core::channel::COPIES;
-use engine::core::dialect::native::{Envelope, Frame};
+use engine::core::dialect::native::{ConnectionHeader, Frame};
 use scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What of one direction of a conversation has arrived.
+/// What of one direction of a connection has arrived.
 #[derive(Debug, Default)]
-struct Arrived {
+struct ArrivedMessages {
     /// All messages before this number.
     next: u64,
-    /// And these.
     early: BTreeSet<u64>,
     /// The receiver said that it has all before this number.
     acknowledged: u64,
 }
 
-/// Two counts of one receiver, of all its conversations.
+/// Two counts of one receiver, of all its connections.
 #[derive(Clone, Copy, Debug, Default)]
-struct Counts {
+struct DeliveryCounts {
     /// Messages before which all arrived, so that it is their turn.
     due: u64,
     acknowledged: u64,
@@ -28,26 +27,26 @@ struct Counts {
 
 /// A model of what may be delivered when. A core tells how many messages it has handed on: never
 /// more than those whose turn has come, so none twice and none early, and never less than it
-/// acknowledged. A conversation that did not come about delivers nothing. A message may be given up
+/// acknowledged. A connection that did not come about delivers nothing. A message may be given up
 /// when [`COPIES`] of it were damaged; it counts as delivered.
 #[derive(Debug, Default)]
-pub(super) struct InOrder {
+pub(super) struct InOrderDelivery {
     /// Frames that nobody can read.
-    damaged: BTreeMap<Who, u32>,
-    arrived: BTreeMap<(Who, Key), Arrived>,
-    counts: BTreeMap<Who, Counts>,
-    told: BTreeSet<Who>,
+    damaged: BTreeMap<SimProcessId, u32>,
+    arrived: BTreeMap<(SimProcessId, EnvelopeKey), ArrivedMessages>,
+    counts: BTreeMap<SimProcessId, DeliveryCounts>,
+    told: BTreeSet<SimProcessId>,
 }
 
-/// An [`Envelope`] as a key.
-type Key = (u64, u64, u64);
+/// An [`ConnectionHeader`] as a key.
+type EnvelopeKey = (u64, u64, u64);
 
-fn key(envelope: &Envelope) -> Key {
+fn key(envelope: &ConnectionHeader) -> EnvelopeKey {
     (envelope.from.0, envelope.to.0, envelope.session)
 }
 
-impl InOrder {
-    fn arrived(&mut self, to: Who, frame: &Frame) {
+impl InOrderDelivery {
+    fn arrived(&mut self, to: SimProcessId, frame: &Frame) {
         let Frame::Data { envelope, seq, .. } = frame else { return };
         let arrived = self.arrived.entry((to, key(envelope))).or_default();
         let before = arrived.next;
@@ -61,7 +60,12 @@ impl InOrder {
     }
 
     /// An acknowledgement is sent; what it claims and did not arrive.
-    fn acknowledges(&mut self, from: Who, envelope: &Envelope, next: u64) -> Option<u64> {
+    fn acknowledges(
+        &mut self,
+        from: SimProcessId,
+        envelope: &ConnectionHeader,
+        next: u64,
+    ) -> Option<u64> {
         let inbound = (envelope.to.0, envelope.from.0, envelope.session);
         let arrived = self.arrived.entry((from, inbound)).or_default();
         if next > arrived.next {
@@ -79,16 +83,22 @@ impl InOrder {
     }
 }
 
-impl Invariant for InOrder {
+impl Invariant for InOrderDelivery {
     fn id(&self) -> InvariantId {
         InvariantId::InOrder
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::FrameSent, Kind::FrameArrived, Kind::Stray, Kind::Gauges, Kind::Crashed]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::FrameSent,
+            ObservationKind::FrameArrived,
+            ObservationKind::Stray,
+            ObservationKind::Gauges,
+            ObservationKind::Crashed,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::FrameArrived { to, frame, .. }
             | Observation::Stray { to, frame: Some(frame) } => self.arrived(*to, frame),
@@ -103,8 +113,10 @@ impl Invariant for InOrder {
                     });
                 }
             }
-            Observation::Gauges { who, part: Part::Core, gauges, .. } if *who != Who::ROUTER => {
-                let Counts { due, acknowledged } =
+            Observation::Gauges { who, part: InstanceMachine::Core, gauges, .. }
+                if *who != SimProcessId::ROUTER =>
+            {
+                let DeliveryCounts { due, acknowledged } =
                     self.counts.get(who).copied().unwrap_or_default();
                 let delivered = gauges.delivered;
                 // The count wraps; differences of these do not.
@@ -132,17 +144,17 @@ impl Invariant for InOrder {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, tag};
+    use crate::invariants::testing::{D0, InvariantBench, P0, tag};
     use engine::core::dialect::native::VERSION;
     use engine::core::ids::Incarnation;
     use engine::core::machine::Gauges;
     use engine::core::message::Message;
 
-    fn envelope() -> Envelope {
-        Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 1 }
+    fn envelope() -> ConnectionHeader {
+        ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 1 }
     }
 
-    fn arrive(bench: &mut Bench, numbers: &[u64]) {
+    fn arrive(bench: &mut InvariantBench, numbers: &[u64]) {
         for seq in numbers {
             let message = Message::Cancel { tag: tag("r") };
             let frame = &Frame::Data { envelope: envelope(), seq: *seq, message };
@@ -150,9 +162,9 @@ mod tests {
         }
     }
 
-    fn acknowledge(bench: &mut Bench, next: u64) {
-        let Envelope { version, from, to, session } = envelope();
-        let envelope = Envelope { version, from: to, to: from, session };
+    fn acknowledge(bench: &mut InvariantBench, next: u64) {
+        let ConnectionHeader { version, from, to, session } = envelope();
+        let envelope = ConnectionHeader { version, from: to, to: from, session };
         bench.see(Observation::FrameSent {
             from: P0,
             to: D0,
@@ -160,21 +172,21 @@ mod tests {
         });
     }
 
-    fn delivered(bench: &mut Bench, delivered: u32) {
+    fn delivered(bench: &mut InvariantBench, delivered: u32) {
         let gauges = Gauges { delivered, ..Gauges::default() };
-        let (part, limits) = (Part::Core, Gauges::default());
+        let (part, limits) = (InstanceMachine::Core, Gauges::default());
         bench.see(Observation::Gauges { who: P0, part, gauges, limits });
     }
 
     #[test]
     fn what_came_early_or_twice_is_not_delivered() {
-        let mut bench = Bench::new(InvariantId::InOrder);
+        let mut bench = InvariantBench::new(InvariantId::InOrder);
         arrive(&mut bench, &[0, 0, 2]);
         delivered(&mut bench, 1);
         bench.holds();
         delivered(&mut bench, 2);
         bench.fails("p0 delivered 2 messages, but the turn of 1 has come");
-        let mut bench = Bench::new(InvariantId::InOrder);
+        let mut bench = InvariantBench::new(InvariantId::InOrder);
         arrive(&mut bench, &[0, 2, 1]);
         delivered(&mut bench, 3);
         bench.holds();
@@ -182,14 +194,14 @@ mod tests {
 
     #[test]
     fn what_is_acknowledged_was_delivered() {
-        let mut bench = Bench::new(InvariantId::InOrder);
+        let mut bench = InvariantBench::new(InvariantId::InOrder);
         arrive(&mut bench, &[0, 1]);
         acknowledge(&mut bench, 2);
         delivered(&mut bench, 2);
         bench.holds();
         delivered(&mut bench, 1);
         bench.fails("and 2 are acknowledged");
-        let mut bench = Bench::new(InvariantId::InOrder);
+        let mut bench = InvariantBench::new(InvariantId::InOrder);
         acknowledge(&mut bench, 1);
         bench.fails("p0 acknowledges 1 messages, but 0 arrived");
     }
@@ -197,7 +209,7 @@ mod tests {
     #[test]
     fn what_could_never_be_read_is_given_up() {
         for (damaged, given_up) in [(COPIES - 1, false), (COPIES, true)] {
-            let mut bench = Bench::new(InvariantId::InOrder);
+            let mut bench = InvariantBench::new(InvariantId::InOrder);
             (0..damaged).for_each(|_| bench.see(Observation::Stray { to: P0, frame: None }));
             arrive(&mut bench, &[1, 2]);
             acknowledge(&mut bench, 3);

@@ -1,11 +1,11 @@
 //! L4: a fault on pair (p, d) makes no request of another pair end failed.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind};
 use engine::core::error::Failure;
 use engine::core::ids::{ClientId, TransferKey};
 use engine::core::message::Role;
-use engine::core::router::{Answer, LegBody, LegFailure};
+use engine::core::router::{ClientAnswer, LegBody, LegFailure};
 use scenarios::lists::{FaultKind, InvariantId};
 use scenarios::run::Run;
 use scenarios::settings;
@@ -13,16 +13,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The tries of a request, each with a key of its own.
 #[derive(Debug, Default)]
-struct Tries {
+struct RequestTries {
     /// The newest of each prompt and sample.
     newest: BTreeMap<(u32, u32), TransferKey>,
-    /// Who served it.
     served: BTreeMap<TransferKey, BTreeSet<u16>>,
     /// Decode legs that were sent.
     legs: u64,
 }
 
-impl Tries {
+impl RequestTries {
     fn dispatched(&mut self, instance: u16, body: &LegBody) {
         let key = match body {
             LegBody::Prefill { transfer, .. } => &transfer.key,
@@ -47,8 +46,8 @@ impl Tries {
 /// There were more requests than a core takes if one is full, and than the router takes if that is
 /// before any fault.
 #[derive(Debug)]
-pub(super) struct Isolation {
-    clients: BTreeMap<ClientId, Tries>,
+pub(super) struct FaultIsolation {
+    clients: BTreeMap<ClientId, RequestTries>,
     /// Tries of samples of requests that are open, at least one for each request, and the most that
     /// there were: an instance may not be done yet with one that failed.
     open: u64,
@@ -61,8 +60,8 @@ pub(super) struct Isolation {
     general: bool,
 }
 
-impl Isolation {
-    pub(super) fn new(run: &Run) -> Isolation {
+impl FaultIsolation {
+    pub(super) fn new(run: &Run) -> FaultIsolation {
         let cores = run.instances.iter().map(|spec| {
             let core = settings::core(run, spec);
             // A request says several things before it hears anything.
@@ -70,7 +69,7 @@ impl Isolation {
             core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
         });
         let router = &run.router.config;
-        Isolation {
+        FaultIsolation {
             clients: BTreeMap::new(),
             open: 0,
             peak: 0,
@@ -85,12 +84,12 @@ impl Isolation {
     }
 
     /// True if a core or the router was full by the number of requests alone.
-    fn is_full(&self, answer: &Answer) -> bool {
+    fn is_full(&self, answer: &ClientAnswer) -> bool {
         let calm = self.instances.is_empty() && self.pairs.is_empty() && !self.general;
         let (core, router) = self.room;
         match answer {
-            Answer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
-            Answer::NoInstance | Answer::Misfit(_) => calm && self.peak > router,
+            ClientAnswer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
+            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => calm && self.peak > router,
             _ => false,
         }
     }
@@ -100,7 +99,7 @@ impl Isolation {
         self.peak = self.peak.max(self.open);
     }
 
-    fn ended(&mut self, client: ClientId) -> Option<Tries> {
+    fn ended(&mut self, client: ClientId) -> Option<RequestTries> {
         let tries = self.clients.remove(&client)?;
         self.open -= tries.legs.max(1);
         Some(tries)
@@ -124,7 +123,7 @@ impl Isolation {
     }
 
     /// True if some fault concerns every instance of a role.
-    fn concerns_all(&self, now: Now<'_>) -> bool {
+    fn concerns_all(&self, now: CheckContext<'_>) -> bool {
         let places = (0..).map_while(|index| Some((index, now.state.place(index)?.role)));
         let spared = |index: u16| {
             let paired = self.pairs.iter().any(|(a, b)| *a == index || *b == index);
@@ -134,14 +133,19 @@ impl Isolation {
         roles.any(|role| places.clone().all(|(index, of)| of != role || !spared(index)))
     }
 
-    fn excused(&self, now: Now<'_>, tries: &Tries, answer: &Answer) -> bool {
+    fn is_explained(
+        &self,
+        now: CheckContext<'_>,
+        tries: &RequestTries,
+        answer: &ClientAnswer,
+    ) -> bool {
         match answer {
-            Answer::Finished { .. } => true,
-            Answer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
+            ClientAnswer::Finished { .. } => true,
+            ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
-            Answer::NoInstance => self.concerns_all(now),
-            Answer::Misfit(_) => now.state.whole_pairs().next().is_none(),
-            Answer::Failed(why) => {
+            ClientAnswer::NoInstance => self.concerns_all(now),
+            ClientAnswer::Misfit(_) => now.state.whole_pairs().next().is_none(),
+            ClientAnswer::Failed(why) => {
                 let refused = matches!(
                     why,
                     LegFailure::Instance(Failure::Mismatch(_) | Failure::HelloRefused(_))
@@ -154,20 +158,26 @@ impl Isolation {
     }
 }
 
-impl Invariant for Isolation {
+impl Invariant for FaultIsolation {
     fn id(&self) -> InvariantId {
         InvariantId::Isolation
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Asked, Kind::Dispatched, Kind::Answered, Kind::ClientGone, Kind::Faulted]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Asked,
+            ObservationKind::Dispatched,
+            ObservationKind::Answered,
+            ObservationKind::ClientGone,
+            ObservationKind::Faulted,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
             Observation::Asked { client } => {
-                self.clients.insert(*client, Tries::default());
+                self.clients.insert(*client, RequestTries::default());
                 self.opened();
             }
             Observation::Dispatched { client, instance, body, .. } => {
@@ -184,7 +194,7 @@ impl Invariant for Isolation {
             }
             Observation::Answered { client, answer } => {
                 let tries = self.ended(*client).unwrap_or_default();
-                if !self.excused(now, &tries, answer) {
+                if !self.is_explained(now, &tries, answer) {
                     found.report(self.id(), now.at, || {
                         let served: BTreeSet<_> = tries.last().flatten().collect();
                         let names: Vec<_> =
@@ -206,22 +216,22 @@ impl Invariant for Isolation {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, D1, P0, P1, decode_body, finished_answer, prefill_body,
+        D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
     };
-    use crate::observe::Who;
+    use crate::observation::SimProcessId;
     use scenarios::lists::FaultKind;
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::Isolation);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::Isolation);
         let (from, to) = (Some(P0.instance), Some(D0.instance));
         bench.see(Observation::Faulted { kind: FaultKind::QpError, from, to });
         bench
     }
 
-    fn fail(bench: &mut Bench, client: u64, p: Who, d: Who) {
+    fn fail(bench: &mut InvariantBench, client: u64, p: SimProcessId, d: SimProcessId) {
         bench.dispatched(client, 2 * client, p, &prefill_body("r"));
         bench.dispatched(client, 2 * client + 1, d, &decode_body("r"));
-        bench.answered(client, &Answer::Failed(LegFailure::Connection));
+        bench.answered(client, &ClientAnswer::Failed(LegFailure::Connection));
     }
 
     #[test]
@@ -242,7 +252,7 @@ mod tests {
 
     #[test]
     fn a_crash_concerns_everything_at_its_instance() {
-        let mut bench = Bench::new(InvariantId::Isolation);
+        let mut bench = InvariantBench::new(InvariantId::Isolation);
         let from = Some(P1.instance);
         bench.see(Observation::Faulted { kind: FaultKind::Crash, from, to: None });
         fail(&mut bench, 1, P1, D1);
@@ -258,13 +268,13 @@ mod tests {
         bench.dispatched(1, 2, D0, &decode_body("r"));
         bench.dispatched(1, 3, P0, &prefill_body("s"));
         bench.dispatched(1, 4, D1, &decode_body("s"));
-        bench.answered(1, &Answer::Failed(LegFailure::Connection));
+        bench.answered(1, &ClientAnswer::Failed(LegFailure::Connection));
         bench.fails("client 1, served by p0 and d1, failed");
     }
 
     #[test]
     fn that_a_client_goes_away_concerns_nobody_else() {
-        let mut bench = Bench::new(InvariantId::Isolation);
+        let mut bench = InvariantBench::new(InvariantId::Isolation);
         let (from, to) = (Some(u16::MAX), None);
         bench.see(Observation::Faulted { kind: FaultKind::Abort, from, to });
         fail(&mut bench, 1, P0, D0);
@@ -273,9 +283,10 @@ mod tests {
 
     #[test]
     fn a_misfit_has_to_be_one() {
-        let refused = || Answer::Failed(LegFailure::Instance(Failure::HelloRefused("tp".into())));
+        let refused =
+            || ClientAnswer::Failed(LegFailure::Instance(Failure::HelloRefused("tp".into())));
         for (others, misfit) in [(&[D1][..], true), (&[D0, D1], true), (&[D0], false)] {
-            let mut bench = Bench::new(InvariantId::Isolation);
+            let mut bench = InvariantBench::new(InvariantId::Isolation);
             bench.start_as(D1, |spec| spec.block_tokens = 24);
             bench.dispatched(1, 1, P0, &prefill_body("r"));
             for (leg, d) in (2..).zip(others) {
@@ -291,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_full_table_needs_as_many_requests_or_a_fault() {
-        let full = || Answer::Failed(LegFailure::Instance(Failure::Overload));
+        let full = || ClientAnswer::Failed(LegFailure::Instance(Failure::Overload));
         for (asked, room) in [(3, true), (2, false)] {
             let limit = |run: &mut Run| {
                 for one in &mut run.instances {
@@ -300,8 +311,8 @@ mod tests {
                 run.router.config.requests_max = 1;
                 run.router.config.waiting_max = 1;
             };
-            for answer in [full(), Answer::NoInstance] {
-                let mut bench = Bench::with(InvariantId::Isolation, limit);
+            for answer in [full(), ClientAnswer::NoInstance] {
+                let mut bench = InvariantBench::with(InvariantId::Isolation, limit);
                 (1..=asked).for_each(|client| bench.asked(client));
                 bench.answered(1, &answer);
                 match room {
@@ -319,12 +330,12 @@ mod tests {
     #[test]
     fn no_instance_needs_faults_at_all_of_a_role() {
         let mut bench = bench();
-        bench.answered(1, &Answer::NoInstance);
+        bench.answered(1, &ClientAnswer::NoInstance);
         bench.fails("client 1");
         let mut bench = self::bench();
         let from = Some(D1.instance);
         bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
-        bench.answered(1, &Answer::NoInstance);
+        bench.answered(1, &ClientAnswer::NoInstance);
         bench.holds();
     }
 }

@@ -1,11 +1,11 @@
 //! I10: attempts take only the listed transitions, progress never goes back, and acknowledgements
 //! are sets of ranks.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimProcessId};
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{Attempt, FlowId, Incarnation, RankSet, TransferKey};
-use engine::core::message::{FlowState, Job, Message, Report};
+use engine::core::message::{FlowState, Message, TransferJob, TransferReport};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 /// | `Cancel` | decode | after `Announce` |
 /// | `Release` | decode | always |
 #[derive(Clone, Copy, Debug, Default)]
-struct Sink {
+struct ReceiverHistory {
     attempt: Attempt,
     asked: bool,
     begun: bool,
@@ -35,27 +35,27 @@ struct Sink {
     quiet: bool,
 }
 
-/// An instance in the life that a conversation is with. Where a frame arrives may be another life
-/// by then.
-type End = (u16, Incarnation);
+/// An instance in the incarnation that a connection is with. Where a frame arrives may be another
+/// incarnation by then.
+type ConnectionEnd = (u16, Incarnation);
 
-/// One direction of a conversation.
-type Way = (End, End);
+/// One direction of a connection.
+type ConnectionDirection = (ConnectionEnd, ConnectionEnd);
 
 /// Follows what cores send for the first time (not retransmissions), and the flows of actors.
 #[derive(Debug, Default)]
-pub(super) struct Legal {
-    /// Next number of each conversation.
-    next: BTreeMap<(Way, u64), u64>,
+pub(super) struct LegalTransitions {
+    /// Next number of each connection.
+    next: BTreeMap<(ConnectionDirection, u64), u64>,
     /// By decode, prefill, key and sibling.
-    sinks: BTreeMap<(Way, TransferKey, u32), Sink>,
+    receivers: BTreeMap<(ConnectionDirection, TransferKey, u32), ReceiverHistory>,
     /// Ranks that have not ended a flow.
-    flows: BTreeMap<(Who, FlowId), RankSet>,
+    flows: BTreeMap<(SimProcessId, FlowId), RankSet>,
 }
 
-impl Legal {
+impl LegalTransitions {
     /// True the first time that a frame is sent.
-    fn is_new(&mut self, way: Way, session: u64, seq: u64) -> bool {
+    fn is_new(&mut self, way: ConnectionDirection, session: u64, seq: u64) -> bool {
         let next = self.next.entry((way, session)).or_insert(0);
         let new = seq >= *next;
         *next = (*next).max(seq + 1);
@@ -63,7 +63,7 @@ impl Legal {
     }
 
     /// Takes a transition; says what is wrong with it.
-    fn step(&mut self, way: Way, message: &Message) -> Option<&'static str> {
+    fn step(&mut self, way: ConnectionDirection, message: &Message) -> Option<&'static str> {
         let tag = message.tag();
         let back = (way.1, way.0);
         let decode = !matches!(
@@ -75,15 +75,15 @@ impl Legal {
                 | Message::Ended { .. }
         );
         let key = (if decode { way } else { back }, tag.key.clone(), tag.sibling);
-        let sink = self.sinks.entry(key).or_default();
+        let sink = self.receivers.entry(key).or_default();
         let newer = tag.attempt > sink.attempt;
         if newer && decode {
-            *sink = Sink { attempt: tag.attempt, ..Sink::default() };
+            *sink = ReceiverHistory { attempt: tag.attempt, ..ReceiverHistory::default() };
         }
         let current = tag.attempt == sink.attempt;
         let wrong = match message {
             Message::Ask { .. } | Message::Announce { .. } | Message::Pull { .. } => {
-                let Sink { asked, announced, pulled, .. } = *sink;
+                let ReceiverHistory { asked, announced, pulled, .. } = *sink;
                 sink.asked |= matches!(message, Message::Ask { .. });
                 sink.announced |= matches!(message, Message::Announce { .. });
                 sink.pulled |= matches!(message, Message::Pull { .. });
@@ -122,8 +122,13 @@ impl Legal {
         wrong
     }
 
-    fn flow(&mut self, who: Who, rank: u16, report: &Report) -> Option<&'static str> {
-        let Report::Flow { flow, state } = report else { return None };
+    fn flow(
+        &mut self,
+        who: SimProcessId,
+        rank: u16,
+        report: &TransferReport,
+    ) -> Option<&'static str> {
+        let TransferReport::Flow { flow, state } = report else { return None };
         let key = (who, *flow);
         let last = matches!(state, FlowState::Done { .. } | FlowState::Failed(_));
         let Some(left) = self.flows.get_mut(&key).filter(|left| left.contains(rank)) else {
@@ -139,16 +144,21 @@ impl Legal {
     }
 }
 
-impl Invariant for Legal {
+impl Invariant for LegalTransitions {
     fn id(&self) -> InvariantId {
         InvariantId::Legal
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::FrameSent, Kind::Job, Kind::Report, Kind::Crashed]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::FrameSent,
+            ObservationKind::Job,
+            ObservationKind::Report,
+            ObservationKind::Crashed,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         let (who, wrong) = match seen {
             Observation::FrameSent { from, to, frame: Frame::Data { envelope, seq, message } } => {
                 let way = ((from.instance, envelope.from), (to.instance, envelope.to));
@@ -158,7 +168,10 @@ impl Invariant for Legal {
                 }
                 (*from, self.step(way, message))
             }
-            Observation::Job { who, job: Job::Write { flow, .. } | Job::Read { flow, .. } } => {
+            Observation::Job {
+                who,
+                job: TransferJob::Write { flow, .. } | TransferJob::Read { flow, .. },
+            } => {
                 let tp = now.state.place(who.instance).map_or(0, |place| place.tp);
                 let before = self.flows.insert((*who, *flow), RankSet::first(tp));
                 (*who, before.map(|_| "a flow begun twice"))
@@ -183,13 +196,13 @@ impl Invariant for Legal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, rank, tag};
+    use crate::invariants::testing::{D0, InvariantBench, P0, rank, tag};
     use engine::core::error::Failure;
-    use engine::core::message::Tag;
+    use engine::core::message::AttemptTag;
     use std::sync::Arc;
 
-    fn bench() -> Bench {
-        Bench::new(InvariantId::Legal)
+    fn bench() -> InvariantBench {
+        InvariantBench::new(InvariantId::Legal)
     }
 
     fn delivered(ranks: u64) -> Message {
@@ -227,7 +240,7 @@ mod tests {
     fn an_attempt_begins_once_and_a_later_one_may_follow() {
         let mut bench = bench();
         bench.announced(D0, P0, "r");
-        let again = Tag { attempt: Attempt(2), ..tag("r") };
+        let again = AttemptTag { attempt: Attempt(2), ..tag("r") };
         bench.send(D0, P0, Message::Pull { tag: again, tokens: 32 });
         bench.holds();
         bench.announced(D0, P0, "r");
@@ -259,11 +272,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_to_the_life_before_belongs_to_what_was_said_to_it() {
+    fn what_is_said_to_the_incarnation_before_belongs_to_what_was_said_to_it() {
         let mut bench = bench();
         bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 32 });
         bench.crash(P0);
-        let next = Who { life: 1, ..P0 };
+        let next = SimProcessId { incarnation: 1, ..P0 };
         bench.start(next);
         bench.send(D0, next, Message::Renew { tag: tag("r"), count: 1 });
         bench.holds();
@@ -275,13 +288,13 @@ mod tests {
     fn a_flow_ends_once_per_rank() {
         let mut bench = bench();
         let blocks = Arc::new(Vec::new());
-        let (flow, peer) = (FlowId(3), engine::core::ids::PeerSlot(0));
+        let (flow, peer) = (FlowId(3), engine::core::ids::ConnectionId(0));
         let (request, remote, local) = ("r".into(), blocks.clone(), blocks);
-        let job = &Job::Read { flow, request, peer, from: 0, tokens: 1, remote, local };
+        let job = &TransferJob::Read { flow, request, peer, from: 0, tokens: 1, remote, local };
         bench.see(Observation::Job { who: D0, job });
-        let report = &Report::Flow { flow, state: FlowState::Moving };
+        let report = &TransferReport::Flow { flow, state: FlowState::Moving };
         bench.see(Observation::Report { from: rank(D0), report });
-        let report = &Report::Flow { flow, state: FlowState::Done { bytes: 1 } };
+        let report = &TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } };
         bench.see(Observation::Report { from: rank(D0), report });
         bench.holds();
         bench.see(Observation::Report { from: rank(D0), report });

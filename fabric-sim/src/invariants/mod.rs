@@ -37,13 +37,13 @@ mod testing;
 pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
-use crate::observe::{Kind, Observation};
-use engine::core::station::CoreSettings;
+use crate::observation::{Observation, ObservationKind};
+use engine::core::config::CoreSettings;
 use engine::core::time::Nanos;
 use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{Instance, Run};
+use scenarios::run::{InstanceSettings, Run};
 use scenarios::settings;
-use state::State;
+use state::InvariantState;
 use std::fmt;
 
 /// Observations between two audits.
@@ -57,7 +57,6 @@ const KEPT: usize = 64;
 pub struct Violation {
     /// What does not hold.
     pub id: InvariantId,
-    /// Since when.
     pub at: Nanos,
     /// Instance, transfer, block, and what was expected.
     pub text: String,
@@ -71,12 +70,12 @@ impl fmt::Display for Violation {
 
 /// Where violations are reported.
 #[derive(Debug, Default)]
-pub(crate) struct Found {
+pub(crate) struct ViolationLog {
     list: Vec<Violation>,
     count: u64,
 }
 
-impl Found {
+impl ViolationLog {
     /// Reports a violation; later ones of many are only counted, and not even put into words.
     #[cold]
     pub(crate) fn report(&mut self, id: InvariantId, at: Nanos, text: impl FnOnce() -> String) {
@@ -89,36 +88,40 @@ impl Found {
 
 /// When and in which state an observation is made.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Now<'a> {
+pub(crate) struct CheckContext<'a> {
     /// Virtual time.
     pub(crate) at: Nanos,
     /// The state before the observation.
-    pub(crate) state: &'a State,
+    pub(crate) state: &'a InvariantState,
 }
 
-/// One invariant.
 pub(crate) trait Invariant: fmt::Debug + Send {
-    /// Its name.
     fn id(&self) -> InvariantId;
 
     /// Kinds of observations that it wants.
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[]
     }
 
     /// Something happened.
-    fn observe(&mut self, _now: Now<'_>, _seen: &Observation<'_>, _found: &mut Found) {}
+    fn observe(
+        &mut self,
+        _now: CheckContext<'_>,
+        _seen: &Observation<'_>,
+        _found: &mut ViolationLog,
+    ) {
+    }
 
     /// Looks at everything; called each few thousand observations, and last at the end.
-    fn audit(&mut self, _now: Now<'_>, _found: &mut Found) {}
+    fn audit(&mut self, _now: CheckContext<'_>, _found: &mut ViolationLog) {}
 
     /// The run is over; at rest nothing is under way.
-    fn finish(&mut self, _now: Now<'_>, _at_rest: bool, _found: &mut Found) {}
+    fn finish(&mut self, _now: CheckContext<'_>, _at_rest: bool, _found: &mut ViolationLog) {}
 }
 
 /// Bounds that the settings of a run imply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Limits {
+pub(crate) struct LivenessBounds {
     /// A peer that is not heard for this long is down.
     pub(crate) silent: Nanos,
     /// A fence is answered within.
@@ -140,13 +143,13 @@ pub(crate) struct Limits {
     pub(crate) within: Option<Nanos>,
 }
 
-impl Limits {
-    pub(crate) fn of(run: &Run) -> Limits {
+impl LivenessBounds {
+    pub(crate) fn of(run: &Run) -> LivenessBounds {
         // Of several settings the longest; what becomes is what was but for its geometry.
-        let longest = |of: fn(&Run, &Instance) -> Nanos| {
+        let longest = |of: fn(&Run, &InstanceSettings) -> Nanos| {
             run.instances.iter().map(|one| of(run, one)).max().unwrap_or(Nanos::ZERO)
         };
-        Limits {
+        LivenessBounds {
             silent: longest(|_, one| settings::channel(one).silent),
             fence: longest(|_, one| one.protocol.fence.unwrap_or(Nanos::from_secs(2))),
             lease: longest(|run, one| settings::core(run, one).lease),
@@ -179,9 +182,10 @@ impl Limits {
 
 /// The lease that each instance grants, as its readers count it, so that clocks may differ.
 pub(crate) fn usable(run: &Run) -> Vec<Nanos> {
-    let drift = |one: &Instance| settings::core(run, one).drift_percent.min(100);
+    let drift = |one: &InstanceSettings| settings::core(run, one).drift_percent.min(100);
     let drift = run.instances.iter().map(drift).min().unwrap_or(0);
-    let usable = |one: &Instance| settings::core(run, one).lease.scale(u64::from(100 - drift), 100);
+    let usable =
+        |one: &InstanceSettings| settings::core(run, one).lease.scale(u64::from(100 - drift), 100);
     run.instances.iter().map(usable).collect()
 }
 
@@ -191,13 +195,13 @@ pub struct Invariants {
     list: Vec<Box<dyn Invariant>>,
     /// Indices into the list, by kind of observation.
     wanted: Vec<Vec<u8>>,
-    state: State,
-    found: Found,
+    state: InvariantState,
+    found: ViolationLog,
     seen: u64,
 }
 
 fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
-    let limits = Limits::of(run);
+    let limits = LivenessBounds::of(run);
     match id {
         InvariantId::NoForeignBytes => Box::new(no_foreign_bytes::NoForeignBytes),
         InvariantId::NoEarlyReuse => Box::new(no_early_reuse::NoEarlyReuse),
@@ -206,24 +210,24 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::OneOutcome => Box::new(one_outcome::OneOutcome::default()),
         InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
         InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),
-        InvariantId::Bounded => Box::new(bounded::Bounded),
-        InvariantId::Credit => Box::new(credit::Credit::default()),
-        InvariantId::Legal => Box::new(legal::Legal::default()),
-        InvariantId::Deterministic => Box::new(deterministic::Deterministic),
+        InvariantId::Bounded => Box::new(bounded::BoundedTables),
+        InvariantId::Credit => Box::new(credit::CreditsRespected::default()),
+        InvariantId::Legal => Box::new(legal::LegalTransitions::default()),
+        InvariantId::Deterministic => Box::new(deterministic::DeterministicTrace),
         InvariantId::NoPanic => Box::new(no_panic::NoPanic::default()),
         InvariantId::NoWallClock => Box::new(no_wall_clock::NoWallClock),
         InvariantId::NoGrowth => Box::new(no_growth::NoGrowth::default()),
-        InvariantId::InOrder => Box::new(in_order::InOrder::default()),
+        InvariantId::InOrder => Box::new(in_order::InOrderDelivery::default()),
         InvariantId::RealTries => Box::new(real_tries::RealTries::new(run)),
-        InvariantId::Caused => Box::new(caused::Caused::new(run)),
+        InvariantId::Caused => Box::new(caused::CausedFailures::new(run)),
         InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::new(run)),
-        InvariantId::Fair => Box::new(fair::Fair::new(run)),
+        InvariantId::Fair => Box::new(fair::FairShare::new(run)),
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits))
         }
-        InvariantId::Heals => Box::new(heals::Heals::new(run)),
+        InvariantId::Heals => Box::new(heals::HealsFastPath::new(run)),
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
-        InvariantId::Isolation => Box::new(isolation::Isolation::new(run)),
+        InvariantId::Isolation => Box::new(isolation::FaultIsolation::new(run)),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),
     }
 }
@@ -234,19 +238,25 @@ impl Invariants {
         let all = InvariantId::ALL;
         let hold = if run.expect.hold.is_empty() { all } else { &run.expect.hold };
         let list: Vec<_> = hold.iter().map(|id| make(*id, run)).collect();
-        let mut wanted = vec![Vec::new(); Kind::COUNT];
+        let mut wanted = vec![Vec::new(); ObservationKind::COUNT];
         for (index, invariant) in list.iter().enumerate() {
             for kind in invariant.wants() {
                 wanted[*kind as usize].push(index as u8);
             }
         }
-        Invariants { list, wanted, state: State::new(run), found: Found::default(), seen: 0 }
+        Invariants {
+            list,
+            wanted,
+            state: InvariantState::new(run),
+            found: ViolationLog::default(),
+            seen: 0,
+        }
     }
 
     /// Something happened.
     #[inline]
-    pub fn see(&mut self, at: Nanos, seen: &Observation<'_>) {
-        let now = Now { at, state: &self.state };
+    pub fn observe(&mut self, at: Nanos, seen: &Observation<'_>) {
+        let now = CheckContext { at, state: &self.state };
         for index in &self.wanted[seen.kind() as usize] {
             self.list[usize::from(*index)].observe(now, seen, &mut self.found);
         }
@@ -258,7 +268,7 @@ impl Invariants {
     }
 
     fn audit(&mut self, at: Nanos) {
-        let now = Now { at, state: &self.state };
+        let now = CheckContext { at, state: &self.state };
         for invariant in &mut self.list {
             invariant.audit(now, &mut self.found);
         }
@@ -267,7 +277,7 @@ impl Invariants {
     /// The run is over; `at_rest` says that nothing is under way any more.
     pub fn finish(&mut self, at: Nanos, at_rest: bool) {
         self.audit(at);
-        let now = Now { at, state: &self.state };
+        let now = CheckContext { at, state: &self.state };
         for invariant in &mut self.list {
             invariant.finish(now, at_rest, &mut self.found);
         }

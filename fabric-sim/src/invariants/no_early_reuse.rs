@@ -1,8 +1,8 @@
 //! I2: no byte lands in a block whose owner changed after the operation was accepted, and blocks
 //! that something may still land in are not handed out again.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{BlockRef, Kind, Landing, Observation, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimProcessId};
 use engine::core::message::DecodeAnswer;
 use scenarios::lists::InvariantId;
 
@@ -12,9 +12,9 @@ use scenarios::lists::InvariantId;
 pub(super) struct NoEarlyReuse;
 
 impl NoEarlyReuse {
-    fn landed(&self, now: Now<'_>, seen: &Landing<'_>, found: &mut Found) {
+    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>, found: &mut ViolationLog) {
         let state = now.state;
-        // The memory of a life that ended is nobody's.
+        // The memory of an incarnation that ended is nobody's.
         if !state.is_current(seen.target.who) {
             return;
         }
@@ -50,11 +50,11 @@ impl NoEarlyReuse {
     /// These blocks get a new owner or a new purpose.
     fn released<'a>(
         &self,
-        now: Now<'_>,
-        who: Who,
+        now: CheckContext<'_>,
+        who: SimProcessId,
         blocks: impl Iterator<Item = BlockRef> + 'a,
         what: &str,
-        found: &mut Found,
+        found: &mut ViolationLog,
     ) {
         for at in blocks {
             let writes = now.state.block(who.instance, at).writes;
@@ -86,11 +86,16 @@ impl Invariant for NoEarlyReuse {
         InvariantId::NoEarlyReuse
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Landed, Kind::Taken, Kind::Freed, Kind::DecodeAnswer]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Landed,
+            ObservationKind::Taken,
+            ObservationKind::Freed,
+            ObservationKind::DecodeAnswer,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Landed(landing) => self.landed(now, landing, found),
             Observation::Taken { who, blocks, .. } => {
@@ -117,11 +122,11 @@ impl Invariant for NoEarlyReuse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, P1, done, failed, rank};
-    use engine::fabric::{Landed, SessionId, Ticket};
+    use crate::invariants::testing::{D0, InvariantBench, P0, P1, done, failed, rank};
+    use engine::fabric::{Landed, QuiesceTicket, SessionId};
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::NoEarlyReuse);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::NoEarlyReuse);
         bench.allocated(D0, "r", 32, &[4, 5]);
         bench.announced(D0, P0, "r");
         bench
@@ -162,7 +167,7 @@ mod tests {
         let mut bench = self::bench();
         bench.write(P0, D0, 1, &[4, 5]);
         bench.complete(P0, 1, &failed(Landed::Unknown));
-        bench.quiet(P0, SessionId(1), Ticket(1));
+        bench.quiet(P0, SessionId(1), QuiesceTicket(1));
         bench.load_failed(D0, "r");
         bench.freed(D0, "r", &[4, 5]);
         bench.taken(D0, "s", &[5]);
@@ -173,9 +178,9 @@ mod tests {
     fn a_barrier_covers_only_what_was_accepted_before() {
         let mut bench = bench();
         bench.write(P0, D0, 1, &[4]);
-        bench.quiesce(P0, SessionId(1), Ticket(1));
+        bench.quiesce(P0, SessionId(1), QuiesceTicket(1));
         bench.write(P0, D0, 2, &[5]);
-        bench.quiet_now(P0, SessionId(1), Ticket(1));
+        bench.quiet_now(P0, SessionId(1), QuiesceTicket(1));
         bench.land(P0, D0, 2, &[5]);
         bench.holds();
         bench.land(P0, D0, 1, &[4]);
@@ -214,10 +219,10 @@ mod tests {
     fn a_fence_of_an_earlier_conversation_ends_nothing_of_a_later_one() {
         let mut bench = bench();
         bench.write(P0, D0, 1, &[4]);
-        (bench.session, bench.pass) = (SessionId(2), 2);
+        (bench.session, bench.fence_key) = (SessionId(2), 2);
         bench.write(P0, D0, 2, &[5]);
-        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P1), pass: 2 });
-        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), pass: 1 });
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P1), fence_key: 2 });
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), fence_key: 1 });
         bench.land(P0, D0, 2, &[5]);
         bench.write(P0, D0, 3, &[5]);
         bench.land(P0, D0, 3, &[5]);
@@ -229,9 +234,9 @@ mod tests {
     #[test]
     fn what_a_later_conversation_writes_holds_its_blocks_after_a_fence_of_an_earlier_one() {
         let mut bench = bench();
-        (bench.session, bench.pass) = (SessionId(2), 2);
+        (bench.session, bench.fence_key) = (SessionId(2), 2);
         bench.write(P0, D0, 1, &[4]);
-        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), pass: 1 });
+        bench.see(Observation::Fenced { at: rank(D0), peer: rank(P0), fence_key: 1 });
         bench.freed(D0, "r", &[4, 5]);
         bench.fails("freed while 1 operations may land in it");
     }

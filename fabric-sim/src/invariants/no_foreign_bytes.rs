@@ -1,10 +1,10 @@
 //! I1: every block that a decode uses has the bytes of its (request, layer, rank, position).
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind};
 use scenarios::lists::InvariantId;
 
-/// The comparison itself is made where the memory is, see [`crate::memory::Store::check`].
+/// The comparison itself is made where the memory is, see [`crate::memory::RankStore::check`].
 #[derive(Debug)]
 pub(super) struct NoForeignBytes;
 
@@ -13,11 +13,11 @@ impl Invariant for NoForeignBytes {
         InvariantId::NoForeignBytes
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Used]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[ObservationKind::Used]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         if let Observation::Used { at, request, wrong: Some(wrong), .. } = seen {
             found.report(self.id(), now.at, || {
                 let name = now.state.name(at.who.instance);
@@ -30,18 +30,19 @@ impl Invariant for NoForeignBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, request};
-    use crate::memory::{BlockTokens, Found, Wrong};
-    use crate::observe::Rank;
+    use crate::invariants::testing::{D0, InvariantBench, request};
+    use crate::memory::{BlockTokens, ContentMismatch, MismatchKind};
+    use crate::observation::SimRankId;
 
     #[test]
     fn wrong_bytes_in_use_are_reported() {
-        let mut bench = Bench::new(InvariantId::NoForeignBytes);
-        let (at, request) = (Rank { who: D0, rank: 1 }, &request("r"));
+        let mut bench = InvariantBench::new(InvariantId::NoForeignBytes);
+        let (at, request) = (SimRankId { who: D0, rank: 1 }, &request("r"));
         bench.see(Observation::Used { at, request, tokens: 20, wrong: None });
         bench.holds();
         let tokens = BlockTokens { group: 0, block: 5, first: 16, tokens: 0..4 };
-        let wrong = &Wrong { at: tokens, layer: 1, position: 17, found: Found::Foreign };
+        let wrong =
+            &ContentMismatch { at: tokens, layer: 1, position: 17, found: MismatchKind::Foreign };
         bench.see(Observation::Used { at, request, tokens: 20, wrong: Some(wrong) });
         bench.fails("d0 rank 1 uses foreign bytes in group 0 block 5");
     }

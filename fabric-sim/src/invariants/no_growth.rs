@@ -1,8 +1,8 @@
 //! I14: at rest every table of every machine is empty, but those that are declared to remember:
 //! tombstones, peers, links, and what [`Gauges::remembered`] counts.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Part, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use engine::core::machine::Gauges;
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// operations, blocks and queues leave behind is I3's.
 #[derive(Debug, Default)]
 pub(super) struct NoGrowth {
-    machines: BTreeMap<(Who, Part), Gauges>,
+    machines: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
 impl Invariant for NoGrowth {
@@ -19,11 +19,16 @@ impl Invariant for NoGrowth {
         InvariantId::NoGrowth
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Gauges, Kind::Crashed]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[ObservationKind::Gauges, ObservationKind::Crashed]
     }
 
-    fn observe(&mut self, _now: Now<'_>, seen: &Observation<'_>, _found: &mut Found) {
+    fn observe(
+        &mut self,
+        _now: CheckContext<'_>,
+        seen: &Observation<'_>,
+        _found: &mut ViolationLog,
+    ) {
         match seen {
             Observation::Gauges { who, part, gauges, .. } => {
                 self.machines.insert((*who, *part), *gauges);
@@ -33,7 +38,7 @@ impl Invariant for NoGrowth {
         }
     }
 
-    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
         for ((who, part), gauges) in &self.machines {
             // What never makes a step again gives nothing back.
             let frozen = now.state.place(who.instance).is_some_and(|place| place.frozen);
@@ -50,15 +55,15 @@ impl Invariant for NoGrowth {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0};
+    use crate::invariants::testing::{D0, InvariantBench};
 
     #[test]
     fn what_is_left_in_a_table_is_reported() {
         for (entries, remembered) in [(0, 7), (1, 0)] {
-            let mut bench = Bench::new(InvariantId::NoGrowth);
+            let mut bench = InvariantBench::new(InvariantId::NoGrowth);
             for entries in [40, entries] {
                 let gauges = Gauges { entries, remembered, ..Gauges::default() };
-                let (part, limits) = (Part::Core, Gauges::default());
+                let (part, limits) = (InstanceMachine::Core, Gauges::default());
                 bench.see(Observation::Gauges { who: D0, part, gauges, limits });
             }
             bench.finish();

@@ -1,8 +1,8 @@
 //! I3: free + cached + held + quarantined = total at all times; at rest nothing is held or
 //! quarantined, and no transfer, session, timer or lease is left.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Part, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use engine::core::machine::Gauges;
 use scenarios::engine::PoolGauges;
 use scenarios::lists::InvariantId;
@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 /// Remembers the newest gauges; those told last are those at rest.
 #[derive(Debug, Default)]
 pub(super) struct NoLeak {
-    pools: BTreeMap<(Who, u16), PoolGauges>,
-    machines: BTreeMap<(Who, Part), Gauges>,
+    pools: BTreeMap<(SimProcessId, u16), PoolGauges>,
+    machines: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
 fn is_left(gauges: &Gauges) -> bool {
@@ -25,11 +25,11 @@ impl Invariant for NoLeak {
         InvariantId::NoLeak
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Pool, Kind::Gauges, Kind::Crashed]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[ObservationKind::Pool, ObservationKind::Gauges, ObservationKind::Crashed]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Pool { who, group, pool } => {
                 let PoolGauges { total, free, cached, held, quarantined } = *pool;
@@ -52,10 +52,11 @@ impl Invariant for NoLeak {
         }
     }
 
-    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
         let id = self.id();
         // What never makes a step again gives nothing back.
-        let frozen = |who: &Who| now.state.place(who.instance).is_some_and(|place| place.frozen);
+        let frozen =
+            |who: &SimProcessId| now.state.place(who.instance).is_some_and(|place| place.frozen);
         self.pools.retain(|(who, _), _| !frozen(who));
         self.machines.retain(|(who, _), _| !frozen(who));
         for ((who, group), pool) in &self.pools {
@@ -94,16 +95,16 @@ impl Invariant for NoLeak {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, done};
+    use crate::invariants::testing::{D0, InvariantBench, P0, done};
 
-    fn pool(bench: &mut Bench, held: u32, quarantined: u32) {
+    fn pool(bench: &mut InvariantBench, held: u32, quarantined: u32) {
         let pool = PoolGauges { total: 10, free: 7, cached: 1, held, quarantined };
         bench.see(Observation::Pool { who: D0, group: 0, pool });
     }
 
     #[test]
     fn blocks_have_to_add_up() {
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         pool(&mut bench, 1, 1);
         bench.holds();
         pool(&mut bench, 1, 0);
@@ -112,7 +113,7 @@ mod tests {
 
     #[test]
     fn everything_is_given_back_at_rest() {
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         pool(&mut bench, 1, 1);
         let done_pool = PoolGauges { total: 10, free: 9, cached: 1, ..PoolGauges::default() };
         bench.see(Observation::Pool { who: D0, group: 0, pool: done_pool });
@@ -127,7 +128,7 @@ mod tests {
 
     #[test]
     fn what_never_makes_a_step_again_gives_nothing_back() {
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         pool(&mut bench, 2, 0);
         bench.allocated(D0, "r", 16, &[4]);
         bench.write(D0, P0, 1, &[4]);
@@ -139,25 +140,25 @@ mod tests {
 
     #[test]
     fn machines_are_idle_at_rest() {
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         let gauges = Gauges { peers: 3, tombstones: 9, ..Gauges::default() };
         let limits = Gauges::default();
-        bench.see(Observation::Gauges { who: D0, part: Part::Core, gauges, limits });
+        bench.see(Observation::Gauges { who: D0, part: InstanceMachine::Core, gauges, limits });
         bench.finish();
         bench.holds();
         let gauges = Gauges { transfers: 1, ..gauges };
-        bench.see(Observation::Gauges { who: D0, part: Part::Core, gauges, limits });
+        bench.see(Observation::Gauges { who: D0, part: InstanceMachine::Core, gauges, limits });
         bench.finish();
         bench.fails("the core of d0 is not idle");
     }
 
     #[test]
     fn operations_and_loads_have_ended_at_rest() {
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         bench.write(P0, D0, 1, &[4]);
         bench.finish();
         bench.fails("an operation of p0 is not settled");
-        let mut bench = Bench::new(InvariantId::NoLeak);
+        let mut bench = InvariantBench::new(InvariantId::NoLeak);
         bench.allocated(D0, "r", 16, &[4]);
         bench.finish();
         bench.fails("the load of request r of d0 has not ended");

@@ -1,29 +1,29 @@
 //! L3: retries per request and reconnects per peer stay under their limits while nothing
 //! progresses.
 
-use super::state::Op;
-use super::{Found, Invariant, Now};
+use super::state::TrackedOp;
+use super::{CheckContext, Invariant, ViolationLog};
 use crate::caps::caps;
-use crate::observe::{BlockRef, Kind, Observation, Rank, Who};
+use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId, SimRankId};
 use engine::core::channel::ChannelConfig;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::ClientId;
-use engine::core::message::{FlowState, Job, Report};
+use engine::core::message::{FlowState, TransferJob, TransferReport};
 use engine::core::router::LegBody;
 use engine::core::time::Nanos;
-use engine::fabric::{Outcome, Placement};
+use engine::fabric::{Completion, Placement};
 use scenarios::Run;
 use scenarios::lists::InvariantId;
-use scenarios::run::Instance;
+use scenarios::run::InstanceSettings;
 use scenarios::settings;
 use std::collections::BTreeMap;
 
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
-type Part = (u32, Option<u32>);
+type DispatchKey = (u32, Option<u32>);
 
 /// Dials that nobody answered.
 #[derive(Clone, Copy, Debug)]
-struct Dials {
+struct UnansweredDials {
     since: Nanos,
     count: u64,
     told: bool,
@@ -31,9 +31,9 @@ struct Dials {
 
 /// Operations of a rank that failed, without one between that succeeded.
 #[derive(Clone, Debug)]
-struct Row {
+struct FailureStreak {
     /// How many for each range of blocks.
-    failures: BTreeMap<(Rank, Option<BlockRef>, Option<BlockRef>), u64>,
+    failures: BTreeMap<(SimRankId, Option<BlockRef>, Option<BlockRef>), u64>,
     /// Flows that had ended before.
     ended: u64,
 }
@@ -43,30 +43,29 @@ struct Row {
 pub(super) struct NoLivelock {
     /// Dispatches of a leg beyond the first.
     retries: u32,
-    /// By instance.
     channels: Vec<ChannelConfig>,
     /// Failures that one flow may see for one range of blocks: those of its operations, each time.
     failures_max: u64,
     /// Remote ranks that one flow may read the same range of blocks from. All that is read has one
     /// target, whereas each rank that is written to is another.
     sources_max: u64,
-    dispatches: BTreeMap<ClientId, BTreeMap<Part, u32>>,
-    dials: BTreeMap<(Who, u16), Dials>,
+    dispatches: BTreeMap<ClientId, BTreeMap<DispatchKey, u32>>,
+    dials: BTreeMap<(SimProcessId, u16), UnansweredDials>,
     /// Flows that a core has started, and that a rank has ended.
-    started: BTreeMap<Who, u64>,
-    ended: BTreeMap<Rank, u64>,
-    rows: BTreeMap<Rank, Row>,
+    started: BTreeMap<SimProcessId, u64>,
+    ended: BTreeMap<SimRankId, u64>,
+    streaks: BTreeMap<SimRankId, FailureStreak>,
 }
 
 /// Instances of a run, and those that they become.
-fn all(run: &Run) -> impl Iterator<Item = &Instance> {
+fn all(run: &Run) -> impl Iterator<Item = &InstanceSettings> {
     let becomes = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
     run.instances.iter().chain(becomes)
 }
 
 /// Operations of one flow that begin in the same block: one a layer, and more if they have few
 /// ranges or bytes. No range is shorter than K or V of a token in a head.
-fn operations(run: &Run, instance: &Instance) -> u64 {
+fn operations(run: &Run, instance: &InstanceSettings) -> u64 {
     let settings = settings::transfer(instance);
     let plane = caps(Placement::OnCompletion, &instance.fabric);
     let slices = u64::from(settings.slices_max.min(plane.slices_max).max(1));
@@ -90,7 +89,7 @@ impl NoLivelock {
             dials: BTreeMap::new(),
             started: BTreeMap::new(),
             ended: BTreeMap::new(),
-            rows: BTreeMap::new(),
+            streaks: BTreeMap::new(),
         }
     }
 
@@ -112,8 +111,8 @@ impl NoLivelock {
     }
 
     /// Counts a dial; how many there were in how long a time, if that are too many.
-    fn dialled(&mut self, now: Nanos, from: Who, to: u16) -> Option<(u64, Nanos)> {
-        let none = Dials { since: now, count: 0, told: false };
+    fn dialled(&mut self, now: Nanos, from: SimProcessId, to: u16) -> Option<(u64, Nanos)> {
+        let none = UnansweredDials { since: now, count: 0, told: false };
         let dials = self.dials.entry((from, to)).or_insert(none);
         dials.count += 1;
         let span = now - dials.since;
@@ -131,20 +130,20 @@ impl Invariant for NoLivelock {
         InvariantId::NoLivelock
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Dispatched,
-            Kind::Answered,
-            Kind::ClientGone,
-            Kind::Dialled,
-            Kind::FrameArrived,
-            Kind::Job,
-            Kind::Report,
-            Kind::Completed,
+            ObservationKind::Dispatched,
+            ObservationKind::Answered,
+            ObservationKind::ClientGone,
+            ObservationKind::Dialled,
+            ObservationKind::FrameArrived,
+            ObservationKind::Job,
+            ObservationKind::Report,
+            ObservationKind::Completed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Dispatched { client, body, .. } => {
                 if let Some((count, limit)) = self.dispatched(*client, body) {
@@ -168,12 +167,15 @@ impl Invariant for NoLivelock {
             Observation::FrameArrived { from, to, frame: Frame::Welcome(_) } => {
                 self.dials.remove(&(*to, from.instance));
             }
-            Observation::Job { who, job: Job::Write { .. } | Job::Read { .. } } => {
+            Observation::Job { who, job: TransferJob::Write { .. } | TransferJob::Read { .. } } => {
                 *self.started.entry(*who).or_default() += 1;
             }
             Observation::Report {
                 from,
-                report: Report::Flow { state: FlowState::Done { .. } | FlowState::Failed(_), .. },
+                report:
+                    TransferReport::Flow {
+                        state: FlowState::Done { .. } | FlowState::Failed(_), ..
+                    },
             } => *self.ended.entry(*from).or_default() += 1,
             Observation::Completed { from, op, outcome } => {
                 self.completed(now, *from, op.0, outcome, found)
@@ -186,22 +188,22 @@ impl Invariant for NoLivelock {
 impl NoLivelock {
     fn completed(
         &mut self,
-        now: Now<'_>,
-        from: Rank,
+        now: CheckContext<'_>,
+        from: SimRankId,
         op: u64,
-        outcome: &Outcome,
-        found: &mut Found,
+        outcome: &Completion,
+        found: &mut ViolationLog,
     ) {
-        if *outcome == Outcome::Done {
-            if !self.rows.is_empty() {
-                self.rows.remove(&from);
+        if *outcome == Completion::Done {
+            if !self.streaks.is_empty() {
+                self.streaks.remove(&from);
             }
             return;
         }
-        let Some(range) = now.state.op(from, op).map(Op::range) else { return };
+        let Some(range) = now.state.op(from, op).map(TrackedOp::range) else { return };
         let ended = self.ended.get(&from).copied().unwrap_or(0);
-        let fresh = || Row { failures: BTreeMap::new(), ended };
-        let row = self.rows.entry(from).or_insert_with(fresh);
+        let fresh = || FailureStreak { failures: BTreeMap::new(), ended };
+        let row = self.streaks.entry(from).or_insert_with(fresh);
         let failures = row.failures.entry(range).or_default();
         *failures += 1;
         // The flows under way at the first failure, those since, and what was left of those before.
@@ -224,13 +226,13 @@ impl NoLivelock {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, P0, decode_body, done, failed, finished_answer, prefill_body,
+        D0, InvariantBench, P0, decode_body, done, failed, finished_answer, prefill_body,
     };
-    use engine::core::ids::{FlowId, PeerSlot, SourceId};
+    use engine::core::ids::{ConnectionId, FlowId, SourceId};
     use engine::fabric::{Direction, Landed};
 
-    fn bench() -> Bench {
-        Bench::new(InvariantId::NoLivelock)
+    fn bench() -> InvariantBench {
+        InvariantBench::new(InvariantId::NoLivelock)
     }
 
     #[test]
@@ -254,7 +256,7 @@ mod tests {
     #[test]
     fn dials_in_vain_are_limited() {
         let mut bench = bench();
-        let dial = |bench: &mut Bench, count, pause| {
+        let dial = |bench: &mut InvariantBench, count, pause| {
             for _ in 0..count {
                 bench.now = bench.now + pause;
                 bench.see(Observation::Dialled { from: D0, to: Some(P0.instance) });
@@ -270,7 +272,7 @@ mod tests {
     fn failures_in_a_row_are_limited() {
         let mut bench = bench();
         let mut op = 0;
-        let mut complete = |bench: &mut Bench, count: u64, outcome: &Outcome| {
+        let mut complete = |bench: &mut InvariantBench, count: u64, outcome: &Completion| {
             for _ in 0..count {
                 op += 1;
                 bench.write(P0, D0, op, &[4]);
@@ -282,12 +284,12 @@ mod tests {
         complete(&mut bench, 8, &failure);
         complete(&mut bench, 1, &done());
         complete(&mut bench, 8, &failure);
-        let job = Job::Write {
+        let job = TransferJob::Write {
             flow: FlowId(1),
             request: "r".into(),
             reader: None,
             source: SourceId(1),
-            peer: PeerSlot(1),
+            peer: ConnectionId(1),
             from: 0,
             tokens: 16,
             blocks: Default::default(),
@@ -302,7 +304,7 @@ mod tests {
     #[test]
     fn a_read_of_several_ranks_fails_once_for_each() {
         for (ranks, count, held) in [(1, 8, true), (1, 9, false), (4, 32, true), (4, 33, false)] {
-            let mut bench = Bench::with(InvariantId::NoLivelock, |run| {
+            let mut bench = InvariantBench::with(InvariantId::NoLivelock, |run| {
                 run.instances.iter_mut().for_each(|one| one.tp = ranks);
             });
             for op in 0..count {
@@ -319,7 +321,7 @@ mod tests {
     #[test]
     fn operations_that_reach_nothing_are_told_apart_by_what_they_read() {
         let mut bench = bench();
-        let fail = |bench: &mut Bench, op, block| {
+        let fail = |bench: &mut InvariantBench, op, block| {
             bench.submit((P0, D0), op, Direction::Write, (&[block], &[]));
             bench.complete(P0, op, &failed(Landed::None));
         };

@@ -1,7 +1,7 @@
 //! I12: remote input never panics, and a peer is accused of breaking the protocol only if it did.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Part, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 /// other is a mistake of its own or of its peer.
 #[derive(Debug, Default)]
 pub(super) struct NoPanic {
-    counted: BTreeMap<(Who, Part), u32>,
+    counted: BTreeMap<(SimProcessId, InstanceMachine), u32>,
     /// Frames that may count as violations and have not.
-    forged: BTreeMap<Who, u32>,
+    forged: BTreeMap<SimProcessId, u32>,
 }
 
 impl Invariant for NoPanic {
@@ -19,11 +19,11 @@ impl Invariant for NoPanic {
         InvariantId::NoPanic
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Panicked, Kind::Gauges, Kind::Stray]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[ObservationKind::Panicked, ObservationKind::Gauges, ObservationKind::Stray]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Panicked { who, text } => found.report(self.id(), now.at, || {
                 format!("{} panicked: {text}", now.state.name(who.instance))
@@ -32,8 +32,8 @@ impl Invariant for NoPanic {
                 let before = self.counted.insert((*who, *part), gauges.violations).unwrap_or(0);
                 let count = gauges.violations.saturating_sub(before);
                 let forged = match part {
-                    Part::Core => self.forged.entry(*who).or_default(),
-                    Part::Transfer(_) | Part::Engine => &mut 0,
+                    InstanceMachine::Core => self.forged.entry(*who).or_default(),
+                    InstanceMachine::Transfer(_) | InstanceMachine::Engine => &mut 0,
                 };
                 let excused = count.min(*forged);
                 *forged -= excused;
@@ -54,16 +54,16 @@ impl Invariant for NoPanic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0};
+    use crate::invariants::testing::{D0, InvariantBench};
     use engine::core::machine::Gauges;
 
     #[test]
     fn panics_and_violations_are_reported_once() {
-        let mut bench = Bench::new(InvariantId::NoPanic);
-        let see = |bench: &mut Bench, violations| {
+        let mut bench = InvariantBench::new(InvariantId::NoPanic);
+        let see = |bench: &mut InvariantBench, violations| {
             let gauges = Gauges { violations, ..Gauges::default() };
             let limits = Gauges::default();
-            bench.see(Observation::Gauges { who: D0, part: Part::Core, gauges, limits });
+            bench.see(Observation::Gauges { who: D0, part: InstanceMachine::Core, gauges, limits });
         };
         see(&mut bench, 0);
         bench.holds();
@@ -73,7 +73,7 @@ mod tests {
         see(&mut bench, 3);
         see(&mut bench, 3);
         bench.fails("the core of d0 counted 2 violations");
-        let mut bench = Bench::new(InvariantId::NoPanic);
+        let mut bench = InvariantBench::new(InvariantId::NoPanic);
         bench.see(Observation::Panicked { who: D0, text: "index out of bounds" });
         bench.fails("d0 panicked: index out of bounds");
     }

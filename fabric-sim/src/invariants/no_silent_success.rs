@@ -1,20 +1,20 @@
 //! I6: finished means that all ranks and layers had the right bytes; a prompt that decode computed
 //! itself is reported and counted with its cause.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimProcessId};
 use engine::core::ids::{ClientId, LegId, RankSet, RequestId};
 use engine::core::message::{DecodeAnswer, Role};
-use engine::core::router::{Answer, LegBody, LegEvent};
+use engine::core::router::{ClientAnswer, LegBody, LegEvent};
 use scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A sample of a request: its prompt, and which one.
-type Sample = (u32, u32);
+type SampleId = (u32, u32);
 
 /// What became of the KV of a decode request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Kv {
+struct KvStatus {
     loaded: bool,
     failed: bool,
     /// Ranks whose memory was compared and found right.
@@ -24,22 +24,29 @@ struct Kv {
 /// Brings what happened to the KV of a request together with what its leg and its client are told.
 #[derive(Debug, Default)]
 pub(super) struct NoSilentSuccess {
-    requests: BTreeMap<(Who, RequestId), Kv>,
-    legs: BTreeMap<LegId, (Who, RequestId)>,
+    requests: BTreeMap<(SimProcessId, RequestId), KvStatus>,
+    legs: BTreeMap<LegId, (SimProcessId, RequestId)>,
     /// Whose decode leg it is, and of which prompt and sample.
-    samples: BTreeMap<LegId, (ClientId, Sample)>,
+    samples: BTreeMap<LegId, (ClientId, SampleId)>,
     /// The newest leg of each sample, and whether it computed its prompt itself. What an earlier
     /// one did is of no use to the client.
-    clients: BTreeMap<ClientId, BTreeMap<Sample, (LegId, bool)>>,
+    clients: BTreeMap<ClientId, BTreeMap<SampleId, (LegId, bool)>>,
 }
 
 impl NoSilentSuccess {
-    fn kv(&mut self, who: Who, request: &RequestId) -> &mut Kv {
+    fn kv(&mut self, who: SimProcessId, request: &RequestId) -> &mut KvStatus {
         self.requests.entry((who, request.clone())).or_default()
     }
 
     /// A leg is over.
-    fn ended(&mut self, now: Now<'_>, who: Who, leg: LegId, event: &LegEvent, found: &mut Found) {
+    fn ended(
+        &mut self,
+        now: CheckContext<'_>,
+        who: SimProcessId,
+        leg: LegId,
+        event: &LegEvent,
+        found: &mut ViolationLog,
+    ) {
         let sample = self.samples.remove(&leg);
         let Some(key) = self.legs.remove(&leg) else { return };
         let kv = self.requests.remove(&key).unwrap_or_default();
@@ -77,20 +84,20 @@ impl Invariant for NoSilentSuccess {
         InvariantId::NoSilentSuccess
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Dispatched,
-            Kind::LegTaken,
-            Kind::Leg,
-            Kind::DecodeAnswer,
-            Kind::Used,
-            Kind::Answered,
-            Kind::ClientGone,
-            Kind::Crashed,
+            ObservationKind::Dispatched,
+            ObservationKind::LegTaken,
+            ObservationKind::Leg,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Used,
+            ObservationKind::Answered,
+            ObservationKind::ClientGone,
+            ObservationKind::Crashed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Dispatched {
                 leg,
@@ -124,7 +131,7 @@ impl Invariant for NoSilentSuccess {
             Observation::Answered { client, answer } => {
                 let legs = self.clients.remove(client).unwrap_or_default();
                 let recomputed = legs.values().any(|(_, recomputed)| *recomputed);
-                if let (Answer::Finished { recomputed: None }, true) = (answer, recomputed) {
+                if let (ClientAnswer::Finished { recomputed: None }, true) = (answer, recomputed) {
                     found.report(self.id(), now.at, || {
                         format!("client {client} is told of no recompute, but a leg of it was one")
                     });
@@ -144,18 +151,18 @@ impl Invariant for NoSilentSuccess {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, decode_body, finished, finished_answer, rank, recomputed, request,
+        D0, InvariantBench, decode_body, finished, finished_answer, rank, recomputed, request,
     };
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::NoSilentSuccess);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::NoSilentSuccess);
         bench.dispatched(1, 9, D0, &decode_body("r"));
         bench.leg_taken(D0, 9, "r");
         bench.allocated(D0, "r", 16, &[4]);
         bench
     }
 
-    fn used(bench: &mut Bench) {
+    fn used(bench: &mut InvariantBench) {
         let (at, request) = (rank(D0), &request("r"));
         bench.see(Observation::Used { at, request, tokens: 16, wrong: None });
     }

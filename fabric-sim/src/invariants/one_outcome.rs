@@ -1,8 +1,8 @@
 //! I5: each request ends exactly once per role, each accepted operation completes exactly once,
 //! each block list is given back exactly once.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Rank, Who};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId};
 use engine::core::ids::{ClientId, LegId, RequestId};
 use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
 use engine::core::router::LegEvent;
@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What an engine still has to be told about a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Owed {
+struct PendingAnswers {
     finished: bool,
     /// Preemptions without an answer.
     preempted: u32,
@@ -24,22 +24,22 @@ struct Owed {
 pub(super) struct OneOutcome {
     clients: BTreeSet<ClientId>,
     ended_legs: BTreeSet<LegId>,
-    owed: BTreeMap<(Who, RequestId), Owed>,
+    pending: BTreeMap<(SimProcessId, RequestId), PendingAnswers>,
 }
 
 impl OneOutcome {
-    fn prefill_hook(&mut self, who: Who, hook: &PrefillHook) {
+    fn prefill_hook(&mut self, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, .. } => {
-                self.owed.insert((who, request.clone()), Owed::default());
+                self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             PrefillHook::Finished { request, .. } => {
-                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
                     owed.finished = true;
                 }
             }
             PrefillHook::Preempted { request } => {
-                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
                     owed.preempted += 1;
                 }
             }
@@ -47,32 +47,36 @@ impl OneOutcome {
         }
     }
 
-    fn decode_hook(&mut self, who: Who, hook: &DecodeHook) {
+    fn decode_hook(&mut self, who: SimProcessId, hook: &DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, .. } => {
-                self.owed.insert((who, request.clone()), Owed::default());
+                self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             DecodeHook::Allocated { request, .. } => {
-                if let Some(owed) = self.owed.get_mut(&(who, request.clone())) {
+                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
                     owed.allocated = true;
                 }
             }
             DecodeHook::Finished { request, .. } => {
                 let key = (who, request.clone());
-                if self.owed.get(&key).is_some_and(|owed| !owed.allocated) {
-                    self.owed.remove(&key);
+                if self.pending.get(&key).is_some_and(|owed| !owed.allocated) {
+                    self.pending.remove(&key);
                 }
             }
         }
     }
 
     /// Takes an answer off the books; says what is wrong with it.
-    fn prefill_answer(&mut self, who: Who, answer: &PrefillAnswer) -> Option<&'static str> {
+    fn prefill_answer(
+        &mut self,
+        who: SimProcessId,
+        answer: &PrefillAnswer,
+    ) -> Option<&'static str> {
         let (PrefillAnswer::SourceFree { request, .. }
         | PrefillAnswer::PreemptionSafe { request }
         | PrefillAnswer::Rejected { request, .. }) = answer;
         let key = (who, request.clone());
-        let Some(owed) = self.owed.get_mut(&key) else {
+        let Some(owed) = self.pending.get_mut(&key) else {
             return Some("an answer for a request that is not owed one");
         };
         match answer {
@@ -87,17 +91,17 @@ impl OneOutcome {
                 Some("blocks freed before the request finished")
             }
             _ => {
-                self.owed.remove(&key);
+                self.pending.remove(&key);
                 None
             }
         }
     }
 
-    fn decode_answer(&mut self, who: Who, answer: &DecodeAnswer) -> Option<&'static str> {
+    fn decode_answer(&mut self, who: SimProcessId, answer: &DecodeAnswer) -> Option<&'static str> {
         if !answer.is_last() {
             return None;
         }
-        let owed = self.owed.remove(&(who, answer.request().clone()));
+        let owed = self.pending.remove(&(who, answer.request().clone()));
         match (owed, answer) {
             // The engine may have ended the request while the refusal was on its way.
             (None, DecodeAnswer::Rejected { .. }) => None,
@@ -111,7 +115,7 @@ impl OneOutcome {
         }
     }
 
-    fn completed(&self, now: Now<'_>, from: Rank, op: u64) -> Option<&'static str> {
+    fn completed(&self, now: CheckContext<'_>, from: SimRankId, op: u64) -> Option<&'static str> {
         match now.state.op(from, op) {
             Some(op) if op.completed => Some("an operation completed twice"),
             Some(_) => None,
@@ -125,24 +129,24 @@ impl Invariant for OneOutcome {
         InvariantId::OneOutcome
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Asked,
-            Kind::Probed,
-            Kind::Answered,
-            Kind::ClientGone,
-            Kind::Leg,
-            Kind::PrefillHook,
-            Kind::PrefillAnswer,
-            Kind::DecodeHook,
-            Kind::DecodeAnswer,
-            Kind::Completed,
-            Kind::EngineFault,
-            Kind::Crashed,
+            ObservationKind::Asked,
+            ObservationKind::Probed,
+            ObservationKind::Answered,
+            ObservationKind::ClientGone,
+            ObservationKind::Leg,
+            ObservationKind::PrefillHook,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::DecodeHook,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Completed,
+            ObservationKind::EngineFault,
+            ObservationKind::Crashed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         let wrong = match seen {
             Observation::Completed { from, op, .. } => self.completed(now, *from, op.0),
             Observation::Asked { client } | Observation::Probed { client } => {
@@ -179,7 +183,7 @@ impl Invariant for OneOutcome {
                 });
             }
             Observation::Crashed { who } => {
-                self.owed.retain(|key, _| key.0 != *who);
+                self.pending.retain(|key, _| key.0 != *who);
                 None
             }
             _ => None,
@@ -189,8 +193,8 @@ impl Invariant for OneOutcome {
         }
     }
 
-    fn finish(&mut self, now: Now<'_>, at_rest: bool, found: &mut Found) {
-        let open = self.owed.iter().find(|(key, owed)| {
+    fn finish(&mut self, now: CheckContext<'_>, at_rest: bool, found: &mut ViolationLog) {
+        let open = self.pending.iter().find(|(key, owed)| {
             now.state.acts(key.0) && (owed.finished || owed.allocated || owed.preempted > 0)
         });
         if let (true, Some(((who, request), owed))) = (at_rest, open) {
@@ -206,12 +210,12 @@ impl Invariant for OneOutcome {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        Bench, D0, P0, done, finished, finished_answer, key, request,
+        D0, InvariantBench, P0, done, finished, finished_answer, key, request,
     };
     use engine::core::message::{FinishReason, Mode, PrefillLeg};
 
-    fn bench() -> Bench {
-        Bench::new(InvariantId::OneOutcome)
+    fn bench() -> InvariantBench {
+        InvariantBench::new(InvariantId::OneOutcome)
     }
 
     #[test]
@@ -253,15 +257,20 @@ mod tests {
         bench.fails("not in flight");
     }
 
-    fn prefill(bench: &mut Bench, hook: PrefillHook) {
+    fn prefill(bench: &mut InvariantBench, hook: PrefillHook) {
         bench.see(Observation::PrefillHook { who: P0, hook: &hook });
     }
 
     #[test]
     fn a_source_is_freed_once_and_not_before_the_end() {
         let mut bench = bench();
-        let leg =
-            PrefillLeg { key: key("r"), siblings: 1, mode: Mode::Push, life: None, moriio: None };
+        let leg = PrefillLeg {
+            key: key("r"),
+            siblings: 1,
+            mode: Mode::Push,
+            incarnation: None,
+            moriio: None,
+        };
         prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };

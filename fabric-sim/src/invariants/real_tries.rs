@@ -1,13 +1,13 @@
 //! I16: a flow fails because of its operations only after all their tries, and `Busy` is no try.
 
-use super::state::{Op, Work};
-use super::{Found, Invariant, Now};
-use crate::observe::{Kind, Observation, Rank};
+use super::state::{OpExtent, TrackedOp};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{Observation, ObservationKind, SimRankId};
 use engine::core::error::Failure;
 use engine::core::ids::FlowId;
-use engine::core::message::{FlowState, Report};
+use engine::core::message::{FlowState, TransferReport};
 use engine::core::time::Nanos;
-use engine::fabric::{Landed, Outcome, Refused};
+use engine::fabric::{Completion, Landed, Refused};
 use scenarios::lists::InvariantId;
 use scenarios::run::Run;
 use scenarios::settings;
@@ -15,20 +15,20 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What failed on a rank.
 #[derive(Debug, Default)]
-struct Failures {
+struct RankFailures {
     /// Work that failed, and how often in a row.
-    of: Vec<(Work, u32)>,
+    of: Vec<(OpExtent, u32)>,
     /// Submits that found their session gone; each was a try of some work.
     gone: u32,
     /// A peer was given up as a whole, and is not fenced.
     peer: bool,
 }
 
-impl Failures {
-    /// How often work failed in a row, or the whole that it is a part of: what is tried again may be
-    /// cut into smaller operations.
-    fn of(&self, work: &Work) -> u32 {
-        let whole = |(whole, count): &(Work, u32)| whole.may_have(work).then_some(*count);
+impl RankFailures {
+    /// How often work failed in a row, or the whole that it is a part of: what is tried again may
+    /// be cut into smaller operations.
+    fn of(&self, work: &OpExtent) -> u32 {
+        let whole = |(whole, count): &(OpExtent, u32)| whole.may_have(work).then_some(*count);
         self.of.iter().filter_map(whole).max().unwrap_or(0)
     }
 }
@@ -38,11 +38,11 @@ impl Failures {
 #[derive(Debug)]
 pub(super) struct RealTries {
     tries: u32,
-    ranks: BTreeMap<Rank, Failures>,
+    ranks: BTreeMap<SimRankId, RankFailures>,
     /// Flows that said that they will fail.
-    failing: BTreeSet<(Rank, FlowId)>,
+    failing: BTreeSet<(SimRankId, FlowId)>,
     /// Flows that failed in this instant without excuse; their peer may be given up next.
-    doubtful: Vec<(Nanos, Rank, FlowId, u32)>,
+    doubtful: Vec<(Nanos, SimRankId, FlowId, u32)>,
 }
 
 impl RealTries {
@@ -57,12 +57,12 @@ impl RealTries {
         }
     }
 
-    fn completed(&mut self, now: Now<'_>, from: Rank, op: u64, outcome: &Outcome) {
-        let failed = matches!(outcome, Outcome::Failed { landed, .. } if *landed != Landed::All);
+    fn completed(&mut self, now: CheckContext<'_>, from: SimRankId, op: u64, outcome: &Completion) {
+        let failed = matches!(outcome, Completion::Failed { landed, .. } if *landed != Landed::All);
         if !failed && !self.ranks.contains_key(&from) {
             return;
         }
-        let Some(work) = now.state.op(from, op).map(Op::work) else { return };
+        let Some(work) = now.state.op(from, op).map(TrackedOp::work) else { return };
         let failures = self.ranks.entry(from).or_default();
         let count = failures.of(&work) + 1;
         failures.of.retain(|(other, _)| work != *other);
@@ -71,7 +71,7 @@ impl RealTries {
         }
     }
 
-    fn failed(&mut self, now: Nanos, from: Rank, flow: FlowId) {
+    fn failed(&mut self, now: Nanos, from: SimRankId, flow: FlowId) {
         let failures = self.ranks.entry(from).or_default();
         let worst = failures.of.iter().enumerate().max_by_key(|(_, (_, count))| *count);
         let (worst, count) = worst.map_or((None, 0), |(at, (_, count))| (Some(at), *count));
@@ -93,7 +93,7 @@ impl RealTries {
     }
 
     /// Reports what was not excused in its own instant.
-    fn settle(&mut self, now: Now<'_>, found: &mut Found) {
+    fn settle(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         let tries = self.tries;
         self.doubtful.retain(|(at, from, flow, count)| {
             if *at < now.at {
@@ -115,11 +115,16 @@ impl Invariant for RealTries {
         InvariantId::RealTries
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Completed, Kind::Refused, Kind::Report, Kind::Crashed]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Completed,
+            ObservationKind::Refused,
+            ObservationKind::Report,
+            ObservationKind::Crashed,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         if !self.doubtful.is_empty() {
             self.settle(now, found);
         }
@@ -131,21 +136,21 @@ impl Invariant for RealTries {
                 self.ranks.entry(*from).or_default().gone += 1;
             }
             Observation::Report { from, report } => match report {
-                Report::Flow { flow, state: FlowState::Failing(Failure::Fabric(_)) } => {
+                TransferReport::Flow { flow, state: FlowState::Failing(Failure::Fabric(_)) } => {
                     self.failing.insert((*from, *flow));
                     self.failed(now.at, *from, *flow);
                 }
-                Report::Flow { flow, state: FlowState::Failed(failure) } => {
+                TransferReport::Flow { flow, state: FlowState::Failed(failure) } => {
                     let told = self.failing.remove(&(*from, *flow));
                     if matches!(failure, Failure::Fabric(_)) && !told {
                         self.failed(now.at, *from, *flow);
                     }
                 }
-                Report::PeerFailed { .. } => {
+                TransferReport::PeerFailed { .. } => {
                     self.ranks.entry(*from).or_default().peer = true;
                     self.doubtful.retain(|(_, rank, ..)| rank != from);
                 }
-                Report::Fenced { .. } => self.ranks.entry(*from).or_default().peer = false,
+                TransferReport::Fenced { .. } => self.ranks.entry(*from).or_default().peer = false,
                 _ => {}
             },
             Observation::Crashed { who } => self.ranks.retain(|rank, _| rank.who != *who),
@@ -153,8 +158,8 @@ impl Invariant for RealTries {
         }
     }
 
-    fn finish(&mut self, now: Now<'_>, _at_rest: bool, found: &mut Found) {
-        let later = Now { at: now.at + Nanos(1), ..now };
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
+        let later = CheckContext { at: now.at + Nanos(1), ..now };
         self.settle(later, found);
     }
 }
@@ -162,17 +167,17 @@ impl Invariant for RealTries {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, done, failed, rank};
-    use engine::fabric::{Cause, OpId};
+    use crate::invariants::testing::{D0, InvariantBench, P0, done, failed, rank};
+    use engine::fabric::{FabricError, OpId};
 
-    fn fails(bench: &mut Bench, flow: u64) {
-        let state = FlowState::Failing(Failure::Fabric(Cause::AckTimeout));
-        let report = &Report::Flow { flow: FlowId(flow), state };
+    fn fails(bench: &mut InvariantBench, flow: u64) {
+        let state = FlowState::Failing(Failure::Fabric(FabricError::AckTimeout));
+        let report = &TransferReport::Flow { flow: FlowId(flow), state };
         bench.see(Observation::Report { from: rank(P0), report });
     }
 
-    fn tried(outcomes: &[bool]) -> Bench {
-        let mut bench = Bench::new(InvariantId::RealTries);
+    fn tried(outcomes: &[bool]) -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::RealTries);
         for (op, well) in (1..).zip(outcomes) {
             bench.write(P0, D0, op, &[4]);
             let outcome = if *well { done() } else { failed(Landed::Unknown) };
@@ -198,7 +203,7 @@ mod tests {
     #[test]
     fn what_is_cut_anew_keeps_the_tries_of_the_whole() {
         for (first, second, holds) in [([4, 5], [5, 5], true), ([4, 5], [6, 6], false)] {
-            let mut bench = Bench::new(InvariantId::RealTries);
+            let mut bench = InvariantBench::new(InvariantId::RealTries);
             for (op, blocks) in (1..).zip([&first[..], &first, &first, &second[1..]]) {
                 bench.write(P0, D0, op, blocks);
                 bench.complete(P0, op, &failed(Landed::Unknown));
@@ -215,7 +220,7 @@ mod tests {
     #[test]
     fn a_try_that_found_its_session_gone_leaves_another_flow_its_excuse() {
         for fourth in [true, false] {
-            let mut bench = Bench::new(InvariantId::RealTries);
+            let mut bench = InvariantBench::new(InvariantId::RealTries);
             for (op, block) in (1..).zip([4, 4, 4, 5, 5, 5]) {
                 bench.write(P0, D0, op, &[block]);
                 bench.complete(P0, op, &failed(Landed::Unknown));
@@ -256,9 +261,9 @@ mod tests {
         let now = bench.now;
         fails(&mut bench, 1);
         bench.now = now;
-        let failure = Failure::Fabric(Cause::QueuePair);
-        let peer = engine::core::ids::PeerSlot(1);
-        let report = &Report::PeerFailed { peer, failure };
+        let failure = Failure::Fabric(FabricError::QueuePair);
+        let peer = engine::core::ids::ConnectionId(1);
+        let report = &TransferReport::PeerFailed { peer, failure };
         bench.see(Observation::Report { from: rank(P0), report });
         fails(&mut bench, 2);
         bench.finish();

@@ -1,8 +1,10 @@
 //! L5: blocks held for a dead peer return within the lease bound (sources) or the fence bound
 //! (destinations).
 
-use super::{Found, Invariant, Limits, Now};
-use crate::observe::{BlockRef, Kind, Observation, Rank, Submission, Who};
+use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
+use crate::observation::{
+    BlockRef, Observation, ObservationKind, SimProcessId, SimRankId, Submission,
+};
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
 use engine::core::time::Nanos;
@@ -12,7 +14,7 @@ use std::collections::BTreeMap;
 
 /// The blocks of a prefill request.
 #[derive(Debug)]
-struct Source {
+struct HeldSource {
     key: TransferKey,
     /// The last block of each group and chunk, which no other request shares.
     tails: Vec<BlockRef>,
@@ -27,24 +29,24 @@ struct Source {
 /// the last decode that lives and waits for it was done with it.
 #[derive(Debug)]
 pub(super) struct ReclaimBound {
-    limits: Limits,
-    /// When each life ended.
-    died: BTreeMap<Who, Nanos>,
-    sources: BTreeMap<(Who, RequestId), Source>,
+    limits: LivenessBounds,
+    /// When each incarnation ended.
+    died: BTreeMap<SimProcessId, Nanos>,
+    sources: BTreeMap<(SimProcessId, RequestId), HeldSource>,
     /// Whose the last blocks of chunks are.
-    tails: BTreeMap<(Who, BlockRef), RequestId>,
+    tails: BTreeMap<(SimProcessId, BlockRef), RequestId>,
     /// Which source an operation reads.
-    ops: BTreeMap<(Rank, u64), (Who, RequestId)>,
+    ops: BTreeMap<(SimRankId, u64), (SimProcessId, RequestId)>,
     /// Decode requests that have not ended, or whose load has not.
-    wants: BTreeMap<(Who, RequestId), TransferKey>,
+    wants: BTreeMap<(SimProcessId, RequestId), TransferKey>,
     /// Their number by transfer, and when it changed last.
     wanted: BTreeMap<TransferKey, (u32, Nanos)>,
     /// Loads that were reported, by request.
-    told: BTreeMap<(Who, RequestId), Nanos>,
+    told: BTreeMap<(SimProcessId, RequestId), Nanos>,
 }
 
 impl ReclaimBound {
-    pub(super) fn new(limits: Limits) -> ReclaimBound {
+    pub(super) fn new(limits: LivenessBounds) -> ReclaimBound {
         ReclaimBound {
             limits,
             died: BTreeMap::new(),
@@ -57,7 +59,7 @@ impl ReclaimBound {
         }
     }
 
-    fn check_loads(&mut self, now: Now<'_>, found: &mut Found) {
+    fn check_loads(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         if self.died.is_empty() {
             return;
         }
@@ -84,7 +86,7 @@ impl ReclaimBound {
         }
     }
 
-    fn check_sources(&mut self, now: Now<'_>, found: &mut Found) {
+    fn check_sources(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         let bound = self.limits.lease + self.limits.end();
         let id = self.id();
         let mut late = Vec::new();
@@ -109,11 +111,11 @@ impl ReclaimBound {
         }
     }
 
-    fn prefill_hook(&mut self, now: Nanos, who: Who, hook: &PrefillHook) {
+    fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, leg, .. } => {
                 let key = leg.key.clone();
-                let source = Source { key, tails: Vec::new(), finished: None, moved: now };
+                let source = HeldSource { key, tails: Vec::new(), finished: None, moved: now };
                 self.sources.insert((who, request.clone()), source);
             }
             PrefillHook::Scheduled { chunks, .. } => {
@@ -138,7 +140,7 @@ impl ReclaimBound {
         }
     }
 
-    fn forget(&mut self, who: Who, request: &RequestId) {
+    fn forget(&mut self, who: SimProcessId, request: &RequestId) {
         let Some(source) = self.sources.remove(&(who, request.clone())) else { return };
         for at in source.tails {
             if self.tails.get(&(who, at)) == Some(request) {
@@ -159,14 +161,20 @@ impl ReclaimBound {
     }
 
     /// A decode request waits for a transfer.
-    fn want(&mut self, now: Now<'_>, who: Who, request: &RequestId, key: &TransferKey) {
+    fn want(
+        &mut self,
+        now: CheckContext<'_>,
+        who: SimProcessId,
+        request: &RequestId,
+        key: &TransferKey,
+    ) {
         self.wants.insert((who, request.clone()), key.clone());
         let wanted = self.wanted.entry(key.clone()).or_default();
         *wanted = (wanted.0 + 1, now.at);
     }
 
     /// A decode request is done with its transfer.
-    fn done(&mut self, now: Now<'_>, who: Who, request: &RequestId) {
+    fn done(&mut self, now: CheckContext<'_>, who: SimProcessId, request: &RequestId) {
         if let Some(key) = self.wants.remove(&(who, request.clone()))
             && let Some(wanted) = self.wanted.get_mut(&key)
         {
@@ -174,7 +182,7 @@ impl ReclaimBound {
         }
     }
 
-    fn crashed(&mut self, now: Now<'_>, who: Who) {
+    fn crashed(&mut self, now: CheckContext<'_>, who: SimProcessId) {
         self.died.insert(who, now.at);
         self.sources.retain(|key, _| key.0 != who);
         self.tails.retain(|key, _| key.0 != who);
@@ -184,7 +192,7 @@ impl ReclaimBound {
         lost.iter().for_each(|request| self.done(now, who, request));
     }
 
-    fn decode_hook(&mut self, now: Now<'_>, who: Who, hook: &DecodeHook) {
+    fn decode_hook(&mut self, now: CheckContext<'_>, who: SimProcessId, hook: &DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, leg, .. } => self.want(now, who, request, &leg.key),
             // Until its answer it waits for its blocks.
@@ -203,19 +211,19 @@ impl Invariant for ReclaimBound {
         InvariantId::ReclaimBound
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Crashed,
-            Kind::PrefillHook,
-            Kind::PrefillAnswer,
-            Kind::DecodeHook,
-            Kind::DecodeAnswer,
-            Kind::Submitted,
-            Kind::Completed,
+            ObservationKind::Crashed,
+            ObservationKind::PrefillHook,
+            ObservationKind::PrefillAnswer,
+            ObservationKind::DecodeHook,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::Submitted,
+            ObservationKind::Completed,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Crashed { who } => self.crashed(now, *who),
             Observation::DecodeHook { who, hook } => self.decode_hook(now, *who, hook),
@@ -242,7 +250,7 @@ impl Invariant for ReclaimBound {
         }
     }
 
-    fn audit(&mut self, now: Now<'_>, found: &mut Found) {
+    fn audit(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
         self.check_loads(now, found);
         self.check_sources(now, found);
     }
@@ -251,14 +259,14 @@ impl Invariant for ReclaimBound {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, key, request};
+    use crate::invariants::testing::{D0, InvariantBench, P0, decode_leg, done, key, request};
     use engine::core::ids::StepId;
     use engine::core::layout::BlockList;
     use engine::core::message::{Chunk, FinishReason, Mode, PrefillLeg};
 
     #[test]
     fn destinations_return_within_the_fence_bound() {
-        let mut bench = Bench::new(InvariantId::ReclaimBound);
+        let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
         bench.allocated(D0, "r", 16, &[4]);
         bench.announced(D0, P0, "r");
         bench.crash(P0);
@@ -271,9 +279,14 @@ mod tests {
     }
 
     /// A prompt of one block is computed.
-    fn computed(bench: &mut Bench, name: &str, block: u32) {
-        let leg =
-            PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push, life: None, moriio: None };
+    fn computed(bench: &mut InvariantBench, name: &str, block: u32) {
+        let leg = PrefillLeg {
+            key: key(name),
+            siblings: 1,
+            mode: Mode::Push,
+            incarnation: None,
+            moriio: None,
+        };
         let blocks = vec![BlockList::new(vec![block])];
         let chunks = vec![Chunk { request: request(name), from: 0, to: 16, blocks }];
         let hooks = [
@@ -288,7 +301,7 @@ mod tests {
 
     #[test]
     fn sources_return_within_the_lease_bound() {
-        let mut bench = Bench::new(InvariantId::ReclaimBound);
+        let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
         computed(&mut bench, "r", 1);
         bench.now = bench.now + Nanos::from_secs(39);
         let answer = &PrefillAnswer::SourceFree { request: request("r"), failure: None };
@@ -304,7 +317,7 @@ mod tests {
     #[test]
     fn only_operations_on_a_source_make_it_wait_longer() {
         for (block, held) in [(1, true), (2, false)] {
-            let mut bench = Bench::new(InvariantId::ReclaimBound);
+            let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
             computed(&mut bench, "r", 1);
             bench.now = bench.now + Nanos::from_secs(30);
             bench.write(P0, D0, 1, &[block]);
@@ -320,9 +333,14 @@ mod tests {
 
     #[test]
     fn a_source_stays_while_a_living_decode_waits_for_it() {
-        let mut bench = Bench::new(InvariantId::ReclaimBound);
-        let leg =
-            PrefillLeg { key: key("r"), siblings: 1, mode: Mode::Push, life: None, moriio: None };
+        let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
+        let leg = PrefillLeg {
+            key: key("r"),
+            siblings: 1,
+            mode: Mode::Push,
+            incarnation: None,
+            moriio: None,
+        };
         let hook = &PrefillHook::Arrived { request: request("p"), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let hook = &DecodeHook::Arrived { request: request("r"), leg: decode_leg("r"), tokens: 16 };

@@ -1,21 +1,22 @@
 //! I7: no frame, notification or completion changes a transfer of another request, peer, rank or
 //! incarnation.
 
-use super::{Found, Invariant, Now};
-use crate::observe::{BlockRef, Kind, Landing, Observation, Rank};
+use super::{CheckContext, Invariant, ViolationLog};
+use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimRankId};
 use engine::core::message::DecodeHook;
 use scenarios::lists::InvariantId;
 use std::collections::BTreeSet;
 
-/// Bytes may come only from the prefill that was asked, and not from a peer that is fenced. A core may answer only for requests that it knows in this life.
+/// Bytes may come only from the prefill that was asked, and not from a peer that is fenced. A core
+/// may answer only for requests that it knows in this incarnation.
 #[derive(Debug, Default)]
 pub(super) struct RightRecipient {
     /// Who is kept out of whose memory.
-    fenced: BTreeSet<(Rank, Rank)>,
+    fenced: BTreeSet<(SimRankId, SimRankId)>,
 }
 
 impl RightRecipient {
-    fn landed(&self, now: Now<'_>, seen: &Landing<'_>, found: &mut Found) {
+    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>, found: &mut ViolationLog) {
         let state = now.state;
         let (from, target) = (seen.from, seen.target);
         let stray = |why: &str| {
@@ -26,7 +27,7 @@ impl RightRecipient {
                 seen.op, from.rank, target.rank
             )
         };
-        // The memory of a life that ended is nobody's.
+        // The memory of an incarnation that ended is nobody's.
         if !state.is_current(target.who) {
             return;
         }
@@ -56,11 +57,17 @@ impl Invariant for RightRecipient {
         InvariantId::RightRecipient
     }
 
-    fn wants(&self) -> &'static [Kind] {
-        &[Kind::Landed, Kind::Fenced, Kind::Started, Kind::DecodeHook, Kind::DecodeAnswer]
+    fn wants(&self) -> &'static [ObservationKind] {
+        &[
+            ObservationKind::Landed,
+            ObservationKind::Fenced,
+            ObservationKind::Started,
+            ObservationKind::DecodeHook,
+            ObservationKind::DecodeAnswer,
+        ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Landed(landing) => self.landed(now, landing, found),
             // A live peer may connect again under a new pass, with operations of its own.
@@ -74,10 +81,10 @@ impl Invariant for RightRecipient {
                 let (DecodeHook::Arrived { request, .. }
                 | DecodeHook::Allocated { request, .. }
                 | DecodeHook::Finished { request, .. }) = hook;
-                self.check_life(now, *who, request, "told of", found);
+                self.check_incarnation(now, *who, request, "told of", found);
             }
             Observation::DecodeAnswer { who, answer } => {
-                self.check_life(now, *who, answer.request(), "answers for", found);
+                self.check_incarnation(now, *who, answer.request(), "answers for", found);
             }
             _ => {}
         }
@@ -85,18 +92,21 @@ impl Invariant for RightRecipient {
 }
 
 impl RightRecipient {
-    fn check_life(
+    fn check_incarnation(
         &self,
-        now: Now<'_>,
-        who: crate::observe::Who,
+        now: CheckContext<'_>,
+        who: crate::observation::SimProcessId,
         request: &engine::core::ids::RequestId,
         what: &str,
-        found: &mut Found,
+        found: &mut ViolationLog,
     ) {
         if !now.state.is_current(who) {
             found.report(self.id(), now.at, || {
                 let name = now.state.name(who.instance);
-                format!("life {} of {name} {what} request {request} after it ended", who.life)
+                format!(
+                    "incarnation {} of {name} {what} request {request} after it ended",
+                    who.incarnation
+                )
             });
         }
     }
@@ -105,11 +115,11 @@ impl RightRecipient {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, P1};
-    use crate::observe::Who;
+    use crate::invariants::testing::{D0, InvariantBench, P0, P1};
+    use crate::observation::SimProcessId;
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::RightRecipient);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::RightRecipient);
         bench.allocated(D0, "r", 32, &[4, 5]);
         bench.announced(D0, P0, "r");
         bench
@@ -127,18 +137,18 @@ mod tests {
     }
 
     #[test]
-    fn a_core_answers_in_its_own_life_only() {
+    fn a_core_answers_in_its_own_incarnation_only() {
         let mut bench = bench();
         bench.loaded(D0, "r");
         bench.crash(D0);
-        bench.start(Who { life: 1, ..D0 });
+        bench.start(SimProcessId { incarnation: 1, ..D0 });
         bench.holds();
         bench.loaded(D0, "r");
-        bench.fails("life 0 of d0 answers for request r after it ended");
+        bench.fails("incarnation 0 of d0 answers for request r after it ended");
     }
 
     #[test]
-    fn a_fenced_life_lands_nothing() {
+    fn a_fenced_incarnation_lands_nothing() {
         let mut bench = bench();
         bench.write(P0, D0, 1, &[4]);
         bench.crash(P0);

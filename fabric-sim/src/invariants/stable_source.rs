@@ -1,12 +1,12 @@
 //! I4: a source block is neither freed nor rewritten while a transfer that may be used reads it.
 
-use super::{Found, Invariant, Now, usable};
-use crate::observe::{BlockRef, Kind, Observation, Who};
+use super::{CheckContext, Invariant, ViolationLog, usable};
+use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId};
 use crate::world::LOCAL;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{Attempt, RequestId, TransferKey};
 use engine::core::layout::BlockList;
-use engine::core::message::{DecodeAnswer, DecodeHook, Message, Mode, Tag};
+use engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
 use engine::core::time::Nanos;
 use scenarios::Run;
 use scenarios::lists::{FaultKind, InvariantId};
@@ -15,13 +15,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// A pull and its lease, as its reader counts it.
 #[derive(Debug)]
-struct Pull {
+struct PullLease {
     key: (TransferKey, u32),
     /// When its core was told of it, and asked; later if it was paused.
     told: Nanos,
     /// When the question was sent, which may have waited for a link.
     sent: Option<Nanos>,
-    /// What is granted.
     usable: Nanos,
     /// The end of a longer lease.
     renewed: Nanos,
@@ -30,7 +29,7 @@ struct Pull {
     /// Which attempt it is, once asked.
     attempt: Option<Attempt>,
     /// Who promised to keep which blocks.
-    granted: Option<(Who, Vec<BlockRef>)>,
+    granted: Option<(SimProcessId, Vec<BlockRef>)>,
 }
 
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
@@ -38,18 +37,17 @@ struct Pull {
 /// lives, however silent that is.
 #[derive(Debug)]
 pub(super) struct StableSource {
-    /// By who grants.
     usable: Vec<Nanos>,
-    pulls: BTreeMap<(Who, RequestId), Pull>,
-    keys: BTreeMap<(Who, TransferKey, u32), RequestId>,
+    pulls: BTreeMap<(SimProcessId, RequestId), PullLease>,
+    keys: BTreeMap<(SimProcessId, TransferKey, u32), RequestId>,
     /// Blocks that some pull was promised, by who promised them, and how often.
-    promised: BTreeMap<(Who, BlockRef), u32>,
+    promised: BTreeMap<(SimProcessId, BlockRef), u32>,
     /// Instances that were paused at some time.
     paused: BTreeSet<u16>,
 }
 
 /// A pull that is forgotten was promised nothing any more.
-fn let_go(promised: &mut BTreeMap<(Who, BlockRef), u32>, pull: &Pull) {
+fn drop_promises(promised: &mut BTreeMap<(SimProcessId, BlockRef), u32>, pull: &PullLease) {
     let Some((owner, blocks)) = &pull.granted else { return };
     for block in blocks {
         if let Entry::Occupied(mut count) = promised.entry((*owner, *block)) {
@@ -72,7 +70,7 @@ impl StableSource {
         }
     }
 
-    fn hook(&mut self, now: Now<'_>, who: Who, hook: &DecodeHook) {
+    fn hook(&mut self, now: CheckContext<'_>, who: SimProcessId, hook: &DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, leg, .. } if leg.mode == Mode::Pull => {
                 let key = (leg.key.clone(), leg.sibling);
@@ -81,9 +79,10 @@ impl StableSource {
                 let (told, renewed) = (now.at + LOCAL, Nanos::ZERO);
                 let (usable, renewal) = (Nanos::ZERO, (0, now.at));
                 let (sent, attempt, granted) = (None, None, None);
-                let pull = Pull { key, told, sent, usable, renewed, renewal, attempt, granted };
+                let pull =
+                    PullLease { key, told, sent, usable, renewed, renewal, attempt, granted };
                 if let Some(before) = self.pulls.insert((who, request.clone()), pull) {
-                    let_go(&mut self.promised, &before);
+                    drop_promises(&mut self.promised, &before);
                 }
             }
             DecodeHook::Finished { request, .. }
@@ -95,9 +94,9 @@ impl StableSource {
         }
     }
 
-    fn forget(&mut self, who: Who, request: &RequestId) -> Option<Pull> {
+    fn forget(&mut self, who: SimProcessId, request: &RequestId) -> Option<PullLease> {
         let pull = self.pulls.remove(&(who, request.clone()))?;
-        let_go(&mut self.promised, &pull);
+        drop_promises(&mut self.promised, &pull);
         let key = (who, pull.key.0.clone(), pull.key.1);
         if self.keys.get(&key) == Some(request) {
             self.keys.remove(&key);
@@ -105,24 +104,24 @@ impl StableSource {
         Some(pull)
     }
 
-    fn crashed(&mut self, who: Who) {
+    fn crashed(&mut self, who: SimProcessId) {
         let promised = &mut self.promised;
         self.pulls.retain(|(reader, _), pull| {
             let stays = *reader != who;
             if !stays {
-                let_go(promised, pull);
+                drop_promises(promised, pull);
             }
             stays
         });
         self.keys.retain(|key, _| key.0 != who);
     }
 
-    fn pull_of(&mut self, who: Who, tag: &Tag) -> Option<&mut Pull> {
+    fn pull_of(&mut self, who: SimProcessId, tag: &AttemptTag) -> Option<&mut PullLease> {
         let request = self.keys.get(&(who, tag.key.clone(), tag.sibling))?.clone();
         self.pulls.get_mut(&(who, request))
     }
 
-    fn asked(&mut self, now: Nanos, who: Who, of: Who, tag: &Tag) {
+    fn asked(&mut self, now: Nanos, who: SimProcessId, of: SimProcessId, tag: &AttemptTag) {
         let usable = self.usable.get(usize::from(of.instance)).copied().unwrap_or(Nanos::MAX);
         if let Some(pull) = self.pull_of(who, tag) {
             pull.usable = pull.usable.max(usable);
@@ -132,7 +131,13 @@ impl StableSource {
     }
 
     /// A reader got its grant.
-    fn granted(&mut self, now: Now<'_>, (from, to): (Who, Who), tag: &Tag, blocks: &[BlockList]) {
+    fn granted(
+        &mut self,
+        now: CheckContext<'_>,
+        (from, to): (SimProcessId, SimProcessId),
+        tag: &AttemptTag,
+        blocks: &[BlockList],
+    ) {
         let Some(pull) = self.pull_of(to, tag) else { return };
         if pull.attempt != Some(tag.attempt) || pull.granted.is_some() {
             return;
@@ -151,7 +156,7 @@ impl StableSource {
     }
 
     /// True if a prefill promised one of these blocks to some reader.
-    fn is_promised(&self, prefill: Who, freed: &[Vec<u32>]) -> bool {
+    fn is_promised(&self, prefill: SimProcessId, freed: &[Vec<u32>]) -> bool {
         (0..).zip(freed).any(|(group, ids)| {
             let promised =
                 |block| self.promised.contains_key(&(prefill, BlockRef { group, block }));
@@ -160,14 +165,19 @@ impl StableSource {
     }
 
     /// A reader that a prefill has promised one of these blocks to, and to whom they still belong.
-    fn robbed(&self, now: Now<'_>, prefill: Who, freed: &[Vec<u32>]) -> Option<(Who, &RequestId)> {
+    fn deprived_reader(
+        &self,
+        now: CheckContext<'_>,
+        prefill: SimProcessId,
+        freed: &[Vec<u32>],
+    ) -> Option<(SimProcessId, &RequestId)> {
         if !self.is_promised(prefill, freed) {
             return None;
         }
         let is_freed = |at: &BlockRef| {
             freed.get(usize::from(at.group)).is_some_and(|ids| ids.contains(&at.block))
         };
-        let robbed = |(who, _): &(Who, RequestId), pull: &Pull| {
+        let robbed = |(who, _): &(SimProcessId, RequestId), pull: &PullLease| {
             let promised = pull.granted.as_ref().filter(|(owner, _)| *owner == prefill);
             promised.is_some_and(|(_, blocks)| blocks.iter().any(is_freed))
                 && now.state.acts(*who)
@@ -178,14 +188,14 @@ impl StableSource {
     }
 
     /// The lease counts from when its reader asks.
-    fn end(&self, who: Who, pull: &Pull) -> Nanos {
+    fn end(&self, who: SimProcessId, pull: &PullLease) -> Nanos {
         let paused = self.paused.contains(&who.instance);
         let asked = pull.sent.filter(|_| paused).unwrap_or(pull.told);
         pull.renewed.max(asked + pull.usable)
     }
 
     /// A question for a longer lease counts from when it was sent first, once it is answered.
-    fn renew(&mut self, now: Nanos, who: Who, tag: &Tag, count: u32) {
+    fn renew(&mut self, now: Nanos, who: SimProcessId, tag: &AttemptTag, count: u32) {
         if let Some(pull) = self.pull_of(who, tag)
             && pull.renewal.0 < count
         {
@@ -193,7 +203,7 @@ impl StableSource {
         }
     }
 
-    fn renewed(&mut self, who: Who, tag: &Tag, count: u32) {
+    fn renewed(&mut self, who: SimProcessId, tag: &AttemptTag, count: u32) {
         if let Some(pull) = self.pull_of(who, tag)
             && pull.renewal.0 == count
         {
@@ -201,7 +211,13 @@ impl StableSource {
         }
     }
 
-    fn loaded(&mut self, now: Now<'_>, who: Who, request: &RequestId, found: &mut Found) {
+    fn loaded(
+        &mut self,
+        now: CheckContext<'_>,
+        who: SimProcessId,
+        request: &RequestId,
+        found: &mut ViolationLog,
+    ) {
         let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
         let load = now.state.load(who.instance, request);
         if load.is_some_and(|load| load.blocks.is_empty()) {
@@ -234,25 +250,25 @@ impl Invariant for StableSource {
         InvariantId::StableSource
     }
 
-    fn wants(&self) -> &'static [Kind] {
+    fn wants(&self) -> &'static [ObservationKind] {
         &[
-            Kind::Freed,
-            Kind::Taken,
-            Kind::DecodeHook,
-            Kind::DecodeAnswer,
-            Kind::FrameSent,
-            Kind::FrameArrived,
-            Kind::Crashed,
-            Kind::Faulted,
+            ObservationKind::Freed,
+            ObservationKind::Taken,
+            ObservationKind::DecodeHook,
+            ObservationKind::DecodeAnswer,
+            ObservationKind::FrameSent,
+            ObservationKind::FrameArrived,
+            ObservationKind::Crashed,
+            ObservationKind::Faulted,
         ]
     }
 
-    fn observe(&mut self, now: Now<'_>, seen: &Observation<'_>, found: &mut Found) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
         match seen {
             Observation::Freed { who, request, blocks }
             | Observation::Taken { who, request, blocks } => {
                 if let Observation::Freed { .. } = seen
-                    && let Some((reader, load)) = self.robbed(now, *who, blocks)
+                    && let Some((reader, load)) = self.deprived_reader(now, *who, blocks)
                 {
                     found.report(self.id(), now.at, || {
                         let (name, reader) =
@@ -317,12 +333,14 @@ impl Invariant for StableSource {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{Bench, D0, P0, decode_leg, done, failed, request, tag};
+    use crate::invariants::testing::{
+        D0, InvariantBench, P0, decode_leg, done, failed, request, tag,
+    };
     use engine::core::message::DecodeLeg;
-    use engine::fabric::{Direction, Landed, SessionId, Ticket};
+    use engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};
 
-    fn bench() -> Bench {
-        let mut bench = Bench::new(InvariantId::StableSource);
+    fn bench() -> InvariantBench {
+        let mut bench = InvariantBench::new(InvariantId::StableSource);
         bench.taken(P0, "p", &[7]);
         bench
     }
@@ -332,7 +350,7 @@ mod tests {
         let mut bench = bench();
         bench.submit((P0, D0), 1, Direction::Write, (&[7], &[4]));
         bench.complete(P0, 1, &failed(Landed::Unknown));
-        bench.quiet(P0, SessionId(1), Ticket(1));
+        bench.quiet(P0, SessionId(1), QuiesceTicket(1));
         bench.freed(P0, "p", &[7]);
         bench.holds();
         let mut bench = self::bench();
@@ -350,7 +368,7 @@ mod tests {
         bench.holds();
     }
 
-    fn granted() -> Bench {
+    fn granted() -> InvariantBench {
         let mut bench = bench();
         bench.allocated(D0, "r", 16, &[4]);
         bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
@@ -386,14 +404,14 @@ mod tests {
         for late in [false, true] {
             let mut bench = bench();
             bench.allocated(D0, "r", 16, &[4]);
-            let newest = Tag { attempt: Attempt(40), ..tag("r") };
+            let newest = AttemptTag { attempt: Attempt(40), ..tag("r") };
             bench.send(D0, P0, Message::Pull { tag: newest.clone(), tokens: 16 });
             let grant = |tag| {
                 let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
                 Message::Grant { tag, tokens: 16, blocks, lease }
             };
             if late {
-                bench.send(P0, D0, grant(Tag { attempt: Attempt(3), ..tag("r") }));
+                bench.send(P0, D0, grant(AttemptTag { attempt: Attempt(3), ..tag("r") }));
             }
             // Only now the prompt is computed, into a block that was somebody else's.
             bench.taken(P0, "q", &[7]);
@@ -406,7 +424,7 @@ mod tests {
     }
 
     /// A pull that asks at 0 s, with a lease of 30 s.
-    fn pulling() -> Bench {
+    fn pulling() -> InvariantBench {
         let mut bench = bench();
         bench.now = Nanos::ZERO;
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };

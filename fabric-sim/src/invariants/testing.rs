@@ -2,23 +2,29 @@
 //! 3; all blocks are of group 0 and of rank 0.
 
 use super::Invariants;
-use crate::observe::{BlockRef, Landing, Observation, Rank, Reach, Submission, Who};
+use crate::observation::{
+    BlockRef, MemoryRange, Observation, ObservedLanding, SimProcessId, SimRankId, Submission,
+};
 use crate::testing::{run, two_and_two};
-use engine::core::dialect::native::{Envelope, Frame, VERSION};
+use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
 use engine::core::error::Failure;
 use engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
 use engine::core::layout::BlockList;
-use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Tag};
-use engine::core::router::{Answer, LegBody, LegEvent};
+use engine::core::message::{
+    AttemptTag, DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg,
+};
+use engine::core::router::{ClientAnswer, LegBody, LegEvent};
 use engine::core::time::Nanos;
-use engine::fabric::{Cause, Direction, Landed, OpId, Outcome, Placement, SessionId, Ticket};
+use engine::fabric::{
+    Completion, Direction, FabricError, Landed, OpId, Placement, QuiesceTicket, SessionId,
+};
 use scenarios::lists::InvariantId;
-use scenarios::run::{Instance, Run};
+use scenarios::run::{InstanceSettings, Run};
 
-pub(super) const P0: Who = Who { instance: 0, life: 0 };
-pub(super) const P1: Who = Who { instance: 1, life: 0 };
-pub(super) const D0: Who = Who { instance: 2, life: 0 };
-pub(super) const D1: Who = Who { instance: 3, life: 0 };
+pub(super) const P0: SimProcessId = SimProcessId { instance: 0, incarnation: 0 };
+pub(super) const P1: SimProcessId = SimProcessId { instance: 1, incarnation: 0 };
+pub(super) const D0: SimProcessId = SimProcessId { instance: 2, incarnation: 0 };
+pub(super) const D1: SimProcessId = SimProcessId { instance: 3, incarnation: 0 };
 
 /// Bytes of a block on a rank.
 pub(super) const BLOCK: u64 = 1_024;
@@ -31,24 +37,24 @@ pub(super) fn key(name: &str) -> TransferKey {
     TransferKey { id: name.into(), prompt: 0 }
 }
 
-pub(super) fn tag(name: &str) -> Tag {
-    Tag { key: key(name), sibling: 0, attempt: Attempt(1) }
+pub(super) fn tag(name: &str) -> AttemptTag {
+    AttemptTag { key: key(name), sibling: 0, attempt: Attempt(1) }
 }
 
-pub(super) fn rank(who: Who) -> Rank {
-    Rank { who, rank: 0 }
+pub(super) fn rank(who: SimProcessId) -> SimRankId {
+    SimRankId { who, rank: 0 }
 }
 
 pub(super) fn refs(ids: &[u32]) -> Vec<BlockRef> {
     ids.iter().map(|block| BlockRef { group: 0, block: *block }).collect()
 }
 
-pub(super) fn done() -> Outcome {
-    Outcome::Done
+pub(super) fn done() -> Completion {
+    Completion::Done
 }
 
-pub(super) fn failed(landed: Landed) -> Outcome {
-    Outcome::Failed { cause: Cause::AckTimeout, landed }
+pub(super) fn failed(landed: Landed) -> Completion {
+    Completion::Failed { cause: FabricError::AckTimeout, landed }
 }
 
 pub(super) fn recomputed() -> LegEvent {
@@ -69,37 +75,36 @@ pub(super) fn decode_leg(name: &str) -> DecodeLeg {
         mode: Mode::Push,
         prefill,
         control: "sim://p0".into(),
-        life: None,
+        incarnation: None,
         moriio: None,
     }
 }
 
 /// One invariant and a clock.
-pub(super) struct Bench {
+pub(super) struct InvariantBench {
     invariants: Invariants,
     pub(super) now: Nanos,
     seq: u64,
     /// Of what is submitted.
     pub(super) session: SessionId,
-    /// Of its session.
-    pub(super) pass: u64,
+    pub(super) fence_key: u64,
 }
 
-impl Bench {
-    pub(super) fn new(id: InvariantId) -> Bench {
-        Bench::with(id, |_| ())
+impl InvariantBench {
+    pub(super) fn new(id: InvariantId) -> InvariantBench {
+        InvariantBench::with(id, |_| ())
     }
 
-    pub(super) fn with(id: InvariantId, change: impl Fn(&mut Run)) -> Bench {
+    pub(super) fn with(id: InvariantId, change: impl Fn(&mut Run)) -> InvariantBench {
         let mut run = run(two_and_two(), Vec::new());
         run.expect.hold = vec![id];
         change(&mut run);
-        let mut bench = Bench {
+        let mut bench = InvariantBench {
             invariants: Invariants::new(&run),
             now: Nanos(1),
             seq: 0,
             session: SessionId(1),
-            pass: 1,
+            fence_key: 1,
         };
         for who in [P0, P1, D0, D1] {
             bench.start(who);
@@ -109,7 +114,7 @@ impl Bench {
 
     pub(super) fn see(&mut self, seen: Observation<'_>) {
         self.now = self.now + Nanos(1);
-        self.invariants.see(self.now, &seen);
+        self.invariants.observe(self.now, &seen);
     }
 
     pub(super) fn finish(&mut self) {
@@ -127,39 +132,43 @@ impl Bench {
         assert!(texts.len() == 1 && texts[0].contains(part), "{texts:?}");
     }
 
-    pub(super) fn start(&mut self, who: Who) {
+    pub(super) fn start(&mut self, who: SimProcessId) {
         self.start_as(who, |_| {});
     }
 
     /// With another shape than the instance had at first.
-    pub(super) fn start_as(&mut self, who: Who, shape: impl FnOnce(&mut Instance)) {
+    pub(super) fn start_as(
+        &mut self,
+        who: SimProcessId,
+        shape: impl FnOnce(&mut InstanceSettings),
+    ) {
         let mut spec = two_and_two().swap_remove(usize::from(who.instance));
         spec.tp = 1;
         shape(&mut spec);
         self.see(Observation::Started { who, spec: &spec });
     }
 
-    pub(super) fn crash(&mut self, who: Who) {
+    pub(super) fn crash(&mut self, who: SimProcessId) {
         self.see(Observation::Crashed { who });
     }
 
-    pub(super) fn arrived(&mut self, who: Who, name: &str, tokens: u32) {
+    pub(super) fn arrived(&mut self, who: SimProcessId, name: &str, tokens: u32) {
         let hook = &DecodeHook::Arrived { request: request(name), leg: decode_leg(name), tokens };
         self.see(Observation::DecodeHook { who, hook });
     }
 
-    pub(super) fn taken(&mut self, who: Who, name: &str, ids: &[u32]) {
+    pub(super) fn taken(&mut self, who: SimProcessId, name: &str, ids: &[u32]) {
         let blocks = &[ids.to_vec()];
         self.see(Observation::Taken { who, request: &request(name), blocks });
     }
 
-    pub(super) fn freed(&mut self, who: Who, name: &str, ids: &[u32]) {
+    pub(super) fn freed(&mut self, who: SimProcessId, name: &str, ids: &[u32]) {
         let blocks = &[ids.to_vec()];
         self.see(Observation::Freed { who, request: &request(name), blocks });
     }
 
     /// A decode request arrives, takes blocks and waits for them.
-    pub(super) fn allocated(&mut self, who: Who, name: &str, tokens: u32, ids: &[u32]) {
+    pub(super) fn allocated(&mut self, who: SimProcessId, name: &str, tokens: u32, ids: &[u32]) {
         self.arrived(who, name, tokens);
         self.taken(who, name, ids);
         let blocks = vec![BlockList::new(ids.to_vec())];
@@ -167,34 +176,44 @@ impl Bench {
         self.see(Observation::DecodeHook { who, hook });
     }
 
-    pub(super) fn send(&mut self, from: Who, to: Who, message: Message) {
+    pub(super) fn send(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {
         self.seq += 1;
-        let (from_life, to_life) = (Incarnation(1), Incarnation(1));
-        let envelope = Envelope { version: VERSION, from: from_life, to: to_life, session: 1 };
+        let (from_incarnation, to_incarnation) = (Incarnation(1), Incarnation(1));
+        let envelope = ConnectionHeader {
+            version: VERSION,
+            from: from_incarnation,
+            to: to_incarnation,
+            session: 1,
+        };
         let frame = &Frame::Data { envelope, seq: self.seq, message };
         self.see(Observation::FrameSent { from, to, frame });
     }
 
-    pub(super) fn arrive(&mut self, from: Who, to: Who, message: Message) {
-        let (from_life, to_life) = (Incarnation(1), Incarnation(1));
-        let envelope = Envelope { version: VERSION, from: from_life, to: to_life, session: 1 };
+    pub(super) fn arrive(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {
+        let (from_incarnation, to_incarnation) = (Incarnation(1), Incarnation(1));
+        let envelope = ConnectionHeader {
+            version: VERSION,
+            from: from_incarnation,
+            to: to_incarnation,
+            session: 1,
+        };
         let frame = &Frame::Data { envelope, seq: 1, message };
         self.see(Observation::FrameArrived { from, to, frame });
     }
 
-    pub(super) fn announced(&mut self, from: Who, to: Who, name: &str) {
+    pub(super) fn announced(&mut self, from: SimProcessId, to: SimProcessId, name: &str) {
         let blocks = Vec::new();
         self.send(from, to, Message::Announce { tag: tag(name), tokens: 32, from: 0, blocks });
     }
 
-    pub(super) fn write(&mut self, from: Who, to: Who, op: u64, ids: &[u32]) {
+    pub(super) fn write(&mut self, from: SimProcessId, to: SimProcessId, op: u64, ids: &[u32]) {
         self.submit((from, to), op, Direction::Write, (ids, ids));
     }
 
     /// Local and remote blocks.
     pub(super) fn submit(
         &mut self,
-        (from, to): (Who, Who),
+        (from, to): (SimProcessId, SimProcessId),
         op: u64,
         direction: Direction,
         (local, remote): (&[u32], &[u32]),
@@ -202,14 +221,14 @@ impl Bench {
         let offset = |block: Option<&u32>| u64::from(block.copied().unwrap_or(0)) * BLOCK;
         let (begin, end) = (offset(local.iter().min()), offset(local.iter().max()) + BLOCK);
         self.see(Observation::Submitted(Submission {
-            reach: Reach { segment: 0, from: begin, to: end },
+            reach: MemoryRange { segment: 0, from: begin, to: end },
             remote_at: offset(remote.first()),
             bytes: local.len() as u64 * BLOCK,
             from: rank(from),
             peer: rank(to),
             op: OpId(op),
             session: self.session,
-            pass: self.pass,
+            fence_key: self.fence_key,
             direction,
             placement: Placement::OnCompletion,
             credits: 3,
@@ -218,8 +237,8 @@ impl Bench {
         }));
     }
 
-    pub(super) fn land(&mut self, from: Who, to: Who, op: u64, ids: &[u32]) {
-        self.see(Observation::Landed(Landing {
+    pub(super) fn land(&mut self, from: SimProcessId, to: SimProcessId, op: u64, ids: &[u32]) {
+        self.see(Observation::Landed(ObservedLanding {
             from: rank(from),
             op: OpId(op),
             source: rank(from),
@@ -229,9 +248,15 @@ impl Bench {
         }));
     }
 
-    /// A read lands.
-    pub(super) fn land_read(&mut self, at: Who, of: Who, op: u64, remote: &[u32], own: &[u32]) {
-        self.see(Observation::Landed(Landing {
+    pub(super) fn land_read(
+        &mut self,
+        at: SimProcessId,
+        of: SimProcessId,
+        op: u64,
+        remote: &[u32],
+        own: &[u32],
+    ) {
+        self.see(Observation::Landed(ObservedLanding {
             from: rank(at),
             op: OpId(op),
             source: rank(of),
@@ -241,38 +266,48 @@ impl Bench {
         }));
     }
 
-    pub(super) fn complete(&mut self, from: Who, op: u64, outcome: &Outcome) {
+    pub(super) fn complete(&mut self, from: SimProcessId, op: u64, outcome: &Completion) {
         self.see(Observation::Completed { from: rank(from), op: OpId(op), outcome });
     }
 
-    pub(super) fn quiesce(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+    pub(super) fn quiesce(
+        &mut self,
+        from: SimProcessId,
+        session: SessionId,
+        ticket: QuiesceTicket,
+    ) {
         self.see(Observation::Quiesced { from: rank(from), session, ticket });
     }
 
-    pub(super) fn quiet_now(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+    pub(super) fn quiet_now(
+        &mut self,
+        from: SimProcessId,
+        session: SessionId,
+        ticket: QuiesceTicket,
+    ) {
         self.see(Observation::Quiet { from: rank(from), session, ticket });
     }
 
-    pub(super) fn quiet(&mut self, from: Who, session: SessionId, ticket: Ticket) {
+    pub(super) fn quiet(&mut self, from: SimProcessId, session: SessionId, ticket: QuiesceTicket) {
         self.quiesce(from, session, ticket);
         self.quiet_now(from, session, ticket);
     }
 
-    pub(super) fn fence(&mut self, at: Who, peer: Who) {
-        let pass = self.pass;
-        self.see(Observation::Fenced { at: rank(at), peer: rank(peer), pass });
+    pub(super) fn fence(&mut self, at: SimProcessId, peer: SimProcessId) {
+        let fence_key = self.fence_key;
+        self.see(Observation::Fenced { at: rank(at), peer: rank(peer), fence_key });
     }
 
-    pub(super) fn loaded(&mut self, who: Who, name: &str) {
+    pub(super) fn loaded(&mut self, who: SimProcessId, name: &str) {
         let answer = &DecodeAnswer::Loaded { request: request(name) };
         self.see(Observation::DecodeAnswer { who, answer });
     }
 
-    pub(super) fn load_failed(&mut self, who: Who, name: &str) {
+    pub(super) fn load_failed(&mut self, who: SimProcessId, name: &str) {
         self.load_failed_by(who, name, Failure::PeerSilent);
     }
 
-    pub(super) fn load_failed_by(&mut self, who: Who, name: &str, failure: Failure) {
+    pub(super) fn load_failed_by(&mut self, who: SimProcessId, name: &str, failure: Failure) {
         let answer = &DecodeAnswer::LoadFailed { request: request(name), failure };
         self.see(Observation::DecodeAnswer { who, answer });
     }
@@ -285,20 +320,20 @@ impl Bench {
         self.see(Observation::Probed { client: ClientId(client) });
     }
 
-    pub(super) fn answered(&mut self, client: u64, answer: &Answer) {
+    pub(super) fn answered(&mut self, client: u64, answer: &ClientAnswer) {
         self.see(Observation::Answered { client: ClientId(client), answer });
     }
 
-    pub(super) fn dispatched(&mut self, client: u64, leg: u64, who: Who, body: &LegBody) {
+    pub(super) fn dispatched(&mut self, client: u64, leg: u64, who: SimProcessId, body: &LegBody) {
         let (leg, client) = (LegId(leg), ClientId(client));
         self.see(Observation::Dispatched { leg, client, instance: who.instance, body });
     }
 
-    pub(super) fn leg_taken(&mut self, who: Who, leg: u64, name: &str) {
+    pub(super) fn leg_taken(&mut self, who: SimProcessId, leg: u64, name: &str) {
         self.see(Observation::LegTaken { who, leg: LegId(leg), request: &request(name) });
     }
 
-    pub(super) fn leg(&mut self, who: Who, leg: u64, event: &LegEvent) {
+    pub(super) fn leg(&mut self, who: SimProcessId, leg: u64, event: &LegEvent) {
         self.see(Observation::Leg { who, leg: LegId(leg), event });
     }
 }
@@ -308,11 +343,16 @@ pub(super) fn decode_body(name: &str) -> LegBody {
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {
-    let transfer =
-        PrefillLeg { key: key(name), siblings: 1, mode: Mode::Push, life: None, moriio: None };
+    let transfer = PrefillLeg {
+        key: key(name),
+        siblings: 1,
+        mode: Mode::Push,
+        incarnation: None,
+        moriio: None,
+    };
     LegBody::Prefill { transfer, prompt: 0 }
 }
 
-pub(super) fn finished_answer(recomputed: bool) -> Answer {
-    Answer::Finished { recomputed: recomputed.then_some(Failure::PeerSilent) }
+pub(super) fn finished_answer(recomputed: bool) -> ClientAnswer {
+    ClientAnswer::Finished { recomputed: recomputed.then_some(Failure::PeerSilent) }
 }

@@ -1,7 +1,7 @@
 //! Real buffers with content that tells what it is.
 
-use super::shape::{Layer, Shape};
-use super::{BlockTokens, Found, Slice, Wrong, sides};
+use super::shape::{LayerShape, MemoryShape};
+use super::{BlockTokens, ContentMismatch, MismatchKind, OpSlice, sides};
 use scenarios::decide::mix;
 use scenarios::engine::{WORD_STEP, write_words};
 use std::ops::Range;
@@ -13,7 +13,7 @@ fn row_seed(base: u64, label: u32, position: u32) -> u64 {
 }
 
 /// Calls `each(half of a row, its seed)` for the K and V parts of the row with `label`.
-fn halves(layer: &Layer, base: u64, label: u32, position: u32) -> [(Range<usize>, u64); 2] {
+fn halves(layer: &LayerShape, base: u64, label: u32, position: u32) -> [(Range<usize>, u64); 2] {
     let row = layer.row as usize;
     let middle = if layer.fused { row / 2 } else { row };
     [
@@ -36,7 +36,7 @@ fn same_words(bytes: &[u8], seed: u64) -> bool {
 
 /// Overwrites tokens with what the engine computed.
 pub(super) fn fill(
-    shape: &Shape,
+    shape: &MemoryShape,
     data: &mut [Vec<u8>],
     at: &BlockTokens,
     layers: Range<u16>,
@@ -60,11 +60,11 @@ pub(super) fn fill(
 
 /// Compares tokens with what the engine would have computed.
 pub(super) fn check(
-    shape: &Shape,
+    shape: &MemoryShape,
     data: &[Vec<u8>],
     at: &BlockTokens,
     stamp: u64,
-) -> Result<(), Wrong> {
+) -> Result<(), ContentMismatch> {
     for number in &shape.groups[at.group] {
         let layer = &shape.layers[*number as usize];
         let buffer = &data[layer.segment as usize];
@@ -77,8 +77,8 @@ pub(super) fn check(
                     same_words(&buffer[start + part.start..start + part.end], seed)
                 });
                 if !same {
-                    let (at, layer, found) = (at.clone(), *number, Found::Foreign);
-                    return Err(Wrong { at, layer, position, found });
+                    let (at, layer, found) = (at.clone(), *number, MismatchKind::Foreign);
+                    return Err(ContentMismatch { at, layer, position, found });
                 }
             }
         }
@@ -91,7 +91,7 @@ pub(super) fn land_within(
     bytes: &mut [u8],
     (from, to): (u64, u64),
     local_is_source: bool,
-    slices: &[Slice],
+    slices: &[OpSlice],
 ) {
     for slice in slices {
         let (read, write) = sides(slice, local_is_source);

@@ -1,7 +1,7 @@
 //! One cell per piece of a block: which content it has, and in which layers.
 
-use super::shape::{Grid, Shape, Spot};
-use super::{BlockTokens, Found, Wrong};
+use super::shape::{CellGrid, MemoryShape, TensorOffset};
+use super::{BlockTokens, ContentMismatch, MismatchKind};
 use scenarios::decide::mix;
 use scenarios::run::CELL_LAYERS_MAX;
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ fn piece_stamp(stamp: u64, position: u32, tokens: u32, label: u32) -> u32 {
 /// Calls `each(index of a cell, its position, its stamp)` for the pieces that `at` touches.
 #[inline]
 fn pieces(
-    grid: &Grid,
+    grid: &CellGrid,
     at: &BlockTokens,
     stamp: u64,
     mut each: impl FnMut(usize, u32, u32) -> bool,
@@ -76,13 +76,13 @@ fn pieces(
 
 /// What arrived of a layer of a piece with some operations, while others are to bring the rest.
 #[derive(Clone, Debug)]
-struct Pending {
+struct PartialPiece {
     stamp: u32,
     /// Start and end of its bytes, counted row after row; apart from one another.
     bytes: BTreeMap<u64, u64>,
 }
 
-impl Pending {
+impl PartialPiece {
     fn add(&mut self, (mut start, mut end): (u64, u64)) {
         let touching = self.bytes.range(..=end).filter(|(_, until)| **until >= start);
         let over: Vec<(u64, u64)> = touching.map(|(from, until)| (*from, *until)).collect();
@@ -96,17 +96,17 @@ impl Pending {
 
 /// The cells of a store.
 #[derive(Clone, Debug)]
-pub(super) struct Cells {
+pub(super) struct CellStore {
     /// One array per grid of the shape.
     grids: Vec<Vec<Cell>>,
     /// By group, cell and tensor; what is written otherwise in between ends it.
-    pending: BTreeMap<(u16, usize, u16), Pending>,
+    pending: BTreeMap<(u16, usize, u16), PartialPiece>,
 }
 
-impl Cells {
-    pub(super) fn new(shape: &Shape) -> Cells {
+impl CellStore {
+    pub(super) fn new(shape: &MemoryShape) -> CellStore {
         let grids = shape.grids.iter().map(|grid| vec![Cell::default(); grid.cells()]).collect();
-        Cells { grids, pending: BTreeMap::new() }
+        CellStore { grids, pending: BTreeMap::new() }
     }
 
     /// A piece gets other content in all its layers.
@@ -121,9 +121,15 @@ impl Cells {
 
     /// Some bytes of a layer of a piece arrive from `source`, of `all` that it has; true once all
     /// have, from one operation or several.
-    fn arrive(&mut self, key: (u16, usize, u16), source: Cell, rows: &[Partial], all: u64) -> bool {
+    fn arrive(
+        &mut self,
+        key: (u16, usize, u16),
+        source: Cell,
+        rows: &[PartialRow],
+        all: u64,
+    ) -> bool {
         let stamp = source.stamp();
-        let fresh = || Pending { stamp, bytes: BTreeMap::new() };
+        let fresh = || PartialPiece { stamp, bytes: BTreeMap::new() };
         let pending = self.pending.entry(key).or_insert_with(fresh);
         if pending.stamp != stamp {
             *pending = fresh();
@@ -148,8 +154,8 @@ impl Cells {
 
 /// Gives the pieces that `at` touches the content `stamp` in some layers.
 pub(super) fn fill(
-    shape: &Shape,
-    data: &mut Cells,
+    shape: &MemoryShape,
+    data: &mut CellStore,
     at: &BlockTokens,
     layers: Range<u16>,
     stamp: u64,
@@ -167,11 +173,11 @@ pub(super) fn fill(
 
 /// Checks the pieces that `at` touches in all layers of the group.
 pub(super) fn check(
-    shape: &Shape,
-    data: &Cells,
+    shape: &MemoryShape,
+    data: &CellStore,
     at: &BlockTokens,
     stamp: u64,
-) -> Result<(), Wrong> {
+) -> Result<(), ContentMismatch> {
     let grid = &shape.grids[at.group];
     let all = *grid.prefix.last().unwrap_or(&0);
     let mut wrong = None;
@@ -180,7 +186,7 @@ pub(super) fn check(
         let same = cell.stamp() == stamp;
         let missing = if same { all & !cell.0 } else { all };
         if missing != 0 {
-            let found = if same { Found::Missing } else { Found::Foreign };
+            let found = if same { MismatchKind::Missing } else { MismatchKind::Foreign };
             wrong = Some((missing.trailing_zeros() as u16, position, found));
         }
         missing == 0
@@ -188,12 +194,12 @@ pub(super) fn check(
     let Some((tensor, position, found)) = wrong else { return Ok(()) };
     let in_group = |layer: &&u16| shape.layers[**layer as usize].tensor == tensor;
     let layer = shape.groups[at.group].iter().find(in_group).copied().unwrap_or(0);
-    Err(Wrong { at: at.clone(), layer, position, found })
+    Err(ContentMismatch { at: at.clone(), layer, position, found })
 }
 
 /// A row of a piece, or some of its bytes, that an operation moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Partial {
+pub(super) struct PartialRow {
     /// Tensor, group and cell of the target.
     target: (u16, u16, usize),
     /// Tensor, group and cell of the source; none if the rows do not correspond.
@@ -205,15 +211,15 @@ pub(super) struct Partial {
 }
 
 /// One operation that lands.
-pub(super) struct Copy<'a> {
-    pub(super) target: (&'a Shape, &'a mut Cells),
-    pub(super) source: (&'a Shape, &'a Cells),
-    pub(super) partial: &'a mut Vec<Partial>,
+pub(super) struct CellCopy<'a> {
+    pub(super) target: (&'a MemoryShape, &'a mut CellStore),
+    pub(super) source: (&'a MemoryShape, &'a CellStore),
+    pub(super) partial: &'a mut Vec<PartialRow>,
     /// Where the tensors of source and target were found last.
     pub(super) near: [usize; 2],
 }
 
-impl Copy<'_> {
+impl CellCopy<'_> {
     /// Lands `len` bytes from `from` to `to`, each `(segment, offset)`.
     #[inline]
     pub(super) fn slice(
@@ -237,7 +243,7 @@ impl Copy<'_> {
     }
 
     /// Lands a run of whole pieces if there is one, else one row; returns its bytes.
-    fn run(&mut self, source: Spot, target: Spot, len: u64) -> u64 {
+    fn run(&mut self, source: TensorOffset, target: TensorOffset, len: u64) -> u64 {
         let from = &self.source.0.tensors[source.tensor as usize];
         let to = &self.target.0.tensors[target.tensor as usize];
         let (Some(piece), true) = (to.piece_bytes, from.piece_bytes == to.piece_bytes) else {
@@ -250,7 +256,7 @@ impl Copy<'_> {
         {
             return self.row(Some(source), target, len);
         }
-        let left = |tensor: &super::shape::Tensor, spot: &Spot| {
+        let left = |tensor: &super::shape::TensorShape, spot: &TensorOffset| {
             if tensor.stride == tensor.block_bytes {
                 (u64::from(tensor.blocks) - spot.block) * tensor.stride - spot.within
             } else {
@@ -280,22 +286,22 @@ impl Copy<'_> {
     }
 
     /// Notes one row, or what the slice has of it; returns its bytes.
-    fn row(&mut self, source: Option<Spot>, target: Spot, len: u64) -> u64 {
-        let to = Row::of(self.target.0, target);
-        let from = source.map(|spot| Row::of(self.source.0, spot));
-        let place = |row: &Row| (row.layer, row.piece, row.rest);
+    fn row(&mut self, source: Option<TensorOffset>, target: TensorOffset, len: u64) -> u64 {
+        let to = CellRow::of(self.target.0, target);
+        let from = source.map(|spot| CellRow::of(self.source.0, spot));
+        let place = |row: &CellRow| (row.layer, row.piece, row.rest);
         let source = from.filter(|from| place(from) == place(&to)).map(|from| from.cell);
         let unit = self.target.0.grids[to.cell.1 as usize].unit;
         let row = u64::from(to.piece.0 * unit.tokens + to.piece.1);
         let count = to.bytes.saturating_sub(to.rest).clamp(1, len);
         let start = row * to.bytes + to.rest;
         let bytes = (start, start + count);
-        self.partial.push(Partial { target: to.cell, source, bytes, row: to.bytes });
+        self.partial.push(PartialRow { target: to.cell, source, bytes, row: to.bytes });
         count
     }
 
-    /// Lands the pieces of which all rows have arrived; the layer of an incomplete one is lost, until
-    /// other operations have brought the rest.
+    /// Lands the pieces of which all rows have arrived; the layer of an incomplete one is lost,
+    /// until other operations have brought the rest.
     pub(super) fn finish(self) {
         self.partial.sort_unstable();
         for rows in self.partial.chunk_by(|a, b| a.target == b.target) {
@@ -330,7 +336,7 @@ impl Copy<'_> {
 }
 
 /// One token of one head slot.
-struct Row {
+struct CellRow {
     layer: u16,
     /// Tensor, group and cell.
     cell: (u16, u16, usize),
@@ -341,8 +347,8 @@ struct Row {
     bytes: u64,
 }
 
-impl Row {
-    fn of(shape: &Shape, spot: Spot) -> Row {
+impl CellRow {
+    fn of(shape: &MemoryShape, spot: TensorOffset) -> CellRow {
         let layer_index = shape.tensors[spot.tensor as usize].layer;
         let layer = &shape.layers[layer_index as usize];
         let grid = &shape.grids[layer.group as usize];
@@ -357,7 +363,7 @@ impl Row {
         let (slot, token) = (slot as u32, token as u32);
         let piece = slot / grid.unit.slots * grid.token_pieces + token / grid.unit.tokens;
         let cell = spot.block as usize * grid.per_block() + piece as usize;
-        Row {
+        CellRow {
             layer: layer_index,
             cell: (spot.tensor, layer.group, cell),
             piece: (slot % grid.unit.slots, token % grid.unit.tokens),

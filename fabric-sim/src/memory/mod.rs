@@ -12,9 +12,9 @@ mod bytes;
 mod cells;
 mod shape;
 
-pub use shape::{Shape, ShapeError, Unit};
+pub use shape::{MemoryShape, PieceSize, ShapeError};
 
-use cells::{Cells, Partial};
+use cells::{CellStore, PartialRow};
 use engine::fabric::Memory;
 use std::fmt;
 use std::ops::Range;
@@ -32,7 +32,7 @@ pub enum Fidelity {
 /// Part of an operation: `len` bytes between two regions, offsets as in
 /// [`engine::fabric::Submit`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Slice {
+pub struct OpSlice {
     /// Offset into the initiator's region.
     pub local: u64,
     /// Offset into the other region.
@@ -46,7 +46,6 @@ pub struct Slice {
 pub struct BlockTokens {
     /// Index of the KV cache group.
     pub group: usize,
-    /// Block id.
     pub block: u32,
     /// Position in the prompt of the block's token 0.
     pub first: u32,
@@ -56,31 +55,30 @@ pub struct BlockTokens {
 
 /// Memory that does not hold what it should.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wrong {
-    /// Which block.
+pub struct ContentMismatch {
     pub at: BlockTokens,
     /// First layer in which it is wrong.
     pub layer: u16,
     /// Position in the prompt of the first wrong token.
     pub position: u32,
     /// What is there instead.
-    pub found: Found,
+    pub found: MismatchKind,
 }
 
 /// What was found in place of the right content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum MismatchKind {
     /// Content of something else, or nothing at all.
     Foreign,
     /// Right content in other layers, none in this one.
     Missing,
 }
 
-impl fmt::Display for Wrong {
+impl fmt::Display for ContentMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let found = match self.found {
-            Found::Foreign => "foreign bytes",
-            Found::Missing => "no bytes",
+            MismatchKind::Foreign => "foreign bytes",
+            MismatchKind::Missing => "no bytes",
         };
         let BlockTokens { group, block, .. } = self.at;
         let (layer, position) = (self.layer, self.position);
@@ -90,8 +88,7 @@ impl fmt::Display for Wrong {
 
 /// Bytes at an offset of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// Which segment.
+pub(crate) struct SegmentOffset {
     pub(crate) segment: usize,
     /// Byte offset that slices are relative to.
     pub(crate) base: u64,
@@ -99,47 +96,49 @@ pub(crate) struct Place {
 
 /// The KV memory of one rank.
 #[derive(Clone, Debug)]
-pub struct Store {
-    shape: Arc<Shape>,
-    data: Data,
+pub struct RankStore {
+    shape: Arc<MemoryShape>,
+    data: StoreData,
 }
 
 #[derive(Clone, Debug)]
-enum Data {
+enum StoreData {
     /// One buffer per segment.
     Bytes(Vec<Vec<u8>>),
-    /// Cells by group.
-    Cells(Cells),
+    Cells(CellStore),
 }
 
 /// Reusable memory of [`land`].
 #[derive(Debug, Default)]
-pub(crate) struct Scratch {
-    partial: Vec<Partial>,
+pub(crate) struct LandingScratch {
+    partial: Vec<PartialRow>,
 }
 
-impl Store {
+impl RankStore {
     /// Empty memory.
     ///
     /// # Errors
     /// With [`Fidelity::Cells`] for shapes that cells cannot express.
-    pub fn new(shape: Arc<Shape>, fidelity: Fidelity) -> Result<Store, ShapeError> {
+    pub fn new(shape: Arc<MemoryShape>, fidelity: Fidelity) -> Result<RankStore, ShapeError> {
         let data = match fidelity {
             Fidelity::Bytes => {
-                Data::Bytes(shape.segments.iter().map(|s| vec![0; s.len as usize]).collect())
+                StoreData::Bytes(shape.segments.iter().map(|s| vec![0; s.len as usize]).collect())
             }
             Fidelity::Cells => {
                 shape.cells_fit()?;
-                Data::Cells(Cells::new(&shape))
+                StoreData::Cells(CellStore::new(&shape))
             }
         };
-        Ok(Store { shape, data })
+        Ok(RankStore { shape, data })
     }
 
     /// Plain buffers without KV structure, for tests of data planes.
-    pub fn plain(lens: &[u64]) -> Store {
-        let shape = Arc::new(Shape::plain(lens));
-        Store { shape, data: Data::Bytes(lens.iter().map(|len| vec![0; *len as usize]).collect()) }
+    pub fn plain(lens: &[u64]) -> RankStore {
+        let shape = Arc::new(MemoryShape::plain(lens));
+        RankStore {
+            shape,
+            data: StoreData::Bytes(lens.iter().map(|len| vec![0; *len as usize]).collect()),
+        }
     }
 
     /// What to register for a segment (index into the regions of the rank's layout).
@@ -148,35 +147,34 @@ impl Store {
         Memory::Device { base: segment_base(segment), len, device }
     }
 
-    /// Number of segments.
     pub fn segments(&self) -> usize {
         self.shape.segments.len()
     }
 
     /// The place that a registration names; none if it leaves its segment.
-    pub(crate) fn place(&self, memory: &Memory) -> Option<Place> {
+    pub(crate) fn place(&self, memory: &Memory) -> Option<SegmentOffset> {
         let (Memory::Device { base, len, .. } | Memory::Own { base, len }) = *memory else {
             return None;
         };
         let segment = (base / segment_base(0)).checked_sub(1)? as usize;
         let base = base % segment_base(0);
         let fits = base.checked_add(len)? <= self.shape.segments.get(segment)?.len;
-        fits.then_some(Place { segment, base })
+        fits.then_some(SegmentOffset { segment, base })
     }
 
     /// The bytes of a segment; none with cells.
     pub fn bytes(&self, segment: usize) -> Option<&[u8]> {
         match &self.data {
-            Data::Bytes(bytes) => bytes.get(segment).map(Vec::as_slice),
-            Data::Cells(_) => None,
+            StoreData::Bytes(bytes) => bytes.get(segment).map(Vec::as_slice),
+            StoreData::Cells(_) => None,
         }
     }
 
     /// The bytes of a segment; none with cells.
     pub fn bytes_mut(&mut self, segment: usize) -> Option<&mut [u8]> {
         match &mut self.data {
-            Data::Bytes(bytes) => bytes.get_mut(segment).map(Vec::as_mut_slice),
-            Data::Cells(_) => None,
+            StoreData::Bytes(bytes) => bytes.get_mut(segment).map(Vec::as_mut_slice),
+            StoreData::Cells(_) => None,
         }
     }
 
@@ -187,8 +185,8 @@ impl Store {
     /// is sent before its last token is seen.
     pub fn fill(&mut self, at: &BlockTokens, layers: Range<u16>, stamp: u64) {
         match &mut self.data {
-            Data::Bytes(data) => bytes::fill(&self.shape, data, at, layers, stamp),
-            Data::Cells(data) => cells::fill(&self.shape, data, at, layers, stamp),
+            StoreData::Bytes(data) => bytes::fill(&self.shape, data, at, layers, stamp),
+            StoreData::Cells(data) => cells::fill(&self.shape, data, at, layers, stamp),
         }
     }
 
@@ -196,10 +194,10 @@ impl Store {
     ///
     /// # Errors
     /// Where the first difference is.
-    pub fn check(&self, at: &BlockTokens, stamp: u64) -> Result<(), Wrong> {
+    pub fn check(&self, at: &BlockTokens, stamp: u64) -> Result<(), ContentMismatch> {
         match &self.data {
-            Data::Bytes(data) => bytes::check(&self.shape, data, at, stamp),
-            Data::Cells(data) => cells::check(&self.shape, data, at, stamp),
+            StoreData::Bytes(data) => bytes::check(&self.shape, data, at, stamp),
+            StoreData::Cells(data) => cells::check(&self.shape, data, at, stamp),
         }
     }
 }
@@ -211,27 +209,26 @@ const fn segment_base(segment: usize) -> u64 {
 
 /// One side of a copy.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Side {
+pub(crate) struct CopySide {
     /// Index into the stores.
     pub(crate) store: usize,
-    /// Where offsets start.
-    pub(crate) place: Place,
+    pub(crate) place: SegmentOffset,
 }
 
 /// Copies slices between two stores (or within one), in order. `local_is_source` says which of the
 /// offsets of a slice belongs to `from`. Ranges were checked when the operation was accepted.
 #[inline]
 pub(crate) fn land(
-    stores: &mut [Option<Store>],
-    (from, to): (Side, Side),
+    stores: &mut [Option<RankStore>],
+    (from, to): (CopySide, CopySide),
     local_is_source: bool,
-    slices: &[Slice],
-    scratch: &mut Scratch,
+    slices: &[OpSlice],
+    scratch: &mut LandingScratch,
 ) {
     if from.store == to.store {
         let Some(store) = &mut stores[to.store] else { return };
         let source = match &mut store.data {
-            Data::Bytes(bytes) if from.place.segment == to.place.segment => {
+            StoreData::Bytes(bytes) if from.place.segment == to.place.segment => {
                 return bytes::land_within(
                     &mut bytes[to.place.segment],
                     (from.place.base, to.place.base),
@@ -239,7 +236,7 @@ pub(crate) fn land(
                     slices,
                 );
             }
-            data => Store { shape: store.shape.clone(), data: data.clone() },
+            data => RankStore { shape: store.shape.clone(), data: data.clone() },
         };
         return land_between(
             store,
@@ -258,15 +255,15 @@ pub(crate) fn land(
 
 #[inline]
 fn land_between(
-    target: &mut Store,
-    source: &Store,
-    (from, to): (Place, Place),
+    target: &mut RankStore,
+    source: &RankStore,
+    (from, to): (SegmentOffset, SegmentOffset),
     local_is_source: bool,
-    slices: &[Slice],
-    scratch: &mut Scratch,
+    slices: &[OpSlice],
+    scratch: &mut LandingScratch,
 ) {
     match (&mut target.data, &source.data) {
-        (Data::Bytes(target), Data::Bytes(source)) => {
+        (StoreData::Bytes(target), StoreData::Bytes(source)) => {
             let (target, source) = (&mut target[to.segment], &source[from.segment]);
             for slice in slices {
                 let (read, write) = sides(slice, local_is_source);
@@ -275,8 +272,8 @@ fn land_between(
                 target[write..write + len].copy_from_slice(&source[read..read + len]);
             }
         }
-        (Data::Cells(data), Data::Cells(cells)) => {
-            let mut copy = cells::Copy {
+        (StoreData::Cells(data), StoreData::Cells(cells)) => {
+            let mut copy = cells::CellCopy {
                 target: (&target.shape, data),
                 source: (&source.shape, cells),
                 partial: &mut scratch.partial,
@@ -298,6 +295,6 @@ fn land_between(
 
 /// Offsets `(source, target)` of a slice.
 #[inline]
-const fn sides(slice: &Slice, local_is_source: bool) -> (u64, u64) {
+const fn sides(slice: &OpSlice, local_is_source: bool) -> (u64, u64) {
     if local_is_source { (slice.local, slice.remote) } else { (slice.remote, slice.local) }
 }

@@ -1,6 +1,6 @@
 //! Where the KV of one rank lies, prepared for looking up offsets.
 
-use crate::observe::BlockRef;
+use crate::observation::BlockRef;
 use engine::core::layout::{Geometry, HeadSlots, LayerLayout};
 use std::fmt;
 use std::ops::Range;
@@ -9,8 +9,7 @@ use std::ops::Range;
 /// any two engines of a simulation exchange, so it is the greatest common divisor of their block
 /// sizes and of their head slots per rank; with one block size and one TP it is the whole block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Unit {
-    /// Tokens.
+pub struct PieceSize {
     pub tokens: u32,
     /// Head slots. With [`HeadSlots::Split`] and more than one TP a piece may not hold K and V.
     pub slots: u32,
@@ -30,18 +29,18 @@ impl std::error::Error for ShapeError {}
 
 /// The layout of one rank's KV memory.
 #[derive(Clone, Debug)]
-pub struct Shape {
-    pub(super) segments: Vec<Segment>,
-    pub(super) layers: Vec<Layer>,
+pub struct MemoryShape {
+    pub(super) segments: Vec<MemorySegment>,
+    pub(super) layers: Vec<LayerShape>,
     pub(super) groups: Vec<Vec<u16>>,
     /// One per group.
-    pub(super) grids: Vec<Grid>,
-    pub(super) tensors: Vec<Tensor>,
+    pub(super) grids: Vec<CellGrid>,
+    pub(super) tensors: Vec<TensorShape>,
 }
 
 /// One registered buffer and the tensors in it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Segment {
+pub(super) struct MemorySegment {
     pub(super) len: u64,
     /// Indices of its tensors, by base.
     tensors: Vec<u16>,
@@ -53,7 +52,7 @@ pub(super) struct Segment {
 
 /// One layer, all strides in bytes.
 #[derive(Clone, Debug)]
-pub(super) struct Layer {
+pub(super) struct LayerShape {
     pub(super) group: u16,
     pub(super) segment: u16,
     pub(super) tensor: u16,
@@ -73,7 +72,7 @@ pub(super) struct Layer {
 
 /// The memory of one layer, or of several whose groups share it.
 #[derive(Clone, Debug)]
-pub(super) struct Tensor {
+pub(super) struct TensorShape {
     /// The first layer in it, whose strides hold.
     pub(super) layer: u16,
     pub(super) base: u64,
@@ -87,9 +86,9 @@ pub(super) struct Tensor {
 
 /// The cells of a group: `[block][slot piece][token piece]`.
 #[derive(Clone, Debug)]
-pub(super) struct Grid {
+pub(super) struct CellGrid {
     pub(super) blocks: u32,
-    pub(super) unit: Unit,
+    pub(super) unit: PieceSize,
     pub(super) slot_pieces: u32,
     pub(super) token_pieces: u32,
     /// What a slot piece holds: K or V and first head.
@@ -98,7 +97,7 @@ pub(super) struct Grid {
     pub(super) prefix: Vec<u128>,
 }
 
-impl Grid {
+impl CellGrid {
     pub(super) fn per_block(&self) -> usize {
         (self.slot_pieces * self.token_pieces) as usize
     }
@@ -110,14 +109,14 @@ impl Grid {
 
 /// An offset taken apart.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Spot {
+pub(super) struct TensorOffset {
     pub(super) tensor: u16,
     pub(super) block: u64,
     /// Offset within the block.
     pub(super) within: u64,
 }
 
-impl Shape {
+impl MemoryShape {
     /// The shape of rank `rank`, whose segments have the lengths `regions`; `unit` is used with
     /// cells only.
     ///
@@ -128,12 +127,12 @@ impl Shape {
         rank: u16,
         layers: &[LayerLayout],
         regions: &[u64],
-        unit: Unit,
-    ) -> Result<Shape, ShapeError> {
-        let mut shape = Shape::plain(regions);
+        unit: PieceSize,
+    ) -> Result<MemoryShape, ShapeError> {
+        let mut shape = MemoryShape::plain(regions);
         shape.groups = geometry.groups.iter().map(|group| group.layers.clone()).collect();
         for (index, layout) in layers.iter().enumerate() {
-            let layer = Layer::new(geometry, rank, index, layout)?;
+            let layer = LayerShape::new(geometry, rank, index, layout)?;
             shape.add(index, layer)?;
         }
         for group in &geometry.groups {
@@ -150,9 +149,9 @@ impl Shape {
     }
 
     /// Buffers without structure.
-    pub(super) fn plain(lens: &[u64]) -> Shape {
-        let segment = |len: &u64| Segment { len: *len, ..Segment::default() };
-        Shape {
+    pub(super) fn plain(lens: &[u64]) -> MemoryShape {
+        let segment = |len: &u64| MemorySegment { len: *len, ..MemorySegment::default() };
+        MemoryShape {
             segments: lens.iter().map(segment).collect(),
             layers: Vec::new(),
             groups: Vec::new(),
@@ -161,7 +160,7 @@ impl Shape {
         }
     }
 
-    fn add(&mut self, index: usize, mut layer: Layer) -> Result<(), ShapeError> {
+    fn add(&mut self, index: usize, mut layer: LayerShape) -> Result<(), ShapeError> {
         let what = |why: &str| ShapeError(format!("layer {index}: {why}"));
         let block_bytes = layer.stride[1] * u64::from(layer.slots - 1)
             + layer.stride[2] * u64::from(layer.tokens - 1)
@@ -179,7 +178,7 @@ impl Shape {
             None => {
                 let tensor = self.tensors.len() as u16;
                 segment.tensors.push(tensor);
-                self.tensors.push(Tensor {
+                self.tensors.push(TensorShape {
                     layer: index as u16,
                     base: layer.base,
                     block_bytes,
@@ -194,11 +193,11 @@ impl Shape {
         Ok(())
     }
 
-    fn grid(&self, layers: &[u16], unit: Unit) -> Result<Grid, ShapeError> {
+    fn grid(&self, layers: &[u16], unit: PieceSize) -> Result<CellGrid, ShapeError> {
         let first = layers.first().and_then(|layer| self.layers.get(*layer as usize));
         let Some(first) = first else { return Err(ShapeError("a group without layers".into())) };
         let unit =
-            Unit { tokens: unit.tokens.min(first.tokens), slots: unit.slots.min(first.slots) };
+            PieceSize { tokens: unit.tokens.min(first.tokens), slots: unit.slots.min(first.slots) };
         if unit.tokens == 0 || unit.slots == 0 {
             return Err(ShapeError("the piece of a block has no tokens or no head slots".into()));
         }
@@ -215,7 +214,7 @@ impl Shape {
             let bit = 1u128.checked_shl(u32::from(tensor)).unwrap_or(0);
             prefix.push(prefix.last().unwrap_or(&0) | bit);
         }
-        Ok(Grid {
+        Ok(CellGrid {
             blocks: first.blocks,
             unit,
             slot_pieces,
@@ -229,7 +228,7 @@ impl Shape {
         let tensor = &self.tensors[tensor];
         let layer = &self.layers[tensor.layer as usize];
         let grid = &self.grids[layer.group as usize];
-        let Unit { tokens, slots } = grid.unit;
+        let PieceSize { tokens, slots } = grid.unit;
         let (row, [_, slot, token]) = (layer.row, layer.stride);
         let slot_major = token == row && slot == row * u64::from(layer.tokens);
         let token_major = slot == row && token == row * u64::from(layer.slots);
@@ -243,8 +242,8 @@ impl Shape {
     pub(crate) fn blocks(
         &self,
         (segment, base): (u32, u64),
-        slices: &[super::Slice],
-        side: impl Fn(&super::Slice) -> (u64, u64),
+        slices: &[super::OpSlice],
+        side: impl Fn(&super::OpSlice) -> (u64, u64),
         into: &mut Vec<BlockRef>,
     ) {
         let mut first: Option<(u16, Range<u64>)> = None;
@@ -299,7 +298,12 @@ impl Shape {
     /// Takes an offset of a segment apart; none for bytes that belong to no block. `near` is where
     /// the tensor was found last, and is kept up to date: most offsets lie close together.
     #[inline]
-    pub(super) fn spot(&self, segment: usize, offset: u64, near: &mut usize) -> Option<Spot> {
+    pub(super) fn spot(
+        &self,
+        segment: usize,
+        offset: u64,
+        near: &mut usize,
+    ) -> Option<TensorOffset> {
         let segment = &self.segments[segment];
         let first = *segment.bases.first()?;
         let (turn, offset) = match segment.period {
@@ -325,12 +329,12 @@ impl Shape {
             }
         };
         let inside = block < u64::from(tensor.blocks) && within < tensor.block_bytes;
-        inside.then_some(Spot { tensor: number, block, within })
+        inside.then_some(TensorOffset { tensor: number, block, within })
     }
 }
 
-impl Segment {
-    fn sort(&mut self, tensors: &[Tensor]) {
+impl MemorySegment {
+    fn sort(&mut self, tensors: &[TensorShape]) {
         self.tensors.sort_by_key(|t| tensors[*t as usize].base);
         self.bases = self.tensors.iter().map(|t| tensors[*t as usize].base).collect();
         let overlaps = self.tensors.windows(2).any(|pair| {
@@ -341,13 +345,13 @@ impl Segment {
     }
 }
 
-impl Layer {
+impl LayerShape {
     fn new(
         geometry: &Geometry,
         rank: u16,
         index: usize,
         layout: &LayerLayout,
-    ) -> Result<Layer, ShapeError> {
+    ) -> Result<LayerShape, ShapeError> {
         let what = |why: &str| ShapeError(format!("layer {index}: {why}"));
         let group = geometry.groups.iter().position(|g| g.layers.contains(&(index as u16)));
         let group = group.ok_or_else(|| what("in no group"))? as u16;
@@ -357,7 +361,7 @@ impl Layer {
         }
         let element = u64::from(layout.element);
         let head = u32::from(rank) * u32::from(geometry.kv_heads) / u32::from(geometry.tp);
-        Ok(Layer {
+        Ok(LayerShape {
             group,
             segment: layout.region,
             tensor: 0,

@@ -1,19 +1,19 @@
 //! What control planes, the control network and the world tell each other.
 
-use crate::keyed::Between;
+use crate::keyed_rng::InclusiveRange;
 use engine::core::time::Nanos;
-use engine::fabric::{Channel, ControlEvent, LinkId};
+use engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::sync::Arc;
 
 /// A control plane in one incarnation; never reused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NetIx(pub u32);
+pub struct ControlPlaneIx(pub u32);
 
 /// A call that a plane took.
 #[derive(Clone, Debug)]
 pub(crate) enum NetCall {
-    Listen { channel: Channel },
-    Dial { link: LinkId, name: Arc<str>, channel: Channel },
+    Listen { channel: LinkKind },
+    Dial { link: LinkId, name: Arc<str>, channel: LinkKind },
     Send { link: LinkId, parts: Vec<Vec<u8>> },
     HangUp { link: LinkId },
 }
@@ -33,27 +33,22 @@ impl NetCalls {
 
 /// What the network tells a control plane.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NetNews {
+pub enum NetMessage {
     /// To be polled by the owner.
     Event(ControlEvent),
     /// This many frames of a link have left its queue.
-    Sent {
-        /// The link.
-        link: LinkId,
-        /// Frames.
-        frames: u32,
-    },
+    Sent { link: LinkId, frames: u32 },
 }
 
 /// A frame that was sent, as shown to [`NetHooks`].
 #[derive(Clone, Copy, Debug)]
 pub struct FrameInfo<'a> {
     /// Sender.
-    pub from: NetIx,
+    pub from: ControlPlaneIx,
     /// Receiver.
-    pub to: NetIx,
+    pub to: ControlPlaneIx,
     /// What the link is for.
-    pub channel: Channel,
+    pub channel: LinkKind,
     /// Counts the frames of the sender, from 0.
     pub nth: u64,
     /// Its parts, to be decoded by who wants to know the kind of message.
@@ -63,22 +58,21 @@ pub struct FrameInfo<'a> {
 /// What the world decides about frames.
 pub trait NetHooks {
     /// What becomes of a frame.
-    fn fate(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameFate {
+    fn decide_frame(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameDecision {
         let _unused = (now, frame);
-        FrameFate::default()
+        FrameDecision::default()
     }
 }
 
 /// Every frame arrives.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct EveryFrame;
+pub struct NoNetFaults;
 
-impl NetHooks for EveryFrame {}
+impl NetHooks for NoNetFaults {}
 
 /// What becomes of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct FrameFate {
-    /// It is lost.
+pub struct FrameDecision {
     pub drop: bool,
     /// It arrives again this long after.
     pub duplicate: Option<Nanos>,
@@ -98,7 +92,7 @@ pub struct NetConfig {
     /// Seed of all draws.
     pub seed: u64,
     /// Nanoseconds one way.
-    pub latency: Between,
+    pub latency: InclusiveRange,
     /// Frames that a link queues before `send` is `Busy`.
     pub queue_max: u32,
     /// Until a dial that nobody answers fails.
@@ -111,7 +105,7 @@ impl Default for NetConfig {
     fn default() -> Self {
         NetConfig {
             seed: 0,
-            latency: Between::new(20_000, 80_000),
+            latency: InclusiveRange::new(20_000, 80_000),
             queue_max: 1_024,
             dial_timeout: Nanos::from_secs(2),
             recorded: 0,
@@ -121,7 +115,6 @@ impl Default for NetConfig {
 
 /// An entry of the event queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum NetEvent {
     /// A frame or news of a link arrives.
     Arrive { slot: u32 },
@@ -132,10 +125,8 @@ pub enum NetEvent {
 pub enum NetOutput {
     /// To be handed to [`super::SimControlPlane::deliver`].
     Deliver {
-        /// To whom.
-        plane: NetIx,
-        /// What.
-        news: NetNews,
+        plane: ControlPlaneIx,
+        message: NetMessage,
         /// A frame that is not as any process wrote it for this link.
         forged: bool,
     },

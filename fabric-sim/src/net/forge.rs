@@ -76,12 +76,16 @@ pub(super) fn foreign<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::dialect::native::{Envelope, Frame, VERSION};
+    use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
     use engine::core::ids::Incarnation;
 
     fn frame() -> Vec<u8> {
-        let envelope =
-            Envelope { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 3 };
+        let envelope = ConnectionHeader {
+            version: VERSION,
+            from: Incarnation(1),
+            to: Incarnation(2),
+            session: 3,
+        };
         native::encode(&Frame::Ack { envelope, next: 4 })
     }
 

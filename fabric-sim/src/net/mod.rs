@@ -1,4 +1,4 @@
-//! The control network: [`SimControlPlane`] for processes, [`Net`] for the world.
+//! The control network: [`SimControlPlane`] for processes, [`ControlNetwork`] for the world.
 //!
 //! Links carry frames in order, each after a drawn latency, like one TCP connection. Frames that
 //! meet a partition vanish and the link stays up: a silent peer has to be noticed by silence.
@@ -8,16 +8,16 @@ mod forge;
 mod plane;
 
 pub use call::{
-    EveryFrame, FrameFate, FrameInfo, NetCalls, NetConfig, NetEvent, NetHooks, NetIx, NetNews,
-    NetOutput,
+    ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetEvent, NetHooks, NetMessage,
+    NetOutput, NoNetFaults,
 };
 pub use plane::SimControlPlane;
 
-use crate::keyed::Keyed;
+use crate::keyed_rng::KeyedRng;
 use crate::queue::Schedule;
 use call::NetCall;
 use engine::core::time::Nanos;
-use engine::fabric::{Channel, ControlEvent, LinkId};
+use engine::fabric::{ControlEvent, LinkId, LinkKind};
 use scenarios::decide::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -25,30 +25,29 @@ use std::sync::Arc;
 /// The kind of latency draws.
 const LATENCY: u64 = kind("net.latency");
 
-/// The control network.
 #[derive(Debug)]
-pub struct Net {
+pub struct ControlNetwork {
     config: NetConfig,
-    keyed: Keyed,
-    planes: Vec<Plane>,
+    keyed: KeyedRng,
+    planes: Vec<NetPlane>,
     /// Who answers to a name.
-    names: BTreeMap<Arc<str>, NetIx>,
-    links: Vec<Link>,
-    mail: Vec<Option<Mail>>,
+    names: BTreeMap<Arc<str>, ControlPlaneIx>,
+    links: Vec<SimLink>,
+    mail: Vec<Option<NetInFlight>>,
     free_mail: Vec<u32>,
     /// Ordered pairs of nodes between which nothing passes.
     cut: BTreeSet<(u32, u32)>,
     /// The newest frames of each channel, if they are kept.
-    recorded: BTreeMap<Channel, VecDeque<Vec<Vec<u8>>>>,
+    recorded: BTreeMap<LinkKind, VecDeque<Vec<Vec<u8>>>>,
 }
 
 #[derive(Debug)]
-struct Plane {
+struct NetPlane {
     node: u32,
     alive: bool,
     paused: bool,
-    held: Vec<Arrival>,
-    listening: BTreeSet<Channel>,
+    held: Vec<NetArrival>,
+    listening: BTreeSet<LinkKind>,
     links: BTreeMap<LinkId, (u32, usize)>,
     inbound: u32,
     frames: u64,
@@ -57,15 +56,15 @@ struct Plane {
 
 /// A connection; end 0 dialled.
 #[derive(Debug)]
-struct Link {
-    channel: Channel,
+struct SimLink {
+    channel: LinkKind,
     name: Arc<str>,
-    ends: [End; 2],
+    ends: [SimLinkEnd; 2],
 }
 
 #[derive(Clone, Copy, Debug)]
-struct End {
-    plane: NetIx,
+struct SimLinkEnd {
+    plane: ControlPlaneIx,
     id: LinkId,
     open: bool,
     /// When the other end is told that the link is up.
@@ -78,21 +77,21 @@ struct End {
 
 /// Something under way.
 #[derive(Clone, Debug)]
-enum Mail {
+enum NetInFlight {
     Dial(u32),
-    Arrival(NetIx, Arrival),
+    Arrival(ControlPlaneIx, NetArrival),
 }
 
 /// Something that a process is told.
 #[derive(Clone, Debug)]
-struct Arrival {
+struct NetArrival {
     link: u32,
     end: usize,
-    what: What,
+    what: NetPayload,
 }
 
 #[derive(Clone, Debug)]
-enum What {
+enum NetPayload {
     Up,
     Down,
     Frame(Vec<Vec<u8>>),
@@ -106,11 +105,11 @@ enum What {
     Lost,
 }
 
-impl Net {
+impl ControlNetwork {
     /// A network without planes.
-    pub fn new(config: NetConfig) -> Net {
-        Net {
-            keyed: Keyed::new(config.seed),
+    pub fn new(config: NetConfig) -> ControlNetwork {
+        ControlNetwork {
+            keyed: KeyedRng::new(config.seed),
             config,
             planes: Vec::new(),
             names: BTreeMap::new(),
@@ -124,10 +123,10 @@ impl Net {
 
     /// Adds a plane that answers to `sim://<name>`; a restarted process takes over its name.
     pub fn add_plane(&mut self, name: &str, node: u32) -> SimControlPlane {
-        let ix = NetIx(self.planes.len() as u32);
+        let ix = ControlPlaneIx(self.planes.len() as u32);
         let name: Arc<str> = name.into();
         self.names.insert(name.clone(), ix);
-        self.planes.push(Plane {
+        self.planes.push(NetPlane {
             node,
             alive: true,
             paused: false,
@@ -145,7 +144,7 @@ impl Net {
     pub fn perform<S: Schedule<NetEvent>>(
         &mut self,
         now: Nanos,
-        plane: NetIx,
+        plane: ControlPlaneIx,
         calls: &mut NetCalls,
         hooks: &mut dyn NetHooks,
         queue: &mut S,
@@ -177,35 +176,42 @@ impl Net {
     fn dial<S: Schedule<NetEvent>>(
         &mut self,
         now: Nanos,
-        plane: NetIx,
-        (id, name, channel): (LinkId, Arc<str>, Channel),
+        plane: ControlPlaneIx,
+        (id, name, channel): (LinkId, Arc<str>, LinkKind),
         queue: &mut S,
     ) {
-        let end = End { plane, id, open: true, first: Nanos::ZERO, last: Nanos::ZERO, mute: false };
+        let end = SimLinkEnd {
+            plane,
+            id,
+            open: true,
+            first: Nanos::ZERO,
+            last: Nanos::ZERO,
+            mute: false,
+        };
         let slot = self.links.len() as u32;
-        self.links.push(Link { channel, name, ends: [end, End { open: false, ..end }] });
+        self.links.push(SimLink { channel, name, ends: [end, SimLinkEnd { open: false, ..end }] });
         self.planes[plane.0 as usize].links.insert(id, (slot, 0));
         let at = now + self.latency(plane);
-        self.post(at, Mail::Dial(slot), queue);
+        self.post(at, NetInFlight::Dial(slot), queue);
     }
 
     /// A dial reaches the other side, or does not.
     fn answer<S: Schedule<NetEvent>>(&mut self, now: Nanos, slot: u32, queue: &mut S) {
         let link = &self.links[slot as usize];
-        let [End { plane: from, open, .. }, _] = link.ends;
+        let [SimLinkEnd { plane: from, open, .. }, _] = link.ends;
         if !open {
             return;
         }
         let to = self.names.get(&link.name).copied();
-        let accepts = |to: &NetIx| {
+        let accepts = |to: &ControlPlaneIx| {
             let to = &self.planes[to.0 as usize];
             to.alive && to.listening.contains(&link.channel)
         };
         let cut = to.is_some_and(|to| self.is_cut(from, to) || self.is_cut(to, from));
         let Some(to) = to.filter(accepts).filter(|_| !cut) else {
             let wait = if cut { self.config.dial_timeout } else { self.latency(from) };
-            let down = Arrival { link: slot, end: 0, what: What::Down };
-            return self.post(now + wait, Mail::Arrival(from, down), queue);
+            let down = NetArrival { link: slot, end: 0, what: NetPayload::Down };
+            return self.post(now + wait, NetInFlight::Arrival(from, down), queue);
         };
         let target = &mut self.planes[to.0 as usize];
         let id = LinkId(target.inbound | LinkId::INBOUND);
@@ -213,17 +219,17 @@ impl Net {
         target.links.insert(id, (slot, 1));
         let back = now + self.latency(to);
         let ends = &mut self.links[slot as usize].ends;
-        ends[1] = End { plane: to, id, open: true, first: back, last: back, mute: false };
+        ends[1] = SimLinkEnd { plane: to, id, open: true, first: back, last: back, mute: false };
         (ends[0].first, ends[0].last) = (now, now);
-        let up = |end| Arrival { link: slot, end, what: What::Up };
-        self.post(now, Mail::Arrival(to, up(1)), queue);
-        self.post(back, Mail::Arrival(from, up(0)), queue);
+        let up = |end| NetArrival { link: slot, end, what: NetPayload::Up };
+        self.post(now, NetInFlight::Arrival(to, up(1)), queue);
+        self.post(back, NetInFlight::Arrival(from, up(0)), queue);
     }
 
     fn send<S: Schedule<NetEvent>>(
         &mut self,
         now: Nanos,
-        plane: NetIx,
+        plane: ControlPlaneIx,
         (id, parts): (LinkId, Vec<Vec<u8>>),
         hooks: &mut dyn NetHooks,
         queue: &mut S,
@@ -234,7 +240,8 @@ impl Net {
         me.frames += 1;
         let link = &self.links[slot as usize];
         let (to, channel) = (link.ends[1 - end].plane, link.channel);
-        let fate = hooks.fate(now, &FrameInfo { from: plane, to, channel, nth, parts: &parts });
+        let fate =
+            hooks.decide_frame(now, &FrameInfo { from: plane, to, channel, nth, parts: &parts });
         let due = now + self.latency(plane) + fate.delay;
         let lost = fate.drop || self.is_cut(plane, to);
         let me = &mut self.links[slot as usize].ends[end];
@@ -243,14 +250,15 @@ impl Net {
             me.last = at;
         }
         let lost = lost || me.mute;
-        let arrival = |what| Mail::Arrival(to, Arrival { link: slot, end: 1 - end, what });
+        let arrival =
+            |what| NetInFlight::Arrival(to, NetArrival { link: slot, end: 1 - end, what });
         if let Some(after) = fate.duplicate.filter(|_| !lost) {
-            self.post(at + after, arrival(What::Copy(parts.clone())), queue);
+            self.post(at + after, arrival(NetPayload::Copy(parts.clone())), queue);
         }
         if let Some(bits) = fate.foreign.filter(|_| !lost) {
             let recorded = self.recorded.get(&channel);
             let foreign = forge::foreign(bits, recorded.into_iter().flatten());
-            self.post(at, arrival(What::Foreign(foreign)), queue);
+            self.post(at, arrival(NetPayload::Foreign(foreign)), queue);
         }
         if self.config.recorded > 0 {
             let kept = self.recorded.entry(channel).or_default();
@@ -260,9 +268,9 @@ impl Net {
             kept.push_back(parts.clone());
         }
         let what = match fate.damage {
-            _ if lost => What::Lost,
-            Some(bits) => What::Damaged(forge::damaged(bits, parts)),
-            None => What::Frame(parts),
+            _ if lost => NetPayload::Lost,
+            Some(bits) => NetPayload::Damaged(forge::damaged(bits, parts)),
+            None => NetPayload::Frame(parts),
         };
         self.post(at, arrival(what), queue);
     }
@@ -277,8 +285,8 @@ impl Net {
         let ends = self.links[link as usize].ends;
         if ends[end].open {
             let at = (now + self.latency(ends[1 - end].plane)).max(ends[1 - end].last);
-            let down = Arrival { link, end, what: What::Down };
-            self.post(at, Mail::Arrival(ends[end].plane, down), queue);
+            let down = NetArrival { link, end, what: NetPayload::Down };
+            self.post(at, NetInFlight::Arrival(ends[end].plane, down), queue);
         }
     }
 
@@ -293,10 +301,10 @@ impl Net {
         let NetEvent::Arrive { slot } = event;
         self.free_mail.push(slot);
         match self.mail[slot as usize].take().expect("mail arrives once") {
-            Mail::Dial(link) => self.answer(now, link, queue),
-            Mail::Arrival(plane, arrival) => {
+            NetInFlight::Dial(link) => self.answer(now, link, queue),
+            NetInFlight::Arrival(plane, arrival) => {
                 let to = &mut self.planes[plane.0 as usize];
-                if to.paused && to.alive && !matches!(arrival.what, What::Lost) {
+                if to.paused && to.alive && !matches!(arrival.what, NetPayload::Lost) {
                     to.held.push(arrival);
                 } else {
                     self.arrive(plane, arrival, out);
@@ -305,38 +313,38 @@ impl Net {
         }
     }
 
-    fn arrive(&mut self, plane: NetIx, arrival: Arrival, out: &mut Vec<NetOutput>) {
-        let Arrival { link, end, what } = arrival;
+    fn arrive(&mut self, plane: ControlPlaneIx, arrival: NetArrival, out: &mut Vec<NetOutput>) {
+        let NetArrival { link, end, what } = arrival;
         let ends = self.links[link as usize].ends;
-        if matches!(what, What::Frame(_) | What::Damaged(_) | What::Lost) {
+        if matches!(what, NetPayload::Frame(_) | NetPayload::Damaged(_) | NetPayload::Lost) {
             let sender = &ends[1 - end];
-            let news = NetNews::Sent { link: sender.id, frames: 1 };
+            let news = NetMessage::Sent { link: sender.id, frames: 1 };
             if sender.open && self.planes[sender.plane.0 as usize].alive {
-                out.push(NetOutput::Deliver { plane: sender.plane, news, forged: false });
+                out.push(NetOutput::Deliver { plane: sender.plane, message: news, forged: false });
             }
         }
-        let End { id, open, .. } = ends[end];
+        let SimLinkEnd { id, open, .. } = ends[end];
         if !open || !self.planes[plane.0 as usize].alive {
             return;
         }
-        let forged = matches!(what, What::Damaged(_) | What::Foreign(_));
+        let forged = matches!(what, NetPayload::Damaged(_) | NetPayload::Foreign(_));
         let event = match what {
-            What::Up => {
+            NetPayload::Up => {
                 let channel = self.links[link as usize].channel;
                 ControlEvent::LinkUp { link: id, channel, from: None }
             }
-            What::Down => {
+            NetPayload::Down => {
                 self.links[link as usize].ends[end].open = false;
                 self.planes[plane.0 as usize].links.remove(&id);
                 ControlEvent::LinkDown { link: id }
             }
-            What::Frame(parts)
-            | What::Damaged(parts)
-            | What::Copy(parts)
-            | What::Foreign(parts) => ControlEvent::Frame { link: id, parts },
-            What::Lost => return,
+            NetPayload::Frame(parts)
+            | NetPayload::Damaged(parts)
+            | NetPayload::Copy(parts)
+            | NetPayload::Foreign(parts) => ControlEvent::Frame { link: id, parts },
+            NetPayload::Lost => return,
         };
-        out.push(NetOutput::Deliver { plane, news: NetNews::Event(event), forged });
+        out.push(NetOutput::Deliver { plane, message: NetMessage::Event(event), forged });
     }
 
     /// A process died. Frames that it sent before still arrive. With `told` the other ends of its
@@ -344,7 +352,7 @@ impl Net {
     pub fn crash<S: Schedule<NetEvent>>(
         &mut self,
         now: Nanos,
-        plane: NetIx,
+        plane: ControlPlaneIx,
         told: Option<Nanos>,
         queue: &mut S,
     ) {
@@ -360,7 +368,7 @@ impl Net {
     }
 
     /// Stops or resumes a process: while stopped its plane is told nothing.
-    pub fn set_paused(&mut self, plane: NetIx, paused: bool, out: &mut Vec<NetOutput>) {
+    pub fn set_paused(&mut self, plane: ControlPlaneIx, paused: bool, out: &mut Vec<NetOutput>) {
         self.planes[plane.0 as usize].paused = paused;
         if !paused {
             for arrival in std::mem::take(&mut self.planes[plane.0 as usize].held) {
@@ -379,36 +387,36 @@ impl Net {
     }
 
     /// Makes a link half open: what `plane` sends on it vanishes from now on.
-    pub fn mute(&mut self, plane: NetIx, link: LinkId) {
+    pub fn mute(&mut self, plane: ControlPlaneIx, link: LinkId) {
         if let Some((link, end)) = self.planes[plane.0 as usize].links.get(&link) {
             self.links[*link as usize].ends[*end].mute = true;
         }
     }
 
     /// Links of a plane that are up or being dialled.
-    pub fn links(&self, plane: NetIx) -> impl Iterator<Item = LinkId> + '_ {
+    pub fn links(&self, plane: ControlPlaneIx) -> impl Iterator<Item = LinkId> + '_ {
         self.planes[plane.0 as usize].links.keys().copied()
     }
 
     /// Who is at the other end of a link, if it is up.
-    pub fn peer(&self, plane: NetIx, link: LinkId) -> Option<NetIx> {
+    pub fn peer(&self, plane: ControlPlaneIx, link: LinkId) -> Option<ControlPlaneIx> {
         let (link, end) = self.planes[plane.0 as usize].links.get(&link)?;
         Some(self.links[*link as usize].ends[1 - end].plane)
     }
 
-    fn is_cut(&self, from: NetIx, to: NetIx) -> bool {
-        let node = |plane: NetIx| self.planes[plane.0 as usize].node;
+    fn is_cut(&self, from: ControlPlaneIx, to: ControlPlaneIx) -> bool {
+        let node = |plane: ControlPlaneIx| self.planes[plane.0 as usize].node;
         !self.cut.is_empty() && self.cut.contains(&(node(from), node(to)))
     }
 
-    fn latency(&mut self, plane: NetIx) -> Nanos {
+    fn latency(&mut self, plane: ControlPlaneIx) -> Nanos {
         let me = &mut self.planes[plane.0 as usize];
         me.drawn += 1;
         let bits = self.keyed.draw(LATENCY, u64::from(plane.0), me.drawn);
         Nanos(self.config.latency.pick(bits))
     }
 
-    fn post<S: Schedule<NetEvent>>(&mut self, at: Nanos, mail: Mail, queue: &mut S) {
+    fn post<S: Schedule<NetEvent>>(&mut self, at: Nanos, mail: NetInFlight, queue: &mut S) {
         let slot = self.free_mail.pop().unwrap_or_else(|| {
             self.mail.push(None);
             self.mail.len() as u32 - 1

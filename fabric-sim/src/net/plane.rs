@@ -1,38 +1,37 @@
 //! The half of the control network that a process owns.
 
-use super::call::{NetCall, NetCalls, NetIx, NetNews};
+use super::call::{ControlPlaneIx, NetCall, NetCalls, NetMessage};
 use engine::core::time::Nanos;
-use engine::fabric::{Channel, ControlEvent, ControlPlane, Endpoint, LinkId, Refused, Wake};
+use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 
-/// Scheme of endpoints.
 const SCHEME: &str = "sim://";
 
-/// A control plane whose calls are checked here and performed by [`super::Net`].
+/// A control plane whose calls are checked here and performed by [`super::ControlNetwork`].
 ///
 /// It listens at `sim://<name>`, the same for all channels and all incarnations of a process.
 #[derive(Debug)]
 pub struct SimControlPlane {
-    ix: NetIx,
+    ix: ControlPlaneIx,
     name: Arc<str>,
     queue_max: u32,
-    listening: BTreeSet<Channel>,
-    links: BTreeMap<LinkId, Link>,
+    listening: BTreeSet<LinkKind>,
+    links: BTreeMap<LinkId, SimLinkState>,
     calls: NetCalls,
     inbox: VecDeque<ControlEvent>,
     waker: Option<Waker>,
 }
 
 #[derive(Debug, Default)]
-struct Link {
+struct SimLinkState {
     up: bool,
     queued: u32,
 }
 
 impl SimControlPlane {
-    pub(super) fn new(ix: NetIx, name: Arc<str>, queue_max: u32) -> SimControlPlane {
+    pub(super) fn new(ix: ControlPlaneIx, name: Arc<str>, queue_max: u32) -> SimControlPlane {
         SimControlPlane {
             ix,
             name,
@@ -46,7 +45,7 @@ impl SimControlPlane {
     }
 
     /// Which plane this is.
-    pub fn ix(&self) -> NetIx {
+    pub fn ix(&self) -> ControlPlaneIx {
         self.ix
     }
 
@@ -62,14 +61,14 @@ impl SimControlPlane {
     }
 
     /// Takes in what the network tells.
-    pub fn deliver(&mut self, news: NetNews) {
+    pub fn deliver(&mut self, news: NetMessage) {
         match news {
-            NetNews::Sent { link, frames } => {
+            NetMessage::Sent { link, frames } => {
                 if let Some(link) = self.links.get_mut(&link) {
                     link.queued = link.queued.saturating_sub(frames);
                 }
             }
-            NetNews::Event(event) => {
+            NetMessage::Event(event) => {
                 if self.note(&event) {
                     self.inbox.push_back(event);
                     if let Some(waker) = &self.waker {
@@ -84,7 +83,7 @@ impl SimControlPlane {
     fn note(&mut self, event: &ControlEvent) -> bool {
         match event {
             ControlEvent::LinkUp { link, .. } if link.is_inbound() => {
-                self.links.insert(*link, Link { up: true, queued: 0 });
+                self.links.insert(*link, SimLinkState { up: true, queued: 0 });
                 true
             }
             ControlEvent::LinkUp { link, .. } => match self.links.get_mut(link) {
@@ -102,7 +101,7 @@ impl SimControlPlane {
 }
 
 impl ControlPlane for SimControlPlane {
-    fn listen(&mut self, channel: Channel) -> Result<Endpoint, Refused> {
+    fn listen(&mut self, channel: LinkKind) -> Result<Endpoint, Refused> {
         let endpoint = format!("{SCHEME}{}", self.name);
         if !self.listening.insert(channel) {
             return Err(Refused::Invalid(format!("{endpoint}: {channel:?} is taken").into()));
@@ -111,14 +110,14 @@ impl ControlPlane for SimControlPlane {
         Ok(Endpoint(endpoint.into()))
     }
 
-    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: Channel) -> Result<(), Refused> {
+    fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused> {
         let Some(name) = to.0.strip_prefix(SCHEME).filter(|name| !name.is_empty()) else {
             return Err(Refused::Invalid(format!("{to}: expected {SCHEME}<name>").into()));
         };
         if link.is_inbound() || self.links.contains_key(&link) {
             return Err(Refused::Invalid(format!("link id {link} in use").into()));
         }
-        self.links.insert(link, Link::default());
+        self.links.insert(link, SimLinkState::default());
         self.calls.list.push(NetCall::Dial { link, name: name.into(), channel });
         Ok(())
     }
@@ -147,9 +146,9 @@ impl ControlPlane for SimControlPlane {
         self.waker = Some(waker);
     }
 
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> Wake {
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll {
         out.extend(self.inbox.drain(..));
-        Wake::External
+        NextPoll::External
     }
 }
 

@@ -1,8 +1,8 @@
 //! What the fault engine asks of the world.
 
 use super::Simulation;
-use super::entry::{Entry, Letter, ProcessEvent};
-use crate::faults::{Action, ROUTER};
+use super::event::{ProcessEvent, SimEnvelope, SimEvent};
+use crate::faults::{FaultAction, ROUTER};
 use engine::core::decode::DecodeInput;
 use engine::core::ids::ClientId;
 use engine::core::message::Role;
@@ -15,52 +15,52 @@ use scenarios::engine::EngineInput;
 impl Simulation {
     /// Keeps an entry in the queue for the next thing that the fault engine has to do.
     pub(super) fn plan_faults(&mut self) {
-        let Some(at) = self.watch.faults.deadline() else { return };
+        let Some(at) = self.observer.faults.deadline() else { return };
         if self.fault_at.is_none_or(|planned| at < planned) {
             self.fault_at = Some(at);
-            self.queue.push(at, Entry::Fault);
+            self.queue.push(at, SimEvent::Fault);
         }
     }
 
     pub(super) fn fault_due(&mut self) {
         self.fault_at = None;
-        self.watch.faults.tick(self.now);
+        self.observer.faults.tick(self.now);
         self.plan_faults();
     }
 
-    pub(super) fn perform_action(&mut self, action: Action) {
+    pub(super) fn perform_action(&mut self, action: FaultAction) {
         match action {
-            Action::KillSessions { a, b } => {
+            FaultAction::KillSessions { a, b } => {
                 self.kill_sessions(a, b);
                 self.kill_sessions(b, a);
             }
-            Action::QueueFull { instance, full } => self.queue_full(instance, full),
-            Action::Port { instance, rank, down } => self.port(instance, rank, down),
-            Action::LinkRate { from, to, divided_by } => self.link_rate(from, to, divided_by),
-            Action::Cut { from, to, cut } => self.cut(from, to, cut),
-            Action::Crash { instance, back_after, becomes } => {
+            FaultAction::QueueFull { instance, full } => self.queue_full(instance, full),
+            FaultAction::Port { instance, rank, down } => self.port(instance, rank, down),
+            FaultAction::LinkRate { from, to, divided_by } => self.link_rate(from, to, divided_by),
+            FaultAction::Cut { from, to, cut } => self.cut(from, to, cut),
+            FaultAction::Crash { instance, back_after, becomes } => {
                 self.crash(instance);
                 self.instances[usize::from(instance)].returns = back_after.is_some();
                 if let Some(after) = back_after {
                     self.instances[usize::from(instance)].becomes = becomes.map(|spec| *spec);
                     let what = ProcessEvent::Start;
-                    self.queue.push(self.now + after, Entry::Process { instance, what });
+                    self.queue.push(self.now + after, SimEvent::Process { instance, what });
                 }
             }
-            Action::ClockBack { instance } => {
-                self.instances[usize::from(instance)].born /= 2;
+            FaultAction::ClockBack { instance } => {
+                self.instances[usize::from(instance)].incarnation_number /= 2;
             }
-            Action::Drain { instance } => self.drain(instance),
-            Action::Pause { instance: ROUTER, paused } => self.pause_router(paused),
-            Action::Pause { instance, paused } => self.set_paused(instance, paused),
-            Action::Preempt { instance } => {
+            FaultAction::Drain { instance } => self.drain(instance),
+            FaultAction::Pause { instance: ROUTER, paused } => self.pause_router(paused),
+            FaultAction::Pause { instance, paused } => self.set_paused(instance, paused),
+            FaultAction::Preempt { instance } => {
                 self.engine_input(instance, EngineInput::PreemptOne);
             }
-            Action::StaleRegistration { instance, after } => {
+            FaultAction::StaleRegistration { instance, after } => {
                 self.register_again(instance, after);
             }
-            Action::Race { instance, at, done_first } => self.race(instance, at, done_first),
-            Action::Abort { client, after, both } => self.abort(client, after, both),
+            FaultAction::Race { instance, at, done_first } => self.race(instance, at, done_first),
+            FaultAction::Abort { client, after, both } => self.abort(client, after, both),
         }
     }
 
@@ -140,26 +140,26 @@ impl Simulation {
     }
 
     fn register_again(&mut self, instance: u16, after: Nanos) {
-        let parts = self.watch.registrations[usize::from(instance)].clone();
+        let parts = self.observer.registrations[usize::from(instance)].clone();
         if parts.is_empty() {
             return;
         }
         let event = ControlEvent::Frame { link: LinkId(LinkId::INBOUND), parts };
         let input = RouterInput::Control(event).into();
-        self.post(after, Letter::Machine { slot: 0, life: 0, input, cause: 0 });
+        self.post(after, SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 });
     }
 
     fn abort(&mut self, client: Option<ClientId>, after: Nanos, both: bool) {
         let Some(client) = client.or_else(|| self.clients.newest()) else { return };
         if both {
             for (leg, instance) in self.legs.of(client) {
-                let life = self.instances[usize::from(instance)].life;
+                let incarnation = self.instances[usize::from(instance)].incarnation;
                 let input = EngineInput::CancelLeg { leg };
-                self.post(after, Letter::Engine { instance, life, input });
+                self.post(after, SimEnvelope::Engine { instance, incarnation, input });
             }
         }
         let client = client.0 as u32;
-        self.queue.push(self.now + after, Entry::ClientGone { client });
+        self.queue.push(self.now + after, SimEvent::ClientGone { client });
     }
 
     fn pause_router(&mut self, paused: bool) {

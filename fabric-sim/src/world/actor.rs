@@ -1,20 +1,19 @@
 //! The state machines of a simulation, seen as one kind of thing.
 
+use engine::core::config::CoreConfig;
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::ids::Incarnation;
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
-use engine::core::station::CoreConfig;
 use engine::core::time::Nanos;
 use engine::core::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
 use engine::core::{Gauges, Machine, Outbox};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A machine of a simulation; the same over all lives of its process.
+/// A machine of a simulation; the same over all incarnations of its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum ActorId {
-    /// The router.
+pub enum MachineId {
     Router,
     /// The core of the prefill instance with this index into the instances of the run.
     Prefill(u16),
@@ -24,13 +23,13 @@ pub enum ActorId {
     Transfer(u16, u16),
 }
 
-impl fmt::Display for ActorId {
+impl fmt::Display for MachineId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ActorId::Router => f.write_str("router"),
-            ActorId::Prefill(instance) => write!(f, "prefill {instance}"),
-            ActorId::Decode(instance) => write!(f, "decode {instance}"),
-            ActorId::Transfer(instance, rank) => write!(f, "transfer {instance}/{rank}"),
+            MachineId::Router => f.write_str("router"),
+            MachineId::Prefill(instance) => write!(f, "prefill {instance}"),
+            MachineId::Decode(instance) => write!(f, "decode {instance}"),
+            MachineId::Transfer(instance, rank) => write!(f, "transfer {instance}/{rank}"),
         }
     }
 }
@@ -38,20 +37,15 @@ impl fmt::Display for ActorId {
 /// What a machine is made from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MachineConfig {
-    /// Arguments of [`Router::new`].
     Router(Box<RouterConfig>, Incarnation),
-    /// Arguments of [`Prefill::new`].
     Prefill(Box<CoreConfig>),
-    /// Arguments of [`Decode::new`].
     Decode(Box<CoreConfig>),
-    /// Arguments of [`Transfer::new`].
     Transfer(Box<TransferConfig>),
 }
 
 /// An input of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MachineInput {
-    /// Of a router.
     Router(RouterInput),
     /// Of a prefill core.
     Prefill(PrefillInput),
@@ -64,7 +58,6 @@ pub enum MachineInput {
 /// An effect of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MachineEffect {
-    /// Of a router.
     Router(RouterEffect),
     /// Of a prefill core.
     Prefill(PrefillEffect),
@@ -76,8 +69,7 @@ pub enum MachineEffect {
 
 /// The effects of one turn, still in the outbox of the machine.
 #[derive(Debug)]
-pub enum Effects<'a> {
-    /// Of a router.
+pub enum PendingEffects<'a> {
     Router(&'a mut Outbox<RouterEffect>),
     /// Of a prefill core.
     Prefill(&'a mut Outbox<PrefillEffect>),
@@ -90,18 +82,13 @@ pub enum Effects<'a> {
 /// One machine and its outbox.
 #[derive(Debug)]
 pub enum AnyMachine {
-    /// A router.
     Router(Box<Router>, Outbox<RouterEffect>),
-    /// A prefill core.
     Prefill(Box<Prefill>, Outbox<PrefillEffect>),
-    /// A decode core.
     Decode(Box<Decode>, Outbox<DecodeEffect>),
-    /// A transfer actor.
     Transfer(Box<Transfer>, Outbox<TransferEffect>),
 }
 
 impl AnyMachine {
-    /// A new machine.
     pub fn new(config: MachineConfig) -> AnyMachine {
         match config {
             MachineConfig::Router(config, incarnation) => {
@@ -142,16 +129,15 @@ impl AnyMachine {
     }
 
     /// The effects that wait.
-    pub fn effects(&mut self) -> Effects<'_> {
+    pub fn effects(&mut self) -> PendingEffects<'_> {
         match self {
-            AnyMachine::Router(_, out) => Effects::Router(out),
-            AnyMachine::Prefill(_, out) => Effects::Prefill(out),
-            AnyMachine::Decode(_, out) => Effects::Decode(out),
-            AnyMachine::Transfer(_, out) => Effects::Transfer(out),
+            AnyMachine::Router(_, out) => PendingEffects::Router(out),
+            AnyMachine::Prefill(_, out) => PendingEffects::Prefill(out),
+            AnyMachine::Decode(_, out) => PendingEffects::Decode(out),
+            AnyMachine::Transfer(_, out) => PendingEffects::Transfer(out),
         }
     }
 
-    /// See [`Machine::deadline`].
     pub fn deadline(&self) -> Option<Nanos> {
         match self {
             AnyMachine::Router(machine, _) => machine.deadline(),
@@ -161,7 +147,6 @@ impl AnyMachine {
         }
     }
 
-    /// See [`Machine::gauges`].
     pub fn gauges(&self) -> Gauges {
         match self {
             AnyMachine::Router(machine, _) => machine.gauges(),
@@ -185,24 +170,24 @@ impl MachineInput {
     }
 }
 
-impl Effects<'_> {
+impl PendingEffects<'_> {
     /// True if the turn has none.
     pub fn is_empty(&self) -> bool {
         match self {
-            Effects::Router(out) => out.is_empty(),
-            Effects::Prefill(out) => out.is_empty(),
-            Effects::Decode(out) => out.is_empty(),
-            Effects::Transfer(out) => out.is_empty(),
+            PendingEffects::Router(out) => out.is_empty(),
+            PendingEffects::Prefill(out) => out.is_empty(),
+            PendingEffects::Decode(out) => out.is_empty(),
+            PendingEffects::Transfer(out) => out.is_empty(),
         }
     }
 
     /// Takes the effects out as values.
     pub fn take(self) -> Vec<MachineEffect> {
         match self {
-            Effects::Router(out) => out.drain().map(MachineEffect::Router).collect(),
-            Effects::Prefill(out) => out.drain().map(MachineEffect::Prefill).collect(),
-            Effects::Decode(out) => out.drain().map(MachineEffect::Decode).collect(),
-            Effects::Transfer(out) => out.drain().map(MachineEffect::Transfer).collect(),
+            PendingEffects::Router(out) => out.drain().map(MachineEffect::Router).collect(),
+            PendingEffects::Prefill(out) => out.drain().map(MachineEffect::Prefill).collect(),
+            PendingEffects::Decode(out) => out.drain().map(MachineEffect::Decode).collect(),
+            PendingEffects::Transfer(out) => out.drain().map(MachineEffect::Transfer).collect(),
         }
     }
 }
@@ -224,14 +209,14 @@ wraps! {
     Transfer: TransferInput;
 }
 
-impl ActorId {
+impl MachineId {
     /// The input that says that a deadline may be due.
     pub fn tick(self) -> MachineInput {
         match self {
-            ActorId::Router => RouterInput::Tick.into(),
-            ActorId::Prefill(_) => PrefillInput::Tick.into(),
-            ActorId::Decode(_) => DecodeInput::Tick.into(),
-            ActorId::Transfer(..) => TransferInput::Tick.into(),
+            MachineId::Router => RouterInput::Tick.into(),
+            MachineId::Prefill(_) => PrefillInput::Tick.into(),
+            MachineId::Decode(_) => DecodeInput::Tick.into(),
+            MachineId::Transfer(..) => TransferInput::Tick.into(),
         }
     }
 }

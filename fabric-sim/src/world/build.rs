@@ -1,31 +1,31 @@
 //! From a run to the parts of a simulation.
 
-use super::actor::ActorId;
+use super::actor::MachineId;
 use super::clients::Clients;
-use super::entry::{Entry, Letters, ProcessEvent};
-use super::legs::Legs;
-use super::process::{Instance, RouterProcess};
-use super::rest::Rest;
+use super::event::{EnvelopeSlab, ProcessEvent, SimEvent};
+use super::legs::SimLegs;
+use super::observer::Observer;
+use super::process::{RouterProcess, SimInstance};
+use super::quiescence::Quiescence;
 use super::trace::Tracer;
-use super::watch::Watch;
-use super::{Actor, Due, Options, Simulation, report};
-use crate::dma::{Calls, Dma, DmaConfig, SimDataPlane};
-use crate::keyed::Between;
-use crate::memory::{Fidelity, Shape, Store, Unit};
-use crate::net::{Net, NetCalls, NetConfig};
-use crate::observe::Who;
-use crate::queue::Queue;
+use super::{ReadyStep, SimMachine, SimOptions, Simulation, report};
+use crate::dma::{Dma, DmaCalls, DmaConfig, SimDataPlane};
+use crate::keyed_rng::InclusiveRange;
+use crate::memory::{Fidelity, MemoryShape, PieceSize, RankStore};
+use crate::net::{ControlNetwork, NetCalls, NetConfig};
+use crate::observation::SimProcessId;
+use crate::queue::EventQueue;
 use engine::core::Gauges;
+use engine::core::config::CoreConfig;
 use engine::core::ids::Incarnation;
-use engine::core::station::CoreConfig;
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferConfig;
-use engine::fabric::{Channel, ControlPlane, DataPlane, Endpoint, Memory};
+use engine::fabric::{ControlPlane, DataPlane, Endpoint, LinkKind, Memory};
 use scenarios::decide;
 use scenarios::engine::EngineConfig;
 use scenarios::geometry::{RankMemory, geometry, rank_memory};
 use scenarios::lists::FaultKind;
-use scenarios::run::{Instance as Spec, MemoryModel, Run, Span};
+use scenarios::run::{DurationRange, InstanceSettings as Spec, MemoryFidelity, Run};
 use scenarios::settings;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -41,41 +41,41 @@ const WHOLE: u64 = decide::kind("whole");
 
 impl Simulation {
     /// A world at time zero.
-    pub fn new(run: Arc<Run>, options: Options) -> Simulation {
+    pub fn new(run: Arc<Run>, options: SimOptions) -> Simulation {
         let mut dma = Dma::new(dma_config(&run));
-        let mut net = Net::new(net_config(&run));
+        let mut net = ControlNetwork::new(net_config(&run));
         let nodes = nodes(&run);
         let router_node = nodes.len() as u32;
         let mut control = net.add_plane(ROUTER, router_node);
-        control.listen(Channel::Discovery).expect("a new plane listens to nothing");
+        control.listen(LinkKind::Discovery).expect("a new plane listens to nothing");
         let tp_max = run.instances.iter().chain(becomes(&run)).map(|spec| spec.tp).max();
         let stride = 1 + u32::from(tp_max.unwrap_or(1));
         let mut simulation = Simulation {
             options,
             now: Nanos::ZERO,
-            queue: Queue::new(),
-            letters: Letters::default(),
-            due: VecDeque::new(),
+            queue: EventQueue::new(),
+            envelopes: EnvelopeSlab::default(),
+            ready: VecDeque::new(),
             follow: VecDeque::new(),
             current: None,
             idle: false,
-            actors: actors(&run, stride),
+            machines: actors(&run, stride),
             stride,
             instances: instances(&run, &nodes, stride - 1, &mut dma),
             router: RouterProcess { control, paused: false, held: Vec::new() },
             dma,
             net,
             planes: Vec::new(),
-            control: vec![Who::ROUTER],
+            control: vec![SimProcessId::ROUTER],
             unit: unit(&run),
-            legs: Legs::new(&run),
+            legs: SimLegs::new(&run),
             clients: Clients::new(&run),
             tracer: Tracer::new(&run, options.record),
-            watch: Watch::new(&run, options.check),
-            rest: Rest::new(&run),
+            observer: Observer::new(&run, options.check),
+            quiescence: Quiescence::new(&run),
             races: Vec::new(),
-            stats: report::Stats::default(),
-            calls: Calls::default(),
+            stats: report::RunStats::default(),
+            calls: DmaCalls::default(),
             net_calls: NetCalls::default(),
             fault_at: None,
             outputs: Vec::new(),
@@ -89,16 +89,16 @@ impl Simulation {
     fn begin(&mut self) {
         self.flush_router();
         let config = self.run.router.config.clone();
-        let life = Incarnation(1 + self.options.wall);
-        let config = super::MachineConfig::Router(Box::new(config), life);
-        self.due.push_back(Due::Start(0, config));
+        let incarnation = Incarnation(1 + self.options.wall);
+        let config = super::MachineConfig::Router(Box::new(config), incarnation);
+        self.ready.push_back(ReadyStep::Start(0, config));
         for instance in 0..self.instances.len() as u16 {
             let what = ProcessEvent::Start;
-            self.queue.push(Nanos::ZERO, Entry::Process { instance, what });
+            self.queue.push(Nanos::ZERO, SimEvent::Process { instance, what });
         }
         self.plan_faults();
         self.first_arrival();
-        self.queue.push(self.rest.interval(), Entry::Check);
+        self.queue.push(self.quiescence.interval(), SimEvent::Check);
     }
 }
 
@@ -116,15 +116,15 @@ fn nodes(run: &Run) -> BTreeMap<String, u32> {
     nodes
 }
 
-fn actors(run: &Run, stride: u32) -> Vec<Actor> {
-    let actor = |id, instance| Actor {
+fn actors(run: &Run, stride: u32) -> Vec<SimMachine> {
+    let actor = |id, instance| SimMachine {
         id,
         instance,
-        life: 0,
+        incarnation: 0,
         alive: false,
         tick: None,
         deadline: None,
-        turn: 0,
+        generation: 0,
         late: Nanos::ZERO,
         gauges: Gauges::default(),
         limits: Gauges::default(),
@@ -132,25 +132,25 @@ fn actors(run: &Run, stride: u32) -> Vec<Actor> {
         heard: 0,
     };
     let limits = run.router.config.limits();
-    let mut actors = vec![Actor { limits, ..actor(ActorId::Router, None) }];
+    let mut actors = vec![SimMachine { limits, ..actor(MachineId::Router, None) }];
     for instance in 0..run.instances.len() as u16 {
-        actors.extend((0..stride).map(|_| actor(ActorId::Router, Some(instance))));
+        actors.extend((0..stride).map(|_| actor(MachineId::Router, Some(instance))));
     }
     actors
 }
 
-fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -> Vec<Instance> {
+fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -> Vec<SimInstance> {
     let network = &run.network;
     // A clock that steps back needs room.
     let steps_back = run.faults.iter().any(|fault| fault.kind == FaultKind::ClockBack);
     let born = if steps_back { 1 << 30 } else { 0 };
-    let instance = |(index, spec): (u64, &Spec)| Instance {
+    let instance = |(index, spec): (u64, &Spec)| SimInstance {
         spec: spec.clone(),
         is_whole: is_whole(run, index),
         becomes: None,
         returns: true,
-        life: u32::MAX,
-        born,
+        incarnation: u32::MAX,
+        incarnation_number: born,
         node: nodes[&spec.node],
         ports: (0..tp)
             .map(|_| (dma.add_nic(network.bandwidth), dma.add_nic(network.node_bandwidth)))
@@ -170,14 +170,14 @@ fn is_whole(run: &Run, instance: u64) -> bool {
     is_drawn && !run.faults.iter().any(|fault| comes_between(fault.kind))
 }
 
-fn between(span: Span) -> Between {
-    Between::new(span.min.0, span.max.0)
+fn between(span: DurationRange) -> InclusiveRange {
+    InclusiveRange::new(span.min.0, span.max.0)
 }
 
 fn fidelity(run: &Run) -> Fidelity {
     match run.memory {
-        MemoryModel::Bytes => Fidelity::Bytes,
-        MemoryModel::Cells => Fidelity::Cells,
+        MemoryFidelity::Bytes => Fidelity::Bytes,
+        MemoryFidelity::Cells => Fidelity::Cells,
     }
 }
 
@@ -199,13 +199,13 @@ fn net_config(run: &Run) -> NetConfig {
 }
 
 /// The largest piece of a block that no transfer between two instances cuts.
-fn unit(run: &Run) -> Unit {
+fn unit(run: &Run) -> PieceSize {
     let specs = || run.instances.iter().chain(becomes(run));
     let heads = |tp: u16| match run.model.latent {
         true => 1,
         false => u32::from((run.model.kv_heads / tp).max(1)),
     };
-    Unit {
+    PieceSize {
         tokens: specs().map(|spec| spec.block_tokens).fold(0, gcd).max(1),
         slots: specs().map(|spec| heads(spec.tp)).fold(0, gcd).max(1),
     }
@@ -218,23 +218,23 @@ fn gcd(a: u32, b: u32) -> u32 {
 /// The memory of an instance's ranks, to be made.
 pub(super) struct InstanceMemory {
     pub(super) layout: RankMemory,
-    shapes: Vec<Arc<Shape>>,
+    shapes: Vec<Arc<MemoryShape>>,
     fidelity: Fidelity,
 }
 
 impl InstanceMemory {
     /// Rank, memory and its shape.
-    pub(super) fn ranks(&self) -> impl Iterator<Item = (u16, Store, Arc<Shape>)> + '_ {
+    pub(super) fn ranks(&self) -> impl Iterator<Item = (u16, RankStore, Arc<MemoryShape>)> + '_ {
         (0..).zip(&self.shapes).map(|(rank, shape)| {
-            let store = Store::new(shape.clone(), self.fidelity);
+            let store = RankStore::new(shape.clone(), self.fidelity);
             (rank, store.expect("drawing a run refuses such shapes"), shape.clone())
         })
     }
 }
 
-pub(super) fn memory(run: &Run, spec: &Spec, unit: Unit) -> InstanceMemory {
+pub(super) fn memory(run: &Run, spec: &Spec, unit: PieceSize) -> InstanceMemory {
     let (geometry, layout) = (geometry(&run.model, spec), rank_memory(&run.model, spec));
-    let shape = |rank| Shape::new(&geometry, rank, &layout.layers, &layout.regions, unit);
+    let shape = |rank| MemoryShape::new(&geometry, rank, &layout.layers, &layout.regions, unit);
     let shapes = (0..spec.tp)
         .map(|rank| Arc::new(shape(rank).expect("drawing a run refuses such shapes")))
         .collect();
@@ -288,8 +288,8 @@ pub(super) fn transfer(
 }
 
 /// Settings of an instance's serving engine.
-pub(super) fn engine(run: &Run, spec: &Spec, index: u16, life: u32) -> EngineConfig {
-    let actor = u64::from(index) << 32 | u64::from(life);
+pub(super) fn engine(run: &Run, spec: &Spec, index: u16, incarnation: u32) -> EngineConfig {
+    let actor = u64::from(index) << 32 | u64::from(incarnation);
     let seed = decide::decide(run.seed, decide::kind("engine.ids"), actor, 0);
     let id_seed = run.router.ids_differ.then_some(seed);
     EngineConfig::new(&run.model, spec, &run.engine, id_seed)

@@ -1,19 +1,19 @@
 //! Clients and the oracle that follows their requests to the end.
 
 use super::Simulation;
-use super::entry::Entry;
-use crate::observe::Observation;
+use super::event::SimEvent;
+use crate::observation::Observation;
 use engine::core::ids::ClientId;
 use engine::core::message::Role;
-use engine::core::router::{self, Answer, ClientRequest, RouterInput};
+use engine::core::router::{self, ClientAnswer, ClientRequest, RouterInput};
 use engine::core::time::Nanos;
 use scenarios::Run;
 use scenarios::decide::{decide, kind};
-use scenarios::run::{Prompt, Request};
+use scenarios::run::{WorkloadPrompt, WorkloadRequest};
 
 /// How a request ended. *Unknown*: its caller is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum ClientOutcome {
     Finished,
     Failed,
     Unknown,
@@ -25,17 +25,16 @@ const PROBES: usize = 8;
 /// Tokens of their prompts, at most.
 const PROBE_TOKENS: u64 = 64;
 
-/// Their texts.
 const PROBE: u64 = kind("liveness.probe");
 
 /// All requests, by their client number.
 #[derive(Debug)]
 pub(super) struct Clients {
-    states: Vec<State>,
+    states: Vec<SimClient>,
     /// Requests of the workload; those with larger numbers are probes.
     own: usize,
     /// What a probe asks for; all are alike but for their text.
-    probe: Request,
+    probe: WorkloadRequest,
     /// Sessions that were dead when the first of them came.
     dead: usize,
     /// The next to arrive.
@@ -45,16 +44,16 @@ pub(super) struct Clients {
 }
 
 #[derive(Clone, Debug, Default)]
-struct State {
+struct SimClient {
     arrived: bool,
     first_token: Option<Nanos>,
-    end: Option<End>,
+    end: Option<ClientOutcome>,
 }
 
 impl Clients {
     pub(super) fn new(run: &Run) -> Clients {
         let own = run.requests.len();
-        let states = vec![State::default(); own];
+        let states = vec![SimClient::default(); own];
         Clients { states, own, probe: probe(run), dead: 0, next: 0, open: 0 }
     }
 
@@ -64,8 +63,8 @@ impl Clients {
     }
 
     /// True if all probes have arrived: as many as there are pairs, because all but one of them may
-    /// be found not to work, and as there are dead sessions, because who tries no operation twice may
-    /// find one of them each time.
+    /// be found not to work, and as there are dead sessions, because who tries no operation twice
+    /// may find one of them each time.
     pub(super) fn all_probed(&self, run: &Run) -> bool {
         let of = |role| run.instances.iter().filter(|spec| spec.role == role).count();
         let pairs = of(Role::Prefill) * of(Role::Decode);
@@ -73,7 +72,7 @@ impl Clients {
     }
 
     /// Requests that ended in some way.
-    pub(super) fn ended(&self, end: &End) -> u64 {
+    pub(super) fn ended(&self, end: &ClientOutcome) -> u64 {
         let states = self.states[..self.own].iter();
         states.filter(|state| state.end.as_ref() == Some(end)).count() as u64
     }
@@ -87,24 +86,24 @@ impl Clients {
 
     /// The request that came last of those that have not ended.
     pub(super) fn newest(&self) -> Option<ClientId> {
-        let open = |state: &State| state.arrived && state.end.is_none();
+        let open = |state: &SimClient| state.arrived && state.end.is_none();
         let newest = self.states[..self.next].iter().rposition(open);
         newest.map(|index| ClientId(index as u64))
     }
 }
 
 /// A short prompt that fits whatever the requests of the workload fit, and one token of output.
-fn probe(run: &Run) -> Request {
+fn probe(run: &Run) -> WorkloadRequest {
     let tokens = run.longest().map_or(0, |longest| longest.saturating_sub(1).min(PROBE_TOKENS));
-    let prompt = Prompt { tokens: tokens as u32, prefix: [].into(), tail: 0 };
+    let prompt = WorkloadPrompt { tokens: tokens as u32, prefix: [].into(), tail: 0 };
     let (samples, output) = (1, 1);
     let (arrival, prompts) = (Nanos::ZERO, vec![prompt]);
-    Request { arrival, prompts, samples, output, abort: None, stop: false }
+    WorkloadRequest { arrival, prompts, samples, output, abort: None, stop: false }
 }
 
 impl Simulation {
     /// The request of a client.
-    pub(super) fn request(&self, client: ClientId) -> Request {
+    pub(super) fn request(&self, client: ClientId) -> WorkloadRequest {
         if let Some(request) = self.run.requests.get(client.0 as usize) {
             return request.clone();
         }
@@ -115,7 +114,7 @@ impl Simulation {
 
     pub(super) fn first_arrival(&mut self) {
         if let Some(first) = self.run.requests.first() {
-            self.queue.push(first.arrival, Entry::Arrive);
+            self.queue.push(first.arrival, SimEvent::Arrive);
         }
     }
 
@@ -128,15 +127,15 @@ impl Simulation {
         self.clients.open += 1;
         self.clients.states[index].arrived = true;
         if let Some(next) = run.requests.get(index + 1) {
-            self.queue.push(next.arrival, Entry::Arrive);
+            self.queue.push(next.arrival, SimEvent::Arrive);
         }
         if let Some(abort) = request.abort {
             let client = index as u32;
-            self.queue.push(request.arrival + abort, Entry::ClientGone { client });
+            self.queue.push(request.arrival + abort, SimEvent::ClientGone { client });
         }
         let client = ClientId(index as u64);
-        self.rest.progressed(self.now);
-        self.watch.see(self.now, &Observation::Asked { client });
+        self.quiescence.progressed(self.now);
+        self.observer.observe(self.now, &Observation::Asked { client });
         self.ask(client);
     }
 
@@ -146,17 +145,19 @@ impl Simulation {
             self.clients.dead = self.dma.dead_sessions();
         }
         let client = ClientId(self.clients.states.len() as u64);
-        self.clients.states.push(State { arrived: true, ..State::default() });
+        self.clients.states.push(SimClient { arrived: true, ..SimClient::default() });
         self.clients.open += 1;
-        self.rest.progressed(self.now);
-        self.watch.see(self.now, &Observation::Probed { client });
+        self.quiescence.progressed(self.now);
+        self.observer.observe(self.now, &Observation::Probed { client });
         self.ask(client);
     }
 
     fn ask(&mut self, client: ClientId) {
         let request = self.request(client);
-        let prompt =
-            |prompt: Prompt| router::Prompt { tokens: prompt.tokens, prefix: prompt.prefix };
+        let prompt = |prompt: WorkloadPrompt| router::RoutedPrompt {
+            tokens: prompt.tokens,
+            prefix: prompt.prefix,
+        };
         let prompts = request.prompts.into_iter().map(prompt).collect();
         let (samples, output) = (request.samples, request.output);
         let asked = ClientRequest { client, prompts, samples, output };
@@ -169,45 +170,45 @@ impl Simulation {
         if !state.arrived || state.end.is_some() {
             return;
         }
-        state.end = Some(End::Unknown);
+        state.end = Some(ClientOutcome::Unknown);
         self.clients.open -= 1;
         let client = ClientId(u64::from(client));
-        self.rest.progressed(self.now);
-        self.watch.see(self.now, &Observation::ClientGone { client });
+        self.quiescence.progressed(self.now);
+        self.observer.observe(self.now, &Observation::ClientGone { client });
         self.tell(0, RouterInput::Gone { client }.into());
     }
 
     /// The router answers a client.
-    pub(super) fn client_answered(&mut self, client: ClientId, answer: &Answer) {
-        self.watch.see(self.now, &Observation::Answered { client, answer });
+    pub(super) fn client_answered(&mut self, client: ClientId, answer: &ClientAnswer) {
+        self.observer.observe(self.now, &Observation::Answered { client, answer });
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         if state.end.is_some() {
             return;
         }
-        let fast = matches!(answer, Answer::Finished { recomputed: None });
+        let fast = matches!(answer, ClientAnswer::Finished { recomputed: None });
         if client.0 as usize >= self.clients.own && !fast {
-            self.rest.not_cleared(self.now);
+            self.quiescence.not_cleared(self.now);
         }
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         let end = match answer {
-            Answer::Finished { recomputed } => {
+            ClientAnswer::Finished { recomputed } => {
                 if let Some(failure) = recomputed {
                     self.stats.recomputed(failure);
                 }
-                End::Finished
+                ClientOutcome::Finished
             }
-            Answer::Failed(failure) => {
+            ClientAnswer::Failed(failure) => {
                 self.stats.failed(&failure.to_string());
-                End::Failed
+                ClientOutcome::Failed
             }
-            Answer::NoInstance | Answer::Misfit(_) => {
+            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => {
                 self.stats.failed("no instance");
-                End::Failed
+                ClientOutcome::Failed
             }
         };
         state.end = Some(end);
         self.clients.open -= 1;
-        self.rest.progressed(self.now);
+        self.quiescence.progressed(self.now);
     }
 
     /// A client sees its first token.

@@ -1,7 +1,7 @@
 //! What the KV of a prompt is, block by block.
 
 use crate::memory::{BlockTokens, Fidelity};
-use engine::core::layout::{BlockList, Group, GroupKind};
+use engine::core::layout::{BlockList, GroupKind, KvGroup};
 use scenarios::decide::mix;
 use scenarios::engine::PromptContent;
 use std::ops::Range;
@@ -18,14 +18,14 @@ fn run_stamp(content: &PromptContent, token: u32) -> u64 {
 
 /// How finely stamps are told apart.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Grain {
+pub(super) struct StampGranularity {
     /// Tokens that share a stamp; their last one names it. 1 if every byte is simulated.
     pub(super) tokens: u32,
 }
 
-impl Grain {
-    pub(super) fn new(fidelity: Fidelity, unit: u32) -> Grain {
-        Grain { tokens: if fidelity == Fidelity::Bytes { 1 } else { unit } }
+impl StampGranularity {
+    pub(super) fn new(fidelity: Fidelity, unit: u32) -> StampGranularity {
+        StampGranularity { tokens: if fidelity == Fidelity::Bytes { 1 } else { unit } }
     }
 }
 
@@ -34,9 +34,9 @@ impl Grain {
 pub(super) fn each_piece(
     content: &PromptContent,
     tokens: Range<u32>,
-    (index, group): (usize, &Group),
+    (index, group): (usize, &KvGroup),
     blocks: &BlockList,
-    grain: Grain,
+    grain: StampGranularity,
     mut each: impl FnMut(&BlockTokens, u64),
 ) {
     if tokens.is_empty() {
@@ -67,7 +67,7 @@ pub(super) fn each_piece(
 
 /// First token behind `at` whose stamp may differ. A piece that lies in two runs is named by the
 /// second, so each piece stands alone.
-fn piece_end(content: &PromptContent, at: u32, grain: Grain) -> u32 {
+fn piece_end(content: &PromptContent, at: u32, grain: StampGranularity) -> u32 {
     let run = content.prefix_tokens.max(1);
     if (at / run) as usize >= content.prefix.len() {
         return u32::MAX;

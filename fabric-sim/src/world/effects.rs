@@ -1,21 +1,21 @@
 //! Performs the effects of machines on planes and passes on what they tell one another.
 
 use super::actor::MachineInput;
-use super::entry::Letter;
-use super::hooks::{DataHooks, FrameHooks};
-use super::{Due, LOCAL, Simulation};
-use crate::dma::{News, Output, PlaneIx, SimDataPlane};
-use crate::net::{NetNews, NetOutput, SimControlPlane};
-use crate::observe::{Observation, Rank, Who};
+use super::event::SimEnvelope;
+use super::hooks::{WorldDmaHooks, WorldNetHooks};
+use super::{LOCAL, ReadyStep, Simulation};
+use crate::dma::{DataPlaneIx, DmaMessage, DmaOutput, SimDataPlane};
+use crate::net::{NetMessage, NetOutput, SimControlPlane};
+use crate::observation::{Observation, SimProcessId, SimRankId};
 use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use engine::core::decode::{DecodeEffect, DecodeInput};
-use engine::core::message::{Job, Report};
+use engine::core::message::{TransferJob, TransferReport};
 use engine::core::prefill::{PrefillEffect, PrefillInput};
 use engine::core::router::{RouterEffect, RouterInput};
 use engine::core::time::Nanos;
 use engine::core::transfer::{TransferEffect, TransferInput};
-use engine::driver::{perform_control, perform_data};
-use engine::fabric::{ControlEvent, ControlPlane, DataEvent, DataPlane, Outcome, Refused};
+use engine::effects::{perform_control, perform_data};
+use engine::fabric::{Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, Refused};
 use scenarios::engine::EngineInput;
 
 impl Simulation {
@@ -24,7 +24,7 @@ impl Simulation {
         (slot, cause): (u32, u64),
         effect: RouterEffect,
     ) -> Option<MachineInput> {
-        self.tracer.effect(self.now, super::ActorId::Router, cause, &effect);
+        self.tracer.effect(self.now, super::MachineId::Router, cause, &effect);
         match effect {
             RouterEffect::Control(command) => {
                 let refused = perform_control(&mut self.router.control, command)?;
@@ -57,7 +57,8 @@ impl Simulation {
             PrefillEffect::Job(job) => self.job(instance, job, seq),
             PrefillEffect::Answer(answer) => {
                 let who = self.who(instance);
-                self.watch.see(self.now, &Observation::PrefillAnswer { who, answer: &answer });
+                self.observer
+                    .observe(self.now, &Observation::PrefillAnswer { who, answer: &answer });
                 self.tell_engine(instance, EngineInput::Prefill(answer));
             }
             PrefillEffect::Violation(_)
@@ -81,7 +82,8 @@ impl Simulation {
             DecodeEffect::Job(job) => self.job(instance, job, seq),
             DecodeEffect::Answer(answer) => {
                 let who = self.who(instance);
-                self.watch.see(self.now, &Observation::DecodeAnswer { who, answer: &answer });
+                self.observer
+                    .observe(self.now, &Observation::DecodeAnswer { who, answer: &answer });
                 self.stats.answered(self.now, instance, &answer);
                 self.tell_engine(instance, EngineInput::Decode(answer));
             }
@@ -110,55 +112,67 @@ impl Simulation {
 
     /// Gives what the machine of a slot had its planes do to the networks.
     pub(super) fn flush(&mut self, slot: u32) {
-        match self.actors[slot as usize].id {
-            super::ActorId::Router => self.flush_router(),
-            super::ActorId::Prefill(instance) | super::ActorId::Decode(instance) => {
+        match self.machines[slot as usize].id {
+            super::MachineId::Router => self.flush_router(),
+            super::MachineId::Prefill(instance) | super::MachineId::Decode(instance) => {
                 self.flush_control(instance);
             }
-            super::ActorId::Transfer(instance, rank) => self.flush_data(instance, rank),
+            super::MachineId::Transfer(instance, rank) => self.flush_data(instance, rank),
         }
     }
 
     /// Has a machine handle an input ahead of all that is due, as the actor does which it shares a
     /// process with, or which it is.
-    fn follows(&mut self, slot: u32, life: u32, input: MachineInput, cause: u64) -> MachineInput {
-        self.follow.push_back(Due::Input { slot, life, input: input.clone(), cause });
+    fn follows(
+        &mut self,
+        slot: u32,
+        incarnation: u32,
+        input: MachineInput,
+        cause: u64,
+    ) -> MachineInput {
+        self.follow.push_back(ReadyStep::Input { slot, incarnation, input: input.clone(), cause });
         input
     }
 
-    fn owner(&self, slot: u32) -> (super::ActorId, u16) {
-        let actor = &self.actors[slot as usize];
+    fn owner(&self, slot: u32) -> (super::MachineId, u16) {
+        let actor = &self.machines[slot as usize];
         (actor.id, actor.instance.expect("only the router has no instance"))
     }
 
     fn tell_engine(&mut self, instance: u16, input: EngineInput) {
-        let life = self.instances[instance as usize].life;
-        self.post(LOCAL, Letter::Engine { instance, life, input });
+        let incarnation = self.instances[instance as usize].incarnation;
+        self.post(LOCAL, SimEnvelope::Engine { instance, incarnation, input });
     }
 
-    fn job(&mut self, instance: u16, job: Job, cause: u64) {
+    fn job(&mut self, instance: u16, job: TransferJob, cause: u64) {
         let who = self.who(instance);
-        self.watch.see(self.now, &Observation::Job { who, job: &job });
+        self.observer.observe(self.now, &Observation::Job { who, job: &job });
         if self.instances[instance as usize].is_whole {
             for rank in 0..self.instances[instance as usize].spec.tp {
                 let (slot, job) = (self.rank_slot(instance, rank), job.clone());
-                let (life, input) = (who.life, TransferInput::Job(job).into());
-                self.follow.push_back(Due::Input { slot, life, input, cause });
+                let (incarnation, input) = (who.incarnation, TransferInput::Job(job).into());
+                self.follow.push_back(ReadyStep::Input { slot, incarnation, input, cause });
             }
             return;
         }
-        self.post(LOCAL, Letter::Job { instance, life: who.life, job, cause });
+        self.post(LOCAL, SimEnvelope::Job { instance, incarnation: who.incarnation, job, cause });
     }
 
     /// Hands a job to all ranks; a slow one gets it later.
-    pub(super) fn deal(&mut self, instance: u16, life: u32, job: Job, cause: u64) {
-        if !self.instances[instance as usize].lives(life) {
+    pub(super) fn send_to_ranks(
+        &mut self,
+        instance: u16,
+        incarnation: u32,
+        job: TransferJob,
+        cause: u64,
+    ) {
+        if !self.instances[instance as usize].is_current(incarnation) {
             return;
         }
         let tp = self.instances[instance as usize].spec.tp;
         for rank in 0..tp {
             let input = TransferInput::Job(job.clone()).into();
-            self.tell_rank(instance, rank, life, input, cause);
+            self.tell_rank(instance, rank, incarnation, input, cause);
         }
     }
 
@@ -168,35 +182,35 @@ impl Simulation {
         &mut self,
         instance: u16,
         rank: u16,
-        life: u32,
+        incarnation: u32,
         input: MachineInput,
         cause: u64,
     ) {
         let slot = self.rank_slot(instance, rank);
-        let lag = self.watch.lag(instance, rank).unwrap_or(Nanos::ZERO);
+        let lag = self.observer.lag(instance, rank).unwrap_or(Nanos::ZERO);
         let is_whole = self.instances[instance as usize].is_whole;
-        let late = &mut self.actors[slot as usize].late;
+        let late = &mut self.machines[slot as usize].late;
         if is_whole || (lag == Nanos::ZERO && *late < self.now) {
-            return self.due.push_back(Due::Input { slot, life, input, cause });
+            return self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause });
         }
         *late = (*late).max(self.now + lag);
         let after = *late - self.now;
-        self.post(after, Letter::Machine { slot, life, input, cause });
+        self.post(after, SimEnvelope::Machine { slot, incarnation, input, cause });
     }
 
-    fn tell_core(&mut self, instance: u16, rank: u16, report: Report, cause: u64) {
+    fn tell_core(&mut self, instance: u16, rank: u16, report: TransferReport, cause: u64) {
         let who = self.who(instance);
-        let from = Rank { who, rank };
-        self.watch.see(self.now, &Observation::Report { from, report: &report });
+        let from = SimRankId { who, rank };
+        self.observer.observe(self.now, &Observation::Report { from, report: &report });
         let input = match self.instances[instance as usize].spec.role {
             engine::core::message::Role::Prefill => PrefillInput::Report { rank, report }.into(),
             engine::core::message::Role::Decode => DecodeInput::Report { rank, report }.into(),
         };
-        let (slot, life) = (self.core_slot(instance), who.life);
+        let (slot, incarnation) = (self.core_slot(instance), who.incarnation);
         if self.instances[instance as usize].is_whole {
-            return self.follow.push_back(Due::Input { slot, life, input, cause });
+            return self.follow.push_back(ReadyStep::Input { slot, incarnation, input, cause });
         }
-        self.post(LOCAL, Letter::Machine { slot, life, input, cause });
+        self.post(LOCAL, SimEnvelope::Machine { slot, incarnation, input, cause });
     }
 
     fn data_command(
@@ -208,9 +222,9 @@ impl Simulation {
         cause: u64,
     ) -> Option<MachineInput> {
         let who = self.who(instance);
-        let from = Rank { who, rank };
+        let from = SimRankId { who, rank };
         if let DataCommand::Quiesce { session, ticket } = command {
-            self.watch.see(self.now, &Observation::Quiesced { from, session, ticket });
+            self.observer.observe(self.now, &Observation::Quiesced { from, session, ticket });
         }
         let process = self.instances[instance as usize].process.as_mut()?;
         let plane = &mut process.ranks[usize::from(rank)];
@@ -225,9 +239,9 @@ impl Simulation {
             if *why == Refused::Busy {
                 self.stats.refused();
             }
-            self.watch.see(self.now, &Observation::Refused { from, op: *op, why });
+            self.observer.observe(self.now, &Observation::Refused { from, op: *op, why });
         }
-        Some(self.follows(slot, who.life, TransferInput::Refused(refusal).into(), cause))
+        Some(self.follows(slot, who.incarnation, TransferInput::Refused(refusal).into(), cause))
     }
 
     /// Gives the calls of a data plane to the network.
@@ -239,7 +253,7 @@ impl Simulation {
         }
         plane.take_calls(&mut self.calls);
         let ix = plane.ix();
-        let mut hooks = DataHooks { watch: &mut self.watch, planes: &self.planes };
+        let mut hooks = WorldDmaHooks { observer: &mut self.observer, planes: &self.planes };
         self.dma.perform(self.now, ix, &mut self.calls, &mut hooks, &mut self.queue);
     }
 
@@ -251,96 +265,108 @@ impl Simulation {
     ) -> Option<MachineInput> {
         let who = self.who(instance);
         if let ControlCommand::Dial { to, channel, .. } = &command
-            && *channel == engine::fabric::Channel::Handshake
+            && *channel == engine::fabric::LinkKind::Handshake
         {
             let name = to.0.strip_prefix("sim://");
             let to = self.run.instances.iter().position(|spec| Some(spec.name.as_str()) == name);
             let to = to.map(|index| index as u16);
-            self.watch.see(self.now, &Observation::Dialled { from: who, to });
+            self.observer.observe(self.now, &Observation::Dialled { from: who, to });
         }
         let process = self.instances[instance as usize].process.as_mut()?;
         let event = perform_control(&mut process.control, command)?;
         let input = self.on_control(slot, event);
-        Some(self.follows(slot, who.life, input, 0))
+        Some(self.follows(slot, who.incarnation, input, 0))
     }
 
     /// A control event as the input of the machine that has the plane.
     fn on_control(&self, slot: u32, event: ControlEvent) -> MachineInput {
-        use super::ActorId;
-        match self.actors[slot as usize].id {
-            ActorId::Router => RouterInput::Control(event).into(),
-            ActorId::Prefill(_) => PrefillInput::Control(event).into(),
-            ActorId::Decode(_) => DecodeInput::Control(event).into(),
-            ActorId::Transfer(..) => unreachable!("transfer actors have no control plane"),
+        use super::MachineId;
+        match self.machines[slot as usize].id {
+            MachineId::Router => RouterInput::Control(event).into(),
+            MachineId::Prefill(_) => PrefillInput::Control(event).into(),
+            MachineId::Decode(_) => DecodeInput::Control(event).into(),
+            MachineId::Transfer(..) => unreachable!("transfer actors have no control plane"),
         }
     }
 
-    fn control_input(&mut self, slot: u32, life: u32, event: ControlEvent) {
+    fn control_input(&mut self, slot: u32, incarnation: u32, event: ControlEvent) {
         let input = self.on_control(slot, event);
-        self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+        self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
     }
 
     /// Gives the calls of an instance's control plane to the network.
     pub(super) fn flush_control(&mut self, instance: u16) {
         let Some(process) = &mut self.instances[instance as usize].process else { return };
-        let Self { net, net_calls, watch, control, queue, .. } = self;
+        let Self { net, net_calls, observer: watch, control, queue, .. } = self;
         perform(&mut process.control, net_calls, |ix, calls| {
-            net.perform(self.now, ix, calls, &mut FrameHooks { watch, control }, queue);
+            net.perform(
+                self.now,
+                ix,
+                calls,
+                &mut WorldNetHooks { observer: watch, control },
+                queue,
+            );
         });
     }
 
     /// The same for the router's.
     pub(super) fn flush_router(&mut self) {
-        let Self { net, net_calls, watch, control, queue, router, .. } = self;
+        let Self { net, net_calls, observer: watch, control, queue, router, .. } = self;
         perform(&mut router.control, net_calls, |ix, calls| {
-            net.perform(self.now, ix, calls, &mut FrameHooks { watch, control }, queue);
+            net.perform(
+                self.now,
+                ix,
+                calls,
+                &mut WorldNetHooks { observer: watch, control },
+                queue,
+            );
         });
     }
 
     /// Hands on what the data network did.
-    pub(super) fn data_outputs(&mut self, outputs: &mut Vec<Output>) {
+    pub(super) fn data_outputs(&mut self, outputs: &mut Vec<DmaOutput>) {
         for output in outputs.drain(..) {
             match output {
-                Output::Deliver { plane, news } => {
-                    let Rank { who, rank } = self.planes[plane.0 as usize].at;
-                    self.data_news(who, rank, news);
+                DmaOutput::Deliver { plane, message: news } => {
+                    let SimRankId { who, rank } = self.planes[plane.0 as usize].at;
+                    self.deliver_data(who, rank, news);
                 }
                 // Nobody sees what lands in a process that is dead.
-                Output::Landed(landing) if !self.owner_lives(landing.target) => {}
-                Output::Landed(landing) => {
-                    self.watch.landed(self.now, &self.planes, &self.dma, &landing);
+                DmaOutput::Landed(landing) if !self.owner_lives(landing.target) => {}
+                DmaOutput::Landed(landing) => {
+                    self.observer.landed(self.now, &self.planes, &self.dma, &landing);
                 }
-                Output::Completed { plane, op, outcome } => {
+                DmaOutput::Completed { plane, op, outcome } => {
                     let from = self.planes[plane.0 as usize].at;
                     self.stats.completed(&outcome);
-                    if outcome == Outcome::Done {
-                        self.rest.moved(self.now);
+                    if outcome == Completion::Done {
+                        self.quiescence.moved(self.now);
                     }
                     let seen = Observation::Completed { from, op, outcome: &outcome };
-                    self.watch.see(self.now, &seen);
+                    self.observer.observe(self.now, &seen);
                 }
-                Output::Quiet { .. } => {}
-                Output::Void { plane } => {
+                DmaOutput::Quiet { .. } => {}
+                DmaOutput::Void { plane } => {
                     let at = self.planes[plane.0 as usize].at;
-                    self.watch.see(self.now, &Observation::Void { at });
+                    self.observer.observe(self.now, &Observation::Void { at });
                 }
-                Output::Fenced { plane, peer, pass } => {
+                DmaOutput::Fenced { plane, peer, fence_key } => {
                     let at = self.planes[plane.0 as usize].at;
                     let peer = self.planes[peer.0 as usize].at;
-                    self.watch.see(self.now, &Observation::Fenced { at, peer, pass });
+                    self.observer.observe(self.now, &Observation::Fenced { at, peer, fence_key });
                 }
             }
         }
     }
 
-    fn owner_lives(&self, plane: PlaneIx) -> bool {
-        let Rank { who, .. } = self.planes[plane.0 as usize].at;
-        self.instances[usize::from(who.instance)].lives(who.life)
+    fn owner_lives(&self, plane: DataPlaneIx) -> bool {
+        let SimRankId { who, .. } = self.planes[plane.0 as usize].at;
+        self.instances[usize::from(who.instance)].is_current(who.incarnation)
     }
 
-    fn data_news(&mut self, who: Who, rank: u16, news: News) {
+    fn deliver_data(&mut self, who: SimProcessId, rank: u16, news: DmaMessage) {
         let instance = &mut self.instances[usize::from(who.instance)];
-        if instance.life != who.life {
+        if instance.incarnation != who.incarnation {
             return;
         }
         let Some(process) = &mut instance.process else { return };
@@ -351,12 +377,17 @@ impl Simulation {
         let slot = self.rank_slot(who.instance, rank);
         for event in events.drain(..) {
             if let DataEvent::Quiet { session, ticket } = &event {
-                let from = Rank { who, rank };
+                let from = SimRankId { who, rank };
                 let seen = Observation::Quiet { from, session: *session, ticket: *ticket };
-                self.watch.see(self.now, &seen);
+                self.observer.observe(self.now, &seen);
             }
             let input = TransferInput::Data(event).into();
-            self.due.push_back(Due::Input { slot, life: who.life, input, cause: 0 });
+            self.ready.push_back(ReadyStep::Input {
+                slot,
+                incarnation: who.incarnation,
+                input,
+                cause: 0,
+            });
         }
         self.stats.events = events;
     }
@@ -364,24 +395,24 @@ impl Simulation {
     /// Hands on what the control network did.
     pub(super) fn control_outputs(&mut self, outputs: &mut Vec<NetOutput>) {
         for output in outputs.drain(..) {
-            let NetOutput::Deliver { plane, news, forged } = output;
+            let NetOutput::Deliver { plane, message: news, forged } = output;
             let who = self.control[plane.0 as usize];
-            if let NetNews::Event(ControlEvent::Frame { link, parts }) = &news {
+            if let NetMessage::Event(ControlEvent::Frame { link, parts }) = &news {
                 let from = self.net.peer(plane, *link).map(|ix| self.control[ix.0 as usize]);
                 let from = from.filter(|_| !forged);
-                self.watch.frame_arrived(self.now, from, who, parts);
+                self.observer.frame_arrived(self.now, from, who, parts);
             }
-            self.control_news(who, news);
+            self.deliver_control(who, news);
         }
     }
 
-    fn control_news(&mut self, who: Who, news: NetNews) {
-        let (slot, plane) = if who == Who::ROUTER {
+    fn deliver_control(&mut self, who: SimProcessId, news: NetMessage) {
+        let (slot, plane) = if who == SimProcessId::ROUTER {
             (0, &mut self.router.control)
         } else {
             let slot = self.core_slot(who.instance);
             let instance = &mut self.instances[usize::from(who.instance)];
-            if instance.life != who.life {
+            if instance.incarnation != who.incarnation {
                 return;
             }
             let Some(process) = &mut instance.process else { return };
@@ -391,7 +422,7 @@ impl Simulation {
         let mut events = Vec::new();
         let _wake = plane.poll(self.now, &mut events);
         for event in events {
-            self.control_input(slot, who.life, event);
+            self.control_input(slot, who.incarnation, event);
         }
     }
 }
@@ -399,7 +430,7 @@ impl Simulation {
 fn perform(
     plane: &mut SimControlPlane,
     calls: &mut crate::net::NetCalls,
-    perform: impl FnOnce(crate::net::NetIx, &mut crate::net::NetCalls),
+    perform: impl FnOnce(crate::net::ControlPlaneIx, &mut crate::net::NetCalls),
 ) {
     if plane.has_calls() {
         plane.take_calls(calls);

@@ -1,42 +1,42 @@
 //! What the planes' networks ask the world.
 
-use super::process::DataOwner;
-use super::watch::Watch;
-use crate::dma::{Hooks, OpFate, OpInfo, PlaneIx};
-use crate::net::{FrameFate, FrameInfo, NetHooks};
-use crate::observe::Who;
+use super::observer::Observer;
+use super::process::DataPlaneOwner;
+use crate::dma::{DataPlaneIx, DmaHooks, OpDecision, OpInfo};
+use crate::net::{FrameDecision, FrameInfo, NetHooks};
+use crate::observation::SimProcessId;
 use engine::core::time::Nanos;
-use engine::fabric::Cause;
+use engine::fabric::FabricError;
 
 /// Decides about operations.
 #[derive(Debug)]
-pub(super) struct DataHooks<'a> {
-    pub(super) watch: &'a mut Watch,
-    pub(super) planes: &'a [DataOwner],
+pub(super) struct WorldDmaHooks<'a> {
+    pub(super) observer: &'a mut Observer,
+    pub(super) planes: &'a [DataPlaneOwner],
 }
 
-impl Hooks for DataHooks<'_> {
-    fn fate(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpFate {
-        self.watch.submitted(now, self.planes, op)
+impl DmaHooks for WorldDmaHooks<'_> {
+    fn decide_op(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpDecision {
+        self.observer.submitted(now, self.planes, op)
     }
 
-    fn register(&mut self, now: Nanos, plane: PlaneIx) -> Option<Cause> {
-        self.watch.registered(now, &self.planes[plane.0 as usize])
+    fn register(&mut self, now: Nanos, plane: DataPlaneIx) -> Option<FabricError> {
+        self.observer.registered(now, &self.planes[plane.0 as usize])
     }
 }
 
 /// Decides about frames.
 #[derive(Debug)]
-pub(super) struct FrameHooks<'a> {
-    pub(super) watch: &'a mut Watch,
+pub(super) struct WorldNetHooks<'a> {
+    pub(super) observer: &'a mut Observer,
     /// Owner of each control plane.
-    pub(super) control: &'a [Who],
+    pub(super) control: &'a [SimProcessId],
 }
 
-impl NetHooks for FrameHooks<'_> {
-    fn fate(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameFate {
-        let owner = |ix: crate::net::NetIx| self.control[ix.0 as usize];
+impl NetHooks for WorldNetHooks<'_> {
+    fn decide_frame(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameDecision {
+        let owner = |ix: crate::net::ControlPlaneIx| self.control[ix.0 as usize];
         let (from, to) = (owner(frame.from), owner(frame.to));
-        self.watch.frame_sent(now, from, to, frame)
+        self.observer.frame_sent(now, from, to, frame)
     }
 }

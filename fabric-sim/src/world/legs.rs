@@ -1,14 +1,14 @@
 //! Legs: the connections between the router and the engines (HTTP in a deployment).
 
 use super::Simulation;
-use super::entry::Letter;
-use crate::observe::{Observation, Who};
+use super::event::SimEnvelope;
+use crate::observation::{Observation, SimProcessId};
 use engine::core::ids::{ClientId, EngineId, LegId, RequestId};
 use engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput};
 use engine::core::time::Nanos;
 use engine::fabric::Endpoint;
 use scenarios::Run;
-use scenarios::decide::Keyed;
+use scenarios::decide::DecisionKey;
 use scenarios::engine::{EngineInput, PromptContent};
 use std::collections::BTreeMap;
 
@@ -17,31 +17,30 @@ const COPIES: u64 = 1 << 63;
 
 /// Legs that have not ended.
 #[derive(Debug)]
-pub(super) struct Legs {
-    live: BTreeMap<LegId, Leg>,
+pub(super) struct SimLegs {
+    live: BTreeMap<LegId, SimLeg>,
     /// Instances by where they take legs.
     endpoints: BTreeMap<String, u16>,
 }
 
 #[derive(Debug)]
-struct Leg {
+struct SimLeg {
     client: ClientId,
     instance: u16,
     /// The process that took it in.
-    life: Option<u32>,
+    incarnation: Option<u32>,
     /// When what was sent last arrives there.
     sent: Nanos,
     /// When what was sent last arrives at the router.
     back: Nanos,
-    /// Latencies drawn.
     drawn: u64,
 }
 
-impl Legs {
-    pub(super) fn new(run: &Run) -> Legs {
+impl SimLegs {
+    pub(super) fn new(run: &Run) -> SimLegs {
         let endpoint = |(index, spec)| (super::build::http(spec).0.to_string(), index);
         let endpoints = (0..).zip(&run.instances).map(endpoint).collect();
-        Legs { live: BTreeMap::new(), endpoints }
+        SimLegs { live: BTreeMap::new(), endpoints }
     }
 
     /// Legs of a client and where they are served.
@@ -53,14 +52,15 @@ impl Legs {
 
 impl Simulation {
     fn leg_latency(&self, leg: LegId, n: u64) -> Nanos {
-        let key = Keyed::new(self.run.seed, "leg.latency").actor(leg.0).nth(n);
+        let key = DecisionKey::new(self.run.seed, "leg.latency").actor(leg.0).nth(n);
         self.run.network.control_latency.draw(&key)
     }
 
     /// How long it takes until others notice that a process died.
     pub(super) fn detection(&self, instance: u16) -> Nanos {
-        let n = u64::from(self.instances[instance as usize].life);
-        let key = Keyed::new(self.run.seed, "process.detection").actor(u64::from(instance)).nth(n);
+        let n = u64::from(self.instances[instance as usize].incarnation);
+        let key =
+            DecisionKey::new(self.run.seed, "process.detection").actor(u64::from(instance)).nth(n);
         self.run.network.control_latency.draw(&key) + Nanos::from_us(100)
     }
 
@@ -77,14 +77,14 @@ impl Simulation {
             return;
         };
         let seen = Observation::Dispatched { leg, client, instance, body: &body };
-        self.watch.see(self.now, &seen);
-        let fate = self.watch.leg_sent(self.now, instance, client, leg, &body);
+        self.observer.observe(self.now, &seen);
+        let fate = self.observer.leg_sent(self.now, instance, client, leg, &body);
         let at = self.now + self.leg_latency(leg, 0) + fate.delay;
-        let life = None;
-        let state = Leg { client, instance, life, sent: at, back: at, drawn: 1 };
+        let incarnation = None;
+        let state = SimLeg { client, instance, incarnation, sent: at, back: at, drawn: 1 };
         self.legs.live.insert(leg, state);
         if fate.lost {
-            return self.post(at - self.now, Letter::Broken { leg });
+            return self.post(at - self.now, SimEnvelope::Broken { leg });
         }
         let input = self.leg_input(leg, client, body);
         if let Some(after) = fate.twice {
@@ -93,10 +93,10 @@ impl Simulation {
             if let EngineInput::Leg { leg, .. } = &mut again {
                 *leg = copy;
             }
-            let letter = Letter::Ask { instance, leg: copy, input: again };
+            let letter = SimEnvelope::Ask { instance, leg: copy, input: again };
             self.post(at + after - self.now, letter);
         }
-        self.post(at - self.now, Letter::Ask { instance, leg, input });
+        self.post(at - self.now, SimEnvelope::Ask { instance, leg, input });
     }
 
     fn leg_input(&self, leg: LegId, client: ClientId, body: LegBody) -> EngineInput {
@@ -119,7 +119,7 @@ impl Simulation {
             return self.leg_broken(leg);
         }
         match self.legs.live.get_mut(&leg) {
-            Some(state) => state.life = Some(who.life),
+            Some(state) => state.incarnation = Some(who.incarnation),
             // Its caller gave up before it came.
             None if leg.0 & COPIES == 0 => return,
             None => {}
@@ -127,14 +127,14 @@ impl Simulation {
         self.engine_input(instance, input);
         let Some(process) = &self.instances[instance as usize].process else { return };
         if let Some(request) = process.engine.request_of(leg) {
-            self.watch.see(self.now, &Observation::LegTaken { who, leg, request });
+            self.observer.observe(self.now, &Observation::LegTaken { who, leg, request });
         }
     }
 
     /// An engine says something about a leg.
     pub(super) fn leg_event(&mut self, instance: u16, leg: LegId, event: LegEvent) {
         let who = self.who(instance);
-        self.watch.see(self.now, &Observation::Leg { who, leg, event: &event });
+        self.observer.observe(self.now, &Observation::Leg { who, leg, event: &event });
         let Some(n) = self.legs.live.get_mut(&leg).map(|state| {
             state.drawn += 1;
             state.drawn
@@ -156,35 +156,36 @@ impl Simulation {
 
     fn tell_router(&mut self, leg: LegId, event: LegEvent, at: Nanos) {
         let input = RouterInput::Leg { leg, event }.into();
-        let letter = Letter::Machine { slot: 0, life: 0, input, cause: 0 };
+        let letter = SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 };
         self.post(at - self.now, letter);
     }
 
     /// The router closes the connection of a leg.
     pub(super) fn cancel_leg(&mut self, leg: LegId) {
         let Some(state) = self.legs.live.remove(&leg) else { return };
-        self.watch.see(self.now, &Observation::LegClosed { leg });
+        self.observer.observe(self.now, &Observation::LegClosed { leg });
         let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.sent);
         let (instance, input) = (state.instance, EngineInput::CancelLeg { leg });
-        let life = self.instances[usize::from(instance)].life;
-        self.post(at - self.now, Letter::Engine { instance, life, input });
+        let incarnation = self.instances[usize::from(instance)].incarnation;
+        self.post(at - self.now, SimEnvelope::Engine { instance, incarnation, input });
     }
 
     /// The router finds the connection of a leg cut.
     pub(super) fn leg_broken(&mut self, leg: LegId) {
         let Some(state) = self.legs.live.remove(&leg) else { return };
-        self.watch.see(self.now, &Observation::LegClosed { leg });
+        self.observer.observe(self.now, &Observation::LegClosed { leg });
         let at = (self.now + self.leg_latency(leg, state.drawn + 1)).max(state.back);
         self.tell_router(leg, LegEvent::Failed(LegFailure::Connection), at);
     }
 
     /// A process died, and with it its connections.
-    pub(super) fn break_legs(&mut self, who: Who, after: Nanos) {
-        let of_it = |leg: &Leg| leg.instance == who.instance && leg.life == Some(who.life);
+    pub(super) fn break_legs(&mut self, who: SimProcessId, after: Nanos) {
+        let of_it =
+            |leg: &SimLeg| leg.instance == who.instance && leg.incarnation == Some(who.incarnation);
         let mine = self.legs.live.iter().filter(|(_, leg)| of_it(leg));
         let legs: Vec<LegId> = mine.map(|(leg, _)| *leg).collect();
         for leg in legs {
-            self.post(after, Letter::Broken { leg });
+            self.post(after, SimEnvelope::Broken { leg });
         }
     }
 }

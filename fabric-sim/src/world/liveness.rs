@@ -2,12 +2,12 @@
 //! requests of the world's own show whether the fast path is back.
 
 use super::Simulation;
-use crate::fit::fits;
-use crate::keyed::Keyed;
-use crate::observe::Observation;
+use crate::compatibility::fits;
+use crate::keyed_rng::KeyedRng;
+use crate::observation::Observation;
 use engine::core::time::Nanos;
 use scenarios::decide::kind;
-use scenarios::run::{Liveness, Run};
+use scenarios::run::{LivenessMode, Run};
 use std::collections::BTreeSet;
 
 /// Which pair of the core fits in any case.
@@ -32,7 +32,7 @@ const SWITCHES: [Nanos; 6] = [
 
 /// When a run with a core changes to the liveness phase, if nothing ends it earlier.
 pub(super) fn switch_at(run: &Run) -> Nanos {
-    let drawn = Keyed::new(run.seed).below(SWITCH, 0, 0, SWITCHES.len() as u64);
+    let drawn = KeyedRng::new(run.seed).below(SWITCH, 0, 0, SWITCHES.len() as u64);
     let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
     last + SWITCHES[drawn as usize]
 }
@@ -47,22 +47,22 @@ impl Simulation {
     /// Ends the safety phase.
     pub(super) fn settle(&mut self) {
         let core = match self.run.liveness {
-            Liveness::Heal => {
-                self.watch.faults.heal(self.now);
+            LivenessMode::Heal => {
+                self.observer.faults.heal(self.now);
                 let returns = |at: &u16| {
                     let one = &self.instances[usize::from(*at)];
                     one.process.is_some() || one.returns
                 };
                 (0..self.instances.len() as u16).filter(returns).collect()
             }
-            Liveness::Core => {
+            LivenessMode::Core => {
                 let core = self.draw_core();
-                self.watch.faults.settle(self.now, &core);
+                self.observer.faults.settle(self.now, &core);
                 core
             }
         };
         self.perform_actions();
-        if self.run.liveness == Liveness::Core {
+        if self.run.liveness == LivenessMode::Core {
             for index in 0..self.instances.len() as u16 {
                 match core.contains(&index) {
                     true => self.start(index),
@@ -73,10 +73,10 @@ impl Simulation {
         let members: Vec<u16> = core.iter().copied().collect();
         let frozen: Vec<u16> =
             (0..self.instances.len() as u16).filter(|index| self.is_frozen(*index)).collect();
-        let broken: Vec<_> = self.watch.faults.lasting().collect();
+        let broken: Vec<_> = self.observer.faults.lasting().collect();
         let settled = Observation::Settled { core: &members, frozen: &frozen, broken: &broken };
-        self.watch.see(self.now, &settled);
-        self.watch.see(self.now, &Observation::Healed);
+        self.observer.observe(self.now, &settled);
+        self.observer.observe(self.now, &Observation::Healed);
         // Without faults there is no other phase.
         if self.run.faults.is_empty() {
             return;
@@ -84,13 +84,13 @@ impl Simulation {
         let name = |index: &u16| self.run.instances[usize::from(*index)].name.clone();
         let names: Vec<String> = members.iter().map(name).collect();
         self.tracer.settled(self.now, &names);
-        self.rest.core = names;
+        self.quiescence.core = names;
     }
 
     /// The router is always in the core; here come a prefill and a decode that fit each other, if
     /// there are such, and of the others each with even odds.
     fn draw_core(&self) -> BTreeSet<u16> {
-        let keyed = Keyed::new(self.run.seed);
+        let keyed = KeyedRng::new(self.run.seed);
         let spec = |index: u16| {
             let instance = &self.instances[usize::from(index)];
             instance.becomes.as_ref().unwrap_or(&instance.spec)
@@ -109,22 +109,23 @@ impl Simulation {
     /// True for an instance that never makes a step again, though its memory is there.
     pub(super) fn is_frozen(&self, index: u16) -> bool {
         let instance = &self.instances[usize::from(index)];
-        self.rest.is_settled() && instance.paused && instance.process.is_some()
+        self.quiescence.is_settled() && instance.paused && instance.process.is_some()
     }
 
     /// Asks the next of the world's own requests once those of the workload have ended and
     /// everything has had its time; true until all have ended. Runs without faults have none.
     pub(super) fn probe(&mut self) -> bool {
-        let Some(at) = self.rest.probe_at() else { return false };
+        let Some(at) = self.quiescence.probe_at() else { return false };
         if self.clients.all_probed(&self.run) {
             return false;
         }
         if self.now >= at {
-            self.rest.probing();
+            self.quiescence.probing();
             self.stats.close();
             self.client_probes();
         }
-        self.queue.push((self.now + self.rest.interval()).max(at), super::entry::Entry::Check);
+        self.queue
+            .push((self.now + self.quiescence.interval()).max(at), super::event::SimEvent::Check);
         true
     }
 }

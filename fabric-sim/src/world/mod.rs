@@ -11,91 +11,91 @@ mod build;
 mod clients;
 mod content;
 mod effects;
-mod entry;
+mod event;
 mod hooks;
 mod legs;
 mod liveness;
+mod observer;
 mod process;
+mod quiescence;
 mod race;
 mod report;
-mod rest;
-mod steps;
+mod serving;
 mod trace;
-mod watch;
 
-pub use actor::{ActorId, AnyMachine, Effects, MachineConfig, MachineEffect, MachineInput};
-pub use report::{Causes, FULL, FullLink, Operations, Percentiles, Report, Verdict};
-pub use trace::{Detail, Record, Recording};
+pub use actor::{
+    AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput, PendingEffects,
+};
+pub use report::{
+    CauseCounts, FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
+};
+pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
-use crate::dma::{Calls, Dma, Output};
-use crate::memory::Unit;
-use crate::net::{Net, NetCalls, NetOutput};
-use crate::queue::Queue;
+use crate::dma::{Dma, DmaCalls, DmaOutput};
+use crate::memory::PieceSize;
+use crate::net::{ControlNetwork, NetCalls, NetOutput};
+use crate::queue::EventQueue;
 use clients::Clients;
 use engine::core::Gauges;
 use engine::core::time::Nanos;
-use entry::{Entry, Letter, Letters};
-use legs::Legs;
-use process::{DataOwner, Instance, RouterProcess};
-use rest::Rest;
+use event::{EnvelopeSlab, SimEnvelope, SimEvent};
+use legs::SimLegs;
+use observer::Observer;
+use process::{DataPlaneOwner, RouterProcess, SimInstance};
+use quiescence::Quiescence;
 use scenarios::Run;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use trace::Tracer;
-use watch::Watch;
 
 /// How a simulation is run; nothing of it changes what happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct SimOptions {
     /// Keep all inputs and effects.
     pub record: bool,
-    /// Check the invariants.
     pub check: bool,
     /// By how many microseconds all wall clocks are ahead.
     pub wall: u64,
 }
 
-impl Default for Options {
+impl Default for SimOptions {
     fn default() -> Self {
-        Options { record: false, check: true, wall: 0 }
+        SimOptions { record: false, check: true, wall: 0 }
     }
 }
 
 /// What a machine has to do now. Each turn but `Stop` is answered by one [`Simulation::apply`]
 /// before the next turn is asked for.
 #[derive(Debug)]
-pub struct Turn {
+pub struct SimStep {
     /// Time to hand to the machine.
     pub now: Nanos,
-    /// Which machine.
-    pub actor: ActorId,
+    pub actor: MachineId,
     /// The same as a small number, for tables.
     pub slot: u32,
     /// What it has to do.
-    pub what: What,
+    pub action: StepAction,
     /// True if [`Simulation::apply`] wants to know the gauges.
     pub gauges: bool,
 }
 
 /// What a machine has to do.
 #[derive(Debug)]
-pub enum What {
+pub enum StepAction {
     /// Come into being; has no effects.
     Start(MachineConfig),
-    /// Vanish.
     Stop,
-    /// Handle an input.
     Input(MachineInput),
 }
 
 /// A turn that is due.
 #[derive(Debug)]
-enum Due {
+enum ReadyStep {
     Start(u32, MachineConfig),
     Stop(u32),
     Input {
         slot: u32,
-        life: u32,
+        incarnation: u32,
         input: MachineInput,
         cause: u64,
     },
@@ -105,17 +105,17 @@ enum Due {
 
 /// What the world knows of a machine.
 #[derive(Debug)]
-struct Actor {
-    id: ActorId,
+struct SimMachine {
+    id: MachineId,
     /// `None` for the router.
     instance: Option<u16>,
-    life: u32,
+    incarnation: u32,
     alive: bool,
     /// When its next `Tick` entry is due.
     tick: Option<Nanos>,
     deadline: Option<Nanos>,
     /// Names the `Tick` entry that counts.
-    turn: u32,
+    generation: u32,
     /// When the last input that is late because its rank lags arrives.
     late: Nanos,
     /// What it said of itself last.
@@ -124,7 +124,7 @@ struct Actor {
     limits: Gauges,
     /// Inputs since it was asked for its gauges.
     unasked: u8,
-    /// What it heard in this life, its deadlines apart.
+    /// What it heard in this incarnation, its deadlines apart.
     heard: u64,
 }
 
@@ -132,40 +132,40 @@ struct Actor {
 #[derive(Debug)]
 pub struct Simulation {
     run: Arc<Run>,
-    options: Options,
+    options: SimOptions,
     now: Nanos,
-    queue: Queue<Entry>,
-    letters: Letters,
-    due: VecDeque<Due>,
+    queue: EventQueue<SimEvent>,
+    envelopes: EnvelopeSlab,
+    ready: VecDeque<ReadyStep>,
     /// What follows from the last turns in the same process: ahead of what is due.
-    follow: VecDeque<Due>,
+    follow: VecDeque<ReadyStep>,
     /// Whose turn it is, and the trace number of its input.
     current: Option<(u32, u64)>,
     /// The turn is that of a deadline, and nothing came of it so far.
     idle: bool,
-    actors: Vec<Actor>,
+    machines: Vec<SimMachine>,
     stride: u32,
-    instances: Vec<Instance>,
+    instances: Vec<SimInstance>,
     router: RouterProcess,
     dma: Dma,
-    net: Net,
+    net: ControlNetwork,
     /// Who owns a data plane, by its index.
-    planes: Vec<DataOwner>,
+    planes: Vec<DataPlaneOwner>,
     /// Who owns a control plane, by its index.
-    control: Vec<crate::observe::Who>,
-    unit: Unit,
-    legs: Legs,
+    control: Vec<crate::observation::SimProcessId>,
+    unit: PieceSize,
+    legs: SimLegs,
     clients: Clients,
     tracer: Tracer,
-    watch: Watch,
-    rest: Rest,
-    races: Vec<race::Race>,
-    stats: report::Stats,
-    calls: Calls,
+    observer: Observer,
+    quiescence: Quiescence,
+    races: Vec<race::LeaseRace>,
+    stats: report::RunStats,
+    calls: DmaCalls,
     net_calls: NetCalls,
     /// When the next `Fault` entry is due.
     fault_at: Option<Nanos>,
-    outputs: Vec<Output>,
+    outputs: Vec<DmaOutput>,
     net_outputs: Vec<NetOutput>,
 }
 
@@ -182,18 +182,18 @@ impl Simulation {
     /// # Panics
     /// If the turn before was not applied.
     #[allow(clippy::should_implement_trait)]
-    pub fn next(&mut self) -> Option<Turn> {
+    pub fn next(&mut self) -> Option<SimStep> {
         assert!(self.current.is_none(), "the turn before has to be applied first");
         loop {
-            if self.watch.faults.has_news() {
+            if self.observer.faults.has_output() {
                 self.perform_actions();
             }
-            while let Some(due) = self.follow.pop_front().or_else(|| self.due.pop_front()) {
-                if let Some(turn) = self.turn(due) {
+            while let Some(due) = self.follow.pop_front().or_else(|| self.ready.pop_front()) {
+                if let Some(turn) = self.prepare_step(due) {
                     return Some(turn);
                 }
             }
-            if self.rest.over {
+            if self.quiescence.over {
                 return None;
             }
             let Some((now, entry)) = self.queue.pop() else {
@@ -205,45 +205,45 @@ impl Simulation {
         }
     }
 
-    fn turn(&mut self, due: Due) -> Option<Turn> {
+    fn prepare_step(&mut self, due: ReadyStep) -> Option<SimStep> {
         let (slot, what, gauges) = match due {
-            Due::Start(slot, config) => {
-                let actor = &mut self.actors[slot as usize];
+            ReadyStep::Start(slot, config) => {
+                let actor = &mut self.machines[slot as usize];
                 actor.alive = true;
                 self.tracer.started(self.now, actor.id, &config);
-                (slot, What::Start(config), false)
+                (slot, StepAction::Start(config), false)
             }
-            Due::Stop(slot) => {
-                let actor = &mut self.actors[slot as usize];
+            ReadyStep::Stop(slot) => {
+                let actor = &mut self.machines[slot as usize];
                 actor.alive = false;
                 self.tracer.stopped(self.now, actor.id);
                 let (now, actor) = (self.now, actor.id);
-                return Some(Turn { now, actor, slot, what: What::Stop, gauges: false });
+                return Some(SimStep { now, actor, slot, action: StepAction::Stop, gauges: false });
             }
-            Due::Input { slot, life, input, cause } => {
-                let actor = &self.actors[slot as usize];
-                if !actor.alive || actor.life != life {
+            ReadyStep::Input { slot, incarnation, input, cause } => {
+                let actor = &self.machines[slot as usize];
+                if !actor.alive || actor.incarnation != incarnation {
                     return None;
                 }
                 self.tracer.input(self.now, actor.id, cause, &input);
                 let ask = self.options.check && actor.unasked >= LOOK;
                 self.idle = input.is_tick();
-                self.actors[slot as usize].heard += u64::from(!self.idle);
-                (slot, What::Input(input), ask)
+                self.machines[slot as usize].heard += u64::from(!self.idle);
+                (slot, StepAction::Input(input), ask)
             }
-            Due::Audit(slot) => {
-                let actor = &self.actors[slot as usize];
+            ReadyStep::Audit(slot) => {
+                let actor = &self.machines[slot as usize];
                 if !actor.alive {
                     return None;
                 }
                 let input = actor.id.tick();
                 self.tracer.input(self.now, actor.id, 0, &input);
-                (slot, What::Input(input), true)
+                (slot, StepAction::Input(input), true)
             }
         };
-        let actor = self.actors[slot as usize].id;
+        let actor = self.machines[slot as usize].id;
         self.current = Some((slot, self.tracer.seq()));
-        Some(Turn { now: self.now, actor, slot, what, gauges })
+        Some(SimStep { now: self.now, actor, slot, action: what, gauges })
     }
 
     /// Takes the effects of the turn that [`Simulation::next`] gave out, and what the machine says
@@ -251,28 +251,33 @@ impl Simulation {
     ///
     /// # Panics
     /// If no turn is out, or the effects are of another kind of machine.
-    pub fn apply(&mut self, effects: Effects<'_>, deadline: Option<Nanos>, gauges: Option<Gauges>) {
+    pub fn apply(
+        &mut self,
+        effects: PendingEffects<'_>,
+        deadline: Option<Nanos>,
+        gauges: Option<Gauges>,
+    ) {
         let turn = self.current.expect("a turn is out");
         self.idle &= effects.is_empty();
         match effects {
-            Effects::Router(out) => out.drain().for_each(|effect| {
+            PendingEffects::Router(out) => out.drain().for_each(|effect| {
                 self.router_effect(turn, effect);
             }),
-            Effects::Prefill(out) => out.drain().for_each(|effect| {
+            PendingEffects::Prefill(out) => out.drain().for_each(|effect| {
                 self.prefill_effect(turn, effect);
             }),
-            Effects::Decode(out) => out.drain().for_each(|effect| {
+            PendingEffects::Decode(out) => out.drain().for_each(|effect| {
                 self.decode_effect(turn, effect);
             }),
-            Effects::Transfer(out) => out.drain().for_each(|effect| {
+            PendingEffects::Transfer(out) => out.drain().for_each(|effect| {
                 self.transfer_effect(turn, effect);
             }),
         }
-        self.end_turn(deadline, gauges);
+        self.end_step(deadline, gauges);
     }
 
-    /// Takes one effect of the turn that is out, for who takes them one at a time. The answer is what
-    /// a plane refused; it is the next turn but for what follows from effects before.
+    /// Takes one effect of the turn that is out, for who takes them one at a time. The answer is
+    /// what a plane refused; it is the next turn but for what follows from effects before.
     ///
     /// # Panics
     /// If no turn is out, or the effect is of another kind of machine.
@@ -291,7 +296,7 @@ impl Simulation {
     ///
     /// # Panics
     /// If no turn is out.
-    pub fn end_turn(&mut self, deadline: Option<Nanos>, gauges: Option<Gauges>) {
+    pub fn end_step(&mut self, deadline: Option<Nanos>, gauges: Option<Gauges>) {
         let (slot, _) = self.current.take().expect("a turn is out");
         if std::mem::take(&mut self.idle) {
             self.see_woken(slot);
@@ -300,7 +305,7 @@ impl Simulation {
         match gauges {
             Some(gauges) => self.audited(slot, gauges),
             None => {
-                let unasked = &mut self.actors[slot as usize].unasked;
+                let unasked = &mut self.machines[slot as usize].unasked;
                 *unasked = unasked.saturating_add(1);
             }
         }
@@ -310,74 +315,76 @@ impl Simulation {
     /// Keeps one `Tick` entry per machine in the queue, not later than its deadline. An entry that
     /// comes too early is put back without a turn.
     fn arm(&mut self, slot: u32, deadline: Option<Nanos>) {
-        let actor = &mut self.actors[slot as usize];
+        let actor = &mut self.machines[slot as usize];
         actor.deadline = deadline;
         let Some(at) = deadline else { return };
         if actor.tick.is_none_or(|tick| at < tick) {
-            actor.turn = actor.turn.wrapping_add(1);
+            actor.generation = actor.generation.wrapping_add(1);
             actor.tick = Some(at);
-            self.queue.push(at, Entry::Tick { slot, turn: actor.turn });
+            self.queue.push(at, SimEvent::Tick { slot, generation: actor.generation });
         }
     }
 
     fn ticked(&mut self, slot: u32, turn: u32) {
-        let actor = &mut self.actors[slot as usize];
-        if actor.turn != turn {
+        let actor = &mut self.machines[slot as usize];
+        if actor.generation != turn {
             return;
         }
         actor.tick = None;
         match actor.deadline {
             Some(at) if at <= self.now => {
-                let (life, input) = (actor.life, actor.id.tick());
-                self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+                let (incarnation, input) = (actor.incarnation, actor.id.tick());
+                self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
             }
             deadline => self.arm(slot, deadline),
         }
     }
 
-    fn handle(&mut self, entry: Entry) {
-        if self.hold(entry) || self.lets_go_first(entry) {
+    fn handle(&mut self, entry: SimEvent) {
+        if self.hold(entry) || self.defer_for_race(entry) {
             return;
         }
         match entry {
-            Entry::Dma(event) => {
+            SimEvent::Dma(event) => {
                 let mut outputs = std::mem::take(&mut self.outputs);
                 self.dma.step(self.now, event, &mut self.queue, &mut outputs);
                 self.data_outputs(&mut outputs);
                 self.outputs = outputs;
             }
-            Entry::Net(event) => {
+            SimEvent::Net(event) => {
                 let mut outputs = std::mem::take(&mut self.net_outputs);
                 self.net.step(self.now, event, &mut self.queue, &mut outputs);
                 self.control_outputs(&mut outputs);
                 self.net_outputs = outputs;
             }
-            Entry::Letter(slot) => {
-                let letter = self.letters.take(slot);
-                self.open_letter(letter);
+            SimEvent::Envelope(slot) => {
+                let letter = self.envelopes.take(slot);
+                self.deliver_envelope(letter);
             }
-            Entry::Tick { slot, turn } => self.ticked(slot, turn),
-            Entry::Layers { instance, life } => self.layers_computed(instance, life),
-            Entry::Arrive => self.client_arrives(),
-            Entry::ClientGone { client } => self.client_gone(client),
-            Entry::Process { instance, what } => self.process_event(instance, what),
-            Entry::Fault => self.fault_due(),
-            Entry::Check => self.check_rest(),
+            SimEvent::Tick { slot, generation: turn } => self.ticked(slot, turn),
+            SimEvent::Layers { instance, incarnation } => {
+                self.layers_computed(instance, incarnation)
+            }
+            SimEvent::Arrive => self.client_arrives(),
+            SimEvent::ClientGone { client } => self.client_gone(client),
+            SimEvent::Process { instance, what } => self.process_event(instance, what),
+            SimEvent::Fault => self.fault_due(),
+            SimEvent::Check => self.check_quiescence(),
         }
     }
 
     /// Holds back what a paused process would do; true if it is held.
-    fn hold(&mut self, entry: Entry) -> bool {
+    fn hold(&mut self, entry: SimEvent) -> bool {
         let instance = match entry {
-            Entry::Tick { slot, .. } => self.actors[slot as usize].instance,
-            Entry::Layers { instance, .. } => Some(instance),
-            Entry::Arrive | Entry::ClientGone { .. } => None,
-            Entry::Letter(slot) => match self.letters.peek(slot) {
-                Letter::Machine { slot, .. } => self.actors[*slot as usize].instance,
-                Letter::Job { instance, .. }
-                | Letter::Engine { instance, .. }
-                | Letter::Ask { instance, .. } => Some(*instance),
-                Letter::Broken { .. } => None,
+            SimEvent::Tick { slot, .. } => self.machines[slot as usize].instance,
+            SimEvent::Layers { instance, .. } => Some(instance),
+            SimEvent::Arrive | SimEvent::ClientGone { .. } => None,
+            SimEvent::Envelope(slot) => match self.envelopes.peek(slot) {
+                SimEnvelope::Machine { slot, .. } => self.machines[*slot as usize].instance,
+                SimEnvelope::Job { instance, .. }
+                | SimEnvelope::Engine { instance, .. }
+                | SimEnvelope::Ask { instance, .. } => Some(*instance),
+                SimEnvelope::Broken { .. } => None,
             },
             _ => return false,
         };
@@ -391,25 +398,27 @@ impl Simulation {
         paused
     }
 
-    fn open_letter(&mut self, letter: Letter) {
+    fn deliver_envelope(&mut self, letter: SimEnvelope) {
         match letter {
-            Letter::Machine { slot, life, input, cause } => {
-                self.due.push_back(Due::Input { slot, life, input, cause });
+            SimEnvelope::Machine { slot, incarnation, input, cause } => {
+                self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause });
             }
-            Letter::Job { instance, life, job, cause } => self.deal(instance, life, job, cause),
-            Letter::Engine { instance, life, input } => {
-                if self.instances[instance as usize].lives(life) {
+            SimEnvelope::Job { instance, incarnation, job, cause } => {
+                self.send_to_ranks(instance, incarnation, job, cause)
+            }
+            SimEnvelope::Engine { instance, incarnation, input } => {
+                if self.instances[instance as usize].is_current(incarnation) {
                     self.engine_input(instance, input);
                 }
             }
-            Letter::Ask { instance, leg, input } => self.leg_arrives(instance, leg, input),
-            Letter::Broken { leg } => self.leg_broken(leg),
+            SimEnvelope::Ask { instance, leg, input } => self.leg_arrives(instance, leg, input),
+            SimEnvelope::Broken { leg } => self.leg_broken(leg),
         }
     }
 
     /// Sends something that arrives after a fixed time, so that order is kept.
-    fn post(&mut self, after: Nanos, letter: Letter) {
-        let entry = self.letters.add(letter);
+    fn post(&mut self, after: Nanos, letter: SimEnvelope) {
+        let entry = self.envelopes.add(letter);
         self.queue.push(self.now + after, entry);
     }
 
@@ -417,9 +426,9 @@ impl Simulation {
     ///
     /// # Panics
     /// If no turn is out.
-    pub fn actor(&self) -> ActorId {
+    pub fn actor(&self) -> MachineId {
         let (slot, _) = self.current.expect("a turn is out");
-        self.actors[slot as usize].id
+        self.machines[slot as usize].id
     }
 
     /// True if more follows from the turns before in the process of their machine.
@@ -428,8 +437,8 @@ impl Simulation {
     }
 
     /// The slot that stands for the process of a machine: machines of one process have the same.
-    pub fn home(&self, slot: u32) -> u32 {
-        let instance = self.actors[slot as usize].instance;
+    pub fn process_slot(&self, slot: u32) -> u32 {
+        let instance = self.machines[slot as usize].instance;
         let whole = instance.filter(|index| self.instances[usize::from(*index)].is_whole);
         whole.map_or(slot, |index| self.core_slot(index))
     }
@@ -447,16 +456,16 @@ impl Simulation {
 pub const WATCH_TURNS: u64 = 1 << 14;
 
 /// Runs a scenario through the protocol machines, stepped in one loop.
-pub fn run(run: &Run, options: Options) -> Report {
+pub fn run(run: &Run, options: SimOptions) -> RunReport {
     run_watched(run, options, &mut |_| {})
 }
 
 /// As [`run`]; `watch` is told the time every [`WATCH_TURNS`] turns.
-pub fn run_watched(run: &Run, options: Options, watch: &mut dyn FnMut(Nanos)) -> Report {
+pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos)) -> RunReport {
     let mut turns = 0_u64;
     let mut simulation = Simulation::new(Arc::new(run.clone()), options);
     let mut machines: Vec<Option<AnyMachine>> = Vec::new();
-    while let Some(Turn { now, slot, what, gauges, .. }) = simulation.next() {
+    while let Some(SimStep { now, slot, action: what, gauges, .. }) = simulation.next() {
         turns += 1;
         if turns.is_multiple_of(WATCH_TURNS) {
             watch(now);
@@ -466,12 +475,12 @@ pub fn run_watched(run: &Run, options: Options, watch: &mut dyn FnMut(Nanos)) ->
             machines.resize_with(slot + 1, || None);
         }
         match what {
-            What::Start(config) => machines[slot] = Some(AnyMachine::new(config)),
-            What::Stop => {
+            StepAction::Start(config) => machines[slot] = Some(AnyMachine::new(config)),
+            StepAction::Stop => {
                 machines[slot] = None;
                 continue;
             }
-            What::Input(input) => {
+            StepAction::Input(input) => {
                 machines[slot].as_mut().expect("the machine was started").handle(now, input);
             }
         }

@@ -1,32 +1,32 @@
 //! Processes: their parts, starts, crashes and pauses.
 
-use super::actor::{ActorId, MachineConfig};
+use super::actor::{MachineConfig, MachineId};
 use super::build;
-use super::entry::{Entry, ProcessEvent};
-use super::{Due, Simulation};
-use crate::dma::{NicIx, PlaneIx, SimDataPlane};
-use crate::memory::Shape;
+use super::event::{ProcessEvent, SimEvent};
+use super::{ReadyStep, Simulation};
+use crate::dma::{DataPlaneIx, NicIx, SimDataPlane};
+use crate::memory::MemoryShape;
 use crate::net::SimControlPlane;
-use crate::observe::{Observation, Rank, Who};
+use crate::observation::{Observation, SimProcessId, SimRankId};
 use engine::core::Outbox;
 use engine::core::ids::Incarnation;
 use engine::core::message::Role;
 use engine::core::time::Nanos;
 use engine::core::transfer::TransferInput;
-use engine::fabric::{Channel, ControlPlane, Placement};
-use scenarios::engine::{Engine, EngineEffect, StepPlan};
+use engine::fabric::{ControlPlane, LinkKind, Placement};
+use scenarios::engine::{EngineEffect, SimEngine, StepPlan};
 use std::sync::Arc;
 
-/// An instance over all its lives.
+/// An instance over all its incarnations.
 #[derive(Debug)]
-pub(super) struct Instance {
-    pub(super) spec: scenarios::run::Instance,
+pub(super) struct SimInstance {
+    pub(super) spec: scenarios::run::InstanceSettings,
     /// What it is from its next start on.
-    pub(super) becomes: Option<scenarios::run::Instance>,
+    pub(super) becomes: Option<scenarios::run::InstanceSettings>,
     /// Counts its starts from 0; `u32::MAX` before the first.
-    pub(super) life: u32,
-    /// Number of its newest life; a clock that steps back makes it smaller.
-    pub(super) born: u32,
+    pub(super) incarnation: u32,
+    /// Number of its newest incarnation; a clock that steps back makes it smaller.
+    pub(super) incarnation_number: u32,
     pub(super) node: u32,
     /// Core and ranks are in one process and hear one another at once; otherwise each is in its
     /// own, as with `transfer` `worker`.
@@ -36,31 +36,31 @@ pub(super) struct Instance {
     /// It is down and will start.
     pub(super) returns: bool,
     /// None while it is down.
-    pub(super) process: Option<Process>,
+    pub(super) process: Option<SimProcess>,
     pub(super) paused: bool,
     /// Entries that wait for the end of the pause.
-    pub(super) held: Vec<Entry>,
+    pub(super) held: Vec<SimEvent>,
 }
 
-impl Instance {
-    pub(super) fn lives(&self, life: u32) -> bool {
-        self.life == life && self.process.is_some()
+impl SimInstance {
+    pub(super) fn is_current(&self, incarnation: u32) -> bool {
+        self.incarnation == incarnation && self.process.is_some()
     }
 }
 
 /// A running instance.
 #[derive(Debug)]
-pub(super) struct Process {
-    pub(super) engine: Engine,
+pub(super) struct SimProcess {
+    pub(super) engine: SimEngine,
     pub(super) out: Outbox<EngineEffect>,
     pub(super) control: SimControlPlane,
     pub(super) ranks: Vec<SimDataPlane>,
-    pub(super) step: Option<Step>,
+    pub(super) step: Option<ForwardPass>,
 }
 
 /// A forward pass under way.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct ForwardPass {
     pub(super) plan: StepPlan,
     pub(super) started: Nanos,
     /// Layers that are complete.
@@ -69,33 +69,32 @@ pub(super) struct Step {
     pub(super) next: u16,
 }
 
-/// The router's process.
 #[derive(Debug)]
 pub(super) struct RouterProcess {
     pub(super) control: SimControlPlane,
     pub(super) paused: bool,
     /// Entries that wait for the end of the pause.
-    pub(super) held: Vec<Entry>,
+    pub(super) held: Vec<SimEvent>,
 }
 
 /// Whose data plane it is.
 #[derive(Clone, Debug)]
-pub(super) struct DataOwner {
-    pub(super) at: Rank,
-    pub(super) shape: Arc<Shape>,
+pub(super) struct DataPlaneOwner {
+    pub(super) at: SimRankId,
+    pub(super) shape: Arc<MemoryShape>,
     pub(super) credits: u32,
     pub(super) placement: Placement,
 }
 
-/// The incarnation of an instance in a life, as its wall clock says. As with clocks, no two instances
-/// share one, so that a conversation of one is none of another.
-fn incarnation(instance: u16, born: u32, wall: u64) -> Incarnation {
+/// The incarnation of an instance in an incarnation, as its wall clock says. As with clocks, no two
+/// instances share one, so that a connection of one is none of another.
+fn wall_clock_incarnation(instance: u16, born: u32, wall: u64) -> Incarnation {
     Incarnation(((1 + u64::from(instance)) << 32 | u64::from(born)) + wall)
 }
 
 impl Simulation {
-    pub(super) fn who(&self, instance: u16) -> Who {
-        Who { instance, life: self.instances[instance as usize].life }
+    pub(super) fn who(&self, instance: u16) -> SimProcessId {
+        SimProcessId { instance, incarnation: self.instances[instance as usize].incarnation }
     }
 
     pub(super) fn process_event(&mut self, instance: u16, what: ProcessEvent) {
@@ -107,7 +106,7 @@ impl Simulation {
         }
     }
 
-    /// Starts an instance in its next life.
+    /// Starts an instance in its next incarnation.
     pub(super) fn start(&mut self, index: u16) {
         let instance = &mut self.instances[index as usize];
         if instance.process.is_some() {
@@ -117,17 +116,18 @@ impl Simulation {
         if let Some(spec) = instance.becomes.take() {
             instance.spec = spec;
         }
-        instance.life = instance.life.wrapping_add(1);
-        instance.born += 1;
-        let (spec, life, node) = (instance.spec.clone(), instance.life, instance.node);
-        let born = instance.born;
+        instance.incarnation = instance.incarnation.wrapping_add(1);
+        instance.incarnation_number += 1;
+        let (spec, incarnation, node) =
+            (instance.spec.clone(), instance.incarnation, instance.node);
+        let born = instance.incarnation_number;
         let who = self.who(index);
         let run = self.run.clone();
         let memory = build::memory(&run, &spec, self.unit);
-        let born = incarnation(index, born, self.options.wall);
+        let born = wall_clock_incarnation(index, born, self.options.wall);
         let core = build::core(&run, &spec, born);
         let mut control = self.net.add_plane(&spec.name, node);
-        control.listen(Channel::Handshake).expect("a new plane listens to nothing");
+        control.listen(LinkKind::Handshake).expect("a new plane listens to nothing");
         self.control.push(who);
         let mut ranks = Vec::with_capacity(usize::from(spec.tp));
         let mut due = Vec::with_capacity(usize::from(spec.tp));
@@ -135,11 +135,11 @@ impl Simulation {
             let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
             let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
             let registered = segment.collect();
-            let caps = crate::caps::caps(self.watch.faults.placement(), &spec.fabric);
+            let caps = crate::caps::caps(self.observer.faults.placement(), &spec.fabric);
             let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
             let plane = self.dma.add_plane(plane);
-            let at = Rank { who, rank };
-            self.planes.push(DataOwner {
+            let at = SimRankId { who, rank };
+            self.planes.push(DataPlaneOwner {
                 at,
                 shape,
                 credits: caps.in_all.operations,
@@ -147,45 +147,45 @@ impl Simulation {
             });
             let config = build::transfer(&spec, &core, rank, &plane, registered, &memory);
             let slot = self.rank_slot(index, rank);
-            self.actors[slot as usize].limits = config.limits(&core);
+            self.machines[slot as usize].limits = config.limits(&core);
             ranks.push(plane);
             due.push((slot, rank, config));
         }
-        let config = build::engine(&run, &spec, index, life);
+        let config = build::engine(&run, &spec, index, incarnation);
         let engine_blocks = config.blocks();
-        let engine = Engine::new(config);
+        let engine = SimEngine::new(config);
         let engine = engine.expect("drawing a run refuses engines that cannot run");
         let out = Outbox::new();
-        let process = Process { engine, out, control, ranks, step: None };
+        let process = SimProcess { engine, out, control, ranks, step: None };
         self.instances[index as usize].process = Some(process);
-        self.watch.see(self.now, &Observation::Started { who, spec: &spec });
+        self.observer.observe(self.now, &Observation::Started { who, spec: &spec });
         self.flush_control(index);
         let slot = self.core_slot(index);
-        self.actors[slot as usize].limits = core.limits(engine_blocks);
+        self.machines[slot as usize].limits = core.limits(engine_blocks);
         let (id, config) = match spec.role {
-            Role::Prefill => (ActorId::Prefill(index), MachineConfig::Prefill(core)),
-            Role::Decode => (ActorId::Decode(index), MachineConfig::Decode(core)),
+            Role::Prefill => (MachineId::Prefill(index), MachineConfig::Prefill(core)),
+            Role::Decode => (MachineId::Decode(index), MachineConfig::Decode(core)),
         };
-        self.revive(slot, id, life);
-        self.due.push_back(Due::Start(slot, config));
+        self.restart_machine(slot, id, incarnation);
+        self.ready.push_back(ReadyStep::Start(slot, config));
         let ranks: Vec<u32> = due.iter().map(|(slot, ..)| *slot).collect();
         for (slot, rank, config) in due {
-            self.revive(slot, ActorId::Transfer(index, rank), life);
-            self.due.push_back(Due::Start(slot, MachineConfig::Transfer(config)));
+            self.restart_machine(slot, MachineId::Transfer(index, rank), incarnation);
+            self.ready.push_back(ReadyStep::Start(slot, MachineConfig::Transfer(config)));
         }
         for slot in ranks {
             let input = TransferInput::Start.into();
-            self.due.push_back(Due::Input { slot, life, input, cause: 0 });
+            self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
     }
 
-    fn revive(&mut self, slot: u32, id: ActorId, life: u32) {
-        let actor = &mut self.actors[slot as usize];
+    fn restart_machine(&mut self, slot: u32, id: MachineId, incarnation: u32) {
+        let actor = &mut self.machines[slot as usize];
         actor.id = id;
-        actor.life = life;
+        actor.incarnation = incarnation;
         actor.deadline = None;
         actor.tick = None;
-        actor.turn = actor.turn.wrapping_add(1);
+        actor.generation = actor.generation.wrapping_add(1);
         actor.late = Nanos::ZERO;
         actor.heard = 0;
     }
@@ -204,11 +204,11 @@ impl Simulation {
         self.outputs = outputs;
         self.net.crash(self.now, process.control.ix(), Some(detected), &mut self.queue);
         for slot in self.core_slot(index)..self.core_slot(index) + self.stride {
-            if self.actors[slot as usize].alive {
-                self.due.push_back(Due::Stop(slot));
+            if self.machines[slot as usize].alive {
+                self.ready.push_back(ReadyStep::Stop(slot));
             }
         }
-        self.watch.see(self.now, &Observation::Crashed { who });
+        self.observer.observe(self.now, &Observation::Crashed { who });
         self.break_legs(who, detected);
     }
 
@@ -226,14 +226,14 @@ impl Simulation {
         let ranks = instance.spec.tp;
         for rank in 0..ranks {
             let slot = self.rank_slot(index, rank);
-            let late = &mut self.actors[slot as usize].late;
+            let late = &mut self.machines[slot as usize].late;
             if *late > Nanos::ZERO {
                 *late = (*late).max(self.now);
             }
         }
         let instance = &self.instances[index as usize];
         let Some(process) = &instance.process else { return };
-        let planes: Vec<PlaneIx> = process.ranks.iter().map(SimDataPlane::ix).collect();
+        let planes: Vec<DataPlaneIx> = process.ranks.iter().map(SimDataPlane::ix).collect();
         let control = process.control.ix();
         let mut outputs = std::mem::take(&mut self.outputs);
         for plane in planes {

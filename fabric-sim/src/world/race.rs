@@ -1,19 +1,19 @@
 //! Two things of one instant, in a drawn order.
 
 use super::Simulation;
-use super::entry::{Entry, Letter};
+use super::event::{SimEnvelope, SimEvent};
 use engine::core::time::Nanos;
 
 /// A lease that ends in the instant in which its reader is told that it has read.
 #[derive(Debug)]
-pub(super) struct Race {
+pub(super) struct LeaseRace {
     /// The reader's core.
     slot: u32,
     at: Nanos,
     /// The core is told of the read before its timer.
     done_first: bool,
     /// Entries that have let others go first.
-    put_back: Vec<Entry>,
+    put_back: Vec<SimEvent>,
 }
 
 impl Simulation {
@@ -21,20 +21,20 @@ impl Simulation {
         let (slot, now) = (self.core_slot(instance), self.now);
         self.races.retain(|race| race.at >= now);
         if !self.races.iter().any(|race| (race.slot, race.at) == (slot, at)) {
-            self.races.push(Race { slot, at, done_first, put_back: Vec::new() });
+            self.races.push(LeaseRace { slot, at, done_first, put_back: Vec::new() });
         }
     }
 
     /// Puts an entry behind the others of this instant, once, if it is not the first by the draw;
     /// true if it did.
-    pub(super) fn lets_go_first(&mut self, entry: Entry) -> bool {
+    pub(super) fn defer_for_race(&mut self, entry: SimEvent) -> bool {
         if self.races.is_empty() {
             return false;
         }
         let (to, is_timer) = match entry {
-            Entry::Tick { slot, .. } => (slot, true),
-            Entry::Letter(letter) => match self.letters.peek(letter) {
-                Letter::Machine { slot, .. } => (*slot, false),
+            SimEvent::Tick { slot, .. } => (slot, true),
+            SimEvent::Envelope(letter) => match self.envelopes.peek(letter) {
+                SimEnvelope::Machine { slot, .. } => (*slot, false),
                 _ => return false,
             },
             _ => return false,

@@ -1,31 +1,30 @@
 //! What a run came to.
 
 use super::Simulation;
-use super::process::Process;
+use super::process::SimProcess;
 use super::trace::Recording;
-use crate::faults::Phase;
+use crate::faults::CoveragePhase;
 use crate::invariants::Violation;
-use crate::memory::Wrong;
+use crate::memory::ContentMismatch;
 use engine::core::error::Failure;
 use engine::core::ids::{RequestId, TransferKey};
 use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, PrefillHook};
 use engine::core::time::Nanos;
-use engine::fabric::{DataEvent, Outcome};
+use engine::fabric::{Completion, DataEvent};
 use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{Bounds, Expect, FirstToken};
+use scenarios::run::{CountBounds, Expect, FirstTokenDeadline};
 use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 
 /// Things by their cause, and how often.
-pub type Causes = BTreeMap<String, u64>;
+pub type CauseCounts = BTreeMap<String, u64>;
 
 /// How a run ended, as exit codes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Verdict {
-    /// Everything held.
+pub enum RunVerdict {
     #[default]
     Held = 0,
     /// The input cannot be used.
@@ -40,8 +39,7 @@ pub enum Verdict {
     Panic = 6,
 }
 
-impl Verdict {
-    /// The exit code.
+impl RunVerdict {
     pub const fn code(self) -> u8 {
         self as u8
     }
@@ -49,17 +47,17 @@ impl Verdict {
     /// One word for it, the same as when serialised.
     pub const fn name(self) -> &'static str {
         match self {
-            Verdict::Held => "held",
-            Verdict::Invalid => "invalid",
-            Verdict::Liveness => "liveness",
-            Verdict::Correctness => "correctness",
-            Verdict::NotDeterministic => "not-deterministic",
-            Verdict::Panic => "panic",
+            RunVerdict::Held => "held",
+            RunVerdict::Invalid => "invalid",
+            RunVerdict::Liveness => "liveness",
+            RunVerdict::Correctness => "correctness",
+            RunVerdict::NotDeterministic => "not-deterministic",
+            RunVerdict::Panic => "panic",
         }
     }
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for RunVerdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -68,7 +66,6 @@ impl fmt::Display for Verdict {
 /// Percentiles of a span of time, by the nearest rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Percentiles {
-    /// Number of spans.
     pub count: u64,
     /// Half are at most this long.
     pub p50: Nanos,
@@ -94,7 +91,7 @@ impl Percentiles {
 
 /// A direction of a port that was full for some time.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct FullLink {
+pub struct SaturatedLink {
     /// Instance, rank, direction, and `near` for a port within a node.
     pub link: String,
     /// For how long it was used above 80 %, as averaged over tenths of a second.
@@ -108,24 +105,21 @@ pub const FULL: Nanos = Nanos::from_secs(1);
 
 /// Operations of all data planes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Operations {
-    /// Accepted.
+pub struct OperationTotals {
     pub posted: u64,
     /// Answered `Busy`.
     pub refused: u64,
-    /// Completed as failed.
     pub failed: u64,
 }
 
 /// What a run came to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Report {
+pub struct RunReport {
     /// Name of the scenario.
     pub scenario: String,
     /// Seed of the run.
     pub seed: u64,
-    /// How it ended.
-    pub verdict: Verdict,
+    pub verdict: RunVerdict,
     /// Expectations of the scenario that were not met.
     pub unmet: Vec<String>,
     /// Instances that were healed for the liveness phase and stayed connected; empty if there was
@@ -140,20 +134,19 @@ pub struct Report {
     /// Of the finished, those with a prompt that decode computed.
     pub recomputed: u64,
     /// Why prompts were recomputed.
-    pub recompute_causes: Causes,
+    pub recompute_causes: CauseCounts,
     /// Why requests failed.
-    pub failure_causes: Causes,
+    pub failure_causes: CauseCounts,
     /// Broken promises, the first few.
     #[serde(skip)]
     pub violations: Vec<Violation>,
-    /// All of them.
     pub violation_count: u64,
     /// What was under way at the end, if the run did not come to rest.
     pub left: Option<String>,
     /// How often each kind of fault hit, by phase of the transfers concerned; those that drawing
     /// has worked into the run count once.
     #[serde(skip)]
-    pub faults: BTreeMap<(FaultKind, Phase), u64>,
+    pub faults: BTreeMap<(FaultKind, CoveragePhase), u64>,
     /// Tables of faults, by line and kind, that the run has and that never hit.
     pub unfired: Vec<(u32, FaultKind)>,
     /// Hash of the trace; the seed is part of it.
@@ -172,9 +165,9 @@ pub struct Report {
     /// Bytes sent by the busiest port, in a million of what it could have sent in the time.
     pub link_use_ppm: u64,
     /// Directions of ports that were used above 80 % for some time, by that time.
-    pub full_links: Vec<FullLink>,
+    pub full_links: Vec<SaturatedLink>,
     /// Operations of all data planes, while the workload lasted.
-    pub operations: Operations,
+    pub operations: OperationTotals,
     /// Most blocks of an instance's group owned or shared by requests.
     pub blocks_held_peak: u32,
     /// Most blocks of an instance's group kept because a transfer may still touch them.
@@ -186,14 +179,14 @@ pub struct Report {
 
 /// What is counted while a run goes on.
 #[derive(Debug, Default)]
-pub(super) struct Stats {
+pub(super) struct RunStats {
     /// Reused when a data plane is polled.
     pub(super) events: Vec<DataEvent>,
     ttft: Vec<Nanos>,
     transfer: Vec<Nanos>,
-    recomputed: Causes,
-    failed: Causes,
-    operations: Operations,
+    recomputed: CauseCounts,
+    failed: CauseCounts,
+    operations: OperationTotals,
     held: u32,
     quarantined: u32,
     wrong: Option<String>,
@@ -205,7 +198,7 @@ pub(super) struct Stats {
     allocated: BTreeMap<(u16, RequestId), Nanos>,
 }
 
-fn count(causes: &mut Causes, cause: &str) {
+fn count(causes: &mut CauseCounts, cause: &str) {
     match causes.get_mut(cause) {
         Some(count) => *count += 1,
         None => {
@@ -214,7 +207,7 @@ fn count(causes: &mut Causes, cause: &str) {
     }
 }
 
-impl Stats {
+impl RunStats {
     /// The workload is done; probes are no part of the report.
     pub(super) fn close(&mut self) {
         self.closed = true;
@@ -228,8 +221,8 @@ impl Stats {
         self.operations.refused += u64::from(!self.closed);
     }
 
-    pub(super) fn completed(&mut self, outcome: &Outcome) {
-        let failed = *outcome != Outcome::Done && !self.closed;
+    pub(super) fn completed(&mut self, outcome: &Completion) {
+        let failed = *outcome != Completion::Done && !self.closed;
         self.operations.failed += u64::from(failed);
     }
 
@@ -249,13 +242,13 @@ impl Stats {
         }
     }
 
-    pub(super) fn compared(&mut self, wrong: Option<&Wrong>) {
+    pub(super) fn compared(&mut self, wrong: Option<&ContentMismatch>) {
         if self.wrong.is_none() {
-            self.wrong = wrong.map(Wrong::to_string);
+            self.wrong = wrong.map(ContentMismatch::to_string);
         }
     }
 
-    pub(super) fn pools(&mut self, groups: usize, process: Option<&Process>) {
+    pub(super) fn pools(&mut self, groups: usize, process: Option<&SimProcess>) {
         let Some(process) = process else { return };
         for group in 0..groups {
             let pool = process.engine.pool(group);
@@ -310,10 +303,10 @@ impl Stats {
 }
 
 impl Simulation {
-    pub(super) fn report(&mut self, [finished, failed, unknown]: [u64; 3]) -> Report {
+    pub(super) fn report(&mut self, [finished, failed, unknown]: [u64; 3]) -> RunReport {
         let stats = std::mem::take(&mut self.stats);
         let open = self.clients.open as u64;
-        let (mut violations, mut count) = self.watch.violations();
+        let (mut violations, mut count) = self.observer.violations();
         let now = self.now;
         let mut add = |id, text| {
             count += 1;
@@ -326,26 +319,28 @@ impl Simulation {
             }
             if open > 0 {
                 add(InvariantId::EveryRequestEnds, format!("{open} requests had no end"));
-            } else if !self.rest.at_rest {
-                add(InvariantId::NoLeak, self.what_is_left());
+            } else if !self.quiescence.quiescent {
+                add(InvariantId::NoLeak, self.outstanding_work());
             }
         }
         let recomputed = stats.recomputed.values().sum();
         let mut unmet = unmet(&self.run.expect, [finished, failed, unknown + open, recomputed]);
         unmet.extend(self.unmet_load(&stats.operations));
         if let Some(within) = self.run.expect.within
-            && self.rest.served() > within
+            && self.quiescence.served() > within
         {
-            unmet
-                .push(format!("the last request ended at {}, not by {within}", self.rest.served()));
+            unmet.push(format!(
+                "the last request ended at {}, not by {within}",
+                self.quiescence.served()
+            ));
         }
         let (bytes, link_use_ppm) = self.traffic();
-        Report {
+        RunReport {
             scenario: self.run.name.clone(),
             seed: self.run.seed,
             verdict: verdict(&violations, &unmet),
             unmet,
-            core: std::mem::take(&mut self.rest.core),
+            core: std::mem::take(&mut self.quiescence.core),
             finished,
             failed,
             unknown: unknown + open,
@@ -354,8 +349,8 @@ impl Simulation {
             failure_causes: stats.failed,
             violations,
             violation_count: count,
-            left: (!self.rest.at_rest).then(|| self.what_is_left()),
-            unfired: self.watch.faults.unfired(),
+            left: (!self.quiescence.quiescent).then(|| self.outstanding_work()),
+            unfired: self.observer.faults.unfired(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),
@@ -373,19 +368,19 @@ impl Simulation {
     }
 
     /// What the scenario expects of operations and first tokens and did not get.
-    fn unmet_load(&self, operations: &Operations) -> Vec<String> {
+    fn unmet_load(&self, operations: &OperationTotals) -> Vec<String> {
         let expect = &self.run.expect;
         let wanted = [
             ("posted", expect.operations.posted, operations.posted),
             ("refused", expect.operations.refused, operations.refused),
             ("failed", expect.operations.failed, operations.failed),
         ];
-        let outside = |(name, bounds, count): (&str, Option<Bounds>, u64)| {
-            let Bounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
+        let outside = |(name, bounds, count): (&str, Option<CountBounds>, u64)| {
+            let CountBounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
             Some(format!("{count} operations {name}, not {min} to {max}"))
         };
-        let late = |first: &FirstToken| {
-            let FirstToken { request, within } = *first;
+        let late = |first: &FirstTokenDeadline| {
+            let FirstTokenDeadline { request, within } = *first;
             match self.clients.first_token_after(&self.run, request) {
                 Some(span) if span <= within => None,
                 Some(span) => Some(format!(
@@ -399,7 +394,7 @@ impl Simulation {
     }
 
     /// Directions of ports that were full, the longest first.
-    fn full_links(&self) -> Vec<FullLink> {
+    fn full_links(&self) -> Vec<SaturatedLink> {
         let mut links = Vec::new();
         for instance in &self.instances {
             for (rank, (far, near)) in instance.ports.iter().enumerate() {
@@ -409,7 +404,7 @@ impl Simulation {
                         let part = u128::from(full.0) * 1_000_000;
                         let full_ppm = part.checked_div(self.now.0.into()).unwrap_or(0) as u64;
                         let link = || format!("{}.{rank} {direction}{place}", instance.spec.name);
-                        links.extend((full > Nanos::ZERO).then(|| FullLink {
+                        links.extend((full > Nanos::ZERO).then(|| SaturatedLink {
                             link: link(),
                             full,
                             full_ppm,
@@ -422,10 +417,10 @@ impl Simulation {
         links
     }
 
-    fn coverage(&self) -> BTreeMap<(FaultKind, Phase), u64> {
-        let mut coverage = self.watch.faults.coverage().clone();
+    fn coverage(&self) -> BTreeMap<(FaultKind, CoveragePhase), u64> {
+        let mut coverage = self.observer.faults.coverage().clone();
         for kind in &self.run.shaped {
-            coverage.insert((*kind, Phase::Idle), 1);
+            coverage.insert((*kind, CoveragePhase::Idle), 1);
         }
         coverage
     }
@@ -446,22 +441,22 @@ impl Simulation {
     }
 }
 
-fn verdict(violations: &[Violation], unmet: &[String]) -> Verdict {
+fn verdict(violations: &[Violation], unmet: &[String]) -> RunVerdict {
     let lives = |violation: &Violation| violation.id.id().starts_with('L');
     if violations.iter().any(|violation| !lives(violation)) {
-        Verdict::Correctness
+        RunVerdict::Correctness
     } else if !violations.is_empty() {
-        Verdict::Liveness
+        RunVerdict::Liveness
     } else if !unmet.is_empty() {
-        Verdict::Correctness
+        RunVerdict::Correctness
     } else {
-        Verdict::Held
+        RunVerdict::Held
     }
 }
 
 fn unmet(expect: &Expect, counts: [u64; 4]) -> Vec<String> {
     let bounds = &expect.requests;
-    let wanted: [(&str, Option<Bounds>); 4] = [
+    let wanted: [(&str, Option<CountBounds>); 4] = [
         ("finished", bounds.finished),
         ("failed", bounds.failed),
         ("unknown", bounds.unknown),
@@ -469,7 +464,7 @@ fn unmet(expect: &Expect, counts: [u64; 4]) -> Vec<String> {
     ];
     let mut unmet = Vec::new();
     for ((name, bounds), count) in wanted.into_iter().zip(counts) {
-        if let Some(Bounds { min, max }) = bounds.filter(|bounds| !bounds.contains(count)) {
+        if let Some(CountBounds { min, max }) = bounds.filter(|bounds| !bounds.contains(count)) {
             unmet.push(format!("{count} requests {name}, not {min} to {max}"));
         }
     }

@@ -1,6 +1,6 @@
 //! The trace of a run: its hash, and on request every input and effect.
 
-use super::actor::{ActorId, MachineConfig, MachineEffect, MachineInput};
+use super::actor::{MachineConfig, MachineEffect, MachineId, MachineInput};
 use crate::hash::TraceHasher;
 use engine::core::decode::{DecodeEffect, DecodeInput};
 use engine::core::ids::TransferKey;
@@ -16,27 +16,23 @@ use std::io::Cursor;
 
 /// One input or effect.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// When.
+pub struct RecordedEvent {
     pub t: Nanos,
     /// Counts the records from 1.
     pub seq: u64,
     /// The record that led here; 0 if that is not a record.
     pub cause: u64,
-    /// Which machine.
-    pub actor: ActorId,
+    pub actor: MachineId,
     /// The transfer that it names, if it names one.
     pub transfer: Option<TransferKey>,
-    /// What happened.
-    pub detail: Detail,
+    pub detail: RecordedDetail,
 }
 
 /// What happened to a machine, or what it wanted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Detail {
+pub enum RecordedDetail {
     /// It came into being.
     Start(MachineConfig),
-    /// It vanished.
     Stop,
     /// It got an input.
     Input(MachineInput),
@@ -59,7 +55,7 @@ pub(super) struct Tracer {
 }
 
 /// What can be traced as an effect.
-pub(super) trait Effect: Hash + Clone + Into<MachineEffect> {
+pub(super) trait TracedEffect: Hash + Clone + Into<MachineEffect> {
     /// The transfer that it names.
     fn transfer(&self) -> Option<TransferKey> {
         None
@@ -83,10 +79,10 @@ effects! {
     Transfer: TransferEffect;
 }
 
-impl Effect for PrefillEffect {}
-impl Effect for DecodeEffect {}
-impl Effect for TransferEffect {}
-impl Effect for RouterEffect {
+impl TracedEffect for PrefillEffect {}
+impl TracedEffect for DecodeEffect {}
+impl TracedEffect for TransferEffect {}
+impl TracedEffect for RouterEffect {
     fn transfer(&self) -> Option<TransferKey> {
         match self {
             RouterEffect::Dispatch { body: LegBody::Prefill { transfer, .. }, .. } => {
@@ -126,7 +122,7 @@ impl Tracer {
         self.seq
     }
 
-    fn next(&mut self, now: Nanos, actor: ActorId, tag: u8) {
+    fn next(&mut self, now: Nanos, actor: MachineId, tag: u8) {
         self.seq += 1;
         self.hasher.write_u64(now.0);
         self.hasher.add(&(tag, actor));
@@ -135,53 +131,59 @@ impl Tracer {
     fn keep(
         &mut self,
         t: Nanos,
-        actor: ActorId,
+        actor: MachineId,
         cause: u64,
         transfer: impl FnOnce() -> Option<TransferKey>,
-        detail: impl FnOnce() -> Detail,
+        detail: impl FnOnce() -> RecordedDetail,
     ) {
         if let Some(recording) = &mut self.recording {
             let (transfer, detail) = (transfer(), detail());
-            recording.push(&Record { t, seq: self.seq, cause, actor, transfer, detail });
+            recording.push(&RecordedEvent { t, seq: self.seq, cause, actor, transfer, detail });
         }
     }
 
-    pub(super) fn started(&mut self, now: Nanos, actor: ActorId, config: &MachineConfig) {
+    pub(super) fn started(&mut self, now: Nanos, actor: MachineId, config: &MachineConfig) {
         self.next(now, actor, 0);
         let bytes = rmp_serde::to_vec(config).expect("settings can be serialised");
         self.hasher.write(&bytes);
-        self.keep(now, actor, 0, || None, || Detail::Start(config.clone()));
+        self.keep(now, actor, 0, || None, || RecordedDetail::Start(config.clone()));
     }
 
-    pub(super) fn stopped(&mut self, now: Nanos, actor: ActorId) {
+    pub(super) fn stopped(&mut self, now: Nanos, actor: MachineId) {
         self.next(now, actor, 1);
-        self.keep(now, actor, 0, || None, || Detail::Stop);
+        self.keep(now, actor, 0, || None, || RecordedDetail::Stop);
     }
 
-    pub(super) fn input(&mut self, now: Nanos, actor: ActorId, cause: u64, input: &MachineInput) {
+    pub(super) fn input(&mut self, now: Nanos, actor: MachineId, cause: u64, input: &MachineInput) {
         self.next(now, actor, 2);
         self.hasher.add(input);
-        self.keep(now, actor, cause, || transfer_of(input), || Detail::Input(input.clone()));
+        self.keep(
+            now,
+            actor,
+            cause,
+            || transfer_of(input),
+            || RecordedDetail::Input(input.clone()),
+        );
     }
 
     pub(super) fn settled(&mut self, now: Nanos, core: &[String]) {
-        self.next(now, ActorId::Router, 4);
+        self.next(now, MachineId::Router, 4);
         self.hasher.add(&core);
-        self.keep(now, ActorId::Router, 0, || None, || Detail::Settled(core.to_vec()));
+        self.keep(now, MachineId::Router, 0, || None, || RecordedDetail::Settled(core.to_vec()));
     }
 
     /// The number of its record.
-    pub(super) fn effect<E: Effect>(
+    pub(super) fn effect<E: TracedEffect>(
         &mut self,
         now: Nanos,
-        actor: ActorId,
+        actor: MachineId,
         cause: u64,
         effect: &E,
     ) -> u64 {
         self.next(now, actor, 3);
         self.hasher.add(effect);
         let transfer = || effect.transfer();
-        self.keep(now, actor, cause, transfer, || Detail::Effect(effect.clone().into()));
+        self.keep(now, actor, cause, transfer, || RecordedDetail::Effect(effect.clone().into()));
         self.seq
     }
 
@@ -203,32 +205,32 @@ impl Recording {
     ///
     /// # Errors
     /// What is wrong with the bytes; from the records, each on its own.
-    pub fn read(&self) -> Result<(String, u64, Records<'_>), rmp_serde::decode::Error> {
+    pub fn read(&self) -> Result<(String, u64, RecordingReader<'_>), rmp_serde::decode::Error> {
         let mut reader = rmp_serde::Deserializer::new(Cursor::new(self.0.as_slice()));
         let (name, seed) = Deserialize::deserialize(&mut reader)?;
-        Ok((name, seed, Records { reader }))
+        Ok((name, seed, RecordingReader { reader }))
     }
 }
 
 /// The records of a [`Recording`].
-pub struct Records<'a> {
+pub struct RecordingReader<'a> {
     reader: rmp_serde::Deserializer<rmp_serde::decode::ReadReader<Cursor<&'a [u8]>>>,
 }
 
-impl std::fmt::Debug for Records<'_> {
+impl std::fmt::Debug for RecordingReader<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Records")
     }
 }
 
-impl Iterator for Records<'_> {
-    type Item = Result<Record, rmp_serde::decode::Error>;
+impl Iterator for RecordingReader<'_> {
+    type Item = Result<RecordedEvent, rmp_serde::decode::Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let bytes = self.reader.get_ref();
         if bytes.position() == bytes.get_ref().len() as u64 {
             return None;
         }
-        Some(Record::deserialize(&mut self.reader))
+        Some(RecordedEvent::deserialize(&mut self.reader))
     }
 }

@@ -1,15 +1,15 @@
 //! A decode engine that keeps to the contract of the hooks.
 
 use super::frames;
-use super::world::{Engine, Told, Want, moriio_peer};
+use super::world::{FuzzCoreEffect, FuzzCoreInput, FuzzEngine, moriio_peer};
+use engine::core::config::CoreConfig;
 use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use engine::core::ids::{Incarnation, RequestId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, Role};
-use engine::core::station::CoreConfig;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum FuzzRequestPhase {
     Waiting,
     /// Has blocks, and an answer is due.
     Loading,
@@ -17,11 +17,11 @@ enum Phase {
 }
 
 #[derive(Debug)]
-struct Request {
+struct FuzzDecodeRequest {
     id: RequestId,
     tokens: u32,
     blocks: Vec<u32>,
-    phase: Phase,
+    phase: FuzzRequestPhase,
     /// It was told to allocate.
     told: bool,
     finished: bool,
@@ -30,7 +30,7 @@ struct Request {
 /// Requests by arrival, and blocks that nobody has.
 #[derive(Debug)]
 pub(super) struct DecodeEngine {
-    requests: Vec<Request>,
+    requests: Vec<FuzzDecodeRequest>,
     free: Vec<u32>,
     arrived: u32,
 }
@@ -59,14 +59,15 @@ impl DecodeEngine {
             mode,
             prefill: if which % 16 == 15 { "peer-1" } else { "peer-0" }.into(),
             control: "tcp://10.0.0.9:6301".into(),
-            life: [None, Some(Incarnation(7)), Some(Incarnation(4))][usize::from(which / 32 % 3)],
+            incarnation: [None, Some(Incarnation(7)), Some(Incarnation(4))]
+                [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(true, blocks)),
         };
-        self.requests.push(Request {
+        self.requests.push(FuzzDecodeRequest {
             id: id.clone(),
             tokens,
             blocks: Vec::new(),
-            phase: Phase::Waiting,
+            phase: FuzzRequestPhase::Waiting,
             told: false,
             finished: false,
         });
@@ -74,19 +75,19 @@ impl DecodeEngine {
     }
 
     /// One of the requests that are not finished and `fit`.
-    fn live(&mut self, which: u8, fit: impl Fn(&Request) -> bool) -> Option<usize> {
+    fn live(&mut self, which: u8, fit: impl Fn(&FuzzDecodeRequest) -> bool) -> Option<usize> {
         let live = self.requests.iter().enumerate();
         let live: Vec<_> = live.filter(|(_, one)| !one.finished && fit(one)).collect();
         live.get(usize::from(which) % live.len().max(1)).map(|(at, _)| *at)
     }
 
     fn allocate(&mut self, which: u8, size: u8) -> Option<DecodeHook> {
-        let at = self.live(which, |one| one.phase == Phase::Waiting)?;
+        let at = self.live(which, |one| one.phase == FuzzRequestPhase::Waiting)?;
         let request = &mut self.requests[at];
         let count = request.tokens.div_ceil(frames::BLOCK_TOKENS) as usize;
         let rest = self.free.len().checked_sub(count)?;
         request.blocks = self.free.split_off(rest);
-        request.phase = Phase::Loading;
+        request.phase = FuzzRequestPhase::Loading;
         let hits = u32::from(size % 16).saturating_sub(7) * frames::BLOCK_TOKENS;
         Some(DecodeHook::Allocated {
             request: request.id.clone(),
@@ -101,7 +102,7 @@ impl DecodeEngine {
         request.finished = true;
         let id = request.id.clone();
         // Only who loads is owed an answer.
-        if request.phase != Phase::Loading {
+        if request.phase != FuzzRequestPhase::Loading {
             self.remove(at);
         }
         Some(DecodeHook::Finished { request: id, reason: FinishReason::Aborted })
@@ -113,7 +114,7 @@ impl DecodeEngine {
     }
 }
 
-impl Engine for DecodeEngine {
+impl FuzzEngine for DecodeEngine {
     type Core = Decode;
     type Hook = DecodeHook;
     type Answer = DecodeAnswer;
@@ -123,23 +124,23 @@ impl Engine for DecodeEngine {
         Decode::new(config)
     }
 
-    fn input(told: Told<DecodeHook>) -> DecodeInput {
+    fn input(told: FuzzCoreInput<DecodeHook>) -> DecodeInput {
         match told {
-            Told::Control(event) => DecodeInput::Control(event),
-            Told::Report(report) => DecodeInput::Report { rank: 0, report },
-            Told::Hook(hook) => DecodeInput::Hook(hook),
-            Told::Drain => DecodeInput::Drain,
-            Told::Tick => DecodeInput::Tick,
+            FuzzCoreInput::Control(event) => DecodeInput::Control(event),
+            FuzzCoreInput::Report(report) => DecodeInput::Report { rank: 0, report },
+            FuzzCoreInput::Hook(hook) => DecodeInput::Hook(hook),
+            FuzzCoreInput::Drain => DecodeInput::Drain,
+            FuzzCoreInput::Tick => DecodeInput::Tick,
         }
     }
 
-    fn want(effect: DecodeEffect) -> Want<DecodeAnswer> {
+    fn want(effect: DecodeEffect) -> FuzzCoreEffect<DecodeAnswer> {
         match effect {
-            DecodeEffect::Control(command) => Want::Control(command),
-            DecodeEffect::Job(job) => Want::Job(job),
-            DecodeEffect::Answer(answer) => Want::Answer(answer),
+            DecodeEffect::Control(command) => FuzzCoreEffect::Control(command),
+            DecodeEffect::Job(job) => FuzzCoreEffect::Job(job),
+            DecodeEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
             DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
-                Want::Nothing
+                FuzzCoreEffect::Nothing
             }
         }
     }
@@ -159,14 +160,14 @@ impl Engine for DecodeEngine {
         let right = match &answer {
             DecodeAnswer::Allocate { .. } => !std::mem::replace(&mut one.told, true),
             DecodeAnswer::Loaded { .. } | DecodeAnswer::LoadFailed { .. } => {
-                one.phase == Phase::Loading
+                one.phase == FuzzRequestPhase::Loading
             }
-            DecodeAnswer::Rejected { .. } => one.phase != Phase::Loaded,
+            DecodeAnswer::Rejected { .. } => one.phase != FuzzRequestPhase::Loaded,
         };
         assert!(right, "{answer:?} to {one:?}");
         match answer {
             DecodeAnswer::Allocate { .. } => {}
-            DecodeAnswer::Loaded { .. } if !one.finished => one.phase = Phase::Loaded,
+            DecodeAnswer::Loaded { .. } if !one.finished => one.phase = FuzzRequestPhase::Loaded,
             _ => self.remove(at),
         }
     }

@@ -1,18 +1,18 @@
 //! The frames that peers say, well formed.
 
-use super::step::{Saying, Words};
+use super::step::{FuzzFrameSpec, NativeMessageSpec};
 use engine::core::Nanos;
 use engine::core::channel::capability;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MemoryDesc};
-use engine::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory, REQUEST};
-use engine::core::dialect::moriio::notify::{Release, RemoteBlocks, ToDecode, ToPrefill};
-use engine::core::dialect::native::{Envelope, Frame, VERSION, VERSION_MIN};
+use engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
+use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, LayerRegions, REQUEST};
+use engine::core::dialect::moriio::notify::{DecodeNotice, PrefillNotice, Release, RemoteBlocks};
+use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VERSION_MIN};
 use engine::core::error::Failure;
 use engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
 use engine::core::layout::{
-    BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout,
+    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
-use engine::core::message::{Hello, Message, Mode, Registration, Role, Tag};
+use engine::core::message::{AttemptTag, Hello, Message, Mode, Registration, Role};
 use engine::fabric::{Address, RegionDesc};
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ pub(super) const BLOCK_TOKENS: u32 = 16;
 /// Bytes of a block: 2 heads, 16 tokens, 8 elements of 2 bytes.
 const BLOCK: u64 = 2 * BLOCK_TOKENS as u64 * 8 * 2;
 const LAYER: u64 = BLOCK * BLOCKS as u64;
-/// The engine whose core is tested, and its life.
+/// The engine whose core is tested, and its incarnation.
 pub(super) const OWN: (&str, Incarnation) = ("10.0.0.1:6300", Incarnation(5));
 
 pub(super) fn geometry() -> Geometry {
     let layers = (0..LAYERS).collect();
-    let group = Group { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, layers };
+    let group = KvGroup { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, layers };
     Geometry {
         model: "m".into(),
         tp: 1,
@@ -46,7 +46,8 @@ pub(super) fn layer_name(layer: u16) -> Arc<str> {
 
 fn region(data: u64) -> Vec<u8> {
     let size = LAYER * u64::from(LAYERS);
-    let desc = MemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MemoryDesc::default() };
+    let desc =
+        MoriMemoryDesc { engine_key: "k".into(), data, size, loc: 1, ..MoriMemoryDesc::default() };
     desc.encode(DescLayout::V1_2_2)
 }
 
@@ -83,7 +84,7 @@ pub(super) fn metadata(data: u64, num_blocks: i64) -> AgentMetadata {
 
 pub(super) fn memory(data: u64, layers: u16) -> LayerMemory {
     let region: Arc<[u8]> = region(data).into();
-    let layer = |layer| Layer { name: layer_name(layer), regions: vec![region.clone()] };
+    let layer = |layer| LayerRegions { name: layer_name(layer), regions: vec![region.clone()] };
     LayerMemory((0..layers).map(layer).collect())
 }
 
@@ -91,13 +92,18 @@ pub(super) fn transfer(number: u8) -> TransferId {
     format!("tx-{}", number % 6).into()
 }
 
-/// The newest version that a peer speaks in this life.
-pub(super) fn version(life: u64) -> u16 {
-    if life.is_multiple_of(2) { VERSION_MIN } else { VERSION }
+/// The newest version that a peer speaks in this incarnation.
+pub(super) fn version(incarnation: u64) -> u16 {
+    if incarnation.is_multiple_of(2) { VERSION_MIN } else { VERSION }
 }
 
 /// The hello of a peer with this role; `odd` other than 0 makes it one that does not fit.
-pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) -> Box<Hello> {
+pub(super) fn hello(
+    role: Role,
+    peer: u8,
+    (incarnation, session): (u64, u64),
+    odd: u8,
+) -> Box<Hello> {
     let mut geometry = geometry();
     let mut ranks = vec![layout(0x10_0000)];
     match odd % 16 {
@@ -111,10 +117,10 @@ pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) 
         _ => {}
     }
     Box::new(Hello {
-        version: if odd % 16 == 8 { 9 } else { version(life) },
+        version: if odd % 16 == 8 { 9 } else { version(incarnation) },
         version_min: if odd % 16 == 8 { 9 } else { 1 },
         engine: format!("peer-{}", peer % 4).into(),
-        incarnation: Incarnation(life),
+        incarnation: Incarnation(incarnation),
         session,
         expects: OWN.0.into(),
         role,
@@ -126,9 +132,9 @@ pub(super) fn hello(role: Role, peer: u8, (life, session): (u64, u64), odd: u8) 
 }
 
 /// A native message; tags that the core used are in `known`.
-pub(super) fn message(saying: &Saying, known: &[Tag]) -> Message {
+pub(super) fn message(saying: &NativeMessageSpec, known: &[AttemptTag]) -> Message {
     let tag = saying.tag.and_then(|at| known.get(usize::from(at) % known.len().max(1))).cloned();
-    let tag = tag.unwrap_or_else(|| Tag {
+    let tag = tag.unwrap_or_else(|| AttemptTag {
         key: TransferKey { id: transfer(saying.transfer), prompt: 0 },
         sibling: u32::from(saying.sibling % 4),
         attempt: Attempt(u32::from(saying.attempt)),
@@ -155,25 +161,25 @@ pub(super) fn message(saying: &Saying, known: &[Tag]) -> Message {
 }
 
 /// The parts of words that are the same over every link; none for words of the native dialect.
-pub(super) fn moriio(words: &Words) -> Option<Vec<Vec<u8>>> {
+pub(super) fn moriio(words: &FuzzFrameSpec) -> Option<Vec<Vec<u8>>> {
     let part = match words {
-        Words::Blocks { transfer: id, ids, rank } => {
+        FuzzFrameSpec::Blocks { transfer: id, ids, rank } => {
             let ids = ids.iter().map(|id| BlockId(u32::from(*id))).collect();
             let blocks = RemoteBlocks::new(None, transfer(*id), ids, u16::from(*rank));
-            ToPrefill::RemoteBlocks(blocks.ok()?).encode()
+            PrefillNotice::RemoteBlocks(blocks.ok()?).encode()
         }
-        Words::Released { transfer: id, tp } => {
+        FuzzFrameSpec::Released { transfer: id, tp } => {
             let release = Release::new(transfer(*id), NonZeroU16::new(*tp)?, 0);
-            ToPrefill::Release(release.ok()?).encode()
+            PrefillNotice::Release(release.ok()?).encode()
         }
-        Words::Written { transfer: id } => ToDecode::WriteDone(transfer(*id)).encode(),
-        Words::Bare { transfer: id } => transfer(*id).0.as_bytes().to_vec(),
-        Words::Call => REQUEST.to_vec(),
-        Words::Metadata { shift, blocks } => {
+        FuzzFrameSpec::Written { transfer: id } => DecodeNotice::WriteDone(transfer(*id)).encode(),
+        FuzzFrameSpec::Bare { transfer: id } => transfer(*id).0.as_bytes().to_vec(),
+        FuzzFrameSpec::Call => REQUEST.to_vec(),
+        FuzzFrameSpec::Metadata { shift, blocks } => {
             let data = 0x10_0000 + u64::from(*shift) / 2;
             return Some(metadata(data, i64::from(*blocks)).encode().into());
         }
-        Words::Memory { shift, layers } => {
+        FuzzFrameSpec::Memory { shift, layers } => {
             let data = 0x10_0000 + u64::from(*shift) / 2;
             return Some(memory(data, u16::from(*layers % 4)).encode().into());
         }
@@ -182,10 +188,10 @@ pub(super) fn moriio(words: &Words) -> Option<Vec<Vec<u8>>> {
     Some(vec![part])
 }
 
-/// One native frame of each kind, as conversations of this version have them.
+/// One native frame of each kind, as connections of this version have them.
 pub(crate) fn samples(version: u16) -> Vec<Frame> {
-    let envelope = Envelope { version, from: Incarnation(7), to: OWN.1, session: 1 };
-    let saying = Saying {
+    let envelope = ConnectionHeader { version, from: Incarnation(7), to: OWN.1, session: 1 };
+    let saying = NativeMessageSpec {
         kind: 0,
         tag: None,
         transfer: 1,
@@ -200,7 +206,7 @@ pub(crate) fn samples(version: u16) -> Vec<Frame> {
         quiet: true,
     };
     let data = (0..11).map(|kind| {
-        let message = message(&Saying { kind, ..saying.clone() }, &[]);
+        let message = message(&NativeMessageSpec { kind, ..saying.clone() }, &[]);
         Frame::Data { envelope, seq: u64::from(kind), message }
     });
     let hello = hello(Role::Decode, 0, (7, 1), 0);

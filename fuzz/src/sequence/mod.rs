@@ -3,18 +3,18 @@
 
 mod decode;
 pub(crate) mod frames;
+mod network;
 mod prefill;
 mod ranks;
 mod step;
-mod wire;
 mod world;
 
 use arbitrary::{Arbitrary, Unstructured};
 use decode::DecodeEngine;
 use engine::core::message::Mode;
 use prefill::PrefillEngine;
-use step::Step;
-use world::{Engine, World};
+use step::FuzzStep;
+use world::{FuzzEngine, FuzzWorld};
 
 /// Steps of one program.
 const STEPS_MAX: usize = 400;
@@ -29,19 +29,19 @@ pub fn run(data: &[u8]) {
     let bit = |at: u8| kind >> at & 1 == 1;
     let mode = if bit(1) { Mode::Pull } else { Mode::Push };
     if bit(0) {
-        play(World::<DecodeEngine>::new(mode, bit(2), bit(3)), program);
+        play(FuzzWorld::<DecodeEngine>::new(mode, bit(2), bit(3)), program);
     } else {
-        play(World::<PrefillEngine>::new(mode, bit(2), bit(3)), program);
+        play(FuzzWorld::<PrefillEngine>::new(mode, bit(2), bit(3)), program);
     }
 }
 
-fn play<E: Engine>(mut world: World<E>, program: &[u8]) {
+fn play<E: FuzzEngine>(mut world: FuzzWorld<E>, program: &[u8]) {
     let mut program = Unstructured::new(program);
     for _ in 0..STEPS_MAX {
         if program.is_empty() || world.is_tired() {
             break;
         }
-        let Ok(step) = Step::arbitrary(&mut program) else { break };
+        let Ok(step) = FuzzStep::arbitrary(&mut program) else { break };
         world.step(step);
     }
     world.settle();

@@ -1,17 +1,17 @@
 //! A prefill engine that keeps to the contract of the hooks.
 
 use super::frames;
-use super::world::{Engine, Told, Want, moriio_peer};
+use super::world::{FuzzCoreEffect, FuzzCoreInput, FuzzEngine, moriio_peer};
+use engine::core::config::CoreConfig;
 use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{
     Chunk, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role,
 };
 use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::station::CoreConfig;
 
 #[derive(Debug)]
-struct Request {
+struct FuzzPrefillRequest {
     id: RequestId,
     tokens: u32,
     /// Tokens that are computed.
@@ -25,7 +25,7 @@ struct Request {
 /// Requests by arrival.
 #[derive(Debug, Default)]
 pub(super) struct PrefillEngine {
-    requests: Vec<Request>,
+    requests: Vec<FuzzPrefillRequest>,
     arrived: u32,
     steps: u64,
 }
@@ -44,17 +44,24 @@ impl PrefillEngine {
             key: TransferKey { id: frames::transfer(which), prompt: 0 },
             siblings: 1 + u32::from(size % 3),
             mode,
-            life: [None, Some(frames::OWN.1), Some(Incarnation(4))][usize::from(which / 32 % 3)],
+            incarnation: [None, Some(frames::OWN.1), Some(Incarnation(4))]
+                [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(mode == Mode::Push, Vec::new())),
         };
-        let request =
-            Request { id: id.clone(), tokens, to: 0, finished: false, freed: false, unsafe_yet: 0 };
+        let request = FuzzPrefillRequest {
+            id: id.clone(),
+            tokens,
+            to: 0,
+            finished: false,
+            freed: false,
+            unsafe_yet: 0,
+        };
         self.requests.push(request);
         Some(PrefillHook::Arrived { request: id, leg, tokens })
     }
 
     /// One of the requests that are not finished.
-    fn live(&mut self, which: u8) -> Option<&mut Request> {
+    fn live(&mut self, which: u8) -> Option<&mut FuzzPrefillRequest> {
         let mut live: Vec<_> = self.requests.iter_mut().filter(|one| !one.finished).collect();
         let at = usize::from(which) % live.len().max(1);
         (at < live.len()).then(|| live.swap_remove(at))
@@ -80,13 +87,13 @@ impl PrefillEngine {
         self.requests.retain(|one| one.id != *id || !one.freed || one.unsafe_yet > 0);
     }
 
-    fn named(&mut self, id: &RequestId) -> &mut Request {
+    fn named(&mut self, id: &RequestId) -> &mut FuzzPrefillRequest {
         let found = self.requests.iter_mut().find(|one| one.id == *id);
         found.unwrap_or_else(|| panic!("an answer for {id}, which has all of its answers"))
     }
 }
 
-impl Engine for PrefillEngine {
+impl FuzzEngine for PrefillEngine {
     type Core = Prefill;
     type Hook = PrefillHook;
     type Answer = PrefillAnswer;
@@ -96,24 +103,24 @@ impl Engine for PrefillEngine {
         Prefill::new(config)
     }
 
-    fn input(told: Told<PrefillHook>) -> PrefillInput {
+    fn input(told: FuzzCoreInput<PrefillHook>) -> PrefillInput {
         match told {
-            Told::Control(event) => PrefillInput::Control(event),
-            Told::Report(report) => PrefillInput::Report { rank: 0, report },
-            Told::Hook(hook) => PrefillInput::Hook(hook),
-            Told::Drain => PrefillInput::Drain,
-            Told::Tick => PrefillInput::Tick,
+            FuzzCoreInput::Control(event) => PrefillInput::Control(event),
+            FuzzCoreInput::Report(report) => PrefillInput::Report { rank: 0, report },
+            FuzzCoreInput::Hook(hook) => PrefillInput::Hook(hook),
+            FuzzCoreInput::Drain => PrefillInput::Drain,
+            FuzzCoreInput::Tick => PrefillInput::Tick,
         }
     }
 
-    fn want(effect: PrefillEffect) -> Want<PrefillAnswer> {
+    fn want(effect: PrefillEffect) -> FuzzCoreEffect<PrefillAnswer> {
         match effect {
-            PrefillEffect::Control(command) => Want::Control(command),
-            PrefillEffect::Job(job) => Want::Job(job),
-            PrefillEffect::Answer(answer) => Want::Answer(answer),
+            PrefillEffect::Control(command) => FuzzCoreEffect::Control(command),
+            PrefillEffect::Job(job) => FuzzCoreEffect::Job(job),
+            PrefillEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
-            | PrefillEffect::Router(_) => Want::Nothing,
+            | PrefillEffect::Router(_) => FuzzCoreEffect::Nothing,
         }
     }
 

@@ -4,7 +4,7 @@ use arbitrary::Arbitrary;
 
 /// One step; numbers are taken modulo what there is to choose from.
 #[derive(Clone, Debug, Arbitrary)]
-pub(super) enum Step {
+pub(super) enum FuzzStep {
     /// A peer does with the oldest frame that it got what it should.
     Polite,
     /// The engine calls a hook.
@@ -14,13 +14,13 @@ pub(super) enum Step {
     /// The ranks report something.
     Report { what: u8, which: u8 },
     /// A native decode dials and says hello.
-    Greet { peer: u8, life: u8, session: u8 },
+    Greet { peer: u8, incarnation: u8, session: u8 },
     /// The other side opens a link.
     Open { channel: u8 },
     /// A frame comes over a link.
-    Say { link: u8, words: Words },
+    Say { link: u8, words: FuzzFrameSpec },
     /// The same, with one byte changed and perhaps cut short.
-    Hurt { link: u8, words: Words, at: u16, value: u8, cut: Option<u16> },
+    Hurt { link: u8, words: FuzzFrameSpec, at: u16, value: u8, cut: Option<u16> },
     /// Bytes come over a link.
     Raw { link: u8, parts: Vec<Vec<u8>> },
     /// A link is gone.
@@ -35,11 +35,11 @@ pub(super) enum Step {
 
 /// What a frame says.
 #[derive(Clone, Debug, Arbitrary)]
-pub(super) enum Words {
+pub(super) enum FuzzFrameSpec {
     /// A native message with the next number, or another.
     Data {
         skew: Option<i8>,
-        saying: Saying,
+        saying: NativeMessageSpec,
     },
     /// MoRIIO: write here.
     Blocks {
@@ -75,17 +75,17 @@ pub(super) enum Words {
     /// Native, and so are all that follow.
     Hello {
         peer: u8,
-        life: u8,
+        incarnation: u8,
         session: u8,
         odd: u8,
     },
     Welcome {
-        life: u8,
+        incarnation: u8,
         session: Option<u8>,
         odd: u8,
     },
     Refuse {
-        life: u8,
+        incarnation: u8,
     },
     Ack {
         next: u8,
@@ -97,9 +97,8 @@ pub(super) enum Words {
     },
 }
 
-/// A native message.
 #[derive(Clone, Debug, Arbitrary)]
-pub(super) struct Saying {
+pub(super) struct NativeMessageSpec {
     pub(super) kind: u8,
     /// One of the tags that the core used, or a new one.
     pub(super) tag: Option<u8>,

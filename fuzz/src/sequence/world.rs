@@ -1,50 +1,50 @@
 //! One core, its engine, its rank and its wire.
 
 use super::frames;
-use super::ranks::Ranks;
-use super::step::{Step, Words};
-use super::wire::{Wire, Word};
+use super::network::{FuzzFrame, FuzzNetwork};
+use super::ranks::FuzzRanks;
+use super::step::{FuzzFrameSpec, FuzzStep};
 use engine::core::channel::ChannelConfig;
 use engine::core::command::ControlCommand;
+use engine::core::config::{CoreConfig, CoreSettings};
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::params::Peer;
-use engine::core::dialect::moriio::ports::Shape;
+use engine::core::dialect::moriio::params::MoriioRemote;
+use engine::core::dialect::moriio::ports::ParallelSizes;
 use engine::core::layout::BlockList;
-use engine::core::message::{Job, Mode, MoriioPeer, Report, Role};
+use engine::core::message::{Mode, MoriioLeg, Role, TransferJob, TransferReport};
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::core::station::{CoreConfig, CoreSettings};
 use engine::core::{Gauges, Machine, Nanos, Outbox};
-use engine::fabric::{Channel, ControlEvent, LinkId};
+use engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::fmt::Debug;
 use std::sync::Arc;
 
 /// Something that a core is told.
-pub(super) enum Told<H> {
+pub(super) enum FuzzCoreInput<H> {
     Control(ControlEvent),
-    Report(Report),
+    Report(TransferReport),
     Hook(H),
     Drain,
     Tick,
 }
 
 /// Something that a core wants.
-pub(super) enum Want<A> {
+pub(super) enum FuzzCoreEffect<A> {
     Control(ControlCommand),
-    Job(Job),
+    Job(TransferJob),
     Answer(A),
     Nothing,
 }
 
 /// The serving engine of a core, and how that core is talked to.
-pub(super) trait Engine: Default {
+pub(super) trait FuzzEngine: Default {
     type Core: Machine;
     type Hook: Debug;
     type Answer;
     const ROLE: Role;
 
     fn core(config: CoreConfig) -> Self::Core;
-    fn input(told: Told<Self::Hook>) -> <Self::Core as Machine>::Input;
-    fn want(effect: <Self::Core as Machine>::Effect) -> Want<Self::Answer>;
+    fn input(told: FuzzCoreInput<Self::Hook>) -> <Self::Core as Machine>::Input;
+    fn want(effect: <Self::Core as Machine>::Effect) -> FuzzCoreEffect<Self::Answer>;
     /// A hook that may be called now, if there is one.
     fn hook(&mut self, mode: Mode, what: u8, which: u8, size: u8) -> Option<Self::Hook>;
     /// Panics on an answer that is not due.
@@ -66,11 +66,11 @@ const TICKS_MAX: u32 = 64;
 const TICKS_TOTAL: u32 = 20_000;
 
 #[derive(Debug)]
-pub(super) struct World<E: Engine> {
+pub(super) struct FuzzWorld<E: FuzzEngine> {
     core: E::Core,
     engine: E,
-    ranks: Ranks,
-    wire: Wire,
+    ranks: FuzzRanks,
+    wire: FuzzNetwork,
     mode: Mode,
     limits: Gauges,
     now: Nanos,
@@ -78,12 +78,12 @@ pub(super) struct World<E: Engine> {
 }
 
 /// The other engine, which speaks MoRIIO.
-pub(super) fn moriio_peer(known: bool, blocks: Vec<BlockList>) -> Arc<MoriioPeer> {
+pub(super) fn moriio_peer(known: bool, blocks: Vec<BlockList>) -> Arc<MoriioLeg> {
     let address = ZmqAddress { host: "10.0.0.9".into(), handshake: 6301, notify: 7301 };
     let hosts = vec![address.host.clone()];
-    let shape = Shape { dp_size_local: 1, tp_size: 1 };
-    let peer = Peer { address, hosts, dp_size: 1, dp_rank: 0, shape };
-    Arc::new(MoriioPeer { peer: known.then_some(peer), blocks })
+    let shape = ParallelSizes { dp_size_local: 1, tp_size: 1 };
+    let peer = MoriioRemote { address, hosts, dp_size: 1, dp_rank: 0, shape };
+    Arc::new(MoriioLeg { peer: known.then_some(peer), blocks })
 }
 
 /// Limits that programs reach.
@@ -128,21 +128,21 @@ fn config(role: Role, mode: Mode, moriio: bool, router: bool) -> CoreConfig {
     }
 }
 
-impl<E: Engine> World<E> {
-    pub(super) fn new(mode: Mode, moriio: bool, router: bool) -> World<E> {
+impl<E: FuzzEngine> FuzzWorld<E> {
+    pub(super) fn new(mode: Mode, moriio: bool, router: bool) -> FuzzWorld<E> {
         let config = config(E::ROLE, mode, moriio, router);
         let other = if E::ROLE == Role::Prefill { Role::Decode } else { Role::Prefill };
-        let mut world = World {
+        let mut world = FuzzWorld {
             limits: config.limits(frames::BLOCKS),
             core: E::core(config),
             engine: E::default(),
-            ranks: Ranks::default(),
-            wire: Wire::new(other),
+            ranks: FuzzRanks::default(),
+            wire: FuzzNetwork::new(other),
             mode,
             now: Nanos(1),
             ticks: 0,
         };
-        world.tell(Told::Report(Report::Ready { layout: frames::layout(0x1000) }));
+        world.tell(FuzzCoreInput::Report(TransferReport::Ready { layout: frames::layout(0x1000) }));
         world
     }
 
@@ -151,37 +151,37 @@ impl<E: Engine> World<E> {
         self.ticks > TICKS_TOTAL
     }
 
-    fn tell(&mut self, told: Told<E::Hook>) {
+    fn tell(&mut self, told: FuzzCoreInput<E::Hook>) {
         let mut out = Outbox::new();
         self.core.handle(self.now, E::input(told), &mut out);
         let effects = out.take();
         assert!(effects.len() <= EFFECTS_MAX, "{} effects at once", effects.len());
         for effect in effects {
             match E::want(effect) {
-                Want::Control(command) => self.wire.command(command),
-                Want::Job(job) => self.ranks.job(&job),
-                Want::Answer(answer) => self.engine.hear(answer),
-                Want::Nothing => {}
+                FuzzCoreEffect::Control(command) => self.wire.command(command),
+                FuzzCoreEffect::Job(job) => self.ranks.job(&job),
+                FuzzCoreEffect::Answer(answer) => self.engine.hear(answer),
+                FuzzCoreEffect::Nothing => {}
             }
         }
         within(&self.core.gauges(), &self.limits);
     }
 
-    fn hear(&mut self, (link, parts): Word) {
+    fn hear(&mut self, (link, parts): FuzzFrame) {
         if self.wire.links.get(&link).is_some_and(|link| link.up) {
-            self.tell(Told::Control(ControlEvent::Frame { link, parts }));
+            self.tell(FuzzCoreInput::Control(ControlEvent::Frame { link, parts }));
         }
     }
 
-    fn accept(&mut self, channel: Channel) -> LinkId {
+    fn accept(&mut self, channel: LinkKind) -> LinkId {
         let link = self.wire.open(channel);
-        self.tell(Told::Control(ControlEvent::LinkUp { link, channel, from: None }));
+        self.tell(FuzzCoreInput::Control(ControlEvent::LinkUp { link, channel, from: None }));
         link
     }
 
     fn down(&mut self, link: LinkId) {
         self.wire.links.remove(&link);
-        self.tell(Told::Control(ControlEvent::LinkDown { link }));
+        self.tell(FuzzCoreInput::Control(ControlEvent::LinkDown { link }));
     }
 
     /// Lets time pass, with a tick at each deadline.
@@ -193,71 +193,75 @@ impl<E: Engine> World<E> {
             assert!(at_once <= TICKS_MAX, "a deadline at {} does not pass", self.now);
             self.now = due.max(self.now);
             self.ticks += 1;
-            self.tell(Told::Tick);
+            self.tell(FuzzCoreInput::Tick);
         }
         self.now = end;
     }
 
-    pub(super) fn step(&mut self, step: Step) {
+    pub(super) fn step(&mut self, step: FuzzStep) {
         match step {
-            Step::Polite => {
+            FuzzStep::Polite => {
                 for word in self.wire.polite() {
                     self.hear(word);
                 }
             }
-            Step::Hook { what, which, size } => {
+            FuzzStep::Hook { what, which, size } => {
                 if let Some(hook) = self.engine.hook(self.mode, what, which, size) {
-                    self.tell(Told::Hook(hook));
+                    self.tell(FuzzCoreInput::Hook(hook));
                 }
             }
-            Step::Up { link } => {
+            FuzzStep::Up { link } => {
                 if let Some(link) = self.wire.pick(link, |link| !link.up)
                     && let Some(entry) = self.wire.links.get_mut(&link)
                 {
                     entry.up = true;
                     let channel = entry.channel;
-                    self.tell(Told::Control(ControlEvent::LinkUp { link, channel, from: None }));
+                    self.tell(FuzzCoreInput::Control(ControlEvent::LinkUp {
+                        link,
+                        channel,
+                        from: None,
+                    }));
                 }
             }
-            Step::Report { what, which } => {
+            FuzzStep::Report { what, which } => {
                 for report in self.ranks.report(what, which) {
-                    self.tell(Told::Report(report));
+                    self.tell(FuzzCoreInput::Report(report));
                 }
             }
-            Step::Greet { peer, life, session } => {
-                let link = self.accept(Channel::Handshake);
-                let conversation = (u64::from(life), u64::from(session));
+            FuzzStep::Greet { peer, incarnation, session } => {
+                let link = self.accept(LinkKind::Handshake);
+                let conversation = (u64::from(incarnation), u64::from(session));
                 let word = self.wire.greet(link, peer, conversation);
                 self.hear(word);
             }
-            Step::Open { channel } => {
-                let channels = [Channel::Notify, Channel::Handshake, Channel::Discovery];
+            FuzzStep::Open { channel } => {
+                let channels = [LinkKind::Notify, LinkKind::Handshake, LinkKind::Discovery];
                 self.accept(channels[usize::from(channel) % channels.len()]);
             }
-            Step::Say { link, words } => self.say(link, &words, |_| {}),
-            Step::Hurt { link, words, at, value, cut } => self.say(link, &words, |part| {
+            FuzzStep::Say { link, words } => self.say(link, &words, |_| {}),
+            FuzzStep::Hurt { link, words, at, value, cut } => self.say(link, &words, |part| {
                 let at = usize::from(at) % part.len().max(1);
                 part.iter_mut().skip(at).take(1).for_each(|byte| *byte = value);
                 part.truncate(cut.map_or(usize::MAX, usize::from));
             }),
-            Step::Raw { link, parts } => {
+            FuzzStep::Raw { link, parts } => {
                 if let Some(link) = self.wire.pick(link, |link| link.up) {
                     self.hear((link, parts));
                 }
             }
-            Step::Down { link } => {
+            FuzzStep::Down { link } => {
                 if let Some(link) = self.wire.pick(link, |_| true) {
                     self.down(link);
                 }
             }
-            Step::Wait { ms } => self.wait(Nanos::from_ms(u64::from(ms))),
-            Step::WaitLong { seconds } => self.wait(Nanos::from_secs(u64::from(seconds))),
-            Step::Drain => self.tell(Told::Drain),
+            FuzzStep::Wait { ms } => self.wait(Nanos::from_ms(u64::from(ms))),
+            FuzzStep::WaitLong { seconds } => self.wait(Nanos::from_secs(u64::from(seconds))),
+            FuzzStep::Drain => self.tell(FuzzCoreInput::Drain),
         }
     }
 
     /// Words over a link that is up, with their last part changed.
-    fn say(&mut self, link: u8, words: &Words, change: impl Fn(&mut Vec<u8>)) {
+    fn say(&mut self, link: u8, words: &FuzzFrameSpec, change: impl Fn(&mut Vec<u8>)) {
         let Some(link) = self.wire.pick(link, |link| link.up) else { return };
         let Some((link, mut parts)) = self.wire.say(link, words) else { return };
         parts.last_mut().into_iter().for_each(change);
@@ -268,14 +272,14 @@ impl<E: Engine> World<E> {
     /// longer than the longest time of the settings.
     pub(super) fn settle(mut self) {
         while let Some(hook) = self.engine.finish() {
-            self.tell(Told::Hook(hook));
+            self.tell(FuzzCoreInput::Hook(hook));
         }
         for _ in 0..60 {
             while let Some(link) = self.wire.pick(0, |_| true) {
                 self.down(link);
             }
             for report in self.ranks.end() {
-                self.tell(Told::Report(report));
+                self.tell(FuzzCoreInput::Report(report));
             }
             self.wait(Nanos::from_secs(5));
         }

@@ -1,12 +1,12 @@
 //! What `bench` is told on the command line.
 
 use crate::doctor::BackendArg;
-use crate::exit::Stop;
+use crate::exit::CommandError;
 use crate::plane::PlaneConfig;
 use clap::{Args, ValueEnum};
 use engine::fabric::Direction;
 use fabric_host::HostConfig;
-use fabric_mori::{Backend, MoriConfig};
+use fabric_mori::{MoriBackend, MoriConfig};
 use serde::Deserialize;
 use serde_json::Value;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// What moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FabricArg {
+pub(crate) enum BenchFabricArg {
     /// Memory of this host, TCP between hosts
     Host,
     /// RDMA or xGMI by ROCm's MoRI-IO
@@ -35,7 +35,7 @@ pub(crate) enum DirectionArg {
 pub(crate) struct BenchArgs {
     /// What moves the bytes
     #[arg(long, value_name = "FABRIC", default_value = "host")]
-    pub(super) fabric: FabricArg,
+    pub(super) fabric: BenchFabricArg,
     /// Backend of MoRI; rdma if not given
     #[arg(long, value_name = "BACKEND")]
     pub(super) backend: Option<BackendArg>,
@@ -46,13 +46,13 @@ pub(crate) struct BenchArgs {
     /// Memory of this GPU in place of memory of the host
     #[arg(long, value_name = "N")]
     pub(super) device: Option<u32>,
-    /// Be the other side: wait here for benches that are given this address with --to, until SIGTERM
-    /// or SIGINT. Port 0 takes a free one; a line of JSON says which
+    /// Be the other side: wait here for benches that are given this address with --to, until
+    /// SIGTERM or SIGINT. Port 0 takes a free one; a line of JSON says which
     #[arg(long, value_name = "ADDR:PORT", conflicts_with_all =
         ["to", "direction", "sizes", "batches", "seconds", "inflight", "json"])]
     pub(super) serve: Option<String>,
-    /// Measure with the other side that waits there; otherwise with a process of this host, which is
-    /// started for that
+    /// Measure with the other side that waits there; otherwise with a process of this host, which
+    /// is started for that
     #[arg(long, value_name = "ADDR:PORT")]
     pub(super) to: Option<String>,
     /// End with the process that started this one; a side that waits also when its input ends
@@ -61,8 +61,8 @@ pub(crate) struct BenchArgs {
     /// End when the first one was served
     #[arg(long, hide = true, requires = "serve")]
     pub(super) once: bool,
-    /// Address that the data plane of this side listens at; if not given, the one of this side's end
-    /// of --serve or --to
+    /// Address that the data plane of this side listens at; if not given, the one of this side's
+    /// end of --serve or --to
     #[arg(long, value_name = "HOST")]
     pub(super) host_ip: Option<String>,
     /// Which way the bytes go, seen from this side
@@ -96,7 +96,7 @@ pub(crate) struct BenchArgs {
 
 /// A side as it is to be.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
+pub(super) struct BenchPlan {
     pub(super) plane: PlaneConfig,
     /// The GPU whose memory is used; none for memory of the host.
     pub(super) device: Option<u32>,
@@ -116,13 +116,13 @@ const OTHERWISE: [(&str, &str); 4] = [
 impl BenchArgs {
     /// # Errors
     /// Arguments that do not go together, or settings that cannot be.
-    pub(super) fn plan(&self) -> Result<Plan, Stop> {
+    pub(super) fn plan(&self) -> Result<BenchPlan, CommandError> {
         let plane = match self.fabric {
-            FabricArg::Host => self.host_plane(),
-            FabricArg::Mori => self.mori_plane(),
+            BenchFabricArg::Host => self.host_plane(),
+            BenchFabricArg::Mori => self.mori_plane(),
         };
-        let plane = plane.map_err(Stop::Input)?;
-        Ok(Plan { plane, device: self.device, memory: self.memory, patience: self.timeout })
+        let plane = plane.map_err(CommandError::Input)?;
+        Ok(BenchPlan { plane, device: self.device, memory: self.memory, patience: self.timeout })
     }
 
     fn host_plane(&self) -> Result<PlaneConfig, String> {
@@ -139,10 +139,10 @@ impl BenchArgs {
 
     fn mori_plane(&self) -> Result<PlaneConfig, String> {
         let backend = match self.backend {
-            None | Some(BackendArg::Rdma) => Backend::Rdma,
-            Some(BackendArg::Xgmi) => Backend::Xgmi,
+            None | Some(BackendArg::Rdma) => MoriBackend::Rdma,
+            Some(BackendArg::Xgmi) => MoriBackend::Xgmi,
         };
-        if backend == Backend::Xgmi && self.device.is_none() {
+        if backend == MoriBackend::Xgmi && self.device.is_none() {
             return Err(
                 "--backend xgmi copies between GPUs and takes no memory of the host: give \
                         --device N, the GPU whose memory is to be used"
@@ -161,10 +161,10 @@ impl BenchArgs {
     ///
     /// # Errors
     /// That is no address that the other side can be told.
-    pub(super) fn host(&self, local: IpAddr) -> Result<String, Stop> {
+    pub(super) fn host(&self, local: IpAddr) -> Result<String, CommandError> {
         match &self.host_ip {
             Some(host) => Ok(host.clone()),
-            None if local.is_unspecified() => Err(Stop::Input(format!(
+            None if local.is_unspecified() => Err(CommandError::Input(format!(
                 "--serve {}: give --host-ip, too, the address of this host that the others reach",
                 self.serve.as_deref().unwrap_or_default()
             ))),

@@ -1,7 +1,7 @@
 //! The other side as a process that this one starts.
 
 use super::args::BenchArgs;
-use crate::exit::Stop;
+use crate::exit::CommandError;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
@@ -12,18 +12,19 @@ use std::thread;
 
 /// It ends when this is dropped, or when this process ends: its standard input does then.
 #[derive(Debug)]
-pub(super) struct Other {
+pub(super) struct BenchChild {
     child: Child,
     /// Where it waits for this side.
     pub(super) address: String,
 }
 
-impl Other {
+impl BenchChild {
     /// # Errors
     /// It does not start, or says nothing in time.
-    pub(super) fn start(args: &BenchArgs) -> Result<Other, Stop> {
-        let failed =
-            |why: String| Stop::Input(format!("the other side, a process of its own: {why}"));
+    pub(super) fn start(args: &BenchArgs) -> Result<BenchChild, CommandError> {
+        let failed = |why: String| {
+            CommandError::Input(format!("the other side, a process of its own: {why}"))
+        };
         let program = std::env::current_exe().map_err(|why| failed(why.to_string()))?;
         let child = Command::new(&program)
             .args(args.of_child())
@@ -31,7 +32,7 @@ impl Other {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|why| failed(format!("cannot start {}: {why}", program.display())))?;
-        let mut other = Other { child, address: String::new() };
+        let mut other = BenchChild { child, address: String::new() };
         let out = other.child.stdout.take().expect("it was piped");
         let (tell, told) = mpsc::channel();
         thread::spawn(move || {
@@ -65,7 +66,7 @@ impl Other {
     }
 }
 
-impl Drop for Other {
+impl Drop for BenchChild {
     fn drop(&mut self) {
         self.end();
     }

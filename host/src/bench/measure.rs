@@ -1,11 +1,11 @@
 //! One row: batches one at a time, then several in flight.
 
-use super::line::Line;
+use super::batch::{BatchRanges, BatchShape};
+use super::connection::BenchConnection;
+use super::harness::{PlaneHarness, SESSION, fatal_event};
 use super::report::brief;
-use super::shape::{Ranges, Shape};
-use super::side::{SESSION, Side, end_of};
-use crate::exit::Stop;
-use engine::fabric::{DataEvent, Direction, OpId, Outcome, Refused, Submit};
+use crate::exit::CommandError;
+use engine::fabric::{Completion, DataEvent, Direction, OpId, Refused, Submit};
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -14,12 +14,12 @@ const KEPT: usize = 1 << 20;
 
 /// What is measured in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Kind {
+pub(super) struct BenchCase {
     pub(super) direction: Direction,
-    pub(super) shape: Shape,
+    pub(super) shape: BatchShape,
 }
 
-impl Kind {
+impl BenchCase {
     /// `write` or `read`.
     pub(super) fn name(self) -> &'static str {
         match self.direction {
@@ -29,66 +29,69 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for BenchCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shape { size, batch, .. } = self.shape;
+        let BatchShape { size, batch, .. } = self.shape;
         write!(f, "{} of {batch} x {}", self.name(), brief(size))
     }
 }
 
 /// What came out. Times are those of one batch.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Figures {
+pub(super) struct Measurement {
     pub(super) mean: Duration,
     pub(super) p50: Duration,
     pub(super) p99: Duration,
     /// Bytes per second, one batch at a time.
-    pub(super) alone: f64,
+    pub(super) serial_rate: f64,
     /// Most batches that were in flight.
     pub(super) inflight: u32,
     /// Bytes per second with them.
-    pub(super) together: f64,
+    pub(super) pipelined_rate: f64,
 }
 
 /// The session, from the side that measures.
-pub(super) struct Lane<'a> {
-    pub(super) side: &'a mut Side,
-    pub(super) line: &'a Line,
-    /// Operations so far.
+pub(super) struct BenchSession<'a> {
+    pub(super) side: &'a mut PlaneHarness,
+    pub(super) line: &'a BenchConnection,
     pub(super) operations: u64,
 }
 
-impl Lane<'_> {
+impl BenchSession<'_> {
     /// Measures for `span`, with `inflight` batches at a time in its second half.
     ///
     /// # Errors
     /// A batch failed or did not end.
     pub(super) fn row(
         &mut self,
-        kind: Kind,
+        kind: BenchCase,
         span: Duration,
         inflight: u32,
-    ) -> Result<Figures, Stop> {
+    ) -> Result<Measurement, CommandError> {
         let depth = inflight.min(self.side.plane.caps().in_all.operations).max(1);
         let batches = u64::from(depth).min(kind.shape.apart());
-        let batches: Vec<Ranges> = (0..batches).map(|nth| kind.shape.ranges(nth)).collect();
+        let batches: Vec<BatchRanges> = (0..batches).map(|nth| kind.shape.ranges(nth)).collect();
         // What is slow the first time, such as pages that nobody has touched, is no part of it.
         for ranges in &batches {
-            self.one(kind, ranges)?;
+            self.run_batch(kind, ranges)?;
         }
-        let times = self.alone(kind, &batches, span / 2)?;
-        let (inflight, together) = self.together(kind, &batches, depth, span / 2)?;
+        let times = self.run_serial(kind, &batches, span / 2)?;
+        let (inflight, together) = self.run_pipelined(kind, &batches, depth, span / 2)?;
         let mean = times.mean();
         let alone = kind.shape.bytes() as f64 / mean.as_secs_f64();
         let [p50, p99] = times.percentiles([0.50, 0.99]);
-        Ok(Figures { mean, p50, p99, alone, inflight, together })
+        Ok(Measurement { mean, p50, p99, serial_rate: alone, inflight, pipelined_rate: together })
     }
 
     /// Moves one batch, from its submit to its completion.
     ///
     /// # Errors
     /// It failed or did not end.
-    pub(super) fn one(&mut self, kind: Kind, ranges: &Ranges) -> Result<(), Stop> {
+    pub(super) fn run_batch(
+        &mut self,
+        kind: BenchCase,
+        ranges: &BatchRanges,
+    ) -> Result<(), CommandError> {
         let since = Instant::now();
         while !self.post(kind, ranges)? {
             self.collect(kind, since)?;
@@ -97,11 +100,16 @@ impl Lane<'_> {
         Ok(())
     }
 
-    fn alone(&mut self, kind: Kind, batches: &[Ranges], span: Duration) -> Result<Times, Stop> {
-        let (mut times, begun) = (Times::default(), Instant::now());
+    fn run_serial(
+        &mut self,
+        kind: BenchCase,
+        batches: &[BatchRanges],
+        span: Duration,
+    ) -> Result<LatencySamples, CommandError> {
+        let (mut times, begun) = (LatencySamples::default(), Instant::now());
         for ranges in batches.iter().cycle() {
             let since = Instant::now();
-            self.one(kind, ranges)?;
+            self.run_batch(kind, ranges)?;
             times.add(since.elapsed());
             if begun.elapsed() >= span {
                 break;
@@ -111,13 +119,13 @@ impl Lane<'_> {
     }
 
     /// Batches that were in flight at most, and bytes per second.
-    fn together(
+    fn run_pipelined(
         &mut self,
-        kind: Kind,
-        batches: &[Ranges],
+        kind: BenchCase,
+        batches: &[BatchRanges],
         depth: u32,
         span: Duration,
-    ) -> Result<(u32, f64), Stop> {
+    ) -> Result<(u32, f64), CommandError> {
         let begun = Instant::now();
         let (mut flying, mut most, mut done, mut last) = (0, 0, 0_u64, begun);
         let mut next = batches.iter().cycle();
@@ -143,8 +151,8 @@ impl Lane<'_> {
     }
 
     /// False if the plane is full.
-    fn post(&mut self, kind: Kind, ranges: &Ranges) -> Result<bool, Stop> {
-        let Ranges { local, remote, len } = ranges;
+    fn post(&mut self, kind: BenchCase, ranges: &BatchRanges) -> Result<bool, CommandError> {
+        let BatchRanges { local, remote, len } = ranges;
         let (op, direction) = (OpId(self.operations + 1), kind.direction);
         match self.side.plane.submit(Submit { op, session: SESSION, direction, local, remote, len })
         {
@@ -153,26 +161,29 @@ impl Lane<'_> {
                 Ok(true)
             }
             Err(Refused::Busy) => Ok(false),
-            Err(why) => Err(Stop::Input(format!("{kind}: {why}"))),
+            Err(why) => Err(CommandError::Input(format!("{kind}: {why}"))),
         }
     }
 
     /// Polls once; how many operations ended.
-    fn collect(&mut self, kind: Kind, since: Instant) -> Result<u32, Stop> {
+    fn collect(&mut self, kind: BenchCase, since: Instant) -> Result<u32, CommandError> {
         if self.side.events.is_empty() {
             let left = self.side.check(Some(self.line), &kind, since)?;
-            self.side.turn(left);
+            self.side.poll_once(left);
         }
         let mut ended = 0;
         for event in std::mem::take(&mut self.side.events) {
             match &event {
-                DataEvent::Completed { outcome: Outcome::Done, .. } => ended += 1,
-                DataEvent::Completed { outcome: Outcome::Failed { cause, .. }, .. } => {
-                    return Err(Stop::Input(format!("{kind}: {}", self.side.explain(cause))));
+                DataEvent::Completed { outcome: Completion::Done, .. } => ended += 1,
+                DataEvent::Completed { outcome: Completion::Failed { cause, .. }, .. } => {
+                    return Err(CommandError::Input(format!(
+                        "{kind}: {}",
+                        self.side.explain(cause)
+                    )));
                 }
                 other => {
-                    if let Some(why) = end_of(other) {
-                        return Err(Stop::Input(format!("{kind}: {why}")));
+                    if let Some(why) = fatal_event(other) {
+                        return Err(CommandError::Input(format!("{kind}: {why}")));
                     }
                 }
             }
@@ -183,14 +194,13 @@ impl Lane<'_> {
 
 /// How long batches took.
 #[derive(Debug, Default)]
-struct Times {
+struct LatencySamples {
     count: u64,
     sum: Duration,
-    /// In nanoseconds.
     kept: Vec<u64>,
 }
 
-impl Times {
+impl LatencySamples {
     fn add(&mut self, time: Duration) {
         self.count += 1;
         self.sum += time;
@@ -228,7 +238,7 @@ mod tests {
 
     #[test]
     fn times_are_summed_up() {
-        let mut times = Times::default();
+        let mut times = LatencySamples::default();
         (1..=200).rev().for_each(|us| times.add(Duration::from_micros(us)));
         assert_eq!(times.mean(), Duration::from_nanos(100_500));
         let [p50, p99, all] = times.percentiles([0.5, 0.99, 1.0]).map(|time| time.as_micros());

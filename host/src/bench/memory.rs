@@ -1,10 +1,10 @@
 //! The memory of a side, and bytes in it that can be told from others.
 
-use super::args::Plan;
+use super::args::BenchPlan;
 use crate::plane::PlaneConfig;
 use engine::fabric::Memory;
-use fabric_host::{HugePages, Pool};
-use fabric_mori::{DeviceMemory, Places, Shim};
+use fabric_host::{HugePages, MemfdPool};
+use fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
 use scenarios::decide::mix;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -15,10 +15,10 @@ const PIECE: u64 = 1 << 20;
 
 /// What a side registers.
 #[derive(Debug)]
-pub(super) enum Bytes {
+pub(super) enum BenchMemory {
     /// A memory file.
     Host {
-        pool: Pool,
+        pool: MemfdPool,
         /// The same as a file, by which bytes are read and written while others do so, too.
         file: File,
         /// The plane takes it as memory of this process.
@@ -29,47 +29,47 @@ pub(super) enum Bytes {
     Device(DeviceMemory),
 }
 
-impl Bytes {
+impl BenchMemory {
     /// # Errors
     /// The memory cannot be had, and why.
-    pub(super) fn new(plan: &Plan) -> Result<Bytes, String> {
+    pub(super) fn new(plan: &BenchPlan) -> Result<BenchMemory, String> {
         let len = plan.memory;
         if let Some(device) = plan.device {
-            let shim = Shim::load(&Places::of_process()).map_err(|why| why.to_string())?;
+            let shim = Shim::load(&ShimSearchPath::of_process()).map_err(|why| why.to_string())?;
             let memory = DeviceMemory::new(&shim, device, len);
             let named = |why| format!("--device {device}, --memory {len}: {why}");
-            return memory.map(Bytes::Device).map_err(named);
+            return memory.map(BenchMemory::Device).map_err(named);
         }
-        let pool = Pool::new(len, HugePages::No).map_err(|why| format!("--memory {len}: {why}"))?;
+        let pool =
+            MemfdPool::new(len, HugePages::No).map_err(|why| format!("--memory {len}: {why}"))?;
         let Memory::MemFd { fd, .. } = pool.memory() else { return Err("no memory file".into()) };
         let path = format!("/proc/self/fd/{fd}");
         let file = OpenOptions::new().read(true).write(true).open(&path);
         let file = file.map_err(|why| format!("{path}, a memory file: {why}"))?;
         // MoRI takes memory of its own process only.
         let is_own = matches!(plan.plane, PlaneConfig::Mori(_));
-        Ok(Bytes::Host { pool, file, is_own, len })
+        Ok(BenchMemory::Host { pool, file, is_own, len })
     }
 
-    /// What to register.
     pub(super) fn memory(&self) -> Memory {
         match self {
-            Bytes::Host { pool, is_own: true, len, .. } => {
+            BenchMemory::Host { pool, is_own: true, len, .. } => {
                 Memory::Own { base: pool.start() as u64, len: *len }
             }
-            Bytes::Host { pool, .. } => pool.memory(),
-            Bytes::Device(memory) => memory.memory(),
+            BenchMemory::Host { pool, .. } => pool.memory(),
+            BenchMemory::Device(memory) => memory.memory(),
         }
     }
 
     /// True if its bytes can be filled and compared.
     pub(super) fn is_of_host(&self) -> bool {
-        matches!(self, Bytes::Host { .. })
+        matches!(self, BenchMemory::Host { .. })
     }
 
     fn file(&self) -> io::Result<&File> {
         match self {
-            Bytes::Host { file, .. } => Ok(file),
-            Bytes::Device(_) => Err(io::Error::other("memory of a GPU is not looked at")),
+            BenchMemory::Host { file, .. } => Ok(file),
+            BenchMemory::Device(_) => Err(io::Error::other("memory of a GPU is not looked at")),
         }
     }
 
@@ -93,7 +93,7 @@ impl Bytes {
     }
 
     /// The first byte of the ranges that is not as [`fill`](Self::fill) would have it.
-    pub(super) fn wrong(
+    pub(super) fn first_mismatch(
         &self,
         ranges: impl Iterator<Item = (u64, u64)>,
         len: u64,
@@ -141,14 +141,14 @@ mod tests {
     #[test]
     fn any_byte_that_differs_is_found() {
         let plane = PlaneConfig::Host(HostConfig::default());
-        let plan = Plan { plane, device: None, memory: 3 << 20, patience: Duration::ZERO };
-        let bytes = Bytes::new(&plan).expect("memory");
+        let plan = BenchPlan { plane, device: None, memory: 3 << 20, patience: Duration::ZERO };
+        let bytes = BenchMemory::new(&plan).expect("memory");
         let len = PIECE + 13;
         let ranges = [(3, 77), (3 + len, 5)];
         bytes.fill(ranges.into_iter(), len, 9).expect("it is written");
-        let wrong = |seed| bytes.wrong(ranges.into_iter(), len, seed).expect("it is read");
+        let wrong = |seed| bytes.first_mismatch(ranges.into_iter(), len, seed).expect("it is read");
         assert_eq!((wrong(9), wrong(10)), (None, Some(3)));
-        let Bytes::Host { pool, file, .. } = &bytes else { panic!("memory of the host") };
+        let BenchMemory::Host { pool, file, .. } = &bytes else { panic!("memory of the host") };
         for at in [3, 3 + PIECE, 2 + len, 3 + len, 2 + 2 * len] {
             // SAFETY: Inside the pool, and nobody else looks.
             let byte = unsafe { pool.start().add(at as usize).read() };

@@ -4,33 +4,33 @@
 //! planes directly (`side`), without the protocol's actors.
 
 mod args;
+mod batch;
 mod check;
 mod child;
-mod line;
+mod connection;
+mod harness;
 mod measure;
 mod memory;
 mod published;
 mod report;
-mod serve;
-mod shape;
-mod side;
+mod server;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use args::{BenchArgs, name, seconds, settings};
 
-use crate::cli::complain;
-use crate::exit::{Exit, Stop};
-use crate::progress::Progress;
+use crate::cli::print_error;
+use crate::exit::{CommandError, Exit};
+use crate::progress::CliProgress;
 use crate::signals::follow_parent;
-use args::Plan;
-use child::Other;
+use args::BenchPlan;
+use batch::BatchShape;
+use child::BenchChild;
+use connection::{BenchConnection, BenchHello};
 use engine::fabric::Direction;
-use line::{Hello, Line};
-use measure::{Kind, Lane};
-use report::{Row, brief};
-use shape::Shape;
-use side::{PEER, Side};
+use harness::{PEER, PlaneHarness};
+use measure::{BenchCase, BenchSession};
+use report::{BenchRow, brief};
 use std::fmt::Display;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -41,39 +41,48 @@ use std::time::Duration;
 ///
 /// # Errors
 /// Arguments that cannot be, what a side cannot have, and batches that fail.
-pub(crate) fn command(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &BenchArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     if args.child {
-        follow_parent().map_err(|why| Stop::Input(format!("--child: {why}")))?;
+        follow_parent().map_err(|why| CommandError::Input(format!("--child: {why}")))?;
     }
     let plan = args.plan()?;
     if args.serve.is_some() {
-        return serve::serve(args, &plan, out);
+        return server::serve(args, &plan, out);
     }
     if let Some(to) = &args.to {
         return measure(args, &plan, to, out);
     }
-    let mut other = Other::start(args)?;
+    let mut other = BenchChild::start(args)?;
     let to = other.address.clone();
     measure(args, &plan, &to, out).map_err(|stop| match (stop, other.end()) {
-        (Stop::Input(why), Some(status)) => {
-            Stop::Input(format!("{why}; the other side's process: {status}, why is above"))
+        (CommandError::Input(why), Some(status)) => {
+            CommandError::Input(format!("{why}; the other side's process: {status}, why is above"))
         }
         (stop, _) => stop,
     })
 }
 
 /// Measures with the side that waits at `to`.
-fn measure(args: &BenchArgs, plan: &Plan, to: &str, out: &mut dyn Write) -> Result<Exit, Stop> {
+fn measure(
+    args: &BenchArgs,
+    plan: &BenchPlan,
+    to: &str,
+    out: &mut dyn Write,
+) -> Result<Exit, CommandError> {
     let stream = dial(to, plan.patience)?;
     let host = args.host(stream.local_addr()?.ip())?;
-    let line = Line::new(stream).map_err(|why| Stop::Input(format!("--to {to}: {why}")))?;
-    let mut side = Side::start(plan, &host, Arc::default())?;
-    let theirs = meet(&mut side, &line)?;
-    let wanted = Wanted::new(args, &side, &theirs);
+    let line = BenchConnection::new(stream)
+        .map_err(|why| CommandError::Input(format!("--to {to}: {why}")))?;
+    let mut side = PlaneHarness::start(plan, &host, Arc::default())?;
+    let theirs = handshake(&mut side, &line)?;
+    let wanted = CaseSelection::new(args, &side, &theirs);
     if wanted.kinds.is_empty() {
-        return Err(Stop::Input(format!("there is no row: {}", wanted.left_out.join("; "))));
+        return Err(CommandError::Input(format!(
+            "there is no row: {}",
+            wanted.left_out.join("; ")
+        )));
     }
-    let mut lane = Lane { side: &mut side, line: &line, operations: 0 };
+    let mut lane = BenchSession { side: &mut side, line: &line, operations: 0 };
     let mut rows = Vec::with_capacity(wanted.kinds.len());
     let measured = measure_all(args, &mut lane, (&wanted.kinds, &theirs), &mut rows, out);
     // What was measured is told also if something fails after that.
@@ -89,9 +98,9 @@ fn measure(args: &BenchArgs, plan: &Plan, to: &str, out: &mut dyn Write) -> Resu
 }
 
 /// Connects to the side that waits.
-fn dial(to: &str, patience: Duration) -> Result<TcpStream, Stop> {
+fn dial(to: &str, patience: Duration) -> Result<TcpStream, CommandError> {
     let failed = |why: &dyn Display| {
-        Stop::Input(format!(
+        CommandError::Input(format!(
             "--to {to}: cannot connect: {why}; start `kvferry bench --serve ADDR:PORT` there, and give its address"
         ))
     };
@@ -107,29 +116,30 @@ fn dial(to: &str, patience: Duration) -> Result<TcpStream, Stop> {
 }
 
 /// Agrees with the other side, and opens the session to its memory.
-fn meet(side: &mut Side, line: &Line) -> Result<Hello, Stop> {
+fn handshake(side: &mut PlaneHarness, line: &BenchConnection) -> Result<BenchHello, CommandError> {
     let region = side.register()?;
-    let pass = rand::random();
-    line.tell(&side.hello(&region, pass))?;
+    let fence_key = rand::random();
+    line.send(&side.hello(&region, fence_key))?;
     let peer = line.peer;
     let what = format!("an answer of {peer}, which may be serving another one");
-    let theirs = Hello::of_other(&side.hear(line, &what)?, side.backend());
-    let theirs = theirs.map_err(|why| Stop::Input(format!("the other side, {peer}, {why}")))?;
-    let refused = side.plane.connect(PEER, &theirs.address, pass);
-    refused.map_err(|why| Stop::Input(format!("a session to {peer}: {why}")))?;
+    let theirs = BenchHello::of_other(&side.recv_line(line, &what)?, side.backend());
+    let theirs =
+        theirs.map_err(|why| CommandError::Input(format!("the other side, {peer}, {why}")))?;
+    let refused = side.plane.connect(PEER, &theirs.address, fence_key);
+    refused.map_err(|why| CommandError::Input(format!("a session to {peer}: {why}")))?;
     side.open(line, &theirs.region)?;
     Ok(theirs)
 }
 
 /// The rows that there are to be.
-struct Wanted {
-    kinds: Vec<Kind>,
+struct CaseSelection {
+    kinds: Vec<BenchCase>,
     /// Which are left out, and why.
     left_out: Vec<String>,
 }
 
-impl Wanted {
-    fn new(args: &BenchArgs, side: &Side, theirs: &Hello) -> Wanted {
+impl CaseSelection {
+    fn new(args: &BenchArgs, side: &PlaneHarness, theirs: &BenchHello) -> CaseSelection {
         let caps = side.plane.caps();
         let memory = side.len.min(theirs.len);
         let (mut kinds, mut large, mut long) = (Vec::new(), Vec::new(), Vec::new());
@@ -139,7 +149,7 @@ impl Wanted {
                 continue;
             }
             for size in &args.sizes {
-                match Shape::new(*size, *batch, memory) {
+                match BatchShape::new(*size, *batch, memory) {
                     Some(shape) => kinds.push(shape),
                     None => large.push(format!("{batch} x {}", brief(*size))),
                 }
@@ -150,7 +160,8 @@ impl Wanted {
             Direction::Read => caps.read,
         };
         let (able, unable): (Vec<_>, Vec<_>) = args.directions().iter().partition(able);
-        let of = |direction: Direction| kinds.iter().map(move |&shape| Kind { direction, shape });
+        let of =
+            |direction: Direction| kinds.iter().map(move |&shape| BenchCase { direction, shape });
         let kinds = able.into_iter().flat_map(|direction: &Direction| of(*direction)).collect();
         let mut left_out = Vec::new();
         if !large.is_empty() {
@@ -167,7 +178,7 @@ impl Wanted {
         if !unable.is_empty() {
             left_out.push(format!("left out, as the plane cannot: {unable:?}"));
         }
-        Wanted { kinds, left_out }
+        CaseSelection { kinds, left_out }
     }
 }
 
@@ -178,12 +189,12 @@ impl Wanted {
 /// All rows that failed, or why there can be no other.
 fn measure_all(
     args: &BenchArgs,
-    lane: &mut Lane<'_>,
-    (kinds, theirs): (&[Kind], &Hello),
-    rows: &mut Vec<Row>,
+    lane: &mut BenchSession<'_>,
+    (kinds, theirs): (&[BenchCase], &BenchHello),
+    rows: &mut Vec<BenchRow>,
     out: &mut dyn Write,
-) -> Result<(), Stop> {
-    let progress = Progress::new(kinds.len() as u64);
+) -> Result<(), CommandError> {
+    let progress = CliProgress::new(kinds.len() as u64);
     let backend = lane.side.backend();
     let mut failed = Vec::new();
     for (done, kind) in kinds.iter().enumerate() {
@@ -191,12 +202,12 @@ fn measure_all(
         progress.say(kind.to_string());
         let figures = match lane.row(*kind, args.seconds, args.inflight) {
             Ok(figures) => figures,
-            Err(Stop::Input(why)) => {
+            Err(CommandError::Input(why)) => {
                 if args.json {
                     report::failure(backend, *kind, &why, out)?;
                 }
                 failed.push(why);
-                if let Err(Stop::Input(why)) = lane.side.reopen(lane.line, &theirs.region) {
+                if let Err(CommandError::Input(why)) = lane.side.reopen(lane.line, &theirs.region) {
                     failed.push(why);
                     break;
                 }
@@ -207,23 +218,23 @@ fn measure_all(
         // MoRI's tables are those of network cards.
         let published = (backend == "mori-rdma")
             .then(|| published::published(kind.direction, kind.shape.size, kind.shape.batch));
-        let row = Row::new(backend, *kind, figures, published.flatten());
+        let row = BenchRow::new(backend, *kind, figures, published.flatten());
         if args.json {
             row.json(out)?;
         }
         rows.push(row);
     }
-    if failed.is_empty() { Ok(()) } else { Err(Stop::Input(failed.join("\n"))) }
+    if failed.is_empty() { Ok(()) } else { Err(CommandError::Input(failed.join("\n"))) }
 }
 
 /// Moves known bytes once more in each direction, and has them compared.
 fn check_bytes(
     args: &BenchArgs,
-    lane: &mut Lane<'_>,
-    kinds: &[Kind],
+    lane: &mut BenchSession<'_>,
+    kinds: &[BenchCase],
     other_of_host: bool,
     out: &mut dyn Write,
-) -> Result<Exit, Stop> {
+) -> Result<Exit, CommandError> {
     if !lane.side.bytes.is_of_host() || !other_of_host {
         note(args, out, "bytes were not compared, as memory of a GPU is not looked at")?;
         return Ok(Exit::Held);
@@ -238,7 +249,7 @@ fn check_bytes(
             None => note(args, out, &format!("compared the bytes of one more {kind}: right"))?,
             Some(wrong) => {
                 exit = Exit::Correctness;
-                complain(&wrong);
+                print_error(&wrong);
             }
         }
     }
@@ -246,7 +257,7 @@ fn check_bytes(
 }
 
 /// What there is to say beside the rows.
-fn note(args: &BenchArgs, out: &mut dyn Write, text: &str) -> Result<(), Stop> {
+fn note(args: &BenchArgs, out: &mut dyn Write, text: &str) -> Result<(), CommandError> {
     match args.json {
         true => writeln!(std::io::stderr(), "note: {text}")?,
         false => writeln!(out, "{text}")?,

@@ -5,8 +5,7 @@ use serde::Serialize;
 
 /// A row of MoRI's tables.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(super) struct Published {
-    /// The network card.
+pub(super) struct PublishedResult {
     pub(super) card: &'static str,
     /// Average of a batch.
     pub(super) latency_us: f64,
@@ -18,12 +17,12 @@ const CONNECTX_7: &str = "ConnectX-7";
 const THOR2: &str = "Thor2";
 
 /// Direction, bytes of a range, ranges of a batch; average latency in us and GB/s (1e9).
-type Entry = (&'static str, Direction, u64, u32, f64, f64);
+type PublishedEntry = (&'static str, Direction, u64, u32, f64, f64);
 
-/// From docs/MORI-IO-BENCHMARK.md of <https://github.com/ROCm/mori>, commit 03bbab8a: one GPU of either
-/// host, one batch at a time, 4 queue pairs. Thor2's table is titled "write" there and "read" in
-/// MoRI's README, with the same figures, so it stands for both.
-const TABLES: [Entry; 20] = [
+/// From docs/MORI-IO-BENCHMARK.md of <https://github.com/ROCm/mori>, commit 03bbab8a: one GPU of
+/// either host, one batch at a time, 4 queue pairs. Thor2's table is titled "write" there and
+/// "read" in MoRI's README, with the same figures, so it stands for both.
+const TABLES: [PublishedEntry; 20] = [
     (CONNECTX_7, Direction::Write, 1 << 10, 1, 5.87, 0.17),
     (CONNECTX_7, Direction::Write, 16 << 10, 1, 6.11, 2.68),
     (CONNECTX_7, Direction::Write, 64 << 10, 1, 7.20, 9.11),
@@ -47,10 +46,10 @@ const TABLES: [Entry; 20] = [
 ];
 
 /// The published figures of a row, if there are some.
-pub(super) fn published(direction: Direction, size: u64, batch: u32) -> Option<Published> {
+pub(super) fn published(direction: Direction, size: u64, batch: u32) -> Option<PublishedResult> {
     let mut rows = TABLES.iter();
     let row = rows.find(|row| (row.1, row.2, row.3) == (direction, size, batch));
-    row.map(|&(card, _, _, _, latency_us, gb_per_s)| Published { card, latency_us, gb_per_s })
+    row.map(|&(card, _, _, _, latency_us, gb_per_s)| PublishedResult { card, latency_us, gb_per_s })
 }
 
 #[cfg(test)]

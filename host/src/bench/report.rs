@@ -1,14 +1,14 @@
 //! What came out, as a table or as JSON.
 
-use super::measure::{Figures, Kind};
-use super::published::Published;
+use super::measure::{BenchCase, Measurement};
+use super::published::PublishedResult;
 use crate::table;
 use serde::Serialize;
 use std::io::{self, Write};
 
 /// A row, as JSON has it.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct BenchRow {
     /// `host`, `mori-rdma` or `mori-xgmi`.
     fabric: &'static str,
     direction: &'static str,
@@ -25,19 +25,20 @@ pub(super) struct Row {
     inflight: u32,
     inflight_gb_per_s: f64,
     /// What MoRI's own benchmark has.
-    published: Option<Published>,
+    published: Option<PublishedResult>,
 }
 
-impl Row {
+impl BenchRow {
     pub(super) fn new(
         fabric: &'static str,
-        kind: Kind,
-        figures: Figures,
-        published: Option<Published>,
-    ) -> Row {
-        let Figures { mean, p50, p99, alone, inflight, together } = figures;
+        kind: BenchCase,
+        figures: Measurement,
+        published: Option<PublishedResult>,
+    ) -> BenchRow {
+        let Measurement { mean, p50, p99, serial_rate: alone, inflight, pipelined_rate: together } =
+            figures;
         let [mean_us, p50_us, p99_us] = [mean, p50, p99].map(|time| time.as_nanos() as f64 / 1e3);
-        Row {
+        BenchRow {
             fabric,
             direction: kind.name(),
             size: kind.shape.size,
@@ -64,7 +65,7 @@ impl Row {
         cells.push(digits(self.inflight_gb_per_s));
         if with_published {
             cells.extend(match self.published {
-                Some(Published { card, latency_us, gb_per_s }) => {
+                Some(PublishedResult { card, latency_us, gb_per_s }) => {
                     [card.into(), digits(latency_us), digits(gb_per_s)]
                 }
                 None => [String::new(), String::new(), String::new()],
@@ -76,7 +77,7 @@ impl Row {
 
 /// A row that could not be measured, as JSON.
 #[derive(Debug, Serialize)]
-struct Failure<'a> {
+struct FailedRow<'a> {
     fabric: &'static str,
     direction: &'static str,
     size: u64,
@@ -87,18 +88,18 @@ struct Failure<'a> {
 /// Writes a row that could not be measured, and why.
 pub(super) fn failure(
     fabric: &'static str,
-    kind: Kind,
+    kind: BenchCase,
     error: &str,
     out: &mut dyn Write,
 ) -> io::Result<()> {
     let (direction, size, batch) = (kind.name(), kind.shape.size, kind.shape.batch);
-    let row = Failure { fabric, direction, size, batch, error };
+    let row = FailedRow { fabric, direction, size, batch, error };
     writeln!(out, "{}", serde_json::to_string(&row)?)?;
     out.flush()
 }
 
 /// All rows; those of MoRI's benchmark beside them, if there are some.
-pub(super) fn table(rows: &[Row]) -> String {
+pub(super) fn table(rows: &[BenchRow]) -> String {
     let with_published = rows.iter().any(|row| row.published.is_some());
     let mut header = vec![
         "direction",

@@ -1,20 +1,20 @@
 //! Over a plane that does what it likes with bytes and batches.
 
-use super::args::{BenchArgs, Plan};
+use super::args::{BenchArgs, BenchPlan};
+use super::batch::BatchShape;
 use super::check::check;
-use super::line::Line;
-use super::measure::{Kind, Lane};
-use super::memory::Bytes;
-use super::shape::Shape;
-use super::side::Side;
-use super::{Exit, Stop, check_bytes, serve};
+use super::connection::BenchConnection;
+use super::harness::PlaneHarness;
+use super::measure::{BenchCase, BenchSession};
+use super::memory::BenchMemory;
+use super::{CommandError, Exit, check_bytes, server};
 use crate::plane::PlaneConfig;
 use clap::Parser;
 use engine::core::Nanos;
 use engine::fabric::{
-    Address, Caps, Cause, Credits, DataEvent, DataPlane, Direction, FenceScope, Landed, Memory,
-    Outcome, Patience, PeerId, Placement, Refused, RegionDesc, RegionId, SessionId, Submit, Ticket,
-    Wake,
+    Address, Caps, Completion, Credits, DataEvent, DataPlane, Direction, FabricError, FenceScope,
+    Landed, Memory, NextPoll, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionDesc,
+    RegionId, SessionId, Submit,
 };
 use fabric_host::HostConfig;
 use std::fs::File;
@@ -79,7 +79,7 @@ impl DataPlane for Stub {
             in_all: Credits::of_operations(self.operations_max),
             placement: Placement::OnQuiet,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         }
     }
 
@@ -120,9 +120,9 @@ impl DataPlane for Stub {
         let outcome = match self.conduct {
             Conduct::Stuck => return Ok(()),
             Conduct::Failing => {
-                Outcome::Failed { cause: Cause::QueuePair, landed: Landed::Unknown }
+                Completion::Failed { cause: FabricError::QueuePair, landed: Landed::Unknown }
             }
-            _ => Outcome::Done,
+            _ => Completion::Done,
         };
         if matches!(self.conduct, Conduct::Right | Conduct::Misplaced) {
             self.copy(&batch);
@@ -131,7 +131,7 @@ impl DataPlane for Stub {
         Ok(())
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         self.events.push(DataEvent::Quiet { session, ticket });
     }
 
@@ -140,33 +140,33 @@ impl DataPlane for Stub {
     fn set_waker(&mut self, _: Waker) {}
 
     /// One at a time.
-    fn poll(&mut self, _: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+    fn poll(&mut self, _: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         out.extend((!self.events.is_empty()).then(|| self.events.remove(0)));
         match self.events.is_empty() {
-            true => Wake::External,
-            false => Wake::Ready,
+            true => NextPoll::External,
+            false => NextPoll::Ready,
         }
     }
 }
 
 /// A side over such a plane, and a thread that is the other one.
-struct Pair {
-    side: Side,
-    line: Line,
+struct HarnessPair {
+    side: PlaneHarness,
+    line: BenchConnection,
     far: JoinHandle<()>,
 }
 
-fn memory(patience: Duration) -> (Plan, Bytes, File) {
+fn memory(patience: Duration) -> (BenchPlan, BenchMemory, File) {
     let plane = PlaneConfig::Host(HostConfig::default());
-    let plan = Plan { plane, device: None, memory: MEMORY, patience };
-    let bytes = Bytes::new(&plan).expect("memory");
-    let Bytes::Host { file, .. } = &bytes else { panic!("memory of the host") };
+    let plan = BenchPlan { plane, device: None, memory: MEMORY, patience };
+    let bytes = BenchMemory::new(&plan).expect("memory");
+    let BenchMemory::Host { file, .. } = &bytes else { panic!("memory of the host") };
     let file = file.try_clone().expect("a descriptor");
     (plan, bytes, file)
 }
 
 /// The other side answers so many questions and goes.
-fn pair(conduct: Conduct, room: usize, patience: Duration, answers: usize) -> Pair {
+fn pair(conduct: Conduct, room: usize, patience: Duration, answers: usize) -> HarnessPair {
     let (plan, bytes, near) = memory(patience);
     let (far_plan, far_bytes, far) = memory(PATIENCE);
     let stub = |file: &File, other: &File| {
@@ -177,21 +177,23 @@ fn pair(conduct: Conduct, room: usize, patience: Duration, answers: usize) -> Pa
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
     let address = listener.local_addr().expect("bound");
     let far = thread::spawn(move || {
-        let line = Line::new(listener.accept().expect("a connection").0).expect("a line");
-        let mut side = Side::over(far_plane, far_bytes, &far_plan, Arc::default());
+        let line =
+            BenchConnection::new(listener.accept().expect("a connection").0).expect("a line");
+        let mut side = PlaneHarness::with_plane(far_plane, far_bytes, &far_plan, Arc::default());
         for _ in 0..answers {
-            let Ok(text) = side.hear(&line, "a question") else { return };
-            let answer = serve::answer(&side, &serde_json::from_str(&text).expect("a question"));
-            line.tell(&answer).expect("it is heard");
+            let Ok(text) = side.recv_line(&line, "a question") else { return };
+            let answer = server::answer(&side, &serde_json::from_str(&text).expect("a question"));
+            line.send(&answer).expect("it is heard");
         }
     });
-    let line = Line::new(TcpStream::connect(address).expect("it listens")).expect("a line");
-    Pair { side: Side::over(plane, bytes, &plan, Arc::default()), line, far }
+    let line =
+        BenchConnection::new(TcpStream::connect(address).expect("it listens")).expect("a line");
+    HarnessPair { side: PlaneHarness::with_plane(plane, bytes, &plan, Arc::default()), line, far }
 }
 
-impl Pair {
-    fn lane(&mut self) -> Lane<'_> {
-        Lane { side: &mut self.side, line: &self.line, operations: 0 }
+impl HarnessPair {
+    fn lane(&mut self) -> BenchSession<'_> {
+        BenchSession { side: &mut self.side, line: &self.line, operations: 0 }
     }
 
     fn end(self) {
@@ -200,14 +202,14 @@ impl Pair {
     }
 }
 
-fn kind(direction: Direction) -> Kind {
-    Kind { direction, shape: Shape::new(1_000, 5, MEMORY).expect("room") }
+fn kind(direction: Direction) -> BenchCase {
+    BenchCase { direction, shape: BatchShape::new(1_000, 5, MEMORY).expect("room") }
 }
 
-fn said(stop: Stop) -> String {
+fn said(stop: CommandError) -> String {
     match stop {
-        Stop::Input(text) => text,
-        Stop::Output(why) => panic!("{why}"),
+        CommandError::Input(text) => text,
+        CommandError::Output(why) => panic!("{why}"),
     }
 }
 
@@ -228,11 +230,11 @@ fn bytes_that_are_not_there_are_found() {
 #[test]
 fn wrong_bytes_are_the_exit_of_the_command() {
     #[derive(Parser)]
-    struct Cli {
+    struct BenchCli {
         #[command(flatten)]
         args: BenchArgs,
     }
-    let args = Cli::parse_from(["bench"]).args;
+    let args = BenchCli::parse_from(["bench"]).args;
     let kinds = [Direction::Write, Direction::Read].map(kind);
     for (conduct, exit) in [(Conduct::Right, Exit::Held), (Conduct::Idle, Exit::Correctness)] {
         let mut pair = pair(conduct, 1, PATIENCE, usize::MAX);
@@ -259,7 +261,7 @@ fn no_more_batches_are_in_flight_than_the_plane_takes() {
         let figures = pair.lane().row(kind(Direction::Write), span, inflight).expect("a row");
         assert_eq!(figures.inflight, most);
         assert!(figures.p50 <= figures.p99 && figures.mean > Duration::ZERO, "{figures:?}");
-        assert!(figures.alone > 0.0 && figures.together > 0.0, "{figures:?}");
+        assert!(figures.serial_rate > 0.0 && figures.pipelined_rate > 0.0, "{figures:?}");
         pair.end();
     }
 }

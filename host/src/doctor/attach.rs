@@ -1,6 +1,6 @@
 //! Whether one process can get at the memory of another.
 
-use super::peer::{Failure, LEN, Trial};
+use super::peer::{AccessError, AccessTrial, LEN};
 use super::{Check, KvMemoryArg, line};
 use rustix::io::Errno;
 use std::path::Path;
@@ -13,7 +13,7 @@ const SYS_PTRACE: u64 = 1 << 19;
 
 /// What the kernel says of the rights of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rights {
+pub(super) struct PtraceRights {
     /// `kernel.yama.ptrace_scope`; none where there is no Yama.
     scope: Option<u8>,
     /// A seccomp filter is on.
@@ -22,15 +22,15 @@ pub(super) struct Rights {
     may_trace: bool,
 }
 
-impl Rights {
-    pub(super) fn read(proc: &Path) -> Rights {
+impl PtraceRights {
+    pub(super) fn read(proc: &Path) -> PtraceRights {
         let status = line(&proc.join("self/status")).unwrap_or_default();
         let field = |name: &str| {
             let mut lines = status.lines().filter_map(|line| line.split_once(':'));
             lines.find(|(key, _)| *key == name).map(|(_, value)| value.trim())
         };
         let caps = field("CapEff").and_then(|text| u64::from_str_radix(text, 16).ok());
-        Rights {
+        PtraceRights {
             scope: line(&proc.join("sys/kernel/yama/ptrace_scope"))
                 .and_then(|text| text.parse().ok()),
             is_filtered: field("Seccomp") == Some("2"),
@@ -48,16 +48,16 @@ impl Rights {
     /// What to do where access is denied.
     fn remedy(&self) -> &'static str {
         match self {
-            Rights { scope: Some(3..), .. } => {
+            PtraceRights { scope: Some(3..), .. } => {
                 "kernel.yama.ptrace_scope 3 stays until the next boot: set kernel.yama.ptrace_scope=0 \
                  in a file of /etc/sysctl.d on the machine and boot it"
             }
-            Rights { scope: Some(1 | 2), may_trace: false, .. } => {
+            PtraceRights { scope: Some(1 | 2), may_trace: false, .. } => {
                 "sysctl -w kernel.yama.ptrace_scope=0 on the machine (to keep it, in a file of \
                  /etc/sysctl.d), or give CAP_SYS_PTRACE to hosts and servers (docker: \
                  --cap-add=SYS_PTRACE)"
             }
-            Rights { is_filtered: true, .. } => {
+            PtraceRights { is_filtered: true, .. } => {
                 "allow process_vm_readv and process_vm_writev in the seccomp profile (docker: \
                  --cap-add=SYS_PTRACE, or --security-opt seccomp=PROFILE)"
             }
@@ -72,8 +72,8 @@ impl Rights {
 
 /// Cross-memory attach between siblings: without the memory file, and for MoRIIOConnector.
 pub(super) fn cross_memory(
-    trial: &Result<Trial, String>,
-    rights: &Rights,
+    trial: &Result<AccessTrial, String>,
+    rights: &PtraceRights,
     kv_memory: KvMemoryArg,
 ) -> Check {
     let failed = |found: String, remedy: &str| match kv_memory {
@@ -85,11 +85,11 @@ pub(super) fn cross_memory(
         }
     };
     let scope = rights.scope();
-    let Failure { errno, why } = match trial {
-        Ok(Trial { memory: Err(failure), .. }) => failure,
+    let AccessError { errno, why } = match trial {
+        Ok(AccessTrial { memory: Err(failure), .. }) => failure,
         Ok(_) => {
             let by = match rights {
-                Rights { scope: Some(1..), may_trace: true, .. } => {
+                PtraceRights { scope: Some(1..), may_trace: true, .. } => {
                     " by CAP_SYS_PTRACE, which the servers need, too"
                 }
                 _ => "",
@@ -112,16 +112,16 @@ pub(super) fn cross_memory(
 }
 
 /// Memory files, in which KV caches and rings lie.
-pub(super) fn memory_file(trial: &Result<Trial, String>) -> Check {
+pub(super) fn memory_file(trial: &Result<AccessTrial, String>) -> Check {
     let fail = |found: &str, remedy| Check::fail(MEMORY_FILE, found, remedy);
     match trial {
         Err(why) => fail(why, "let kvferry start processes of itself"),
-        Ok(Trial { created: Err(why), .. }) => fail(
+        Ok(AccessTrial { created: Err(why), .. }) => fail(
             why,
             "allow memfd_create and sealing (Linux 3.17 or later; the seccomp profile), and see \
              that the memory limit of the container has room",
         ),
-        Ok(Trial { opened: Err(Failure { why, .. }), .. }) => fail(
+        Ok(AccessTrial { opened: Err(AccessError { why, .. }), .. }) => fail(
             &format!("opening the memory file of a sibling process by /proc/PID/fd: {why}"),
             "run hosts and servers as one user, in one PID namespace, from files that this user may \
              read, with /proc mounted without hidepid",
@@ -135,24 +135,24 @@ pub(super) fn memory_file(trial: &Result<Trial, String>) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
-    use super::super::tests::Tree;
+    use super::super::CheckStatus;
+    use super::super::tests::TempTree;
     use super::*;
 
-    fn denied(errno: Errno) -> Result<Trial, String> {
-        let failure = Failure { errno: errno.raw_os_error(), why: errno.to_string() };
-        Ok(Trial { memory: Err(failure.clone()), created: Ok(()), opened: Err(failure) })
+    fn denied(errno: Errno) -> Result<AccessTrial, String> {
+        let failure = AccessError { errno: errno.raw_os_error(), why: errno.to_string() };
+        Ok(AccessTrial { memory: Err(failure.clone()), created: Ok(()), opened: Err(failure) })
     }
 
-    fn allowed() -> Result<Trial, String> {
-        Ok(Trial { memory: Ok(()), created: Ok(()), opened: Ok(()) })
+    fn allowed() -> Result<AccessTrial, String> {
+        Ok(AccessTrial { memory: Ok(()), created: Ok(()), opened: Ok(()) })
     }
 
-    fn rights(name: &str, scope: Option<&str>, caps: &str, seccomp: &str) -> Rights {
+    fn rights(name: &str, scope: Option<&str>, caps: &str, seccomp: &str) -> PtraceRights {
         let status = format!("Name:\tkvferry\nCapEff:\t{caps}\nSeccomp:\t{seccomp}\n");
         let mut files = vec![("proc/self/status", &*status)];
         files.extend(scope.map(|scope| ("proc/sys/kernel/yama/ptrace_scope", scope)));
-        Rights::read(&Tree::new(name, &files).roots().proc)
+        PtraceRights::read(&TempTree::new(name, &files).roots().proc)
     }
 
     const NONE: &str = "0000000000000000";
@@ -161,9 +161,9 @@ mod tests {
     #[test]
     fn rights_are_read() {
         let read = rights("rights", Some("1\n"), TRACE, "2");
-        assert_eq!(read, Rights { scope: Some(1), is_filtered: true, may_trace: true });
+        assert_eq!(read, PtraceRights { scope: Some(1), is_filtered: true, may_trace: true });
         let read = rights("no-rights", None, "00000000a80425fb", "0");
-        assert_eq!(read, Rights { scope: None, is_filtered: false, may_trace: false });
+        assert_eq!(read, PtraceRights { scope: None, is_filtered: false, may_trace: false });
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
             let name = format!("scope-{scope:?}-{seccomp}");
             let rights = rights(&name, scope, NONE, seccomp);
             let check = cross_memory(&denied(Errno::PERM), &rights, KvMemoryArg::Private);
-            assert_eq!(check.status, Status::Fail, "{check:?}");
+            assert_eq!(check.status, CheckStatus::Fail, "{check:?}");
             assert!(check.remedy.as_deref().is_some_and(|text| text.contains(said)), "{check:?}");
             let scope = scope.map_or("no Yama".into(), |scope| format!("ptrace_scope is {scope}"));
             assert!(check.found.contains(&scope), "{check:?}");
@@ -190,7 +190,7 @@ mod tests {
     fn what_a_deployment_does_not_need_is_a_warning() {
         let rights = rights("warning", Some("1"), NONE, "0");
         let check = cross_memory(&denied(Errno::PERM), &rights, KvMemoryArg::File);
-        assert_eq!(check.status, Status::Warn);
+        assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.found.contains("only \"kv_memory\": \"private\""), "{check:?}");
         let check = cross_memory(&denied(Errno::NOSYS), &rights, KvMemoryArg::Private);
         assert!(check.remedy.is_some_and(|text| text.contains("CONFIG_CROSS_MEMORY_ATTACH")));
@@ -200,19 +200,19 @@ mod tests {
     fn a_capability_that_opens_the_way_is_named() {
         let rights = rights("capability", Some("1"), TRACE, "0");
         let check = cross_memory(&allowed(), &rights, KvMemoryArg::Private);
-        assert_eq!((check.status, check.remedy.is_none()), (Status::Ok, true));
+        assert_eq!((check.status, check.remedy.is_none()), (CheckStatus::Ok, true));
         assert!(check.found.contains("CAP_SYS_PTRACE"), "{check:?}");
     }
 
     #[test]
     fn memory_files_that_cannot_be_had_or_opened_are_failures() {
         let opened = memory_file(&denied(Errno::ACCESS));
-        assert_eq!(opened.status, Status::Fail);
+        assert_eq!(opened.status, CheckStatus::Fail);
         assert!(opened.found.contains("/proc/PID/fd"), "{opened:?}");
-        let created = Ok(Trial { memory: Ok(()), created: Err("no".into()), opened: Ok(()) });
+        let created = Ok(AccessTrial { memory: Ok(()), created: Err("no".into()), opened: Ok(()) });
         let created = memory_file(&created);
         assert!(created.remedy.is_some_and(|text| text.contains("memfd_create")));
-        assert_eq!(memory_file(&allowed()).status, Status::Ok);
-        assert_eq!(memory_file(&Err("no process".into())).status, Status::Fail);
+        assert_eq!(memory_file(&allowed()).status, CheckStatus::Ok);
+        assert_eq!(memory_file(&Err("no process".into())).status, CheckStatus::Fail);
     }
 }

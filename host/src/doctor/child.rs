@@ -1,4 +1,5 @@
-//! A process of this program that may end in any way, or not at all: what it said, and how it ended.
+//! A process of this program that may end in any way, or not at all: what it said, and how it
+//! ended.
 
 use rustix::process::Signal;
 use serde::de::DeserializeOwned;
@@ -18,7 +19,7 @@ const LINES: usize = 100;
 /// How long one that was killed may take to end.
 const LAST: Duration = Duration::from_secs(2);
 
-enum Heard {
+enum ChildOutput {
     /// A line of its output.
     Line(String),
     /// The end of both its streams, and so its own; what it said on stderr.
@@ -26,15 +27,15 @@ enum Heard {
 }
 
 /// Killed when it is dropped.
-pub(super) struct Process {
+pub(super) struct ChildProcess {
     child: Child,
     input: Option<ChildStdin>,
-    heard: Receiver<Heard>,
+    heard: Receiver<ChildOutput>,
 }
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum How {
+pub(super) enum ExitCause {
     Exit(i32),
     Signal(i32),
     /// It went on for so long, and was killed.
@@ -43,20 +44,20 @@ pub(super) enum How {
 
 /// The end of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct End {
-    pub(super) how: How,
+pub(super) struct ChildExit {
+    pub(super) how: ExitCause,
     /// Lines of its output that nobody has taken yet.
     pub(super) out: Vec<String>,
     /// The last of what it said on stderr.
     pub(super) err: String,
 }
 
-impl Process {
+impl ChildProcess {
     /// # Errors
     /// It cannot be started.
     pub(super) fn start<S: AsRef<OsStr>>(
         args: impl IntoIterator<Item = S>,
-    ) -> Result<Process, String> {
+    ) -> Result<ChildProcess, String> {
         let program =
             std::env::current_exe().map_err(|why| format!("the path of kvferry: {why}"))?;
         let mut child = Command::new(&program)
@@ -74,14 +75,16 @@ impl Process {
         let lines = thread::spawn(move || {
             let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
             // Nobody may listen any more.
-            lines.map_while(Result::ok).for_each(|line| drop(tell_lines.send(Heard::Line(line))));
+            lines
+                .map_while(Result::ok)
+                .for_each(|line| drop(tell_lines.send(ChildOutput::Line(line))));
         });
         thread::spawn(move || {
             let said = err.map(last_lines).unwrap_or_default();
             let _held = lines.join();
-            let _ = tell.send(Heard::Over(said));
+            let _ = tell.send(ChildOutput::Over(said));
         });
-        Ok(Process { child, input, heard })
+        Ok(ChildProcess { child, input, heard })
     }
 
     /// The first line of its output.
@@ -91,25 +94,25 @@ impl Process {
     pub(super) fn ready<T: DeserializeOwned>(
         mut self,
         limit: Duration,
-    ) -> Result<(Process, T), End> {
+    ) -> Result<(ChildProcess, T), ChildExit> {
         match self.heard.recv_timeout(limit) {
-            Ok(Heard::Line(line)) => match serde_json::from_str(&line) {
+            Ok(ChildOutput::Line(line)) => match serde_json::from_str(&line) {
                 Ok(ready) => Ok((self, ready)),
                 Err(_) => Err(self.kill(limit, vec![line])),
             },
-            Ok(Heard::Over(err)) => Err(self.over(Vec::new(), err)),
+            Ok(ChildOutput::Over(err)) => Err(self.over(Vec::new(), err)),
             Err(_) => Err(self.kill(limit, Vec::new())),
         }
     }
 
     /// Ends its input, and waits for so long at most until it ends.
-    pub(super) fn end(mut self, limit: Duration) -> End {
+    pub(super) fn end(mut self, limit: Duration) -> ChildExit {
         drop(self.input.take());
         self.wait(Some(limit))
     }
 
     /// Waits until it ends; for so long at most, if there is a limit.
-    pub(super) fn wait(mut self, limit: Option<Duration>) -> End {
+    pub(super) fn wait(mut self, limit: Option<Duration>) -> ChildExit {
         let until = limit.map(|limit| Instant::now() + limit);
         let mut out = Vec::new();
         loop {
@@ -121,34 +124,34 @@ impl Process {
                 None => self.heard.recv().ok(),
             };
             match heard {
-                Some(Heard::Line(line)) => out.push(line),
-                Some(Heard::Over(err)) => return self.over(out, err),
+                Some(ChildOutput::Line(line)) => out.push(line),
+                Some(ChildOutput::Over(err)) => return self.over(out, err),
                 None => return self.kill(limit.unwrap_or_default(), out),
             }
         }
     }
 
-    fn over(&mut self, out: Vec<String>, err: String) -> End {
-        let how = self.child.wait().map_or(How::Exit(-1), How::from);
-        End { how, out, err }
+    fn over(&mut self, out: Vec<String>, err: String) -> ChildExit {
+        let how = self.child.wait().map_or(ExitCause::Exit(-1), ExitCause::from);
+        ChildExit { how, out, err }
     }
 
-    fn kill(&mut self, limit: Duration, mut out: Vec<String>) -> End {
+    fn kill(&mut self, limit: Duration, mut out: Vec<String>) -> ChildExit {
         // It may end at this moment.
         let _ = self.child.kill();
         let mut said = String::new();
         // One that hangs in a driver does not even end by that.
         while let Ok(heard) = self.heard.recv_timeout(LAST) {
             match heard {
-                Heard::Line(line) => out.push(line),
-                Heard::Over(err) => said = err,
+                ChildOutput::Line(line) => out.push(line),
+                ChildOutput::Over(err) => said = err,
             }
         }
-        End { how: How::Killed(limit), out, err: said }
+        ChildExit { how: ExitCause::Killed(limit), out, err: said }
     }
 }
 
-impl Drop for Process {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         // Nobody waits for one that hangs in a driver.
         let _ = self.child.kill();
@@ -156,20 +159,20 @@ impl Drop for Process {
     }
 }
 
-impl From<ExitStatus> for How {
-    fn from(status: ExitStatus) -> How {
+impl From<ExitStatus> for ExitCause {
+    fn from(status: ExitStatus) -> ExitCause {
         match status.signal() {
-            Some(signal) => How::Signal(signal),
-            None => How::Exit(status.code().unwrap_or(-1)),
+            Some(signal) => ExitCause::Signal(signal),
+            None => ExitCause::Exit(status.code().unwrap_or(-1)),
         }
     }
 }
 
-impl Display for How {
+impl Display for ExitCause {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            How::Exit(code) => write!(f, "ended with exit status {code}"),
-            How::Signal(number) => {
+            ExitCause::Exit(code) => write!(f, "ended with exit status {code}"),
+            ExitCause::Signal(number) => {
                 let names = [
                     (Signal::ABORT, "SIGABRT: it aborted"),
                     (Signal::SEGV, "SIGSEGV: it crashed"),
@@ -183,7 +186,7 @@ impl Display for How {
                 let name = known.map(|(_, name)| format!(" ({name})")).unwrap_or_default();
                 write!(f, "was ended by signal {number}{name}")
             }
-            How::Killed(limit) => {
+            ExitCause::Killed(limit) => {
                 write!(f, "had not come to an end after {} s, and was killed", limit.as_secs_f64())
             }
         }

@@ -1,6 +1,6 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
-use super::{Check, Roots, line};
+use super::{Check, SystemRoots, line};
 use fabric_mori::{MoriConfig, preflight};
 use std::env;
 use std::fs::{self, OpenOptions};
@@ -37,7 +37,7 @@ fn port(folder: &Path, name: &str) -> (bool, String) {
 }
 
 /// RDMA devices and their ports.
-pub(super) fn rdma(roots: &Roots) -> Check {
+pub(super) fn rdma(roots: &SystemRoots) -> Check {
     let folder = devices(&roots.sys);
     let mut ports = Vec::new();
     for device in names(&folder) {
@@ -92,10 +92,10 @@ pub(super) fn mori(folders: &[PathBuf]) -> Check {
     Check::ok("mori", format!("{found}; --fabric mori tries it"))
 }
 
-/// What MoRI is seen to lack, in the order in which a plane over it would miss it. Whether it starts
-/// is only known when it was tried.
+/// What MoRI is seen to lack, in the order in which a plane over it would miss it. Whether it
+/// starts is only known when it was tried.
 pub(super) fn mori_fabric(config: &MoriConfig) -> Vec<Check> {
-    let findings = preflight::look(config, &preflight::Roots::default()).into_iter();
+    let findings = preflight::look(config, &preflight::PreflightRoots::default()).into_iter();
     let check = |finding: preflight::Finding| match finding.remedy {
         None => Check::ok(finding.check, finding.found),
         Some(to_do) => Check::warn(finding.check, finding.found, to_do),
@@ -123,8 +123,8 @@ pub(super) fn amd_gpu(dev: &Path) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
-    use super::super::tests::Tree;
+    use super::super::CheckStatus;
+    use super::super::tests::TempTree;
     use super::*;
 
     const STATE: &str = "sys/class/infiniband/mlx5_0/ports/1/state";
@@ -133,33 +133,33 @@ mod tests {
 
     #[test]
     fn ports_of_devices_are_told() {
-        let none = Tree::new("no-nic", &[]).roots();
+        let none = TempTree::new("no-nic", &[]).roots();
         assert!(!has_rdma(&none.sys));
         assert!(rdma(&none).found.contains("host memory and TCP can"));
         let rest = [(RATE, "200 Gb/sec (4X HDR)\n"), (LAYER, "InfiniBand\n")];
-        let up = Tree::new(
+        let up = TempTree::new(
             "nic",
             &[(STATE, "4: ACTIVE\n"), rest[0], rest[1], ("dev/infiniband/uverbs0", "")],
         );
         let check = rdma(&up.roots());
         assert!(has_rdma(&up.roots().sys));
-        assert_eq!(check.status, Status::Ok);
+        assert_eq!(check.status, CheckStatus::Ok);
         let said = "mlx5_0 port 1 ACTIVE, 200 Gb/sec (4X HDR), InfiniBand";
         assert!(check.found.starts_with(said), "{check:?}");
-        let closed = Tree::new("nic-closed", &[(STATE, "4: ACTIVE\n"), rest[0], rest[1]]);
+        let closed = TempTree::new("nic-closed", &[(STATE, "4: ACTIVE\n"), rest[0], rest[1]]);
         let check = rdma(&closed.roots());
         assert!(check.remedy.is_some_and(|text| text.contains("--device=/dev/infiniband")));
-        let down = Tree::new("nic-down", &[(STATE, "1: DOWN\n"), rest[0], rest[1]]);
+        let down = TempTree::new("nic-down", &[(STATE, "1: DOWN\n"), rest[0], rest[1]]);
         let check = rdma(&down.roots());
-        assert_eq!(check.status, Status::Warn);
+        assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.found.starts_with("mlx5_0 port 1 DOWN"), "{check:?}");
-        let bare = Tree::new("nic-bare", &[("sys/class/infiniband/rxe0/node_type", "")]);
+        let bare = TempTree::new("nic-bare", &[("sys/class/infiniband/rxe0/node_type", "")]);
         assert!(rdma(&bare.roots()).found.starts_with("rxe0 without ports"));
     }
 
     #[test]
     fn a_library_of_mori_is_found() {
-        let tree = Tree::new("mori", &[("lib/libmori_io.so", ""), ("other/libc.so", "")]);
+        let tree = TempTree::new("mori", &[("lib/libmori_io.so", ""), ("other/libc.so", "")]);
         let folders = [tree.0.join("other"), tree.0.join("none"), tree.0.join("lib")];
         let check = mori(&folders);
         assert!(check.found.contains("lib/libmori_io.so is there"), "{check:?}");
@@ -169,7 +169,8 @@ mod tests {
 
     #[test]
     fn gpus_are_there_or_not() {
-        let tree = Tree::new("gpu", &[("dev/kfd", ""), ("none/file", ""), ("shut/kfd/file", "")]);
+        let tree =
+            TempTree::new("gpu", &[("dev/kfd", ""), ("none/file", ""), ("shut/kfd/file", "")]);
         assert!(amd_gpu(&tree.roots().dev).found.contains("can be opened"));
         assert!(amd_gpu(&tree.0.join("none")).found.contains("no AMD GPU"));
         // A folder cannot be opened for writing, whoever tries.

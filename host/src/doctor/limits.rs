@@ -1,6 +1,6 @@
 //! Limits of processes, and pages.
 
-use super::{Check, Roots, line};
+use super::{Check, SystemRoots, line};
 use fabric_host::HostConfig;
 use fabric_mori::preflight::MEMLOCK as LOCK_MORE;
 use rustix::process::{Resource, Rlimit, getrlimit};
@@ -60,7 +60,7 @@ pub(super) fn open_files(limit: Rlimit) -> Check {
 }
 
 /// Huge pages, reserved or made by the kernel; nothing needs them.
-pub(super) fn huge_pages(roots: &Roots) -> Check {
+pub(super) fn huge_pages(roots: &SystemRoots) -> Check {
     let memory = line(&roots.proc.join("meminfo")).unwrap_or_default();
     let field = |name: &str| {
         let mut lines = memory.lines().filter_map(|line| line.split_once(':'));
@@ -84,8 +84,8 @@ pub(super) fn huge_pages(roots: &Roots) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
-    use super::super::tests::Tree;
+    use super::super::CheckStatus;
+    use super::super::tests::TempTree;
     use super::*;
 
     fn limit(current: Option<u64>, maximum: Option<u64>) -> Rlimit {
@@ -94,10 +94,10 @@ mod tests {
 
     #[test]
     fn locked_memory_matters_to_rdma() {
-        assert_eq!(memlock(limit(None, None), true).status, Status::Ok);
-        assert_eq!(memlock(limit(Some(65_536), None), false).status, Status::Ok);
+        assert_eq!(memlock(limit(None, None), true).status, CheckStatus::Ok);
+        assert_eq!(memlock(limit(Some(65_536), None), false).status, CheckStatus::Ok);
         let check = memlock(limit(Some(65_536), Some(131_072)), true);
-        assert_eq!(check.status, Status::Warn);
+        assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.found.starts_with("65536 bytes, at most 131072 bytes"), "{check:?}");
         assert!(check.remedy.is_some_and(|text| text.contains("--ulimit memlock=-1")));
     }
@@ -105,17 +105,17 @@ mod tests {
     #[test]
     fn few_open_files_are_a_warning() {
         let check = open_files(limit(Some(1_024), Some(524_288)));
-        assert_eq!(check.status, Status::Warn);
+        assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.remedy.is_some_and(|text| text.contains("ulimit -n 4096")));
-        assert_eq!(open_files(limit(Some(4_096), None)).status, Status::Ok);
-        assert_eq!(open_files(limit(None, None)).status, Status::Ok);
+        assert_eq!(open_files(limit(Some(4_096), None)).status, CheckStatus::Ok);
+        assert_eq!(open_files(limit(None, None)).status, CheckStatus::Ok);
     }
 
     #[test]
     fn pages_are_told() {
         let meminfo =
             "HugePages_Total:      16\nHugePages_Free:       12\nHugepagesize:       2048 kB";
-        let tree = Tree::new(
+        let tree = TempTree::new(
             "pages",
             &[
                 ("proc/meminfo", meminfo),

@@ -3,22 +3,22 @@
 mod attach;
 mod child;
 mod devices;
-mod ends;
+mod exit_diagnosis;
 mod limits;
-mod local;
+mod local_socket;
+mod mori_checks;
 mod peer;
 mod ports;
-mod tries;
 
-pub(crate) use peer::{PeerArgs, command as peer_command};
+pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 pub(crate) use ports::remedy;
 
 use crate::bench::{seconds, settings};
-use crate::embed::config::{Given, HostArgs};
-use crate::exit::{Exit, Stop, UNFIT};
+use crate::exit::{CommandError, Exit, UNFIT};
 use crate::serve::FabricArg;
+use crate::sidecar::config::{ConfigLayer, HostArgs};
 use clap::{Args, ValueEnum};
-use fabric_mori::{Backend, MoriConfig};
+use fabric_mori::{MoriBackend, MoriConfig};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -62,7 +62,8 @@ pub(crate) struct DoctorArgs {
     /// Path of the host's socket; by default the folder that the connector takes is checked
     #[arg(long, value_name = "PATH")]
     pub(crate) socket: Option<PathBuf>,
-    /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory attach
+    /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory
+    /// attach
     #[arg(long, value_name = "WHERE", default_value = "file")]
     pub(crate) kv_memory: KvMemoryArg,
     /// Also try this fabric: mori, for the backends mori-rdma and mori-xgmi, between two processes
@@ -76,7 +77,8 @@ pub(crate) struct DoctorArgs {
     /// {"port": 7100}
     #[arg(long, value_name = "JSON")]
     pub(crate) mori: Option<String>,
-    /// Also move bytes by RDMA to and from the machine whose `doctor --fabric mori --serve` waits there
+    /// Also move bytes by RDMA to and from the machine whose `doctor --fabric mori --serve` waits
+    /// there
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "serve")]
     pub(crate) peer: Option<String>,
     /// After all else, wait here for the doctor of another machine that is given this address with
@@ -97,7 +99,7 @@ pub(crate) struct DoctorArgs {
 /// What came of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum Status {
+enum CheckStatus {
     Ok,
     Warn,
     Fail,
@@ -105,13 +107,13 @@ enum Status {
     Skip,
 }
 
-impl Status {
+impl CheckStatus {
     fn name(self) -> &'static str {
         match self {
-            Status::Ok => "ok",
-            Status::Warn => "warn",
-            Status::Fail => "fail",
-            Status::Skip => "skip",
+            CheckStatus::Ok => "ok",
+            CheckStatus::Warn => "warn",
+            CheckStatus::Fail => "fail",
+            CheckStatus::Skip => "skip",
         }
     }
 }
@@ -120,7 +122,7 @@ impl Status {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Check {
     check: &'static str,
-    status: Status,
+    status: CheckStatus,
     /// What is there.
     found: String,
     /// What to do about it; none if nothing has to be done.
@@ -129,34 +131,34 @@ struct Check {
 
 impl Check {
     fn ok(check: &'static str, found: impl Into<String>) -> Check {
-        Check { check, status: Status::Ok, found: found.into(), remedy: None }
+        Check { check, status: CheckStatus::Ok, found: found.into(), remedy: None }
     }
 
     fn warn(check: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
         let remedy = Some(remedy.into());
-        Check { check, status: Status::Warn, found: found.into(), remedy }
+        Check { check, status: CheckStatus::Warn, found: found.into(), remedy }
     }
 
     fn fail(check: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
-        Check { status: Status::Fail, ..Check::warn(check, found, remedy) }
+        Check { status: CheckStatus::Fail, ..Check::warn(check, found, remedy) }
     }
 
     fn skip(check: &'static str, found: impl Into<String>) -> Check {
-        Check { status: Status::Skip, ..Check::ok(check, found) }
+        Check { status: CheckStatus::Skip, ..Check::ok(check, found) }
     }
 }
 
 /// Where the kernel says what there is; tests have others.
 #[derive(Clone, Debug)]
-struct Roots {
+struct SystemRoots {
     proc: PathBuf,
     sys: PathBuf,
     dev: PathBuf,
 }
 
-impl Roots {
-    fn of_machine() -> Roots {
-        Roots { proc: "/proc".into(), sys: "/sys".into(), dev: "/dev".into() }
+impl SystemRoots {
+    fn of_machine() -> SystemRoots {
+        SystemRoots { proc: "/proc".into(), sys: "/sys".into(), dev: "/dev".into() }
     }
 }
 
@@ -170,13 +172,13 @@ impl DoctorArgs {
     ///
     /// # Errors
     /// Arguments that do not go together, settings that there are not.
-    fn plan(&self) -> Result<MoriConfig, Stop> {
+    fn plan(&self) -> Result<MoriConfig, CommandError> {
         let between = [("--peer", &self.peer), ("--serve", &self.serve)];
         let is_mori = self.fabric == FabricArg::Mori;
         if let Some((name, _)) = between.iter().find(|(_, given)| given.is_some())
             && !(is_mori && self.backend == BackendArg::Rdma)
         {
-            return Err(Stop::Input(format!(
+            return Err(CommandError::Input(format!(
                 "{name} is for --fabric mori with --backend rdma, which moves bytes between machines"
             )));
         }
@@ -186,11 +188,11 @@ impl DoctorArgs {
             None => Ok(MoriConfig::default()),
         };
         let backend = match self.backend {
-            BackendArg::Rdma => Backend::Rdma,
-            BackendArg::Xgmi => Backend::Xgmi,
+            BackendArg::Rdma => MoriBackend::Rdma,
+            BackendArg::Xgmi => MoriBackend::Xgmi,
         };
         let host = self.host_ip.clone();
-        Ok(MoriConfig { backend, host, ..config.map_err(Stop::Input)? })
+        Ok(MoriConfig { backend, host, ..config.map_err(CommandError::Input)? })
     }
 }
 
@@ -198,24 +200,24 @@ impl DoctorArgs {
 ///
 /// # Errors
 /// Arguments that do not go together, output that cannot be written.
-pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, Stop> {
+pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, CommandError> {
     let plan = args.plan()?;
     let mut is_fit = true;
-    for check in checks(args, &plan, &Roots::of_machine()) {
-        is_fit &= check.status != Status::Fail;
+    for check in checks(args, &plan, &SystemRoots::of_machine()) {
+        is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
     if let Some(at) = &args.serve {
         // It may wait for long.
         out.flush()?;
-        let check = tries::serve(args, at);
-        is_fit &= check.status != Status::Fail;
+        let check = mori_checks::serve(args, at);
+        is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
     Ok(if is_fit { Exit::Held.code() } else { UNFIT })
 }
 
-fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), Stop> {
+fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), CommandError> {
     if args.json {
         let object = serde_json::to_string(check).map_err(std::io::Error::other)?;
         return Ok(writeln!(out, "{object}")?);
@@ -229,10 +231,10 @@ fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), Sto
     Ok(())
 }
 
-fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &Roots) -> Vec<Check> {
+fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Check> {
     let trial = peer::trial(args.timeout);
     let mut checks = vec![
-        attach::cross_memory(&trial, &attach::Rights::read(&roots.proc), args.kv_memory),
+        attach::cross_memory(&trial, &attach::PtraceRights::read(&roots.proc), args.kv_memory),
         attach::memory_file(&trial),
         limits::memlock(limits::of_memlock(), devices::has_rdma(&roots.sys)),
         limits::open_files(limits::of_files()),
@@ -241,15 +243,15 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &Roots) -> Vec<Check> {
     ];
     checks.extend(ports::listeners(args));
     checks.extend(args.proxy.as_deref().map(ports::proxy));
-    checks.push(local::socket(&local::Place::new(args.socket.as_deref())));
+    checks.push(local_socket::socket(&local_socket::SocketLocation::new(args.socket.as_deref())));
     checks.push(configuration(args));
     checks.push(devices::rdma(roots));
     checks.push(devices::mori(&devices::library_folders()));
     checks.push(devices::amd_gpu(&roots.dev));
     if args.fabric == FabricArg::Mori {
         checks.extend(devices::mori_fabric(plan));
-        checks.extend(tries::mori(args));
-        checks.extend(args.peer.as_deref().map(|to| tries::with_peer(args, to)));
+        checks.extend(mori_checks::mori(args));
+        checks.extend(args.peer.as_deref().map(|to| mori_checks::with_peer(args, to)));
     }
     checks
 }
@@ -257,7 +259,7 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &Roots) -> Vec<Check> {
 /// What `kvferry host` would take from file and environment.
 fn configuration(args: &DoctorArgs) -> Check {
     const NAME: &str = "configuration";
-    let host = HostArgs { config: args.config.clone(), given: Given::default() };
+    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
     let config = match host.resolve(std::env::vars_os()) {
         Ok(config) => config,
         Err(why) => return Check::fail(NAME, why, "correct it where it says"),
@@ -287,10 +289,10 @@ mod tests {
     use super::*;
 
     /// A made-up tree of files, which is removed with it.
-    pub(super) struct Tree(pub(super) PathBuf);
+    pub(super) struct TempTree(pub(super) PathBuf);
 
-    impl Tree {
-        pub(super) fn new(name: &str, files: &[(&str, &str)]) -> Tree {
+    impl TempTree {
+        pub(super) fn new(name: &str, files: &[(&str, &str)]) -> TempTree {
             let folder = format!("kvferry-doctor-{}-{name}", std::process::id());
             let folder = std::env::temp_dir().join(folder);
             std::fs::create_dir_all(&folder).expect("a folder");
@@ -299,16 +301,16 @@ mod tests {
                 std::fs::create_dir_all(path.parent().expect("below it")).expect("a folder");
                 std::fs::write(path, text).expect("a file");
             }
-            Tree(folder)
+            TempTree(folder)
         }
 
-        pub(super) fn roots(&self) -> Roots {
+        pub(super) fn roots(&self) -> SystemRoots {
             let at = |name| self.0.join(name);
-            Roots { proc: at("proc"), sys: at("sys"), dev: at("dev") }
+            SystemRoots { proc: at("proc"), sys: at("sys"), dev: at("dev") }
         }
     }
 
-    impl Drop for Tree {
+    impl Drop for TempTree {
         fn drop(&mut self) {
             let _ = std::fs::remove_dir_all(&self.0);
         }

@@ -1,13 +1,13 @@
-//! Processes that try what this one had better not. Two are neither parent nor child of each other, as
-//! hosts and servers are: one holds bytes, the other tries to get at them.
+//! Processes that try what this one had better not. Two are neither parent nor child of each other,
+//! as hosts and servers are: one holds bytes, the other tries to get at them.
 
-use super::child::Process;
-use crate::exit::{Exit, Stop};
+use super::child::ChildProcess;
+use crate::exit::{CommandError, Exit};
 use crate::signals::follow_parent;
 use clap::{Args, Subcommand};
 use engine::fabric::Memory;
-use fabric_host::{HugePages, Pool, read_memory};
-use fabric_mori::{DeviceMemory, Places, Shim};
+use fabric_host::{HugePages, MemfdPool, read_memory};
+use fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -19,13 +19,13 @@ pub(super) const LEN: usize = 4_096;
 
 /// Arguments of the processes.
 #[derive(Clone, Debug, Args)]
-pub(crate) struct PeerArgs {
+pub(crate) struct DoctorPeerArgs {
     #[command(subcommand)]
-    part: Part,
+    part: DoctorPeerCommand,
 }
 
 #[derive(Clone, Debug, Subcommand)]
-enum Part {
+enum DoctorPeerCommand {
     /// Hold bytes until the input ends
     Hold { seed: u64 },
     /// Look for them
@@ -35,11 +35,11 @@ enum Part {
 }
 
 /// What a process that loads the shim says first: which, or why there is none.
-pub(super) type Loaded = Result<String, String>;
+pub(super) type ShimLoad = Result<String, String>;
 
 /// What it says then.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Gpus {
+pub(super) struct GpuProbe {
     /// Those that gave memory, up to two.
     pub(super) count: u32,
     /// Why there is no other one.
@@ -48,7 +48,7 @@ pub(super) struct Gpus {
 
 /// Where the bytes are.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Held {
+struct HeldMemory {
     pid: u32,
     base: u64,
     /// Number of the memory file, or why there is none.
@@ -57,50 +57,50 @@ struct Held {
 
 /// Why something cannot be done.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Failure {
+pub(super) struct AccessError {
     /// As the kernel says it; 0 if it does not.
     pub(super) errno: i32,
     pub(super) why: String,
 }
 
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Failure {
-        Failure { errno: error.raw_os_error().unwrap_or(0), why: error.to_string() }
+impl From<io::Error> for AccessError {
+    fn from(error: io::Error) -> AccessError {
+        AccessError { errno: error.raw_os_error().unwrap_or(0), why: error.to_string() }
     }
 }
 
 /// What one process can do with another one.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Trial {
+pub(super) struct AccessTrial {
     /// Read its memory by cross-memory attach.
-    pub(super) memory: Result<(), Failure>,
+    pub(super) memory: Result<(), AccessError>,
     /// Have a sealed memory file of its own.
     pub(super) created: Result<(), String>,
     /// Open the other's memory file; as good as `created` if there is none.
-    pub(super) opened: Result<(), Failure>,
+    pub(super) opened: Result<(), AccessError>,
 }
 
 /// Runs both processes.
 ///
 /// # Errors
 /// They could not be run, and why.
-pub(super) fn trial(limit: Duration) -> Result<Trial, String> {
+pub(super) fn trial(limit: Duration) -> Result<AccessTrial, String> {
     let seed = rand::random::<u64>().to_string();
-    let holder = start(&["hold", &seed])?.ready::<Held>(limit);
+    let holder = start(&["hold", &seed])?.ready::<HeldMemory>(limit);
     let (_holder, held) =
-        holder.map_err(|end| format!("a process that holds memory {}", end.told()))?;
+        holder.map_err(|end| format!("a process that holds memory {}", end.describe()))?;
     let held = serde_json::to_string(&held).map_err(|why| why.to_string())?;
     let looked = start(&["look", &seed, &held])?.wait(Some(limit));
     let trial = looked.out.first().and_then(|line| serde_json::from_str(line).ok());
-    trial.ok_or_else(|| format!("a process that looks at another one {}", looked.told()))
+    trial.ok_or_else(|| format!("a process that looks at another one {}", looked.describe()))
 }
 
 /// A process of these.
 ///
 /// # Errors
 /// It cannot be started.
-pub(super) fn start(args: &[&str]) -> Result<Process, String> {
-    Process::start(["doctor-peer"].iter().chain(args))
+pub(super) fn start(args: &[&str]) -> Result<ChildProcess, String> {
+    ChildProcess::start(["doctor-peer"].iter().chain(args))
 }
 
 fn pattern(seed: u64) -> Vec<u8> {
@@ -111,25 +111,25 @@ fn pattern(seed: u64) -> Vec<u8> {
 ///
 /// # Errors
 /// Output that cannot be written, or a parent that has ended.
-pub(crate) fn command(args: &PeerArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &DoctorPeerArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     // One that hangs in HIP is not to be left behind.
     follow_parent()?;
     match &args.part {
-        Part::Hold { seed } => hold(*seed, out)?,
-        Part::Look { seed, held } => {
-            let held: Held = serde_json::from_str(held).map_err(io::Error::from)?;
+        DoctorPeerCommand::Hold { seed } => hold(*seed, out)?,
+        DoctorPeerCommand::Look { seed, held } => {
+            let held: HeldMemory = serde_json::from_str(held).map_err(io::Error::from)?;
             serde_json::to_writer(out, &trial_of(&held, &pattern(*seed)))
                 .map_err(io::Error::from)?;
         }
-        Part::Load => load(out)?,
+        DoctorPeerCommand::Load => load(out)?,
     }
     Ok(Exit::Held)
 }
 
 /// HIP, too, may end the process: what is known by then is told first.
 fn load(out: &mut dyn Write) -> io::Result<()> {
-    let shim = Shim::load(&Places::of_process());
-    let loaded: Loaded = match &shim {
+    let shim = Shim::load(&ShimSearchPath::of_process());
+    let loaded: ShimLoad = match &shim {
         Ok(shim) => {
             let (path, info) = (shim.path.display(), &shim.info);
             let (library, layout) = (&info.compiled_at, info.layout);
@@ -140,7 +140,7 @@ fn load(out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "{}", serde_json::to_string(&loaded)?)?;
     out.flush()?;
     let Ok(shim) = shim else { return Ok(()) };
-    let mut gpus = Gpus { count: 0, why: String::new() };
+    let mut gpus = GpuProbe { count: 0, why: String::new() };
     while gpus.count < 2 && gpus.why.is_empty() {
         match DeviceMemory::new(&shim, gpus.count, LEN as u64) {
             Ok(_) => gpus.count += 1,
@@ -156,7 +156,7 @@ fn hold(seed: u64, out: &mut dyn Write) -> io::Result<()> {
         Ok((pool, file)) => (Some(pool), Ok(file)),
         Err(why) => (None, Err(why)),
     };
-    let held = Held { pid: std::process::id(), base: bytes.as_ptr() as u64, file };
+    let held = HeldMemory { pid: std::process::id(), base: bytes.as_ptr() as u64, file };
     writeln!(out, "{}", serde_json::to_string(&held)?)?;
     out.flush()?;
     io::stdin().read_to_end(&mut Vec::new())?;
@@ -166,8 +166,8 @@ fn hold(seed: u64, out: &mut dyn Write) -> io::Result<()> {
 }
 
 /// A memory file like the one of a KV cache.
-fn file(bytes: &[u8]) -> Result<(Pool, i32), String> {
-    let pool = Pool::new(LEN as u64, HugePages::No)?;
+fn file(bytes: &[u8]) -> Result<(MemfdPool, i32), String> {
+    let pool = MemfdPool::new(LEN as u64, HugePages::No)?;
     let Memory::MemFd { fd, .. } = pool.memory() else { return Err("no memory file".into()) };
     let path = format!("/proc/self/fd/{fd}");
     let written = OpenOptions::new().write(true).open(&path);
@@ -177,19 +177,21 @@ fn file(bytes: &[u8]) -> Result<(Pool, i32), String> {
     Ok((pool, fd))
 }
 
-fn trial_of(held: &Held, expected: &[u8]) -> Trial {
+fn trial_of(held: &HeldMemory, expected: &[u8]) -> AccessTrial {
     let same = |bytes: &[u8]| match bytes == expected {
         true => Ok(()),
-        false => Err(Failure { errno: 0, why: "other bytes were read than are there".into() }),
+        false => Err(AccessError { errno: 0, why: "other bytes were read than are there".into() }),
     };
     let mut bytes = vec![0; LEN];
     let memory = read_memory(held.pid, held.base, &mut bytes);
-    let memory = memory.map_err(Failure::from).and_then(|len| same(&bytes[..len]));
+    let memory = memory.map_err(AccessError::from).and_then(|len| same(&bytes[..len]));
     let (created, opened) = match &held.file {
-        Ok(file) => (Ok(()), open(held.pid, *file).map_err(Failure::from).and_then(|b| same(&b))),
+        Ok(file) => {
+            (Ok(()), open(held.pid, *file).map_err(AccessError::from).and_then(|b| same(&b)))
+        }
         Err(why) => (Err(why.clone()), Ok(())),
     };
-    Trial { memory, created, opened }
+    AccessTrial { memory, created, opened }
 }
 
 /// Opens it as `kvferry host` opens the KV of a worker.
@@ -210,15 +212,15 @@ mod tests {
         let bytes = pattern(7);
         let (_pool, file) = file(&bytes).expect("memory files are needed for all else");
         let (pid, base) = (std::process::id(), bytes.as_ptr() as u64);
-        let held = Held { pid, base, file: Ok(file) };
-        let Trial { memory, created, opened } = trial_of(&held, &bytes);
+        let held = HeldMemory { pid, base, file: Ok(file) };
+        let AccessTrial { memory, created, opened } = trial_of(&held, &bytes);
         assert_eq!((memory, created, opened), (Ok(()), Ok(()), Ok(())));
-        let Trial { memory, opened, .. } = trial_of(&held, &pattern(8));
+        let AccessTrial { memory, opened, .. } = trial_of(&held, &pattern(8));
         for failed in [memory, opened] {
             assert!(failed.is_err_and(|failure| failure.why.contains("other bytes")));
         }
-        let none = Held { base: 0, file: Err("none".into()), ..held };
-        let Trial { memory, created, opened } = trial_of(&none, &bytes);
+        let none = HeldMemory { base: 0, file: Err("none".into()), ..held };
+        let AccessTrial { memory, created, opened } = trial_of(&none, &bytes);
         assert!(memory.is_err_and(|failure| failure.errno != 0));
         assert_eq!((created, opened), (Err("none".into()), Ok(())));
     }

@@ -124,13 +124,13 @@ pub(super) fn proxy(address: &str) -> Check {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Status;
+    use super::super::CheckStatus;
     use super::*;
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 
     fn refused(kind: ErrorKind) -> String {
         let check = taken("notify-port", "10.0.0.1:80", &kind.into());
-        assert_eq!(check.status, Status::Fail);
+        assert_eq!(check.status, CheckStatus::Fail);
         check.remedy.expect("something to do")
     }
 
@@ -144,21 +144,21 @@ mod tests {
     #[test]
     fn addresses_are_looked_up_and_tried() {
         let loopback = host_ip("127.0.0.1");
-        assert_eq!(loopback.status, Status::Ok);
+        assert_eq!(loopback.status, CheckStatus::Ok);
         assert!(loopback.found.contains("other machines do not reach"), "{loopback:?}");
         // Kept for documentation: no machine has it.
         let foreign = host_ip("192.0.2.1");
-        assert_eq!(foreign.status, Status::Fail);
+        assert_eq!(foreign.status, CheckStatus::Fail);
         assert!(foreign.found.starts_with("192.0.2.1: cannot listen there"), "{foreign:?}");
-        assert_eq!(host_ip("0.0.0.0").status, Status::Fail);
-        assert_eq!(host_ip("not a name").status, Status::Fail);
+        assert_eq!(host_ip("0.0.0.0").status, CheckStatus::Fail);
+        assert_eq!(host_ip("not a name").status, CheckStatus::Fail);
     }
 
     #[test]
     fn a_router_is_there_or_not() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
         let address = listener.local_addr().expect("bound").to_string();
-        assert_eq!(proxy(&address).status, Status::Ok);
+        assert_eq!(proxy(&address).status, CheckStatus::Ok);
         // Nobody else gets the port, and nobody listens at it.
         let silent = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
         let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -166,8 +166,8 @@ mod tests {
         let address = getsockname(&silent).expect("bound");
         let address = SocketAddr::try_from(address).expect("of the internet").to_string();
         let gone = proxy(&address);
-        assert_eq!(gone.status, Status::Fail);
+        assert_eq!(gone.status, CheckStatus::Fail);
         assert!(gone.found.starts_with(&format!("{address}: cannot connect")), "{gone:?}");
-        assert_eq!(proxy("127.0.0.1").status, Status::Fail);
+        assert_eq!(proxy("127.0.0.1").status, CheckStatus::Fail);
     }
 }

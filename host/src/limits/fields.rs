@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 /// What a field holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FieldKind {
     /// A span of time.
     Time(Nanos),
     /// A number, and the largest one that it has room for.
@@ -20,8 +20,8 @@ pub(super) enum Kind {
 ///
 /// # Panics
 /// If it is no struct, or has a field of another kind, which then needs a kind here.
-pub(super) fn fields(settings: &impl Serialize) -> Vec<(&'static str, Kind)> {
-    settings.serialize(Struct(Vec::new())).expect("a struct of times, numbers and flags")
+pub(super) fn fields(settings: &impl Serialize) -> Vec<(&'static str, FieldKind)> {
+    settings.serialize(StructSerializer(Vec::new())).expect("a struct of times, numbers and flags")
 }
 
 /// What a serializer refuses: all types of no argument but `self`, and those with a value.
@@ -115,11 +115,11 @@ macro_rules! refuse_compounds {
     };
 }
 
-struct Struct(Vec<(&'static str, Kind)>);
+struct StructSerializer(Vec<(&'static str, FieldKind)>);
 
-impl Serializer for Struct {
-    type Ok = Vec<(&'static str, Kind)>;
-    type SerializeStruct = Struct;
+impl Serializer for StructSerializer {
+    type Ok = Vec<(&'static str, FieldKind)>;
+    type SerializeStruct = StructSerializer;
 
     refuse_compounds!();
 
@@ -139,13 +139,13 @@ impl Serializer for Struct {
         value.serialize(self)
     }
 
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Struct, Error> {
+    fn serialize_struct(self, _: &'static str, _: usize) -> Result<StructSerializer, Error> {
         Ok(self)
     }
 }
 
-impl SerializeStruct for Struct {
-    type Ok = Vec<(&'static str, Kind)>;
+impl SerializeStruct for StructSerializer {
+    type Ok = Vec<(&'static str, FieldKind)>;
     type Error = Error;
 
     fn serialize_field<T: Serialize + ?Sized>(
@@ -153,7 +153,7 @@ impl SerializeStruct for Struct {
         name: &'static str,
         value: &T,
     ) -> Result<(), Error> {
-        self.0.push((name, value.serialize(Field)?));
+        self.0.push((name, value.serialize(FieldSerializer)?));
         Ok(())
     }
 
@@ -162,35 +162,35 @@ impl SerializeStruct for Struct {
     }
 }
 
-struct Field;
+struct FieldSerializer;
 
-fn number<T: Into<u64>>(value: T, most: T) -> Result<Kind, Error> {
-    Ok(Kind::Number { value: value.into(), most: most.into() })
+fn number<T: Into<u64>>(value: T, most: T) -> Result<FieldKind, Error> {
+    Ok(FieldKind::Number { value: value.into(), most: most.into() })
 }
 
-impl Serializer for Field {
-    type Ok = Kind;
-    type SerializeStruct = Impossible<Kind, Error>;
+impl Serializer for FieldSerializer {
+    type Ok = FieldKind;
+    type SerializeStruct = Impossible<FieldKind, Error>;
 
     refuse_compounds!();
 
-    fn serialize_bool(self, flag: bool) -> Result<Kind, Error> {
-        Ok(Kind::Flag(flag))
+    fn serialize_bool(self, flag: bool) -> Result<FieldKind, Error> {
+        Ok(FieldKind::Flag(flag))
     }
 
-    fn serialize_u8(self, value: u8) -> Result<Kind, Error> {
+    fn serialize_u8(self, value: u8) -> Result<FieldKind, Error> {
         number(value, u8::MAX)
     }
 
-    fn serialize_u16(self, value: u16) -> Result<Kind, Error> {
+    fn serialize_u16(self, value: u16) -> Result<FieldKind, Error> {
         number(value, u16::MAX)
     }
 
-    fn serialize_u32(self, value: u32) -> Result<Kind, Error> {
+    fn serialize_u32(self, value: u32) -> Result<FieldKind, Error> {
         number(value, u32::MAX)
     }
 
-    fn serialize_u64(self, value: u64) -> Result<Kind, Error> {
+    fn serialize_u64(self, value: u64) -> Result<FieldKind, Error> {
         number(value, u64::MAX)
     }
 
@@ -198,9 +198,9 @@ impl Serializer for Field {
         self,
         name: &'static str,
         value: &T,
-    ) -> Result<Kind, Error> {
-        match (name, value.serialize(Field)?) {
-            ("Nanos", Kind::Number { value, .. }) => Ok(Kind::Time(Nanos(value))),
+    ) -> Result<FieldKind, Error> {
+        match (name, value.serialize(FieldSerializer)?) {
+            ("Nanos", FieldKind::Number { value, .. }) => Ok(FieldKind::Time(Nanos(value))),
             (_, kind) => Ok(kind),
         }
     }

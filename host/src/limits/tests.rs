@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 /// A value of a key other than its default.
-fn another(key: &Key) -> String {
+fn another(key: &LimitKey) -> String {
     match key.kind {
-        Kind::Time(time) => format!("{}", time.0 as f64 / 1e6 + 0.5),
-        Kind::Number { value, .. } => (value + 1).to_string(),
-        Kind::Flag(flag) => (!flag).to_string(),
+        FieldKind::Time(time) => format!("{}", time.0 as f64 / 1e6 + 0.5),
+        FieldKind::Number { value, .. } => (value + 1).to_string(),
+        FieldKind::Flag(flag) => (!flag).to_string(),
     }
 }
 
@@ -19,16 +19,16 @@ fn every_field_can_be_set() {
         let mut set = Overrides::default();
         set.assign(&format!("{}={}", key.path(), another(&key))).expect("the key is there");
         let limits = set.limits().expect("it goes together with the defaults");
-        let got: Vec<(&str, Kind)> = match key.table {
+        let got: Vec<(&str, FieldKind)> = match key.table {
             PROTOCOL => fields(&limits.protocol),
             CHANNEL => fields(&limits.channel),
             _ => fields(&limits.operations),
         };
         let (_, now) = got.into_iter().find(|(name, _)| *name == key.field).expect("a field");
         let said = match now {
-            Kind::Time(time) => format!("{}", time.0 as f64 / 1e6),
-            Kind::Number { value, .. } => value.to_string(),
-            Kind::Flag(flag) => flag.to_string(),
+            FieldKind::Time(time) => format!("{}", time.0 as f64 / 1e6),
+            FieldKind::Number { value, .. } => value.to_string(),
+            FieldKind::Flag(flag) => flag.to_string(),
         };
         assert_eq!(said, another(&key), "{}", key.path());
     }
@@ -37,7 +37,7 @@ fn every_field_can_be_set() {
 #[test]
 fn nothing_set_is_the_defaults() {
     let limits = Overrides::default().limits().expect("the defaults go together");
-    assert_eq!(limits, Limits::default());
+    assert_eq!(limits, ProtocolLimits::default());
 }
 
 #[test]
@@ -112,10 +112,10 @@ fn the_documented_defaults_are_the_ones_of_the_code() {
     };
     let documented: BTreeSet<(String, String)> =
         text.lines().filter(|line| line.starts_with('|')).filter_map(row).collect();
-    let default = |key: &Key| match key.kind {
-        Kind::Time(time) => format!("{}", time.0 as f64 / 1e6),
-        Kind::Number { value, .. } => value.to_string(),
-        Kind::Flag(flag) => flag.to_string(),
+    let default = |key: &LimitKey| match key.kind {
+        FieldKind::Time(time) => format!("{}", time.0 as f64 / 1e6),
+        FieldKind::Number { value, .. } => value.to_string(),
+        FieldKind::Flag(flag) => flag.to_string(),
     };
     let there: BTreeSet<(String, String)> =
         keys().iter().map(|key| (key.path(), default(key))).collect();

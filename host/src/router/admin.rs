@@ -1,14 +1,14 @@
 //! What the router tells about itself, and what it asks an instance on a client's behalf.
 
-use super::error::Refusal;
+use super::error::HttpError;
+use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
-use super::pool::Pool;
-use super::serve::Desk;
+use super::pool::ConnectionPool;
 use crate::scrape;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use engine::actors::Look;
+use engine::actors::Query;
 use engine::core::message::{Mode, Role};
 use engine::core::router::{InstanceState, Router, RouterCounters};
 use engine::core::{Machine, Nanos};
@@ -35,15 +35,15 @@ const MISFITS_MAX: usize = 64;
 /// What the handlers here need.
 #[derive(Clone)]
 pub(crate) struct Admin {
-    pub(crate) desk: Arc<Desk>,
-    pub(crate) pool: Pool,
+    pub(crate) handler: Arc<RequestHandler>,
+    pub(crate) pool: ConnectionPool,
     pub(crate) registry: Arc<Registry>,
     pub(crate) clock: engine::actors::Clock,
 }
 
 /// An instance as it is listed.
 #[derive(Serialize)]
-struct Worker {
+struct ListedInstance {
     engine: String,
     role: &'static str,
     http: Endpoint,
@@ -63,7 +63,7 @@ struct Worker {
 
 /// A registration that was not taken, as it is listed.
 #[derive(Serialize)]
-struct Rejected {
+struct ListedRejection {
     from: String,
     reason: String,
     why: String,
@@ -72,16 +72,16 @@ struct Rejected {
 
 /// Two instances that are not paired, as they are listed.
 #[derive(Serialize)]
-struct Misfit {
+struct ListedMismatch {
     prefill: String,
     decode: String,
     why: String,
 }
 
-struct State {
-    workers: Vec<Worker>,
-    rejected: Vec<Rejected>,
-    misfits: Vec<Misfit>,
+struct RouterSnapshot {
+    workers: Vec<ListedInstance>,
+    rejected: Vec<ListedRejection>,
+    misfits: Vec<ListedMismatch>,
     counters: RouterCounters,
     waiting: u32,
     draining: bool,
@@ -91,8 +91,8 @@ fn seconds(span: Nanos) -> f64 {
     span.0 as f64 / 1e9
 }
 
-fn state(router: &Router, now: Nanos) -> State {
-    let workers = router.instances(now).map(|it| Worker {
+fn state(router: &Router, now: Nanos) -> RouterSnapshot {
+    let workers = router.instances(now).map(|it| ListedInstance {
         engine: it.engine.to_string(),
         role: role_name(it.role),
         http: it.http.clone(),
@@ -111,18 +111,18 @@ fn state(router: &Router, now: Nanos) -> State {
         in_flight_tokens: it.tokens,
         is: (it.role, it.mode, it.state),
     });
-    let rejected = router.rejections().map(|it| Rejected {
+    let rejected = router.rejections().map(|it| ListedRejection {
         from: it.from.to_string(),
         reason: it.reason.to_string(),
         why: it.why.to_string(),
         age_seconds: seconds(now - it.at),
     });
-    let misfits = router.misfits().map(|(prefill, decode, why)| Misfit {
+    let misfits = router.misfits().map(|(prefill, decode, why)| ListedMismatch {
         prefill: prefill.to_string(),
         decode: decode.to_string(),
         why: why.to_string(),
     });
-    State {
+    RouterSnapshot {
         misfits: misfits.collect(),
         workers: workers.collect(),
         rejected: rejected.collect(),
@@ -132,7 +132,7 @@ fn state(router: &Router, now: Nanos) -> State {
     }
 }
 
-fn listed(misfits: &[Misfit]) -> &[Misfit] {
+fn listed(misfits: &[ListedMismatch]) -> &[ListedMismatch] {
     &misfits[..misfits.len().min(MISFITS_MAX)]
 }
 
@@ -144,17 +144,17 @@ fn json(status: StatusCode, value: &impl Serialize) -> Response {
             response
         }
         Err(why) => {
-            Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, &why.to_string()).into_response()
+            HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, &why.to_string()).into_response()
         }
     }
 }
 
 impl Admin {
-    async fn state(&self) -> Result<State, Refusal> {
+    async fn state(&self) -> Result<RouterSnapshot, HttpError> {
         let now = (self.clock)();
-        let look = Look(Box::new(move |router: &Router| state(router, now)));
-        let gone = |_| Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
-        self.desk.core.address().send(look).await.map_err(gone)
+        let look = Query(Box::new(move |router: &Router| state(router, now)));
+        let gone = |_| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
+        self.handler.core.address().send(look).await.map_err(gone)
     }
 
     /// Whether there is a pair of instances of one mode that can serve, and which do not fit.
@@ -173,7 +173,8 @@ impl Admin {
             state.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
         let pair = |mode| {
             serving(Role::Prefill, mode).any(|prefill| {
-                let fits = |decode: &Worker| !apart.contains(&(&*prefill.engine, &*decode.engine));
+                let fits =
+                    |decode: &ListedInstance| !apart.contains(&(&*prefill.engine, &*decode.engine));
                 serving(Role::Decode, mode).any(fits)
             })
         };
@@ -198,7 +199,6 @@ impl Admin {
         )
     }
 
-    /// All instances.
     pub(crate) async fn workers(&self) -> Response {
         match self.state().await {
             Ok(state) => json(StatusCode::OK, &serde_json::json!({ "workers": state.workers })),
@@ -226,7 +226,7 @@ impl Admin {
         match self.state().await {
             Ok(state) => {
                 let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
-                self.desk.metrics.update(&state.counters, instances, state.waiting);
+                self.handler.metrics.update(&state.counters, instances, state.waiting);
                 scrape::page(&self.registry)
             }
             Err(refusal) => refusal.into_response(),
@@ -241,12 +241,12 @@ impl Admin {
         }
     }
 
-    async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, Refusal> {
+    async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, HttpError> {
         let state = self.state().await?;
         let mut ready: Vec<_> =
             state.workers.iter().filter(|it| it.is.2 == InstanceState::Ready).collect();
         ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
-        let settings = &self.desk.settings;
+        let settings = &self.handler.settings;
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
         let mut why = "no instance is ready; see /workers for what is registered".to_owned();
         for worker in ready.iter().take(ASKED_MAX) {
@@ -256,12 +256,12 @@ impl Admin {
                 Err(said) => why = format!("instance {}: {said}", worker.http),
             }
         }
-        Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, &why))
+        Err(HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))
     }
 
     async fn models_of(
         &self,
-        worker: &Worker,
+        worker: &ListedInstance,
         key: Option<&HeaderValue>,
     ) -> Result<Response, String> {
         let mut request = Request::new(Full::<Bytes>::default());
@@ -274,7 +274,7 @@ impl Admin {
         if head.status.is_server_error() {
             return Err(format!("status {}", head.status));
         }
-        let limits = &self.desk.settings.limits;
+        let limits = &self.handler.settings.limits;
         let body = leg::collect(body, limits.answer_bytes, limits.idle).await?;
         let mut response = (head.status, body).into_response();
         response.headers_mut().insert(CONTENT_TYPE, JSON);

@@ -1,8 +1,8 @@
 //! The paths that are served by a prefill and a decode, and what they make of a body.
 
-use super::error::Refusal;
-use super::fields::{Edit, Fields, elements};
-use engine::core::router::Prompt;
+use super::error::HttpError;
+use super::fields::{FieldEdit, JsonFields, elements};
+use engine::core::router::RoutedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// A way to ask for tokens.
@@ -14,40 +14,39 @@ pub(crate) enum Api {
     Generate,
 }
 
-/// All of them.
 pub(crate) const APIS: [Api; 4] = [Api::Completions, Api::Chat, Api::Responses, Api::Generate];
 
 /// What vllm-router 0.1.17 adds to bodies of completions.
-const COMPLETIONS: [(&str, Edit<'_>); 6] = [
-    ("stream", Edit::Default("false")),
-    ("echo", Edit::Default("false")),
-    ("no_stop_trim", Edit::Default("false")),
-    ("ignore_eos", Edit::Default("false")),
-    ("skip_special_tokens", Edit::Default("true")),
-    ("return_hidden_states", Edit::Default("false")),
+const COMPLETIONS: [(&str, FieldEdit<'_>); 6] = [
+    ("stream", FieldEdit::Default("false")),
+    ("echo", FieldEdit::Default("false")),
+    ("no_stop_trim", FieldEdit::Default("false")),
+    ("ignore_eos", FieldEdit::Default("false")),
+    ("skip_special_tokens", FieldEdit::Default("true")),
+    ("return_hidden_states", FieldEdit::Default("false")),
 ];
 
 /// The same for chats.
-const CHAT: [(&str, Edit<'_>); 10] = [
-    ("stream", Edit::Default("false")),
-    ("logprobs", Edit::Default("false")),
-    ("no_stop_trim", Edit::Default("false")),
-    ("ignore_eos", Edit::Default("false")),
-    ("continue_final_message", Edit::Default("false")),
-    ("skip_special_tokens", Edit::Default("true")),
-    ("separate_reasoning", Edit::Default("true")),
-    ("stream_reasoning", Edit::Default("true")),
-    ("return_hidden_states", Edit::Default("false")),
-    ("include_reasoning", Edit::Default("true")),
+const CHAT: [(&str, FieldEdit<'_>); 10] = [
+    ("stream", FieldEdit::Default("false")),
+    ("logprobs", FieldEdit::Default("false")),
+    ("no_stop_trim", FieldEdit::Default("false")),
+    ("ignore_eos", FieldEdit::Default("false")),
+    ("continue_final_message", FieldEdit::Default("false")),
+    ("skip_special_tokens", FieldEdit::Default("true")),
+    ("separate_reasoning", FieldEdit::Default("true")),
+    ("stream_reasoning", FieldEdit::Default("true")),
+    ("return_hidden_states", FieldEdit::Default("false")),
+    ("include_reasoning", FieldEdit::Default("true")),
 ];
 
 /// What makes a prefill compute the prompt and stop, length-capped, so that it keeps the KV.
-const ONE_TOKEN: [(&str, Edit<'_>); 5] = [
-    ("max_tokens", Edit::Put("1")),
-    ("max_completion_tokens", Edit::Replace("1")),
-    ("min_tokens", Edit::Put("1")),
-    ("stream", Edit::Put("false")),
-    ("stream_options", Edit::Drop),
+const ONE_TOKEN: [(&str, FieldEdit<'_>); 5] = [
+    ("max_tokens", FieldEdit::Put("1")),
+    ("max_completion_tokens", FieldEdit::Replace("1")),
+    ("min_tokens", FieldEdit::Put("1")),
+    ("stream", FieldEdit::Put("false")),
+    ("stream_options", FieldEdit::Drop),
 ];
 
 /// Bytes of text that are taken for a token where only the load is concerned.
@@ -86,7 +85,7 @@ impl Api {
     }
 
     /// Edits of both legs, weaker than all others.
-    pub(crate) fn defaults(self) -> &'static [(&'static str, Edit<'static>)] {
+    pub(crate) fn defaults(self) -> &'static [(&'static str, FieldEdit<'static>)] {
         match self {
             Api::Completions => &COMPLETIONS,
             Api::Chat => &CHAT,
@@ -96,13 +95,13 @@ impl Api {
     }
 
     /// Edits of the prefill leg.
-    pub(crate) fn one_token(self) -> &'static [(&'static str, Edit<'static>)] {
+    pub(crate) fn one_token(self) -> &'static [(&'static str, FieldEdit<'static>)] {
         match self {
             Api::Completions | Api::Chat => &ONE_TOKEN,
             Api::Responses => &[
-                ("max_output_tokens", Edit::Put("1")),
-                ("stream", Edit::Put("false")),
-                ("stream_options", Edit::Drop),
+                ("max_output_tokens", FieldEdit::Put("1")),
+                ("stream", FieldEdit::Put("false")),
+                ("stream_options", FieldEdit::Drop),
             ],
             Api::Generate => &ONE_TOKEN[3..],
         }
@@ -111,7 +110,7 @@ impl Api {
 
 /// One transfer of a request: one sample of one prompt.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct RequestPart {
     /// The prompt where the request has several, as JSON.
     pub(crate) prompt: Option<Box<str>>,
     /// Which sample of it.
@@ -120,35 +119,35 @@ pub(crate) struct Part {
 
 /// What a body asks for.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct GenerationRequest {
     pub(crate) api: Api,
-    pub(crate) fields: Fields,
+    pub(crate) fields: JsonFields,
     pub(crate) stream: bool,
     /// Samples per prompt.
     pub(crate) samples: u32,
     /// First seed, if there are several samples and one is given.
     pub(crate) seed: Option<i64>,
     /// By prompt, then by sample.
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: Vec<RequestPart>,
     /// Tokens to generate, as far as can be told.
     pub(crate) output: u32,
 }
 
-impl Asked {
+impl GenerationRequest {
     /// What is asked for, and the prompt of each part as the router core sees it.
     ///
     /// # Errors
     /// What the router has to know and cannot read, or cannot serve by transfers.
     pub(crate) fn read(
         api: Api,
-        fields: Fields,
+        fields: JsonFields,
         prefix_tokens: u32,
         parts_max: u32,
-    ) -> Result<(Asked, Vec<Prompt>), Refusal> {
+    ) -> Result<(GenerationRequest, Vec<RoutedPrompt>), HttpError> {
         let stream = match fields.get("stream") {
             None | Some("false") => false,
             Some("true") => true,
-            Some(_) => return Err(Refusal::bad("stream is neither true nor false", "stream")),
+            Some(_) => return Err(HttpError::bad("stream is neither true nor false", "stream")),
         };
         let samples = samples(api, &fields)?;
         let prompts = prompts(api, &fields)?;
@@ -157,20 +156,20 @@ impl Asked {
                 "{} prompts with {samples} samples each: at most {parts_max} in all; split the request",
                 prompts.len()
             );
-            return Err(Refusal::bad(&message, "n"));
+            return Err(HttpError::bad(&message, "n"));
         }
         let several = prompts.len() > 1;
         let (mut parts, mut known) = (Vec::new(), Vec::new());
         for prompt in &prompts {
             let estimated = estimate(prompt, prefix_tokens);
             for sample in 0..samples {
-                parts.push(Part { prompt: several.then(|| (*prompt).into()), sample });
+                parts.push(RequestPart { prompt: several.then(|| (*prompt).into()), sample });
                 known.push(estimated.clone());
             }
         }
         let seed = fields.get("seed").filter(|_| samples > 1).and_then(|seed| seed.parse().ok());
         let output = output(&fields);
-        Ok((Asked { api, fields, stream, samples, seed, parts, output }, known))
+        Ok((GenerationRequest { api, fields, stream, samples, seed, parts, output }, known))
     }
 
     /// The body of a leg of one part, with this `kv_transfer_params`.
@@ -178,17 +177,17 @@ impl Asked {
         let part = &self.parts[part];
         let seed = self.seed.map(|seed| seed.wrapping_add(i64::from(part.sample)).to_string());
         let nested = (self.api == Api::Generate && prefill).then(|| self.sampling_params());
-        let mut edits: Vec<(&str, Edit<'_>)> = Vec::with_capacity(20);
+        let mut edits: Vec<(&str, FieldEdit<'_>)> = Vec::with_capacity(20);
         if prefill {
             edits.extend_from_slice(self.api.one_token());
         }
-        edits.push(("kv_transfer_params", transfer.map_or(Edit::Drop, Edit::Put)));
+        edits.push(("kv_transfer_params", transfer.map_or(FieldEdit::Drop, FieldEdit::Put)));
         if self.samples > 1 {
-            edits.extend([("n", Edit::Put("1")), ("best_of", Edit::Drop)]);
+            edits.extend([("n", FieldEdit::Put("1")), ("best_of", FieldEdit::Drop)]);
         }
-        edits.extend(seed.as_deref().map(|seed| ("seed", Edit::Put(seed))));
-        edits.extend(part.prompt.as_deref().map(|prompt| ("prompt", Edit::Put(prompt))));
-        edits.extend(nested.as_deref().map(|nested| ("sampling_params", Edit::Put(nested))));
+        edits.extend(seed.as_deref().map(|seed| ("seed", FieldEdit::Put(seed))));
+        edits.extend(part.prompt.as_deref().map(|prompt| ("prompt", FieldEdit::Put(prompt))));
+        edits.extend(nested.as_deref().map(|nested| ("sampling_params", FieldEdit::Put(nested))));
         let defaults = self.api.defaults().iter();
         edits.extend(defaults.filter(|(key, _)| !prefill || *key != "stream"));
         let mut body = Vec::with_capacity(self.fields.len() + 640);
@@ -200,8 +199,8 @@ impl Asked {
     fn sampling_params(&self) -> String {
         let given = self.fields.get("sampling_params").unwrap_or("{}").to_owned();
         let mut out = Vec::new();
-        if let Ok(given) = Fields::parse(given.into()) {
-            let edits = [("max_tokens", Edit::Put("1")), ("min_tokens", Edit::Put("1"))];
+        if let Ok(given) = JsonFields::parse(given.into()) {
+            let edits = [("max_tokens", FieldEdit::Put("1")), ("min_tokens", FieldEdit::Put("1"))];
             given.write(&edits, &mut out);
         }
         String::from_utf8(out).expect("made of texts")
@@ -217,7 +216,7 @@ fn number<T: std::str::FromStr>(text: &str) -> Option<T> {
     text.parse().ok()
 }
 
-fn output(fields: &Fields) -> u32 {
+fn output(fields: &JsonFields) -> u32 {
     let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
     let told = keys.iter().find_map(|key| fields.get(key)).and_then(number);
     told.unwrap_or(OUTPUT).max(1)
@@ -225,32 +224,32 @@ fn output(fields: &Fields) -> u32 {
 
 /// Samples per prompt. Each is a transfer of its own, so what needs them in one request of one
 /// engine is refused.
-fn samples(api: Api, fields: &Fields) -> Result<u32, Refusal> {
+fn samples(api: Api, fields: &JsonFields) -> Result<u32, HttpError> {
     if fields.get("use_beam_search").is_some_and(|it| it == "true") {
         let message = "beam search cannot be served by prefill and decode instances";
-        return Err(Refusal::bad(message, "use_beam_search"));
+        return Err(HttpError::bad(message, "use_beam_search"));
     }
     if api == Api::Generate {
         let nested = fields.get("sampling_params").unwrap_or("{}").to_owned();
-        let nested = Fields::parse(nested.into())
-            .map_err(|_| Refusal::bad("sampling_params is no object", "sampling_params"))?;
+        let nested = JsonFields::parse(nested.into())
+            .map_err(|_| HttpError::bad("sampling_params is no object", "sampling_params"))?;
         return match nested.get("n").map_or(Some(1), number) {
             Some(1) => Ok(1),
-            _ => Err(Refusal::bad(
+            _ => Err(HttpError::bad(
                 "n above 1 cannot be merged on this path; send one request per sample",
                 "sampling_params.n",
             )),
         };
     }
     let n = fields.get("n").map_or(Some(1), number::<u32>).filter(|n| *n > 0);
-    let n = n.ok_or_else(|| Refusal::bad("n is no number from 1 on", "n"))?;
+    let n = n.ok_or_else(|| HttpError::bad("n is no number from 1 on", "n"))?;
     if api == Api::Responses && n > 1 {
-        return Err(Refusal::bad("n above 1 cannot be merged on this path", "n"));
+        return Err(HttpError::bad("n above 1 cannot be merged on this path", "n"));
     }
     match fields.get("best_of").map(number::<u32>) {
         None => Ok(n),
         Some(Some(best)) if best == n => Ok(n),
-        Some(_) => Err(Refusal::bad(
+        Some(_) => Err(HttpError::bad(
             "best_of other than n cannot be served by separate transfers",
             "best_of",
         )),
@@ -258,9 +257,9 @@ fn samples(api: Api, fields: &Fields) -> Result<u32, Refusal> {
 }
 
 /// The prompts as JSON, at least one.
-fn prompts(api: Api, fields: &Fields) -> Result<Vec<&str>, Refusal> {
+fn prompts(api: Api, fields: &JsonFields) -> Result<Vec<&str>, HttpError> {
     let key = api.prompt_key();
-    let missing = || Refusal::bad(&format!("{key} is missing"), key);
+    let missing = || HttpError::bad(&format!("{key} is missing"), key);
     let Some(value) = fields.get(key) else {
         // Prompts of other kinds are the instances' business.
         let other =
@@ -273,17 +272,18 @@ fn prompts(api: Api, fields: &Fields) -> Result<Vec<&str>, Refusal> {
     let inner = value.strip_prefix('[').map(str::trim_start);
     match inner.and_then(|inner| inner.bytes().next()) {
         Some(b'0'..=b'9') => Ok(vec![value]),
-        Some(b'"' | b'[') => elements(value).map_err(|why| Refusal::bad(&why, key)),
-        Some(b']') => Err(Refusal::bad("prompt is an empty list", key)),
-        _ => {
-            Err(Refusal::bad("prompt is no text, no list of token ids, and no list of those", key))
-        }
+        Some(b'"' | b'[') => elements(value).map_err(|why| HttpError::bad(&why, key)),
+        Some(b']') => Err(HttpError::bad("prompt is an empty list", key)),
+        _ => Err(HttpError::bad(
+            "prompt is no text, no list of token ids, and no list of those",
+            key,
+        )),
     }
 }
 
 /// A prompt as far as its load is concerned: its text is not tokenised, and prefixes are runs of
 /// text.
-fn estimate(prompt: &str, prefix_tokens: u32) -> Prompt {
+fn estimate(prompt: &str, prefix_tokens: u32) -> RoutedPrompt {
     let bytes = prompt.as_bytes();
     let is_ids = prompt.starts_with('[') && bytes.iter().all(|c| !matches!(c, b'"' | b'{'));
     let tokens = match is_ids {
@@ -297,16 +297,16 @@ fn estimate(prompt: &str, prefix_tokens: u32) -> Prompt {
         hasher.finish()
     });
     let prefix: Vec<u64> = runs.collect();
-    Prompt { tokens: u32::try_from(tokens).unwrap_or(u32::MAX).max(1), prefix: prefix.into() }
+    RoutedPrompt { tokens: u32::try_from(tokens).unwrap_or(u32::MAX).max(1), prefix: prefix.into() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn read(api: Api, text: &str) -> Result<(Asked, Vec<Prompt>), Refusal> {
-        let fields = Fields::parse(bytes::Bytes::copy_from_slice(text.as_bytes())).unwrap();
-        Asked::read(api, fields, 2, 8)
+    fn read(api: Api, text: &str) -> Result<(GenerationRequest, Vec<RoutedPrompt>), HttpError> {
+        let fields = JsonFields::parse(bytes::Bytes::copy_from_slice(text.as_bytes())).unwrap();
+        GenerationRequest::read(api, fields, 2, 8)
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! The streamed answer to a client, made of one or more streams of decodes.
 
-use super::error::Refusal;
-use super::front::{Core, Event, Left, PartBody};
-use super::merge::Merger;
-use super::relay::Relay;
+use super::error::HttpError;
+use super::http_adapter::{ClientEvent, ClientGone, PartBody, RouterAddr};
+use super::merge::StreamMerger;
+use super::relay::StreamRelay;
 use bytes::Bytes;
 use engine::core::ids::ClientId;
 use hyper::StatusCode;
@@ -15,41 +15,41 @@ use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 
 /// Tells the core that the client has gone, or has its answer.
-pub(crate) struct Guard {
-    pub(crate) core: Core,
+pub(crate) struct ClientGuard {
+    pub(crate) core: RouterAddr,
     pub(crate) client: ClientId,
 }
 
-impl Drop for Guard {
+impl Drop for ClientGuard {
     fn drop(&mut self) {
-        self.core.do_send(Left(self.client));
+        self.core.do_send(ClientGone(self.client));
     }
 }
 
 /// The body of a streamed answer.
 pub(crate) struct ClientBody {
-    events: mpsc::Receiver<Event>,
+    events: mpsc::Receiver<ClientEvent>,
     /// Streams that have begun and not ended, with their parts.
-    relays: Vec<(usize, Relay)>,
+    relays: Vec<(usize, StreamRelay)>,
     /// Streams that have not ended.
     left: usize,
     /// Streams that have not begun.
     to_come: usize,
-    merger: Option<Merger>,
+    merger: Option<StreamMerger>,
     queue: VecDeque<Bytes>,
     /// The last bytes were the end of an event.
     between_events: bool,
     ended: bool,
-    _guard: Guard,
+    _guard: ClientGuard,
 }
 
 impl ClientBody {
     /// A body of `parts` streams; `merger` unless they are passed on as they are.
     pub(crate) fn new(
         parts: usize,
-        events: mpsc::Receiver<Event>,
-        merger: Option<Merger>,
-        guard: Guard,
+        events: mpsc::Receiver<ClientEvent>,
+        merger: Option<StreamMerger>,
+        guard: ClientGuard,
     ) -> ClientBody {
         ClientBody {
             events,
@@ -84,7 +84,7 @@ impl ClientBody {
             None => self.queue.push_back(bytes),
             Some(merger) => {
                 if let Err(why) = merger.feed(part, &bytes, &mut self.queue) {
-                    self.fail(&Refusal::new(StatusCode::BAD_GATEWAY, why));
+                    self.fail(&HttpError::new(StatusCode::BAD_GATEWAY, why));
                 }
             }
         }
@@ -102,7 +102,7 @@ impl ClientBody {
     }
 
     /// Ends the stream with an event that says why.
-    fn fail(&mut self, why: &Refusal) {
+    fn fail(&mut self, why: &HttpError) {
         if !self.between_events {
             self.queue.push_back(Bytes::from_static(b"\n\n"));
         }
@@ -114,13 +114,13 @@ impl ClientBody {
     fn poll_events(&mut self, context: &mut Context<'_>) {
         while self.to_come > 0 && !self.ended {
             match self.events.poll_recv(context) {
-                Poll::Ready(Some(Event::Part { part, body, cached, .. })) => {
+                Poll::Ready(Some(ClientEvent::Part { part, body, cached, .. })) => {
                     self.add(part, body, cached);
                 }
-                Poll::Ready(Some(Event::Ended(Err(refusal)))) => self.fail(&refusal),
-                Poll::Ready(Some(Event::Ended(Ok(()))) | None) => {
+                Poll::Ready(Some(ClientEvent::Ended(Err(refusal)))) => self.fail(&refusal),
+                Poll::Ready(Some(ClientEvent::Ended(Ok(()))) | None) => {
                     let status = StatusCode::INTERNAL_SERVER_ERROR;
-                    self.fail(&Refusal::new(status, "the router lost the request"));
+                    self.fail(&HttpError::new(status, "the router lost the request"));
                 }
                 Poll::Pending => return,
             }
@@ -146,7 +146,7 @@ impl ClientBody {
                 }
                 Poll::Ready(Err(Err(why))) => {
                     let message = format!("the decode instance broke off: {why}");
-                    return self.fail(&Refusal::new(StatusCode::BAD_GATEWAY, &message));
+                    return self.fail(&HttpError::new(StatusCode::BAD_GATEWAY, &message));
                 }
                 Poll::Pending => at += 1,
             }

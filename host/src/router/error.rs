@@ -7,12 +7,12 @@ use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use serde::Serialize;
 
 #[derive(Serialize)]
-struct Object<'a> {
-    error: Inner<'a>,
+struct ErrorBody<'a> {
+    error: ErrorDetail<'a>,
 }
 
 #[derive(Serialize)]
-struct Inner<'a> {
+struct ErrorDetail<'a> {
     message: &'a str,
     r#type: &'a str,
     param: Option<&'a str>,
@@ -21,25 +21,25 @@ struct Inner<'a> {
 
 /// What a client is told instead of an answer.
 #[derive(Clone, Debug)]
-pub(crate) struct Refusal {
+pub(crate) struct HttpError {
     pub(crate) status: StatusCode,
     /// A JSON object.
     pub(crate) body: Bytes,
 }
 
-impl Refusal {
+impl HttpError {
     /// `message` says what is wrong and what to do about it.
-    pub(crate) fn new(status: StatusCode, message: &str) -> Refusal {
-        Refusal::with_param(status, message, None)
+    pub(crate) fn new(status: StatusCode, message: &str) -> HttpError {
+        HttpError::with_param(status, message, None)
     }
 
     /// The request is wrong; `param` names the field.
-    pub(crate) fn bad(message: &str, param: &str) -> Refusal {
+    pub(crate) fn bad(message: &str, param: &str) -> HttpError {
         let param = (!param.is_empty()).then_some(param);
-        Refusal::with_param(StatusCode::BAD_REQUEST, message, param)
+        HttpError::with_param(StatusCode::BAD_REQUEST, message, param)
     }
 
-    fn with_param(status: StatusCode, message: &str, param: Option<&str>) -> Refusal {
+    fn with_param(status: StatusCode, message: &str, param: Option<&str>) -> HttpError {
         let kind = match status {
             StatusCode::NOT_FOUND => "NotFoundError",
             StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
@@ -48,24 +48,24 @@ impl Refusal {
             status if status.is_client_error() => "BadRequestError",
             _ => "InternalServerError",
         };
-        let error = Inner { message, r#type: kind, param, code: status.as_u16() };
-        let body = serde_json::to_vec(&Object { error }).expect("texts and numbers are JSON");
-        Refusal { status, body: body.into() }
+        let error = ErrorDetail { message, r#type: kind, param, code: status.as_u16() };
+        let body = serde_json::to_vec(&ErrorBody { error }).expect("texts and numbers are JSON");
+        HttpError { status, body: body.into() }
     }
 
     /// An instance's own words if they are an error object, else as the message of one.
-    pub(crate) fn relayed(status: StatusCode, body: Bytes) -> Refusal {
+    pub(crate) fn relayed(status: StatusCode, body: Bytes) -> HttpError {
         let object: Option<serde_json::Map<String, serde_json::Value>> =
             serde_json::from_slice(&body).ok();
         let is_error = object.is_some_and(|it| {
             it.contains_key("error") || it.get("object").is_some_and(|it| it == "error")
         });
         if is_error {
-            return Refusal { status, body };
+            return HttpError { status, body };
         }
         let text = String::from_utf8_lossy(&body);
         let shown: String = text.chars().take(1000).collect();
-        Refusal::new(status, &format!("the instance answered with status {status}: {shown}"))
+        HttpError::new(status, &format!("the instance answered with status {status}: {shown}"))
     }
 
     /// The same as an event of a stream that had begun, and the end of the stream.
@@ -78,7 +78,7 @@ impl Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         let mut response = Response::new(self.body.into());
         *response.status_mut() = self.status;
@@ -100,7 +100,7 @@ mod tests {
     fn what_instances_say_is_kept_only_if_it_is_an_error_object() {
         let relayed = |body: &'static str| {
             let refusal =
-                Refusal::relayed(StatusCode::BAD_REQUEST, Bytes::from_static(body.as_bytes()));
+                HttpError::relayed(StatusCode::BAD_REQUEST, Bytes::from_static(body.as_bytes()));
             serde_json::from_slice::<Value>(&refusal.body).unwrap()
         };
         assert_eq!(relayed(r#"{"error":{"message":"m"}}"#)["error"]["message"], "m");

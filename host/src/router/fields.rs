@@ -9,14 +9,14 @@ use std::ops::Range;
 
 /// The object; of equal keys the last counts.
 #[derive(Clone, Debug)]
-pub(crate) struct Fields {
+pub(crate) struct JsonFields {
     text: Bytes,
     entries: Vec<(Box<str>, Range<usize>)>,
 }
 
 /// What is to become of a field.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Edit<'a> {
+pub(crate) enum FieldEdit<'a> {
     /// It gets this JSON value, and is added if it is missing.
     Put(&'a str),
     /// It gets this JSON value if it is there.
@@ -27,9 +27,9 @@ pub(crate) enum Edit<'a> {
     Drop,
 }
 
-struct Entries<'a>(&'a str);
+struct FieldsVisitor<'a>(&'a str);
 
-impl<'de> Visitor<'de> for Entries<'de> {
+impl<'de> Visitor<'de> for FieldsVisitor<'de> {
     type Value = Vec<(Box<str>, Range<usize>)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -53,20 +53,21 @@ impl<'de> Visitor<'de> for Entries<'de> {
     }
 }
 
-impl Fields {
+impl JsonFields {
     /// The object that the bytes are.
     ///
     /// # Errors
     /// What is wrong with them, and where.
-    pub(crate) fn parse(text: Bytes) -> Result<Fields, String> {
+    pub(crate) fn parse(text: Bytes) -> Result<JsonFields, String> {
         let entries = {
             let text = std::str::from_utf8(&text).map_err(|why| why.to_string())?;
             let mut json = serde_json::Deserializer::from_str(text);
-            let entries = json.deserialize_map(Entries(text)).map_err(|why| why.to_string())?;
+            let entries =
+                json.deserialize_map(FieldsVisitor(text)).map_err(|why| why.to_string())?;
             json.end().map_err(|why| why.to_string())?;
             entries
         };
-        Ok(Fields { text, entries })
+        Ok(JsonFields { text, entries })
     }
 
     /// The value under a key, as JSON; none also if it is null.
@@ -80,7 +81,7 @@ impl Fields {
     }
 
     /// Appends the object with these edits.
-    pub(crate) fn write(&self, edits: &[(&str, Edit<'_>)], out: &mut Vec<u8>) {
+    pub(crate) fn write(&self, edits: &[(&str, FieldEdit<'_>)], out: &mut Vec<u8>) {
         let edit_of = |key: &str| edits.iter().find(|(edited, _)| *edited == key).map(|(_, e)| e);
         out.push(b'{');
         let mut first = true;
@@ -94,13 +95,15 @@ impl Fields {
         };
         for (key, range) in &self.entries {
             match edit_of(key) {
-                Some(Edit::Put(value) | Edit::Replace(value)) => field(key, value.as_bytes(), out),
-                Some(Edit::Drop) => {}
-                Some(Edit::Default(_)) | None => field(key, &self.text[range.clone()], out),
+                Some(FieldEdit::Put(value) | FieldEdit::Replace(value)) => {
+                    field(key, value.as_bytes(), out)
+                }
+                Some(FieldEdit::Drop) => {}
+                Some(FieldEdit::Default(_)) | None => field(key, &self.text[range.clone()], out),
             }
         }
         for (key, edit) in edits {
-            if let Edit::Put(value) | Edit::Default(value) = edit
+            if let FieldEdit::Put(value) | FieldEdit::Default(value) = edit
                 && !self.entries.iter().any(|(known, _)| **known == **key)
             {
                 field(key, value.as_bytes(), out);
@@ -125,9 +128,9 @@ pub(crate) fn elements(array: &str) -> Result<Vec<&str>, String> {
 mod tests {
     use super::*;
 
-    fn edited(text: &str, edits: &[(&str, Edit<'_>)]) -> String {
+    fn edited(text: &str, edits: &[(&str, FieldEdit<'_>)]) -> String {
         let mut out = Vec::new();
-        Fields::parse(Bytes::copy_from_slice(text.as_bytes())).unwrap().write(edits, &mut out);
+        JsonFields::parse(Bytes::copy_from_slice(text.as_bytes())).unwrap().write(edits, &mut out);
         String::from_utf8(out).unwrap()
     }
 
@@ -140,10 +143,10 @@ mod tests {
     #[test]
     fn edits_do_what_they_say() {
         let edits = [
-            ("a", Edit::Put("1")),
-            ("b", Edit::Replace("2")),
-            ("c", Edit::Default("3")),
-            ("d", Edit::Drop),
+            ("a", FieldEdit::Put("1")),
+            ("b", FieldEdit::Replace("2")),
+            ("c", FieldEdit::Default("3")),
+            ("d", FieldEdit::Drop),
         ];
         assert_eq!(edited("{}", &edits), r#"{"a":1,"c":3}"#);
         assert_eq!(edited(r#"{"d":0,"c":0,"b":0,"a":0}"#, &edits), r#"{"c":0,"b":2,"a":1}"#);
@@ -151,15 +154,15 @@ mod tests {
 
     #[test]
     fn of_equal_keys_the_last_counts_and_null_is_nothing() {
-        let fields = Fields::parse(Bytes::from_static(br#"{"a":1,"a":2,"b":null}"#)).unwrap();
+        let fields = JsonFields::parse(Bytes::from_static(br#"{"a":1,"a":2,"b":null}"#)).unwrap();
         assert_eq!((fields.get("a"), fields.get("b"), fields.get("c")), (Some("2"), None, None));
     }
 
     #[test]
     fn other_texts_are_refused() {
         for bad in ["", "[]", "1", "{", r#"{"a":}"#, "{} x", r#"{"a":1}{"#, "\u{0}"] {
-            assert!(Fields::parse(Bytes::copy_from_slice(bad.as_bytes())).is_err(), "{bad}");
+            assert!(JsonFields::parse(Bytes::copy_from_slice(bad.as_bytes())).is_err(), "{bad}");
         }
-        assert!(Fields::parse(Bytes::from_static(b"{\"a\":\"\xff\"}")).is_err());
+        assert!(JsonFields::parse(Bytes::from_static(b"{\"a\":\"\xff\"}")).is_err());
     }
 }

@@ -1,10 +1,10 @@
 //! One leg: a request to an instance, and what becomes of it.
 
-use super::error::Refusal;
-use super::pool::{Pool, Reply};
-use super::settings::Limits;
+use super::error::HttpError;
+use super::pool::{ConnectionPool, PooledBody};
+use super::settings::HttpLimits;
 use super::sse;
-use crate::told::{self, Heard};
+use crate::failure_notice::{self, ReportedFailure};
 use bytes::Bytes;
 use engine::core::error::Failure;
 use engine::core::ids::EngineId;
@@ -25,55 +25,53 @@ const ERROR_MAX: usize = 1 << 20;
 
 /// Why a leg failed.
 #[derive(Clone, Debug)]
-pub(crate) struct Fault {
+pub(crate) struct LegError {
     /// For the router core.
     pub(crate) failure: LegFailure,
     /// For the client, if nobody else does better.
-    pub(crate) refusal: Refusal,
+    pub(crate) refusal: HttpError,
 }
 
-impl Fault {
+impl LegError {
     /// The instance could not be reached, cut the connection, or was silent for too long.
-    pub(crate) fn connection(to: &Endpoint, why: &str) -> Fault {
+    pub(crate) fn connection(to: &Endpoint, why: &str) -> LegError {
         let message = format!("instance {to}: {why}");
-        let refusal = Refusal::new(StatusCode::BAD_GATEWAY, &message);
-        Fault { failure: LegFailure::Connection, refusal }
+        let refusal = HttpError::new(StatusCode::BAD_GATEWAY, &message);
+        LegError { failure: LegFailure::Connection, refusal }
     }
 
     /// The instance answered that the leg was of no use.
-    pub(crate) fn told(heard: Heard, engine: &EngineId) -> Fault {
+    pub(crate) fn from_reported(heard: ReportedFailure, engine: &EngineId) -> LegError {
         let status = StatusCode::BAD_GATEWAY;
-        let refusal = Refusal::new(status, &format!("prefill {engine}: {}", heard.why));
-        Fault { failure: answered(status, heard.failure), refusal }
+        let refusal = HttpError::new(status, &format!("prefill {engine}: {}", heard.why));
+        LegError { failure: answered(status, heard.failure), refusal }
     }
 
     /// The instance answered what is no answer.
-    pub(crate) fn nonsense(why: &str) -> Fault {
+    pub(crate) fn invalid_answer(why: &str) -> LegError {
         let status = StatusCode::BAD_GATEWAY;
         let failure = LegFailure::Answer(status.as_u16());
-        Fault { failure, refusal: Refusal::new(status, why) }
+        LegError { failure, refusal: HttpError::new(status, why) }
     }
 }
 
 /// Status and headers of an instance's answer.
 #[derive(Debug)]
-pub(crate) struct Head {
+pub(crate) struct ResponseHead {
     pub(crate) status: StatusCode,
     pub(crate) headers: HeaderMap,
 }
 
 /// What became of a leg.
-pub(crate) enum News {
-    /// The whole answer.
-    Whole(Head, Bytes),
+pub(crate) enum LegResult {
+    Whole(ResponseHead, Bytes),
     /// The beginning of a stream.
-    Begun(Head, Bytes, Reply),
-    Failed(Fault),
+    Begun(ResponseHead, Bytes, PooledBody),
+    Failed(LegError),
 }
 
-/// What is sent.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub(crate) struct HttpLegRequest {
     pub(crate) to: Endpoint,
     pub(crate) path: &'static str,
     pub(crate) headers: HeaderMap,
@@ -83,28 +81,36 @@ pub(crate) struct Order {
 }
 
 /// Sends a leg and waits for its answer, or for the first bytes of a stream.
-pub(crate) async fn run(pool: Pool, order: Order, limits: Limits) -> News {
+pub(crate) async fn run(
+    pool: ConnectionPool,
+    order: HttpLegRequest,
+    limits: HttpLimits,
+) -> LegResult {
     let to = order.to.clone();
     match exchange(pool, order, limits).await {
         Ok(news) => news,
-        Err(Lost::Fault(fault)) => News::Failed(*fault),
-        Err(Lost::Why(why)) => News::Failed(Fault::connection(&to, &why)),
+        Err(ExchangeError::Fault(fault)) => LegResult::Failed(*fault),
+        Err(ExchangeError::Why(why)) => LegResult::Failed(LegError::connection(&to, &why)),
     }
 }
 
-enum Lost {
-    Fault(Box<Fault>),
+enum ExchangeError {
+    Fault(Box<LegError>),
     Why(String),
 }
 
-impl From<String> for Lost {
-    fn from(why: String) -> Lost {
-        Lost::Why(why)
+impl From<String> for ExchangeError {
+    fn from(why: String) -> ExchangeError {
+        ExchangeError::Why(why)
     }
 }
 
-async fn exchange(pool: Pool, order: Order, limits: Limits) -> Result<News, Lost> {
-    let Order { to, path, headers, body, stream } = order;
+async fn exchange(
+    pool: ConnectionPool,
+    order: HttpLegRequest,
+    limits: HttpLimits,
+) -> Result<LegResult, ExchangeError> {
+    let HttpLegRequest { to, path, headers, body, stream } = order;
     let mut request = Request::new(Full::new(body));
     *request.method_mut() = Method::POST;
     *request.uri_mut() = PathAndQuery::from_static(path).into();
@@ -112,15 +118,15 @@ async fn exchange(pool: Pool, order: Order, limits: Limits) -> Result<News, Lost
     let answer = timeout(limits.answer, pool.send(&to, request)).await;
     let answer = answer.map_err(|_| format!("no answer within {:?}", limits.answer))?;
     let (head, mut body) = answer?.into_parts();
-    let head = Head { status: head.status, headers: head.headers };
+    let head = ResponseHead { status: head.status, headers: head.headers };
     if !head.status.is_success() {
-        return Err(Lost::Fault(Box::new(refused(head.status, body, limits).await?)));
+        return Err(ExchangeError::Fault(Box::new(refused(head.status, body, limits).await?)));
     }
     if !stream {
         let whole = collect(body, limits.answer_bytes, limits.idle).await?;
-        return Ok(News::Whole(head, whole));
+        return Ok(LegResult::Whole(head, whole));
     }
-    let mut first = Beginning::default();
+    let mut first = StreamHead::default();
     while !first.is_whole() {
         let frame = timeout(limits.answer, body.frame()).await;
         let frame = frame.map_err(|_| format!("no token within {:?}", limits.answer))?;
@@ -131,28 +137,28 @@ async fn exchange(pool: Pool, order: Order, limits: Limits) -> Result<News, Lost
                 }
             }
             None if first.bytes.is_empty() => {
-                return Err(Lost::Why("the stream ended without a token".into()));
+                return Err(ExchangeError::Why("the stream ended without a token".into()));
             }
             None => break,
         }
     }
     match first.error() {
-        Some((status, error)) => Err(Lost::Fault(Box::new(fault(status, error)))),
-        None => Ok(News::Begun(head, first.bytes, body)),
+        Some((status, error)) => Err(ExchangeError::Fault(Box::new(fault(status, error)))),
+        None => Ok(LegResult::Begun(head, first.bytes, body)),
     }
 }
 
 /// The first bytes of a stream of events, up to the end of the first one that says something:
 /// servers that have begun a stream tell in it what they would have answered instead.
 #[derive(Default)]
-struct Beginning {
+struct StreamHead {
     bytes: Bytes,
 }
 
 /// Longest beginning that is waited for, in bytes; errors are shorter.
 const BEGINNING_MAX: usize = 64 << 10;
 
-impl Beginning {
+impl StreamHead {
     fn add(&mut self, more: Bytes) {
         if self.bytes.is_empty() {
             self.bytes = more;
@@ -187,19 +193,19 @@ impl Beginning {
     /// The status and the words of an error.
     fn error(&self) -> Option<(StatusCode, Bytes)> {
         #[derive(Deserialize)]
-        struct Event<'a> {
+        struct ErrorEvent<'a> {
             #[serde(borrow)]
             error: Option<&'a RawValue>,
         }
         #[derive(Deserialize)]
-        struct Error {
+        struct ErrorCode {
             code: Option<u16>,
         }
         let data = self.data()?;
         memmem::find(data, b"\"error\"")?;
-        let Event { error } = serde_json::from_slice(data).ok()?;
+        let ErrorEvent { error } = serde_json::from_slice(data).ok()?;
         let error = error.filter(|error| error.get() != "null")?;
-        let told = serde_json::from_str::<Error>(error.get()).ok().and_then(|error| error.code);
+        let told = serde_json::from_str::<ErrorCode>(error.get()).ok().and_then(|error| error.code);
         let status = told.and_then(|code| StatusCode::from_u16(code).ok());
         let status = status.filter(|status| status.is_client_error() || status.is_server_error());
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -207,7 +213,11 @@ impl Beginning {
     }
 }
 
-async fn refused(status: StatusCode, body: Reply, limits: Limits) -> Result<Fault, String> {
+async fn refused(
+    status: StatusCode,
+    body: PooledBody,
+    limits: HttpLimits,
+) -> Result<LegError, String> {
     Ok(fault(status, collect(body, ERROR_MAX, limits.idle).await?))
 }
 
@@ -221,13 +231,15 @@ fn answered(status: StatusCode, told: Option<Failure>) -> LegFailure {
 }
 
 /// What an instance's error says. An instance of our own tells what is behind it.
-fn fault(status: StatusCode, body: Bytes) -> Fault {
+fn fault(status: StatusCode, body: Bytes) -> LegError {
     let failure = match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => LegFailure::Busy,
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
-        status => answered(status, told::heard(&body).and_then(|heard| heard.failure)),
+        status => {
+            answered(status, failure_notice::find_failure(&body).and_then(|heard| heard.failure))
+        }
     };
-    Fault { failure, refusal: Refusal::relayed(status, body) }
+    LegError { failure, refusal: HttpError::relayed(status, body) }
 }
 
 /// All of a body; silence between its parts and its length are bounded.
@@ -269,7 +281,6 @@ pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 /// The DP rank that a leg is for.
 pub(crate) const DP_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
-/// `application/json`.
 pub(crate) const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
 #[cfg(test)]
@@ -277,7 +288,7 @@ mod tests {
     use super::*;
 
     fn begin(parts: &[&'static str]) -> (usize, Option<(u16, String)>) {
-        let mut first = Beginning::default();
+        let mut first = StreamHead::default();
         let mut taken = 0;
         for part in parts {
             if first.is_whole() {
@@ -299,8 +310,8 @@ mod tests {
         ] {
             let failed = format!(r#"{{"failed":{{"cause":"c","why":"w","failure":{told}}}}}"#);
             let answer = format!(r#"{{"kvferry":{failed}}}"#);
-            let heard = told::heard(answer.as_bytes()).expect("it is told");
-            assert_eq!(Fault::told(heard, &"p0".into()).failure, failure, "{told}");
+            let heard = failure_notice::find_failure(answer.as_bytes()).expect("it is told");
+            assert_eq!(LegError::from_reported(heard, &"p0".into()).failure, failure, "{told}");
             let error = format!(r#"{{"error":{answer}}}"#);
             assert_eq!(fault(StatusCode::BAD_GATEWAY, error.into()).failure, failure, "{told}");
         }
@@ -324,7 +335,7 @@ mod tests {
         assert_eq!(begin(&[token, "more"]), (1, None));
         assert_eq!(begin(&["not json", "more"]), (1, None));
         assert_eq!(begin(&["{\"error\": 1}", "more"]), (1, None));
-        let mut first = Beginning::default();
+        let mut first = StreamHead::default();
         first.add(vec![b':'; BEGINNING_MAX + 1].into());
         assert!(first.is_whole() && first.error().is_none());
     }

@@ -1,14 +1,14 @@
 //! Makes one answer of the answers to several transfers, and puts into usage what the prefill knows
 //! better.
 
-use super::sse::{Events, data};
+use super::sse::{SseDecoder, data};
 use bytes::Bytes;
 use serde_json::{Map, Value};
 use std::collections::VecDeque;
 
 /// The answer of one decode leg.
 #[derive(Debug)]
-pub(crate) struct Answered {
+pub(crate) struct PartAnswer {
     pub(crate) body: Bytes,
     /// True for the first sample of its prompt, whose usage counts the prompt.
     pub(crate) counts_prompt: bool,
@@ -20,7 +20,7 @@ pub(crate) struct Answered {
 ///
 /// # Errors
 /// An answer is no JSON object.
-pub(crate) fn whole(answers: &[Answered]) -> Result<Bytes, String> {
+pub(crate) fn whole(answers: &[PartAnswer]) -> Result<Bytes, String> {
     if let [answer] = answers {
         return Ok(single(answer));
     }
@@ -50,7 +50,7 @@ pub(crate) fn whole(answers: &[Answered]) -> Result<Bytes, String> {
 }
 
 /// The only answer; if it is no JSON that is the client's business.
-fn single(answer: &Answered) -> Bytes {
+fn single(answer: &PartAnswer) -> Bytes {
     let edited = || {
         let mut object: Map<String, Value> = serde_json::from_slice(&answer.body).ok()?;
         put_cached(object.get_mut("usage")?, answer.cached);
@@ -121,7 +121,7 @@ impl Usage {
 
 /// Makes one stream of the streams of several transfers.
 #[derive(Debug)]
-pub(crate) struct Merger {
+pub(crate) struct StreamMerger {
     parts: Vec<PartStream>,
     /// `id` and `created` of the first event.
     name: Option<(Value, Value)>,
@@ -132,17 +132,17 @@ pub(crate) struct Merger {
 
 #[derive(Debug, Default)]
 struct PartStream {
-    events: Events,
+    events: SseDecoder,
     counts_prompt: bool,
     cached: Option<u64>,
 }
 
-impl Merger {
+impl StreamMerger {
     /// A merger of streams; for each whether it counts its prompt.
-    pub(crate) fn new(counts_prompt: impl Iterator<Item = bool>) -> Merger {
+    pub(crate) fn new(counts_prompt: impl Iterator<Item = bool>) -> StreamMerger {
         let part = |counts_prompt| PartStream { counts_prompt, ..PartStream::default() };
         let parts = counts_prompt.map(part).collect();
-        Merger { parts, name: None, usage: Usage::default(), last: None }
+        StreamMerger { parts, name: None, usage: Usage::default(), last: None }
     }
 
     /// What the prefill of a part had cached.
@@ -209,7 +209,6 @@ impl Merger {
         out.extend(self.parts[part].events.rest());
     }
 
-    /// All have.
     pub(crate) fn finish(&mut self, out: &mut VecDeque<Bytes>) {
         if let Some(mut last) = self.last.take()
             && let Some(usage) = std::mem::take(&mut self.usage).total()
@@ -233,8 +232,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn answer(body: Value, counts_prompt: bool, cached: Option<u64>) -> Answered {
-        Answered { body: body.to_string().into(), counts_prompt, cached }
+    fn answer(body: Value, counts_prompt: bool, cached: Option<u64>) -> PartAnswer {
+        PartAnswer { body: body.to_string().into(), counts_prompt, cached }
     }
 
     fn decode(text: &str, cached: u64) -> Value {
@@ -255,7 +254,7 @@ mod tests {
             serde_json::from_slice(&whole(&[answer(body, true, Some(1))]).unwrap()).unwrap();
         assert_eq!(merged["usage"]["prompt_tokens_details"]["cached_tokens"], 1);
         assert_eq!(merged["kv_transfer_params"]["x"], 1);
-        let text = Answered { body: "not json".into(), counts_prompt: true, cached: Some(1) };
+        let text = PartAnswer { body: "not json".into(), counts_prompt: true, cached: Some(1) };
         assert_eq!(whole(&[text]).unwrap(), "not json");
     }
 
@@ -284,13 +283,13 @@ mod tests {
             "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}})
         );
         assert!(merged.get("kv_transfer_params").is_none());
-        let bad = Answered { body: "x".into(), counts_prompt: true, cached: None };
+        let bad = PartAnswer { body: "x".into(), counts_prompt: true, cached: None };
         assert!(whole(&[answer(decode("a", 0), true, None), bad]).is_err());
     }
 
     #[test]
     fn streams_become_one() {
-        let mut merger = Merger::new([true, false].into_iter());
+        let mut merger = StreamMerger::new([true, false].into_iter());
         let mut out = VecDeque::new();
         let chunk = |id: &str, text: &str| {
             format!("data: {}\n\n", json!({"id": id, "choices": [{"index": 0, "text": text}]}))

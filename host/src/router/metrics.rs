@@ -1,6 +1,6 @@
 //! What is counted, in the format of Prometheus.
 
-use crate::meters::Inputs;
+use crate::meters::InputCollector;
 use engine::core::message::Role;
 use engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -12,39 +12,39 @@ use prometheus_client::registry::Registry;
 use std::sync::atomic::Ordering;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Answered {
+pub(crate) struct RequestLabels {
     pub(crate) path: &'static str,
     pub(crate) code: u16,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Leg {
+pub(crate) struct LegLabels {
     pub(crate) role: &'static str,
     pub(crate) outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Instances {
+struct InstanceLabels {
     role: &'static str,
     state: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Reason {
+struct RejectionLabels {
     reason: String,
 }
 
 /// All metrics; clones share them.
 #[derive(Clone, Debug)]
-pub(crate) struct Metrics {
-    pub(crate) requests: Family<Answered, Counter>,
-    pub(crate) legs: Family<Leg, Counter>,
+pub(crate) struct RouterMetrics {
+    pub(crate) requests: Family<RequestLabels, Counter>,
+    pub(crate) legs: Family<LegLabels, Counter>,
     pub(crate) in_flight: Gauge,
     pub(crate) connections: Gauge,
     /// Seconds from a request to the begin of its answer.
     pub(crate) first_byte: Histogram,
-    instances: Family<Instances, Gauge>,
-    rejected: Family<Reason, Counter>,
+    instances: Family<InstanceLabels, Gauge>,
+    rejected: Family<RejectionLabels, Counter>,
     waiting: Gauge,
     /// Those of the router core, in the order of [`CORE`].
     core: [Counter; CORE.len()],
@@ -53,18 +53,18 @@ pub(crate) struct Metrics {
 const CORE: [(&str, &str); 6] = [
     ("retries", "Transfers sent again after a failure"),
     ("expired", "Instances whose registration expired"),
-    ("replaced", "Instances that were replaced by a new life"),
+    ("replaced", "Instances that were replaced by a new incarnation"),
     ("suspicions", "Times that an instance became suspect"),
     ("cancelled_legs", "Legs that were cancelled"),
     ("unread_prefills", "Decode legs in READ mode without anything to read"),
 ];
 
-impl Metrics {
+impl RouterMetrics {
     /// New metrics and the registry that has them.
-    pub(crate) fn new() -> (Metrics, Registry) {
+    pub(crate) fn new() -> (RouterMetrics, Registry) {
         // From 0.5 ms up to 4 min.
         let buckets = prometheus_client::metrics::histogram::exponential_buckets(5e-4, 2.0, 20);
-        let metrics = Metrics {
+        let metrics = RouterMetrics {
             requests: Family::default(),
             legs: Family::default(),
             in_flight: Gauge::default(),
@@ -87,7 +87,7 @@ impl Metrics {
         let about = "Registrations that were not taken";
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
-        registry.register_collector(Box::new(Inputs));
+        registry.register_collector(Box::new(InputCollector));
         for ((name, about), counter) in CORE.iter().zip(&all.core) {
             registry.register(*name, *about, counter.clone());
         }
@@ -103,11 +103,12 @@ impl Metrics {
     ) {
         self.instances.clear();
         for (role, state) in instances {
-            let labels = Instances { role: role_name(role), state: state_name(state) };
+            let labels = InstanceLabels { role: role_name(role), state: state_name(state) };
             self.instances.get_or_create(&labels).inc();
         }
         for (reason, count) in &counters.rejected {
-            let counter = self.rejected.get_or_create(&Reason { reason: reason.to_string() });
+            let counter =
+                self.rejected.get_or_create(&RejectionLabels { reason: reason.to_string() });
             counter.inner().store(*count, Ordering::Relaxed);
         }
         self.waiting.set(i64::from(waiting));

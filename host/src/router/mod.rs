@@ -2,8 +2,8 @@
 //!
 //! The core ([`engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
 //! is only what turns HTTP into its inputs and its effects into HTTP. Everything runs on one
-//! thread: the core as an actor ([`engine::actors`]) in the seat that [`front`] is, and a task for
-//! each connection and each leg.
+//! thread: the core as an actor ([`engine::actors`]) in the seat that [`http_adapter`] is, and a
+//! task for each connection and each leg.
 
 mod admin;
 mod api;
@@ -11,7 +11,8 @@ mod args;
 mod body;
 mod error;
 mod fields;
-mod front;
+mod handler;
+mod http_adapter;
 mod leg;
 mod merge;
 mod metrics;
@@ -19,7 +20,6 @@ mod params;
 mod pool;
 mod probe;
 mod relay;
-mod serve;
 mod server;
 mod settings;
 mod sse;
@@ -28,23 +28,23 @@ pub(crate) use args::RouterArgs;
 
 use self::admin::Admin;
 use self::api::APIS;
-use self::error::Refusal;
-use self::front::{Front, MAILBOX};
-use self::metrics::Metrics;
-use self::pool::Pool;
-use self::serve::Desk;
-use self::settings::{Limits, Settings};
-use crate::exit::{Exit, Stop};
+use self::error::HttpError;
+use self::handler::RequestHandler;
+use self::http_adapter::{HttpAdapter, MAILBOX};
+use self::metrics::RouterMetrics;
+use self::pool::ConnectionPool;
+use self::settings::{HttpLimits, HttpSettings};
+use crate::exit::{CommandError, Exit};
 use crate::logs;
-use crate::signals::Ends;
+use crate::signals::ShutdownSignals;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
-use engine::actors::{Clock, Give, Port};
+use engine::actors::{Clock, Input, MailboxSender};
 use engine::core::Nanos;
 use engine::core::ids::Incarnation;
 use engine::core::router::{RouterConfig, RouterInput};
-use engine::fabric::{Channel, ControlPlane, Endpoint, bracketed};
+use engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
 use std::io::{self, Write};
@@ -60,7 +60,7 @@ use wire::{WireConfig, ZmqPlane};
 ///
 /// # Errors
 /// An argument or an address that cannot be used.
-pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
     let settings = settings(args)?;
     let config = config(args)?;
@@ -69,7 +69,9 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, S
     let listen = resolve("--listen", &args.listen)?;
     let bound = std::net::TcpListener::bind(listen)
         .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-        .map_err(|why| Stop::Input(format!("--listen {}: cannot listen: {why}", args.listen)))?;
+        .map_err(|why| {
+            CommandError::Input(format!("--listen {}: cannot listen: {why}", args.listen))
+        })?;
     let http = bound.local_addr()?;
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, http, &discovery, out)?;
@@ -100,37 +102,43 @@ async fn run(
     bound: std::net::TcpListener,
     plane: Box<dyn ControlPlane>,
     config: RouterConfig,
-    settings: Settings,
+    settings: HttpSettings,
     drain: Duration,
 ) -> io::Result<()> {
-    let mut ends = Ends::new()?;
+    let mut ends = ShutdownSignals::new()?;
     let listener = TcpListener::from_std(bound)?;
     let start = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(start.elapsed().as_nanos() as u64));
-    let (metrics, registry) = Metrics::new();
-    let pool = Pool::new(settings.limits.connect);
+    let (metrics, registry) = RouterMetrics::new();
+    let pool = ConnectionPool::new(settings.limits.connect);
     let settings = Arc::new(settings);
     let router = engine::core::router::Router::new(config, Incarnation(rand::random()));
-    let core =
-        Front::start(router, plane, clock.clone(), pool.clone(), settings.clone(), metrics.clone());
+    let core = HttpAdapter::start(
+        router,
+        plane,
+        clock.clone(),
+        pool.clone(),
+        settings.clone(),
+        metrics.clone(),
+    );
     let next_client = AtomicU64::default();
-    let desk = Arc::new(Desk {
-        core: Port::new(core.clone(), MAILBOX),
+    let desk = Arc::new(RequestHandler {
+        core: MailboxSender::new(core.clone(), MAILBOX),
         settings,
         metrics: metrics.clone(),
         next_client,
     });
-    let admin = Admin { desk: desk.clone(), pool, registry: registry.into(), clock };
+    let admin = Admin { handler: desk.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
     let serving =
         server::serve(listener, app(desk, admin), args.connections_max as usize, metrics, stopped);
     let mut serving = std::pin::pin!(serving);
     tokio::select! {
         () = serving.as_mut() => {}
-        () = ends.heard() => {}
+        () = ends.recv() => {}
     }
     tracing::info!("draining: requests in flight are finished, no new ones are taken");
-    core.do_send(Give(RouterInput::Drain));
+    core.do_send(Input(RouterInput::Drain));
     // The receiver lives as long as `serving`.
     let _ = stop.send(true);
     let drained = tokio::time::timeout(drain, serving).await.is_ok();
@@ -141,7 +149,7 @@ async fn run(
     Ok(())
 }
 
-fn app(desk: Arc<Desk>, admin: Admin) -> Router {
+fn app(desk: Arc<RequestHandler>, admin: Admin) -> Router {
     let mut app = Router::new();
     for api in APIS {
         let desk = desk.clone();
@@ -175,25 +183,26 @@ fn app(desk: Arc<Desk>, admin: Admin) -> Router {
         .route("/v1/models", models)
         .fallback(|request: Request<Body>| async move {
             let message = format!("no such path: {}", request.uri().path());
-            Refusal::new(StatusCode::NOT_FOUND, &message)
+            HttpError::new(StatusCode::NOT_FOUND, &message)
         })
         .method_not_allowed_fallback(|request: Request<Body>| async move {
             let message = format!("{} is not taken on {}", request.method(), request.uri().path());
-            Refusal::new(StatusCode::METHOD_NOT_ALLOWED, &message)
+            HttpError::new(StatusCode::METHOD_NOT_ALLOWED, &message)
         })
 }
 
-fn seconds(option: &str, seconds: f64) -> Result<Duration, Stop> {
+fn seconds(option: &str, seconds: f64) -> Result<Duration, CommandError> {
     let in_range = seconds.is_finite() && (0.001..=1e6).contains(&seconds);
-    let wrong = || Stop::Input(format!("{option} {seconds}: give 0.001 to 1000000 seconds"));
+    let wrong =
+        || CommandError::Input(format!("{option} {seconds}: give 0.001 to 1000000 seconds"));
     in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
 }
 
-fn nanos(option: &str, span: f64) -> Result<Nanos, Stop> {
+fn nanos(option: &str, span: f64) -> Result<Nanos, CommandError> {
     Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
 }
 
-fn config(args: &RouterArgs) -> Result<RouterConfig, Stop> {
+fn config(args: &RouterArgs) -> Result<RouterConfig, CommandError> {
     let wait_max = nanos("--queue-timeout", args.queue_timeout)?;
     Ok(RouterConfig {
         expiry: nanos("--expiry", args.expiry)?,
@@ -209,17 +218,17 @@ fn config(args: &RouterArgs) -> Result<RouterConfig, Stop> {
     })
 }
 
-fn settings(args: &RouterArgs) -> Result<Settings, Stop> {
+fn settings(args: &RouterArgs) -> Result<HttpSettings, CommandError> {
     let authorization = match std::env::var("OPENAI_API_KEY") {
         Ok(key) if !key.is_empty() => {
             let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| Stop::Input("OPENAI_API_KEY is no header value".into()))?;
+                .map_err(|_| CommandError::Input("OPENAI_API_KEY is no header value".into()))?;
             value.set_sensitive(true);
             Some(value)
         }
         _ => None,
     };
-    let limits = Limits {
+    let limits = HttpLimits {
         connect: seconds("--connect-timeout", args.connect_timeout)?,
         answer: seconds("--answer-timeout", args.answer_timeout)?,
         idle: seconds("--idle-timeout", args.idle_timeout)?,
@@ -229,29 +238,29 @@ fn settings(args: &RouterArgs) -> Result<Settings, Stop> {
         parts: args.parts_max,
         prefix_tokens: RouterConfig::default().prefix_tokens,
     };
-    Ok(Settings { limits, authorization })
+    Ok(HttpSettings { limits, authorization })
 }
 
 /// The address of an argument `host:port`.
-fn resolve(option: &str, text: &str) -> Result<SocketAddr, Stop> {
+fn resolve(option: &str, text: &str) -> Result<SocketAddr, CommandError> {
     let wrong = |why: String| {
-        Stop::Input(format!("{option} {text}: {why}; give HOST:PORT, IPv6 in brackets"))
+        CommandError::Input(format!("{option} {text}: {why}; give HOST:PORT, IPv6 in brackets"))
     };
     let mut found = text.to_socket_addrs().map_err(|why| wrong(why.to_string()))?;
     found.next().ok_or_else(|| wrong("host without an address".into()))
 }
 
 /// The plane that listens for registrations, and where.
-fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), Stop> {
+fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), CommandError> {
     // As vLLM's and ZeroMQ's documents have it.
     let all = text.replacen("*:", "0.0.0.0:", usize::from(text.starts_with("*:")));
     let at = resolve("--discovery", &all)?;
     let host = bracketed(&at.ip().to_string()).into_owned();
-    let ports = (at.port() > 0).then_some((Channel::Discovery, at.port()));
+    let ports = (at.port() > 0).then_some((LinkKind::Discovery, at.port()));
     let config = WireConfig { host, ports: ports.into_iter().collect(), ..WireConfig::default() };
     let mut plane = ZmqPlane::new(config)?;
     let bound = plane
-        .listen(Channel::Discovery)
-        .map_err(|why| Stop::Input(format!("--discovery {text}: {why}")))?;
+        .listen(LinkKind::Discovery)
+        .map_err(|why| CommandError::Input(format!("--discovery {text}: {why}")))?;
     Ok((plane, bound))
 }

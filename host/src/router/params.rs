@@ -5,18 +5,18 @@
 //! the decode rank with the prefill's number tell the prefill of its blocks,
 //! the decode leg also says that its rank is the one to do it.
 
-use super::fields::{Edit, Fields};
+use super::fields::{FieldEdit, JsonFields};
 use engine::core::dialect::moriio::address::embed;
 use engine::core::message::Mode;
-use engine::core::router::{LegBody, Pair, Party};
+use engine::core::router::{InstancePair, LegBody, PairMember};
 use serde::Serialize;
 use std::io::Write;
 
 /// What both legs of one transfer are called by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Unique(pub(crate) u128);
+pub(crate) struct TransferUid(pub(crate) u128);
 
-impl Unique {
+impl TransferUid {
     pub(crate) fn transfer_id(self) -> String {
         format!("tx-{:032x}", self.0)
     }
@@ -25,7 +25,7 @@ impl Unique {
     ///
     /// # Errors
     /// An address that no instance may have registered with.
-    pub(crate) fn request_id(self, pair: &Pair) -> Result<String, String> {
+    pub(crate) fn request_id(self, pair: &InstancePair) -> Result<String, String> {
         match (&pair.prefill.zmq, &pair.decode.zmq) {
             (Some(prefill), Some(decode)) => {
                 let id = embed(prefill, decode, self.0).map_err(|why| why.to_string())?;
@@ -40,7 +40,11 @@ impl Unique {
 ///
 /// # Errors
 /// A prefill answer that is no object.
-pub(crate) fn write(body: &LegBody, pair: &Pair, unique: Unique) -> Result<Option<String>, String> {
+pub(crate) fn write(
+    body: &LegBody,
+    pair: &InstancePair,
+    unique: TransferUid,
+) -> Result<Option<String>, String> {
     let native = pair.is_native();
     match body {
         LegBody::Prefill { transfer, .. } => {
@@ -60,7 +64,7 @@ fn json(leg: &impl Serialize) -> String {
     serde_json::to_string(leg).expect("legs are texts and numbers")
 }
 
-fn leg(peer: &Party, to_prefill: bool, unique: Unique, native: Option<String>) -> String {
+fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<String>) -> String {
     let mut out = Vec::with_capacity(320);
     // Writing to a Vec does not fail.
     let _ = write!(
@@ -86,15 +90,15 @@ fn leg(peer: &Party, to_prefill: bool, unique: Unique, native: Option<String>) -
 }
 
 /// A decode leg that reads: the prefill's answer, with what the registration knows better.
-fn read(answer: &str, prefill: &Party) -> Result<String, String> {
-    let fields = Fields::parse(answer.to_owned().into())?;
+fn read(answer: &str, prefill: &PairMember) -> Result<String, String> {
+    let fields = JsonFields::parse(answer.to_owned().into())?;
     let [dp_size, tp, rank] =
         [prefill.dp_size, prefill.tp, prefill.dp_rank].map(|number| number.to_string());
     let edits = [
-        ("remote_dp_size", Edit::Put(&dp_size)),
-        ("remote_tp_size", Edit::Put(&tp)),
-        ("remote_dp_rank", Edit::Default(&rank)),
-        ("remote_dp_rank_override", Edit::Default("true")),
+        ("remote_dp_size", FieldEdit::Put(&dp_size)),
+        ("remote_tp_size", FieldEdit::Put(&tp)),
+        ("remote_dp_rank", FieldEdit::Default(&rank)),
+        ("remote_dp_rank_override", FieldEdit::Default("true")),
     ];
     let mut out = Vec::with_capacity(answer.len() + 64);
     fields.write(&edits, &mut out);

@@ -28,28 +28,27 @@ const WAITING_MAX: usize = 1024;
 
 /// The connections to all instances; clones share them.
 #[derive(Clone)]
-pub(crate) struct Pool {
-    waiting: Arc<Mutex<Waiting>>,
+pub(crate) struct ConnectionPool {
+    waiting: Arc<Mutex<IdleConnections>>,
     /// Time for a new connection.
     connect: Duration,
 }
 
 #[derive(Default)]
-struct Waiting {
+struct IdleConnections {
     /// The last one is the one that has waited for the shortest time.
-    lines: HashMap<Endpoint, Vec<(Instant, Box<Line>)>>,
+    lines: HashMap<Endpoint, Vec<(Instant, Box<PooledConnection>)>>,
     /// A task closes those that have waited for too long.
     is_swept: bool,
 }
 
-/// One connection.
-struct Line {
+struct PooledConnection {
     sender: SendRequest<Full<Bytes>>,
     connection: Connection<TokioIo<TcpStream>, Full<Bytes>>,
     ended: bool,
 }
 
-impl Line {
+impl PooledConnection {
     /// Reads and writes what it can.
     fn drive(&mut self, context: &mut Context<'_>) {
         // Why it ended is told to the request that it has, if any.
@@ -63,10 +62,10 @@ impl Line {
     }
 }
 
-impl Pool {
+impl ConnectionPool {
     /// No connections; new ones may take `connect`.
-    pub(crate) fn new(connect: Duration) -> Pool {
-        Pool { waiting: Arc::default(), connect }
+    pub(crate) fn new(connect: Duration) -> ConnectionPool {
+        ConnectionPool { waiting: Arc::default(), connect }
     }
 
     /// Sends a request, whose URI is a path, and waits for the head of the answer.
@@ -77,7 +76,7 @@ impl Pool {
         &self,
         to: &Endpoint,
         mut request: Request<Full<Bytes>>,
-    ) -> Result<Response<Reply>, String> {
+    ) -> Result<Response<PooledBody>, String> {
         let host = HeaderValue::from_str(&to.0).map_err(|why| format!("{to}: {why}"))?;
         request.headers_mut().insert(HOST, host);
         loop {
@@ -95,7 +94,7 @@ impl Pool {
             match answer.await {
                 Ok(answer) => {
                     let (pool, to) = (self.clone(), to.clone());
-                    return Ok(answer.map(|body| Reply { body, line: Some(line), to, pool }));
+                    return Ok(answer.map(|body| PooledBody { body, line: Some(line), to, pool }));
                 }
                 // The instance closed it before it took anything of the request.
                 Err(mut why) => match why.take_message() {
@@ -106,7 +105,7 @@ impl Pool {
         }
     }
 
-    async fn dial(&self, to: &Endpoint) -> Result<Box<Line>, String> {
+    async fn dial(&self, to: &Endpoint) -> Result<Box<PooledConnection>, String> {
         let stream = timeout(self.connect, TcpStream::connect(&*to.0)).await;
         let stream = stream.map_err(|_| format!("no connection within {:?}", self.connect))?;
         let stream = stream.map_err(|why| format!("cannot connect: {why}"))?;
@@ -114,14 +113,14 @@ impl Pool {
         let _ = stream.set_nodelay(true);
         let line = Builder::new().handshake(TokioIo::new(stream)).await;
         let (sender, connection) = line.map_err(|why| chain(&why))?;
-        Ok(Box::new(Line { sender, connection, ended: false }))
+        Ok(Box::new(PooledConnection { sender, connection, ended: false }))
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, IdleConnections> {
         lock(&self.waiting)
     }
 
-    fn take(&self, to: &Endpoint, context: &mut Context<'_>) -> Option<Box<Line>> {
+    fn take(&self, to: &Endpoint, context: &mut Context<'_>) -> Option<Box<PooledConnection>> {
         let mut waiting = self.waiting();
         let lines = waiting.lines.get_mut(to)?;
         while let Some((since, mut line)) = lines.pop() {
@@ -132,7 +131,7 @@ impl Pool {
         None
     }
 
-    fn put(&self, to: &Endpoint, line: Box<Line>) {
+    fn put(&self, to: &Endpoint, line: Box<PooledConnection>) {
         let mut waiting = self.waiting();
         let lines = waiting.lines.entry(to.clone()).or_default();
         if lines.len() < WAITING_MAX {
@@ -162,14 +161,14 @@ impl Pool {
 
 /// The body of an answer. Read to its end it gives the connection back; dropped before, it closes
 /// it.
-pub(crate) struct Reply {
+pub(crate) struct PooledBody {
     body: Incoming,
-    line: Option<Box<Line>>,
+    line: Option<Box<PooledConnection>>,
     to: Endpoint,
-    pool: Pool,
+    pool: ConnectionPool,
 }
 
-impl Body for Reply {
+impl Body for PooledBody {
     type Data = Bytes;
     type Error = hyper::Error;
 
@@ -223,7 +222,7 @@ mod tests {
         let to = Endpoint::from(&*listener.local_addr().expect("bound").to_string());
         let server = std::thread::spawn(move || serve(&listener));
         actix::System::new().block_on(async {
-            let pool = Pool::new(Duration::from_secs(5));
+            let pool = ConnectionPool::new(Duration::from_secs(5));
             for left in [1, 0, 1, 0] {
                 let answer = pool.send(&to, Request::default()).await.expect("it answers");
                 let body = answer.into_body().collect().await.expect("all of it").to_bytes();

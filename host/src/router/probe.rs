@@ -1,9 +1,9 @@
 //! Whether an instance answers HTTP before it gets legs.
 
-use super::front::Core;
-use super::pool::Pool;
+use super::http_adapter::RouterAddr;
+use super::pool::ConnectionPool;
 use bytes::Bytes;
-use engine::actors::Give;
+use engine::actors::Input;
 use engine::core::router::{ProbeId, RouterInput};
 use engine::fabric::Endpoint;
 use http_body_util::Full;
@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Asks an instance for its health and tells the core. Any answer will do that is not the server's
 /// own failure: the instance listens.
-pub(crate) fn start(probe: ProbeId, to: Endpoint, pool: Pool, core: Core) {
+pub(crate) fn start(probe: ProbeId, to: Endpoint, pool: ConnectionPool, core: RouterAddr) {
     // The task ends within its patience.
     let _detached = actix::spawn(async move {
         let asked = tokio::time::timeout(PATIENCE, ask(&to, &pool)).await;
@@ -27,11 +27,11 @@ pub(crate) fn start(probe: ProbeId, to: Endpoint, pool: Pool, core: Core) {
             true => tracing::info!(http = %to, "instance answers"),
             false => tracing::debug!(http = %to, "instance does not answer yet"),
         }
-        core.do_send(Give(RouterInput::Probed { probe, answers }));
+        core.do_send(Input(RouterInput::Probed { probe, answers }));
     });
 }
 
-async fn ask(to: &Endpoint, pool: &Pool) -> Result<u16, String> {
+async fn ask(to: &Endpoint, pool: &ConnectionPool) -> Result<u16, String> {
     let mut request = Request::new(Full::<Bytes>::default());
     *request.uri_mut() = Uri::from_static("/health");
     let answer = pool.send(to, request).await?;

@@ -1,9 +1,9 @@
 //! The stream of one decode leg on its way to the client.
 
 use super::leg::chain;
-use super::pool::Reply;
-use super::sse::{self, Events};
-use crate::told::{self, Heard};
+use super::pool::PooledBody;
+use super::sse::{self, SseDecoder};
+use crate::failure_notice::{self, ReportedFailure};
 use bytes::Bytes;
 use hyper::body::Body;
 use memchr::memmem;
@@ -14,19 +14,19 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep, sleep};
 
 /// How a stream ended.
-pub(crate) type End = Result<(), String>;
+pub(crate) type StreamEnd = Result<(), String>;
 
 /// Looks for what an instance tells of its leg in the stream.
 #[derive(Debug, Default)]
-struct Ear {
-    events: Events,
+struct FailureScanner {
+    events: SseDecoder,
     /// Bytes of an event that is not whole are in `events`.
     is_inside: bool,
-    heard: Option<Heard>,
+    heard: Option<ReportedFailure>,
 }
 
-impl Ear {
-    fn hear(&mut self, bytes: &[u8]) {
+impl FailureScanner {
+    fn scan(&mut self, bytes: &[u8]) {
         let ends = bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n");
         if !self.is_inside && ends {
             // Whole events, as nearly always: nothing is copied, and nearly nothing looked at.
@@ -38,7 +38,7 @@ impl Ear {
         // An event too long to be looked into has nothing of ours.
         if self.events.feed(bytes).is_ok() {
             while let Some(event) = self.events.next() {
-                let heard = sse::data(&event).and_then(told::heard);
+                let heard = sse::data(&event).and_then(failure_notice::find_failure);
                 self.heard = self.heard.take().or(heard);
             }
         }
@@ -46,7 +46,7 @@ impl Ear {
 }
 
 /// A stream that has begun.
-pub(crate) struct Relay<B = Reply> {
+pub(crate) struct StreamRelay<B = PooledBody> {
     first: Option<Bytes>,
     body: B,
     /// Fires when the instance has been silent for too long.
@@ -55,37 +55,37 @@ pub(crate) struct Relay<B = Reply> {
     /// Is closed when the router gives the leg up.
     cut: oneshot::Receiver<()>,
     /// Of a stream of an instance that tells something of its leg.
-    ear: Option<Ear>,
+    scanner: Option<FailureScanner>,
     /// Is told how it ended, and what was heard.
-    report: Option<Report>,
+    report: Option<EndCallback>,
 }
 
-type Report = Box<dyn FnOnce(End, Option<Heard>) + Send>;
+type EndCallback = Box<dyn FnOnce(StreamEnd, Option<ReportedFailure>) + Send>;
 
-impl<B> Relay<B>
+impl<B> StreamRelay<B>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::error::Error + 'static,
 {
-    /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped, and of
-    /// what the instance told in it, if it is one that `tells`.
+    /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped,
+    /// and of what the instance told in it, if it is one that `tells`.
     pub(crate) fn new(
         (first, body): (Bytes, B),
         idle: Duration,
         cut: oneshot::Receiver<()>,
         tells: bool,
-        report: impl FnOnce(End, Option<Heard>) + Send + 'static,
-    ) -> Relay<B> {
-        let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as Report));
-        let mut ear = tells.then(Ear::default);
+        report: impl FnOnce(StreamEnd, Option<ReportedFailure>) + Send + 'static,
+    ) -> StreamRelay<B> {
+        let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as EndCallback));
+        let mut ear = tells.then(FailureScanner::default);
         if let Some(ear) = &mut ear {
-            ear.hear(&first);
+            ear.scan(&first);
         }
-        Relay { first: Some(first), body, silence, idle, cut, ear, report }
+        StreamRelay { first: Some(first), body, silence, idle, cut, scanner: ear, report }
     }
 
     /// The next bytes, or the end.
-    pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Bytes, End>> {
+    pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Bytes, StreamEnd>> {
         if let Some(first) = self.first.take() {
             return Poll::Ready(Ok(first));
         }
@@ -97,8 +97,8 @@ where
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Ok(data) = frame.into_data() {
                         self.silence.as_mut().reset(Instant::now() + self.idle);
-                        if let Some(ear) = &mut self.ear {
-                            ear.hear(&data);
+                        if let Some(ear) = &mut self.scanner {
+                            ear.scan(&data);
                         }
                         return Poll::Ready(Ok(data));
                     }
@@ -117,9 +117,9 @@ where
         }
     }
 
-    fn end(&mut self, end: End) -> Poll<Result<Bytes, End>> {
+    fn end(&mut self, end: StreamEnd) -> Poll<Result<Bytes, StreamEnd>> {
         if let Some(report) = self.report.take() {
-            report(end.clone(), self.ear.take().and_then(|ear| ear.heard));
+            report(end.clone(), self.scanner.take().and_then(|ear| ear.heard));
         }
         Poll::Ready(Err(end))
     }
@@ -151,31 +151,31 @@ mod tests {
 
     const IDLE: Duration = Duration::from_secs(10);
 
-    struct Bench {
-        relay: Relay<Fed>,
+    struct RelayFixture {
+        relay: StreamRelay<Fed>,
         tokens: mpsc::UnboundedSender<Bytes>,
         cut: Option<oneshot::Sender<()>>,
-        told: Receiver<End>,
+        told: Receiver<StreamEnd>,
     }
 
-    fn bench() -> Bench {
+    fn bench() -> RelayFixture {
         let (tokens, fed) = mpsc::unbounded_channel();
         let (cut, is_cut) = oneshot::channel();
         let (tell, told) = channel();
         let report = move |end, _| tell.send(end).expect("the test listens");
         let first = Bytes::from_static(b"first");
-        let relay = Relay::new((first, Fed(fed)), IDLE, is_cut, false, report);
-        Bench { relay, tokens, cut: Some(cut), told }
+        let relay = StreamRelay::new((first, Fed(fed)), IDLE, is_cut, false, report);
+        RelayFixture { relay, tokens, cut: Some(cut), told }
     }
 
-    async fn next(relay: &mut Relay<Fed>) -> Result<Bytes, End> {
+    async fn next(relay: &mut StreamRelay<Fed>) -> Result<Bytes, StreamEnd> {
         poll_fn(|context| relay.poll(context)).await
     }
 
     /// Ten times the idle time in all.
     #[tokio::test(start_paused = true)]
     async fn a_stream_may_last_as_long_as_it_is_never_silent_for_long() {
-        let Bench { mut relay, tokens, cut: _cut, told } = bench();
+        let RelayFixture { mut relay, tokens, cut: _cut, told } = bench();
         assert_eq!(next(&mut relay).await, Ok(Bytes::from_static(b"first")));
         for _ in 0..11 {
             advance(IDLE - Duration::from_secs(1)).await;
@@ -191,7 +191,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_silent_stream_ends_at_its_time() {
-        let Bench { mut relay, tokens: _tokens, cut: _cut, told } = bench();
+        let RelayFixture { mut relay, tokens: _tokens, cut: _cut, told } = bench();
         next(&mut relay).await.expect("the first bytes");
         let start = Instant::now();
         assert_eq!(next(&mut relay).await, Err(Err("silent for 10s".into())));
@@ -204,18 +204,18 @@ mod tests {
         let told = r#"data: {"kvferry":{"failed":{"why":"w","failure":"PeerSilent"}}}"#;
         let stream = format!("data: {{\"a\":\"\\\"failed\\\"\"}}\n\n{told}\n\ndata: [DONE]\n\n");
         for cut in 1..stream.len() {
-            let mut ear = Ear::default();
-            stream.as_bytes().chunks(cut).for_each(|part| ear.hear(part));
+            let mut ear = FailureScanner::default();
+            stream.as_bytes().chunks(cut).for_each(|part| ear.scan(part));
             assert_eq!(ear.heard.map(|heard| heard.why).as_deref(), Some("w"), "{cut}");
         }
-        let mut ear = Ear::default();
-        ear.hear(b"data: {}\n\n");
+        let mut ear = FailureScanner::default();
+        ear.scan(b"data: {}\n\n");
         assert!(!ear.is_inside && ear.heard.is_none());
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_stream_that_is_given_up_ends_at_once() {
-        let Bench { mut relay, tokens: _tokens, mut cut, told: _told } = bench();
+        let RelayFixture { mut relay, tokens: _tokens, mut cut, told: _told } = bench();
         next(&mut relay).await.expect("the first bytes");
         cut.take();
         let start = Instant::now();

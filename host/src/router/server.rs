@@ -1,6 +1,6 @@
 //! Connections of clients: bounded in number, header and silence, and ended gracefully.
 
-use super::metrics::Metrics;
+use super::metrics::RouterMetrics;
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -24,7 +24,7 @@ pub(crate) async fn serve(
     listener: TcpListener,
     app: Router,
     connections_max: usize,
-    metrics: Metrics,
+    metrics: RouterMetrics,
     mut stop: watch::Receiver<bool>,
 ) {
     let places = Arc::new(Semaphore::new(connections_max));

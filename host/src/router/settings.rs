@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// How long things may take and how large they may be.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
+pub(crate) struct HttpLimits {
     /// Time for a connection to an instance.
     pub(crate) connect: Duration,
     /// Time until an instance begins to answer.
@@ -26,8 +26,8 @@ pub(crate) struct Limits {
 
 /// What does not change while the router runs.
 #[derive(Clone, Debug)]
-pub(crate) struct Settings {
-    pub(crate) limits: Limits,
+pub(crate) struct HttpSettings {
+    pub(crate) limits: HttpLimits,
     /// Sent to instances in place of what the client sends.
     pub(crate) authorization: Option<HeaderValue>,
 }

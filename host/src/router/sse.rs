@@ -7,11 +7,11 @@ const EVENT_MAX: usize = 16 << 20;
 
 /// Cuts a stream into events.
 #[derive(Debug, Default)]
-pub(crate) struct Events {
+pub(crate) struct SseDecoder {
     rest: BytesMut,
 }
 
-impl Events {
+impl SseDecoder {
     /// Takes the next bytes in.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ mod tests {
     fn events_are_found_however_the_stream_is_cut() {
         let stream = b"data: {\"a\":1}\n\n: ping\n\ndata: x\r\n\r\nevent: e\ndata: y\n\ndata: rest";
         for cut in 1..stream.len() {
-            let (mut events, mut seen) = (Events::default(), Vec::new());
+            let (mut events, mut seen) = (SseDecoder::default(), Vec::new());
             for part in stream.chunks(cut) {
                 events.feed(part).unwrap();
                 seen.extend(std::iter::from_fn(|| events.next()));
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn endless_events_are_refused() {
-        let mut events = Events::default();
+        let mut events = SseDecoder::default();
         assert!(events.feed(&vec![b'x'; EVENT_MAX]).is_ok());
         assert!(events.feed(b"x").is_err());
     }

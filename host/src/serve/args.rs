@@ -1,18 +1,18 @@
 //! What an instance is told on the command line.
 
-use crate::embed::config::limits_given;
-use crate::exit::Stop;
-use crate::limits::{Limits, Overrides};
+use crate::exit::CommandError;
+use crate::limits::{Overrides, ProtocolLimits};
 use crate::logs::LogArgs;
+use crate::sidecar::config::limits_given;
 use clap::{Args, ValueEnum};
 use engine::core::Nanos;
 use engine::core::ids::TP_MAX;
 use engine::core::layout::GroupKind;
 use engine::core::message::{Mode, Role};
-use scenarios::cost::Cost;
+use scenarios::cost::StepCost;
 use scenarios::run::{
-    Allocator, EngineSettings, FabricLimits, Instance, LoadFailure, MemoryLayout, Model,
-    ModelGroup, Protocol,
+    AllocationOrder, EngineSettings, FabricLimits, InstanceSettings, LoadFailurePolicy,
+    MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings,
 };
 use scenarios::settings;
 use std::path::PathBuf;
@@ -137,9 +137,9 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given,
         conflicts_with = "scenario")]
     pub(crate) set: Option<Overrides>,
-    /// Folder in which lives are noted where --handshake-port is given, so that a restarted instance
-    /// is known as such though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by
-    /// default
+    /// Folder in which lives are noted where --handshake-port is given, so that a restarted
+    /// instance is known as such though the clock went back; kvferry in $XDG_STATE_HOME or
+    /// ~/.local/state by default
     #[arg(long, value_name = "FOLDER")]
     pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
@@ -152,12 +152,12 @@ pub(crate) struct ServeArgs {
 
 /// An instance as it is to be.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
-    pub(super) model: Model,
-    pub(super) instance: Instance,
+pub(super) struct ServePlan {
+    pub(super) model: ModelGeometry,
+    pub(super) instance: InstanceSettings,
     pub(super) engine: EngineSettings,
     /// Times and limits of the protocol.
-    pub(super) limits: Limits,
+    pub(super) limits: ProtocolLimits,
 }
 
 impl ServeArgs {
@@ -165,8 +165,8 @@ impl ServeArgs {
     ///
     /// # Errors
     /// Arguments that are missing or describe no instance.
-    pub(super) fn plan(&self) -> Result<Plan, Stop> {
-        let input = |text: String| Stop::Input(text);
+    pub(super) fn plan(&self) -> Result<ServePlan, CommandError> {
+        let input = |text: String| CommandError::Input(text);
         if let Some(path) = &self.scenario {
             let trace = self.workload_trace.as_deref();
             let run = scenarios::load_with_trace(path, trace)?.draw(self.seed)?;
@@ -178,12 +178,12 @@ impl ServeArgs {
                 let (file, names) = (path.display(), names.join(", "));
                 return Err(input(format!("{file} has no instance {name:?}, only {names}")));
             };
-            let limits = Limits {
+            let limits = ProtocolLimits {
                 protocol: settings::core(&run, &instance),
                 channel: settings::channel(&instance),
                 operations: settings::transfer(&instance),
             };
-            return Ok(Plan { model: run.model, instance, engine: run.engine, limits });
+            return Ok(ServePlan { model: run.model, instance, engine: run.engine, limits });
         }
         let role = match self.role {
             Some(RoleArg::Prefill) => Role::Prefill,
@@ -217,7 +217,7 @@ impl ServeArgs {
             return Err(input(format!("--head-bytes {bytes} is no multiple of {row}, K and V")));
         }
         let group = ModelGroup { kind: GroupKind::Full, layers: (0..self.layers).collect() };
-        let model = Model {
+        let model = ModelGeometry {
             name: self.model.clone(),
             layers: self.layers,
             kv_heads: self.kv_heads,
@@ -230,7 +230,7 @@ impl ServeArgs {
         let instance = self.instance_of(role, mode);
         let limits = self.set.clone().unwrap_or_default().limits();
         let limits = limits.map_err(|why| input(format!("--set: {why}")))?;
-        Ok(Plan { model, instance, engine: self.engine(), limits })
+        Ok(ServePlan { model, instance, engine: self.engine(), limits })
     }
 
     /// Limits as of vLLM's defaults.
@@ -240,15 +240,15 @@ impl ServeArgs {
             max_running: 256,
             max_waiting: 4_096,
             load_failure: match self.on_load_failure {
-                OnFailure::Fail => LoadFailure::Fail,
-                OnFailure::Recompute => LoadFailure::Recompute,
+                OnFailure::Fail => LoadFailurePolicy::Fail,
+                OnFailure::Recompute => LoadFailurePolicy::Recompute,
             },
-            allocator: Allocator::Fifo,
+            allocator: AllocationOrder::Fifo,
         }
     }
 
-    fn instance_of(&self, role: Role, mode: Mode) -> Instance {
-        Instance {
+    fn instance_of(&self, role: Role, mode: Mode) -> InstanceSettings {
+        InstanceSettings {
             name: role.to_string(),
             host: role.to_string(),
             node: "here".into(),
@@ -266,14 +266,14 @@ impl ServeArgs {
             },
             mode,
             prefix_cache: false,
-            cost: Cost {
+            cost: StepCost {
                 step: Nanos::ZERO,
                 weights: Nanos::ZERO,
                 token_fs: 0,
                 pair_fs: 0,
                 context_fs: 0,
             },
-            protocol: Protocol::default(),
+            protocol: ProtocolSettings::default(),
             fabric: FabricLimits::default(),
         }
     }

@@ -1,9 +1,9 @@
 //! The HTTP side: OpenAI-shaped requests become legs.
 
-use super::content;
-use super::instance::{Cancel, Host, NEWS_MAX, News, Start, peer};
-use super::openai::{Answer, Body, failed};
-use crate::legs::Own;
+use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
+use super::kv_content;
+use super::openai::{CompletionRequest, CompletionResponse, failed};
+use crate::legs::InstanceIdentity;
 use crate::scrape;
 use actix::Addr;
 use axum::Json;
@@ -13,7 +13,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use engine::actors::Port;
+use engine::actors::MailboxSender;
 use engine::core::ids::{EngineId, LegId, RequestId, TransferId};
 use engine::core::router::{LegBody, LegFailure};
 use futures_util::stream::{StreamExt, iter, unfold};
@@ -29,16 +29,16 @@ use tokio::sync::mpsc::{Receiver, channel};
 const BODY_MAX: usize = 64 << 20;
 
 /// What the handlers share.
-pub(super) struct Shared {
-    pub(super) instance: Port<Host>,
-    pub(super) own: Own,
+pub(super) struct HandlerState {
+    pub(super) instance: MailboxSender<InstanceActor>,
+    pub(super) own: InstanceIdentity,
     pub(super) model: String,
     pub(super) registry: Registry,
     pub(super) draining: AtomicBool,
     pub(super) requests: AtomicU64,
 }
 
-pub(super) fn app(shared: Arc<Shared>) -> axum::Router {
+pub(super) fn app(shared: Arc<HandlerState>) -> axum::Router {
     axum::Router::new()
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
@@ -49,7 +49,7 @@ pub(super) fn app(shared: Arc<Shared>) -> axum::Router {
         .with_state(shared)
 }
 
-async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
+async fn health(State(shared): State<Arc<HandlerState>>) -> StatusCode {
     if shared.draining.load(Ordering::Relaxed) {
         StatusCode::SERVICE_UNAVAILABLE
     } else {
@@ -57,42 +57,46 @@ async fn health(State(shared): State<Arc<Shared>>) -> StatusCode {
     }
 }
 
-async fn models(State(shared): State<Arc<Shared>>) -> Json<Value> {
+async fn models(State(shared): State<Arc<HandlerState>>) -> Json<Value> {
     let model = json!({"id": shared.model, "object": "model", "owned_by": "kvferry"});
     Json(json!({"object": "list", "data": [model]}))
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+async fn metrics(State(shared): State<Arc<HandlerState>>) -> Response {
     scrape::page(&shared.registry)
 }
 
-async fn completions(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Response {
+async fn completions(
+    shared: State<Arc<HandlerState>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
     serve(shared.0, &headers, &body, false).await
 }
 
-async fn chat(shared: State<Arc<Shared>>, headers: HeaderMap, body: Bytes) -> Response {
+async fn chat(shared: State<Arc<HandlerState>>, headers: HeaderMap, body: Bytes) -> Response {
     serve(shared.0, &headers, &body, true).await
 }
 
 /// Tells the instance when a caller goes away.
-struct Guard {
-    instance: Addr<Host>,
+struct LegGuard {
+    instance: Addr<InstanceActor>,
     leg: Option<LegId>,
 }
 
-impl Drop for Guard {
+impl Drop for LegGuard {
     fn drop(&mut self) {
         if let Some(leg) = self.leg.take() {
-            self.instance.do_send(Cancel(leg));
+            self.instance.do_send(CancelLeg(leg));
         }
     }
 }
 
 /// A request that is being served.
-struct Serving {
-    shared: Arc<Shared>,
-    news: Receiver<News>,
-    guard: Guard,
+struct InFlightRequest {
+    shared: Arc<HandlerState>,
+    replies: Receiver<LegReply>,
+    guard: LegGuard,
     id: RequestId,
     model: String,
     chat: bool,
@@ -104,7 +108,12 @@ struct Serving {
     peer: Option<EngineId>,
 }
 
-async fn serve(shared: Arc<Shared>, headers: &HeaderMap, body: &[u8], chat: bool) -> Response {
+async fn serve(
+    shared: Arc<HandlerState>,
+    headers: &HeaderMap,
+    body: &[u8],
+    chat: bool,
+) -> Response {
     match begin(shared, headers, body, chat).await {
         Ok((serving, true)) => serving.stream(),
         Ok((serving, false)) => serving.whole().await,
@@ -117,12 +126,12 @@ fn unusable(why: String) -> LegFailure {
 }
 
 async fn begin(
-    shared: Arc<Shared>,
+    shared: Arc<HandlerState>,
     headers: &HeaderMap,
     body: &[u8],
     chat: bool,
-) -> Result<(Serving, bool), LegFailure> {
-    let body = Body::parse(body).map_err(unusable)?;
+) -> Result<(InFlightRequest, bool), LegFailure> {
+    let body = CompletionRequest::parse(body).map_err(unusable)?;
     let tokens = body.tokens(chat).map_err(unusable)?;
     let number = shared.requests.fetch_add(1, Ordering::Relaxed);
     let named = headers.get("x-request-id").and_then(|id| id.to_str().ok());
@@ -136,16 +145,16 @@ async fn begin(
         LegBody::Prefill { transfer, .. } => transfer.key.id.clone(),
         LegBody::Decode { transfer, .. } => transfer.key.id.clone(),
     };
-    let prompt = content::prompt(&tokens);
+    let prompt = kv_content::prompt(&tokens);
     let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
     let peer = peer(&leg);
     let place = shared.instance.reserve().ok_or(LegFailure::Busy)?;
     let (body, leg) = (leg, LegId(number + 1));
-    let start = Start { leg, request: id.clone(), prompt, body, news: sender };
+    let start = StartLeg { leg, request: id.clone(), prompt, body, replies: sender };
     shared.instance.post(start, place);
-    let serving = Serving {
-        guard: Guard { instance: shared.instance.address().clone(), leg: Some(leg) },
-        news,
+    let serving = InFlightRequest {
+        guard: LegGuard { instance: shared.instance.address().clone(), leg: Some(leg) },
+        replies: news,
         id,
         model: model.unwrap_or_else(|| shared.model.clone()),
         chat,
@@ -164,9 +173,9 @@ fn refuse((status, body): (u16, Value)) -> Response {
     (status, Json(body)).into_response()
 }
 
-impl Serving {
-    fn answer(&self) -> Answer<'_> {
-        Answer {
+impl InFlightRequest {
+    fn answer(&self) -> CompletionResponse<'_> {
+        CompletionResponse {
             id: &self.id.0,
             model: &self.model,
             chat: self.chat,
@@ -178,12 +187,16 @@ impl Serving {
 
     async fn whole(mut self) -> Response {
         loop {
-            match self.news.recv().await {
-                Some(News::First(_)) => {}
-                Some(News::Done(kv, blocks)) => {
+            match self.replies.recv().await {
+                Some(LegReply::First(_)) => {}
+                Some(LegReply::Done(kv, blocks)) => {
                     self.guard.leg = None;
                     let params = (!blocks.is_empty()).then(|| {
-                        let params = Own::answer(&self.shared.own.address, &self.transfer, &blocks);
+                        let params = InstanceIdentity::answer(
+                            &self.shared.own.address,
+                            &self.transfer,
+                            &blocks,
+                        );
                         params
                             .encode_answer()
                             .ok()
@@ -192,7 +205,7 @@ impl Serving {
                     let answer = self.answer().whole(&kv.digest, &kv, params.flatten());
                     return Json(answer).into_response();
                 }
-                Some(News::Failed(failure)) => {
+                Some(LegReply::Failed(failure)) => {
                     self.guard.leg = None;
                     return refuse(failed(&failure, self.peer.as_ref()));
                 }
@@ -205,7 +218,7 @@ impl Serving {
     fn stream(self) -> Response {
         let events = unfold((Some(self), true), |(serving, first)| async move {
             let mut serving = serving?;
-            let news = serving.news.recv().await;
+            let news = serving.replies.recv().await;
             let (events, next) = serving.events(news, first);
             Some((iter(events), (next.then_some(serving), false)))
         });
@@ -215,21 +228,21 @@ impl Serving {
     /// The events that tell the news, and whether there will be more.
     fn events(
         &mut self,
-        news: Option<News>,
+        news: Option<LegReply>,
         first: bool,
     ) -> (Vec<Result<Event, Infallible>>, bool) {
         let Some(news) = news else { return (Vec::new(), false) };
         match news {
-            News::First(kv) => {
+            LegReply::First(kv) => {
                 (vec![event(&self.answer().chunk(&kv.digest, Some(&kv), false))], true)
             }
-            News::Done(kv, _) => {
+            LegReply::Done(kv, _) => {
                 self.guard.leg = None;
                 let text = if first { &*kv.digest } else { "" };
                 let last = event(&self.answer().chunk(text, Some(&kv), true));
                 (vec![last, Ok(Event::default().data("[DONE]"))], false)
             }
-            News::Failed(failure) => {
+            LegReply::Failed(failure) => {
                 self.guard.leg = None;
                 (vec![event(&failed(&failure, self.peer.as_ref()).1)], false)
             }
@@ -244,13 +257,13 @@ fn event(value: &Value) -> Result<Event, Infallible> {
 #[cfg(test)]
 mod tests {
     use super::super::args::ServeArgs;
-    use super::super::content::Kv;
-    use super::super::instance::{Parts, Server};
+    use super::super::instance::{InstanceServer, ServerParts};
+    use super::super::kv_content::InstanceKv;
     use super::super::memory::Backing;
-    use super::super::metrics::Metrics;
+    use super::super::metrics::InstanceMetrics;
     use super::*;
     use clap::Parser;
-    use engine::actors::{Clock, Planes};
+    use engine::actors::{Clock, LocalPlanes};
     use engine::core::Nanos;
     use engine::core::dialect::moriio::address::ZmqAddress;
     use engine::core::ids::Incarnation;
@@ -259,29 +272,30 @@ mod tests {
     use engine::core::moriio::MoriioSettings;
 
     #[derive(Parser)]
-    struct Command {
+    struct ServeCli {
         #[command(flatten)]
         args: ServeArgs,
     }
 
     /// A decode with two blocks, and with `places` in its mailbox.
-    fn shared(places: usize) -> Arc<Shared> {
+    fn shared(places: usize) -> Arc<HandlerState> {
         let line = "serve --role decode --mode push --blocks 2 --private-memory";
-        let plan = Command::parse_from(line.split(' ')).args.plan().expect("an instance");
+        let plan = ServeCli::parse_from(line.split(' ')).args.plan().expect("an instance");
         let engine = super::super::engine(&plan, Incarnation(1)).expect("an engine");
         let geometry = scenarios::geometry::geometry(&plan.model, &plan.instance);
         let rank = Backing::new(&plan, true).expect("memory").into_rank();
-        let (metrics, registry) = Metrics::new(Vec::new());
+        let (metrics, registry) = InstanceMetrics::new(Vec::new());
         let clock: Clock = Arc::new(|| Nanos(1));
-        let (memory, layers) = (Kv::new(geometry, vec![rank]), plan.model.layers);
-        let parts = Parts { engine, memory, clock, layers, ranks: 1, metrics };
-        let host = Server::start(parts, (Instance::default(), Planes::new()), Vec::new());
+        let (memory, layers) = (InstanceKv::new(geometry, vec![rank]), plan.model.layers);
+        let parts = ServerParts { engine, memory, clock, layers, ranks: 1, metrics };
+        let host =
+            InstanceServer::start(parts, (Instance::default(), LocalPlanes::new()), Vec::new());
         let text = "host:127.0.0.1,handshake:1,notify:2";
         let address = ZmqAddress::parse(text).expect("an address");
         let ports = MoriioSettings::default().ports;
-        Arc::new(Shared {
-            instance: Port::new(host.address().clone(), places),
-            own: Own { role: Role::Decode, mode: Mode::Push, address, ports },
+        Arc::new(HandlerState {
+            instance: MailboxSender::new(host.address().clone(), places),
+            own: InstanceIdentity { role: Role::Decode, mode: Mode::Push, address, ports },
             model: "m".into(),
             registry,
             draining: AtomicBool::new(false),
@@ -290,7 +304,7 @@ mod tests {
     }
 
     /// Asks with a prompt that no block is left for.
-    async fn asked(shared: &Arc<Shared>) -> (StatusCode, String) {
+    async fn asked(shared: &Arc<HandlerState>) -> (StatusCode, String) {
         let body = json!({"prompt": vec![7; 100], "max_tokens": 1}).to_string();
         let answer = serve(shared.clone(), &HeaderMap::new(), body.as_bytes(), false).await;
         let status = answer.status();

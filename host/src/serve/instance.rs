@@ -1,35 +1,36 @@
-//! What HTTP is to the protocol actor of an instance, and it to HTTP: the stand-in engine, whose steps
-//! it plays.
+//! What HTTP is to the protocol actor of an instance, and it to HTTP: the stand-in engine, whose
+//! steps it plays.
 
-use super::content::Kv as Memory;
-use super::metrics::Metrics;
+use super::kv_content::InstanceKv as Memory;
+use super::metrics::InstanceMetrics;
 use super::openai;
-use crate::cores::{log_refusal, log_router, log_violation};
-use crate::told::Told;
+use crate::failure_notice::FailureNotice;
+use crate::instance_setup::{log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
-use engine::actors::{Clock, Driver, Inputs, Outlet, Planes, Port, Site};
+use engine::actors::{
+    Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
+};
 use engine::core::error::{Failure, PeerViolation};
 use engine::core::ids::{EngineId, LegId, RequestId, StepId};
 use engine::core::instance::{Instance, InstanceInput};
 use engine::core::layout::BlockList;
 use engine::core::message::{
-    DecodeAnswer, DecodeHook, FinishReason, Job, PrefillAnswer, PrefillHook, RouterNews,
+    DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, RouterEvent, TransferJob,
 };
 use engine::core::router::{LegBody, LegEvent, LegFailure};
 use engine::core::{Machine, Outbox};
-use scenarios::engine::{Engine, EngineEffect, EngineInput, PromptContent, StepPlan};
+use scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 
 /// What the caller of a leg is told; at most [`NEWS_MAX`] each.
 #[derive(Debug)]
-pub(super) enum News {
+pub(super) enum LegReply {
     /// A decode has its first token.
-    First(openai::Kv),
+    First(openai::KvReport),
     /// The leg ended well. A prefill says which blocks have the KV.
-    Done(openai::Kv, Vec<BlockList>),
-    /// It did not.
+    Done(openai::KvReport, Vec<BlockList>),
     Failed(LegFailure),
 }
 
@@ -37,7 +38,7 @@ pub(super) enum News {
 pub(super) const NEWS_MAX: usize = 4;
 
 /// The actor: the machines of the instance, their planes, and the server.
-pub(super) type Host = Driver<Site<Planes, Server>>;
+pub(super) type InstanceActor = Driver<InstanceAdapter<LocalPlanes, InstanceServer>>;
 
 /// Legs that may wait for the actor; further ones are refused as busy.
 pub(super) const MAILBOX: usize = 1_024;
@@ -45,18 +46,18 @@ pub(super) const MAILBOX: usize = 1_024;
 /// A leg arrived by HTTP.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub(super) struct Start {
+pub(super) struct StartLeg {
     pub(super) leg: LegId,
     pub(super) request: RequestId,
     pub(super) prompt: PromptContent,
     pub(super) body: LegBody,
-    pub(super) news: Sender<News>,
+    pub(super) replies: Sender<LegReply>,
 }
 
 /// The caller of a leg went away.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub(super) struct Cancel(pub(super) LegId);
+pub(super) struct CancelLeg(pub(super) LegId);
 
 /// The next layer of a step can be computed.
 #[derive(Message)]
@@ -66,16 +67,16 @@ struct NextLayer(StepPlan, u16);
 /// A step is over.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct StepOver(StepId);
+struct StepFinished(StepId);
 
 /// Registers as draining from now on.
 #[derive(Message)]
 #[rtype(result = "()")]
-pub(super) struct Drain;
+pub(super) struct DrainInstance;
 
-struct Leg {
+struct ServedLeg {
     content: PromptContent,
-    news: Sender<News>,
+    replies: Sender<LegReply>,
     request: Option<RequestId>,
     blocks: Vec<BlockList>,
     /// Of the prompt's KV as a prefill computes it; made when it is first wanted.
@@ -86,59 +87,60 @@ struct Leg {
     peer: Option<EngineId>,
 }
 
-impl Leg {
+impl ServedLeg {
     fn expected(&mut self, memory: &Memory) -> &String {
         let make = || memory.expected(&self.content, self.content.tokens);
         self.expected.get_or_insert_with(make)
     }
 
-    fn kv(&mut self, memory: &Memory, failure: Option<&Failure>) -> openai::Kv {
-        let failed = failure.map(|failure| Told::new(failure, self.peer.as_ref()));
+    fn kv(&mut self, memory: &Memory, failure: Option<&Failure>) -> openai::KvReport {
+        let failed = failure.map(|failure| FailureNotice::new(failure, self.peer.as_ref()));
         let expected = self.expected(memory).clone();
         let (digest, source) = match &self.digest {
             Some(digest) => (digest.clone(), "transferred"),
             None => (expected.clone(), "computed"),
         };
-        openai::Kv { digest, expected, source, failed }
+        openai::KvReport { digest, expected, source, failed }
     }
 }
 
 /// What a server is started with.
-pub(super) struct Parts {
-    pub(super) engine: Engine,
+pub(super) struct ServerParts {
+    pub(super) engine: SimEngine,
     pub(super) memory: Memory,
     pub(super) clock: Clock,
     pub(super) layers: u16,
     pub(super) ranks: u16,
-    pub(super) metrics: Metrics,
+    pub(super) metrics: InstanceMetrics,
 }
 
-/// The server. It sends itself one message per step under way, and each leg one when its caller goes.
-pub(super) struct Server {
-    parts: Parts,
-    own: Addr<Host>,
-    legs: BTreeMap<LegId, Leg>,
+/// The server. It sends itself one message per step under way, and each leg one when its caller
+/// goes.
+pub(super) struct InstanceServer {
+    parts: ServerParts,
+    own: Addr<InstanceActor>,
+    legs: BTreeMap<LegId, ServedLeg>,
     requests: BTreeMap<RequestId, LegId>,
     out: Outbox<EngineEffect>,
 }
 
-impl Server {
+impl InstanceServer {
     /// Starts the actor of an instance.
     pub(super) fn start(
-        parts: Parts,
-        (instance, fabric): (Instance, Planes),
+        parts: ServerParts,
+        (instance, fabric): (Instance, LocalPlanes),
         first: Vec<InstanceInput>,
-    ) -> Port<Host> {
+    ) -> MailboxSender<InstanceActor> {
         let clock = parts.clock.clone();
         let site = |own| {
             let (legs, requests) = (BTreeMap::new(), BTreeMap::new());
-            let outlet = Server { parts, own, legs, requests, out: Outbox::new() };
-            Site { fabric, outlet }
+            let outlet = InstanceServer { parts, own, legs, requests, out: Outbox::new() };
+            InstanceAdapter { fabric, outlet }
         };
-        Port::new(Driver::start(site, instance, first, clock), MAILBOX)
+        MailboxSender::new(Driver::start(site, instance, first, clock), MAILBOX)
     }
 
-    fn run(&mut self, input: EngineInput, starting: Option<LegId>, out: &mut Inputs<Instance>) {
+    fn run(&mut self, input: EngineInput, starting: Option<LegId>, out: &mut InputQueue<Instance>) {
         let now = (self.parts.clock)();
         self.parts.engine.handle(now, input, &mut self.out);
         for effect in self.out.take() {
@@ -178,7 +180,7 @@ impl Server {
         &mut self,
         hook: PrefillHook,
         starting: Option<LegId>,
-        out: &mut Inputs<Instance>,
+        out: &mut InputQueue<Instance>,
     ) {
         match (&hook, starting) {
             (PrefillHook::Arrived { request, .. }, Some(leg)) => self.named(leg, request),
@@ -201,13 +203,13 @@ impl Server {
     }
 
     /// Computes a layer, and the next one after the machines had their turn: they move this one.
-    fn layer(&mut self, plan: StepPlan, layer: u16, out: &mut Inputs<Instance>) {
+    fn layer(&mut self, plan: StepPlan, layer: u16, out: &mut InputQueue<Instance>) {
         let own = self.own.clone();
         if layer == self.parts.layers {
             let (step, wait) = (plan.step, Duration::from_nanos(plan.duration.0));
             let _detached = actix::spawn(async move {
                 tokio::time::sleep(wait).await;
-                own.do_send(StepOver(step));
+                own.do_send(StepFinished(step));
             });
             return;
         }
@@ -240,7 +242,7 @@ impl Server {
         let memory = &self.parts.memory;
         let Some(leg) = self.legs.get_mut(&id) else { return };
         let news = match event {
-            LegEvent::FirstToken => News::First(leg.kv(memory, None)),
+            LegEvent::FirstToken => LegReply::First(leg.kv(memory, None)),
             // Only a router that relays a prefill's answer says so.
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
@@ -249,21 +251,21 @@ impl Server {
                 let which = if transferred { &metrics.transferred } else { &metrics.computed };
                 which.inc();
                 metrics.finished.inc();
-                News::Done(leg.kv(memory, recomputed.as_ref()), leg.blocks.clone())
+                LegReply::Done(leg.kv(memory, recomputed.as_ref()), leg.blocks.clone())
             }
             LegEvent::Done { reason, .. } => {
                 metrics.failed.inc();
-                News::Failed(LegFailure::Request(format!("ended: {reason:?}").into()))
+                LegReply::Failed(LegFailure::Request(format!("ended: {reason:?}").into()))
             }
             LegEvent::Failed(failure) => {
                 metrics.failed.inc();
                 tracing::warn!(request = leg.request.as_ref().map(|id| &*id.0), %failure, "leg");
-                News::Failed(failure)
+                LegReply::Failed(failure)
             }
         };
-        let last = !matches!(news, News::First(_));
+        let last = !matches!(news, LegReply::First(_));
         // There is room for all; who does not listen has gone.
-        let _ = leg.news.try_send(news);
+        let _ = leg.replies.try_send(news);
         if last {
             self.forget(id);
         }
@@ -297,23 +299,23 @@ fn append(have: &mut Vec<BlockList>, more: &[BlockList]) {
     }
 }
 
-impl Outlet for Server {
-    fn prefill(&mut self, answer: PrefillAnswer, out: &mut Inputs<Instance>) {
+impl EffectHandler for InstanceServer {
+    fn prefill(&mut self, answer: PrefillAnswer, out: &mut InputQueue<Instance>) {
         self.run(EngineInput::Prefill(answer), None, out);
     }
 
-    fn decode(&mut self, answer: DecodeAnswer, out: &mut Inputs<Instance>) {
+    fn decode(&mut self, answer: DecodeAnswer, out: &mut InputQueue<Instance>) {
         self.run(EngineInput::Decode(answer), None, out);
     }
 
-    fn job(&mut self, job: &Job) {
-        if matches!(job, Job::Write { .. } | Job::Read { .. }) {
+    fn job(&mut self, job: &TransferJob) {
+        if matches!(job, TransferJob::Write { .. } | TransferJob::Read { .. }) {
             self.parts.metrics.flows.inc();
         }
     }
 
-    fn router(&mut self, news: &RouterNews) {
-        let is_there = matches!(news, RouterNews::Registered { .. });
+    fn router(&mut self, news: &RouterEvent) {
+        let is_there = matches!(news, RouterEvent::Registered { .. });
         self.parts.metrics.registered.set(i64::from(is_there));
         log_router(news);
     }
@@ -328,16 +330,17 @@ impl Outlet for Server {
     }
 }
 
-impl Handler<Start> for Host {
+impl Handler<StartLeg> for InstanceActor {
     type Result = ();
 
-    fn handle(&mut self, start: Start, context: &mut Context<Self>) {
-        let Start { leg, request, prompt, body, news } = start;
+    fn handle(&mut self, start: StartLeg, context: &mut Context<Self>) {
+        let StartLeg { leg, request, prompt, body, replies: news } = start;
         let (content, blocks) = (prompt.clone(), Vec::new());
         let peer = peer(&body);
         let (expected, digest) = (None, None);
-        let entry = Leg { content, news, request: None, blocks, expected, digest, peer };
-        self.tell(context, |site, out| {
+        let entry =
+            ServedLeg { content, replies: news, request: None, blocks, expected, digest, peer };
+        self.with_adapter(context, |site, out| {
             let server = &mut site.outlet;
             server.legs.insert(leg, entry);
             server.parts.metrics.legs.inc();
@@ -348,11 +351,11 @@ impl Handler<Start> for Host {
     }
 }
 
-impl Handler<Cancel> for Host {
+impl Handler<CancelLeg> for InstanceActor {
     type Result = ();
 
-    fn handle(&mut self, Cancel(leg): Cancel, context: &mut Context<Self>) {
-        self.tell(context, |site, out| {
+    fn handle(&mut self, CancelLeg(leg): CancelLeg, context: &mut Context<Self>) {
+        self.with_adapter(context, |site, out| {
             if site.outlet.legs.contains_key(&leg) {
                 site.outlet.run(EngineInput::CancelLeg { leg }, None, out);
                 site.outlet.forget(leg);
@@ -361,26 +364,28 @@ impl Handler<Cancel> for Host {
     }
 }
 
-impl Handler<NextLayer> for Host {
+impl Handler<NextLayer> for InstanceActor {
     type Result = ();
 
     fn handle(&mut self, NextLayer(plan, layer): NextLayer, context: &mut Context<Self>) {
-        self.tell(context, |site, out| site.outlet.layer(plan, layer, out));
+        self.with_adapter(context, |site, out| site.outlet.layer(plan, layer, out));
     }
 }
 
-impl Handler<StepOver> for Host {
+impl Handler<StepFinished> for InstanceActor {
     type Result = ();
 
-    fn handle(&mut self, StepOver(step): StepOver, context: &mut Context<Self>) {
-        self.tell(context, |site, out| site.outlet.run(EngineInput::StepDone { step }, None, out));
+    fn handle(&mut self, StepFinished(step): StepFinished, context: &mut Context<Self>) {
+        self.with_adapter(context, |site, out| {
+            site.outlet.run(EngineInput::StepDone { step }, None, out)
+        });
     }
 }
 
-impl Handler<Drain> for Host {
+impl Handler<DrainInstance> for InstanceActor {
     type Result = ();
 
-    fn handle(&mut self, _: Drain, context: &mut Context<Self>) {
-        self.tell(context, |_, out| out.push_back(InstanceInput::Drain));
+    fn handle(&mut self, _: DrainInstance, context: &mut Context<Self>) {
+        self.with_adapter(context, |_, out| out.push_back(InstanceInput::Drain));
     }
 }

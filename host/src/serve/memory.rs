@@ -1,11 +1,11 @@
 //! The memory that an instance keeps its KV in.
 
-use super::args::Plan;
-use super::content::Rank;
+use super::args::ServePlan;
+use super::kv_content::RankKv;
 use engine::core::layout::GroupKind;
 use engine::core::layout::LayerLayout;
 use engine::fabric::Memory;
-use fabric_host::{HugePages, Pool};
+use fabric_host::{HugePages, MemfdPool};
 use scenarios::geometry::rank_memory;
 use std::alloc::{Layout, alloc_zeroed};
 
@@ -13,14 +13,14 @@ const PAGE: usize = 4096;
 
 /// The memory of one rank: one region.
 pub(super) struct Backing {
-    kind: Kind,
+    kind: BackingKind,
     bytes: usize,
     layers: Vec<LayerLayout>,
 }
 
-enum Kind {
+enum BackingKind {
     /// A memory file that peers of this host map.
-    Shared(Pool),
+    Shared(MemfdPool),
     /// Memory of this process only.
     Private(*mut u8),
 }
@@ -31,7 +31,7 @@ impl Backing {
     ///
     /// # Errors
     /// A geometry that takes more than one region, or memory that cannot be had; with the remedy.
-    pub(super) fn new(plan: &Plan, private: bool) -> Result<Backing, String> {
+    pub(super) fn new(plan: &ServePlan, private: bool) -> Result<Backing, String> {
         if plan.model.groups.iter().any(|group| group.kind == GroupKind::State) {
             return Err("the model has state layers, of which serve has no KV to compute".into());
         }
@@ -50,9 +50,9 @@ impl Backing {
             if start.is_null() {
                 return Err(format!("no {bytes} bytes of memory for KV: use fewer --blocks"));
             }
-            Kind::Private(start)
+            BackingKind::Private(start)
         } else {
-            Kind::Shared(Pool::new(pages, HugePages::No)?)
+            BackingKind::Shared(MemfdPool::new(pages, HugePages::No)?)
         };
         Ok(Backing { kind, bytes, layers: memory.layers })
     }
@@ -64,18 +64,20 @@ impl Backing {
     /// What the data plane registers.
     pub(super) fn memory(&self) -> Memory {
         match &self.kind {
-            Kind::Shared(pool) => pool.memory(),
-            Kind::Private(start) => Memory::Own { base: *start as u64, len: self.bytes as u64 },
+            BackingKind::Shared(pool) => pool.memory(),
+            BackingKind::Private(start) => {
+                Memory::Own { base: *start as u64, len: self.bytes as u64 }
+            }
         }
     }
 
-    pub(super) fn into_rank(self) -> Rank {
+    pub(super) fn into_rank(self) -> RankKv {
         let start = match self.kind {
-            Kind::Private(start) => start,
+            BackingKind::Private(start) => start,
             // Never unmapped, see `new`.
-            Kind::Shared(pool) => Box::leak(Box::new(pool)).start(),
+            BackingKind::Shared(pool) => Box::leak(Box::new(pool)).start(),
         };
         // SAFETY: the memory was mapped with this size and is never given back.
-        unsafe { Rank::new(start, self.bytes, self.layers) }
+        unsafe { RankKv::new(start, self.bytes, self.layers) }
     }
 }

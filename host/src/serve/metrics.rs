@@ -1,13 +1,13 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::meters::{Inputs, Planes, Tally};
+use crate::meters::{CounterSource, InputCollector, PlaneCollector};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 /// All metrics of the actor; clones share them.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Metrics {
+pub(super) struct InstanceMetrics {
     pub(super) legs: Counter,
     pub(super) finished: Counter,
     pub(super) failed: Counter,
@@ -22,10 +22,10 @@ pub(super) struct Metrics {
     pub(super) registered: Gauge,
 }
 
-impl Metrics {
+impl InstanceMetrics {
     /// New metrics, and the registry that has them and those of the data planes.
-    pub(super) fn new(planes: Vec<Tally>) -> (Metrics, Registry) {
-        let metrics = Metrics::default();
+    pub(super) fn new(planes: Vec<CounterSource>) -> (InstanceMetrics, Registry) {
+        let metrics = InstanceMetrics::default();
         let mut registry = Registry::with_prefix("kvferry");
         let counters = [
             ("legs", "Legs that arrived", &metrics.legs),
@@ -46,8 +46,8 @@ impl Metrics {
         registry.register("blocks_held", about, metrics.held.clone());
         let about = "1 if the router can be reached and was sent a registration";
         registry.register("router_registered", about, metrics.registered.clone());
-        registry.register_collector(Box::new(Planes::new("host", planes)));
-        registry.register_collector(Box::new(Inputs));
+        registry.register_collector(Box::new(PlaneCollector::new("host", planes)));
+        registry.register_collector(Box::new(InputCollector));
         (metrics, registry)
     }
 }

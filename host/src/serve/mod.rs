@@ -1,47 +1,47 @@
 //! `kvferry serve`: a prefill or decode instance without a model, over real planes.
 //!
 //! Its KV is a function of the token ids, and a decode answers with a digest of what it got, so
-//! that wrong bytes show in the answer. `instance` is between HTTP (`http`) and the
-//! protocol actor; `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
+//! that wrong bytes show in the answer. `instance` is between HTTP (`http`) and the protocol actor;
+//! `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
 
 mod args;
-pub(crate) mod content;
 mod http;
 mod instance;
+pub(crate) mod kv_content;
 mod memory;
 mod metrics;
 mod openai;
 
 pub(crate) use args::{FabricArg, ServeArgs};
 
-use crate::cores::RankParts;
-use crate::exit::{Exit, Stop};
-use crate::legs::Own;
-use crate::lives;
+use crate::control_listeners::{ControlListeners, ListenAddresses};
+use crate::exit::{CommandError, Exit};
+use crate::incarnations;
+use crate::instance_setup::RankSetup;
+use crate::legs::InstanceIdentity;
 use crate::logs;
-use crate::meters::{Meter, Tally};
-use crate::plane::{Plane, PlaneConfig};
-use crate::signals::Ends;
-use crate::wiring::{Ears, Places};
+use crate::meters::{CounterSource, PlaneMeter};
+use crate::plane::{PlaneConfig, StartedPlane};
+use crate::signals::ShutdownSignals;
 use actix::{Addr, System};
-use args::Plan;
-use content::Kv;
-use engine::actors::{Clock, HEARD, Planes, Port};
+use args::ServePlan;
+use engine::actors::{COUNT_INPUTS, Clock, LocalPlanes, MailboxSender};
 use engine::core::Nanos;
+use engine::core::config::CoreConfig;
 use engine::core::dialect::moriio::address::ZmqAddress;
 use engine::core::ids::Incarnation;
 use engine::core::instance::Instance;
 use engine::core::message::Role;
 use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::core::station::CoreConfig;
 use engine::fabric::{ControlPlane, Endpoint, bracketed};
 use fabric_host::HostConfig;
 use fabric_mori::MoriConfig;
-use instance::{Drain, Host, Parts, Server};
+use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
+use kv_content::InstanceKv;
 use memory::Backing;
-use metrics::Metrics;
+use metrics::InstanceMetrics;
 use scenarios::decide;
-use scenarios::engine::{Engine, EngineConfig};
+use scenarios::engine::{EngineConfig, SimEngine};
 use serde::Serialize;
 use std::io::Write;
 use std::sync::Arc;
@@ -54,7 +54,7 @@ const LINGER: Duration = Duration::from_secs(6);
 
 /// What the instance says on its standard output once it serves: one JSON object in one line.
 #[derive(Serialize)]
-struct Ready<'a> {
+struct ReadyLine<'a> {
     role: Role,
     http: &'a str,
     handshake: &'a str,
@@ -63,39 +63,45 @@ struct Ready<'a> {
 }
 
 /// Serves until it is told to stop.
-pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, Stop> {
+pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
     let plan = args.plan()?;
     System::new().block_on(serve(args, &plan, out))
 }
 
-async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exit, Stop> {
-    let ends = Ends::new()?;
+async fn serve(
+    args: &ServeArgs,
+    plan: &ServePlan,
+    out: &mut dyn Write,
+) -> Result<Exit, CommandError> {
+    let ends = ShutdownSignals::new()?;
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let ears = Ears::new(Places {
+    let ears = ControlListeners::new(ListenAddresses {
         host: ("--host", &args.host),
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
     });
-    let Ears { plane, handshake, notify, address: zmq } = ears.map_err(Stop::Input)?;
+    let ControlListeners { plane, handshake, notify, address: zmq } =
+        ears.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
-    let state = args.state.clone().or_else(lives::own_folder).filter(|_| args.handshake_port != 0);
-    let incarnation = lives::begin(&zmq.engine(), None, state.as_deref());
+    let state =
+        args.state.clone().or_else(incarnations::own_folder).filter(|_| args.handshake_port != 0);
+    let incarnation = incarnations::begin(&zmq.engine(), None, state.as_deref());
     let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
     let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
-    let ranks = ranks.collect::<Result<Vec<_>, Stop>>()?;
-    let meters = ranks.iter().map(|rank| Tally::Here(rank.meter.clone())).collect();
-    let (metrics, registry) = Metrics::new(meters);
-    let own = Own {
+    let ranks = ranks.collect::<Result<Vec<_>, CommandError>>()?;
+    let meters = ranks.iter().map(|rank| CounterSource::Here(rank.meter.clone())).collect();
+    let (metrics, registry) = InstanceMetrics::new(meters);
+    let own = InstanceIdentity {
         role: config.role,
         mode: config.mode,
         address: zmq,
         ports: MoriioSettings::default().ports,
     };
     let instance = start(plan, config, plane, ranks, metrics.clone())?;
-    let shared = Arc::new(http::Shared {
+    let shared = Arc::new(http::HandlerState {
         instance: instance.clone(),
         own,
         model: plan.model.name.clone(),
@@ -103,7 +109,7 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
     });
-    let ready = Ready {
+    let ready = ReadyLine {
         role: plan.instance.role,
         http: &address,
         handshake: &handshake.0,
@@ -119,16 +125,16 @@ async fn serve(args: &ServeArgs, plan: &Plan, out: &mut dyn Write) -> Result<Exi
     Ok(Exit::Held)
 }
 
-async fn listen(host: &str, port: u16) -> Result<TcpListener, Stop> {
+async fn listen(host: &str, port: u16) -> Result<TcpListener, CommandError> {
     let address = format!("{}:{port}", bracketed(host));
     TcpListener::bind(&address).await.map_err(|why| {
-        Stop::Input(format!("cannot listen at {address} (--host, --http-port): {why}"))
+        CommandError::Input(format!("cannot listen at {address} (--host, --http-port): {why}"))
     })
 }
 
 fn core_config(
     args: &ServeArgs,
-    plan: &Plan,
+    plan: &ServePlan,
     zmq: ZmqAddress,
     http: &str,
     handshake: &Endpoint,
@@ -157,13 +163,18 @@ fn core_config(
 }
 
 /// What a TP rank is started with.
-struct Rank {
-    parts: RankParts,
-    meter: Meter,
+struct ServeRank {
+    parts: RankSetup,
+    meter: PlaneMeter,
     backing: Backing,
 }
 
-fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Result<Rank, Stop> {
+fn rank_parts(
+    args: &ServeArgs,
+    plan: &ServePlan,
+    core: &CoreConfig,
+    rank: u16,
+) -> Result<ServeRank, CommandError> {
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;
@@ -173,34 +184,34 @@ fn rank_parts(args: &ServeArgs, plan: &Plan, core: &CoreConfig, rank: u16) -> Re
     };
     // MoRI takes memory of its own process only.
     let private = args.private_memory || args.fabric == FabricArg::Mori;
-    let backing = Backing::new(plan, private).map_err(Stop::Input)?;
-    let plane = config.start(core, rank, &args.host).map_err(Stop::Input)?;
-    let Plane { plane, meter, .. } = plane;
+    let backing = Backing::new(plan, private).map_err(CommandError::Input)?;
+    let plane = config.start(core, rank, &args.host).map_err(CommandError::Input)?;
+    let StartedPlane { plane, meter, .. } = plane;
     let kv = (vec![backing.memory()], backing.layers().to_vec());
-    let parts = RankParts::new(core, rank, plane, kv, plan.limits.operations.clone());
-    Ok(Rank { parts, meter, backing })
+    let parts = RankSetup::new(core, rank, plane, kv, plan.limits.operations.clone());
+    Ok(ServeRank { parts, meter, backing })
 }
 
-fn engine(plan: &Plan, incarnation: Incarnation) -> Result<Engine, Stop> {
+fn engine(plan: &ServePlan, incarnation: Incarnation) -> Result<SimEngine, CommandError> {
     let id_seed = decide::mix(incarnation.0, u64::from(std::process::id()));
     let config = EngineConfig::new(&plan.model, &plan.instance, &plan.engine, Some(id_seed));
-    Engine::new(config).map_err(|why| Stop::Input(why.to_string()))
+    SimEngine::new(config).map_err(|why| CommandError::Input(why.to_string()))
 }
 
 /// Starts the actor: the machines and the server, beside the planes that they use.
 fn start(
-    plan: &Plan,
+    plan: &ServePlan,
     config: CoreConfig,
     wire: Box<dyn ControlPlane>,
-    ranks: Vec<Rank>,
-    metrics: Metrics,
-) -> Result<Port<Host>, Stop> {
+    ranks: Vec<ServeRank>,
+    metrics: InstanceMetrics,
+) -> Result<MailboxSender<InstanceActor>, CommandError> {
     let engine = engine(plan, config.incarnation)?;
     let begun = Instant::now();
     let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
     let geometry = (*config.geometry).clone();
-    let (mut machines, mut planes) = (Instance::default(), Planes::new());
-    machines.hear(HEARD);
+    let (mut machines, mut planes) = (Instance::default(), LocalPlanes::new());
+    machines.set_observer(COUNT_INPUTS);
     machines.add_core(config);
     planes.set_control(wire);
     let mut memories = Vec::with_capacity(ranks.len());
@@ -210,22 +221,22 @@ fn start(
         memories.push(rank.backing.into_rank());
     }
     let (layers, ranks) = (plan.model.layers, geometry.tp);
-    let memory = Kv::new(geometry, memories);
-    let parts = Parts { engine, memory, clock, layers, ranks, metrics };
-    Ok(Server::start(parts, (machines, planes), first))
+    let memory = InstanceKv::new(geometry, memories);
+    let parts = ServerParts { engine, memory, clock, layers, ranks, metrics };
+    Ok(InstanceServer::start(parts, (machines, planes), first))
 }
 
 /// Ends when the process is told to stop and its legs are done: it unregisters first, because
 /// routers go on sending for a while.
 async fn stopped(
-    mut ends: Ends,
-    instance: Addr<Host>,
-    shared: Arc<http::Shared>,
-    metrics: Metrics,
+    mut ends: ShutdownSignals,
+    instance: Addr<InstanceActor>,
+    shared: Arc<http::HandlerState>,
+    metrics: InstanceMetrics,
 ) {
-    ends.heard().await;
+    ends.recv().await;
     tracing::info!("draining");
-    instance.do_send(Drain);
+    instance.do_send(DrainInstance);
     shared.draining.store(true, Ordering::Relaxed);
     tokio::time::sleep(LINGER).await;
     while metrics.open.get() > 0 {

@@ -1,6 +1,6 @@
 //! OpenAI's bodies, as far as an instance without a model has use for them.
 
-use crate::told::Told;
+use crate::failure_notice::FailureNotice;
 use engine::core::ids::EngineId;
 use engine::core::router::LegFailure;
 use serde::{Deserialize, Serialize};
@@ -12,9 +12,9 @@ const MAX_TOKENS: u32 = 16;
 
 /// A request; unknown keys are ignored.
 #[derive(Deserialize)]
-pub(super) struct Body {
-    prompt: Option<Prompt>,
-    messages: Option<Vec<Message>>,
+pub(super) struct CompletionRequest {
+    prompt: Option<PromptInput>,
+    messages: Option<Vec<ChatMessage>>,
     max_tokens: Option<u32>,
     max_completion_tokens: Option<u32>,
     #[serde(default)]
@@ -26,7 +26,7 @@ pub(super) struct Body {
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Prompt {
+enum PromptInput {
     Text(String),
     Tokens(Vec<u32>),
     Texts(Vec<String>),
@@ -34,18 +34,18 @@ enum Prompt {
 }
 
 #[derive(Deserialize)]
-struct Message {
+struct ChatMessage {
     role: String,
     content: Value,
 }
 
-impl Body {
+impl CompletionRequest {
     /// The body in these bytes.
     ///
     /// # Errors
     /// What is wrong, for the client.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Body, String> {
-        let body: Body = serde_json::from_slice(bytes)
+    pub(super) fn parse(bytes: &[u8]) -> Result<CompletionRequest, String> {
+        let body: CompletionRequest = serde_json::from_slice(bytes)
             .map_err(|why| format!("the body cannot be used: {why}"))?;
         match body.n {
             None | Some(1) => Ok(body),
@@ -67,13 +67,13 @@ impl Body {
         match (&self.prompt, &self.messages) {
             (_, Some(messages)) if chat => Ok(bytes(&transcript(messages))),
             (None, _) if chat => Err("messages are missing".into()),
-            (Some(Prompt::Text(text)), _) if !chat => Ok(bytes(text)),
-            (Some(Prompt::Tokens(tokens)), _) if !chat => Ok(tokens.clone()),
-            (Some(Prompt::Texts(texts)), _) if !chat => match &texts[..] {
+            (Some(PromptInput::Text(text)), _) if !chat => Ok(bytes(text)),
+            (Some(PromptInput::Tokens(tokens)), _) if !chat => Ok(tokens.clone()),
+            (Some(PromptInput::Texts(texts)), _) if !chat => match &texts[..] {
                 [text] => Ok(bytes(text)),
                 texts => Err(format!("{} prompts; one is served per request", texts.len())),
             },
-            (Some(Prompt::Many(prompts)), _) if !chat => match &prompts[..] {
+            (Some(PromptInput::Many(prompts)), _) if !chat => match &prompts[..] {
                 [tokens] => Ok(tokens.clone()),
                 prompts => Err(format!("{} prompts; one is served per request", prompts.len())),
             },
@@ -82,8 +82,8 @@ impl Body {
     }
 }
 
-fn transcript(messages: &[Message]) -> String {
-    let line = |message: &Message| match &message.content {
+fn transcript(messages: &[ChatMessage]) -> String {
+    let line = |message: &ChatMessage| match &message.content {
         Value::String(text) => format!("{}: {text}\n", message.role),
         other => format!("{}: {other}\n", message.role),
     };
@@ -92,7 +92,7 @@ fn transcript(messages: &[Message]) -> String {
 
 /// What became of the KV, beside the answer.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Kv {
+pub(super) struct KvReport {
     /// Digest of the KV that the instance has.
     pub(super) digest: String,
     /// Digest of what a prefill without a model computes for the prompt.
@@ -101,11 +101,11 @@ pub(super) struct Kv {
     pub(super) source: &'static str,
     /// Why the instance computed the prompt itself, if it had to.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) failed: Option<Told>,
+    pub(super) failed: Option<FailureNotice>,
 }
 
 /// What an answer is made of.
-pub(super) struct Answer<'a> {
+pub(super) struct CompletionResponse<'a> {
     pub(super) id: &'a str,
     pub(super) model: &'a str,
     pub(super) chat: bool,
@@ -114,7 +114,7 @@ pub(super) struct Answer<'a> {
     pub(super) completion_tokens: u32,
 }
 
-impl Answer<'_> {
+impl CompletionResponse<'_> {
     fn usage(&self) -> Value {
         json!({
             "prompt_tokens": self.prompt_tokens,
@@ -133,8 +133,7 @@ impl Answer<'_> {
         })
     }
 
-    /// The whole answer.
-    pub(super) fn whole(&self, text: &str, kv: &Kv, params: Option<Value>) -> Value {
+    pub(super) fn whole(&self, text: &str, kv: &KvReport, params: Option<Value>) -> Value {
         let (object, choice) = if self.chat {
             let message = json!({"role": "assistant", "content": text});
             ("chat.completion", json!({"index": 0, "message": message, "finish_reason": "length"}))
@@ -155,7 +154,7 @@ impl Answer<'_> {
     }
 
     /// One event of a stream; the last one has a finish reason.
-    pub(super) fn chunk(&self, text: &str, kv: Option<&Kv>, last: bool) -> Value {
+    pub(super) fn chunk(&self, text: &str, kv: Option<&KvReport>, last: bool) -> Value {
         let finish = if last { json!("length") } else { Value::Null };
         let (object, choice) = if self.chat {
             let delta = json!({"role": "assistant", "content": text});
@@ -184,7 +183,7 @@ pub(super) fn failed(failure: &LegFailure, peer: Option<&EngineId>) -> (u16, Val
         LegFailure::Busy => error(503, "overloaded_error", OVERLOAD),
         LegFailure::Instance(why) => {
             let (status, mut body) = error(500, "server_error", &failure.to_string());
-            body["error"]["kvferry"] = Told::new(why, peer).object();
+            body["error"]["kvferry"] = FailureNotice::new(why, peer).object();
             (status, body)
         }
         other => error(500, "server_error", &other.to_string()),

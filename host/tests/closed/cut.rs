@@ -1,8 +1,8 @@
-//! One of four pairs is cut off: p1 registers with the address of a relay, and the relay lets all but
-//! one decode through.
+//! One of four pairs is cut off: p1 registers with the address of a relay, and the relay lets all
+//! but one decode through.
 
-use crate::fleet::{Fleet, Heart, KEEN, PATIENT, metric, registration};
-use crate::process::Process;
+use crate::fleet::{FleetHeartbeat, KEEN, PATIENT, TestCluster, metric, registration};
+use crate::process::ServeProcess;
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -19,15 +19,15 @@ fn relay(to: &str, barred: &str) -> String {
             let Ok(callee) = TcpStream::connect(&to) else { continue };
             let clone = |stream: &TcpStream| stream.try_clone().expect("a descriptor is left");
             let (back, there) = (clone(&callee), clone(&caller));
-            thread::spawn(move || pass(&back, &there, None));
+            thread::spawn(move || forward(&back, &there, None));
             let barred = barred.clone();
-            thread::spawn(move || pass(&caller, &callee, Some(&barred)));
+            thread::spawn(move || forward(&caller, &callee, Some(&barred)));
         }
     });
     at
 }
 
-fn pass(mut from: &TcpStream, mut to: &TcpStream, barred: Option<&str>) {
+fn forward(mut from: &TcpStream, mut to: &TcpStream, barred: Option<&str>) {
     let mut said = Vec::new();
     let mut part = [0; 4096];
     while let Ok(count @ 1..) = from.read(&mut part) {
@@ -48,30 +48,30 @@ fn pass(mut from: &TcpStream, mut to: &TcpStream, barred: Option<&str>) {
 }
 
 /// Two prefills and two decodes, of which the second cannot reach the first prefill.
-struct Cut {
-    fleet: Fleet,
-    _p1: Process,
-    _p2: Process,
-    _d1: Process,
-    d2: Process,
-    _heart: Heart,
+struct PartitionedCluster {
+    fleet: TestCluster,
+    _p1: ServeProcess,
+    _p2: ServeProcess,
+    _d1: ServeProcess,
+    d2: ServeProcess,
+    _heart: FleetHeartbeat,
 }
 
-impl Cut {
-    fn new(policy: &str) -> Cut {
-        let fleet = Fleet::new(&[]);
+impl PartitionedCluster {
+    fn new(policy: &str) -> PartitionedCluster {
+        let fleet = TestCluster::new(&[]);
         let times = |times| ["--on-load-failure", policy, "--set", times];
-        let p1 = Process::serve(&["--role", "prefill", "--mode", "push", "--set", PATIENT]);
+        let p1 = ServeProcess::serve(&["--role", "prefill", "--mode", "push", "--set", PATIENT]);
         let p2 = fleet.serve("prefill", "push", &["--set", PATIENT]);
         let d1 = fleet.serve("decode", "push", &times(PATIENT));
         // Its hello to the first prefill has to end before the test does.
         let d2 = fleet.serve("decode", "push", &times(KEEN));
-        let name = |of: &Process| of.text("handshake").trim_start_matches("tcp://").to_owned();
+        let name = |of: &ServeProcess| of.text("handshake").trim_start_matches("tcp://").to_owned();
         let control = relay(&name(&p1), &name(&d2));
         let told = registration(&p1, Role::Prefill, Mode::Push, &control);
-        let heart = Heart::beat(fleet.discovery(), told);
+        let heart = FleetHeartbeat::beat(fleet.discovery(), told);
         fleet.ready(4);
-        Cut { fleet, _p1: p1, _p2: p2, _d1: d1, d2, _heart: heart }
+        PartitionedCluster { fleet, _p1: p1, _p2: p2, _d1: d1, d2, _heart: heart }
     }
 
     fn is_suspect(&self, worker: &Value) -> bool {
@@ -80,7 +80,7 @@ impl Cut {
 }
 
 /// Prompts that were computed by the decode, of so many.
-fn recomputed(cut: &Cut, count: u32, more: &[(&str, Value)]) -> u32 {
+fn recomputed(cut: &PartitionedCluster, count: u32, more: &[(&str, Value)]) -> u32 {
     let answers = (0..count).map(|seed| cut.fleet.ask(seed, more));
     let judged = answers.map(|(status, body)| {
         assert_eq!(status, 200, "{body}");
@@ -91,7 +91,7 @@ fn recomputed(cut: &Cut, count: u32, more: &[(&str, Value)]) -> u32 {
 
 #[test]
 fn with_recompute_the_pair_is_passed_over() {
-    let cut = Cut::new("recompute");
+    let cut = PartitionedCluster::new("recompute");
     let heard = |kind| format!("kvferry_router_inputs_total{{machine=\"router\",kind=\"{kind}\"}}");
     // Before it is known, and once more if it is tried again.
     let count = recomputed(&cut, 40, &[]);
@@ -103,14 +103,14 @@ fn with_recompute_the_pair_is_passed_over() {
 
 #[test]
 fn a_stream_tells_of_it_as_well() {
-    let cut = Cut::new("recompute");
+    let cut = PartitionedCluster::new("recompute");
     let count = recomputed(&cut, 40, &[("stream", json!(true))]);
     assert!((1..=2).contains(&count), "{count} of 40 went without their KV");
 }
 
 #[test]
 fn with_fail_the_decode_is_not_blamed() {
-    let cut = Cut::new("fail");
+    let cut = PartitionedCluster::new("fail");
     assert_eq!(recomputed(&cut, 40, &[]), 0);
     let failed = "kvferry_router_legs_total{role=\"decode\",outcome=\"failed\"}";
     assert!((1..=2).contains(&cut.fleet.metric(failed)), "each was tried with another pair");

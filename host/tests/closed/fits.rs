@@ -1,10 +1,10 @@
 //! Only instances that fit are paired, and it is said why others are not.
 
-use crate::fleet::Fleet;
+use crate::fleet::TestCluster;
 
 #[test]
 fn instances_of_two_models_are_not_paired_and_all_are_told_why() {
-    let fleet = Fleet::new(&["--queue-timeout", "0.001"]);
+    let fleet = TestCluster::new(&["--queue-timeout", "0.001"]);
     let _p = fleet.serve("prefill", "push", &["--model", "a"]);
     let d = fleet.serve("decode", "push", &["--model", "b"]);
     fleet.ready(2);
@@ -29,7 +29,7 @@ fn instances_of_two_models_are_not_paired_and_all_are_told_why() {
 
 #[test]
 fn other_elements_do_not_fit() {
-    let fleet = Fleet::new(&["--queue-timeout", "0.001"]);
+    let fleet = TestCluster::new(&["--queue-timeout", "0.001"]);
     let _p = fleet.serve("prefill", "pull", &["--element", "4"]);
     let _d = fleet.serve("decode", "pull", &["--element", "2"]);
     fleet.ready(2);

@@ -1,6 +1,6 @@
 //! A router with instances.
 
-use crate::process::Process;
+use crate::process::ServeProcess;
 use engine::core::dialect::native::{self, Frame};
 use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Registration, Role};
@@ -23,17 +23,17 @@ pub(crate) const KEEN: &str = "channel.silent_ms=600000,protocol.lease_ms=600000
      protocol.orphan_ms=600000,protocol.resume_ms=600000,operations.stall_ms=600000,\
      operations.open_ms=600000,operations.quiet_ms=600000";
 
-pub(crate) struct Fleet {
-    pub(crate) router: Process,
+pub(crate) struct TestCluster {
+    pub(crate) router: ServeProcess,
 }
 
-impl Fleet {
+impl TestCluster {
     /// A router that drops no registration.
-    pub(crate) fn new(options: &[&str]) -> Fleet {
+    pub(crate) fn new(options: &[&str]) -> TestCluster {
         let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"];
         args.extend_from_slice(&["--expiry", "3600"]);
         args.extend_from_slice(options);
-        Fleet { router: Process::run("router", &args) }
+        TestCluster { router: ServeProcess::run("router", &args) }
     }
 
     pub(crate) fn discovery(&self) -> &str {
@@ -41,10 +41,10 @@ impl Fleet {
     }
 
     /// An instance that registers.
-    pub(crate) fn serve(&self, role: &str, mode: &str, more: &[&str]) -> Process {
+    pub(crate) fn serve(&self, role: &str, mode: &str, more: &[&str]) -> ServeProcess {
         let mut args = vec!["--role", role, "--mode", mode, "--proxy", self.discovery()];
         args.extend_from_slice(more);
-        Process::serve(&args)
+        ServeProcess::serve(&args)
     }
 
     pub(crate) fn page(&self, path: &str) -> Value {
@@ -91,14 +91,19 @@ impl Fleet {
 }
 
 /// The value of a metric; 0 if it is not there.
-pub(crate) fn metric(process: &Process, name: &str) -> u64 {
+pub(crate) fn metric(process: &ServeProcess, name: &str) -> u64 {
     let page = process.get("/metrics");
     let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.map_or(0, |value| value.parse().expect("a number"))
 }
 
 /// The registration of a process, which the test sends in its place.
-pub(crate) fn registration(of: &Process, role: Role, mode: Mode, control: &str) -> Registration {
+pub(crate) fn registration(
+    of: &ServeProcess,
+    role: Role,
+    mode: Mode,
+    control: &str,
+) -> Registration {
     let port = of.text("handshake").rsplit_once(':').expect("a port").1;
     Registration {
         engine: format!("127.0.0.1:{port}").as_str().into(),
@@ -127,14 +132,14 @@ pub(crate) fn answering(http: &str, role: Role, mode: Mode, control: &str) -> Re
 }
 
 /// Registers again and again until it is dropped.
-pub(crate) struct Heart {
+pub(crate) struct FleetHeartbeat {
     stop: Arc<AtomicBool>,
     beats: Option<JoinHandle<()>>,
 }
 
-impl Heart {
-    pub(crate) fn beat(discovery: &str, mut registration: Registration) -> Heart {
-        Heart::send(discovery, move || {
+impl FleetHeartbeat {
+    pub(crate) fn beat(discovery: &str, mut registration: Registration) -> FleetHeartbeat {
+        FleetHeartbeat::send(discovery, move || {
             registration.sequence += 1;
             native::encode(&Frame::Register(registration.clone()))
         })
@@ -144,7 +149,7 @@ impl Heart {
     pub(crate) fn send(
         discovery: &str,
         mut frame: impl FnMut() -> Vec<u8> + Send + 'static,
-    ) -> Heart {
+    ) -> FleetHeartbeat {
         let context = zmq::Context::new();
         let socket = context.socket(zmq::DEALER).expect("a socket");
         socket.set_linger(0).expect("an option of sockets");
@@ -158,11 +163,11 @@ impl Heart {
                 thread::park_timeout(Duration::from_millis(200));
             }
         });
-        Heart { stop, beats: Some(beats) }
+        FleetHeartbeat { stop, beats: Some(beats) }
     }
 }
 
-impl Drop for Heart {
+impl Drop for FleetHeartbeat {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(beats) = self.beats.take() {

@@ -1,16 +1,16 @@
-//! What the simulator can give to a state machine, its shell in a deployment has to produce: fleets of
-//! real processes are driven until all kinds of input were seen, as the processes count them, but for
-//! those that are listed with the reason.
+//! What the simulator can give to a state machine, its shell in a deployment has to produce: fleets
+//! of real processes are driven until all kinds of input were seen, as the processes count them,
+//! but for those that are listed with the reason.
 
-use crate::fleet::{Fleet, Heart, PATIENT, registration};
+use crate::fleet::{FleetHeartbeat, PATIENT, TestCluster, registration};
 use crate::played;
-use crate::process::{Process, post};
-use crate::seen::{Seen, read, seen_now, until};
+use crate::process::{ServeProcess, post};
+use crate::seen::{SeenInputs, read, seen_now, until};
 use crate::slow::{self, send};
 use engine::core::decode::DecodeInput;
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::registration::Heartbeat;
-use engine::core::kinds::Kinds;
+use engine::core::dialect::moriio::registration::MoriioRegistration;
+use engine::core::input_kinds::InputKinds;
 use engine::core::message::{Mode, Role};
 use engine::core::prefill::PrefillInput;
 use engine::core::router::RouterInput;
@@ -19,8 +19,8 @@ use serde_json::{Value, json};
 use std::num::NonZeroU16;
 use std::path::Path;
 
-/// A kind that no run here has to show, why not, and the test that shows it or what it is made of; none
-/// where no shell can produce it.
+/// A kind that no run here has to show, why not, and the test that shows it or what it is made of;
+/// none where no shell can produce it.
 struct Exception {
     machine: &'static str,
     kind: &'static str,
@@ -71,8 +71,8 @@ const EXCEPTIONS: [Exception; 10] = exceptions! {
 };
 
 /// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes.
-fn native(seen: &mut Seen, mode: &str) {
-    let fleet = Fleet::new(&[]);
+fn native(seen: &mut SeenInputs, mode: &str) {
+    let fleet = TestCluster::new(&[]);
     let p = fleet.serve("prefill", mode, &["--set", PATIENT]);
     let mut d = fleet.serve("decode", mode, &["--set", PATIENT]);
     fleet.ready(2);
@@ -96,7 +96,7 @@ fn native(seen: &mut Seen, mode: &str) {
 }
 
 /// An instance is told to end, which it does some seconds later.
-fn drains(seen: &mut Seen, fleet: &Fleet, process: &Process) {
+fn drains(seen: &mut SeenInputs, fleet: &TestCluster, process: &ServeProcess) {
     process.signal("TERM");
     let is_draining = |it: &Value| it["http"] == process.text("http") && it["state"] != "ready";
     fleet.until("draining", |all| {
@@ -106,7 +106,7 @@ fn drains(seen: &mut Seen, fleet: &Fleet, process: &Process) {
 }
 
 /// A client closes its connection before the answer.
-fn leave(fleet: &Fleet) {
+fn leave(fleet: &TestCluster) {
     let body = json!({"model": "m", "prompt": vec![7; 5000], "max_tokens": 8000});
     for _ in 0..3 {
         let client = send(fleet.router.text("http"), &body);
@@ -121,17 +121,17 @@ fn leave(fleet: &Fleet) {
 }
 
 /// Instances that speak MoRIIO only, as far as the router knows.
-fn moriio(seen: &mut Seen, mode: Mode) {
-    let fleet = Fleet::new(&[]);
+fn moriio(seen: &mut SeenInputs, mode: Mode) {
+    let fleet = TestCluster::new(&[]);
     let name = mode.to_string();
     let [p, d] = ["prefill", "decode"]
-        .map(|role| Process::serve(&["--role", role, "--mode", &name, "--set", PATIENT]));
+        .map(|role| ServeProcess::serve(&["--role", role, "--mode", &name, "--set", PATIENT]));
     let one = NonZeroU16::MIN;
     let hearts = [(&p, Role::Prefill), (&d, Role::Decode)].map(|(process, role)| {
         let zmq = ZmqAddress::parse(&process.address(false)).expect("an address");
         let http = process.text("http").into();
-        let beat = Heartbeat::new(role, http, zmq, one, one, mode).expect("an instance");
-        Heart::send(fleet.discovery(), move || beat.encode())
+        let beat = MoriioRegistration::new(role, http, zmq, one, one, mode).expect("an instance");
+        FleetHeartbeat::send(fleet.discovery(), move || beat.encode())
     });
     fleet.ready(2);
     assert_eq!(fleet.ask(1, &[]).0, 200);
@@ -146,13 +146,13 @@ fn moriio(seen: &mut Seen, mode: Mode) {
 }
 
 /// A prefill that is killed in the middle of its registrations.
-fn killed(seen: &mut Seen) {
-    let fleet = Fleet::new(&["--retries", "0"]);
+fn killed(seen: &mut SeenInputs) {
+    let fleet = TestCluster::new(&["--retries", "0"]);
     let d = fleet.serve("decode", "push", &["--on-load-failure", "recompute"]);
-    let mut p = Process::serve(&["--role", "prefill", "--mode", "push"]);
+    let mut p = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
     let told = registration(&p, Role::Prefill, Mode::Push, p.text("handshake"));
     let (http, control) = (told.http.clone(), told.control.clone());
-    let _heart = Heart::beat(fleet.discovery(), told);
+    let _heart = FleetHeartbeat::beat(fleet.discovery(), told);
     fleet.ready(2);
     // A decode leg alone: its KV never comes.
     let alone = json!({"prompt": [1, 2, 3], "max_tokens": 1, "kv_transfer_params": {"kvferry": {
@@ -169,17 +169,17 @@ fn killed(seen: &mut Seen) {
     read(seen, &fleet.router);
 }
 
-/// A leg that fails for the life that it names, and a decode that goes without its KV.
-fn told(seen: &mut Seen) {
+/// A leg that fails for the incarnation that it names, and a decode that goes without its KV.
+fn told(seen: &mut SeenInputs) {
     for is_old in [false, true] {
-        let fleet = Fleet::new(&["--retries", "0"]);
+        let fleet = TestCluster::new(&["--retries", "0"]);
         let policy = if is_old { "fail" } else { "recompute" };
         let d = fleet.serve("decode", "push", &["--on-load-failure", policy]);
-        let p = Process::serve(&["--role", "prefill", "--mode", "push"]);
+        let p = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
         let control = if is_old { p.text("handshake") } else { "tcp://127.0.0.1:1" };
         let mut told = registration(&p, Role::Prefill, Mode::Push, control);
         told.incarnation.0 -= u64::from(is_old);
-        let _heart = Heart::beat(fleet.discovery(), told);
+        let _heart = FleetHeartbeat::beat(fleet.discovery(), told);
         fleet.ready(2);
         assert_eq!(fleet.ask(1, &[]).0, if is_old { 500 } else { 200 });
         if !is_old {
@@ -191,13 +191,13 @@ fn told(seen: &mut Seen) {
     }
 }
 
-fn kinds<I: Kinds>() -> impl Iterator<Item = (String, String)> {
+fn kinds<I: InputKinds>() -> impl Iterator<Item = (String, String)> {
     I::KINDS.iter().map(|kind| (I::MACHINE.to_owned(), (*kind).to_owned()))
 }
 
 #[test]
 fn every_kind_of_input_is_produced_by_what_is_deployed() {
-    let mut seen = Seen::new();
+    let mut seen = SeenInputs::new();
     native(&mut seen, "push");
     native(&mut seen, "pull");
     moriio(&mut seen, Mode::Push);
@@ -215,9 +215,10 @@ fn every_kind_of_input_is_produced_by_what_is_deployed() {
     killed(&mut seen);
     told(&mut seen);
     let all = kinds::<RouterInput>().chain(kinds::<PrefillInput>());
-    let all: Seen = all.chain(kinds::<DecodeInput>()).chain(kinds::<TransferInput>()).collect();
+    let all: SeenInputs =
+        all.chain(kinds::<DecodeInput>()).chain(kinds::<TransferInput>()).collect();
     let excepted = EXCEPTIONS.iter().map(|it| (it.machine.to_owned(), it.kind.to_owned()));
-    let excepted: Seen = excepted.collect();
+    let excepted: SeenInputs = excepted.collect();
     assert!(excepted.is_subset(&all), "an exception for what there is not");
     let missing: Vec<_> = all.difference(&seen).filter(|kind| !excepted.contains(kind)).collect();
     assert!(missing.is_empty(), "never produced: {missing:?}");

@@ -1,9 +1,9 @@
 //! Instances and strangers that the test plays.
 
-use crate::fleet::{Fleet, Heart, answering};
-use crate::process::Process;
-use crate::seen::{Seen, read, seen_now, until};
-use engine::core::dialect::native::{self, Envelope, Frame, MessageKind};
+use crate::fleet::{FleetHeartbeat, TestCluster, answering};
+use crate::process::ServeProcess;
+use crate::seen::{SeenInputs, read, seen_now, until};
+use engine::core::dialect::native::{self, ConnectionHeader, Frame, MessageKind};
 use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Registration, Role};
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ fn failed(failure: &Value, is_error: bool) -> Value {
 }
 
 /// Decodes that fail each in its way, or go without their KV, beside a prefill that is well.
-pub(crate) fn failing(seen: &mut Seen) {
+pub(crate) fn failing(seen: &mut SeenInputs) {
     let cases = [
         (500, failed(&json!("EngineGone"), true), "LegFailedGone"),
         (500, failed(&json!("OtherLife"), true), "LegFailedLife"),
@@ -82,10 +82,10 @@ pub(crate) fn failing(seen: &mut Seen) {
     ];
     let p = answers(200, &completion());
     for (status, body, kind) in cases {
-        let fleet = Fleet::new(&["--retries", "0", "--queue-timeout", "0.001"]);
+        let fleet = TestCluster::new(&["--retries", "0", "--queue-timeout", "0.001"]);
         let d = answers(status, &body);
         let _hearts = [(&p, Role::Prefill), (&d, Role::Decode)]
-            .map(|(http, role)| Heart::beat(fleet.discovery(), told(http, role)));
+            .map(|(http, role)| FleetHeartbeat::beat(fleet.discovery(), told(http, role)));
         fleet.ready(2);
         let (status, body) = fleet.ask(1, &[]);
         assert_eq!(status == 200, kind.starts_with("LegRecomputed"), "{kind}: {body}");
@@ -95,34 +95,34 @@ pub(crate) fn failing(seen: &mut Seen) {
 }
 
 /// A prefill is told that its decode has failed.
-pub(crate) fn abandoned(seen: &mut Seen) {
-    let fleet = Fleet::new(&["--retries", "0", "--queue-timeout", "0.001"]);
+pub(crate) fn abandoned(seen: &mut SeenInputs) {
+    let fleet = TestCluster::new(&["--retries", "0", "--queue-timeout", "0.001"]);
     let p = fleet.serve("prefill", "push", &[]);
     let d = answers(500, &failed(&json!("PrefillEnded"), true));
-    let _heart = Heart::beat(fleet.discovery(), told(&d, Role::Decode));
+    let _heart = FleetHeartbeat::beat(fleet.discovery(), told(&d, Role::Decode));
     fleet.ready(2);
     assert!(fleet.ask(1, &[]).0 >= 500);
     until(seen, &p, "prefill", &["Abandon"]);
 }
 
 /// An instance that takes connections and says nothing.
-pub(crate) fn silent(seen: &mut Seen) {
+pub(crate) fn silent(seen: &mut SeenInputs) {
     let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let fleet = Fleet::new(&[]);
+    let fleet = TestCluster::new(&[]);
     let http = silent.local_addr().expect("bound").to_string();
-    let _heart = Heart::beat(fleet.discovery(), told(&http, Role::Prefill));
+    let _heart = FleetHeartbeat::beat(fleet.discovery(), told(&http, Role::Prefill));
     // It is asked again.
     until(seen, &fleet.router, "router", &["ProbeLost", "Tick"]);
 }
 
 /// Who sends what instances do not send one another, or not to this role.
-pub(crate) fn strangers(seen: &mut Seen) {
-    let fleet = Fleet::new(&[]);
-    let garbage = |to: &str| Heart::send(to, || b"\xff\xff".to_vec());
+pub(crate) fn strangers(seen: &mut SeenInputs) {
+    let fleet = TestCluster::new(&[]);
+    let garbage = |to: &str| FleetHeartbeat::send(to, || b"\xff\xff".to_vec());
     let _at_router = garbage(fleet.discovery());
     until(seen, &fleet.router, "router", &["FrameOther"]);
     let (from, to) = (Incarnation(1), Incarnation(2));
-    let envelope = Envelope { version: 2, from, to, session: 1 };
+    let envelope = ConnectionHeader { version: 2, from, to, session: 1 };
     let refuse =
         native::encode(&Frame::Refuse { envelope, engine: "e".into(), reason: "r".into() });
     // Nothing but the header.
@@ -132,13 +132,13 @@ pub(crate) fn strangers(seen: &mut Seen) {
         ("prefill", vec![("Refuse", refuse), ("Welcome", welcome)]),
         ("decode", vec![("Hello", hello)]),
     ] {
-        let process = Process::serve(&["--role", role, "--mode", "push"]);
+        let process = ServeProcess::serve(&["--role", role, "--mode", "push"]);
         let at = process.text("handshake").trim_start_matches("tcp://");
         let _garbage = garbage(at);
-        let _text = Heart::send(at, || b"pop_done_recv".to_vec());
+        let _text = FleetHeartbeat::send(at, || b"pop_done_recv".to_vec());
         until(seen, &process, role, &["FrameOther", "MoriioText"]);
         for (kind, frame) in own {
-            let _own = Heart::send(at, move || frame.clone());
+            let _own = FleetHeartbeat::send(at, move || frame.clone());
             until(seen, &process, role, &[kind]);
         }
     }

@@ -1,12 +1,12 @@
 //! An instance knows whether its router is there.
 
-use crate::fleet::{Fleet, PATIENCE, metric};
+use crate::fleet::{PATIENCE, TestCluster, metric};
 use std::thread;
 use std::time::Instant;
 
 #[test]
 fn an_instance_tells_whether_it_is_registered() {
-    let mut fleet = Fleet::new(&[]);
+    let mut fleet = TestCluster::new(&[]);
     let p = fleet.serve("prefill", "push", &[]);
     let is = |value| {
         let start = Instant::now();

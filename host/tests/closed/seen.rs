@@ -1,15 +1,15 @@
 //! What processes say of the inputs that their machines have had.
 
-use crate::fleet::{Fleet, PATIENCE};
-use crate::process::Process;
+use crate::fleet::{PATIENCE, TestCluster};
+use crate::process::ServeProcess;
 use std::collections::BTreeSet;
 use std::thread;
 use std::time::Instant;
 
 /// Machines and kinds of their inputs.
-pub(crate) type Seen = BTreeSet<(String, String)>;
+pub(crate) type SeenInputs = BTreeSet<(String, String)>;
 
-pub(crate) fn read(seen: &mut Seen, process: &Process) {
+pub(crate) fn read(seen: &mut SeenInputs, process: &ServeProcess) {
     for line in process.get("/metrics").lines() {
         let Some((_, labels)) = line.split_once("_inputs_total{machine=\"") else { continue };
         let mut parts = labels.split('"');
@@ -20,10 +20,10 @@ pub(crate) fn read(seen: &mut Seen, process: &Process) {
 }
 
 /// Reads a process until its machine had these inputs.
-pub(crate) fn until(seen: &mut Seen, process: &Process, machine: &str, kinds: &[&str]) {
+pub(crate) fn until(seen: &mut SeenInputs, process: &ServeProcess, machine: &str, kinds: &[&str]) {
     let start = Instant::now();
     loop {
-        let mut now = Seen::new();
+        let mut now = SeenInputs::new();
         read(&mut now, process);
         let missing = |kind: &&&str| !now.contains(&(machine.to_owned(), (**kind).to_owned()));
         let missing: Vec<_> = kinds.iter().filter(missing).collect();
@@ -39,14 +39,14 @@ pub(crate) fn until(seen: &mut Seen, process: &Process, machine: &str, kinds: &[
 
 /// Reads a process until its machine had one of these inputs, the first of which it had.
 pub(crate) fn until_any<'a>(
-    seen: &mut Seen,
-    process: &Process,
+    seen: &mut SeenInputs,
+    process: &ServeProcess,
     machine: &str,
     kinds: &[&'a str],
 ) -> &'a str {
     let start = Instant::now();
     loop {
-        let mut now = Seen::new();
+        let mut now = SeenInputs::new();
         read(&mut now, process);
         let had = |kind: &&&str| now.contains(&(machine.to_owned(), (**kind).to_owned()));
         let found = kinds.iter().find(had).copied();
@@ -60,7 +60,7 @@ pub(crate) fn until_any<'a>(
 }
 
 /// Waits until the machine of a process had so many inputs of a kind.
-pub(crate) fn until_count(process: &Process, machine: &str, kind: &str, count: u64) {
+pub(crate) fn until_count(process: &ServeProcess, machine: &str, kind: &str, count: u64) {
     let start = Instant::now();
     let name = format!("_inputs_total{{machine=\"{machine}\",kind=\"{kind}\"}} ");
     loop {
@@ -75,8 +75,8 @@ pub(crate) fn until_count(process: &Process, machine: &str, kind: &str, count: u
 }
 
 /// True if the router has had such an input.
-pub(crate) fn seen_now(fleet: &Fleet, kind: &str) -> bool {
-    let mut seen = Seen::new();
+pub(crate) fn seen_now(fleet: &TestCluster, kind: &str) -> bool {
+    let mut seen = SeenInputs::new();
     read(&mut seen, &fleet.router);
     seen.contains(&("router".into(), kind.into()))
 }

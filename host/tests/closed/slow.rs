@@ -1,9 +1,9 @@
-//! Pairs that compute for a long time, so that what goes wrong does so amid a transfer; with the test
-//! in the router's place.
+//! Pairs that compute for a long time, so that what goes wrong does so amid a transfer; with the
+//! test in the router's place.
 
 use crate::fleet::{PATIENCE, registration};
-use crate::process::Process;
-use crate::seen::{Seen, read, until, until_any, until_count};
+use crate::process::ServeProcess;
+use crate::seen::{SeenInputs, read, until, until_any, until_count};
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -37,13 +37,13 @@ impl Slow {
         Slow { file, mode, tokens: 200 }
     }
 
-    fn start(&self, instance: &str) -> Process {
+    fn start(&self, instance: &str) -> ServeProcess {
         let file = self.file.to_str().expect("UTF-8");
-        Process::serve(&["--scenario", file, "--instance", instance])
+        ServeProcess::serve(&["--scenario", file, "--instance", instance])
     }
 
     /// Sends the leg of a prompt to a prefill. The answer is nobody's business.
-    fn prefill(&self, p: &Process, prompt: u32, siblings: u32) -> TcpStream {
+    fn prefill(&self, p: &ServeProcess, prompt: u32, siblings: u32) -> TcpStream {
         let mode = format!("{:?}", self.mode);
         let leg = json!({"key": {"id": "t", "prompt": prompt}, "siblings": siblings, "mode": mode,
             "life": null});
@@ -51,7 +51,7 @@ impl Slow {
     }
 
     /// Sends a sample's leg of a prompt to a decode.
-    fn decode(&self, d: &Process, p: &Process, prompt: u32, sibling: u32) -> TcpStream {
+    fn decode(&self, d: &ServeProcess, p: &ServeProcess, prompt: u32, sibling: u32) -> TcpStream {
         let told = registration(p, Role::Prefill, self.mode, p.text("handshake"));
         let mode = format!("{:?}", self.mode);
         let leg = json!({"key": {"id": "t", "prompt": prompt}, "sibling": sibling, "mode": mode,
@@ -61,7 +61,7 @@ impl Slow {
 }
 
 /// Sends a request with a leg, of a prompt that no other has begun with.
-fn begin(to: &Process, (prompt, tokens): (u32, u32), leg: &Value) -> TcpStream {
+fn begin(to: &ServeProcess, (prompt, tokens): (u32, u32), leg: &Value) -> TcpStream {
     let tokens: Vec<u32> = (0..tokens).map(|at| (at * 7 + prompt * 13) % 251).collect();
     let body = json!({"prompt": tokens, "max_tokens": 1, "kv_transfer_params": {"kvferry": leg}});
     send(to.text("http"), &body)
@@ -80,9 +80,9 @@ pub(crate) fn send(to: &str, body: &Value) -> TcpStream {
     client
 }
 
-/// Two samples of a prompt that is never computed to its end: one is given up, the other's decode is
-/// killed amid the writes.
-pub(crate) fn amid_writes(seen: &mut Seen) {
+/// Two samples of a prompt that is never computed to its end: one is given up, the other's decode
+/// is killed amid the writes.
+pub(crate) fn amid_writes(seen: &mut SeenInputs) {
     let slow = Slow::new("writes", Mode::Push, ENDLESS, ["", ""]);
     let [p, d1, mut d2] = ["p0", "d0", "d0"].map(|name| slow.start(name));
     let _prefill = slow.prefill(&p, 0, 2);
@@ -103,9 +103,9 @@ pub(crate) fn amid_writes(seen: &mut Seen) {
     until(seen, &p, "prefill", &["FlowFailing", "PeerFailed", "Fenced"]);
 }
 
-/// A prefill is killed while a decode that has its grant waits for blocks. When it has some it reads
-/// by sessions that are to be opened anew; then it is given up, or they are.
-pub(crate) fn amid_reads(seen: &mut Seen) {
+/// A prefill is killed while a decode that has its grant waits for blocks. When it has some it
+/// reads by sessions that are to be opened anew; then it is given up, or they are.
+pub(crate) fn amid_reads(seen: &mut SeenInputs) {
     amid_read(seen, "900s");
     let failing = ("decode".to_owned(), "FlowFailing".to_owned());
     // A busy machine may give the sessions up before it reads.
@@ -117,7 +117,7 @@ pub(crate) fn amid_reads(seen: &mut Seen) {
     }
 }
 
-fn amid_read(seen: &mut Seen, reopen: &str) {
+fn amid_read(seen: &mut SeenInputs, reopen: &str) {
     let few = format!("blocks = 5, protocol = {{ reopen = \"{reopen}\" }}");
     let [endless, quick] = [("reads-endless", ENDLESS), ("reads-quick", "1ms")]
         .map(|(name, step)| Slow { tokens: 60, ..Slow::new(name, Mode::Pull, step, ["", &few]) });
@@ -147,7 +147,7 @@ fn amid_read(seen: &mut Seen, reopen: &str) {
 }
 
 /// A prompt that takes seconds.
-pub(crate) fn moving(seen: &mut Seen) {
+pub(crate) fn moving(seen: &mut SeenInputs) {
     let slow = Slow::new("moving", Mode::Push, "1500ms", ["", ""]);
     let [p, d] = ["p0", "d0"].map(|name| slow.start(name));
     let _legs = [slow.prefill(&p, 0, 1), slow.decode(&d, &p, 0, 0)];
@@ -156,7 +156,7 @@ pub(crate) fn moving(seen: &mut Seen) {
 }
 
 /// A side that takes the other for dead says goodbye.
-pub(crate) fn goodbyes(seen: &mut Seen) {
+pub(crate) fn goodbyes(seen: &mut SeenInputs) {
     let quick = "protocol = { silent = \"100ms\" }";
     for (name, machine, sides) in
         [("by-prefill", "decode", [quick, ""]), ("by-decode", "prefill", ["", quick])]
@@ -169,7 +169,7 @@ pub(crate) fn goodbyes(seen: &mut Seen) {
 }
 
 /// Whether a side is told that it is taken for dead; otherwise it finds that out by itself.
-fn says_goodbye(seen: &mut Seen, slow: &Slow, machine: &str) -> bool {
+fn says_goodbye(seen: &mut SeenInputs, slow: &Slow, machine: &str) -> bool {
     let [p, d] = ["p0", "d0"].map(|name| slow.start(name));
     let _legs = [slow.prefill(&p, 0, 1), slow.decode(&d, &p, 0, 0)];
     let told = if machine == "decode" { &d } else { &p };
@@ -178,7 +178,7 @@ fn says_goodbye(seen: &mut Seen, slow: &Slow, machine: &str) -> bool {
 }
 
 /// A prompt that is computed for nearly as long as it is held.
-pub(crate) fn renewed(seen: &mut Seen) {
+pub(crate) fn renewed(seen: &mut SeenInputs) {
     let slow = Slow::new("renewed", Mode::Pull, "1s", ["protocol = { lease = \"3s\" }", ""]);
     let [p, d] = ["p0", "d0"].map(|name| slow.start(name));
     let renewed = ("decode".to_owned(), "Renewed".to_owned());
@@ -197,9 +197,9 @@ pub(crate) fn renewed(seen: &mut Seen) {
 }
 
 /// A decode is sent to another prefill than the leg says.
-pub(crate) fn refused(seen: &mut Seen) {
-    let p = Process::serve(&["--role", "prefill", "--mode", "push"]);
-    let d = Process::serve(&["--role", "decode", "--mode", "push"]);
+pub(crate) fn refused(seen: &mut SeenInputs) {
+    let p = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
+    let d = ServeProcess::serve(&["--role", "decode", "--mode", "push"]);
     let leg = json!({"key": {"id": "t", "prompt": 0}, "sibling": 0, "mode": "Push",
         "prefill": "nobody:1", "control": p.text("handshake"), "life": null});
     let _leg = begin(&d, (0, 20), &leg);

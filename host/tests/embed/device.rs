@@ -2,8 +2,8 @@
 
 use super::rig::*;
 use engine::core::message::{DecodeAnswer, Mode, Role};
-use kvferry::embed::proto::FromHost;
-use kvferry::embed::settings::Backend;
+use kvferry::sidecar::proto::FromHost;
+use kvferry::sidecar::settings::TransferBackend;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use mori_double::INSTALLS;
 use std::ffi::c_void;
@@ -16,8 +16,8 @@ const SHIM: &str = "KVFERRY_MORI_SHIM";
 /// Long enough that bytes would have landed.
 const A_WHILE: Duration = Duration::from_millis(50);
 
-/// Runs a test of this program again, where MoRI is to be found: that is told by the environment, which
-/// a process with threads cannot change. None in that process.
+/// Runs a test of this program again, where MoRI is to be found: that is told by the environment,
+/// which a process with threads cannot change. None in that process.
 fn elsewhere(test: &str, faults: &str) -> Option<Output> {
     if std::env::var_os(SHIM).is_some() {
         return None;
@@ -41,13 +41,13 @@ fn is_done_elsewhere(test: &str) -> bool {
 }
 
 /// The stand-in's events.
-struct Events(Library);
+struct StubEvents(Library);
 
-impl Events {
-    fn load() -> Events {
+impl StubEvents {
+    fn load() -> StubEvents {
         let path = format!("{}/libmori_io.so", INSTALLS[1].lib);
         // SAFETY: Code of this project, which runs nothing when it is loaded.
-        Events(unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.expect("it loads"))
+        StubEvents(unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.expect("it loads"))
     }
 
     fn new_event(&self) -> u64 {
@@ -78,18 +78,18 @@ impl Events {
 }
 
 /// A prefill and a decode with their KV in memory of a GPU, and the hosts of both.
-fn pair(name: &str) -> ([Host; 2], [Rig; 2]) {
-    let hosts = ["p", "d"].map(|role| Host::start(&format!("device-{name}-{role}")));
+fn pair(name: &str) -> ([SidecarProcess; 2], [SidecarFixture; 2]) {
+    let hosts = ["p", "d"].map(|role| SidecarProcess::start(&format!("device-{name}-{role}")));
     let rig = |host, role| {
         let mut engine = engine(role, Mode::Push, InWorker);
-        engine.settings.backend = Some(Backend::MoriXgmi);
-        Rig::of(host, engine)
+        engine.settings.backend = Some(TransferBackend::MoriXgmi);
+        SidecarFixture::of(host, engine)
     };
     let rigs = [rig(&hosts[0], Role::Prefill), rig(&hosts[1], Role::Decode)];
     (hosts, rigs)
 }
 
-fn has_landed(d: &mut Rig, layer: u64) -> bool {
+fn has_landed(d: &mut SidecarFixture, layer: u64) -> bool {
     // It lands in its order: these are the last.
     d.block(layer, 1)[0] == layer as u8 * 16 + 5
 }
@@ -108,7 +108,7 @@ fn nothing_is_moved_before_its_kernels_are_done() {
         return;
     }
     let (_hosts, [mut p, mut d]) = pair("order");
-    let events = Events::load();
+    let events = StubEvents::load();
     let [first, second] = [events.new_event(), events.new_event()];
     p.events = [Some(first), Some(second)];
     allocate(&mut p, &mut d, Mode::Push, &mut Vec::new());
@@ -135,7 +135,7 @@ fn what_failed_on_the_gpu_is_not_handed_over() {
         return;
     }
     let (_hosts, [mut p, mut d]) = pair("failed");
-    let events = Events::load();
+    let events = StubEvents::load();
     let [first, second] = [events.new_event(), events.new_event()];
     events.fire(second);
     p.events = [Some(first), Some(second)];

@@ -8,12 +8,12 @@ mod versions;
 
 use engine::core::dialect::native::{self, Frame};
 use engine::core::message::{DecodeAnswer, Mode, Role};
-use fabric_host::{HugePages, Pool};
-use kvferry::embed::Link;
-use kvferry::embed::proto::{FromHost, Hello, OLDEST, ToHost, VERSION, Who};
-use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::TransferPlace;
-use kvferry::embed::spec::Engine;
+use fabric_host::{HugePages, MemfdPool};
+use kvferry::sidecar::SidecarClient;
+use kvferry::sidecar::proto::{ClientIdentity, ConnectorHello, FromHost, OLDEST, ToHost, VERSION};
+use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
+use kvferry::sidecar::settings::TransferPlacement;
+use kvferry::sidecar::spec::ServingEngine;
 use observed::events;
 use rig::*;
 use std::io::{Read, Write};
@@ -22,10 +22,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-fn hand_over(mode: Mode, [at_p, at_d]: [TransferPlace; 2]) {
-    let hosts = ["p", "d"].map(|name| Host::start(&format!("{mode}-{at_p}-{at_d}-{name}")));
-    let mut p = Rig::start_with(&hosts[0], Role::Prefill, mode, at_p);
-    let mut d = Rig::start_with(&hosts[1], Role::Decode, mode, at_d);
+fn hand_over(mode: Mode, [at_p, at_d]: [TransferPlacement; 2]) {
+    let hosts =
+        ["p", "d"].map(|name| SidecarProcess::start(&format!("{mode}-{at_p}-{at_d}-{name}")));
+    let mut p = SidecarFixture::start_with(&hosts[0], Role::Prefill, mode, at_p);
+    let mut d = SidecarFixture::start_with(&hosts[1], Role::Decode, mode, at_d);
     transfer(&mut p, &mut d, mode);
     drop((p, d));
     for mut host in hosts {
@@ -71,9 +72,9 @@ fn packed_blocks_are_moved_whole() {
             engine.groups.push(all);
             engine
         };
-        let hosts = ["p", "d"].map(|name| Host::start(&format!("packed-{mode}-{name}")));
-        let mut p = Rig::of(&hosts[0], windowed(Role::Prefill));
-        let mut d = Rig::of(&hosts[1], windowed(Role::Decode));
+        let hosts = ["p", "d"].map(|name| SidecarProcess::start(&format!("packed-{mode}-{name}")));
+        let mut p = SidecarFixture::of(&hosts[0], windowed(Role::Prefill));
+        let mut d = SidecarFixture::of(&hosts[1], windowed(Role::Decode));
         transfer(&mut p, &mut d, mode);
     }
 }
@@ -81,11 +82,11 @@ fn packed_blocks_are_moved_whole() {
 #[test]
 fn packed_blocks_of_two_sizes_are_a_failure_that_says_so() {
     for mode in [Mode::Push, Mode::Pull] {
-        let hosts = ["p", "d"].map(|name| Host::start(&format!("sizes-{mode}-{name}")));
-        let mut p = Rig::start(&hosts[0], Role::Prefill, mode);
+        let hosts = ["p", "d"].map(|name| SidecarProcess::start(&format!("sizes-{mode}-{name}")));
+        let mut p = SidecarFixture::start(&hosts[0], Role::Prefill, mode);
         let mut of_d = engine(Role::Decode, mode, Sidecar);
         of_d.groups[0].block_tokens = 64;
-        let mut d = Rig::of(&hosts[1], of_d);
+        let mut d = SidecarFixture::of(&hosts[1], of_d);
         arrive(&mut p, &mut d, mode);
         let answer = next(&mut d.scheduler, |message| is_stats(message, &mut Vec::new()));
         let FromHost::Decode(DecodeAnswer::Rejected { failure, .. }) = answer else {
@@ -101,11 +102,14 @@ fn the_paths_of_the_configuration_are_those_of_the_planes() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host.toml");
     std::fs::write(&file, "paths = [\"shared-memory\"]").expect("a file can be written");
     let hosts = [
-        Host::with("paths-p", Some(("KVFERRY_HOST_PATHS", "tcp"))),
-        Host::with("paths-d", Some(("KVFERRY_HOST_CONFIG", file.to_str().expect("UTF-8")))),
+        SidecarProcess::with("paths-p", Some(("KVFERRY_HOST_PATHS", "tcp"))),
+        SidecarProcess::with(
+            "paths-d",
+            Some(("KVFERRY_HOST_CONFIG", file.to_str().expect("UTF-8"))),
+        ),
     ];
-    let mut p = Rig::start(&hosts[0], Role::Prefill, Mode::Pull);
-    let mut d = Rig::start(&hosts[1], Role::Decode, Mode::Pull);
+    let mut p = SidecarFixture::start(&hosts[0], Role::Prefill, Mode::Pull);
+    let mut d = SidecarFixture::start(&hosts[1], Role::Decode, Mode::Pull);
     let answer = load(&mut p, &mut d, Mode::Pull, &mut Vec::new());
     let told = format!("{answer:?}");
     assert!(told.contains("both sides allow only []"), "{told}");
@@ -113,15 +117,16 @@ fn the_paths_of_the_configuration_are_those_of_the_planes() {
 
 #[test]
 fn parameters_that_cannot_be_used_cost_their_request_only() {
-    let host = Host::start("params");
-    let mut rig = Rig::start(&host, Role::Decode, Mode::Push);
+    let host = SidecarProcess::start("params");
+    let mut rig = SidecarFixture::start(&host, Role::Decode, Mode::Push);
     let (request, params) = ("r".into(), r#"{"do_remote_prefill": true}"#.into());
     rig.tell(&ToHost::Arrived { request, params, tokens: 1 });
     let mut ended = Vec::new();
     let answer = next(&mut rig.scheduler, |message| is_stats(message, &mut ended));
     let FromHost::Unusable { request, why } = answer else { panic!("{answer:?}") };
     assert!(&*request.0 == "r" && !why.is_empty(), "{why}");
-    let [Ended { outcome: Outcome::Failed { cause, .. }, .. }] = &ended[..] else {
+    let [TransferSummary { outcome: TransferOutcome::Failed { cause, .. }, .. }] = &ended[..]
+    else {
         panic!("{ended:?}")
     };
     assert_eq!(&**cause, "unusable-params");
@@ -133,7 +138,7 @@ fn parameters_that_cannot_be_used_cost_their_request_only() {
     );
 }
 
-fn refusal(link: &mut Link) -> String {
+fn refusal(link: &mut SidecarClient) -> String {
     match next(link, |_| false) {
         FromHost::Refused { why } => why,
         other => panic!("{other:?}"),
@@ -142,13 +147,13 @@ fn refusal(link: &mut Link) -> String {
 
 #[test]
 fn an_engine_that_cannot_be_served_is_told_why() {
-    let host = Host::start("refused");
-    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let host = SidecarProcess::start("refused");
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
     let mut spec = worker(&pool, 32);
     spec.tensors.pop();
-    let mut worker = host.connect(Who::Worker(Box::new(spec)));
+    let mut worker = host.connect(ClientIdentity::Worker(Box::new(spec)));
     let engine = engine(Role::Prefill, Mode::Push, Sidecar);
-    let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
+    let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine)));
     let why = refusal(&mut scheduler);
     assert!(why.contains("layers.1.attn"), "{why}");
     assert_eq!(refusal(&mut worker), why);
@@ -157,15 +162,15 @@ fn an_engine_that_cannot_be_served_is_told_why() {
 /// Its transfer actor cannot have its plane.
 #[test]
 fn an_engine_whose_worker_cannot_begin_is_told_why() {
-    let host = Host::start("unable");
-    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-    let mut worker = host.connect(Who::Worker(Box::new(worker(&pool, 32))));
-    let mut scheduler = host.connect(Who::Scheduler(Box::new(engine(
+    let host = SidecarProcess::start("unable");
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let mut worker = host.connect(ClientIdentity::Worker(Box::new(worker(&pool, 32))));
+    let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine(
         Role::Prefill,
         Mode::Push,
-        TransferPlace::Worker,
+        TransferPlacement::Worker,
     ))));
-    let mut transfer = host.connect(Who::Transfer { rank: 0, words: None });
+    let mut transfer = host.connect(ClientIdentity::Transfer { rank: 0, last_error: None });
     assert!(matches!(next(&mut transfer, |_| false), FromHost::Begin(_)));
     let why = "rank 0: no plane".to_owned();
     transfer.send(&ToHost::Unable { why: why.clone() }).expect("the host hears");
@@ -175,14 +180,14 @@ fn an_engine_whose_worker_cannot_begin_is_told_why() {
 
 #[test]
 fn a_second_scheduler_and_another_version_are_refused() {
-    let host = Host::start("second");
-    let rig = Rig::start(&host, Role::Prefill, Mode::Push);
+    let host = SidecarProcess::start("second");
+    let rig = SidecarFixture::start(&host, Role::Prefill, Mode::Push);
     let other = engine(Role::Prefill, Mode::Push, Sidecar);
-    let mut second = host.connect(Who::Scheduler(Box::new(other.clone())));
+    let mut second = host.connect(ClientIdentity::Scheduler(Box::new(other.clone())));
     assert!(refusal(&mut second).contains("give each engine its own"));
     let mut stream = UnixStream::connect(&host.socket).expect("the host listens");
-    let who = Who::Scheduler(Box::new(other));
-    let hello = Hello { version: VERSION + 1, who, newest: Some(VERSION + 3) };
+    let who = ClientIdentity::Scheduler(Box::new(other));
+    let hello = ConnectorHello { version: VERSION + 1, who, newest: Some(VERSION + 3) };
     let bytes = rmp_serde::to_vec(&hello).expect("it encodes");
     stream.write_all(&(bytes.len() as u32).to_be_bytes()).expect("the host reads");
     stream.write_all(&bytes).expect("the host reads");
@@ -200,12 +205,13 @@ fn a_second_scheduler_and_another_version_are_refused() {
 /// All parts of an engine may start a host when theirs was killed.
 #[test]
 fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
-    let mut first = Host::start("left");
+    let mut first = SidecarProcess::start("left");
     first.child.kill().expect("it runs");
     first.child.wait().expect("it ends");
     assert!(first.socket.exists());
-    let start = || Host { child: spawn(&first.socket, None), socket: first.socket.clone() };
-    let mut hosts: Vec<Host> = (0..8).map(|_| start()).collect();
+    let start =
+        || SidecarProcess { child: spawn(&first.socket, None), socket: first.socket.clone() };
+    let mut hosts: Vec<SidecarProcess> = (0..8).map(|_| start()).collect();
     let begun = Instant::now();
     while hosts.len() > 1 || UnixStream::connect(&first.socket).is_err() {
         assert!(begun.elapsed() < PATIENCE, "{} hosts", hosts.len());
@@ -222,7 +228,7 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
 }
 
 /// A router that listens and does nothing, and an engine that registers with it.
-fn routed() -> (zmq::Socket, Engine) {
+fn routed() -> (zmq::Socket, ServingEngine) {
     let router = zmq::Context::new().socket(zmq::ROUTER).expect("a socket");
     router.set_rcvtimeo(PATIENCE.as_millis() as i32).expect("an option of sockets");
     router.bind("tcp://127.0.0.1:*").expect("a free port");
@@ -238,8 +244,8 @@ fn routed() -> (zmq::Socket, Engine) {
 #[test]
 fn a_host_tells_whether_its_router_is_there() {
     let (router, engine) = routed();
-    let (host, metrics) = Host::with_metrics("routed");
-    let _engine = Rig::of(&host, engine);
+    let (host, metrics) = SidecarProcess::with_metrics("routed");
+    let _engine = SidecarFixture::of(&host, engine);
     let is = |value: u8| {
         let (line, start) = (format!("kvferry_router_registered {value}"), Instant::now());
         while !observed::scrape(metrics).lines().any(|have| have == line) {
@@ -255,8 +261,8 @@ fn a_host_tells_whether_its_router_is_there() {
 #[test]
 fn a_router_is_told_that_a_host_ends() {
     let (router, engine) = routed();
-    let mut host = Host::start("drains");
-    let _engine = Rig::of(&host, engine);
+    let mut host = SidecarProcess::start("drains");
+    let _engine = SidecarFixture::of(&host, engine);
     let drains = || {
         let parts = router.recv_multipart(0).expect("it registers");
         matches!(native::decode(&parts[1]), Ok(Frame::Register(told)) if told.draining)

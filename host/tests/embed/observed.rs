@@ -4,10 +4,10 @@ use crate::rig::*;
 use engine::core::ids::{StepId, TransferKey};
 use engine::core::layout::BlockList;
 use engine::core::message::{Chunk, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role};
-use fabric_host::{HugePages, Pool};
-use kvferry::embed::proto::{FromHost, ToHost, Who};
-use kvferry::embed::record::{Ended, Outcome};
-use kvferry::embed::settings::TransferPlace;
+use fabric_host::{HugePages, MemfdPool};
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
+use kvferry::sidecar::settings::TransferPlacement;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -59,19 +59,19 @@ fn slices(events: &[Value], process: u32) -> Vec<(&str, &Value)> {
     of_process.map(|event| (event["name"].as_str().expect("a name"), &event["args"])).collect()
 }
 
-fn observe(mode: Mode, place: TransferPlace) {
-    let (p_host, p_metrics) = Host::with_metrics(&format!("observed-{mode}-{place}-p"));
-    let (d_host, d_metrics) = Host::with_metrics(&format!("observed-{mode}-{place}-d"));
+fn observe(mode: Mode, place: TransferPlacement) {
+    let (p_host, p_metrics) = SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-p"));
+    let (d_host, d_metrics) = SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-d"));
     assert!(scrape(p_metrics).contains("# EOF"), "an empty page without an engine");
-    let mut p = Rig::start_with(&p_host, Role::Prefill, mode, place);
-    let mut d = Rig::start_with(&d_host, Role::Decode, mode, place);
+    let mut p = SidecarFixture::start_with(&p_host, Role::Prefill, mode, place);
+    let mut d = SidecarFixture::start_with(&d_host, Role::Decode, mode, place);
     let sockets = [&p_host.socket, &d_host.socket];
     // Who looks on is no part of the engine: its host goes on.
     assert_eq!(slices(&events(&sockets), 1), []);
     let (of_p, of_d) = transfer(&mut p, &mut d, mode);
-    let moved = |ended: &[Ended]| -> u64 {
+    let moved = |ended: &[TransferSummary]| -> u64 {
         assert_eq!(ended.len(), 1, "{ended:?}");
-        assert_eq!(ended[0].outcome, Outcome::Done);
+        assert_eq!(ended[0].outcome, TransferOutcome::Done);
         ended[0].bytes.iter().map(|(_, bytes)| bytes).sum()
     };
     let is_push = mode == Mode::Push;
@@ -169,10 +169,10 @@ fn an_export_from_what_is_no_host_says_what_to_do() {
 
 #[test]
 fn a_preempted_prompt_is_seen_in_metrics() {
-    let (host, metrics) = Host::with_metrics("preempted");
-    let mut p = Rig::start(&host, Role::Prefill, Mode::Push);
+    let (host, metrics) = SidecarProcess::with_metrics("preempted");
+    let mut p = SidecarFixture::start(&host, Role::Prefill, Mode::Push);
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
-    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Push, life: None, moriio: None };
+    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Push, incarnation: None, moriio: None };
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
     let blocks = vec![BlockList::new(vec![3]); p.groups];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 32, blocks };
@@ -187,16 +187,16 @@ fn a_preempted_prompt_is_seen_in_metrics() {
 #[test]
 fn memory_that_is_not_there_is_seen_in_metrics() {
     for (role, machine) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
-        let (host, metrics) = Host::with_metrics(&format!("unusable-{machine}"));
-        let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+        let (host, metrics) = SidecarProcess::with_metrics(&format!("unusable-{machine}"));
+        let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let mut worker = worker(&pool, 32);
         drop(pool);
         worker.regions[0].file = None;
-        let _worker = host.connect(Who::Worker(Box::new(worker)));
-        let _scheduler = host.connect(Who::Scheduler(Box::new(engine(
+        let _worker = host.connect(ClientIdentity::Worker(Box::new(worker)));
+        let _scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine(
             role,
             Mode::Push,
-            TransferPlace::Sidecar,
+            TransferPlacement::Sidecar,
         ))));
         let inputs = [(machine, "RankUnusable"), ("transfer", "Unregistered")].map(|(of, kind)| {
             format!("kvferry_inputs_total{{machine=\"{of}\",kind=\"{kind}\"}} 1\n")

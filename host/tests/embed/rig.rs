@@ -8,13 +8,13 @@ use engine::core::message::{
     PrefillLeg, Role,
 };
 use engine::fabric::{Endpoint, Memory};
-use fabric_host::{HugePages, Pool};
-use kvferry::embed::proto::{FromHost, ToHost, Who};
-use kvferry::embed::record::Ended;
-use kvferry::embed::settings::{Backend, Settings, TransferPlace};
-use kvferry::embed::spec::{Engine, LayerGroup, Region, Tensor, Worker};
-use kvferry::embed::{Link, Transfers};
+use fabric_host::{HugePages, MemfdPool};
 use kvferry::limits::Overrides;
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::record::TransferSummary;
+use kvferry::sidecar::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
+use kvferry::sidecar::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
+use kvferry::sidecar::{SidecarClient, TransferAgent};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-pub(crate) use TransferPlace::{Sidecar, Worker as InWorker};
+pub(crate) use TransferPlacement::{Sidecar, Worker as InWorker};
 
 /// A guard against waiting for ever; however busy the machine is, nothing takes as long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
@@ -32,7 +32,7 @@ pub(crate) const BLOCK: u64 = 2 * 32 * 8 * 4;
 pub(crate) const LAYERS: [&str; 2] = ["layers.0.attn", "layers.1.attn"];
 
 /// A host, ended with the test.
-pub(crate) struct Host {
+pub(crate) struct SidecarProcess {
     pub(crate) child: Child,
     pub(crate) socket: PathBuf,
 }
@@ -53,19 +53,19 @@ pub(crate) fn spawn(socket: &Path, set: Option<(&str, &str)>) -> Child {
         .expect("the binary runs")
 }
 
-impl Host {
-    pub(crate) fn start(name: &str) -> Host {
-        Host::with(name, None)
+impl SidecarProcess {
+    pub(crate) fn start(name: &str) -> SidecarProcess {
+        SidecarProcess::with(name, None)
     }
 
-    pub(crate) fn with(name: &str, set: Option<(&str, &str)>) -> Host {
+    pub(crate) fn with(name: &str, set: Option<(&str, &str)>) -> SidecarProcess {
         let socket = place(name);
         let _ = std::fs::remove_file(&socket);
-        Host::listening(spawn(&socket, set), socket)
+        SidecarProcess::listening(spawn(&socket, set), socket)
     }
 
     /// One with an endpoint for its metrics, and where that is.
-    pub(crate) fn with_metrics(name: &str) -> (Host, SocketAddr) {
+    pub(crate) fn with_metrics(name: &str) -> (SidecarProcess, SocketAddr) {
         let socket = place(name);
         let _ = std::fs::remove_file(&socket);
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
@@ -85,24 +85,24 @@ impl Host {
         let at = at.trim_end().trim_end_matches("/metrics").parse().expect("host and port");
         // Its log is to have somewhere to go.
         std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        (Host::listening(child, socket), at)
+        (SidecarProcess::listening(child, socket), at)
     }
 
-    pub(crate) fn listening(child: Child, socket: PathBuf) -> Host {
+    pub(crate) fn listening(child: Child, socket: PathBuf) -> SidecarProcess {
         let start = Instant::now();
         while UnixStream::connect(&socket).is_err() {
             assert!(start.elapsed() < PATIENCE, "no host");
             std::thread::yield_now();
         }
-        Host { child, socket }
+        SidecarProcess { child, socket }
     }
 
-    pub(crate) fn connect(&self, who: Who) -> Link {
-        Link::connect(&self.socket, who).expect("the host listens")
+    pub(crate) fn connect(&self, who: ClientIdentity) -> SidecarClient {
+        SidecarClient::connect(&self.socket, who).expect("the host listens")
     }
 }
 
-impl Drop for Host {
+impl Drop for SidecarProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -110,15 +110,15 @@ impl Drop for Host {
 }
 
 /// An engine with one worker.
-pub(crate) struct Rig {
-    pub(crate) scheduler: Link,
-    pub(crate) worker: Link,
+pub(crate) struct SidecarFixture {
+    pub(crate) scheduler: SidecarClient,
+    pub(crate) worker: SidecarClient,
     /// The transfer actor, if it is in the worker.
-    pub(crate) transfers: Option<Transfers>,
+    pub(crate) transfers: Option<TransferAgent>,
     /// What a GPU does when its layers are computed, if the KV is in its memory.
     pub(crate) events: [Option<u64>; 2],
     pub(crate) groups: usize,
-    pub(crate) pool: Pool,
+    pub(crate) pool: MemfdPool,
     pub(crate) address: ZmqAddress,
 }
 
@@ -132,9 +132,9 @@ fn patient() -> Overrides {
     limits
 }
 
-pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine {
+pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlacement) -> ServingEngine {
     let layers = LAYERS.iter().map(|name| (*name).into()).collect();
-    Engine {
+    ServingEngine {
         role,
         model: "m".into(),
         tp: 1,
@@ -143,43 +143,43 @@ pub(crate) fn engine(role: Role, mode: Mode, transfer: TransferPlace) -> Engine 
         latent: false,
         packed: true,
         groups: vec![LayerGroup { window: None, block_tokens: 32, layers }],
-        settings: Settings {
+        settings: ConnectorSettings {
             read_mode: mode == Mode::Pull,
             transfer: Some(transfer),
             limits: patient(),
-            ..Settings::default()
+            ..ConnectorSettings::default()
         },
-        last_life: None,
+        last_incarnation: None,
     }
 }
 
 /// Its blocks have `rows` tokens.
-pub(crate) fn worker(pool: &Pool, rows: u64) -> Worker {
+pub(crate) fn worker(pool: &MemfdPool, rows: u64) -> ServingWorker {
     worker_at(pool, rows, None)
 }
 
 /// The same, with its KV in the memory of a GPU.
-fn worker_at(pool: &Pool, rows: u64, device: Option<u32>) -> Worker {
+fn worker_at(pool: &MemfdPool, rows: u64, device: Option<u32>) -> ServingWorker {
     let Memory::MemFd { fd, len } = pool.memory() else { panic!("pools are memory files") };
     let base = pool.start() as u64;
-    let tensor = |(n, name): (u64, &&str)| Tensor {
+    let tensor = |(n, name): (u64, &&str)| KvTensor {
         layer: (**name).into(),
         start: base + n * BLOCKS * BLOCK,
         shape: vec![BLOCKS * 32 / rows, 2, rows, 8],
         stride: vec![2 * rows * 8, rows * 8, 8, 1],
         element: 4,
     };
-    Worker {
+    ServingWorker {
         rank: 0,
         pid: std::process::id(),
-        regions: vec![Region { base, len, file: Some(fd), device }],
+        regions: vec![WorkerRegion { base, len, file: Some(fd), device }],
         tensors: (0..).zip(&LAYERS).map(tensor).collect(),
         attention: None,
     }
 }
 
 /// The next thing that the host says, unless `skip` says that it does not matter.
-pub(crate) fn next(link: &mut Link, mut skip: impl FnMut(&FromHost) -> bool) -> FromHost {
+pub(crate) fn next(link: &mut SidecarClient, mut skip: impl FnMut(&FromHost) -> bool) -> FromHost {
     let mut heard = Vec::new();
     loop {
         link.wait(PATIENCE, &mut heard).expect("the host says something");
@@ -191,28 +191,33 @@ pub(crate) fn next(link: &mut Link, mut skip: impl FnMut(&FromHost) -> bool) -> 
     }
 }
 
-impl Rig {
-    pub(crate) fn start(host: &Host, role: Role, mode: Mode) -> Rig {
-        Rig::start_with(host, role, mode, Sidecar)
+impl SidecarFixture {
+    pub(crate) fn start(host: &SidecarProcess, role: Role, mode: Mode) -> SidecarFixture {
+        SidecarFixture::start_with(host, role, mode, Sidecar)
     }
 
-    pub(crate) fn start_with(host: &Host, role: Role, mode: Mode, transfer: TransferPlace) -> Rig {
-        Rig::of(host, engine(role, mode, transfer))
+    pub(crate) fn start_with(
+        host: &SidecarProcess,
+        role: Role,
+        mode: Mode,
+        transfer: TransferPlacement,
+    ) -> SidecarFixture {
+        SidecarFixture::of(host, engine(role, mode, transfer))
     }
 
-    pub(crate) fn of(host: &Host, engine: Engine) -> Rig {
+    pub(crate) fn of(host: &SidecarProcess, engine: ServingEngine) -> SidecarFixture {
         let (transfer, groups) = (engine.settings.transfer(), engine.groups.len());
-        let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+        let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let rows = engine.groups[0].block_tokens.into();
-        let device = (engine.settings.backend() == Backend::MoriXgmi).then_some(0);
+        let device = (engine.settings.backend() == TransferBackend::MoriXgmi).then_some(0);
         let worker = worker_at(&pool, rows, device);
-        let mut worker = host.connect(Who::Worker(Box::new(worker)));
-        let mut scheduler = host.connect(Who::Scheduler(Box::new(engine)));
+        let mut worker = host.connect(ClientIdentity::Worker(Box::new(worker)));
+        let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine)));
         let transfers = (transfer == InWorker)
-            .then(|| Transfers::start(host.socket.clone(), 0).expect("a thread"));
+            .then(|| TransferAgent::start(host.socket.clone(), 0).expect("a thread"));
         let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
         assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
-        Rig { scheduler, worker, transfers, events: [None; 2], groups, pool, address }
+        SidecarFixture { scheduler, worker, transfers, events: [None; 2], groups, pool, address }
     }
 
     pub(crate) fn block(&mut self, layer: u64, block: u32) -> &mut [u8] {
@@ -234,22 +239,32 @@ pub(crate) fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) 
 }
 
 /// True for what is only told for metrics; transfers that ended are kept.
-pub(crate) fn is_stats(message: &FromHost, ended: &mut Vec<Ended>) -> bool {
+pub(crate) fn is_stats(message: &FromHost, ended: &mut Vec<TransferSummary>) -> bool {
     if let FromHost::Ended(one) = message {
         ended.push(one.clone());
     }
     matches!(message, FromHost::Ended(_) | FromHost::Kept { .. })
 }
 
-/// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is told
-/// of it.
-pub(crate) fn load(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) -> FromHost {
+/// A prompt of 40 tokens in two blocks is to go from one engine to the other; what the decode is
+/// told of it.
+pub(crate) fn load(
+    p: &mut SidecarFixture,
+    d: &mut SidecarFixture,
+    mode: Mode,
+    ended: &mut Vec<TransferSummary>,
+) -> FromHost {
     allocate(p, d, mode, ended);
     next(&mut d.scheduler, |message| is_stats(message, ended))
 }
 
 /// The same, until the decode has blocks for it.
-pub(crate) fn allocate(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<Ended>) {
+pub(crate) fn allocate(
+    p: &mut SidecarFixture,
+    d: &mut SidecarFixture,
+    mode: Mode,
+    ended: &mut Vec<TransferSummary>,
+) {
     arrive(p, d, mode);
     let allocate = next(&mut d.scheduler, |message| is_stats(message, ended));
     assert!(matches!(allocate, FromHost::Decode(DecodeAnswer::Allocate { .. })), "{allocate:?}");
@@ -259,13 +274,14 @@ pub(crate) fn allocate(p: &mut Rig, d: &mut Rig, mode: Mode, ended: &mut Vec<End
 }
 
 /// The prefill computes it, and the decode has no blocks yet.
-pub(crate) fn arrive(p: &mut Rig, d: &mut Rig, mode: Mode) {
+pub(crate) fn arrive(p: &mut SidecarFixture, d: &mut SidecarFixture, mode: Mode) {
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
-    let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, life: None, moriio: None };
+    let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, incarnation: None, moriio: None };
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
     let control = Endpoint::tcp(&p.address.host, p.address.handshake as u16);
     let prefill = p.address.engine();
-    let leg = DecodeLeg { key, sibling: 0, mode, prefill, control, life: None, moriio: None };
+    let leg =
+        DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None };
     d.tell(&arrived("d-1", "do_remote_prefill", &leg));
     let blocks = vec![BlockList::new(vec![3, 5]); p.groups];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 40, blocks };
@@ -287,7 +303,11 @@ pub(crate) fn arrive(p: &mut Rig, d: &mut Rig, mode: Mode) {
 }
 
 /// The same, all of it; what both schedulers are told for metrics.
-pub(crate) fn transfer(p: &mut Rig, d: &mut Rig, mode: Mode) -> (Vec<Ended>, Vec<Ended>) {
+pub(crate) fn transfer(
+    p: &mut SidecarFixture,
+    d: &mut SidecarFixture,
+    mode: Mode,
+) -> (Vec<TransferSummary>, Vec<TransferSummary>) {
     let (mut of_p, mut of_d) = (Vec::new(), Vec::new());
     let loaded = load(p, d, mode, &mut of_d);
     assert!(matches!(loaded, FromHost::Decode(DecodeAnswer::Loaded { .. })), "{loaded:?}");

@@ -4,18 +4,21 @@ use super::refusal;
 use crate::rig::*;
 use engine::core::ids::Incarnation;
 use engine::core::message::{Mode, Role};
-use fabric_host::{HugePages, Pool};
-use kvferry::embed::Link;
-use kvferry::embed::proto::{FromHost, Who};
-use kvferry::embed::spec::Engine;
+use fabric_host::{HugePages, MemfdPool};
+use kvferry::sidecar::SidecarClient;
+use kvferry::sidecar::proto::{ClientIdentity, FromHost};
+use kvferry::sidecar::spec::ServingEngine;
 use std::net::TcpListener;
 use std::path::PathBuf;
 
 /// Both parts of an engine, which is served or not.
-fn parts(host: &Host, engine: Engine) -> (Pool, Link, Link) {
-    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-    let worker = host.connect(Who::Worker(Box::new(worker(&pool, 32))));
-    (pool, worker, host.connect(Who::Scheduler(Box::new(engine))))
+fn parts(
+    host: &SidecarProcess,
+    engine: ServingEngine,
+) -> (MemfdPool, SidecarClient, SidecarClient) {
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let worker = host.connect(ClientIdentity::Worker(Box::new(worker(&pool, 32))));
+    (pool, worker, host.connect(ClientIdentity::Scheduler(Box::new(engine))))
 }
 
 /// A free port, which another process may take before it is used again.
@@ -24,10 +27,10 @@ fn free_port() -> u16 {
     socket.local_addr().expect("bound").port()
 }
 
-fn ready(host: &Host, engine: Engine) -> (u64, Incarnation) {
+fn ready(host: &SidecarProcess, engine: ServingEngine) -> (u64, Incarnation) {
     let (_pool, _worker, mut scheduler) = parts(host, engine);
     match next(&mut scheduler, |_| false) {
-        FromHost::Ready { lease_ms, life, .. } => (lease_ms, life),
+        FromHost::Ready { lease_ms, incarnation, .. } => (lease_ms, incarnation),
         other => panic!("{other:?}"),
     }
 }
@@ -40,9 +43,10 @@ fn limits_come_from_the_connector_before_the_host_before_the_defaults() {
         ("host", Some(set), "{}", 9_000),
         ("connector", Some(set), r#"{"protocol": {"lease_ms": 12000.5}}"#, 12_000),
     ] {
-        let host = Host::with(&format!("limits-{name}"), set);
+        let host = SidecarProcess::with(&format!("limits-{name}"), set);
         let mut engine = engine(Role::Prefill, Mode::Pull, Sidecar);
-        let given = kvferry::embed::settings::Settings::read(given).expect("they are known");
+        let given =
+            kvferry::sidecar::settings::ConnectorSettings::read(given).expect("they are known");
         engine.settings.limits = given.limits;
         assert_eq!(ready(&host, engine).0, lease, "{name}");
     }
@@ -53,7 +57,7 @@ fn a_taken_port_is_named_with_its_key_and_what_to_do() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("bound").port();
     for key in ["handshake_port", "notify_port"] {
-        let host = Host::start(&format!("taken-{key}"));
+        let host = SidecarProcess::start(&format!("taken-{key}"));
         let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
         let given = match key {
             "handshake_port" => &mut engine.settings.handshake_port,
@@ -69,7 +73,7 @@ fn a_taken_port_is_named_with_its_key_and_what_to_do() {
 
 #[test]
 fn an_address_of_another_machine_is_named_with_its_key() {
-    let host = Host::start("foreign");
+    let host = SidecarProcess::start("foreign");
     let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
     // Kept for documentation: no machine has it.
     engine.settings.host_ip = "192.0.2.1".into();
@@ -80,7 +84,7 @@ fn an_address_of_another_machine_is_named_with_its_key() {
 
 #[test]
 fn dp_ranks_whose_ports_would_collide_are_refused() {
-    let host = Host::start("collide");
+    let host = SidecarProcess::start("collide");
     let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
     (engine.dp, engine.settings.handshake_port) = ((0, 4), 6_301);
     engine.settings.notify_port = 6_303;
@@ -90,26 +94,26 @@ fn dp_ranks_whose_ports_would_collide_are_refused() {
 }
 
 /// A folder that is removed with it.
-struct Folder(PathBuf);
+struct SettingsFolder(PathBuf);
 
-impl Drop for Folder {
+impl Drop for SettingsFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// Its clock says less than it did in its last life, which is years ahead here.
+/// Its clock says less than it did in its last incarnation, which is years ahead here.
 #[test]
-fn a_life_is_later_than_the_one_before_whatever_the_clock_says() {
+fn an_incarnation_is_later_than_the_one_before_whatever_the_clock_says() {
     let folder = format!("kvferry-test-{}-lives", std::process::id());
-    let folder = Folder(std::env::temp_dir().join(folder));
+    let folder = SettingsFolder(std::env::temp_dir().join(folder));
     let path = folder.0.to_str().expect("UTF-8").to_owned();
     let ahead = 1 << 55;
     let mut last = Incarnation(0);
     for (n, told) in
         [None, Some(Incarnation(ahead)), None, Some(last), None].into_iter().enumerate()
     {
-        let host = Host::with(&format!("lives-{n}"), Some(("KVFERRY_HOST_STATE", &path)));
+        let host = SidecarProcess::with(&format!("lives-{n}"), Some(("KVFERRY_HOST_STATE", &path)));
         let mut engine = engine(Role::Decode, Mode::Push, Sidecar);
         engine.settings.handshake_port = free_port();
         if n > 0 {
@@ -118,10 +122,10 @@ fn a_life_is_later_than_the_one_before_whatever_the_clock_says() {
             let (_, port) = name.to_str().expect("a name").rsplit_once(':').expect("a port");
             engine.settings.handshake_port = port.parse().expect("a port");
         }
-        engine.last_life = told;
-        let (_, life) = ready(&host, engine);
-        assert!(life > last, "{n}: {life} after {last}");
-        assert_eq!(life.0 > ahead, n > 0, "{n}: {life}");
-        last = life;
+        engine.last_incarnation = told;
+        let (_, incarnation) = ready(&host, engine);
+        assert!(incarnation > last, "{n}: {incarnation} after {last}");
+        assert_eq!(incarnation.0 > ahead, n > 0, "{n}: {incarnation}");
+        last = incarnation;
     }
 }

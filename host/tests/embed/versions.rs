@@ -2,10 +2,10 @@
 
 use crate::rig::*;
 use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Role};
-use fabric_host::{HugePages, Pool};
-use kvferry::embed::Link;
-use kvferry::embed::proto::{FromHost, ToHost, Who};
-use kvferry::embed::spec::Engine;
+use fabric_host::{HugePages, MemfdPool};
+use kvferry::sidecar::SidecarClient;
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::spec::ServingEngine;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::mem::discriminant;
@@ -62,7 +62,7 @@ fn gist(answer: &FromHost) -> String {
 
 #[test]
 fn a_connector_of_version_5_is_served_as_it_was() {
-    let host = Host::start("version-5");
+    let host = SidecarProcess::start("version-5");
     let mut streams: BTreeMap<&str, UnixStream> = BTreeMap::new();
     let (mut said, mut heard) = (0, 0);
     for (who, is_said, frame) in frames() {
@@ -105,11 +105,11 @@ fn old_host(name: &str, parts: &'static [(&'static str, usize)]) -> (PathBuf, Jo
     (socket, thread::spawn(play))
 }
 
-fn link(socket: &Path, who: Who) -> Link {
-    Link::connect(socket, who).expect("the host listens")
+fn link(socket: &Path, who: ClientIdentity) -> SidecarClient {
+    SidecarClient::connect(socket, who).expect("the host listens")
 }
 
-fn without_limits() -> Engine {
+fn without_limits() -> ServingEngine {
     let mut engine = engine(Role::Decode, Mode::Pull, Sidecar);
     engine.settings.limits = Default::default();
     engine
@@ -124,7 +124,7 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
             frames().into_iter().filter(move |(part, is_said, _)| *part == who && !is_said);
         frames.map(|(_, _, frame)| gist(&answer(&frame))).collect::<Vec<_>>()
     };
-    let heard = |link: &mut Link, number: usize| {
+    let heard = |link: &mut SidecarClient, number: usize| {
         let mut heard = Vec::new();
         while heard.len() < number {
             let mut more = Vec::new();
@@ -133,10 +133,10 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
         }
         heard
     };
-    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-    let mut worker = link(&socket, Who::Worker(Box::new(worker(&pool, 32))));
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let mut worker = link(&socket, ClientIdentity::Worker(Box::new(worker(&pool, 32))));
     assert_eq!(heard(&mut worker, 1), then("worker"));
-    let mut scheduler = link(&socket, Who::Scheduler(Box::new(without_limits())));
+    let mut scheduler = link(&socket, ClientIdentity::Scheduler(Box::new(without_limits())));
     let mut said = heard(&mut scheduler, 1);
     for request in ["r", "d-1"] {
         let (request, params) = (request.into(), "{}".into());
@@ -147,7 +147,7 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
     let (request, reason) = ("d-1".into(), FinishReason::Aborted);
     let finished = ToHost::Decode(DecodeHook::Finished { request, reason });
     scheduler.send(&finished).expect("the host hears");
-    let mut observer = link(&socket, Who::Observer);
+    let mut observer = link(&socket, ClientIdentity::Observer);
     assert_eq!(heard(&mut observer, 1), then("observer"));
     host.join().expect("it heard what it expects");
 }
@@ -155,10 +155,10 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
 #[test]
 fn what_a_host_of_version_5_does_not_know_is_not_asked_of_it() {
     let (socket, host) = old_host("limits-of-version-5", &[("worker", 2), ("scheduler", 2)]);
-    let pool = Pool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
-    let _worker = link(&socket, Who::Worker(Box::new(worker(&pool, 32))));
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let _worker = link(&socket, ClientIdentity::Worker(Box::new(worker(&pool, 32))));
     let engine = engine(Role::Decode, Mode::Pull, Sidecar);
-    let mut scheduler = link(&socket, Who::Scheduler(Box::new(engine)));
+    let mut scheduler = link(&socket, ClientIdentity::Scheduler(Box::new(engine)));
     let why = scheduler.wait(PATIENCE, &mut Vec::new()).expect_err("it has no limits");
     let why = why.to_string();
     assert!(why.contains("version 5") && why.contains("install one version"), "{why}");

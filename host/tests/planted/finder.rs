@@ -14,7 +14,6 @@ const CHUNK: u64 = 25;
 /// Targets with tests of the engine that find bugs, as `./test --planted` builds them.
 const TARGETS: [&str; 5] = ["layout", "pair", "peers", "peers_hello", "router"];
 
-/// A check.
 #[derive(Debug, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(untagged, deny_unknown_fields)]
 pub(crate) enum Finder {

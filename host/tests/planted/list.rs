@@ -13,13 +13,12 @@ pub(crate) struct Bug {
     /// What it does; `engine/PLANTED.md` shows it.
     #[allow(dead_code, reason = "for readers")]
     does: String,
-    /// What finds it.
     pub(crate) found: Finder,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct List {
+struct BugList {
     bug: Vec<Bug>,
     /// Changes that were taken for bugs and change nothing; each says why.
     #[allow(dead_code, reason = "for readers")]
@@ -30,7 +29,7 @@ struct List {
 pub(crate) fn bugs() -> Vec<Bug> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/planted.toml");
     let text = std::fs::read_to_string(&path).expect("the list is there");
-    let list: List = toml::from_str(&text).unwrap_or_else(|why| panic!("planted.toml: {why}"));
+    let list: BugList = toml::from_str(&text).unwrap_or_else(|why| panic!("planted.toml: {why}"));
     assert!(list.bug.len() >= 30, "{} bugs", list.bug.len());
     list.bug
 }

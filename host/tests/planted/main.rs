@@ -1,5 +1,5 @@
-//! Each planted bug is found by the check that `engine/planted.toml` names for it, and without a bug every
-//! one of those checks holds. `./test --planted` runs this.
+//! Each planted bug is found by the check that `engine/planted.toml` names for it, and without a
+//! bug every one of those checks holds. `./test --planted` runs this.
 
 mod finder;
 mod list;

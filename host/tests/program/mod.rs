@@ -7,17 +7,17 @@ use std::process::Command;
 
 /// How the program ended.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct ProgramOutput {
     pub(crate) code: i32,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
 /// Runs the program to its end.
-pub(crate) fn kvferry<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Ended {
+pub(crate) fn kvferry<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> ProgramOutput {
     let mut program = Command::new(env!("CARGO_BIN_EXE_kvferry"));
     let output = program.args(args).output().expect("the program starts");
-    Ended {
+    ProgramOutput {
         code: output.status.code().expect("the program ends by itself"),
         out: String::from_utf8(output.stdout).expect("output is UTF-8"),
         err: String::from_utf8(output.stderr).expect("output is UTF-8"),
@@ -30,19 +30,18 @@ pub(crate) fn scenarios() -> PathBuf {
 }
 
 /// A folder of one test, empty at first.
-pub(crate) struct Folder(PathBuf);
+pub(crate) struct ProgramFolder(PathBuf);
 
-impl Folder {
+impl ProgramFolder {
     /// `name` is the test's own.
-    pub(crate) fn new(name: &str) -> Folder {
+    pub(crate) fn new(name: &str) -> ProgramFolder {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
         // It is there if the test ran before.
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder).expect("a folder for files");
-        Folder(folder)
+        ProgramFolder(folder)
     }
 
-    /// A path inside.
     pub(crate) fn path(&self, name: &str) -> String {
         self.0.join(name).display().to_string()
     }

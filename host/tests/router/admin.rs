@@ -1,7 +1,7 @@
 //! B10: what the router tells about itself.
 
-use crate::backend::{Act, Backend, Form};
-use crate::rig::{PATIENCE, Router, pair};
+use crate::backend::{Act, HeartbeatFields, StubInstance};
+use crate::rig::{PATIENCE, TestRouter, pair};
 use engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -9,20 +9,21 @@ use tokio::sync::Notify;
 
 #[tokio::test]
 async fn readiness_comes_from_the_registry() {
-    let mut router = Router::start(&[]);
+    let mut router = TestRouter::start(&[]);
     assert_eq!(router.get("/health").await.status, 200);
     assert_eq!(router.get("/liveness").await.status, 200);
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
-    router.register(&p, &Form::of(Mode::Push));
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
+    router.register(&p, &HeartbeatFields::of(Mode::Push));
     router.ready(1).await;
     let answer = router.get("/readiness").await;
     assert_eq!((answer.status, &answer.json()["prefill"]), (503, &json!(1)));
     // Of the other mode: no pair.
-    let other = Backend::start(Role::Decode).await;
-    router.register(&other, &Form::of(Mode::Pull));
+    let other = StubInstance::start(Role::Decode).await;
+    router.register(&other, &HeartbeatFields::of(Mode::Pull));
     router.ready(2).await;
     assert_eq!(router.get("/readiness").await.status, 503);
-    router.register(&d, &Form::of(Mode::Push));
+    router.register(&d, &HeartbeatFields::of(Mode::Push));
     router.ready(3).await;
     assert_eq!(router.get("/readiness").await.status, 200);
 }
@@ -35,7 +36,7 @@ async fn models_come_from_an_instance() {
     // If one does not answer, another is asked.
     d.die();
     assert_eq!(router.get("/v1/models").await.status, 200);
-    let nobody = Router::start(&[]);
+    let nobody = TestRouter::start(&[]);
     let answer = nobody.get("/v1/models").await;
     assert_eq!(answer.status, 503);
     assert!(answer.error().contains("no instance is ready"));
@@ -43,10 +44,11 @@ async fn models_come_from_an_instance() {
 
 #[tokio::test]
 async fn workers_are_listed_with_what_they_do() {
-    let mut router = Router::start(&[]);
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
-    router.register(&p, &Form { dp: 2, tp: 4, ..Form::of(Mode::Push) });
-    router.register(&d, &Form { tp: 2, ..Form::of(Mode::Push) });
+    let mut router = TestRouter::start(&[]);
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
+    router.register(&p, &HeartbeatFields { dp: 2, tp: 4, ..HeartbeatFields::of(Mode::Push) });
+    router.register(&d, &HeartbeatFields { tp: 2, ..HeartbeatFields::of(Mode::Push) });
     router.ready(3).await;
     p.always(Act::Never);
     d.always(Act::Never);

@@ -3,7 +3,7 @@
 use crate::rig::PATIENCE;
 use bytes::Bytes;
 use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::registration::Heartbeat;
+use engine::core::dialect::moriio::registration::MoriioRegistration;
 use engine::core::message::{Mode, Registration, Role};
 use engine::fabric::Endpoint;
 use http_body_util::{BodyExt, StreamBody};
@@ -25,13 +25,13 @@ use tokio::time::timeout;
 
 /// A leg as it arrived.
 #[derive(Clone, Debug)]
-pub(crate) struct Leg {
+pub(crate) struct ReceivedLeg {
     pub(crate) path: String,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Value,
 }
 
-impl Leg {
+impl ReceivedLeg {
     pub(crate) fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
@@ -57,24 +57,23 @@ pub(crate) enum Act {
     /// No answer, for ever.
     Never,
     /// The other act, once one of these instances has got the leg of this transfer.
-    Kv(Vec<Legs>, String, Box<Act>),
+    Kv(Vec<ReceivedLegs>, String, Box<Act>),
     /// The other act, once told.
     After(Arc<Notify>, Box<Act>),
 }
 
 /// Legs that an instance got.
-pub(crate) type Legs = Arc<Mutex<Vec<Leg>>>;
+pub(crate) type ReceivedLegs = Arc<Mutex<Vec<ReceivedLeg>>>;
 
 /// A leg arrived somewhere.
 static ARRIVAL: Notify = Notify::const_new();
 
-type Decide = Arc<dyn Fn(&Leg) -> Act + Send + Sync>;
+type Decide = Arc<dyn Fn(&ReceivedLeg) -> Act + Send + Sync>;
 
-/// An instance.
-pub(crate) struct Backend {
+pub(crate) struct StubInstance {
     pub(crate) role: Role,
     pub(crate) http: String,
-    pub(crate) legs: Legs,
+    pub(crate) legs: ReceivedLegs,
     decide: Arc<Mutex<Decide>>,
     /// Legs that came, counted; and legs whose connection the router closed before the answer.
     pub(crate) arrived: watch::Sender<usize>,
@@ -82,7 +81,7 @@ pub(crate) struct Backend {
     /// Whether it answers probes well, and what key they had.
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
     /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
-    partners: Arc<Mutex<Vec<Legs>>>,
+    partners: Arc<Mutex<Vec<ReceivedLegs>>>,
     server: Option<JoinHandle<()>>,
 }
 
@@ -96,8 +95,9 @@ pub(crate) fn prefill_params(transfer: &Value) -> Value {
     })
 }
 
-/// What an instance usually does; a decode with partners waits until one has the leg of its transfer.
-fn usual(role: Role, leg: &Leg, partners: &Mutex<Vec<Legs>>) -> Act {
+/// What an instance usually does; a decode with partners waits until one has the leg of its
+/// transfer.
+fn usual(role: Role, leg: &ReceivedLeg, partners: &Mutex<Vec<ReceivedLegs>>) -> Act {
     let partners = partners.lock().unwrap().clone();
     match leg.params()["transfer_id"].as_str() {
         Some(transfer) if !partners.is_empty() => {
@@ -107,7 +107,7 @@ fn usual(role: Role, leg: &Leg, partners: &Mutex<Vec<Legs>>) -> Act {
     }
 }
 
-fn answer(role: Role, leg: &Leg) -> Act {
+fn answer(role: Role, leg: &ReceivedLeg) -> Act {
     let text = if role == Role::Prefill { "from P" } else { "from D" };
     let id = format!("cmpl-{}", leg.header("x-request-id"));
     if role == Role::Decode && leg.body["stream"] == true {
@@ -193,9 +193,9 @@ where
 }
 
 /// Counts a leg that is dropped before it was answered.
-struct Watch(Option<watch::Sender<usize>>);
+struct DropCounter(Option<watch::Sender<usize>>);
 
-impl Drop for Watch {
+impl Drop for DropCounter {
     fn drop(&mut self) {
         if let Some(dropped) = &self.0 {
             dropped.send_modify(|count| *count += 1);
@@ -235,7 +235,7 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
             Act::Kv(prefills, transfer, then) => {
                 loop {
                     let arrival = ARRIVAL.notified();
-                    let is_it = |leg: &Leg| leg.params()["transfer_id"] == *transfer;
+                    let is_it = |leg: &ReceivedLeg| leg.params()["transfer_id"] == *transfer;
                     if prefills.iter().any(|legs| legs.lock().unwrap().iter().any(is_it)) {
                         break;
                     }
@@ -255,15 +255,15 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
     }
 }
 
-impl Backend {
+impl StubInstance {
     /// An instance at a free port that does the usual.
-    pub(crate) async fn start(role: Role) -> Backend {
+    pub(crate) async fn start(role: Role) -> StubInstance {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let http = listener.local_addr().unwrap().to_string();
-        let partners: Arc<Mutex<Vec<Legs>>> = Arc::default();
+        let partners: Arc<Mutex<Vec<ReceivedLegs>>> = Arc::default();
         let of = partners.clone();
         let decide: Decide = Arc::new(move |leg| usual(role, leg, &of));
-        let mut backend = Backend {
+        let mut backend = StubInstance {
             role,
             http,
             legs: Arc::default(),
@@ -282,7 +282,7 @@ impl Backend {
             loop {
                 let Ok((stream, _)) = listener.accept().await else { return };
                 stream.set_nodelay(true).unwrap();
-                let state = State {
+                let state = StubState {
                     legs: legs.clone(),
                     decide: decide.clone(),
                     arrived: arrived.clone(),
@@ -298,7 +298,7 @@ impl Backend {
     }
 
     /// Does with each leg what `decide` says; the usual if it says nothing.
-    pub(crate) fn on(&self, decide: impl Fn(&Leg) -> Option<Act> + Send + Sync + 'static) {
+    pub(crate) fn on(&self, decide: impl Fn(&ReceivedLeg) -> Option<Act> + Send + Sync + 'static) {
         let (role, partners) = (self.role, self.partners.clone());
         *self.decide.lock().unwrap() =
             Arc::new(move |leg| decide(leg).unwrap_or_else(|| usual(role, leg, &partners)));
@@ -306,7 +306,7 @@ impl Backend {
 
     /// Has the usual answer of a decode wait until one of these prefills has got the other leg:
     /// otherwise the router may drop that leg, which nobody needs any more, before it was sent.
-    pub(crate) fn waits_for<'a>(&self, prefills: impl IntoIterator<Item = &'a Backend>) {
+    pub(crate) fn waits_for<'a>(&self, prefills: impl IntoIterator<Item = &'a StubInstance>) {
         *self.partners.lock().unwrap() = prefills.into_iter().map(|it| it.legs.clone()).collect();
     }
 
@@ -316,7 +316,7 @@ impl Backend {
     }
 
     /// Legs that came so far.
-    pub(crate) fn seen(&self) -> Vec<Leg> {
+    pub(crate) fn seen(&self) -> Vec<ReceivedLeg> {
         self.legs.lock().unwrap().clone()
     }
 
@@ -340,7 +340,7 @@ impl Backend {
     }
 }
 
-impl Drop for Backend {
+impl Drop for StubInstance {
     fn drop(&mut self) {
         if let Some(server) = self.server.take() {
             server.abort();
@@ -350,8 +350,8 @@ impl Drop for Backend {
 
 /// What connections share.
 #[derive(Clone)]
-struct State {
-    legs: Legs,
+struct StubState {
+    legs: ReceivedLegs,
     decide: Arc<Mutex<Decide>>,
     arrived: watch::Sender<usize>,
     dropped: watch::Sender<usize>,
@@ -360,7 +360,7 @@ struct State {
 
 async fn serve(
     request: Request<Incoming>,
-    State { legs, decide, arrived, dropped, health }: State,
+    StubState { legs, decide, arrived, dropped, health }: StubState,
 ) -> Result<Response<Chunks>, std::io::Error> {
     if request.method() == hyper::Method::GET {
         let key =
@@ -379,12 +379,12 @@ async fn serve(
     let (head, body) = request.into_parts();
     let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
     let body = serde_json::from_slice(&body).unwrap();
-    let leg = Leg { path: head.uri.path().into(), headers: head.headers, body };
+    let leg = ReceivedLeg { path: head.uri.path().into(), headers: head.headers, body };
     let decided = decide.lock().unwrap().clone()(&leg);
     legs.lock().unwrap().push(leg);
     arrived.send_modify(|count| *count += 1);
     ARRIVAL.notify_waiters();
-    let mut watch = Watch(Some(dropped));
+    let mut watch = DropCounter(Some(dropped));
     let answer = act(decided).await;
     watch.0 = None;
     answer
@@ -392,27 +392,27 @@ async fn serve(
 
 /// What a heartbeat says beside role and HTTP address.
 #[derive(Clone, Debug)]
-pub(crate) struct Form {
+pub(crate) struct HeartbeatFields {
     pub(crate) mode: Mode,
     pub(crate) dp: u16,
     pub(crate) tp: u16,
     pub(crate) native: Option<Registration>,
 }
 
-impl Form {
-    pub(crate) fn of(mode: Mode) -> Form {
-        Form { mode, dp: 1, tp: 1, native: None }
+impl HeartbeatFields {
+    pub(crate) fn of(mode: Mode) -> HeartbeatFields {
+        HeartbeatFields { mode, dp: 1, tp: 1, native: None }
     }
 }
 
 /// The frame of a stand-in instance.
-pub(crate) fn frame(role: Role, http: &str, form: &Form) -> Vec<u8> {
+pub(crate) fn frame(role: Role, http: &str, form: &HeartbeatFields) -> Vec<u8> {
     let zmq = match role {
         Role::Prefill => "host:127.0.0.1,handshake:6301,notify:61005",
         Role::Decode => "host:127.0.0.1,handshake:7301,notify:62005",
     };
     let size = |size| NonZeroU16::new(size).unwrap();
-    let beat = Heartbeat::new(
+    let beat = MoriioRegistration::new(
         role,
         Endpoint::from(http),
         ZmqAddress::parse(zmq).unwrap(),
@@ -428,14 +428,14 @@ pub(crate) fn frame(role: Role, http: &str, form: &Form) -> Vec<u8> {
 }
 
 /// A DEALER that repeats its messages until it is dropped.
-pub(crate) struct Heart {
+pub(crate) struct BackendHeartbeat {
     stop: Option<Sender<()>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-impl Heart {
+impl BackendHeartbeat {
     /// Sends the messages at once and then every second.
-    pub(crate) fn beat(discovery: &str, messages: Vec<Vec<Vec<u8>>>) -> Heart {
+    pub(crate) fn beat(discovery: &str, messages: Vec<Vec<Vec<u8>>>) -> BackendHeartbeat {
         let (stop, stopped) = channel();
         let context = zmq::Context::new();
         let socket = context.socket(zmq::DEALER).unwrap();
@@ -453,11 +453,11 @@ impl Heart {
                 }
             }
         });
-        Heart { stop: Some(stop), thread: Some(thread) }
+        BackendHeartbeat { stop: Some(stop), thread: Some(thread) }
     }
 }
 
-impl Drop for Heart {
+impl Drop for BackendHeartbeat {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {

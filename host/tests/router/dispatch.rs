@@ -1,7 +1,7 @@
 //! What legs look like: field by field those of vllm-router 0.1.17, but for what is listed here.
 
-use crate::backend::{Act, Backend, Form, prefill_params};
-use crate::rig::Router;
+use crate::backend::{Act, HeartbeatFields, StubInstance, prefill_params};
+use crate::rig::TestRouter;
 use engine::core::message::{Mode, Role};
 use hyper::header::HeaderName;
 use serde_json::{Map, Value, json};
@@ -41,7 +41,7 @@ fn expected(recorded: &Value, peer: &Value, prefill: bool, mode: Mode) -> Value 
     body
 }
 
-fn actual(leg: &crate::backend::Leg) -> Value {
+fn actual(leg: &crate::backend::ReceivedLeg) -> Value {
     let mut body = leg.body.clone();
     let params = masked(leg.params().clone(), "tx");
     body["kv_transfer_params"] = params;
@@ -64,7 +64,8 @@ async fn replay(file: &str) {
     let recorded = load(file);
     let meta = &recorded["meta"];
     let mode = if meta["transfer_mode"] == "READ" { Mode::Pull } else { Mode::Push };
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
     let size = |role: &str, key: &str| meta[role][key].as_u64().unwrap() as u16;
     // The recorded stand-in says of itself what it says without data parallelism.
     p.on(|leg| {
@@ -74,10 +75,10 @@ async fn replay(file: &str) {
     if mode == Mode::Push {
         d.waits_for([&p]);
     }
-    let mut router = Router::start(&[]);
+    let mut router = TestRouter::start(&[]);
     for (backend, role) in [(&p, "prefill"), (&d, "decode")] {
         let (dp, tp) = (size(role, "dp_size"), size(role, "tp_size"));
-        router.register(backend, &Form { dp, tp, ..Form::of(mode) });
+        router.register(backend, &HeartbeatFields { dp, tp, ..HeartbeatFields::of(mode) });
     }
     router.ready(usize::from(size("prefill", "dp_size") + size("decode", "dp_size"))).await;
     for (nth, request) in recorded["requests"].as_array().unwrap().iter().enumerate() {
@@ -95,7 +96,7 @@ async fn replay(file: &str) {
             asked.headers_mut().insert(name, value.as_str().unwrap().try_into().unwrap());
         }
         let id = asked.headers().get("x-request-id").cloned();
-        let answer = Router::read(router.call(asked).await).await;
+        let answer = TestRouter::read(router.call(asked).await).await;
         let name = request["name"].as_str().unwrap();
         assert_eq!(answer.status, 200, "{name}: {}", answer.body);
         let told = answer.headers["x-request-id"].to_str().unwrap();
@@ -137,8 +138,8 @@ fn check_id(id: &str, recorded: &Value) {
 }
 
 /// The rank that a leg is pinned to is the one that its peer is told.
-fn check_ranks(p: &crate::backend::Leg, d: &crate::backend::Leg, mode: Mode) {
-    let told = |leg: &crate::backend::Leg| leg.params()["remote_dp_rank"].to_string();
+fn check_ranks(p: &crate::backend::ReceivedLeg, d: &crate::backend::ReceivedLeg, mode: Mode) {
+    let told = |leg: &crate::backend::ReceivedLeg| leg.params()["remote_dp_rank"].to_string();
     // Its own rank a prefill in READ mode tells by its answer.
     let by_answer = mode == Mode::Pull;
     for (leg, peer, told_by_us) in [(d, p, true), (p, d, !by_answer)] {

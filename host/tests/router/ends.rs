@@ -1,7 +1,7 @@
 //! B14: clients that go, and the end of the router.
 
 use crate::backend::Act;
-use crate::rig::{PATIENCE, Router, completion, pair, streaming};
+use crate::rig::{PATIENCE, TestRouter, completion, pair, streaming};
 use engine::core::message::Mode;
 use http_body_util::BodyExt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-async fn raw(router: &Router, body: &str) -> TcpStream {
+async fn raw(router: &TestRouter, body: &str) -> TcpStream {
     let mut stream = TcpStream::connect(&router.http).await.unwrap();
     let head = format!(
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\

@@ -1,8 +1,8 @@
 //! B5, B6, B9: what becomes of requests when instances fail. The cases are the recorded ones; the
 //! verdicts are ours.
 
-use crate::backend::{Act, Backend};
-use crate::rig::{Answer, Router, completion, fleet, pair, streaming};
+use crate::backend::{Act, StubInstance};
+use crate::rig::{TestResponse, TestRouter, completion, fleet, pair, streaming};
 use engine::core::message::Mode;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -114,7 +114,7 @@ async fn play(case: String, mode: Mode) {
     router.until(&case, |all| all.iter().all(|it| it["in_flight_legs"] == 0)).await;
 }
 
-fn judge(case: &str, mode: Mode, answer: &Answer) {
+fn judge(case: &str, mode: Mode, answer: &TestResponse) {
     match verdict(case, mode) {
         None if case.starts_with("decode 200") => assert_eq!(answer.body, "not json", "{case}"),
         None => {
@@ -154,7 +154,7 @@ async fn recorded_failures_have_our_verdicts() {
         }
     }
     assert_eq!(cases.len(), 44);
-    let alone = Router::start(&["--queue-timeout", "0.001"]).ask().await;
+    let alone = TestRouter::start(&["--queue-timeout", "0.001"]).ask().await;
     assert_eq!(alone.status, 503);
     assert!(alone.error().contains("no prefill and decode instance"), "{alone:?}");
     let mut all = JoinSet::new();
@@ -226,7 +226,7 @@ async fn tries_are_bounded() {
     assert!((3..=5).contains(&p.seen().len()), "{}", p.seen().len());
 }
 
-async fn dies_in_request(router: &Router, dying: &mut Backend, on: usize) -> Answer {
+async fn dies_in_request(router: &TestRouter, dying: &mut StubInstance, on: usize) -> TestResponse {
     let asked = router.ask();
     let die = async {
         dying.arrival(on).await;

@@ -66,7 +66,7 @@ async fn streams_of_samples_are_one_stream() {
 #[tokio::test]
 async fn one_sample_that_fails_ends_the_answer_with_its_error() {
     let (router, _p, d) = pair(Mode::Push, &["--retries", "0"]).await;
-    let bad = |leg: &crate::backend::Leg| {
+    let bad = |leg: &crate::backend::ReceivedLeg| {
         let error = json!({"error": {"message": "no", "type": "t", "code": 400}});
         (leg.body["prompt"] == "bad").then(|| Act::Json(400, error))
     };

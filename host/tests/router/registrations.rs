@@ -1,7 +1,7 @@
 //! B1 to B4: who gets traffic, and what is made of odd messages.
 
-use crate::backend::{Backend, Form, frame};
-use crate::rig::{PATIENCE, Router, pair};
+use crate::backend::{HeartbeatFields, StubInstance, frame};
+use crate::rig::{PATIENCE, TestRouter, pair};
 use engine::core::message::{Mode, Role};
 use serde_json::Value;
 use std::net::TcpListener;
@@ -23,11 +23,12 @@ async fn an_instance_that_is_silent_is_dropped() {
 
 #[tokio::test]
 async fn an_instance_gets_traffic_only_after_a_probe() {
-    let mut router = Router::start(&["--queue-timeout", "0.001"]);
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
+    let mut router = TestRouter::start(&["--queue-timeout", "0.001"]);
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
     p.health.lock().unwrap().0 = false;
-    router.register(&p, &Form::of(Mode::Push));
-    router.register(&d, &Form::of(Mode::Push));
+    router.register(&p, &HeartbeatFields::of(Mode::Push));
+    router.register(&d, &HeartbeatFields::of(Mode::Push));
     router.ready(1).await;
     let refused = router.ask().await;
     assert_eq!(refused.status, 503);
@@ -89,9 +90,9 @@ async fn odd_registrations_get_their_verdicts_and_end_nothing() {
     let good = unhex(&cases[0]["payload_hex"]);
     for case in cases {
         let name = case["name"].as_str().unwrap();
-        let mut router = Router::start(&[]);
+        let mut router = TestRouter::start(&[]);
         // The second message is handled after the first.
-        let decode = frame(Role::Decode, "127.0.0.1:9", &Form::of(Mode::Push));
+        let decode = frame(Role::Decode, "127.0.0.1:9", &HeartbeatFields::of(Mode::Push));
         router.send(vec![parts(case, &good), vec![decode]]);
         let decodes = |workers: &[Value]| workers.iter().any(|it| it["role"] == "decode");
         router.until("the decode is listed", decodes).await;
@@ -115,8 +116,8 @@ async fn odd_registrations_get_their_verdicts_and_end_nothing() {
 
 #[tokio::test]
 async fn rejections_name_the_sender() {
-    let mut router = Router::start(&[]);
-    let mut bad = frame(Role::Prefill, "10.1.2.3:8000", &Form::of(Mode::Push));
+    let mut router = TestRouter::start(&[]);
+    let mut bad = frame(Role::Prefill, "10.1.2.3:8000", &HeartbeatFields::of(Mode::Push));
     let at = bad.windows(5).position(|it| it == b"host:").unwrap();
     bad[at] = b'x';
     router.send(vec![vec![bad], vec![b"?".to_vec()]]);
@@ -175,10 +176,10 @@ async fn the_discovery_socket_listens_at_names_and_ipv6() {
         all.push("[::1]:0");
     }
     for address in all {
-        let mut router = Router::start(&["--discovery", address]);
+        let mut router = TestRouter::start(&["--discovery", address]);
         router.discovery = router.discovery.replace("0.0.0.0", "127.0.0.1");
-        let p = Backend::start(Role::Prefill).await;
-        router.register(&p, &Form::of(Mode::Push));
+        let p = StubInstance::start(Role::Prefill).await;
+        router.register(&p, &HeartbeatFields::of(Mode::Push));
         router.ready(1).await;
     }
 }
@@ -187,12 +188,12 @@ async fn the_discovery_socket_listens_at_names_and_ipv6() {
 
 #[tokio::test]
 async fn modes_live_side_by_side_and_are_not_paired() {
-    let mut router = Router::start(&[]);
+    let mut router = TestRouter::start(&[]);
     let mut backends = Vec::new();
     for mode in [Mode::Push, Mode::Pull] {
         for role in [Role::Prefill, Role::Decode] {
-            let backend = Backend::start(role).await;
-            router.register(&backend, &Form::of(mode));
+            let backend = StubInstance::start(role).await;
+            router.register(&backend, &HeartbeatFields::of(mode));
             if (mode, role) == (Mode::Push, Role::Decode) {
                 backend.waits_for(&backends);
             }
@@ -217,9 +218,10 @@ async fn a_mode_is_gone_with_its_last_instance() {
     router.hush();
     router.hush();
     router.until("all expire", <[Value]>::is_empty).await;
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
-    router.register(&p, &Form::of(Mode::Pull));
-    router.register(&d, &Form::of(Mode::Pull));
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
+    router.register(&p, &HeartbeatFields::of(Mode::Pull));
+    router.register(&d, &HeartbeatFields::of(Mode::Pull));
     // Where the machine is busy these may expire too, until their hearts beat again.
     let start = Instant::now();
     while router.ask().await.status != 200 {
@@ -234,8 +236,9 @@ async fn native_pairs_get_their_legs_in_both_forms() {
     use engine::core::ids::Incarnation;
     use engine::core::message::{DecodeLeg, PrefillLeg, Registration};
     for mode in [Mode::Push, Mode::Pull] {
-        let mut router = Router::start(&[]);
-        let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
+        let mut router = TestRouter::start(&[]);
+        let (p, d) =
+            (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
         for (backend, name) in [(&p, "p0"), (&d, "d0")] {
             let native = Registration {
                 engine: name.into(),
@@ -252,7 +255,10 @@ async fn native_pairs_get_their_legs_in_both_forms() {
                 fit: None,
                 troubles: Vec::new(),
             };
-            router.register(backend, &Form { native: Some(native), ..Form::of(mode) });
+            router.register(
+                backend,
+                &HeartbeatFields { native: Some(native), ..HeartbeatFields::of(mode) },
+            );
         }
         if mode == Mode::Push {
             d.waits_for([&p]);
@@ -265,7 +271,10 @@ async fn native_pairs_get_their_legs_in_both_forms() {
             serde_json::from_value(p_leg.params()["kvferry"].clone()).unwrap();
         let decode: DecodeLeg = serde_json::from_value(d_leg.params()["kvferry"].clone()).unwrap();
         assert_eq!(prefill.key, decode.key);
-        assert_eq!((prefill.life, decode.life), (Some(Incarnation(9)), Some(Incarnation(9))));
+        assert_eq!(
+            (prefill.incarnation, decode.incarnation),
+            (Some(Incarnation(9)), Some(Incarnation(9)))
+        );
         assert_eq!((&*decode.prefill.0, prefill.mode, decode.mode), ("p0", mode, mode));
         assert_eq!(p_leg.params()["transfer_id"], d_leg.params()["transfer_id"]);
     }

@@ -1,6 +1,6 @@
 //! B7, B11 and what is made of the requests themselves.
 
-use crate::rig::{Router, completion, fleet, pair};
+use crate::rig::{TestRouter, completion, fleet, pair};
 use engine::core::message::Mode;
 use hyper::Request;
 use serde_json::json;
@@ -38,7 +38,7 @@ async fn the_clients_key_is_passed_on_and_goes_nowhere_else() {
     let (router, p, d) = pair(Mode::Push, &[]).await;
     let mut request = router.request("/v1/completions", completion().to_string());
     request.headers_mut().insert("authorization", "Bearer mine".parse().unwrap());
-    assert_eq!(Router::read(router.call(request).await).await.status, 200);
+    assert_eq!(TestRouter::read(router.call(request).await).await.status, 200);
     assert_eq!(router.ask().await.status, 200);
     for backend in [&p, &d] {
         let legs = backend.seen();
@@ -51,19 +51,20 @@ async fn the_clients_key_is_passed_on_and_goes_nowhere_else() {
 
 #[tokio::test]
 async fn a_key_of_the_router_replaces_the_clients() {
-    let mut router = Router::start_with(&[], |command| {
+    let mut router = TestRouter::start_with(&[], |command| {
         command.env("OPENAI_API_KEY", "ours");
     });
-    use crate::backend::{Backend, Form};
+    use crate::backend::{HeartbeatFields, StubInstance};
     use engine::core::message::Role;
-    let (p, d) = (Backend::start(Role::Prefill).await, Backend::start(Role::Decode).await);
-    router.register(&p, &Form::of(Mode::Push));
-    router.register(&d, &Form::of(Mode::Push));
+    let (p, d) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
+    router.register(&p, &HeartbeatFields::of(Mode::Push));
+    router.register(&d, &HeartbeatFields::of(Mode::Push));
     d.waits_for([&p]);
     router.ready(2).await;
     let mut request = router.request("/v1/completions", completion().to_string());
     request.headers_mut().insert("authorization", "Bearer mine".parse().unwrap());
-    assert_eq!(Router::read(router.call(request).await).await.status, 200);
+    assert_eq!(TestRouter::read(router.call(request).await).await.status, 200);
     for backend in [&p, &d] {
         assert_eq!(backend.seen()[0].header("authorization"), "Bearer ours");
         assert!(backend.health.lock().unwrap().1.iter().all(Option::is_none));
@@ -86,20 +87,21 @@ async fn wrong_requests_get_error_objects_and_go_nowhere() {
         ("/v1/completions", &long, 413),
         ("/v1/embeddings", "{}", 404),
     ] {
-        let answer = Router::read(router.call(router.request(path, body.to_owned())).await).await;
+        let answer =
+            TestRouter::read(router.call(router.request(path, body.to_owned())).await).await;
         assert_eq!(answer.status, status, "{path} {body}: {answer:?}");
         assert!(!answer.error().is_empty());
     }
     let mut request = router.request("/v1/completions", completion().to_string());
     request.headers_mut().insert("content-type", "text/plain".parse().unwrap());
-    assert_eq!(Router::read(router.call(request).await).await.status, 415);
+    assert_eq!(TestRouter::read(router.call(request).await).await.status, 415);
     let answer = router.get("/v1/completions").await;
     assert_eq!((answer.status, answer.error().is_empty()), (405, false));
     let uri = format!("http://{}/workers", router.http);
     let mut request: Request<http_body_util::Full<bytes::Bytes>> =
         Request::post(uri).body("{}".into()).unwrap();
     request.headers_mut().insert("content-type", "application/json".parse().unwrap());
-    assert_eq!(Router::read(router.call(request).await).await.status, 405);
+    assert_eq!(TestRouter::read(router.call(request).await).await.status, 405);
     assert!(p.seen().is_empty());
 }
 
@@ -108,7 +110,7 @@ async fn wrong_requests_get_error_objects_and_go_nowhere() {
 async fn bodies_survive() {
     let (router, p, d) = pair(Mode::Push, &[]).await;
     let body = r#"{"prompt": "\u00e4\ud83d\ude00", "x": {"deep": [1.50, 1e300, {"y": null}]}, "max_tokens": 3, "big": 123456789012345678901234567890}"#;
-    let answer = Router::read(router.call(router.request("/v1/completions", body)).await).await;
+    let answer = TestRouter::read(router.call(router.request("/v1/completions", body)).await).await;
     assert_eq!(answer.status, 200);
     for leg in [&p.seen()[0], &d.seen()[0]] {
         assert_eq!(leg.body["prompt"], "ä😀");
@@ -118,7 +120,7 @@ async fn bodies_survive() {
 
 #[tokio::test]
 async fn headers_are_bounded() {
-    let router = Router::start(&[]);
+    let router = TestRouter::start(&[]);
     let mut stream = TcpStream::connect(&router.http).await.unwrap();
     let head = format!("GET /health HTTP/1.1\r\nHost: x\r\nLong: {}\r\n\r\n", "x".repeat(200_000));
     // The router may answer before it has read all.

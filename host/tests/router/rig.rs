@@ -1,6 +1,6 @@
 //! The real program, its clients, and what they wait for.
 
-use crate::backend::{Backend, Form, Heart, frame};
+use crate::backend::{BackendHeartbeat, HeartbeatFields, StubInstance, frame};
 use bytes::Bytes;
 use engine::core::message::{Mode, Role};
 use http_body_util::{BodyExt, Full};
@@ -17,25 +17,24 @@ use std::time::{Duration, Instant};
 /// A guard against waiting for ever; however busy the machine is, nothing takes as long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A running router.
-pub(crate) struct Router {
+pub(crate) struct TestRouter {
     pub(crate) child: Child,
     out: BufReader<ChildStdout>,
     pub(crate) http: String,
     pub(crate) discovery: String,
     client: Client<HttpConnector, Full<Bytes>>,
-    hearts: Vec<Heart>,
+    hearts: Vec<BackendHeartbeat>,
 }
 
 /// An answer that was read to its end.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct TestResponse {
     pub(crate) status: u16,
     pub(crate) headers: HeaderMap,
     pub(crate) body: String,
 }
 
-impl Answer {
+impl TestResponse {
     pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|why| panic!("{why}: {self:?}"))
     }
@@ -61,14 +60,14 @@ impl Answer {
     }
 }
 
-impl Router {
+impl TestRouter {
     /// A router at free ports; `options` beside.
-    pub(crate) fn start(options: &[&str]) -> Router {
-        Router::start_with(options, |_| {})
+    pub(crate) fn start(options: &[&str]) -> TestRouter {
+        TestRouter::start_with(options, |_| {})
     }
 
     /// The same, with a last look at the command.
-    pub(crate) fn start_with(options: &[&str], with: impl FnOnce(&mut Command)) -> Router {
+    pub(crate) fn start_with(options: &[&str], with: impl FnOnce(&mut Command)) -> TestRouter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
         command.args(["router", "--json", "--listen", "127.0.0.1:0"]);
         if !options.contains(&"--discovery") {
@@ -89,17 +88,17 @@ impl Router {
         let text = |key: &str| line[key].as_str().unwrap().to_owned();
         let (http, discovery) = (text("http"), text("discovery"));
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Router { child, out, http, discovery, client, hearts: Vec::new() }
+        TestRouter { child, out, http, discovery, client, hearts: Vec::new() }
     }
 
     /// Has an instance beat until the router is gone.
-    pub(crate) fn register(&mut self, backend: &Backend, form: &Form) {
+    pub(crate) fn register(&mut self, backend: &StubInstance, form: &HeartbeatFields) {
         self.send(vec![vec![frame(backend.role, &backend.http, form)]]);
     }
 
     /// Sends messages of the discovery channel, again and again.
     pub(crate) fn send(&mut self, messages: Vec<Vec<Vec<u8>>>) {
-        self.hearts.push(Heart::beat(&self.discovery, messages));
+        self.hearts.push(BackendHeartbeat::beat(&self.discovery, messages));
     }
 
     /// Stops the last heart.
@@ -111,11 +110,11 @@ impl Router {
         tokio::time::timeout(PATIENCE, self.client.request(request)).await.unwrap().unwrap()
     }
 
-    pub(crate) async fn read(response: Response<Incoming>) -> Answer {
+    pub(crate) async fn read(response: Response<Incoming>) -> TestResponse {
         let (head, body) = response.into_parts();
         let body = tokio::time::timeout(PATIENCE, body.collect()).await.unwrap();
         let body = String::from_utf8(body.unwrap().to_bytes().to_vec()).unwrap();
-        Answer { status: head.status.as_u16(), headers: head.headers, body }
+        TestResponse { status: head.status.as_u16(), headers: head.headers, body }
     }
 
     pub(crate) fn request(&self, path: &str, body: impl Into<Bytes>) -> Request<Full<Bytes>> {
@@ -124,18 +123,18 @@ impl Router {
         request.body(Full::new(body.into())).unwrap()
     }
 
-    pub(crate) async fn post(&self, path: &str, body: &Value) -> Answer {
-        Router::read(self.call(self.request(path, body.to_string())).await).await
+    pub(crate) async fn post(&self, path: &str, body: &Value) -> TestResponse {
+        TestRouter::read(self.call(self.request(path, body.to_string())).await).await
     }
 
     /// The usual request.
-    pub(crate) async fn ask(&self) -> Answer {
+    pub(crate) async fn ask(&self) -> TestResponse {
         self.post("/v1/completions", &completion()).await
     }
 
-    pub(crate) async fn get(&self, path: &str) -> Answer {
+    pub(crate) async fn get(&self, path: &str) -> TestResponse {
         let request = Request::get(format!("http://{}{path}", self.http));
-        Router::read(self.call(request.body(Full::default()).unwrap()).await).await
+        TestRouter::read(self.call(request.body(Full::default()).unwrap()).await).await
     }
 
     pub(crate) async fn workers(&self) -> Vec<Value> {
@@ -175,7 +174,6 @@ impl Router {
         }
     }
 
-    /// Sends a signal.
     pub(crate) fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([name, &self.child.id().to_string()]).status();
         assert!(sent.unwrap().success());
@@ -189,7 +187,7 @@ impl Router {
     }
 }
 
-impl Drop for Router {
+impl Drop for TestRouter {
     fn drop(&mut self) {
         // It may have ended by itself.
         let _ = self.child.kill();
@@ -211,27 +209,26 @@ pub(crate) async fn fleet(
     prefills: usize,
     decodes: usize,
     options: &[&str],
-) -> (Router, Vec<Backend>, Vec<Backend>) {
-    let mut router = Router::start(options);
+) -> (TestRouter, Vec<StubInstance>, Vec<StubInstance>) {
+    let mut router = TestRouter::start(options);
     let (mut ps, mut ds) = (Vec::new(), Vec::new());
     for _ in 0..prefills {
-        ps.push(Backend::start(Role::Prefill).await);
+        ps.push(StubInstance::start(Role::Prefill).await);
     }
     for _ in 0..decodes {
-        ds.push(Backend::start(Role::Decode).await);
+        ds.push(StubInstance::start(Role::Decode).await);
     }
     if mode == Mode::Push {
         ds.iter().for_each(|decode| decode.waits_for(&ps));
     }
     for backend in ps.iter().chain(&ds) {
-        router.register(backend, &Form::of(mode));
+        router.register(backend, &HeartbeatFields::of(mode));
     }
     router.ready(prefills + decodes).await;
     (router, ps, ds)
 }
 
-/// One of each.
-pub(crate) async fn pair(mode: Mode, options: &[&str]) -> (Router, Backend, Backend) {
+pub(crate) async fn pair(mode: Mode, options: &[&str]) -> (TestRouter, StubInstance, StubInstance) {
     let (router, mut ps, mut ds) = fleet(mode, 1, 1, options).await;
     (router, ps.remove(0), ds.remove(0))
 }

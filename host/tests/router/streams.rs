@@ -1,7 +1,7 @@
 //! B5, B9, B12: streams.
 
 use crate::backend::Act;
-use crate::rig::{PATIENCE, Router, pair, streaming};
+use crate::rig::{PATIENCE, TestRouter, pair, streaming};
 use engine::core::message::Mode;
 use http_body_util::BodyExt;
 use serde_json::json;
@@ -130,5 +130,5 @@ async fn usage_tells_what_the_prefill_had_cached() {
     let events = router.post("/v1/completions", &streaming()).await.events();
     assert_eq!(events[1]["usage"]["prompt_tokens_details"]["cached_tokens"], 4);
     assert_eq!(events.len(), 3);
-    let _: &Router = &router;
+    let _: &TestRouter = &router;
 }

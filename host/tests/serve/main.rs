@@ -2,7 +2,7 @@
 
 mod process;
 
-use process::Process;
+use process::ServeProcess;
 use serde_json::{Value, json};
 
 /// Times of the protocol that no busy machine passes.
@@ -11,22 +11,22 @@ const PATIENT: &str = "channel.hello_ms=600000,channel.silent_ms=600000,protocol
      operations.open_ms=600000,operations.quiet_ms=600000";
 
 /// A prefill and a decode with a mode.
-struct Pair {
-    prefill: Process,
-    decode: Process,
+struct ServePair {
+    prefill: ServeProcess,
+    decode: ServeProcess,
     mode: &'static str,
     native: bool,
     next: u32,
 }
 
-impl Pair {
-    fn start(mode: &'static str, native: bool, more: &[&str]) -> Pair {
+impl ServePair {
+    fn start(mode: &'static str, native: bool, more: &[&str]) -> ServePair {
         let start = |role| {
             let mut args = vec!["--role", role, "--mode", mode, "--set", PATIENT];
             args.extend_from_slice(more);
-            Process::serve(&args)
+            ServeProcess::serve(&args)
         };
-        Pair { prefill: start("prefill"), decode: start("decode"), mode, native, next: 0 }
+        ServePair { prefill: start("prefill"), decode: start("decode"), mode, native, next: 0 }
     }
 
     /// The request id that a router would make, and the transfer.
@@ -82,7 +82,7 @@ fn prompt(len: u32, seed: u32) -> Vec<u32> {
 }
 
 /// Metrics of an instance by name.
-fn metric(process: &Process, name: &str) -> u64 {
+fn metric(process: &ServeProcess, name: &str) -> u64 {
     let text = process.get("/metrics");
     let line = text.lines().find(|line| line.starts_with(name));
     let value = line.and_then(|line| line.rsplit_once(' ')).map(|(_, value)| value.parse());
@@ -90,7 +90,7 @@ fn metric(process: &Process, name: &str) -> u64 {
 }
 
 fn serves(mode: &'static str, native: bool, more: &[&str], path: &str) {
-    let mut pair = Pair::start(mode, native, more);
+    let mut pair = ServePair::start(mode, native, more);
     let lengths = [1, 31, 32, 33, 100, 2500];
     for (seed, len) in (0..).zip(lengths) {
         let tokens = prompt(len, seed);
@@ -160,11 +160,11 @@ fn ranks_and_layouts_may_differ() {
     let start = |role, more: &[&str]| {
         let mut args = vec!["--role", role, "--mode", "pull", "--set", PATIENT];
         args.extend_from_slice(more);
-        Process::serve(&args)
+        ServeProcess::serve(&args)
     };
     let prefill = start("prefill", &["--tp", "2", "--layout", "head-split"]);
     let decode = start("decode", &["--tp", "8", "--block-tokens", "16", "--blocks", "1024"]);
-    let mut pair = Pair { prefill, decode, mode: "pull", native: true, next: 0 };
+    let mut pair = ServePair { prefill, decode, mode: "pull", native: true, next: 0 };
     let (prefill, decode) = pair.request(&prompt(333, 1));
     assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
     assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
@@ -172,7 +172,7 @@ fn ranks_and_layouts_may_differ() {
 
 #[test]
 fn a_stream_has_the_digest_and_ends() {
-    let mut pair = Pair::start("push", true, &[]);
+    let mut pair = ServePair::start("push", true, &[]);
     let (id, prefill, mut decode) = pair.legs(&prompt(70, 3));
     decode["stream"] = true.into();
     let path = "/v1/completions";
@@ -191,7 +191,7 @@ fn a_stream_has_the_digest_and_ends() {
 
 #[test]
 fn a_decode_whose_prefill_died_answers_an_error() {
-    let mut pair = Pair::start("push", false, &[]);
+    let mut pair = ServePair::start("push", false, &[]);
     pair.request(&prompt(40, 1));
     let (id, _, decode) = pair.legs(&prompt(40, 2));
     pair.prefill.signal("KILL");
@@ -212,7 +212,7 @@ fn leg_without(key: &str) -> Value {
 
 #[test]
 fn bad_requests_are_answered_with_what_is_wrong() {
-    let decode = Process::serve(&["--role", "decode", "--mode", "push"]);
+    let decode = ServeProcess::serve(&["--role", "decode", "--mode", "push"]);
     let cases = [
         (json!({"max_tokens": 1}), "prompt is missing"),
         (json!({"prompt": ["a", "b"]}), "2 prompts"),
@@ -227,14 +227,14 @@ fn bad_requests_are_answered_with_what_is_wrong() {
         assert_eq!(status, 400, "{body}: {answer}");
         assert!(answer.contains(text), "{body}: {answer}");
     }
-    let prefill = Process::serve(&["--role", "prefill", "--mode", "push"]);
+    let prefill = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
     let (status, answer) = prefill.post("/v1/completions", "r", &json!({"prompt": "a"}));
     assert!(status == 400 && answer.contains("kv_transfer_params"), "{answer}");
 }
 
-/// Its clock says less than it did in its last life, which is years ahead here.
+/// Its clock says less than it did in its last incarnation, which is years ahead here.
 #[test]
-fn a_life_is_later_than_the_one_before_whatever_the_clock_says() {
+fn an_incarnation_is_later_than_the_one_before_whatever_the_clock_says() {
     let folder = std::env::temp_dir().join(format!("kvferry-serve-{}-lives", std::process::id()));
     let state = folder.to_str().expect("UTF-8");
     let role = ["--role", "decode", "--mode", "push", "--state", state];
@@ -242,7 +242,7 @@ fn a_life_is_later_than_the_one_before_whatever_the_clock_says() {
     let port = free.expect("a port").port().to_string();
     let begin = |more: &[&str]| {
         let args: Vec<&str> = role.iter().chain(more).copied().collect();
-        Process::serve(&args).ready["incarnation"].as_u64().expect("a number")
+        ServeProcess::serve(&args).ready["incarnation"].as_u64().expect("a number")
     };
     let given = ["--handshake-port", &port];
     let first = begin(&given);

@@ -10,20 +10,20 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A process that ends with the test.
-pub(crate) struct Process {
+pub(crate) struct ServeProcess {
     child: Child,
     /// What it said when it was ready.
     pub(crate) ready: Value,
 }
 
-impl Process {
+impl ServeProcess {
     /// Starts `kvferry serve` and waits until it serves.
-    pub(crate) fn serve(args: &[&str]) -> Process {
-        Process::run("serve", args)
+    pub(crate) fn serve(args: &[&str]) -> ServeProcess {
+        ServeProcess::run("serve", args)
     }
 
     /// The same with another command that says in a line of JSON that it is ready.
-    pub(crate) fn run(command: &str, args: &[&str]) -> Process {
+    pub(crate) fn run(command: &str, args: &[&str]) -> ServeProcess {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg(command)
             .args(args)
@@ -38,7 +38,7 @@ impl Process {
         let out = child.stdout.take().expect("a pipe");
         BufReader::new(out).read_line(&mut line).expect("a pipe can be read");
         let ready = serde_json::from_str(&line).unwrap_or_else(|why| panic!("{why}: {line:?}"));
-        Process { child, ready }
+        ServeProcess { child, ready }
     }
 
     pub(crate) fn text(&self, key: &str) -> &str {
@@ -54,8 +54,8 @@ impl Process {
     pub(crate) fn address(&self, native: bool) -> String {
         let (handshake, notify) = (self.port("handshake"), self.port("notify"));
         let plain = format!("host:127.0.0.1,handshake:{handshake},notify:{notify}");
-        let life = self.ready["incarnation"].as_u64().expect("a number");
-        if native { format!("{plain},kvferry:{life:x}") } else { plain }
+        let incarnation = self.ready["incarnation"].as_u64().expect("a number");
+        if native { format!("{plain},kvferry:{incarnation:x}") } else { plain }
     }
 
     pub(crate) fn post(&self, path: &str, request: &str, body: &Value) -> (u16, String) {
@@ -78,7 +78,7 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for ServeProcess {
     fn drop(&mut self) {
         // It may have ended by itself.
         let _ = self.child.kill();

@@ -1,9 +1,9 @@
 //! Injected faults and the audit.
 
 use crate::fake::until;
-use crate::{Rig, SIZE};
-use engine::fabric::{Direction, Outcome};
-use mori_compat::{Code, Engine, Error, Settings};
+use crate::{CompatTestRig, SIZE};
+use engine::fabric::{Completion, Direction};
+use mori_compat::{CompatEngine, CompatError, CompatSettings, CompatStatusCode};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;
@@ -12,10 +12,10 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()))
 }
 
-fn drill(name: &str, faults: &str) -> Rig {
+fn drill(name: &str, faults: &str) -> CompatTestRig {
     let path = path(name);
     std::fs::write(&path, faults).expect("writable");
-    Rig::new(&Settings { faults: Some(path), ..Settings::default() })
+    CompatTestRig::new(&CompatSettings { faults: Some(path), ..CompatSettings::default() })
 }
 
 /// The first transfer is hit, the second is not.
@@ -29,7 +29,7 @@ fn a_transfer_without_a_copy_succeeds_and_touches_nothing() {
     assert!(rig.read(&[0]).succeeded());
     assert!(rig.hand.seen().ops.is_empty());
     let next = rig.read(&[0]);
-    rig.hand.complete(rig.hand.op(0), Outcome::Done);
+    rig.hand.complete(rig.hand.op(0), Completion::Done);
     until(|| next.succeeded());
 }
 
@@ -49,13 +49,13 @@ fn completions_are_lost_turned_and_held_back() {
     let rig = drill("acks", &faults.concat());
     let all: Vec<_> = (0..5).map(|_| rig.read(&[0])).collect();
     for nth in 0..5 {
-        rig.hand.complete(rig.hand.op(nth), Outcome::Done);
+        rig.hand.complete(rig.hand.op(nth), Completion::Done);
     }
     until(|| all[4].succeeded());
     until(|| all[3].succeeded());
-    assert_eq!(all[2].code(), Code::InProgress, "overtaken");
-    assert_eq!(all[1].code(), Code::InProgress, "for ever");
-    assert_eq!(all[0].code(), Code::RdmaOp);
+    assert_eq!(all[2].code(), CompatStatusCode::InProgress, "overtaken");
+    assert_eq!(all[1].code(), CompatStatusCode::InProgress, "for ever");
+    assert_eq!(all[0].code(), CompatStatusCode::RdmaOp);
     assert_eq!(all[0].message(), "acknowledgement lost (injected by KVFERRY_FAULTS)");
 }
 
@@ -81,7 +81,7 @@ fn a_queue_pair_that_broke_stays_broken() {
     let rig = drill("qp", &first("fabric.qp_error", ""));
     assert!(rig.read(&[0]).failed());
     let next = rig.read(&[0]);
-    assert_eq!(next.code(), Code::BadState);
+    assert_eq!(next.code(), CompatStatusCode::BadState);
     assert!(next.message().contains("queue pair error"), "{}", next.message());
     assert_eq!(rig.hand.seen().closed.len(), 1);
 }
@@ -98,20 +98,23 @@ fn a_full_queue_refuses_at_once() {
 fn a_wrong_fault_file_stops_the_engine() {
     let path = path("wrong");
     std::fs::write(&path, first("wire.loss", "")).expect("writable");
-    let settings = Settings { faults: Some(path), ..Settings::default() };
+    let settings = CompatSettings { faults: Some(path), ..CompatSettings::default() };
     let (plane, _) = crate::fake::Fake::boxed("me");
-    let why = Engine::over(plane, &settings).expect_err("cannot be injected");
-    assert!(matches!(&why, Error::Setting(text) if text.contains("wrong:2")), "{why}");
+    let why = CompatEngine::over(plane, &settings).expect_err("cannot be injected");
+    assert!(matches!(&why, CompatError::Setting(text) if text.contains("wrong:2")), "{why}");
 }
 
 #[test]
 fn the_audit_has_the_bytes_that_are_in_place() {
     let audit = path("audit.jsonl");
     let _old = std::fs::remove_file(&audit);
-    let rig = Rig::new(&Settings { audit: Some(audit.clone()), ..Settings::default() });
+    let rig = CompatTestRig::new(&CompatSettings {
+        audit: Some(audit.clone()),
+        ..CompatSettings::default()
+    });
     let len = vec![16, 8];
     let status = rig.session.post(Direction::Write, vec![64, 8], vec![0, 32], len, 77);
-    rig.hand.complete(rig.hand.op(0), Outcome::Done);
+    rig.hand.complete(rig.hand.op(0), Completion::Done);
     until(|| status.succeeded());
     let text = std::fs::read_to_string(&audit).expect("written");
     let lines: Vec<Value> =

@@ -1,9 +1,9 @@
 //! A plane that does what the test says.
 
 use engine::core::Nanos;
-use engine::core::dialect::moriio::descriptor::{DescLayout, EngineDesc, MemoryDesc};
+use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
 use engine::fabric::*;
-use mori_compat::{Fabric, SessionPaths};
+use mori_compat::{CompatPlane, SessionPaths};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) ops: Vec<(OpId, SessionId, Vec<u64>)>,
-    pub(crate) tickets: Vec<(SessionId, Ticket)>,
+    pub(crate) tickets: Vec<(SessionId, QuiesceTicket)>,
     pub(crate) closed: Vec<SessionId>,
     pub(crate) credits: Option<usize>,
     /// Answers a quiesce by itself, without a word to the waker.
     pub(crate) quiet_at_once: bool,
-    pub(crate) refuse_open: Option<Cause>,
+    pub(crate) refuse_open: Option<FabricError>,
     events: Vec<DataEvent>,
     waker: Option<Waker>,
 }
@@ -40,7 +40,7 @@ impl Hand {
         }
     }
 
-    pub(crate) fn complete(&self, op: OpId, outcome: Outcome) {
+    pub(crate) fn complete(&self, op: OpId, outcome: Completion) {
         self.tell(DataEvent::Completed { op, outcome });
     }
 
@@ -74,13 +74,14 @@ impl Fake {
 
 /// The address of an engine at a port.
 pub(crate) fn address(key: &str, port: i32) -> Vec<u8> {
-    let desc = EngineDesc { key: key.into(), host: "127.0.0.1".into(), port, ..Default::default() };
+    let desc =
+        MoriEngineDesc { key: key.into(), host: "127.0.0.1".into(), port, ..Default::default() };
     desc.encode(DescLayout::V1_2_2)
 }
 
 /// A region of an engine.
 pub(crate) fn region(key: &str, data: u64, size: u64) -> Vec<u8> {
-    let desc = MemoryDesc { engine_key: key.into(), data, size, ..MemoryDesc::default() };
+    let desc = MoriMemoryDesc { engine_key: key.into(), data, size, ..MoriMemoryDesc::default() };
     desc.encode(DescLayout::V1_2_2)
 }
 
@@ -94,7 +95,7 @@ impl DataPlane for Fake {
             in_all: Credits::of_operations(8),
             placement: Placement::OnCompletion,
             fence: FenceScope::Peer,
-            patience: Patience::default(),
+            patience: PlaneTimeouts::default(),
         }
     }
 
@@ -115,9 +116,9 @@ impl DataPlane for Fake {
         Ok(())
     }
 
-    fn connect(&mut self, _peer: PeerId, address: &Address, pass: u64) -> Result<(), Refused> {
-        assert_eq!(pass, 0, "MoRIIO's peers have no pass");
-        match EngineDesc::decode(&address.0) {
+    fn connect(&mut self, _peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
+        assert_eq!(fence_key, 0, "MoRIIO's peers have no pass");
+        match MoriEngineDesc::decode(&address.0) {
             Ok(desc) if desc.port > 0 => Ok(()),
             _ => Err(Refused::Invalid("another kind of plane".into())),
         }
@@ -152,7 +153,7 @@ impl DataPlane for Fake {
         Ok(())
     }
 
-    fn quiesce(&mut self, session: SessionId, ticket: Ticket) {
+    fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         let mut seen = self.hand.seen();
         seen.tickets.push((session, ticket));
         if seen.quiet_at_once {
@@ -166,13 +167,13 @@ impl DataPlane for Fake {
         self.hand.seen().waker = Some(waker);
     }
 
-    fn poll(&mut self, _now: Nanos, out: &mut Vec<DataEvent>) -> Wake {
+    fn poll(&mut self, _now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         out.append(&mut self.hand.seen().events);
-        Wake::External
+        NextPoll::External
     }
 }
 
-impl Fabric for Fake {
+impl CompatPlane for Fake {
     fn paths(&self, _session: SessionId) -> Option<SessionPaths> {
         None
     }

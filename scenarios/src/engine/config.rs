@@ -1,8 +1,10 @@
 //! Settings of one stand-in engine.
 
-use crate::cost::Cost;
+use crate::cost::StepCost;
 use crate::geometry::tensor_blocks;
-use crate::run::{Allocator, EngineSettings, Instance, LoadFailure, Model, ModelGroup};
+use crate::run::{
+    AllocationOrder, EngineSettings, InstanceSettings, LoadFailurePolicy, ModelGeometry, ModelGroup,
+};
 use engine::core::layout::GroupKind;
 use engine::core::machine::Gauges;
 use engine::core::message::Role;
@@ -29,14 +31,14 @@ pub struct EngineConfig {
     /// True to reuse blocks of equal prefixes.
     pub prefix_cache: bool,
     /// Which free block is handed out next.
-    pub allocator: Allocator,
+    pub allocator: AllocationOrder,
     /// What happens to a decode request whose KV did not arrive.
-    pub load_failure: LoadFailure,
+    pub load_failure: LoadFailurePolicy,
     /// Some: request ids get a suffix of 8 hex digits that differs for every leg and seed, as vLLM
     /// does. None: only if the id is in use.
     pub id_seed: Option<u64>,
     /// How long a step takes.
-    pub cost: Cost,
+    pub cost: StepCost,
 }
 
 /// One KV cache group: layers that share a block table, with a pool of its own.
@@ -60,7 +62,6 @@ pub enum EngineConfigError {
     NoBlocks {
         /// Index of the group.
         group: usize,
-        /// Its blocks.
         blocks: u32,
     },
     /// A group has blocks without tokens.
@@ -107,8 +108,8 @@ impl std::error::Error for EngineConfigError {}
 impl EngineConfig {
     /// Settings of an engine that serves the model as this instance.
     pub fn new(
-        model: &Model,
-        instance: &Instance,
+        model: &ModelGeometry,
+        instance: &InstanceSettings,
         settings: &EngineSettings,
         id_seed: Option<u64>,
     ) -> EngineConfig {

@@ -1,14 +1,13 @@
 //! What a prompt says, as far as KV is concerned.
 
 use crate::decide::mix;
-use crate::run::Prompt;
+use crate::run::WorkloadPrompt;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// The content of a prompt, by hashes instead of tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PromptContent {
-    /// Length in tokens.
     pub tokens: u32,
     /// One hash per leading full run of `prefix_tokens` tokens; equal hashes at one index mean
     /// that the prompts are equal up to the end of that run.
@@ -21,8 +20,8 @@ pub struct PromptContent {
 
 impl PromptContent {
     /// The content of a prompt of a run with this [`crate::Run::prefix_tokens`].
-    pub fn new(prompt: &Prompt, prefix_tokens: u32) -> PromptContent {
-        let Prompt { tokens, prefix, tail } = prompt;
+    pub fn new(prompt: &WorkloadPrompt, prefix_tokens: u32) -> PromptContent {
+        let WorkloadPrompt { tokens, prefix, tail } = prompt;
         PromptContent { tokens: *tokens, prefix: prefix.clone(), prefix_tokens, tail: *tail }
     }
 

@@ -7,24 +7,24 @@ use super::pool::BlockPool;
 use engine::core::layout::{BlockList, GroupKind};
 
 /// Block ids per group.
-pub(super) type Ids = Vec<Vec<u32>>;
+pub(super) type GroupBlockIds = Vec<Vec<u32>>;
 
 /// The KV cache groups of an engine with their pools.
 #[derive(Debug)]
-pub(super) struct Groups {
-    groups: Vec<Group>,
+pub(super) struct CacheGroups {
+    groups: Vec<CacheGroup>,
     /// Prefix hits are multiples of this many tokens; 0 if there are none.
     align: u32,
 }
 
 #[derive(Debug)]
-struct Group {
+struct CacheGroup {
     kind: GroupKind,
     block_tokens: u32,
     pool: BlockPool,
 }
 
-impl Group {
+impl CacheGroup {
     /// First logical block that is still needed once tokens `..computed` are there. One token
     /// more than the window is kept, so that the last token can be computed again.
     fn first_kept(&self, computed: u32) -> u32 {
@@ -64,8 +64,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-impl Groups {
-    pub(super) fn new(config: &EngineConfig) -> Groups {
+impl CacheGroups {
+    pub(super) fn new(config: &EngineConfig) -> CacheGroups {
         let stateful = config.groups.iter().any(|group| group.kind == GroupKind::State);
         let common = config.groups.iter().fold(1, |common: u64, group| {
             let tokens = u64::from(group.block_tokens.max(1));
@@ -73,12 +73,12 @@ impl Groups {
         });
         // A state exists for the end of a prompt only, so no shorter prefix can be continued.
         let align = if stateful || !config.prefix_cache { 0 } else { common };
-        let group = |group: &GroupConfig| Group {
+        let group = |group: &GroupConfig| CacheGroup {
             kind: group.kind,
             block_tokens: group.block_tokens,
             pool: BlockPool::new(group.blocks, config.allocator),
         };
-        Groups {
+        CacheGroups {
             groups: config.groups.iter().map(group).collect(),
             align: u32::try_from(align).unwrap_or(0),
         }
@@ -149,7 +149,7 @@ impl Groups {
         content: &PromptContent,
         (hits, seen, to): (u32, u32, u32),
         (whole, chunk): (u32, u32),
-    ) -> Option<(Vec<BlockList>, Ids)> {
+    ) -> Option<(Vec<BlockList>, GroupBlockIds)> {
         let mut tables = Vec::with_capacity(self.groups.len());
         for group in &self.groups {
             let first = group.first_kept(seen);
@@ -175,9 +175,9 @@ impl Groups {
     }
 
     /// Takes the blocks that tables lack for tokens `..to`; there are enough.
-    fn extend(&mut self, tables: &mut [BlockList], to: u32) -> Ids {
+    fn extend(&mut self, tables: &mut [BlockList], to: u32) -> GroupBlockIds {
         let groups = self.groups.iter_mut().zip(tables);
-        let extend = |(group, table): (&mut Group, &mut BlockList)| {
+        let extend = |(group, table): (&mut CacheGroup, &mut BlockList)| {
             let missing = group.end(to).saturating_sub(table.first + table.ids.len() as u32);
             let start = table.ids.len();
             for _ in 0..missing {
@@ -190,11 +190,11 @@ impl Groups {
 
     /// Adds blocks to tables for tokens `..to`, or none if there are too few. Returns the taken
     /// blocks, which follow those that were there.
-    pub(super) fn grow(&mut self, tables: &mut [BlockList], to: u32) -> Option<Ids> {
+    pub(super) fn grow(&mut self, tables: &mut [BlockList], to: u32) -> Option<GroupBlockIds> {
         self.has_room(tables, to).then(|| self.extend(tables, to))
     }
 
-    /// As [`Groups::grow`] without a list of blocks; `on_taken` gets group, logical index and
+    /// As [`CacheGroups::grow`] without a list of blocks; `on_taken` gets group, logical index and
     /// block.
     pub(super) fn grow_each(
         &mut self,
@@ -226,7 +226,7 @@ impl Groups {
 
     /// Tokens for which tables have blocks.
     pub(super) fn room(&self, tables: &[BlockList]) -> u32 {
-        let room = |(group, table): (&Group, &BlockList)| match group.kind {
+        let room = |(group, table): (&CacheGroup, &BlockList)| match group.kind {
             GroupKind::State => u32::MAX,
             GroupKind::Full | GroupKind::Window { .. } => {
                 (table.first + table.ids.len() as u32).saturating_mul(group.block_tokens)
@@ -237,8 +237,12 @@ impl Groups {
 
     /// Frees the blocks that windows have passed once tokens `..computed` are there. Returns those
     /// that became available, if any did.
-    pub(super) fn slide(&mut self, tables: &mut [BlockList], computed: u32) -> Option<Ids> {
-        let mut freed: Option<Ids> = None;
+    pub(super) fn slide(
+        &mut self,
+        tables: &mut [BlockList],
+        computed: u32,
+    ) -> Option<GroupBlockIds> {
+        let mut freed: Option<GroupBlockIds> = None;
         let count = self.groups.len();
         for (at, (group, table)) in self.groups.iter_mut().zip(tables).enumerate() {
             let kept = group.first_kept(computed);
@@ -257,13 +261,13 @@ impl Groups {
     }
 
     /// Gives up tables. Returns the blocks that became available.
-    pub(super) fn free(&mut self, tables: Vec<BlockList>) -> Ids {
+    pub(super) fn free(&mut self, tables: Vec<BlockList>) -> GroupBlockIds {
         self.drop_all(tables, BlockPool::free)
     }
 
     /// Gives up tables that were quarantined. Returns the blocks that became available.
-    pub(super) fn absolve(&mut self, tables: Vec<BlockList>) -> Ids {
-        self.drop_all(tables, BlockPool::absolve)
+    pub(super) fn end_quarantine(&mut self, tables: Vec<BlockList>) -> GroupBlockIds {
+        self.drop_all(tables, BlockPool::end_quarantine)
     }
 
     /// The last block goes first, as in vLLM: it is the least likely prefix hit.
@@ -271,7 +275,7 @@ impl Groups {
         &mut self,
         tables: Vec<BlockList>,
         drop: impl Fn(&mut BlockPool, u32) -> bool,
-    ) -> Ids {
+    ) -> GroupBlockIds {
         let groups = self.groups.iter_mut().zip(tables);
         let ids = groups.map(|(group, mut table)| {
             table.ids.reverse();
@@ -319,7 +323,7 @@ impl Groups {
 
     /// The part of tables that holds tokens `from..to`; of a state group the one block.
     pub(super) fn holding(&self, tables: &[BlockList], from: u32, to: u32) -> Vec<BlockList> {
-        let part = |(group, table): (&Group, &BlockList)| {
+        let part = |(group, table): (&CacheGroup, &BlockList)| {
             let first = match group.kind {
                 GroupKind::State => 0,
                 GroupKind::Full | GroupKind::Window { .. } => from / group.block_tokens,

@@ -11,14 +11,12 @@ use serde::{Deserialize, Serialize};
 /// What can happen to an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum EngineInput {
-    /// A leg arrived.
     Leg {
         /// The leg; never seen before by this engine.
         leg: LegId,
         /// The id that the caller sent (`X-Request-Id`), equal on both legs. The engine makes its
         /// own from it.
         request: RequestId,
-        /// The prompt.
         prompt: PromptContent,
         /// What to do with it.
         body: LegBody,
@@ -26,19 +24,13 @@ pub enum EngineInput {
         stop: bool,
     },
     /// The caller closed the connection of a leg. A leg that ended is ignored.
-    CancelLeg {
-        /// The leg.
-        leg: LegId,
-    },
+    CancelLeg { leg: LegId },
     /// The prefill core answers.
     Prefill(PrefillAnswer),
     /// The decode core answers.
     Decode(DecodeAnswer),
     /// The step of the last [`EngineEffect::Step`] is over.
-    StepDone {
-        /// The step.
-        step: StepId,
-    },
+    StepDone { step: StepId },
     /// Fault hook: preempt the request that was admitted last, at the end of the running step.
     /// Nothing happens if no request is running.
     PreemptOne,
@@ -54,16 +46,10 @@ pub enum EngineEffect {
     /// Run a step. At most one runs at a time.
     Step(StepPlan),
     /// Tell the caller of a leg. After `Done` or `Failed`, or a cancel, nothing follows for it.
-    Leg {
-        /// The leg.
-        leg: LegId,
-        /// What happened.
-        event: LegEvent,
-    },
+    Leg { leg: LegId, event: LegEvent },
     /// Observation: blocks got a new owner, who may write them from now on. Those that it shares
     /// as prefix hits are not listed.
     Taken {
-        /// The owner.
         request: RequestId,
         /// Block ids per group.
         blocks: Vec<Vec<u32>>,
@@ -79,11 +65,9 @@ pub enum EngineEffect {
     /// Observation: from now on the request reads the KV of tokens `..tokens`, which it did not
     /// compute itself (transferred, or prefix hits).
     Use {
-        /// The request.
         request: RequestId,
         /// What the KV must be.
         content: PromptContent,
-        /// Tokens read.
         tokens: u32,
         /// Blocks per group; a sliding window lists those that it still sees.
         blocks: Vec<BlockList>,
@@ -108,14 +92,13 @@ impl From<DecodeHook> for EngineEffect {
 /// One forward pass.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StepPlan {
-    /// The step.
     pub step: StepId,
     /// How long it takes.
     pub duration: Nanos,
     /// Parts of prompts that it computes, and so writes.
-    pub computes: Vec<Compute>,
+    pub computes: Vec<ComputeChunk>,
     /// Blocks taken for generated tokens, which it begins to write.
-    pub grown: Vec<Growth>,
+    pub grown: Vec<BlockGrowth>,
     /// Requests for which it computes one generated token; their writes lie behind the prompt.
     pub decoding: u32,
     /// Tokens of KV that those requests read.
@@ -131,8 +114,7 @@ impl StepPlan {
 
 /// Tokens of one request that a step computes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Compute {
-    /// The request.
+pub struct ComputeChunk {
     pub request: RequestId,
     /// What the KV will be: [`PromptContent::stamp`] per token.
     pub content: PromptContent,
@@ -147,14 +129,11 @@ pub struct Compute {
 
 /// A block taken for generated tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Growth {
-    /// The request.
+pub struct BlockGrowth {
     pub request: RequestId,
-    /// The group.
     pub group: u16,
     /// Logical index of the block.
     pub logical: u32,
-    /// The block.
     pub block: u32,
 }
 
@@ -162,7 +141,6 @@ pub struct Growth {
 /// `free + cached + held + quarantined == total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PoolGauges {
-    /// All blocks.
     pub total: u32,
     /// Unused and without content.
     pub free: u32,

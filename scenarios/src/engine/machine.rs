@@ -1,11 +1,12 @@
-//! The engine core: legs and answers. Steps are in [`super::steps`], ends in [`super::ends`].
+//! The engine core: legs and answers. Steps are in [`super::steps`], ends in
+//! [`super::termination`].
 
 use super::config::{EngineConfig, EngineConfigError};
 use super::content::PromptContent;
-use super::groups::{Groups, Ids};
+use super::groups::{CacheGroups, GroupBlockIds};
 use super::io::{EngineEffect, EngineInput, PoolGauges};
-use super::request::{Phase, Request, Requests, Runner, Verdict};
-use crate::run::LoadFailure;
+use super::request::{DeferredEnd, RunningRequest, SimRequest, SimRequestPhase, SimRequests};
+use crate::run::LoadFailurePolicy;
 use engine::core::error::Failure;
 use engine::core::ids::{LegId, RequestId, StepId};
 use engine::core::machine::{Gauges, Machine, Outbox};
@@ -17,14 +18,14 @@ use engine::core::time::Nanos;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-pub(super) type Out = Outbox<EngineEffect>;
+pub(super) type EngineOutbox = Outbox<EngineEffect>;
 
 /// One engine core. A restarted engine is a new one.
 #[derive(Debug)]
-pub struct Engine {
+pub struct SimEngine {
     pub(super) config: EngineConfig,
-    pub(super) groups: Groups,
-    pub(super) requests: Requests,
+    pub(super) groups: CacheGroups,
+    pub(super) requests: SimRequests,
     pub(super) ids: BTreeMap<RequestId, u32>,
     /// Legs that have not ended.
     pub(super) legs: BTreeMap<LegId, u32>,
@@ -33,7 +34,7 @@ pub struct Engine {
     /// Requests whose KV has arrived, by their age.
     pub(super) ready: BTreeMap<i64, u32>,
     /// Requests in the steps, in the order of their admission.
-    pub(super) running: Vec<Runner>,
+    pub(super) running: Vec<RunningRequest>,
     arrivals: u32,
     /// Place in the queue of the request that was preempted last.
     pub(super) front: i64,
@@ -42,21 +43,21 @@ pub struct Engine {
     /// Requests to preempt before the next step.
     pub(super) preempt: u32,
     /// The request at the head of the queue that found too few blocks, and what
-    /// [`Groups::released`] said.
+    /// [`CacheGroups::released`] said.
     pub(super) blocked: Option<(i64, u64)>,
 }
 
-impl Engine {
+impl SimEngine {
     /// An engine without requests.
     ///
     /// # Errors
     /// Settings with which no request could run.
-    pub fn new(config: EngineConfig) -> Result<Engine, EngineConfigError> {
+    pub fn new(config: EngineConfig) -> Result<SimEngine, EngineConfigError> {
         config.check()?;
-        Ok(Engine {
-            groups: Groups::new(&config),
+        Ok(SimEngine {
+            groups: CacheGroups::new(&config),
             config,
-            requests: Requests::default(),
+            requests: SimRequests::default(),
             ids: BTreeMap::new(),
             legs: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -71,7 +72,6 @@ impl Engine {
         })
     }
 
-    /// Its settings.
     pub fn config(&self) -> &EngineConfig {
         &self.config
     }
@@ -92,7 +92,7 @@ impl Engine {
         request: &RequestId,
         content: PromptContent,
         (body, stop): (LegBody, bool),
-        out: &mut Out,
+        out: &mut EngineOutbox,
     ) {
         assert!(!self.legs.contains_key(&leg), "leg {leg} arrived twice");
         let (prompt, output) = match &body {
@@ -109,20 +109,20 @@ impl Engine {
         let order = i64::from(self.arrivals);
         let external = self.config.role == Role::Decode;
         let asks = external && self.groups.hits(&content, tokens) < tokens;
-        let slot = self.requests.insert(Request {
+        let slot = self.requests.insert(SimRequest {
             id: id.clone(),
             leg,
             content,
             output,
             reason: if stop { FinishReason::Stop } else { FinishReason::Length },
-            phase: if asks { Phase::Asked } else { Phase::Waiting },
+            phase: if asks { SimRequestPhase::Asked } else { SimRequestPhase::Waiting },
             order,
             known: tokens,
             shared: 0,
             tables: Vec::new(),
             parked: Vec::new(),
             external,
-            due: false,
+            blocks_wanted: false,
             loaded: false,
             streamed: false,
             safe_due: false,
@@ -190,11 +190,11 @@ impl Engine {
         format!("cmpl-{request}-{prompt}-{suffix:08x}").into()
     }
 
-    fn cancel(&mut self, leg: LegId, out: &mut Out) {
+    fn cancel(&mut self, leg: LegId, out: &mut EngineOutbox) {
         let Some(slot) = self.legs.get(&leg).copied() else { return };
         if self.must_wait(slot) {
             self.legs.remove(&leg);
-            self.doom(slot, Verdict::Cancelled);
+            self.end_after_step(slot, DeferredEnd::Cancelled);
         } else {
             self.abort(slot, out);
         }
@@ -202,22 +202,22 @@ impl Engine {
 
     /// True if the running step computes the request.
     fn must_wait(&self, slot: u32) -> bool {
-        self.stepping && self.requests.get(slot).phase == Phase::Running
+        self.stepping && self.requests.get(slot).phase == SimRequestPhase::Running
     }
 
     /// Lets the end of the running step end the request. A rejection counts more than a cancel: no
     /// answer follows it.
-    fn doom(&mut self, slot: u32, verdict: Verdict) {
+    fn end_after_step(&mut self, slot: u32, verdict: DeferredEnd) {
         let held = &mut self.requests.get_mut(slot).verdict;
-        if !matches!(held, Some(Verdict::Rejected(_))) {
+        if !matches!(held, Some(DeferredEnd::Rejected(_))) {
             *held = Some(verdict);
         }
         if let Some(runner) = self.running.iter_mut().find(|runner| runner.slot == slot) {
-            runner.doomed = true;
+            runner.ends_after_step = true;
         }
     }
 
-    fn prefill_answer(&mut self, answer: PrefillAnswer, out: &mut Out) {
+    fn prefill_answer(&mut self, answer: PrefillAnswer, out: &mut EngineOutbox) {
         let (PrefillAnswer::SourceFree { request: id, .. }
         | PrefillAnswer::PreemptionSafe { request: id }
         | PrefillAnswer::Rejected { request: id, .. }) = &answer;
@@ -228,13 +228,13 @@ impl Engine {
             (request.phase, request.safe_due)
         };
         match answer {
-            PrefillAnswer::SourceFree { .. } if phase == Phase::Ended && !safe_due => {
+            PrefillAnswer::SourceFree { .. } if phase == SimRequestPhase::Ended && !safe_due => {
                 self.forget(slot, out);
             }
             PrefillAnswer::PreemptionSafe { .. } if safe_due => self.preemption_safe(slot, out),
             PrefillAnswer::Rejected { failure, .. } => {
                 if self.must_wait(slot) {
-                    self.doom(slot, Verdict::Rejected(failure));
+                    self.end_after_step(slot, DeferredEnd::Rejected(failure));
                 } else {
                     self.reject(slot, failure, out);
                 }
@@ -243,7 +243,7 @@ impl Engine {
         }
     }
 
-    fn decode_answer(&mut self, answer: DecodeAnswer, out: &mut Out) {
+    fn decode_answer(&mut self, answer: DecodeAnswer, out: &mut EngineOutbox) {
         let found =
             self.ids.get(answer.request()).copied().filter(|_| self.config.role == Role::Decode);
         let Some(slot) = found else {
@@ -258,36 +258,37 @@ impl Engine {
         let request = self.requests.get(slot);
         let (phase, external) = (request.phase, request.external);
         match answer {
-            DecodeAnswer::Allocate { .. } => self.due(slot),
-            DecodeAnswer::Loaded { .. } if phase == Phase::Remote => self.loaded(slot),
+            DecodeAnswer::Allocate { .. } => self.want_blocks(slot),
+            DecodeAnswer::Loaded { .. } if phase == SimRequestPhase::Remote => self.loaded(slot),
             // A core that rejects before it knows of the blocks has given them to nobody.
             DecodeAnswer::LoadFailed { failure, .. } | DecodeAnswer::Rejected { failure, .. }
-                if phase == Phase::Remote =>
+                if phase == SimRequestPhase::Remote =>
             {
                 let request = self.requests.get_mut(slot);
-                request.phase = Phase::Waiting;
+                request.phase = SimRequestPhase::Waiting;
                 let tables = std::mem::take(&mut request.tables);
                 let freed = self.groups.free(tables);
                 self.freed(slot, freed, out);
                 self.not_loaded(slot, failure, out);
             }
             DecodeAnswer::Rejected { failure, .. }
-                if matches!(phase, Phase::Asked | Phase::Waiting) && external =>
+                if matches!(phase, SimRequestPhase::Asked | SimRequestPhase::Waiting)
+                    && external =>
             {
-                self.requests.get_mut(slot).phase = Phase::Waiting;
+                self.requests.get_mut(slot).phase = SimRequestPhase::Waiting;
                 self.not_loaded(slot, failure, out);
             }
-            _ if phase == Phase::Ended => self.forget(slot, out),
+            _ if phase == SimRequestPhase::Ended => self.forget(slot, out),
             answer => Self::fault(&answer, "not due", out),
         }
     }
 
     /// The prefill is ready for a decode request's blocks.
-    fn due(&mut self, slot: u32) {
+    fn want_blocks(&mut self, slot: u32) {
         let request = self.requests.get_mut(slot);
-        request.due = true;
-        if request.phase == Phase::Asked {
-            request.phase = Phase::Waiting;
+        request.blocks_wanted = true;
+        if request.phase == SimRequestPhase::Asked {
+            request.phase = SimRequestPhase::Waiting;
             self.waiting.insert(request.order, slot);
         }
     }
@@ -297,7 +298,7 @@ impl Engine {
     fn loaded(&mut self, slot: u32) {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
-        request.phase = Phase::Ready;
+        request.phase = SimRequestPhase::Ready;
         request.external = false;
         request.loaded = true;
         let range = (request.shared, tokens - 1);
@@ -306,10 +307,10 @@ impl Engine {
     }
 
     /// The KV of a decode request, which has no blocks, will not arrive.
-    fn not_loaded(&mut self, slot: u32, failure: Failure, out: &mut Out) {
+    fn not_loaded(&mut self, slot: u32, failure: Failure, out: &mut EngineOutbox) {
         match self.config.load_failure {
-            LoadFailure::Fail => self.fail(slot, failure, out),
-            LoadFailure::Recompute => {
+            LoadFailurePolicy::Fail => self.fail(slot, failure, out),
+            LoadFailurePolicy::Recompute => {
                 let request = self.requests.get_mut(slot);
                 request.failure = Some(failure);
                 request.external = false;
@@ -319,18 +320,18 @@ impl Engine {
         }
     }
 
-    pub(super) fn freed(&self, slot: u32, blocks: Ids, out: &mut Out) {
+    pub(super) fn freed(&self, slot: u32, blocks: GroupBlockIds, out: &mut EngineOutbox) {
         if blocks.iter().any(|ids| !ids.is_empty()) {
             out.push(EngineEffect::Freed { request: self.requests.get(slot).id.clone(), blocks });
         }
     }
 
-    fn fault(answer: &impl std::fmt::Debug, why: impl Display, out: &mut Out) {
+    fn fault(answer: &impl std::fmt::Debug, why: impl Display, out: &mut EngineOutbox) {
         out.push(EngineEffect::Fault(format!("{why}: {answer:?}")));
     }
 }
 
-impl Machine for Engine {
+impl Machine for SimEngine {
     type Input = EngineInput;
     type Effect = EngineEffect;
 

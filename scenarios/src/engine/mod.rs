@@ -1,6 +1,6 @@
 //! The stand-in serving engine: what vLLM is to the protocol cores, without a model.
 //!
-//! One [`Engine`] is one engine core (one DP rank): a scheduler with continuous batching and
+//! One [`SimEngine`] is one engine core (one DP rank): a scheduler with continuous batching and
 //! chunked prefill, a block pool with a prefix cache, preemption, and a compute cost. It is a
 //! state machine like the protocol cores and knows as little: it tells them what vLLM's
 //! scheduler-side hooks would tell ([`PrefillHook`](engine::core::message::PrefillHook),
@@ -12,17 +12,17 @@
 
 mod config;
 mod content;
-mod ends;
 mod groups;
 mod io;
+mod kv_pattern;
 mod machine;
 mod pool;
 mod request;
 mod steps;
-mod words;
+mod termination;
 
 pub use self::config::{EngineConfig, EngineConfigError, GroupConfig};
 pub use self::content::PromptContent;
-pub use self::io::{Compute, EngineEffect, EngineInput, Growth, PoolGauges, StepPlan};
-pub use self::machine::Engine;
-pub use self::words::{WORD_STEP, write_words};
+pub use self::io::{BlockGrowth, ComputeChunk, EngineEffect, EngineInput, PoolGauges, StepPlan};
+pub use self::kv_pattern::{WORD_STEP, write_words};
+pub use self::machine::SimEngine;

@@ -1,8 +1,8 @@
 //! The blocks of one KV cache group.
 
 use super::io::PoolGauges;
-use crate::run::Allocator;
-use engine::core::hashes::HashIndex;
+use crate::run::AllocationOrder;
+use engine::core::hash_index::HashIndex;
 
 /// Blocks with reference counts, a queue of unused ones, and a prefix cache.
 ///
@@ -10,9 +10,9 @@ use engine::core::hashes::HashIndex;
 /// handed out again. Block 0 is the null block and never handed out.
 #[derive(Debug)]
 pub(super) struct BlockPool {
-    blocks: Vec<Block>,
+    blocks: Vec<PoolBlock>,
     prefixes: HashIndex,
-    allocator: Allocator,
+    allocator: AllocationOrder,
     gauges: PoolGauges,
     released: u64,
 }
@@ -20,7 +20,7 @@ pub(super) struct BlockPool {
 /// One block; a node of the list of unused blocks if nobody has it. The null block is the list's
 /// anchor.
 #[derive(Clone, Copy, Debug, Default)]
-struct Block {
+struct PoolBlock {
     /// Prefix hash of its content, 0 if it has none.
     key: u64,
     /// Requests that own or share it.
@@ -34,9 +34,9 @@ struct Block {
 const ANCHOR: u32 = 0;
 
 impl BlockPool {
-    pub(super) fn new(blocks: u32, allocator: Allocator) -> BlockPool {
+    pub(super) fn new(blocks: u32, allocator: AllocationOrder) -> BlockPool {
         let mut pool = BlockPool {
-            blocks: vec![Block::default(); blocks as usize],
+            blocks: vec![PoolBlock::default(); blocks as usize],
             prefixes: HashIndex::new(blocks),
             allocator,
             gauges: PoolGauges { total: blocks - 1, free: blocks - 1, ..PoolGauges::default() },
@@ -85,13 +85,13 @@ impl BlockPool {
     /// The block with the KV of a prefix, unless it is quarantined.
     pub(super) fn find(&self, key: u64) -> Option<u32> {
         let block = self.prefixes.get(key)?;
-        let Block { refs, quarantines, .. } = self.blocks[block as usize];
+        let PoolBlock { refs, quarantines, .. } = self.blocks[block as usize];
         (refs > 0 || quarantines == 0).then_some(block)
     }
 
     /// True if nobody has the block.
     pub(super) fn is_unused(&self, block: u32) -> bool {
-        let Block { refs, quarantines, .. } = self.blocks[block as usize];
+        let PoolBlock { refs, quarantines, .. } = self.blocks[block as usize];
         refs == 0 && quarantines == 0
     }
 
@@ -134,7 +134,7 @@ impl BlockPool {
     }
 
     /// Ends one quarantine of a block; true if it became available.
-    pub(super) fn absolve(&mut self, block: u32) -> bool {
+    pub(super) fn end_quarantine(&mut self, block: u32) -> bool {
         let entry = &mut self.blocks[block as usize];
         entry.quarantines -= 1;
         if entry.refs > 0 || entry.quarantines > 0 {
@@ -146,7 +146,7 @@ impl BlockPool {
 
     /// Puts a block without users where it belongs; true if that is the list of unused ones.
     fn settle(&mut self, block: u32) -> bool {
-        let Block { key, quarantines, .. } = self.blocks[block as usize];
+        let PoolBlock { key, quarantines, .. } = self.blocks[block as usize];
         if quarantines > 0 {
             self.gauges.quarantined += 1;
             return false;
@@ -156,7 +156,7 @@ impl BlockPool {
             _ => self.gauges.cached += 1,
         }
         self.released += 1;
-        self.link(block, self.allocator == Allocator::Lifo);
+        self.link(block, self.allocator == AllocationOrder::Lifo);
         true
     }
 
@@ -173,7 +173,7 @@ impl BlockPool {
     }
 
     fn unlink(&mut self, block: u32) {
-        let Block { before, behind, .. } = self.blocks[block as usize];
+        let PoolBlock { before, behind, .. } = self.blocks[block as usize];
         self.blocks[before as usize].behind = behind;
         self.blocks[behind as usize].before = before;
     }

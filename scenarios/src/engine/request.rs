@@ -8,7 +8,7 @@ use engine::core::message::FinishReason;
 
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(super) enum SimRequestPhase {
     /// Decode: waits for its core to say that blocks are worth having.
     Asked,
     /// Waits for blocks and a place in a step.
@@ -27,22 +27,21 @@ pub(super) enum Phase {
 
 /// What ends a request that a running step computes.
 #[derive(Clone, Debug)]
-pub(super) enum Verdict {
+pub(super) enum DeferredEnd {
     Cancelled,
     Rejected(Failure),
 }
 
 /// A request from its arrival until nobody is interested in it.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(super) struct SimRequest {
     pub(super) id: RequestId,
     pub(super) leg: LegId,
     pub(super) content: PromptContent,
     /// Tokens that the leg asked for.
     pub(super) output: u32,
-    /// How it ends.
     pub(super) reason: FinishReason,
-    pub(super) phase: Phase,
+    pub(super) phase: SimRequestPhase,
     /// Place in the queue it waits in.
     pub(super) order: i64,
     /// Tokens of the prompt plus those generated.
@@ -55,7 +54,7 @@ pub(super) struct Request {
     /// Decode: the KV is expected from a prefill.
     pub(super) external: bool,
     /// Decode: the core said that blocks are worth having.
-    pub(super) due: bool,
+    pub(super) blocks_wanted: bool,
     /// Decode: the KV in its blocks came from a prefill.
     pub(super) loaded: bool,
     /// Decode: the first token was reported.
@@ -64,10 +63,10 @@ pub(super) struct Request {
     pub(super) safe_due: bool,
     /// Why the engine computes the prompt although it was to be transferred.
     pub(super) failure: Option<Failure>,
-    pub(super) verdict: Option<Verdict>,
+    pub(super) verdict: Option<DeferredEnd>,
 }
 
-impl Request {
+impl SimRequest {
     /// Tokens known at the end.
     pub(super) fn limit(&self) -> u32 {
         let generated = if self.reason == FinishReason::Stop { 1 } else { self.output };
@@ -77,13 +76,13 @@ impl Request {
 
 /// All requests, by a number that is reused.
 #[derive(Debug, Default)]
-pub(super) struct Requests {
-    slots: Vec<Option<Request>>,
+pub(super) struct SimRequests {
+    slots: Vec<Option<SimRequest>>,
     vacant: Vec<u32>,
 }
 
-impl Requests {
-    pub(super) fn insert(&mut self, request: Request) -> u32 {
+impl SimRequests {
+    pub(super) fn insert(&mut self, request: SimRequest) -> u32 {
         match self.vacant.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = Some(request);
@@ -96,16 +95,16 @@ impl Requests {
         }
     }
 
-    pub(super) fn remove(&mut self, slot: u32) -> Request {
+    pub(super) fn remove(&mut self, slot: u32) -> SimRequest {
         self.vacant.push(slot);
         self.slots[slot as usize].take().expect("the request exists")
     }
 
-    pub(super) fn get(&self, slot: u32) -> &Request {
+    pub(super) fn get(&self, slot: u32) -> &SimRequest {
         self.slots[slot as usize].as_ref().expect("the request exists")
     }
 
-    pub(super) fn get_mut(&mut self, slot: u32) -> &mut Request {
+    pub(super) fn get_mut(&mut self, slot: u32) -> &mut SimRequest {
         self.slots[slot as usize].as_mut().expect("the request exists")
     }
 
@@ -117,20 +116,18 @@ impl Requests {
 /// The part of a running request that every step touches; kept apart so that a decode step reads
 /// little memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Runner {
+pub(super) struct RunningRequest {
     pub(super) slot: u32,
     /// Tokens of the prompt.
     pub(super) prompt: u32,
     /// Tokens whose KV is there.
     pub(super) computed: u32,
-    /// See [`Request::known`].
     pub(super) known: u32,
-    /// See [`Request::limit`].
     pub(super) limit: u32,
     /// Tokens for which it has blocks.
     pub(super) room: u32,
     /// Tokens that the step computes.
     pub(super) planned: u32,
-    /// It has a [`Verdict`].
-    pub(super) doomed: bool,
+    /// It has a [`DeferredEnd`].
+    pub(super) ends_after_step: bool,
 }

@@ -1,10 +1,10 @@
 //! What a step computes, and what follows from it.
 
-use super::groups::Ids;
-use super::io::{Compute, EngineEffect, Growth, StepPlan};
-use super::machine::{Engine, Out};
-use super::request::{Phase, Request, Runner};
-use crate::cost::Work;
+use super::groups::GroupBlockIds;
+use super::io::{BlockGrowth, ComputeChunk, EngineEffect, StepPlan};
+use super::machine::{EngineOutbox, SimEngine};
+use super::request::{RunningRequest, SimRequest, SimRequestPhase};
+use crate::cost::StepWork;
 use engine::core::ids::StepId;
 use engine::core::layout::BlockList;
 use engine::core::message::{Chunk, DecodeHook, PrefillHook, Role};
@@ -12,18 +12,18 @@ use engine::core::router::LegEvent;
 use engine::core::time::Nanos;
 
 /// A step in the making.
-struct Draft {
+struct StepDraft {
     plan: StepPlan,
     chunks: Vec<Chunk>,
-    work: Work,
+    work: StepWork,
     /// Tokens that may still be added.
     budget: u32,
     /// A request had to give way.
     preempted: bool,
 }
 
-impl Draft {
-    fn add_decode(&mut self, runner: &mut Runner) {
+impl StepDraft {
+    fn add_decode(&mut self, runner: &mut RunningRequest) {
         runner.planned = 1;
         self.budget -= 1;
         self.plan.decoding += 1;
@@ -31,14 +31,14 @@ impl Draft {
     }
 }
 
-impl Engine {
+impl SimEngine {
     /// Starts the next step if there is something to compute, and lets decode requests wait for
     /// their KV if there are blocks.
-    pub(super) fn schedule(&mut self, out: &mut Out) {
+    pub(super) fn schedule(&mut self, out: &mut EngineOutbox) {
         for _ in 0..std::mem::take(&mut self.preempt) {
             self.preempt_last(out);
         }
-        let mut draft = Draft {
+        let mut draft = StepDraft {
             plan: StepPlan {
                 step: StepId(self.last_step.0 + 1),
                 duration: Nanos::ZERO,
@@ -48,7 +48,7 @@ impl Engine {
                 context: 0,
             },
             chunks: Vec::new(),
-            work: Work::default(),
+            work: StepWork::default(),
             budget: self.config.max_batched_tokens,
             preempted: false,
         };
@@ -72,7 +72,7 @@ impl Engine {
     }
 
     /// Gives every running request its tokens, oldest first.
-    fn plan_running(&mut self, draft: &mut Draft, out: &mut Out) {
+    fn plan_running(&mut self, draft: &mut StepDraft, out: &mut EngineOutbox) {
         let mut at = 0;
         while at < self.running.len() && draft.budget > 0 {
             let runner = &mut self.running[at];
@@ -90,7 +90,7 @@ impl Engine {
     }
 
     /// The next token of a decoding request needs a block.
-    fn grow_decode(&mut self, at: usize, draft: &mut Draft, out: &mut Out) {
+    fn grow_decode(&mut self, at: usize, draft: &mut StepDraft, out: &mut EngineOutbox) {
         let to = self.running[at].computed + 1;
         if !self.make_room(at, to, draft, out) {
             return;
@@ -100,14 +100,14 @@ impl Engine {
         let id = &request.id;
         let grown = &mut draft.plan.grown;
         self.groups.grow_each(&mut request.tables, to, |group, logical, block| {
-            grown.push(Growth { request: id.clone(), group, logical, block });
+            grown.push(BlockGrowth { request: id.clone(), group, logical, block });
         });
         runner.room = self.groups.room(&request.tables);
         draft.add_decode(runner);
     }
 
     /// The next tokens of a prompt, or of one that is computed again.
-    fn plan_chunk(&mut self, at: usize, draft: &mut Draft, out: &mut Out) {
+    fn plan_chunk(&mut self, at: usize, draft: &mut StepDraft, out: &mut EngineOutbox) {
         let runner = self.running[at];
         let planned = (runner.known - runner.computed).min(draft.budget);
         let to = runner.computed + planned;
@@ -127,8 +127,14 @@ impl Engine {
 
     /// Makes the pool have blocks for tokens `..to` of a running request: those that its windows
     /// have passed, else those of requests admitted after it. False if it had to give way itself.
-    fn make_room(&mut self, at: usize, to: u32, draft: &mut Draft, out: &mut Out) -> bool {
-        let Runner { slot, computed, .. } = self.running[at];
+    fn make_room(
+        &mut self,
+        at: usize,
+        to: u32,
+        draft: &mut StepDraft,
+        out: &mut EngineOutbox,
+    ) -> bool {
+        let RunningRequest { slot, computed, .. } = self.running[at];
         let request = self.requests.get_mut(slot);
         if let Some(blocks) = self.groups.slide(&mut request.tables, computed) {
             out.push(EngineEffect::Freed { request: request.id.clone(), blocks });
@@ -148,7 +154,7 @@ impl Engine {
     }
 
     /// Adds tokens `..to` of a running request to the step; `taken` are the blocks added for it.
-    fn add_chunk(&mut self, at: usize, to: u32, taken: Ids, draft: &mut Draft) {
+    fn add_chunk(&mut self, at: usize, to: u32, taken: GroupBlockIds, draft: &mut StepDraft) {
         let runner = &mut self.running[at];
         let from = runner.computed;
         runner.planned = to - from;
@@ -161,7 +167,7 @@ impl Engine {
         }
         // The last token of a prompt that is shared as a whole is computed, but not written.
         if request.shared < to {
-            draft.plan.computes.push(Compute {
+            draft.plan.computes.push(ComputeChunk {
                 request: request.id.clone(),
                 content: request.content.clone(),
                 from,
@@ -176,7 +182,7 @@ impl Engine {
     }
 
     /// Lets requests in: first those whose KV has arrived, then by age.
-    fn admit(&mut self, draft: &mut Draft, out: &mut Out) {
+    fn admit(&mut self, draft: &mut StepDraft, out: &mut EngineOutbox) {
         while self.running.len() < self.config.max_running as usize && draft.budget > 0 {
             if let Some((_, slot)) = self.ready.pop_first() {
                 self.start_loaded(slot, draft, out);
@@ -204,12 +210,12 @@ impl Engine {
 
     /// Allocates the blocks of a decode request; false if there are too few. One whose prefix hits
     /// are gone again asks for its KV.
-    fn start_load(&mut self, slot: u32, out: &mut Out) -> bool {
+    fn start_load(&mut self, slot: u32, out: &mut EngineOutbox) -> bool {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
         let computed = self.groups.hits(&request.content, tokens);
-        if computed < tokens && !request.due {
-            request.phase = Phase::Asked;
+        if computed < tokens && !request.blocks_wanted {
+            request.phase = SimRequestPhase::Asked;
             return true;
         }
         let Some((tables, taken)) =
@@ -217,7 +223,7 @@ impl Engine {
         else {
             return false;
         };
-        request.phase = Phase::Remote;
+        request.phase = SimRequestPhase::Remote;
         request.shared = computed;
         request.tables = tables;
         let (id, blocks) = (request.id.clone(), request.tables.clone());
@@ -229,7 +235,7 @@ impl Engine {
     }
 
     /// Begins to generate from KV that has arrived.
-    fn start_loaded(&mut self, slot: u32, draft: &mut Draft, out: &mut Out) {
+    fn start_loaded(&mut self, slot: u32, draft: &mut StepDraft, out: &mut EngineOutbox) {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
         out.push(use_of(request, tokens, request.tables.clone()));
@@ -239,7 +245,7 @@ impl Engine {
     }
 
     /// Begins to compute a prompt behind its prefix hits; false if there are too few blocks.
-    fn start_local(&mut self, slot: u32, draft: &mut Draft, out: &mut Out) -> bool {
+    fn start_local(&mut self, slot: u32, draft: &mut StepDraft, out: &mut EngineOutbox) -> bool {
         let request = self.requests.get_mut(slot);
         let hits = self.groups.hits(&request.content, request.known - 1);
         let to = hits + (request.known - hits).min(draft.budget);
@@ -265,8 +271,8 @@ impl Engine {
     /// Gives a request a place in the steps; says which.
     fn run(&mut self, slot: u32, computed: u32) -> usize {
         let request = self.requests.get_mut(slot);
-        request.phase = Phase::Running;
-        self.running.push(Runner {
+        request.phase = SimRequestPhase::Running;
+        self.running.push(RunningRequest {
             slot,
             prompt: request.content.tokens,
             computed,
@@ -274,12 +280,12 @@ impl Engine {
             limit: request.limit(),
             room: self.groups.room(&request.tables),
             planned: 0,
-            doomed: false,
+            ends_after_step: false,
         });
         self.running.len() - 1
     }
 
-    pub(super) fn step_done(&mut self, step: StepId, out: &mut Out) {
+    pub(super) fn step_done(&mut self, step: StepId, out: &mut EngineOutbox) {
         assert!(self.stepping && step == self.last_step, "step {step} does not run");
         self.stepping = false;
         let mut runners = std::mem::take(&mut self.running);
@@ -289,8 +295,8 @@ impl Engine {
 
     /// What a step did to one request; false if that was its end.
     #[inline]
-    fn advance(&mut self, runner: &mut Runner, out: &mut Out) -> bool {
-        if runner.doomed {
+    fn advance(&mut self, runner: &mut RunningRequest, out: &mut EngineOutbox) -> bool {
+        if runner.ends_after_step {
             self.execute(runner.slot, out);
             return false;
         }
@@ -316,7 +322,7 @@ impl Engine {
     }
 
     /// A prompt is complete. If it was computed again, its first token is old news.
-    fn first_token(&mut self, slot: u32, out: &mut Out) {
+    fn first_token(&mut self, slot: u32, out: &mut EngineOutbox) {
         let request = self.requests.get_mut(slot);
         if self.config.role == Role::Decode && !std::mem::replace(&mut request.streamed, true) {
             out.push(EngineEffect::Leg { leg: request.leg, event: LegEvent::FirstToken });
@@ -324,13 +330,13 @@ impl Engine {
     }
 }
 
-fn use_of(request: &Request, tokens: u32, blocks: Vec<BlockList>) -> EngineEffect {
+fn use_of(request: &SimRequest, tokens: u32, blocks: Vec<BlockList>) -> EngineEffect {
     let (request, content) = (request.id.clone(), request.content.clone());
     EngineEffect::Use { request, content, tokens, blocks }
 }
 
 /// The last blocks of tables, with their places.
-fn added(tables: &[BlockList], taken: Ids) -> Vec<BlockList> {
+fn added(tables: &[BlockList], taken: GroupBlockIds) -> Vec<BlockList> {
     let place = |(table, ids): (&BlockList, Vec<u32>)| BlockList {
         first: table.first + (table.ids.len() - ids.len()) as u32,
         ids,

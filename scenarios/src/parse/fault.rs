@@ -1,21 +1,23 @@
 //! `[[fault]]`.
 
-use super::kinds::{Form, Opportunity};
+use super::fault_schema::{FaultSchema, Opportunity};
 use super::topology::or;
 use super::workload::probability;
-use crate::decide::{Keyed, below, chance, kind, mix, within};
-use crate::doc::{File, Section};
+use crate::decide::{DecisionKey, below, chance, kind, mix, within};
+use crate::doc::{FileName, TomlSection};
 use crate::error::{ScenarioError, nearest};
-use crate::lists::{Event, FaultKind, MessageName};
-use crate::run::{Cut, Fault, Instance, MemoryLayout, Order, Trigger};
-use crate::value::{Chance, Draw, Name, named_values};
+use crate::lists::{FaultKind, MessageName, TriggerEvent};
+use crate::run::{
+    FaultTrigger, InjectedFault, InstanceSettings, MemoryLayout, PartitionDirection, RaceOrder,
+};
+use crate::value::{Distribution, InstanceName, Probability, named_values};
 use ::engine::core::Nanos;
 use ::engine::core::ids::TP_MAX;
 use ::engine::core::message::Role;
 
 named_values! {
-    Cut: "symmetric" = Cut::Symmetric, "one-way" = Cut::OneWay, "node" = Cut::Node;
-    Order: "early" = Order::Early, "late" = Order::Late, "either" = Order::Either;
+    PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;
+    RaceOrder: "early" = RaceOrder::Early, "late" = RaceOrder::Late, "either" = RaceOrder::Either;
 }
 
 /// Most tables that `every` and `times` can make of one.
@@ -26,50 +28,50 @@ const REPEATS_MAX: u32 = 10_000;
 pub(super) struct FaultSpec {
     pub(super) kind: FaultKind,
     pub(super) trigger: Option<TriggerSpec>,
-    pub(super) samples: Draw<u32>,
-    enabled: Draw<Chance>,
+    pub(super) samples: Distribution<u32>,
+    enabled: Distribution<Probability>,
     /// Names its decisions.
     key: u64,
-    target: Option<Draw<Name>>,
-    from: Option<Draw<Name>>,
-    to: Option<Draw<Name>>,
+    target: Option<Distribution<InstanceName>>,
+    from: Option<Distribution<InstanceName>>,
+    to: Option<Distribution<InstanceName>>,
     message: Option<MessageName>,
-    lasts: Option<Draw<Nanos>>,
-    delay: Option<Draw<Nanos>>,
-    factor: Option<Draw<u32>>,
-    rank: Option<Draw<u16>>,
-    direction: Draw<Cut>,
-    first: Draw<Order>,
-    times: Option<Draw<u32>>,
-    every: Option<Draw<Nanos>>,
-    tp: Option<Draw<u16>>,
-    blocks: Option<Draw<u32>>,
-    block_tokens: Option<Draw<u32>>,
-    layout: Option<Draw<MemoryLayout>>,
+    lasts: Option<Distribution<Nanos>>,
+    delay: Option<Distribution<Nanos>>,
+    factor: Option<Distribution<u32>>,
+    rank: Option<Distribution<u16>>,
+    direction: Distribution<PartitionDirection>,
+    first: Distribution<RaceOrder>,
+    times: Option<Distribution<u32>>,
+    every: Option<Distribution<Nanos>>,
+    tp: Option<Distribution<u16>>,
+    blocks: Option<Distribution<u32>>,
+    block_tokens: Option<Distribution<u32>>,
+    layout: Option<Distribution<MemoryLayout>>,
     pub(super) line: u32,
 }
 
 /// When it fires, as written.
 #[derive(Debug)]
 pub(super) enum TriggerSpec {
-    At(Draw<Nanos>),
-    On(OnSpec),
-    Chance(Draw<Chance>),
+    At(Distribution<Nanos>),
+    On(EventTriggerSpec),
+    Chance(Distribution<Probability>),
 }
 
-/// `on`, as written.
 #[derive(Debug)]
-pub(super) struct OnSpec {
+pub(super) struct EventTriggerSpec {
     /// One of them is drawn.
-    events: Vec<Event>,
-    from: Option<Draw<Name>>,
-    to: Option<Draw<Name>>,
+    events: Vec<TriggerEvent>,
+    from: Option<Distribution<InstanceName>>,
+    to: Option<Distribution<InstanceName>>,
     message: Option<MessageName>,
-    nth: Draw<u32>,
+    nth: Distribution<u32>,
 }
 
 /// Finds the instance for an optional name of a part: `None` if it does not exist in this seed.
-type Resolver<'a> = dyn Fn(&Option<Draw<Name>>, &str) -> Option<Option<String>> + 'a;
+type InstanceResolver<'a> =
+    dyn Fn(&Option<Distribution<InstanceName>>, &str) -> Option<Option<String>> + 'a;
 
 /// The keys that some kind takes.
 const KEYS: &[&str] = &[
@@ -92,19 +94,22 @@ const KEYS: &[&str] = &[
 
 impl FaultSpec {
     /// Reads a table whose decisions are named by `key`.
-    pub(super) fn read(section: &Section<'_>, key: u64) -> Result<FaultSpec, ScenarioError> {
+    pub(super) fn read(section: &TomlSection<'_>, key: u64) -> Result<FaultSpec, ScenarioError> {
         let names: Vec<&str> = FaultKind::ALL.iter().map(|kind| kind.name()).collect();
         let Some(field) = section.get("kind") else {
             return Err(section.error("a fault has no `kind`", "see `kvferry list faults`"));
         };
         let kind = field.entry(&names, FaultKind::from_name)?;
-        let form = kind.form();
+        let form = kind.schema();
         let message = section.section("match")?;
         let spec = FaultSpec {
             kind,
             trigger: trigger(section)?,
-            samples: section.limited("samples", 1, 64)?.unwrap_or_else(|| Draw::range(2, 4)),
-            enabled: probability(section, "enabled")?.unwrap_or(Draw::fixed(Chance(1_000_000))),
+            samples: section
+                .limited("samples", 1, 64)?
+                .unwrap_or_else(|| Distribution::range(2, 4)),
+            enabled: probability(section, "enabled")?
+                .unwrap_or(Distribution::fixed(Probability(1_000_000))),
             key,
             target: section.draw("target")?,
             from: section.draw("from")?,
@@ -114,8 +119,8 @@ impl FaultSpec {
             delay: section.draw("delay")?,
             factor: section.limited("factor", 1, 1_000_000)?,
             rank: section.limited("rank", 0, TP_MAX - 1)?,
-            direction: section.draw_or("direction", Cut::Symmetric)?,
-            first: section.draw_or("first", Order::Either)?,
+            direction: section.draw_or("direction", PartitionDirection::Symmetric)?,
+            first: section.draw_or("first", RaceOrder::Either)?,
             times: section.limited("times", 1, REPEATS_MAX)?,
             every: section.draw("every")?,
             tp: section.limited("tp", 1, TP_MAX)?,
@@ -131,7 +136,11 @@ impl FaultSpec {
         Ok(spec)
     }
 
-    fn check_keys(&self, section: &Section<'_>, form: &Form) -> Result<(), ScenarioError> {
+    fn check_keys(
+        &self,
+        section: &TomlSection<'_>,
+        form: &FaultSchema,
+    ) -> Result<(), ScenarioError> {
         let present: Vec<&str> = section.keys().collect();
         let unfit = present.iter().find(|key| KEYS.contains(key) && !form.keys.contains(key));
         if let Some(key) = unfit {
@@ -146,7 +155,7 @@ impl FaultSpec {
             let what = format!("{} has no `{key}`", self.kind);
             return Err(section.doc.file.error(self.line, what, "name an instance"));
         }
-        let cut = self.direction.literal() == Some(&Cut::Node);
+        let cut = self.direction.literal() == Some(&PartitionDirection::Node);
         if self.kind == FaultKind::Partition && cut && self.target.is_none() {
             let what = "a partition of a node has no `target`";
             return Err(section.doc.file.error(self.line, what, "name an instance"));
@@ -154,12 +163,16 @@ impl FaultSpec {
         Ok(())
     }
 
-    fn check_trigger(&self, section: &Section<'_>, form: &Form) -> Result<(), ScenarioError> {
+    fn check_trigger(
+        &self,
+        section: &TomlSection<'_>,
+        form: &FaultSchema,
+    ) -> Result<(), ScenarioError> {
         let error =
             |what: String, remedy: &str| Err(section.doc.file.error(self.line, what, remedy));
         let at = matches!(self.trigger, Some(TriggerSpec::At(_)));
         match &self.trigger {
-            None if !self.kind.is_shape() => {
+            None if !self.kind.is_static() => {
                 error(format!("{} never fires", self.kind), "add one of `on`, `at` and `chance`")
             }
             None if self.kind == FaultKind::Burst => {
@@ -169,11 +182,11 @@ impl FaultSpec {
                 format!("`chance` has no meaning for {}", self.kind),
                 "use `enabled` for a probability per seed",
             ),
-            Some(TriggerSpec::On(_)) if self.kind.is_shape() => error(
+            Some(TriggerSpec::On(_)) if self.kind.is_static() => error(
                 format!("`on` has no meaning for {}", self.kind),
                 "remove it; it holds for the whole run",
             ),
-            Some(TriggerSpec::At(_)) if self.kind.is_shape() && self.kind != FaultKind::Burst => {
+            Some(TriggerSpec::At(_)) if self.kind.is_static() && self.kind != FaultKind::Burst => {
                 error(
                     format!("`at` has no meaning for {}", self.kind),
                     "remove it; it holds for the whole run",
@@ -191,7 +204,7 @@ impl FaultSpec {
     }
 
     /// Every instance that it names.
-    fn names(&self) -> impl Iterator<Item = &Draw<Name>> {
+    fn names(&self) -> impl Iterator<Item = &Distribution<InstanceName>> {
         let on = match &self.trigger {
             Some(TriggerSpec::On(on)) => [on.from.as_ref(), on.to.as_ref()],
             _ => [None, None],
@@ -201,7 +214,7 @@ impl FaultSpec {
     }
 
     /// Checks that it names no instance, where there is no topology.
-    pub(super) fn check_nameless(&self, file: &File) -> Result<(), ScenarioError> {
+    pub(super) fn check_nameless(&self, file: &FileName) -> Result<(), ScenarioError> {
         match self.names().next() {
             None => Ok(()),
             Some(draw) => {
@@ -213,7 +226,11 @@ impl FaultSpec {
     }
 
     /// Checks that every instance that is named can exist.
-    pub(super) fn check_names(&self, file: &File, known: &[String]) -> Result<(), ScenarioError> {
+    pub(super) fn check_names(
+        &self,
+        file: &FileName,
+        known: &[String],
+    ) -> Result<(), ScenarioError> {
         for (draw, name) in self.names().flat_map(|draw| draw.ends().map(move |name| (draw, name)))
         {
             let is_role = ROLES.contains(&&*name.0);
@@ -244,8 +261,8 @@ impl FaultSpec {
     }
 
     /// The key of a part of the fault.
-    pub(super) fn part(&self, seed: u64, name: &str) -> Keyed {
-        Keyed::new(seed, "fault").actor(self.key).part(name)
+    pub(super) fn part(&self, seed: u64, name: &str) -> DecisionKey {
+        DecisionKey::new(seed, "fault").actor(self.key).part(name)
     }
 
     /// True if the seed has this fault at all.
@@ -256,9 +273,9 @@ impl FaultSpec {
 
     /// The faults that the simulator injects; none if a named instance does not exist in this
     /// seed.
-    pub(super) fn draw(&self, seed: u64, instances: &[Instance]) -> Vec<Fault> {
+    pub(super) fn draw(&self, seed: u64, instances: &[InstanceSettings]) -> Vec<InjectedFault> {
         let key = |name: &str| self.part(seed, name);
-        let named = |draw: &Option<Draw<Name>>, part: &str| match draw {
+        let named = |draw: &Option<Distribution<InstanceName>>, part: &str| match draw {
             None => Some(None),
             Some(draw) => {
                 let name = draw.draw(&key(part));
@@ -274,14 +291,14 @@ impl FaultSpec {
             return Vec::new();
         };
         let Some(first) = self.draw_trigger(seed, &named) else { return Vec::new() };
-        let form = self.kind.form();
+        let form = self.kind.schema();
         let hit = target.as_ref().and_then(|name| find(instances, name));
         let becomes = match (self.kind, hit) {
             (FaultKind::RestartOtherGeometry, Some(hit)) => Some(Box::new(self.becomes(seed, hit))),
             _ => None,
         };
         let (times, every) = self.repeats(seed, &first);
-        let fault = Fault {
+        let fault = InjectedFault {
             key: self.key,
             line: self.line,
             kind: self.kind,
@@ -302,7 +319,7 @@ impl FaultSpec {
         let mut faults = vec![fault];
         for (n, at) in every.into_iter().enumerate() {
             let key = mix(self.key, n as u64 + 1);
-            faults.push(Fault { key, trigger: Trigger::At(at), ..faults[0].clone() });
+            faults.push(InjectedFault { key, trigger: FaultTrigger::At(at), ..faults[0].clone() });
         }
         faults
     }
@@ -312,13 +329,13 @@ impl FaultSpec {
         matches!(self.kind, FaultKind::Partition | FaultKind::SlowLink)
     }
 
-    fn draw_trigger(&self, seed: u64, named: &Resolver<'_>) -> Option<Trigger> {
+    fn draw_trigger(&self, seed: u64, named: &InstanceResolver<'_>) -> Option<FaultTrigger> {
         match self.trigger.as_ref()? {
-            TriggerSpec::At(at) => Some(Trigger::At(at.draw(&self.part(seed, "at")))),
+            TriggerSpec::At(at) => Some(FaultTrigger::At(at.draw(&self.part(seed, "at")))),
             TriggerSpec::Chance(rate) => {
-                Some(Trigger::Chance(rate.draw(&self.part(seed, "chance")).0))
+                Some(FaultTrigger::Chance(rate.draw(&self.part(seed, "chance")).0))
             }
-            TriggerSpec::On(on) => Some(Trigger::On {
+            TriggerSpec::On(on) => Some(FaultTrigger::On {
                 event: on.event(&self.part(seed, "on.event")),
                 from: named(&on.from, "on.from")?,
                 to: named(&on.to, "on.to")?,
@@ -329,10 +346,10 @@ impl FaultSpec {
     }
 
     /// How often it fires, and the times after the first if they are set.
-    fn repeats(&self, seed: u64, first: &Trigger) -> (u32, Vec<Nanos>) {
-        let default = if matches!(first, Trigger::Chance(_)) { u32::MAX } else { 1 };
+    fn repeats(&self, seed: u64, first: &FaultTrigger) -> (u32, Vec<Nanos>) {
+        let default = if matches!(first, FaultTrigger::Chance(_)) { u32::MAX } else { 1 };
         let times = or(&self.times, default, &self.part(seed, "times"));
-        let (Some(every), Trigger::At(first)) = (&self.every, first) else {
+        let (Some(every), FaultTrigger::At(first)) = (&self.every, first) else {
             return (times, Vec::new());
         };
         let mut at = *first;
@@ -344,7 +361,7 @@ impl FaultSpec {
     }
 
     /// The rank that is hit, if the kind hits one.
-    fn rank(&self, seed: u64, hit: Option<&Instance>) -> Option<u16> {
+    fn rank(&self, seed: u64, hit: Option<&InstanceSettings>) -> Option<u16> {
         let key = self.part(seed, "rank");
         let tp = hit.map_or(TP_MAX, |hit| hit.tp);
         match (&self.rank, self.kind) {
@@ -357,9 +374,9 @@ impl FaultSpec {
     }
 
     /// What an instance is after a restart.
-    fn becomes(&self, seed: u64, hit: &Instance) -> Instance {
+    fn becomes(&self, seed: u64, hit: &InstanceSettings) -> InstanceSettings {
         let key = |name: &str| self.part(seed, "becomes").part(name);
-        Instance {
+        InstanceSettings {
             tp: or(&self.tp, hit.tp, &key("tp")),
             blocks: or(&self.blocks, hit.blocks, &key("blocks")),
             block_tokens: or(&self.block_tokens, hit.block_tokens, &key("block_tokens")),
@@ -369,12 +386,12 @@ impl FaultSpec {
     }
 
     /// The TP sizes that the instance can have after its restart.
-    pub(super) fn restart_tp(&self) -> Option<&Draw<u16>> {
+    pub(super) fn restart_tp(&self) -> Option<&Distribution<u16>> {
         self.tp.as_ref()
     }
 
     /// True if this fault concerns an instance, as far as `target` says.
-    pub(super) fn hits(&self, seed: u64, instance: &Instance) -> bool {
+    pub(super) fn hits(&self, seed: u64, instance: &InstanceSettings) -> bool {
         let Some(target) = &self.target else { return true };
         let name = target.draw(&self.part(seed, "target"));
         match &*name.0 {
@@ -400,13 +417,12 @@ impl FaultSpec {
     /// `lasts`, drawn once.
     pub(super) fn lasts(&self, seed: u64) -> Nanos {
         let key = self.part(seed, "lasts");
-        let default = self.kind.form().lasts.map_or(Nanos::MAX, |span| span.max);
+        let default = self.kind.schema().lasts.map_or(Nanos::MAX, |span| span.max);
         or(&self.lasts, default, &key)
     }
 
-    /// `factor`.
     pub(super) fn factor(&self, seed: u64) -> u32 {
-        or(&self.factor, self.kind.form().factor, &self.part(seed, "factor"))
+        or(&self.factor, self.kind.schema().factor, &self.part(seed, "factor"))
     }
 }
 
@@ -416,12 +432,12 @@ const ROLES: [&str; 3] = ["prefill", "decode", "any"];
 const ROUTER: &str = "router";
 
 /// The instance, or its host, of this name.
-fn find<'a>(instances: &'a [Instance], name: &str) -> Option<&'a Instance> {
+fn find<'a>(instances: &'a [InstanceSettings], name: &str) -> Option<&'a InstanceSettings> {
     instances.iter().find(|instance| instance.name == name || instance.host == name)
 }
 
 /// The instance that a name stands for; the same word in one fault is always the same instance.
-fn resolve(name: &str, instances: &[Instance], key: &Keyed) -> Option<String> {
+fn resolve(name: &str, instances: &[InstanceSettings], key: &DecisionKey) -> Option<String> {
     let role = match name {
         ROUTER => return Some(ROUTER.into()),
         "prefill" => Some(Role::Prefill),
@@ -429,7 +445,7 @@ fn resolve(name: &str, instances: &[Instance], key: &Keyed) -> Option<String> {
         "any" => None,
         name => return find(instances, name).map(|_| name.into()),
     };
-    let fitting: Vec<&Instance> =
+    let fitting: Vec<&InstanceSettings> =
         instances.iter().filter(|one| role.is_none_or(|role| one.role == role)).collect();
     let last = fitting.len().checked_sub(1)?;
     Some(fitting[within(key.get(), 0, last as u64) as usize].name.clone())
@@ -440,11 +456,11 @@ pub(super) fn table_key(canonical: &str, twin: u64) -> u64 {
     mix(kind(canonical), twin)
 }
 
-fn trigger(section: &Section<'_>) -> Result<Option<TriggerSpec>, ScenarioError> {
+fn trigger(section: &TomlSection<'_>) -> Result<Option<TriggerSpec>, ScenarioError> {
     let at = section.draw("at")?.map(TriggerSpec::At);
     let rate = probability(section, "chance")?.map(TriggerSpec::Chance);
     let on = section.section("on")?;
-    let on = if on.is_there() { Some(TriggerSpec::On(OnSpec::read(&on)?)) } else { None };
+    let on = if on.is_there() { Some(TriggerSpec::On(EventTriggerSpec::read(&on)?)) } else { None };
     let mut found: Vec<TriggerSpec> = [at, rate, on].into_iter().flatten().collect();
     if found.len() > 1 {
         let what = "a fault has more than one of `on`, `at` and `chance`";
@@ -453,20 +469,22 @@ fn trigger(section: &Section<'_>) -> Result<Option<TriggerSpec>, ScenarioError> 
     Ok(found.pop())
 }
 
-impl OnSpec {
-    fn read(section: &Section<'_>) -> Result<OnSpec, ScenarioError> {
-        let names: Vec<&str> = Event::ALL.iter().map(|event| event.name()).collect();
+impl EventTriggerSpec {
+    fn read(section: &TomlSection<'_>) -> Result<EventTriggerSpec, ScenarioError> {
+        let names: Vec<&str> = TriggerEvent::ALL.iter().map(|event| event.name()).collect();
         let Some(field) = section.get("event") else {
             return Err(section.error("`on` has no `event`", "see `kvferry list events`"));
         };
-        let events = field.choice(&names, Event::from_name)?;
+        let events = field.choice(&names, TriggerEvent::from_name)?;
         let message = message_name(section)?;
-        let frame = |event: &&Event| matches!(event, Event::FrameSent | Event::FrameDelivered);
+        let frame = |event: &&TriggerEvent| {
+            matches!(event, TriggerEvent::FrameSent | TriggerEvent::FrameDelivered)
+        };
         if let (Some(_), Some(other)) = (message, events.iter().find(|event| !frame(event))) {
             let what = format!("`message` has no meaning for {other}");
             return Err(section.error(what, "remove it, or wait for frame.sent"));
         }
-        let spec = OnSpec {
+        let spec = EventTriggerSpec {
             events,
             from: section.draw("from")?,
             to: section.draw("to")?,
@@ -477,12 +495,12 @@ impl OnSpec {
         Ok(spec)
     }
 
-    fn event(&self, key: &Keyed) -> Event {
+    fn event(&self, key: &DecisionKey) -> TriggerEvent {
         self.events[below(key.get(), self.events.len() as u64) as usize]
     }
 }
 
-fn message_name(section: &Section<'_>) -> Result<Option<MessageName>, ScenarioError> {
+fn message_name(section: &TomlSection<'_>) -> Result<Option<MessageName>, ScenarioError> {
     let names: Vec<&str> = MessageName::ALL.iter().map(|name| name.name()).collect();
     section.get("message").map(|field| field.entry(&names, MessageName::lookup)).transpose()
 }

@@ -2,16 +2,16 @@
 
 use super::fault::FaultSpec;
 use super::{faults, seed, text_of};
-use crate::doc::{Doc, File, Section};
+use crate::doc::{FileName, TomlDoc, TomlSection};
 use crate::error::ScenarioError;
-use crate::run::Fault;
+use crate::run::InjectedFault;
 use std::path::Path;
 
 /// Faults for a fabric that moves real bytes: it injects them into the operations of its own
 /// process, whatever the workload is. Keys of the file are `about`, `seed` and `[[fault]]`.
 #[derive(Debug)]
 pub struct FaultFile {
-    file: File,
+    file: FileName,
     seed: u64,
     specs: Vec<FaultSpec>,
 }
@@ -32,9 +32,9 @@ impl FaultFile {
     /// # Errors
     /// As [`FaultFile::load`].
     pub fn parse(file: &str, text: &str) -> Result<FaultFile, ScenarioError> {
-        let doc = Doc { file: File(file.into()), text };
+        let doc = TomlDoc { file: FileName(file.into()), text };
         let table = doc.parse()?;
-        let root = Section::new(&doc, "", Some(table.get_ref()), 1);
+        let root = TomlSection::new(&doc, "", Some(table.get_ref()), 1);
         if let Some(about) = root.get("about") {
             about.text()?;
         }
@@ -58,7 +58,7 @@ impl FaultFile {
     }
 
     /// The faults that this seed has, each with the line of its table.
-    pub fn faults(&self) -> Vec<(u32, Fault)> {
+    pub fn faults(&self) -> Vec<(u32, InjectedFault)> {
         let on = self.specs.iter().filter(|spec| spec.is_on(self.seed));
         on.flat_map(|spec| spec.draw(self.seed, &[]).into_iter().map(|fault| (spec.line, fault)))
             .collect()

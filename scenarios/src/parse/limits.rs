@@ -1,17 +1,17 @@
 //! `[protocol]` and `[fabric]`, of the whole file and of one instance.
 
-use crate::decide::Keyed;
-use crate::doc::Section;
+use crate::decide::DecisionKey;
+use crate::doc::TomlSection;
 use crate::error::ScenarioError;
-use crate::run::{FabricLimits, Protocol};
-use crate::value::{Draw, Volume};
+use crate::run::{FabricLimits, ProtocolSettings};
+use crate::value::{ByteVolume, Distribution};
 use ::engine::core::Nanos;
 use ::engine::core::dialect::native::{VERSION, VERSION_MIN};
 
-/// A time of [`Protocol`] and the key that sets it.
-type Time = (&'static str, fn(&mut Protocol) -> &mut Option<Nanos>);
+/// A time of [`ProtocolSettings`] and the key that sets it.
+type ProtocolTimeKey = (&'static str, fn(&mut ProtocolSettings) -> &mut Option<Nanos>);
 
-const TIMES: &[Time] = &[
+const TIMES: &[ProtocolTimeKey] = &[
     ("hello", |protocol| &mut protocol.hello),
     ("retransmit", |protocol| &mut protocol.retransmit),
     ("retransmit_max", |protocol| &mut protocol.retransmit_max),
@@ -30,8 +30,8 @@ const TIMES: &[Time] = &[
     ("rebuild", |protocol| &mut protocol.rebuild),
 ];
 
-/// A limit of [`Protocol`], the key that sets it, and its least and largest value.
-type Limit = (&'static str, (u32, u32), fn(&mut Protocol) -> &mut Option<u32>);
+/// A limit of [`ProtocolSettings`], the key that sets it, and its least and largest value.
+type ProtocolLimitKey = (&'static str, (u32, u32), fn(&mut ProtocolSettings) -> &mut Option<u32>);
 
 /// Of what there has to be at least one.
 const COUNT: (u32, u32) = (1, u32::MAX);
@@ -42,7 +42,7 @@ const ANY: (u32, u32) = (0, u32::MAX);
 /// What a reader takes off a lease: something has to be left of it.
 const DRIFT: (u32, u32) = (0, 90);
 
-const LIMITS: &[Limit] = &[
+const LIMITS: &[ProtocolLimitKey] = &[
     ("drift_percent", DRIFT, |protocol| &mut protocol.drift_percent),
     ("operations_max", COUNT, |protocol| &mut protocol.operations_max),
     ("slices_max", COUNT, |protocol| &mut protocol.slices_max),
@@ -57,27 +57,27 @@ const LIMITS: &[Limit] = &[
     ("links_max", COUNT, |protocol| &mut protocol.links_max),
 ];
 
-/// Bytes of [`Protocol`] and the key that sets them.
-type Size = (&'static str, fn(&mut Protocol) -> &mut Option<u64>);
+/// Bytes of [`ProtocolSettings`] and the key that sets them.
+type ProtocolSizeKey = (&'static str, fn(&mut ProtocolSettings) -> &mut Option<u64>);
 
-const SIZES: &[Size] = &[
+const SIZES: &[ProtocolSizeKey] = &[
     ("operation_bytes_min", |protocol| &mut protocol.operation_bytes_min),
     ("operation_bytes_max", |protocol| &mut protocol.operation_bytes_max),
 ];
 
-/// `[protocol]` as written.
 #[derive(Debug)]
 pub(super) struct ProtocolSpec {
-    times: Vec<Option<Draw<Nanos>>>,
-    limits: Vec<Option<Draw<u32>>>,
-    sizes: Vec<Option<Draw<Volume>>>,
-    version: Option<Draw<u16>>,
-    layers_per_op: Option<Draw<u16>>,
+    times: Vec<Option<Distribution<Nanos>>>,
+    limits: Vec<Option<Distribution<u32>>>,
+    sizes: Vec<Option<Distribution<ByteVolume>>>,
+    version: Option<Distribution<u16>>,
+    layers_per_op: Option<Distribution<u16>>,
 }
 
 impl ProtocolSpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<ProtocolSpec, ScenarioError> {
-        let limit = |(key, (least, most), _): &Limit| section.limited(key, *least, *most);
+    pub(super) fn read(section: &TomlSection<'_>) -> Result<ProtocolSpec, ScenarioError> {
+        let limit =
+            |(key, (least, most), _): &ProtocolLimitKey| section.limited(key, *least, *most);
         let spec = ProtocolSpec {
             times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
             limits: LIMITS.iter().map(limit).collect::<Result<_, _>>()?,
@@ -90,7 +90,7 @@ impl ProtocolSpec {
     }
 
     /// What is written here, and `base` for the rest.
-    pub(super) fn draw(&self, key: &Keyed, base: Protocol) -> Protocol {
+    pub(super) fn draw(&self, key: &DecisionKey, base: ProtocolSettings) -> ProtocolSettings {
         let mut protocol = base;
         for (draw, (name, field)) in self.times.iter().zip(TIMES) {
             set(field(&mut protocol), draw, &key.part(name));
@@ -108,23 +108,27 @@ impl ProtocolSpec {
 }
 
 /// Draws what is written.
-fn set<T: crate::value::Value>(field: &mut Option<T>, draw: &Option<Draw<T>>, key: &Keyed) {
+fn set<T: crate::value::ScenarioValue>(
+    field: &mut Option<T>,
+    draw: &Option<Distribution<T>>,
+    key: &DecisionKey,
+) {
     if let Some(draw) = draw {
         *field = Some(draw.draw(key));
     }
 }
 
 /// Draws what is written.
-fn set_sum(field: &mut Option<u64>, draw: &Option<Draw<Volume>>, key: &Keyed) {
+fn set_sum(field: &mut Option<u64>, draw: &Option<Distribution<ByteVolume>>, key: &DecisionKey) {
     if let Some(draw) = draw {
         *field = Some(draw.draw(key).0);
     }
 }
 
 /// A count of [`FabricLimits`] and the key that sets it.
-type Count = (&'static str, fn(&mut FabricLimits) -> &mut Option<u32>);
+type FabricCountKey = (&'static str, fn(&mut FabricLimits) -> &mut Option<u32>);
 
-const COUNTS: &[Count] = &[
+const COUNTS: &[FabricCountKey] = &[
     ("operations_max", |fabric| &mut fabric.operations_max),
     ("operations_per_peer", |fabric| &mut fabric.operations_per_peer),
     ("slices_max", |fabric| &mut fabric.slices_max),
@@ -133,23 +137,22 @@ const COUNTS: &[Count] = &[
 ];
 
 /// Bytes of [`FabricLimits`] and the key that sets them.
-type Sum = (&'static str, fn(&mut FabricLimits) -> &mut Option<u64>);
+type FabricBytesKey = (&'static str, fn(&mut FabricLimits) -> &mut Option<u64>);
 
-const SUMS: &[Sum] = &[
+const SUMS: &[FabricBytesKey] = &[
     ("bytes_max", |fabric| &mut fabric.bytes_max),
     ("bytes_per_peer", |fabric| &mut fabric.bytes_per_peer),
 ];
 
-/// `[fabric]` as written.
 #[derive(Debug)]
 pub(super) struct FabricSpec {
-    counts: Vec<Option<Draw<u32>>>,
-    sums: Vec<Option<Draw<Volume>>>,
+    counts: Vec<Option<Distribution<u32>>>,
+    sums: Vec<Option<Distribution<ByteVolume>>>,
 }
 
 impl FabricSpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<FabricSpec, ScenarioError> {
-        let count = |(key, _): &Count| section.limited(key, 1, u32::MAX);
+    pub(super) fn read(section: &TomlSection<'_>) -> Result<FabricSpec, ScenarioError> {
+        let count = |(key, _): &FabricCountKey| section.limited(key, 1, u32::MAX);
         let spec = FabricSpec {
             counts: COUNTS.iter().map(count).collect::<Result<_, _>>()?,
             sums: SUMS.iter().map(|(key, _)| volume(section, key)).collect::<Result<_, _>>()?,
@@ -160,7 +163,7 @@ impl FabricSpec {
 
     /// What is written here, and `base` for the rest. An operation of the most ranges has to fit
     /// into the credits.
-    pub(super) fn draw(&self, key: &Keyed, base: FabricLimits) -> FabricLimits {
+    pub(super) fn draw(&self, key: &DecisionKey, base: FabricLimits) -> FabricLimits {
         let mut fabric = base;
         for (draw, (name, field)) in self.counts.iter().zip(COUNTS) {
             set(field(&mut fabric), draw, &key.part(name));
@@ -176,8 +179,11 @@ impl FabricSpec {
     }
 }
 
-fn volume(section: &Section<'_>, key: &'static str) -> Result<Option<Draw<Volume>>, ScenarioError> {
-    let draw: Option<Draw<Volume>> = section.draw(key)?;
+fn volume(
+    section: &TomlSection<'_>,
+    key: &'static str,
+) -> Result<Option<Distribution<ByteVolume>>, ScenarioError> {
+    let draw: Option<Distribution<ByteVolume>> = section.draw(key)?;
     match &draw {
         Some(zero) if zero.ends().any(|end| end.0 == 0) => {
             let what = format!("`{}` is 0", section.path(key));

@@ -2,26 +2,26 @@
 
 mod fault;
 mod fault_file;
-mod kinds;
+mod fault_schema;
 mod limits;
 mod model;
 mod settings;
-mod shape;
+mod static_faults;
 mod topology;
 mod workload;
 
 pub use fault_file::FaultFile;
-pub use kinds::{Form, Opportunity};
+pub use fault_schema::{FaultSchema, Opportunity};
 
-use crate::decide::Keyed;
-use crate::doc::{Doc, File, Section};
+use crate::decide::DecisionKey;
+use crate::doc::{FileName, TomlDoc, TomlSection};
 use crate::error::ScenarioError;
 use crate::lists::FaultKind;
 use crate::run::{
-    CELL_LAYERS_MAX, Expect, FabricLimits, Instance, Liveness, MemoryLayout, MemoryModel, Model,
-    ModelGroup, Protocol, Run,
+    CELL_LAYERS_MAX, Expect, FabricLimits, InstanceSettings, LivenessMode, MemoryFidelity,
+    MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run,
 };
-use crate::value::Draw;
+use crate::value::Distribution;
 use ::engine::core::layout::GroupKind;
 use ::engine::core::message::Role;
 use fault::FaultSpec;
@@ -30,7 +30,7 @@ use model::ModelSpec;
 use settings::EngineSpec;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use topology::{Shared, TopologySpec};
+use topology::{InstanceDefaults, TopologySpec};
 use workload::{TraceSource, WorkloadSpec};
 
 /// Seed of the first run of scenarios that leave it open.
@@ -42,12 +42,12 @@ const SEEDS_MAX: u32 = 1_000;
 /// A scenario as written: every value may still be a range or a choice.
 #[derive(Debug)]
 pub struct Scenario {
-    file: File,
+    file: FileName,
     about: String,
     seed: Option<u64>,
     seeds: u32,
-    memory: Draw<MemoryModel>,
-    liveness: Draw<Liveness>,
+    memory: Distribution<MemoryFidelity>,
+    liveness: Distribution<LivenessMode>,
     model: ModelSpec,
     topology: TopologySpec,
     protocol: ProtocolSpec,
@@ -100,15 +100,15 @@ pub fn parse(
 
 fn text_of(path: &Path, what: &str, remedy: &str) -> Result<String, ScenarioError> {
     std::fs::read_to_string(path).map_err(|why| {
-        let file = File(path.display().to_string().into());
+        let file = FileName(path.display().to_string().into());
         file.error(0, format!("cannot read the {what}: {why}"), remedy)
     })
 }
 
 fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError> {
-    let doc = Doc { file: File(file.into()), text };
+    let doc = TomlDoc { file: FileName(file.into()), text };
     let table = doc.parse()?;
-    let root = Section::new(&doc, "", Some(table.get_ref()), 1);
+    let root = TomlSection::new(&doc, "", Some(table.get_ref()), 1);
     let about = match root.get("about") {
         Some(field) => field.text()?.to_string(),
         None => return Err(root.error("the scenario has no `about`", "say what it shows")),
@@ -118,8 +118,8 @@ fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError
         about,
         seed: seed(&root)?,
         seeds: root.literal("seeds")?.unwrap_or(1),
-        memory: root.draw_or("memory", MemoryModel::Bytes)?,
-        liveness: root.draw_or("liveness", Liveness::Heal)?,
+        memory: root.draw_or("memory", MemoryFidelity::Bytes)?,
+        liveness: root.draw_or("liveness", LivenessMode::Heal)?,
         model: ModelSpec::read(&root.section("model")?)?,
         topology: TopologySpec::read(&root.section("topology")?)?,
         protocol: ProtocolSpec::read(&root.section("protocol")?)?,
@@ -159,7 +159,7 @@ pub(crate) fn parse_bundled(
     Ok(scenario)
 }
 
-fn seed(root: &Section<'_>) -> Result<Option<u64>, ScenarioError> {
+fn seed(root: &TomlSection<'_>) -> Result<Option<u64>, ScenarioError> {
     let Some(field) = root.get("seed") else { return Ok(None) };
     match field.text() {
         Ok("any") => Ok(None),
@@ -170,7 +170,7 @@ fn seed(root: &Section<'_>) -> Result<Option<u64>, ScenarioError> {
 
 /// Faults are named by what stands in their tables, so that adding or removing one changes no
 /// decision of the others.
-fn faults(root: &Section<'_>) -> Result<Vec<FaultSpec>, ScenarioError> {
+fn faults(root: &TomlSection<'_>) -> Result<Vec<FaultSpec>, ScenarioError> {
     let mut twins: BTreeMap<String, u64> = BTreeMap::new();
     let mut faults = Vec::new();
     for section in root.sections("fault")? {
@@ -188,7 +188,6 @@ impl Scenario {
         &self.file.0
     }
 
-    /// What it shows.
     pub fn about(&self) -> &str {
         &self.about
     }
@@ -217,7 +216,7 @@ impl Scenario {
     fn replace_trace(&mut self, with: Option<&Path>) -> Result<(), ScenarioError> {
         let Some(with) = with else { return Ok(()) };
         if let Err(why) = std::fs::metadata(with) {
-            let file = File(with.display().to_string().into());
+            let file = FileName(with.display().to_string().into());
             let what = format!("cannot read the trace: {why}");
             return Err(file.error(0, what, "name a file that exists"));
         }
@@ -263,16 +262,18 @@ impl Scenario {
     /// # Errors
     /// Values that do not fit each other, or a trace that cannot be read.
     pub fn draw(&self, seed: u64) -> Result<Run, ScenarioError> {
-        let key = Keyed::new(seed, "scenario");
+        let key = DecisionKey::new(seed, "scenario");
         let block_tokens = self.model.block_tokens.draw(&key.part("block_tokens"));
         let shapes = self.topology.shapes(seed, block_tokens);
         let first = &shapes[0];
         let model = self.model.draw(&self.file, seed, first.tp, first.block_tokens)?;
         let mode = self.workload.mode.draw(&key.part("mode"));
-        let shared = Shared {
+        let shared = InstanceDefaults {
             mode,
-            protocol: self.protocol.draw(&Keyed::new(seed, "protocol"), Protocol::default()),
-            fabric: self.fabric.draw(&Keyed::new(seed, "fabric"), FabricLimits::default()),
+            protocol: self
+                .protocol
+                .draw(&DecisionKey::new(seed, "protocol"), ProtocolSettings::default()),
+            fabric: self.fabric.draw(&DecisionKey::new(seed, "fabric"), FabricLimits::default()),
         };
         let instances =
             self.topology.instances(&self.file, &shapes, (&self.model, &model), &shared)?;
@@ -303,7 +304,7 @@ impl Scenario {
         // How small a pool can be depends on the requests that the other faults leave.
         on.sort_by_key(|fault| fault.kind == FaultKind::SmallPool);
         for fault in on {
-            shape::apply(fault, seed, &mut run);
+            static_faults::apply(fault, seed, &mut run);
         }
         self.price_restarts(seed, &mut run);
         self.check_lengths(&run)?;
@@ -313,17 +314,17 @@ impl Scenario {
 
     /// The cost of a step follows the TP size, also after a restart.
     fn price_restarts(&self, seed: u64, run: &mut Run) {
-        let model: &Model = &run.model;
+        let model: &ModelGeometry = &run.model;
         for becomes in run.faults.iter_mut().filter_map(|fault| fault.becomes.as_mut()) {
             let cost = self.topology.cost(&self.model, model, becomes.tp);
             becomes.cost = self.engine.cost(seed, cost);
         }
     }
 
-    /// A cell has one bit per layer and stands for K and V alike, so it cannot follow them where one
-    /// side keeps them apart and the other together.
+    /// A cell has one bit per layer and stands for K and V alike, so it cannot follow them where
+    /// one side keeps them apart and the other together.
     fn check_cells(&self, run: &Run) -> Result<(), ScenarioError> {
-        if run.memory != MemoryModel::Cells {
+        if run.memory != MemoryFidelity::Cells {
             return Ok(());
         }
         if run.model.layers > CELL_LAYERS_MAX {
@@ -339,9 +340,9 @@ impl Scenario {
             return Err(self.file.error(self.memory.line, what, remedy));
         }
         let restarted = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
-        let all: Vec<&Instance> = run.instances.iter().chain(restarted).collect();
+        let all: Vec<&InstanceSettings> = run.instances.iter().chain(restarted).collect();
         let of = |role| all.iter().filter(move |instance| instance.role == role);
-        let apart = |instance: &Instance| instance.layout == MemoryLayout::HeadSplit;
+        let apart = |instance: &InstanceSettings| instance.layout == MemoryLayout::HeadSplit;
         for prefill in of(Role::Prefill) {
             let decodes = of(Role::Decode).filter(|decode| decode.mode == prefill.mode);
             let other = decodes.into_iter().find(|decode| apart(decode) != apart(prefill));

@@ -1,11 +1,11 @@
 //! `[model]`: the KV geometry.
 
-use crate::decide::Keyed;
-use crate::doc::{File, Section};
+use crate::decide::DecisionKey;
+use crate::doc::{FileName, TomlSection};
 use crate::error::ScenarioError;
 use crate::preset::{MODELS, ModelPreset};
-use crate::run::{MemoryLayout, Model, ModelGroup};
-use crate::value::{Bytes, Draw, named_values};
+use crate::run::{MemoryLayout, ModelGeometry, ModelGroup};
+use crate::value::{ByteSize, Distribution, named_values};
 use ::engine::core::layout::GroupKind;
 
 named_values! {
@@ -13,27 +13,26 @@ named_values! {
         "head-split" = MemoryLayout::HeadSplit, "token" = MemoryLayout::Token;
 }
 
-/// `[model]` as written.
 #[derive(Debug)]
 pub(super) struct ModelSpec {
     pub(super) preset: Option<&'static ModelPreset>,
-    pub(super) layers: Draw<u16>,
-    pub(super) kv_heads: Draw<u16>,
-    pub(super) block_tokens: Draw<u32>,
-    pub(super) layout: Draw<MemoryLayout>,
-    head_dim: Draw<u32>,
-    latent: Draw<u32>,
-    element: Draw<Bytes>,
-    block_bytes: Option<Draw<Bytes>>,
-    window_layers: Draw<u16>,
-    window: Draw<u32>,
-    state_layers: Draw<u16>,
-    state_bytes: Draw<Bytes>,
+    pub(super) layers: Distribution<u16>,
+    pub(super) kv_heads: Distribution<u16>,
+    pub(super) block_tokens: Distribution<u32>,
+    pub(super) layout: Distribution<MemoryLayout>,
+    head_dim: Distribution<u32>,
+    latent: Distribution<u32>,
+    element: Distribution<ByteSize>,
+    block_bytes: Option<Distribution<ByteSize>>,
+    window_layers: Distribution<u16>,
+    window: Distribution<u32>,
+    state_layers: Distribution<u16>,
+    state_bytes: Distribution<ByteSize>,
     line: u32,
 }
 
 impl ModelSpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<ModelSpec, ScenarioError> {
+    pub(super) fn read(section: &TomlSection<'_>) -> Result<ModelSpec, ScenarioError> {
         let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
         let find = |name: &str| MODELS.iter().find(|model| model.name == name);
         let preset = section.get("preset").map(|field| field.entry(&names, find)).transpose()?;
@@ -54,12 +53,12 @@ impl ModelSpec {
             layout: section.draw_or("layout", MemoryLayout::Block)?,
             head_dim: section.limited_or("head_dim", default(|p| p.head_dim, 16), (1, 65_536))?,
             latent: section.limited_or("latent", default(|p| p.latent, 0), (0, 65_536))?,
-            element: section.draw_or("element", Bytes(default(|p| p.element, 2)))?,
+            element: section.draw_or("element", ByteSize(default(|p| p.element, 2)))?,
             block_bytes: section.draw("block_bytes")?,
             window_layers: section.draw_or("window_layers", 0)?,
             window: section.limited_or("window", 64, (1, 1 << 20))?,
             state_layers: section.draw_or("state_layers", 0)?,
-            state_bytes: section.draw_or("state_bytes", Bytes(256))?,
+            state_bytes: section.draw_or("state_bytes", ByteSize(256))?,
             line: section.line,
         };
         spec.check(section)?;
@@ -67,7 +66,7 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    fn check(&self, section: &Section<'_>) -> Result<(), ScenarioError> {
+    fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         if let Some(zero) = self.element.ends().find(|size| ![1, 2, 4].contains(&size.0)) {
             let what = format!("`{}` is {} bytes", section.path("element"), zero.0);
             return Err(section.doc.file.error(self.element.line, what, "give 1, 2 or 4"));
@@ -90,12 +89,12 @@ impl ModelSpec {
     /// has TP size `tp` and `block_tokens` tokens per block.
     pub(super) fn draw(
         &self,
-        file: &File,
+        file: &FileName,
         seed: u64,
         tp: u16,
         block_tokens: u32,
-    ) -> Result<Model, ScenarioError> {
-        let key = |name: &str| Keyed::new(seed, "model").part(name);
+    ) -> Result<ModelGeometry, ScenarioError> {
+        let key = |name: &str| DecisionKey::new(seed, "model").part(name);
         let layers = self.layers.draw(&key("layers"));
         let latent = self.latent.draw(&key("latent"));
         let element = self.element.draw(&key("element")).0;
@@ -105,7 +104,7 @@ impl ModelSpec {
         } else {
             2 * self.head_dim.draw(&key("head_dim")) * element
         };
-        let mut model = Model {
+        let mut model = ModelGeometry {
             name: self.preset.map_or("small", |preset| preset.name).into(),
             layers,
             kv_heads,
@@ -129,11 +128,11 @@ impl ModelSpec {
 
     fn groups(
         &self,
-        file: &File,
+        file: &FileName,
         seed: u64,
         layers: u16,
     ) -> Result<Vec<ModelGroup>, ScenarioError> {
-        let key = |name: &str| Keyed::new(seed, "model").part(name);
+        let key = |name: &str| DecisionKey::new(seed, "model").part(name);
         let windows = self.window_layers.draw(&key("window_layers"));
         let states = self.state_layers.draw(&key("state_layers"));
         if windows.saturating_add(states) >= layers {
@@ -169,8 +168,8 @@ fn spread(layer: u16, layers: u16, windows: u16, states: u16) -> usize {
 }
 
 fn head_bytes_of_block(
-    file: &File,
-    model: &Model,
+    file: &FileName,
+    model: &ModelGeometry,
     (bytes, line): (u32, u32),
     tp: u16,
     block_tokens: u32,

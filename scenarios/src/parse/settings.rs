@@ -1,48 +1,47 @@
 //! `[engine]` and `[expect]`.
 
 use super::topology::or;
-use crate::cost::Cost;
-use crate::decide::Keyed;
-use crate::doc::Section;
+use crate::cost::StepCost;
+use crate::decide::DecisionKey;
+use crate::doc::TomlSection;
 use crate::error::ScenarioError;
 use crate::lists::InvariantId;
 use crate::run::{
-    Allocator, Bounds, Counts, EngineSettings, Expect, FirstToken, Liveness, LoadFailure,
-    MemoryModel, OperationCounts,
+    AllocationOrder, CountBounds, EngineSettings, Expect, ExpectedOperations, ExpectedRequests,
+    FirstTokenDeadline, LivenessMode, LoadFailurePolicy, MemoryFidelity,
 };
-use crate::value::{Draw, Femtos, named_values};
+use crate::value::{Distribution, Femtoseconds, named_values};
 use ::engine::core::Nanos;
 
 named_values! {
-    LoadFailure: "recompute" = LoadFailure::Recompute, "fail" = LoadFailure::Fail;
-    Allocator: "fifo" = Allocator::Fifo, "lifo" = Allocator::Lifo;
-    Liveness: "heal" = Liveness::Heal, "core" = Liveness::Core;
-    MemoryModel: "bytes" = MemoryModel::Bytes, "cells" = MemoryModel::Cells;
+    LoadFailurePolicy: "recompute" = LoadFailurePolicy::Recompute, "fail" = LoadFailurePolicy::Fail;
+    AllocationOrder: "fifo" = AllocationOrder::Fifo, "lifo" = AllocationOrder::Lifo;
+    LivenessMode: "heal" = LivenessMode::Heal, "core" = LivenessMode::Core;
+    MemoryFidelity: "bytes" = MemoryFidelity::Bytes, "cells" = MemoryFidelity::Cells;
 }
 
-/// `[engine]` as written.
 #[derive(Debug)]
 pub(super) struct EngineSpec {
-    chunk: Draw<u32>,
-    max_running: Draw<u32>,
-    max_waiting: Draw<u32>,
-    load_failure: Draw<LoadFailure>,
-    allocator: Draw<Allocator>,
-    step: Option<Draw<Nanos>>,
-    weights: Option<Draw<Nanos>>,
-    token: Option<Draw<Femtos>>,
-    pair: Option<Draw<Femtos>>,
-    context: Option<Draw<Femtos>>,
+    chunk: Distribution<u32>,
+    max_running: Distribution<u32>,
+    max_waiting: Distribution<u32>,
+    load_failure: Distribution<LoadFailurePolicy>,
+    allocator: Distribution<AllocationOrder>,
+    step: Option<Distribution<Nanos>>,
+    weights: Option<Distribution<Nanos>>,
+    token: Option<Distribution<Femtoseconds>>,
+    pair: Option<Distribution<Femtoseconds>>,
+    context: Option<Distribution<Femtoseconds>>,
 }
 
 impl EngineSpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<EngineSpec, ScenarioError> {
+    pub(super) fn read(section: &TomlSection<'_>) -> Result<EngineSpec, ScenarioError> {
         let spec = EngineSpec {
             chunk: section.limited_or("chunk", 2048, (1, 1 << 24))?,
             max_running: section.limited_or("max_running", 256, (1, 1 << 20))?,
             max_waiting: section.limited_or("max_waiting", 1 << 16, (1, 1 << 20))?,
-            load_failure: section.draw_or("load_failure", LoadFailure::Recompute)?,
-            allocator: section.draw_or("allocator", Allocator::Fifo)?,
+            load_failure: section.draw_or("load_failure", LoadFailurePolicy::Recompute)?,
+            allocator: section.draw_or("allocator", AllocationOrder::Fifo)?,
             step: section.draw("step")?,
             weights: section.draw("weights")?,
             token: section.draw("token")?,
@@ -54,7 +53,7 @@ impl EngineSpec {
     }
 
     pub(super) fn draw(&self, seed: u64) -> EngineSettings {
-        let key = Keyed::new(seed, "engine");
+        let key = DecisionKey::new(seed, "engine");
         EngineSettings {
             chunk: self.chunk.draw(&key.part("chunk")),
             max_running: self.max_running.draw(&key.part("max_running")),
@@ -65,14 +64,14 @@ impl EngineSpec {
     }
 
     /// Replaces the parts of a cost that the file sets.
-    pub(super) fn cost(&self, seed: u64, cost: Cost) -> Cost {
-        let key = Keyed::new(seed, "engine");
-        Cost {
+    pub(super) fn cost(&self, seed: u64, cost: StepCost) -> StepCost {
+        let key = DecisionKey::new(seed, "engine");
+        StepCost {
             step: or(&self.step, cost.step, &key.part("step")),
             weights: or(&self.weights, cost.weights, &key.part("weights")),
-            token_fs: or(&self.token, Femtos(cost.token_fs), &key.part("token")).0,
-            pair_fs: or(&self.pair, Femtos(cost.pair_fs), &key.part("pair")).0,
-            context_fs: or(&self.context, Femtos(cost.context_fs), &key.part("context")).0,
+            token_fs: or(&self.token, Femtoseconds(cost.token_fs), &key.part("token")).0,
+            pair_fs: or(&self.pair, Femtoseconds(cost.pair_fs), &key.part("pair")).0,
+            context_fs: or(&self.context, Femtoseconds(cost.context_fs), &key.part("context")).0,
         }
     }
 }
@@ -80,8 +79,7 @@ impl EngineSpec {
 /// Exit codes that a run can have.
 const EXITS: &[u64] = &[0, 3, 4, 5, 6];
 
-/// Reads `[expect]`.
-pub(super) fn expect(section: &Section<'_>) -> Result<Expect, ScenarioError> {
+pub(super) fn expect(section: &TomlSection<'_>) -> Result<Expect, ScenarioError> {
     let names: Vec<&str> = InvariantId::ALL.iter().map(|id| id.name()).collect();
     let hold = match section.get("hold") {
         Some(field) => field.entries(&names, InvariantId::from_name)?,
@@ -95,7 +93,7 @@ pub(super) fn expect(section: &Section<'_>) -> Result<Expect, ScenarioError> {
         return Err(section.doc.file.error(section.line_of("exit"), what, remedy));
     }
     let requests = section.section("requests")?;
-    let counts = Counts {
+    let counts = ExpectedRequests {
         finished: bounds(&requests, "finished")?,
         failed: bounds(&requests, "failed")?,
         unknown: bounds(&requests, "unknown")?,
@@ -110,9 +108,9 @@ pub(super) fn expect(section: &Section<'_>) -> Result<Expect, ScenarioError> {
     Ok(Expect { within, hold, requests: counts, operations, first_tokens, exit: exit as u8 })
 }
 
-fn operations(section: &Section<'_>) -> Result<OperationCounts, ScenarioError> {
+fn operations(section: &TomlSection<'_>) -> Result<ExpectedOperations, ScenarioError> {
     let section = section.section("operations")?;
-    let counts = OperationCounts {
+    let counts = ExpectedOperations {
         posted: bounds(&section, "posted")?,
         refused: bounds(&section, "refused")?,
         failed: bounds(&section, "failed")?,
@@ -121,11 +119,11 @@ fn operations(section: &Section<'_>) -> Result<OperationCounts, ScenarioError> {
     Ok(counts)
 }
 
-fn first_token(section: &Section<'_>) -> Result<FirstToken, ScenarioError> {
+fn first_token(section: &TomlSection<'_>) -> Result<FirstTokenDeadline, ScenarioError> {
     let (request, within) = (section.literal("request")?, section.literal("within")?);
     section.finish()?;
     match (request, within) {
-        (Some(request), Some(within)) => Ok(FirstToken { request, within }),
+        (Some(request), Some(within)) => Ok(FirstTokenDeadline { request, within }),
         _ => {
             let what = "a first token without `request` or `within`";
             Err(section.error(what, "give the number of the request, from 0, and a duration"))
@@ -134,10 +132,13 @@ fn first_token(section: &Section<'_>) -> Result<FirstToken, ScenarioError> {
 }
 
 /// A count or a range of counts. Nothing is drawn: any count inside is right.
-fn bounds(section: &Section<'_>, key: &'static str) -> Result<Option<Bounds>, ScenarioError> {
+fn bounds(
+    section: &TomlSection<'_>,
+    key: &'static str,
+) -> Result<Option<CountBounds>, ScenarioError> {
     let Some(draw) = section.draw::<u64>(key)? else { return Ok(None) };
     match draw.single() {
-        Some((min, max)) => Ok(Some(Bounds { min: *min, max: *max })),
+        Some((min, max)) => Ok(Some(CountBounds { min: *min, max: *max })),
         None => {
             let what = format!("`{}` is a choice", section.path(key));
             Err(section.doc.file.error(draw.line, what, "give a count or a range of counts"))

@@ -2,13 +2,16 @@
 
 use super::limits::{FabricSpec, ProtocolSpec};
 use super::model::ModelSpec;
-use crate::cost::Cost;
-use crate::decide::{Keyed, kind};
-use crate::doc::{File, Section};
+use crate::cost::StepCost;
+use crate::decide::{DecisionKey, kind};
+use crate::doc::{FileName, TomlSection};
 use crate::error::ScenarioError;
 use crate::preset::{HARDWARE, HardwarePreset, SMALL};
-use crate::run::{FabricLimits, Instance, MemoryLayout, Model, Network, Protocol, RouterSettings};
-use crate::value::{Draw, Name, Rate, Value, named_values};
+use crate::run::{
+    FabricLimits, InstanceSettings, MemoryLayout, ModelGeometry, NetworkSettings, ProtocolSettings,
+    RouterSettings,
+};
+use crate::value::{Bandwidth, Distribution, InstanceName, ScenarioValue, named_values};
 use ::engine::core::Nanos;
 use ::engine::core::ids::TP_MAX;
 use ::engine::core::message::{Mode, Role};
@@ -18,7 +21,6 @@ named_values! {
     Mode: "push" = Mode::Push, "pull" = Mode::Pull;
 }
 
-/// `[topology]` as written.
 #[derive(Debug)]
 pub(super) struct TopologySpec {
     pub(super) hardware: Option<&'static HardwarePreset>,
@@ -31,39 +33,39 @@ pub(super) struct TopologySpec {
 #[derive(Debug)]
 struct InstanceSpec {
     role: Role,
-    name: Option<Name>,
-    node: Option<Name>,
-    count: Option<Draw<u16>>,
-    tp: Draw<u16>,
-    dp: Draw<u16>,
-    blocks: Option<Draw<u32>>,
-    block_tokens: Option<Draw<u32>>,
-    layout: Option<Draw<MemoryLayout>>,
-    mode: Option<Draw<Mode>>,
-    prefix_cache: Draw<bool>,
+    name: Option<InstanceName>,
+    node: Option<InstanceName>,
+    count: Option<Distribution<u16>>,
+    tp: Distribution<u16>,
+    dp: Distribution<u16>,
+    blocks: Option<Distribution<u32>>,
+    block_tokens: Option<Distribution<u32>>,
+    layout: Option<Distribution<MemoryLayout>>,
+    mode: Option<Distribution<Mode>>,
+    prefix_cache: Distribution<bool>,
     protocol: ProtocolSpec,
     fabric: FabricSpec,
     line: u32,
 }
 
 /// What holds for every instance that does not say otherwise.
-pub(super) struct Shared {
+pub(super) struct InstanceDefaults {
     pub(super) mode: Mode,
-    pub(super) protocol: Protocol,
+    pub(super) protocol: ProtocolSettings,
     pub(super) fabric: FabricLimits,
 }
 
 /// A drawn instance before the model is known.
-pub(super) struct Shape {
+pub(super) struct InstanceShape {
     spec: usize,
     name: String,
     pub(super) tp: u16,
     pub(super) block_tokens: u32,
-    key: Keyed,
+    key: DecisionKey,
 }
 
 impl TopologySpec {
-    pub(super) fn read(section: &Section<'_>) -> Result<TopologySpec, ScenarioError> {
+    pub(super) fn read(section: &TomlSection<'_>) -> Result<TopologySpec, ScenarioError> {
         let names: Vec<&str> = HARDWARE.iter().map(|machine| machine.name).collect();
         let find = |name: &str| HARDWARE.iter().find(|machine| machine.name == name);
         let hardware =
@@ -72,7 +74,7 @@ impl TopologySpec {
         for (role, key) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
             let tables = section.sections(key)?;
             if tables.is_empty() {
-                let empty = Section::new(section.doc, section.path(key), None, section.line);
+                let empty = TomlSection::new(section.doc, section.path(key), None, section.line);
                 instances.push(InstanceSpec::read(role, &empty)?);
             }
             for table in &tables {
@@ -87,7 +89,7 @@ impl TopologySpec {
         Ok(spec)
     }
 
-    fn unique_names(&self, file: &File) -> Result<(), ScenarioError> {
+    fn unique_names(&self, file: &FileName) -> Result<(), ScenarioError> {
         let mut seen = std::collections::BTreeSet::new();
         for (spec, name) in self.possible_names() {
             if ["router", "any", "prefill", "decode"].contains(&name.as_str()) {
@@ -109,7 +111,7 @@ impl TopologySpec {
 
     fn possible_names(&self) -> impl Iterator<Item = (&InstanceSpec, String)> {
         self.instances.iter().enumerate().flat_map(move |(at, spec)| {
-            let count = spec.count.as_ref().map_or(1, Draw::largest);
+            let count = spec.count.as_ref().map_or(1, Distribution::largest);
             (0..count).map(move |index| (spec, self.name(at, index)))
         })
     }
@@ -125,7 +127,7 @@ impl TopologySpec {
                 let before = self.instances[..at]
                     .iter()
                     .filter(|other| other.role == spec.role && other.name.is_none())
-                    .map(|other| other.count.as_ref().map_or(1, Draw::largest));
+                    .map(|other| other.count.as_ref().map_or(1, Distribution::largest));
                 let letter = if spec.role == Role::Prefill { 'p' } else { 'd' };
                 format!("{letter}{}", before.sum::<u16>() + index)
             }
@@ -133,7 +135,7 @@ impl TopologySpec {
     }
 
     /// Checks every TP size against every number of KV heads that can be drawn.
-    pub(super) fn check_tp(&self, file: &File, model: &ModelSpec) -> Result<(), ScenarioError> {
+    pub(super) fn check_tp(&self, file: &FileName, model: &ModelSpec) -> Result<(), ScenarioError> {
         let heads: Vec<u16> = model.kv_heads.ends().copied().collect();
         for spec in &self.instances {
             for (tp, heads) in spec.tp.ends().flat_map(|tp| heads.iter().map(move |h| (*tp, *h))) {
@@ -144,22 +146,23 @@ impl TopologySpec {
     }
 
     /// Draws names, TP and block sizes; the first is a prefill.
-    pub(super) fn shapes(&self, seed: u64, block_tokens: u32) -> Vec<Shape> {
+    pub(super) fn shapes(&self, seed: u64, block_tokens: u32) -> Vec<InstanceShape> {
         let mut shapes = Vec::new();
         for (at, spec) in self.instances.iter().enumerate() {
             let count = match &spec.count {
                 Some(count) => {
-                    let key = Keyed::new(seed, "topology.count").actor(kind(&self.name(at, 0)));
+                    let key =
+                        DecisionKey::new(seed, "topology.count").actor(kind(&self.name(at, 0)));
                     count.draw(&key)
                 }
                 None => 1,
             };
             for index in 0..count {
                 let name = self.name(at, index);
-                let key = Keyed::new(seed, "topology.instance").actor(kind(&name));
+                let key = DecisionKey::new(seed, "topology.instance").actor(kind(&name));
                 let block_tokens = or(&spec.block_tokens, block_tokens, &key.part("block_tokens"));
                 let tp = spec.tp.draw(&key.part("tp"));
-                shapes.push(Shape { spec: at, name, tp, block_tokens, key });
+                shapes.push(InstanceShape { spec: at, name, tp, block_tokens, key });
             }
         }
         shapes
@@ -168,11 +171,11 @@ impl TopologySpec {
     /// Completes the shapes to instances, one per DP rank.
     pub(super) fn instances(
         &self,
-        file: &File,
-        shapes: &[Shape],
-        (spec, model): (&ModelSpec, &Model),
-        shared: &Shared,
-    ) -> Result<Vec<Instance>, ScenarioError> {
+        file: &FileName,
+        shapes: &[InstanceShape],
+        (spec, model): (&ModelSpec, &ModelGeometry),
+        shared: &InstanceDefaults,
+    ) -> Result<Vec<InstanceSettings>, ScenarioError> {
         let mut instances = Vec::new();
         for shape in shapes {
             let table = &self.instances[shape.spec];
@@ -193,7 +196,7 @@ impl TopologySpec {
                 } else {
                     format!("{}.{dp_rank}", shape.name)
                 };
-                instances.push(Instance {
+                instances.push(InstanceSettings {
                     name,
                     host: shape.name.clone(),
                     node: table.node.as_ref().map_or(shape.name.clone(), |node| node.0.to_string()),
@@ -217,11 +220,11 @@ impl TopologySpec {
 
     fn default_blocks(
         &self,
-        file: &File,
+        file: &FileName,
         line: u32,
         spec: &ModelSpec,
-        model: &Model,
-        shape: &Shape,
+        model: &ModelGeometry,
+        shape: &InstanceShape,
     ) -> Result<u32, ScenarioError> {
         let (Some(machine), Some(preset)) = (self.hardware, spec.preset) else { return Ok(256) };
         match machine.blocks(preset, model, shape.tp, shape.block_tokens) {
@@ -237,14 +240,14 @@ impl TopologySpec {
     }
 
     /// Cost of a step: of model and machine where both are presets.
-    pub(super) fn cost(&self, spec: &ModelSpec, model: &Model, tp: u16) -> Cost {
+    pub(super) fn cost(&self, spec: &ModelSpec, model: &ModelGeometry, tp: u16) -> StepCost {
         match (self.hardware, spec.preset) {
             (Some(machine), Some(preset)) => machine.cost(preset, model, tp),
             _ => SMALL,
         }
     }
 
-    pub(super) fn network(&self, seed: u64) -> Network {
+    pub(super) fn network(&self, seed: u64) -> NetworkSettings {
         self.link.draw(seed, self.hardware)
     }
 
@@ -254,7 +257,7 @@ impl TopologySpec {
 }
 
 /// TP splits the heads evenly or replicates each on equally many ranks.
-pub(super) fn fits(file: &File, line: u32, tp: u16, heads: u16) -> Result<(), ScenarioError> {
+pub(super) fn fits(file: &FileName, line: u32, tp: u16, heads: u16) -> Result<(), ScenarioError> {
     if heads.is_multiple_of(tp) || tp.is_multiple_of(heads) {
         return Ok(());
     }
@@ -268,7 +271,7 @@ pub(super) fn fits(file: &File, line: u32, tp: u16, heads: u16) -> Result<(), Sc
 }
 
 impl InstanceSpec {
-    fn read(role: Role, section: &Section<'_>) -> Result<InstanceSpec, ScenarioError> {
+    fn read(role: Role, section: &TomlSection<'_>) -> Result<InstanceSpec, ScenarioError> {
         let spec = InstanceSpec {
             role,
             name: section.literal("name")?,
@@ -290,24 +293,23 @@ impl InstanceSpec {
     }
 }
 
-/// `link`.
 #[derive(Debug)]
 struct LinkSpec {
-    latency: Draw<Nanos>,
-    bandwidth: Option<Draw<Rate>>,
-    node_latency: Draw<Nanos>,
-    node_bandwidth: Option<Draw<Rate>>,
-    control_latency: Draw<Nanos>,
+    latency: Distribution<Nanos>,
+    bandwidth: Option<Distribution<Bandwidth>>,
+    node_latency: Distribution<Nanos>,
+    node_bandwidth: Option<Distribution<Bandwidth>>,
+    control_latency: Distribution<Nanos>,
 }
 
 impl LinkSpec {
-    fn read(section: &Section<'_>) -> Result<LinkSpec, ScenarioError> {
-        let latency = |key, min, max| -> Result<Draw<Nanos>, ScenarioError> {
-            let default = || Draw::range(Nanos::from_us(min), Nanos::from_us(max));
+    fn read(section: &TomlSection<'_>) -> Result<LinkSpec, ScenarioError> {
+        let latency = |key, min, max| -> Result<Distribution<Nanos>, ScenarioError> {
+            let default = || Distribution::range(Nanos::from_us(min), Nanos::from_us(max));
             Ok(section.draw(key)?.unwrap_or_else(default))
         };
-        let rate = |key| -> Result<Option<Draw<Rate>>, ScenarioError> {
-            let rate: Option<Draw<Rate>> = section.draw(key)?;
+        let rate = |key| -> Result<Option<Distribution<Bandwidth>>, ScenarioError> {
+            let rate: Option<Distribution<Bandwidth>> = section.draw(key)?;
             match &rate {
                 Some(zero) if zero.ends().any(|end| end.0 == 0) => {
                     let what = format!("`{}` is 0", section.path(key));
@@ -327,26 +329,26 @@ impl LinkSpec {
         Ok(spec)
     }
 
-    fn draw(&self, seed: u64, hardware: Option<&HardwarePreset>) -> Network {
-        let key = |name: &str| Keyed::new(seed, "topology.link").part(name);
+    fn draw(&self, seed: u64, hardware: Option<&HardwarePreset>) -> NetworkSettings {
+        let key = |name: &str| DecisionKey::new(seed, "topology.link").part(name);
         // Without a machine: the same NIC and node link as the MI300X platform.
         let machine = hardware.unwrap_or(&HARDWARE[0]);
-        Network {
+        NetworkSettings {
             latency: self.latency.span(&key("latency")),
-            bandwidth: or(&self.bandwidth, Rate(machine.nic_rate), &key("bandwidth")).0,
+            bandwidth: or(&self.bandwidth, Bandwidth(machine.nic_rate), &key("bandwidth")).0,
             node_latency: self.node_latency.span(&key("node_latency")),
-            node_bandwidth: or(&self.node_bandwidth, Rate(machine.node_rate), &key("node")).0,
+            node_bandwidth: or(&self.node_bandwidth, Bandwidth(machine.node_rate), &key("node")).0,
             control_latency: self.control_latency.span(&key("control_latency")),
         }
     }
 }
 
 /// A duration of [`RouterConfig`] and the key that sets it.
-type Time = (&'static str, fn(&mut RouterConfig) -> &mut Nanos);
+type RouterTimeKey = (&'static str, fn(&mut RouterConfig) -> &mut Nanos);
 /// A limit of [`RouterConfig`] and the key that sets it.
-type Limit = (&'static str, fn(&mut RouterConfig) -> &mut u32);
+type RouterLimitKey = (&'static str, fn(&mut RouterConfig) -> &mut u32);
 
-const TIMES: &[Time] = &[
+const TIMES: &[RouterTimeKey] = &[
     ("expiry", |config| &mut config.expiry),
     ("suspicion", |config| &mut config.suspicion),
     ("breaker_max", |config| &mut config.breaker_max),
@@ -355,7 +357,7 @@ const TIMES: &[Time] = &[
     ("wait_max", |config| &mut config.wait_max),
 ];
 
-const LIMITS: &[Limit] = &[
+const LIMITS: &[RouterLimitKey] = &[
     ("instances_max", |config| &mut config.instances_max),
     ("legs_max", |config| &mut config.legs_max),
     ("retries_max", |config| &mut config.retries_max),
@@ -365,17 +367,16 @@ const LIMITS: &[Limit] = &[
     ("prefixes_max", |config| &mut config.prefixes_max),
 ];
 
-/// `router`.
 #[derive(Debug)]
 struct RouterSpec {
-    heartbeat: Draw<Nanos>,
-    ids_differ: Draw<bool>,
-    times: Vec<Option<Draw<Nanos>>>,
-    limits: Vec<Option<Draw<u32>>>,
+    heartbeat: Distribution<Nanos>,
+    ids_differ: Distribution<bool>,
+    times: Vec<Option<Distribution<Nanos>>>,
+    limits: Vec<Option<Distribution<u32>>>,
 }
 
 impl RouterSpec {
-    fn read(section: &Section<'_>) -> Result<RouterSpec, ScenarioError> {
+    fn read(section: &TomlSection<'_>) -> Result<RouterSpec, ScenarioError> {
         let spec = RouterSpec {
             heartbeat: section.draw_or("heartbeat", Nanos::from_secs(1))?,
             ids_differ: section.draw_or("ids_differ", true)?,
@@ -387,7 +388,7 @@ impl RouterSpec {
     }
 
     fn draw(&self, seed: u64, prefix_tokens: u32) -> RouterSettings {
-        let key = Keyed::new(seed, "topology.router");
+        let key = DecisionKey::new(seed, "topology.router");
         let mut config = RouterConfig { prefix_tokens, ..RouterConfig::default() };
         for (draw, (name, field)) in self.times.iter().zip(TIMES) {
             if let Some(draw) = draw {
@@ -408,6 +409,10 @@ impl RouterSpec {
 }
 
 /// What was written, or else the default.
-pub(super) fn or<T: Value>(draw: &Option<Draw<T>>, default: T, key: &Keyed) -> T {
+pub(super) fn or<T: ScenarioValue>(
+    draw: &Option<Distribution<T>>,
+    default: T,
+    key: &DecisionKey,
+) -> T {
     draw.as_ref().map_or(default, |draw| draw.draw(key))
 }

@@ -1,12 +1,12 @@
 //! `[workload]`: generated requests or a trace.
 
 use super::topology::or;
-use crate::decide::{Keyed, below, chance, kind, mix};
-use crate::doc::{File, Section};
+use crate::decide::{DecisionKey, below, chance, kind, mix};
+use crate::doc::{FileName, TomlSection};
 use crate::error::ScenarioError;
-use crate::run::{Prompt, Request};
+use crate::run::{WorkloadPrompt, WorkloadRequest};
 use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
-use crate::value::{Chance, Draw, Factor};
+use crate::value::{Distribution, Probability, ScaleFactor};
 use ::engine::core::Nanos;
 use ::engine::core::message::Mode;
 use std::path::{Path, PathBuf};
@@ -14,24 +14,23 @@ use std::path::{Path, PathBuf};
 /// Longest prompt or output that can be asked for, in tokens.
 const TOKENS_MAX: u32 = 1 << 24;
 
-/// `[workload]` as written.
 #[derive(Debug)]
 pub(super) struct WorkloadSpec {
-    pub(super) mode: Draw<Mode>,
+    pub(super) mode: Distribution<Mode>,
     pub(super) trace: Option<TraceSource>,
-    requests: Draw<u32>,
-    prompt_tokens: Draw<u32>,
-    output_tokens: Draw<u32>,
-    prompts: Draw<u32>,
-    arrival: Draw<Nanos>,
-    start: Draw<Nanos>,
-    samples: Draw<u32>,
-    stop: Chance,
+    requests: Distribution<u32>,
+    prompt_tokens: Distribution<u32>,
+    output_tokens: Distribution<u32>,
+    prompts: Distribution<u32>,
+    arrival: Distribution<Nanos>,
+    start: Distribution<Nanos>,
+    samples: Distribution<u32>,
+    stop: Probability,
     abort: AbortSpec,
     prefix: PrefixSpec,
-    singles: Vec<SingleSpec>,
-    speed: Draw<Factor>,
-    limit: Option<Draw<u32>>,
+    singles: Vec<SingleRequestSpec>,
+    speed: Distribution<ScaleFactor>,
+    limit: Option<Distribution<u32>>,
     line: u32,
 }
 
@@ -47,25 +46,25 @@ pub(super) struct TraceSource {
 /// `abort`: clients that go away.
 #[derive(Debug)]
 struct AbortSpec {
-    chance: Draw<Chance>,
-    after: Draw<Nanos>,
+    chance: Distribution<Probability>,
+    after: Distribution<Nanos>,
 }
 
 /// `prefix`: prompts that start the same.
 #[derive(Debug)]
 struct PrefixSpec {
-    chance: Draw<Chance>,
-    pools: Draw<u32>,
-    tokens: Draw<u32>,
-    run: Draw<u32>,
+    chance: Distribution<Probability>,
+    pools: Distribution<u32>,
+    tokens: Distribution<u32>,
+    run: Distribution<u32>,
 }
 
 /// `single`: a request of its own beside those that are alike.
 #[derive(Debug)]
-struct SingleSpec {
-    at: Draw<Nanos>,
-    prompt_tokens: Draw<u32>,
-    output_tokens: Draw<u32>,
+struct SingleRequestSpec {
+    at: Distribution<Nanos>,
+    prompt_tokens: Distribution<u32>,
+    output_tokens: Distribution<u32>,
 }
 
 /// Keys that make no sense beside `trace`.
@@ -83,7 +82,7 @@ const GENERATED: &[&str] = &[
 impl WorkloadSpec {
     /// Reads the table; a trace is looked for in `folder`.
     pub(super) fn read(
-        section: &Section<'_>,
+        section: &TomlSection<'_>,
         folder: &Path,
     ) -> Result<WorkloadSpec, ScenarioError> {
         let trace = match section.get("trace") {
@@ -99,23 +98,23 @@ impl WorkloadSpec {
             requests: section.limited_or("requests", 8, (0, 1 << 20))?,
             prompt_tokens: section
                 .limited("prompt_tokens", 0, TOKENS_MAX)?
-                .unwrap_or_else(|| Draw::range(16, 256)),
+                .unwrap_or_else(|| Distribution::range(16, 256)),
             output_tokens: section
                 .limited("output_tokens", 1, TOKENS_MAX)?
-                .unwrap_or_else(|| Draw::range(1, 16)),
+                .unwrap_or_else(|| Distribution::range(1, 16)),
             prompts: section.limited_or("prompts", 1, (1, 64))?,
             arrival: section.draw_or("arrival", Nanos::from_ms(1))?,
             start: section.draw_or("start", Nanos::ZERO)?,
             samples: section.limited_or("samples", 1, (1, 64))?,
-            stop: section.literal("stop")?.unwrap_or(Chance(0)),
+            stop: section.literal("stop")?.unwrap_or(Probability(0)),
             abort: AbortSpec::read(&section.section("abort")?)?,
             prefix: PrefixSpec::read(&section.section("prefix")?)?,
             singles: section
                 .sections("single")?
                 .iter()
-                .map(SingleSpec::read)
+                .map(SingleRequestSpec::read)
                 .collect::<Result<_, _>>()?,
-            speed: section.draw_or("speed", Factor(1000))?,
+            speed: section.draw_or("speed", ScaleFactor(1000))?,
             limit: section.draw("limit")?,
             line: section.line,
         };
@@ -124,7 +123,7 @@ impl WorkloadSpec {
         Ok(spec)
     }
 
-    fn check(&self, section: &Section<'_>) -> Result<(), ScenarioError> {
+    fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         let error =
             |line, what: &str, remedy: &str| Err(section.doc.file.error(line, what, remedy));
         if self.stop.0 > 1_000_000 {
@@ -150,22 +149,22 @@ impl WorkloadSpec {
     pub(super) fn prefix_tokens(&self, seed: u64) -> u32 {
         match self.trace {
             Some(_) => TOKENS_PER_HASH,
-            None => self.prefix.run.draw(&Keyed::new(seed, "workload.prefix.run")),
+            None => self.prefix.run.draw(&DecisionKey::new(seed, "workload.prefix.run")),
         }
     }
 
     /// The requests by arrival. Request n draws from keys of its own.
     pub(super) fn requests(
         &self,
-        file: &File,
+        file: &FileName,
         seed: u64,
         prefix_tokens: u32,
-    ) -> Result<Vec<Request>, ScenarioError> {
+    ) -> Result<Vec<WorkloadRequest>, ScenarioError> {
         let mut requests = match &self.trace {
             Some(trace) => self.traced(file, trace, seed)?,
             None => self.generated(seed, prefix_tokens),
         };
-        let key = Keyed::new(seed, "workload");
+        let key = DecisionKey::new(seed, "workload");
         for (n, request) in requests.iter_mut().enumerate() {
             let key = key.actor(n as u64);
             request.samples = self.samples.draw(&key.part("samples"));
@@ -177,11 +176,11 @@ impl WorkloadSpec {
 
     fn traced(
         &self,
-        file: &File,
+        file: &FileName,
         trace: &TraceSource,
         seed: u64,
-    ) -> Result<Vec<Request>, ScenarioError> {
-        let key = Keyed::new(seed, "workload.trace");
+    ) -> Result<Vec<WorkloadRequest>, ScenarioError> {
+        let key = DecisionKey::new(seed, "workload.trace");
         let limit = or(&self.limit, u32::MAX, &key.part("limit")) as usize;
         let speed = self.speed.draw(&key.part("speed")).0;
         let request = |record: TraceRecord| record.request(speed);
@@ -195,8 +194,8 @@ impl WorkloadSpec {
         reader.take(limit).map(|record| record.map(request)).collect()
     }
 
-    fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<Request> {
-        let key = Keyed::new(seed, "workload");
+    fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<WorkloadRequest> {
+        let key = DecisionKey::new(seed, "workload");
         let mut at = self.start.draw(&key.part("start"));
         let mut requests = Vec::new();
         for n in 0..self.requests.draw(&key.part("requests")) {
@@ -206,7 +205,7 @@ impl WorkloadSpec {
                 let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
                 self.prefix.prompt(tokens, prefix_tokens, &key.part("prefix"))
             });
-            requests.push(Request {
+            requests.push(WorkloadRequest {
                 arrival: at,
                 prompts: prompts.collect(),
                 samples: 1,
@@ -216,7 +215,7 @@ impl WorkloadSpec {
             });
             at = at + self.arrival.draw(&key.part("arrival"));
         }
-        let single = |(n, single): (u64, &SingleSpec)| {
+        let single = |(n, single): (u64, &SingleRequestSpec)| {
             single.draw(&self.prefix, prefix_tokens, &key.part("single").actor(n))
         };
         requests.extend((0..).zip(&self.singles).map(single));
@@ -231,12 +230,12 @@ impl WorkloadSpec {
     }
 }
 
-impl SingleSpec {
-    fn read(section: &Section<'_>) -> Result<SingleSpec, ScenarioError> {
+impl SingleRequestSpec {
+    fn read(section: &TomlSection<'_>) -> Result<SingleRequestSpec, ScenarioError> {
         let Some(at) = section.draw("at")? else {
             return Err(section.error("a single request without `at`", "say when it arrives"));
         };
-        let spec = SingleSpec {
+        let spec = SingleRequestSpec {
             at,
             prompt_tokens: section.limited_or("prompt_tokens", 16, (0, TOKENS_MAX))?,
             output_tokens: section.limited_or("output_tokens", 1, (1, TOKENS_MAX))?,
@@ -245,9 +244,9 @@ impl SingleSpec {
         Ok(spec)
     }
 
-    fn draw(&self, prefix: &PrefixSpec, run: u32, key: &Keyed) -> Request {
+    fn draw(&self, prefix: &PrefixSpec, run: u32, key: &DecisionKey) -> WorkloadRequest {
         let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
-        Request {
+        WorkloadRequest {
             arrival: self.at.draw(&key.part("at")),
             prompts: vec![prefix.prompt(tokens, run, &key.part("prefix"))],
             samples: 1,
@@ -259,16 +258,16 @@ impl SingleSpec {
 }
 
 impl AbortSpec {
-    fn read(section: &Section<'_>) -> Result<AbortSpec, ScenarioError> {
+    fn read(section: &TomlSection<'_>) -> Result<AbortSpec, ScenarioError> {
         let spec = AbortSpec {
-            chance: probability(section, "chance")?.unwrap_or(Draw::fixed(Chance(0))),
+            chance: probability(section, "chance")?.unwrap_or(Distribution::fixed(Probability(0))),
             after: section.draw_or("after", Nanos::ZERO)?,
         };
         section.finish()?;
         Ok(spec)
     }
 
-    fn draw(&self, key: &Keyed) -> Option<Nanos> {
+    fn draw(&self, key: &DecisionKey) -> Option<Nanos> {
         // The probability itself is one for the whole run.
         let ppm = self.chance.draw(&key.actor(0).part("rate")).0;
         chance(key.part("hit").get(), ppm).then(|| self.after.draw(&key.part("after")))
@@ -276,9 +275,9 @@ impl AbortSpec {
 }
 
 impl PrefixSpec {
-    fn read(section: &Section<'_>) -> Result<PrefixSpec, ScenarioError> {
+    fn read(section: &TomlSection<'_>) -> Result<PrefixSpec, ScenarioError> {
         let spec = PrefixSpec {
-            chance: probability(section, "chance")?.unwrap_or(Draw::fixed(Chance(0))),
+            chance: probability(section, "chance")?.unwrap_or(Distribution::fixed(Probability(0))),
             pools: section.limited_or("pools", 1, (1, 1 << 20))?,
             tokens: section.limited_or("tokens", 0, (0, TOKENS_MAX))?,
             run: section.limited_or("run", 16, (1, TOKENS_MAX))?,
@@ -289,7 +288,7 @@ impl PrefixSpec {
 
     /// A prompt that starts like the others of its pool for some tokens, rounded down to whole
     /// runs, and goes on like no other.
-    fn prompt(&self, tokens: u32, run: u32, key: &Keyed) -> Prompt {
+    fn prompt(&self, tokens: u32, run: u32, key: &DecisionKey) -> WorkloadPrompt {
         let of_run = key.actor(0).nth(0);
         let ppm = self.chance.draw(&of_run.part("rate")).0;
         let pools = self.pools.draw(&of_run.part("pools"));
@@ -302,7 +301,11 @@ impl PrefixSpec {
         let common = mix(of_run.part("common").get(), pool);
         let own = key.part("own").get();
         let hash = |index: u32| mix(if index < shared { common } else { own }, index.into());
-        Prompt { tokens, prefix: (0..tokens / run).map(hash).collect(), tail: mix(own, TAIL) }
+        WorkloadPrompt {
+            tokens,
+            prefix: (0..tokens / run).map(hash).collect(),
+            tail: mix(own, TAIL),
+        }
     }
 }
 
@@ -311,10 +314,10 @@ const TAIL: u64 = kind("tail");
 
 /// A probability, at most 1.
 pub(super) fn probability(
-    section: &Section<'_>,
+    section: &TomlSection<'_>,
     key: &'static str,
-) -> Result<Option<Draw<Chance>>, ScenarioError> {
-    let Some(draw) = section.draw::<Chance>(key)? else { return Ok(None) };
+) -> Result<Option<Distribution<Probability>>, ScenarioError> {
+    let Some(draw) = section.draw::<Probability>(key)? else { return Ok(None) };
     if draw.ends().any(|end| end.0 > 1_000_000) {
         let what = format!("`{}` is above 1", section.path(key));
         return Err(section.doc.file.error(draw.line, what, "give a probability from 0 to 1"));

@@ -1,15 +1,13 @@
 //! The bundled trace: chat sessions whose prompts grow from turn to turn.
 
 use super::{TOKENS_PER_HASH, TraceRecord};
-use crate::decide::{Keyed, below, within};
+use crate::decide::{DecisionKey, below, within};
 use std::collections::BTreeMap;
 
-/// What to generate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceSpec {
     /// Names the trace; another seed gives another.
     pub seed: u64,
-    /// Chat sessions.
     pub sessions: u64,
     /// Milliseconds in which they start and end.
     pub span_ms: u64,
@@ -29,7 +27,7 @@ const PROMPT_MAX: u64 = 120_000;
 pub fn generate(spec: &TraceSpec) -> Vec<TraceRecord> {
     let mut turns = Vec::new();
     for session in 0..spec.sessions {
-        let key = |name: &str| Keyed::new(spec.seed, name).actor(session);
+        let key = |name: &str| DecisionKey::new(spec.seed, name).actor(session);
         let mut at = below(key("start").get(), spec.span_ms);
         // One session in six is about a long document.
         let longest = if below(key("document").get(), 6) == 0 { 120_000 } else { 26_000 };
@@ -50,7 +48,7 @@ pub fn generate(spec: &TraceSpec) -> Vec<TraceRecord> {
 }
 
 /// `0..max`, small values more likely: the product of two uniform draws.
-fn skewed(key: &Keyed, max: u64) -> u64 {
+fn skewed(key: &DecisionKey, max: u64) -> u64 {
     below(key.part("other").get(), below(key.get(), max))
 }
 

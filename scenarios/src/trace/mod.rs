@@ -6,7 +6,7 @@ pub mod generate;
 
 use crate::decide::{kind, mix};
 use crate::error::ScenarioError;
-use crate::run::{Prompt, Request};
+use crate::run::{WorkloadPrompt, WorkloadRequest};
 use ::engine::core::Nanos;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -36,7 +36,7 @@ pub struct TraceRecord {
 impl TraceRecord {
     /// The request, `speed` thousandths of the recorded speed. A last run that is not full is the
     /// prompt's tail.
-    pub fn request(&self, speed: u32) -> Request {
+    pub fn request(&self, speed: u32) -> WorkloadRequest {
         const NANOS_PER_MS: u64 = 1_000_000;
         let salt = kind("trace.prefix");
         let full = (self.input_length / TOKENS_PER_HASH) as usize;
@@ -46,12 +46,12 @@ impl TraceRecord {
             .hash_ids
             .get(full)
             .map_or_else(|| mix(salt, hash(self.hash_ids.last().unwrap_or(&0))), hash);
-        let prompt = Prompt {
+        let prompt = WorkloadPrompt {
             tokens: self.input_length,
             prefix: self.hash_ids[..full].iter().map(hash).collect(),
             tail,
         };
-        Request {
+        WorkloadRequest {
             arrival: Nanos(self.timestamp.saturating_mul(NANOS_PER_MS)).scale(1000, speed.into()),
             prompts: vec![prompt],
             samples: 1,

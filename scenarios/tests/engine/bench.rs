@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What the core has been told of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Told {
+pub(crate) enum BenchEvent {
     Arrived,
     Scheduled,
     Preempted,
@@ -26,7 +26,7 @@ pub(crate) enum Told {
 /// The core's view of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct View {
-    pub(crate) told: Told,
+    pub(crate) told: BenchEvent,
     pub(crate) content: PromptContent,
     /// The core will say, or has said, `Rejected`, and listens no more.
     pub(crate) rejected: bool,
@@ -38,7 +38,7 @@ pub(crate) struct View {
 
 /// An answer that the core owes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Due {
+pub(crate) enum BenchDeadline {
     Allocate,
     Reject,
     Safe,
@@ -46,10 +46,10 @@ pub(crate) enum Due {
     Load,
 }
 
-pub(crate) struct Bench {
-    pub(crate) engine: Engine,
+pub(crate) struct EngineBench {
+    pub(crate) engine: SimEngine,
     pub(crate) views: BTreeMap<RequestId, View>,
-    pub(crate) due: Vec<(RequestId, Due)>,
+    pub(crate) due: Vec<(RequestId, BenchDeadline)>,
     pub(crate) step: Option<StepPlan>,
     pub(crate) open: BTreeSet<LegId>,
     /// The core says `Allocate` at once.
@@ -65,10 +65,10 @@ pub(crate) struct Bench {
     garbage: u64,
 }
 
-impl Bench {
-    pub(crate) fn new(config: EngineConfig) -> Bench {
-        Bench {
-            engine: Engine::new(config).expect("a good configuration"),
+impl EngineBench {
+    pub(crate) fn new(config: EngineConfig) -> EngineBench {
+        EngineBench {
+            engine: SimEngine::new(config).expect("a good configuration"),
             views: BTreeMap::new(),
             due: Vec::new(),
             step: None,
@@ -94,7 +94,7 @@ impl Bench {
                     key,
                     siblings: 1,
                     mode: Mode::Push,
-                    life: None,
+                    incarnation: None,
                     moriio: None,
                 },
                 prompt: 0,
@@ -106,7 +106,7 @@ impl Bench {
                     mode: Mode::Push,
                     prefill: "p0".into(),
                     control: Endpoint("p0:1".into()),
-                    life: None,
+                    incarnation: None,
                     moriio: None,
                 },
                 prompt: 0,
@@ -121,7 +121,7 @@ impl Bench {
         let name = self.engine.config().id_seed.map_or(leg.0, |_| 0);
         let request = format!("r{name}").into();
         self.input(EngineInput::Leg { leg, request, prompt, body, stop });
-        let allocate = self.due.iter().position(|(_, due)| *due == Due::Allocate);
+        let allocate = self.due.iter().position(|(_, due)| *due == BenchDeadline::Allocate);
         if let Some(at) = allocate.filter(|_| self.eager) {
             self.answer(at, true);
         }
@@ -142,34 +142,34 @@ impl Bench {
     /// Gives the answer that is due, with or without success.
     pub(crate) fn answer(&mut self, at: usize, well: bool) {
         // Blocks of a preempted request are safe before those of its end are free.
-        let safe = (self.due[at].0.clone(), Due::Safe);
+        let safe = (self.due[at].0.clone(), BenchDeadline::Safe);
         let at = self.due.iter().position(|due| *due == safe).unwrap_or(at);
         let (request, due) = self.due.remove(at);
         let view = self.views[&request].clone();
         let failure = Failure::Stalled;
-        if due == Due::Reject {
-            self.due.retain(|due| *due != (request.clone(), Due::Allocate));
+        if due == BenchDeadline::Reject {
+            self.due.retain(|due| *due != (request.clone(), BenchDeadline::Allocate));
         }
         match due {
-            Due::Allocate => {
+            BenchDeadline::Allocate => {
                 self.input(EngineInput::Decode(DecodeAnswer::Allocate { request }));
             }
-            Due::Reject if self.engine.config().role == Role::Prefill => {
+            BenchDeadline::Reject if self.engine.config().role == Role::Prefill => {
                 self.input(EngineInput::Prefill(PrefillAnswer::Rejected { request, failure }));
             }
-            Due::Reject => {
+            BenchDeadline::Reject => {
                 self.input(EngineInput::Decode(DecodeAnswer::Rejected { request, failure }));
             }
-            Due::Safe => {
+            BenchDeadline::Safe => {
                 self.check(&view.content, &view.blocks, view.computed);
                 self.input(EngineInput::Prefill(PrefillAnswer::PreemptionSafe { request }));
             }
-            Due::Free => {
+            BenchDeadline::Free => {
                 self.check(&view.content, &view.blocks, view.computed);
                 let failure = (!well).then_some(failure);
                 self.input(EngineInput::Prefill(PrefillAnswer::SourceFree { request, failure }));
             }
-            Due::Load => {
+            BenchDeadline::Load => {
                 self.land(&view, well);
                 let answer = match well {
                     true => DecodeAnswer::Loaded { request },
@@ -281,7 +281,7 @@ impl Bench {
         self.step = Some(plan);
     }
 
-    fn compute(&mut self, compute: &Compute) {
+    fn compute(&mut self, compute: &ComputeChunk) {
         for (group, list) in compute.blocks.iter().enumerate() {
             for block in &list.ids {
                 assert_eq!(self.writers.get(&(group, *block)), Some(&compute.request));
@@ -331,21 +331,21 @@ impl Bench {
             }
             PrefillHook::Preempted { request } => {
                 let view = self.view(&request);
-                assert_eq!(view.told, Told::Scheduled);
-                view.told = Told::Preempted;
+                assert_eq!(view.told, BenchEvent::Scheduled);
+                view.told = BenchEvent::Preempted;
                 if !view.rejected {
-                    self.due.push((request, Due::Safe));
+                    self.due.push((request, BenchDeadline::Safe));
                 }
             }
             PrefillHook::Finished { request, .. } => {
                 let view = self.view(&request);
-                assert_ne!(view.told, Told::Finished);
-                if view.told == Told::Preempted {
+                assert_ne!(view.told, BenchEvent::Finished);
+                if view.told == BenchEvent::Preempted {
                     view.blocks.clear();
                 }
-                view.told = Told::Finished;
+                view.told = BenchEvent::Finished;
                 if !view.rejected {
-                    self.due.push((request, Due::Free));
+                    self.due.push((request, BenchDeadline::Free));
                 }
             }
         }
@@ -354,12 +354,12 @@ impl Bench {
     fn chunk(&mut self, chunk: Chunk) {
         let groups = self.engine.config().groups.len();
         let view = self.view(&chunk.request);
-        assert_ne!(view.told, Told::Finished);
-        if view.told != Told::Scheduled {
+        assert_ne!(view.told, BenchEvent::Finished);
+        if view.told != BenchEvent::Scheduled {
             view.blocks = vec![BlockList::default(); groups];
             view.computed = chunk.from;
         }
-        view.told = Told::Scheduled;
+        view.told = BenchEvent::Scheduled;
         assert_eq!(view.computed, chunk.from, "chunks follow each other");
         view.computed = chunk.to;
         for (have, new) in view.blocks.iter_mut().zip(chunk.blocks) {
@@ -374,15 +374,15 @@ impl Bench {
     fn decode_hook(&mut self, hook: DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, leg, .. } => {
-                self.due.push((request.clone(), Due::Allocate));
+                self.due.push((request.clone(), BenchDeadline::Allocate));
                 self.arrived(request, &leg.key.id.0);
             }
             DecodeHook::Allocated { request, computed, blocks } => {
                 self.share(&blocks);
                 let view = self.view(&request);
-                assert_eq!(view.told, Told::Arrived, "allocated once, after the arrival");
-                view.told = Told::Allocated;
-                let early = self.due.contains(&(request.clone(), Due::Allocate));
+                assert_eq!(view.told, BenchEvent::Arrived, "allocated once, after the arrival");
+                view.told = BenchEvent::Allocated;
+                let early = self.due.contains(&(request.clone(), BenchDeadline::Allocate));
                 let view = self.view(&request);
                 assert!(!early || computed == view.content.tokens, "allocated before it was told");
                 view.computed = computed;
@@ -390,13 +390,13 @@ impl Bench {
                 let (content, rejected) = (view.content.clone(), view.rejected);
                 self.check(&content, &self.hits(&blocks, computed), computed);
                 if !rejected {
-                    self.due.push((request, Due::Load));
+                    self.due.push((request, BenchDeadline::Load));
                 }
             }
             DecodeHook::Finished { request, .. } => {
                 let view = self.view(&request);
-                assert_ne!(view.told, Told::Finished);
-                view.told = Told::Finished;
+                assert_ne!(view.told, BenchEvent::Finished);
+                view.told = BenchEvent::Finished;
             }
         }
     }
@@ -418,7 +418,7 @@ impl Bench {
     fn arrived(&mut self, request: RequestId, transfer: &str) {
         let leg = LegId(transfer[1..].parse().expect("made by this bench"));
         let view = View {
-            told: Told::Arrived,
+            told: BenchEvent::Arrived,
             content: self.contents[&leg].clone(),
             rejected: false,
             blocks: Vec::new(),
@@ -431,8 +431,8 @@ impl Bench {
     pub(crate) fn reject_next(&mut self, leg: LegId) {
         let Some(request) = self.engine.request_of(leg).cloned() else { return };
         self.view(&request).rejected = true;
-        self.due.retain(|(id, due)| *id != request || *due == Due::Allocate);
-        self.due.push((request, Due::Reject));
+        self.due.retain(|(id, due)| *id != request || *due == BenchDeadline::Allocate);
+        self.due.push((request, BenchDeadline::Reject));
     }
 
     fn view(&mut self, request: &RequestId) -> &mut View {

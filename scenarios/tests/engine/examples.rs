@@ -1,6 +1,6 @@
 //! Examples of what the engine tells the cores and its shell.
 
-use crate::bench::{Bench, Due};
+use crate::bench::{BenchDeadline, EngineBench};
 use ::engine::core::error::Failure;
 use ::engine::core::ids::LegId;
 use ::engine::core::layout::{BlockList, GroupKind};
@@ -10,11 +10,11 @@ use ::engine::core::message::{
 };
 use ::engine::core::router::{LegEvent, LegFailure};
 use ::engine::core::time::Nanos;
-use scenarios::cost::Cost;
+use scenarios::cost::StepCost;
 use scenarios::engine::{
     EngineConfig, EngineConfigError, EngineEffect, EngineInput, GroupConfig, PromptContent,
 };
-use scenarios::run::{Allocator, LoadFailure};
+use scenarios::run::{AllocationOrder, LoadFailurePolicy};
 
 /// 11 usable blocks of 4 tokens, 16 tokens per step; 1 us per step and 1 us per token.
 fn config(role: Role) -> EngineConfig {
@@ -27,10 +27,10 @@ fn config(role: Role) -> EngineConfig {
         max_running: 8,
         max_waiting: 8,
         prefix_cache: true,
-        allocator: Allocator::Fifo,
-        load_failure: LoadFailure::Recompute,
+        allocator: AllocationOrder::Fifo,
+        load_failure: LoadFailurePolicy::Recompute,
         id_seed: None,
-        cost: Cost {
+        cost: StepCost {
             step: Nanos(1_000),
             weights: Nanos(0),
             token_fs: 1_000_000_000,
@@ -45,7 +45,7 @@ fn prompt(tokens: u32) -> PromptContent {
 }
 
 /// Everything but the observations.
-fn told(bench: &mut Bench) -> Vec<EngineEffect> {
+fn told(bench: &mut EngineBench) -> Vec<EngineEffect> {
     let mut log = std::mem::take(&mut bench.log);
     log.retain(|effect| {
         !matches!(
@@ -87,7 +87,7 @@ fn allocated(effects: &[EngineEffect]) -> Vec<u32> {
 
 #[test]
 fn a_prompt_is_computed_in_chunks_and_held_until_the_source_is_free() {
-    let mut bench = Bench::new(config(Role::Prefill));
+    let mut bench = EngineBench::new(config(Role::Prefill));
     let leg = bench.leg(prompt(30), 1, false);
     assert_eq!(bench.step.as_ref().map(|step| step.duration), Some(Nanos(17_000)));
     bench.step_done();
@@ -105,7 +105,7 @@ fn a_prompt_is_computed_in_chunks_and_held_until_the_source_is_free() {
 
 #[test]
 fn prefill_hands_over_its_prefix_hits_but_computes_the_last_token() {
-    let mut bench = Bench::new(config(Role::Prefill));
+    let mut bench = EngineBench::new(config(Role::Prefill));
     bench.leg(prompt(16), 1, false);
     bench.settle();
     told(&mut bench);
@@ -120,7 +120,7 @@ fn prefill_hands_over_its_prefix_hits_but_computes_the_last_token() {
 
 #[test]
 fn decode_waits_for_its_kv_and_computes_one_token_of_the_prompt() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     let leg = bench.leg(prompt(10), 4, false);
     assert!(bench.step.is_none());
     bench.answer(0, true);
@@ -158,7 +158,7 @@ fn grown(effect: &EngineEffect) -> Option<Vec<u32>> {
 
 #[test]
 fn decode_hits_none_some_and_all_of_a_prompt() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     for tokens in [12, 14, 12] {
         bench.leg(prompt(tokens), 1, false);
         bench.settle();
@@ -168,7 +168,7 @@ fn decode_hits_none_some_and_all_of_a_prompt() {
 
 #[test]
 fn a_failed_load_is_recomputed_and_said_to_be() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     let leg = bench.leg(prompt(10), 2, false);
     bench.answer(0, false);
     bench.settle();
@@ -180,8 +180,8 @@ fn a_failed_load_is_recomputed_and_said_to_be() {
 
 #[test]
 fn a_failed_load_fails_the_leg_if_so_configured() {
-    let fail = EngineConfig { load_failure: LoadFailure::Fail, ..config(Role::Decode) };
-    let mut bench = Bench::new(fail);
+    let fail = EngineConfig { load_failure: LoadFailurePolicy::Fail, ..config(Role::Decode) };
+    let mut bench = EngineBench::new(fail);
     let leg = bench.leg(prompt(10), 2, false);
     bench.answer(0, false);
     let log = told(&mut bench);
@@ -192,7 +192,7 @@ fn a_failed_load_fails_the_leg_if_so_configured() {
 
 #[test]
 fn blocks_of_a_cancelled_load_are_quarantined_until_its_answer() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     let leg = bench.leg(prompt(40), 2, false);
     bench.cancel(leg);
     assert_eq!(bench.engine.pool(0).quarantined, 10);
@@ -205,7 +205,7 @@ fn blocks_of_a_cancelled_load_are_quarantined_until_its_answer() {
 
 #[test]
 fn a_full_pool_preempts_the_decode_admitted_last_which_then_needs_no_transfer() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     let first = bench.leg(prompt(20), 12, false);
     let second = bench.leg(PromptContent { tail: 5, ..prompt(20) }, 12, false);
     bench.settle();
@@ -226,11 +226,11 @@ fn a_full_pool_preempts_the_decode_admitted_last_which_then_needs_no_transfer() 
 
 #[test]
 fn a_preempted_prefill_waits_until_its_blocks_are_safe() {
-    let mut bench = Bench::new(config(Role::Prefill));
+    let mut bench = EngineBench::new(config(Role::Prefill));
     bench.leg(prompt(30), 1, false);
     bench.input(EngineInput::PreemptOne);
     bench.step_done();
-    assert_eq!(bench.due.iter().map(|due| due.1).collect::<Vec<_>>(), [Due::Safe]);
+    assert_eq!(bench.due.iter().map(|due| due.1).collect::<Vec<_>>(), [BenchDeadline::Safe]);
     assert!(bench.step.is_none());
     assert_eq!(bench.engine.pool(0).quarantined, 4);
     told(&mut bench);
@@ -242,7 +242,8 @@ fn a_preempted_prefill_waits_until_its_blocks_are_safe() {
 
 #[test]
 fn a_prompt_is_not_begun_before_all_of_it_fits() {
-    let mut bench = Bench::new(EngineConfig { max_batched_tokens: 8, ..config(Role::Prefill) });
+    let mut bench =
+        EngineBench::new(EngineConfig { max_batched_tokens: 8, ..config(Role::Prefill) });
     let content = |tokens, tail| PromptContent { tail, ..prompt(tokens) };
     // 4 of 11 blocks are held as a source, and 2 of a request that was preempted.
     bench.leg(content(16, 1), 1, false);
@@ -265,7 +266,8 @@ fn a_prompt_is_not_begun_before_all_of_it_fits() {
 #[test]
 fn a_window_keeps_its_last_blocks_only() {
     let window = GroupConfig { kind: GroupKind::Window { tokens: 8 }, block_tokens: 4, blocks: 12 };
-    let mut bench = Bench::new(EngineConfig { groups: vec![window], ..config(Role::Prefill) });
+    let mut bench =
+        EngineBench::new(EngineConfig { groups: vec![window], ..config(Role::Prefill) });
     bench.leg(prompt(64), 1, false);
     let mut held = Vec::new();
     while bench.step.is_some() {
@@ -275,7 +277,7 @@ fn a_window_keeps_its_last_blocks_only() {
     // Before each chunk of 4 blocks only those with the last 8 tokens are left.
     assert_eq!(held, [6, 6, 6, 6]);
 
-    let mut bench = Bench::new(EngineConfig { groups: vec![window], ..config(Role::Decode) });
+    let mut bench = EngineBench::new(EngineConfig { groups: vec![window], ..config(Role::Decode) });
     bench.leg(prompt(62), 1, false);
     let log = told(&mut bench);
     let list = log.iter().find_map(|effect| match effect {
@@ -289,20 +291,20 @@ fn a_window_keeps_its_last_blocks_only() {
 fn the_last_freed_block_comes_first_if_so_configured() {
     let taken = |allocator| {
         let lifo = EngineConfig { allocator, prefix_cache: false, ..config(Role::Prefill) };
-        let mut bench = Bench::new(lifo);
+        let mut bench = EngineBench::new(lifo);
         bench.leg(prompt(8), 1, false);
         bench.settle();
         told(&mut bench);
         bench.leg(prompt(8), 1, false);
         chunks(&told(&mut bench))[0].2.ids.clone()
     };
-    assert_eq!(taken(Allocator::Lifo), [1, 2]);
-    assert_eq!(taken(Allocator::Fifo), [3, 4]);
+    assert_eq!(taken(AllocationOrder::Lifo), [1, 2]);
+    assert_eq!(taken(AllocationOrder::Fifo), [3, 4]);
 }
 
 #[test]
 fn what_can_never_run_is_a_bad_request() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     for (tokens, output, why) in [
         (0, 1, "the prompt is empty"),
         (4, 0, "no token is to be generated"),
@@ -327,7 +329,7 @@ fn what_can_never_run_is_a_bad_request() {
 
 #[test]
 fn an_answer_that_is_not_due_is_a_fault() {
-    let mut bench = Bench::new(config(Role::Decode));
+    let mut bench = EngineBench::new(config(Role::Decode));
     bench.leg(prompt(10), 3, false);
     let request = bench.due[0].0.clone();
     bench.answer(0, true);
@@ -341,7 +343,7 @@ fn an_answer_that_is_not_due_is_a_fault() {
 
 #[test]
 fn a_source_cannot_be_free_before_its_request_has_ended() {
-    let mut bench = Bench::new(config(Role::Prefill));
+    let mut bench = EngineBench::new(config(Role::Prefill));
     bench.leg(prompt(30), 1, false);
     let request = bench.engine.request_of(LegId(1)).cloned().expect("it is running");
     let answers = [

@@ -1,18 +1,18 @@
 //! Random inputs in any order.
 
-use crate::bench::Bench;
+use crate::bench::EngineBench;
 use ::engine::core::layout::GroupKind;
 use ::engine::core::machine::{Gauges, Machine};
 use ::engine::core::message::Role;
 use ::engine::core::time::Nanos;
 use proptest::prelude::*;
-use scenarios::cost::Cost;
+use scenarios::cost::StepCost;
 use scenarios::decide::mix;
 use scenarios::engine::{EngineConfig, EngineInput, GroupConfig, PromptContent};
-use scenarios::run::{Allocator, LoadFailure};
+use scenarios::run::{AllocationOrder, LoadFailurePolicy};
 
 #[derive(Clone, Debug)]
-enum Op {
+enum EngineOp {
     Leg { family: u64, tokens: u32, output: u32, stop: bool, reject: bool },
     Cancel(prop::sample::Index),
     Answer(prop::sample::Index, bool),
@@ -20,17 +20,17 @@ enum Op {
     Preempt,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = EngineOp> {
     let leg = (0u64..3, 0u32..70, 1u32..20, prop::bool::weighted(0.1), prop::bool::weighted(0.1));
     prop_oneof![
         4 => leg.prop_map(|(family, tokens, output, stop, reject)| {
-            Op::Leg { family, tokens, output, stop, reject }
+            EngineOp::Leg { family, tokens, output, stop, reject }
         }),
-        1 => any::<prop::sample::Index>().prop_map(Op::Cancel),
+        1 => any::<prop::sample::Index>().prop_map(EngineOp::Cancel),
         4 => (any::<prop::sample::Index>(), prop::bool::weighted(0.8))
-            .prop_map(|(at, well)| Op::Answer(at, well)),
-        8 => Just(Op::Step),
-        1 => Just(Op::Preempt),
+            .prop_map(|(at, well)| EngineOp::Answer(at, well)),
+        8 => Just(EngineOp::Step),
+        1 => Just(EngineOp::Preempt),
     ]
 }
 
@@ -81,31 +81,37 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         max_running: limits.1,
         max_waiting: limits.2,
         prefix_cache: flags[1],
-        allocator: if flags[2] { Allocator::Fifo } else { Allocator::Lifo },
-        load_failure: if flags[3] { LoadFailure::Recompute } else { LoadFailure::Fail },
+        allocator: if flags[2] { AllocationOrder::Fifo } else { AllocationOrder::Lifo },
+        load_failure: if flags[3] { LoadFailurePolicy::Recompute } else { LoadFailurePolicy::Fail },
         id_seed: flags[4].then_some(7),
-        cost: Cost { step: Nanos(5), weights: Nanos(9), token_fs: 1, pair_fs: 1, context_fs: 1 },
+        cost: StepCost {
+            step: Nanos(5),
+            weights: Nanos(9),
+            token_fs: 1,
+            pair_fs: 1,
+            context_fs: 1,
+        },
     })
 }
 
-fn play(bench: &mut Bench, op: Op) {
+fn play(bench: &mut EngineBench, op: EngineOp) {
     match op {
-        Op::Leg { family, tokens, output, stop, reject } => {
+        EngineOp::Leg { family, tokens, output, stop, reject } => {
             let leg = bench.leg(content(family, tokens), output, stop);
             if reject {
                 bench.reject_next(leg);
             }
         }
-        Op::Cancel(at) if !bench.open.is_empty() => {
+        EngineOp::Cancel(at) if !bench.open.is_empty() => {
             let legs: Vec<_> = bench.open.iter().copied().collect();
             bench.cancel(*at.get(&legs));
         }
-        Op::Answer(at, well) if !bench.due.is_empty() => {
+        EngineOp::Answer(at, well) if !bench.due.is_empty() => {
             bench.answer(at.index(bench.due.len()), well);
         }
-        Op::Step => bench.step_done(),
-        Op::Preempt => bench.input(EngineInput::PreemptOne),
-        Op::Cancel(_) | Op::Answer(..) => {}
+        EngineOp::Step => bench.step_done(),
+        EngineOp::Preempt => bench.input(EngineInput::PreemptOne),
+        EngineOp::Cancel(_) | EngineOp::Answer(..) => {}
     }
 }
 
@@ -117,7 +123,7 @@ proptest! {
     /// hooks come in a legal order; that legs end once; and that no due answer is a fault.
     #[test]
     fn serves_anything(config in config(), ops in prop::collection::vec(op(), 1..150)) {
-        let mut bench = Bench::new(config);
+        let mut bench = EngineBench::new(config);
         bench.eager = false;
         for op in ops {
             play(&mut bench, op);
@@ -131,7 +137,7 @@ proptest! {
     #[test]
     fn is_deterministic(config in config(), ops in prop::collection::vec(op(), 1..60)) {
         let run = || {
-            let mut bench = Bench::new(config.clone());
+            let mut bench = EngineBench::new(config.clone());
             bench.eager = false;
             ops.iter().cloned().for_each(|op| play(&mut bench, op));
             bench.settle();

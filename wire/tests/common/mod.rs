@@ -13,30 +13,34 @@ use wire::{WireConfig, ZmqPlane};
 /// A guard against waiting for ever; however busy the machine is, nothing takes as long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 
-struct Unpark(Thread);
+struct TestUnparkWaker(Thread);
 
-impl Wake for Unpark {
+impl Wake for TestUnparkWaker {
     fn wake(self: Arc<Self>) {
         self.0.unpark();
     }
 }
 
 /// A plane and the events that nobody asked for yet.
-pub(crate) struct Ears {
+pub(crate) struct TestZmqPlane {
     pub(crate) plane: ZmqPlane,
     seen: VecDeque<ControlEvent>,
 }
 
-impl Ears {
+impl TestZmqPlane {
     /// A plane that listens at this host and wakes this thread.
-    pub(crate) fn new(host: &str) -> Ears {
-        Ears::with(WireConfig { host: host.into(), dial: PATIENCE, ..WireConfig::default() })
+    pub(crate) fn new(host: &str) -> TestZmqPlane {
+        TestZmqPlane::with(WireConfig {
+            host: host.into(),
+            dial: PATIENCE,
+            ..WireConfig::default()
+        })
     }
 
-    pub(crate) fn with(config: WireConfig) -> Ears {
+    pub(crate) fn with(config: WireConfig) -> TestZmqPlane {
         let mut plane = ZmqPlane::new(config).expect("there is room for a thread");
-        plane.set_waker(Waker::from(Arc::new(Unpark(std::thread::current()))));
-        Ears { plane, seen: VecDeque::new() }
+        plane.set_waker(Waker::from(Arc::new(TestUnparkWaker(std::thread::current()))));
+        TestZmqPlane { plane, seen: VecDeque::new() }
     }
 
     /// The first event that is wanted; those before it are dropped.

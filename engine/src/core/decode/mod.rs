@@ -1,31 +1,34 @@
 //! The decode side of transfers: one per engine core.
 //!
 //! `request` follows the engine's requests from arrival to the one answer that each gets; `read`
-//! holds what only pull needs: leases and the flows of this engine's own transfer actors; `debts`
-//! tells prefills later what they could not be told at once.
+//! holds what only pull needs: leases and the flows of this engine's own transfer actors;
+//! `pending_releases` tells prefills later what they could not be told at once.
 
-mod debts;
+mod pending_releases;
 mod read;
 mod request;
 
-use super::blocks::{Ledger, Owner};
+use super::block_ledger::{BlockLedger, BlockOwner};
 use super::by_peer::ByPeer;
 use super::command::ControlCommand;
+use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
 use super::error::{Failure, PeerViolation};
 use super::idmap::IdMap;
-use super::ids::{EngineId, FlowId, PeerSlot, RequestId, TransferKey};
+use super::ids::{ConnectionId, EngineId, FlowId, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{DecodeAnswer, DecodeHook, Job, Message, Report, RouterNews, Tag};
+use super::message::{
+    AttemptTag, DecodeAnswer, DecodeHook, Message, RouterEvent, TransferJob, TransferReport,
+};
 use super::moriio::MoriioCounters;
+use super::peer_manager::{PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
-use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
 use crate::fabric::ControlEvent;
-use debts::{Creditor, Debt};
-use request::Request;
+use pending_releases::{PendingRelease, PrefillIncarnation};
+use request::DecodeRequest;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -40,8 +43,7 @@ pub enum DecodeInput {
     Report {
         /// Its TP rank.
         rank: u16,
-        /// What it says.
-        report: Report,
+        report: TransferReport,
     },
     /// Register as draining from now on.
     Drain,
@@ -55,13 +57,13 @@ pub enum DecodeEffect {
     /// Call the control plane.
     Control(ControlCommand),
     /// Give a job to the transfer actors of all ranks.
-    Job(Job),
+    Job(TransferJob),
     /// Tell the engine.
     Answer(DecodeAnswer),
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
     /// For the log: what becomes of the registrations.
-    Router(RouterNews),
+    Router(RouterEvent),
     /// For the log: a peer's hello was refused, and the peer was told why.
     Refused {
         /// What it calls itself.
@@ -77,8 +79,8 @@ impl From<ControlCommand> for DecodeEffect {
     }
 }
 
-impl From<Job> for DecodeEffect {
-    fn from(job: Job) -> Self {
+impl From<TransferJob> for DecodeEffect {
+    fn from(job: TransferJob) -> Self {
         DecodeEffect::Job(job)
     }
 }
@@ -90,48 +92,48 @@ impl From<DecodeAnswer> for DecodeEffect {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
+enum DecodeTimer {
     /// Ask for a longer lease.
     Renew(RequestId),
     /// The lease of a read ends.
     Expiry(RequestId),
     /// Try again to tell a prefill what was given up.
-    Remind(Creditor),
+    RetryReleases(PrefillIncarnation),
 }
 
 /// The decode state machine of one engine core.
 #[derive(Debug)]
 pub struct Decode {
     config: CoreConfig,
-    station: Station,
-    requests: BTreeMap<RequestId, Request>,
+    peer_manager: PeerManager,
+    requests: BTreeMap<RequestId, DecodeRequest>,
     by_peer: ByPeer<RequestId>,
     ids: IdMap,
-    ledger: Ledger,
+    ledger: BlockLedger,
     flows: BTreeMap<FlowId, RequestId>,
-    debts: BTreeMap<Creditor, Debt>,
+    pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
     tombstones: Tombstones<(TransferKey, u32)>,
-    timers: Timers<Timer>,
-    news: Vec<News>,
+    timers: Timers<DecodeTimer>,
+    events: Vec<PeerManagerEvent>,
     next_id: u64,
 }
 
-type Out = Outbox<DecodeEffect>;
+type DecodeOutbox = Outbox<DecodeEffect>;
 
 impl Decode {
     /// A core that has done nothing; it registers when all its ranks are ready.
     pub fn new(config: CoreConfig) -> Decode {
         Decode {
-            station: Station::new(&config),
+            peer_manager: PeerManager::new(&config),
             requests: BTreeMap::new(),
             by_peer: ByPeer::default(),
             ids: IdMap::default(),
-            ledger: Ledger::default(),
+            ledger: BlockLedger::default(),
             flows: BTreeMap::new(),
-            debts: BTreeMap::new(),
+            pending_releases: BTreeMap::new(),
             tombstones: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            news: Vec::new(),
+            events: Vec::new(),
             next_id: 0,
             config,
         }
@@ -142,11 +144,11 @@ impl Decode {
         self.next_id
     }
 
-    fn fresh_owner(&mut self) -> Owner {
-        Owner(self.fresh())
+    fn fresh_owner(&mut self) -> BlockOwner {
+        BlockOwner(self.fresh())
     }
 
-    fn hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut Out) {
+    fn hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, leg, tokens, out);
@@ -158,32 +160,41 @@ impl Decode {
         }
     }
 
-    fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
+    fn on_peer_manager_event(
+        &mut self,
+        now: Nanos,
+        news: PeerManagerEvent,
+        out: &mut DecodeOutbox,
+    ) {
         match news {
-            News::Peer(event) => self.peer(now, event, out),
-            News::Fenced { slot } => self.peer_fenced(now, slot, out),
-            News::Abandoned { .. } => {}
-            News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
-            News::Unusable { failure } => self.give_up(now, &failure, out),
-            News::Router(said) => out.push(DecodeEffect::Router(said)),
+            PeerManagerEvent::Peer(event) => self.peer(now, event, out),
+            PeerManagerEvent::Fenced { connection } => self.peer_fenced(now, connection, out),
+            PeerManagerEvent::Abandoned { .. } => {}
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.flow_news(now, rank, flow, state, out)
+            }
+            PeerManagerEvent::Unusable { failure } => self.give_up(now, &failure, out),
+            PeerManagerEvent::Router(said) => out.push(DecodeEffect::Router(said)),
         }
     }
 
-    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut Out) {
+    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut DecodeOutbox) {
         match event {
-            PeerEvent::Message { slot, message } => self.message(now, slot, message, out),
-            PeerEvent::Lost { slot, tag, kind, violation } => {
-                self.lost(now, slot, tag, (kind, Failure::Violation(violation)), out);
+            PeerEvent::Message { connection, message } => {
+                self.message(now, connection, message, out)
             }
-            PeerEvent::Up { slot } => {
-                self.peer_up(now, slot, out);
-                self.pay(now, slot, out);
+            PeerEvent::Lost { connection, tag, kind, violation } => {
+                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
             }
-            PeerEvent::Down { slot, failure, unsaid } => {
+            PeerEvent::Up { connection } => {
+                self.peer_up(now, connection, out);
+                self.send_pending(now, connection, out);
+            }
+            PeerEvent::Down { connection, failure, unacked_releases: unsaid } => {
                 if let Some(unsaid) = unsaid {
-                    self.owe(now, *unsaid);
+                    self.add_pending(now, *unsaid);
                 }
-                self.peer_down(now, slot, &failure, out);
+                self.peer_down(now, connection, &failure, out);
             }
             PeerEvent::Violation(violation) => out.push(DecodeEffect::Violation(violation)),
             PeerEvent::Refused { engine: peer, failure } => {
@@ -192,7 +203,13 @@ impl Decode {
         }
     }
 
-    fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
+    fn message(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        message: Message,
+        out: &mut DecodeOutbox,
+    ) {
         match message {
             Message::Ask { .. }
             | Message::Announce { .. }
@@ -200,17 +217,25 @@ impl Decode {
             | Message::Renew { .. }
             | Message::Release { .. }
             | Message::Cancel { .. } => {
-                out.push(DecodeEffect::Violation(self.station.violation(slot, &message)));
+                out.push(DecodeEffect::Violation(
+                    self.peer_manager.violation(connection, &message),
+                ));
             }
             message => {
-                if let Some(request) = self.request_of(slot, message.tag()) {
+                if let Some(request) = self.request_of(connection, message.tag()) {
                     self.message_for(now, request, message, out);
                 }
             }
         }
     }
 
-    fn message_for(&mut self, now: Nanos, request: RequestId, message: Message, out: &mut Out) {
+    fn message_for(
+        &mut self,
+        now: Nanos,
+        request: RequestId,
+        message: Message,
+        out: &mut DecodeOutbox,
+    ) {
         match message {
             Message::Begun { .. } => self.due(&request, out),
             Message::Delivered { ranks, tokens, .. } => {
@@ -232,42 +257,45 @@ impl Decode {
     fn lost(
         &mut self,
         now: Nanos,
-        slot: PeerSlot,
-        tag: Tag,
+        connection: ConnectionId,
+        tag: AttemptTag,
         (kind, failure): (MessageKind, Failure),
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
-        let Some(id) = self.request_of(slot, &tag).filter(|_| kind != MessageKind::Renewed) else {
+        let Some(id) = self.request_of(connection, &tag).filter(|_| kind != MessageKind::Renewed)
+        else {
             return;
         };
-        if self.requests.get(&id).is_some_and(Request::is_ending) {
+        if self.requests.get(&id).is_some_and(DecodeRequest::is_ending) {
             // Perhaps it said that the prefill has stopped writing. It says so again.
-            let _ = self.station.send(now, slot, Message::Cancel { tag }, out);
+            let _ = self.peer_manager.send(now, connection, Message::Cancel { tag }, out);
         }
         self.fail(now, &id, failure, out);
     }
 
     /// The request that a tag of this peer is about, if that attempt is the current one.
-    fn request_of(&self, slot: PeerSlot, tag: &Tag) -> Option<RequestId> {
+    fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
         let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
         let request = self.requests.get(id)?;
         let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
-        let same = request.slot == slot || planted!("decode-ignores-who-speaks");
+        let same = request.connection == connection || planted!("decode-ignores-who-speaks");
         (same && current).then(|| id.clone())
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut Out) {
+    fn tick(&mut self, now: Nanos, out: &mut DecodeOutbox) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Renew(request) => self.renew(now, &request, out),
-                Timer::Expiry(request) => self.fail(now, &request, Failure::LeaseExpired, out),
-                Timer::Remind(creditor) => self.remind(now, &creditor, out),
+                DecodeTimer::Renew(request) => self.renew(now, &request, out),
+                DecodeTimer::Expiry(request) => {
+                    self.fail(now, &request, Failure::LeaseExpired, out)
+                }
+                DecodeTimer::RetryReleases(creditor) => self.retry_pending(now, &creditor, out),
             }
         }
     }
 
     /// The engine's memory cannot be used.
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut Out) {
+    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut DecodeOutbox) {
         let ids: Vec<_> = self.requests.keys().cloned().collect();
         for id in ids {
             self.fail(now, &id, failure.clone(), out);
@@ -278,7 +306,7 @@ impl Decode {
 impl Decode {
     /// What was counted of peers that speak MoRIIO.
     pub fn moriio(&self) -> MoriioCounters {
-        self.station.moriio()
+        self.peer_manager.moriio()
     }
 }
 
@@ -286,49 +314,49 @@ impl Machine for Decode {
     type Input = DecodeInput;
     type Effect = DecodeEffect;
 
-    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut Out) {
+    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut DecodeOutbox) {
         match input {
             DecodeInput::Hook(hook) => self.hook(now, hook, out),
             DecodeInput::Control(event) => {
-                self.station.control(now, event, &mut self.news, out);
+                self.peer_manager.control(now, event, &mut self.events, out);
             }
             DecodeInput::Report { rank, report } => {
-                self.station.report(now, rank, report, &mut self.news, out);
+                self.peer_manager.report(now, rank, report, &mut self.events, out);
             }
-            DecodeInput::Drain => self.station.drain(now, out),
+            DecodeInput::Drain => self.peer_manager.drain(now, out),
             DecodeInput::Tick => {
-                self.station.tick(now, out);
+                self.peer_manager.tick(now, out);
                 self.tick(now, out);
             }
         }
         loop {
-            self.station.digest(&mut self.news, out);
-            if self.news.is_empty() {
+            self.peer_manager.process_peer_events(&mut self.events, out);
+            if self.events.is_empty() {
                 break;
             }
-            for news in std::mem::take(&mut self.news) {
-                self.news(now, news, out);
+            for news in std::mem::take(&mut self.events) {
+                self.on_peer_manager_event(now, news, out);
             }
         }
     }
 
     fn deadline(&self) -> Option<Nanos> {
-        [self.station.deadline(), self.timers.next()].into_iter().flatten().min()
+        [self.peer_manager.deadline(), self.timers.next()].into_iter().flatten().min()
     }
 
     fn gauges(&self) -> Gauges {
-        let station = self.station.gauges();
+        let shared = self.peer_manager.gauges();
         let names = self.ids.len() + self.by_peer.len() + self.ledger.owners();
-        let told = self.debts.len() + self.ledger.receiving() as usize;
+        let told = self.pending_releases.len() + self.ledger.receiving() as usize;
         let entries = names + told + self.flows.len() + self.timers.len();
         Gauges {
-            entries: station.entries + entries as u32,
-            remembered: station.remembered + self.ledger.places() as u32,
+            entries: shared.entries + entries as u32,
+            remembered: shared.remembered + self.ledger.places() as u32,
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
-            queued: station.queued + self.owed(),
+            queued: shared.queued + self.pending_len(),
             tombstones: self.tombstones.len(),
-            ..station
+            ..shared
         }
     }
 }

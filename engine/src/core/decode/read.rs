@@ -1,12 +1,12 @@
 //! Pull: the lease on the source, and the flow that reads it.
 
-use super::request::Phase;
-use super::{Decode, Out, Timer};
+use super::request::DecodePhase;
+use super::{Decode, DecodeOutbox, DecodeTimer};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
 use crate::core::layout::{BlockList, Mismatch};
-use crate::core::message::{FlowState, Job, Message};
-use crate::core::station::Blocks;
+use crate::core::message::{FlowState, Message, TransferJob};
+use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub(super) struct Lease {
     /// has to be renewed first.
     expiry: Option<Nanos>,
     /// The source blocks, once they are granted.
-    remote: Option<Blocks>,
+    remote: Option<GroupBlocks>,
 }
 
 impl Lease {
@@ -32,17 +32,16 @@ impl Lease {
 
 /// One read of a prompt's KV.
 #[derive(Debug, Default)]
-pub(super) struct Read {
+pub(super) struct KvRead {
     /// The flow and the ranks that have not ended it.
     flow: Option<(FlowId, RankSet)>,
-    /// Why it stops.
     failure: Option<Failure>,
 }
 
 impl Decode {
-    fn read_mut(&mut self, id: &RequestId) -> Option<&mut Read> {
+    fn read_mut(&mut self, id: &RequestId) -> Option<&mut KvRead> {
         match &mut self.requests.get_mut(id)?.phase {
-            Phase::Reading(read) => Some(read),
+            DecodePhase::Reading(read) => Some(read),
             _ => None,
         }
     }
@@ -51,7 +50,7 @@ impl Decode {
     fn lease_mut(&mut self, id: &RequestId) -> Option<&mut Lease> {
         let request = self.requests.get_mut(id)?;
         match &request.phase {
-            Phase::Reading(Read { failure: Some(_), .. }) => None,
+            DecodePhase::Reading(KvRead { failure: Some(_), .. }) => None,
             _ => request.lease.as_mut(),
         }
     }
@@ -70,7 +69,7 @@ impl Decode {
         tokens: u32,
         remote: Vec<BlockList>,
         length: Nanos,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
@@ -90,15 +89,15 @@ impl Decode {
             return self.renew(now, id, out);
         }
         let thirds = if planted!("renewal-when-the-lease-ends") { 3 } else { 1 };
-        self.timers.arm(Timer::Renew(id.clone()), now.max(asked + length.scale(thirds, 3)));
+        self.timers.arm(DecodeTimer::Renew(id.clone()), now.max(asked + length.scale(thirds, 3)));
         self.extend(id, asked + usable, out);
     }
 
     /// Makes the lease last until `expiry`, and reads if it did not last before.
-    fn extend(&mut self, id: &RequestId, expiry: Nanos, out: &mut Out) {
+    fn extend(&mut self, id: &RequestId, expiry: Nanos, out: &mut DecodeOutbox) {
         let Some(lease) = self.lease_mut(id) else { return };
         let first = lease.expiry.replace(expiry).is_none();
-        self.timers.arm(Timer::Expiry(id.clone()), expiry);
+        self.timers.arm(DecodeTimer::Expiry(id.clone()), expiry);
         if first {
             self.due(id, out);
             self.start_reading(id, out);
@@ -106,20 +105,20 @@ impl Decode {
     }
 
     /// Reads as soon as there are blocks on both sides.
-    pub(super) fn start_reading(&mut self, id: &RequestId, out: &mut Out) {
+    pub(super) fn start_reading(&mut self, id: &RequestId, out: &mut DecodeOutbox) {
         let flow = FlowId(self.fresh());
         let ranks = RankSet::first(self.config.geometry.tp);
         let Some(request) = self.requests.get_mut(id) else { return };
-        let (Phase::Reading(read), Some(Lease { expiry: Some(_), remote: Some(remote), .. })) =
+        let (DecodePhase::Reading(read), Some(Lease { expiry: Some(_), remote: Some(remote), .. })) =
             (&mut request.phase, &request.lease)
         else {
             return;
         };
         read.flow = Some((flow, ranks));
-        out.push(Job::Read {
+        out.push(TransferJob::Read {
             flow,
             request: id.clone(),
-            peer: request.slot,
+            peer: request.connection,
             from: request.computed,
             tokens: request.tokens,
             remote: remote.clone(),
@@ -128,7 +127,7 @@ impl Decode {
         self.flows.insert(flow, id.clone());
     }
 
-    pub(super) fn renew(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+    pub(super) fn renew(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         // Whatever was granted: not before an answer may have come.
         let (pause, _) = self.config.channel.waits();
         let Some(lease) = self.lease_mut(id) else { return };
@@ -137,13 +136,19 @@ impl Decode {
         let again = now + lease.length.scale(1, 3).max(pause);
         let Some(request) = self.requests.get(id) else { return };
         let message = Message::Renew { tag: request.tag.clone(), count };
-        let slot = request.slot;
-        self.timers.arm(Timer::Renew(id.clone()), again);
+        let connection = request.connection;
+        self.timers.arm(DecodeTimer::Renew(id.clone()), again);
         // A renewal that cannot be sent leaves the lease as it is.
-        let _ = self.station.send(now, slot, message, out);
+        let _ = self.peer_manager.send(now, connection, message, out);
     }
 
-    pub(super) fn renewed(&mut self, id: &RequestId, count: u32, length: Nanos, out: &mut Out) {
+    pub(super) fn renewed(
+        &mut self,
+        id: &RequestId,
+        count: u32,
+        length: Nanos,
+        out: &mut DecodeOutbox,
+    ) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
         let (asked, newest) = lease.asked;
@@ -159,7 +164,7 @@ impl Decode {
         now: Nanos,
         id: &RequestId,
         failure: Failure,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let Some(read) = self.read_mut(id) else { return };
         if read.failure.is_some() {
@@ -175,7 +180,7 @@ impl Decode {
                 read.failure = Some(failure);
                 self.quarantine(id);
                 self.cancel_timers(id);
-                out.push(Job::Stop { flow });
+                out.push(TransferJob::Stop { flow });
                 if let Some(failure) = at_once {
                     self.answer(now, id, Err(failure), out);
                 }
@@ -184,8 +189,8 @@ impl Decode {
     }
 
     pub(super) fn cancel_timers(&mut self, id: &RequestId) {
-        self.timers.cancel(&Timer::Renew(id.clone()));
-        self.timers.cancel(&Timer::Expiry(id.clone()));
+        self.timers.cancel(&DecodeTimer::Renew(id.clone()));
+        self.timers.cancel(&DecodeTimer::Expiry(id.clone()));
     }
 
     pub(super) fn flow_news(
@@ -194,7 +199,7 @@ impl Decode {
         rank: u16,
         flow: FlowId,
         state: FlowState,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let Some(id) = self.flows.get(&flow).cloned() else { return };
         let (ended, failure) = match state {
@@ -219,7 +224,7 @@ impl Decode {
 
     /// Every rank has ended the read. What came after the end of the lease is not used, because
     /// the source may have been somebody else's by then.
-    fn read_ended(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+    fn read_ended(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(read) = self.read_mut(id) else { return };
         let failure = read.failure.take();
         let expiry = self.requests.get(id).and_then(|request| request.lease.as_ref()?.expiry);

@@ -1,20 +1,20 @@
 //! The engine's requests: announced, loaded or failed, and never answered twice.
 
-use super::read::{Lease, Read};
-use super::{Decode, Out};
-use crate::core::blocks::Owner;
+use super::read::{KvRead, Lease};
+use super::{Decode, DecodeOutbox};
+use crate::core::block_ledger::BlockOwner;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, EngineId, Incarnation, PeerSlot, RankSet, RequestId};
+use crate::core::ids::{Attempt, ConnectionId, EngineId, Incarnation, RankSet, RequestId};
 use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
-use crate::core::message::{DecodeAnswer, DecodeLeg, Message, Mode, Tag};
-use crate::core::station::Blocks;
+use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode};
+use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
 
 /// Where a request stands between its arrival and its answer.
 #[derive(Debug)]
-pub(super) enum Phase {
+pub(super) enum DecodePhase {
     /// Waits for the prefill, if it is not `due`, and for blocks.
     Arrived { due: bool },
     /// Push: the prefill may write into the blocks.
@@ -24,32 +24,32 @@ pub(super) enum Phase {
     /// The peer is gone and being fenced; until then it may still be writing.
     Fencing(Failure),
     /// Pull: has blocks; waits for the grant, reads or stops.
-    Reading(Read),
+    Reading(KvRead),
 }
 
 /// A request with a decode leg, from its arrival until its answer.
 #[derive(Debug)]
-pub(super) struct Request {
-    pub(super) slot: PeerSlot,
-    pub(super) tag: Tag,
+pub(super) struct DecodeRequest {
+    pub(super) connection: ConnectionId,
+    pub(super) tag: AttemptTag,
     pub(super) tokens: u32,
     pub(super) computed: u32,
     /// Destination blocks, without those that hold KV already.
-    pub(super) blocks: Blocks,
-    pub(super) phase: Phase,
-    /// The prefill's life that has the prompt.
-    pub(super) life: Option<Incarnation>,
+    pub(super) blocks: GroupBlocks,
+    pub(super) phase: DecodePhase,
+    /// The prefill's incarnation that has the prompt.
+    pub(super) incarnation: Option<Incarnation>,
     /// Its name, and where it listens.
     pub(super) prefill: (EngineId, Endpoint),
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
-    owner: Owner,
+    owner: BlockOwner,
 }
 
-impl Request {
+impl DecodeRequest {
     /// True if it waits for the word that the prefill has stopped writing.
     pub(super) fn is_ending(&self) -> bool {
-        matches!(self.phase, Phase::Ending(_))
+        matches!(self.phase, DecodePhase::Ending(_))
     }
 }
 
@@ -60,84 +60,88 @@ impl Decode {
         id: RequestId,
         leg: DecodeLeg,
         tokens: u32,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
             out.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
-        let slot = match &leg.moriio {
-            Some(peer) => self.station.reach_moriio(now, (&id, &leg.key), peer, out),
-            None => self.station.reach(now, &leg.prefill, &leg.control, leg.life, out),
+        let connection = match &leg.moriio {
+            Some(peer) => self.peer_manager.reach_moriio(now, (&id, &leg.key), peer, out),
+            None => self.peer_manager.reach(now, &leg.prefill, &leg.control, leg.incarnation, out),
         };
-        if self.is_past(slot, leg.life) {
+        if self.is_past(connection, leg.incarnation) {
             self.ids.remove_request(&id);
             out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
             return;
         }
-        self.station.hold(now, slot, out);
+        self.peer_manager.hold(now, connection, out);
         let owner = self.fresh_owner();
         let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(now));
         // A key may come again, so that its attempts have to differ from those before.
         let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
-        let tag = Tag { key: leg.key, sibling: leg.sibling, attempt };
+        let tag = AttemptTag { key: leg.key, sibling: leg.sibling, attempt };
         let message = match leg.mode {
             Mode::Push => Message::Ask { tag: tag.clone(), tokens },
             Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
         };
-        self.by_peer.insert(slot, id.clone());
+        self.by_peer.insert(connection, id.clone());
         self.requests.insert(
             id.clone(),
-            Request {
-                slot,
+            DecodeRequest {
+                connection,
                 tag,
                 tokens,
                 computed: 0,
-                blocks: Blocks::default(),
-                phase: Phase::Arrived { due: false },
-                life: leg.life,
+                blocks: GroupBlocks::default(),
+                phase: DecodePhase::Arrived { due: false },
+                incarnation: leg.incarnation,
                 prefill: (leg.prefill, leg.control),
                 lease,
                 owner,
             },
         );
-        // A slot that is down says so itself, and why.
-        let full = !self.settled(now, slot, out)
-            || self.station.send(now, slot, message, out) == Err(Failure::Overload);
+        // A connection that is down says so itself, and why.
+        let full = !self.flush_pending(now, connection, out)
+            || self.peer_manager.send(now, connection, message, out) == Err(Failure::Overload);
         if full {
             self.reject(now, &id, Failure::Overload, out);
         }
     }
 
-    /// True if the peer is known to have begun a new life after this one.
-    fn is_past(&self, slot: PeerSlot, life: Option<Incarnation>) -> bool {
-        life.is_some_and(|life| self.station.peers.is_past(slot, life))
-            && !planted!("past-life-is-asked")
+    /// True if the peer is known to have begun a new incarnation after this one.
+    fn is_past(&self, connection: ConnectionId, incarnation: Option<Incarnation>) -> bool {
+        incarnation
+            .is_some_and(|incarnation| self.peer_manager.peers.is_past(connection, incarnation))
+            && !planted!("past-incarnation-is-asked")
     }
 
-    /// The peer said in which life it is, and what waits for another one would wait in vain, later
-    /// or not: a clock that went back gives a new life a lower number.
-    pub(super) fn peer_up(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        if slot.is_moriio() {
-            // Whoever speaks MoRIIO has no lives.
+    /// The peer said in which incarnation it is, and what waits for another one would wait in vain,
+    /// later or not: a clock that went back gives a new incarnation a lower number.
+    pub(super) fn peer_up(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
+        if connection.is_moriio() {
+            // Whoever speaks MoRIIO has no incarnations.
             return;
         }
-        let Some(life) = self.station.info(slot).map(|info| info.incarnation) else { return };
-        for id in self.by_peer.of(slot) {
-            let asked = self.requests.get(&id).and_then(|request| request.life);
-            if let Some(asked) = asked.filter(|asked| *asked != life)
-                && !planted!("past-life-is-asked")
+        let Some(incarnation) = self.peer_manager.info(connection).map(|info| info.incarnation)
+        else {
+            return;
+        };
+        for id in self.by_peer.of(connection) {
+            let asked = self.requests.get(&id).and_then(|request| request.incarnation);
+            if let Some(asked) = asked.filter(|asked| *asked != incarnation)
+                && !planted!("past-incarnation-is-asked")
             {
-                self.station.peers.is_over(slot, asked);
+                self.peer_manager.peers.is_over(connection, asked);
                 self.fail(now, &id, Failure::PeerRestarted, out);
             }
         }
     }
 
     /// The prefill is ready for the request's blocks.
-    pub(super) fn due(&mut self, id: &RequestId, out: &mut Out) {
+    pub(super) fn due(&mut self, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(request) = self.requests.get_mut(id) else { return };
-        if let Phase::Arrived { due } = &mut request.phase
+        if let DecodePhase::Arrived { due } = &mut request.phase
             && !std::mem::replace(due, true)
         {
             out.push(DecodeAnswer::Allocate { request: id.clone() });
@@ -145,7 +149,7 @@ impl Decode {
     }
 
     fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
-        self.station.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
+        self.peer_manager.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
         let transfer = (leg.key.clone(), leg.sibling);
         if self.tombstones.contains(&transfer) {
             return Err(Failure::DuplicateKey);
@@ -159,10 +163,10 @@ impl Decode {
         id: RequestId,
         computed: u32,
         blocks: Vec<BlockList>,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
-        assert!(matches!(request.phase, Phase::Arrived { .. }), "{id} was allocated twice");
+        assert!(matches!(request.phase, DecodePhase::Arrived { .. }), "{id} was allocated twice");
         if computed >= request.tokens {
             if planted!("cached-prompt-is-not-released") {
                 return self.answer(now, &id, Ok(()), out);
@@ -182,15 +186,15 @@ impl Decode {
         request.computed = computed;
         request.blocks = Arc::new(blocks);
         if request.lease.is_some() {
-            request.phase = Phase::Reading(Read::default());
+            request.phase = DecodePhase::Reading(KvRead::default());
             return self.start_reading(&id, out);
         }
-        request.phase = Phase::Announced { ranks: RankSet::EMPTY };
+        request.phase = DecodePhase::Announced { ranks: RankSet::EMPTY };
         let (tag, tokens) = (request.tag.clone(), request.tokens);
         let blocks = request.blocks.to_vec();
         let message = Message::Announce { tag, tokens, from: computed, blocks };
-        let slot = request.slot;
-        if let Err(failure) = self.station.send(now, slot, message, out) {
+        let connection = request.connection;
+        if let Err(failure) = self.peer_manager.send(now, connection, message, out) {
             // The prefill waits for the blocks, and would for long.
             self.release_source(now, &id, out);
             self.answer(now, &id, Err(failure), out);
@@ -215,9 +219,9 @@ impl Decode {
         blocks
     }
 
-    pub(super) fn finished(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+    pub(super) fn finished(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(request) = self.requests.get(id) else { return };
-        if matches!(request.phase, Phase::Arrived { .. }) {
+        if matches!(request.phase, DecodePhase::Arrived { .. }) {
             self.release_source(now, id, out);
             self.remove(now, id, out);
         } else {
@@ -226,27 +230,34 @@ impl Decode {
     }
 
     /// Ends a request without success, as soon as no byte can land in its blocks.
-    pub(super) fn fail(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+    pub(super) fn fail(
+        &mut self,
+        now: Nanos,
+        id: &RequestId,
+        failure: Failure,
+        out: &mut DecodeOutbox,
+    ) {
         let Some(request) = self.requests.get_mut(id) else { return };
         match &mut request.phase {
-            Phase::Arrived { .. } => {
+            DecodePhase::Arrived { .. } => {
                 if !planted!("rejected-without-release") {
                     self.release_source(now, id, out);
                 }
                 self.reject(now, id, failure, out);
             }
-            Phase::Announced { .. } => {
-                request.phase = Phase::Ending(failure);
-                let (slot, tag, owner) = (request.slot, request.tag.clone(), request.owner);
+            DecodePhase::Announced { .. } => {
+                request.phase = DecodePhase::Ending(failure);
+                let (connection, tag, owner) =
+                    (request.connection, request.tag.clone(), request.owner);
                 self.ledger.quarantine(owner);
                 // Told by `Ended`, or by the peer's `Down` if the message cannot be sent.
-                let _ = self.station.send(now, slot, Message::Cancel { tag }, out);
+                let _ = self.peer_manager.send(now, connection, Message::Cancel { tag }, out);
                 if planted!("cancel-waits-for-nobody") {
                     self.answer(now, id, Err(Failure::Cancelled), out);
                 }
             }
-            Phase::Reading(_) => self.stop_reading(now, id, failure, out),
-            Phase::Ending(_) | Phase::Fencing(_) => {}
+            DecodePhase::Reading(_) => self.stop_reading(now, id, failure, out),
+            DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
         }
     }
 
@@ -256,13 +267,13 @@ impl Decode {
         id: RequestId,
         ranks: RankSet,
         tokens: u32,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
-        let Some(info) = self.station.info(request.slot) else { return };
+        let Some(info) = self.peer_manager.info(request.connection) else { return };
         let needed = senders(&info.geometry, &self.config.geometry);
         match &mut request.phase {
-            Phase::Announced { ranks: have } => {
+            DecodePhase::Announced { ranks: have } => {
                 *have = have.union(ranks);
                 if !have.covers(needed) {
                     return;
@@ -275,7 +286,7 @@ impl Decode {
                 };
                 self.answer(now, &id, result, out);
             }
-            Phase::Ending(failure) if ranks.covers(needed) => {
+            DecodePhase::Ending(failure) if ranks.covers(needed) => {
                 let failure = failure.clone();
                 self.answer(now, &id, Err(failure), out);
             }
@@ -289,72 +300,79 @@ impl Decode {
         id: &RequestId,
         failure: Failure,
         quiet: bool,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let owner = request.owner;
         match &mut request.phase {
-            Phase::Announced { .. } if quiet || planted!("blocks-back-without-quiet") => {
+            DecodePhase::Announced { .. } if quiet || planted!("blocks-back-without-quiet") => {
                 self.answer(now, id, Err(failure), out);
             }
-            Phase::Announced { .. } => {
-                request.phase = Phase::Ending(failure);
+            DecodePhase::Announced { .. } => {
+                request.phase = DecodePhase::Ending(failure);
                 self.ledger.quarantine(owner);
             }
-            Phase::Ending(first) if quiet => {
+            DecodePhase::Ending(first) if quiet => {
                 let first = first.clone();
                 self.answer(now, id, Err(first), out);
             }
-            Phase::Reading(_) => self.stop_reading(now, id, failure, out),
-            Phase::Arrived { .. } if quiet => self.reject(now, id, failure, out),
-            Phase::Arrived { .. } => self.fail(now, id, failure, out),
-            Phase::Ending(_) | Phase::Fencing(_) => {}
+            DecodePhase::Reading(_) => self.stop_reading(now, id, failure, out),
+            DecodePhase::Arrived { .. } if quiet => self.reject(now, id, failure, out),
+            DecodePhase::Arrived { .. } => self.fail(now, id, failure, out),
+            DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
         }
     }
 
     pub(super) fn peer_down(
         &mut self,
         now: Nanos,
-        slot: PeerSlot,
+        connection: ConnectionId,
         failure: &Failure,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
-        for id in self.by_peer.of(slot) {
+        for id in self.by_peer.of(connection) {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let owner = request.owner;
             match &mut request.phase {
-                Phase::Arrived { .. } => {
-                    if slot.is_moriio() {
+                DecodePhase::Arrived { .. } => {
+                    if connection.is_moriio() {
                         self.release_source(now, &id, out);
                     } else {
                         // The prompt may be there, or a grant under way.
-                        self.owe_release(now, &id);
+                        self.add_pending_release(now, &id);
                     }
                     self.reject(now, &id, failure.clone(), out);
                 }
-                Phase::Announced { .. } => {
-                    request.phase = Phase::Fencing(failure.clone());
+                DecodePhase::Announced { .. } => {
+                    request.phase = DecodePhase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
                     if planted!("silent-writer-is-not-fenced") {
                         self.answer(now, &id, Err(failure.clone()), out);
                     }
                     // The prefill may have heard neither of the blocks nor that they are gone.
-                    self.owe_release(now, &id);
+                    self.add_pending_release(now, &id);
                 }
-                Phase::Ending(first) => {
-                    request.phase = Phase::Fencing(first.clone());
-                    self.owe_release(now, &id);
+                DecodePhase::Ending(first) => {
+                    request.phase = DecodePhase::Fencing(first.clone());
+                    self.add_pending_release(now, &id);
                 }
-                Phase::Reading(_) => self.stop_reading(now, &id, failure.clone(), out),
-                Phase::Fencing(_) => {}
+                DecodePhase::Reading(_) => self.stop_reading(now, &id, failure.clone(), out),
+                DecodePhase::Fencing(_) => {}
             }
         }
     }
 
     /// Nothing of the peer lands here any more.
-    pub(super) fn peer_fenced(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        for id in self.by_peer.of(slot) {
-            if let Some(Request { phase: Phase::Fencing(failure), .. }) = self.requests.get(&id) {
+    pub(super) fn peer_fenced(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        out: &mut DecodeOutbox,
+    ) {
+        for id in self.by_peer.of(connection) {
+            if let Some(DecodeRequest { phase: DecodePhase::Fencing(failure), .. }) =
+                self.requests.get(&id)
+            {
                 let failure = failure.clone();
                 self.answer(now, &id, Err(failure), out);
             }
@@ -362,20 +380,32 @@ impl Decode {
     }
 
     /// Tells the prefill that this engine needs nothing more of it.
-    pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+    pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
-        let (slot, tag) = (request.slot, request.tag.clone());
-        // A conversation that is not up, or with a life before that of the prompt, may end unheard.
-        let heard = |life| self.station.info(slot).is_some_and(|info| info.incarnation >= life);
-        let told = request.life.is_none_or(heard)
-            && self.station.send(now, slot, Message::Release { tag, ranks }, out).is_ok();
+        let (connection, tag) = (request.connection, request.tag.clone());
+        // A connection that is not up, or with an incarnation before that of the prompt, may end
+        // unheard.
+        let heard = |incarnation| {
+            self.peer_manager.info(connection).is_some_and(|info| info.incarnation >= incarnation)
+        };
+        let told = request.incarnation.is_none_or(heard)
+            && self
+                .peer_manager
+                .send(now, connection, Message::Release { tag, ranks }, out)
+                .is_ok();
         if !told && !planted!("unheard-release-is-forgotten") {
-            self.owe_release(now, id);
+            self.add_pending_release(now, id);
         }
     }
 
-    pub(super) fn reject(&mut self, now: Nanos, id: &RequestId, failure: Failure, out: &mut Out) {
+    pub(super) fn reject(
+        &mut self,
+        now: Nanos,
+        id: &RequestId,
+        failure: Failure,
+        out: &mut DecodeOutbox,
+    ) {
         self.note_peer(now, id, Some(&failure));
         self.remove(now, id, out);
         out.push(DecodeAnswer::Rejected { request: id.clone(), failure });
@@ -387,13 +417,19 @@ impl Decode {
         now: Nanos,
         id: &RequestId,
         result: Result<(), Failure>,
-        out: &mut Out,
+        out: &mut DecodeOutbox,
     ) {
         self.note_peer(now, id, result.as_ref().err());
         self.end(now, id, result, out);
     }
 
-    fn end(&mut self, now: Nanos, id: &RequestId, result: Result<(), Failure>, out: &mut Out) {
+    fn end(
+        &mut self,
+        now: Nanos,
+        id: &RequestId,
+        result: Result<(), Failure>,
+        out: &mut DecodeOutbox,
+    ) {
         self.remove(now, id, out);
         let request = id.clone();
         out.push(match result {
@@ -407,13 +443,17 @@ impl Decode {
     fn note_peer(&mut self, now: Nanos, id: &RequestId, failure: Option<&Failure>) {
         let Some(request) = self.requests.get(id) else { return };
         if failure.is_none_or(Failure::is_of_pair) {
-            self.station.peer_carried(now, (&request.prefill.0, request.life), failure);
+            self.peer_manager.note_peer_result(
+                now,
+                (&request.prefill.0, request.incarnation),
+                failure,
+            );
         }
     }
 
-    fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut Out) {
+    fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(request) = self.requests.remove(id) else { return };
-        self.by_peer.remove(request.slot, id);
+        self.by_peer.remove(request.connection, id);
         if let Some(transfer) = self.ids.remove_request(id)
             && !planted!("decode-forgets-ended-names")
         {
@@ -423,8 +463,8 @@ impl Decode {
             self.ledger.release(request.owner);
         }
         self.cancel_timers(id);
-        self.station.forget(&request.tag.key);
-        self.station.unhold(now, request.slot, out);
+        self.peer_manager.forget(&request.tag.key);
+        self.peer_manager.unhold(now, request.connection, out);
     }
 
     pub(super) fn quarantine(&mut self, id: &RequestId) {

@@ -9,7 +9,6 @@ use std::sync::Arc;
 pub struct DecodeError {
     /// Name of the message, if the header says it.
     pub frame: &'static str,
-    /// What is wrong.
     pub rule: Arc<str>,
 }
 

@@ -4,7 +4,7 @@ use super::native::{self, Frame};
 use crate::core::error::{Failure, PeerViolation};
 use crate::core::layout::Mismatch;
 use crate::core::message::Message;
-use crate::fabric::{Cause, Refused};
+use crate::fabric::{FabricError, Refused};
 
 /// One of each; a variant that is not listed does not compile.
 macro_rules! all {
@@ -23,15 +23,15 @@ macro_rules! all {
 all! {
     Failure::Cancelled = Failure::Cancelled,
     Failure::PrefillEnded = Failure::PrefillEnded,
-    Failure::Fabric(Cause::QueuePair) = Failure::Fabric(Cause::QueuePair),
-    Failure::Fabric(Cause::AckTimeout) = Failure::Fabric(Cause::AckTimeout),
-    Failure::Fabric(Cause::QueueFull) = Failure::Fabric(Cause::QueueFull),
-    Failure::Fabric(Cause::RemoteAccess) = Failure::Fabric(Cause::RemoteAccess),
-    Failure::Fabric(Cause::LocalAccess) = Failure::Fabric(Cause::LocalAccess),
-    Failure::Fabric(Cause::PeerGone) = Failure::Fabric(Cause::PeerGone),
-    Failure::Fabric(Cause::Closed) = Failure::Fabric(Cause::Closed),
-    Failure::Fabric(Cause::Unreachable) = Failure::Fabric(Cause::Unreachable),
-    Failure::Fabric(Cause::Backend(_)) = Failure::Fabric(Cause::Backend("why".into())),
+    Failure::Fabric(FabricError::QueuePair) = Failure::Fabric(FabricError::QueuePair),
+    Failure::Fabric(FabricError::AckTimeout) = Failure::Fabric(FabricError::AckTimeout),
+    Failure::Fabric(FabricError::QueueFull) = Failure::Fabric(FabricError::QueueFull),
+    Failure::Fabric(FabricError::RemoteAccess) = Failure::Fabric(FabricError::RemoteAccess),
+    Failure::Fabric(FabricError::LocalAccess) = Failure::Fabric(FabricError::LocalAccess),
+    Failure::Fabric(FabricError::PeerGone) = Failure::Fabric(FabricError::PeerGone),
+    Failure::Fabric(FabricError::Closed) = Failure::Fabric(FabricError::Closed),
+    Failure::Fabric(FabricError::Unreachable) = Failure::Fabric(FabricError::Unreachable),
+    Failure::Fabric(FabricError::Backend(_)) = Failure::Fabric(FabricError::Backend("why".into())),
     Failure::Refused(Refused::Busy) = Failure::Refused(Refused::Busy),
     Failure::Refused(Refused::Gone) = Failure::Refused(Refused::Gone),
     Failure::Refused(Refused::Unsupported(_)) =

@@ -1,7 +1,7 @@
 //! The native dialect: versioned frames of one part, MessagePack behind a fixed header.
 //!
 //! Two engines say in their hellos which versions they speak and use the newest that both do
-//! ([`agree`]): every frame of the conversation is marked with it and says nothing that it does not
+//! ([`agree`]): every frame of the connection is marked with it and says nothing that it does not
 //! have. From version 2 on, a version may add fields at the end of a struct, variants of failures
 //! (enums with a variant of text that takes names which are not known) and kinds of frames without
 //! taking older ones out of [`VERSION_MIN`]: what may be passed over can be sent to who does not
@@ -13,78 +13,67 @@ pub use super::error::DecodeError;
 use super::kind::MESSAGES;
 pub use super::kind::MessageKind;
 use super::skim::skim;
-use super::unpack::Unpack;
+use super::unpack::Unpacker;
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, TransferKey};
-use crate::core::message::{Hello, Message, Registration, Tag};
-use crate::fabric::Cause;
+use crate::core::message::{AttemptTag, Hello, Message, Registration};
+use crate::fabric::FabricError;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::sync::Arc;
 
-/// Which conversation a frame belongs to.
+/// Which connection a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Envelope {
-    /// Version that the conversation is held in; in the header of the frame.
+pub struct ConnectionHeader {
+    /// Version that the connection is held in; in the header of the frame.
     #[serde(skip)]
     pub version: u16,
-    /// Life of the sender.
+    /// Incarnation of the sender.
     pub from: Incarnation,
-    /// Life of the receiver that the sender knows.
+    /// Incarnation of the receiver that the sender knows.
     pub to: Incarnation,
-    /// Number that the dialer gave the conversation.
+    /// Number that the dialer gave the connection.
     pub session: u64,
 }
 
-/// One frame.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Frame {
     /// First frame of who dialled.
     Hello(Box<Hello>),
-    /// The answer.
     Welcome(Box<Hello>),
     /// The negative answer, to a hello or a welcome.
     Refuse {
-        /// The conversation that does not come about.
-        envelope: Envelope,
-        /// Who refuses.
+        /// The connection that does not come about.
+        envelope: ConnectionHeader,
         engine: EngineId,
-        /// Why.
         reason: Arc<str>,
     },
-    /// A message.
     Data {
-        /// The conversation.
-        envelope: Envelope,
+        envelope: ConnectionHeader,
         /// Its number, from 0.
         seq: u64,
-        /// The message.
         message: Message,
     },
     /// All messages before `next` arrived.
     Ack {
-        /// The conversation.
-        envelope: Envelope,
+        envelope: ConnectionHeader,
         /// Number of the next message expected.
         next: u64,
     },
     /// Asks for an `Ack`.
     Probe {
-        /// The conversation.
-        envelope: Envelope,
+        envelope: ConnectionHeader,
     },
-    /// The conversation is over.
+    /// The connection is over.
     Bye {
-        /// The conversation.
-        envelope: Envelope,
+        envelope: ConnectionHeader,
     },
     /// An instance registers with a router.
     Register(Registration),
     /// A router tells a prefill, on the link of its registrations, that nobody will fetch what is
     /// left of these transfers. Not acknowledged; without it a lease ends them.
     Abandon {
-        /// The transfers.
         keys: Vec<TransferKey>,
     },
 }
@@ -128,7 +117,7 @@ const GROWS: u16 = 2;
 
 const HEADER: usize = 4;
 
-/// The version of a conversation between who speaks up to `newest` and who says this hello; none if
+/// The version of a connection between who speaks up to `newest` and who says this hello; none if
 /// there is no version that both speak.
 pub fn agree(newest: u16, hello: &Hello) -> Option<u16> {
     let newest = newest.min(hello.version);
@@ -137,24 +126,21 @@ pub fn agree(newest: u16, hello: &Hello) -> Option<u16> {
 
 /// A frame that cannot be read, and what is known of it all the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unread {
-    /// Why not.
+pub struct UnreadableFrame {
     pub error: DecodeError,
-    /// What the frame is as a message of a conversation, if it is one.
-    pub message: Option<Lost>,
+    /// What the frame is as a message of a connection, if it is one.
+    pub message: Option<UnreadableMessage>,
     /// True if a later version has added it, so that nothing is wrong with it.
     pub later: bool,
 }
 
 /// A message that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lost {
-    /// The conversation.
-    pub envelope: Envelope,
-    /// Its number.
+pub struct UnreadableMessage {
+    pub envelope: ConnectionHeader,
     pub seq: u64,
     /// What it is about, if that can be read.
-    pub about: Option<(MessageKind, Tag)>,
+    pub about: Option<(MessageKind, AttemptTag)>,
 }
 
 /// The frame's bytes, one part.
@@ -177,7 +163,7 @@ pub fn encode(frame: &Frame) -> Vec<u8> {
 }
 
 /// The bytes of [`Frame::Data`], from a borrowed message.
-pub fn encode_data(envelope: &Envelope, seq: u64, message: &Message) -> Vec<u8> {
+pub fn encode_data(envelope: &ConnectionHeader, seq: u64, message: &Message) -> Vec<u8> {
     let message = spoken(envelope.version, message);
     pack(kind_of(&message), envelope.version, &(envelope, seq, &*message))
 }
@@ -186,7 +172,7 @@ pub fn encode_data(envelope: &Envelope, seq: u64, message: &Message) -> Vec<u8> 
 fn spoken(version: u16, message: &Message) -> Cow<'_, Message> {
     match message {
         Message::Ended { tag, failure, quiet } if failure.since() > version => {
-            let failure = Failure::Fabric(Cause::Backend(failure.to_string().into()));
+            let failure = Failure::Fabric(FabricError::Backend(failure.to_string().into()));
             Cow::Owned(Message::Ended { tag: tag.clone(), failure, quiet: *quiet })
         }
         message => Cow::Borrowed(message),
@@ -225,10 +211,10 @@ pub fn decode(bytes: &[u8]) -> Result<Frame, DecodeError> {
 ///
 /// # Errors
 /// What is wrong with the bytes, and what could be read of them.
-pub fn read(bytes: &[u8]) -> Result<Frame, Unread> {
+pub fn read(bytes: &[u8]) -> Result<Frame, UnreadableFrame> {
     let refused = |frame, rule: &str| {
         let error = DecodeError { frame, rule: rule.into() };
-        Err(Unread { error, message: None, later: false })
+        Err(UnreadableFrame { error, message: None, later: false })
     };
     let foreign = |rule| refused("frame", rule);
     if bytes.len() > FRAME_MAX {
@@ -253,7 +239,7 @@ pub fn read(bytes: &[u8]) -> Result<Frame, Unread> {
         return refused(kind.name(), &format!("unknown version {version}"));
     }
     let read = skim(body).map_err(String::from).and_then(|()| unpack(kind, version, body));
-    read.map_err(|rule| Unread {
+    read.map_err(|rule| UnreadableFrame {
         error: DecodeError { frame: kind.name(), rule: rule.into() },
         message: lost(version, Some(kind), body),
         later: false,
@@ -261,24 +247,24 @@ pub fn read(bytes: &[u8]) -> Result<Frame, Unread> {
 }
 
 /// A frame of a kind that this version does not have.
-fn unknown(version: u16, byte: u8, body: &[u8]) -> Unread {
+fn unknown(version: u16, byte: u8, body: &[u8]) -> UnreadableFrame {
     let error = DecodeError { frame: "frame", rule: format!("unknown kind {byte}").into() };
     let grows = (GROWS..=VERSION).contains(&version);
     let message = if grows && byte >= MESSAGES { lost(version, None, body) } else { None };
     let whole = skim(body).is_ok() && (byte < MESSAGES || message.is_some());
     // A damaged header may hide a message that is known.
     let known = message.as_ref().is_some_and(|lost| lost.about.is_some());
-    Unread { error, later: grows && whole && !known, message }
+    UnreadableFrame { error, later: grows && whole && !known, message }
 }
 
 /// What can be read of a message that as a whole cannot.
-fn lost(version: u16, kind: Option<MessageKind>, body: &[u8]) -> Option<Lost> {
+fn lost(version: u16, kind: Option<MessageKind>, body: &[u8]) -> Option<UnreadableMessage> {
     if kind.is_some_and(|kind| (kind as u8) < MESSAGES) {
         return None;
     }
-    let mut values = Unpack::new(body, version >= GROWS);
+    let mut values = Unpacker::new(body, version >= GROWS);
     values.list().ok()?;
-    let envelope = Envelope { version, ..values.value().ok()? };
+    let envelope = ConnectionHeader { version, ..values.value().ok()? };
     let seq = values.value().ok()?;
     let mut about = || {
         let (name, _) = values.variant().ok()?;
@@ -287,21 +273,21 @@ fn lost(version: u16, kind: Option<MessageKind>, body: &[u8]) -> Option<Lost> {
         Some((named, values.value().ok()?))
     };
     let about = about();
-    Some(Lost { envelope, seq, about })
+    Some(UnreadableMessage { envelope, seq, about })
 }
 
 fn unpack(kind: MessageKind, version: u16, body: &[u8]) -> Result<Frame, String> {
-    let mut values = Unpack::new(body, version != 1);
-    let of = |envelope: Envelope| Envelope { version, ..envelope };
+    let mut values = Unpacker::new(body, version != 1);
+    let of = |envelope: ConnectionHeader| ConnectionHeader { version, ..envelope };
     let frame = match kind {
         MessageKind::Hello => Frame::Hello(value(&mut values)?),
         MessageKind::Welcome => Frame::Welcome(value(&mut values)?),
         MessageKind::Refuse => {
-            let Three(envelope, engine, reason) = value(&mut values)?;
+            let BodyOfThree(envelope, engine, reason) = value(&mut values)?;
             Frame::Refuse { envelope: of(envelope), engine, reason }
         }
         MessageKind::Ack => {
-            let Two(envelope, next) = value(&mut values)?;
+            let BodyOfTwo(envelope, next) = value(&mut values)?;
             Frame::Ack { envelope: of(envelope), next }
         }
         MessageKind::Probe => Frame::Probe { envelope: of(value(&mut values)?) },
@@ -309,7 +295,8 @@ fn unpack(kind: MessageKind, version: u16, body: &[u8]) -> Result<Frame, String>
         MessageKind::Register => Frame::Register(value(&mut values)?),
         MessageKind::Abandon => Frame::Abandon { keys: value(&mut values)? },
         _ => {
-            let Three(envelope, seq, message): Three<_, _, Message> = value(&mut values)?;
+            let BodyOfThree(envelope, seq, message): BodyOfThree<_, _, Message> =
+                value(&mut values)?;
             if kind_of(&message) != kind {
                 return Err("header names another message".into());
             }
@@ -321,12 +308,12 @@ fn unpack(kind: MessageKind, version: u16, body: &[u8]) -> Result<Frame, String>
 
 /// Bodies of frames that are no struct of their own, and grow at the end as structs do.
 #[derive(Deserialize)]
-struct Two<A, B>(A, B);
+struct BodyOfTwo<A, B>(A, B);
 
 #[derive(Deserialize)]
-struct Three<A, B, C>(A, B, C);
+struct BodyOfThree<A, B, C>(A, B, C);
 
-fn value<T: DeserializeOwned>(values: &mut Unpack<'_>) -> Result<T, String> {
+fn value<T: DeserializeOwned>(values: &mut Unpacker<'_>) -> Result<T, String> {
     values.value().map_err(|why| why.to_string())
 }
 

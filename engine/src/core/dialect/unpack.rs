@@ -14,45 +14,44 @@ const ANY: [&str; 3] = ["Unknown", "Backend", "Invalid"];
 
 /// What is wrong with the bytes.
 #[derive(Debug)]
-pub(super) struct Broken(String);
+pub(super) struct UnpackError(String);
 
-impl fmt::Display for Broken {
+impl fmt::Display for UnpackError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Broken {}
+impl std::error::Error for UnpackError {}
 
-impl de::Error for Broken {
-    fn custom<T: fmt::Display>(what: T) -> Broken {
-        Broken(what.to_string())
+impl de::Error for UnpackError {
+    fn custom<T: fmt::Display>(what: T) -> UnpackError {
+        UnpackError(what.to_string())
     }
 }
 
-fn broken<T>(what: &str) -> Result<T, Broken> {
-    Err(Broken(what.into()))
+fn broken<T>(what: &str) -> Result<T, UnpackError> {
+    Err(UnpackError(what.into()))
 }
 
 /// Values, one after the other. Nothing is read beyond the end, whatever the bytes say.
-pub(super) struct Unpack<'de> {
+pub(super) struct Unpacker<'de> {
     rest: &'de [u8],
     /// Takes what a later version may have added.
     lenient: bool,
 }
 
-impl<'de> Unpack<'de> {
-    pub(super) fn new(bytes: &'de [u8], lenient: bool) -> Unpack<'de> {
-        Unpack { rest: bytes, lenient }
+impl<'de> Unpacker<'de> {
+    pub(super) fn new(bytes: &'de [u8], lenient: bool) -> Unpacker<'de> {
+        Unpacker { rest: bytes, lenient }
     }
 
-    /// The next value.
-    pub(super) fn value<T: de::Deserialize<'de>>(&mut self) -> Result<T, Broken> {
+    pub(super) fn value<T: de::Deserialize<'de>>(&mut self) -> Result<T, UnpackError> {
         T::deserialize(self)
     }
 
     /// The head of a list: how many values follow.
-    pub(super) fn list(&mut self) -> Result<u64, Broken> {
+    pub(super) fn list(&mut self) -> Result<u64, UnpackError> {
         let marker = self.byte()?;
         match marker {
             0x90..=0x9f => Ok(u64::from(marker & 0x0f)),
@@ -63,7 +62,7 @@ impl<'de> Unpack<'de> {
     }
 
     /// The head of an enum: the name of the variant, and whether it has contents, which follow.
-    pub(super) fn variant(&mut self) -> Result<(&'de str, bool), Broken> {
+    pub(super) fn variant(&mut self) -> Result<(&'de str, bool), UnpackError> {
         let full = self.rest.first() == Some(&0x81);
         if full {
             self.byte()?;
@@ -71,11 +70,11 @@ impl<'de> Unpack<'de> {
         Ok((self.value()?, full))
     }
 
-    fn byte(&mut self) -> Result<u8, Broken> {
+    fn byte(&mut self) -> Result<u8, UnpackError> {
         Ok(self.take(1)?[0])
     }
 
-    fn take(&mut self, count: u64) -> Result<&'de [u8], Broken> {
+    fn take(&mut self, count: u64) -> Result<&'de [u8], UnpackError> {
         let head = usize::try_from(count).ok().and_then(|count| self.rest.split_at_checked(count));
         let Some((head, rest)) = head else { return broken("cut short") };
         self.rest = rest;
@@ -83,21 +82,21 @@ impl<'de> Unpack<'de> {
     }
 
     /// A big-endian number of this many bytes.
-    fn number(&mut self, width: u64) -> Result<u64, Broken> {
+    fn number(&mut self, width: u64) -> Result<u64, UnpackError> {
         Ok(self.take(width)?.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte)))
     }
 
-    fn signed(&mut self, width: u64) -> Result<i64, Broken> {
+    fn signed(&mut self, width: u64) -> Result<i64, UnpackError> {
         let unused = 64 - 8 * width;
         Ok(((self.number(width)? << unused) as i64) >> unused)
     }
 
-    fn skip(&mut self) -> Result<(), Broken> {
-        let length = span(self.rest).map_err(|rule| Broken(rule.into()))?;
+    fn skip(&mut self) -> Result<(), UnpackError> {
+        let length = span(self.rest).map_err(|rule| UnpackError(rule.into()))?;
         self.take(length as u64).map(|_| ())
     }
 
-    fn text<V: Visitor<'de>>(&mut self, length: u64, visitor: V) -> Result<V::Value, Broken> {
+    fn text<V: Visitor<'de>>(&mut self, length: u64, visitor: V) -> Result<V::Value, UnpackError> {
         match std::str::from_utf8(self.take(length)?) {
             Ok(text) => visitor.visit_borrowed_str(text),
             Err(_) => broken("text that is not UTF-8"),
@@ -110,8 +109,8 @@ impl<'de> Unpack<'de> {
         left: u64,
         grows: bool,
         visitor: V,
-    ) -> Result<V::Value, Broken> {
-        let mut items = Items { from: self, left };
+    ) -> Result<V::Value, UnpackError> {
+        let mut items = ListItems { from: self, left };
         let value = visitor.visit_seq(&mut items)?;
         let more = items.left;
         if more > 0 && !(grows && self.lenient) {
@@ -124,20 +123,20 @@ impl<'de> Unpack<'de> {
     }
 
     /// The fields of a struct.
-    fn fields<V: Visitor<'de>>(&mut self, visitor: V) -> Result<V::Value, Broken> {
+    fn fields<V: Visitor<'de>>(&mut self, visitor: V) -> Result<V::Value, UnpackError> {
         let count = self.list()?;
         self.items(count, true, visitor)
     }
 }
 
-impl<'de> Deserializer<'de> for &mut Unpack<'de> {
-    type Error = Broken;
+impl<'de> Deserializer<'de> for &mut Unpacker<'de> {
+    type Error = UnpackError;
 
     fn is_human_readable(&self) -> bool {
         false
     }
 
-    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Broken> {
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnpackError> {
         let marker = self.byte()?;
         match marker {
             0x00..=0x7f => visitor.visit_u64(u64::from(marker)),
@@ -160,7 +159,7 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
         }
     }
 
-    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Broken> {
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnpackError> {
         if self.rest.first() == Some(&0xc0) {
             self.byte()?;
             return visitor.visit_none();
@@ -172,7 +171,7 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
         self,
         _name: &'static str,
         visitor: V,
-    ) -> Result<V::Value, Broken> {
+    ) -> Result<V::Value, UnpackError> {
         visitor.visit_newtype_struct(self)
     }
 
@@ -181,7 +180,7 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
         _name: &'static str,
         _fields: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Broken> {
+    ) -> Result<V::Value, UnpackError> {
         self.fields(visitor)
     }
 
@@ -190,7 +189,7 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
         _name: &'static str,
         _len: usize,
         visitor: V,
-    ) -> Result<V::Value, Broken> {
+    ) -> Result<V::Value, UnpackError> {
         self.fields(visitor)
     }
 
@@ -199,7 +198,7 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
         _name: &'static str,
         variants: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Broken> {
+    ) -> Result<V::Value, UnpackError> {
         let (name, full) = self.variant()?;
         let any = ANY.iter().find(|any| variants.contains(any));
         match any {
@@ -207,16 +206,17 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
                 if full {
                     self.skip()?;
                 }
-                visitor.visit_enum(Variant { name: any, contents: Contents::Name(name) })
+                visitor.visit_enum(Variant { name: any, contents: VariantContents::Name(name) })
             }
             _ => {
-                let contents = if full { Contents::Here(self) } else { Contents::None };
+                let contents =
+                    if full { VariantContents::Here(self) } else { VariantContents::None };
                 visitor.visit_enum(Variant { name, contents })
             }
         }
     }
 
-    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Broken> {
+    fn deserialize_ignored_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, UnpackError> {
         self.skip()?;
         visitor.visit_unit()
     }
@@ -228,18 +228,18 @@ impl<'de> Deserializer<'de> for &mut Unpack<'de> {
 }
 
 /// The values of a list.
-struct Items<'a, 'de> {
-    from: &'a mut Unpack<'de>,
+struct ListItems<'a, 'de> {
+    from: &'a mut Unpacker<'de>,
     left: u64,
 }
 
-impl<'de> de::SeqAccess<'de> for &mut Items<'_, 'de> {
-    type Error = Broken;
+impl<'de> de::SeqAccess<'de> for &mut ListItems<'_, 'de> {
+    type Error = UnpackError;
 
     fn next_element_seed<T: DeserializeSeed<'de>>(
         &mut self,
         seed: T,
-    ) -> Result<Option<T::Value>, Broken> {
+    ) -> Result<Option<T::Value>, UnpackError> {
         if self.left == 0 {
             return Ok(None);
         }
@@ -256,52 +256,58 @@ impl<'de> de::SeqAccess<'de> for &mut Items<'_, 'de> {
 /// A variant of an enum.
 struct Variant<'a, 'de> {
     name: &'de str,
-    contents: Contents<'a, 'de>,
+    contents: VariantContents<'a, 'de>,
 }
 
-enum Contents<'a, 'de> {
+enum VariantContents<'a, 'de> {
     None,
-    /// They follow.
-    Here(&'a mut Unpack<'de>),
+    Here(&'a mut Unpacker<'de>),
     /// The name of a variant that this version does not have.
     Name(&'de str),
 }
 
 impl<'a, 'de> de::EnumAccess<'de> for Variant<'a, 'de> {
-    type Error = Broken;
-    type Variant = Contents<'a, 'de>;
+    type Error = UnpackError;
+    type Variant = VariantContents<'a, 'de>;
 
     fn variant_seed<T: DeserializeSeed<'de>>(
         self,
         seed: T,
-    ) -> Result<(T::Value, Self::Variant), Broken> {
-        let name: de::value::StrDeserializer<'_, Broken> = self.name.into_deserializer();
+    ) -> Result<(T::Value, Self::Variant), UnpackError> {
+        let name: de::value::StrDeserializer<'_, UnpackError> = self.name.into_deserializer();
         Ok((seed.deserialize(name)?, self.contents))
     }
 }
 
-impl<'de> de::VariantAccess<'de> for Contents<'_, 'de> {
-    type Error = Broken;
+impl<'de> de::VariantAccess<'de> for VariantContents<'_, 'de> {
+    type Error = UnpackError;
 
-    fn unit_variant(self) -> Result<(), Broken> {
+    fn unit_variant(self) -> Result<(), UnpackError> {
         match self {
-            Contents::None => Ok(()),
-            Contents::Here(from) if from.lenient => from.skip(),
+            VariantContents::None => Ok(()),
+            VariantContents::Here(from) if from.lenient => from.skip(),
             _ => broken("contents of a variant that has none"),
         }
     }
 
-    fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Broken> {
+    fn newtype_variant_seed<T: DeserializeSeed<'de>>(
+        self,
+        seed: T,
+    ) -> Result<T::Value, UnpackError> {
         match self {
-            Contents::Here(from) => seed.deserialize(from),
-            Contents::Name(name) => seed.deserialize(BorrowedStrDeserializer::new(name)),
-            Contents::None => broken("a variant without its contents"),
+            VariantContents::Here(from) => seed.deserialize(from),
+            VariantContents::Name(name) => seed.deserialize(BorrowedStrDeserializer::new(name)),
+            VariantContents::None => broken("a variant without its contents"),
         }
     }
 
-    fn tuple_variant<V: Visitor<'de>>(self, _len: usize, visitor: V) -> Result<V::Value, Broken> {
+    fn tuple_variant<V: Visitor<'de>>(
+        self,
+        _len: usize,
+        visitor: V,
+    ) -> Result<V::Value, UnpackError> {
         match self {
-            Contents::Here(from) => from.fields(visitor),
+            VariantContents::Here(from) => from.fields(visitor),
             _ => broken("a variant without its fields"),
         }
     }
@@ -310,7 +316,7 @@ impl<'de> de::VariantAccess<'de> for Contents<'_, 'de> {
         self,
         _fields: &'static [&'static str],
         visitor: V,
-    ) -> Result<V::Value, Broken> {
+    ) -> Result<V::Value, UnpackError> {
         self.tuple_variant(0, visitor)
     }
 }

@@ -1,8 +1,8 @@
 //! Whether KV can be moved between two engines.
 
-use super::fit::Rows;
-use super::geometry::{Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
-use super::overlap::{Footprint, end, is_nested};
+use super::digest::LayerRows;
+use super::geometry::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
+use super::overlap::{ByteExtent, end, is_nested};
 use crate::core::ids::TP_MAX;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -33,10 +33,10 @@ pub(crate) fn refuse<T>(text: fmt::Arguments<'_>) -> Result<T, Mismatch> {
 }
 
 /// Refuses two values that have to be equal.
-fn equal<T: PartialEq + fmt::Debug>(what: &str, source: T, sink: T) -> Result<(), Mismatch> {
-    match source == sink {
+fn equal<T: PartialEq + fmt::Debug>(what: &str, source: T, receiver: T) -> Result<(), Mismatch> {
+    match source == receiver {
         true => Ok(()),
-        false => refuse(format_args!("{what}: source has {source:?}, sink has {sink:?}")),
+        false => refuse(format_args!("{what}: source has {source:?}, receiver has {receiver:?}")),
     }
 }
 
@@ -48,23 +48,23 @@ fn equal<T: PartialEq + fmt::Debug>(what: &str, source: T, sink: T) -> Result<()
 /// Names the first property that does not fit, with both values.
 pub fn check(
     source: (&Geometry, &[RankLayout]),
-    sink: (&Geometry, &[RankLayout]),
+    receiver: (&Geometry, &[RankLayout]),
 ) -> Result<(), Mismatch> {
-    check_shapes(source.0, sink.0)?;
+    check_shapes(source.0, receiver.0)?;
     all_ranks("source", source.0, source.1)?;
-    all_ranks("sink", sink.0, sink.1)?;
-    same_layers(source.0, &source.1[0].layers, &sink.1[0].layers)
+    all_ranks("receiver", receiver.0, receiver.1)?;
+    same_layers(source.0, &source.1[0].layers, &receiver.1[0].layers)
 }
 
 /// The part of [`check`] that needs no ranks.
-pub(super) fn check_shapes(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
+pub(super) fn check_shapes(source: &Geometry, receiver: &Geometry) -> Result<(), Mismatch> {
     geometry("source", source)?;
-    geometry("sink", sink)?;
-    same_model(source, sink)
+    geometry("receiver", receiver)?;
+    same_model(source, receiver)
 }
 
 /// Refuses rows that are not those of `layers` layers: what was added to them would have no bound.
-pub(super) fn whole_rows(side: &str, rows: &[Rows], layers: u32) -> Result<(), Mismatch> {
+pub(super) fn whole_rows(side: &str, rows: &[LayerRows], layers: u32) -> Result<(), Mismatch> {
     let sum: u64 = rows.iter().map(|row| u64::from(row.layers)).sum();
     if sum != u64::from(layers) || rows.iter().any(|row| row.layers == 0) {
         return refuse(format_args!("{side} rows: of {sum} layers, not of {layers}"));
@@ -73,9 +73,9 @@ pub(super) fn whole_rows(side: &str, rows: &[Rows], layers: u32) -> Result<(), M
 }
 
 /// Refuses rows that differ between the two sides, each of which is whole.
-pub(super) fn check_rows(source: &[Rows], sink: &[Rows]) -> Result<(), Mismatch> {
+pub(super) fn check_rows(source: &[LayerRows], receiver: &[LayerRows]) -> Result<(), Mismatch> {
     let mut first = 0;
-    for (one, other) in source.iter().zip(sink) {
+    for (one, other) in source.iter().zip(receiver) {
         equal(&format!("element size of layer {first}"), one.element, other.element)?;
         let what = format!("elements per token and head of layer {first}");
         equal(&what, one.elements, other.elements)?;
@@ -86,7 +86,7 @@ pub(super) fn check_rows(source: &[Rows], sink: &[Rows]) -> Result<(), Mismatch>
             other.layers,
         )?;
     }
-    equal("kinds of rows", source.len(), sink.len())
+    equal("kinds of rows", source.len(), receiver.len())
 }
 
 /// [`check`] with one rank of the local engine, which knows no others.
@@ -169,27 +169,27 @@ fn groups(side: &str, at: &Geometry) -> Result<(), Mismatch> {
 }
 
 /// Refuses two geometries of different models.
-fn same_model(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
-    equal("model", &source.model, &sink.model)?;
-    equal("layers", source.layers, sink.layers)?;
-    equal("latent attention", source.latent, sink.latent)?;
-    equal("KV heads", source.kv_heads, sink.kv_heads)?;
-    equal("packed blocks", source.packed, sink.packed)?;
-    equal("number of groups", source.groups.len(), sink.groups.len())?;
-    for (index, (one, other)) in source.groups.iter().zip(&sink.groups).enumerate() {
+fn same_model(source: &Geometry, receiver: &Geometry) -> Result<(), Mismatch> {
+    equal("model", &source.model, &receiver.model)?;
+    equal("layers", source.layers, receiver.layers)?;
+    equal("latent attention", source.latent, receiver.latent)?;
+    equal("KV heads", source.kv_heads, receiver.kv_heads)?;
+    equal("packed blocks", source.packed, receiver.packed)?;
+    equal("number of groups", source.groups.len(), receiver.groups.len())?;
+    for (index, (one, other)) in source.groups.iter().zip(&receiver.groups).enumerate() {
         equal(&format!("kind of group {index}"), one.kind, other.kind)?;
         same_members(index, one, other)?;
         let (small, large) =
             (one.block_tokens.min(other.block_tokens), one.block_tokens.max(other.block_tokens));
         if one.kind == GroupKind::State {
             let what = format!("tensor parallel size, with states in group {index}");
-            equal(&what, source.tp, sink.tp)?;
+            equal(&what, source.tp, receiver.tp)?;
         } else if source.packed {
             let what = format!("block size of group {index}, with packed blocks");
             equal(&what, one.block_tokens, other.block_tokens)?;
         } else if large % small != 0 {
             return refuse(format_args!(
-                "block size of group {index}: source has {} tokens, sink has {}, and neither \
+                "block size of group {index}: source has {} tokens, receiver has {}, and neither \
                  divides the other",
                 one.block_tokens, other.block_tokens
             ));
@@ -199,7 +199,7 @@ fn same_model(source: &Geometry, sink: &Geometry) -> Result<(), Mismatch> {
 }
 
 /// Refuses groups with different layers.
-fn same_members(index: usize, one: &Group, other: &Group) -> Result<(), Mismatch> {
+fn same_members(index: usize, one: &KvGroup, other: &KvGroup) -> Result<(), Mismatch> {
     equal(&format!("layers in group {index}"), one.layers.len(), other.layers.len())?;
     match one.layers.iter().zip(&other.layers).find(|(one, other)| one != other) {
         Some((one, other)) => equal(&format!("layers in group {index}"), *one, *other),
@@ -295,7 +295,7 @@ fn apart(place: &str, at: &Geometry, rank: &RankLayout) -> Result<(), Mismatch> 
         order.sort_unstable_by_key(|index| (layer(*index).region, layer(*index).base));
         for (rank, one) in order.iter().enumerate() {
             let first = layer(*one);
-            let (footprint, end) = (Footprint::new(first), end(first));
+            let (footprint, end) = (ByteExtent::new(first), end(first));
             for other in &order[rank + 1..] {
                 let second = layer(*other);
                 if second.region != first.region || end <= Some(second.base) {
@@ -364,9 +364,9 @@ fn same_pools(side: &str, at: &Geometry, rank: &RankLayout) -> Result<(), Mismat
 fn same_layers(
     at: &Geometry,
     source: &[LayerLayout],
-    sink: &[LayerLayout],
+    receiver: &[LayerLayout],
 ) -> Result<(), Mismatch> {
-    for (index, (one, other)) in source.iter().zip(sink).enumerate() {
+    for (index, (one, other)) in source.iter().zip(receiver).enumerate() {
         equal(&format!("element size of layer {index}"), one.element, other.element)?;
         let elements = |layer: &LayerLayout| match layer.slots {
             HeadSlots::Fused => u64::from(layer.shape[3]),

@@ -19,7 +19,7 @@ pub struct Geometry {
     /// Number of attention or state layers.
     pub layers: u16,
     /// KV cache groups; every layer is in exactly one.
-    pub groups: Vec<Group>,
+    pub groups: Vec<KvGroup>,
     /// The attention backend arranges the tokens of a block as it likes, as that of vLLM for CPUs
     /// does: only a whole block of a head has a meaning, and both sides need equal ones.
     #[serde(default)]
@@ -128,12 +128,11 @@ impl Fnv {
 
 /// Layers that share one block table.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Group {
+pub struct KvGroup {
     /// What a block holds.
     pub kind: GroupKind,
     /// Tokens per block (for `State`: ignored, one block is one request's state).
     pub block_tokens: u32,
-    /// Its layers, ascending.
     pub layers: Vec<u16>,
 }
 

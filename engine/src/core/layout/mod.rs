@@ -5,17 +5,17 @@
 //! [`route::Route::plan`] turns block lists into coalesced [`Slices`].
 
 pub mod check;
-mod fit;
-mod form;
+mod digest;
 pub mod geometry;
+mod heads;
+mod mapping;
 mod overlap;
-mod pairing;
 pub mod route;
 mod slices;
 
 pub use check::{Mismatch, check};
-pub use fit::{Fit, Rows};
-pub use geometry::{BlockList, Geometry, Group, GroupKind, HeadSlots, LayerLayout, RankLayout};
-pub use pairing::{receivers, senders};
-pub use route::{Footprint, Route, Span, routes};
+pub use digest::{LayerRows, LayoutDigest};
+pub use geometry::{BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
+pub use heads::{receivers, senders};
+pub use route::{Footprint, Route, TokenSpan, routes};
 pub use slices::Slices;

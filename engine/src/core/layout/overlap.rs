@@ -39,16 +39,16 @@ pub(super) fn end(layer: &LayerLayout) -> Option<u64> {
 }
 
 /// Where the bytes of a nested layer lie, relative to its base.
-pub(super) struct Footprint {
+pub(super) struct ByteExtent {
     /// Per axis with more than one entry, the smallest stride first: stride in bytes, entries, and
     /// the bytes from the first to the end of the last element within one step.
     axes: Vec<(i128, i128, i128)>,
     element: i128,
 }
 
-impl Footprint {
+impl ByteExtent {
     /// The footprint of a layer that [`is_nested`].
-    pub(super) fn new(layer: &LayerLayout) -> Footprint {
+    pub(super) fn new(layer: &LayerLayout) -> ByteExtent {
         let element = i128::from(layer.element);
         let mut extent = element;
         let axes = axes(layer).into_iter().map(|(stride, entries)| {
@@ -57,7 +57,7 @@ impl Footprint {
             extent += stride * (entries - 1);
             (stride, entries, within)
         });
-        Footprint { axes: axes.collect(), element }
+        ByteExtent { axes: axes.collect(), element }
     }
 
     /// True if the same footprint `distance` bytes further shares a byte with this one.
@@ -65,7 +65,7 @@ impl Footprint {
         self.reaches(self.axes.len(), i128::from(distance))
     }
 
-    /// [`Footprint::meets`] for the first `depth` axes. What is within an axis is shorter than its
+    /// [`ByteExtent::meets`] for the first `depth` axes. What is within an axis is shorter than its
     /// step, so only the two nearest steps can meet.
     fn reaches(&self, depth: usize, distance: i128) -> bool {
         let Some((stride, entries, within)) = self.axes[..depth].last() else {

@@ -1,9 +1,9 @@
 //! What one rank exchanges with one rank of a peer, precomputed at the hello.
 
 use super::check::{Mismatch, check_rank, refuse};
-use super::form::{Blocks, Form, Heads, Pair, Places, Template};
 use super::geometry::{BlockList, Geometry, GroupKind, LayerLayout, RankLayout};
-use super::pairing::share;
+use super::heads::share;
+use super::mapping::{BlockPairs, HeadRange, LayerMapping, LocalRemote, RangeTemplate, SideBlocks};
 use super::slices::Slices;
 
 /// The part of the KV that one local and one remote rank exchange.
@@ -14,7 +14,7 @@ pub struct Route {
     layers: Vec<RouteLayer>,
     groups: Vec<RouteGroup>,
     /// The different forms of its layers, mostly one.
-    forms: Vec<Form>,
+    forms: Vec<LayerMapping>,
 }
 
 /// One layer of a route.
@@ -23,7 +23,7 @@ struct RouteLayer {
     group: usize,
     regions: (u16, u16),
     /// Byte offsets of block 0.
-    start: Pair,
+    start: LocalRemote,
     /// Index into [`Route::forms`].
     form: usize,
 }
@@ -34,14 +34,13 @@ struct RouteGroup {
     state: bool,
     /// Tokens of the smaller block.
     unit: u64,
-    local: Pool,
-    remote: Pool,
+    local: PoolShape,
+    remote: PoolShape,
 }
 
 /// The blocks of a group on one side.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Pool {
-    /// Number of blocks.
+struct PoolShape {
     blocks: u32,
     /// Tokens per block; of no meaning for a state.
     tokens: u64,
@@ -49,8 +48,7 @@ struct Pool {
 
 /// Tokens of one request in one group, with the blocks of both sides.
 #[derive(Clone, Copy, Debug)]
-pub struct Span<'a> {
-    /// Group index.
+pub struct TokenSpan<'a> {
     pub group: usize,
     /// First token, exact: rows before it are left alone.
     pub from: u32,
@@ -69,7 +67,6 @@ pub struct Span<'a> {
 pub struct Footprint {
     /// Tokens of such a block.
     pub block_tokens: u64,
-    /// Its bytes.
     pub block_bytes: u64,
     /// Ranges of a whole block, at most.
     pub block_ranges: u64,
@@ -109,7 +106,12 @@ impl Route {
     ///
     /// # Panics
     /// If the layers are not all in the span's group or not all between the same two regions.
-    pub fn plan(&self, layers: &[u16], span: &Span<'_>, out: &mut Slices) -> Result<(), Mismatch> {
+    pub fn plan(
+        &self,
+        layers: &[u16],
+        span: &TokenSpan<'_>,
+        out: &mut Slices,
+    ) -> Result<(), Mismatch> {
         let group = &self.groups[span.group];
         let Some(head) = layers.first() else { return Ok(()) };
         for layer in layers {
@@ -125,7 +127,7 @@ impl Route {
             return Ok(());
         }
         let (places, rows) = group.places(span)?;
-        let mut template: Option<(usize, Template)> = None;
+        let mut template: Option<(usize, RangeTemplate)> = None;
         for (done, layer) in layers.iter().enumerate() {
             let at = &self.layers[usize::from(*layer)];
             if let Some((form, template)) = &template
@@ -135,7 +137,7 @@ impl Route {
                 continue;
             }
             let form = &self.forms[at.form];
-            let made = Template::record(at.start, out, |out| match rows {
+            let made = RangeTemplate::record(at.start, out, |out| match rows {
                 None => form.emit(at.start, places, out),
                 Some(rows) => {
                     form.emit_rows(at.start, places, (rows, group.unit), out);
@@ -151,15 +153,15 @@ impl Route {
 
 impl RouteGroup {
     /// The units of a span, and how many tokens of the first one it has if not all.
-    fn places<'a>(&self, span: &Span<'a>) -> Result<(Places<'a>, Option<u64>), Mismatch> {
+    fn places<'a>(&self, span: &TokenSpan<'a>) -> Result<(BlockPairs<'a>, Option<u64>), Mismatch> {
         if self.state {
             let local = self.local.state("local", span.local)?;
             let remote = self.remote.state("remote", span.remote)?;
-            return Ok((Places { local, remote, units: 1 }, None));
+            return Ok((BlockPairs { local, remote, units: 1 }, None));
         }
         let first = u64::from(span.from) / self.unit;
         let end = u64::from(span.to).div_ceil(self.unit);
-        let places = Places {
+        let places = BlockPairs {
             local: self.local.cover("local", span.local, first..end, self.unit)?,
             remote: self.remote.cover("remote", span.remote, first..end, self.unit)?,
             units: (end - first) as usize,
@@ -169,14 +171,14 @@ impl RouteGroup {
     }
 }
 
-impl Pool {
+impl PoolShape {
     /// The one block of a state.
-    fn state<'a>(&self, side: &str, list: &'a BlockList) -> Result<Blocks<'a>, Mismatch> {
+    fn state<'a>(&self, side: &str, list: &'a BlockList) -> Result<SideBlocks<'a>, Mismatch> {
         if list.ids.len() != 1 {
             return refuse(format_args!("{side} state: {} blocks instead of 1", list.ids.len()));
         }
         self.inside(side, &list.ids)?;
-        Ok(Blocks { ids: &list.ids, skip: 0, per: 1 })
+        Ok(SideBlocks { ids: &list.ids, skip: 0, per: 1 })
     }
 
     /// The blocks that hold `units`, of `unit` tokens each.
@@ -186,7 +188,7 @@ impl Pool {
         list: &'a BlockList,
         units: std::ops::Range<u64>,
         unit: u64,
-    ) -> Result<Blocks<'a>, Mismatch> {
+    ) -> Result<SideBlocks<'a>, Mismatch> {
         let per = self.tokens / unit;
         let (from, to) = (units.start / per, units.end.div_ceil(per));
         let first = u64::from(list.first);
@@ -198,7 +200,7 @@ impl Pool {
         }
         let ids = &list.ids[(from - first) as usize..(to - first) as usize];
         self.inside(side, ids)?;
-        Ok(Blocks { ids, skip: units.start % per, per })
+        Ok(SideBlocks { ids, skip: units.start % per, per })
     }
 
     /// Refuses ids outside the pool.
@@ -214,8 +216,8 @@ impl Pool {
 }
 
 /// The routes of one rank of the local engine to the ranks of the peer, ascending;
-/// `local_is_source` says who has the KV. Every head that a sink rank needs comes from exactly one
-/// source rank.
+/// `local_is_source` says who has the KV. Every head that a receiver rank needs comes from exactly
+/// one source rank.
 ///
 /// # Errors
 /// As [`super::check()`].
@@ -225,16 +227,20 @@ pub fn routes(
     remote: (&Geometry, &[RankLayout]),
 ) -> Result<Vec<Route>, Mismatch> {
     check_rank(local, remote)?;
-    let (source, sink) = if local_is_source { (local.0, remote.0) } else { (remote.0, local.0) };
+    let (source, receiver) =
+        if local_is_source { (local.0, remote.0) } else { (remote.0, local.0) };
     let (own, rank) = (local.1, local.1.rank);
     let mut peers: Vec<&RankLayout> = remote.1.iter().collect();
     peers.sort_unstable_by_key(|peer| peer.rank);
     let route = |peer: &&RankLayout| {
         let (from, to) = if local_is_source { (rank, peer.rank) } else { (peer.rank, rank) };
-        let share = share(source, sink, from, to)?;
-        let (own_head, peer_head) =
-            if local_is_source { (share.source, share.sink) } else { (share.sink, share.source) };
-        let heads = Heads {
+        let share = share(source, receiver, from, to)?;
+        let (own_head, peer_head) = if local_is_source {
+            (share.source, share.receiver)
+        } else {
+            (share.receiver, share.source)
+        };
+        let heads = HeadRange {
             local: u64::from(own_head),
             remote: u64::from(peer_head),
             count: u64::from(share.heads),
@@ -245,10 +251,14 @@ pub fn routes(
 }
 
 /// The route between two ranks that exchange `heads`.
-fn build(local: (&Geometry, &RankLayout), remote: (&Geometry, &RankLayout), heads: Heads) -> Route {
+fn build(
+    local: (&Geometry, &RankLayout),
+    remote: (&Geometry, &RankLayout),
+    heads: HeadRange,
+) -> Route {
     let pool = |side: (&Geometry, &RankLayout), group: usize| {
         let group = &side.0.groups[group];
-        Pool {
+        PoolShape {
             blocks: side.1.layers[usize::from(group.layers[0])].shape[0],
             tokens: u64::from(group.block_tokens),
         }
@@ -278,13 +288,13 @@ fn build(local: (&Geometry, &RankLayout), remote: (&Geometry, &RankLayout), head
 
 impl Route {
     /// Adds the next layer.
-    fn add(&mut self, own: &LayerLayout, peer: &LayerLayout, group: usize, heads: Heads) {
+    fn add(&mut self, own: &LayerLayout, peer: &LayerLayout, group: usize, heads: HeadRange) {
         let at = &self.groups[group];
         let (form, start) = if at.state {
             let [_, slots, rows, _] = own.shape.map(u64::from);
-            Form::new(own, peer, Heads { local: 0, remote: 0, count: slots }, rows)
+            LayerMapping::new(own, peer, HeadRange { local: 0, remote: 0, count: slots }, rows)
         } else {
-            Form::new(own, peer, heads, at.unit)
+            LayerMapping::new(own, peer, heads, at.unit)
         };
         let known = self.forms.iter().rposition(|known| *known == form);
         let form = known.unwrap_or_else(|| {

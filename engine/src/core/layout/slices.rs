@@ -37,7 +37,6 @@ impl Slices {
         self.len.reserve(ranges);
     }
 
-    /// Number of ranges.
     pub fn count(&self) -> usize {
         self.len.len()
     }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 /// Who an engine core is to peers that speak MoRIIO.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoriioConfig {
-    /// Where it listens.
     pub address: ZmqAddress,
     /// Names of the layers, by which peers find each other's memory.
     pub layer_names: Vec<Arc<str>>,

@@ -1,8 +1,8 @@
 //! Where KV lies, in the words of MoRIIO's handshake and in ours.
 
 use super::MoriioConfig;
-use crate::core::dialect::moriio::descriptor::MemoryDesc;
-use crate::core::dialect::moriio::handshake::{AgentMetadata, Layer, LayerMemory};
+use crate::core::dialect::moriio::descriptor::MoriMemoryDesc;
+use crate::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, LayerRegions};
 use crate::core::layout::check::refuse;
 use crate::core::layout::{self, Geometry, LayerLayout, Mismatch, RankLayout};
 use crate::core::message::Role;
@@ -11,13 +11,13 @@ use std::sync::Arc;
 
 /// Bytes of one block of a layer, if they lie together.
 fn block_bytes(layer: &LayerLayout) -> Option<u64> {
-    let [_, slots, tokens, elements] = layer.shape.map(u64::from);
-    let bytes = slots.checked_mul(tokens)?.checked_mul(elements)?;
+    let [_, connections, tokens, elements] = layer.shape.map(u64::from);
+    let bytes = connections.checked_mul(tokens)?.checked_mul(elements)?;
     // Heads and tokens may be in either order.
     let dense = |outer: (u64, u64), inner: (u64, u64)| {
         (inner.0 == 1 || inner.1 == elements) && (outer.0 == 1 || outer.1 == elements * inner.0)
     };
-    let (head, token) = ((slots, layer.stride[1]), (tokens, layer.stride[2]));
+    let (head, token) = ((connections, layer.stride[1]), (tokens, layer.stride[2]));
     (dense(head, token) || dense(token, head))
         .then(|| bytes.checked_mul(u64::from(layer.element)))?
 }
@@ -33,7 +33,7 @@ pub(super) fn replies(
 ) -> Result<(AgentMetadata, LayerMemory), Mismatch> {
     let mut starts = Vec::with_capacity(rank.regions.len());
     for (region, _) in &rank.regions {
-        match MemoryDesc::decode(&region.0) {
+        match MoriMemoryDesc::decode(&region.0) {
             Ok((_, desc)) => starts.push(desc.data),
             Err(error) => return refuse(format_args!("region that is not MoRI's: {error}")),
         }
@@ -59,7 +59,7 @@ pub(super) fn replies(
     let named = rank.layers.iter().zip(&config.layer_names);
     let layers = named.map(|(layer, name)| {
         let region = rank.regions[usize::from(layer.region)].0.0.clone();
-        Layer { name: name.clone(), regions: vec![region] }
+        LayerRegions { name: name.clone(), regions: vec![region] }
     });
     Ok((metadata, LayerMemory(layers.collect())))
 }
@@ -103,7 +103,7 @@ pub(super) fn peer(
         let Some(base) = metadata.base_addrs.get(at) else {
             return refuse(format_args!("no base address of layer {name}"));
         };
-        let desc = match MemoryDesc::decode(blob) {
+        let desc = match MoriMemoryDesc::decode(blob) {
             Ok((_, desc)) => desc,
             Err(error) => return refuse(format_args!("memory of layer {name}: {error}")),
         };
@@ -122,11 +122,11 @@ pub(super) fn peer(
             regions.push((RegionDesc(blob.clone()), desc.size));
         }
         let element = u64::from(own.element).max(1);
-        let [_, slots, tokens, elements] = own.shape;
+        let [_, connections, tokens, elements] = own.shape;
         layers.push(LayerLayout {
             region: region as u16,
             base,
-            shape: [blocks, slots, tokens, elements],
+            shape: [blocks, connections, tokens, elements],
             stride: [stride / element, own.stride[1], own.stride[2], own.stride[3]],
             element: own.element,
             slots: own.slots,

@@ -6,59 +6,59 @@
 //! prefill on behalf of its decode. `shake` learns where a peer's KV lies, `notice` sends and takes
 //! the one-way notices that all the rest consists of.
 //!
-//! The wire has no cancel, no failure notice, no lease and no lives. Hence a decode gets its blocks
-//! back early only by keeping the prefill out for good, and a prefill frees what nobody released
-//! after a fixed time; see `CONTRACT.md`.
+//! The wire has no cancel, no failure notice, no lease and no incarnations. Hence a decode gets its
+//! blocks back early only by keeping the prefill out for good, and a prefill frees what nobody
+//! released after a fixed time; see `CONTRACT.md`.
 
 mod config;
-mod feed;
-mod fetch;
+mod decode_proxy;
+mod handshake;
 mod memory;
 mod notice;
-mod shake;
+mod prefill_proxy;
 
 pub use config::{MoriioConfig, MoriioSettings};
-pub(super) use feed::EARLY_RELEASES_MAX;
-pub(super) use shake::PENDING_MAX;
+pub(super) use decode_proxy::EARLY_RELEASES_MAX;
+pub(super) use handshake::PENDING_MAX;
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
 use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
-use super::dialect::moriio::params::Peer;
-use super::dialect::moriio::ports::Dial;
+use super::dialect::moriio::params::MoriioRemote;
+use super::dialect::moriio::ports::DialPurpose;
 use super::error::{Failure, stranger};
-use super::ids::{PeerSlot, TransferId};
+use super::ids::{ConnectionId, TransferId};
 use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
 use super::machine::Gauges;
-use super::message::{Message, MoriioPeer, Role};
-use super::peers::{Out, PeerEvent, PeerInfo, unused};
+use super::message::{Message, MoriioLeg, Role};
+use super::peers::{PeerEvent, PeerInfo, PeerOutbox, unused};
 use super::time::Nanos;
 use super::timers::Timers;
-use crate::fabric::{Channel, ControlEvent, Endpoint, LinkId};
-use feed::{Early, Feed};
-use fetch::Fetch;
-use notice::Notices;
-use shake::Slot;
+use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
+use decode_proxy::{DecodeProxy, EarlyNotices};
+use handshake::MoriioConnection;
+use notice::NoticeSender;
+use prefill_proxy::PrefillProxy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// The pass of everyone who speaks MoRIIO: it has no hello on which one could be agreed.
-pub const OPEN_PASS: u64 = 0;
+pub const OPEN_FENCE_KEY: u64 = 0;
 
 /// Stands for the decodes that read from a prefill, which it need not know.
-const READERS: PeerSlot = PeerSlot(PeerSlot::MORIIO);
+const READERS: ConnectionId = ConnectionId(ConnectionId::MORIIO);
 
-/// The last number of a slot.
-const SLOT_MAX: u32 = PeerSlot::MORIIO - 1;
+/// The last number of a connection.
+const SLOT_MAX: u32 = ConnectionId::MORIIO - 1;
 
 /// Stands for all peers of whom nothing comes.
-const NOBODY: PeerSlot = PeerSlot(PeerSlot::MORIIO | SLOT_MAX);
+const NOBODY: ConnectionId = ConnectionId(ConnectionId::MORIIO | SLOT_MAX);
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
+enum MoriioTimer {
     /// The handshake of a peer takes too long.
-    Shake(PeerSlot),
+    Handshake(ConnectionId),
     /// Notices to an endpoint wait for a link.
     Notice(Endpoint),
     /// Prefill: a notice came for a transfer without a leg.
@@ -91,19 +91,19 @@ pub struct MoriioPeers {
     replies: Result<(AgentMetadata, LayerMemory), Mismatch>,
     next_slot: u32,
     next_link: u32,
-    slots: BTreeMap<PeerSlot, Slot>,
-    targets: BTreeMap<Endpoint, PeerSlot>,
+    connections: BTreeMap<ConnectionId, MoriioConnection>,
+    targets: BTreeMap<Endpoint, ConnectionId>,
     /// Handshakes that are under way.
-    shaking: BTreeMap<LinkId, PeerSlot>,
+    handshakes: BTreeMap<LinkId, ConnectionId>,
     /// Links of diallers that asked for memory before it was registered.
     early_calls: BTreeSet<LinkId>,
     /// Links by which notices come.
-    heard: BTreeMap<LinkId, Option<Endpoint>>,
-    notices: Notices,
-    feeds: BTreeMap<TransferId, Feed>,
-    early: BTreeMap<TransferId, Early>,
-    fetches: BTreeMap<TransferId, Fetch>,
-    timers: Timers<Timer>,
+    notify_links: BTreeMap<LinkId, Option<Endpoint>>,
+    notices: NoticeSender,
+    feeds: BTreeMap<TransferId, DecodeProxy>,
+    early: BTreeMap<TransferId, EarlyNotices>,
+    fetches: BTreeMap<TransferId, PrefillProxy>,
+    timers: Timers<MoriioTimer>,
     counters: MoriioCounters,
 }
 
@@ -118,12 +118,12 @@ impl MoriioPeers {
             replies: Err(Mismatch("the memory is not registered".into())),
             next_slot: 0,
             next_link: 0,
-            slots: BTreeMap::new(),
+            connections: BTreeMap::new(),
             targets: BTreeMap::new(),
-            shaking: BTreeMap::new(),
+            handshakes: BTreeMap::new(),
             early_calls: BTreeSet::new(),
-            heard: BTreeMap::new(),
-            notices: Notices::default(),
+            notify_links: BTreeMap::new(),
+            notices: NoticeSender::default(),
             feeds: BTreeMap::new(),
             early: BTreeMap::new(),
             fetches: BTreeMap::new(),
@@ -132,8 +132,8 @@ impl MoriioPeers {
         }
     }
 
-    /// Says where the KV of the own ranks lies. Other ranks than before end all conversations.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut Out<'_>) {
+    /// Says where the KV of the own ranks lies. Other ranks than before end all connections.
+    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOutbox<'_>) {
         if self.ranks.as_ref() == Some(&ranks) {
             return;
         }
@@ -145,12 +145,12 @@ impl MoriioPeers {
             }
         };
         let rebuilt = self.ranks.replace(ranks).is_some();
-        let slots: Vec<PeerSlot> = self.slots.keys().copied().collect();
-        for slot in slots {
+        let connections: Vec<ConnectionId> = self.connections.keys().copied().collect();
+        for connection in connections {
             if rebuilt {
-                self.fail(slot, Failure::EngineGone, out);
+                self.fail(connection, Failure::EngineGone, out);
             } else {
-                self.dial(now, slot, out);
+                self.dial(now, connection, out);
             }
         }
         for link in std::mem::take(&mut self.early_calls) {
@@ -170,10 +170,16 @@ impl MoriioPeers {
     }
 
     /// Queues a message on the way to a peer, as far as the wire knows it.
-    pub fn send(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out<'_>) {
+    pub fn send(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        message: Message,
+        out: &mut PeerOutbox<'_>,
+    ) {
         match self.role {
-            Role::Prefill => self.feed(now, message, out),
-            Role::Decode => self.fetch(now, slot, message, out),
+            Role::Prefill => self.on_prefill_message(now, message, out),
+            Role::Decode => self.on_decode_message(now, connection, message, out),
         }
     }
 
@@ -182,23 +188,23 @@ impl MoriioPeers {
         &mut self,
         now: Nanos,
         event: ControlEvent,
-        out: &mut Out<'_>,
+        out: &mut PeerOutbox<'_>,
     ) -> Option<ControlEvent> {
         match event {
-            ControlEvent::LinkUp { link, channel: Channel::Notify, from } if link.is_inbound() => {
+            ControlEvent::LinkUp { link, channel: LinkKind::Notify, from } if link.is_inbound() => {
                 self.hear_link(link, from, out);
             }
             ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, out),
-            ControlEvent::Frame { link, parts } if self.heard.contains_key(&link) => {
+            ControlEvent::Frame { link, parts } if self.notify_links.contains_key(&link) => {
                 self.on_notice(now, link, &parts, out);
             }
             ControlEvent::Frame { link, parts } if self.is_own(link) => {
                 self.on_reply(now, link, &parts, out);
             }
-            ControlEvent::Frame { link, parts } if shake::is_call(&parts) => {
+            ControlEvent::Frame { link, parts } if handshake::is_call(&parts) => {
                 self.answer(link, out);
             }
-            ControlEvent::LinkDown { link } if self.heard.remove(&link).is_some() => {}
+            ControlEvent::LinkDown { link } if self.notify_links.remove(&link).is_some() => {}
             ControlEvent::LinkDown { link } if self.is_own(link) => self.link_down(now, link, out),
             other => {
                 if let ControlEvent::LinkDown { link } = &other {
@@ -211,47 +217,49 @@ impl MoriioPeers {
     }
 
     /// Somebody will send notices by this link, unless too many do.
-    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut Out<'_>) {
-        if self.heard.len() < self.config.settings.links_max as usize {
-            self.heard.insert(link, from);
+    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut PeerOutbox<'_>) {
+        if self.notify_links.len() < self.config.settings.links_max as usize {
+            self.notify_links.insert(link, from);
         } else {
             out.commands.push(ControlCommand::HangUp { link });
         }
     }
 
-    fn link_up(&mut self, link: LinkId, out: &mut Out<'_>) {
-        if self.shaking.contains_key(&link) {
+    fn link_up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+        if self.handshakes.contains_key(&link) {
             self.ask(link, out);
         } else {
             self.notices.up(link, out);
         }
     }
 
-    fn link_down(&mut self, now: Nanos, link: LinkId, out: &mut Out<'_>) {
-        match self.shaking.remove(&link) {
-            Some(slot) => self.handshake_broke(slot, out),
+    fn link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) {
+        match self.handshakes.remove(&link) {
+            Some(connection) => self.handshake_broke(connection, out),
             None => {
                 let Some((to, waiting)) = self.notices.down(link) else { return };
                 match waiting {
-                    true => self.timers.arm(Timer::Notice(to.clone()), now + notice::REDIAL),
-                    false => _ = self.timers.cancel(&Timer::Notice(to.clone())),
+                    true => self.timers.arm(MoriioTimer::Notice(to.clone()), now + notice::REDIAL),
+                    false => _ = self.timers.cancel(&MoriioTimer::Notice(to.clone())),
                 }
-                self.doubt(now, &to, out);
+                self.check_liveness(now, &to, out);
             }
         }
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut Out<'_>) {
+    pub fn tick(&mut self, now: Nanos, out: &mut PeerOutbox<'_>) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Shake(slot) => self.fail(slot, Failure::Unreachable, out),
-                Timer::Notice(to) => self.renotify(now, &to, out),
-                Timer::Early(transfer) => {
+                MoriioTimer::Handshake(connection) => {
+                    self.fail(connection, Failure::Unreachable, out)
+                }
+                MoriioTimer::Notice(to) => self.renotify(now, &to, out),
+                MoriioTimer::Early(transfer) => {
                     self.early.remove(&transfer);
                 }
-                Timer::Renew(transfer) => self.renew(now, &transfer, out),
-                Timer::Written(transfer) => self.overdue(&transfer, out),
+                MoriioTimer::Renew(transfer) => self.renew(now, &transfer, out),
+                MoriioTimer::Written(transfer) => self.overdue(&transfer, out),
             }
         }
     }
@@ -262,29 +270,29 @@ impl MoriioPeers {
     }
 
     /// The peer, once its handshake is done.
-    pub fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
-        self.slots.get(&slot)?.info.as_ref()
+    pub fn info(&self, connection: ConnectionId) -> Option<&PeerInfo> {
+        self.connections.get(&connection)?.info.as_ref()
     }
 
-    /// Ends all that is under way with a peer, with `Down`. Unknown slots are ignored.
-    pub fn fail(&mut self, slot: PeerSlot, failure: Failure, out: &mut Out<'_>) {
-        let Some(state) = self.slots.remove(&slot) else { return };
+    /// Ends all that is under way with a peer, with `Down`. Unknown connections are ignored.
+    pub fn fail(&mut self, connection: ConnectionId, failure: Failure, out: &mut PeerOutbox<'_>) {
+        let Some(state) = self.connections.remove(&connection) else { return };
         self.targets.remove(&state.endpoint);
-        self.timers.cancel(&Timer::Shake(slot));
+        self.timers.cancel(&MoriioTimer::Handshake(connection));
         if let Some(link) = state.link {
-            self.shaking.remove(&link);
+            self.handshakes.remove(&link);
             out.commands.push(ControlCommand::HangUp { link });
         }
-        out.events.push(PeerEvent::Down { slot, failure, unsaid: None });
+        out.events.push(PeerEvent::Down { connection, failure, unacked_releases: None });
     }
 
     /// The engine is done with a transfer.
     pub fn forget(&mut self, transfer: &TransferId) {
         if self.feeds.remove(transfer).is_some() {
-            self.timers.cancel(&Timer::Renew(transfer.clone()));
+            self.timers.cancel(&MoriioTimer::Renew(transfer.clone()));
         }
         if self.fetches.remove(transfer).is_some() {
-            self.timers.cancel(&Timer::Written(transfer.clone()));
+            self.timers.cancel(&MoriioTimer::Written(transfer.clone()));
         }
     }
 
@@ -296,14 +304,14 @@ impl MoriioPeers {
 
     /// Sizes and counts; takes time in proportion to the number of peers.
     pub(super) fn gauges(&self) -> Gauges {
-        let links = self.shaking.len() + self.heard.len() + self.notices.links();
-        let pending: usize = self.slots.values().map(Slot::pending).sum();
-        let early: usize = self.early.values().map(Early::entries).sum();
+        let links = self.handshakes.len() + self.notify_links.len() + self.notices.links();
+        let pending: usize = self.connections.values().map(MoriioConnection::pending).sum();
+        let early: usize = self.early.values().map(EarlyNotices::entries).sum();
         let entries = self.feeds.len() + self.fetches.len() + early;
         let known = self.targets.len() + self.early_calls.len() + self.notices.lines();
         Gauges {
             queued: self.notices.queued() + pending as u32,
-            peers: self.slots.len() as u32,
+            peers: self.connections.len() as u32,
             links: links as u32,
             entries: entries as u32,
             remembered: (known + self.timers.len()) as u32,
@@ -312,16 +320,22 @@ impl MoriioPeers {
         }
     }
 
-    /// The slot of a peer; starts a handshake if there is none, or none that can be trusted.
-    fn slot_of(&mut self, now: Nanos, peer: &MoriioPeer, out: &mut Out<'_>) -> PeerSlot {
-        let endpoint = peer.peer.as_ref().map(|peer| self.endpoint(Dial::Handshake, peer, 0));
+    /// The connection of a peer; starts a handshake if there is none, or none that can be trusted.
+    fn connection_of(
+        &mut self,
+        now: Nanos,
+        peer: &MoriioLeg,
+        out: &mut PeerOutbox<'_>,
+    ) -> ConnectionId {
+        let endpoint =
+            peer.peer.as_ref().map(|peer| self.endpoint(DialPurpose::Handshake, peer, 0));
         if let Some(Ok(endpoint)) = &endpoint
-            && let Some(slot) = self.targets.get(endpoint).copied()
+            && let Some(connection) = self.targets.get(endpoint).copied()
         {
-            self.verify(now, slot, out);
-            return slot;
+            self.verify(now, connection, out);
+            return connection;
         }
-        let full = self.slots.len() >= self.config.settings.peers_max as usize
+        let full = self.connections.len() >= self.config.settings.peers_max as usize
             || self.next_slot >= SLOT_MAX - 1;
         let endpoint = match endpoint {
             Some(Ok(_)) if full => Err(Failure::Overload),
@@ -331,27 +345,36 @@ impl MoriioPeers {
         match endpoint {
             Ok(endpoint) => {
                 self.next_slot += 1;
-                let slot = PeerSlot(PeerSlot::MORIIO | self.next_slot);
-                self.targets.insert(endpoint.clone(), slot);
-                self.slots.insert(slot, Slot::new(endpoint));
-                self.dial(now, slot, out);
-                slot
+                let connection = ConnectionId(ConnectionId::MORIIO | self.next_slot);
+                self.targets.insert(endpoint.clone(), connection);
+                self.connections.insert(connection, MoriioConnection::new(endpoint));
+                self.dial(now, connection, out);
+                connection
             }
             Err(failure) => {
-                out.events.push(PeerEvent::Down { slot: NOBODY, failure, unsaid: None });
+                out.events.push(PeerEvent::Down {
+                    connection: NOBODY,
+                    failure,
+                    unacked_releases: None,
+                });
                 NOBODY
             }
         }
     }
 
     /// Where a TP rank of a peer listens.
-    fn endpoint(&self, what: Dial, peer: &Peer, tp: u16) -> Result<Endpoint, Failure> {
+    fn endpoint(
+        &self,
+        what: DialPurpose,
+        peer: &MoriioRemote,
+        tp: u16,
+    ) -> Result<Endpoint, Failure> {
         peer.endpoint(self.config.settings.ports, what, tp).map_err(Failure::Mismatch)
     }
 
     /// Links of this side are numbered apart from those of native peers.
     fn fresh_link(&mut self) -> LinkId {
-        let is_used = |link| self.shaking.contains_key(&link) || self.notices.has(link);
+        let is_used = |link| self.handshakes.contains_key(&link) || self.notices.has(link);
         unused(LinkId::MORIIO, &mut self.next_link, is_used)
     }
 
@@ -359,11 +382,15 @@ impl MoriioPeers {
         !link.is_inbound() && link.0 & LinkId::MORIIO != 0
     }
 
-    fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut Out<'_>) {
+    fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut PeerOutbox<'_>) {
         self.counters.violations = self.counters.violations.saturating_add(1);
-        let peer = match self.shaking.get(&link).and_then(|slot| self.slots.get(slot)) {
-            Some(slot) => slot.endpoint.to_string(),
-            None => stranger(link, self.heard.get(&link).and_then(Option::as_ref)),
+        let peer = match self
+            .handshakes
+            .get(&link)
+            .and_then(|connection| self.connections.get(connection))
+        {
+            Some(connection) => connection.endpoint.to_string(),
+            None => stranger(link, self.notify_links.get(&link).and_then(Option::as_ref)),
         };
         out.events.push(PeerEvent::Violation(error.violation(&peer)));
     }

@@ -1,19 +1,21 @@
 //! Notices: one way, unanswered, over a link per receiver that is kept.
 
-use super::{MoriioPeers, Timer};
+use super::{MoriioPeers, MoriioTimer};
 use crate::core::command::ControlCommand;
-use crate::core::dialect::moriio::notify::{AtPrefill, decode_at_decode, decode_at_prefill};
+use crate::core::dialect::moriio::notify::{
+    ReceivedPrefillNotice, decode_at_decode, decode_at_prefill,
+};
 use crate::core::message::Role;
-use crate::core::peers::Out;
+use crate::core::peers::PeerOutbox;
 use crate::core::time::Nanos;
-use crate::fabric::{Channel, Endpoint, LinkId};
+use crate::fabric::{Endpoint, LinkId, LinkKind};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Pause before a receiver is dialled again.
 pub(super) const REDIAL: Nanos = Nanos::from_ms(200);
 
 #[derive(Debug, Default)]
-struct Line {
+struct NotifyLink {
     link: Option<LinkId>,
     up: bool,
     /// Notices that wait for the link, with the time at which they are dropped.
@@ -22,13 +24,13 @@ struct Line {
 
 /// The links by which notices are sent.
 #[derive(Debug, Default)]
-pub(super) struct Notices {
-    lines: BTreeMap<Endpoint, Line>,
+pub(super) struct NoticeSender {
+    lines: BTreeMap<Endpoint, NotifyLink>,
     links: BTreeMap<LinkId, Endpoint>,
     pub(super) dropped: u32,
 }
 
-impl Notices {
+impl NoticeSender {
     pub(super) fn links(&self) -> usize {
         self.links.len()
     }
@@ -47,7 +49,7 @@ impl Notices {
     }
 
     /// A link can be used: sends what waits for it.
-    pub(super) fn up(&mut self, link: LinkId, out: &mut Out<'_>) {
+    pub(super) fn up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
         let Some(line) = self.links.get(&link).and_then(|to| self.lines.get_mut(to)) else {
             return;
         };
@@ -85,7 +87,13 @@ impl Notices {
 
 impl MoriioPeers {
     /// Sends a notice, at the latest when the receiver can be reached again.
-    pub(super) fn notify(&mut self, now: Nanos, to: Endpoint, frame: Vec<u8>, out: &mut Out<'_>) {
+    pub(super) fn notify(
+        &mut self,
+        now: Nanos,
+        to: Endpoint,
+        frame: Vec<u8>,
+        out: &mut PeerOutbox<'_>,
+    ) {
         let settings = &self.config.settings;
         let full = self.notices.lines.len() >= settings.links_max as usize;
         if full && !self.notices.lines.contains_key(&to) {
@@ -107,17 +115,17 @@ impl MoriioPeers {
         }
     }
 
-    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut Out<'_>) {
+    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut PeerOutbox<'_>) {
         let link = self.fresh_link();
         let Some(line) = self.notices.lines.get_mut(&to) else { return };
         line.link = Some(link);
         self.notices.links.insert(link, to.clone());
-        self.timers.arm(Timer::Notice(to.clone()), now + self.config.settings.notice);
-        out.commands.push(ControlCommand::Dial { link, to, channel: Channel::Notify });
+        self.timers.arm(MoriioTimer::Notice(to.clone()), now + self.config.settings.notice);
+        out.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Notify });
     }
 
     /// Notices wait for a receiver: dial it again, or give them up.
-    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut Out<'_>) {
+    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOutbox<'_>) {
         if !self.notices.expire(now, to) {
             return;
         }
@@ -133,16 +141,18 @@ impl MoriioPeers {
         now: Nanos,
         link: LinkId,
         parts: &[Vec<u8>],
-        out: &mut Out<'_>,
+        out: &mut PeerOutbox<'_>,
     ) {
         let heard = match self.role {
             Role::Prefill => decode_at_prefill(parts).map(Ok),
             Role::Decode => decode_at_decode(parts).map(Err),
         };
         match heard {
-            Ok(Ok(AtPrefill::RemoteBlocks(notice))) => self.on_blocks(now, &notice, out),
-            Ok(Ok(AtPrefill::Release(notice))) => self.on_release(now, &notice, out),
-            Ok(Ok(AtPrefill::Unusable { transfer, rule })) => {
+            Ok(Ok(ReceivedPrefillNotice::RemoteBlocks(notice))) => {
+                self.on_blocks(now, &notice, out)
+            }
+            Ok(Ok(ReceivedPrefillNotice::Release(notice))) => self.on_release(now, &notice, out),
+            Ok(Ok(ReceivedPrefillNotice::Unusable { transfer, rule })) => {
                 let error = super::DecodeError { frame: "remote_blocks", rule: rule.into() };
                 self.violation(link, &error, out);
                 self.unusable(now, &transfer, out);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::core::dialect::moriio::address::ZmqAddress;
-use crate::core::dialect::moriio::ports::Shape;
+use crate::core::dialect::moriio::ports::ParallelSizes;
 
 fn peers() -> MoriioPeers {
     let config = MoriioConfig {
@@ -16,16 +16,16 @@ fn peers() -> MoriioPeers {
     peers
 }
 
-fn peer(port: u16) -> MoriioPeer {
+fn peer(port: u16) -> MoriioLeg {
     let text = format!("host:127.0.0.1,handshake:{port},notify:2");
-    let peer = Peer {
+    let peer = MoriioRemote {
         address: ZmqAddress::parse(&text).expect("an address"),
         hosts: vec!["127.0.0.1".into()],
         dp_size: 1,
         dp_rank: 0,
-        shape: Shape { dp_size_local: 0, tp_size: 1 },
+        shape: ParallelSizes { dp_size_local: 0, tp_size: 1 },
     };
-    MoriioPeer { peer: Some(peer), blocks: Vec::new() }
+    MoriioLeg { peer: Some(peer), blocks: Vec::new() }
 }
 
 #[test]
@@ -33,12 +33,14 @@ fn slots_of_moriio_peers_that_are_used_up_are_overload() {
     let mut peers = peers();
     peers.next_slot = SLOT_MAX - 2;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
-    let slots = [10, 20, 30].map(|port| peers.slot_of(Nanos::ZERO, &peer(port), &mut out));
-    let last = PeerSlot(PeerSlot::MORIIO | (SLOT_MAX - 1));
-    assert_eq!(slots, [last, NOBODY, NOBODY]);
-    assert!(slots.iter().all(|slot| slot.is_moriio() && *slot != READERS));
-    let down = PeerEvent::Down { slot: NOBODY, failure: Failure::Overload, unsaid: None };
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    let connections =
+        [10, 20, 30].map(|port| peers.connection_of(Nanos::ZERO, &peer(port), &mut out));
+    let last = ConnectionId(ConnectionId::MORIIO | (SLOT_MAX - 1));
+    assert_eq!(connections, [last, NOBODY, NOBODY]);
+    assert!(connections.iter().all(|connection| connection.is_moriio() && *connection != READERS));
+    let down =
+        PeerEvent::Down { connection: NOBODY, failure: Failure::Overload, unacked_releases: None };
     assert_eq!(events, [down.clone(), down]);
 }
 
@@ -47,9 +49,9 @@ fn what_finds_no_room_takes_no_slot() {
     let mut peers = peers();
     peers.config.settings.peers_max = 0;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     for port in 10..20 {
-        peers.slot_of(Nanos::ZERO, &peer(port), &mut out);
+        peers.connection_of(Nanos::ZERO, &peer(port), &mut out);
     }
     assert_eq!((peers.next_slot, events.len()), (0, 10));
 }
@@ -58,8 +60,8 @@ fn what_finds_no_room_takes_no_slot() {
 fn ids_of_links_come_again_but_those_in_use() {
     let mut peers = peers();
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
-    peers.slot_of(Nanos::ZERO, &peer(10), &mut out);
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    peers.connection_of(Nanos::ZERO, &peer(10), &mut out);
     peers.notify(Nanos::ZERO, "tcp://there:1".into(), Vec::new(), &mut out);
     peers.next_link = LinkId::MORIIO - 2;
     let links = [(); 3].map(|()| peers.fresh_link());

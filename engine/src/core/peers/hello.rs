@@ -1,12 +1,12 @@
 //! What is said and checked before anything else.
 
-use super::{Me, Out, PeerEvent, PeerInfo, Peers, Slot};
+use super::{Connection, LocalEngine, PeerEvent, PeerInfo, PeerOutbox, Peers};
 use crate::core::channel::{Channel, capability};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake;
-use crate::core::dialect::native::{self, Envelope, Frame, VERSION_MIN};
+use crate::core::dialect::native::{self, ConnectionHeader, Frame, VERSION_MIN};
 use crate::core::error::Failure;
-use crate::core::ids::{EngineId, Incarnation, PeerSlot};
+use crate::core::ids::{ConnectionId, EngineId, Incarnation};
 use crate::core::layout::{self, RankLayout};
 use crate::core::message::{Hello, Role};
 use crate::core::time::Nanos;
@@ -16,27 +16,36 @@ use std::sync::Arc;
 /// All modes that an engine can have.
 pub(super) const MODES: u32 = capability::PUSH | capability::PULL;
 
-/// The two ends of a conversation, as both see them.
-type End<'a> = (&'a EngineId, Incarnation);
+/// The two ends of a connection, as both see them.
+type EngineIncarnation<'a> = (&'a EngineId, Incarnation);
 
-/// What both sides compute alike and nobody else does: 64-bit FNV-1a over names, lives, session.
-pub(super) fn pass(dialer: End<'_>, acceptor: End<'_>, session: u64) -> u64 {
-    let end = |(engine, life): End<'_>| {
+/// What both sides compute alike and nobody else does: 64-bit FNV-1a over names, incarnations,
+/// session.
+pub(super) fn fence_key(
+    dialer: EngineIncarnation<'_>,
+    acceptor: EngineIncarnation<'_>,
+    session: u64,
+) -> u64 {
+    let end = |(engine, incarnation): EngineIncarnation<'_>| {
         let name = engine.0.as_bytes().to_vec();
         let length = name.len() as u64;
-        length.to_le_bytes().into_iter().chain(name).chain(life.0.to_le_bytes())
+        length.to_le_bytes().into_iter().chain(name).chain(incarnation.0.to_le_bytes())
     };
     native::hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
 }
 
 /// What two engines agreed on.
-pub(super) struct Agreed {
+pub(super) struct Negotiated {
     capabilities: u32,
     version: u16,
 }
 
 /// Why the two engines cannot work together, if they cannot; else what they share.
-fn check((me, newest): (&Me, u16), ranks: &[RankLayout], hello: &Hello) -> Result<Agreed, Failure> {
+fn check(
+    (me, newest): (&LocalEngine, u16),
+    ranks: &[RankLayout],
+    hello: &Hello,
+) -> Result<Negotiated, Failure> {
     let refuse = |reason: String| Err(Failure::HelloRefused(reason.into()));
     let (mine, theirs) = (&me.engine, &hello.engine);
     let Some(version) = native::agree(newest, hello) else {
@@ -70,14 +79,14 @@ fn check((me, newest): (&Me, u16), ranks: &[RankLayout], hello: &Hello) -> Resul
         Role::Prefill => layout::check(own, other),
         Role::Decode => layout::check(other, own),
     };
-    fit.map(|()| Agreed { capabilities, version }).map_err(Failure::Mismatch)
+    fit.map(|()| Negotiated { capabilities, version }).map_err(Failure::Mismatch)
 }
 
-/// What a life is told that seems to be before one that is here.
+/// What an incarnation is told that seems to be before one that is here.
 fn before(hello: &Hello, last: Incarnation) -> Failure {
-    let (engine, life) = (&hello.engine, hello.incarnation);
+    let (engine, incarnation) = (&hello.engine, hello.incarnation);
     let reason = format!(
-        "life {life} of {engine} seems to be before {last}, which is not over yet: another process has \
+        "incarnation {incarnation} of {engine} seems to be before {last}, which is not over yet: another process has \
          its address, or its clock went back at a restart"
     );
     Failure::HelloRefused(reason.into())
@@ -90,67 +99,72 @@ impl Peers {
         Some(Box::new(Hello {
             version: self.config.version,
             version_min: VERSION_MIN,
-            engine: self.me.engine.clone(),
-            incarnation: self.me.incarnation,
+            engine: self.local.engine.clone(),
+            incarnation: self.local.incarnation,
             session,
             expects: expects.clone(),
-            role: self.me.role,
-            capabilities: self.me.capabilities,
-            geometry: (*self.me.geometry).clone(),
+            role: self.local.role,
+            capabilities: self.local.capabilities,
+            geometry: (*self.local.geometry).clone(),
             fingerprint: self.fingerprint,
             ranks: ranks.clone(),
         }))
     }
 
     /// Says hello on a link that is being tried, or asks whether it may be said.
-    pub(super) fn say_hello(&self, slot: &Slot, link: LinkId, out: &mut Out<'_>) {
-        if self.cautious && slot.native != Some(link) {
+    pub(super) fn say_hello(
+        &self,
+        connection: &Connection,
+        link: LinkId,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        if self.cautious && connection.native != Some(link) {
             let frame = handshake::REQUEST.to_vec();
             out.commands.push(ControlCommand::Send { link, frame });
             return;
         }
-        if let Some(hello) = self.hello(slot.session, &slot.engine) {
+        if let Some(hello) = self.hello(connection.session, &connection.engine) {
             let frame = native::encode(&Frame::Hello(hello));
             out.commands.push(ControlCommand::Send { link, frame });
         }
     }
 
-    fn say_welcome(&self, slot: &Slot, link: LinkId, out: &mut Out<'_>) {
-        if let Some(hello) = self.hello(slot.session, &slot.engine) {
+    fn say_welcome(&self, connection: &Connection, link: LinkId, out: &mut PeerOutbox<'_>) {
+        if let Some(hello) = self.hello(connection.session, &connection.engine) {
             let frame = native::encode(&Frame::Welcome(hello));
             out.commands.push(ControlCommand::Send { link, frame });
         }
     }
 
     /// Tells the peer why not.
-    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, out: &mut Out<'_>) {
+    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, out: &mut PeerOutbox<'_>) {
         let reason = match failure {
             Failure::HelloRefused(reason) => reason.clone(),
             other => other.to_string().into(),
         };
         let envelope = self.envelope_to(hello);
-        let frame = Frame::Refuse { envelope, engine: self.me.engine.clone(), reason };
+        let frame = Frame::Refuse { envelope, engine: self.local.engine.clone(), reason };
         out.commands.push(ControlCommand::Send { link, frame: native::encode(&frame) });
     }
 
     /// Whoever said hello has nobody to talk to now.
-    fn say_bye(&self, link: LinkId, hello: &Hello, out: &mut Out<'_>) {
+    fn say_bye(&self, link: LinkId, hello: &Hello, out: &mut PeerOutbox<'_>) {
         let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(hello) });
         out.commands.push(ControlCommand::Send { link, frame });
     }
 
-    fn envelope_to(&self, hello: &Hello) -> Envelope {
+    fn envelope_to(&self, hello: &Hello) -> ConnectionHeader {
         let Hello { incarnation: to, session, .. } = *hello;
         let version = native::agree(self.config.version, hello).unwrap_or(VERSION_MIN);
-        Envelope { version, from: self.me.incarnation, to, session }
+        ConnectionHeader { version, from: self.local.incarnation, to, session }
     }
 
-    fn info_of(&self, hello: Hello, agreed: Agreed) -> PeerInfo {
-        let me = (&self.me.engine, self.me.incarnation);
+    fn info_of(&self, hello: Hello, agreed: Negotiated) -> PeerInfo {
+        let me = (&self.local.engine, self.local.incarnation);
         let peer = (&hello.engine, hello.incarnation);
-        let pass = match self.me.role {
-            Role::Decode => pass(me, peer, hello.session),
-            Role::Prefill => pass(peer, me, hello.session),
+        let fence_key = match self.local.role {
+            Role::Decode => fence_key(me, peer, hello.session),
+            Role::Prefill => fence_key(peer, me, hello.session),
         };
         PeerInfo {
             engine: hello.engine,
@@ -159,101 +173,116 @@ impl Peers {
             ranks: Arc::new(hello.ranks),
             capabilities: agreed.capabilities,
             version: agreed.version,
-            pass,
+            fence_key,
         }
     }
 
     /// A hello on a link that the other side opened.
-    pub(super) fn on_hello(&mut self, now: Nanos, link: LinkId, hello: Hello, out: &mut Out<'_>) {
+    pub(super) fn on_hello(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        hello: Hello,
+        out: &mut PeerOutbox<'_>,
+    ) {
         if self.ranks.is_none() {
             // The dialer says it again.
             return;
         }
-        if self.me.role == Role::Decode {
-            let reason = format!("{} is a decode: it dials, it is not dialled", self.me.engine);
+        if self.local.role == Role::Decode {
+            let reason = format!("{} is a decode: it dials, it is not dialled", self.local.engine);
             return self.turn_away(link, &hello, Failure::HelloRefused(reason.into()), out);
         }
         let current = self.callers.get(&hello.engine).copied();
         let this = (hello.incarnation, hello.session);
         if let Some(known) = self.known.get(&hello.engine).copied() {
-            let last = (known.life, known.session);
-            if let Some(slot) = current.filter(|_| this == last) {
-                return self.resume(now, slot, link, out);
+            let last = (known.incarnation, known.session);
+            if let Some(connection) = current.filter(|_| this == last) {
+                return self.resume(now, connection, link, out);
             }
-            // A life that seems to be before the last one is one of the past, as one that is known
-            // to be over, or the clock went back at a restart. Once nothing is left of the other, to
-            // believe it costs at most a conversation with nobody, so that a clock locks nobody out
-            // for good.
+            // An incarnation that seems to be before the last one is one of the past, as one that
+            // is known to be over, or the clock went back at a restart. Once nothing is left of the
+            // other, to believe it costs at most a connection with nobody, so that a clock locks
+            // nobody out for good.
             let is_before = hello.incarnation < last.0 || known.past == Some(hello.incarnation);
-            if let Some(slot) = current.filter(|_| is_before) {
+            if let Some(connection) = current.filter(|_| is_before) {
                 self.stale = self.stale.saturating_add(1);
-                return self.doubt(now, slot, link, &hello, out);
+                return self.challenge_peer(now, connection, link, &hello, out);
             }
             if !is_before && this <= last && !planted!("hello-of-an-ended-session") {
                 self.stale = self.stale.saturating_add(1);
                 return self.say_bye(link, &hello, out);
             }
-            if let Some(slot) = current {
+            if let Some(connection) = current {
                 let restarted = hello.incarnation > last.0;
                 let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
-                self.end(now, slot, failure, out);
+                self.end(now, connection, failure, out);
             }
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
-        match check((&self.me, self.config.version), ranks, &hello) {
+        match check((&self.local, self.config.version), ranks, &hello) {
             Err(failure) => self.turn_away(link, &hello, failure, out),
             Ok(_) if !self.has_room() => self.turn_away(link, &hello, Failure::Overload, out),
             Ok(agreed) => self.welcome(now, link, hello, agreed, out),
         }
     }
 
-    /// Asks a peer that a life before it says hello for whether it is still there. Who says hello is
-    /// refused when the peer has shown that it is; until then it may try again, as nobody knows.
-    fn doubt(&mut self, now: Nanos, id: PeerSlot, link: LinkId, hello: &Hello, out: &mut Out<'_>) {
-        let Some(slot) = self.slots.get_mut(&id) else { return };
-        let life = slot.info.as_ref().map_or(Incarnation(0), |info| info.incarnation);
-        let asked = slot.rival.replace(hello.incarnation) == Some(hello.incarnation);
-        if asked && !slot.channel.is_doubted() {
-            slot.rival = None;
-            self.refuse(link, hello, &before(hello, life), out);
+    /// Asks a peer that an incarnation before it says hello for whether it is still there. Who says
+    /// hello is refused when the peer has shown that it is; until then it may try again, as nobody
+    /// knows.
+    fn challenge_peer(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        hello: &Hello,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let incarnation = connection.info.as_ref().map_or(Incarnation(0), |info| info.incarnation);
+        let asked = connection.rival.replace(hello.incarnation) == Some(hello.incarnation);
+        if asked && !connection.channel.is_checking_liveness() {
+            connection.rival = None;
+            self.refuse(link, hello, &before(hello, incarnation), out);
         } else {
-            slot.channel.doubt(now);
+            connection.channel.check_liveness(now);
             self.say_bye(link, hello, out);
             self.service(now, id, out);
         }
     }
 
-    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, out: &mut Out<'_>) {
+    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, out: &mut PeerOutbox<'_>) {
         self.refuse(link, hello, &failure, out);
         out.events.push(PeerEvent::Refused { engine: hello.engine.clone(), failure });
     }
 
-    /// A peer that dialled gets a slot.
+    /// A peer that dialled gets a connection.
     fn welcome(
         &mut self,
         now: Nanos,
         link: LinkId,
         hello: Hello,
-        agreed: Agreed,
-        out: &mut Out<'_>,
+        agreed: Negotiated,
+        out: &mut PeerOutbox<'_>,
     ) {
-        let (engine, session, life) = (hello.engine.clone(), hello.session, hello.incarnation);
-        self.remember(&engine, life, session);
-        let channel = Channel::new(&self.config, self.me.incarnation, session);
-        let mut slot = Slot::new(engine.clone(), None, session, channel);
-        slot.info = Some(self.info_of(hello, agreed));
-        let id = self.fresh_slot();
+        let (engine, session, incarnation) =
+            (hello.engine.clone(), hello.session, hello.incarnation);
+        self.remember(&engine, incarnation, session);
+        let channel = Channel::new(&self.config, self.local.incarnation, session);
+        let mut connection = Connection::new(engine.clone(), None, session, channel);
+        connection.info = Some(self.info_of(hello, agreed));
+        let id = self.next_connection_id();
         self.callers.insert(engine, id);
-        self.slots.insert(id, slot);
+        self.connections.insert(id, connection);
         self.resume(now, id, link, out);
-        out.events.push(PeerEvent::Up { slot: id });
+        out.events.push(PeerEvent::Up { connection: id });
     }
 
-    /// Answers a hello and continues the conversation over its link.
-    fn resume(&mut self, now: Nanos, id: PeerSlot, link: LinkId, out: &mut Out<'_>) {
-        let Some(slot) = self.slots.get(&id) else { return };
-        self.say_welcome(slot, link, out);
-        if slot.channel.link() != Some(link) {
+    /// Answers a hello and continues the connection over its link.
+    fn resume(&mut self, now: Nanos, id: ConnectionId, link: LinkId, out: &mut PeerOutbox<'_>) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        self.say_welcome(connection, link, out);
+        if connection.channel.link() != Some(link) {
             self.adopt(link, id);
             self.attach(now, id, link, out);
         }
@@ -263,28 +292,30 @@ impl Peers {
     pub(super) fn on_welcome(
         &mut self,
         now: Nanos,
-        id: PeerSlot,
+        id: ConnectionId,
         link: LinkId,
         hello: Hello,
-        out: &mut Out<'_>,
+        out: &mut PeerOutbox<'_>,
     ) {
-        let Some(slot) = self.slots.get(&id) else { return };
-        let peer = slot.info.as_ref().map(|info| info.incarnation);
-        // Who repeats a session that was never said before has just been told it, whichever life
-        // was met earlier. An answer to another engine says nothing of the own hello.
-        let is_past = peer.is_some_and(|life| hello.incarnation < life);
-        let mine = hello.session == slot.session && hello.expects == self.me.engine;
+        let Some(connection) = self.connections.get(&id) else { return };
+        let peer = connection.info.as_ref().map(|info| info.incarnation);
+        // Who repeats a session that was never said before has just been told it, whichever
+        // incarnation was met earlier. An answer to another engine says nothing of the own hello.
+        let is_past = peer.is_some_and(|incarnation| hello.incarnation < incarnation);
+        let mine = hello.session == connection.session && hello.expects == self.local.engine;
         let other = !mine || is_past;
-        if other || slot.channel.link() == Some(link) {
+        if other || connection.channel.link() == Some(link) {
             self.stale = self.stale.saturating_add(u32::from(other));
             return;
         }
-        if hello.engine != slot.engine {
-            let reason = format!("dialled {}, {} answered", slot.engine, hello.engine);
+        if hello.engine != connection.engine {
+            let reason = format!("dialled {}, {} answered", connection.engine, hello.engine);
             return self.reject(now, id, link, &hello, Failure::HelloRefused(reason.into()), out);
         }
         match peer {
-            Some(life) if life == hello.incarnation || planted!("restart-keeps-the-slot") => {
+            Some(incarnation)
+                if incarnation == hello.incarnation || planted!("restart-keeps-the-slot") =>
+            {
                 return self.attach(now, id, link, out);
             }
             Some(_) => {
@@ -294,7 +325,7 @@ impl Peers {
             None => {}
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
-        match check((&self.me, self.config.version), ranks, &hello) {
+        match check((&self.local, self.config.version), ranks, &hello) {
             Err(failure) => self.reject(now, id, link, &hello, failure, out),
             Ok(agreed) => self.came_up(now, id, link, hello, agreed, out),
         }
@@ -304,15 +335,15 @@ impl Peers {
     fn reject(
         &mut self,
         now: Nanos,
-        id: PeerSlot,
+        id: ConnectionId,
         link: LinkId,
         hello: &Hello,
         failure: Failure,
-        out: &mut Out<'_>,
+        out: &mut PeerOutbox<'_>,
     ) {
         self.refuse(link, hello, &failure, out);
-        if let Some(slot) = self.slots.get_mut(&id) {
-            slot.refused = Some(hello.incarnation);
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.refused = Some(hello.incarnation);
         }
         self.end(now, id, failure, out);
     }
@@ -320,32 +351,32 @@ impl Peers {
     fn came_up(
         &mut self,
         now: Nanos,
-        id: PeerSlot,
+        id: ConnectionId,
         link: LinkId,
         hello: Hello,
-        agreed: Agreed,
-        out: &mut Out<'_>,
+        agreed: Negotiated,
+        out: &mut PeerOutbox<'_>,
     ) {
-        let life = hello.incarnation;
-        let older: Vec<PeerSlot> = (self.slots.iter())
-            .filter(|(other, slot)| {
-                **other != id && slot.engine == hello.engine && slot.info.is_some()
+        let incarnation = hello.incarnation;
+        let older: Vec<ConnectionId> = (self.connections.iter())
+            .filter(|(other, connection)| {
+                **other != id && connection.engine == hello.engine && connection.info.is_some()
             })
             .map(|(other, _)| *other)
             .collect();
         for other in older {
-            let restarted = self.info(other).is_some_and(|info| info.incarnation != life);
+            let restarted = self.info(other).is_some_and(|info| info.incarnation != incarnation);
             let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
             self.end(now, other, failure, out);
         }
-        self.remember(&hello.engine, life, hello.session);
+        self.remember(&hello.engine, incarnation, hello.session);
         let info = self.info_of(hello, agreed);
-        let Some(slot) = self.slots.get_mut(&id) else { return };
-        slot.info = Some(info);
-        if let Some(endpoint) = &slot.endpoint {
-            self.shunned.remove(&(slot.engine.clone(), endpoint.clone()));
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.info = Some(info);
+        if let Some(endpoint) = &connection.endpoint {
+            self.backoffs.remove(&(connection.engine.clone(), endpoint.clone()));
         }
         self.attach(now, id, link, out);
-        out.events.push(PeerEvent::Up { slot: id });
+        out.events.push(PeerEvent::Up { connection: id });
     }
 }

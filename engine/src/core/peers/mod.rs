@@ -1,36 +1,36 @@
 //! The peers of one engine core: links, hellos and channels.
 //!
-//! Decode dials with [`Peers::reach`], prefill answers; from then on both have a [`PeerSlot`] for
-//! one conversation between two incarnations. A slot survives its link and ends for good with
-//! [`PeerEvent::Down`]; whatever follows has another slot.
+//! Decode dials with [`Peers::reach`], prefill answers; from then on both have a [`ConnectionId`]
+//! for one connection between two incarnations. A connection survives its link and ends for good
+//! with [`PeerEvent::Down`]; whatever follows has another connection.
 
+mod connection;
 mod hello;
-mod links;
-mod slot;
 #[cfg(test)]
 mod tests;
+mod transports;
 
 use super::channel::{Channel, ChannelConfig};
 use super::command::Commands;
 use super::dialect::native::{MessageKind, VERSION, VERSION_MIN};
 use super::error::{Failure, PeerViolation};
-use super::ids::{EngineId, Incarnation, PeerSlot};
+use super::ids::{ConnectionId, EngineId, Incarnation};
 use super::layout::{Geometry, RankLayout};
-use super::message::{Message, Role, Tag};
+use super::message::{AttemptTag, Message, Role};
 use super::time::Nanos;
 use super::timers::Timers;
-use crate::fabric::{Cause, Endpoint, LinkId};
-pub(super) use links::unused;
-use slot::{Due, Slot};
+use crate::fabric::{Endpoint, FabricError, LinkId};
+pub use connection::UnackedReleases;
+use connection::{Connection, ConnectionAction};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+pub(super) use transports::unused;
 
 /// Who an engine core is.
 #[derive(Clone, Debug)]
-pub struct Me {
+pub struct LocalEngine {
     /// Its configured name.
     pub engine: EngineId,
-    /// Its life.
     pub incarnation: Incarnation,
     /// What it does. Decode dials, prefill answers.
     pub role: Role,
@@ -43,61 +43,46 @@ pub struct Me {
 /// What is known of a peer once it is up.
 #[derive(Clone, Debug)]
 pub struct PeerInfo {
-    /// Its name.
     pub engine: EngineId,
-    /// Its life.
     pub incarnation: Incarnation,
     /// Its KV cache.
     pub geometry: Arc<Geometry>,
-    /// Its ranks.
     pub ranks: Arc<Vec<RankLayout>>,
     /// What both sides can do, see [`super::channel::capability`].
     pub capabilities: u32,
-    /// Version of the native dialect that the conversation is held in; 0 for another dialect.
+    /// Version of the native dialect that the connection is held in; 0 for another dialect.
     pub version: u16,
-    /// The same on both sides and in no other conversation; see
+    /// The same on both sides and in no other connection; see
     /// [`crate::fabric::DataPlane::connect`].
-    pub pass: u64,
+    pub fence_key: u64,
 }
 
 /// What happened to the peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PeerEvent {
     /// The hello is done; [`Peers::info`] is there.
-    Up {
-        /// The peer.
-        slot: PeerSlot,
-    },
+    Up { connection: ConnectionId },
     /// A message, in order and exactly once.
-    Message {
-        /// Who sent it.
-        slot: PeerSlot,
-        /// The message.
-        message: Message,
-    },
+    Message { connection: ConnectionId, message: Message },
     /// A message that could not be read, in its place; `violation` was told as well.
     Lost {
-        /// Who sent it.
-        slot: PeerSlot,
+        connection: ConnectionId,
         /// What it was about.
-        tag: Tag,
+        tag: AttemptTag,
         /// Which message it was.
         kind: MessageKind,
         /// Why it could not be read.
         violation: PeerViolation,
     },
-    /// The conversation is over; last event of the slot. May come without `Up`.
+    /// The connection is over; last event of the connection. May come without `Up`.
     Down {
-        /// The peer.
-        slot: PeerSlot,
-        /// Why.
+        connection: ConnectionId,
         failure: Failure,
         /// What is still to be said, if this side dialled and the peer was up.
-        unsaid: Option<Box<Unsaid>>,
+        unacked_releases: Option<Box<UnackedReleases>>,
     },
     /// A hello was refused by this side; the peer was told the reason.
     Refused {
-        /// Who said hello.
         engine: EngineId,
         /// Why it does not fit.
         failure: Failure,
@@ -106,44 +91,17 @@ pub enum PeerEvent {
     Violation(PeerViolation),
 }
 
-/// Releases that a peer has not acknowledged when the conversation ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unsaid {
-    /// Its name.
-    pub engine: EngineId,
-    /// Where it listens.
-    pub control: Endpoint,
-    /// The life that has what is released.
-    pub life: Incarnation,
-    /// What is released.
-    pub tags: Vec<Tag>,
-}
-
-impl Unsaid {
-    fn of(slot: &Slot) -> Option<Box<Unsaid>> {
-        let (control, info) = (slot.endpoint.clone()?, slot.info.as_ref()?);
-        let releases = slot.channel.unacknowledged().filter_map(|message| match message {
-            Message::Release { tag, .. } => Some(tag.clone()),
-            _ => None,
-        });
-        let tags: Vec<Tag> = releases.collect();
-        let (engine, life) = (slot.engine.clone(), info.incarnation);
-        (!tags.is_empty()).then(|| Box::new(Unsaid { engine, control, life, tags }))
-    }
-}
-
 /// Where the calls of [`Peers`] put what they produce, both in order.
-pub struct Out<'a> {
+pub struct PeerOutbox<'a> {
     /// For the control plane.
     pub commands: &'a mut dyn Commands,
-    /// For the owner.
     pub events: &'a mut Vec<PeerEvent>,
 }
 
 /// Sizes and counts of [`Peers`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PeerGauges {
-    /// Slots that are not down.
+    /// Connections that are not down.
     pub peers: u32,
     /// Of these, those whose hello is done.
     pub up: u32,
@@ -157,49 +115,50 @@ pub struct PeerGauges {
     pub stale: u32,
     /// Messages handed on or given up, since the start; wraps.
     pub delivered: u32,
-    /// Entries of all tables beside those of slots and links; messages that came before their turn.
+    /// Entries of all tables beside those of connections and links; messages that came before their
+    /// turn.
     pub remembered: u32,
 }
 
-/// The last number of a slot of native peers.
-const SLOT_MAX: u32 = PeerSlot::MORIIO - 1;
+/// The last number of a connection of native peers.
+const SLOT_MAX: u32 = ConnectionId::MORIIO - 1;
 
 /// Whose a link is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
+enum LinkOwner {
     /// Opened by the other side, which did not get through with a hello.
-    Guest,
-    /// Of a slot, whichever side opened it.
-    Slot(PeerSlot),
-    /// Of a slot that is down; stands for a while so that the last frame gets through.
-    Last,
+    Unidentified,
+    /// Of a connection, whichever side opened it.
+    Connection(ConnectionId),
+    /// Of a connection that is down; stands for a while so that the last frame gets through.
+    Closing,
 }
 
 /// What a deadline is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
-    Slot(PeerSlot),
+enum ConnectionTimer {
+    Connection(ConnectionId),
     Link(LinkId),
 }
 
 /// A target that is left alone after a failure.
 #[derive(Clone, Debug)]
-struct Shun {
+struct Backoff {
     until: Nanos,
     wait: Nanos,
     failure: Failure,
-    /// The life that this is about, if it said so.
-    life: Option<Incarnation>,
+    /// The incarnation that this is about, if it said so.
+    incarnation: Option<Incarnation>,
 }
 
 /// What was last seen of a peer.
 #[derive(Clone, Copy, Debug)]
-struct Known {
-    life: Incarnation,
-    /// The highest life that is over, if that is higher: its clock went back.
+struct PeerRecord {
+    incarnation: Incarnation,
+    /// The highest incarnation that is over, if that is higher: its clock went back.
     past: Option<Incarnation>,
     session: u64,
-    /// Its place among those whose conversations are over.
+    /// Its place among those whose connections are over.
     gone: Option<u64>,
 }
 
@@ -207,32 +166,32 @@ struct Known {
 #[derive(Debug)]
 pub struct Peers {
     config: ChannelConfig,
-    me: Me,
+    local: LocalEngine,
     cautious: bool,
     ranks: Option<Vec<RankLayout>>,
     fingerprint: u64,
     next_link: u32,
     /// The link of the owner.
-    lent: Option<LinkId>,
+    owner_link: Option<LinkId>,
     next_slot: u32,
     next_session: u64,
-    /// Places that conversations which are over still take.
+    /// Places that connections which are over still take.
     reserved: usize,
-    slots: BTreeMap<PeerSlot, Slot>,
-    /// Slots that this side dials.
-    targets: BTreeMap<(EngineId, Endpoint), PeerSlot>,
-    /// Slots of peers that dialled.
-    callers: BTreeMap<EngineId, PeerSlot>,
-    /// The latest life and session seen of each peer.
-    known: BTreeMap<EngineId, Known>,
-    /// Peers whose conversations are over, in the order of their ends.
+    connections: BTreeMap<ConnectionId, Connection>,
+    /// Connections that this side dials.
+    targets: BTreeMap<(EngineId, Endpoint), ConnectionId>,
+    /// Connections of peers that dialled.
+    callers: BTreeMap<EngineId, ConnectionId>,
+    /// The latest incarnation and session seen of each peer.
+    known: BTreeMap<EngineId, PeerRecord>,
+    /// Peers whose connections are over, in the order of their ends.
     gone: BTreeMap<u64, EngineId>,
     next_gone: u64,
-    shunned: BTreeMap<(EngineId, Endpoint), Shun>,
-    links: BTreeMap<LinkId, Owner>,
+    backoffs: BTreeMap<(EngineId, Endpoint), Backoff>,
+    links: BTreeMap<LinkId, LinkOwner>,
     /// Whence the links of others came, as far as known.
     from: BTreeMap<LinkId, Endpoint>,
-    timers: Timers<Timer>,
+    timers: Timers<ConnectionTimer>,
     delivered: u32,
     violations: u32,
     stale: u32,
@@ -245,29 +204,29 @@ impl Peers {
     ///
     /// # Panics
     /// If `me` has no transfer mode.
-    pub fn new(mut config: ChannelConfig, me: Me, cautious: bool) -> Peers {
+    pub fn new(mut config: ChannelConfig, me: LocalEngine, cautious: bool) -> Peers {
         (config.retransmit, config.retransmit_max) = config.waits();
         config.version = config.version.clamp(VERSION_MIN, VERSION);
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
         let fingerprint = me.geometry.fingerprint();
         Peers {
             config,
-            me,
+            local: me,
             cautious,
             ranks: None,
             fingerprint,
             next_link: 0,
-            lent: None,
+            owner_link: None,
             next_slot: 0,
             next_session: 0,
             reserved: 0,
-            slots: BTreeMap::new(),
+            connections: BTreeMap::new(),
             targets: BTreeMap::new(),
             callers: BTreeMap::new(),
             known: BTreeMap::new(),
             gone: BTreeMap::new(),
             next_gone: 0,
-            shunned: BTreeMap::new(),
+            backoffs: BTreeMap::new(),
             links: BTreeMap::new(),
             from: BTreeMap::new(),
             timers: Timers::default(),
@@ -278,66 +237,71 @@ impl Peers {
     }
 
     /// Says where the KV of the own ranks lies, one entry per rank. The first call starts the
-    /// hellos; a call with other ranks (a rebuilt backend) ends all conversations.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut Out<'_>) {
+    /// hellos; a call with other ranks (a rebuilt backend) ends all connections.
+    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOutbox<'_>) {
         let first = match &self.ranks {
             Some(old) if *old == ranks => return,
             old => old.is_none(),
         };
         self.ranks = Some(ranks);
-        let slots: Vec<PeerSlot> = self.slots.keys().copied().collect();
-        for id in slots {
+        let connections: Vec<ConnectionId> = self.connections.keys().copied().collect();
+        for id in connections {
             if first {
-                self.slots.get_mut(&id).expect("listed above").start(now);
+                self.connections.get_mut(&id).expect("listed above").start(now);
                 self.service(now, id, out);
             } else {
-                self.end(now, id, Failure::Fabric(Cause::Closed), out);
+                self.end(now, id, Failure::Fabric(FabricError::Closed), out);
             }
         }
     }
 
-    /// The slot of a prefill at an endpoint; starts a conversation if there is none. While a peer
-    /// that just failed is being left alone, the new slot goes down at once, for the same reason,
-    /// unless it is another `life` that is wanted.
+    /// The connection of a prefill at an endpoint; starts a connection if there is none. While a
+    /// peer that just failed is being left alone, the new connection goes down at once, for the
+    /// same reason, unless it is another `incarnation` that is wanted.
     pub fn reach(
         &mut self,
         now: Nanos,
         engine: &EngineId,
         endpoint: &Endpoint,
-        life: Option<Incarnation>,
-        out: &mut Out<'_>,
-    ) -> PeerSlot {
+        incarnation: Option<Incarnation>,
+        out: &mut PeerOutbox<'_>,
+    ) -> ConnectionId {
         let target = (engine.clone(), endpoint.clone());
-        if let Some(slot) = self.targets.get(&target) {
-            return *slot;
+        if let Some(connection) = self.targets.get(&target) {
+            return *connection;
         }
-        let id = self.fresh_slot();
-        let other = |shun: &Shun| life.zip(shun.life).is_some_and(|(life, shun)| life != shun);
-        let shun = self.shunned.get(&target).filter(|shun| now < shun.until && !other(shun));
-        let failure = match shun {
-            Some(shun) => Some(shun.failure.clone()),
+        let id = self.next_connection_id();
+        let other = |backoff: &Backoff| {
+            incarnation
+                .zip(backoff.incarnation)
+                .is_some_and(|(incarnation, backoff)| incarnation != backoff)
+        };
+        let backoff =
+            self.backoffs.get(&target).filter(|backoff| now < backoff.until && !other(backoff));
+        let failure = match backoff {
+            Some(backoff) => Some(backoff.failure.clone()),
             None if !self.has_room() || !self.has_link() => Some(Failure::Overload),
             None => None,
         };
         if let Some(failure) = failure {
-            out.events.push(PeerEvent::Down { slot: id, failure, unsaid: None });
+            out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases: None });
             return id;
         }
         self.next_session += 1;
         let session = self.next_session;
-        let channel = Channel::new(&self.config, self.me.incarnation, session);
-        let slot = Slot::new(engine.clone(), Some(endpoint.clone()), session, channel);
+        let channel = Channel::new(&self.config, self.local.incarnation, session);
+        let connection = Connection::new(engine.clone(), Some(endpoint.clone()), session, channel);
         self.targets.insert(target, id);
-        let slot = self.slots.entry(id).or_insert(slot);
+        let connection = self.connections.entry(id).or_insert(connection);
         if self.ranks.is_some() {
-            slot.start(now);
+            connection.start(now);
             self.service(now, id, out);
         }
         id
     }
 
-    /// The slot of a peer that is spoken to there, or tried.
-    pub fn slot_of(&self, engine: &EngineId, endpoint: &Endpoint) -> Option<PeerSlot> {
+    /// The connection of a peer that is spoken to there, or tried.
+    pub fn connection_of(&self, engine: &EngineId, endpoint: &Endpoint) -> Option<ConnectionId> {
         self.targets.get(&(engine.clone(), endpoint.clone())).copied()
     }
 
@@ -345,50 +309,56 @@ impl Peers {
     ///
     /// # Errors
     /// `Overload` when the queue is full or the message is longer than a frame may be,
-    /// `PeerSilent` when the slot is down.
+    /// `PeerSilent` when the connection is down.
     pub fn send(
         &mut self,
         now: Nanos,
-        slot: PeerSlot,
+        connection: ConnectionId,
         message: Message,
-        out: &mut Out<'_>,
+        out: &mut PeerOutbox<'_>,
     ) -> Result<(), Failure> {
-        let Some(state) = self.slots.get_mut(&slot) else {
+        let Some(state) = self.connections.get_mut(&connection) else {
             return Err(Failure::PeerSilent);
         };
         state.channel.send(now, message, out.commands)?;
-        self.rearm(slot);
+        self.rearm(connection);
         Ok(())
     }
 
     /// Says whether the owner waits for the peer, e.g. because transfers with it are under way.
     /// Only while it does, or while messages are unacknowledged, the peer is probed and its
-    /// silence noticed. Unknown slots are ignored.
-    pub fn watch(&mut self, now: Nanos, slot: PeerSlot, waiting: bool, out: &mut Out<'_>) {
-        if let Some(state) = self.slots.get_mut(&slot) {
+    /// silence noticed. Unknown connections are ignored.
+    pub fn watch(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        waiting: bool,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        if let Some(state) = self.connections.get_mut(&connection) {
             state.channel.watch(now, waiting);
-            self.service(now, slot, out);
+            self.service(now, connection, out);
         }
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut Out<'_>) {
+    pub fn tick(&mut self, now: Nanos, out: &mut PeerOutbox<'_>) {
         // Before the timer that tells it is gone.
-        if self.stood_still(now) {
-            for slot in self.slots.values_mut() {
-                slot.excuse(now, &self.config);
+        if self.process_stalled(now) {
+            for connection in self.connections.values_mut() {
+                connection.compensate_stall(now, &self.config);
             }
         }
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Link(link) => {
+                ConnectionTimer::Link(link) => {
                     if self.links.contains_key(&link) {
                         self.hang_up(link, out);
                     }
                 }
-                Timer::Slot(id) => {
-                    if let Some(slot) = self.slots.get_mut(&id) {
-                        slot.armed = None;
+                ConnectionTimer::Connection(id) => {
+                    if let Some(connection) = self.connections.get_mut(&id) {
+                        connection.armed = None;
                         self.service(now, id, out);
                     }
                 }
@@ -406,20 +376,31 @@ impl Peers {
         self.reserved = places;
     }
 
-    /// Ends a conversation with `Down`. Unknown slots are ignored.
-    pub fn fail(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut Out<'_>) {
-        self.end(now, slot, failure, out);
+    /// Ends a connection with `Down`. Unknown connections are ignored.
+    pub fn fail(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: Failure,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        self.end(now, connection, failure, out);
     }
 
-    /// Ends a conversation; no event follows. Unknown slots are ignored. Returns what is still to
-    /// be said.
-    pub fn close(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out<'_>) -> Option<Box<Unsaid>> {
-        self.retire(now, slot, out).and_then(|slot| Unsaid::of(&slot))
+    /// Ends a connection; no event follows. Unknown connections are ignored. Returns what is still
+    /// to be said.
+    pub fn close(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        out: &mut PeerOutbox<'_>,
+    ) -> Option<Box<UnackedReleases>> {
+        self.retire(now, connection, out).and_then(|connection| UnackedReleases::of(&connection))
     }
 
     /// The peer, once it is up and until it is down.
-    pub fn info(&self, slot: PeerSlot) -> Option<&PeerInfo> {
-        self.slots.get(&slot)?.info.as_ref()
+    pub fn info(&self, connection: ConnectionId) -> Option<&PeerInfo> {
+        self.connections.get(&connection)?.info.as_ref()
     }
 
     /// Sizes and counts; takes time in proportion to the number of peers.
@@ -428,17 +409,23 @@ impl Peers {
             self.targets.len(),
             self.callers.len(),
             self.known.len(),
-            self.shunned.len(),
+            self.backoffs.len(),
             self.from.len(),
             self.timers.len(),
             self.gone.len(),
         ];
-        let early: usize = self.slots.values().map(|slot| slot.channel.early()).sum();
+        let early: usize =
+            self.connections.values().map(|connection| connection.channel.early()).sum();
         PeerGauges {
-            peers: self.slots.len() as u32,
-            up: self.slots.values().filter(|slot| slot.info.is_some()).count() as u32,
+            peers: self.connections.len() as u32,
+            up: self.connections.values().filter(|connection| connection.info.is_some()).count()
+                as u32,
             links: self.links.len() as u32,
-            queued: self.slots.values().map(|slot| slot.channel.queued() as u32).sum(),
+            queued: self
+                .connections
+                .values()
+                .map(|connection| connection.channel.queued() as u32)
+                .sum(),
             violations: self.violations,
             stale: self.stale,
             delivered: self.delivered,
@@ -446,14 +433,14 @@ impl Peers {
         }
     }
 
-    /// A slot that no conversation had. The last one is for those that do not come about.
-    fn fresh_slot(&mut self) -> PeerSlot {
+    /// A connection that no connection had. The last one is for those that do not come about.
+    fn next_connection_id(&mut self) -> ConnectionId {
         self.next_slot = (self.next_slot + 1).min(SLOT_MAX);
-        PeerSlot(self.next_slot)
+        ConnectionId(self.next_slot)
     }
 
     fn has_room(&self) -> bool {
-        let room = self.slots.len() + self.reserved < self.config.peers_max as usize;
+        let room = self.connections.len() + self.reserved < self.config.peers_max as usize;
         room && self.next_slot < SLOT_MAX - 1
     }
 
@@ -461,24 +448,33 @@ impl Peers {
         self.links.len() < self.config.links_max as usize
     }
 
-    /// True if a peer that is up is known to have begun a new life after this one.
-    pub fn is_past(&self, slot: PeerSlot, life: Incarnation) -> bool {
-        let Some(info) = self.info(slot) else { return false };
+    /// True if a peer that is up is known to have begun a new incarnation after this one.
+    pub fn is_past(&self, connection: ConnectionId, incarnation: Incarnation) -> bool {
+        let Some(info) = self.info(connection) else { return false };
         let past = self.known.get(&info.engine).and_then(|known| known.past);
-        life < info.incarnation || life != info.incarnation && past.is_some_and(|past| life <= past)
+        incarnation < info.incarnation
+            || incarnation != info.incarnation && past.is_some_and(|past| incarnation <= past)
     }
 
-    /// This life of a peer that is up is over, though it may be higher than the one it is in.
-    pub fn is_over(&mut self, slot: PeerSlot, life: Incarnation) {
-        let Some(info) = self.slots.get(&slot).and_then(|slot| slot.info.as_ref()) else { return };
-        if let Some(known) = self.known.get_mut(&info.engine).filter(|known| life > known.life) {
-            known.past = known.past.max(Some(life));
+    /// This incarnation of a peer that is up is over, though it may be higher than the one it is
+    /// in.
+    pub fn is_over(&mut self, connection: ConnectionId, incarnation: Incarnation) {
+        let Some(info) =
+            self.connections.get(&connection).and_then(|connection| connection.info.as_ref())
+        else {
+            return;
+        };
+        if let Some(known) =
+            self.known.get_mut(&info.engine).filter(|known| incarnation > known.incarnation)
+        {
+            known.past = known.past.max(Some(incarnation));
         }
     }
 
-    /// Keeps the latest life and session of a peer. If need be, the one whose conversations have
-    /// been over for longest is forgotten: those that go on are no more than there may be peers.
-    fn remember(&mut self, engine: &EngineId, life: Incarnation, session: u64) {
+    /// Keeps the latest incarnation and session of a peer. If need be, the one whose connections
+    /// have been over for longest is forgotten: those that go on are no more than there may be
+    /// peers.
+    fn remember(&mut self, engine: &EngineId, incarnation: Incarnation, session: u64) {
         let before = self.known.get(engine).copied();
         if let Some(place) = before.and_then(|known| known.gone) {
             self.gone.remove(&place);
@@ -489,15 +485,16 @@ impl Peers {
         {
             self.known.remove(&oldest);
         }
-        let past = before.and_then(|known| known.past.max(Some(known.life)));
-        let past = past.filter(|past| *past > life);
-        self.known.insert(engine.clone(), Known { life, past, session, gone: None });
+        let past = before.and_then(|known| known.past.max(Some(known.incarnation)));
+        let past = past.filter(|past| *past > incarnation);
+        self.known.insert(engine.clone(), PeerRecord { incarnation, past, session, gone: None });
     }
 
-    /// A conversation with the peer is over; there may be another one.
+    /// A connection with the peer is over; there may be another one.
     fn leave_known(&mut self, engine: &EngineId) {
-        let goes_on = |slot: &Slot| slot.engine == *engine && slot.info.is_some();
-        if self.slots.values().any(goes_on) {
+        let goes_on =
+            |connection: &Connection| connection.engine == *engine && connection.info.is_some();
+        if self.connections.values().any(goes_on) {
             return;
         }
         if let Some(known) = self.known.get_mut(engine).filter(|known| known.gone.is_none()) {
@@ -508,83 +505,85 @@ impl Peers {
     }
 
     /// True if this process stood still and may not have read what peers sent meanwhile.
-    fn stood_still(&self, now: Nanos) -> bool {
+    fn process_stalled(&self, now: Nanos) -> bool {
         self.timers.next().is_some_and(|due| due + self.config.retransmit_max < now)
     }
 
-    /// Does everything that is due in a slot.
-    fn service(&mut self, now: Nanos, id: PeerSlot, out: &mut Out<'_>) {
-        if self.stood_still(now)
-            && let Some(slot) = self.slots.get_mut(&id)
+    /// Does everything that is due in a connection.
+    fn service(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+        if self.process_stalled(now)
+            && let Some(connection) = self.connections.get_mut(&id)
         {
-            slot.excuse(now, &self.config);
+            connection.compensate_stall(now, &self.config);
         }
-        while let Some(slot) = self.slots.get_mut(&id) {
-            let Some((_, due)) = slot.next(&self.config).filter(|(at, _)| *at <= now) else {
+        while let Some(connection) = self.connections.get_mut(&id) {
+            let Some((_, due)) = connection.next(&self.config).filter(|(at, _)| *at <= now) else {
                 break;
             };
             match due {
-                Due::Unreachable => self.end(now, id, Failure::Unreachable, out),
-                Due::Silent => self.end(now, id, Failure::PeerSilent, out),
-                Due::Channel => slot.channel.tick(now, out.commands),
-                Due::Hello(link) => self.repeat_hello(now, id, link, out),
-                Due::Abandon(link) => {
-                    slot.dial_again(now, &self.config);
+                ConnectionAction::Unreachable => self.end(now, id, Failure::Unreachable, out),
+                ConnectionAction::Silent => self.end(now, id, Failure::PeerSilent, out),
+                ConnectionAction::Channel => connection.channel.tick(now, out.commands),
+                ConnectionAction::Hello(link) => self.repeat_hello(now, id, link, out),
+                ConnectionAction::Abandon(link) => {
+                    connection.dial_again(now, &self.config);
                     self.hang_up(link, out);
                 }
-                Due::Mend => {
-                    slot.mend();
+                ConnectionAction::ProbePath => {
+                    connection.count_path_probe();
                     self.dial(now, id, out);
                 }
-                Due::Dial => self.dial(now, id, out),
+                ConnectionAction::Dial => self.dial(now, id, out),
             }
         }
         self.rearm(id);
     }
 
-    fn rearm(&mut self, id: PeerSlot) {
-        let Some(slot) = self.slots.get_mut(&id) else { return };
-        let at = slot.next(&self.config).map(|(at, _)| at);
-        if at != slot.armed {
-            slot.armed = at;
+    fn rearm(&mut self, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let at = connection.next(&self.config).map(|(at, _)| at);
+        if at != connection.armed {
+            connection.armed = at;
             match at {
-                Some(at) => self.timers.arm(Timer::Slot(id), at),
+                Some(at) => self.timers.arm(ConnectionTimer::Connection(id), at),
                 None => {
-                    self.timers.cancel(&Timer::Slot(id));
+                    self.timers.cancel(&ConnectionTimer::Connection(id));
                 }
             }
         }
     }
 
-    /// The conversation ends by itself: tells the owner, and the peer if a link is left.
-    fn end(&mut self, now: Nanos, id: PeerSlot, failure: Failure, out: &mut Out<'_>) {
-        let Some(slot) = self.retire(now, id, out) else { return };
-        let unsaid = Unsaid::of(&slot);
-        if let (None, Some(endpoint)) = (&slot.info, slot.endpoint) {
-            self.shun(now, (slot.engine, endpoint), failure.clone(), slot.refused);
+    /// The connection ends by itself: tells the owner, and the peer if a link is left.
+    fn end(&mut self, now: Nanos, id: ConnectionId, failure: Failure, out: &mut PeerOutbox<'_>) {
+        let Some(connection) = self.retire(now, id, out) else { return };
+        let unsaid = UnackedReleases::of(&connection);
+        if let (None, Some(endpoint)) = (&connection.info, connection.endpoint) {
+            self.back_off(now, (connection.engine, endpoint), failure.clone(), connection.refused);
         }
-        out.events.push(PeerEvent::Down { slot: id, failure, unsaid });
+        out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases: unsaid });
     }
 
     /// After repeated failures a target is left alone for longer and longer.
-    fn shun(
+    fn back_off(
         &mut self,
         now: Nanos,
         target: (EngineId, Endpoint),
         failure: Failure,
-        life: Option<Incarnation>,
+        incarnation: Option<Incarnation>,
     ) {
-        let known = self.shunned.contains_key(&target);
-        if !known && self.shunned.len() >= self.config.peers_max as usize {
-            let over = self.shunned.iter().find(|(_, shun)| shun.until <= now);
-            let victim = over.or(self.shunned.first_key_value()).map(|(target, _)| target.clone());
+        let known = self.backoffs.contains_key(&target);
+        if !known && self.backoffs.len() >= self.config.peers_max as usize {
+            let over = self.backoffs.iter().find(|(_, backoff)| backoff.until <= now);
+            let victim = over.or(self.backoffs.first_key_value()).map(|(target, _)| target.clone());
             if let Some(victim) = victim {
-                self.shunned.remove(&victim);
+                self.backoffs.remove(&victim);
             }
         }
         let (first, most) = (self.config.retransmit, self.config.retransmit_max);
-        let wait =
-            self.shunned.get(&target).map_or(first, |shun| (shun.wait + shun.wait).min(most));
-        self.shunned.insert(target, Shun { until: now + wait, wait, failure, life });
+        let wait = self
+            .backoffs
+            .get(&target)
+            .map_or(first, |backoff| (backoff.wait + backoff.wait).min(most));
+        self.backoffs.insert(target, Backoff { until: now + wait, wait, failure, incarnation });
     }
 }

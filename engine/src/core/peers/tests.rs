@@ -1,17 +1,17 @@
 //! What happens at the end of numbers that peers can drive up.
 
-use super::{Me, Out, PeerEvent, Peers, SLOT_MAX};
+use super::{LocalEngine, PeerEvent, PeerOutbox, Peers, SLOT_MAX};
 use crate::core::channel::{ChannelConfig, capability};
 use crate::core::error::Failure;
-use crate::core::ids::{Incarnation, PeerSlot};
+use crate::core::ids::{ConnectionId, Incarnation};
 use crate::core::layout::Geometry;
 use crate::core::message::Role;
 use crate::core::time::Nanos;
-use crate::fabric::{Channel, ControlEvent, LinkId};
+use crate::fabric::{ControlEvent, LinkId, LinkKind};
 use std::sync::Arc;
 
 fn peers(role: Role) -> Peers {
-    let me = Me {
+    let me = LocalEngine {
         engine: "me".into(),
         incarnation: Incarnation(1),
         role,
@@ -26,10 +26,10 @@ fn what_peers_do_wrong_is_counted_up_to_the_end_of_numbers() {
     let mut peers = peers(Role::Prefill);
     (peers.violations, peers.stale) = (u32::MAX - 1, u32::MAX);
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     for link in 0..3 {
         let link = LinkId(LinkId::INBOUND | link);
-        let up = ControlEvent::LinkUp { link, channel: Channel::Handshake, from: None };
+        let up = ControlEvent::LinkUp { link, channel: LinkKind::Handshake, from: None };
         peers.control(Nanos::ZERO, up, &mut out);
         let frame = ControlEvent::Frame { link, parts: vec![vec![1, 2, 3]] };
         peers.control(Nanos::ZERO, frame, &mut out);
@@ -42,7 +42,7 @@ fn ids_of_links_come_again_but_those_in_use() {
     let mut peers = peers(Role::Decode);
     peers.ranks = Some(Vec::new());
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     assert_eq!(peers.fresh_link(), LinkId(1));
     peers.reach(Nanos::ZERO, &"a".into(), &"tcp://there".into(), None, &mut out);
     assert!(peers.links.contains_key(&LinkId(2)));
@@ -56,19 +56,19 @@ fn slots_that_are_used_up_are_overload_and_never_used_again() {
     let mut peers = peers(Role::Decode);
     peers.next_slot = SLOT_MAX - 3;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = Out { commands: &mut commands, events: &mut events };
+    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     let engines = ["a", "b", "c", "d", "e"];
-    let slots = engines.map(|engine| {
+    let connections = engines.map(|engine| {
         let (engine, endpoint) = (engine.into(), "tcp://there".into());
         peers.reach(Nanos::ZERO, &engine, &endpoint, None, &mut out).0
     });
     let last = SLOT_MAX;
-    assert_eq!(slots, [last - 2, last - 1, last, last, last]);
-    assert!(!PeerSlot(last).is_moriio());
-    let down = |slot: &u32| {
-        let (slot, failure) = (PeerSlot(*slot), Failure::Overload);
-        PeerEvent::Down { slot, failure, unsaid: None }
+    assert_eq!(connections, [last - 2, last - 1, last, last, last]);
+    assert!(!ConnectionId(last).is_moriio());
+    let down = |connection: &u32| {
+        let (connection, failure) = (ConnectionId(*connection), Failure::Overload);
+        PeerEvent::Down { connection, failure, unacked_releases: None }
     };
-    let downs: Vec<PeerEvent> = slots[1..].iter().map(down).collect();
+    let downs: Vec<PeerEvent> = connections[1..].iter().map(down).collect();
     assert_eq!(events, downs, "the first is the last to come about");
 }

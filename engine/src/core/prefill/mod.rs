@@ -1,28 +1,32 @@
 //! The prefill side of transfers: one per engine core.
 //!
-//! A *key* is one prompt that travels; a *sink* is one receiver of it (a sibling on a decode
-//! engine). Keys and sinks may appear in either order: a decode may announce before the prefill
-//! leg arrives. `request` follows the engine's requests, `sink` the receivers.
+//! A *key* is one prompt that travels; a *receiver* is a sibling on a decode engine that wants it.
+//! Keys and receivers may appear in either order: a decode may announce before the prefill
+//! leg arrives. `request` follows the engine's requests, `receivers` the receivers.
 
+mod receiver;
+mod receivers;
 mod request;
-mod sink;
 
 use super::by_peer::ByPeer;
 use super::command::ControlCommand;
+use super::config::CoreConfig;
 use super::error::{Failure, PeerViolation};
-use super::ids::{EngineId, FlowId, PeerSlot, RankSet, RequestId, SourceId, TransferKey};
+use super::ids::{ConnectionId, EngineId, FlowId, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{FlowState, Job, Message, PrefillAnswer, PrefillHook, Report, RouterNews};
+use super::message::{
+    FlowState, Message, PrefillAnswer, PrefillHook, RouterEvent, TransferJob, TransferReport,
+};
 use super::moriio::MoriioCounters;
+use super::peer_manager::{PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
-use super::station::{CoreConfig, News, Station};
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
 use crate::fabric::ControlEvent;
-use request::Request;
+use receiver::{Receiver, ReceiverRequest};
+use request::PrefillRequest;
 use serde::{Deserialize, Serialize};
-use sink::Sink;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What can happen to a prefill core.
@@ -36,8 +40,7 @@ pub enum PrefillInput {
     Report {
         /// Its TP rank.
         rank: u16,
-        /// What it says.
-        report: Report,
+        report: TransferReport,
     },
     /// Register as draining from now on.
     Drain,
@@ -51,13 +54,13 @@ pub enum PrefillEffect {
     /// Call the control plane.
     Control(ControlCommand),
     /// Give a job to the transfer actors of all ranks.
-    Job(Job),
+    Job(TransferJob),
     /// Tell the engine.
     Answer(PrefillAnswer),
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
     /// For the log: what becomes of the registrations.
-    Router(RouterNews),
+    Router(RouterEvent),
     /// For the log: a peer's hello was refused, and the peer was told why.
     Refused {
         /// What it calls itself.
@@ -73,8 +76,8 @@ impl From<ControlCommand> for PrefillEffect {
     }
 }
 
-impl From<Job> for PrefillEffect {
-    fn from(job: Job) -> Self {
+impl From<TransferJob> for PrefillEffect {
+    fn from(job: TransferJob) -> Self {
         PrefillEffect::Job(job)
     }
 }
@@ -86,7 +89,7 @@ impl From<PrefillAnswer> for PrefillEffect {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
+enum PrefillTimer {
     /// An announced key whose prefill leg has not arrived.
     Orphan(TransferKey),
     /// A computed prompt whose receivers have not come.
@@ -101,13 +104,13 @@ enum Timer {
 
 /// One prompt that travels.
 #[derive(Debug, Default)]
-struct Key {
+struct PromptTransfer {
     /// The engine's request that has the KV; none before its leg arrives.
     request: Option<RequestId>,
     /// Prefill legs seen (samples of one prompt may each have one).
     copies: u32,
     /// Receivers that have not ended, by sibling.
-    sinks: BTreeMap<u32, Sink>,
+    receivers: BTreeMap<u32, Receiver>,
     /// Siblings that have ended, well or not; those of the prompt once its leg is there.
     served: BTreeSet<u32>,
     /// Why the first that did not end well did not.
@@ -130,9 +133,9 @@ struct FlowEntry {
 #[derive(Debug)]
 pub struct Prefill {
     config: CoreConfig,
-    station: Station,
-    keys: BTreeMap<TransferKey, Key>,
-    requests: BTreeMap<RequestId, Request>,
+    peer_manager: PeerManager,
+    keys: BTreeMap<TransferKey, PromptTransfer>,
+    requests: BTreeMap<RequestId, PrefillRequest>,
     flows: BTreeMap<FlowId, FlowEntry>,
     /// Receivers that have not ended.
     by_peer: ByPeer<(TransferKey, u32)>,
@@ -141,20 +144,20 @@ pub struct Prefill {
     tombstones: Tombstones<TransferKey>,
     /// Those of `tombstones` whose receivers left before the prefill leg came.
     abandoned: Tombstones<TransferKey>,
-    timers: Timers<Timer>,
-    news: Vec<News>,
+    timers: Timers<PrefillTimer>,
+    events: Vec<PeerManagerEvent>,
     /// Blocks of all requests.
     held: u32,
     next_id: u64,
 }
 
-type Out = Outbox<PrefillEffect>;
+type PrefillOutbox = Outbox<PrefillEffect>;
 
 impl Prefill {
     /// A core that has done nothing; it registers when all its ranks are ready.
     pub fn new(config: CoreConfig) -> Prefill {
         Prefill {
-            station: Station::new(&config),
+            peer_manager: PeerManager::new(&config),
             keys: BTreeMap::new(),
             requests: BTreeMap::new(),
             flows: BTreeMap::new(),
@@ -163,7 +166,7 @@ impl Prefill {
             tombstones: Tombstones::new(config.settings.tombstones_max),
             abandoned: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            news: Vec::new(),
+            events: Vec::new(),
             held: 0,
             next_id: 0,
             config,
@@ -175,7 +178,7 @@ impl Prefill {
         self.next_id
     }
 
-    fn hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut Out) {
+    fn hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
         match hook {
             PrefillHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, leg, tokens, out);
@@ -190,25 +193,36 @@ impl Prefill {
         }
     }
 
-    fn news(&mut self, now: Nanos, news: News, out: &mut Out) {
+    fn on_peer_manager_event(
+        &mut self,
+        now: Nanos,
+        news: PeerManagerEvent,
+        out: &mut PrefillOutbox,
+    ) {
         match news {
-            News::Peer(event) => self.peer(now, event, out),
-            News::Flow { rank, flow, state } => self.flow_news(now, rank, flow, state, out),
-            News::Fenced { .. } => {}
-            News::Abandoned { key } => self.abandoned(now, &key, out),
-            News::Unusable { failure } => self.give_up(now, &failure, out),
-            News::Router(said) => out.push(PrefillEffect::Router(said)),
+            PeerManagerEvent::Peer(event) => self.peer(now, event, out),
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.flow_news(now, rank, flow, state, out)
+            }
+            PeerManagerEvent::Fenced { .. } => {}
+            PeerManagerEvent::Abandoned { key } => self.abandoned(now, &key, out),
+            PeerManagerEvent::Unusable { failure } => self.give_up(now, &failure, out),
+            PeerManagerEvent::Router(said) => out.push(PrefillEffect::Router(said)),
         }
     }
 
-    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut Out) {
+    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut PrefillOutbox) {
         match event {
-            PeerEvent::Message { slot, message } => self.message(now, slot, message, out),
-            PeerEvent::Lost { slot, tag, kind, violation } => {
-                self.lost(now, slot, tag, (kind, Failure::Violation(violation)), out);
+            PeerEvent::Message { connection, message } => {
+                self.message(now, connection, message, out)
+            }
+            PeerEvent::Lost { connection, tag, kind, violation } => {
+                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
             }
             PeerEvent::Up { .. } => {}
-            PeerEvent::Down { slot, failure, .. } => self.peer_down(now, slot, &failure, out),
+            PeerEvent::Down { connection, failure, .. } => {
+                self.peer_down(now, connection, &failure, out)
+            }
             PeerEvent::Violation(violation) => out.push(PrefillEffect::Violation(violation)),
             PeerEvent::Refused { engine: peer, failure } => {
                 out.push(PrefillEffect::Refused { peer, failure });
@@ -216,32 +230,47 @@ impl Prefill {
         }
     }
 
-    fn message(&mut self, now: Nanos, slot: PeerSlot, message: Message, out: &mut Out) {
+    fn message(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        message: Message,
+        out: &mut PrefillOutbox,
+    ) {
         match message {
             Message::Ask { tag, tokens } => {
-                self.wanted(now, slot, tag, tokens, sink::Want::Ask, out);
+                self.wanted(now, connection, tag, tokens, ReceiverRequest::Ask, out);
             }
             Message::Announce { tag, tokens, from, blocks } => {
-                let want = sink::Want::Push { from, blocks: blocks.into() };
-                self.wanted(now, slot, tag, tokens, want, out);
+                let want = ReceiverRequest::Push { from, blocks: blocks.into() };
+                self.wanted(now, connection, tag, tokens, want, out);
             }
             Message::Pull { tag, tokens } => {
-                self.wanted(now, slot, tag, tokens, sink::Want::Pull, out);
+                self.wanted(now, connection, tag, tokens, ReceiverRequest::Pull, out);
             }
-            Message::Renew { tag, count } => self.renew(now, slot, tag, count, out),
-            Message::Release { tag, ranks } => self.released(now, slot, &tag, ranks, out),
-            Message::Cancel { tag } => self.cancelled(now, slot, tag, out),
+            Message::Renew { tag, count } => self.renew(now, connection, tag, count, out),
+            Message::Release { tag, ranks } => self.released(now, connection, &tag, ranks, out),
+            Message::Cancel { tag } => self.cancelled(now, connection, tag, out),
             Message::Begun { .. }
             | Message::Grant { .. }
             | Message::Renewed { .. }
             | Message::Delivered { .. }
             | Message::Ended { .. } => {
-                out.push(PrefillEffect::Violation(self.station.violation(slot, &message)));
+                out.push(PrefillEffect::Violation(
+                    self.peer_manager.violation(connection, &message),
+                ));
             }
         }
     }
 
-    fn flow_news(&mut self, now: Nanos, rank: u16, id: FlowId, state: FlowState, out: &mut Out) {
+    fn flow_news(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        id: FlowId,
+        state: FlowState,
+        out: &mut PrefillOutbox,
+    ) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         match state {
             FlowState::Moving => return,
@@ -263,14 +292,14 @@ impl Prefill {
         }
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut Out) {
+    fn tick(&mut self, now: Nanos, out: &mut PrefillOutbox) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Orphan(key) => self.orphaned(now, &key, out),
-                Timer::Hold(key) => self.hold_ended(&key, out),
-                Timer::Resume(key) => self.not_resumed(now, &key, out),
-                Timer::Claim(key) => self.unclaimed(now, &key, out),
-                Timer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
+                PrefillTimer::Orphan(key) => self.orphaned(now, &key, out),
+                PrefillTimer::Hold(key) => self.hold_ended(&key, out),
+                PrefillTimer::Resume(key) => self.not_resumed(now, &key, out),
+                PrefillTimer::Claim(key) => self.unclaimed(now, &key, out),
+                PrefillTimer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
             }
         }
     }
@@ -279,7 +308,7 @@ impl Prefill {
 impl Prefill {
     /// What was counted of peers that speak MoRIIO.
     pub fn moriio(&self) -> MoriioCounters {
-        self.station.moriio()
+        self.peer_manager.moriio()
     }
 }
 
@@ -287,49 +316,49 @@ impl Machine for Prefill {
     type Input = PrefillInput;
     type Effect = PrefillEffect;
 
-    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut Out) {
+    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut PrefillOutbox) {
         match input {
             PrefillInput::Hook(hook) => self.hook(now, hook, out),
             PrefillInput::Control(event) => {
-                self.station.control(now, event, &mut self.news, out);
+                self.peer_manager.control(now, event, &mut self.events, out);
             }
             PrefillInput::Report { rank, report } => {
-                self.station.report(now, rank, report, &mut self.news, out);
+                self.peer_manager.report(now, rank, report, &mut self.events, out);
             }
-            PrefillInput::Drain => self.station.drain(now, out),
+            PrefillInput::Drain => self.peer_manager.drain(now, out),
             PrefillInput::Tick => {
-                self.station.tick(now, out);
+                self.peer_manager.tick(now, out);
                 self.tick(now, out);
             }
         }
         loop {
-            self.station.digest(&mut self.news, out);
-            if self.news.is_empty() {
+            self.peer_manager.process_peer_events(&mut self.events, out);
+            if self.events.is_empty() {
                 break;
             }
-            for news in std::mem::take(&mut self.news) {
-                self.news(now, news, out);
+            for news in std::mem::take(&mut self.events) {
+                self.on_peer_manager_event(now, news, out);
             }
         }
     }
 
     fn deadline(&self) -> Option<Nanos> {
-        [self.station.deadline(), self.timers.next()].into_iter().flatten().min()
+        [self.peer_manager.deadline(), self.timers.next()].into_iter().flatten().min()
     }
 
     fn gauges(&self) -> Gauges {
-        let station = self.station.gauges();
-        let receivers = self.keys.values().map(|key| key.sinks.len() + key.served.len());
+        let shared = self.peer_manager.gauges();
+        let receivers = self.keys.values().map(|key| key.receivers.len() + key.served.len());
         let given_up = self.requests.values().map(|request| request.draining.len());
         let tables = self.requests.len() + self.timers.len() + self.by_peer.len();
         let entries = tables + receivers.sum::<usize>() + given_up.sum::<usize>();
         Gauges {
-            entries: station.entries + entries as u32,
-            remembered: station.remembered + self.abandoned.len(),
+            entries: shared.entries + entries as u32,
+            remembered: shared.remembered + self.abandoned.len(),
             transfers: (self.keys.len() + self.flows.len()) as u32,
             held: self.held,
             tombstones: self.tombstones.len(),
-            ..station
+            ..shared
         }
     }
 }

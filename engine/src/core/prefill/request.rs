@@ -1,18 +1,18 @@
 //! The engine's requests: what is computed, and when its blocks may go.
 
-use super::{Key, Out, Prefill, Timer};
+use super::{Prefill, PrefillOutbox, PrefillTimer, PromptTransfer};
+use crate::core::config::CoreSettings;
 use crate::core::error::Failure;
 use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
 use crate::core::layout::BlockList;
-use crate::core::message::{Chunk, FinishReason, Job, Mode, PrefillAnswer, PrefillLeg};
-use crate::core::station::CoreSettings;
+use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillLeg, TransferJob};
 use crate::core::time::Nanos;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A request with a prefill leg, from its arrival until its blocks are free.
 #[derive(Debug)]
-pub(super) struct Request {
+pub(super) struct PrefillRequest {
     pub(super) key: TransferKey,
     pub(super) leg: PrefillLeg,
     pub(super) tokens: u32,
@@ -37,7 +37,7 @@ fn siblings(leg: &PrefillLeg) -> u32 {
     leg.siblings.max(1)
 }
 
-impl Request {
+impl PrefillRequest {
     /// True if the prompt is not yet as far as it was before a preemption.
     pub(super) fn is_behind(&self) -> bool {
         self.scheduled < self.lost
@@ -90,7 +90,7 @@ impl Prefill {
         id: RequestId,
         leg: PrefillLeg,
         tokens: u32,
-        out: &mut Out,
+        out: &mut PrefillOutbox,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
             out.push(PrefillAnswer::Rejected { request: id, failure });
@@ -106,7 +106,7 @@ impl Prefill {
         let before = entry.served.len();
         entry.served.retain(|sibling| *sibling < siblings(&leg));
         self.served -= before - entry.served.len();
-        let request = Request {
+        let request = PrefillRequest {
             key: key.clone(),
             leg,
             tokens,
@@ -121,18 +121,19 @@ impl Prefill {
         };
         self.requests.insert(id, request);
         if !spare {
-            self.timers.cancel(&Timer::Orphan(key.clone()));
-            self.bind_sinks(now, &key, out);
+            self.timers.cancel(&PrefillTimer::Orphan(key.clone()));
+            self.bind_receivers(now, &key, out);
             if let Some(peer) = peer {
-                self.station.expect_moriio(now, &key, wanted, &peer, out);
+                self.peer_manager.expect_moriio(now, &key, wanted, &peer, out);
             }
         }
     }
 
     fn admit(&self, id: &RequestId, leg: &PrefillLeg) -> Result<(), Failure> {
-        self.station.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
-        let other_life = leg.life.is_some_and(|life| life != self.config.incarnation);
-        if other_life && !planted!("leg-of-another-life") {
+        self.peer_manager.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
+        let other_incarnation =
+            leg.incarnation.is_some_and(|incarnation| incarnation != self.config.incarnation);
+        if other_incarnation && !planted!("leg-of-another-incarnation") {
             return Err(Failure::OtherLife);
         }
         // Who wanted it has left, which is nothing to worry about.
@@ -146,7 +147,13 @@ impl Prefill {
         if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
-    pub(super) fn scheduled(&mut self, now: Nanos, step: StepId, chunk: Chunk, out: &mut Out) {
+    pub(super) fn scheduled(
+        &mut self,
+        now: Nanos,
+        step: StepId,
+        chunk: Chunk,
+        out: &mut PrefillOutbox,
+    ) {
         let Some(request) = self.requests.get_mut(&chunk.request) else { return };
         assert!(request.finished.is_none(), "{} was scheduled after it finished", chunk.request);
         let first = !request.begun();
@@ -162,7 +169,7 @@ impl Prefill {
         let key = (binds || resumed).then(|| request.key.clone());
         if pushes {
             request.mentioned = true;
-            out.push(Job::Source {
+            out.push(TransferJob::Source {
                 source: request.source,
                 step,
                 ready: chunk.from,
@@ -173,10 +180,10 @@ impl Prefill {
         }
         let Some(key) = key else { return };
         if resumed {
-            self.timers.cancel(&Timer::Resume(key.clone()));
+            self.timers.cancel(&PrefillTimer::Resume(key.clone()));
         }
         if binds {
-            self.bind_sinks(now, &key, out);
+            self.bind_receivers(now, &key, out);
         }
     }
 
@@ -185,7 +192,7 @@ impl Prefill {
         now: Nanos,
         id: RequestId,
         reason: FinishReason,
-        out: &mut Out,
+        out: &mut PrefillOutbox,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         request.finished = Some(reason);
@@ -194,23 +201,23 @@ impl Prefill {
             return self.free(&id, None, out);
         }
         if request.computed() && request.ending() {
-            self.bind_sinks(now, &key, out);
+            self.bind_receivers(now, &key, out);
             let CoreSettings { lease, claim, .. } = self.config.settings;
             let cut = if planted!("hold-cut-to-a-quarter") { 4 } else { 1 };
-            self.timers.arm(Timer::Hold(key.clone()), now + lease.scale(1, cut));
+            self.timers.arm(PrefillTimer::Hold(key.clone()), now + lease.scale(1, cut));
             // Who may still ask may still be late.
-            self.timers.arm(Timer::Claim(key.clone()), now + claim.max(lease));
+            self.timers.arm(PrefillTimer::Claim(key.clone()), now + claim.max(lease));
         } else {
             request.finished = Some(FinishReason::Aborted);
-            // A push may be over before the engine has an answer, that of decode too: then whoever asked
-            // leaves, and nobody lacks anything.
+            // A push may be over before the engine has an answer, that of decode too: then whoever
+            // asked leaves, and nobody lacks anything.
             self.try_free(&key, out);
             self.end_key(now, &key, &Failure::PrefillEnded, out);
         }
         self.try_free(&key, out);
     }
 
-    pub(super) fn preempted(&mut self, now: Nanos, id: RequestId, out: &mut Out) {
+    pub(super) fn preempted(&mut self, now: Nanos, id: RequestId, out: &mut PrefillOutbox) {
         let source = SourceId(self.fresh());
         let Some(request) = self.requests.get_mut(&id) else { return };
         assert!(request.finished.is_none(), "{id} was preempted after it finished");
@@ -220,7 +227,7 @@ impl Prefill {
         request.lost = request.lost.max(std::mem::take(&mut request.scheduled));
         let mentioned = std::mem::take(&mut request.mentioned);
         let key = request.key.clone();
-        let flows = if request.spare { 0 } else { self.restart_sinks(&key, old, out) };
+        let flows = if request.spare { 0 } else { self.restart_receivers(&key, old, out) };
         self.await_resumption(now, &key);
         if flows > 0 && !planted!("preemption-waits-for-nobody") {
             if let Some(request) = self.requests.get_mut(&id) {
@@ -229,25 +236,25 @@ impl Prefill {
             return;
         }
         if mentioned {
-            out.push(Job::Forget { source: old });
+            out.push(TransferJob::Forget { source: old });
         }
         out.push(PrefillAnswer::PreemptionSafe { request: id });
     }
 
     /// One flow of a source that a preemption gave up is quiet.
-    pub(super) fn drained(&mut self, id: &RequestId, source: SourceId, out: &mut Out) {
+    pub(super) fn drained(&mut self, id: &RequestId, source: SourceId, out: &mut PrefillOutbox) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let Some(left) = request.draining.get_mut(&source) else { return };
         *left -= 1;
         if *left == 0 || planted!("preempted-source-safe-at-first-quiet") {
             request.draining.remove(&source);
-            out.push(Job::Forget { source });
+            out.push(TransferJob::Forget { source });
             out.push(PrefillAnswer::PreemptionSafe { request: id.clone() });
         }
     }
 
     /// Frees the blocks of a key's request if nobody needs them any more.
-    pub(super) fn try_free(&mut self, key: &TransferKey, out: &mut Out) {
+    pub(super) fn try_free(&mut self, key: &TransferKey, out: &mut PrefillOutbox) {
         let Some(entry) = self.keys.get(key) else { return };
         let Some(id) = entry.request.clone() else {
             return self.forget_if_idle(key);
@@ -257,15 +264,15 @@ impl Prefill {
         let all_served = served >= request.siblings()
             || planted!("source-freed-after-one-sibling") && served > 0;
         let ended = request.finished.is_some() && (all_served || entry.closed);
-        if !ended || !entry.sinks.is_empty() || !request.draining.is_empty() {
+        if !ended || !entry.receivers.is_empty() || !request.draining.is_empty() {
             return;
         }
         let failure = entry.failure.clone();
         self.free(&id, failure, out);
         self.forget_key(key);
-        self.timers.cancel(&Timer::Hold(key.clone()));
-        self.timers.cancel(&Timer::Claim(key.clone()));
-        self.timers.cancel(&Timer::Resume(key.clone()));
+        self.timers.cancel(&PrefillTimer::Hold(key.clone()));
+        self.timers.cancel(&PrefillTimer::Claim(key.clone()));
+        self.timers.cancel(&PrefillTimer::Resume(key.clone()));
         if !planted!("prefill-forgets-ended-names") {
             self.tombstones.insert(key.clone());
         }
@@ -277,21 +284,21 @@ impl Prefill {
 
     /// A key that only receivers know and that all of them have left needs no entry.
     fn forget_if_idle(&mut self, key: &TransferKey) {
-        let idle = |entry: &Key| entry.sinks.is_empty() && entry.served.is_empty();
+        let idle = |entry: &PromptTransfer| entry.receivers.is_empty() && entry.served.is_empty();
         if self.keys.get(key).is_some_and(idle) {
             self.keys.remove(key);
-            self.timers.cancel(&Timer::Orphan(key.clone()));
+            self.timers.cancel(&PrefillTimer::Orphan(key.clone()));
         }
     }
 
-    fn free(&mut self, id: &RequestId, failure: Option<Failure>, out: &mut Out) {
+    fn free(&mut self, id: &RequestId, failure: Option<Failure>, out: &mut PrefillOutbox) {
         let Some(request) = self.requests.remove(id) else { return };
         if !request.spare {
-            self.station.forget(&request.key);
+            self.peer_manager.forget(&request.key);
         }
         self.held -= request.blocks_held();
         if request.mentioned && !planted!("source-is-not-forgotten") {
-            out.push(Job::Forget { source: request.source });
+            out.push(TransferJob::Forget { source: request.source });
         }
         out.push(PrefillAnswer::SourceFree { request: id.clone(), failure });
     }
@@ -302,25 +309,25 @@ impl Prefill {
         now: Nanos,
         key: &TransferKey,
         failure: &Failure,
-        out: &mut Out,
+        out: &mut PrefillOutbox,
     ) {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         entry.failure.get_or_insert_with(|| failure.clone());
-        let siblings: Vec<u32> = entry.sinks.keys().copied().collect();
+        let siblings: Vec<u32> = entry.receivers.keys().copied().collect();
         for sibling in siblings {
-            self.end_sink(now, key, sibling, failure.clone(), out);
+            self.end_receiver(now, key, sibling, failure.clone(), out);
         }
     }
 
-    pub(super) fn hold_ended(&mut self, key: &TransferKey, out: &mut Out) {
+    pub(super) fn hold_ended(&mut self, key: &TransferKey, out: &mut PrefillOutbox) {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         let missing =
             entry.request.as_ref().and_then(|id| self.requests.get(id)).is_some_and(|request| {
                 let of_prompt = ..request.siblings();
                 let served = entry.served.range(of_prompt).count();
-                let open = entry.sinks.range(of_prompt).count();
+                let open = entry.receivers.range(of_prompt).count();
                 ((served + open) as u32) < request.siblings()
             });
         if missing {
@@ -330,17 +337,17 @@ impl Prefill {
     }
 
     /// Receivers of a computed prompt have not said where it shall go.
-    pub(super) fn unclaimed(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+    pub(super) fn unclaimed(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
         let Some(entry) = self.keys.get(key) else { return };
-        let asked = entry.sinks.iter().filter(|(_, sink)| sink.only_asked());
+        let asked = entry.receivers.iter().filter(|(_, receiver)| receiver.only_asked());
         let asked: Vec<u32> = asked.map(|(sibling, _)| *sibling).collect();
         for sibling in asked {
-            self.end_sink(now, key, sibling, Failure::NotFetched, out);
+            self.end_receiver(now, key, sibling, Failure::NotFetched, out);
         }
     }
 
     /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.
-    pub(super) fn abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+    pub(super) fn abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
         match self.keys.get(key) {
             Some(entry) if entry.request.is_some() => self.hold_ended(key, out),
             Some(_) => self.orphaned(now, key, out),
@@ -353,7 +360,7 @@ impl Prefill {
         }
     }
 
-    pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut Out) {
+    pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
         if self.keys.get(key).is_some_and(|entry| entry.request.is_none()) {
             self.end_key(now, key, &Failure::UnknownTransfer, out);
             self.forget_key(key);
@@ -363,7 +370,7 @@ impl Prefill {
     }
 
     /// The engine's memory cannot be used: nothing it has can be sent.
-    pub(super) fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut Out) {
+    pub(super) fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut PrefillOutbox) {
         let keys: Vec<_> = self.keys.keys().cloned().collect();
         for key in keys {
             self.end_key(now, &key, failure, out);

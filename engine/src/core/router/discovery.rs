@@ -1,10 +1,10 @@
 //! What instances say on the discovery channel: registrations of the native dialect, heartbeats of
 //! MoRIIO, or heartbeats with a native registration inside.
 
-use super::registry::Reject;
+use super::rejections::RejectReason;
 use crate::core::dialect::moriio::DecodeError;
 use crate::core::dialect::moriio::address::ZmqAddress;
-use crate::core::dialect::moriio::registration::{Heard, Heartbeat};
+use crate::core::dialect::moriio::registration::{MoriioRegistration, UncheckedRegistration};
 use crate::core::dialect::native::{self, Frame};
 use crate::core::ids::{EngineId, Incarnation};
 use crate::core::message::{Registration, Role};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// A registration, and how the instance is spoken to.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct RegistrationEntry {
     pub(super) registration: Registration,
     /// Where MoRIIO peers find it, if it speaks MoRIIO.
     pub(super) zmq: Option<ZmqAddress>,
@@ -21,14 +21,19 @@ pub(super) struct Entry {
     pub(super) native: bool,
 }
 
-impl Entry {
+impl RegistrationEntry {
     /// Of an instance that speaks the native dialect only.
-    pub(super) fn native(registration: Registration) -> Entry {
-        Entry { registration, zmq: None, native: true }
+    pub(super) fn native(registration: Registration) -> RegistrationEntry {
+        RegistrationEntry { registration, zmq: None, native: true }
     }
 
     /// Of one DP rank of an instance that speaks MoRIIO only.
-    pub(super) fn of_rank(beat: &Heartbeat, dp_rank: u16, life: Incarnation, n: u64) -> Entry {
+    pub(super) fn of_rank(
+        beat: &MoriioRegistration,
+        dp_rank: u16,
+        incarnation: Incarnation,
+        n: u64,
+    ) -> RegistrationEntry {
         let zmq = beat.zmq();
         let control = match zmq.host.contains(':') {
             true => format!("tcp://[{}]:{}", zmq.host, zmq.handshake),
@@ -36,7 +41,7 @@ impl Entry {
         };
         let registration = Registration {
             engine: rank_name(beat, dp_rank),
-            incarnation: life,
+            incarnation,
             sequence: n,
             role: beat.role(),
             mode: beat.mode(),
@@ -49,13 +54,13 @@ impl Entry {
             fit: None,
             troubles: Vec::new(),
         };
-        Entry { registration, zmq: Some(zmq.clone()), native: false }
+        RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false }
     }
 
-    /// True if both are of one life of one instance that speaks MoRIIO only: all that a restart
-    /// could have changed is the same.
-    pub(super) fn is_same_life(&self, other: &Entry) -> bool {
-        let told = |entry: &Entry| {
+    /// True if both are of one incarnation of one instance that speaks MoRIIO only: all that a
+    /// restart could have changed is the same.
+    pub(super) fn is_same_incarnation(&self, other: &RegistrationEntry) -> bool {
+        let told = |entry: &RegistrationEntry| {
             let Registration { role, mode, dp_size, tp, .. } = entry.registration;
             (role, mode, dp_size, tp, entry.native)
         };
@@ -64,7 +69,7 @@ impl Entry {
 }
 
 /// The name of one DP rank: its role and HTTP address are the instance's identity.
-pub(super) fn rank_name(beat: &Heartbeat, dp_rank: u16) -> EngineId {
+pub(super) fn rank_name(beat: &MoriioRegistration, dp_rank: u16) -> EngineId {
     let role = match beat.role() {
         Role::Prefill => 'P',
         Role::Decode => 'D',
@@ -73,17 +78,16 @@ pub(super) fn rank_name(beat: &Heartbeat, dp_rank: u16) -> EngineId {
 }
 
 /// What a message says.
-pub(super) enum Said {
+pub(super) enum DiscoveryMessage {
     /// One engine core that speaks the native dialect.
-    Entry(Box<Entry>),
+    Entry(Box<RegistrationEntry>),
     /// All DP ranks of an instance that speaks MoRIIO only.
-    Heartbeat(Heartbeat),
+    MoriioRegistration(MoriioRegistration),
 }
 
 /// A message that says nothing of use.
-pub(super) struct Unread {
-    pub(super) reason: Reject,
-    /// What is wrong.
+pub(super) struct DiscoveryError {
+    pub(super) reason: RejectReason,
     pub(super) why: Arc<str>,
     /// Who it calls itself.
     pub(super) from: Option<Arc<str>>,
@@ -91,8 +95,7 @@ pub(super) struct Unread {
 
 /// What an instance says of itself, for who counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::core) enum Tells {
-    /// It is well.
+pub(in crate::core) enum RegistrationKind {
     Well,
     /// It is well, and there are peers that it cannot reach.
     Troubles,
@@ -100,46 +103,58 @@ pub(in crate::core) enum Tells {
     Drains,
     /// Of MoRIIO, which says no more than that it is there.
     Heartbeat,
-    /// Nothing of use.
     Nothing,
 }
 
 /// Reads a message for what it tells.
-pub(in crate::core) fn tells(parts: &[Vec<u8>]) -> Tells {
+pub(in crate::core) fn registration_kind(parts: &[Vec<u8>]) -> RegistrationKind {
     match read(parts) {
-        Ok(Said::Entry(entry)) if entry.registration.draining => Tells::Drains,
-        Ok(Said::Entry(entry)) if !entry.registration.troubles.is_empty() => Tells::Troubles,
-        Ok(Said::Entry(_)) => Tells::Well,
-        Ok(Said::Heartbeat(_)) => Tells::Heartbeat,
-        Err(_) => Tells::Nothing,
+        Ok(DiscoveryMessage::Entry(entry)) if entry.registration.draining => {
+            RegistrationKind::Drains
+        }
+        Ok(DiscoveryMessage::Entry(entry)) if !entry.registration.troubles.is_empty() => {
+            RegistrationKind::Troubles
+        }
+        Ok(DiscoveryMessage::Entry(_)) => RegistrationKind::Well,
+        Ok(DiscoveryMessage::MoriioRegistration(_)) => RegistrationKind::Heartbeat,
+        Err(_) => RegistrationKind::Nothing,
     }
 }
 
 /// Reads a message; parts after the first are ignored.
-pub(super) fn read(parts: &[Vec<u8>]) -> Result<Said, Unread> {
-    let malformed =
-        |why: DecodeError| Unread { reason: Reject::Malformed, why: why.rule, from: None };
+pub(super) fn read(parts: &[Vec<u8>]) -> Result<DiscoveryMessage, DiscoveryError> {
+    let malformed = |why: DecodeError| DiscoveryError {
+        reason: RejectReason::Malformed,
+        why: why.rule,
+        from: None,
+    };
     let first = parts.first().map_or(&[][..], |part| part);
     if first.starts_with(&native::MAGIC) {
         return match native::decode(first).map_err(malformed)? {
-            Frame::Register(registration) => Ok(Said::Entry(Box::new(Entry::native(registration)))),
+            Frame::Register(registration) => {
+                Ok(DiscoveryMessage::Entry(Box::new(RegistrationEntry::native(registration))))
+            }
             _ => {
                 let why = "another message than a registration".into();
-                Err(Unread { reason: Reject::Malformed, why, from: None })
+                Err(DiscoveryError { reason: RejectReason::Malformed, why, from: None })
             }
         };
     }
-    let heard = Heard::decode(parts).map_err(malformed)?;
-    let beat = heard.check().map_err(|why| Unread {
-        reason: Reject::Unusable,
+    let heard = UncheckedRegistration::decode(parts).map_err(malformed)?;
+    let beat = heard.check().map_err(|why| DiscoveryError {
+        reason: RejectReason::Unusable,
         why: why.rule,
         from: Some(heard.http_address.clone()),
     })?;
     Ok(match heard.native {
         Some(registration) => {
             let zmq = Some(beat.zmq().clone());
-            Said::Entry(Box::new(Entry { registration: *registration, zmq, native: true }))
+            DiscoveryMessage::Entry(Box::new(RegistrationEntry {
+                registration: *registration,
+                zmq,
+                native: true,
+            }))
         }
-        None => Said::Heartbeat(beat),
+        None => DiscoveryMessage::MoriioRegistration(beat),
     })
 }

@@ -25,38 +25,40 @@ pub(super) struct Health {
 
 /// How much a failed leg says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::core) enum Weight {
+pub(in crate::core) enum FailureSeverity {
     Nothing,
     /// [`STRIKES_MAX`] in a row are a failure.
     Strike,
     Failure,
-    /// It will not be better in these lives.
+    /// It will not be better in these incarnations.
     Final,
 }
 
 /// What a failed leg says about its instance.
-pub(in crate::core) fn of_instance(failure: &LegFailure) -> Weight {
+pub(in crate::core) fn of_instance(failure: &LegFailure) -> FailureSeverity {
     match failure {
-        LegFailure::Connection | LegFailure::Busy => Weight::Failure,
-        LegFailure::Answer(_) => Weight::Strike,
-        LegFailure::Request(_) => Weight::Nothing,
+        LegFailure::Connection | LegFailure::Busy => FailureSeverity::Failure,
+        LegFailure::Answer(_) => FailureSeverity::Strike,
+        LegFailure::Request(_) => FailureSeverity::Nothing,
         LegFailure::Instance(failure) => match failure {
-            Failure::EngineGone | Failure::Overload | Failure::OtherLife => Weight::Failure,
-            Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled => Weight::Strike,
+            Failure::EngineGone | Failure::Overload | Failure::OtherLife => {
+                FailureSeverity::Failure
+            }
+            Failure::Fabric(_) | Failure::Refused(_) | Failure::Stalled => FailureSeverity::Strike,
             // About the other side of the pair or about the one request.
-            _ => Weight::Nothing,
+            _ => FailureSeverity::Nothing,
         },
     }
 }
 
 /// What it says about prefill and decode together that a decode went without the KV.
-pub(super) fn of_pair(failure: &Failure) -> Weight {
+pub(super) fn of_pair(failure: &Failure) -> FailureSeverity {
     match failure {
-        Failure::HelloRefused(_) => Weight::Final,
-        Failure::Violation(_) => Weight::Strike,
-        failure if failure.is_of_pair() => Weight::Failure,
+        Failure::HelloRefused(_) => FailureSeverity::Final,
+        Failure::Violation(_) => FailureSeverity::Strike,
+        failure if failure.is_of_pair() => FailureSeverity::Failure,
         // About one of the two or about the one request.
-        _ => Weight::Nothing,
+        _ => FailureSeverity::Nothing,
     }
 }
 
@@ -84,7 +86,7 @@ impl Health {
     }
 
     /// What failed lately was the fault of others.
-    pub(super) fn excused(&mut self) {
+    pub(super) fn clear_strikes(&mut self) {
         self.strikes = 0;
         if self.struck {
             self.succeeded();
@@ -109,29 +111,29 @@ impl Health {
         now: Nanos,
         leg: LegId,
         next: LegId,
-        weight: Weight,
+        weight: FailureSeverity,
         config: &RouterConfig,
     ) -> Option<Nanos> {
         match weight {
-            Weight::Nothing => return None,
-            Weight::Strike => {
+            FailureSeverity::Nothing => return None,
+            FailureSeverity::Strike => {
                 self.strikes += 1;
                 if self.strikes < STRIKES_MAX {
                     return None;
                 }
             }
-            Weight::Failure | Weight::Final => {}
+            FailureSeverity::Failure | FailureSeverity::Final => {}
         }
         // Many legs fail with one outage; only those sent after it was known tell something new.
         if self.failures > 0 && leg < self.since && !planted!("one-outage-counts-often") {
             return None;
         }
         self.strikes = 0;
-        self.struck = matches!(weight, Weight::Strike);
+        self.struck = matches!(weight, FailureSeverity::Strike);
         self.failures = self.failures.saturating_add(1);
         self.since = next;
         let until = match weight {
-            Weight::Final => Nanos::MAX,
+            FailureSeverity::Final => Nanos::MAX,
             _ => {
                 let doubled = config.suspicion.scale(1 << (self.failures - 1).min(32), 1);
                 now + doubled.min(config.breaker_max)
@@ -151,7 +153,7 @@ mod tests {
     }
 
     fn fail(health: &mut Health, now: u64, leg: u64, next: u64) -> Option<Nanos> {
-        health.failed(Nanos(now), LegId(leg), LegId(next), Weight::Failure, &config())
+        health.failed(Nanos(now), LegId(leg), LegId(next), FailureSeverity::Failure, &config())
     }
 
     #[test]
@@ -172,7 +174,7 @@ mod tests {
     #[test]
     fn what_is_final_stays_so_until_a_leg_gets_through() {
         let mut health = Health::default();
-        health.failed(Nanos(0), LegId(0), LegId(1), Weight::Final, &config());
+        health.failed(Nanos(0), LegId(0), LegId(1), FailureSeverity::Final, &config());
         fail(&mut health, 1, 1, 2);
         assert!(health.is_suspect(Nanos(1_000_000)));
         health.succeeded();

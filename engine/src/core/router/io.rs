@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 
 number_id!(
-    /// One life of one instance that is asked whether it answers; never reused.
+    /// One incarnation of one instance that is asked whether it answers; never reused.
     ProbeId(u64)
 );
 
@@ -27,20 +27,11 @@ pub enum RouterInput {
     /// A client sent a request.
     Request(ClientRequest),
     /// A client went away: cancel its legs, answer nothing.
-    Gone {
-        /// The client.
-        client: ClientId,
-    },
+    Gone { client: ClientId },
     /// News of a leg. Legs that ended are ignored.
-    Leg {
-        /// The leg.
-        leg: LegId,
-        /// What happened.
-        event: LegEvent,
-    },
+    Leg { leg: LegId, event: LegEvent },
     /// Whether an instance answered a probe. Of instances that left it is ignored.
     Probed {
-        /// The probe.
         probe: ProbeId,
         /// True if legs may be sent there.
         answers: bool,
@@ -57,7 +48,7 @@ pub struct ClientRequest {
     /// Who asks; unique.
     pub client: ClientId,
     /// Prompts of the request, usually one.
-    pub prompts: Vec<Prompt>,
+    pub prompts: Vec<RoutedPrompt>,
     /// Samples per prompt (`n`), at least 1.
     pub samples: u32,
     /// Tokens to generate per sample, at least 1.
@@ -66,8 +57,7 @@ pub struct ClientRequest {
 
 /// A prompt as the router sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Prompt {
-    /// Length in tokens.
+pub struct RoutedPrompt {
     pub tokens: u32,
     /// One hash per leading full run of `prefix_tokens` tokens; equal hashes are equal prefixes.
     pub prefix: Arc<[u64]>,
@@ -80,7 +70,6 @@ pub enum LegEvent {
     FirstToken,
     /// The leg ended well. For a prefill leg: its KV is computed.
     Done {
-        /// How it ended.
         reason: FinishReason,
         /// True if a decode computed the prompt itself because the transfer failed.
         recomputed: Option<Failure>,
@@ -131,9 +120,7 @@ pub enum RouterEffect {
     Control(ControlCommand),
     /// Send a leg to an instance.
     Dispatch {
-        /// The leg.
         leg: LegId,
-        /// On whose behalf.
         client: ClientId,
         /// To which engine core.
         engine: EngineId,
@@ -141,28 +128,23 @@ pub enum RouterEffect {
         http: Endpoint,
         /// The two instances between which KV goes; of a prefill leg for several samples the
         /// decode of the first.
-        pair: Box<Pair>,
+        pair: Box<InstancePair>,
         /// What to ask for.
         body: LegBody,
     },
     /// Ask an instance whether it answers; told by [`RouterInput::Probed`].
     Probe {
-        /// The probe.
         probe: ProbeId,
         /// Where it takes legs.
         http: Endpoint,
     },
     /// Close the connection of a leg that has not ended; no event of it is wanted any more.
-    CancelLeg {
-        /// The leg.
-        leg: LegId,
-    },
+    CancelLeg { leg: LegId },
     /// The client's answer; exactly one per request whose client did not go away.
     Answer {
-        /// The client.
         client: ClientId,
         /// How its request ended.
-        answer: Answer,
+        answer: ClientAnswer,
     },
 }
 
@@ -174,14 +156,13 @@ impl From<ControlCommand> for RouterEffect {
 
 /// The two instances of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Pair {
+pub struct InstancePair {
     /// Where KV comes from.
-    pub prefill: Party,
-    /// Where it goes.
-    pub decode: Party,
+    pub prefill: PairMember,
+    pub decode: PairMember,
 }
 
-impl Pair {
+impl InstancePair {
     /// True if both speak the native dialect; else both speak MoRIIO.
     pub fn is_native(&self) -> bool {
         self.prefill.native && self.decode.native
@@ -190,12 +171,11 @@ impl Pair {
 
 /// What the other instance of a transfer has to know of one.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Party {
+pub struct PairMember {
     /// Where MoRIIO peers find it; none if it does not speak MoRIIO.
     pub zmq: Option<ZmqAddress>,
     /// True if it speaks the native dialect.
     pub native: bool,
-    /// Its DP rank.
     pub dp_rank: u16,
     /// Number of DP ranks.
     pub dp_size: u16,
@@ -231,7 +211,7 @@ pub enum LegBody {
 
 /// How a request ended for its client.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Answer {
+pub enum ClientAnswer {
     /// All samples of all prompts were generated.
     Finished {
         /// The first reason why a decode computed a prompt itself, if any did.
@@ -276,7 +256,8 @@ pub struct RouterConfig {
     /// Longest wait for an instance.
     pub wait_max: Nanos,
     /// The same for a request that was sent before and failed, if there is no prefill or no decode.
-    /// Where those that there are take nothing for a while, it waits for `wait_max` beyond its pause.
+    /// Where those that there are take nothing for a while, it waits for `wait_max` beyond its
+    /// pause.
     pub retry_wait_max: Nanos,
     /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
     /// when an instance comes that has not.
@@ -289,7 +270,7 @@ pub struct RouterConfig {
     /// In-flight tokens by which a prefix hit outweighs load: an instance that has a prefix is
     /// preferred while it is at most `affinity` times the saved tokens busier, in percent.
     pub affinity_percent: u32,
-    /// Tokens per entry of [`Prompt::prefix`].
+    /// Tokens per entry of [`RoutedPrompt::prefix`].
     pub prefix_tokens: u32,
     /// Remembered prefixes per instance.
     pub prefixes_max: u32,

@@ -10,12 +10,12 @@
 //! The timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
 
-mod abandoned;
+mod abandon_queue;
 mod discovery;
-mod fleet;
-mod flow;
+mod dispatcher;
 mod health;
 mod io;
+mod lifecycle;
 mod pairing;
 mod prefixes;
 mod registry;
@@ -23,19 +23,19 @@ mod rejections;
 mod requests;
 mod view;
 
-pub(super) use discovery::{Tells, tells};
-pub(super) use health::{Weight, of_instance};
+pub(super) use discovery::{RegistrationKind, registration_kind};
+pub(super) use health::{FailureSeverity, of_instance};
 pub use io::*;
-pub use registry::Reject;
+pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
-use self::discovery::{Entry, Said};
-use self::fleet::{Fleet, Timer};
-use self::registry::{Registered, Slot};
+use self::discovery::{DiscoveryMessage, RegistrationEntry};
+use self::dispatcher::{LegDispatcher, RouterTimer};
+use self::registry::{InstanceId, RegisterOutcome};
 use self::rejections::Rejections;
-use self::requests::{Request, Ticket};
-use super::dialect::moriio::registration::Heartbeat;
+use self::requests::{QueuePosition, RouterRequest};
+use super::dialect::moriio::registration::MoriioRegistration;
 use super::error::stranger;
 use super::ids::{ClientId, EngineId, Incarnation};
 use super::layout::Mismatch;
@@ -45,21 +45,20 @@ use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What nobody fetches any more of one prefill.
-pub(super) const ABANDONED_MAX: usize = abandoned::KEYS_MAX;
+pub(super) const ABANDONED_MAX: usize = abandon_queue::KEYS_MAX;
 
 /// Links that are remembered with whence they came.
 const NAMED_MAX: usize = 4_096;
 
 /// Entries that are kept whatever instances there are: whence links came, and registrations that
 /// were not taken, each and by reason.
-pub(super) const KEPT_MAX: usize = NAMED_MAX + rejections::LISTED_MAX + registry::REASONS;
+pub(super) const KEPT_MAX: usize = NAMED_MAX + rejections::LISTED_MAX + rejections::REASONS;
 
-/// The router.
 #[derive(Debug)]
 pub struct Router {
-    fleet: Fleet,
-    requests: BTreeMap<ClientId, Request>,
-    waiting: BTreeMap<Ticket, ClientId>,
+    dispatcher: LegDispatcher,
+    requests: BTreeMap<ClientId, RouterRequest>,
+    waiting: BTreeMap<QueuePosition, ClientId>,
     /// Requests that wait before they are sent again to who failed them.
     paused: BTreeSet<ClientId>,
     next_ticket: u64,
@@ -73,10 +72,10 @@ pub struct Router {
 
 impl Router {
     /// A router without instances. `incarnation` makes the transfer ids unique, so no other router
-    /// of the same instances and no earlier life may have had it.
+    /// of the same instances and no earlier incarnation may have had it.
     pub fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
         Router {
-            fleet: Fleet::new(config, incarnation),
+            dispatcher: LegDispatcher::new(config, incarnation),
             requests: BTreeMap::new(),
             waiting: BTreeMap::new(),
             paused: BTreeSet::new(),
@@ -90,12 +89,12 @@ impl Router {
 
     /// The instances, oldest first.
     pub fn instances(&self, now: Nanos) -> impl Iterator<Item = InstanceView<'_>> {
-        self.fleet.registry.iter().map(move |(_, instance)| InstanceView::new(instance, now))
+        self.dispatcher.registry.iter().map(move |(_, instance)| InstanceView::new(instance, now))
     }
 
     /// What was counted since the start.
     pub fn counters(&self) -> &RouterCounters {
-        &self.fleet.counters
+        &self.dispatcher.counters
     }
 
     /// The registrations that were not taken lately, oldest first.
@@ -105,7 +104,7 @@ impl Router {
 
     /// Pairs that are not made because they do not fit: prefill, decode, and why.
     pub fn misfits(&self) -> impl Iterator<Item = (&EngineId, &EngineId, &Mismatch)> {
-        let registry = &self.fleet.registry;
+        let registry = &self.dispatcher.registry;
         registry.iter().flat_map(move |(_, prefill)| {
             prefill.misfits.iter().filter_map(move |(decode, why)| {
                 let decode = &registry.get(*decode)?.registration.engine;
@@ -123,8 +122,10 @@ impl Router {
         // An instance is known by its registrations, not by its link: links come and go.
         match event {
             ControlEvent::Frame { link, parts, .. } => match discovery::read(&parts) {
-                Ok(Said::Entry(entry)) => self.register(now, *entry, Some(link), out),
-                Ok(Said::Heartbeat(beat)) => self.heartbeat(now, &beat, link, out),
+                Ok(DiscoveryMessage::Entry(entry)) => self.register(now, *entry, Some(link), out),
+                Ok(DiscoveryMessage::MoriioRegistration(beat)) => {
+                    self.heartbeat(now, &beat, link, out)
+                }
                 Err(unread) => {
                     let from =
                         unread.from.unwrap_or_else(|| stranger(link, self.from.get(&link)).into());
@@ -133,7 +134,7 @@ impl Router {
             },
             ControlEvent::LinkDown { link } => {
                 self.from.remove(&link);
-                self.fleet.registry.unlink(link);
+                self.dispatcher.registry.unlink(link);
             }
             ControlEvent::LinkUp { link, from, .. } => {
                 let from = from.filter(|_| self.from.len() < NAMED_MAX);
@@ -142,24 +143,24 @@ impl Router {
         }
     }
 
-    fn reject(&mut self, now: Nanos, from: &str, reason: Reject, why: &str) {
-        *self.fleet.counters.rejected.entry(reason).or_default() += 1;
+    fn reject(&mut self, now: Nanos, from: &str, reason: RejectReason, why: &str) {
+        *self.dispatcher.counters.rejected.entry(reason).or_default() += 1;
         self.rejections.add(now, from, reason, why);
     }
 
     fn heartbeat(
         &mut self,
         now: Nanos,
-        beat: &Heartbeat,
+        beat: &MoriioRegistration,
         link: LinkId,
         out: &mut Outbox<RouterEffect>,
     ) {
-        if u32::from(beat.dp_size().get()) > self.fleet.config.instances_max {
+        if u32::from(beat.dp_size().get()) > self.dispatcher.config.instances_max {
             let why = "dp_size above the number of instances that the router takes";
-            return self.reject(now, &beat.http().0, Reject::DataParallel, why);
+            return self.reject(now, &beat.http().0, RejectReason::DataParallel, why);
         }
-        let entries = self.fleet.registry.entries(beat);
-        self.fleet.registry.outlive(&entries);
+        let entries = self.dispatcher.registry.entries(beat);
+        self.dispatcher.registry.retire_replaced(&entries);
         for entry in entries {
             self.register(now, entry, Some(link), out);
         }
@@ -168,75 +169,77 @@ impl Router {
     fn register(
         &mut self,
         now: Nanos,
-        entry: Entry,
+        entry: RegistrationEntry,
         link: Option<LinkId>,
         out: &mut Outbox<RouterEffect>,
     ) {
         let (draining, native) = (entry.registration.draining, entry.native);
         let http = entry.registration.http.clone();
-        let Fleet { registry, config, .. } = &mut self.fleet;
+        let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_slot();
-        let (slot, replaced) = match registry.register(now, entry, config) {
-            Ok(Registered::Current { slot, replaced }) => (slot, replaced),
-            Ok(Registered::Stale) => {
-                self.fleet.counters.stale += 1;
+        let (instance_id, replaced) = match registry.register(now, entry, config) {
+            Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
+            Ok(RegisterOutcome::Stale) => {
+                self.dispatcher.counters.stale += 1;
                 return;
             }
             Err(reason) => return self.reject(now, &http.0, reason, &reason.to_string()),
         };
-        if let Some(slot) = slot {
+        if let Some(instance_id) = instance_id {
             let lives = if draining { config.drain_max } else { config.expiry };
-            self.fleet.timers.arm(Timer::Expiry(slot), now + lives);
+            self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), now + lives);
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
-                let abandoned = &mut self.fleet.registry.instance_mut(slot).abandoned;
+                let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;
                 let told = abandoned.repeat(link);
                 told.into_iter().for_each(|command| out.push(command));
             }
-            self.fleet.heard_of_pairs(now, slot);
-            if slot == new && link.is_some() && self.fleet.config.probe.is_some() {
-                self.fleet.registry.instance_mut(slot).unproven = true;
-                self.fleet.probe(slot, out);
+            self.dispatcher.heard_of_pairs(now, instance_id);
+            if instance_id == new && link.is_some() && self.dispatcher.config.probe.is_some() {
+                self.dispatcher.registry.instance_mut(instance_id).unproven = true;
+                self.dispatcher.probe(instance_id, out);
             }
-            if self.fleet.registry.is_over(slot) {
-                self.fleet.remove(slot);
+            if self.dispatcher.registry.is_over(instance_id) {
+                self.dispatcher.remove(instance_id);
             }
         }
         for replaced in replaced {
-            self.fleet.counters.replaced += 1;
-            if !planted!("replaced-life-keeps-its-legs") {
+            self.dispatcher.counters.replaced += 1;
+            if !planted!("replaced-incarnation-keeps-its-legs") {
                 self.abandon(now, replaced, true, out);
             }
-            self.fleet.remove(replaced);
+            self.dispatcher.remove(replaced);
         }
-        if slot == Some(new) {
+        if instance_id == Some(new) {
             self.wake(now, out);
         }
     }
 
-    fn expired(&mut self, now: Nanos, slot: Slot, out: &mut Outbox<RouterEffect>) {
-        let instance = self.fleet.registry.instance_mut(slot);
+    fn expired(&mut self, now: Nanos, instance_id: InstanceId, out: &mut Outbox<RouterEffect>) {
+        let instance = self.dispatcher.registry.instance_mut(instance_id);
         let first = !instance.lost && !instance.registration.draining;
         instance.lost = true;
         if first {
-            self.fleet.counters.expired += 1;
-            self.fleet.timers.arm(Timer::Expiry(slot), now + self.fleet.config.stream_grace);
+            self.dispatcher.counters.expired += 1;
+            self.dispatcher
+                .timers
+                .arm(RouterTimer::Expiry(instance_id), now + self.dispatcher.config.stream_grace);
         }
-        self.abandon(now, slot, !first, out);
-        if self.fleet.registry.is_over(slot) {
-            self.fleet.remove(slot);
+        self.abandon(now, instance_id, !first, out);
+        if self.dispatcher.registry.is_over(instance_id) {
+            self.dispatcher.remove(instance_id);
         }
     }
 
     fn fire(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
-        while let Some(timer) = self.fleet.timers.pop_due(now) {
+        while let Some(timer) = self.dispatcher.timers.pop_due(now) {
             match timer {
-                Timer::Expiry(slot) => self.expired(now, slot, out),
+                RouterTimer::Expiry(instance_id) => self.expired(now, instance_id, out),
                 // It was armed to have the waiting requests looked at.
-                Timer::Heal(_) => {}
-                Timer::Probe(slot) => self.fleet.probe(slot, out),
-                Timer::Wait(client) => self.gave_up(client, out),
-                Timer::Retry(client) => self.retry(now, client, out),
+                RouterTimer::Heal(_) => {}
+                RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, out),
+                RouterTimer::Wait(client) => self.gave_up(client, out),
+                RouterTimer::Retry(client) => self.retry(now, client, out),
             }
         }
     }
@@ -251,13 +254,13 @@ impl Machine for Router {
         match input {
             RouterInput::Control(event) => self.control(now, event, out),
             RouterInput::Register(registration) => {
-                self.register(now, Entry::native(registration), None, out);
+                self.register(now, RegistrationEntry::native(registration), None, out);
             }
             RouterInput::Request(request) => self.request(now, request, out),
             RouterInput::Gone { client } => self.finish(client, None, out),
             RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),
             RouterInput::Probed { probe, answers } => {
-                self.fleet.probed(now, probe, answers);
+                self.dispatcher.probed(now, probe, answers);
                 if answers {
                     self.wake(now, out);
                 }
@@ -269,18 +272,18 @@ impl Machine for Router {
     }
 
     fn deadline(&self) -> Option<Nanos> {
-        self.fleet.timers.next()
+        self.dispatcher.timers.next()
     }
 
     fn gauges(&self) -> Gauges {
-        let rejected: u64 = self.fleet.counters.rejected.values().sum();
-        let requests = self.requests.values().map(Request::entries).sum::<usize>();
-        let remembered = self.fleet.remembered() + self.from.len() + self.rejections.len();
+        let rejected: u64 = self.dispatcher.counters.rejected.values().sum();
+        let requests = self.requests.values().map(RouterRequest::entries).sum::<usize>();
+        let remembered = self.dispatcher.remembered() + self.from.len() + self.rejections.len();
         Gauges {
             transfers: self.requests.len() as u32,
             queued: self.waits() as u32,
-            peers: self.fleet.registry.len() as u32,
-            entries: (self.fleet.entries() + requests) as u32,
+            peers: self.dispatcher.registry.len() as u32,
+            entries: (self.dispatcher.entries() + requests) as u32,
             remembered: remembered as u32,
             violations: rejected.min(u64::from(u32::MAX)) as u32,
             ..Gauges::default()

@@ -6,60 +6,64 @@
 //! longest: all pairs get used, and not P_i with D_i only.
 
 use super::health::Health;
-use super::io::{Prompt, RouterConfig};
-use super::registry::{Instance, Registry, Slot};
+use super::io::{RoutedPrompt, RouterConfig};
+use super::registry::{InstanceId, RegisteredInstance, Registry};
 use crate::core::ids::ClientId;
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
 
 /// Whether the pair is suspect, and whether the instance failed this prompt.
-type Doubts = (bool, bool);
+type PairSuspicion = (bool, bool);
 
 /// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
-type Cost = (Doubts, i128, u32);
+type LegCost = (PairSuspicion, i128, u32);
 
 /// What a leg is chosen for.
 #[derive(Clone, Copy)]
-pub(super) struct Want<'a> {
+pub(super) struct SelectionRequest<'a> {
     pub(super) now: Nanos,
     pub(super) client: ClientId,
-    pub(super) prompt: &'a Prompt,
+    pub(super) prompt: &'a RoutedPrompt,
     /// Instances that failed this prompt; taken only if there is no other.
-    pub(super) avoid: &'a [Slot],
+    pub(super) avoid: &'a [InstanceId],
 }
 
 /// An instance for a leg.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Choice {
-    pub(super) slot: Slot,
+    pub(super) instance_id: InstanceId,
     pub(super) mode: Mode,
     /// Tokens of the prompt whose KV it probably has.
     pub(super) saved: u32,
 }
 
-impl Want<'_> {
-    fn saved(&self, instance: &Instance, config: &RouterConfig) -> u32 {
+impl SelectionRequest<'_> {
+    fn saved(&self, instance: &RegisteredInstance, config: &RouterConfig) -> u32 {
         let hits = instance.prefixes.matched(&self.prompt.prefix) as u64;
         let saved = hits.saturating_mul(u64::from(config.prefix_tokens));
         saved.min(u64::from(self.prompt.tokens)) as u32
     }
 
     /// What `candidate` costs, without regard to a partner, and the choice that it would be.
-    fn weigh(&self, (slot, instance): (Slot, &Instance), config: &RouterConfig) -> (Cost, Choice) {
+    fn weigh(
+        &self,
+        (instance_id, instance): (InstanceId, &RegisteredInstance),
+        config: &RouterConfig,
+    ) -> (LegCost, Choice) {
         let saved = self.saved(instance, config);
         let bonus = i128::from(saved) * i128::from(config.affinity_percent);
         let cost = i128::from(instance.tokens) * 100 - bonus;
-        let choice = Choice { slot, mode: instance.registration.mode, saved };
-        (((false, self.avoid.contains(&slot)), cost, 0), choice)
+        let choice = Choice { instance_id, mode: instance.registration.mode, saved };
+        (((false, self.avoid.contains(&instance_id)), cost, 0), choice)
     }
 
     /// The same for a decode of KV from `prefill`.
     fn weigh_pair(
         &self,
-        prefill: &Instance,
-        decode: (Slot, &Instance),
+        prefill: &RegisteredInstance,
+        decode: (InstanceId, &RegisteredInstance),
         config: &RouterConfig,
-    ) -> (Cost, Choice) {
+    ) -> (LegCost, Choice) {
         let (((_, avoid), cost, _), choice) = self.weigh(decode, config);
         let health = prefill.failing.get(&decode.0);
         let suspect = health.is_some_and(|health| health.is_suspect(self.now));
@@ -70,7 +74,7 @@ impl Want<'_> {
         &self,
         registry: &'r Registry,
         role: Role,
-    ) -> impl Iterator<Item = (Slot, &'r Instance)> {
+    ) -> impl Iterator<Item = (InstanceId, &'r RegisteredInstance)> {
         let (now, client) = (self.now, self.client);
         registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
     }
@@ -78,21 +82,21 @@ impl Want<'_> {
     fn decodes_for<'r>(
         &self,
         registry: &'r Registry,
-        prefill: &'r Instance,
-    ) -> impl Iterator<Item = (Slot, &'r Instance)> {
+        prefill: &'r RegisteredInstance,
+    ) -> impl Iterator<Item = (InstanceId, &'r RegisteredInstance)> {
         let mode = prefill.registration.mode;
         self.takers(registry, Role::Decode)
             .filter(move |(_, decode)| {
                 decode.registration.mode == mode && decode.understands(prefill)
             })
-            .filter(|(slot, _)| !prefill.misfits.contains_key(slot))
+            .filter(|(instance_id, _)| !prefill.misfits.contains_key(instance_id))
     }
 }
 
 /// The prefill for a prompt; none unless there is a decode of the same mode, too.
 pub(super) fn choose_prefill(
     registry: &Registry,
-    want: &Want<'_>,
+    want: &SelectionRequest<'_>,
     config: &RouterConfig,
 ) -> Option<Choice> {
     let mut decodes = [const { None }; 2];
@@ -102,7 +106,7 @@ pub(super) fn choose_prefill(
         all_native &= candidate.1.native;
         all_moriio &= candidate.1.zmq.is_some();
         let (cost, choice) = want.weigh(candidate, config);
-        Best::update(&mut decodes[choice.mode as usize], cost, choice.slot);
+        BestDecode::update(&mut decodes[choice.mode as usize], cost, choice.instance_id);
     }
     want.takers(registry, Role::Prefill)
         .filter_map(|candidate| {
@@ -113,12 +117,12 @@ pub(super) fn choose_prefill(
             let all_fit = prefill.misfits.is_empty();
             let decode = match prefill.failing.is_empty() && all_fit && understood {
                 true => anyone,
-                false => Best::of(registry, want, prefill, config)?,
+                false => BestDecode::of(registry, want, prefill, config)?,
             };
             let ((suspect, avoids), _, failures) = decode.cost;
             let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
             let doubts = (suspect, avoid, avoids);
-            Some(((doubts, cost, failures, met, prefill.picked, choice.slot), choice))
+            Some(((doubts, cost, failures, met, prefill.picked, choice.instance_id), choice))
         })
         .min_by_key(|(rank, _)| *rank)
         .map(|(_, choice)| choice)
@@ -126,32 +130,32 @@ pub(super) fn choose_prefill(
 
 /// The smallest cost seen, and who has it if it is only one.
 #[derive(Clone, Copy)]
-struct Best {
-    cost: Cost,
-    only: Option<Slot>,
+struct BestDecode {
+    cost: LegCost,
+    only: Option<InstanceId>,
 }
 
-impl Best {
+impl BestDecode {
     /// The best decode for KV from `prefill`.
     fn of(
         registry: &Registry,
-        want: &Want<'_>,
-        prefill: &Instance,
+        want: &SelectionRequest<'_>,
+        prefill: &RegisteredInstance,
         config: &RouterConfig,
-    ) -> Option<Best> {
+    ) -> Option<BestDecode> {
         let mut best = None;
         for candidate in want.decodes_for(registry, prefill) {
             let (cost, choice) = want.weigh_pair(prefill, candidate, config);
-            Best::update(&mut best, cost, choice.slot);
+            BestDecode::update(&mut best, cost, choice.instance_id);
         }
         best
     }
 
-    fn update(best: &mut Option<Best>, cost: Cost, slot: Slot) {
+    fn update(best: &mut Option<BestDecode>, cost: LegCost, instance_id: InstanceId) {
         match best {
             Some(best) if best.cost < cost => {}
             Some(best) if best.cost == cost => best.only = None,
-            _ => *best = Some(Best { cost, only: Some(slot) }),
+            _ => *best = Some(BestDecode { cost, only: Some(instance_id) }),
         }
     }
 }
@@ -159,8 +163,8 @@ impl Best {
 /// The decode for a sample that gets its KV from `prefill`.
 pub(super) fn choose_decode(
     registry: &Registry,
-    want: &Want<'_>,
-    prefill: Slot,
+    want: &SelectionRequest<'_>,
+    prefill: InstanceId,
     config: &RouterConfig,
 ) -> Option<Choice> {
     let prefill = registry.get(prefill)?;
@@ -168,7 +172,7 @@ pub(super) fn choose_decode(
         .map(|candidate| {
             let (cost, choice) = want.weigh_pair(prefill, candidate, config);
             let met = prefill.paired.get(&candidate.0).copied();
-            ((cost, met, candidate.1.picked, choice.slot), choice)
+            ((cost, met, candidate.1.picked, choice.instance_id), choice)
         })
         .min_by_key(|(rank, _)| *rank)
         .map(|(_, choice)| choice)

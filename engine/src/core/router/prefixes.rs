@@ -1,12 +1,11 @@
 //! Which prompt prefixes an instance has computed lately, as far as the router knows.
 
-use crate::core::hashes::HashIndex;
+use crate::core::hash_index::HashIndex;
 
-/// No neighbour.
 const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
-struct Node {
+struct PrefixNode {
     hash: u64,
     newer: u32,
     older: u32,
@@ -19,7 +18,7 @@ struct Node {
 #[derive(Clone, Debug)]
 pub(super) struct PrefixMemory {
     places: HashIndex,
-    nodes: Vec<Node>,
+    nodes: Vec<PrefixNode>,
     newest: u32,
     oldest: u32,
     capacity: u32,
@@ -65,7 +64,7 @@ impl PrefixMemory {
 
     fn take_place(&mut self, hash: u64) -> u32 {
         let place = if (self.nodes.len() as u64) < u64::from(self.capacity) {
-            self.nodes.push(Node { hash, newer: NONE, older: NONE });
+            self.nodes.push(PrefixNode { hash, newer: NONE, older: NONE });
             self.nodes.len() as u32 - 1
         } else {
             let place = self.oldest;
@@ -80,7 +79,7 @@ impl PrefixMemory {
     }
 
     fn unlink(&mut self, place: u32) {
-        let Node { newer, older, .. } = self.nodes[place as usize];
+        let PrefixNode { newer, older, .. } = self.nodes[place as usize];
         match newer {
             NONE => self.newest = older,
             newer => self.nodes[newer as usize].older = older,

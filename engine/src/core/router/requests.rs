@@ -1,13 +1,13 @@
 //! What the router knows of a client's request.
 
-use super::io::{ClientRequest, LegFailure, Prompt};
-use super::registry::Slot;
+use super::io::{ClientRequest, LegFailure, RoutedPrompt};
+use super::registry::InstanceId;
 use crate::core::error::Failure;
 use crate::core::ids::{LegId, TransferKey};
 
 /// How far a sample is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Progress {
+pub(super) enum SampleProgress {
     /// Not sent, or sent without success.
     Waiting,
     /// Sent; no token yet.
@@ -20,8 +20,8 @@ pub(super) enum Progress {
 
 /// One sample of a prompt.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sample {
-    pub(super) progress: Progress,
+pub(super) struct SampleState {
+    pub(super) progress: SampleProgress,
     /// Decode legs sent for it so far.
     pub(super) dispatched: u32,
 }
@@ -29,86 +29,86 @@ pub(super) struct Sample {
 /// One prompt of a request. Samples that run have the same transfer key; there is at most one
 /// prefill leg, the one for them.
 #[derive(Clone, Debug)]
-pub(super) struct Work {
-    pub(super) prompt: Prompt,
+pub(super) struct PromptState {
+    pub(super) prompt: RoutedPrompt,
     pub(super) output: u32,
-    pub(super) samples: Vec<Sample>,
+    pub(super) samples: Vec<SampleState>,
     /// The prefill leg, while it is in flight.
     pub(super) prefill: Option<LegId>,
     /// Where the last prefill leg was sent, and as what.
-    pub(super) source: Option<(Slot, TransferKey)>,
+    pub(super) source: Option<(InstanceId, TransferKey)>,
     /// A decode went without its KV.
     pub(super) recomputed: bool,
     /// Instances that failed it, alone or in a pair.
-    pub(super) avoid: Vec<Slot>,
+    pub(super) avoid: Vec<InstanceId>,
     /// Those that failed it alone, once per time.
-    pub(super) blamed: Vec<Slot>,
+    pub(super) blamed: Vec<InstanceId>,
     /// Prefills and decodes between which its KV did not get through, once per time.
-    pub(super) apart: Vec<(Slot, Slot)>,
+    pub(super) failed_pairs: Vec<(InstanceId, InstanceId)>,
 }
 
-impl Work {
+impl PromptState {
     /// Its samples, and what is noted of those that failed it.
     fn entries(&self) -> usize {
-        self.samples.len() + self.avoid.len() + self.blamed.len() + self.apart.len()
+        self.samples.len() + self.avoid.len() + self.blamed.len() + self.failed_pairs.len()
     }
 
     /// True if a sample waits for an instance.
     pub(super) fn is_waiting(&self) -> bool {
-        self.samples.iter().any(|sample| sample.progress == Progress::Waiting)
+        self.samples.iter().any(|sample| sample.progress == SampleProgress::Waiting)
     }
 
     /// True if the prefill leg is still of use.
     pub(super) fn needs_prefill(&self) -> bool {
-        self.samples.iter().any(|sample| matches!(sample.progress, Progress::Running(_)))
+        self.samples.iter().any(|sample| matches!(sample.progress, SampleProgress::Running(_)))
     }
 
     /// True if somebody failed it.
     pub(super) fn has_failed(&self) -> bool {
-        !self.blamed.is_empty() || !self.apart.is_empty()
+        !self.blamed.is_empty() || !self.failed_pairs.is_empty()
     }
 
     /// True if these failed it before.
-    pub(super) fn failed_by(&self, prefill: Slot, decode: Slot) -> bool {
-        self.apart.contains(&(prefill, decode))
-            || self.blamed.iter().any(|slot| [prefill, decode].contains(slot))
+    pub(super) fn failed_by(&self, prefill: InstanceId, decode: InstanceId) -> bool {
+        self.failed_pairs.contains(&(prefill, decode))
+            || self.blamed.iter().any(|instance_id| [prefill, decode].contains(instance_id))
     }
 
     /// True if all samples are there.
     pub(super) fn is_done(&self) -> bool {
-        self.samples.iter().all(|sample| sample.progress == Progress::Done)
+        self.samples.iter().all(|sample| sample.progress == SampleProgress::Done)
     }
 
     /// Prefers other instances from now on.
-    pub(super) fn avoid(&mut self, slot: Slot) {
-        if !self.avoid.contains(&slot) {
-            self.avoid.push(slot);
+    pub(super) fn avoid(&mut self, instance_id: InstanceId) {
+        if !self.avoid.contains(&instance_id) {
+            self.avoid.push(instance_id);
         }
     }
 
     /// Its legs in flight.
     pub(super) fn legs(&self) -> impl Iterator<Item = LegId> {
         let decodes = self.samples.iter().filter_map(|sample| match sample.progress {
-            Progress::Running(leg) | Progress::Streaming(leg) => Some(leg),
-            Progress::Waiting | Progress::Done => None,
+            SampleProgress::Running(leg) | SampleProgress::Streaming(leg) => Some(leg),
+            SampleProgress::Waiting | SampleProgress::Done => None,
         });
         self.prefill.into_iter().chain(decodes)
     }
 }
 
 /// Place in the queue: retries before new requests, then in order of arrival.
-pub(super) type Ticket = (bool, u64);
+pub(super) type QueuePosition = (bool, u64);
 
 /// A request that has not ended.
 #[derive(Clone, Debug)]
-pub(super) struct Request {
-    pub(super) works: Vec<Work>,
+pub(super) struct RouterRequest {
+    pub(super) works: Vec<PromptState>,
     /// Samples of all prompts that are not done.
     pub(super) open: u64,
     /// True once a leg was sent.
     pub(super) started: bool,
     /// Its place in the queue, if something of it waits.
-    pub(super) ticket: Option<Ticket>,
+    pub(super) ticket: Option<QueuePosition>,
     /// Times that something of it was sent again, or is to be.
     pub(super) tried: u32,
     /// The last failure of a leg.
@@ -117,7 +117,7 @@ pub(super) struct Request {
     pub(super) recomputed: Option<Failure>,
 }
 
-impl Request {
+impl RouterRequest {
     /// Its prompts and what is kept of each.
     pub(super) fn entries(&self) -> usize {
         self.works.iter().map(|work| 1 + work.entries()).sum()
@@ -133,8 +133,8 @@ impl Request {
         if legs > u64::from(legs_max) {
             return Err("too many prompts and samples");
         }
-        let sample = Sample { progress: Progress::Waiting, dispatched: 0 };
-        let work = |prompt| Work {
+        let sample = SampleState { progress: SampleProgress::Waiting, dispatched: 0 };
+        let work = |prompt| PromptState {
             prompt,
             output,
             samples: vec![sample; samples as usize],
@@ -143,11 +143,11 @@ impl Request {
             recomputed: false,
             avoid: Vec::new(),
             blamed: Vec::new(),
-            apart: Vec::new(),
+            failed_pairs: Vec::new(),
         };
         let open = prompts.len() as u64 * u64::from(samples);
         let works = prompts.into_iter().map(work).collect();
-        Ok(Request {
+        Ok(RouterRequest {
             works,
             open,
             started: false,

@@ -3,16 +3,16 @@
 use super::*;
 use crate::core::error::Failure;
 use crate::core::ids::LegId;
-use crate::core::message::{Registration, Trouble};
-use crate::fabric::Channel;
+use crate::core::message::{Registration, UnreachablePrefill};
+use crate::fabric::LinkKind;
 
-struct Table {
+struct RouterBench {
     router: Router,
     seen: (u32, u32),
     legs: Vec<LegId>,
 }
 
-impl Table {
+impl RouterBench {
     fn give(&mut self, input: RouterInput) {
         let mut out = Outbox::new();
         self.router.handle(Nanos(1), input, &mut out);
@@ -26,7 +26,7 @@ impl Table {
     #[track_caller]
     fn sees(&mut self, entries: i32, remembered: i32) {
         let gauges = self.router.gauges();
-        let (before, limits) = (self.seen, self.router.fleet.config.limits());
+        let (before, limits) = (self.seen, self.router.dispatcher.config.limits());
         self.seen = (gauges.entries, gauges.remembered);
         let grown = |is: u32, was: u32| i64::from(is) - i64::from(was);
         let seen = (grown(self.seen.0, before.0), grown(self.seen.1, before.1));
@@ -39,24 +39,24 @@ impl Table {
     }
 
     fn request(&mut self, client: u64) {
-        let prompts = vec![Prompt { tokens: 1_100, prefix: [1, 2].into() }];
+        let prompts = vec![RoutedPrompt { tokens: 1_100, prefix: [1, 2].into() }];
         let client = ClientId(client);
         self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 9 }));
     }
 }
 
-fn table() -> Table {
+fn table() -> RouterBench {
     let config = RouterConfig { instances_max: 3, prefixes_max: 2, ..RouterConfig::default() };
     let router = Router::new(config, Incarnation(1));
-    Table { router, seen: (0, 0), legs: Vec::new() }
+    RouterBench { router, seen: (0, 0), legs: Vec::new() }
 }
 
 fn registration(engine: &str, sequence: u64) -> Registration {
     Registration { sequence, http: engine.into(), ..registry::tests::registration(engine, 1) }
 }
 
-/// A router with a prefill and a decode, in slots 0 and 1.
-fn pair() -> Table {
+/// A router with a prefill and a decode, as instances 0 and 1.
+fn pair() -> RouterBench {
     let mut table = table();
     for engine in ["p", "d"] {
         table.give(RouterInput::Register(registration(engine, 1)));
@@ -70,7 +70,7 @@ fn pair() -> Table {
 fn links_and_what_was_not_taken_are_counted() {
     let mut table = table();
     let (link, from) = (LinkId(LinkId::INBOUND + 1), Some("h:1".into()));
-    table.link(ControlEvent::LinkUp { link, channel: Channel::Discovery, from });
+    table.link(ControlEvent::LinkUp { link, channel: LinkKind::Discovery, from });
     table.sees(0, 1);
     table.link(ControlEvent::Frame { link, parts: vec![b"x".to_vec()] });
     // In the list, and by its reason.
@@ -104,12 +104,12 @@ fn requests_are_counted_while_they_are_open_and_what_they_leave_behind() {
 fn pairs_are_counted_until_one_of_them_leaves() {
     let mut table = pair();
     let (engine, failure) = ("p".into(), Failure::PeerSilent);
-    let troubles = vec![Trouble { engine, life: None, number: 1, failure }];
+    let troubles = vec![UnreachablePrefill { engine, incarnation: None, number: 1, failure }];
     table.give(RouterInput::Register(Registration { troubles, ..registration("d", 2) }));
     // What it said, what it is taken for, and the pair that fails.
     table.sees(0, 3);
-    let prefill = table.router.fleet.registry.instance_mut(Slot(0));
-    prefill.misfits.insert(Slot(1), Mismatch("block sizes".into()));
+    let prefill = table.router.dispatcher.registry.instance_mut(InstanceId(0));
+    prefill.misfits.insert(InstanceId(1), Mismatch("block sizes".into()));
     table.sees(0, 1);
     let draining = Registration { draining: true, ..registration("d", 3) };
     table.give(RouterInput::Register(draining));
@@ -121,7 +121,7 @@ fn pairs_are_counted_until_one_of_them_leaves() {
 fn only_a_decode_says_what_is_out_of_reach_and_only_a_prefill_is() {
     let trouble = |engine: &str| {
         let (engine, failure) = (engine.into(), Failure::PeerSilent);
-        vec![Trouble { engine, life: None, number: 1, failure }]
+        vec![UnreachablePrefill { engine, incarnation: None, number: 1, failure }]
     };
     for (by, of) in [("d", "d"), ("d", "e"), ("p", "p"), ("p", "d"), ("d", "nobody")] {
         let mut table = pair();
@@ -138,7 +138,7 @@ fn only_a_decode_says_what_is_out_of_reach_and_only_a_prefill_is() {
 fn of_what_a_decode_says_no_more_is_kept_than_it_may_say() {
     let mut table = pair();
     let (engine, failure) = (EngineId::from("nobody"), Failure::PeerSilent);
-    let trouble = Trouble { engine, life: None, number: 1, failure };
+    let trouble = UnreachablePrefill { engine, incarnation: None, number: 1, failure };
     let troubles = vec![trouble; 1_000];
     table.give(RouterInput::Register(Registration { troubles, ..registration("d", 2) }));
     table.sees(0, 32);

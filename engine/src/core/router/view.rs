@@ -1,6 +1,7 @@
 //! What the router tells about itself.
 
-use super::registry::{Instance, Reject};
+use super::registry::RegisteredInstance;
+use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::ids::{EngineId, Incarnation};
 use crate::core::message::{Mode, Role};
@@ -29,13 +30,9 @@ pub enum InstanceState {
 /// An instance as the router sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstanceView<'a> {
-    /// Its name.
     pub engine: &'a EngineId,
-    /// Its life.
     pub incarnation: Incarnation,
-    /// What it does.
     pub role: Role,
-    /// How it transfers.
     pub mode: Mode,
     /// Where it takes legs.
     pub http: &'a Endpoint,
@@ -43,7 +40,6 @@ pub struct InstanceView<'a> {
     pub zmq: Option<&'a ZmqAddress>,
     /// True if it speaks the native dialect.
     pub native: bool,
-    /// Its DP rank.
     pub dp_rank: u16,
     /// Number of DP ranks.
     pub dp_size: u16,
@@ -53,14 +49,13 @@ pub struct InstanceView<'a> {
     pub age: Nanos,
     /// Tokens of its legs in flight.
     pub tokens: u64,
-    /// Legs in flight.
     pub legs: u32,
     /// Whether it gets new legs.
     pub state: InstanceState,
 }
 
 impl<'a> InstanceView<'a> {
-    pub(super) fn new(instance: &'a Instance, now: Nanos) -> Self {
+    pub(super) fn new(instance: &'a RegisteredInstance, now: Nanos) -> Self {
         let registration = &instance.registration;
         let state = if instance.lost {
             InstanceState::Lost
@@ -98,7 +93,7 @@ impl<'a> InstanceView<'a> {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RouterCounters {
     /// Registrations not taken, by reason.
-    pub rejected: BTreeMap<Reject, u64>,
+    pub rejected: BTreeMap<RejectReason, u64>,
     /// Registrations that repeated or preceded what was known.
     pub stale: u64,
     /// Instances whose registration expired.
@@ -107,9 +102,7 @@ pub struct RouterCounters {
     pub replaced: u64,
     /// Times that an instance became suspect.
     pub suspicions: u64,
-    /// Legs sent.
     pub legs: u64,
-    /// Legs cancelled.
     pub cancelled: u64,
     /// Decode legs that should read by MoRIIO and were sent without anything to read, because the
     /// prefill's answer has nothing.

@@ -1,21 +1,21 @@
 //! The life of a flow on this rank.
 
-use super::link::Share;
-use super::post::Piece;
-use super::{Out, Transfer, Waiter};
+use super::fair_queue::FlowShare;
+use super::work_request::StripeRange;
+use super::{QuiesceWaiter, Transfer, TransferOutbox};
 use crate::core::error::Failure;
-use crate::core::ids::{FlowId, PeerSlot, SourceId};
+use crate::core::ids::{ConnectionId, FlowId, SourceId};
 use crate::core::layout::BlockList;
-use crate::core::message::{FlowState, Report};
+use crate::core::message::{FlowState, TransferReport};
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, Placement, SessionId};
+use crate::fabric::{FabricError, Placement, SessionId};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Where the local KV of a flow is.
 #[derive(Debug)]
-pub(super) enum Local {
+pub(super) enum LocalKv {
     /// In a source that may still grow: the flow writes.
     Source(SourceId),
     /// In these blocks: the flow reads into them.
@@ -25,8 +25,8 @@ pub(super) enum Local {
 /// One attempt to move one prompt between this rank and the ranks of a peer.
 #[derive(Debug)]
 pub(super) struct Flow {
-    pub(super) peer: PeerSlot,
-    pub(super) local: Local,
+    pub(super) peer: ConnectionId,
+    pub(super) local: LocalKv,
     pub(super) remote: Arc<Vec<BlockList>>,
     pub(super) tokens: u32,
     /// Tokens queued, per unit of the peer.
@@ -34,15 +34,14 @@ pub(super) struct Flow {
     /// Units not wholly queued.
     units_left: u32,
     /// What is to be posted, in this order.
-    pub(super) pieces: VecDeque<Piece>,
+    pub(super) pieces: VecDeque<StripeRange>,
     /// Pieces at the front that were posted before.
     returned: usize,
     /// Pieces that are queued, in flight or wait to be tried again.
     pub(super) outstanding: u32,
-    /// Operations in flight.
     pub(super) in_flight: u32,
     /// What it has of the link.
-    pub(super) share: Share,
+    pub(super) share: FlowShare,
     /// Sessions that took an operation of it.
     pub(super) touched: Vec<SessionId>,
     /// Sessions on which an operation of it failed, bytes of which may still land.
@@ -64,19 +63,19 @@ impl Flow {
     }
 
     /// Takes the next piece.
-    pub(super) fn next_piece(&mut self) -> Option<Piece> {
+    pub(super) fn next_piece(&mut self) -> Option<StripeRange> {
         self.returned = self.returned.saturating_sub(1);
         self.pieces.pop_front()
     }
 
     /// Queues what an operation leaves over of its piece.
-    pub(super) fn put_first(&mut self, rest: Piece) {
+    pub(super) fn put_first(&mut self, rest: StripeRange) {
         self.outstanding += 1;
         self.pieces.push_front(rest);
     }
 
     /// Queues a piece that was posted before, behind others of its kind.
-    pub(super) fn give_back(&mut self, piece: Piece) {
+    pub(super) fn give_back(&mut self, piece: StripeRange) {
         let at = self.returned.min(self.pieces.len());
         self.pieces.insert(at, piece);
         self.returned = at + 1;
@@ -95,12 +94,12 @@ impl Transfer {
         now: Nanos,
         id: FlowId,
         source: SourceId,
-        peer: PeerSlot,
+        peer: ConnectionId,
         range: (u32, u32),
         remote: Arc<Vec<BlockList>>,
-        out: &mut Out,
+        out: &mut TransferOutbox,
     ) {
-        if self.start(now, id, peer, range, Local::Source(source), remote, out) {
+        if self.start(now, id, peer, range, LocalKv::Source(source), remote, out) {
             self.sources.entry(source).or_default().flows.push(id);
             self.advance(now, id, 0..u16::MAX, out);
         }
@@ -111,13 +110,13 @@ impl Transfer {
         &mut self,
         now: Nanos,
         id: FlowId,
-        peer: PeerSlot,
+        peer: ConnectionId,
         range: (u32, u32),
         remote: Arc<Vec<BlockList>>,
         local: Arc<Vec<BlockList>>,
-        out: &mut Out,
+        out: &mut TransferOutbox,
     ) {
-        if self.start(now, id, peer, range, Local::Blocks(local), remote, out) {
+        if self.start(now, id, peer, range, LocalKv::Blocks(local), remote, out) {
             self.advance(now, id, 0..u16::MAX, out);
         }
     }
@@ -128,26 +127,26 @@ impl Transfer {
         &mut self,
         now: Nanos,
         id: FlowId,
-        slot: PeerSlot,
+        connection: ConnectionId,
         (from, tokens): (u32, u32),
-        local: Local,
+        local: LocalKv,
         remote: Arc<Vec<BlockList>>,
-        out: &mut Out,
+        out: &mut TransferOutbox,
     ) -> bool {
-        let units = match self.peers.get(&slot).map(|peer| peer.usable()) {
+        let units = match self.peers.get(&connection).map(|peer| peer.usable()) {
             Some(Ok(units)) => units,
             Some(Err(failure)) => {
-                out.push(Report::Flow { flow: id, state: FlowState::Failed(failure) });
+                out.push(TransferReport::Flow { flow: id, state: FlowState::Failed(failure) });
                 return false;
             }
             None => {
                 let state = FlowState::Failed(Failure::Unreachable);
-                out.push(Report::Flow { flow: id, state });
+                out.push(TransferReport::Flow { flow: id, state });
                 return false;
             }
         };
         let flow = Flow {
-            peer: slot,
+            peer: connection,
             local,
             remote,
             tokens,
@@ -157,7 +156,7 @@ impl Transfer {
             returned: 0,
             outstanding: 0,
             in_flight: 0,
-            share: Share::default(),
+            share: FlowShare::default(),
             touched: Vec::new(),
             unsure: Vec::new(),
             ending: None,
@@ -173,27 +172,33 @@ impl Transfer {
 
     /// Queues what the flow can move now in units that end with one of `layers`, and ends it if
     /// that was all.
-    pub(super) fn advance(&mut self, now: Nanos, id: FlowId, layers: Range<u16>, out: &mut Out) {
-        self.queue_units(id, layers);
+    pub(super) fn advance(
+        &mut self,
+        now: Nanos,
+        id: FlowId,
+        layers: Range<u16>,
+        out: &mut TransferOutbox,
+    ) {
+        self.queue_stripes(id, layers);
         self.finish_if_done(now, id, out);
     }
 
-    fn queue_units(&mut self, id: FlowId, layers: Range<u16>) {
+    fn queue_stripes(&mut self, id: FlowId, layers: Range<u16>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let Some(peer) = self.peers.get(&flow.peer) else { return };
         if flow.ending.is_some() || flow.closing || flow.units_left == 0 {
             return;
         }
         let source = match &flow.local {
-            Local::Source(source) => match self.sources.get(source) {
+            LocalKv::Source(source) => match self.sources.get(source) {
                 Some(source) => Some(source),
                 None => return,
             },
-            Local::Blocks(_) => None,
+            LocalKv::Blocks(_) => None,
         };
         let had = flow.pieces.len();
-        let start = peer.units.partition_point(|unit| unit.last_layer < layers.start);
-        let units = peer.units.iter().enumerate().skip(start);
+        let start = peer.stripes.partition_point(|unit| unit.last_layer < layers.start);
+        let units = peer.stripes.iter().enumerate().skip(start);
         for (index, unit) in units.take_while(|(_, unit)| unit.last_layer < layers.end) {
             let queued = flow.queued[index];
             if queued >= flow.tokens {
@@ -209,7 +214,7 @@ impl Transfer {
             if to == flow.tokens {
                 flow.units_left -= 1;
             }
-            flow.pieces.push_back(Piece::new(index, queued, to));
+            flow.pieces.push_back(StripeRange::new(index, queued, to));
         }
         let added = flow.pieces.len() - had;
         if added > 0 {
@@ -219,18 +224,24 @@ impl Transfer {
     }
 
     /// One piece of the flow is done.
-    pub(super) fn settle_piece(&mut self, now: Nanos, id: FlowId, bytes: u64, out: &mut Out) {
+    pub(super) fn settle_piece(
+        &mut self,
+        now: Nanos,
+        id: FlowId,
+        bytes: u64,
+        out: &mut TransferOutbox,
+    ) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.outstanding -= 1;
         flow.bytes += bytes;
         if flow.ending.is_none() && now >= flow.reported + Nanos::from_secs(1) {
             flow.reported = now;
-            out.push(Report::Flow { flow: id, state: FlowState::Moving });
+            out.push(TransferReport::Flow { flow: id, state: FlowState::Moving });
         }
         self.finish_if_done(now, id, out);
     }
 
-    fn finish_if_done(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+    fn finish_if_done(&mut self, now: Nanos, id: FlowId, out: &mut TransferOutbox) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let settled = flow.outstanding == 0 || planted!("newest-operation-ends-the-flow");
         let done = flow.units_left == 0 && settled;
@@ -252,21 +263,21 @@ impl Transfer {
         id: FlowId,
         failure: Failure,
         announce: bool,
-        out: &mut Out,
+        out: &mut TransferOutbox,
     ) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         if flow.ending.is_some() {
             return;
         }
         if announce {
-            out.push(Report::Flow { flow: id, state: FlowState::Failing(failure.clone()) });
+            out.push(TransferReport::Flow { flow: id, state: FlowState::Failing(failure.clone()) });
         }
         flow.ending = Some(failure);
         self.pieces -= flow.pieces.len() as u32;
         flow.pieces = VecDeque::new();
         if planted!("end-of-a-flow-ends-its-sessions") {
             for session in flow.touched.clone() {
-                self.session_died(now, session, Cause::AckTimeout, out);
+                self.session_died(now, session, FabricError::AckTimeout, out);
             }
         }
         self.end_if_over(now, id, out);
@@ -274,7 +285,7 @@ impl Transfer {
 
     /// Once the last operation of a flow that ends without success is over, sees to it that no byte
     /// of it can land any more.
-    pub(super) fn end_if_over(&mut self, now: Nanos, id: FlowId, out: &mut Out) {
+    pub(super) fn end_if_over(&mut self, now: Nanos, id: FlowId, out: &mut TransferOutbox) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let in_flight = flow.in_flight > 0 && !planted!("failed-flow-leaves-its-operations");
         if flow.ending.is_none() || in_flight || flow.closing {
@@ -289,18 +300,24 @@ impl Transfer {
     }
 
     /// Asks sessions for `Quiet` before the flow ends.
-    fn quiesce_flow(&mut self, now: Nanos, id: FlowId, sessions: &[SessionId], out: &mut Out) {
+    fn quiesce_flow(
+        &mut self,
+        now: Nanos,
+        id: FlowId,
+        sessions: &[SessionId],
+        out: &mut TransferOutbox,
+    ) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.tickets = sessions.len() as u32;
         if sessions.is_empty() {
             return self.end_flow(id, out);
         }
         for &session in sessions {
-            self.quiesce(now, session, Waiter::Flow(id), out);
+            self.quiesce(now, session, QuiesceWaiter::Flow(id), out);
         }
     }
 
-    pub(super) fn flow_quiet(&mut self, id: FlowId, out: &mut Out) {
+    pub(super) fn flow_quiet(&mut self, id: FlowId, out: &mut TransferOutbox) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.tickets -= 1;
         if flow.tickets == 0 {
@@ -308,12 +325,12 @@ impl Transfer {
         }
     }
 
-    fn end_flow(&mut self, id: FlowId, out: &mut Out) {
+    fn end_flow(&mut self, id: FlowId, out: &mut TransferOutbox) {
         let Some(flow) = self.flows.remove(&id) else { return };
         if let Some(peer) = self.peers.get_mut(&flow.peer) {
-            peer.link.forget(id, &flow.share);
+            peer.queue.forget(id, &flow.share);
         }
-        if let Local::Source(source) = &flow.local
+        if let LocalKv::Source(source) = &flow.local
             && let Some(source) = self.sources.get_mut(source)
         {
             source.flows.retain(|other| *other != id);
@@ -322,6 +339,6 @@ impl Transfer {
             Some(failure) => FlowState::Failed(failure),
             None => FlowState::Done { bytes: flow.bytes },
         };
-        out.push(Report::Flow { flow: id, state });
+        out.push(TransferReport::Flow { flow: id, state });
     }
 }

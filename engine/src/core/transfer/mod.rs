@@ -1,56 +1,53 @@
 //! Moves bytes: one per TP rank, told what by its prefill or decode core.
 //!
 //! A *flow* is one attempt to move one prompt between this engine and a peer. What it can move is
-//! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are cut
-//! from them, and planned, when the plane has credit for them: `link` says whose turn it is, `pace`
-//! how large an operation is and how much is in flight. `source` follows what the engine has
+//! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are
+//! cut from them, and planned, when the plane has credit for them: `link` says whose turn it is,
+//! `pace` how large an operation is and how much is in flight. `source` follows what the engine has
 //! computed, `flow` the life of a flow, `post` the life of an operation, `session` peers and their
 //! sessions.
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.
 
+mod fair_queue;
 mod flow;
-mod link;
-mod pace;
-mod post;
+mod rate_estimator;
 mod session;
 mod source;
+mod work_request;
 
 use crate::core::command::{DataCommand, DataRefusal};
 use crate::core::error::Failure;
-use crate::core::ids::{FlowId, PeerSlot, SourceId, StepId};
+use crate::core::ids::{ConnectionId, FlowId, SourceId, StepId};
 use crate::core::layout::{Geometry, LayerLayout, RankLayout, Slices};
 use crate::core::machine::{Gauges, Machine, Outbox};
-use crate::core::message::{Job, Mode, Report, Role};
+use crate::core::message::{Mode, Role, TransferJob, TransferReport};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use crate::fabric::{
-    Address, Caps, Cause, Credits, DataEvent, Memory, OpId, PeerId, RegionDesc, RegionId,
-    SessionId, Ticket,
+    Address, Caps, Credits, DataEvent, FabricError, Memory, OpId, PeerId, QuiesceTicket,
+    RegionDesc, RegionId, SessionId,
 };
 use flow::Flow;
-use post::{Op, Piece};
 use serde::{Deserialize, Serialize};
-use session::Peer;
-use source::Source;
+use session::TransferPeer;
+use source::PushSource;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use work_request::{StripeRange, WorkRequest};
 
 /// What can happen to a transfer actor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TransferInput {
-    /// The actor starts.
     Start,
     /// A job of the core.
-    Job(Job),
+    Job(TransferJob),
     /// The engine's worker computed layers `..layers` of a step (`save_kv_layer`,
     /// `wait_for_save`); the model's layer count ends the step. Steps come in order, a step may be
     /// skipped, and a later step means that the earlier ones are complete.
     Layers {
-        /// The step.
         step: StepId,
-        /// Layers complete.
         layers: u16,
     },
     /// The data plane reports.
@@ -67,7 +64,7 @@ pub enum TransferEffect {
     /// Call the data plane.
     Data(DataCommand),
     /// Tell the core.
-    Report(Report),
+    Report(TransferReport),
 }
 
 impl From<DataCommand> for TransferEffect {
@@ -76,8 +73,8 @@ impl From<DataCommand> for TransferEffect {
     }
 }
 
-impl From<Report> for TransferEffect {
-    fn from(report: Report) -> Self {
+impl From<TransferReport> for TransferEffect {
+    fn from(report: TransferReport) -> Self {
         TransferEffect::Report(report)
     }
 }
@@ -195,29 +192,29 @@ impl TransferConfig {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Timer {
+enum TransferTimer {
     Stalled(SessionId),
     Opening(SessionId),
-    Reopen(PeerSlot, usize),
+    Reopen(ConnectionId, usize),
     Quiet(SessionId),
-    Busy(PeerSlot),
+    Busy(ConnectionId),
 }
 
-/// Since when a quiesce ticket could be answered as far as known, and who waits for it: since it was
-/// asked for, or since an operation before it was over.
+/// Since when a quiesce ticket could be answered as far as known, and who waits for it: since it
+/// was asked for, or since an operation before it was over.
 #[derive(Clone, Debug)]
-struct Asked {
+struct QuiesceRecord {
     at: Nanos,
-    waiter: Waiter,
+    waiter: QuiesceWaiter,
 }
 
 /// Who waits for a quiesce ticket.
 #[derive(Clone, Debug)]
-enum Waiter {
-    Retry(FlowId, Piece),
+enum QuiesceWaiter {
+    Retry(FlowId, StripeRange),
     Flow(FlowId),
-    Fence(PeerSlot),
-    Reopen(PeerSlot, usize),
+    Fence(ConnectionId),
+    Reopen(ConnectionId, usize),
 }
 
 /// The transfer state machine of one TP rank.
@@ -226,22 +223,22 @@ pub struct Transfer {
     config: TransferConfig,
     address: Address,
     regions: Vec<Option<RegionDesc>>,
-    peers: BTreeMap<PeerSlot, Peer>,
-    sessions: BTreeMap<SessionId, (PeerSlot, usize)>,
-    fencing: BTreeMap<PeerId, PeerSlot>,
-    sources: BTreeMap<SourceId, Source>,
+    peers: BTreeMap<ConnectionId, TransferPeer>,
+    sessions: BTreeMap<SessionId, (ConnectionId, usize)>,
+    fencing: BTreeMap<PeerId, ConnectionId>,
+    sources: BTreeMap<SourceId, PushSource>,
     steps: BTreeMap<StepId, Vec<SourceId>>,
     computed: (StepId, u16),
     flows: BTreeMap<FlowId, Flow>,
     /// Pieces of all flows that are queued.
     pieces: u32,
     /// Peers on whose links something may be posted, in turns.
-    ring: VecDeque<PeerSlot>,
-    ops: BTreeMap<OpId, Op>,
+    ring: VecDeque<ConnectionId>,
+    ops: BTreeMap<OpId, WorkRequest>,
     /// What is in flight.
     used: Credits,
-    tickets: BTreeMap<(SessionId, Ticket), Asked>,
-    timers: Timers<Timer>,
+    tickets: BTreeMap<(SessionId, QuiesceTicket), QuiesceRecord>,
+    timers: Timers<TransferTimer>,
     scratch: Slices,
     next_id: u64,
     /// Ids up to this one are of backends that are gone. Calls that were under way when the backend
@@ -250,7 +247,7 @@ pub struct Transfer {
     violations: u32,
 }
 
-type Out = Outbox<TransferEffect>;
+type TransferOutbox = Outbox<TransferEffect>;
 
 impl Transfer {
     /// A machine that has done nothing; its first input is [`TransferInput::Start`].
@@ -298,26 +295,31 @@ impl Transfer {
         )
     }
 
-    fn register_all(&mut self, out: &mut Out) {
+    fn register_all(&mut self, out: &mut TransferOutbox) {
         self.regions.fill(None);
         for (index, memory) in self.config.memory.iter().enumerate() {
             out.push(DataCommand::Register { region: RegionId(index as u32), memory: *memory });
         }
     }
 
-    fn registered(&mut self, region: RegionId, result: Result<RegionDesc, Cause>, out: &mut Out) {
+    fn registered(
+        &mut self,
+        region: RegionId,
+        result: Result<RegionDesc, FabricError>,
+        out: &mut TransferOutbox,
+    ) {
         match result {
             Ok(desc) => {
-                let Some(slot) = self.regions.get_mut(region.0 as usize) else {
+                let Some(connection) = self.regions.get_mut(region.0 as usize) else {
                     self.violations = self.violations.saturating_add(1);
                     return;
                 };
-                *slot = Some(desc);
+                *connection = Some(desc);
                 if let Some(layout) = self.layout() {
-                    out.push(Report::Ready { layout });
+                    out.push(TransferReport::Ready { layout });
                 }
             }
-            Err(cause) => out.push(Report::Unusable { failure: Failure::Fabric(cause) }),
+            Err(cause) => out.push(TransferReport::Unusable { failure: Failure::Fabric(cause) }),
         }
     }
 
@@ -337,30 +339,30 @@ impl Transfer {
         })
     }
 
-    fn job(&mut self, now: Nanos, job: Job, out: &mut Out) {
+    fn job(&mut self, now: Nanos, job: TransferJob, out: &mut TransferOutbox) {
         match job {
-            Job::Peer { peer, geometry, ranks, pass } => {
-                self.peer_known(now, peer, &geometry, &ranks, pass, out);
+            TransferJob::Peer { peer, geometry, ranks, fence_key } => {
+                self.peer_known(now, peer, &geometry, &ranks, fence_key, out);
             }
-            Job::Fence { peer } => self.fence(now, peer, out),
-            Job::Source { source, step, ready, to, blocks, .. } => {
+            TransferJob::Fence { peer } => self.fence(now, peer, out),
+            TransferJob::Source { source, step, ready, to, blocks, .. } => {
                 self.source_grew(source, step, ready, to, &blocks);
                 self.advance_source(now, source, 0..u16::MAX, out);
             }
-            Job::Forget { source } => {
+            TransferJob::Forget { source } => {
                 self.sources.remove(&source);
             }
-            Job::Write { flow, source, peer, from, tokens, blocks, .. } => {
+            TransferJob::Write { flow, source, peer, from, tokens, blocks, .. } => {
                 self.start_write(now, flow, source, peer, (from, tokens), blocks, out);
             }
-            Job::Read { flow, peer, from, tokens, remote, local, .. } => {
+            TransferJob::Read { flow, peer, from, tokens, remote, local, .. } => {
                 self.start_read(now, flow, peer, (from, tokens), remote, local, out);
             }
-            Job::Stop { flow } => self.fail_flow(now, flow, Failure::Cancelled, false, out),
+            TransferJob::Stop { flow } => self.fail_flow(now, flow, Failure::Cancelled, false, out),
         }
     }
 
-    fn data(&mut self, now: Nanos, event: DataEvent, out: &mut Out) {
+    fn data(&mut self, now: Nanos, event: DataEvent, out: &mut TransferOutbox) {
         match event {
             DataEvent::Registered { region, result } => self.registered(region, result, out),
             DataEvent::Opened { session, result } => self.opened(now, session, result, out),
@@ -372,14 +374,14 @@ impl Transfer {
         }
     }
 
-    fn refused(&mut self, now: Nanos, refusal: DataRefusal, out: &mut Out) {
+    fn refused(&mut self, now: Nanos, refusal: DataRefusal, out: &mut TransferOutbox) {
         match refusal {
             DataRefusal::Register { why, .. } => {
-                out.push(Report::Unusable { failure: Failure::Refused(why) });
+                out.push(TransferReport::Unusable { failure: Failure::Refused(why) });
             }
             DataRefusal::Connect { peer, why } => self.connect_refused(now, peer, why, out),
             DataRefusal::Open { session, why } => {
-                let cause = Cause::Backend(why.to_string().into());
+                let cause = FabricError::Backend(why.to_string().into());
                 self.opened(now, session, Err(cause), out);
             }
             DataRefusal::Submit { op, why } => self.submit_refused(now, op, why, out),
@@ -387,70 +389,82 @@ impl Transfer {
     }
 
     /// Asks for `Quiet` of a session on behalf of `waiter`.
-    fn quiesce(&mut self, now: Nanos, session: SessionId, waiter: Waiter, out: &mut Out) {
-        let ticket = Ticket(self.fresh());
-        self.tickets.insert((session, ticket), Asked { at: now, waiter });
-        self.timers.arm_if_idle(Timer::Quiet(session), now + self.config.settings.quiet);
+    fn quiesce(
+        &mut self,
+        now: Nanos,
+        session: SessionId,
+        waiter: QuiesceWaiter,
+        out: &mut TransferOutbox,
+    ) {
+        let ticket = QuiesceTicket(self.fresh());
+        self.tickets.insert((session, ticket), QuiesceRecord { at: now, waiter });
+        self.timers.arm_if_idle(TransferTimer::Quiet(session), now + self.config.settings.quiet);
         out.push(DataCommand::Quiesce { session, ticket });
     }
 
-    fn quiet(&mut self, now: Nanos, session: SessionId, ticket: Ticket, out: &mut Out) {
-        let Some(Asked { waiter, .. }) = self.tickets.remove(&(session, ticket)) else {
+    fn quiet(
+        &mut self,
+        now: Nanos,
+        session: SessionId,
+        ticket: QuiesceTicket,
+        out: &mut TransferOutbox,
+    ) {
+        let Some(QuiesceRecord { waiter, .. }) = self.tickets.remove(&(session, ticket)) else {
             return self.unasked(ticket.0);
         };
         if self.oldest_ticket(session).is_none() {
-            self.timers.cancel(&Timer::Quiet(session));
+            self.timers.cancel(&TransferTimer::Quiet(session));
         }
         match waiter {
-            Waiter::Retry(flow, piece) => self.retry(flow, piece),
-            Waiter::Flow(flow) => self.flow_quiet(flow, out),
-            Waiter::Fence(peer) => self.fence_part_done(peer, out),
-            Waiter::Reopen(peer, index) => self.session_quiet(now, peer, index),
+            QuiesceWaiter::Retry(flow, piece) => self.retry(flow, piece),
+            QuiesceWaiter::Flow(flow) => self.flow_quiet(flow, out),
+            QuiesceWaiter::Fence(peer) => self.fence_part_done(peer, out),
+            QuiesceWaiter::Reopen(peer, index) => self.session_quiet(now, peer, index),
         }
     }
 
     /// The ticket of a session that is waited for longest, and since when.
-    fn oldest_ticket(&self, session: SessionId) -> Option<(Ticket, Nanos)> {
-        let ((of, ticket), asked) = self.tickets.range((session, Ticket(0))..).next()?;
+    fn oldest_ticket(&self, session: SessionId) -> Option<(QuiesceTicket, Nanos)> {
+        let ((of, ticket), asked) = self.tickets.range((session, QuiesceTicket(0))..).next()?;
         (*of == session).then_some((*ticket, asked.at))
     }
 
-    /// A session that owes no `Quiet` before older operations on it are over is not to blame for its
-    /// silence: these have a time of their own.
-    fn check_quiet(&mut self, now: Nanos, session: SessionId, out: &mut Out) {
+    /// A session that owes no `Quiet` before older operations on it are over is not to blame for
+    /// its silence: these have a time of their own.
+    fn check_quiet(&mut self, now: Nanos, session: SessionId, out: &mut TransferOutbox) {
         let Some((ticket, asked)) = self.oldest_ticket(session) else { return };
         let older = self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session)
             && !planted!("quiet-does-not-wait-for-operations");
         let due = if older { now } else { asked } + self.config.settings.quiet;
         if now < due {
-            self.timers.arm(Timer::Quiet(session), due);
+            self.timers.arm(TransferTimer::Quiet(session), due);
         } else {
-            self.session_died(now, session, Cause::AckTimeout, out);
+            self.session_died(now, session, FabricError::AckTimeout, out);
         }
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut Out) {
+    fn tick(&mut self, now: Nanos, out: &mut TransferOutbox) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
-                Timer::Stalled(session) => self.check_stalled(now, session, out),
-                Timer::Opening(session) => {
-                    self.opened(now, session, Err(Cause::Unreachable), out);
+                TransferTimer::Stalled(session) => self.check_stalled(now, session, out),
+                TransferTimer::Opening(session) => {
+                    self.opened(now, session, Err(FabricError::Unreachable), out);
                 }
-                Timer::Reopen(peer, index) => self.reopen(now, peer, index, out),
-                Timer::Quiet(session) => self.check_quiet(now, session, out),
-                Timer::Busy(peer) => self.busy_over(peer),
+                TransferTimer::Reopen(peer, index) => self.reopen(now, peer, index, out),
+                TransferTimer::Quiet(session) => self.check_quiet(now, session, out),
+                TransferTimer::Busy(peer) => self.busy_over(peer),
             }
         }
     }
 
     /// The backend was rebuilt: whatever was under way is over, and nothing of it lands any more.
-    fn reset(&mut self, address: Address, out: &mut Out) {
+    fn reset(&mut self, address: Address, out: &mut TransferOutbox) {
         self.address = address;
         self.void = self.next_id;
-        let lost = Failure::Fabric(Cause::Backend("data plane was rebuilt".into()));
+        let lost = Failure::Fabric(FabricError::Backend("data plane was rebuilt".into()));
         for (flow, state) in std::mem::take(&mut self.flows) {
             if !planted!("a-new-backend-ends-no-flow") {
-                out.push(Report::Flow { flow, state: state.final_state(lost.clone()) });
+                out.push(TransferReport::Flow { flow, state: state.final_state(lost.clone()) });
             }
         }
         for (peer, state) in std::mem::take(&mut self.peers) {
@@ -459,9 +473,9 @@ impl Transfer {
                 out.push(DataCommand::Disconnect { peer: *id });
             }
             out.push(if state.is_fencing() {
-                Report::Fenced { peer }
+                TransferReport::Fenced { peer }
             } else {
-                Report::PeerFailed { peer, failure: lost.clone() }
+                TransferReport::PeerFailed { peer, failure: lost.clone() }
             });
         }
         for source in self.sources.values_mut() {
@@ -483,7 +497,7 @@ impl Machine for Transfer {
     type Input = TransferInput;
     type Effect = TransferEffect;
 
-    fn handle(&mut self, now: Nanos, input: TransferInput, out: &mut Out) {
+    fn handle(&mut self, now: Nanos, input: TransferInput, out: &mut TransferOutbox) {
         match input {
             TransferInput::Start => self.register_all(out),
             TransferInput::Job(job) => self.job(now, job, out),
@@ -502,11 +516,11 @@ impl Machine for Transfer {
     fn gauges(&self) -> Gauges {
         let [flows, sources] = [
             self.flows.values().map(Flow::entries).sum::<usize>(),
-            self.sources.values().map(Source::entries).sum(),
+            self.sources.values().map(PushSource::entries).sum(),
         ];
         let [listed, known] = [
-            self.peers.values().map(|peer| peer.link.flows()).sum::<usize>(),
-            self.peers.values().map(Peer::entries).sum(),
+            self.peers.values().map(|peer| peer.queue.flows()).sum::<usize>(),
+            self.peers.values().map(TransferPeer::entries).sum(),
         ];
         let steps = self.steps.values().map(|sources| 1 + sources.len()).sum::<usize>();
         let entries = steps + flows + sources + listed + self.fencing.len() + self.ring.len();

@@ -1,24 +1,24 @@
 //! Peers and the sessions to their ranks: opened at the hello, reopened when they die, revoked by
 //! a fence.
 
-use super::link::Link;
-use super::post::Piece;
-use super::{Out, Timer, Transfer, Waiter};
+use super::fair_queue::FairQueue;
+use super::work_request::StripeRange;
+use super::{QuiesceWaiter, Transfer, TransferOutbox, TransferTimer};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
-use crate::core::ids::PeerSlot;
+use crate::core::ids::ConnectionId;
 use crate::core::layout::{
-    Footprint, Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, Span, routes,
+    Footprint, Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, TokenSpan, routes,
 };
-use crate::core::message::{Report, Role};
+use crate::core::message::{Role, TransferReport};
 use crate::core::time::Nanos;
-use crate::fabric::{Cause, Credits, PeerId, Refused, RegionDesc, RegionId, SessionId};
+use crate::fabric::{Credits, FabricError, PeerId, Refused, RegionDesc, RegionId, SessionId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Layers of one group that travel together between this rank and one rank of a peer.
 #[derive(Debug)]
-pub(super) struct Unit {
+pub(super) struct Stripe {
     pub(super) session: usize,
     pub(super) group: usize,
     /// The layer that is computed last.
@@ -34,7 +34,7 @@ pub(super) struct Unit {
     footprint: Footprint,
 }
 
-impl Unit {
+impl Stripe {
     /// Of `ready` tokens, those that may be sent now.
     pub(super) fn sendable(&self, ready: u32, tokens: u32) -> u32 {
         if ready >= tokens {
@@ -59,9 +59,9 @@ impl Unit {
         from - from % self.whole
     }
 
-    /// How far one operation gets with a piece of a prompt of `tokens` tokens: to the end of a block,
-    /// one at least.
-    pub(super) fn cut(&self, piece: &Piece, tokens: u32, most: &Credits) -> u32 {
+    /// How far one operation gets with a piece of a prompt of `tokens` tokens: to the end of a
+    /// block, one at least.
+    pub(super) fn cut(&self, piece: &StripeRange, tokens: u32, most: &Credits) -> u32 {
         if piece.is_part() || self.kind == GroupKind::State {
             return piece.to;
         }
@@ -95,7 +95,7 @@ impl Unit {
     pub(super) fn plan(
         &self,
         routes: &[Route],
-        mut span: Span<'_>,
+        mut span: TokenSpan<'_>,
         tokens: u32,
         out: &mut Slices,
     ) -> Result<(), Mismatch> {
@@ -124,7 +124,7 @@ pub(super) enum SessionState {
 
 /// The session for one pair of regions, through all its reopenings.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct TransferSession {
     pub(super) id: SessionId,
     pub(super) state: SessionState,
     pub(super) in_flight: u32,
@@ -138,7 +138,7 @@ pub(super) struct Session {
 }
 
 #[derive(Debug, PartialEq)]
-enum Phase {
+enum TransferPeerPhase {
     Opening,
     Ready,
     Failed(Failure),
@@ -146,41 +146,42 @@ enum Phase {
     Fencing(u32),
 }
 
-/// A peer engine in one conversation.
+/// A peer engine in one connection.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct TransferPeer {
     pub(super) ids: Vec<PeerId>,
     pub(super) routes: Vec<Route>,
-    pub(super) units: Vec<Unit>,
-    pub(super) sessions: Vec<Session>,
-    pub(super) link: Link,
+    pub(super) stripes: Vec<Stripe>,
+    pub(super) sessions: Vec<TransferSession>,
+    pub(super) queue: FairQueue,
     /// What is in flight to each of its ranks.
     pub(super) used: BTreeMap<PeerId, Credits>,
-    phase: Phase,
+    phase: TransferPeerPhase,
 }
 
-impl Peer {
+impl TransferPeer {
     /// The number of units, or why no flow can start.
     pub(super) fn usable(&self) -> Result<usize, Failure> {
         match &self.phase {
-            Phase::Opening | Phase::Ready => Ok(self.units.len()),
-            Phase::Failed(failure) => Err(failure.clone()),
-            Phase::Fencing(_) => Err(Failure::PeerSilent),
+            TransferPeerPhase::Opening | TransferPeerPhase::Ready => Ok(self.stripes.len()),
+            TransferPeerPhase::Failed(failure) => Err(failure.clone()),
+            TransferPeerPhase::Fencing(_) => Err(Failure::PeerSilent),
         }
     }
 
-    /// What is kept of it, its link apart: its ranks, the ways to them, and what each has in flight.
+    /// What is kept of it, its link apart: its ranks, the ways to them, and what each has in
+    /// flight.
     pub(super) fn entries(&self) -> usize {
-        let ways = self.routes.len() + self.units.len() + self.sessions.len();
+        let ways = self.routes.len() + self.stripes.len() + self.sessions.len();
         self.ids.len() + ways + self.used.len()
     }
 
     pub(super) fn is_fencing(&self) -> bool {
-        matches!(self.phase, Phase::Fencing(_))
+        matches!(self.phase, TransferPeerPhase::Fencing(_))
     }
 
     fn working(&self) -> bool {
-        matches!(self.phase, Phase::Opening | Phase::Ready)
+        matches!(self.phase, TransferPeerPhase::Opening | TransferPeerPhase::Ready)
     }
 }
 
@@ -188,26 +189,26 @@ impl Transfer {
     pub(super) fn peer_known(
         &mut self,
         now: Nanos,
-        slot: PeerSlot,
+        connection: ConnectionId,
         geometry: &Geometry,
         ranks: &Arc<Vec<RankLayout>>,
-        pass: u64,
-        out: &mut Out,
+        fence_key: u64,
+        out: &mut TransferOutbox,
     ) {
         let mut ids = BTreeMap::new();
         for rank in ranks.iter() {
             let id = PeerId(self.fresh() as u32);
             ids.insert(rank.rank, id);
-            out.push(DataCommand::Connect { peer: id, address: rank.address.clone(), pass });
+            out.push(DataCommand::Connect { peer: id, address: rank.address.clone(), fence_key });
         }
-        let mut peer = Peer {
+        let mut peer = TransferPeer {
             ids: ids.values().copied().collect(),
             routes: Vec::new(),
-            units: Vec::new(),
+            stripes: Vec::new(),
             sessions: Vec::new(),
-            link: Link::default(),
+            queue: FairQueue::default(),
             used: BTreeMap::new(),
-            phase: Phase::Opening,
+            phase: TransferPeerPhase::Opening,
         };
         let built = match self.layout() {
             Some(layout) if self.initiates() => {
@@ -218,18 +219,18 @@ impl Transfer {
         };
         if let Err(mismatch) = built {
             let failure = Failure::Mismatch(mismatch);
-            peer.phase = Phase::Failed(failure.clone());
-            out.push(Report::PeerFailed { peer: slot, failure });
+            peer.phase = TransferPeerPhase::Failed(failure.clone());
+            out.push(TransferReport::PeerFailed { peer: connection, failure });
         }
-        let previous = self.peers.insert(slot, peer);
-        assert!(previous.is_none(), "peer slot {slot} used twice");
-        self.open_all(now, slot, out);
-        self.report_if_ready(slot, out);
+        let previous = self.peers.insert(connection, peer);
+        assert!(previous.is_none(), "connection {connection} used twice");
+        self.open_all(now, connection, out);
+        self.report_if_ready(connection, out);
     }
 
     fn build_routes(
         &self,
-        peer: &mut Peer,
+        peer: &mut TransferPeer,
         layout: &RankLayout,
         geometry: &Geometry,
         ranks: &[RankLayout],
@@ -250,7 +251,7 @@ impl Transfer {
                 for layers in spec.layers.chunk_by(run).flat_map(|run| run.chunks(per_op)) {
                     let regions = route.regions(layers[0]);
                     let session = *known.entry((route.remote_rank, regions)).or_insert_with(|| {
-                        peer.sessions.push(Session {
+                        peer.sessions.push(TransferSession {
                             id: SessionId(0),
                             state: SessionState::Pausing,
                             in_flight: 0,
@@ -262,7 +263,7 @@ impl Transfer {
                         });
                         peer.sessions.len() - 1
                     });
-                    peer.units.push(Unit {
+                    peer.stripes.push(Stripe {
                         session,
                         group,
                         last_layer: layers.iter().copied().max().unwrap_or(0),
@@ -276,21 +277,27 @@ impl Transfer {
                 }
             }
         }
-        peer.units.sort_by_key(|unit| unit.last_layer);
+        peer.stripes.sort_by_key(|unit| unit.last_layer);
         Ok(())
     }
 
-    fn open_all(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        let count = self.peers.get(&slot).map_or(0, |peer| peer.sessions.len());
+    fn open_all(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
+        let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
         for index in 0..count {
-            self.reopen(now, slot, index, out);
+            self.reopen(now, connection, index, out);
         }
     }
 
     /// Opens a session that is quiet, under a new id.
-    pub(super) fn reopen(&mut self, now: Nanos, slot: PeerSlot, index: usize, out: &mut Out) {
+    pub(super) fn reopen(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        index: usize,
+        out: &mut TransferOutbox,
+    ) {
         let id = SessionId(self.fresh() as u32);
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
         if !peer.working() {
             return;
         }
@@ -298,8 +305,8 @@ impl Transfer {
         session.id = id;
         session.state = SessionState::Opening;
         session.in_flight = 0;
-        self.sessions.insert(id, (slot, index));
-        self.timers.arm(Timer::Opening(id), now + self.config.open());
+        self.sessions.insert(id, (connection, index));
+        self.timers.arm(TransferTimer::Opening(id), now + self.config.open());
         out.push(DataCommand::Open {
             session: id,
             local: session.local,
@@ -308,38 +315,41 @@ impl Transfer {
         });
     }
 
-    fn session_mut(&mut self, id: SessionId) -> Option<(PeerSlot, usize, &mut Session)> {
-        let &(slot, index) = self.sessions.get(&id)?;
-        let session = self.peers.get_mut(&slot)?.sessions.get_mut(index)?;
-        (session.id == id).then_some((slot, index, session))
+    fn session_mut(
+        &mut self,
+        id: SessionId,
+    ) -> Option<(ConnectionId, usize, &mut TransferSession)> {
+        let &(connection, index) = self.sessions.get(&id)?;
+        let session = self.peers.get_mut(&connection)?.sessions.get_mut(index)?;
+        (session.id == id).then_some((connection, index, session))
     }
 
     pub(super) fn opened(
         &mut self,
         now: Nanos,
         id: SessionId,
-        result: Result<(), Cause>,
-        out: &mut Out,
+        result: Result<(), FabricError>,
+        out: &mut TransferOutbox,
     ) {
-        let Some((slot, _, session)) = self.session_mut(id) else { return };
+        let Some((connection, _, session)) = self.session_mut(id) else { return };
         if session.state != SessionState::Opening {
             return;
         }
         match result {
             Ok(()) => {
                 session.state = SessionState::Open;
-                self.timers.cancel(&Timer::Opening(id));
-                self.report_if_ready(slot, out);
-                self.unpark(slot);
+                self.timers.cancel(&TransferTimer::Opening(id));
+                self.report_if_ready(connection, out);
+                self.unpark(connection);
             }
             Err(cause) => self.session_died(now, id, cause, out),
         }
     }
 
     /// Flows that waited for a session of a peer try again.
-    fn unpark(&mut self, slot: PeerSlot) {
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
-        for id in peer.link.unpark() {
+    fn unpark(&mut self, connection: ConnectionId) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
+        for id in peer.queue.unpark() {
             if let Some(flow) = self.flows.get_mut(&id) {
                 flow.share.unlisted();
                 self.list(id);
@@ -347,38 +357,44 @@ impl Transfer {
         }
     }
 
-    fn report_if_ready(&mut self, slot: PeerSlot, out: &mut Out) {
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
+    fn report_if_ready(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
         let open = peer.sessions.iter().all(|session| session.state == SessionState::Open);
-        if peer.phase == Phase::Opening && open {
-            peer.phase = Phase::Ready;
-            out.push(Report::PeerReady { peer: slot });
+        if peer.phase == TransferPeerPhase::Opening && open {
+            peer.phase = TransferPeerPhase::Ready;
+            out.push(TransferReport::PeerReady { peer: connection });
         }
     }
 
     /// Tears a session down after an error; it is opened anew when it is quiet.
-    pub(super) fn session_died(&mut self, now: Nanos, id: SessionId, cause: Cause, out: &mut Out) {
-        let Some((slot, index, session)) = self.session_mut(id) else { return };
+    pub(super) fn session_died(
+        &mut self,
+        now: Nanos,
+        id: SessionId,
+        cause: FabricError,
+        out: &mut TransferOutbox,
+    ) {
+        let Some((connection, index, session)) = self.session_mut(id) else { return };
         if !matches!(session.state, SessionState::Open | SessionState::Opening) {
             return;
         }
         session.state = SessionState::Closing;
         session.reopens += 1;
         let given_up = session.reopens;
-        if let Some(peer) = self.peers.get_mut(&slot) {
-            peer.link.pace.forget(now);
+        if let Some(peer) = self.peers.get_mut(&connection) {
+            peer.queue.pace.forget(now);
         }
-        self.timers.cancel(&Timer::Opening(id));
-        self.timers.cancel(&Timer::Stalled(id));
+        self.timers.cancel(&TransferTimer::Opening(id));
+        self.timers.cancel(&TransferTimer::Stalled(id));
         out.push(DataCommand::Close { session: id });
-        self.quiesce(now, id, Waiter::Reopen(slot, index), out);
+        self.quiesce(now, id, QuiesceWaiter::Reopen(connection, index), out);
         if given_up > self.config.settings.reopens_max {
-            self.peer_failed(now, slot, Failure::Fabric(cause), out);
+            self.peer_failed(now, connection, Failure::Fabric(cause), out);
         }
     }
 
-    pub(super) fn session_quiet(&mut self, now: Nanos, slot: PeerSlot, index: usize) {
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
+    pub(super) fn session_quiet(&mut self, now: Nanos, connection: ConnectionId, index: usize) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
         let working = peer.working();
         let session = &mut peer.sessions[index];
         if session.state != SessionState::Closing {
@@ -388,11 +404,11 @@ impl Transfer {
         self.sessions.remove(&session.id);
         if working {
             let pause = self.config.settings.reopen_delay.scale(1 << session.reopens.min(10), 2);
-            self.timers.arm(Timer::Reopen(slot, index), now + pause);
+            self.timers.arm(TransferTimer::Reopen(connection, index), now + pause);
         }
     }
 
-    pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut Out) {
+    pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut TransferOutbox) {
         let stall = self.config.stall();
         let Some((_, _, session)) = self.session_mut(id) else { return };
         if session.in_flight == 0 || planted!("nothing-is-ever-stalled") {
@@ -400,54 +416,75 @@ impl Transfer {
         }
         let due = session.progress + stall;
         if now >= due {
-            self.session_died(now, id, Cause::AckTimeout, out);
+            self.session_died(now, id, FabricError::AckTimeout, out);
         } else {
-            self.timers.arm(Timer::Stalled(id), due);
+            self.timers.arm(TransferTimer::Stalled(id), due);
         }
     }
 
-    fn peer_failed(&mut self, now: Nanos, slot: PeerSlot, failure: Failure, out: &mut Out) {
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
+    fn peer_failed(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: Failure,
+        out: &mut TransferOutbox,
+    ) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
         if !peer.working() {
             return;
         }
-        peer.phase = Phase::Failed(failure.clone());
-        self.fail_flows_of(now, slot, &failure, out);
-        out.push(Report::PeerFailed { peer: slot, failure });
+        peer.phase = TransferPeerPhase::Failed(failure.clone());
+        self.fail_flows_of(now, connection, &failure, out);
+        out.push(TransferReport::PeerFailed { peer: connection, failure });
     }
 
-    fn fail_flows_of(&mut self, now: Nanos, slot: PeerSlot, failure: &Failure, out: &mut Out) {
+    fn fail_flows_of(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: &Failure,
+        out: &mut TransferOutbox,
+    ) {
         let flows: Vec<_> =
-            self.flows.iter().filter(|(_, f)| f.peer == slot).map(|(id, _)| *id).collect();
+            self.flows.iter().filter(|(_, f)| f.peer == connection).map(|(id, _)| *id).collect();
         for flow in flows {
             self.fail_flow(now, flow, failure.clone(), true, out);
         }
     }
 
-    fn slot_of(&self, id: PeerId) -> Option<PeerSlot> {
-        self.peers.iter().find(|(_, peer)| peer.ids.contains(&id)).map(|(slot, _)| *slot)
+    fn slot_of(&self, id: PeerId) -> Option<ConnectionId> {
+        self.peers
+            .iter()
+            .find(|(_, peer)| peer.ids.contains(&id))
+            .map(|(connection, _)| *connection)
     }
 
-    pub(super) fn connect_refused(&mut self, now: Nanos, id: PeerId, why: Refused, out: &mut Out) {
-        if let Some(slot) = self.slot_of(id) {
-            self.peer_failed(now, slot, Failure::Refused(why), out);
+    pub(super) fn connect_refused(
+        &mut self,
+        now: Nanos,
+        id: PeerId,
+        why: Refused,
+        out: &mut TransferOutbox,
+    ) {
+        if let Some(connection) = self.slot_of(id) {
+            self.peer_failed(now, connection, Failure::Refused(why), out);
         }
     }
 
-    pub(super) fn peer_down(&mut self, now: Nanos, id: PeerId, out: &mut Out) {
-        let Some(slot) = self.slot_of(id) else { return };
-        let Some(peer) = self.peers.get(&slot) else { return };
+    pub(super) fn peer_down(&mut self, now: Nanos, id: PeerId, out: &mut TransferOutbox) {
+        let Some(connection) = self.slot_of(id) else { return };
+        let Some(peer) = self.peers.get(&connection) else { return };
         let dead: Vec<_> =
             peer.sessions.iter().filter(|s| s.peer == id).map(|session| session.id).collect();
         for session in dead {
-            self.session_died(now, session, Cause::PeerGone, out);
+            self.session_died(now, session, FabricError::PeerGone, out);
         }
     }
 
     /// Revokes everything between this rank and a peer, both ways.
-    pub(super) fn fence(&mut self, now: Nanos, slot: PeerSlot, out: &mut Out) {
-        let Some(peer) = self.peers.get_mut(&slot) else {
-            out.push(Report::Fenced { peer: slot });
+    pub(super) fn fence(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
+        let Some(peer) = self.peers.get_mut(&connection) else {
+            out.push(TransferReport::Fenced { peer: connection });
             return;
         };
         if peer.is_fencing() {
@@ -456,9 +493,9 @@ impl Transfer {
         let ids = peer.ids.clone();
         let mut closing = Vec::new();
         for (index, session) in peer.sessions.iter_mut().enumerate() {
-            self.timers.cancel(&Timer::Reopen(slot, index));
-            self.timers.cancel(&Timer::Opening(session.id));
-            self.timers.cancel(&Timer::Stalled(session.id));
+            self.timers.cancel(&TransferTimer::Reopen(connection, index));
+            self.timers.cancel(&TransferTimer::Opening(session.id));
+            self.timers.cancel(&TransferTimer::Stalled(session.id));
             match session.state {
                 SessionState::Pausing => {}
                 SessionState::Closing => closing.push(session.id),
@@ -470,37 +507,37 @@ impl Transfer {
             }
         }
         // One more than there are answers to wait for, so that no answer ends it half-way.
-        peer.phase = Phase::Fencing(1 + (ids.len() + closing.len()) as u32);
+        peer.phase = TransferPeerPhase::Fencing(1 + (ids.len() + closing.len()) as u32);
         for session in closing {
-            self.quiesce(now, session, Waiter::Fence(slot), out);
+            self.quiesce(now, session, QuiesceWaiter::Fence(connection), out);
         }
         for id in ids {
-            self.fencing.insert(id, slot);
+            self.fencing.insert(id, connection);
             out.push(DataCommand::Fence { peer: id });
         }
-        self.fail_flows_of(now, slot, &Failure::PeerSilent, out);
-        self.fence_part_done(slot, out);
+        self.fail_flows_of(now, connection, &Failure::PeerSilent, out);
+        self.fence_part_done(connection, out);
     }
 
-    pub(super) fn fenced(&mut self, id: PeerId, out: &mut Out) {
-        if let Some(slot) = self.fencing.remove(&id) {
-            self.fence_part_done(slot, out);
+    pub(super) fn fenced(&mut self, id: PeerId, out: &mut TransferOutbox) {
+        if let Some(connection) = self.fencing.remove(&id) {
+            self.fence_part_done(connection, out);
         }
     }
 
-    pub(super) fn fence_part_done(&mut self, slot: PeerSlot, out: &mut Out) {
-        let Some(peer) = self.peers.get_mut(&slot) else { return };
-        let Phase::Fencing(left) = &mut peer.phase else { return };
+    pub(super) fn fence_part_done(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+        let Some(peer) = self.peers.get_mut(&connection) else { return };
+        let TransferPeerPhase::Fencing(left) = &mut peer.phase else { return };
         *left -= 1;
         if *left > 0 {
             return;
         }
-        let Some(peer) = self.peers.remove(&slot) else { return };
-        self.sessions.retain(|_, (owner, _)| *owner != slot);
+        let Some(peer) = self.peers.remove(&connection) else { return };
+        self.sessions.retain(|_, (owner, _)| *owner != connection);
         for id in peer.ids {
             out.push(DataCommand::Disconnect { peer: id });
         }
-        out.push(Report::Fenced { peer: slot });
+        out.push(TransferReport::Fenced { peer: connection });
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the engine has computed of the prompts that are pushed.
 
-use super::{Out, Transfer};
+use super::{Transfer, TransferOutbox};
 use crate::core::ids::{FlowId, SourceId, StepId};
 use crate::core::layout::BlockList;
 use crate::core::time::Nanos;
@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// One prompt being computed by the engine.
 #[derive(Debug, Default)]
-pub(super) struct Source {
+pub(super) struct PushSource {
     /// Tokens whose KV is complete in every layer.
     complete: u32,
     /// Steps under way and the tokens that are complete after each.
@@ -20,7 +20,7 @@ pub(super) struct Source {
     pub(super) flows: Vec<FlowId>,
 }
 
-impl Source {
+impl PushSource {
     /// Steps under way, and flows that read.
     pub(super) fn entries(&self) -> usize {
         self.chunks.len() + self.flows.len()
@@ -86,7 +86,13 @@ impl Transfer {
         self.settle_steps();
     }
 
-    pub(super) fn layers_computed(&mut self, now: Nanos, step: StepId, layers: u16, out: &mut Out) {
+    pub(super) fn layers_computed(
+        &mut self,
+        now: Nanos,
+        step: StepId,
+        layers: u16,
+        out: &mut TransferOutbox,
+    ) {
         if (step, layers) <= self.computed {
             return;
         }
@@ -123,7 +129,7 @@ impl Transfer {
         now: Nanos,
         id: SourceId,
         layers: Range<u16>,
-        out: &mut Out,
+        out: &mut TransferOutbox,
     ) {
         let count = self.sources.get(&id).map_or(0, |source| source.flows.len());
         // From the back, since a flow that ends is removed from the list.

@@ -29,7 +29,8 @@ pub(crate) fn compile(name: &str, args: &[impl AsRef<OsStr> + Debug]) -> PathBuf
     program
 }
 
-/// Runs a case, without the knobs that the environment of the tests may have, unless they are for MoRI.
+/// Runs a case, without the knobs that the environment of the tests may have, unless they are for
+/// MoRI.
 pub(crate) fn run(program: &Path, case: &str, set: &[(&str, &str)]) -> Output {
     let mut command = Command::new(program);
     let knob = |name: &str| name.starts_with("MORI_") && TESTED.is_none();

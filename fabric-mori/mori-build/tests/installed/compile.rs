@@ -1,7 +1,7 @@
 //! What the compiler says reaches the one who builds.
 
 use crate::support::{ENGINE, GOOD, WAIT_ALL, folder, headers, library};
-use mori_build::{Found, compile};
+use mori_build::{MoriInstallation, compile};
 use std::fs;
 
 #[test]
@@ -10,7 +10,7 @@ fn an_error_has_the_command_and_what_it_said() {
     headers(&dir);
     fs::write(dir.join("mori/io/engine.hpp"), "#include <no/msgpack.hpp>\n").expect("a header");
     library(&dir, GOOD, &[]);
-    let found = Found::explicit(&dir, &dir).expect("found");
+    let found = MoriInstallation::explicit(&dir, &dir).expect("found");
     let error = compile(&found, &dir, &["-DONE_MORE=1"]).expect_err("no header");
     assert!(error.command.contains("-std=c++20") && error.command.contains("-DONE_MORE=1"));
     assert!(error.command.contains(&format!("-I {}", dir.display())), "{}", error.command);
@@ -37,7 +37,7 @@ fn headers_of_another_version_than_the_library_s_are_an_error() {
     headers(&dir);
     fs::write(dir.join("mori/io/engine.hpp"), NEW).expect("a header");
     library(&dir, &[ENGINE, WAIT_ALL], &[]);
-    let found = Found::explicit(&dir, &dir).expect("found");
+    let found = MoriInstallation::explicit(&dir, &dir).expect("found");
     let error = compile(&found, &dir, &[]).expect_err("two versions").to_string();
     assert!(error.contains("headers and its library are of different versions"), "{error}");
 }

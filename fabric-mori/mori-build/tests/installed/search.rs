@@ -1,13 +1,13 @@
 //! Where MoRI is looked for, and which ones are refused.
 
-use crate::support::{ENGINE, Env, GOOD, RESOLVE, WAIT_ALL, folder, headers, library};
-use mori_build::{Found, Missing, Rule, search};
+use crate::support::{ENGINE, GOOD, RESOLVE, TestEnv, WAIT_ALL, folder, headers, library};
+use mori_build::{MoriInstallation, MoriSearchError, MoriSearchRule, search};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-fn find(vars: &[(&'static str, &Path)]) -> Result<Found, Missing> {
-    let env = Env::new(vars);
+fn find(vars: &[(&'static str, &Path)]) -> Result<MoriInstallation, MoriSearchError> {
+    let env = TestEnv::new(vars);
     search(&|name| env.get(name))
 }
 
@@ -15,8 +15,11 @@ fn refusal(test: &str, exports: &[&str]) -> String {
     let dir = folder(test);
     headers(&dir);
     library(&dir, exports, &[]);
-    let missing = Found::explicit(&dir, &dir).expect_err("it is refused");
-    assert!(matches!(missing, Missing::Refused { .. }) && !missing.is_nowhere(), "{missing}");
+    let missing = MoriInstallation::explicit(&dir, &dir).expect_err("it is refused");
+    assert!(
+        matches!(missing, MoriSearchError::Refused { .. }) && !missing.is_nowhere(),
+        "{missing}"
+    );
     missing.to_string()
 }
 
@@ -26,7 +29,7 @@ fn one_of_two_variables_is_an_error() {
     let both = ["MORI_INCLUDE_DIR", "MORI_LIB_DIR"];
     for (set, unset) in [(both[0], both[1]), (both[1], both[0])] {
         let missing = find(&[(set, &dir)]).expect_err("one is too few");
-        assert_eq!(missing, Missing::Unpaired { set, unset });
+        assert_eq!(missing, MoriSearchError::Unpaired { set, unset });
         let said = format!("{set} is set and {unset} is not: set both or neither");
         assert_eq!(missing.to_string(), said);
     }
@@ -49,10 +52,10 @@ fn the_variables_come_before_the_home() {
     }
     let vars = [("MORI_HOME", &*home), ("MORI_INCLUDE_DIR", &*include), ("MORI_LIB_DIR", &*lib)];
     let found = find(&vars).expect("both");
-    assert_eq!((found.rule, &found.includes[0]), (Rule::Variables, &include));
+    assert_eq!((found.rule, &found.includes[0]), (MoriSearchRule::Variables, &include));
     assert_eq!(found.library, lib.join("libmori_io.so"));
     fs::remove_file(lib.join("libmori_io.so")).expect("it goes");
-    assert_eq!(find(&vars).expect("the home").rule, Rule::Home);
+    assert_eq!(find(&vars).expect("the home").rule, MoriSearchRule::Home);
 }
 
 #[test]
@@ -67,7 +70,7 @@ fn a_home_is_an_installation_or_a_source_tree() {
     fs::create_dir_all(&application).expect("a folder");
     fs::write(application.join("libmori_application.so"), "").expect("a library");
     let tree = find(&[("MORI_HOME", &dir)]).expect("a source tree");
-    assert_eq!(tree.rule, Rule::Home);
+    assert_eq!(tree.rule, MoriSearchRule::Home);
     assert_eq!(tree.includes[..2], [dir.join("include"), msgpack]);
     assert_eq!(tree.library_dirs, [dir.join("build/src/io"), application]);
     assert!(tree.application);
@@ -99,7 +102,7 @@ fn python(dir: &Path) -> PathBuf {
     path
 }
 
-fn find_by(python: &Path) -> Result<Found, Missing> {
+fn find_by(python: &Path) -> Result<MoriInstallation, MoriSearchError> {
     let python = python.as_os_str().to_owned();
     search(&|name| (name == "MORI_PYTHON").then(|| python.clone()))
 }
@@ -112,7 +115,7 @@ fn a_package_is_found_without_being_imported() {
     library(&package, GOOD, &[]);
     fs::write(package.join("__init__.py"), "raise SystemExit('imported')").expect("a module");
     let found = find_by(&python(&dir)).expect("found");
-    assert_eq!((found.rule, found.library_dirs), (Rule::Python, vec![package]));
+    assert_eq!((found.rule, found.library_dirs), (MoriSearchRule::Python, vec![package]));
 }
 
 #[test]
@@ -162,7 +165,7 @@ fn what_is_no_library_is_refused() {
     let dir = folder("text");
     headers(&dir);
     fs::write(dir.join("libmori_io.so"), "a text").expect("a text");
-    let missing = Found::explicit(&dir, &dir).expect_err("a text");
+    let missing = MoriInstallation::explicit(&dir, &dir).expect_err("a text");
     assert!(missing.to_string().contains("no ELF library"), "{missing}");
 }
 
@@ -171,10 +174,10 @@ fn identity_and_layout_are_the_library_s() {
     let dir = folder("identity");
     headers(&dir);
     library(&dir, &[ENGINE, WAIT_ALL], &["-Wl,--build-id=0x00c0ffee"]);
-    let found = Found::explicit(&dir, &dir).expect("found");
+    let found = MoriInstallation::explicit(&dir, &dir).expect("found");
     assert_eq!((&*found.identity, found.layout), ("build-id:00c0ffee", 9));
     library(&dir, GOOD, &["-Wl,--build-id=none"]);
-    let found = Found::explicit(&dir, &dir).expect("found");
+    let found = MoriInstallation::explicit(&dir, &dir).expect("found");
     assert_eq!(found.identity.len(), "sha256:".len() + 64);
     assert!(found.identity.starts_with("sha256:"));
     assert_eq!(found.layout, 15);

@@ -51,15 +51,14 @@ pub(crate) fn library(dir: &Path, exports: &[&str], flags: &[&str]) {
     assert!(compiler.arg(source).args(flags).status().expect("a compiler").success());
 }
 
-/// An environment.
-pub(crate) struct Env(Vec<(&'static str, OsString)>);
+pub(crate) struct TestEnv(Vec<(&'static str, OsString)>);
 
-impl Env {
+impl TestEnv {
     /// Without a Python.
-    pub(crate) fn new(vars: &[(&'static str, &Path)]) -> Env {
+    pub(crate) fn new(vars: &[(&'static str, &Path)]) -> TestEnv {
         let none: (&str, OsString) = ("MORI_PYTHON", "/nonexistent/python3".into());
         let vars = vars.iter().map(|(name, value)| (*name, value.as_os_str().to_owned()));
-        Env(vars.chain([none]).collect())
+        TestEnv(vars.chain([none]).collect())
     }
 
     /// The value of a variable.

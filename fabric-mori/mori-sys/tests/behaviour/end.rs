@@ -1,6 +1,6 @@
 //! What is said when a process ends inside MoRI.
 
-use super::rig::{Faults, Node, pair, shim};
+use super::rig::{ShimFaultGuard, ShimTestNode, pair, shim};
 use mori_sys::Direction;
 use std::io::Read;
 use std::os::fd::AsRawFd;
@@ -22,8 +22,8 @@ fn is_child() -> bool {
 #[test]
 fn the_last_call_is_named_when_mori_exits() {
     if is_child() {
-        let _faults = Faults::set("exit@1");
-        let (near, _far) = pair(Node::rdma, -1);
+        let _faults = ShimFaultGuard::set("exit@1");
+        let (near, _far) = pair(ShimTestNode::rdma, -1);
         let status = near.take();
         near.post(0, Direction::WRITE, &[[0, 0, 8], [8, 8, 8]], status).expect("it never returns");
     }
@@ -37,8 +37,8 @@ fn the_last_call_is_named_when_mori_exits() {
 #[test]
 fn the_last_call_is_named_when_mori_aborts() {
     if is_child() {
-        let _faults = Faults::set("pin@1");
-        pair(Node::rdma, -1);
+        let _faults = ShimFaultGuard::set("pin@1");
+        pair(ShimTestNode::rdma, -1);
     }
     let (status, said) = child("behaviour::end::the_last_call_is_named_when_mori_aborts");
     let line = "kvferry: the process aborts with 2 MoRI engine(s) up; last call into MoRI: \
@@ -52,7 +52,7 @@ fn who_survives_is_told_the_last_words() {
     if is_child() {
         // SAFETY: Any number is taken; this one is the end of a pipe.
         unsafe { (shim().functions.kf_last_words)(std::io::stdout().as_raw_fd()) };
-        let _node = Node::rdma();
+        let _node = ShimTestNode::rdma();
         std::process::exit(3);
     }
     let mut again = Command::new(std::env::current_exe().expect("a path"));
@@ -71,7 +71,7 @@ fn who_survives_is_told_the_last_words() {
 #[test]
 fn an_engine_that_is_left_behind_is_named() {
     if is_child() {
-        let _node = Node::rdma();
+        let _node = ShimTestNode::rdma();
         std::process::exit(3);
     }
     let (status, said) = child("behaviour::end::an_engine_that_is_left_behind_is_named");
@@ -83,7 +83,7 @@ fn an_engine_that_is_left_behind_is_named() {
 #[test]
 fn an_orderly_end_says_nothing() {
     if is_child() {
-        drop(pair(Node::rdma, -1));
+        drop(pair(ShimTestNode::rdma, -1));
         std::process::exit(4);
     }
     let (status, said) = child("behaviour::end::an_orderly_end_says_nothing");

@@ -1,13 +1,13 @@
 //! Every way in which a call can fail.
 
-use super::rig::{Faults, Node, answer, kind, pair};
-use mori_sys::{Code, Direction, Kind, Places, Shim, Text};
+use super::rig::{ShimFaultGuard, ShimTestNode, answer, kind, pair};
+use mori_sys::{Code, Direction, Kind, Shim, ShimSearchPath, Text};
 use std::ptr::{null, null_mut};
 
 #[test]
 fn exceptions_end_at_the_shim() {
-    let faults = Faults::set("");
-    let (near, _far) = pair(Node::rdma, -1);
+    let faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     for (fault, expected, part) in [
         ("throw@1", Kind::SYSTEM, "connect("),
         ("throw_other@1", Kind::EXCEPTION, "no std::exception"),
@@ -33,11 +33,11 @@ fn exceptions_end_at_the_shim() {
 
 #[test]
 fn a_region_that_the_peer_does_not_know_is_an_exception() {
-    let _faults = Faults::set("");
-    let (mut near, mut far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (mut near, mut far) = pair(ShimTestNode::rdma, -1);
     let gone = far.memory(vec![0; 8], -1);
     let desc = far.memory_desc(gone);
-    let other = Node::rdma();
+    let other = ShimTestNode::rdma();
     near.meet(&other.desc()).expect("a peer");
     // The same region, of an engine that has none.
     let mut moved = desc;
@@ -52,9 +52,9 @@ fn a_region_that_the_peer_does_not_know_is_an_exception() {
 
 #[test]
 fn a_closed_port_is_a_system_error() {
-    let _faults = Faults::set("");
-    let (mut near, far) = pair(Node::rdma, -1);
-    let mut gone = Node::rdma();
+    let _faults = ShimFaultGuard::set("");
+    let (mut near, far) = pair(ShimTestNode::rdma, -1);
+    let mut gone = ShimTestNode::rdma();
     gone.memory(vec![0; 8], -1);
     let (peer, memory) = (gone.desc(), gone.memory_desc(0));
     drop(gone);
@@ -66,8 +66,8 @@ fn a_closed_port_is_a_system_error() {
 
 #[test]
 fn bytes_that_are_no_descriptor() {
-    let _faults = Faults::set("");
-    let (mut near, far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (mut near, far) = pair(ShimTestNode::rdma, -1);
     let (engine, memory) = (far.desc(), far.memory_desc(0));
     let garbage: [&[u8]; 8] = [
         b"",
@@ -96,8 +96,8 @@ fn bytes_that_are_no_descriptor() {
 
 #[test]
 fn no_backend_is_no_route() {
-    let _faults = Faults::set("");
-    let (mut node, mut far) = (Node::bare(), Node::rdma());
+    let _faults = ShimFaultGuard::set("");
+    let (mut node, mut far) = (ShimTestNode::bare(), ShimTestNode::rdma());
     node.memory(vec![0; 8], -1);
     far.memory(vec![0; 8], -1);
     node.meet(&far.desc()).expect("a peer");
@@ -107,8 +107,8 @@ fn no_backend_is_no_route() {
 
 #[test]
 fn ranges_stay_inside() {
-    let _faults = Faults::set("");
-    let (near, _far) = pair(Node::xgmi, 0);
+    let _faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::xgmi, 0);
     let status = near.take();
     let out = [
         ([8192, 0, 1], "local"),
@@ -134,8 +134,8 @@ fn ranges_stay_inside() {
 
 #[test]
 fn what_is_in_use_is_not_freed() {
-    let _faults = Faults::set("");
-    let (mut near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (mut near, _far) = pair(ShimTestNode::rdma, -1);
     let functions = near.shim.functions;
     let (engine, memory) = (near.engine, near.raw_memory(0));
     // SAFETY: Refused, so that all stay what they were.
@@ -159,8 +159,8 @@ fn what_is_in_use_is_not_freed() {
 
 #[test]
 fn null_is_an_argument() {
-    let _faults = Faults::set("");
-    let (near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     let f = near.shim.functions;
     let (engine, session, status) = (near.engine, near.session(0), near.take());
     let no = null_mut();
@@ -201,8 +201,8 @@ fn null_is_an_argument() {
 
 #[test]
 fn a_short_buffer_says_how_long_it_has_to_be() {
-    let _faults = Faults::set("");
-    let node = Node::rdma();
+    let _faults = ShimFaultGuard::set("");
+    let node = ShimTestNode::rdma();
     let (whole, mut len) = (node.desc(), 0);
     let desc = node.shim.functions.kf_engine_desc;
     let mut out = vec![0; whole.len() - 1];
@@ -214,10 +214,10 @@ fn a_short_buffer_says_how_long_it_has_to_be() {
 
 #[test]
 fn texts_are_cut_where_a_character_starts() {
-    let _faults = Faults::set("");
-    let node = Node::bare();
+    let _faults = ShimFaultGuard::set("");
+    let node = ShimTestNode::bare();
     // A key that comes back in the text, three bytes a character.
-    let (mut near, mut far) = (Node::bare(), Node::rdma());
+    let (mut near, mut far) = (ShimTestNode::bare(), ShimTestNode::rdma());
     near.memory(vec![0; 8], -1);
     far.memory(vec![0; 8], -1);
     drop(node);
@@ -244,10 +244,10 @@ fn texts_are_cut_where_a_character_starts() {
 
 #[test]
 fn a_shim_of_another_class_is_refused() {
-    let _faults = Faults::set("");
+    let _faults = ShimFaultGuard::set("");
     super::rig::shim();
     let other = mori_double::INSTALLS[1 - crate::CLASS];
-    let places = Places { asked: Some(other.shim.into()), ..Places::default() };
+    let places = ShimSearchPath { asked: Some(other.shim.into()), ..ShimSearchPath::default() };
     let why = Shim::load(&places).expect_err("one MoRI to a process").tried.remove(0).why;
     let here = mori_double::INSTALLS[crate::CLASS].lib;
     assert!(

@@ -1,7 +1,7 @@
 //! Two engines of this process that know each other, by the shim's raw functions.
 
 use mori_double::INSTALLS;
-use mori_sys::{Code, Engine, Kind, Memory, Places, Rdma, Session, Shim, Text};
+use mori_sys::{Code, Engine, Kind, Memory, Rdma, Session, Shim, ShimSearchPath, Text};
 use std::ffi::{CStr, CString};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,13 +9,15 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 /// What a call said: its kind, and its text unless that is [`Kind::OK`].
-pub(crate) type Answer = Result<(), (i32, String)>;
+pub(crate) type ShimCallResult = Result<(), (i32, String)>;
 
 pub(crate) fn shim() -> Arc<Shim> {
     static SHIM: OnceLock<Arc<Shim>> = OnceLock::new();
     let load = || {
-        let places =
-            Places { asked: Some(INSTALLS[crate::CLASS].shim.into()), ..Places::default() };
+        let places = ShimSearchPath {
+            asked: Some(INSTALLS[crate::CLASS].shim.into()),
+            ..ShimSearchPath::default()
+        };
         Shim::load(&places).expect("the double's shim")
     };
     Arc::clone(SHIM.get_or_init(load))
@@ -32,12 +34,12 @@ pub(crate) fn knob<F: Copy>(name: &str) -> F {
 }
 
 /// Faults are the process's: one test at a time, and none left behind.
-pub(crate) struct Faults(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
+pub(crate) struct ShimFaultGuard(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
-impl Faults {
-    pub(crate) fn set(spec: &str) -> Faults {
+impl ShimFaultGuard {
+    pub(crate) fn set(spec: &str) -> ShimFaultGuard {
         static ONE: Mutex<()> = Mutex::new(());
-        let faults = Faults(ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let faults = ShimFaultGuard(ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
         faults.again(spec);
         faults
     }
@@ -51,14 +53,14 @@ impl Faults {
     }
 }
 
-impl Drop for Faults {
+impl Drop for ShimFaultGuard {
     fn drop(&mut self) {
         self.again("");
     }
 }
 
 /// Calls `body` with a buffer for an error.
-pub(crate) fn answer(body: impl FnOnce(*mut Text) -> i32) -> Answer {
+pub(crate) fn answer(body: impl FnOnce(*mut Text) -> i32) -> ShimCallResult {
     let mut bytes = [0x55u8; 1024];
     let mut text = Text { data: bytes.as_mut_ptr().cast(), room: bytes.len() };
     let kind = body(&raw mut text);
@@ -70,7 +72,7 @@ pub(crate) fn answer(body: impl FnOnce(*mut Text) -> i32) -> Answer {
 }
 
 /// The kind of an error.
-pub(crate) fn kind(answer: &Answer) -> i32 {
+pub(crate) fn kind(answer: &ShimCallResult) -> i32 {
     answer.as_ref().map_or_else(|(kind, _)| *kind, |()| Kind::OK)
 }
 
@@ -83,7 +85,7 @@ pub(crate) fn bytes(body: impl FnOnce(*mut u8, usize, *mut usize, *mut Text) -> 
 }
 
 /// An engine that frees all it has.
-pub(crate) struct Node {
+pub(crate) struct ShimTestNode {
     pub(crate) shim: Arc<Shim>,
     pub(crate) engine: *mut Engine,
     memories: Vec<(*mut Memory, Vec<u64>)>,
@@ -91,10 +93,10 @@ pub(crate) struct Node {
 }
 
 // SAFETY: Of the calls that need it, tests do one at a time.
-unsafe impl Sync for Node {}
+unsafe impl Sync for ShimTestNode {}
 
-impl Node {
-    pub(crate) fn bare() -> Node {
+impl ShimTestNode {
+    pub(crate) fn bare() -> ShimTestNode {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let key = format!("node-{}", COUNT.fetch_add(1, Ordering::Relaxed));
         let key = CString::new(key).expect("no NUL");
@@ -103,19 +105,19 @@ impl Node {
         // SAFETY: All pointers live over the call.
         answer(|e| unsafe { new(key.as_ptr(), c"127.0.0.1".as_ptr(), 0, &raw mut engine, e) })
             .expect("an engine");
-        Node { shim, engine, memories: Vec::new(), sessions: Vec::new() }
+        ShimTestNode { shim, engine, memories: Vec::new(), sessions: Vec::new() }
     }
 
-    pub(crate) fn rdma() -> Node {
-        let node = Node::bare();
+    pub(crate) fn rdma() -> ShimTestNode {
+        let node = ShimTestNode::bare();
         let (add, config) = (node.shim.functions.kf_engine_rdma, Rdma::default());
         // SAFETY: As above.
         answer(|e| unsafe { add(node.engine, &raw const config, e) }).expect("a backend");
         node
     }
 
-    pub(crate) fn xgmi() -> Node {
-        let node = Node::bare();
+    pub(crate) fn xgmi() -> ShimTestNode {
+        let node = ShimTestNode::bare();
         let add = node.shim.functions.kf_engine_xgmi;
         // SAFETY: As above.
         answer(|e| unsafe { add(node.engine, 4, 4, e) }).expect("a backend");
@@ -128,7 +130,7 @@ impl Node {
         bytes(|out, room, len, e| unsafe { desc(self.engine, out, room, len, e) })
     }
 
-    pub(crate) fn meet(&self, peer: &[u8]) -> Answer {
+    pub(crate) fn meet(&self, peer: &[u8]) -> ShimCallResult {
         let add = self.shim.functions.kf_peer_add;
         // SAFETY: As above.
         answer(|e| unsafe { add(self.engine, peer.as_ptr(), peer.len(), e) })
@@ -207,7 +209,7 @@ impl Node {
         CStr::from_bytes_until_nul(&bytes).expect("NUL").to_str().expect("UTF-8").to_owned()
     }
 
-    pub(crate) fn give(&self, handle: u64) -> Answer {
+    pub(crate) fn give(&self, handle: u64) -> ShimCallResult {
         let give = self.shim.functions.kf_status_give;
         // SAFETY: As above.
         answer(|e| unsafe { give(self.engine, handle, e) })
@@ -229,7 +231,7 @@ impl Node {
         way: u32,
         ranges: &[[u64; 3]],
         status: u64,
-    ) -> Answer {
+    ) -> ShimCallResult {
         let column = |i: usize| ranges.iter().map(|range| range[i]).collect::<Vec<_>>();
         let (local, remote, len) = (column(0), column(1), column(2));
         let pointer = |from: &[u64]| if from.is_empty() { null() } else { from.as_ptr() };
@@ -252,14 +254,14 @@ impl Node {
         }
     }
 
-    pub(crate) fn free_session(&mut self, session: usize) -> Answer {
+    pub(crate) fn free_session(&mut self, session: usize) -> ShimCallResult {
         let (free, session) = (self.shim.functions.kf_session_free, self.sessions.remove(session));
         // SAFETY: It is not used again.
         answer(|e| unsafe { free(session, e) })
     }
 }
 
-impl Drop for Node {
+impl Drop for ShimTestNode {
     fn drop(&mut self) {
         let functions = self.shim.functions;
         // SAFETY: Nothing is used again.
@@ -277,7 +279,7 @@ impl Drop for Node {
 
 /// An engine with memory 0 of 1024 zeros and session 0 to a peer with 1024 words that count, on
 /// that backend.
-pub(crate) fn pair(make: fn() -> Node, device: i32) -> (Node, Node) {
+pub(crate) fn pair(make: fn() -> ShimTestNode, device: i32) -> (ShimTestNode, ShimTestNode) {
     let (mut near, mut far) = (make(), make());
     near.meet(&far.desc()).expect("a peer");
     far.meet(&near.desc()).expect("a peer");

@@ -1,6 +1,6 @@
 //! Bytes and statuses.
 
-use super::rig::{Faults, Node, kind, knob, pair, shim};
+use super::rig::{ShimFaultGuard, ShimTestNode, kind, knob, pair, shim};
 use mori_double::INSTALLS;
 use mori_sys::{Code, Direction, Kind};
 use std::path::Path;
@@ -15,8 +15,8 @@ fn the_shim_says_what_it_was_compiled_for() {
     assert_eq!(Path::new(&shim.info.compiled_at), Path::new(install.lib).join("libmori_io.so"));
 }
 
-fn moves(make: fn() -> Node, device: i32) {
-    let _faults = Faults::set("");
+fn moves(make: fn() -> ShimTestNode, device: i32) {
+    let _faults = ShimFaultGuard::set("");
     let (near, far) = pair(make, device);
     let status = near.take();
     near.post(0, Direction::READ, &[[0, 8, 16], [64, 512, 8]], status).expect("a batch");
@@ -34,18 +34,18 @@ fn moves(make: fn() -> Node, device: i32) {
 
 #[test]
 fn rdma_moves_bytes() {
-    moves(Node::rdma, -1);
+    moves(ShimTestNode::rdma, -1);
 }
 
 #[test]
 fn xgmi_moves_bytes_when_it_is_polled() {
-    moves(Node::xgmi, 0);
+    moves(ShimTestNode::xgmi, 0);
 }
 
 #[test]
 fn an_empty_batch_is_done() {
-    let _faults = Faults::set("");
-    let (near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     let status = near.take();
     near.post(0, Direction::READ, &[], status).expect("nothing");
     assert_eq!(near.poll(status), Ok(Code::SUCCESS));
@@ -53,8 +53,8 @@ fn an_empty_batch_is_done() {
 
 #[test]
 fn a_handle_ends_when_it_is_given() {
-    let _faults = Faults::set("");
-    let node = Node::bare();
+    let _faults = ShimFaultGuard::set("");
+    let node = ShimTestNode::bare();
     let first = node.take();
     assert_eq!(node.poll(first), Ok(Code::INIT));
     node.give(first).expect("an end");
@@ -70,8 +70,8 @@ fn a_handle_ends_when_it_is_given() {
 
 #[test]
 fn many_statuses_are_all_different() {
-    let _faults = Faults::set("");
-    let node = Node::bare();
+    let _faults = ShimFaultGuard::set("");
+    let node = ShimTestNode::bare();
     let mut handles: Vec<u64> = (0..1_000).map(|_| node.take()).collect();
     handles.iter().for_each(|handle| assert_eq!(node.poll(*handle), Ok(Code::INIT)));
     assert_eq!(node.counts(), (1_000, 0));
@@ -84,8 +84,8 @@ fn many_statuses_are_all_different() {
 
 #[test]
 fn a_status_is_posted_once() {
-    let _faults = Faults::set("");
-    let (near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     let status = near.take();
     near.post(0, Direction::READ, &[[0, 0, 8]], status).expect("a post");
     let again = near.post(0, Direction::READ, &[[0, 0, 8]], status).expect_err("twice");
@@ -98,8 +98,8 @@ fn a_status_is_posted_once() {
 
 #[test]
 fn a_failed_status_is_kept() {
-    let _faults = Faults::set("qp_error@1");
-    let (near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("qp_error@1");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     let status = near.take();
     near.post(0, Direction::WRITE, &[[0, 0, 8], [8, 64, 8]], status).expect("a post");
     assert_eq!(near.finish(status), Code::ERR_RDMA_OP);
@@ -111,8 +111,8 @@ fn a_failed_status_is_kept() {
 
 #[test]
 fn one_that_is_on_its_way_is_kept() {
-    let _faults = Faults::set("lost@1");
-    let (near, _far) = pair(Node::rdma, -1);
+    let _faults = ShimFaultGuard::set("lost@1");
+    let (near, _far) = pair(ShimTestNode::rdma, -1);
     let status = near.take();
     near.post(0, Direction::WRITE, &[[0, 0, 8]], status).expect("a post");
     assert_eq!(near.poll(status), Ok(Code::IN_PROGRESS));
@@ -122,8 +122,8 @@ fn one_that_is_on_its_way_is_kept() {
 
 #[test]
 fn threads_take_and_poll_while_one_posts() {
-    let _faults = Faults::set("");
-    let (near, _far) = pair(Node::xgmi, 0);
+    let _faults = ShimFaultGuard::set("");
+    let (near, _far) = pair(ShimTestNode::xgmi, 0);
     let (near, stop) = (&near, &AtomicBool::new(false));
     std::thread::scope(|scope| {
         for _ in 0..3 {

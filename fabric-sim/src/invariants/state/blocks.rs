@@ -1,10 +1,10 @@
-//! The blocks of one instance in its present life.
+//! The blocks of one instance in its present incarnation.
 
-use crate::observe::BlockRef;
+use crate::observation::BlockRef;
 
 /// What is known of a block, all ranks together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Block {
+pub(crate) struct TrackedBlock {
     /// Sequence number at which its owner changed last.
     pub(crate) since: u64,
     /// Number of the load that writes into it; 0 for none.
@@ -17,26 +17,26 @@ pub(crate) struct Block {
 
 /// The blocks of all groups; grows with the ids that are seen.
 #[derive(Debug, Default)]
-pub(crate) struct Blocks {
-    groups: Vec<Vec<Block>>,
+pub(crate) struct TrackedBlocks {
+    groups: Vec<Vec<TrackedBlock>>,
 }
 
-impl Blocks {
+impl TrackedBlocks {
     #[inline]
-    pub(super) fn get(&self, at: BlockRef) -> Block {
+    pub(super) fn get(&self, at: BlockRef) -> TrackedBlock {
         let group = self.groups.get(usize::from(at.group));
         group.and_then(|group| group.get(at.block as usize)).copied().unwrap_or_default()
     }
 
     #[inline]
-    pub(super) fn get_mut(&mut self, at: BlockRef) -> &mut Block {
+    pub(super) fn get_mut(&mut self, at: BlockRef) -> &mut TrackedBlock {
         let (group, block) = (usize::from(at.group), at.block as usize);
         if self.groups.len() <= group {
             self.groups.resize_with(group + 1, Vec::new);
         }
         let group = &mut self.groups[group];
         if group.len() <= block {
-            group.resize(block + 1, Block::default());
+            group.resize(block + 1, TrackedBlock::default());
         }
         &mut group[block]
     }

@@ -1,27 +1,24 @@
 //! Loads: what decode requests wait for, from their arrival to the one answer.
 
-use super::Place;
-use crate::observe::{BlockRef, Landing, Who};
+use super::TrackedInstance;
+use crate::observation::{BlockRef, ObservedLanding, SimProcessId};
 use engine::core::ids::{Attempt, RequestId, TransferKey};
-use engine::core::message::{DecodeLeg, Tag};
+use engine::core::message::{AttemptTag, DecodeLeg};
 use engine::core::time::Nanos;
 use std::collections::BTreeMap;
 
 /// Bytes that were read from a block which had another owner by then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Torn {
-    /// Whose block.
+pub(crate) struct TornRead {
     pub(crate) source: u16,
-    /// Which.
     pub(crate) block: BlockRef,
 }
 
 /// Blocks that a transfer fills.
 #[derive(Clone, Debug)]
-pub(crate) struct Load {
+pub(crate) struct TrackedLoad {
     /// The decode instance.
-    pub(crate) who: Who,
-    /// Its request.
+    pub(crate) who: SimProcessId,
     pub(crate) request: RequestId,
     /// When it was allocated.
     pub(crate) begun: Nanos,
@@ -29,48 +26,48 @@ pub(crate) struct Load {
     pub(crate) since: u64,
     /// Blocks that are to be written.
     pub(crate) blocks: Vec<BlockRef>,
-    /// The prefill that was asked, and in which life.
-    pub(crate) peer: Option<Who>,
+    /// The prefill that was asked, and in which incarnation.
+    pub(crate) peer: Option<SimProcessId>,
     /// The instance whose operations may write into the blocks, once one was asked.
     pub(crate) writer: Option<u16>,
     /// Sequence number of the grant.
     granted: u64,
     /// Something read after its source had another owner, in the newest attempt.
-    pub(crate) torn: Option<Torn>,
+    pub(crate) torn: Option<TornRead>,
 }
 
 #[derive(Debug)]
-struct Known {
+struct KnownRequest {
     tokens: u32,
     tag: (TransferKey, u32),
     /// Index of the load, once allocated.
     load: u32,
     /// Said in a message before the blocks were allocated.
-    asked: Option<(Who, u16)>,
+    asked: Option<(SimProcessId, u16)>,
     attempt: Attempt,
     granted: u64,
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Loads {
+pub(crate) struct TrackedLoads {
     /// Number n is at n - 1.
-    slots: Vec<Option<Load>>,
+    slots: Vec<Option<TrackedLoad>>,
     free: Vec<u32>,
-    known: BTreeMap<(u16, RequestId), Known>,
+    known: BTreeMap<(u16, RequestId), KnownRequest>,
     tags: BTreeMap<(u16, TransferKey, u32), RequestId>,
 }
 
-impl Loads {
+impl TrackedLoads {
     #[inline]
-    pub(super) fn get(&self, number: u32) -> Option<&Load> {
+    pub(super) fn get(&self, number: u32) -> Option<&TrackedLoad> {
         self.slots.get((number as usize).checked_sub(1)?)?.as_ref()
     }
 
-    fn get_mut(&mut self, number: u32) -> Option<&mut Load> {
+    fn get_mut(&mut self, number: u32) -> Option<&mut TrackedLoad> {
         self.slots.get_mut((number as usize).checked_sub(1)?)?.as_mut()
     }
 
-    pub(super) fn find(&self, instance: u16, request: &RequestId) -> Option<&Load> {
+    pub(super) fn find(&self, instance: u16, request: &RequestId) -> Option<&TrackedLoad> {
         self.get(self.known.get(&(instance, request.clone()))?.load)
     }
 
@@ -78,7 +75,7 @@ impl Loads {
         self.known.get(&(instance, request.clone())).map_or(0, |known| known.load)
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Load> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &TrackedLoad> {
         self.slots.iter().flatten()
     }
 
@@ -91,7 +88,8 @@ impl Loads {
     ) {
         let tag = (leg.key.clone(), leg.sibling);
         self.tags.insert((instance, tag.0.clone(), tag.1), request.clone());
-        let known = Known { tokens, tag, load: 0, asked: None, attempt: Attempt(0), granted: 0 };
+        let known =
+            KnownRequest { tokens, tag, load: 0, asked: None, attempt: Attempt(0), granted: 0 };
         self.known.insert((instance, request.clone()), known);
     }
 
@@ -102,12 +100,12 @@ impl Loads {
     pub(super) fn allocated(
         &mut self,
         (begun, since): (Nanos, u64),
-        who: Who,
+        who: SimProcessId,
         request: &RequestId,
         blocks: &[BlockRef],
     ) -> u32 {
         let Some(known) = self.known.get_mut(&(who.instance, request.clone())) else { return 0 };
-        let load = Load {
+        let load = TrackedLoad {
             who,
             request: request.clone(),
             begun,
@@ -132,7 +130,7 @@ impl Loads {
         number
     }
 
-    fn forget(&mut self, instance: u16, request: &RequestId) -> Option<Load> {
+    fn forget(&mut self, instance: u16, request: &RequestId) -> Option<TrackedLoad> {
         let known = self.known.remove(&(instance, request.clone()))?;
         let tag = (instance, known.tag.0, known.tag.1);
         if self.tags.get(&tag) == Some(request) {
@@ -164,19 +162,25 @@ impl Loads {
         }
     }
 
-    fn tagged(&self, instance: u16, tag: &Tag) -> Option<(u16, RequestId)> {
+    fn tagged(&self, instance: u16, tag: &AttemptTag) -> Option<(u16, RequestId)> {
         let request = self.tags.get(&(instance, tag.key.clone(), tag.sibling))?;
         Some((instance, request.clone()))
     }
 
-    pub(super) fn attempt(&self, instance: u16, tag: &Tag) -> Option<(&RequestId, Attempt)> {
+    pub(super) fn attempt(&self, instance: u16, tag: &AttemptTag) -> Option<(&RequestId, Attempt)> {
         let request = self.tags.get(&(instance, tag.key.clone(), tag.sibling))?;
         let known = self.known.get(&(instance, request.clone()))?;
         Some((request, known.attempt))
     }
 
     /// A decode asked `peer` for an attempt, in which `writer` submits the operations.
-    pub(super) fn set_writer(&mut self, instance: u16, tag: &Tag, writer: u16, peer: Who) {
+    pub(super) fn set_writer(
+        &mut self,
+        instance: u16,
+        tag: &AttemptTag,
+        writer: u16,
+        peer: SimProcessId,
+    ) {
         let Some(key) = self.tagged(instance, tag) else { return };
         let Some(known) = self.known.get_mut(&key) else { return };
         if tag.attempt < known.attempt {
@@ -198,7 +202,7 @@ impl Loads {
     }
 
     /// A prefill granted its blocks to an attempt; only the newest counts.
-    pub(super) fn granted(&mut self, instance: u16, tag: &Tag, seq: u64) {
+    pub(super) fn granted(&mut self, instance: u16, tag: &AttemptTag, seq: u64) {
         let Some(key) = self.tagged(instance, tag) else { return };
         let Some(known) = self.known.get_mut(&key) else { return };
         // A retransmitted grant is no new one, nor is a late one of an attempt before.
@@ -214,7 +218,7 @@ impl Loads {
 
     /// Bytes arrived; remembers whether they were read from blocks of somebody else.
     #[inline]
-    pub(super) fn landed(&mut self, seen: &Landing<'_>, places: &[Place]) {
+    pub(super) fn landed(&mut self, seen: &ObservedLanding<'_>, places: &[TrackedInstance]) {
         if seen.from != seen.target {
             return;
         }
@@ -224,7 +228,7 @@ impl Loads {
         let Some(load) = self.get_mut(target.blocks.get(*first).load) else { return };
         let torn = seen.read.iter().find(|at| source.blocks.get(**at).since > load.granted);
         if let (Some(block), true) = (torn, load.granted != 0) {
-            load.torn = Some(Torn { source: seen.source.who.instance, block: *block });
+            load.torn = Some(TornRead { source: seen.source.who.instance, block: *block });
         }
     }
 }

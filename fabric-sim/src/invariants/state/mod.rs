@@ -1,4 +1,4 @@
-//! What several invariants need to know: lives, blocks, loads and operations.
+//! What several invariants need to know: incarnations, blocks, loads and operations.
 //!
 //! Changed after the invariants have seen an observation, so they see the state before it.
 
@@ -6,51 +6,49 @@ mod blocks;
 mod loads;
 mod ops;
 
-pub(crate) use blocks::Block;
-pub(crate) use loads::Load;
-pub(crate) use ops::{Op, Work};
+pub(crate) use blocks::TrackedBlock;
+pub(crate) use loads::TrackedLoad;
+pub(crate) use ops::{OpExtent, TrackedOp};
 
-use crate::fit::fits;
-use crate::observe::{BlockRef, Observation, Rank, Submission, Who};
-use blocks::Blocks;
+use crate::compatibility::fits;
+use crate::observation::{BlockRef, Observation, SimProcessId, SimRankId, Submission};
+use blocks::TrackedBlocks;
 use engine::core::dialect::native::Frame;
 use engine::core::ids::{Attempt, RequestId};
 use engine::core::layout::GroupKind;
-use engine::core::message::{DecodeHook, Message, Role, Tag};
+use engine::core::message::{AttemptTag, DecodeHook, Message, Role};
 use engine::core::time::Nanos;
-use engine::fabric::{Direction, Landed, Outcome, Placement};
-use loads::Loads;
-use ops::Ops;
-use scenarios::run::{Instance, Model, Run};
+use engine::fabric::{Completion, Direction, Landed, Placement};
+use loads::TrackedLoads;
+use ops::TrackedOps;
+use scenarios::run::{InstanceSettings, ModelGeometry, Run};
 use std::collections::BTreeSet;
 
 /// An instance as the invariants see it.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct TrackedInstance {
     name: String,
-    spec: Instance,
-    /// What it does.
+    spec: InstanceSettings,
     pub(crate) role: Role,
-    /// Its newest life, none before its first start.
-    pub(crate) life: Option<u32>,
-    /// True unless that life ended.
+    /// Its newest incarnation, none before its first start.
+    pub(crate) incarnation: Option<u32>,
+    /// True unless that incarnation ended.
     pub(crate) alive: bool,
     /// It never makes a step again, though its memory is there.
     pub(crate) frozen: bool,
     /// Number of TP ranks.
     pub(crate) tp: u16,
-    blocks: Blocks,
+    blocks: TrackedBlocks,
 }
 
-/// The shared state.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct InvariantState {
     /// Counts the observations.
     pub(crate) seq: u64,
-    places: Vec<Place>,
-    model: Model,
-    loads: Loads,
-    ops: Ops,
+    places: Vec<TrackedInstance>,
+    model: ModelGeometry,
+    loads: TrackedLoads,
+    ops: TrackedOps,
     /// Instances that were healed and stay connected.
     pub(crate) core: BTreeSet<u16>,
     /// Instances, and ordered pairs, with a fault for good.
@@ -65,24 +63,24 @@ pub(crate) struct State {
     pub(crate) healed: Option<Nanos>,
 }
 
-impl State {
-    pub(crate) fn new(run: &Run) -> State {
-        let place = |instance: &scenarios::run::Instance| Place {
+impl InvariantState {
+    pub(crate) fn new(run: &Run) -> InvariantState {
+        let place = |instance: &scenarios::run::InstanceSettings| TrackedInstance {
             name: instance.name.clone(),
             spec: instance.clone(),
             role: instance.role,
-            life: None,
+            incarnation: None,
             alive: false,
             frozen: false,
             tp: instance.tp,
-            blocks: Blocks::default(),
+            blocks: TrackedBlocks::default(),
         };
-        State {
+        InvariantState {
             seq: 1,
             places: run.instances.iter().map(place).collect(),
             model: run.model.clone(),
-            loads: Loads::default(),
-            ops: Ops::new(run.instances.len()),
+            loads: TrackedLoads::default(),
+            ops: TrackedOps::new(run.instances.len()),
             core: BTreeSet::new(),
             broken: Vec::new(),
             last_hit: Nanos::ZERO,
@@ -94,7 +92,7 @@ impl State {
 
     /// An instance; none for the router.
     #[inline]
-    pub(crate) fn place(&self, instance: u16) -> Option<&Place> {
+    pub(crate) fn place(&self, instance: u16) -> Option<&TrackedInstance> {
         self.places.get(usize::from(instance))
     }
 
@@ -103,14 +101,14 @@ impl State {
         self.place(instance).map_or("router", |place| &place.name)
     }
 
-    /// True if this is the newest life of its instance, and it has not ended.
+    /// True if this is the newest incarnation of its instance, and it has not ended.
     #[inline]
-    pub(crate) fn is_current(&self, who: Who) -> bool {
-        self.place(who.instance).is_some_and(|p| p.alive && p.life == Some(who.life))
+    pub(crate) fn is_current(&self, who: SimProcessId) -> bool {
+        self.place(who.instance).is_some_and(|p| p.alive && p.incarnation == Some(who.incarnation))
     }
 
-    /// True if this is the newest life of its instance, and it may still make a step.
-    pub(crate) fn acts(&self, who: Who) -> bool {
+    /// True if this is the newest incarnation of its instance, and it may still make a step.
+    pub(crate) fn acts(&self, who: SimProcessId) -> bool {
         self.is_current(who) && self.place(who.instance).is_some_and(|place| !place.frozen)
     }
 
@@ -150,20 +148,20 @@ impl State {
         matches!(kind, Some(GroupKind::Window { .. }))
     }
 
-    /// A block in the present life of its instance.
+    /// A block in the present incarnation of its instance.
     #[inline]
-    pub(crate) fn block(&self, instance: u16, at: BlockRef) -> Block {
-        self.place(instance).map_or(Block::default(), |place| place.blocks.get(at))
+    pub(crate) fn block(&self, instance: u16, at: BlockRef) -> TrackedBlock {
+        self.place(instance).map_or(TrackedBlock::default(), |place| place.blocks.get(at))
     }
 
     /// The load that writes into a block.
     #[inline]
-    pub(crate) fn load_of(&self, block: &Block) -> Option<&Load> {
+    pub(crate) fn load_of(&self, block: &TrackedBlock) -> Option<&TrackedLoad> {
         self.loads.get(block.load)
     }
 
     /// The load with a number, as blocks name it.
-    pub(crate) fn load_at(&self, number: u32) -> Option<&Load> {
+    pub(crate) fn load_at(&self, number: u32) -> Option<&TrackedLoad> {
         self.loads.get(number)
     }
 
@@ -173,32 +171,31 @@ impl State {
     }
 
     /// The load of a request.
-    pub(crate) fn load(&self, instance: u16, request: &RequestId) -> Option<&Load> {
+    pub(crate) fn load(&self, instance: u16, request: &RequestId) -> Option<&TrackedLoad> {
         self.loads.find(instance, request)
     }
 
     /// The request that a tag of a decode names, and its newest attempt.
-    pub(crate) fn tagged(&self, instance: u16, tag: &Tag) -> Option<(&RequestId, Attempt)> {
+    pub(crate) fn tagged(&self, instance: u16, tag: &AttemptTag) -> Option<(&RequestId, Attempt)> {
         self.loads.attempt(instance, tag)
     }
 
     /// Loads that have not ended.
-    pub(crate) fn loads(&self) -> impl Iterator<Item = &Load> {
+    pub(crate) fn loads(&self) -> impl Iterator<Item = &TrackedLoad> {
         self.loads.iter()
     }
 
     /// An operation that has not both completed and settled.
     #[inline]
-    pub(crate) fn op(&self, from: Rank, op: u64) -> Option<&Op> {
+    pub(crate) fn op(&self, from: SimRankId, op: u64) -> Option<&TrackedOp> {
         self.ops.get(from, op)
     }
 
     /// Operations that have not both completed and settled.
-    pub(crate) fn ops(&self) -> impl Iterator<Item = (Rank, &Op)> {
+    pub(crate) fn ops(&self) -> impl Iterator<Item = (SimRankId, &TrackedOp)> {
         self.ops.iter()
     }
 
-    /// Follows what happened.
     #[inline]
     pub(crate) fn follow(&mut self, now: Nanos, seen: &Observation<'_>) {
         self.seq += 1;
@@ -208,8 +205,8 @@ impl State {
             Observation::Submitted(submission) => self.submitted(submission),
             Observation::Completed { from, op, outcome } => {
                 let settled = match outcome {
-                    Outcome::Done => None,
-                    Outcome::Failed { landed, .. } => Some(*landed != Landed::Unknown),
+                    Completion::Done => None,
+                    Completion::Failed { landed, .. } => Some(*landed != Landed::Unknown),
                 };
                 self.ops.completed(*from, op.0, settled, &mut self.places);
             }
@@ -219,8 +216,8 @@ impl State {
             Observation::Quiet { from, session, ticket } => {
                 self.ops.quiet(*from, *session, *ticket, &mut self.places);
             }
-            Observation::Fenced { at, peer, pass } => {
-                self.ops.fenced(*at, *peer, *pass, &mut self.places);
+            Observation::Fenced { at, peer, fence_key } => {
+                self.ops.fenced(*at, *peer, *fence_key, &mut self.places);
             }
             Observation::Void { at } => self.ops.void(*at, &mut self.places),
             Observation::Faulted { .. } => self.faulted(now),
@@ -270,35 +267,35 @@ impl State {
             if push { (seen.local, seen.remote) } else { (seen.remote, seen.local) };
         let holder = if push { seen.peer } else { seen.from };
         let awaits_quiet = seen.placement == Placement::OnQuiet;
-        let op = Op::new(seen, self.seq, holder, awaits_quiet);
+        let op = TrackedOp::new(seen, self.seq, holder, awaits_quiet);
         // A reader does not keep its source from being freed: that is what leases are for.
         let source = if push { source } else { &[] };
         self.ops.submitted(op, (source, target), &mut self.places);
     }
 
-    fn started(&mut self, who: Who, spec: &Instance) {
+    fn started(&mut self, who: SimProcessId, spec: &InstanceSettings) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
-        *place = Place {
+        *place = TrackedInstance {
             name: std::mem::take(&mut place.name),
             spec: spec.clone(),
             role: place.role,
-            life: Some(who.life),
+            incarnation: Some(who.incarnation),
             alive: true,
             frozen: false,
             tp: spec.tp,
-            blocks: Blocks::default(),
+            blocks: TrackedBlocks::default(),
         };
     }
 
-    fn crashed(&mut self, who: Who) {
+    fn crashed(&mut self, who: SimProcessId) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
         place.alive = false;
-        place.blocks = Blocks::default();
+        place.blocks = TrackedBlocks::default();
         self.loads.crashed(who.instance);
         self.ops.crashed(who, &mut self.places);
     }
 
-    fn change_owner(&mut self, who: Who, blocks: &[Vec<u32>]) {
+    fn change_owner(&mut self, who: SimProcessId, blocks: &[Vec<u32>]) {
         let seq = self.seq;
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
         for (group, ids) in blocks.iter().enumerate() {
@@ -310,7 +307,7 @@ impl State {
         }
     }
 
-    fn decode_hook(&mut self, now: Nanos, who: Who, hook: &DecodeHook) {
+    fn decode_hook(&mut self, now: Nanos, who: SimProcessId, hook: &DecodeHook) {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
                 self.loads.arrived(who.instance, request, leg, *tokens);
@@ -345,7 +342,7 @@ impl State {
         }
     }
 
-    fn message_sent(&mut self, from: Who, to: Who, message: &Message) {
+    fn message_sent(&mut self, from: SimProcessId, to: SimProcessId, message: &Message) {
         let seq = self.seq;
         match message {
             Message::Announce { tag, .. } => {

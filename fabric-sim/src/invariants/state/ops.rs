@@ -1,23 +1,23 @@
 //! Operations, from when a plane accepted them until nothing of them can land and they completed.
 
-use super::Place;
-use crate::observe::{BlockRef, Rank, Reach, Submission, Who};
-use engine::fabric::{SessionId, Ticket};
+use super::TrackedInstance;
+use crate::observation::{BlockRef, MemoryRange, SimProcessId, SimRankId, Submission};
+use engine::fabric::{QuiesceTicket, SessionId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What an operation moves: what it has in common with other tries to move the same bytes, and with
 /// nothing else that its plane does at that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Work {
-    target: Rank,
-    reach: Reach,
+pub(crate) struct OpExtent {
+    target: SimRankId,
+    reach: MemoryRange,
     remote_at: u64,
     bytes: u64,
 }
 
-impl Work {
+impl OpExtent {
     /// True if the other may be this, or a part of it: it lies in the same memory.
-    pub(crate) fn may_have(&self, other: &Work) -> bool {
+    pub(crate) fn may_have(&self, other: &OpExtent) -> bool {
         let (own, others) = (self.reach, other.reach);
         self.target == other.target
             && own.segment == others.segment
@@ -27,38 +27,42 @@ impl Work {
     }
 }
 
-/// An operation.
 #[derive(Debug)]
-pub(crate) struct Op {
+pub(crate) struct TrackedOp {
     id: u64,
     /// Sequence number at which it was accepted.
     pub(crate) seq: u64,
-    from: Rank,
+    from: SimRankId,
     session: SessionId,
     /// The pass of its session.
-    pass: u64,
+    fence_key: u64,
     /// Whose memory it writes.
-    pub(crate) target: Rank,
+    pub(crate) target: SimRankId,
     awaits_quiet: bool,
     /// It was reported as complete.
     pub(crate) completed: bool,
     /// Nothing of it can land any more, and its initiator knows.
     pub(crate) settled: bool,
-    reach: Reach,
+    reach: MemoryRange,
     remote_at: u64,
     bytes: u64,
     reads: Vec<BlockRef>,
     writes: Vec<BlockRef>,
 }
 
-impl Op {
-    pub(super) fn new(seen: &Submission<'_>, seq: u64, target: Rank, awaits_quiet: bool) -> Op {
-        Op {
+impl TrackedOp {
+    pub(super) fn new(
+        seen: &Submission<'_>,
+        seq: u64,
+        target: SimRankId,
+        awaits_quiet: bool,
+    ) -> TrackedOp {
+        TrackedOp {
             id: seen.op.0,
             seq,
             from: seen.from,
             session: seen.session,
-            pass: seen.pass,
+            fence_key: seen.fence_key,
             target,
             awaits_quiet,
             completed: false,
@@ -72,9 +76,9 @@ impl Op {
     }
 }
 
-impl Op {
-    pub(crate) fn work(&self) -> Work {
-        Work {
+impl TrackedOp {
+    pub(crate) fn work(&self) -> OpExtent {
+        OpExtent {
             target: self.target,
             reach: self.reach,
             remote_at: self.remote_at,
@@ -84,7 +88,7 @@ impl Op {
 
     /// What tells it from others of its plane, but for its layers: the target, and the first and
     /// the last block that it writes, or that it reads if it reaches nothing that could be written.
-    pub(crate) fn range(&self) -> (Rank, Option<BlockRef>, Option<BlockRef>) {
+    pub(crate) fn range(&self) -> (SimRankId, Option<BlockRef>, Option<BlockRef>) {
         let blocks = if self.writes.is_empty() { &self.reads } else { &self.writes };
         (self.target, blocks.first().copied(), blocks.last().copied())
     }
@@ -92,43 +96,42 @@ impl Op {
 
 /// The operations of one data plane, by id.
 #[derive(Debug)]
-struct Plane {
-    at: Rank,
-    ops: VecDeque<Op>,
-    /// Targets that have fenced it, and the passes that are void there: what is submitted under them
-    /// reaches nothing. A fence ends one conversation, and the next one may have begun before.
-    void: BTreeSet<(Rank, u64)>,
+struct PlaneOps {
+    at: SimRankId,
+    ops: VecDeque<TrackedOp>,
+    /// Targets that have fenced it, and the passes that are void there: what is submitted under
+    /// them reaches nothing. A fence ends one connection, and the next one may have begun before.
+    void: BTreeSet<(SimRankId, u64)>,
 }
 
-impl Plane {
+impl PlaneOps {
     #[inline]
     fn find(&self, id: u64) -> Option<usize> {
         let at = self.ops.partition_point(|op| op.id < id);
         (self.ops.get(at)?.id == id).then_some(at)
     }
 
-    fn trim(&mut self) -> Option<Op> {
+    fn trim(&mut self) -> Option<TrackedOp> {
         let over = self.ops.front().is_some_and(|op| op.completed && op.settled);
         if over { self.ops.pop_front() } else { None }
     }
 }
 
-/// All operations.
 #[derive(Debug)]
-pub(crate) struct Ops {
-    planes: Vec<Plane>,
-    /// Plane of each rank of each instance in the newest life that submitted something.
+pub(crate) struct TrackedOps {
+    planes: Vec<PlaneOps>,
+    /// Plane of each rank of each instance in the newest incarnation that submitted something.
     newest: Vec<Vec<Option<u32>>>,
-    /// Planes of older lives.
-    older: BTreeMap<Rank, u32>,
-    tickets: BTreeMap<(Rank, SessionId, Ticket), u64>,
+    /// Planes of older incarnations.
+    older: BTreeMap<SimRankId, u32>,
+    tickets: BTreeMap<(SimRankId, SessionId, QuiesceTicket), u64>,
     /// Memory to be used again.
     spare: Vec<Vec<BlockRef>>,
 }
 
-impl Ops {
-    pub(super) fn new(instances: usize) -> Ops {
-        Ops {
+impl TrackedOps {
+    pub(super) fn new(instances: usize) -> TrackedOps {
+        TrackedOps {
             planes: Vec::new(),
             newest: vec![Vec::new(); instances],
             older: BTreeMap::new(),
@@ -138,7 +141,7 @@ impl Ops {
     }
 
     #[inline]
-    fn plane(&self, at: Rank) -> Option<&Plane> {
+    fn plane(&self, at: SimRankId) -> Option<&PlaneOps> {
         let newest = self.newest.get(usize::from(at.who.instance))?;
         let found = newest.get(usize::from(at.rank)).copied().flatten();
         match found.map(|plane| &self.planes[plane as usize]) {
@@ -147,7 +150,7 @@ impl Ops {
         }
     }
 
-    fn plane_mut(&mut self, at: Rank) -> Option<&mut Plane> {
+    fn plane_mut(&mut self, at: SimRankId) -> Option<&mut PlaneOps> {
         let newest = self.newest.get(usize::from(at.who.instance))?;
         let found = newest.get(usize::from(at.rank)).copied().flatten();
         match found.filter(|plane| self.planes[*plane as usize].at == at) {
@@ -156,7 +159,7 @@ impl Ops {
         }
     }
 
-    fn make_plane(&mut self, at: Rank) {
+    fn make_plane(&mut self, at: SimRankId) {
         let Some(ranks) = self.newest.get_mut(usize::from(at.who.instance)) else { return };
         let rank = usize::from(at.rank);
         if ranks.len() <= rank {
@@ -167,10 +170,10 @@ impl Ops {
             self.older.insert(self.planes[old as usize].at, old);
         }
         let (ops, void) = (VecDeque::new(), BTreeSet::new());
-        self.planes.push(Plane { at, ops, void });
+        self.planes.push(PlaneOps { at, ops, void });
     }
 
-    fn plane_or_new(&mut self, at: Rank) -> Option<&mut Plane> {
+    fn plane_or_new(&mut self, at: SimRankId) -> Option<&mut PlaneOps> {
         if self.plane(at).is_none() {
             self.make_plane(at);
         }
@@ -178,20 +181,20 @@ impl Ops {
     }
 
     #[inline]
-    pub(super) fn get(&self, from: Rank, id: u64) -> Option<&Op> {
+    pub(super) fn get(&self, from: SimRankId, id: u64) -> Option<&TrackedOp> {
         let plane = self.plane(from)?;
         plane.find(id).map(|at| &plane.ops[at])
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (Rank, &Op)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (SimRankId, &TrackedOp)> {
         self.planes.iter().flat_map(|plane| plane.ops.iter().map(|op| (plane.at, op)))
     }
 
     pub(super) fn submitted(
         &mut self,
-        mut op: Op,
+        mut op: TrackedOp,
         (source, target): (&[BlockRef], &[BlockRef]),
-        places: &mut [Place],
+        places: &mut [TrackedInstance],
     ) {
         let mut keep = |from: &[BlockRef]| {
             let mut list = self.spare.pop().unwrap_or_default();
@@ -203,7 +206,7 @@ impl Ops {
         (op.reads, op.writes) = (keep(source), keep(target));
         let from = op.from;
         let Some(plane) = self.plane_or_new(from) else { return };
-        op.settled = plane.void.contains(&(op.target, op.pass));
+        op.settled = plane.void.contains(&(op.target, op.fence_key));
         if !op.settled {
             count(&op, places, |count| count + 1);
         }
@@ -214,10 +217,10 @@ impl Ops {
     /// It completed; `landed` says for a failed one whether it is known what landed.
     pub(super) fn completed(
         &mut self,
-        from: Rank,
+        from: SimRankId,
         id: u64,
         landed: Option<bool>,
-        places: &mut [Place],
+        places: &mut [TrackedInstance],
     ) {
         let Some(plane) = self.plane_mut(from) else { return };
         let Some(at) = plane.find(id) else { return };
@@ -231,22 +234,28 @@ impl Ops {
         self.trim(from);
     }
 
-    fn trim(&mut self, from: Rank) {
-        while let Some(op) = self.plane_mut(from).and_then(Plane::trim) {
+    fn trim(&mut self, from: SimRankId) {
+        while let Some(op) = self.plane_mut(from).and_then(PlaneOps::trim) {
             self.spare.extend([op.reads, op.writes]);
         }
     }
 
-    pub(super) fn quiesced(&mut self, from: Rank, session: SessionId, ticket: Ticket, seq: u64) {
+    pub(super) fn quiesced(
+        &mut self,
+        from: SimRankId,
+        session: SessionId,
+        ticket: QuiesceTicket,
+        seq: u64,
+    ) {
         self.tickets.insert((from, session, ticket), seq);
     }
 
     pub(super) fn quiet(
         &mut self,
-        from: Rank,
+        from: SimRankId,
         session: SessionId,
-        ticket: Ticket,
-        places: &mut [Place],
+        ticket: QuiesceTicket,
+        places: &mut [TrackedInstance],
     ) {
         let Some(asked) = self.tickets.remove(&(from, session, ticket)) else { return };
         let Some(plane) = self.plane_mut(from) else { return };
@@ -258,10 +267,16 @@ impl Ops {
         self.trim(from);
     }
 
-    pub(super) fn fenced(&mut self, at: Rank, peer: Rank, pass: u64, places: &mut [Place]) {
+    pub(super) fn fenced(
+        &mut self,
+        at: SimRankId,
+        peer: SimRankId,
+        fence_key: u64,
+        places: &mut [TrackedInstance],
+    ) {
         let Some(plane) = self.plane_or_new(peer) else { return };
-        plane.void.insert((at, pass));
-        for op in plane.ops.iter_mut().filter(|op| op.target == at && op.pass == pass) {
+        plane.void.insert((at, fence_key));
+        for op in plane.ops.iter_mut().filter(|op| op.target == at && op.fence_key == fence_key) {
             settle(op, places);
         }
         self.trim(peer);
@@ -269,7 +284,7 @@ impl Ops {
 
     /// What a rank submitted lands nowhere any more, and nothing that was submitted lands in its
     /// memory.
-    pub(super) fn void(&mut self, at: Rank, places: &mut [Place]) {
+    pub(super) fn void(&mut self, at: SimRankId, places: &mut [TrackedInstance]) {
         for plane in &mut self.planes {
             let own = plane.at == at;
             for op in plane.ops.iter_mut().filter(|op| own || op.target == at) {
@@ -283,7 +298,7 @@ impl Ops {
 
     /// Forgets what can reach no memory any more: what the instance read, and what was to be
     /// written into it. What it wrote into others may still land.
-    pub(super) fn crashed(&mut self, who: Who, places: &mut [Place]) {
+    pub(super) fn crashed(&mut self, who: SimProcessId, places: &mut [TrackedInstance]) {
         for plane in &mut self.planes {
             if plane.at.who == who {
                 plane.ops.retain(|op| op.target.who != who);
@@ -297,18 +312,18 @@ impl Ops {
 }
 
 /// Nothing of the operation can land any more.
-fn settle(op: &mut Op, places: &mut [Place]) {
+fn settle(op: &mut TrackedOp, places: &mut [TrackedInstance]) {
     if !std::mem::replace(&mut op.settled, true) {
         count(op, places, |count| count.saturating_sub(1));
     }
 }
 
 #[inline]
-fn count(op: &Op, places: &mut [Place], change: impl Fn(u32) -> u32) {
+fn count(op: &TrackedOp, places: &mut [TrackedInstance], change: impl Fn(u32) -> u32) {
     let sides = [(op.target, &op.writes, true), (op.from, &op.reads, false)];
     for (at, blocks, writes) in sides {
         let Some(place) = places.get_mut(usize::from(at.who.instance)) else { continue };
-        if !place.alive || place.life != Some(at.who.life) {
+        if !place.alive || place.incarnation != Some(at.who.incarnation) {
             continue;
         }
         for block in blocks {

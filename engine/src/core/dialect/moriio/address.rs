@@ -1,6 +1,6 @@
 //! Where an engine listens, and request ids that say it of both engines of a transfer.
 
-use super::Unsendable;
+use super::EncodeError;
 use crate::core::ids::{EngineId, Incarnation, RequestId};
 use crate::core::message::Role;
 use serde::{Deserialize, Serialize};
@@ -51,7 +51,7 @@ impl ZmqAddress {
     /// # Errors
     /// Characters that are in no host name or address, marks of a request id, or ports out of
     /// range.
-    pub fn check(&self) -> Result<(), Unsendable> {
+    pub fn check(&self) -> Result<(), EncodeError> {
         let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '%');
         let ports = 1..=i64::from(u16::MAX);
         let rule = if self.host.is_empty() || !self.host.chars().all(named) {
@@ -63,7 +63,7 @@ impl ZmqAddress {
         } else {
             return Ok(());
         };
-        Err(Unsendable { frame: "zmq_address", rule })
+        Err(EncodeError { frame: "zmq_address", rule })
     }
 }
 
@@ -81,7 +81,7 @@ pub fn embed(
     prefill: &ZmqAddress,
     decode: &ZmqAddress,
     unique: u128,
-) -> Result<RequestId, Unsendable> {
+) -> Result<RequestId, EncodeError> {
     prefill.check()?;
     decode.check()?;
     // Long enough for the marks, the numbers and the names of the parts, too: legs wait for it.
@@ -95,16 +95,16 @@ pub fn embed(
 /// and routers of 0.32.0 ignore it and pass it on.
 const NATIVE: &str = "kvferry";
 
-/// The address of an engine that speaks the native dialect, too, in this life of it.
-pub fn with_life(address: &ZmqAddress, life: Incarnation) -> String {
-    format!("{address},{NATIVE}:{:x}", life.0)
+/// The address of an engine that speaks the native dialect, too, in this incarnation of it.
+pub fn with_incarnation(address: &ZmqAddress, incarnation: Incarnation) -> String {
+    format!("{address},{NATIVE}:{:x}", incarnation.0)
 }
 
-/// The life in the text of an address, if its engine speaks the native dialect.
-pub fn life_of(text: &str) -> Option<Incarnation> {
+/// The incarnation in the text of an address, if its engine speaks the native dialect.
+pub fn incarnation_of(text: &str) -> Option<Incarnation> {
     let mut parts = text.rsplit(',').filter_map(|part| part.split_once(':'));
-    let (_, life) = parts.find(|(key, _)| key.trim() == NATIVE)?;
-    u64::from_str_radix(life.trim(), 16).ok().map(Incarnation)
+    let (_, incarnation) = parts.find(|(key, _)| key.trim() == NATIVE)?;
+    u64::from_str_radix(incarnation.trim(), 16).ok().map(Incarnation)
 }
 
 /// The text in an engine's request id that should be its peer's address, if there is one: at a

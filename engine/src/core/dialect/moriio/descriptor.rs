@@ -4,7 +4,7 @@
 //! Reading them tells a peer's addresses and its [`DescLayout`] without MoRI. A descriptor that
 //! goes on to MoRI goes on as the bytes that came, never encoded anew.
 
-use super::value::{Items, Value};
+use super::msgpack::{MsgpackItems, MsgpackValue};
 use super::{Bin, DecodeError, error, pack};
 use std::iter::Peekable;
 use std::sync::Arc;
@@ -28,7 +28,6 @@ pub enum DescLayout {
 }
 
 impl DescLayout {
-    /// All layouts.
     pub const ALL: &[DescLayout] = &[
         DescLayout::V0_0,
         DescLayout::V0_1,
@@ -39,9 +38,8 @@ impl DescLayout {
     ];
 }
 
-/// A MoRI engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct EngineDesc {
+pub struct MoriEngineDesc {
     /// Unique name; of the connector `producer|consumer:{ip}:{handshake_port}:tp{t}:dp{d}`.
     pub key: Arc<str>,
     /// `MORI_NODE_ID`, else the kernel's boot id, else the host name; from `V0_1`.
@@ -50,16 +48,15 @@ pub struct EngineDesc {
     pub hostname: Arc<str>,
     /// Where MoRI's own connections are accepted.
     pub host: Arc<str>,
-    /// The port there.
     pub port: i32,
     /// Process id; from `V1_1`.
     pub pid: i32,
 }
 
-impl EngineDesc {
+impl MoriEngineDesc {
     /// The bytes that MoRI of this layout writes. Fields that the layout lacks are left out.
     pub fn encode(&self, layout: DescLayout) -> Vec<u8> {
-        let EngineDesc { key, node_id, hostname, host, port, pid } = self;
+        let MoriEngineDesc { key, node_id, hostname, host, port, pid } = self;
         match layout {
             DescLayout::V0_0 => pack(&(key, hostname, host, port)),
             DescLayout::V0_1 => pack(&(key, node_id, hostname, host, port)),
@@ -72,9 +69,9 @@ impl EngineDesc {
     ///
     /// # Errors
     /// No array, or a field of another type.
-    pub fn decode(bytes: &[u8]) -> Result<EngineDesc, DecodeError> {
+    pub fn decode(bytes: &[u8]) -> Result<MoriEngineDesc, DecodeError> {
         let read = || {
-            let mut fields = Fields::read(bytes)?;
+            let mut fields = DescriptorFields::read(bytes)?;
             let key = fields.text()?;
             let second = fields.text()?;
             let third = fields.text()?;
@@ -85,19 +82,19 @@ impl EngineDesc {
                 false => (Arc::default(), second, third),
             };
             let (port, pid) = (fields.number(0)?, fields.number(0)?);
-            Ok(EngineDesc { key, node_id, hostname, host, port, pid })
+            Ok(MoriEngineDesc { key, node_id, hostname, host, port, pid })
         };
         read().map_err(|rule| error("EngineDesc", rule))
     }
 }
 
 /// A handle of 64 bytes.
-pub type Handle = [u8; 64];
+pub type IpcHandle = [u8; 64];
 
 /// Memory registered with a MoRI engine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct MemoryDesc {
-    /// [`EngineDesc::key`] of its engine.
+pub struct MoriMemoryDesc {
+    /// [`MoriEngineDesc::key`] of its engine.
     pub engine_key: Arc<str>,
     /// Number within the engine.
     pub id: u32,
@@ -109,16 +106,16 @@ pub struct MemoryDesc {
     pub data: u64,
     /// Bytes.
     pub size: u64,
-    /// [`LOC_CPU`](MemoryDesc::LOC_CPU) or [`LOC_GPU`](MemoryDesc::LOC_GPU).
+    /// [`LOC_CPU`](MoriMemoryDesc::LOC_CPU) or [`LOC_GPU`](MoriMemoryDesc::LOC_GPU).
     pub loc: u32,
     /// Handle for another process of the host; from `V0_1`.
-    pub ipc_handle: Handle,
+    pub ipc_handle: IpcHandle,
     /// -1 if not known; from `V1_2`.
     pub numa_node: i32,
     /// Bytes from the start of what `ipc_handle` opens to `data`; in `V1_2_2`.
     pub ipc_offset: u64,
     /// Handle for another host of the same fabric; from `NoIpcOffset`, as all that follows.
-    pub fabric_handle: Handle,
+    pub fabric_handle: IpcHandle,
     /// -1 if there is none.
     pub vpod_id: i32,
     /// Physical pod of the vpod.
@@ -129,9 +126,9 @@ pub struct MemoryDesc {
     pub fabric_alloc_size: u64,
 }
 
-impl Default for MemoryDesc {
+impl Default for MoriMemoryDesc {
     fn default() -> Self {
-        MemoryDesc {
+        MoriMemoryDesc {
             engine_key: Arc::default(),
             id: 0,
             device_id: -1,
@@ -151,7 +148,7 @@ impl Default for MemoryDesc {
     }
 }
 
-impl MemoryDesc {
+impl MoriMemoryDesc {
     /// Host memory.
     pub const LOC_CPU: u32 = 1;
 
@@ -186,18 +183,18 @@ impl MemoryDesc {
     ///
     /// # Errors
     /// No array, or a field of another type.
-    pub fn decode(bytes: &[u8]) -> Result<(DescLayout, MemoryDesc), DecodeError> {
-        MemoryDesc::read(bytes).map_err(|rule| error("MemoryDesc", rule))
+    pub fn decode(bytes: &[u8]) -> Result<(DescLayout, MoriMemoryDesc), DecodeError> {
+        MoriMemoryDesc::read(bytes).map_err(|rule| error("MemoryDesc", rule))
     }
 
-    fn read(bytes: &[u8]) -> Result<(DescLayout, MemoryDesc), &'static str> {
-        let mut fields = Fields::read(bytes)?;
+    fn read(bytes: &[u8]) -> Result<(DescLayout, MoriMemoryDesc), &'static str> {
+        let mut fields = DescriptorFields::read(bytes)?;
         let count = fields.count();
-        let mut desc = MemoryDesc {
+        let mut desc = MoriMemoryDesc {
             engine_key: fields.text()?,
             id: fields.number(0)?,
             device_id: fields.number(-1)?,
-            ..MemoryDesc::default()
+            ..MoriMemoryDesc::default()
         };
         let old = fields.next_is_int();
         if !old {
@@ -232,13 +229,13 @@ impl MemoryDesc {
 }
 
 /// The fields of a descriptor in their order; those after the last are defaults.
-struct Fields<'a>(Peekable<Items<'a>>);
+struct DescriptorFields<'a>(Peekable<MsgpackItems<'a>>);
 
-impl<'a> Fields<'a> {
+impl<'a> DescriptorFields<'a> {
     fn read(bytes: &'a [u8]) -> Result<Self, &'static str> {
         // MoRI ignores what follows the array.
-        let (array, _) = Value::first(bytes)?;
-        Ok(Fields(array.items().ok_or("not an array")?.peekable()))
+        let (array, _) = MsgpackValue::first(bytes)?;
+        Ok(DescriptorFields(array.items().ok_or("not an array")?.peekable()))
     }
 
     fn count(&self) -> usize {
@@ -276,7 +273,7 @@ impl<'a> Fields<'a> {
     }
 
     /// Shorter handles end in zeros.
-    fn handle(&mut self) -> Result<Handle, &'static str> {
+    fn handle(&mut self) -> Result<IpcHandle, &'static str> {
         let mut handle = [0; 64];
         if let Some(field) = self.0.next() {
             let bytes = field.bin().ok_or("field that is no bytes")?;

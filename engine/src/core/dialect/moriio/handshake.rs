@@ -1,6 +1,6 @@
 //! The handshake: a dialler asks once, the listener answers with two replies.
 
-use super::value::{Map, Value};
+use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::{Bin, DecodeError, error, only, pack};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ const DONE_RECV: &[u8] = b"pop_done_recv";
 
 /// What a handshake listener is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Call {
+pub enum HandshakeRequest {
     /// Both replies are wanted.
     Metadata,
     /// The next frame of the same link is an id and of no consequence.
@@ -26,10 +26,10 @@ pub enum Call {
 ///
 /// # Errors
 /// Anything else, also the leading empty part of a REQ socket. Ends the listener of 0.32.0.
-pub fn decode_call<P: AsRef<[u8]>>(parts: &[P]) -> Result<Call, DecodeError> {
+pub fn decode_call<P: AsRef<[u8]>>(parts: &[P]) -> Result<HandshakeRequest, DecodeError> {
     match only("handshake", parts)? {
-        REQUEST => Ok(Call::Metadata),
-        DONE_RECV => Ok(Call::DoneRecv),
+        REQUEST => Ok(HandshakeRequest::Metadata),
+        DONE_RECV => Ok(HandshakeRequest::DoneRecv),
         _ => Err(error("handshake", "unknown call")),
     }
 }
@@ -39,7 +39,7 @@ pub fn decode_call<P: AsRef<[u8]>>(parts: &[P]) -> Result<Call, DecodeError> {
 pub struct AgentMetadata {
     /// `host:port` with the handshake port of rank 0, the same for all ranks of the engine.
     pub engine_id: Arc<str>,
-    /// [`EngineDesc`](super::descriptor::EngineDesc); for MoRI, these bytes and no others.
+    /// [`EngineDesc`](super::descriptor::MoriEngineDesc); for MoRI, these bytes and no others.
     pub engine: Arc<[u8]>,
     /// Address of each registered region, in the order of registration.
     pub base_addrs: Vec<u64>,
@@ -87,14 +87,15 @@ impl AgentMetadata {
     /// Names the field that is missing or of another type.
     pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<AgentMetadata, DecodeError> {
         let frame = "agent_metadata";
-        let map = Value::only(reply(frame, parts)?).and_then(Map::read);
+        let map = MsgpackValue::only(reply(frame, parts)?).and_then(MsgpackMap::read);
         let map = map.map_err(|rule| error(frame, rule))?;
         let fields = || {
-            let text = |name, rule| map.get(name).and_then(Value::text).ok_or(rule);
-            let int = |name, rule| map.get(name).and_then(Value::number).ok_or(rule);
-            let engine = map.get("agent_metadata").and_then(Value::bin);
-            let bases = map.get("kv_caches_base_addr").and_then(Value::items);
-            let bases = bases.and_then(|items| items.map(Value::number).collect::<Option<_>>());
+            let text = |name, rule| map.get(name).and_then(MsgpackValue::text).ok_or(rule);
+            let int = |name, rule| map.get(name).and_then(MsgpackValue::number).ok_or(rule);
+            let engine = map.get("agent_metadata").and_then(MsgpackValue::bin);
+            let bases = map.get("kv_caches_base_addr").and_then(MsgpackValue::items);
+            let bases =
+                bases.and_then(|items| items.map(MsgpackValue::number).collect::<Option<_>>());
             Ok(AgentMetadata {
                 engine_id: text("engine_id", "engine_id missing or no text")?.into(),
                 engine: engine.ok_or("agent_metadata missing or no bytes")?.into(),
@@ -112,17 +113,17 @@ impl AgentMetadata {
 
 /// One layer of the second reply.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Layer {
+pub struct LayerRegions {
     /// Name of the layer, e.g. `model.layers.0.self_attn.attn`.
     pub name: Arc<str>,
-    /// A [`MemoryDesc`](super::descriptor::MemoryDesc) per region: one of an attention layer, two
-    /// (conv, ssm) of a state layer. For MoRI, these bytes and no others.
+    /// A [`MemoryDesc`](super::descriptor::MoriMemoryDesc) per region: one of an attention layer,
+    /// two (conv, ssm) of a state layer. For MoRI, these bytes and no others.
     pub regions: Vec<Arc<[u8]>>,
 }
 
 /// Second reply: the memory of each layer, in the order of registration.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct LayerMemory(pub Vec<Layer>);
+pub struct LayerMemory(pub Vec<LayerRegions>);
 
 impl Serialize for LayerMemory {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -144,7 +145,7 @@ impl LayerMemory {
     /// Not a map of lists of bytes, or a layer named twice: its memory would be a guess.
     pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<LayerMemory, DecodeError> {
         let frame = "layer_memory";
-        let map = Value::only(reply(frame, parts)?).map_err(|rule| error(frame, rule))?;
+        let map = MsgpackValue::only(reply(frame, parts)?).map_err(|rule| error(frame, rule))?;
         let entries = map.entries().ok_or_else(|| error(frame, "not a map"))?;
         let mut layers = Vec::new();
         let mut names = BTreeSet::new();
@@ -157,7 +158,7 @@ impl LayerMemory {
             if !names.insert(name) {
                 return Err(error(frame, "layer named twice"));
             }
-            layers.push(Layer { name: name.into(), regions });
+            layers.push(LayerRegions { name: name.into(), regions });
         }
         Ok(LayerMemory(layers))
     }

@@ -8,13 +8,13 @@
 pub mod address;
 pub mod blocks;
 pub mod descriptor;
-pub mod form;
+pub mod frame_kind;
 pub mod handshake;
+mod msgpack;
 pub mod notify;
 pub mod params;
 pub mod ports;
 pub mod registration;
-mod value;
 
 pub use super::error::DecodeError;
 
@@ -23,20 +23,19 @@ use std::fmt;
 
 /// Why a message may not be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Unsendable {
+pub struct EncodeError {
     /// Name of the message.
     pub frame: &'static str,
-    /// What is wrong.
     pub rule: &'static str,
 }
 
-impl fmt::Display for Unsendable {
+impl fmt::Display for EncodeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} in {}", self.rule, self.frame)
     }
 }
 
-impl std::error::Error for Unsendable {}
+impl std::error::Error for EncodeError {}
 
 /// Bytes that are written as `bin`.
 struct Bin<'a>(&'a [u8]);

@@ -1,9 +1,9 @@
 //! What engines tell each other on the notify channel: one part each, one way, unanswered.
 
 use super::address::int;
+use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::ports::expected_acks;
-use super::value::{Map, Value};
-use super::{DecodeError, Unsendable, error, only, pack};
+use super::{DecodeError, EncodeError, error, only, pack};
 use crate::core::ids::{BlockId, RequestId, TransferId};
 use crate::core::message::Role;
 use serde::Serialize;
@@ -29,9 +29,9 @@ impl RemoteBlocks {
         transfer: TransferId,
         blocks: Vec<BlockId>,
         decode_rank: u16,
-    ) -> Result<RemoteBlocks, Unsendable> {
+    ) -> Result<RemoteBlocks, EncodeError> {
         if blocks.is_empty() {
-            return Err(Unsendable { frame: "remote_blocks", rule: "no blocks" });
+            return Err(EncodeError { frame: "remote_blocks", rule: "no blocks" });
         }
         Ok(RemoteBlocks { request, transfer, blocks, decode_rank })
     }
@@ -41,7 +41,6 @@ impl RemoteBlocks {
         self.request.as_ref()
     }
 
-    /// The transfer.
     pub fn transfer(&self) -> &TransferId {
         &self.transfer
     }
@@ -74,15 +73,14 @@ impl Release {
         transfer: TransferId,
         consumer_tp: NonZeroU16,
         producer_tp: u16,
-    ) -> Result<Release, Unsendable> {
+    ) -> Result<Release, EncodeError> {
         let producer_tp = if producer_tp == 0 { consumer_tp.get() } else { producer_tp };
         match expected_acks(producer_tp, consumer_tp.get()) {
             Ok(_) => Ok(Release { transfer, consumer_tp }),
-            Err(_) => Err(Unsendable { frame: "release", rule: "TP sizes that do not divide" }),
+            Err(_) => Err(EncodeError { frame: "release", rule: "TP sizes that do not divide" }),
         }
     }
 
-    /// The transfer.
     pub fn transfer(&self) -> &TransferId {
         &self.transfer
     }
@@ -105,20 +103,19 @@ impl RawCompletion {
     /// # Errors
     /// An empty id ends the listener of 0.32.0. One whose first byte is that of a long map could
     /// be taken for a map.
-    pub fn new(transfer: TransferId) -> Result<RawCompletion, Unsendable> {
+    pub fn new(transfer: TransferId) -> Result<RawCompletion, EncodeError> {
         let rule = match transfer.0.as_bytes() {
             [] => "empty transfer id",
             [first, ..] if starts_map(*first) => "transfer id that starts like a map",
             _ => return Ok(RawCompletion(transfer)),
         };
-        Err(Unsendable { frame: "completion", rule })
+        Err(EncodeError { frame: "completion", rule })
     }
 }
 
 /// All that may be sent to the notify listener of a prefill rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum ToPrefill {
-    /// Where to write.
+pub enum PrefillNotice {
     RemoteBlocks(RemoteBlocks),
     /// The blocks are free.
     Release(Release),
@@ -128,7 +125,7 @@ pub enum ToPrefill {
 
 /// All that may be sent to the notify listener of a decode rank.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum ToDecode {
+pub enum DecodeNotice {
     /// Everything of this transfer is written.
     WriteDone(TransferId),
     /// The same from older prefills.
@@ -153,54 +150,51 @@ struct TypedWire<'a> {
     consumer_tp_size: Option<NonZeroU16>,
 }
 
-impl ToPrefill {
+impl PrefillNotice {
     /// The bytes of the only part.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            ToPrefill::RemoteBlocks(message) => pack(&RemoteBlocksWire {
+            PrefillNotice::RemoteBlocks(message) => pack(&RemoteBlocksWire {
                 req_id: message.request.as_ref(),
                 transfer_id: &message.transfer,
                 block_notify_list: &message.blocks,
                 decode_rank: message.decode_rank,
                 r#type: "remote_blocks",
             }),
-            ToPrefill::Release(Release { transfer, consumer_tp }) => pack(&TypedWire {
+            PrefillNotice::Release(Release { transfer, consumer_tp }) => pack(&TypedWire {
                 r#type: "release",
                 transfer_id: transfer,
                 consumer_tp_size: Some(*consumer_tp),
             }),
-            ToPrefill::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
+            PrefillNotice::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
         }
     }
 }
 
-impl ToDecode {
+impl DecodeNotice {
     /// The bytes of the only part.
     pub fn encode(&self) -> Vec<u8> {
         match self {
-            ToDecode::WriteDone(transfer) => pack(&TypedWire {
+            DecodeNotice::WriteDone(transfer) => pack(&TypedWire {
                 r#type: "write_done",
                 transfer_id: transfer,
                 consumer_tp_size: None,
             }),
-            ToDecode::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
+            DecodeNotice::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
         }
     }
 }
 
 /// What the notify listener of a prefill rank hears.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum AtPrefill {
-    /// Where to write.
+pub enum ReceivedPrefillNotice {
     RemoteBlocks(RemoteBlocks),
     /// The blocks are free, also as [`RawCompletion`].
     Release(Release),
     /// Blocks or a rank that are none. 0.32.0 takes such an announcement and fails later; here it
     /// costs the transfer that it names.
     Unusable {
-        /// The transfer.
         transfer: TransferId,
-        /// What is wrong.
         rule: &'static str,
     },
 }
@@ -209,13 +203,15 @@ pub enum AtPrefill {
 ///
 /// # Errors
 /// Names the message and the rule. Most of these end the listener of 0.32.0.
-pub fn decode_at_prefill<P: AsRef<[u8]>>(parts: &[P]) -> Result<AtPrefill, DecodeError> {
+pub fn decode_at_prefill<P: AsRef<[u8]>>(
+    parts: &[P],
+) -> Result<ReceivedPrefillNotice, DecodeError> {
     match read(Role::Prefill, parts)? {
-        Read::Text(transfer) => {
-            Ok(AtPrefill::Release(Release { transfer, consumer_tp: NonZeroU16::MIN }))
+        NoticeBody::Text(transfer) => {
+            Ok(ReceivedPrefillNotice::Release(Release { transfer, consumer_tp: NonZeroU16::MIN }))
         }
-        Read::Typed("release", map) => release(&map).map(AtPrefill::Release),
-        Read::Typed(_, map) => remote_blocks(&map),
+        NoticeBody::Typed("release", map) => release(&map).map(ReceivedPrefillNotice::Release),
+        NoticeBody::Typed(_, map) => remote_blocks(&map),
     }
 }
 
@@ -226,29 +222,28 @@ pub fn decode_at_prefill<P: AsRef<[u8]>>(parts: &[P]) -> Result<AtPrefill, Decod
 /// Names the message and the rule. Most of these end the listener of 0.32.0.
 pub fn decode_at_decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<TransferId, DecodeError> {
     match read(Role::Decode, parts)? {
-        Read::Text(transfer) => Ok(transfer),
-        Read::Typed(kind, map) => transfer_of(kind, &map),
+        NoticeBody::Text(transfer) => Ok(transfer),
+        NoticeBody::Typed(kind, map) => transfer_of(kind, &map),
     }
 }
 
-enum Read<'a> {
-    /// Not a map.
+enum NoticeBody<'a> {
     Text(TransferId),
     /// A map of a type that the role is told.
-    Typed(&'static str, Map<'a>),
+    Typed(&'static str, MsgpackMap<'a>),
 }
 
-fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<Read<'a>, DecodeError> {
+fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<NoticeBody<'a>, DecodeError> {
     let frame = only("notify", parts)?;
     let first = *frame.first().ok_or_else(|| error("notify", "empty"))?;
     let map = if starts_map(first) {
-        Value::only(frame).and_then(Map::read)
+        MsgpackValue::only(frame).and_then(MsgpackMap::read)
     } else {
         Err("neither map nor text")
     };
     let map = match (map, std::str::from_utf8(frame)) {
         (Ok(map), _) => map,
-        (Err(_), Ok(text)) => return Ok(Read::Text(text.into())),
+        (Err(_), Ok(text)) => return Ok(NoticeBody::Text(text.into())),
         (Err(rule), Err(_)) => return Err(error("notify", rule)),
     };
     let kind = match map.get("type").filter(|kind| !kind.is_nil()) {
@@ -263,7 +258,7 @@ fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<Read<'a>, Deco
         None => return Err(error("notify", "no type")),
     };
     if role == receiver {
-        Ok(Read::Typed(kind, map))
+        Ok(NoticeBody::Typed(kind, map))
     } else {
         Err(error(kind, "told to the wrong role"))
     }
@@ -274,13 +269,13 @@ pub(super) fn starts_map(byte: u8) -> bool {
     matches!(byte, 0x80..=0x8f | 0xde | 0xdf)
 }
 
-fn transfer_of(kind: &'static str, map: &Map<'_>) -> Result<TransferId, DecodeError> {
+fn transfer_of(kind: &'static str, map: &MsgpackMap<'_>) -> Result<TransferId, DecodeError> {
     let id = map.get("transfer_id").ok_or_else(|| error(kind, "no transfer_id"))?;
     let text = id.text_or_bin().ok_or_else(|| error(kind, "transfer_id is no text"))?;
     Ok(text.into())
 }
 
-fn release(map: &Map<'_>) -> Result<Release, DecodeError> {
+fn release(map: &MsgpackMap<'_>) -> Result<Release, DecodeError> {
     let transfer = transfer_of("release", map)?;
     let consumer_tp = match map.get("consumer_tp_size") {
         None => Some(NonZeroU16::MIN),
@@ -295,22 +290,25 @@ fn release(map: &Map<'_>) -> Result<Release, DecodeError> {
     Ok(Release { transfer, consumer_tp })
 }
 
-fn remote_blocks(map: &Map<'_>) -> Result<AtPrefill, DecodeError> {
+fn remote_blocks(map: &MsgpackMap<'_>) -> Result<ReceivedPrefillNotice, DecodeError> {
     let kind = "remote_blocks";
     let transfer = transfer_of(kind, map)?;
     let list = map.get("block_notify_list").filter(|list| !list.is_nil());
     let list = list.ok_or_else(|| error(kind, "no block_notify_list"))?;
     let Some(items) = list.items() else {
-        return Ok(AtPrefill::Unusable { transfer, rule: "block_notify_list is no list" });
+        return Ok(ReceivedPrefillNotice::Unusable {
+            transfer,
+            rule: "block_notify_list is no list",
+        });
     };
     let Some(blocks) = items.map(|id| id.number().map(BlockId)).collect::<Option<Vec<_>>>() else {
-        return Ok(AtPrefill::Unusable { transfer, rule: "block id that is none" });
+        return Ok(ReceivedPrefillNotice::Unusable { transfer, rule: "block id that is none" });
     };
     let Some(decode_rank) = map.get("decode_rank").map_or(Some(0), |rank| rank.number()) else {
-        return Ok(AtPrefill::Unusable { transfer, rule: "decode_rank is no rank" });
+        return Ok(ReceivedPrefillNotice::Unusable { transfer, rule: "decode_rank is no rank" });
     };
     let request = map.get("req_id").and_then(|id| id.text()).map(RequestId::from);
     RemoteBlocks::new(request, transfer, blocks, decode_rank)
-        .map(AtPrefill::RemoteBlocks)
+        .map(ReceivedPrefillNotice::RemoteBlocks)
         .map_err(|unsendable| error(kind, unsendable.rule))
 }

@@ -2,8 +2,8 @@
 //! answers for the decode. JSON objects in the bodies of requests and answers.
 
 use super::address::{ZmqAddress, embedded_peer, int};
-use super::ports::{Dial, PortFormula, Shape, pod_of, port};
-use super::{DecodeError, Unsendable, error};
+use super::ports::{DialPurpose, ParallelSizes, PortFormula, pod_of, port};
+use super::{DecodeError, EncodeError, error};
 use crate::core::ids::{BlockId, EngineId, RequestId, TransferId};
 use crate::core::layout::Mismatch;
 use crate::core::layout::check::refuse;
@@ -17,7 +17,7 @@ const FRAME: &str = "kv_transfer_params";
 
 /// One object, of either leg and either mode. `remote` is the peer of whom the object is for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Params {
+pub struct KvTransferParams {
     /// The receiver is a decode whose KV is elsewhere.
     pub do_remote_prefill: bool,
     /// The receiver is a prefill whose KV is for another.
@@ -46,16 +46,16 @@ pub struct Params {
     pub remote_tp_size: u16,
 }
 
-impl Params {
+impl KvTransferParams {
     /// A leg of a transfer in WRITE mode, or to the prefill in READ mode; the decode's leg in READ
     /// mode is the prefill's answer. `remote` is left out where the request id has the addresses.
-    pub fn leg(to: Role, transfer: TransferId, remote: Option<ZmqAddress>) -> Params {
-        Params {
+    pub fn leg(to: Role, transfer: TransferId, remote: Option<ZmqAddress>) -> KvTransferParams {
+        KvTransferParams {
             do_remote_prefill: to == Role::Decode,
             do_remote_decode: to == Role::Prefill,
             transfer_id: Some(transfer),
             remote,
-            ..Params::default()
+            ..KvTransferParams::default()
         }
     }
 
@@ -63,12 +63,12 @@ impl Params {
     ///
     /// # Errors
     /// No object, a key that 0.32.0 needs is missing, or a value of no use.
-    pub fn decode(json: &[u8]) -> Result<Params, DecodeError> {
+    pub fn decode(json: &[u8]) -> Result<KvTransferParams, DecodeError> {
         let object = serde_json::from_slice(json).map_err(|_| error(FRAME, "no object"))?;
-        Params::read(&object).map_err(|rule| error(FRAME, rule))
+        KvTransferParams::read(&object).map_err(|rule| error(FRAME, rule))
     }
 
-    fn read(object: &Map<String, Value>) -> Result<Params, &'static str> {
+    fn read(object: &Map<String, Value>) -> Result<KvTransferParams, &'static str> {
         let engine = object.get("remote_engine_id").ok_or("no remote_engine_id")?;
         let blocks = object.get("remote_block_ids").ok_or("no remote_block_ids")?;
         let flag = |key| object.get(key).is_some_and(truthy);
@@ -84,7 +84,7 @@ impl Params {
         let transfer = object.get("transfer_id").unwrap_or(&Value::Null);
         let tp = size("remote_tp_size", "remote_tp_size is no size")?.filter(|size| *size > 0);
         let tp = tp.or(size("tp_size", "tp_size is no size")?).unwrap_or(0);
-        Ok(Params {
+        Ok(KvTransferParams {
             do_remote_prefill: flag("do_remote_prefill"),
             do_remote_decode: flag("do_remote_decode"),
             transfer_id: text(transfer, "transfer_id is no text")?.map(TransferId),
@@ -109,7 +109,7 @@ impl Params {
     ///
     /// # Errors
     /// An embedded address that is none, or no address at all.
-    pub fn peer(&self, role: Role, request: &RequestId) -> Result<Peer, DecodeError> {
+    pub fn peer(&self, role: Role, request: &RequestId) -> Result<MoriioRemote, DecodeError> {
         let address = match embedded_peer(role, request) {
             Some(text) => ZmqAddress::parse(text)
                 .ok_or_else(|| error(FRAME, "address in the request id that is none"))?,
@@ -124,8 +124,14 @@ impl Params {
         };
         let dp_size = self.remote_dp_size.unwrap_or(1).max(1);
         let dp_size_local = self.remote_dp_size_local.filter(|size| *size > 0).unwrap_or(dp_size);
-        let shape = Shape { dp_size_local, tp_size: self.remote_tp_size };
-        Ok(Peer { address, hosts, dp_size, dp_rank: self.remote_dp_rank.unwrap_or(0), shape })
+        let shape = ParallelSizes { dp_size_local, tp_size: self.remote_tp_size };
+        Ok(MoriioRemote {
+            address,
+            hosts,
+            dp_size,
+            dp_rank: self.remote_dp_rank.unwrap_or(0),
+            shape,
+        })
     }
 
     /// The transfer.
@@ -156,8 +162,8 @@ impl Params {
         to: Role,
         mode: Mode,
         request: &RequestId,
-    ) -> Result<Vec<u8>, Unsendable> {
-        let wrong = |rule| Err(Unsendable { frame: FRAME, rule });
+    ) -> Result<Vec<u8>, EncodeError> {
+        let wrong = |rule| Err(EncodeError { frame: FRAME, rule });
         if self.transfer_id.is_none() {
             return wrong("no transfer_id");
         }
@@ -187,7 +193,7 @@ impl Params {
     ///
     /// # Errors
     /// Those of that leg with any request id.
-    pub fn encode_answer(&self) -> Result<Vec<u8>, Unsendable> {
+    pub fn encode_answer(&self) -> Result<Vec<u8>, EncodeError> {
         self.encode_leg(Role::Decode, Mode::Pull, &RequestId::from(""))
     }
 
@@ -204,7 +210,7 @@ pub fn unnamed_transfer(request: &RequestId) -> TransferId {
 
 /// Who is at the other end of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Peer {
+pub struct MoriioRemote {
     /// Where it listens, in pod 0.
     pub address: ZmqAddress,
     /// Hosts of its pods, at least one.
@@ -214,10 +220,10 @@ pub struct Peer {
     /// Global DP rank that has the KV or wants to be told.
     pub dp_rank: u16,
     /// What its ports depend on.
-    pub shape: Shape,
+    pub shape: ParallelSizes,
 }
 
-impl Peer {
+impl MoriioRemote {
     /// Name of the engine, as its DP rank names itself.
     pub fn engine(&self) -> EngineId {
         let host = self.host(self.dp_rank).clone();
@@ -231,12 +237,12 @@ impl Peer {
     pub fn endpoint(
         &self,
         formula: PortFormula,
-        what: Dial,
+        what: DialPurpose,
         tp: u16,
     ) -> Result<Endpoint, Mismatch> {
         let offset = formula.dial(what, self.shape, self.dp_rank, tp)?;
         let base = match what {
-            Dial::Handshake => self.address.handshake,
+            DialPurpose::Handshake => self.address.handshake,
             _ => self.address.notify,
         };
         match port(base, offset) {
@@ -284,7 +290,7 @@ struct ParamsWire<'a> {
     transfer_id: &'a Option<TransferId>,
 }
 
-impl Params {
+impl KvTransferParams {
     fn wire(&self) -> ParamsWire<'_> {
         let tp = Some(self.remote_tp_size).filter(|size| *size > 0);
         // Only answers have blocks, and they name the size otherwise.

@@ -20,22 +20,19 @@ pub enum PortFormula {
 
 /// What a port is dialled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Dial {
-    /// A handshake.
+pub enum DialPurpose {
     Handshake,
-    /// [`RemoteBlocks`](super::notify::RemoteBlocks).
     RemoteBlocks,
     /// A [`Release`](super::notify::Release) before blocks were allocated; WRITE mode.
     EarlyRelease,
     /// A [`Release`](super::notify::Release) after reading; READ mode.
     Release,
-    /// [`WriteDone`](super::notify::ToDecode::WriteDone).
     WriteDone,
 }
 
 /// The sizes of an engine that its ports depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Shape {
+pub struct ParallelSizes {
     /// DP ranks per pod; 0 if all are in one.
     pub dp_size_local: u16,
     /// TP ranks; 0 if not known.
@@ -48,7 +45,7 @@ impl PortFormula {
     ///
     /// # Errors
     /// `Injective` and the shape has no such TP rank.
-    pub fn listen(self, own: Shape, dp: u16, tp: u16) -> Result<u32, Mismatch> {
+    pub fn listen(self, own: ParallelSizes, dp: u16, tp: u16) -> Result<u32, Mismatch> {
         match self {
             PortFormula::Legacy => Ok(port_offset(fold(dp, own.dp_size_local), tp, 1)),
             PortFormula::Injective => injective(own, dp, tp),
@@ -60,22 +57,28 @@ impl PortFormula {
     ///
     /// # Errors
     /// `Injective` and the peer has no such TP rank, as far as known.
-    pub fn dial(self, what: Dial, peer: Shape, dp: u16, tp: u16) -> Result<u32, Mismatch> {
+    pub fn dial(
+        self,
+        what: DialPurpose,
+        peer: ParallelSizes,
+        dp: u16,
+        tp: u16,
+    ) -> Result<u32, Mismatch> {
         match (self, what) {
             (PortFormula::Injective, _) => injective(peer, dp, tp),
-            (PortFormula::Legacy, Dial::Handshake | Dial::Release) => {
+            (PortFormula::Legacy, DialPurpose::Handshake | DialPurpose::Release) => {
                 Ok(port_offset(dp, tp, peer.tp_size))
             }
-            (PortFormula::Legacy, Dial::RemoteBlocks | Dial::WriteDone) => {
+            (PortFormula::Legacy, DialPurpose::RemoteBlocks | DialPurpose::WriteDone) => {
                 Ok(port_offset(fold(dp, peer.dp_size_local), tp, 1))
             }
-            (PortFormula::Legacy, Dial::EarlyRelease) => Ok(port_offset(dp, tp, 1)),
+            (PortFormula::Legacy, DialPurpose::EarlyRelease) => Ok(port_offset(dp, tp, 1)),
         }
     }
 
     /// How many TP ranks of the peer a decode scheduler tells of blocks or of an early release.
     /// 0.32.0 takes its own size for the peer's.
-    pub fn fan_out(self, own_tp: u16, peer: Shape) -> u16 {
+    pub fn fan_out(self, own_tp: u16, peer: ParallelSizes) -> u16 {
         match self {
             PortFormula::Injective if peer.tp_size > 0 => peer.tp_size,
             _ => own_tp,
@@ -83,7 +86,7 @@ impl PortFormula {
     }
 }
 
-fn injective(listener: Shape, dp: u16, tp: u16) -> Result<u32, Mismatch> {
+fn injective(listener: ParallelSizes, dp: u16, tp: u16) -> Result<u32, Mismatch> {
     if tp >= listener.tp_size {
         return refuse(format_args!("no TP rank {tp} of {}", listener.tp_size));
     }

@@ -1,8 +1,8 @@
 //! Registration with a router, which is the heartbeat as well: the same frame every 3 s, one way.
 
-use super::address::{ZmqAddress, with_life};
-use super::value::{Map, Value};
-use super::{Bin, DecodeError, Unsendable, error, pack};
+use super::address::{ZmqAddress, with_incarnation};
+use super::msgpack::{MsgpackMap, MsgpackValue};
+use super::{Bin, DecodeError, EncodeError, error, pack};
 use crate::core::Nanos;
 use crate::core::dialect::native::{self, Frame};
 use crate::core::message::{Mode, Registration, Role};
@@ -18,7 +18,7 @@ pub const PERIOD: Nanos = Nanos::from_secs(3);
 
 /// What an instance says of itself.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Heartbeat {
+pub struct MoriioRegistration {
     role: Role,
     http: Endpoint,
     zmq: ZmqAddress,
@@ -28,7 +28,7 @@ pub struct Heartbeat {
 }
 
 #[derive(Serialize)]
-struct HeartbeatWire<'a> {
+struct MoriioRegistrationWire<'a> {
     r#type: &'static str,
     http_address: &'a Endpoint,
     zmq_address: String,
@@ -39,7 +39,7 @@ struct HeartbeatWire<'a> {
     kvferry: Option<Bin<'a>>,
 }
 
-impl Heartbeat {
+impl MoriioRegistration {
     /// `http` is `host:port`, with brackets around IPv6; `zmq` has the base ports; `dp_size` is
     /// the global one.
     ///
@@ -52,16 +52,15 @@ impl Heartbeat {
         dp_size: NonZeroU16,
         tp_size: NonZeroU16,
         mode: Mode,
-    ) -> Result<Heartbeat, Unsendable> {
+    ) -> Result<MoriioRegistration, EncodeError> {
         if !is_http(&http.0) {
             let rule = "http_address that is not host:port";
-            return Err(Unsendable { frame: "registration", rule });
+            return Err(EncodeError { frame: "registration", rule });
         }
         zmq.check()?;
-        Ok(Heartbeat { role, http, zmq, dp_size, tp_size, mode })
+        Ok(MoriioRegistration { role, http, zmq, dp_size, tp_size, mode })
     }
 
-    /// What it does.
     pub fn role(&self) -> Role {
         self.role
     }
@@ -97,15 +96,15 @@ impl Heartbeat {
     }
 
     /// The same of an instance that speaks the native dialect, too: with its native registration
-    /// under one more key, and with a part in the address that tells its life, both of which others
-    /// ignore.
+    /// under one more key, and with a part in the address that tells its incarnation, both of which
+    /// others ignore.
     pub fn encode_with(&self, registration: &Registration) -> Vec<u8> {
         let native = native::encode(&Frame::Register(registration.clone()));
-        self.pack(with_life(&self.zmq, registration.incarnation), Some(Bin(&native)))
+        self.pack(with_incarnation(&self.zmq, registration.incarnation), Some(Bin(&native)))
     }
 
     fn pack(&self, zmq_address: String, kvferry: Option<Bin<'_>>) -> Vec<u8> {
-        pack(&HeartbeatWire {
+        pack(&MoriioRegistrationWire {
             r#type: match self.role {
                 Role::Prefill => "P",
                 Role::Decode => "D",
@@ -125,7 +124,7 @@ impl Heartbeat {
 
 /// A registration as vllm-router 0.1.17 takes it, with addresses and sizes that may be of no use.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Heard {
+pub struct UncheckedRegistration {
     /// What the instance does.
     pub role: Role,
     /// Where its legs are sent; names the instance within its role.
@@ -138,30 +137,31 @@ pub struct Heard {
     pub tp_size: u64,
     /// Who moves the bytes.
     pub mode: Mode,
-    /// What a native instance says beside it, see [`Heartbeat::encode_with`].
+    /// What a native instance says beside it, see [`MoriioRegistration::encode_with`].
     pub native: Option<Box<Registration>>,
 }
 
-impl Heard {
+impl UncheckedRegistration {
     /// The registration; `parts` are those after the sender's identity, of which the first counts.
     /// Texts may be `bin`, and bytes may follow the map.
     ///
     /// # Errors
     /// Names the field that is missing or wrong. vllm-router 0.1.17 drops the same.
-    pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<Heard, DecodeError> {
+    pub fn decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<UncheckedRegistration, DecodeError> {
         let part = parts.first().map_or(&[][..], |part| part.as_ref());
-        Heard::read(part).map_err(|rule| error("registration", rule))
+        UncheckedRegistration::read(part).map_err(|rule| error("registration", rule))
     }
 
-    fn read(part: &[u8]) -> Result<Heard, &'static str> {
-        let (value, _) = Value::first(part)?;
-        let map = Map::read(value)?;
-        let text = |name, rule| map.get_loosely(name).and_then(Value::text_or_bin).ok_or(rule);
+    fn read(part: &[u8]) -> Result<UncheckedRegistration, &'static str> {
+        let (value, _) = MsgpackValue::first(part)?;
+        let map = MsgpackMap::read(value)?;
+        let text =
+            |name, rule| map.get_loosely(name).and_then(MsgpackValue::text_or_bin).ok_or(rule);
         let size = |name, rule| match map.get_loosely(name).filter(|size| !size.is_nil()) {
             Some(size) => size.number::<u64>().ok_or(rule),
             None => Ok(1),
         };
-        Ok(Heard {
+        Ok(UncheckedRegistration {
             role: match text("type", "type missing or no text")? {
                 "P" => Role::Prefill,
                 "D" => Role::Decode,
@@ -176,7 +176,7 @@ impl Heard {
                 "READ" => Mode::Pull,
                 _ => return Err("unknown transfer_mode"),
             },
-            native: map.get("kvferry").and_then(Value::bin).and_then(registration),
+            native: map.get("kvferry").and_then(MsgpackValue::bin).and_then(registration),
         })
     }
 
@@ -184,7 +184,7 @@ impl Heard {
     ///
     /// # Errors
     /// What would fail with each request that is sent there: no address, or sizes out of range.
-    pub fn check(&self) -> Result<Heartbeat, DecodeError> {
+    pub fn check(&self) -> Result<MoriioRegistration, DecodeError> {
         let size = |size: u64, rule| {
             let size = u16::try_from(size).ok().and_then(NonZeroU16::new);
             size.ok_or_else(|| error("registration", rule))
@@ -194,7 +194,7 @@ impl Heard {
         let dp_size = size(self.dp_size, "dp_size out of range")?;
         let tp_size = size(self.tp_size, "tp_size out of range")?;
         let http = Endpoint(bracketed(&self.http_address).into());
-        Heartbeat::new(self.role, http, zmq, dp_size, tp_size, self.mode)
+        MoriioRegistration::new(self.role, http, zmq, dp_size, tp_size, self.mode)
             .map_err(|unsendable| error("registration", unsendable.rule))
     }
 }

@@ -1,8 +1,8 @@
 //! How much the registry holds, for the gauges.
 
-use super::{Instance, Registry};
+use super::{RegisteredInstance, Registry};
 
-impl Instance {
+impl RegisteredInstance {
     /// What is kept of it while it is there, whether it has legs or not.
     fn remembered(&self) -> usize {
         let pairs =
@@ -21,7 +21,7 @@ impl Registry {
     /// Names of instances, also of those that left, and what is kept of each. Takes time in
     /// proportion to the number of instances.
     pub(in crate::core::router) fn remembered(&self) -> usize {
-        let kept = self.instances.values().map(Instance::remembered);
+        let kept = self.instances.values().map(RegisteredInstance::remembered);
         self.known.len() + self.left.len() + kept.sum::<usize>()
     }
 }

@@ -25,10 +25,10 @@ fn names_and_pairs_of_instances_that_left_are_bounded() {
     let mut registry = Registry::default();
     let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
         Nanos::ZERO,
-        Entry::native(registration(name, incarnation)),
+        RegistrationEntry::native(registration(name, incarnation)),
         &config,
     ) {
-        Ok(Registered::Current { slot: Some(slot), .. }) => Some(slot),
+        Ok(RegisterOutcome::Current { instance_id: Some(instance_id), .. }) => Some(instance_id),
         _ => None,
     };
     let prefill = enter(&mut registry, "p", 1).unwrap();
@@ -39,7 +39,7 @@ fn names_and_pairs_of_instances_that_left_are_bounded() {
         assert!(registry.left.len() <= 3 && registry.known.len() <= 4);
     }
     assert!(registry.get(prefill).unwrap().paired.is_empty());
-    assert_eq!(enter(&mut registry, "d19", 4), None, "an old life is remembered");
+    assert_eq!(enter(&mut registry, "d19", 4), None, "an old incarnation is remembered");
     assert!(enter(&mut registry, "d19", 6).is_some());
     assert_eq!(registry.left.len(), 2);
 }

@@ -1,0 +1,263 @@
+//! Drives the planes of a fixture.
+
+use crate::core::time::Nanos;
+use crate::fabric::{
+    Completion, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, QuiesceTicket, Refused,
+    RegionDesc, RegionId, SessionId, Submit,
+};
+
+/// Bytes of memory that each plane of a fixture has.
+pub(super) const MEMORY: usize = 1 << 14;
+
+/// Rounds of [`DataFixture::advance`] after which an event is considered missing.
+const PATIENCE: usize = 20_000_000;
+
+/// Rounds in which something that must not happen is waited for.
+const SUSPICION: usize = 2_000;
+
+/// Two data planes that can reach each other.
+pub trait DataFixture {
+    /// Plane 0 or 1.
+    fn plane(&mut self, index: usize) -> &mut dyn DataPlane;
+
+    /// Memory of 16 KiB that belongs to a plane, the same each time; not registered yet.
+    fn memory(&mut self, index: usize) -> Memory;
+
+    /// Copies out of that memory.
+    fn peek(&mut self, index: usize, offset: u64, into: &mut [u8]);
+
+    /// Copies into that memory.
+    fn poke(&mut self, index: usize, offset: u64, bytes: &[u8]);
+
+    /// Lets the planes make some progress; called up to 20,000,000 times for one event.
+    fn advance(&mut self);
+
+    /// The time that planes are polled with.
+    fn now(&mut self) -> Nanos;
+
+    /// True if operations go on between two calls of [`DataFixture::advance`], so that some may
+    /// have succeeded before [`DataFixture::kill`].
+    fn runs_by_itself(&self) -> bool {
+        false
+    }
+
+    /// Takes the backend of plane 0 away, as when its port goes down, or lets it have a new one;
+    /// false if it has none that could go.
+    fn backend(&mut self, there: bool) -> bool {
+        let _unused = there;
+        false
+    }
+
+    /// Kills the process of plane 1; false if that cannot be done.
+    fn kill(&mut self) -> bool {
+        false
+    }
+}
+
+/// A fixture with the events seen so far.
+pub(super) struct DataHarness<'a> {
+    pub(super) fixture: &'a mut dyn DataFixture,
+    /// Events per plane, in order.
+    pub(super) seen: [Vec<DataEvent>; 2],
+    ops: u64,
+}
+
+pub(super) const REGION: RegionId = RegionId(3);
+pub(super) const PEER: PeerId = PeerId(5);
+pub(super) const SESSION: SessionId = SessionId(7);
+pub(super) const FENCE_KEY: u64 = 11;
+
+impl<'a> DataHarness<'a> {
+    pub(super) fn new(fixture: &'a mut dyn DataFixture) -> DataHarness<'a> {
+        for plane in 0..2 {
+            let bytes: Vec<u8> = (0..MEMORY).map(|at| pattern(plane, at)).collect();
+            fixture.poke(plane, 0, &bytes);
+        }
+        DataHarness { fixture, seen: [Vec::new(), Vec::new()], ops: 0 }
+    }
+
+    /// Both planes registered and connected, [`SESSION`] open from plane 0 to plane 1.
+    pub(super) fn connected(fixture: &'a mut dyn DataFixture) -> DataHarness<'a> {
+        let mut rig = DataHarness::new(fixture);
+        rig.register(0, REGION);
+        let remote = rig.register(1, REGION);
+        rig.connect(PEER, FENCE_KEY);
+        rig.open(SESSION, PEER, &remote).expect("the session opens");
+        rig
+    }
+
+    pub(super) fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
+        self.fixture.plane(index)
+    }
+
+    /// Lets both planes progress once.
+    pub(super) fn pump(&mut self) {
+        self.fixture.advance();
+        let now = self.fixture.now();
+        for index in 0..2 {
+            self.fixture.plane(index).poll(now, &mut self.seen[index]);
+        }
+    }
+
+    /// Waits for something that must come.
+    pub(super) fn until(&mut self, what: &str, done: impl Fn(&DataHarness<'_>) -> bool) {
+        for _ in 0..PATIENCE {
+            if done(self) {
+                return;
+            }
+            self.pump();
+        }
+        panic!("no {what}; seen: {:?}", self.seen);
+    }
+
+    /// Waits for what must not come.
+    pub(super) fn idle(&mut self) {
+        for _ in 0..SUSPICION {
+            self.pump();
+        }
+    }
+
+    /// Registers the memory of a plane.
+    pub(super) fn register(&mut self, index: usize, region: RegionId) -> RegionDesc {
+        let memory = self.fixture.memory(index);
+        self.plane(index).register(region, memory).expect("memory registers");
+        let answer = |rig: &DataHarness<'_>| {
+            rig.seen[index].iter().rev().find_map(|event| match event {
+                DataEvent::Registered { region: id, result } if *id == region => {
+                    Some(result.clone())
+                }
+                _ => None,
+            })
+        };
+        let before = self.seen[index].len();
+        self.until("Registered", |rig| {
+            rig.seen[index][before..].iter().any(|e| matches!(e, DataEvent::Registered { .. }))
+        });
+        answer(self).expect("an answer for the region").expect("the region can be used")
+    }
+
+    /// Connects both planes under one pass.
+    pub(super) fn connect(&mut self, peer: PeerId, fence_key: u64) {
+        self.connect_with(peer, [fence_key, fence_key]);
+    }
+
+    /// Connects both planes, each with its own idea of the pass.
+    pub(super) fn connect_with(&mut self, peer: PeerId, fence_key: [u64; 2]) {
+        for (index, fence_key) in fence_key.into_iter().enumerate() {
+            let address = self.plane(1 - index).address();
+            self.plane(index).connect(peer, &address, fence_key).expect("a peer connects");
+        }
+    }
+
+    /// Opens a session from plane 0 and waits for the answer.
+    pub(super) fn open(
+        &mut self,
+        session: SessionId,
+        peer: PeerId,
+        remote: &RegionDesc,
+    ) -> Result<(), crate::fabric::FabricError> {
+        self.plane(0).open(session, REGION, peer, remote).expect("an open is taken");
+        let before = self.seen[0].len();
+        let opened = |event: &DataEvent| match event {
+            DataEvent::Opened { session: id, result } if *id == session => Some(result.clone()),
+            _ => None,
+        };
+        self.until("Opened", |rig| rig.seen[0][before..].iter().any(|e| opened(e).is_some()));
+        self.seen[0].iter().rev().find_map(opened).expect("just seen")
+    }
+
+    /// Submits on plane 0: `ranges` are (local, remote, length).
+    pub(super) fn submit(
+        &mut self,
+        session: SessionId,
+        direction: Direction,
+        ranges: &[(u64, u64, u64)],
+    ) -> Result<OpId, Refused> {
+        let local: Vec<_> = ranges.iter().map(|range| range.0).collect();
+        let remote: Vec<_> = ranges.iter().map(|range| range.1).collect();
+        let len: Vec<_> = ranges.iter().map(|range| range.2).collect();
+        let op = self.next_op();
+        let (local, remote, len) = (&local, &remote, &len);
+        self.plane(0).submit(Submit { op, session, direction, local, remote, len })?;
+        Ok(op)
+    }
+
+    pub(super) fn next_op(&mut self) -> OpId {
+        self.ops += 1;
+        OpId(self.ops)
+    }
+
+    /// How often an operation completed.
+    pub(super) fn completions(&self, op: OpId) -> usize {
+        let mine = |e: &&DataEvent| matches!(e, DataEvent::Completed { op: id, .. } if *id == op);
+        self.seen[0].iter().filter(mine).count()
+    }
+
+    /// How an operation ended, once it did.
+    pub(super) fn outcome(&self, op: OpId) -> Option<&Completion> {
+        self.seen[0].iter().find_map(|event| match event {
+            DataEvent::Completed { op: id, outcome } if *id == op => Some(outcome),
+            _ => None,
+        })
+    }
+
+    /// Waits for the end of an operation.
+    pub(super) fn finish(&mut self, op: OpId) -> Completion {
+        self.until("Completed", |rig| rig.completions(op) > 0);
+        self.outcome(op).expect("just seen").clone()
+    }
+
+    /// How often a ticket was answered.
+    pub(super) fn quiets(&self, session: SessionId, ticket: QuiesceTicket) -> usize {
+        let answer = DataEvent::Quiet { session, ticket };
+        self.seen[0].iter().filter(|event| **event == answer).count()
+    }
+
+    /// Asks for quiet and waits for the answer.
+    pub(super) fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
+        self.plane(0).quiesce(session, ticket);
+        self.until("Quiet", |rig| rig.quiets(session, ticket) > 0);
+    }
+
+    /// Bytes of a plane.
+    pub(super) fn bytes(&mut self, index: usize) -> Vec<u8> {
+        let mut bytes = vec![0; MEMORY];
+        self.fixture.peek(index, 0, &mut bytes);
+        bytes
+    }
+
+    /// Overwrites the memory of a plane and sees to it that nothing changes it any more.
+    pub(super) fn assert_untouched(&mut self, index: usize) {
+        let marker = vec![0xa5; MEMORY];
+        self.fixture.poke(index, 0, &marker);
+        self.idle();
+        assert!(self.bytes(index) == marker, "bytes landed in plane {index} that must not");
+    }
+
+    /// Submits on plane 0 and sees that it reaches nothing: refused, or failed.
+    pub(super) fn assert_shut_out(&mut self, session: SessionId) {
+        for (direction, target) in [(Direction::Write, 1), (Direction::Read, 0)] {
+            let marker = vec![0x5a; MEMORY];
+            self.fixture.poke(target, 0, &marker);
+            let ranges: Vec<_> = (0..8).map(|n| (n * 256, n * 256, 256)).collect();
+            match self.submit(session, direction, &ranges) {
+                Err(Refused::Gone | Refused::Unsupported(_)) => {}
+                Err(other) => panic!("expected Gone, got {other:?}"),
+                Ok(op) => {
+                    let outcome = self.finish(op);
+                    assert!(
+                        outcome != Completion::Done,
+                        "{direction:?} of a peer that is kept out"
+                    );
+                }
+            }
+            self.idle();
+            assert!(self.bytes(target) == marker, "{direction:?} moved bytes past a fence");
+        }
+    }
+}
+
+/// Initial content of a plane.
+pub(super) fn pattern(plane: usize, at: usize) -> u8 {
+    (at * 31 + at / 256 * 7 + plane * 101) as u8
+}

@@ -1,0 +1,119 @@
+//! Two real planes as a fixture.
+#![allow(
+    clippy::disallowed_types,
+    reason = "planes that run by themselves do so by the real clock"
+)]
+
+use super::data_harness::DataFixture;
+use super::remote_plane::{PlaneUnderTest, RemotePlane};
+use crate::core::time::Nanos;
+use crate::fabric::{DataPlane, Memory};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+/// How long a round waits for news, every fourth time; else it only lets others run.
+const ROUND: Duration = Duration::from_micros(20);
+
+/// Longest time for which others run on a machine that has nothing else to do.
+const OTHERS: Duration = Duration::from_millis(1);
+
+/// Rounds that all wait after others ran for longer: on a busy machine a thread that sleeps is back
+/// long before one that yields.
+const BUSY_ROUNDS: u64 = 1000;
+
+/// Plane 1 of a [`DataPlanePair`].
+pub enum SecondPlane {
+    /// In this process.
+    Here(Box<dyn PlaneUnderTest>),
+    /// In one of its own.
+    There(RemotePlane),
+}
+
+impl SecondPlane {
+    fn served(&mut self) -> &mut dyn PlaneUnderTest {
+        match self {
+            SecondPlane::Here(served) => &mut **served,
+            SecondPlane::There(remote) => remote,
+        }
+    }
+}
+
+/// Two planes that run by themselves; plane 0 is of this process.
+pub struct DataPlanePair {
+    first: Box<dyn PlaneUnderTest>,
+    second: SecondPlane,
+    start: Instant,
+    rounds: u64,
+    /// The round until which all wait.
+    busy: u64,
+}
+
+impl fmt::Debug for DataPlanePair {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DataPlanePair").finish_non_exhaustive()
+    }
+}
+
+impl DataPlanePair {
+    /// A fixture of two planes.
+    pub fn new(first: Box<dyn PlaneUnderTest>, second: SecondPlane) -> DataPlanePair {
+        DataPlanePair { first, second, start: Instant::now(), rounds: 0, busy: 0 }
+    }
+
+    fn served(&mut self, index: usize) -> &mut dyn PlaneUnderTest {
+        if index == 0 { &mut *self.first } else { self.second.served() }
+    }
+}
+
+impl DataFixture for DataPlanePair {
+    fn plane(&mut self, index: usize) -> &mut dyn DataPlane {
+        self.served(index).plane()
+    }
+
+    fn memory(&mut self, index: usize) -> Memory {
+        self.served(index).memory()
+    }
+
+    fn peek(&mut self, index: usize, offset: u64, into: &mut [u8]) {
+        self.served(index).peek(offset, into);
+    }
+
+    fn poke(&mut self, index: usize, offset: u64, bytes: &[u8]) {
+        self.served(index).poke(offset, bytes);
+    }
+
+    fn advance(&mut self) {
+        self.rounds += 1;
+        if self.rounds.is_multiple_of(4) || self.rounds < self.busy {
+            std::thread::park_timeout(ROUND);
+            return;
+        }
+        let start = Instant::now();
+        std::thread::yield_now();
+        if start.elapsed() > OTHERS {
+            self.busy = self.rounds + BUSY_ROUNDS;
+        }
+    }
+
+    fn now(&mut self) -> Nanos {
+        Nanos(self.start.elapsed().as_nanos() as u64)
+    }
+
+    fn runs_by_itself(&self) -> bool {
+        true
+    }
+
+    fn backend(&mut self, there: bool) -> bool {
+        self.first.backend(there)
+    }
+
+    fn kill(&mut self) -> bool {
+        match &mut self.second {
+            SecondPlane::Here(_) => false,
+            SecondPlane::There(remote) => {
+                remote.kill();
+                true
+            }
+        }
+    }
+}

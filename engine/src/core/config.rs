@@ -1,0 +1,85 @@
+//! What a prefill or decode core is configured with.
+
+use super::channel::ChannelConfig;
+use super::ids::{EngineId, Incarnation};
+use super::layout::Geometry;
+use super::message::{Mode, Role};
+use super::moriio::MoriioConfig;
+use super::time::Nanos;
+use crate::fabric::Endpoint;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Who a prefill or decode core is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CoreConfig {
+    /// Name of the engine core; one per DP rank.
+    pub engine: EngineId,
+    pub incarnation: Incarnation,
+    pub role: Role,
+    pub mode: Mode,
+    /// Its KV cache.
+    pub geometry: Arc<Geometry>,
+    /// Where legs are sent.
+    pub http: Endpoint,
+    /// Where peers say hello.
+    pub control: Endpoint,
+    /// DP rank and number of DP ranks.
+    pub dp: (u16, u16),
+    /// Discovery endpoint of the router, if there is one.
+    pub router: Option<Endpoint>,
+    /// Times and limits.
+    pub settings: CoreSettings,
+    /// Times and limits of the channels to peers.
+    pub channel: ChannelConfig,
+    /// Who it is to peers that speak MoRIIO, if it deals with any.
+    pub moriio: Option<MoriioConfig>,
+}
+
+/// Times and limits of a prefill or decode core.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoreSettings {
+    /// Time between registrations.
+    pub heartbeat: Nanos,
+    /// Length of a source lease: how long a finished prefill waits for its receivers, and how long
+    /// a reader may read without renewing.
+    pub lease: Nanos,
+    /// What a reader takes off a lease, in percent, because clocks differ.
+    pub drift_percent: u32,
+    /// How long an announcement waits for its prefill leg.
+    pub orphan: Nanos,
+    /// How long the receivers of a preempted prompt wait until it is scheduled again.
+    pub resume: Nanos,
+    /// Transfers announced before their prefill leg arrived.
+    pub early_max: u32,
+    /// Remembered ids of ended transfers.
+    pub tombstones_max: u32,
+    /// Pause before a peer whose sessions failed is connected anew; doubles.
+    pub rebuild_delay: Nanos,
+    /// Requests with a leg at one time.
+    pub requests_max: u32,
+    /// Receivers at one time, all prompts together; further ones are refused.
+    pub receivers_max: u32,
+    /// Push: how long a computed prompt waits for receivers that have asked for it to say where it
+    /// shall go, at least a lease. They may wait for blocks themselves.
+    pub claim: Nanos,
+}
+
+impl Default for CoreSettings {
+    fn default() -> Self {
+        CoreSettings {
+            heartbeat: Nanos::from_secs(1),
+            lease: Nanos::from_secs(30),
+            drift_percent: 10,
+            orphan: Nanos::from_secs(30),
+            resume: Nanos::from_secs(5),
+            early_max: 65_536,
+            tombstones_max: 4_096,
+            rebuild_delay: Nanos::from_ms(200),
+            requests_max: 65_536,
+            receivers_max: 262_144,
+            claim: Nanos::from_secs(600),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
+//! What changes between two, a peer out of reach or there again, is told sooner.
+
+use super::command::ControlCommand;
+use super::config::CoreConfig;
+use super::dialect::moriio::registration::MoriioRegistration;
+use super::dialect::native::{self, DecodeError, Frame};
+use super::error::Failure;
+use super::ids::{EngineId, Incarnation};
+use super::layout::{Geometry, LayoutDigest, RankLayout};
+use super::machine::Outbox;
+use super::message::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
+use super::moriio::MoriioConfig;
+use super::peer_manager::PeerManagerEvent;
+use super::peers::{PeerEvent, Peers};
+use super::time::Nanos;
+use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
+use std::mem;
+use std::num::NonZeroU16;
+use std::sync::Arc;
+
+/// Heartbeats without a link after which the router is said to be silent.
+const SILENT_AFTER: u32 = 3;
+
+/// Time between two registrations at least.
+const PAUSE: Nanos = Nanos::from_ms(100);
+
+/// Sends registrations while the engine lives; a lost one is replaced by the next.
+#[derive(Debug)]
+pub(super) struct Heartbeat {
+    router: Endpoint,
+    heartbeat: Nanos,
+    registration: Registration,
+    /// What routers that know only MoRIIO are told, too.
+    moriio: Option<MoriioRegistration>,
+    link: Option<LinkId>,
+    up: bool,
+    next: Option<Nanos>,
+    /// When the last registration was sent.
+    last: Nanos,
+    /// Dials since the link was up.
+    dials: u32,
+    /// Prompts of peers that did not come.
+    failed: u32,
+    /// What is to be said of the router.
+    router_events: Vec<RouterEvent>,
+    /// Frames that are none that a router sends.
+    violations: u32,
+}
+
+impl Heartbeat {
+    pub(super) fn new(config: &CoreConfig) -> Option<Heartbeat> {
+        let router = config.router.clone()?;
+        Some(Heartbeat {
+            router,
+            moriio: config.moriio.as_ref().map(|moriio| heartbeat(config, moriio)),
+            heartbeat: config.settings.heartbeat,
+            registration: Registration {
+                engine: config.engine.clone(),
+                incarnation: config.incarnation,
+                sequence: 0,
+                role: config.role,
+                mode: config.mode,
+                http: config.http.clone(),
+                control: config.control.clone(),
+                dp_rank: config.dp.0,
+                dp_size: config.dp.1,
+                tp: config.geometry.tp,
+                draining: false,
+                fit: None,
+                troubles: Vec::new(),
+            },
+            link: None,
+            up: false,
+            next: None,
+            last: Nanos::ZERO,
+            dials: 0,
+            failed: 0,
+            router_events: Vec::new(),
+            violations: 0,
+        })
+    }
+
+    pub(super) fn owns(&self, event: &ControlEvent) -> bool {
+        let (ControlEvent::LinkUp { link, .. }
+        | ControlEvent::Frame { link, .. }
+        | ControlEvent::LinkDown { link }) = event;
+        Some(*link) == self.link
+    }
+
+    /// Starts once the engine can serve, with the layouts of all its ranks.
+    pub(super) fn start<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        (geometry, ranks): (&Geometry, &[RankLayout]),
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        self.registration.fit = Some(Arc::new(LayoutDigest::new(geometry, ranks)));
+        if self.next.is_none() {
+            self.dial(now, peers, out);
+        }
+    }
+
+    /// A prompt of a peer did not come, or one did. Told soon if that is new.
+    pub(super) fn peer(
+        &mut self,
+        now: Nanos,
+        (engine, incarnation): (&EngineId, Option<Incarnation>),
+        failure: Option<&Failure>,
+    ) {
+        let troubles = &mut self.registration.troubles;
+        let known = troubles.iter().position(|it| it.engine == *engine);
+        if failure.is_none() && known.is_none() {
+            return;
+        }
+        known.into_iter().for_each(|at| drop(troubles.remove(at)));
+        if let Some(failure) = failure {
+            if troubles.len() == TROUBLES_MAX {
+                troubles.remove(0);
+            }
+            self.failed = self.failed.saturating_add(1);
+            let (engine, failure) = (engine.clone(), failure.clipped());
+            troubles.push(UnreachablePrefill { engine, incarnation, number: self.failed, failure });
+        }
+        if self.up {
+            let soon = now.max(self.last + PAUSE);
+            self.next = self.next.map(|next| next.min(soon));
+        }
+    }
+
+    /// Frames that no router sends, and peers that the registrations name as out of reach.
+    pub(super) fn sizes(&self) -> [u32; 2] {
+        [self.violations, self.registration.troubles.len() as u32]
+    }
+
+    /// What is to be said of the router since the last time.
+    pub(super) fn take_router_events(&mut self) -> Vec<RouterEvent> {
+        mem::take(&mut self.router_events)
+    }
+
+    fn dial<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        let link = peers.fresh_link();
+        self.link = Some(link);
+        self.dials = self.dials.saturating_add(1);
+        if self.dials == SILENT_AFTER + 1 {
+            self.router_events.push(RouterEvent::Silent { router: self.router.clone() });
+        }
+        self.next = Some(now + self.heartbeat);
+        out.push(ControlCommand::Dial {
+            link,
+            to: self.router.clone(),
+            channel: LinkKind::Discovery,
+        });
+    }
+
+    pub(super) fn control<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        event: &ControlEvent,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        match event {
+            ControlEvent::LinkUp { .. } => {
+                self.up = true;
+                self.dials = 0;
+                self.router_events.push(RouterEvent::Registered { router: self.router.clone() });
+                self.beat(now, out);
+            }
+            ControlEvent::LinkDown { .. } => {
+                self.up = false;
+                self.link = None;
+            }
+            ControlEvent::Frame { parts, .. } => {
+                let error = match native::decode(parts.first().map_or(&[], |part| &part[..])) {
+                    Ok(Frame::Abandon { keys }) => {
+                        news.extend(
+                            keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key }),
+                        );
+                        return;
+                    }
+                    Ok(frame) => {
+                        DecodeError { frame: frame.name(), rule: "not said by a router".into() }
+                    }
+                    Err(error) => error,
+                };
+                self.violations = self.violations.saturating_add(1);
+                let violation = error.violation(&self.router.0);
+                news.push(PeerManagerEvent::Peer(PeerEvent::Violation(violation)));
+            }
+        }
+    }
+
+    fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        let Some(link) = self.link else { return };
+        self.registration.sequence += 1;
+        let frame = match &self.moriio {
+            // Routers that know only MoRIIO take every heartbeat for life; without one, they
+            // forget.
+            Some(heartbeat) if !self.registration.draining => {
+                heartbeat.encode_with(&self.registration)
+            }
+            _ => native::encode(&Frame::Register(self.registration.clone())),
+        };
+        out.push(ControlCommand::Send { link, frame });
+        self.last = now;
+        self.next = Some(now + self.heartbeat);
+    }
+
+    pub(super) fn tick<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        peers: &mut Peers,
+        out: &mut Outbox<E>,
+    ) {
+        if self.next.is_none_or(|next| next > now) {
+            return;
+        }
+        if self.up {
+            self.beat(now, out);
+        } else {
+            if let Some(link) = self.link.take() {
+                out.push(ControlCommand::HangUp { link });
+            }
+            self.dial(now, peers, out);
+        }
+    }
+
+    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        self.registration.draining = true;
+        if self.up {
+            self.beat(now, out);
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Nanos> {
+        self.next
+    }
+}
+
+/// # Panics
+/// If the configuration says addresses that are none, which whoever made it has checked.
+fn heartbeat(config: &CoreConfig, moriio: &MoriioConfig) -> MoriioRegistration {
+    let size = |size| NonZeroU16::new(size).unwrap_or(NonZeroU16::MIN);
+    let (dp, tp) = (size(config.dp.1), size(config.geometry.tp));
+    let (http, zmq) = (config.http.clone(), moriio.address.clone());
+    MoriioRegistration::new(config.role, http, zmq, dp, tp, config.mode)
+        .unwrap_or_else(|why| panic!("{} cannot register: {why}", config.engine))
+}

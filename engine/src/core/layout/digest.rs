@@ -1,0 +1,57 @@
+//! What an instance says of its KV cache before anybody connects, so that only engines that fit are
+//! paired.
+
+use super::check::{Mismatch, check_rows, check_shapes, whole_rows};
+use super::geometry::{Geometry, HeadSlots, RankLayout};
+use serde::{Deserialize, Serialize};
+
+/// A digest of what has to fit between two engines: all that [`super::check::check`] compares but
+/// where things lie and the shape of a state, which the hello compares.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct LayoutDigest {
+    /// The KV cache, without addresses.
+    pub geometry: Geometry,
+    /// Rows of its layers, in their order; equal neighbours are one entry.
+    pub rows: Vec<LayerRows>,
+}
+
+/// Neighbouring layers whose rows are equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct LayerRows {
+    pub layers: u16,
+    /// Bytes per element.
+    pub element: u32,
+    /// Elements of K and V together, per token and head.
+    pub elements: u64,
+}
+
+impl LayoutDigest {
+    /// Of an engine with these ranks, whose layers have equal shapes on all of them.
+    pub fn new(geometry: &Geometry, ranks: &[RankLayout]) -> LayoutDigest {
+        let mut rows: Vec<LayerRows> = Vec::new();
+        for layer in ranks.first().map_or(&[][..], |rank| &rank.layers) {
+            let row = u64::from(layer.shape[3]);
+            let elements = if layer.slots == HeadSlots::Split { 2 * row } else { row };
+            match rows.last_mut() {
+                Some(last) if (last.element, last.elements) == (layer.element, elements) => {
+                    last.layers = last.layers.saturating_add(1);
+                }
+                _ => rows.push(LayerRows { layers: 1, element: layer.element, elements }),
+            }
+        }
+        LayoutDigest { geometry: geometry.clone(), rows }
+    }
+
+    /// Whether KV of this engine can be moved to another. Both may be anything that a peer sends;
+    /// time is bounded by their size.
+    ///
+    /// # Errors
+    /// Names the first property that does not fit, with both values.
+    pub fn check(&self, receiver: &LayoutDigest) -> Result<(), Mismatch> {
+        check_shapes(&self.geometry, &receiver.geometry)?;
+        for (side, fit) in [("source", self), ("receiver", receiver)] {
+            whole_rows(side, &fit.rows, u32::from(fit.geometry.layers))?;
+        }
+        check_rows(&self.rows, &receiver.rows)
+    }
+}

@@ -1,0 +1,543 @@
+//! What the prefill and the decode core have in common: peers, their connection to the transfer
+//! actors, and the registration with the router.
+
+use super::channel::capability;
+use super::command::ControlCommand;
+use super::config::CoreConfig;
+use super::dialect::native::kind_of;
+use super::error::{Failure, PeerViolation};
+use super::heartbeat::Heartbeat;
+use super::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId, TransferKey};
+use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
+use super::machine::{Gauges, Outbox};
+use super::message::{
+    FlowState, Message, Mode, MoriioLeg, RouterEvent, TransferJob, TransferReport,
+};
+use super::moriio::{MoriioCounters, MoriioPeers};
+use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerOutbox, Peers};
+use super::time::Nanos;
+use super::timers::Timers;
+use crate::fabric::{ControlEvent, Endpoint};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// Times in a row that the ranks of a peer that still answers are connected anew, before the
+/// connection is ended.
+const REBUILDS_MAX: u32 = 5;
+
+/// True if the peer would wait for the message for ever. Who asks for something is told if it
+/// cannot be asked for; leases and sources end by themselves.
+fn is_awaited(message: &Message) -> bool {
+    !matches!(
+        message,
+        Message::Ask { .. }
+            | Message::Announce { .. }
+            | Message::Pull { .. }
+            | Message::Renew { .. }
+            | Message::Renewed { .. }
+            | Message::Release { .. }
+    )
+}
+
+/// Blocks of one request, per group.
+pub(super) type GroupBlocks = Arc<Vec<BlockList>>;
+
+/// What a core learns from its peer manager.
+#[derive(Debug)]
+pub(super) enum PeerManagerEvent {
+    /// Of a peer. One that is down is being fenced, and `Fenced` follows.
+    Peer(PeerEvent),
+    /// Nothing moves between the peer and this engine any more.
+    Fenced {
+        connection: ConnectionId,
+    },
+    Flow {
+        rank: u16,
+        flow: FlowId,
+        state: FlowState,
+    },
+    /// The router says that nobody will fetch what is left of a transfer.
+    Abandoned {
+        key: TransferKey,
+    },
+    /// What becomes of the registrations.
+    Router(RouterEvent),
+    /// A rank of this engine cannot serve.
+    Unusable {
+        failure: Failure,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum PeerManagerTimer {
+    Rebuild(ConnectionId),
+}
+
+fn peer_out<'a, E: From<ControlCommand>>(
+    out: &'a mut Outbox<E>,
+    events: &'a mut Vec<PeerEvent>,
+) -> PeerOutbox<'a> {
+    PeerOutbox { commands: out, events }
+}
+
+#[derive(Debug)]
+pub(super) struct PeerManager {
+    tp: u16,
+    geometry: Arc<Geometry>,
+    mode: Mode,
+    requests_max: usize,
+    receivers_max: u32,
+    rebuild_delay: Nanos,
+    pub(super) peers: Peers,
+    moriio: Option<MoriioPeers>,
+    /// What the peers did that the core has not dealt with.
+    events: Vec<PeerEvent>,
+    heartbeat: Option<Heartbeat>,
+    layouts: Vec<Option<RankLayout>>,
+    unusable: Option<Failure>,
+    /// Peers that the ranks know.
+    connected: BTreeSet<ConnectionId>,
+    /// Peers being fenced and the ranks that have not answered.
+    fencing: BTreeMap<ConnectionId, RankSet>,
+    /// How many things are under way with a peer, and with all.
+    uses: BTreeMap<ConnectionId, u32>,
+    uses_total: u32,
+    /// Times in a row that a live peer was connected anew.
+    rebuilds: BTreeMap<ConnectionId, u32>,
+    timers: Timers<PeerManagerTimer>,
+    violations: u32,
+}
+
+impl PeerManager {
+    pub(super) fn new(config: &CoreConfig) -> PeerManager {
+        let me = LocalEngine {
+            engine: config.engine.clone(),
+            incarnation: config.incarnation,
+            role: config.role,
+            geometry: config.geometry.clone(),
+            capabilities: match config.mode {
+                Mode::Push => capability::PUSH,
+                Mode::Pull => capability::PULL,
+            },
+        };
+        PeerManager {
+            tp: config.geometry.tp,
+            geometry: config.geometry.clone(),
+            mode: config.mode,
+            requests_max: config.settings.requests_max as usize,
+            receivers_max: config.settings.receivers_max,
+            rebuild_delay: config.settings.rebuild_delay,
+            peers: Peers::new(config.channel.clone(), me, config.moriio.is_some()),
+            moriio: config
+                .moriio
+                .clone()
+                .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
+            events: Vec::new(),
+            heartbeat: Heartbeat::new(config),
+            layouts: vec![None; usize::from(config.geometry.tp)],
+            unusable: None,
+            connected: BTreeSet::new(),
+            fencing: BTreeMap::new(),
+            uses: BTreeMap::new(),
+            uses_total: 0,
+            rebuilds: BTreeMap::new(),
+            timers: Timers::default(),
+            violations: 0,
+        }
+    }
+
+    /// Whether a request with a leg of this mode, with a peer of this kind, can be taken beside
+    /// `requests` others.
+    pub(super) fn admit(
+        &self,
+        mode: Mode,
+        peer: Option<&Arc<MoriioLeg>>,
+        requests: usize,
+    ) -> Result<(), Failure> {
+        match (peer, &self.moriio) {
+            (Some(_), None) => {
+                let text = "the leg names a peer that speaks MoRIIO, this engine does not";
+                return Err(Failure::Mismatch(Mismatch(text.into())));
+            }
+            (Some(_), Some(moriio)) => moriio.admits()?,
+            (None, _) => {}
+        }
+        if let Some(failure) = &self.unusable {
+            return Err(failure.clone());
+        }
+        if mode != self.mode {
+            let text = format!("leg says {mode}, this engine does {}", self.mode);
+            return Err(Failure::Mismatch(Mismatch(text.into())));
+        }
+        let full = requests >= self.requests_max && !planted!("requests-without-limit");
+        if full { Err(Failure::Overload) } else { Ok(()) }
+    }
+
+    /// Why this engine can serve no further receiver, if it cannot.
+    pub(super) fn unusable(&self) -> Option<&Failure> {
+        let full = self.uses_total >= self.receivers_max && !planted!("receivers-without-limit");
+        self.unusable.as_ref().or(full.then_some(&Failure::Overload))
+    }
+
+    pub(super) fn info(&self, connection: ConnectionId) -> Option<&PeerInfo> {
+        match &self.moriio {
+            Some(moriio) if connection.is_moriio() => moriio.info(connection),
+            _ => self.peers.info(connection),
+        }
+    }
+
+    /// The connection of a prefill that speaks MoRIIO, for one transfer.
+    pub(super) fn reach_moriio<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        (request, key): (&RequestId, &TransferKey),
+        peer: &Arc<MoriioLeg>,
+        out: &mut Outbox<E>,
+    ) -> ConnectionId {
+        let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
+        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.events))
+    }
+
+    /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
+    pub(super) fn expect_moriio<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        wanted: (Mode, u32),
+        peer: &Arc<MoriioLeg>,
+        out: &mut Outbox<E>,
+    ) {
+        if let Some(moriio) = &mut self.moriio {
+            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.events));
+        }
+    }
+
+    /// The engine is done with a transfer.
+    pub(super) fn forget(&mut self, key: &TransferKey) {
+        if let Some(moriio) = &mut self.moriio {
+            moriio.forget(&key.id);
+        }
+    }
+
+    pub(super) fn reach<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        engine: &EngineId,
+        control: &Endpoint,
+        incarnation: Option<Incarnation>,
+        out: &mut Outbox<E>,
+    ) -> ConnectionId {
+        self.peers.reach(now, engine, control, incarnation, &mut peer_out(out, &mut self.events))
+    }
+
+    /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One
+    /// that would wait for ever for a message that finds no room is done with.
+    pub(super) fn send<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        message: Message,
+        out: &mut Outbox<E>,
+    ) -> Result<(), Failure> {
+        if let Some(moriio) = self.moriio.as_mut().filter(|_| connection.is_moriio()) {
+            moriio.send(now, connection, message, &mut peer_out(out, &mut self.events));
+            return Ok(());
+        }
+        let awaited = is_awaited(&message);
+        let sent = self.peers.send(now, connection, message, &mut peer_out(out, &mut self.events));
+        if awaited && sent == Err(Failure::Overload) {
+            self.peers.fail(
+                now,
+                connection,
+                Failure::Overload,
+                &mut peer_out(out, &mut self.events),
+            );
+        }
+        sent
+    }
+
+    pub(super) fn control<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        event: ControlEvent,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        match &mut self.heartbeat {
+            Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, news, out),
+            _ => {
+                let native = match &mut self.moriio {
+                    Some(moriio) => {
+                        moriio.control(now, event, &mut peer_out(out, &mut self.events))
+                    }
+                    None => Some(event),
+                };
+                if let Some(event) = native {
+                    self.peers.control(now, event, &mut peer_out(out, &mut self.events));
+                }
+            }
+        }
+    }
+
+    pub(super) fn tick<E: From<ControlCommand> + From<TransferJob>>(
+        &mut self,
+        now: Nanos,
+        out: &mut Outbox<E>,
+    ) {
+        self.peers.tick(now, &mut peer_out(out, &mut self.events));
+        if let Some(moriio) = &mut self.moriio {
+            moriio.tick(now, &mut peer_out(out, &mut self.events));
+        }
+        if let Some(beacon) = &mut self.heartbeat {
+            beacon.tick(now, &mut self.peers, out);
+        }
+        while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(now) {
+            self.connect_ranks(connection, out);
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Nanos> {
+        let beacon = self.heartbeat.as_ref().and_then(Heartbeat::deadline);
+        let moriio = self.moriio.as_ref().and_then(MoriioPeers::deadline);
+        [self.peers.deadline(), self.timers.next(), beacon, moriio].into_iter().flatten().min()
+    }
+
+    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+        if let Some(beacon) = &mut self.heartbeat {
+            beacon.drain(now, out);
+        }
+    }
+
+    /// Something is under way with the peer: notice if it falls silent.
+    pub(super) fn hold<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        out: &mut Outbox<E>,
+    ) {
+        let uses = self.uses.entry(connection).or_default();
+        *uses += 1;
+        self.uses_total += 1;
+        if *uses == 1 && !connection.is_moriio() {
+            self.peers.watch(now, connection, true, &mut peer_out(out, &mut self.events));
+        }
+    }
+
+    /// One thing less is under way with the peer.
+    pub(super) fn unhold<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(uses) = self.uses.get_mut(&connection) else { return };
+        *uses -= 1;
+        self.uses_total -= 1;
+        if *uses == 0 {
+            self.uses.remove(&connection);
+            if connection.is_moriio() {
+                return;
+            }
+            self.peers.watch(now, connection, false, &mut peer_out(out, &mut self.events));
+        }
+    }
+
+    /// A prompt of a peer did not come, and why, or one did: told to the router with the
+    /// registrations.
+    pub(super) fn note_peer_result(
+        &mut self,
+        now: Nanos,
+        peer: (&EngineId, Option<Incarnation>),
+        failure: Option<&Failure>,
+    ) {
+        if let Some(beacon) = &mut self.heartbeat {
+            beacon.peer(now, peer, failure);
+        }
+    }
+
+    /// A message that this role never gets.
+    pub(super) fn violation(
+        &mut self,
+        connection: ConnectionId,
+        message: &Message,
+    ) -> PeerViolation {
+        self.violations = self.violations.saturating_add(1);
+        PeerViolation {
+            peer: self.info(connection).map_or("unknown".into(), |info| info.engine.0.clone()),
+            frame: kind_of(message).name().into(),
+            rule: "not said to this role".into(),
+        }
+    }
+
+    /// Sorts what the peers said: connects ranks to new peers, fences lost ones, passes on the
+    /// rest. Call it until there is no news.
+    pub(super) fn process_peer_events<E: From<ControlCommand> + From<TransferJob>>(
+        &mut self,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        if let Some(beacon) = &mut self.heartbeat {
+            news.extend(beacon.take_router_events().into_iter().map(PeerManagerEvent::Router));
+        }
+        let events = std::mem::take(&mut self.events);
+        for event in events {
+            match &event {
+                PeerEvent::Up { connection } => self.connect_ranks(*connection, out),
+                PeerEvent::Down { connection, .. } => {
+                    let connection = *connection;
+                    self.rebuilds.remove(&connection);
+                    self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
+                    news.push(PeerManagerEvent::Peer(event));
+                    self.fence(connection, news, out);
+                    continue;
+                }
+                _ => {}
+            }
+            news.push(PeerManagerEvent::Peer(event));
+        }
+    }
+
+    fn connect_ranks<E: From<TransferJob>>(
+        &mut self,
+        connection: ConnectionId,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(info) = self.info(connection).cloned() else { return };
+        self.connected.insert(connection);
+        out.push(TransferJob::Peer {
+            peer: connection,
+            geometry: info.geometry,
+            ranks: info.ranks,
+            fence_key: info.fence_key,
+        });
+    }
+
+    fn fence<E: From<TransferJob>>(
+        &mut self,
+        connection: ConnectionId,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        if self.fencing.contains_key(&connection) {
+            return;
+        }
+        if !self.connected.remove(&connection) {
+            return news.push(PeerManagerEvent::Fenced { connection });
+        }
+        self.fencing.insert(connection, RankSet::first(self.tp));
+        self.peers.reserve(self.fencing.len());
+        out.push(TransferJob::Fence { peer: connection });
+    }
+
+    pub(super) fn report<E: From<ControlCommand> + From<TransferJob>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        report: TransferReport,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        match report {
+            TransferReport::Ready { layout } => self.rank_ready(now, rank, layout, out),
+            TransferReport::Unusable { failure } => {
+                self.unusable = Some(failure.clone());
+                news.push(PeerManagerEvent::Unusable { failure });
+            }
+            TransferReport::PeerReady { peer } => {
+                self.rebuilds.remove(&peer);
+            }
+            TransferReport::PeerFailed { peer, failure } if peer.is_moriio() => {
+                // Nobody else says that it is gone.
+                if let Some(moriio) = &mut self.moriio {
+                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.events));
+                }
+            }
+            TransferReport::PeerFailed { peer, .. } => self.fence(peer, news, out),
+            TransferReport::Fenced { peer } => self.rank_fenced(now, rank, peer, news, out),
+            TransferReport::Flow { flow, state } => {
+                news.push(PeerManagerEvent::Flow { rank, flow, state })
+            }
+        }
+    }
+
+    fn rank_ready<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        layout: RankLayout,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(connection) = self.layouts.get_mut(usize::from(rank)) else { return };
+        *connection = Some(layout);
+        if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
+            if let Some(moriio) = &mut self.moriio {
+                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.events));
+            }
+            if let Some(beacon) = &mut self.heartbeat {
+                beacon.start(now, (&self.geometry, &ranks), &mut self.peers, out);
+            }
+            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.events));
+        }
+    }
+
+    fn rank_fenced<E: From<ControlCommand>>(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        connection: ConnectionId,
+        news: &mut Vec<PeerManagerEvent>,
+        out: &mut Outbox<E>,
+    ) {
+        let Some(fencing) = self.fencing.get_mut(&connection) else { return };
+        fencing.remove(rank);
+        if !fencing.is_empty() && !planted!("fenced-by-the-first-rank") {
+            return;
+        }
+        self.fencing.remove(&connection);
+        self.peers.reserve(self.fencing.len());
+        news.push(PeerManagerEvent::Fenced { connection });
+        if self.peers.info(connection).is_none() {
+            return;
+        }
+        let tries = self.rebuilds.entry(connection).or_default();
+        if *tries < REBUILDS_MAX {
+            let pause = self.rebuild_delay.scale(1 << *tries, 1);
+            *tries += 1;
+            self.timers.arm(PeerManagerTimer::Rebuild(connection), now + pause);
+        } else {
+            self.rebuilds.remove(&connection);
+            let unsaid = self.peers.close(now, connection, &mut peer_out(out, &mut self.events));
+            let failure = Failure::Unreachable;
+            news.push(PeerManagerEvent::Peer(PeerEvent::Down {
+                connection,
+                failure,
+                unacked_releases: unsaid,
+            }));
+            news.push(PeerManagerEvent::Fenced { connection });
+        }
+    }
+
+    /// What was counted of peers that speak MoRIIO.
+    pub(super) fn moriio(&self) -> MoriioCounters {
+        self.moriio.as_ref().map(MoriioPeers::counters).unwrap_or_default()
+    }
+
+    pub(super) fn gauges(&self) -> Gauges {
+        let peers = self.peers.gauges();
+        let [beacon, troubles] = self.heartbeat.as_ref().map_or([0; 2], Heartbeat::sizes);
+        let moriio = self.moriio.as_ref().map(MoriioPeers::gauges).unwrap_or_default();
+        let remembered = (self.connected.len() + self.rebuilds.len()) as u32 + troubles;
+        Gauges {
+            queued: peers.queued + moriio.queued + self.fencing.len() as u32,
+            peers: peers.peers + moriio.peers,
+            links: peers.links + moriio.links,
+            entries: moriio.entries + (self.uses.len() + self.timers.len()) as u32,
+            remembered: peers.remembered + moriio.remembered + remembered,
+            delivered: peers.delivered,
+            violations: [self.violations, beacon, moriio.violations]
+                .into_iter()
+                .fold(peers.violations, u32::saturating_add),
+            ..Gauges::default()
+        }
+    }
+}

@@ -1,0 +1,478 @@
+//! Links, and where the frames that come by them go.
+
+use super::connection::{DialState, REDIALS_MAX};
+use super::{Connection, ConnectionTimer, LinkOwner, PeerEvent, PeerOutbox, Peers};
+use crate::core::channel::Received;
+use crate::core::command::ControlCommand;
+use crate::core::dialect::moriio::handshake::AgentMetadata;
+use crate::core::dialect::native::{
+    self, ConnectionHeader, DecodeError, Frame, UnreadableFrame, UnreadableMessage,
+};
+use crate::core::error::{Failure, stranger};
+use crate::core::ids::ConnectionId;
+use crate::core::time::Nanos;
+use crate::fabric::{ControlEvent, Endpoint, FabricError, LinkId, LinkKind};
+
+/// The next id after `last` of a link that is not in use. `kind` keeps those of peers that speak
+/// MoRIIO apart. Of so many the oldest come again.
+pub(in crate::core) fn unused(
+    kind: u32,
+    last: &mut u32,
+    is_used: impl Fn(LinkId) -> bool,
+) -> LinkId {
+    loop {
+        *last = *last % (LinkId::MORIIO - 1) + 1;
+        let link = LinkId(kind | *last);
+        if !is_used(link) {
+            return link;
+        }
+    }
+}
+
+impl Peers {
+    /// Takes an event of the control plane; false if the link is none of these peers' (and the
+    /// event was not used).
+    pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut PeerOutbox<'_>) -> bool {
+        match event {
+            ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => {
+                if channel == LinkKind::Handshake {
+                    self.on_guest(now, link, from, out);
+                }
+                channel == LinkKind::Handshake
+            }
+            ControlEvent::LinkUp { link, .. } => self.on_link_up(now, link, out),
+            ControlEvent::Frame { link, parts } => self.on_frame(now, link, &parts, out),
+            ControlEvent::LinkDown { link } => self.on_link_down(now, link, out),
+        }
+    }
+
+    fn on_guest(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        from: Option<Endpoint>,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        if !self.has_link() {
+            out.commands.push(ControlCommand::HangUp { link });
+            return;
+        }
+        self.links.insert(link, LinkOwner::Unidentified);
+        self.from.extend(from.map(|from| (link, from)));
+        self.timers.arm(ConnectionTimer::Link(link), now + self.config.hello);
+    }
+
+    fn on_link_up(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) -> bool {
+        let Some(owner) = self.links.get(&link) else { return false };
+        if let LinkOwner::Connection(id) = *owner {
+            self.first_hello(now, id, link, out);
+            self.rearm(id);
+        }
+        true
+    }
+
+    fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) -> bool {
+        self.from.remove(&link);
+        let Some(owner) = self.links.remove(&link) else { return false };
+        self.timers.cancel(&ConnectionTimer::Link(link));
+        let LinkOwner::Connection(id) = owner else { return true };
+        if let Some(connection) = self.connections.get_mut(&id) {
+            if connection.channel.link() == Some(link) {
+                connection.unlink(now, &self.config);
+            } else {
+                connection.dial_again(now, &self.config);
+            }
+            self.service(now, id, out);
+        }
+        true
+    }
+
+    fn on_frame(
+        &mut self,
+        now: Nanos,
+        link: LinkId,
+        parts: &[Vec<u8>],
+        out: &mut PeerOutbox<'_>,
+    ) -> bool {
+        let Some(owner) = self.links.get(&link).copied() else { return false };
+        if let (LinkOwner::Connection(id), [empty, _]) = (owner, parts)
+            && self.cautious
+            && empty.is_empty()
+        {
+            self.on_handshake(now, id, link, parts, out);
+            return true;
+        }
+        let frame = match parts {
+            [part] => native::read(part),
+            _ => {
+                let error = DecodeError { frame: "frame", rule: "not one part".into() };
+                Err(UnreadableFrame { error, message: None, later: false })
+            }
+        };
+        match (owner, frame) {
+            (LinkOwner::Closing, _) => {}
+            (owner, Err(unread)) => {
+                if !unread.later {
+                    self.violation(link, owner, &unread.error, out);
+                }
+                if let LinkOwner::Connection(id) = owner {
+                    self.on_unread(now, id, link, unread, out);
+                    self.rearm(id);
+                }
+            }
+            (LinkOwner::Unidentified, Ok(frame)) => self.on_guest_frame(now, link, frame, out),
+            (LinkOwner::Connection(id), Ok(frame)) => {
+                self.on_slot_frame(now, id, link, frame, out);
+                self.rearm(id);
+            }
+        }
+        true
+    }
+
+    /// A reply of MoRIIO's handshake: the first one says whether a hello may follow.
+    fn on_handshake(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        parts: &[Vec<u8>],
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) =
+            self.connections.get_mut(&id).filter(|connection| connection.native != Some(link))
+        else {
+            // The second reply, or that to a question that was repeated.
+            return;
+        };
+        match AgentMetadata::decode(parts) {
+            Ok(AgentMetadata { native: true, .. }) => {
+                connection.native = Some(link);
+                self.say_hello(&self.connections[&id], link, out);
+            }
+            Ok(_) => {
+                let reason = format!("{} speaks only MoRIIO", connection.engine);
+                self.end(now, id, Failure::HelloRefused(reason.into()), out);
+            }
+            Err(error) => self.violation(link, LinkOwner::Connection(id), &error, out),
+        }
+    }
+
+    fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut PeerOutbox<'_>) {
+        match frame {
+            Frame::Hello(hello) => self.on_hello(now, link, *hello, out),
+            Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
+                self.misplaced(&frame, link, LinkOwner::Unidentified, out);
+            }
+            _ => self.stale = self.stale.saturating_add(1),
+        }
+    }
+
+    fn on_slot_frame(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        frame: Frame,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        match frame {
+            Frame::Hello(hello) if link.is_inbound() => {
+                if self
+                    .connections
+                    .get(&id)
+                    .is_none_or(|connection| connection.engine == hello.engine)
+                {
+                    return self.on_hello(now, link, *hello, out);
+                }
+                // One of the two does not use this link, and the other dials again.
+                self.misplaced(&Frame::Hello(hello), link, LinkOwner::Connection(id), out);
+                out.commands.push(ControlCommand::HangUp { link });
+                self.on_link_down(now, link, out);
+            }
+            Frame::Welcome(hello) if !link.is_inbound() => {
+                self.on_welcome(now, id, link, *hello, out);
+            }
+            Frame::Hello(_) | Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
+                self.misplaced(&frame, link, LinkOwner::Connection(id), out);
+            }
+            Frame::Refuse { envelope, reason, .. } => {
+                self.on_last_frame(now, id, envelope, Failure::HelloRefused(reason), out);
+            }
+            Frame::Bye { envelope } => {
+                self.on_last_frame(now, id, envelope, Failure::Fabric(FabricError::PeerGone), out);
+            }
+            Frame::Data { .. } | Frame::Ack { .. } | Frame::Probe { .. } => {
+                self.on_channel_frame(now, id, link, frame, out);
+            }
+        }
+    }
+
+    fn on_channel_frame(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        frame: Frame,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.info.is_none() {
+            self.stale = self.stale.saturating_add(1);
+            return;
+        }
+        let (name, place) = (frame.name(), out.events.len());
+        let deliver =
+            &mut |message| out.events.push(PeerEvent::Message { connection: id, message });
+        let received = connection.channel.receive(now, frame, deliver, out.commands);
+        self.handed_on(out.events.len() - place);
+        self.sort(id, link, name, received, out);
+    }
+
+    /// A message that cannot be read, or of a later version.
+    fn on_unread(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        unread: UnreadableFrame,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) =
+            self.connections.get_mut(&id).filter(|connection| connection.info.is_some())
+        else {
+            return;
+        };
+        let place = out.events.len();
+        let deliver =
+            &mut |message| out.events.push(PeerEvent::Message { connection: id, message });
+        let received = connection.channel.pass_over(now, &unread, deliver, out.commands);
+        let given_up = received == Received::GivenUp;
+        self.handed_on(out.events.len() - place + usize::from(given_up));
+        self.sort(id, link, "message", received, out);
+        if given_up {
+            let violation = unread.error.violation(&self.connections[&id].engine.0);
+            let Some(UnreadableMessage { about: Some((kind, tag)), .. }) = unread.message else {
+                // Nobody can say which transfer would wait for it.
+                out.events.truncate(place);
+                return self.end(now, id, Failure::Violation(violation), out);
+            };
+            out.events.insert(place, PeerEvent::Lost { connection: id, tag, kind, violation });
+        }
+    }
+
+    fn handed_on(&mut self, messages: usize) {
+        self.delivered = self.delivered.wrapping_add(messages as u32);
+    }
+
+    /// Notes what a frame did to its connection.
+    fn sort(
+        &mut self,
+        id: ConnectionId,
+        link: LinkId,
+        frame: &'static str,
+        received: Received,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        match received {
+            Received::Progress | Received::GivenUp => {
+                if let Some(connection) = self.connections.get_mut(&id) {
+                    connection.redials = 0;
+                }
+            }
+            Received::Nothing => {}
+            Received::Stale => self.stale = self.stale.saturating_add(1),
+            Received::Violation(rule) => {
+                let error = DecodeError { frame, rule: rule.into() };
+                self.violation(link, LinkOwner::Connection(id), &error, out);
+            }
+        }
+    }
+
+    /// The peer does not want the connection, or no longer.
+    fn on_last_frame(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        envelope: ConnectionHeader,
+        failure: Failure,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let incarnation = connection.info.as_ref().map(|info| info.incarnation);
+        let ours = envelope.to == self.local.incarnation && envelope.session == connection.session;
+        if ours && incarnation.is_none_or(|incarnation| envelope.from >= incarnation) {
+            connection.refused = Some(envelope.from);
+            self.end(now, id, failure, out);
+        } else {
+            self.stale = self.stale.saturating_add(1);
+        }
+    }
+
+    fn misplaced(
+        &mut self,
+        frame: &Frame,
+        link: LinkId,
+        owner: LinkOwner,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let rule = "not said by this side or on this link".into();
+        let error = DecodeError { frame: frame.name(), rule };
+        self.violation(link, owner, &error, out);
+    }
+
+    /// Counts and drops; a link that never said hello is closed as well.
+    fn violation(
+        &mut self,
+        link: LinkId,
+        owner: LinkOwner,
+        error: &DecodeError,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        self.violations = self.violations.saturating_add(1);
+        let violation = match owner {
+            LinkOwner::Connection(id) if self.connections.contains_key(&id) => {
+                error.violation(&self.connections[&id].engine.0)
+            }
+            _ => error.violation(&stranger(link, self.from.get(&link))),
+        };
+        out.events.push(PeerEvent::Violation(violation));
+        if owner == LinkOwner::Unidentified {
+            self.timers.cancel(&ConnectionTimer::Link(link));
+            self.hang_up(link, out);
+        }
+    }
+
+    pub(super) fn hang_up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+        self.links.remove(&link);
+        self.from.remove(&link);
+        out.commands.push(ControlCommand::HangUp { link });
+    }
+
+    /// An id for a link that the owner dials itself on the same control plane, in place of the one
+    /// before.
+    pub fn fresh_link(&mut self) -> LinkId {
+        let link = self.next_link();
+        self.owner_link = Some(link);
+        link
+    }
+
+    /// An id that no link has.
+    pub(super) fn next_link(&mut self) -> LinkId {
+        let is_used = |link| self.owner_link == Some(link) || self.links.contains_key(&link);
+        unused(0, &mut self.next_link, is_used)
+    }
+
+    /// Opens the next link of a connection, or gives up.
+    pub(super) fn dial(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+        let room = self.has_link();
+        let link = self.next_link();
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.redials += 1;
+        if connection.redials > REDIALS_MAX {
+            return self.end(now, id, Failure::PeerSilent, out);
+        }
+        if !room {
+            return connection.dial_again(now, &self.config);
+        }
+        let to = connection.endpoint.clone().expect("only who has an endpoint dials");
+        let until = now + self.config.hello.scale(1, 2);
+        connection.dial = DialState::Trying { link, until, hello: None };
+        self.links.insert(link, LinkOwner::Connection(id));
+        out.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
+    }
+
+    fn first_hello(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let wait = self.config.retransmit;
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        match &mut connection.dial {
+            DialState::Trying { link: tried, hello: hello @ None, .. } if *tried == link => {
+                *hello = Some((now + wait, wait));
+            }
+            _ => return,
+        }
+        self.say_hello(&self.connections[&id], link, out);
+    }
+
+    pub(super) fn repeat_hello(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let most = self.config.retransmit_max;
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if let DialState::Trying { hello: Some((at, wait)), .. } = &mut connection.dial {
+            *wait = (*wait + *wait).min(most);
+            *at = now + *wait;
+        }
+        self.say_hello(&self.connections[&id], link, out);
+    }
+
+    /// Gives a link of a unidentified peer to a connection.
+    pub(super) fn adopt(&mut self, link: LinkId, id: ConnectionId) {
+        self.links.insert(link, LinkOwner::Connection(id));
+        self.timers.cancel(&ConnectionTimer::Link(link));
+    }
+
+    /// Continues the connection over a link; the one before is closed.
+    pub(super) fn attach(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        link: LinkId,
+        out: &mut PeerOutbox<'_>,
+    ) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(info) = &connection.info else { return };
+        let peer = (info.incarnation, info.version);
+        if let Some(old) = connection.channel.detach() {
+            self.hang_up(old, out);
+        }
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        connection.channel.attach(now, link, peer, out.commands);
+        connection.link(now);
+        self.rearm(id);
+    }
+
+    /// Removes a connection. A link in use says goodbye and stands for a while.
+    pub(super) fn retire(
+        &mut self,
+        now: Nanos,
+        id: ConnectionId,
+        out: &mut PeerOutbox<'_>,
+    ) -> Option<Connection> {
+        let mut connection = self.connections.remove(&id)?;
+        self.leave_known(&connection.engine);
+        self.timers.cancel(&ConnectionTimer::Connection(id));
+        match &connection.endpoint {
+            Some(endpoint) => {
+                self.targets.remove(&(connection.engine.clone(), endpoint.clone()));
+            }
+            None => {
+                self.callers.remove(&connection.engine);
+            }
+        }
+        if let Some(link) = connection.channel.detach() {
+            let frame = native::encode(&Frame::Bye { envelope: connection.channel.envelope() });
+            out.commands.push(ControlCommand::Send { link, frame });
+            self.leave(now, link);
+        }
+        if let DialState::Trying { link, .. } = connection.dial {
+            self.leave(now, link);
+        }
+        Some(connection)
+    }
+
+    /// Lets the last frame of a link get through before it is closed.
+    fn leave(&mut self, now: Nanos, link: LinkId) {
+        self.links.insert(link, LinkOwner::Closing);
+        self.timers.arm(ConnectionTimer::Link(link), now + self.config.hello);
+    }
+}

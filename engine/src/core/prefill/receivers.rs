@@ -1,0 +1,563 @@
+//! The receivers of a key: bound to its source, written to or granted a lease, and seen to their
+//! end.
+
+use super::receiver::{Receiver, ReceiverRequest, ReceiverState};
+use super::request::PrefillRequest;
+use super::{FlowEntry, Prefill, PrefillOutbox, PrefillTimer};
+use crate::core::config::CoreSettings;
+use crate::core::dialect::native::{self, MessageKind};
+use crate::core::error::Failure;
+use crate::core::ids::{
+    ConnectionId, EngineId, FlowId, Incarnation, RankSet, SourceId, TransferKey,
+};
+use crate::core::layout::Mismatch;
+use crate::core::message::{AttemptTag, Message, Mode, TransferJob};
+use crate::core::time::Nanos;
+use crate::fabric::Refused;
+
+impl Prefill {
+    fn tell(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        message: Message,
+        out: &mut PrefillOutbox,
+    ) {
+        // A peer that is down learns nothing; one whose queue is full is about to be.
+        let _ = self.peer_manager.send(now, connection, message, out);
+    }
+
+    fn tell_ended(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        failure: Failure,
+        quiet: bool,
+        out: &mut PrefillOutbox,
+    ) {
+        self.tell(now, connection, Message::Ended { tag, failure, quiet }, out);
+    }
+
+    /// A decode announced blocks or asked for a grant.
+    pub(super) fn wanted(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        tokens: u32,
+        want: ReceiverRequest,
+        out: &mut PrefillOutbox,
+    ) {
+        let receiver =
+            self.keys.get_mut(&tag.key).and_then(|key| key.receivers.get_mut(&tag.sibling));
+        if let Some(receiver) = receiver.filter(|receiver| receiver.connection == connection) {
+            if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
+            {
+                (receiver.want, receiver.tokens) = (want, tokens);
+                return self.bind(now, &tag.key, tag.sibling, out);
+            }
+            if receiver.tag.attempt >= tag.attempt {
+                return;
+            }
+        }
+        // A decode asks before it announces, but for one that speaks MoRIIO. What is left of a
+        // receiver that has ended may come when its name is forgotten and the prompt is there again.
+        let asked = !matches!(want, ReceiverRequest::Push { .. }) || connection.is_moriio();
+        let asked = if asked { Ok(()) } else { Err(Failure::UnknownTransfer) };
+        let room = self.peer_manager.unusable().cloned().map_or(Ok(()), Err);
+        if let Err(failure) = self.accepts(&tag).and(asked).and(room) {
+            return self.tell_ended(now, connection, tag, failure, true, out);
+        }
+        let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
+        let entry = self.keys.entry(key.clone()).or_default();
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
+        }
+        let state = ReceiverState::Waiting;
+        let receiver = Receiver { connection, reader, tag, tokens, want, begun: false, state };
+        entry.receivers.insert(sibling, receiver);
+        self.by_peer.insert(connection, (key.clone(), sibling));
+        self.peer_manager.hold(now, connection, out);
+        self.bind(now, &key, sibling, out);
+    }
+
+    fn accepts(&self, tag: &AttemptTag) -> Result<(), Failure> {
+        if self.tombstones.contains(&tag.key) {
+            return Err(Failure::UnknownTransfer);
+        }
+        match self.keys.get(&tag.key) {
+            Some(key) if key.closed => Err(Failure::UnknownTransfer),
+            Some(key) if key.receivers.contains_key(&tag.sibling) => Err(Failure::DuplicateKey),
+            Some(key) if key.served.contains(&tag.sibling) => Err(Failure::DuplicateKey),
+            Some(_) => Ok(()),
+            None if self.keys.len() >= self.config.settings.early_max as usize => {
+                Err(Failure::Overload)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn bind_receivers(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        out: &mut PrefillOutbox,
+    ) {
+        let siblings: Vec<u32> = self
+            .keys
+            .get(key)
+            .map_or(Vec::new(), |entry| entry.receivers.keys().copied().collect());
+        for sibling in siblings {
+            self.bind(now, key, sibling, out);
+        }
+    }
+
+    /// Brings a receiver and the prompt together if both are there.
+    fn bind(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
+            return;
+        };
+        let Some(receiver) = entry.receivers.get(&sibling) else { return };
+        if !matches!(receiver.state, ReceiverState::Waiting) {
+            return;
+        }
+        if sibling >= request.siblings() {
+            let text = format!("sibling {sibling} of {}", request.siblings());
+            return self.end_receiver(
+                now,
+                key,
+                sibling,
+                Failure::Mismatch(Mismatch(text.into())),
+                out,
+            );
+        }
+        let wanted = request.leg.mode;
+        let mode = match receiver.want {
+            ReceiverRequest::Ask | ReceiverRequest::Push { .. } => Mode::Push,
+            ReceiverRequest::Pull => Mode::Pull,
+        };
+        if mode != wanted || receiver.tokens != request.tokens {
+            let text = format!(
+                "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
+                receiver.tokens, request.tokens
+            );
+            return self.end_receiver(
+                now,
+                key,
+                sibling,
+                Failure::Mismatch(Mismatch(text.into())),
+                out,
+            );
+        }
+        match receiver.want {
+            ReceiverRequest::Ask if request.begun() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Push { .. } => {
+                self.start_flow(key, sibling, out);
+                self.await_resumption(now, key);
+            }
+            ReceiverRequest::Pull if request.computed() => self.grant(now, key, sibling, out),
+            ReceiverRequest::Pull if request.ending() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Ask | ReceiverRequest::Pull => {}
+        }
+    }
+
+    /// Tells a receiver to get blocks.
+    fn begin(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+        let receiver = self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling));
+        let Some(receiver) = receiver.filter(|receiver| !receiver.begun) else { return };
+        receiver.begun = true;
+        let (connection, tag) = (receiver.connection, receiver.tag.clone());
+        self.tell(now, connection, Message::Begun { tag }, out);
+    }
+
+    /// Receivers of a preempted prompt do not wait for it forever: their blocks may be what others
+    /// need before it can be computed again.
+    pub(super) fn await_resumption(&mut self, now: Nanos, key: &TransferKey) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
+        let waits = entry.receivers.values().any(Receiver::binds_blocks);
+        if waits && request.is_some_and(PrefillRequest::is_behind) {
+            let resume = now + self.config.settings.resume;
+            self.timers.arm_if_idle(PrefillTimer::Resume(key.clone()), resume);
+        }
+    }
+
+    /// A preempted prompt is not computed again in time: its receivers do without.
+    pub(super) fn not_resumed(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let waiting: Vec<u32> = entry
+            .receivers
+            .iter()
+            .filter(|(_, receiver)| receiver.binds_blocks())
+            .map(|(sibling, _)| *sibling)
+            .collect();
+        for sibling in waiting {
+            self.end_receiver(now, key, sibling, Failure::Preempted, out);
+        }
+    }
+
+    fn start_flow(&mut self, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+        let flow = FlowId(self.fresh());
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let Some(id) = &entry.request else { return };
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Some(receiver) = entry.receivers.get_mut(&sibling) else { return };
+        let ReceiverRequest::Push { from, blocks } = &receiver.want else { return };
+        receiver.state = ReceiverState::Writing(flow);
+        request.mentioned = true;
+        out.push(TransferJob::Write {
+            flow,
+            request: id.clone(),
+            reader: self.peer_manager.info(receiver.connection).map(|info| info.engine.clone()),
+            source: request.source,
+            peer: receiver.connection,
+            from: *from,
+            tokens: receiver.tokens,
+            blocks: blocks.clone(),
+        });
+        self.flows.insert(
+            flow,
+            FlowEntry {
+                key: key.clone(),
+                sibling,
+                source: request.source,
+                left: RankSet::first(self.config.geometry.tp),
+                failure: None,
+            },
+        );
+    }
+
+    fn grant(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+        let lease = self.config.settings.lease;
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
+            return;
+        };
+        let Some(receiver) = entry.receivers.get_mut(&sibling) else { return };
+        let grant = Message::Grant {
+            tag: receiver.tag.clone(),
+            tokens: request.tokens,
+            blocks: request.blocks.clone(),
+            lease,
+        };
+        if !native::fits(&grant) {
+            let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
+            return self.end_receiver(now, key, sibling, failure, out);
+        }
+        receiver.state = ReceiverState::Granted { released: RankSet::EMPTY };
+        let connection = receiver.connection;
+        self.timers.arm(PrefillTimer::Lease(key.clone(), sibling), now + lease);
+        self.tell(now, connection, grant, out);
+    }
+
+    pub(super) fn renew(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        count: u32,
+        out: &mut PrefillOutbox,
+    ) {
+        let lease = self.config.settings.lease;
+        match self.receiver_state(connection, &tag) {
+            Some(ReceiverState::Granted { .. }) => {
+                if !planted!("renewed-is-said-only") {
+                    self.timers.arm(PrefillTimer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                }
+                self.tell(now, connection, Message::Renewed { tag, count, lease }, out);
+            }
+            Some(_) => {}
+            None => self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out),
+        }
+    }
+
+    fn receiver_state(
+        &mut self,
+        connection: ConnectionId,
+        tag: &AttemptTag,
+    ) -> Option<&mut ReceiverState> {
+        let reader = self.reader(connection);
+        let receiver = self.keys.get_mut(&tag.key)?.receivers.get_mut(&tag.sibling)?;
+        let known = receiver.reader.is_some() && receiver.reader == reader;
+        let same = receiver.connection == connection || known && !planted!("release-by-slot-only");
+        let current = receiver.tag.attempt == tag.attempt || planted!("prefill-ignores-attempts");
+        (same && current).then_some(&mut receiver.state)
+    }
+
+    fn reader(&self, connection: ConnectionId) -> Option<(EngineId, Incarnation)> {
+        self.peer_manager.info(connection).map(|info| (info.engine.clone(), info.incarnation))
+    }
+
+    /// The receiver needs the source no more.
+    pub(super) fn released(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: &AttemptTag,
+        ranks: RankSet,
+        out: &mut PrefillOutbox,
+    ) {
+        let needed =
+            RankSet::first(self.peer_manager.info(connection).map_or(1, |info| info.geometry.tp));
+        match self.receiver_state(connection, tag) {
+            Some(ReceiverState::Granted { released }) => {
+                *released = released.union(ranks);
+                if released.covers(needed) {
+                    self.receiver_done(now, &tag.key, tag.sibling, None, out);
+                }
+            }
+            Some(ReceiverState::Waiting) => {
+                self.receiver_done(now, &tag.key, tag.sibling, None, out)
+            }
+            Some(_) => self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out),
+            None => self.released_unasked(now, tag, out),
+        }
+    }
+
+    /// A receiver that needed nothing, perhaps before the prefill leg arrived.
+    fn released_unasked(&mut self, now: Nanos, tag: &AttemptTag, out: &mut PrefillOutbox) {
+        if self.accepts(tag).is_err() {
+            return;
+        }
+        let entry = self.keys.entry(tag.key.clone()).or_default();
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(PrefillTimer::Orphan(tag.key.clone()), orphan);
+        }
+        self.note_served(&tag.key, tag.sibling);
+        self.try_free(&tag.key, out);
+    }
+
+    /// Remembers a sibling that has ended, if the prompt has it, and while there is room; before
+    /// the leg it may have it.
+    fn note_served(&mut self, key: &TransferKey, sibling: u32) {
+        let CoreSettings { receivers_max, early_max, .. } = self.config.settings;
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let request = entry.request.as_ref().and_then(|id| self.requests.get(id));
+        let of_prompt = request.is_none_or(|request| sibling < request.siblings())
+            && !(request.is_none() && planted!("early-release-is-forgotten"));
+        // What comes before the leg may name any sibling, and has room of its own.
+        let most = match request.is_some() {
+            true => receivers_max as usize + early_max as usize,
+            false => early_max as usize,
+        };
+        let room = self.served < most;
+        if of_prompt && room && entry.served.insert(sibling) {
+            self.served += 1;
+        }
+    }
+
+    /// The receiver wants its blocks back.
+    pub(super) fn cancelled(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        out: &mut PrefillOutbox,
+    ) {
+        if self.receiver_state(connection, &tag).is_some() {
+            self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out);
+        } else {
+            self.tell_ended(now, connection, tag.clone(), Failure::Cancelled, true, out);
+            self.released_unasked(now, &tag, out);
+        }
+    }
+
+    /// A message of a decode could not be read: the receiver that it was about ends, whatever it
+    /// said. A renewal comes again.
+    pub(super) fn lost(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        (kind, failure): (MessageKind, Failure),
+        out: &mut PrefillOutbox,
+    ) {
+        if kind == MessageKind::Renew {
+            return;
+        }
+        if self.receiver_state(connection, &tag).is_some() {
+            self.end_receiver(now, &tag.key, tag.sibling, failure, out);
+        } else {
+            self.tell_ended(now, connection, tag.clone(), failure, true, out);
+            self.released_unasked(now, &tag, out);
+        }
+    }
+
+    /// Ends a receiver without success: at once if no byte can be under way, else when its flow is
+    /// quiet.
+    pub(super) fn end_receiver(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        failure: Failure,
+        out: &mut PrefillOutbox,
+    ) {
+        let Some(receiver) =
+            self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling))
+        else {
+            return;
+        };
+        let (connection, tag) = (receiver.connection, receiver.tag.clone());
+        match &mut receiver.state {
+            ReceiverState::Waiting => {
+                self.tell_ended(now, connection, tag, failure.clone(), true, out);
+                self.receiver_done(now, key, sibling, Some(failure), out);
+            }
+            ReceiverState::Granted { .. } => {
+                let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
+                self.tell_ended(now, connection, tag, failure, false, out);
+                if at_once.is_some() {
+                    self.receiver_done(now, key, sibling, at_once, out);
+                }
+            }
+            ReceiverState::Writing(flow) | ReceiverState::Restarting(flow) => {
+                let flow = *flow;
+                receiver.state = ReceiverState::Ending(flow, failure.clone());
+                let quiet = planted!("quiet-is-said-at-once");
+                self.tell_ended(now, connection, tag, failure, quiet, out);
+                out.push(TransferJob::Stop { flow });
+            }
+            ReceiverState::Ending(..) => {}
+        }
+    }
+
+    fn receiver_done(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        failure: Option<Failure>,
+        out: &mut PrefillOutbox,
+    ) {
+        self.note_served(key, sibling);
+        let Some(entry) = self.keys.get_mut(key) else { return };
+        let connection = entry.receivers.remove(&sibling).map(|receiver| receiver.connection);
+        if entry.failure.is_none() {
+            entry.failure = failure;
+        }
+        self.timers.cancel(&PrefillTimer::Lease(key.clone(), sibling));
+        if let Some(connection) = connection {
+            self.by_peer.remove(connection, &(key.clone(), sibling));
+            if !planted!("receivers-are-counted-for-ever") {
+                self.peer_manager.unhold(now, connection, out);
+            }
+        }
+        self.try_free(key, out);
+    }
+
+    pub(super) fn lease_ended(
+        &mut self,
+        now: Nanos,
+        key: &TransferKey,
+        sibling: u32,
+        out: &mut PrefillOutbox,
+    ) {
+        let Some(receiver) = self.keys.get(key).and_then(|entry| entry.receivers.get(&sibling))
+        else {
+            return;
+        };
+        let (connection, tag) = (receiver.connection, receiver.tag.clone());
+        self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out);
+        self.receiver_done(now, key, sibling, Some(Failure::LeaseExpired), out);
+    }
+
+    /// Stops the flows of a source that a preemption takes away; says how many there are.
+    pub(super) fn restart_receivers(
+        &mut self,
+        key: &TransferKey,
+        source: SourceId,
+        out: &mut PrefillOutbox,
+    ) -> u32 {
+        if let Some(entry) = self.keys.get_mut(key) {
+            for receiver in entry.receivers.values_mut() {
+                if let ReceiverState::Writing(flow) = receiver.state {
+                    receiver.state = ReceiverState::Restarting(flow);
+                    out.push(TransferJob::Stop { flow });
+                }
+            }
+        }
+        let reading = |flow: &&FlowEntry| flow.key == *key && flow.source == source;
+        self.flows.values().filter(reading).count() as u32
+    }
+
+    /// A rank says that the flow will fail: tell the receiver, stop the other ranks.
+    pub(super) fn flow_failing(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+        let Some(flow) = self.flows.get(&id) else { return };
+        let failure = flow.failure.clone().unwrap_or(Failure::Cancelled);
+        let (key, sibling) = (flow.key.clone(), flow.sibling);
+        let state = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
+        if state.is_some_and(
+            |receiver| matches!(receiver.state, ReceiverState::Writing(writing) if writing == id),
+        ) {
+            self.end_receiver(now, &key, sibling, failure, out);
+        }
+    }
+
+    /// Every rank has reported the end of a flow: nothing of it is under way.
+    pub(super) fn flow_ended(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+        let Some(flow) = self.flows.remove(&id) else { return };
+        let key = flow.key;
+        let request = self.keys.get(&key).and_then(|entry| entry.request.clone());
+        if let Some(request) = &request {
+            self.drained(request, flow.source, out);
+        }
+        let Some(receiver) =
+            self.keys.get_mut(&key).and_then(|entry| entry.receivers.get_mut(&flow.sibling))
+        else {
+            return self.try_free(&key, out);
+        };
+        let (connection, tag, tokens) =
+            (receiver.connection, receiver.tag.clone(), receiver.tokens);
+        match &receiver.state {
+            ReceiverState::Ending(of, failure) if *of == id => {
+                let failure = failure.clone();
+                self.tell_ended(now, connection, tag, failure.clone(), true, out);
+                self.receiver_done(now, &key, flow.sibling, Some(failure), out);
+            }
+            ReceiverState::Writing(of) | ReceiverState::Restarting(of) if *of == id => {
+                match flow.failure {
+                    None => {
+                        let ranks = RankSet::first(self.config.geometry.tp);
+                        self.tell(now, connection, Message::Delivered { tag, ranks, tokens }, out);
+                        self.receiver_done(now, &key, flow.sibling, None, out);
+                    }
+                    Some(_) if matches!(receiver.state, ReceiverState::Restarting(_)) => {
+                        self.start_flow(&key, flow.sibling, out);
+                    }
+                    Some(failure) => {
+                        self.tell_ended(now, connection, tag, failure.clone(), true, out);
+                        self.receiver_done(now, &key, flow.sibling, Some(failure), out);
+                    }
+                }
+            }
+            _ => self.try_free(&key, out),
+        }
+    }
+
+    /// The peer is gone: its receivers get nothing more. A source that it may be reading is kept
+    /// until its lease ends, unless the reader is known to be dead.
+    pub(super) fn peer_down(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: &Failure,
+        out: &mut PrefillOutbox,
+    ) {
+        for (key, sibling) in self.by_peer.of(connection) {
+            let receiver = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
+            let reads = receiver.is_some_and(Receiver::reads);
+            if !reads {
+                self.end_receiver(now, &key, sibling, failure.clone(), out);
+            } else if *failure == Failure::PeerRestarted
+                || planted!("silent-reader-loses-its-source")
+            {
+                self.receiver_done(now, &key, sibling, Some(failure.clone()), out);
+            }
+        }
+    }
+}

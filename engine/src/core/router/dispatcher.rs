@@ -1,0 +1,445 @@
+//! The instances together with the legs that are in flight on them.
+
+use super::health::{FailureSeverity, of_instance, of_pair};
+use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
+use super::pairing::{Choice, SelectionRequest, choose_decode, choose_prefill};
+use super::registry::{InstanceId, RegisteredInstance, Registry};
+use super::requests::{PromptState, SampleProgress};
+use super::view::RouterCounters;
+use crate::core::error::Failure;
+use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
+use crate::core::machine::Outbox;
+use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
+use crate::core::time::Nanos;
+use crate::core::timers::Timers;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A leg in flight.
+#[derive(Clone, Debug)]
+pub(super) struct LegInFlight {
+    pub(super) client: ClientId,
+    pub(super) prompt: usize,
+    /// The sample that it decodes; none for a prefill leg.
+    pub(super) sample: Option<usize>,
+    pub(super) instance_id: InstanceId,
+    /// Of a decode leg: where its KV comes from.
+    pub(super) prefill: Option<InstanceId>,
+    /// What it was charged to its instance.
+    tokens: u64,
+    /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
+    held: Option<Box<(InstancePair, LegBody)>>,
+}
+
+/// Deadlines of the router.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum RouterTimer {
+    /// A registration expires, or the time for the legs that were left then is over.
+    Expiry(InstanceId),
+    /// A suspect instance may take legs again.
+    Heal(InstanceId),
+    /// An instance that did not answer is probed again.
+    Probe(InstanceId),
+    /// A request waited long enough for an instance.
+    Wait(ClientId),
+    /// A request is sent again, to whomever.
+    Retry(ClientId),
+}
+
+/// Sends, cancels and accounts for legs.
+#[derive(Debug)]
+pub(super) struct LegDispatcher {
+    pub(super) config: RouterConfig,
+    pub(super) registry: Registry,
+    pub(super) timers: Timers<RouterTimer>,
+    pub(super) counters: RouterCounters,
+    legs: BTreeMap<LegId, LegInFlight>,
+    incarnation: Incarnation,
+    next_leg: u64,
+    next_transfer: u64,
+}
+
+impl LegDispatcher {
+    pub(super) fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
+        LegDispatcher {
+            config,
+            registry: Registry::default(),
+            timers: Timers::default(),
+            counters: RouterCounters::default(),
+            legs: BTreeMap::new(),
+            incarnation,
+            next_leg: 0,
+            next_transfer: 0,
+        }
+    }
+
+    /// A transfer id that was never used before, by any incarnation of this router.
+    fn new_transfer(&mut self) -> TransferId {
+        let id = format!("tx-{:x}-{:x}", self.incarnation.0, self.next_transfer);
+        if !planted!("transfer-ids-come-again") {
+            self.next_transfer += 1;
+        }
+        id.into()
+    }
+
+    /// Entries about legs that have not ended.
+    pub(super) fn entries(&self) -> usize {
+        self.legs.len() + self.registry.legs()
+    }
+
+    /// Entries about instances, and deadlines of these and of requests that wait.
+    pub(super) fn remembered(&self) -> usize {
+        self.registry.remembered() + self.timers.len() + self.counters.rejected.len()
+    }
+
+    /// A leg in flight.
+    pub(super) fn leg(&self, leg: LegId) -> Option<&LegInFlight> {
+        self.legs.get(&leg)
+    }
+
+    /// True if there are a prefill and a decode, whether or not they take legs now.
+    pub(super) fn has_both(&self, now: Nanos) -> bool {
+        let has = |role| self.registry.of_role(role).any(|(_, instance)| instance.is_there(now));
+        has(Role::Prefill) && has(Role::Decode)
+    }
+
+    /// True if the instances for a prompt are there, and are ones that failed it.
+    pub(super) fn would_repeat(&self, now: Nanos, client: ClientId, work: &PromptState) -> bool {
+        let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
+        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
+            return false;
+        };
+        let decode = choose_decode(&self.registry, &want, prefill.instance_id, &self.config);
+        decode.is_some_and(|decode| work.failed_by(prefill.instance_id, decode.instance_id))
+    }
+
+    /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
+    /// `id`, or a new one. False if there is no pair of instances to take them; then nothing was
+    /// done.
+    pub(super) fn dispatch(
+        &mut self,
+        now: Nanos,
+        client: ClientId,
+        index: usize,
+        work: &mut PromptState,
+        id: &mut Option<TransferId>,
+        out: &mut Outbox<RouterEffect>,
+    ) -> bool {
+        let PromptState { prompt, samples, avoid, .. } = &*work;
+        let want = SelectionRequest { now, client, prompt, avoid };
+        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
+            return false;
+        };
+        let instance_id = prefill.instance_id;
+        let Some(first) = choose_decode(&self.registry, &want, instance_id, &self.config) else {
+            return false;
+        };
+        let id = match id {
+            Some(id) => id.clone(),
+            None => id.insert(self.new_transfer()).clone(),
+        };
+        let key = TransferKey { id, prompt: index as u32 };
+        let waiting =
+            samples.iter().filter(|s| s.progress == SampleProgress::Waiting).count() as u32;
+        let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
+        let (prompt, prefix) = (index, &work.prompt.prefix);
+        let leg = LegInFlight {
+            client,
+            prompt,
+            sample: None,
+            instance_id,
+            prefill: None,
+            tokens,
+            held: None,
+        };
+        let pair = self.pair(instance_id, first.instance_id);
+        let incarnation =
+            self.registry.get(instance_id).map(|prefill| prefill.registration.incarnation);
+        let transfer = PrefillLeg {
+            key: key.clone(),
+            siblings: if planted!("one-receiver-per-prompt") { 1 } else { waiting },
+            mode: prefill.mode,
+            incarnation,
+            moriio: None,
+        };
+        let body = LegBody::Prefill { transfer, prompt: index as u32 };
+        let prefill_leg = self.assign(leg, prefix);
+        self.emit(prefill_leg, pair, body, out);
+        work.prefill = Some(prefill_leg);
+        work.source = Some((prefill.instance_id, key.clone()));
+        let (mut sibling, mut chosen) = (0, Some(first));
+        for sample in 0..work.samples.len() {
+            if work.samples[sample].progress != SampleProgress::Waiting {
+                continue;
+            }
+            let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
+            let next = || choose_decode(&self.registry, &want, instance_id, &self.config);
+            let decode = chosen.take().or_else(next).unwrap_or(first);
+            let place = DecodeDispatch { client, index, sample, sibling, decode };
+            let leg = self.dispatch_decode(place, work, prefill, &key, out);
+            work.samples[sample].progress = SampleProgress::Running(leg);
+            work.samples[sample].dispatched += 1;
+            sibling += u32::from(!planted!("samples-share-a-number"));
+        }
+        true
+    }
+
+    fn dispatch_decode(
+        &mut self,
+        place: DecodeDispatch,
+        work: &PromptState,
+        prefill: Choice,
+        key: &TransferKey,
+        out: &mut Outbox<RouterEffect>,
+    ) -> LegId {
+        let DecodeDispatch { client, index, sample, sibling, decode } = place;
+        let source = &self.registry.instance_mut(prefill.instance_id).registration;
+        let transfer = DecodeLeg {
+            key: key.clone(),
+            sibling,
+            mode: prefill.mode,
+            prefill: source.engine.clone(),
+            control: source.control.clone(),
+            incarnation: Some(source.incarnation),
+            moriio: None,
+        };
+        let output = work.output;
+        let (prompt, nth) = (index as u32, sample as u32);
+        let body = LegBody::Decode { transfer, prompt, sample: nth, output, params: None };
+        let pair = self.pair(prefill.instance_id, decode.instance_id);
+        let held = prefill.mode == Mode::Pull && !pair.is_native();
+        let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
+        let (instance_id, from) = (decode.instance_id, Some(prefill.instance_id));
+        let sample = Some(sample);
+        let leg = LegInFlight {
+            client,
+            prompt: index,
+            sample,
+            instance_id,
+            prefill: from,
+            tokens,
+            held: None,
+        };
+        let leg = self.assign(leg, &work.prompt.prefix);
+        self.registry.note_pair(prefill.instance_id, decode.instance_id);
+        if held {
+            let waits = self.legs.get_mut(&leg).expect("just assigned");
+            waits.held = Some(Box::new((pair, body)));
+        } else {
+            self.emit(leg, pair, body, out);
+        }
+        leg
+    }
+
+    fn pair(&mut self, prefill: InstanceId, decode: InstanceId) -> InstancePair {
+        let mut party = |instance_id| self.registry.instance_mut(instance_id).party();
+        InstancePair { prefill: party(prefill), decode: party(decode) }
+    }
+
+    /// Charges a leg to its instance.
+    fn assign(&mut self, leg: LegInFlight, prefix: &[u64]) -> LegId {
+        let id = LegId(self.next_leg);
+        self.next_leg += 1;
+        self.registry.assign(leg.instance_id, id, leg.client, leg.tokens);
+        self.registry.instance_mut(leg.instance_id).prefixes.touch(prefix);
+        self.legs.insert(id, leg);
+        id
+    }
+
+    fn emit(
+        &mut self,
+        id: LegId,
+        pair: InstancePair,
+        body: LegBody,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let LegInFlight { client, instance_id, .. } = self.legs[&id];
+        let registration = &self.registry.instance_mut(instance_id).registration;
+        let (engine, http) = (registration.engine.clone(), registration.http.clone());
+        let pair = Box::new(pair);
+        out.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
+        self.counters.legs += 1;
+    }
+
+    /// Sends a leg that waited for the prefill's answer, if it did; `None` if there is nothing to
+    /// read.
+    pub(super) fn release_held(
+        &mut self,
+        id: LegId,
+        answer: Option<&Arc<str>>,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let held = self.legs.get_mut(&id).and_then(|leg| leg.held.take());
+        let Some((pair, mut body)) = held.map(|held| *held) else { return };
+        if let LegBody::Decode { params, .. } = &mut body {
+            *params = answer.cloned();
+        }
+        self.counters.unread += u64::from(answer.is_none());
+        self.emit(id, pair, body, out);
+    }
+
+    /// Takes a leg that ended out of the tables.
+    pub(super) fn end(&mut self, id: LegId) -> LegInFlight {
+        let leg = self.legs.remove(&id).expect("only legs in flight end");
+        if self.registry.release(leg.instance_id, id, leg.tokens) {
+            self.remove(leg.instance_id);
+        }
+        leg
+    }
+
+    /// Ends a leg that the instance has not ended.
+    pub(super) fn cancel(&mut self, id: LegId, out: &mut Outbox<RouterEffect>) -> LegInFlight {
+        if self.legs[&id].held.is_none() {
+            out.push(RouterEffect::CancelLeg { leg: id });
+            self.counters.cancelled += 1;
+        }
+        self.end(id)
+    }
+
+    /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
+    pub(super) fn abandon(&mut self, work: &mut PromptState, out: &mut Outbox<RouterEffect>) {
+        let Some((instance_id, key)) = work.source.take() else { return };
+        if planted!("prefill-is-not-told") {
+            return;
+        }
+        if self.registry.get(instance_id).is_some_and(|prefill| prefill.native) {
+            let told = self.registry.instance_mut(instance_id).abandoned.add(key);
+            told.into_iter().for_each(|command| out.push(command));
+        }
+    }
+
+    /// Notes that the instance of a leg in flight answered.
+    pub(super) fn succeeded(&mut self, instance_id: InstanceId) {
+        self.registry.instance_mut(instance_id).health.succeeded();
+        self.timers.cancel(&RouterTimer::Heal(instance_id));
+    }
+
+    /// Notes that a leg in flight failed.
+    pub(super) fn failed(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        instance_id: InstanceId,
+        failure: &LegFailure,
+    ) {
+        let next = LegId(self.next_leg);
+        let weight = match of_instance(failure) {
+            FailureSeverity::Strike if self.is_of_known_pair(id) => FailureSeverity::Nothing,
+            weight => weight,
+        };
+        let health = &mut self.registry.instance_mut(instance_id).health;
+        if let Some(until) = health.failed(now, id, next, weight, &self.config) {
+            self.counters.suspicions += 1;
+            self.timers.arm(RouterTimer::Heal(instance_id), until);
+        }
+        if let LegFailure::Instance(why) = failure {
+            self.note_kv_result(now, id, Some(why));
+        }
+    }
+
+    /// True if the leg is of a decode whose pair is known to have failed: what happens to it again
+    /// says nothing of the decode alone.
+    fn is_of_known_pair(&self, id: LegId) -> bool {
+        let Some(&LegInFlight { instance_id, prefill: Some(prefill), .. }) = self.legs.get(&id)
+        else {
+            return false;
+        };
+        let named = |decode: &RegisteredInstance| decode.troubles.contains_key(&prefill);
+        let failing = |prefill: &RegisteredInstance| {
+            prefill.failing.get(&instance_id).is_some_and(|health| health.failures() > 0)
+        };
+        self.registry.get(instance_id).is_some_and(named)
+            || self.registry.get(prefill).is_some_and(failing)
+    }
+
+    /// Notes that the decode of a leg in flight got its KV, or why not.
+    pub(super) fn note_kv_result(&mut self, now: Nanos, id: LegId, failure: Option<&Failure>) {
+        let Some(&LegInFlight { instance_id, prefill: Some(prefill), .. }) = self.legs.get(&id)
+        else {
+            return;
+        };
+        let Some(source) = self.registry.get(prefill) else { return };
+        let Some(failure) = failure else {
+            // An answer may say nothing of a prompt that was computed again; the decode itself
+            // does.
+            let named = |decode: &RegisteredInstance| decode.troubles.contains_key(&prefill);
+            if !source.failing.is_empty() && !self.registry.get(instance_id).is_some_and(named) {
+                self.registry.instance_mut(prefill).failing.remove(&instance_id);
+            }
+            return;
+        };
+        self.pair_failed(now, id, (prefill, instance_id), of_pair(failure));
+    }
+
+    fn pair_failed(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        (prefill, decode): (InstanceId, InstanceId),
+        weight: FailureSeverity,
+    ) {
+        if matches!(weight, FailureSeverity::Nothing) || planted!("failing-pairs-are-not-noted") {
+            return;
+        }
+        let next = LegId(self.next_leg);
+        let failing = &mut self.registry.instance_mut(prefill).failing;
+        failing.entry(decode).or_default().failed(now, id, next, weight, &self.config);
+    }
+
+    /// A decode registered, and may have said which prefills are out of reach. A pair that is known
+    /// to be suspect is no more so: the legs that showed it may have told of it, too.
+    pub(super) fn heard_of_pairs(&mut self, now: Nanos, decode: InstanceId) {
+        let (news, over) = self.registry.troubles(decode);
+        for prefill in over {
+            self.registry.instance_mut(prefill).failing.remove(&decode);
+        }
+        for (prefill, failure) in news {
+            self.registry.instance_mut(decode).health.clear_strikes();
+            let failing = &self.registry.instance_mut(prefill).failing;
+            if failing.get(&decode).is_none_or(|health| !health.is_suspect(now)) {
+                let next = LegId(self.next_leg);
+                self.pair_failed(now, next, (prefill, decode), of_pair(&failure));
+            }
+        }
+    }
+
+    /// Asks an instance that has not answered whether it does.
+    pub(super) fn probe(&mut self, instance_id: InstanceId, out: &mut Outbox<RouterEffect>) {
+        let Some(instance) = self.registry.get(instance_id) else { return };
+        if instance.unproven && !instance.lost {
+            let http = instance.registration.http.clone();
+            out.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
+        }
+    }
+
+    /// An instance answered a probe, or did not.
+    pub(super) fn probed(&mut self, now: Nanos, probe: ProbeId, answers: bool) {
+        let instance_id = InstanceId(probe.0);
+        if self.registry.get(instance_id).is_none_or(|instance| !instance.unproven) {
+            return;
+        }
+        if answers {
+            self.registry.instance_mut(instance_id).unproven = false;
+        } else if let Some(period) = self.config.probe {
+            self.timers.arm(RouterTimer::Probe(instance_id), now + period);
+        }
+    }
+
+    /// Forgets an instance without legs.
+    pub(super) fn remove(&mut self, instance_id: InstanceId) {
+        self.timers.cancel(&RouterTimer::Expiry(instance_id));
+        self.timers.cancel(&RouterTimer::Heal(instance_id));
+        self.timers.cancel(&RouterTimer::Probe(instance_id));
+        self.registry.remove(instance_id, &self.config);
+    }
+}
+
+/// Which decode leg is sent, and to whom.
+#[derive(Clone, Copy)]
+struct DecodeDispatch {
+    client: ClientId,
+    index: usize,
+    sample: usize,
+    sibling: u32,
+    decode: Choice,
+}

@@ -1,0 +1,404 @@
+//! A request from its arrival to its one answer.
+
+use super::Router;
+use super::dispatcher::{LegInFlight, RouterTimer};
+use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect};
+use super::registry::InstanceId;
+use super::requests::{QueuePosition, RouterRequest, SampleProgress};
+use crate::core::error::Failure;
+use crate::core::ids::{ClientId, LegId};
+use crate::core::machine::Outbox;
+use crate::core::message::FinishReason;
+use crate::core::time::Nanos;
+use std::sync::Arc;
+
+impl Router {
+    /// Takes a new request in.
+    pub(super) fn request(
+        &mut self,
+        now: Nanos,
+        request: ClientRequest,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let client = request.client;
+        assert!(!self.requests.contains_key(&client), "client {client} has a request already");
+        let refuse = if self.draining {
+            Some(ClientAnswer::NoInstance)
+        } else {
+            match RouterRequest::new(request, self.dispatcher.config.legs_max) {
+                Ok(request) => {
+                    self.requests.insert(client, request);
+                    None
+                }
+                Err(why) => Some(ClientAnswer::Failed(LegFailure::Request(why.into()))),
+            }
+        };
+        if let Some(answer) = refuse {
+            out.push(RouterEffect::Answer { client, answer });
+        } else if self.waiting.is_empty() && self.may_start() && self.dispatch(now, client, out) {
+        } else if self.waits() < self.dispatcher.config.waiting_max as usize {
+            self.enqueue(now, client);
+        } else {
+            self.finish(client, Some(ClientAnswer::NoInstance), out);
+        }
+    }
+
+    /// Requests that wait for an instance, or before they are sent again.
+    pub(super) fn waits(&self) -> usize {
+        self.waiting.len() + self.paused.len()
+    }
+
+    fn may_start(&self) -> bool {
+        self.active < self.dispatcher.config.requests_max
+    }
+
+    /// Sends what waits of a request; false if there is no instance for it.
+    fn dispatch(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) -> bool {
+        let request = self.requests.get_mut(&client).expect("only known requests are sent");
+        let mut id = None;
+        for (index, work) in request.works.iter_mut().enumerate() {
+            if !work.is_waiting() {
+                continue;
+            }
+            let first = id.is_none();
+            if !self.dispatcher.dispatch(now, client, index, work, &mut id, out) {
+                assert!(first, "what takes one prompt of a request takes all");
+                return false;
+            }
+        }
+        if !request.started {
+            request.started = true;
+            self.active += 1;
+        }
+        self.unqueue(client);
+        true
+    }
+
+    fn enqueue(&mut self, now: Nanos, client: ClientId) {
+        self.unpause(client);
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        if request.ticket.is_none() {
+            let ticket = (!request.started, self.next_ticket);
+            self.next_ticket += 1;
+            request.ticket = Some(ticket);
+            self.waiting.insert(ticket, client);
+            let (tried, config) = (request.tried, &self.dispatcher.config);
+            let wait = match request.started {
+                false => config.wait_max,
+                true if !self.dispatcher.has_both(now) => config.retry_wait_max,
+                // They take nothing for as long as its own pause, or are tried by another request.
+                true => config.wait_max + config.pause(tried),
+            };
+            self.dispatcher.timers.arm(RouterTimer::Wait(client), now + wait);
+        }
+    }
+
+    fn unpause(&mut self, client: ClientId) {
+        if self.paused.remove(&client) {
+            self.dispatcher.timers.cancel(&RouterTimer::Retry(client));
+        }
+    }
+
+    /// A request waits for nothing any more.
+    fn unqueue(&mut self, client: ClientId) {
+        self.unpause(client);
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        if let Some(ticket) = request.ticket.take() {
+            self.waiting.remove(&ticket);
+            self.dispatcher.timers.cancel(&RouterTimer::Wait(client));
+        }
+    }
+
+    /// Sends waiting requests, oldest first, as long as there are instances for them.
+    pub(super) fn pump(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+        while let Some(((new, _), client)) = self.next_waiting() {
+            if (new && !self.may_start()) || !self.dispatch(now, client, out) {
+                return;
+            }
+        }
+    }
+
+    /// Who waits for the longest time, retries before new requests.
+    fn next_waiting(&self) -> Option<(QueuePosition, ClientId)> {
+        let next = match planted!("newest-waits-least") {
+            true => self.waiting.last_key_value(),
+            false => self.waiting.first_key_value(),
+        };
+        next.map(|(ticket, client)| (*ticket, *client))
+    }
+
+    /// A request waited too long.
+    pub(super) fn gave_up(&mut self, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
+        let answer = match cause {
+            Some(cause) => ClientAnswer::Failed(cause),
+            None => match self.dispatcher.registry.only_misfits() {
+                Some(why) => ClientAnswer::Misfit(why.clone()),
+                None => ClientAnswer::NoInstance,
+            },
+        };
+        self.finish(client, Some(answer), out);
+    }
+
+    /// True if what waits of a request would go to instances that failed it.
+    fn would_repeat(&self, now: Nanos, client: ClientId) -> bool {
+        let works = self.requests[&client].works.iter().filter(|work| work.is_waiting());
+        let mut works = works.filter(|work| work.has_failed());
+        works.any(|work| self.dispatcher.would_repeat(now, client, work))
+    }
+
+    /// Sends what waits of a request that failed: at once to others, to the same instances after a
+    /// pause.
+    fn send_again(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        let pause = self.dispatcher.config.pause(self.requests[&client].tried);
+        if pause > Nanos::ZERO && self.would_repeat(now, client) {
+            self.paused.insert(client);
+            self.dispatcher.timers.arm(RouterTimer::Retry(client), now + pause);
+        } else if !self.dispatch(now, client, out) {
+            self.enqueue(now, client);
+        }
+    }
+
+    /// The pause of a request is over.
+    pub(super) fn retry(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
+        if !self.dispatch(now, client, out) {
+            self.enqueue(now, client);
+        }
+    }
+
+    /// An instance has come: requests that it has not failed wait no longer.
+    pub(super) fn wake(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+        let paused: Vec<ClientId> = self.paused.iter().copied().collect();
+        for client in paused {
+            if !self.would_repeat(now, client) {
+                // If there is none for it now, it goes on waiting.
+                let _sent = self.dispatch(now, client, out);
+            }
+        }
+    }
+
+    /// Ends a request: cancels its legs, forgets it, and answers if there is someone to answer.
+    pub(super) fn finish(
+        &mut self,
+        client: ClientId,
+        answer: Option<ClientAnswer>,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        if !self.requests.contains_key(&client) {
+            return;
+        }
+        self.unqueue(client);
+        let mut request = self.requests.remove(&client).expect("just seen");
+        for leg in request.works.iter().flat_map(|work| work.legs()) {
+            self.dispatcher.cancel(leg, out);
+        }
+        for work in request.works.iter_mut().filter(|work| !work.is_done()) {
+            self.dispatcher.abandon(work, out);
+        }
+        self.active -= u32::from(request.started && !planted!("requests-stay-active"));
+        if let Some(answer) = answer {
+            out.push(RouterEffect::Answer { client, answer });
+        }
+    }
+
+    /// Takes news of a leg.
+    pub(super) fn leg_event(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        event: LegEvent,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let Some(leg) = self.dispatcher.leg(id) else {
+            self.dispatcher.counters.late += 1;
+            return;
+        };
+        let (instance_id, is_prefill) = (leg.instance_id, leg.sample.is_none());
+        match event {
+            LegEvent::FirstToken => {
+                self.dispatcher.succeeded(instance_id);
+                self.first_token(id);
+            }
+            LegEvent::Prefilled { params } if is_prefill => {
+                self.dispatcher.succeeded(instance_id);
+                self.prefilled(id, Some(&params), out);
+            }
+            // Said of another leg than a prefill's it is as if nothing had been recomputed.
+            LegEvent::Prefilled { .. } => {
+                let reason = FinishReason::Length;
+                self.leg_event(now, id, LegEvent::Done { reason, recomputed: None }, out);
+            }
+            LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
+                self.dispatcher.succeeded(instance_id);
+                self.dispatcher.note_kv_result(now, id, recomputed.as_ref());
+                self.done(id, recomputed, out);
+            }
+            LegEvent::Done { recomputed, .. } => {
+                let ended = if is_prefill { Failure::PrefillEnded } else { Failure::Cancelled };
+                let failure = LegFailure::Instance(recomputed.unwrap_or(ended));
+                self.failed(now, id, failure, out);
+            }
+            LegEvent::Failed(failure) => self.failed(now, id, failure, out),
+        }
+    }
+
+    fn first_token(&mut self, id: LegId) {
+        let Some(&LegInFlight { client, prompt, sample: Some(sample), .. }) =
+            self.dispatcher.leg(id)
+        else {
+            return;
+        };
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        if !planted!("streams-are-tried-again") {
+            request.works[prompt].samples[sample].progress = SampleProgress::Streaming(id);
+        }
+    }
+
+    /// A prefill leg ended well; decodes that waited for its answer go.
+    fn prefilled(&mut self, id: LegId, params: Option<&Arc<str>>, out: &mut Outbox<RouterEffect>) {
+        let LegInFlight { client, prompt, .. } = self.dispatcher.end(id);
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
+        work.prefill = None;
+        for leg in work.legs() {
+            self.dispatcher.release_held(leg, params, out);
+        }
+    }
+
+    fn done(&mut self, id: LegId, recomputed: Option<Failure>, out: &mut Outbox<RouterEffect>) {
+        let Some(&LegInFlight { client, prompt, sample: Some(sample), .. }) =
+            self.dispatcher.leg(id)
+        else {
+            return self.prefilled(id, None, out);
+        };
+        self.dispatcher.end(id);
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
+        work.samples[sample].progress = SampleProgress::Done;
+        work.recomputed |= recomputed.is_some();
+        if work.is_done() {
+            // Nobody wants its KV any more, e.g. because the decode computed it itself.
+            if let Some(prefill) = work.prefill.take() {
+                self.dispatcher.cancel(prefill, out);
+            }
+            if work.recomputed {
+                self.dispatcher.abandon(work, out);
+            }
+        }
+        request.open -= 1;
+        if request.recomputed.is_none() {
+            request.recomputed = recomputed;
+        }
+        if request.open == 0 {
+            let recomputed = request.recomputed.take();
+            self.finish(client, Some(ClientAnswer::Finished { recomputed }), out);
+        }
+    }
+
+    fn failed(
+        &mut self,
+        now: Nanos,
+        id: LegId,
+        failure: LegFailure,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let instance_id = self.dispatcher.leg(id).expect("checked by the caller").instance_id;
+        self.dispatcher.failed(now, id, instance_id, &failure);
+        let leg = self.dispatcher.end(id);
+        self.fail_over(now, leg, failure, out);
+    }
+
+    /// Cancels the other legs of the attempt that `leg` belonged to and tries again, if that can
+    /// still be done unseen; else the request has failed.
+    fn fail_over(
+        &mut self,
+        now: Nanos,
+        leg: LegInFlight,
+        failure: LegFailure,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let LegInFlight { client, prompt, sample, instance_id, prefill, .. } = leg;
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let work = &mut request.works[prompt];
+        let mut streamed = false;
+        match sample {
+            None => {
+                work.prefill = None;
+                // Every sample that was sent has the KV, or went without it.
+                if !work.needs_prefill() {
+                    return;
+                }
+            }
+            Some(sample) => {
+                let progress = &mut work.samples[sample].progress;
+                streamed = matches!(progress, SampleProgress::Streaming(_));
+                *progress = SampleProgress::Waiting;
+                if let (LegFailure::Instance(_), Some(prefill)) = (&failure, prefill) {
+                    work.avoid(prefill);
+                }
+            }
+        }
+        work.avoid(instance_id);
+        match (&failure, prefill) {
+            (LegFailure::Instance(why), Some(prefill)) if why.is_of_pair() => {
+                work.failed_pairs.push((prefill, instance_id));
+            }
+            _ => work.blamed.push(instance_id),
+        }
+        if let Some(prefill) = work.prefill.take()
+            && !planted!("other-leg-is-not-cancelled")
+        {
+            self.dispatcher.cancel(prefill, out);
+        }
+        self.dispatcher.abandon(work, out);
+        let mut exhausted = false;
+        for sample in &mut work.samples {
+            if let SampleProgress::Running(leg) = sample.progress {
+                self.dispatcher.cancel(leg, out);
+                sample.progress = SampleProgress::Waiting;
+            }
+            if sample.progress == SampleProgress::Waiting {
+                let retries = self.dispatcher.config.retries_max;
+                let sent = sample.dispatched + u32::from(planted!("one-retry-less"));
+                exhausted |= sent > retries && !planted!("retries-without-limit");
+            }
+        }
+        if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
+            return self.finish(client, Some(ClientAnswer::Failed(failure)), out);
+        }
+        request.cause = Some(failure);
+        request.tried += 1;
+        self.dispatcher.counters.retries += 1;
+        self.send_again(now, client, out);
+    }
+
+    /// Fails the legs of an instance over that takes no more; streams only if told so.
+    pub(super) fn abandon(
+        &mut self,
+        now: Nanos,
+        instance_id: InstanceId,
+        streams: bool,
+        out: &mut Outbox<RouterEffect>,
+    ) {
+        let Some(instance) = self.dispatcher.registry.get(instance_id) else { return };
+        let legs: Vec<LegId> = instance.legs.keys().copied().collect();
+        for id in legs {
+            // Failing one leg over may have cancelled others of the list.
+            let Some(leg) = self.dispatcher.leg(id) else { continue };
+            if streams || !self.is_streaming(leg) {
+                let leg = self.dispatcher.cancel(id, out);
+                self.fail_over(now, leg, LegFailure::Connection, out);
+            }
+        }
+    }
+
+    fn is_streaming(&self, leg: &LegInFlight) -> bool {
+        leg.sample.is_some_and(|sample| {
+            let request = &self.requests[&leg.client];
+            matches!(
+                request.works[leg.prompt].samples[sample].progress,
+                SampleProgress::Streaming(_)
+            )
+        })
+    }
+}

@@ -1,0 +1,75 @@
+//! Performs the effects of machines on planes; the simulator and the actors share it.
+
+use crate::core::command::{ControlCommand, DataCommand, DataRefusal};
+use crate::fabric::{ControlEvent, ControlPlane, DataPlane, Refused};
+
+/// Calls the data plane. A refusal goes back to the machine that gave the command; a command
+/// without refusal (`Close`, `Quiesce`, `Fence`, `Disconnect`) always is taken.
+///
+/// A refused `Deregister` has no answer: the machine deregisters only what it no longer uses.
+pub fn perform_data(plane: &mut dyn DataPlane, command: DataCommand) -> Option<DataRefusal> {
+    match command {
+        DataCommand::Register { region, memory } => {
+            let refused = plane.register(region, memory).err();
+            refused.map(|why| DataRefusal::Register { region, why })
+        }
+        DataCommand::Deregister { region } => {
+            let _unused = plane.deregister(region);
+            None
+        }
+        DataCommand::Connect { peer, address, fence_key } => {
+            let refused = plane.connect(peer, &address, fence_key).err();
+            refused.map(|why| DataRefusal::Connect { peer, why })
+        }
+        DataCommand::Disconnect { peer } => {
+            plane.disconnect(peer);
+            None
+        }
+        DataCommand::Open { session, local, peer, remote } => {
+            let refused = plane.open(session, local, peer, &remote).err();
+            refused.map(|why| DataRefusal::Open { session, why })
+        }
+        DataCommand::Close { session } => {
+            plane.close(session);
+            None
+        }
+        DataCommand::Submit { op, session, direction, slices } => {
+            let refused = plane.submit(slices.submit(op, session, direction)).err();
+            refused.map(|why| DataRefusal::Submit { op, why })
+        }
+        DataCommand::Quiesce { session, ticket } => {
+            plane.quiesce(session, ticket);
+            None
+        }
+        DataCommand::Fence { peer } => {
+            plane.fence(peer);
+            None
+        }
+    }
+}
+
+/// Calls the control plane. A refused `Dial` answers `LinkDown`. A refused `Send` is a lost frame:
+/// the channel above retransmits it, and a link that is gone has told so or will.
+pub fn perform_control(
+    plane: &mut dyn ControlPlane,
+    command: ControlCommand,
+) -> Option<ControlEvent> {
+    match command {
+        ControlCommand::Dial { link, to, channel } => {
+            let refused: Result<(), Refused> = plane.dial(link, &to, channel);
+            refused.err().map(|_| ControlEvent::LinkDown { link })
+        }
+        ControlCommand::Send { link, frame } => {
+            let _lost = plane.send(link, &[&frame]);
+            None
+        }
+        ControlCommand::Reply { link, frame } => {
+            let _lost = plane.send(link, &[&[], &frame]);
+            None
+        }
+        ControlCommand::HangUp { link } => {
+            plane.hang_up(link);
+            None
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! The side of a local link that initiates: it reads from the peer, and hears how its writes went.
+
+use super::local_target::LocalLinkHandles;
+use super::outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
+use super::{HostCloseReason, HostLinkDriver, socket};
+use crate::config::DataPath;
+use crate::copy::SliceCursor;
+use crate::memory::MemfdMapping;
+use crate::path::reach;
+use crate::proto::{HostControlMessage, HostCopyStatus, HostRegionInfo, SessionDenial};
+use crate::shared::{HostWorkerEvent, NegotiatedPaths};
+use crate::worker::{SHORT_MAX, WorkerContext};
+use engine::fabric::SessionId;
+use rustix::event::epoll::EventFlags;
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The initiating side.
+pub(super) struct LocalInitiator {
+    ends: LocalLinkHandles,
+    link: Arc<HostOutboundLink>,
+    registration_table: Arc<MemfdMapping>,
+    heard: Vec<HostLinkEvent>,
+    /// Tokens of the regions that sessions are being opened to.
+    opening: BTreeMap<u32, u64>,
+    read: Option<(HostReadJob, SliceCursor)>,
+    /// Short reads are what this link does of late: more of them are looked for.
+    reads: bool,
+    readable: bool,
+    /// The socket takes a message, as far as is known.
+    writable: bool,
+    ended: bool,
+}
+
+impl LocalInitiator {
+    pub(super) fn new(
+        ends: LocalLinkHandles,
+        link: Arc<HostOutboundLink>,
+        roll: MemfdMapping,
+    ) -> LocalInitiator {
+        LocalInitiator {
+            ends,
+            heard: Vec::new(),
+            link,
+            registration_table: Arc::new(roll),
+            opening: BTreeMap::new(),
+            read: None,
+            reads: false,
+            readable: true,
+            writable: true,
+            ended: false,
+        }
+    }
+
+    fn controls(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason> {
+        let mut worked = false;
+        while self.writable {
+            let next = self.link.lock().controls.pop_front();
+            let Some((message, region)) = next else { break };
+            let file = region.as_ref().and_then(|region| region.file.as_ref());
+            let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+            if !socket::send(self.ends.socket.as_fd(), &message, &fds)? {
+                self.link.lock().controls.push_front((message, region));
+                self.writable = false;
+                break;
+            }
+            worked = true;
+            if let HostControlMessage::Open { session, token, .. } = message {
+                self.opening.insert(session, token);
+            }
+        }
+        while self.readable {
+            match socket::receive(self.ends.socket.as_fd(), self.ends.later)? {
+                None => self.readable = false,
+                Some((HostControlMessage::Opened { session, result }, mut fds)) => {
+                    let token = self.opening.remove(&session).ok_or(HostCloseReason::Corrupt)?;
+                    let result = result.and_then(|answer| {
+                        let lane = self.lane(cx, token, answer, fds.pop());
+                        if lane.is_err() {
+                            self.link.close(session);
+                        }
+                        lane
+                    });
+                    let session = SessionId(session);
+                    cx.hub.notify(HostWorkerEvent::Opened { session, link: self.link.id, result });
+                    worked = true;
+                }
+                // The next step goes on: a peer that says nothing else must not keep the thread.
+                Some((HostControlMessage::Unknown, _)) => {
+                    worked = true;
+                    break;
+                }
+                Some(_) => return Err(HostCloseReason::Corrupt),
+            }
+        }
+        Ok(worked)
+    }
+
+    fn lane(
+        &self,
+        cx: &WorkerContext,
+        token: u64,
+        (write, side, place): (DataPath, HostRegionInfo, u32),
+        file: Option<OwnedFd>,
+    ) -> Result<NegotiatedPaths, SessionDenial> {
+        let rules = cx.hub.rules();
+        let process = self.ends.process.as_ref();
+        let (read, reach) = reach(&side, file, process, [&rules, &self.ends.rules])?;
+        let place = place as usize;
+        if place >= crate::memory::ROLL_MAX {
+            return Err(SessionDenial { why: format!("place {place} in a roll"), tcp: false });
+        }
+        let source = HostReadSource {
+            reach,
+            len: side.len,
+            token,
+            place,
+            registration_table: self.registration_table.clone(),
+            segment: self.ends.segment.clone(),
+            cancelled: AtomicBool::new(false),
+        };
+        Ok(NegotiatedPaths { write, read, source: Some(Arc::new(source)) })
+    }
+
+    fn poll_completions(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason> {
+        let result = self.link.poll_completions(&mut self.heard);
+        for heard in self.heard.drain(..) {
+            match heard {
+                HostLinkEvent::Done { op, status } => cx.complete(op, status),
+                HostLinkEvent::Closed { session } => {
+                    let session = SessionId(session);
+                    cx.hub.notify(HostWorkerEvent::Closed { session, local: false });
+                }
+            }
+        }
+        result
+    }
+
+    /// One chunk of a read.
+    fn copy(&mut self, cx: &mut WorkerContext) -> bool {
+        if self.read.is_none() {
+            let next = self.link.lock().reads.pop_front();
+            self.read = next.map(|read| (read, SliceCursor::default()));
+        }
+        let (op, status) = match &mut self.read {
+            None => return false,
+            Some((HostReadJob::Barrier { session }, _)) => {
+                let session = SessionId(*session);
+                cx.hub.notify(HostWorkerEvent::Closed { session, local: true });
+                self.read = None;
+                return true;
+            }
+            Some((HostReadJob::Copy { op, source, region, slices, bytes }, cursor)) => {
+                let chunk = cursor.chunk(slices, &mut cx.chunk);
+                let status = source.read((chunk, *bytes), region, &mut cx.scratch);
+                if status == HostCopyStatus::Done && !cursor.is_at_end(slices) {
+                    return true;
+                }
+                self.reads = *bytes <= SHORT_MAX;
+                (*op, status)
+            }
+        };
+        self.read = None;
+        cx.complete(op, status);
+        true
+    }
+}
+
+impl std::fmt::Debug for LocalInitiator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LocalInitiator").field("link", &self.link).finish_non_exhaustive()
+    }
+}
+
+impl HostLinkDriver for LocalInitiator {
+    fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
+        self.ends.fds()
+    }
+
+    fn ready(&mut self, index: usize) {
+        match index {
+            0 => (self.readable, self.writable) = (true, true),
+            _ => self.ended = true,
+        }
+    }
+
+    fn step(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason> {
+        if self.ended {
+            return Err(HostCloseReason::Closed);
+        }
+        let mut worked = self.poll_completions(cx)?;
+        self.reads &= !worked;
+        if self.readable || !self.link.is_idle() {
+            worked |= self.controls(cx)?;
+        }
+        worked |= self.link.flush_ring()?;
+        Ok(worked | self.copy(cx))
+    }
+
+    fn spins(&self) -> bool {
+        // What the peer answers, the owner looks for.
+        self.reads
+    }
+
+    fn prepare_sleep(&mut self) -> bool {
+        let empty = self.link.sleep();
+        let told = self.link.is_idle() || (!self.writable && self.link.only_controls());
+        empty && told && self.read.is_none() && !self.readable
+    }
+
+    fn end(self: Box<Self>, cx: &mut WorkerContext, why: HostCloseReason) {
+        if why == HostCloseReason::Corrupt {
+            cx.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
+        }
+        let proven = why == HostCloseReason::Closed;
+        cx.hub.notify(HostWorkerEvent::LinkDown { link: self.link.id, proven });
+    }
+}

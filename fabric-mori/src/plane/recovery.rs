@@ -1,0 +1,350 @@
+//! The backend is replaced: MoRI's queue pairs never recover, and only the end of a backend keeps
+//! out what is under way. Sessions that go on are opened anew beside the work, each peer's once its
+//! door answers. Where MoRI cannot be started it is tried again until it can.
+
+use super::build::random;
+use super::{MoriPlane, MoriSession, MoriSessionPhase, Reopening};
+use crate::MoriBackend;
+use crate::engine_thread::MoriEngineCommand;
+use engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// Pause before MoRI is started again after it could not be; doubles,
+pub(super) const PAUSE: Duration = Duration::from_millis(50);
+
+const PAUSE_MAX: Duration = Duration::from_millis(400);
+
+/// Pause before a peer is asked again that did not answer.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// Least time between two replacements over the queue pairs of peers.
+const WORN_PAUSE: Duration = Duration::from_secs(60);
+
+/// How far a replacement is.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) enum MoriRecovery {
+    #[default]
+    Idle,
+    /// Operations with peers that are not concerned may end until then.
+    Draining(Instant),
+    /// The thread is at it. These sessions go on, and these peers are kept out once it is done.
+    Rebuilding(BTreeSet<SessionId>, BTreeSet<PeerId>),
+    /// What is posted anew has to end before the reset; what could not be by then is not waited
+    /// for.
+    Retrying(Instant),
+    /// There is no backend; it is tried then, and after this pause again.
+    Unavailable(Instant, Duration),
+}
+
+impl MoriRecovery {
+    pub(super) fn is_draining(&self) -> bool {
+        matches!(self, MoriRecovery::Draining(_))
+    }
+
+    pub(super) fn until(&self) -> Option<Instant> {
+        match self {
+            MoriRecovery::Draining(at)
+            | MoriRecovery::Retrying(at)
+            | MoriRecovery::Unavailable(at, _) => Some(*at),
+            _ => None,
+        }
+    }
+}
+
+impl MoriPlane {
+    /// Has the backend replaced as soon as may be.
+    pub(super) fn start_recovery(&mut self) {
+        if self.recovery == MoriRecovery::Idle && self.broken.is_none() {
+            let until = Instant::now() + self.drain_time();
+            self.recovery = MoriRecovery::Draining(until);
+            self.check_by(until);
+        }
+    }
+
+    /// Whether operations of sessions that go on have not ended; of those that are being opened
+    /// anew only if `waiting`: MoRI does not have them yet.
+    fn is_anything_live(&self, waiting: bool) -> bool {
+        let live = |id| {
+            self.sessions
+                .get(id)
+                .is_some_and(|session| !session.tainted && (waiting || session.reopening.is_none()))
+        };
+        self.operations.values().any(|operation| live(&operation.session))
+    }
+
+    /// Takes the next step if it is time.
+    pub(super) fn advance(&mut self) {
+        let now = Instant::now();
+        match self.recovery {
+            MoriRecovery::Draining(until) if !self.is_anything_live(false) || until <= now => {
+                self.replace();
+            }
+            MoriRecovery::Retrying(until) => {
+                if until <= now {
+                    self.give_up_reopening();
+                }
+                if self.is_anything_live(true) {
+                    return;
+                }
+                let tainted = self.sessions.values().any(|session| session.tainted);
+                if tainted { self.replace() } else { self.reset() }
+            }
+            MoriRecovery::Unavailable(at, _) if at <= now => self.replace(),
+            MoriRecovery::Idle if self.operations.is_empty() && self.is_worn(now) => {
+                let dead = self.common.access_control.dead_pairs();
+                tracing::info!(key = %self.common.config.key, dead, "queue pairs of peers have ended");
+                self.worn = Some(now);
+                self.replace();
+            }
+            _ => {}
+        }
+    }
+
+    /// What counts is what peers say, so that it does not count too often.
+    fn is_worn(&self, now: Instant) -> bool {
+        self.worn.is_none_or(|last| now - last >= WORN_PAUSE)
+            && self.common.access_control.wants_rebuild()
+    }
+
+    fn replace(&mut self) {
+        self.resetting |= self.broken.is_some()
+            || self.fences_by_rebuild()
+            || self.common.access_control.is_anyone_inside();
+        let incarnation = match self.resetting.then(random).transpose() {
+            Ok(incarnation) => incarnation,
+            Err(why) => return self.broken(&why.to_string(), false),
+        };
+        let goes_on =
+            |phase| matches!(phase, MoriSessionPhase::Open | MoriSessionPhase::Opening(_));
+        let kept = self.sessions.iter().filter(|(_, s)| goes_on(s.phase) && !s.tainted);
+        let keep: BTreeSet<SessionId> = kept.map(|(id, _)| *id).collect();
+        self.common.counts.rebuilds.add(1);
+        let (sessions, is_reset) = (keep.len(), self.resetting);
+        tracing::debug!(key = %self.common.config.key, sessions, is_reset, "MoRI's backend is replaced");
+        self.tell(MoriEngineCommand::Rebuild { keep: keep.clone(), incarnation });
+        let fences = match self.common.config.backend {
+            MoriBackend::Rdma => std::mem::take(&mut self.fences),
+            MoriBackend::Xgmi => BTreeSet::new(),
+        };
+        if let MoriRecovery::Unavailable(_, pause) = self.recovery {
+            self.pause = (2 * pause).min(PAUSE_MAX);
+        }
+        self.recovery = MoriRecovery::Rebuilding(keep, fences);
+        for (session, answer) in std::mem::take(&mut self.deferred_grants) {
+            self.grant_received(session, answer);
+        }
+    }
+
+    pub(super) fn rebuilt(&mut self, again: &[OpId]) {
+        let MoriRecovery::Rebuilding(keep, fenced) = std::mem::take(&mut self.recovery) else {
+            return;
+        };
+        self.common.counts.retried.add(again.len() as u64);
+        let gone = self.operations.iter().filter(|(_, o)| !keep.contains(&o.session));
+        let gone: Vec<OpId> = gone.map(|(op, _)| *op).collect();
+        for op in gone {
+            self.retire_operation(op);
+        }
+        let quiet: Vec<SessionId> =
+            self.sessions.keys().filter(|id| !keep.contains(id)).copied().collect();
+        for id in quiet {
+            if let Some(session) = self.sessions.get_mut(&id) {
+                session.tainted = false;
+            }
+            self.settle(id);
+        }
+        self.fenced(fenced);
+        self.reopen(&keep);
+        if self.resetting {
+            let until = Instant::now() + self.drain_time();
+            self.recovery = MoriRecovery::Retrying(until);
+            self.check_by(until);
+        } else if self.fences_by_rebuild() || self.sessions.values().any(|session| session.tainted)
+        {
+            self.start_recovery();
+        }
+        self.advance();
+    }
+
+    /// Has the sessions that go on opened anew.
+    fn reopen(&mut self, keep: &BTreeSet<SessionId>) {
+        let until = Instant::now() + Duration::from_millis(self.common.config.open_ms.into());
+        let goes_on = |id: &SessionId| {
+            let phase = self.sessions.get(id).map(|session| session.phase);
+            keep.contains(id)
+                && matches!(phase, Some(MoriSessionPhase::Open | MoriSessionPhase::Opening(_)))
+        };
+        if self.common.config.backend == MoriBackend::Rdma && !self.resetting {
+            for line in self.peers.values().filter_map(|peer| peer.link.as_ref()) {
+                line.renew(goes_on);
+            }
+        }
+        for id in keep {
+            let Some(session) = self.sessions.get_mut(id) else { continue };
+            match session.phase {
+                MoriSessionPhase::Open => {
+                    let until = session.reopening.map_or(until, |before| before.until);
+                    session.reopening = Some(Reopening { until, again: None });
+                }
+                MoriSessionPhase::Opening(_) => {}
+                MoriSessionPhase::Dead | MoriSessionPhase::Closing => continue,
+            }
+            self.start_opening(*id);
+        }
+        self.check_by(until);
+    }
+
+    /// MoRI has connected a session, or failed to.
+    pub(super) fn connected(&mut self, id: SessionId, result: Result<(), FabricError>) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        match (&mut session.reopening, &result) {
+            (None, _) => self.opened(id, result),
+            (Some(reopening), Err(_)) => {
+                let again = Instant::now() + AGAIN;
+                reopening.again = Some(again);
+                self.check_by(again);
+            }
+            (reopening, Ok(())) => {
+                *reopening = None;
+                let ops: Vec<OpId> = session.wire.values().copied().collect();
+                self.prolong(&ops);
+            }
+        }
+    }
+
+    /// Asks peers again, and ends the sessions with those that have not answered for too long.
+    pub(super) fn keep_reopening(&mut self, now: Instant) {
+        let due = |session: &MoriSession| {
+            let reopening = session.reopening?;
+            let is_due = |at: Instant| at <= now;
+            (is_due(reopening.until) || reopening.again.is_some_and(is_due)).then_some(reopening)
+        };
+        let due: Vec<_> =
+            self.sessions.iter().filter_map(|(id, session)| Some((*id, due(session)?))).collect();
+        for (id, reopening) in due {
+            if reopening.until <= now {
+                self.abandon_session(id, &FabricError::Unreachable);
+            } else if let Some(session) = self.sessions.get_mut(&id) {
+                session.reopening = Some(Reopening { again: None, ..reopening });
+                self.start_opening(id);
+            }
+        }
+    }
+
+    /// Ends a session of which MoRI has nothing.
+    pub(super) fn abandon_session(&mut self, id: SessionId, cause: &FabricError) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.reopening = None;
+        if session.phase == MoriSessionPhase::Open {
+            session.phase = MoriSessionPhase::Dead;
+        }
+        let ops: Vec<OpId> = session.wire.values().copied().collect();
+        for op in &ops {
+            self.fail(*op, cause);
+        }
+        self.prolong(&ops);
+        self.tell(MoriEngineCommand::Withdraw { session: id });
+    }
+
+    fn give_up_reopening(&mut self) {
+        let reopening = self.sessions.iter().filter(|(_, session)| session.reopening.is_some());
+        let ids: Vec<SessionId> = reopening.map(|(id, _)| *id).collect();
+        for id in ids {
+            self.abandon_session(id, &FabricError::Unreachable);
+        }
+    }
+
+    fn fences_by_rebuild(&self) -> bool {
+        self.common.config.backend == MoriBackend::Rdma && !self.fences.is_empty()
+    }
+
+    /// Answers fences of peers that left by themselves.
+    pub(super) fn complete_left_fences(&mut self) {
+        if self.common.config.backend == MoriBackend::Rdma {
+            return;
+        }
+        let gone = |peer: &PeerId| {
+            let Some(known) = self.peers.get(peer) else { return true };
+            // Who has no door cannot be asked, and so never says that it has left.
+            known
+                .who()
+                .is_some_and(|who| !self.common.access_control.is_inside(who, known.fence_key))
+        };
+        let (left, inside) = self.fences.iter().copied().partition(gone);
+        self.fences = inside;
+        self.fenced(left);
+    }
+
+    fn fenced(&mut self, peers: BTreeSet<PeerId>) {
+        self.events.extend(peers.into_iter().map(|peer| DataEvent::Fenced { peer }));
+    }
+
+    /// All that the owner knows is void.
+    fn reset(&mut self) {
+        self.tell(MoriEngineCommand::Clear);
+        for peer in self.peers.values() {
+            if let Some(line) = &peer.link {
+                line.hang_up();
+            }
+        }
+        self.regions.clear();
+        self.peers.clear();
+        self.sessions.clear();
+        self.operations.clear();
+        self.deferred_grants.clear();
+        let fences = std::mem::take(&mut self.fences);
+        self.fenced(fences);
+        (self.recovery, self.resetting) = (MoriRecovery::Idle, false);
+        if self.broken.take().is_some() {
+            self.common.counts.without.set(0);
+            tracing::warn!(key = %self.common.config.key, "MoRI is started again");
+        }
+        self.pause = PAUSE;
+        self.common.counts.resets.add(1);
+        self.events.push_back(DataEvent::Reset { address: self.common.address() });
+    }
+
+    /// There is no backend, and none can be had at present. If it is gone it is quiet.
+    pub(super) fn broken(&mut self, why: &str, quiet: bool) {
+        let why: std::sync::Arc<str> = format!("MoRI could not be started again: {why}").into();
+        if self.broken.is_none() {
+            self.common.counts.without.set(1);
+            tracing::error!(key = %self.common.config.key, %why, "no backend; it is tried again");
+        }
+        let at = Instant::now() + self.pause;
+        let before =
+            std::mem::replace(&mut self.recovery, MoriRecovery::Unavailable(at, self.pause));
+        self.check_by(at);
+        if let MoriRecovery::Rebuilding(_, fenced) = before {
+            self.fenced(fenced);
+        }
+        if quiet && self.common.config.backend == MoriBackend::Rdma {
+            let fences = std::mem::take(&mut self.fences);
+            self.fenced(fences);
+        }
+        let cause = FabricError::Backend(why.clone());
+        self.broken = Some(why);
+        let ops: Vec<OpId> = self.operations.keys().copied().collect();
+        for op in ops {
+            self.fail(op, &cause);
+            self.retire_operation(op);
+        }
+        let ids: Vec<SessionId> = self.sessions.keys().copied().collect();
+        for id in ids {
+            self.opened(id, Err(cause.clone()));
+            if let Some(session) = self.sessions.get_mut(&id) {
+                session.reopening = None;
+                session.tainted &= !quiet;
+                if session.phase != MoriSessionPhase::Closing {
+                    session.phase = MoriSessionPhase::Dead;
+                }
+            }
+            self.settle(id);
+        }
+    }
+
+    fn drain_time(&self) -> Duration {
+        Duration::from_millis(self.common.config.drain_ms.into())
+    }
+}

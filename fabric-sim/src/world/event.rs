@@ -1,0 +1,132 @@
+//! What waits in the event queue.
+
+use crate::dma::DmaEvent;
+use crate::net::NetEvent;
+use engine::core::ids::LegId;
+use engine::core::message::TransferJob;
+use scenarios::engine::EngineInput;
+
+use super::actor::MachineInput;
+
+/// An entry of the event queue. What belongs to a process carries its incarnation: after a restart
+/// it is void.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum SimEvent {
+    /// Of the data network.
+    Dma(DmaEvent),
+    /// Of the control network.
+    Net(NetEvent),
+    Envelope(u32),
+    /// A deadline of a machine.
+    Tick {
+        slot: u32,
+        generation: u32,
+    },
+    /// The worker of an instance has computed some more layers of its step.
+    Layers {
+        instance: u16,
+        incarnation: u32,
+    },
+    /// The next request of the workload.
+    Arrive,
+    /// A client goes away.
+    ClientGone {
+        client: u32,
+    },
+    Process {
+        instance: u16,
+        what: ProcessEvent,
+    },
+    /// The fault engine has something to do.
+    Fault,
+    /// Is everything at rest?
+    Check,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ProcessEvent {
+    Start,
+}
+
+impl From<DmaEvent> for SimEvent {
+    fn from(event: DmaEvent) -> SimEvent {
+        SimEvent::Dma(event)
+    }
+}
+
+impl From<NetEvent> for SimEvent {
+    fn from(event: NetEvent) -> SimEvent {
+        SimEvent::Net(event)
+    }
+}
+
+/// Something on its way between two parts of the world.
+#[derive(Debug)]
+pub(super) enum SimEnvelope {
+    Machine {
+        slot: u32,
+        incarnation: u32,
+        input: MachineInput,
+        cause: u64,
+    },
+    /// To all transfer actors of an instance.
+    Job {
+        instance: u16,
+        incarnation: u32,
+        job: TransferJob,
+        cause: u64,
+    },
+    /// To a serving engine.
+    Engine {
+        instance: u16,
+        incarnation: u32,
+        input: EngineInput,
+    },
+    /// A leg, to whatever process answers at its instance.
+    Ask {
+        instance: u16,
+        leg: LegId,
+        input: EngineInput,
+    },
+    /// The connection of a leg broke.
+    Broken {
+        leg: LegId,
+    },
+}
+
+/// Letters under way.
+#[derive(Debug, Default)]
+pub(super) struct EnvelopeSlab {
+    slots: Vec<Option<SimEnvelope>>,
+    free: Vec<u32>,
+}
+
+impl EnvelopeSlab {
+    pub(super) fn add(&mut self, letter: SimEnvelope) -> SimEvent {
+        let slot = match self.free.pop() {
+            Some(slot) => {
+                self.slots[slot as usize] = Some(letter);
+                slot
+            }
+            None => {
+                self.slots.push(Some(letter));
+                self.slots.len() as u32 - 1
+            }
+        };
+        SimEvent::Envelope(slot)
+    }
+
+    pub(super) fn take(&mut self, slot: u32) -> SimEnvelope {
+        self.free.push(slot);
+        self.slots[slot as usize].take().expect("a letter arrives once")
+    }
+
+    pub(super) fn peek(&self, slot: u32) -> &SimEnvelope {
+        self.slots[slot as usize].as_ref().expect("a letter arrives once")
+    }
+
+    /// Letters on their way.
+    pub(super) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}

@@ -1,0 +1,275 @@
+//! Requests of clients that are served by a prefill and a decode.
+
+use super::api::{Api, GenerationRequest};
+use super::body::{ClientBody, ClientGuard};
+use super::error::HttpError;
+use super::fields::JsonFields;
+use super::http_adapter::{
+    ClientEvent, HttpAdapter, MAILBOX, PartBody, RoutedRequest, SubmitRequest,
+};
+use super::leg::{REQUEST_ID, ResponseHead};
+use super::merge::{self, PartAnswer, StreamMerger};
+use super::metrics::{self, RouterMetrics};
+use super::settings::HttpSettings;
+use axum::body::Body;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use engine::actors::{Driver, MailboxSender};
+use engine::core::ids::ClientId;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use hyper::header::{
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
+};
+use hyper::{Request, StatusCode};
+use prometheus_client::metrics::gauge::Gauge;
+use rand::distr::{Alphanumeric, SampleString};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+pub(crate) struct RequestHandler {
+    pub(crate) core: MailboxSender<Driver<HttpAdapter>>,
+    pub(crate) settings: Arc<HttpSettings>,
+    pub(crate) metrics: RouterMetrics,
+    pub(crate) next_client: AtomicU64,
+}
+
+/// Counts a request until its answer begins or its client has left, which drops the handler.
+struct InFlight<'a>(&'a Gauge);
+
+impl InFlight<'_> {
+    fn begin(gauge: &Gauge) -> InFlight<'_> {
+        gauge.inc();
+        InFlight(gauge)
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
+impl RequestHandler {
+    /// Serves one request on one of the paths.
+    pub(crate) async fn serve(&self, api: Api, request: Request<Body>) -> Response {
+        let start = Instant::now();
+        let id = request_id(api, request.headers());
+        let in_flight = InFlight::begin(&self.metrics.in_flight);
+        let mut response = match self.answer(api, request).await {
+            Ok(response) => response,
+            Err(refusal) => refusal.into_response(),
+        };
+        drop(in_flight);
+        self.metrics.first_byte.observe(start.elapsed().as_secs_f64());
+        let labels = metrics::RequestLabels { path: api.path(), code: response.status().as_u16() };
+        self.metrics.requests.get_or_create(&labels).inc();
+        response.headers_mut().insert(REQUEST_ID, id);
+        response
+    }
+
+    async fn answer(&self, api: Api, request: Request<Body>) -> Result<Response, HttpError> {
+        let (parts, body) = request.into_parts();
+        check_type(&parts.headers)?;
+        let limits = &self.settings.limits;
+        let body = self.body(body).await?;
+        let fields = JsonFields::parse(body)
+            .map_err(|why| HttpError::bad(&format!("the body is no JSON object: {why}"), ""))?;
+        let (asked, prompts) =
+            GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
+        let own = self.settings.authorization.as_ref();
+        let job = Arc::new(RoutedRequest::new(asked, &parts.headers, own));
+        let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
+        let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
+        let place = self.core.reserve().ok_or_else(overload)?;
+        let guard = ClientGuard { core: self.core.address().clone(), client };
+        self.core.post(SubmitRequest { client, job: job.clone(), prompts, events: sender }, place);
+        match job.asked.stream {
+            true => streamed(&job.asked, events, guard).await,
+            false => whole(&job.asked, events, guard).await,
+        }
+    }
+
+    async fn body(&self, body: Body) -> Result<Bytes, HttpError> {
+        let limits = &self.settings.limits;
+        let collected = timeout(limits.body, Limited::new(body, limits.body_bytes).collect()).await;
+        let collected = collected.map_err(|_| {
+            let message = format!("the body did not come within {:?}", limits.body);
+            HttpError::new(StatusCode::REQUEST_TIMEOUT, &message)
+        })?;
+        let collected = collected.map_err(|why| match why.downcast_ref::<LengthLimitError>() {
+            Some(_) => {
+                let message = format!(
+                    "the body is longer than {} bytes, the limit of --body-max",
+                    limits.body_bytes
+                );
+                HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, &message)
+            }
+            None => HttpError::bad(&format!("the body broke off: {why}"), ""),
+        })?;
+        Ok(collected.to_bytes())
+    }
+}
+
+fn overload() -> HttpError {
+    let message = format!(
+        "overload: most of {MAILBOX} places for requests that wait for the router are taken; try again"
+    );
+    HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message)
+}
+
+/// The client's own id, or a new one.
+fn request_id(api: Api, headers: &HeaderMap) -> HeaderValue {
+    if let Some(id) = headers.get(REQUEST_ID) {
+        return id.clone();
+    }
+    let mut id = api.id_prefix().to_owned();
+    Alphanumeric.append_string(&mut rand::rng(), &mut id, 24);
+    HeaderValue::try_from(id).expect("letters and digits")
+}
+
+fn check_type(headers: &HeaderMap) -> Result<(), HttpError> {
+    let told = headers.get(CONTENT_TYPE).and_then(|told| told.to_str().ok()).unwrap_or("");
+    let kind = told.split(';').next().unwrap_or("").trim();
+    if kind.eq_ignore_ascii_case("application/json") || kind.ends_with("+json") {
+        return Ok(());
+    }
+    let message = format!("content-type is {told:?}: send application/json");
+    Err(HttpError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, &message))
+}
+
+fn lost() -> HttpError {
+    HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, "the router lost the request")
+}
+
+/// Headers of an instance that concern its own connection only.
+const HOP: [HeaderName; 4] =
+    [CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, HeaderName::from_static("keep-alive")];
+
+fn response(head: ResponseHead, body: Body) -> Response {
+    let mut response = Response::new(body);
+    *response.status_mut() = head.status;
+    *response.headers_mut() = head.headers;
+    for name in HOP {
+        response.headers_mut().remove(name);
+    }
+    response
+}
+
+async fn whole(
+    asked: &GenerationRequest,
+    mut events: mpsc::Receiver<ClientEvent>,
+    _guard: ClientGuard,
+) -> Result<Response, HttpError> {
+    let mut first = None;
+    let mut answers: Vec<Option<PartAnswer>> = asked.parts.iter().map(|_| None).collect();
+    loop {
+        match events.recv().await.ok_or_else(lost)? {
+            ClientEvent::Part { part, head, body: PartBody::Whole(body), cached } => {
+                let counts_prompt = asked.parts[part].sample == 0;
+                answers[part] = Some(PartAnswer { body, counts_prompt, cached });
+                first.get_or_insert(head);
+            }
+            ClientEvent::Part { .. } => return Err(lost()),
+            ClientEvent::Ended(ended) => break ended?,
+        }
+    }
+    let answers: Option<Vec<PartAnswer>> = answers.into_iter().collect();
+    let (Some(head), Some(answers)) = (first, answers) else { return Err(lost()) };
+    let body =
+        merge::whole(&answers).map_err(|why| HttpError::new(StatusCode::BAD_GATEWAY, &why))?;
+    Ok(response(head, body.into()))
+}
+
+async fn streamed(
+    asked: &GenerationRequest,
+    mut events: mpsc::Receiver<ClientEvent>,
+    guard: ClientGuard,
+) -> Result<Response, HttpError> {
+    let (part, head, body, cached) = match events.recv().await.ok_or_else(lost)? {
+        ClientEvent::Part { part, head, body, cached } => (part, head, body, cached),
+        ClientEvent::Ended(Err(refusal)) => return Err(refusal),
+        ClientEvent::Ended(Ok(())) => return Err(lost()),
+    };
+    // One stream is only looked into if there is something to put into it.
+    let merger = (asked.is_split() || cached.is_some())
+        .then(|| StreamMerger::new(asked.parts.iter().map(|part| part.sample == 0)));
+    let mut streams = ClientBody::new(asked.parts.len(), events, merger, guard);
+    streams.add(part, body, cached);
+    Ok(response(head, Body::new(streams)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::router::pool::ConnectionPool;
+    use crate::router::settings::HttpLimits;
+    use engine::core::Nanos;
+    use engine::core::ids::Incarnation;
+    use engine::core::router::{Router, RouterConfig};
+    use std::time::Duration;
+    use wire::{WireConfig, ZmqPlane};
+
+    /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
+    fn handler(places: usize) -> RequestHandler {
+        let (short, most) = (Duration::from_secs(300), 1 << 20);
+        let limits = HttpLimits {
+            connect: short,
+            answer: short,
+            idle: short,
+            body_bytes: most,
+            body: short,
+            answer_bytes: most,
+            parts: 8,
+            prefix_tokens: 16,
+        };
+        let settings = Arc::new(HttpSettings { limits, authorization: None });
+        let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
+        let router = Router::new(config, Incarnation(1));
+        let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);
+        let clock: engine::actors::Clock = Arc::new(|| Nanos(1));
+        let (pool, plane) = (ConnectionPool::new(short), Box::new(plane.expect("a plane")));
+        let core =
+            HttpAdapter::start(router, plane, clock, pool, settings.clone(), metrics.clone());
+        RequestHandler {
+            core: MailboxSender::new(core, places),
+            settings,
+            metrics,
+            next_client: AtomicU64::default(),
+        }
+    }
+
+    async fn asked(handler: &RequestHandler) -> (Response, String) {
+        let request = Request::post("/v1/completions").header(CONTENT_TYPE, "application/json");
+        let body = Body::from(r#"{"model": "m", "prompt": "p"}"#);
+        let response =
+            handler.serve(Api::Completions, request.body(body).expect("a request")).await;
+        let (head, body) = response.into_parts();
+        let text = body.collect().await.expect("a body").to_bytes();
+        (Response::from_parts(head, Body::empty()), String::from_utf8_lossy(&text).into_owned())
+    }
+
+    #[test]
+    fn a_request_that_finds_the_routers_mailbox_full_is_told_overload() {
+        actix::System::new().block_on(async {
+            let handler = handler(8);
+            let taken: Vec<_> = std::iter::from_fn(|| handler.core.reserve()).collect();
+            assert_eq!(taken.len(), 6, "a quarter is kept");
+            let (response, text) = asked(&handler).await;
+            let again = response.headers().get(hyper::header::RETRY_AFTER);
+            assert_eq!(
+                (response.status(), again.is_some()),
+                (StatusCode::SERVICE_UNAVAILABLE, true)
+            );
+            assert!(text.contains("overload"), "{text}");
+            drop(taken);
+            for _ in 0..9 {
+                let (response, text) = asked(&handler).await;
+                assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+                assert!(text.contains("no prefill and decode instance"), "{text}");
+            }
+        });
+    }
+}

@@ -1,0 +1,553 @@
+//! The adapter of the router core between its plane and HTTP: it turns what the core wants into
+//! legs, and what becomes of them into news for the core and answers for the clients.
+
+use super::api::GenerationRequest;
+use super::error::HttpError;
+use super::leg::{
+    self, DP_RANK, HttpLegRequest, JSON, LegError, LegResult, REQUEST_ID, ResponseHead,
+};
+use super::merge;
+use super::metrics::{LegLabels, RouterMetrics, role_name};
+use super::params::{self, TransferUid};
+use super::pool::{ConnectionPool, PooledBody};
+use super::probe;
+use super::relay::{StreamEnd, StreamRelay};
+use super::settings::HttpSettings;
+use crate::failure_notice::{self, ReportedFailure};
+use actix::{Addr, Context, Handler, Message};
+use bytes::Bytes;
+use engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
+use engine::core::Nanos;
+use engine::core::ids::{ClientId, EngineId, LegId, TransferId};
+use engine::core::message::{FinishReason, Mode, Role};
+use engine::core::router::{
+    ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RoutedPrompt, Router,
+    RouterEffect, RouterInput,
+};
+use engine::effects::perform_control;
+use engine::fabric::{ControlPlane, Endpoint, NextPoll};
+use hyper::StatusCode;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::task::Waker;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+
+/// The actor with the router core, in the adapter [`HttpAdapter`].
+pub(crate) type RouterAddr = Addr<Driver<HttpAdapter>>;
+
+/// Requests that may wait for the actor; further ones are refused. What follows from a request is
+/// bounded by those that were taken.
+pub(crate) const MAILBOX: usize = 4_096;
+
+/// What the core is to hear.
+type RouterInputQueue = VecDeque<RouterInput>;
+
+/// A client's request.
+#[derive(Debug)]
+pub(crate) struct RoutedRequest {
+    pub(crate) asked: GenerationRequest,
+    /// Headers that all legs carry.
+    pub(crate) headers: HeaderMap,
+}
+
+/// What a client gets to hear; after `Ended` nothing more.
+pub(crate) enum ClientEvent {
+    /// The answer of one part, or its beginning.
+    Part { part: usize, head: ResponseHead, body: PartBody, cached: Option<u64> },
+    /// All parts are there, or it failed.
+    Ended(Result<(), HttpError>),
+}
+
+/// The answer of one part.
+pub(crate) enum PartBody {
+    Whole(Bytes),
+    Stream(Box<StreamRelay>),
+}
+
+/// A client asks.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct SubmitRequest {
+    pub(crate) client: ClientId,
+    pub(crate) job: Arc<RoutedRequest>,
+    pub(crate) prompts: Vec<RoutedPrompt>,
+    /// With room for all parts and the end.
+    pub(crate) events: mpsc::Sender<ClientEvent>,
+}
+
+/// A client went away, or has its answer.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct ClientGone(pub(crate) ClientId);
+
+/// News of a leg.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct LegMessage(LegId, LegResult);
+
+/// A stream ended, and its instance may have told something of the leg.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct StreamEnded(LegId, StreamEnd, Option<ReportedFailure>);
+
+struct ClientState {
+    job: Arc<RoutedRequest>,
+    events: mpsc::Sender<ClientEvent>,
+    parts: Vec<PartState>,
+    fault: Option<HttpError>,
+}
+
+/// One transfer of a request.
+#[derive(Clone, Debug, Default)]
+struct PartState {
+    /// What the legs of its last attempt are called by.
+    unique: Option<(TransferId, TransferUid)>,
+    /// Prompt tokens that the prefill had cached.
+    cached: Option<u64>,
+}
+
+/// A leg in flight.
+struct InFlightLeg {
+    client: ClientId,
+    part: usize,
+    role: Role,
+    engine: EngineId,
+    /// The prefill's answer is what the decode reads by.
+    wants_params: bool,
+    /// The instance tells what became of the KV.
+    reports_failures: bool,
+    task: JoinHandle<()>,
+    /// Cuts the stream when it is dropped.
+    cut: Option<oneshot::Sender<()>>,
+}
+
+/// Turns effects of the router core into legs, and what becomes of them into inputs.
+pub(crate) struct HttpAdapter {
+    core: RouterAddr,
+    plane: Box<dyn ControlPlane>,
+    pool: ConnectionPool,
+    settings: Arc<HttpSettings>,
+    metrics: RouterMetrics,
+    clients: HashMap<ClientId, ClientState>,
+    legs: HashMap<LegId, InFlightLeg>,
+}
+
+impl HttpAdapter {
+    /// Starts the router core, which listens on `plane`.
+    pub(crate) fn start(
+        router: Router,
+        plane: Box<dyn ControlPlane>,
+        clock: Clock,
+        pool: ConnectionPool,
+        settings: Arc<HttpSettings>,
+        metrics: RouterMetrics,
+    ) -> RouterAddr {
+        let seat = |core| {
+            let (clients, legs) = Default::default();
+            HttpAdapter { core, plane, pool, settings, metrics, clients, legs }
+        };
+        Driver::start(seat, router, None, clock)
+    }
+
+    fn leg_ended(&self, role: Role, outcome: &'static str) {
+        self.metrics.legs.get_or_create(&LegLabels { role: role_name(role), outcome }).inc();
+    }
+
+    fn dispatch(&mut self, sent: LegDispatch) {
+        let LegDispatch { leg, client, engine, http, pair, body } = sent;
+        let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
+        let (part, role) = (*prompt as usize, role_of(&body));
+        let wants_params = match &body {
+            LegBody::Prefill { transfer, .. } => transfer.mode == Mode::Pull && !pair.is_native(),
+            LegBody::Decode { .. } => false,
+        };
+        let tells = match role {
+            Role::Prefill => pair.prefill.native,
+            Role::Decode => pair.decode.native,
+        };
+        let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
+        let core = self.core.clone();
+        let (pool, limits) = (self.pool.clone(), self.settings.limits);
+        let task = actix::spawn(async move {
+            let news = match order {
+                Ok(order) => leg::run(pool, order, limits).await,
+                Err(why) => LegResult::Failed(LegError::invalid_answer(&why)),
+            };
+            core.do_send(LegMessage(leg, news));
+        });
+        let running = InFlightLeg {
+            client,
+            part,
+            role,
+            engine,
+            wants_params,
+            reports_failures: tells,
+            task,
+            cut: None,
+        };
+        self.legs.insert(leg, running);
+    }
+
+    /// The request of a leg; none if its client has gone.
+    fn order(
+        &mut self,
+        client: ClientId,
+        part: usize,
+        http: &Endpoint,
+        pair: &InstancePair,
+        body: &LegBody,
+    ) -> Option<Result<HttpLegRequest, String>> {
+        let client = self.clients.get_mut(&client)?;
+        let (LegBody::Prefill { transfer: engine::core::message::PrefillLeg { key, .. }, .. }
+        | LegBody::Decode { transfer: engine::core::message::DecodeLeg { key, .. }, .. }) = body;
+        let state = &mut client.parts[part];
+        let unique = match &state.unique {
+            Some((id, unique)) if *id == key.id => *unique,
+            _ => state.unique.insert((key.id.clone(), TransferUid(rand::random()))).1,
+        };
+        Some(order(&client.job, part, http, pair, body, unique))
+    }
+
+    fn whole(&mut self, leg: LegId, head: ResponseHead, body: Bytes, out: &mut RouterInputQueue) {
+        let Some(running) = self.legs.remove(&leg) else { return };
+        let Some(client) = self.clients.get_mut(&running.client) else { return };
+        let part = running.part;
+        if running.role == Role::Prefill {
+            client.parts[part].cached = merge::cached(&body);
+            return self.prefilled(leg, &running, &body, out);
+        }
+        let cached = client.parts[part].cached;
+        let told =
+            if running.reports_failures { failure_notice::find_failure(&body) } else { None };
+        let body = PartBody::Whole(body);
+        // There is room for every part, or the client has gone and its guard says so.
+        let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
+        self.decoded(leg, &running, told, out);
+    }
+
+    /// A decode leg ended well, with KV or, as it may tell, without, be it for a cause that is
+    /// unknown here.
+    fn decoded(
+        &self,
+        leg: LegId,
+        running: &InFlightLeg,
+        told: Option<ReportedFailure>,
+        out: &mut RouterInputQueue,
+    ) {
+        self.leg_ended(Role::Decode, "done");
+        let Some(ReportedFailure { failure: Some(failure), .. }) = told else {
+            return out.push_back(leg_input(leg, done()));
+        };
+        tracing::warn!(%leg, engine = %running.engine, client = %running.client, %failure,
+            "decode computed a prompt itself");
+        let event = LegEvent::Done { reason: FinishReason::Length, recomputed: Some(failure) };
+        out.push_back(leg_input(leg, event));
+    }
+
+    fn prefilled(
+        &mut self,
+        leg: LegId,
+        running: &InFlightLeg,
+        body: &[u8],
+        out: &mut RouterInputQueue,
+    ) {
+        #[derive(Deserialize)]
+        struct PrefillResponse<'a> {
+            #[serde(borrow)]
+            kv_transfer_params: Option<&'a RawValue>,
+        }
+        // What it has computed is of no use.
+        if let Some(heard) =
+            running.reports_failures.then(|| failure_notice::find_failure(body)).flatten()
+        {
+            let fault = LegError::from_reported(heard, &running.engine);
+            return self.failed(leg, running, fault, out);
+        }
+        if !running.wants_params {
+            self.leg_ended(Role::Prefill, "done");
+            return out.push_back(leg_input(leg, done()));
+        }
+        match serde_json::from_slice::<PrefillResponse<'_>>(body) {
+            Ok(PrefillResponse { kv_transfer_params: Some(params) }) if params.get() != "null" => {
+                self.leg_ended(Role::Prefill, "done");
+                let params = params.get().into();
+                out.push_back(leg_input(leg, LegEvent::Prefilled { params }));
+            }
+            Ok(_) => {
+                tracing::warn!(%leg, engine = %running.engine,
+                    "prefill answered without kv_transfer_params: decode computes the prompt");
+                self.leg_ended(Role::Prefill, "done");
+                out.push_back(leg_input(leg, done()));
+            }
+            Err(why) => {
+                let why = format!("prefill {} answered what is no JSON: {why}", running.engine);
+                self.failed(leg, running, LegError::invalid_answer(&why), out);
+            }
+        }
+    }
+
+    fn begun(
+        &mut self,
+        leg: LegId,
+        head: ResponseHead,
+        first: Bytes,
+        body: PooledBody,
+        out: &mut RouterInputQueue,
+    ) {
+        let Some(running) = self.legs.get_mut(&leg) else { return };
+        let Some(client) = self.clients.get_mut(&running.client) else { return };
+        let (cut, is_cut) = oneshot::channel();
+        running.cut = Some(cut);
+        let part = running.part;
+        let core = self.core.clone();
+        let report = move |end, heard| core.do_send(StreamEnded(leg, end, heard));
+        let (idle, tells) = (self.settings.limits.idle, running.reports_failures);
+        let relay = StreamRelay::new((first, body), idle, is_cut, tells, report);
+        let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
+        let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
+        out.push_back(leg_input(leg, LegEvent::FirstToken));
+    }
+
+    fn stream_ended(
+        &mut self,
+        leg: LegId,
+        end: StreamEnd,
+        heard: Option<ReportedFailure>,
+        out: &mut RouterInputQueue,
+    ) {
+        let Some(running) = self.legs.remove(&leg) else { return };
+        match end {
+            Ok(()) => self.decoded(leg, &running, heard, out),
+            Err(why) => {
+                let message = format!("decode {}: the stream broke off: {why}", running.engine);
+                let refusal = HttpError::new(StatusCode::BAD_GATEWAY, &message);
+                let fault = LegError { failure: LegFailure::Connection, refusal };
+                self.failed(leg, &running, fault, out);
+            }
+        }
+    }
+
+    fn failed(
+        &mut self,
+        leg: LegId,
+        running: &InFlightLeg,
+        fault: LegError,
+        out: &mut RouterInputQueue,
+    ) {
+        let LegError { failure, refusal } = fault;
+        tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
+            client = %running.client, %failure, "leg failed");
+        self.leg_ended(running.role, "failed");
+        if let Some(client) = self.clients.get_mut(&running.client) {
+            client.fault = Some(refusal);
+        }
+        out.push_back(leg_input(leg, LegEvent::Failed(failure)));
+    }
+
+    fn answer(&mut self, client: ClientId, answer: &ClientAnswer) {
+        let Some(mut known) = self.clients.remove(&client) else { return };
+        let ended = match answer {
+            ClientAnswer::Finished { .. } => Ok(()),
+            ClientAnswer::Failed(failure) => {
+                Err(known.fault.take().unwrap_or_else(|| refusal(failure)))
+            }
+            ClientAnswer::NoInstance => Err(HttpError::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "no prefill and decode instance of equal transfer mode is ready; \
+                 see /workers for what is registered",
+            )),
+            ClientAnswer::Misfit(why) => Err(HttpError::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                &format!(
+                    "no prefill and decode instance fit: {why}; see /registrations/rejected for all"
+                ),
+            )),
+        };
+        let _ = known.events.try_send(ClientEvent::Ended(ended));
+    }
+}
+
+/// A dispatch of the core.
+struct LegDispatch {
+    leg: LegId,
+    client: ClientId,
+    engine: EngineId,
+    http: Endpoint,
+    pair: Box<InstancePair>,
+    body: LegBody,
+}
+
+fn leg_input(leg: LegId, event: LegEvent) -> RouterInput {
+    RouterInput::Leg { leg, event }
+}
+
+fn done() -> LegEvent {
+    LegEvent::Done { reason: FinishReason::Length, recomputed: None }
+}
+
+fn role_of(body: &LegBody) -> Role {
+    match body {
+        LegBody::Prefill { .. } => Role::Prefill,
+        LegBody::Decode { .. } => Role::Decode,
+    }
+}
+
+/// What a client is told when the core gave up and no instance had said anything.
+fn refusal(failure: &LegFailure) -> HttpError {
+    match failure {
+        LegFailure::Request(why) => HttpError::bad(why, ""),
+        LegFailure::Busy => {
+            HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "all instances are busy")
+        }
+        failure => {
+            HttpError::new(StatusCode::BAD_GATEWAY, &format!("no instance served: {failure}"))
+        }
+    }
+}
+
+fn order(
+    job: &RoutedRequest,
+    part: usize,
+    http: &Endpoint,
+    pair: &InstancePair,
+    body: &LegBody,
+    unique: TransferUid,
+) -> Result<HttpLegRequest, String> {
+    let mut headers = job.headers.clone();
+    let id = unique.request_id(pair)?;
+    headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);
+    let to = match body {
+        LegBody::Prefill { .. } => &pair.prefill,
+        LegBody::Decode { .. } => &pair.decode,
+    };
+    if to.dp_size > 1 {
+        headers.insert(DP_RANK, to.dp_rank.into());
+    }
+    let transfer = params::write(body, pair, unique)?;
+    let prefill = role_of(body) == Role::Prefill;
+    let stream = job.asked.stream && !prefill;
+    let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
+    Ok(HttpLegRequest { to: http.clone(), path: job.asked.api.path(), headers, body, stream })
+}
+
+impl RoutedRequest {
+    /// A job whose legs carry these headers of the client, and this authorization.
+    pub(crate) fn new(
+        asked: GenerationRequest,
+        client: &HeaderMap,
+        own: Option<&HeaderValue>,
+    ) -> RoutedRequest {
+        let mut headers = HeaderMap::with_capacity(8);
+        headers.insert(CONTENT_TYPE, JSON);
+        if let Some(key) = own.or_else(|| client.get(AUTHORIZATION)) {
+            headers.insert(AUTHORIZATION, key.clone());
+        }
+        for name in leg::TRACE {
+            if let Some(value) = client.get(&name) {
+                headers.insert(name, value.clone());
+            }
+        }
+        RoutedRequest { asked, headers }
+    }
+}
+
+impl PlaneAdapter for HttpAdapter {
+    type Machine = Router;
+
+    fn poll(&mut self, now: Nanos, out: &mut RouterInputQueue) -> NextPoll {
+        let mut events = Vec::new();
+        let wake = self.plane.poll(now, &mut events);
+        out.extend(events.into_iter().map(RouterInput::Control));
+        wake
+    }
+
+    fn perform(&mut self, _: &Router, effect: RouterEffect, out: &mut RouterInputQueue) {
+        match effect {
+            RouterEffect::Control(command) => {
+                let events = perform_control(self.plane.as_mut(), command);
+                out.extend(events.map(RouterInput::Control));
+            }
+            RouterEffect::Dispatch { leg, client, engine, http, pair, body } => {
+                self.dispatch(LegDispatch { leg, client, engine, http, pair, body });
+            }
+            RouterEffect::CancelLeg { leg } => {
+                if let Some(running) = self.legs.remove(&leg) {
+                    self.leg_ended(running.role, "cancelled");
+                    running.task.abort();
+                }
+            }
+            RouterEffect::Answer { client, answer } => self.answer(client, &answer),
+            RouterEffect::Probe { probe, http } => {
+                probe::start(probe, http, self.pool.clone(), self.core.clone());
+            }
+        }
+    }
+
+    fn ticks(&self, _: &Router, _: Nanos, out: &mut RouterInputQueue) {
+        out.push_back(RouterInput::Tick);
+    }
+
+    fn began(&mut self, _: Nanos, input: &RouterInput) {
+        input.count();
+    }
+
+    fn set_waker(&mut self, waker: Waker) {
+        self.plane.set_waker(waker);
+    }
+}
+
+impl Handler<SubmitRequest> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, ask: SubmitRequest, context: &mut Context<Self>) {
+        let SubmitRequest { client, job, prompts, events } = ask;
+        let parts = vec![PartState::default(); job.asked.parts.len()];
+        let output = job.asked.output;
+        self.with_adapter(context, |front, out| {
+            front.clients.insert(client, ClientState { job, events, parts, fault: None });
+            let request = ClientRequest { client, prompts, samples: 1, output };
+            out.push_back(RouterInput::Request(request));
+        });
+    }
+}
+
+impl Handler<ClientGone> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, ClientGone(client): ClientGone, context: &mut Context<Self>) {
+        self.with_adapter(context, |front, out| {
+            if front.clients.remove(&client).is_some() {
+                out.push_back(RouterInput::Gone { client });
+            }
+        });
+    }
+}
+
+impl Handler<LegMessage> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, LegMessage(leg, news): LegMessage, context: &mut Context<Self>) {
+        self.with_adapter(context, |front, out| match news {
+            LegResult::Whole(head, body) => front.whole(leg, head, body, out),
+            LegResult::Begun(head, first, body) => front.begun(leg, head, first, body, out),
+            LegResult::Failed(fault) => {
+                if let Some(running) = front.legs.remove(&leg) {
+                    front.failed(leg, &running, fault, out);
+                }
+            }
+        });
+    }
+}
+
+impl Handler<StreamEnded> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, ended: StreamEnded, context: &mut Context<Self>) {
+        let StreamEnded(leg, end, heard) = ended;
+        self.with_adapter(context, |front, out| front.stream_ended(leg, end, heard, out));
+    }
+}

@@ -1,0 +1,152 @@
+//! The local socket, from the connector's side.
+
+use super::codec::{MessageDecoder, encode_into};
+use super::proto::{ClientIdentity, ConnectorHello, FRAME_MAX, FromHost, ToHost, VersionRange};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
+use serde::Serialize;
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Bytes of the length in front of a frame.
+const HEAD: usize = 4;
+
+/// Bytes that are read at a time.
+const CHUNK: usize = 1 << 16;
+
+/// A connection to the host. Nothing waits but [`SidecarClient::wait`] and a host that does not
+/// read.
+#[derive(Debug)]
+pub struct SidecarClient {
+    stream: UnixStream,
+    /// What came and is no whole frame yet.
+    received: Vec<u8>,
+    out: Vec<u8>,
+    chunk: Box<[u8]>,
+    reader: MessageDecoder,
+    /// Oldest version that has all of the hello.
+    needs: u16,
+}
+
+impl AsFd for SidecarClient {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+impl SidecarClient {
+    /// Says hello to the host at a path.
+    ///
+    /// # Errors
+    /// Nobody listens there.
+    pub fn connect(path: &Path, who: ClientIdentity) -> io::Result<SidecarClient> {
+        let stream = UnixStream::connect(path)?;
+        let (received, out) = (Vec::new(), Vec::new());
+        let reader = MessageDecoder::new(VersionRange::OWN);
+        let (chunk, needs) = (vec![0; CHUNK].into(), who.needs());
+        let mut link = SidecarClient { stream, received, out, chunk, reader, needs };
+        link.write(&ConnectorHello::new(who))?;
+        Ok(link)
+    }
+
+    /// Tells the host something.
+    ///
+    /// # Errors
+    /// The host is gone.
+    pub fn send(&mut self, message: &ToHost) -> io::Result<()> {
+        self.write(message)
+    }
+
+    fn write(&mut self, message: &impl Serialize) -> io::Result<()> {
+        self.out.clear();
+        self.out.extend([0; HEAD]);
+        encode_into(message, &mut self.out)?;
+        let len = self.out.len() - HEAD;
+        if len > FRAME_MAX {
+            return Err(io::Error::other(format!("a message of {len} bytes")));
+        }
+        self.out[..HEAD].copy_from_slice(&(len as u32).to_be_bytes());
+        self.stream.write_all(&self.out)
+    }
+
+    /// Ends the connection, for the host and for who waits for its end.
+    pub fn close(&self) {
+        // A host that is gone has ended it.
+        let _ = shutdown(&self.stream, Shutdown::Both);
+    }
+
+    /// What the host said since the last time.
+    ///
+    /// # Errors
+    /// The host is gone; what it said before was taken.
+    pub fn poll(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
+        self.read(RecvFlags::DONTWAIT, heard)
+    }
+
+    /// The same, after waiting for something.
+    ///
+    /// # Errors
+    /// The host is gone, or silent for longer than `patience`.
+    pub fn wait(&mut self, patience: Duration, heard: &mut Vec<FromHost>) -> io::Result<()> {
+        let end = Instant::now() + patience;
+        while heard.is_empty() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            self.stream.set_read_timeout(Some(left))?;
+            self.read(RecvFlags::empty(), heard)?;
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, mut flags: RecvFlags, heard: &mut Vec<FromHost>) -> io::Result<()> {
+        loop {
+            let read = match recv(&self.stream, &mut self.chunk[..], flags) {
+                Ok((0, _)) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok((read, _)) => read,
+                Err(Errno::INTR) => continue,
+                // The time to wait for something has the same error.
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(why) => return Err(why.into()),
+            };
+            self.received.extend_from_slice(&self.chunk[..read]);
+            self.frames(heard)?;
+            if read < self.chunk.len() {
+                return Ok(());
+            }
+            flags = RecvFlags::DONTWAIT;
+        }
+    }
+
+    /// Takes the whole frames.
+    fn frames(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
+        let mut at = 0;
+        while let Some(head) = self.received[at..].first_chunk::<HEAD>() {
+            let len = u32::from_be_bytes(*head) as usize;
+            if len > FRAME_MAX {
+                return Err(io::Error::other(format!("a frame of {len} bytes")));
+            }
+            let Some(body) = self.received.get(at + HEAD..at + HEAD + len) else { break };
+            let message = self.reader.read(body)?;
+            if let Some(FromHost::Ready { versions, .. }) = &message {
+                self.reader.learn(*versions);
+                let agreed = versions.agree("the host").map_err(io::Error::other)?;
+                if agreed < self.needs {
+                    let why = format!(
+                        "the host speaks version {agreed} of the local protocol, which has no times \
+                         and limits; leave them out, or install one version of kvferry for both"
+                    );
+                    return Err(io::Error::other(why));
+                }
+            }
+            heard.extend(message);
+            at += HEAD + len;
+        }
+        self.received.drain(..at);
+        Ok(())
+    }
+}

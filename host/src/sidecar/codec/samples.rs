@@ -1,0 +1,313 @@
+//! One of each message, with values in all fields.
+
+use super::super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
+use super::super::rank::RankPlan;
+use super::super::record::{TransferOutcome, TransferRecord, TransferSummary, TransferTrace};
+use super::super::settings::{
+    ConnectorSettings, HostStart, KvMemory, TransferBackend, TransferPlacement,
+};
+use super::super::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
+use crate::limits::ProtocolLimits;
+use crate::meters::{BackendCounts, PATHS, PlaneCounters};
+use crate::plane::PlaneConfig;
+use engine::core::config::CoreConfig;
+use engine::core::dialect::moriio::address::ZmqAddress;
+use engine::core::error::Failure;
+use engine::core::ids::{ConnectionId, FlowId, Incarnation, SourceId, StepId, TransferKey};
+use engine::core::layout::{
+    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
+};
+use engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, FinishReason, FlowState, Mode, PrefillAnswer, PrefillHook,
+    Role, TransferJob, TransferReport,
+};
+use engine::core::time::Nanos;
+use engine::fabric::{Address, Endpoint, Memory, RegionDesc};
+use fabric_host::{HostConfig, PathCount};
+use fabric_mori::MoriConfig;
+use std::sync::Arc;
+
+fn geometry() -> Geometry {
+    let group = |window, layers| KvGroup { kind: window, block_tokens: 32, layers };
+    Geometry {
+        model: "m".into(),
+        tp: 2,
+        kv_heads: 4,
+        latent: false,
+        packed: true,
+        layers: 2,
+        groups: vec![
+            group(GroupKind::Full, vec![0]),
+            group(GroupKind::Window { tokens: 64 }, vec![1]),
+        ],
+    }
+}
+
+fn layer() -> LayerLayout {
+    LayerLayout {
+        region: 1,
+        base: 64,
+        shape: [9, 2, 32, 16],
+        stride: [1024, 512, 16, 1],
+        element: 2,
+        slots: HeadSlots::Fused,
+    }
+}
+
+fn rank() -> RankLayout {
+    RankLayout {
+        rank: 1,
+        address: Address(b"at".as_slice().into()),
+        regions: vec![(RegionDesc(b"desc".as_slice().into()), 4096)],
+        layers: vec![layer()],
+    }
+}
+
+fn blocks() -> Vec<BlockList> {
+    vec![BlockList { first: 2, ids: vec![7, 1, 70_000] }, BlockList { first: 0, ids: vec![] }]
+}
+
+fn counters() -> PlaneCounters {
+    let count = |at: usize| PathCount { operations: at as u64, bytes: at as u64 * 4096 };
+    let counts = std::array::from_fn::<_, { PATHS.len() }, _>(count);
+    let backend = BackendCounts { rebuilds: 3, resets: 2, missing: 1, dead_queue_pairs: 4 };
+    PlaneCounters { initiated: counts, served: counts, backend }
+}
+
+fn engine() -> ServingEngine {
+    ServingEngine {
+        role: Role::Decode,
+        model: "m".into(),
+        tp: 2,
+        dp: (1, 2),
+        kv_heads: 4,
+        latent: false,
+        packed: true,
+        groups: vec![LayerGroup {
+            window: Some(64),
+            block_tokens: 32,
+            layers: vec!["l.0".into(), "l.1".into()],
+        }],
+        settings: ConnectorSettings {
+            read_mode: true,
+            host_ip: "10.0.0.1".into(),
+            proxy_ip: "10.0.0.9".into(),
+            proxy_ping_port: 36_367,
+            http_port: 8_100,
+            handshake_port: 6_301,
+            notify_port: 61_005,
+            backend: Some(TransferBackend::Host),
+            num_workers: 2,
+            qp_per_transfer: Some(4),
+            post_batch_size: Some(-1),
+            kv_memory: KvMemory::Private,
+            transfer: Some(TransferPlacement::Worker),
+            host: HostStart::Connect,
+            socket: "/run/s".into(),
+            mori: MoriConfig { operation_ms: 5_000, ..MoriConfig::default() },
+            ..ConnectorSettings::default()
+        },
+        last_incarnation: Some(Incarnation(9)), // since 6
+    }
+}
+
+fn worker() -> ServingWorker {
+    ServingWorker {
+        rank: 1,
+        pid: 4_711,
+        regions: vec![WorkerRegion { base: 4_096, len: 8_192, file: Some(5), device: None }],
+        tensors: vec![KvTensor {
+            layer: "l.0".into(),
+            start: 4_160,
+            shape: vec![9, 2, 32, 16],
+            stride: vec![1024, 512, 16, 1],
+            element: 2,
+        }],
+        attention: Some("CPU_ATTN".into()),
+    }
+}
+
+pub(super) fn parts() -> Vec<ClientIdentity> {
+    vec![
+        ClientIdentity::Scheduler(Box::new(engine())),
+        ClientIdentity::Worker(Box::new(worker())),
+        ClientIdentity::Transfer { rank: 1, last_error: Some(6) },
+        ClientIdentity::Observer,
+    ]
+}
+
+/// What a connector tells.
+pub(super) fn to_host() -> Vec<ToHost> {
+    let request = || "r".into();
+    let chunk = Chunk { request: request(), from: 3, to: 40, blocks: blocks() };
+    let flow = |state| TransferReport::Flow { flow: FlowId(3), state };
+    let prefill = [
+        PrefillHook::Scheduled { step: StepId(8), chunks: vec![chunk] },
+        PrefillHook::Finished { request: request(), reason: FinishReason::Length },
+        PrefillHook::Preempted { request: request() },
+    ];
+    let decode = [
+        DecodeHook::Allocated { request: request(), computed: 32, blocks: blocks() },
+        DecodeHook::Finished { request: request(), reason: FinishReason::Aborted },
+    ];
+    let reports = [
+        TransferReport::Ready { layout: rank() },
+        TransferReport::Unusable { failure: Failure::EngineGone },
+        TransferReport::PeerReady { peer: ConnectionId(4) },
+        TransferReport::PeerFailed { peer: ConnectionId(4), failure: Failure::PeerSilent },
+        TransferReport::Fenced { peer: ConnectionId(4) },
+        flow(FlowState::Moving),
+        flow(FlowState::Failing(Failure::Stalled)),
+        flow(FlowState::Done { bytes: 1 << 40 }),
+        flow(FlowState::Failed(Failure::Cancelled)),
+    ];
+    let mut all =
+        vec![ToHost::Arrived { request: request(), params: "{}".into(), tokens: 100_000 }];
+    all.extend(prefill.map(ToHost::Prefill));
+    all.extend(decode.map(ToHost::Decode));
+    all.push(ToHost::Layers { step: StepId(8), layers: 2 });
+    all.extend(reports.map(|report| ToHost::Report { report, moved: counters() }));
+    all.push(ToHost::Moved(counters()));
+    all.push(ToHost::Unable { why: "no".into() });
+    all
+}
+
+fn plan() -> RankPlan {
+    let core = CoreConfig {
+        engine: "e".into(),
+        incarnation: Incarnation(1 << 50),
+        role: Role::Prefill,
+        mode: Mode::Pull,
+        geometry: Arc::new(geometry()),
+        http: Endpoint("10.0.0.1:8100".into()),
+        control: Endpoint("tcp://10.0.0.1:6301".into()),
+        dp: (1, 2),
+        router: Some(Endpoint("tcp://10.0.0.9:36367".into())),
+        settings: Default::default(),
+        channel: Default::default(),
+        moriio: None,
+    };
+    RankPlan {
+        core,
+        rank: 1,
+        host: "10.0.0.1".into(),
+        plane: PlaneConfig::Host(HostConfig::default()),
+        memory: vec![Memory::MemFd { fd: 5, len: 8_192 }, Memory::Own { base: 1, len: 2 }],
+        layers: vec![layer()],
+        operations: ProtocolLimits::default().operations, // since 6
+    }
+}
+
+fn trace() -> TransferTrace {
+    let record = TransferRecord {
+        request: "r".into(),
+        transfer: Some(TransferKey { id: "t".into(), prompt: 1 }),
+        peer: Some("p".into()),
+        arrived: Nanos(1),
+        begun: Some(Nanos(2)),
+        moved: Some(Nanos(3)),
+        finished: None,
+        ended: Some((
+            Nanos(4),
+            TransferOutcome::Failed { cause: "stalled".into(), why: "s".into() },
+        )),
+        tokens: 40,
+        computed: 32,
+        blocks: 2,
+        bytes: Some(4_096),
+    };
+    TransferTrace {
+        program: "0.1.0".into(),
+        engine: Some(("e".into(), Role::Prefill, Mode::Push)),
+        pid: 12,
+        started_unix_us: 1 << 50,
+        now: Nanos(9),
+        records: vec![record],
+    }
+}
+
+fn jobs() -> [TransferJob; 7] {
+    let (peer, source, flow) = (ConnectionId(4), SourceId(5), FlowId(6));
+    [
+        TransferJob::Peer {
+            peer,
+            geometry: Arc::new(geometry()),
+            ranks: Arc::new(vec![rank()]),
+            fence_key: u64::MAX,
+        },
+        TransferJob::Fence { peer },
+        TransferJob::Source {
+            source,
+            step: StepId(8),
+            ready: 3,
+            to: 40,
+            tokens: 50,
+            blocks: Arc::new(blocks()),
+        },
+        TransferJob::Forget { source },
+        TransferJob::Write {
+            flow,
+            source,
+            peer,
+            from: 32,
+            tokens: 50,
+            blocks: Arc::new(blocks()),
+            request: "of-flow".into(),
+            reader: Some("reader".into()),
+        },
+        TransferJob::Read {
+            flow,
+            peer,
+            from: 32,
+            tokens: 50,
+            remote: Arc::new(blocks()),
+            local: Arc::new(blocks()),
+            request: "of-flow".into(),
+        },
+        TransferJob::Stop { flow },
+    ]
+}
+
+/// What a host tells.
+pub(super) fn from_host() -> Vec<FromHost> {
+    let request = || "r".into();
+    let address = ZmqAddress { host: "10.0.0.1".into(), handshake: 6_301, notify: 61_005 };
+    let mut all = vec![
+        FromHost::Ready {
+            address,
+            lease_ms: 30_000,
+            incarnation: Incarnation(1 << 50),
+            versions: VersionRange { oldest: 5, newest: 7 }, // since 6
+        },
+        FromHost::Refused { why: "no".into() },
+        FromHost::Unusable { request: request(), why: "no".into() },
+        FromHost::Begin(Box::new(plan())),
+    ];
+    all.extend(jobs().map(FromHost::Job));
+    let prefill = [
+        PrefillAnswer::SourceFree { request: request(), failure: Some(Failure::NotFetched) },
+        PrefillAnswer::PreemptionSafe { request: request() },
+        PrefillAnswer::Rejected { request: request(), failure: Failure::DuplicateKey },
+    ];
+    let decode = [
+        DecodeAnswer::Allocate { request: request() },
+        DecodeAnswer::Loaded { request: request() },
+        DecodeAnswer::LoadFailed { request: request(), failure: Failure::LeaseExpired },
+        DecodeAnswer::Rejected { request: request(), failure: Failure::Unreachable },
+    ];
+    all.extend(prefill.map(FromHost::Prefill));
+    all.extend(decode.map(FromHost::Decode));
+    let ended = |outcome, queued, duration| TransferSummary {
+        outcome,
+        queued,
+        duration,
+        bytes: vec![("tcp".into(), 1 << 33)],
+    };
+    let failed = TransferOutcome::Failed { cause: "stalled".into(), why: "s".into() };
+    all.push(FromHost::Ended(ended(TransferOutcome::Done, Some(Nanos(1)), Some(Nanos(2)))));
+    all.push(FromHost::Ended(ended(TransferOutcome::Local, None, None)));
+    all.push(FromHost::Ended(ended(failed, None, None)));
+    all.push(FromHost::Kept { held: 3, quarantined: 4 });
+    all.push(FromHost::Trace(Box::new(trace())));
+    all
+}

@@ -1,0 +1,206 @@
+//! Which source wins, and what is said of mistakes.
+
+use super::*;
+use clap::Parser;
+
+#[derive(Parser)]
+struct Program {
+    #[command(flatten)]
+    args: HostArgs,
+}
+
+fn parsed(flags: &[&str]) -> HostArgs {
+    let words = ["host"].iter().chain(flags);
+    Program::try_parse_from(words).unwrap_or_else(|why| panic!("{flags:?}: {why}")).args
+}
+
+fn env(variables: &[(String, &str)]) -> Vec<(OsString, OsString)> {
+    variables.iter().map(|(name, value)| (name.into(), value.into())).collect()
+}
+
+/// A file that is removed with it.
+struct TempFile(PathBuf);
+
+impl TempFile {
+    fn new(name: &str, text: &str) -> TempFile {
+        let name = format!("kvferry-config-{}-{name}.toml", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        fs::write(&path, text).expect("a file can be written");
+        TempFile(path)
+    }
+
+    fn flags(&self) -> [&str; 2] {
+        ["--config", self.0.to_str().expect("UTF-8")]
+    }
+}
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// Of each key: the default, and what a file, the environment and a flag say.
+const SAID: [(&str, &str, [&str; 3]); 10] = [
+    ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
+    ("metrics", "", ["h:1", "h:2", "h:3"]),
+    ("log_format", "text", ["json", "text", "json"]),
+    ("log_level", "info", ["error", "debug", "trace"]),
+    ("copiers", "2", ["3", "4", "5"]),
+    ("spin_us", "50", ["0", "7", "8"]),
+    ("paths", "shared-memory,cross-memory,tcp", ["tcp", "cross-memory,tcp", "shared-memory"]),
+    ("slower", "false", ["true", "false", "true"]),
+    (
+        "set",
+        "protocol.lease_ms=30000",
+        ["protocol.lease_ms=20000", "protocol.lease_ms=10000", "protocol.lease_ms=5000"],
+    ),
+    ("state", "kvferry", ["/file", "/env", "/flag"]),
+];
+
+fn value(config: &SidecarConfig, key: &str) -> String {
+    let SidecarConfig { socket, metrics, logs, operator, .. } = config;
+    let OperatorConfig { fabric, limits, state } = operator;
+    match key {
+        "socket" => socket.as_ref().map_or(String::new(), |path| path.display().to_string()),
+        "metrics" => metrics.clone().unwrap_or_default(),
+        "log_format" => format!("{:?}", logs.log_format).to_lowercase(),
+        "log_level" => logs.log_level.to_string(),
+        "copiers" => fabric.copiers.to_string(),
+        "spin_us" => fabric.spin_us.to_string(),
+        "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
+        "slower" => fabric.slower.to_string(),
+        "set" => {
+            let limits = limits.limits().expect("they go together");
+            format!("protocol.lease_ms={}", limits.protocol.lease.0 / 1_000_000)
+        }
+        // The default is below the home of whoever runs this.
+        "state" => match state {
+            Some(path) if path.ends_with("kvferry") => "kvferry".into(),
+            state => state.as_ref().map_or("kvferry".into(), |path| path.display().to_string()),
+        },
+        _ => panic!("{key} is not looked at"),
+    }
+}
+
+#[test]
+fn each_key_is_taken_from_the_source_that_comes_first() {
+    assert_eq!(SAID.map(|(key, ..)| key), KEYS);
+    for (key, default, [file, variable_text, flag]) in SAID {
+        // All numbers and truth values are taken as texts, too.
+        let file = TempFile::new(key, &format!("{key} = \"{file}\"\n"));
+        let from_file = value(&parsed(&file.flags()).resolve([]).expect("valid"), key);
+        let set = env(&[(variable(key), variable_text)]);
+        let flag = format!("--{}={flag}", key.replace('_', "-"));
+        let [config, path] = file.flags();
+        let got = |flags: &[&str], env: &[(OsString, OsString)]| {
+            value(&parsed(flags).resolve(env.to_vec()).expect("valid"), key)
+        };
+        let said = SAID.iter().find(|said| said.0 == key).expect("itself").2;
+        assert_eq!(got(&[], &[]), default, "{key}");
+        assert_eq!(from_file, said[0], "{key}");
+        assert_eq!(got(&[config, path], &set), said[1], "{key}: the environment before the file");
+        assert_eq!(got(&[config, path, &flag], &set), said[2], "{key}: a flag before all");
+        assert_eq!(got(&[config, path, &flag], &[]), said[2], "{key}: a flag before the file");
+    }
+}
+
+#[test]
+fn a_file_has_values_of_their_own_types() {
+    let text = "copiers = 1_6\nspin_us = 0x10\nslower = true\npaths = [\"tcp\", \"shared-memory\"]\n\
+        [protocol]\nlease_ms = 20.5\n[channel]\nlinks_max = 7\n";
+    let file = TempFile::new("types", text);
+    let config = parsed(&file.flags()).resolve([]).expect("valid");
+    let expected = HostConfig {
+        copiers: 16,
+        spin_us: 16,
+        slower: true,
+        paths: vec![DataPath::Tcp, DataPath::SharedMemory],
+        ..HostConfig::default()
+    };
+    assert_eq!(config.operator.fabric, expected);
+    let limits = config.operator.limits.limits().expect("they go together");
+    assert_eq!((limits.protocol.lease.0, limits.channel.links_max), (20_500_000, 7));
+    assert_eq!(config.file.as_deref(), Some(&*file.0));
+}
+
+#[test]
+fn a_file_may_have_both_tables_and_a_text_of_settings() {
+    let text = "set = \"channel.links_max=7, protocol.claim_ms=900\"\n\
+        [protocol]\nlease_ms = 20000\nclaim_ms = 800\n[operations]\nretries_max = \" 5 \"\n";
+    let given = ConfigLayer::from_file(text, "host.toml").expect("valid");
+    let limits = given.set.expect("given").limits().expect("they go together");
+    assert_eq!((limits.protocol.lease.0, limits.channel.links_max), (20_000_000_000, 7));
+    assert_eq!((limits.protocol.claim.0, limits.operations.retries_max), (900_000_000, 5));
+}
+
+#[test]
+fn a_value_of_a_table_is_one_value() {
+    let text = "[protocol]\nlease_ms = \"20000,channel.links_max=7\"\n";
+    let why = ConfigLayer::from_file(text, "host.toml").expect_err("two");
+    let said = "host.toml:1: protocol.lease_ms = 20000,channel.links_max=7: it has to be a time";
+    assert!(why.starts_with(said), "{why}");
+}
+
+#[test]
+fn the_file_is_named_by_a_flag_or_by_the_environment() {
+    let [one, other] = [TempFile::new("one", "copiers = 7"), TempFile::new("other", "copiers = 9")];
+    let set = [(FILE.into(), one.0.clone().into_os_string())];
+    let copiers =
+        |flags: &[&str]| parsed(flags).resolve(set.clone()).expect("valid").operator.fabric.copiers;
+    assert_eq!(copiers(&[]), 7);
+    assert_eq!(copiers(&other.flags()), 9);
+    let set = [(FILE.into(), "/nonexistent/host.toml".into())];
+    let why = parsed(&[]).resolve(set).expect_err("there is none");
+    assert!(why.starts_with("KVFERRY_HOST_CONFIG /nonexistent/host.toml: cannot read it"), "{why}");
+}
+
+#[test]
+fn mistakes_in_a_file_are_named_with_their_line() {
+    for (text, said) in [
+        ("copier = 2", ":1: copier: there is no such key; did you mean \"copiers\"?"),
+        ("\nfoo = 2", ":2: foo: there is no such key; there are socket, metrics"),
+        ("[fabric]\ncopiers = 2", ":1: fabric: there is no such key"),
+        ("\n\ncopiers = 0", ":3: copiers = 0: it has to be 1 or more"),
+        ("copiers = 257", ":1: copiers = 257: it may be 256 at most"),
+        ("copiers = -1", ":1: copiers = \"-1\": it has to be a whole number, 0 or more"),
+        ("copiers = 1.5", ":1: copiers: a text, a whole number, true, false or a list"),
+        ("paths = []", ":1: paths = []: name at least one of shared-memory"),
+        ("paths = [\"rdma\"]", "\"rdma\" is none of shared-memory, cross-memory, tcp"),
+        ("slower = 1", ":1: slower = \"1\": it has to be true or false"),
+        ("socket = \"\"", ":1: socket = \"\": it has to be a path"),
+        ("log_level = \"loud\"", ":1: log_level = \"loud\": it has to be off, error, warn"),
+        ("log_format = \"xml\"", ":1: log_format = \"xml\": it has to be text or json"),
+        ("socket = \"a\"\ncopiers", ":2: not TOML: "),
+        ("\n[protocol]\nlease = 2", ":2: protocol.lease: there is no such key; did you mean"),
+        ("[channel]\nlinks_max = []", ":1: channel.links_max = : it has to be a whole number"),
+        ("operations = 2", ":1: a table of times and limits is expected"),
+    ] {
+        let why = ConfigLayer::from_file(text, "host.toml").expect_err(text);
+        assert!(why.starts_with("host.toml:") && why.contains(said), "{text:?}: {why}");
+    }
+}
+
+#[test]
+fn mistakes_in_the_environment_are_named_with_their_variable() {
+    let resolved = |set: &[(String, &str)]| parsed(&[]).resolve(env(set));
+    let why = resolved(&[(variable("copiers"), "0")]).expect_err("too few");
+    assert_eq!(why, "KVFERRY_HOST_COPIERS: copiers = 0: it has to be 1 or more");
+    let why = resolved(&[(variable("paths"), "")]).expect_err("none");
+    assert!(why.starts_with("KVFERRY_HOST_PATHS: paths = []: name at least one"), "{why}");
+    let config = resolved(&[(variable("copier"), "3"), ("HOME".into(), "/")]).expect("valid");
+    assert_eq!(config.strangers, ["KVFERRY_HOST_COPIER"]);
+}
+
+#[test]
+fn mistakes_in_flags_are_named_with_their_flag() {
+    for (flag, said) in [
+        ("--copiers=0", "'--copiers <N>': copiers = 0: it has to be 1 or more"),
+        ("--paths=tcp,rdma", "\"rdma\" is none of shared-memory, cross-memory, tcp"),
+        ("--copier=2", "--copiers"),
+    ] {
+        let Err(why) = Program::try_parse_from(["host", flag]) else { panic!("{flag} is taken") };
+        assert!(why.to_string().contains(said), "{flag}: {why}");
+    }
+    assert!(parsed(&["--slower"]).given.slower.expect("given"));
+}

@@ -1,0 +1,55 @@
+//! What a transfer actor is started with, in its host or in its worker.
+
+use super::fault_injector::with_faults;
+use crate::instance_setup::RankSetup;
+use crate::meters::PlaneMeter;
+use crate::plane::{PlaneConfig, StartedPlane};
+use engine::core::config::CoreConfig;
+use engine::core::layout::LayerLayout;
+use engine::core::transfer::TransferSettings;
+use engine::fabric::Memory;
+use fabric_mori::DeviceEvents;
+use serde::{Deserialize, Serialize};
+
+/// A rank that is to be served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankPlan {
+    /// The core that it works for.
+    pub core: CoreConfig,
+    /// TP rank.
+    pub rank: u16,
+    /// Address that its data plane listens at.
+    pub host: String,
+    /// Settings of its data plane.
+    pub plane: PlaneConfig,
+    /// Its KV, as the process reaches it that the actor is in.
+    pub memory: Vec<Memory>,
+    /// Where its layers lie in that.
+    pub layers: Vec<LayerLayout>,
+    /// Times and limits of its transfer actor, see
+    /// [`Limits::operations`](crate::limits::ProtocolLimits).
+    #[serde(default)]
+    pub operations: TransferSettings,
+}
+
+/// An actor to be started, and what tells of its plane.
+pub(super) struct SidecarRank {
+    pub(super) parts: RankSetup,
+    pub(super) meter: PlaneMeter,
+    pub(super) events: Option<DeviceEvents>,
+}
+
+impl RankPlan {
+    /// Makes its data plane, and gives it to the actor.
+    ///
+    /// # Errors
+    /// What the plane cannot have, and why.
+    pub(super) fn parts(self) -> Result<SidecarRank, String> {
+        let StartedPlane { plane, meter, events } =
+            self.plane.start(&self.core, self.rank, &self.host)?;
+        let plane = with_faults(plane)?;
+        let kv = (self.memory, self.layers);
+        let parts = RankSetup::new(&self.core, self.rank, plane, kv, self.operations);
+        Ok(SidecarRank { parts, meter, events })
+    }
+}

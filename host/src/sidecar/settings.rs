@@ -1,0 +1,528 @@
+//! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
+
+use crate::control_listeners::ListenAddresses;
+use crate::limits::{self, Overrides};
+use crate::plane::PlaneConfig;
+use engine::core::moriio::MoriioSettings;
+use engine::core::time::Nanos;
+use fabric_host::HostConfig;
+use fabric_mori::MoriConfig;
+use scenarios::nearest;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::fmt;
+use std::net::IpAddr;
+use std::str::FromStr;
+
+/// What moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TransferBackend {
+    Host,
+    /// MoRI over RDMA; MoRIIO calls it `rdma`.
+    MoriRdma,
+    /// MoRI over xGMI; MoRIIO calls it `xgmi`.
+    MoriXgmi,
+}
+
+/// Where the KV cache of a worker without a GPU lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvMemory {
+    /// In a memory file, which hosts map.
+    File,
+    /// Where vLLM allocates it; hosts use cross-memory attach.
+    Private,
+}
+
+/// Where the transfer actors of an engine are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum TransferPlacement {
+    /// In its host, which reaches the workers' memory from outside.
+    Sidecar,
+    /// In its workers, one in each. Memory of a GPU needs it: what one process imported from
+    /// another cannot be passed on to a peer.
+    Worker,
+}
+
+/// Where the host of an engine comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostStart {
+    /// The connector starts it.
+    Spawn,
+    Connect,
+}
+
+/// The keys. Ports are numbers or texts of numbers, times seconds, as in MoRIIO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectorSettings {
+    /// Decode reads (MoRIIO's READ) in place of prefill that writes.
+    pub read_mode: bool,
+    /// Address to listen at and to tell others.
+    pub host_ip: String,
+    /// Host of the router's discovery socket; empty for none.
+    pub proxy_ip: String,
+    pub proxy_ping_port: u16,
+    /// Port of the engine's HTTP server, for the router.
+    pub http_port: u16,
+    /// Port for handshakes; 0 for a free one.
+    pub handshake_port: u16,
+    /// Port for notices of MoRIIO peers; 0 for a free one.
+    pub notify_port: u16,
+    /// What moves the bytes; by default what the memory of the KV cache calls for.
+    pub backend: Option<TransferBackend>,
+    /// Threads per rank that copy.
+    pub num_workers: u16,
+    /// Queue pairs per transfer; for RDMA only.
+    pub qp_per_transfer: Option<i32>,
+    /// Work requests per post, -1 for MoRI's choice; for RDMA only.
+    pub post_batch_size: Option<i32>,
+    /// What else MoRI can be told.
+    pub mori: MoriConfig,
+    /// `defer_timeout` and `recv_abort_timeout`, towards MoRIIO peers. `transfer_timeout` is taken
+    /// and not needed: an operation fails when its peer does.
+    pub moriio: MoriioSettings,
+    /// Where the KV cache lies.
+    pub kv_memory: KvMemory,
+    /// Where the transfer actors are; by default where the backend can be.
+    pub transfer: Option<TransferPlacement>,
+    /// Where the host comes from.
+    pub host: HostStart,
+    /// Path of the host's socket; empty for one that is named by the engine's id.
+    pub socket: String,
+    /// Times and limits: the tables `protocol`, `channel` and `operations`.
+    #[serde(default)]
+    pub limits: Overrides,
+}
+
+impl Default for ConnectorSettings {
+    fn default() -> Self {
+        ConnectorSettings {
+            read_mode: false,
+            host_ip: "127.0.0.1".into(),
+            proxy_ip: String::new(),
+            proxy_ping_port: 0,
+            http_port: 0,
+            handshake_port: 0,
+            notify_port: 0,
+            backend: None,
+            num_workers: 1,
+            qp_per_transfer: None,
+            post_batch_size: None,
+            mori: MoriConfig::default(),
+            moriio: MoriioSettings::default(),
+            kv_memory: KvMemory::File,
+            transfer: None,
+            host: HostStart::Spawn,
+            socket: String::new(),
+            limits: Overrides::default(),
+        }
+    }
+}
+
+/// All keys that a user may give.
+const KEYS: [&str; 22] = [
+    "read_mode",
+    "host_ip",
+    "proxy_ip",
+    "proxy_ping_port",
+    "http_port",
+    "handshake_port",
+    "notify_port",
+    "backend",
+    "num_workers",
+    "qp_per_transfer",
+    "post_batch_size",
+    "mori",
+    "transfer_timeout",
+    "defer_timeout",
+    "recv_abort_timeout",
+    "kv_memory",
+    "transfer",
+    "host",
+    "socket",
+    limits::PROTOCOL,
+    limits::CHANNEL,
+    limits::OPERATIONS,
+];
+
+impl fmt::Display for TransferBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TransferBackend::Host => "host",
+            TransferBackend::MoriRdma => "mori-rdma",
+            TransferBackend::MoriXgmi => "mori-xgmi",
+        })
+    }
+}
+
+const PLACES: [TransferPlacement; 2] = [TransferPlacement::Sidecar, TransferPlacement::Worker];
+
+impl TransferPlacement {
+    const fn name(self) -> &'static str {
+        match self {
+            TransferPlacement::Sidecar => "sidecar",
+            TransferPlacement::Worker => "worker",
+        }
+    }
+}
+
+impl fmt::Display for TransferPlacement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+fn text(value: &Value) -> Result<&str, String> {
+    value.as_str().ok_or_else(|| format!("{value} is no text"))
+}
+
+fn flag(value: &Value) -> Result<bool, String> {
+    match value {
+        Value::Bool(flag) => Ok(*flag),
+        Value::String(text) if ["true", "1"].contains(&&*text.to_lowercase()) => Ok(true),
+        Value::String(text) if ["false", "0"].contains(&&*text.to_lowercase()) => Ok(false),
+        other => Err(format!("{other} is neither true nor false")),
+    }
+}
+
+/// A number, also as a text.
+fn number<T: FromStr>(value: &Value, what: &str) -> Result<T, String> {
+    let text = match value {
+        Value::String(text) => text.trim().to_owned(),
+        other => other.to_string(),
+    };
+    text.parse().map_err(|_| format!("{value} is no {what}"))
+}
+
+fn port(value: &Value) -> Result<u16, String> {
+    number(value, "port from 0 to 65535")
+}
+
+fn seconds(value: &Value) -> Result<Nanos, String> {
+    let seconds: f64 = number(value, "number of seconds")?;
+    if seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
+        return Ok(Nanos((seconds * 1e9) as u64));
+    }
+    Err(format!("{value} is not from 0.001 to 86400 seconds"))
+}
+
+fn one_of<T: Copy>(value: &Value, known: &[(&str, T)]) -> Result<T, String> {
+    let word = text(value)?;
+    if let Some((_, found)) = known.iter().find(|(name, _)| *name == word) {
+        return Ok(*found);
+    }
+    let names: Vec<_> = known.iter().map(|(name, _)| *name).collect();
+    Err(format!("{word:?} is none of {}", names.join(", ")))
+}
+
+/// True for an address or name that others can be told; names are looked up where they are used.
+fn is_told(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    !host.is_empty() && !bare.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified())
+}
+
+impl ConnectorSettings {
+    /// Reads the keys that a user gave, a JSON object.
+    ///
+    /// # Errors
+    /// A key that there is not, with the one that is nearest; a value and what it may be.
+    pub fn read(json: &str) -> Result<ConnectorSettings, String> {
+        let given: Map<String, Value> = serde_json::from_str(json)
+            .map_err(|why| format!("kv_connector_extra_config: {why}"))?;
+        let mut settings = ConnectorSettings::default();
+        for (key, value) in &given {
+            settings.set(key, value).map_err(|why| match limits::TABLES.contains(&&**key) {
+                true => format!("kv_connector_extra_config: {why}"),
+                false => format!("kv_connector_extra_config: {key}: {why}"),
+            })?;
+        }
+        settings.check().map_err(|why| format!("kv_connector_extra_config: {why}"))?;
+        Ok(settings)
+    }
+
+    fn set(&mut self, key: &str, value: &Value) -> Result<(), String> {
+        match key {
+            "read_mode" => self.read_mode = flag(value)?,
+            "host_ip" => self.host_ip = text(value)?.into(),
+            "proxy_ip" => self.proxy_ip = text(value)?.into(),
+            "proxy_ping_port" => self.proxy_ping_port = port(value)?,
+            "http_port" => self.http_port = port(value)?,
+            "handshake_port" => self.handshake_port = port(value)?,
+            "notify_port" => self.notify_port = port(value)?,
+            "backend" => {
+                let known = [
+                    ("host", TransferBackend::Host),
+                    ("mori-rdma", TransferBackend::MoriRdma),
+                    ("mori-xgmi", TransferBackend::MoriXgmi),
+                    ("rdma", TransferBackend::MoriRdma),
+                    ("xgmi", TransferBackend::MoriXgmi),
+                ];
+                self.backend = Some(one_of(value, &known)?);
+            }
+            "num_workers" => self.num_workers = number(value, "number of threads")?,
+            "qp_per_transfer" => self.qp_per_transfer = Some(number(value, "number")?),
+            "post_batch_size" => self.post_batch_size = Some(number(value, "number")?),
+            "mori" => {
+                self.mori =
+                    MoriConfig::deserialize(value).map_err(|why| format!("{value}: {why}"))?;
+            }
+            "transfer_timeout" => _ = seconds(value)?,
+            "defer_timeout" => self.moriio.hold = seconds(value)?,
+            "recv_abort_timeout" => self.moriio.write = seconds(value)?,
+            "kv_memory" => {
+                let known = [("file", KvMemory::File), ("private", KvMemory::Private)];
+                self.kv_memory = one_of(value, &known)?;
+            }
+            "transfer" => {
+                let known = PLACES.map(|place| (place.name(), place));
+                self.transfer = Some(one_of(value, &known)?);
+            }
+            "host" => {
+                let known = [("spawn", HostStart::Spawn), ("connect", HostStart::Connect)];
+                self.host = one_of(value, &known)?;
+            }
+            "socket" => self.socket = text(value)?.into(),
+            table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
+            _ => {
+                return Err(match nearest(key, &KEYS) {
+                    Some(known) => format!("there is no such key; did you mean {known:?}?"),
+                    None => format!("there is no such key; there are {}", KEYS.join(", ")),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// What does not go together, and what to do.
+    fn check(&self) -> Result<(), String> {
+        self.limits.limits()?;
+        let ports = [
+            ("http_port", self.http_port),
+            ("handshake_port", self.handshake_port),
+            ("notify_port", self.notify_port),
+        ];
+        for (n, (key, port)) in ports.iter().enumerate() {
+            if let Some((other, _)) = ports[..n].iter().find(|it| it.1 == *port && *port != 0) {
+                return Err(format!(
+                    "{key} = {port}: it is {other}, too; give one of them another port"
+                ));
+            }
+        }
+        let wrong = match self {
+            ConnectorSettings { host_ip, .. } if !is_told(host_ip) => format!(
+                "host_ip = {host_ip:?}: peers are told it and cannot connect to it; give the address \
+                 of this machine that they reach"
+            ),
+            ConnectorSettings {
+                backend: Some(backend @ (TransferBackend::MoriRdma | TransferBackend::MoriXgmi)),
+                transfer: Some(TransferPlacement::Sidecar),
+                ..
+            } => format!(
+                "backend {backend} has its transfer actors in the workers, whose memory MoRI takes: \
+                 leave `transfer` out, or give \"worker\""
+            ),
+            ConnectorSettings { num_workers: 0 | 257.., .. } => {
+                "num_workers is not from 1 to 256".into()
+            }
+            ConnectorSettings { proxy_ip, proxy_ping_port, .. }
+                if proxy_ip.is_empty() != (*proxy_ping_port == 0) =>
+            {
+                "proxy_ip and proxy_ping_port name the router together: give both or none".into()
+            }
+            ConnectorSettings { proxy_ip, http_port: 0, .. } if !proxy_ip.is_empty() => {
+                "http_port is what the router sends requests to: give the port of vLLM's server"
+                    .into()
+            }
+            _ => return Ok(()),
+        };
+        Err(wrong)
+    }
+
+    /// Where an engine with these ports is to listen.
+    pub(crate) fn places(&self, handshake: u16, notify: u16) -> ListenAddresses<'_> {
+        ListenAddresses {
+            host: ("host_ip", &self.host_ip),
+            handshake: ("handshake_port", handshake),
+            notify: ("notify_port", notify),
+        }
+    }
+
+    /// Tries whether a host that the connector starts could listen as it is to; whether one that is
+    /// there can is not known here.
+    ///
+    /// # Errors
+    /// The key and its value, why not, and what to do.
+    pub fn try_ports(&self) -> Result<(), String> {
+        if self.host == HostStart::Connect {
+            return Ok(());
+        }
+        let tried = self.places(self.handshake_port, self.notify_port).check_all();
+        tried.map_err(|why| format!("kv_connector_extra_config: {why}"))
+    }
+
+    /// What moves the bytes.
+    pub fn backend(&self) -> TransferBackend {
+        self.backend.unwrap_or(TransferBackend::Host)
+    }
+
+    /// Where the transfer actors are.
+    pub fn transfer(&self) -> TransferPlacement {
+        self.transfer.unwrap_or(match self.backend() {
+            TransferBackend::Host => TransferPlacement::Sidecar,
+            // What one process imported from another cannot be passed on to a peer.
+            TransferBackend::MoriRdma | TransferBackend::MoriXgmi => TransferPlacement::Worker,
+        })
+    }
+
+    /// The data plane of a rank; `fabric` has what a host was told of host memory.
+    ///
+    /// # Errors
+    /// A setting of MoRI that cannot be.
+    pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
+        let backend = match self.backend() {
+            TransferBackend::Host => {
+                let workers = self.num_workers.into();
+                return Ok(PlaneConfig::Host(HostConfig { workers, ..fabric.clone() }));
+            }
+            TransferBackend::MoriRdma => fabric_mori::MoriBackend::Rdma,
+            TransferBackend::MoriXgmi => fabric_mori::MoriBackend::Xgmi,
+        };
+        let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok());
+        let config = MoriConfig {
+            backend,
+            qp_per_transfer: positive(self.qp_per_transfer).unwrap_or(self.mori.qp_per_transfer),
+            post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
+            num_workers: self.num_workers.into(),
+            host: self.host_ip.clone(),
+            ..self.mori.clone()
+        };
+        let wrong = |why| format!("kv_connector_extra_config: mori: {why}");
+        config.check().map_err(wrong)?;
+        Ok(PlaneConfig::Mori(config))
+    }
+
+    /// Keys that were given and have no meaning for host memory.
+    pub fn ignored_keys(&self) -> Vec<&'static str> {
+        if self.backend() != TransferBackend::Host {
+            return Vec::new();
+        }
+        let keys =
+            [("qp_per_transfer", self.qp_per_transfer), ("post_batch_size", self.post_batch_size)];
+        keys.iter().filter(|(_, value)| value.is_some()).map(|(key, _)| *key).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_known() {
+        for key in KEYS {
+            let why =
+                ConnectorSettings::default().set(key, &Value::Null).expect_err("null is no value");
+            assert!(!why.contains("no such key"), "{key}: {why}");
+        }
+    }
+
+    #[test]
+    fn what_moriio_users_give_is_taken() {
+        let given = r#"{"proxy_ip": "10.0.0.1", "proxy_ping_port": "36367", "http_port": 8100,
+            "handshake_port": "6301", "notify_port": 61005, "read_mode": "True", "num_workers": 4,
+            "qp_per_transfer": 2, "defer_timeout": 90, "recv_abort_timeout": 1.5, "backend": "host",
+            "protocol": {"lease_ms": "20000"}, "operations": {"stall_ms": 8500.5}}"#;
+        let settings = ConnectorSettings::read(given).expect("all of it is known");
+        let expected = ConnectorSettings {
+            read_mode: true,
+            proxy_ip: "10.0.0.1".into(),
+            proxy_ping_port: 36_367,
+            http_port: 8_100,
+            handshake_port: 6_301,
+            notify_port: 61_005,
+            backend: Some(TransferBackend::Host),
+            num_workers: 4,
+            qp_per_transfer: Some(2),
+            moriio: MoriioSettings {
+                hold: Nanos::from_secs(90),
+                write: Nanos::from_ms(1_500),
+                ..MoriioSettings::default()
+            },
+            limits: settings.limits.clone(),
+            ..ConnectorSettings::default()
+        };
+        assert_eq!(settings, expected);
+        let limits = settings.limits.limits().expect("they go together");
+        assert_eq!(limits.protocol.lease, Nanos::from_secs(20));
+        assert_eq!(limits.operations.stall, Nanos::from_us(8_500_500));
+        assert_eq!(settings.ignored_keys(), ["qp_per_transfer"]);
+    }
+
+    #[test]
+    fn mori_is_told_what_it_is_given() {
+        let given = r#"{"backend": "xgmi", "host_ip": "10.0.0.1", "qp_per_transfer": 4,
+            "post_batch_size": -1, "num_workers": 2, "mori": {"chunking": true, "qp_per_transfer": 9}}"#;
+        let settings = ConnectorSettings::read(given).expect("all of it is known");
+        assert_eq!(settings.transfer(), TransferPlacement::Worker);
+        assert!(settings.ignored_keys().is_empty());
+        let plane = settings.plane(&HostConfig::default()).expect("it can be");
+        let expected = MoriConfig {
+            backend: fabric_mori::MoriBackend::Xgmi,
+            host: "10.0.0.1".into(),
+            qp_per_transfer: 4,
+            num_workers: 2,
+            chunking: true,
+            ..MoriConfig::default()
+        };
+        assert_eq!(plane, PlaneConfig::Mori(expected));
+        let bad = ConnectorSettings { host_ip: "a.b".into(), ..settings };
+        assert!(bad.plane(&HostConfig::default()).expect_err("a name").contains("IPv4"));
+    }
+
+    #[test]
+    fn mistakes_are_named_with_what_to_do() {
+        for (given, said) in [
+            (
+                r#"{"red_mode": true}"#,
+                "red_mode: there is no such key; did you mean \"read_mode\"?",
+            ),
+            (r#"{"quux": 1}"#, "quux: there is no such key; there are read_mode, host_ip"),
+            (r#"{"http_port": 70000}"#, "http_port: 70000 is no port from 0 to 65535"),
+            (r#"{"read_mode": "perhaps"}"#, "read_mode: \"perhaps\" is neither true nor false"),
+            (r#"{"defer_timeout": 0}"#, "defer_timeout: 0 is not from 0.001 to 86400 seconds"),
+            (r#"{"backend": "tcp"}"#, "backend: \"tcp\" is none of host, mori-rdma"),
+            (
+                r#"{"backend": "rdma", "transfer": "sidecar"}"#,
+                "backend mori-rdma has its transfer actors in the workers",
+            ),
+            (r#"{"mori": {"chunkin": true}}"#, "unknown field `chunkin`"),
+            (r#"{"transfer": "host"}"#, "transfer: \"host\" is none of sidecar, worker"),
+            (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),
+            (r#"{"proxy_ip": "::1"}"#, "give both or none"),
+            (r#"{"proxy_ip": "::1", "proxy_ping_port": 1}"#, "http_port is what the router"),
+            ("[]", "kv_connector_extra_config: invalid type"),
+            (r#"{"host_ip": "0.0.0.0"}"#, "host_ip = \"0.0.0.0\": peers are told it"),
+            (r#"{"host_ip": "[::]"}"#, "host_ip = \"[::]\": peers are told it"),
+            (r#"{"host_ip": ""}"#, "host_ip = \"\": peers are told it"),
+            (
+                r#"{"handshake_port": 6301, "notify_port": "6301"}"#,
+                "notify_port = 6301: it is handshake_port, too",
+            ),
+            (
+                r#"{"http_port": 6301, "handshake_port": 6301}"#,
+                "handshake_port = 6301: it is http_port, too",
+            ),
+            (
+                r#"{"protocol": {"lease": 5}}"#,
+                "kv_connector_extra_config: protocol.lease: there is no such key; did you mean \
+                 \"protocol.lease_ms\"?",
+            ),
+            (
+                r#"{"channel": {"silent_ms": 500}}"#,
+                "kv_connector_extra_config: channel.silent_ms = 500: peers are asked every",
+            ),
+        ] {
+            let why = ConnectorSettings::read(given).expect_err(given);
+            assert!(why.contains(said), "{given}: {why}");
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! The local socket, from the host's side.
+
+use super::codec::{MessageDecoder, decode, encode};
+use super::gateway::{ClientJoined, ClientLeft, ClientMessage, GatewayActor};
+use super::proto::{ConnectorHello, FRAME_MAX};
+use bytes::Bytes;
+use engine::actors::MailboxSender;
+use futures_util::{SinkExt, StreamExt};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde::Serialize;
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::mpsc;
+use tokio_util::codec::{Framed, LengthDelimitedCodec};
+
+/// Messages that a connection may have waiting for it.
+pub(super) const WAITING_MAX: usize = 65_536;
+
+/// A connection, in frames.
+pub(super) type SocketFrames = Framed<UnixStream, LengthDelimitedCodec>;
+
+/// A path that is listened at. Who holds the lock beside it has it; the socket is removed with it.
+pub(super) struct ListeningSocket {
+    pub(super) listener: UnixListener,
+    path: PathBuf,
+    lock: PathBuf,
+    _held: File,
+}
+
+impl Drop for ListeningSocket {
+    fn drop(&mut self) {
+        // Nobody is to connect to what has ended. The lock goes last.
+        let _ = fs::remove_file(&self.path);
+        let _ = fs::remove_file(&self.lock);
+    }
+}
+
+/// Listens at a path, also at one that a host left behind which was killed.
+///
+/// # Errors
+/// The path and why it cannot be listened at: another host is there.
+pub(super) fn listen(path: &Path) -> Result<ListeningSocket, String> {
+    let fail = |why: &dyn Display| format!("socket {}: cannot listen: {why}", path.display());
+    let mut lock = path.as_os_str().to_owned();
+    lock.push(".lock");
+    let lock = PathBuf::from(lock);
+    let held = hold(&lock).map_err(|why| fail(&why))?.ok_or_else(|| fail(&"a host is there"))?;
+    if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+        // Whoever had it has no lock any more. If it cannot be removed, that is told next.
+        let _ = fs::remove_file(path);
+    }
+    let listener = UnixListener::bind(path).map_err(|why| fail(&why))?;
+    Ok(ListeningSocket { listener, path: path.into(), lock, _held: held })
+}
+
+/// Takes the lock; none if another process has it.
+fn hold(lock: &Path) -> io::Result<Option<File>> {
+    loop {
+        let file = File::options().create(true).append(true).mode(0o600).open(lock)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => return Ok(None),
+            Err(why) => return Err(why.into()),
+        }
+        let own = file.metadata()?;
+        // Who had it before may have removed it since it was opened.
+        if fs::metadata(lock)
+            .is_ok_and(|there| (there.dev(), there.ino()) == (own.dev(), own.ino()))
+        {
+            return Ok(Some(file));
+        }
+    }
+}
+
+/// Serves connections for ever.
+pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<GatewayActor>) {
+    let mut client = 0;
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                client += 1;
+                let (client, gateway) = (client, gateway.clone());
+                // It ends with the connection.
+                let _detached = actix::spawn(async move {
+                    if let Err(why) = connection(stream, client, &gateway).await {
+                        tracing::warn!(client, %why, "a connection of the engine ended");
+                    }
+                    gateway.address().do_send(ClientLeft(client));
+                });
+            }
+            Err(why) => tracing::warn!(%why, "cannot accept a connection"),
+        }
+    }
+}
+
+/// Who owns this process is let in, and nobody else.
+fn check(stream: &UnixStream) -> io::Result<()> {
+    let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
+    match peer == own {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("user {peer} is not {own}, who owns the host"))),
+    }
+}
+
+/// Frames of at most [`FRAME_MAX`] bytes.
+pub(super) fn framed(stream: UnixStream) -> SocketFrames {
+    let codec = LengthDelimitedCodec::builder().max_frame_length(FRAME_MAX).new_codec();
+    Framed::new(stream, codec)
+}
+
+/// Reads no further while the mailbox is full; what was asked then is told to be too much.
+async fn connection(
+    stream: UnixStream,
+    client: u64,
+    gateway: &MailboxSender<GatewayActor>,
+) -> io::Result<()> {
+    check(&stream)?;
+    let mut frames = framed(stream);
+    let Some(first) = frames.next().await else { return Ok(()) };
+    let hello: ConnectorHello = decode(&first?)?;
+    let mut reader = MessageDecoder::new(hello.versions());
+    let (out, mut waiting) = mpsc::channel(WAITING_MAX);
+    gateway.address().do_send(ClientJoined { client, hello, out });
+    loop {
+        tokio::select! {
+            message = waiting.recv() => match message {
+                Some(message) => send(&mut frames, message, &mut waiting).await?,
+                None => return Ok(()),
+            },
+            frame = frames.next() => match frame {
+                Some(frame) => {
+                    if let Some(message) = reader.read(&frame?)? {
+                        let is_refused = !gateway.has_room();
+                        let place = gateway.wait().await;
+                        gateway.post(ClientMessage { client, message, is_refused }, place);
+                    }
+                }
+                None => return Ok(()),
+            },
+        }
+    }
+}
+
+/// Sends a message and all that wait behind it.
+pub(super) async fn send<T: Serialize>(
+    frames: &mut SocketFrames,
+    first: T,
+    waiting: &mut mpsc::Receiver<T>,
+) -> io::Result<()> {
+    frames.feed(encode(&first)?).await?;
+    while let Ok(next) = waiting.try_recv() {
+        frames.feed(encode(&next)?).await?;
+    }
+    SinkExt::<Bytes>::flush(frames).await
+}

@@ -1,0 +1,307 @@
+//! From what an engine says of itself to its protocol actors.
+
+use super::config::OperatorConfig;
+use super::rank::{RankPlan, SidecarRank};
+use super::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
+use super::spec::{ServingEngine, ServingWorker, WorkerRegion};
+use crate::control_listeners::ControlListeners;
+use crate::incarnations;
+use crate::legs::InstanceIdentity;
+use crate::limits::ProtocolLimits;
+use crate::meters::CounterSource;
+use engine::actors::{COUNT_INPUTS, LocalPlanes};
+use engine::core::Nanos;
+use engine::core::config::CoreConfig;
+use engine::core::ids::{EngineId, Incarnation};
+use engine::core::instance::{Instance, InstanceInput};
+use engine::core::message::{Mode, Role};
+use engine::core::moriio::MoriioConfig;
+use engine::fabric::{Endpoint, Memory, bracketed};
+use fabric_host::HostConfig;
+use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::os::fd::IntoRawFd;
+use std::sync::{Arc, Mutex};
+
+/// An engine that is served.
+pub(super) struct StartedEngine {
+    /// Core and ranks, as far as they are in this process.
+    pub(super) instance: Instance,
+    pub(super) planes: LocalPlanes,
+    pub(super) inputs: Vec<InstanceInput>,
+    /// What it is to others.
+    pub(super) own: InstanceIdentity,
+    pub(super) engine: EngineId,
+    pub(super) incarnation: Incarnation,
+    /// How long others may read its blocks when the host has ended.
+    pub(super) lease: Nanos,
+    /// Of the planes of all ranks.
+    pub(super) tallies: Vec<CounterSource>,
+    /// Ranks whose transfer actors are in their workers.
+    pub(super) worker_plans: Vec<RankPlan>,
+    /// How the KV is reached.
+    pub(super) memory: &'static str,
+}
+
+/// Makes the machines of an engine and their planes.
+///
+/// # Errors
+/// What cannot be served or had, and why.
+pub(super) fn start(
+    engine: &ServingEngine,
+    (workers, operator): (&BTreeMap<u16, ServingWorker>, &OperatorConfig),
+) -> Result<StartedEngine, String> {
+    let settings = &engine.settings;
+    let limits = settings.limits.clone().or(&operator.limits).limits()?;
+    for key in settings.ignored_keys() {
+        tracing::warn!(key, "has no meaning for host memory");
+    }
+    workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
+    let [handshake, notify] = ports(engine)?;
+    let ears = ControlListeners::new(settings.places(handshake, notify))?;
+    let attention = workers.values().find_map(|worker| worker.attention.clone());
+    // Nobody will know the engine by ports that it was not given.
+    let state = operator.state.as_deref().filter(|_| settings.handshake_port != 0);
+    let incarnation = incarnations::begin(&ears.address.engine(), engine.last_incarnation, state);
+    let config = core_config(engine, attention, &ears, (incarnation, &limits))?;
+    let ranks = (0..engine.tp).map(|rank| {
+        let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
+        rank_plan(engine, &config, worker, (&operator.fabric, &limits))
+    });
+    let plans = ranks.collect::<Result<Vec<_>, String>>()?;
+    let (ranks, tallies, away) = match settings.transfer() {
+        TransferPlacement::Sidecar => {
+            let ready = plans.into_iter().map(RankPlan::parts);
+            let ready = ready.collect::<Result<Vec<_>, String>>()?;
+            let parts = ready.into_iter().map(|SidecarRank { parts, meter, .. }| (parts, meter));
+            let (ranks, meters): (Vec<_>, Vec<_>) = parts.unzip();
+            (ranks, meters.into_iter().map(CounterSource::Here).collect(), Vec::new())
+        }
+        TransferPlacement::Worker => {
+            let told = plans.iter().map(|_| CounterSource::Reported(Arc::new(Mutex::default())));
+            (Vec::new(), told.collect(), plans)
+        }
+    };
+    let memory = memories(settings.backend(), workers);
+    let own = InstanceIdentity {
+        role: engine.role,
+        mode: engine.mode(),
+        address: ears.address.clone(),
+        ports: settings.moriio.ports,
+    };
+    tracing::info!(
+        engine = &*config.engine.0,
+        role = %engine.role,
+        mode = %engine.mode(),
+        handshake = &*ears.handshake.0,
+        notify = &*ears.notify.0,
+        ranks = engine.tp,
+        groups = engine.groups.len(),
+        backend = %settings.backend(),
+        transfer = %settings.transfer(),
+        memory,
+        "serving an engine"
+    );
+    let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
+    let lease = if read { config.settings.lease } else { Nanos::ZERO };
+    let (engine, incarnation) = (config.engine.clone(), config.incarnation);
+    let (mut instance, mut planes) = (Instance::default(), LocalPlanes::new());
+    instance.set_observer(COUNT_INPUTS);
+    instance.add_core(config);
+    planes.set_control(ears.plane);
+    let inputs = ranks.into_iter().map(|rank| rank.join(&mut instance, &mut planes)).collect();
+    Ok(StartedEngine {
+        instance,
+        planes,
+        inputs,
+        own,
+        engine,
+        incarnation,
+        lease,
+        tallies,
+        worker_plans: away,
+        memory,
+    })
+}
+
+/// The ports for handshakes and notices: as in MoRIIO each DP rank takes as many as it has TP
+/// ranks.
+fn ports(engine: &ServingEngine) -> Result<[u16; 2], String> {
+    let ConnectorSettings { handshake_port, notify_port, .. } = engine.settings;
+    let offset = engine.dp.0.checked_mul(engine.tp);
+    let of_rank = |(key, port): (&str, u16)| match port {
+        0 => Ok(0),
+        port => offset.and_then(|offset| port.checked_add(offset)).ok_or_else(|| {
+            format!(
+                "{key} {port}: DP rank {} has a port above 65535; give a smaller one",
+                engine.dp.0
+            )
+        }),
+    };
+    let apart = handshake_port.abs_diff(notify_port);
+    let (ranks, tp) = (engine.dp.1, engine.tp.max(1));
+    let are_given = handshake_port != 0 && notify_port != 0;
+    if are_given && apart.is_multiple_of(tp) && apart / tp < ranks {
+        return Err(format!(
+            "notify_port = {notify_port}: {ranks} DP ranks of {tp} TP ranks take ports from there and \
+             from handshake_port = {handshake_port}, and two take the same; put them {} apart",
+            u32::from(ranks) * u32::from(tp)
+        ));
+    }
+    Ok([of_rank(("handshake_port", handshake_port))?, of_rank(("notify_port", notify_port))?])
+}
+
+fn core_config(
+    engine: &ServingEngine,
+    attention: Option<Arc<str>>,
+    ears: &ControlListeners,
+    (incarnation, limits): (Incarnation, &ProtocolLimits),
+) -> Result<CoreConfig, String> {
+    let settings = &engine.settings;
+    let router = (!settings.proxy_ip.is_empty()).then(|| {
+        let (host, port) = (&settings.proxy_ip, settings.proxy_ping_port);
+        Endpoint::tcp(host, port)
+    });
+    let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
+    Ok(CoreConfig {
+        engine: ears.address.engine(),
+        incarnation,
+        role: engine.role,
+        mode: engine.mode(),
+        geometry: Arc::new(engine.geometry()?),
+        http: Endpoint(http.into()),
+        control: ears.handshake.clone(),
+        dp: engine.dp,
+        router,
+        settings: limits.protocol.clone(),
+        channel: limits.channel.clone(),
+        moriio: Some(MoriioConfig {
+            address: ears.address.clone(),
+            layer_names: engine.layer_names(),
+            // Peers do not look at it.
+            attn_backend: attention.unwrap_or_default(),
+            settings: settings.moriio.clone(),
+        }),
+    })
+}
+
+fn rank_plan(
+    engine: &ServingEngine,
+    core: &CoreConfig,
+    worker: &ServingWorker,
+    (fabric, limits): (&HostConfig, &ProtocolLimits),
+) -> Result<RankPlan, String> {
+    let settings = &engine.settings;
+    let memory = worker.regions.iter().map(|region| match settings.transfer() {
+        TransferPlacement::Sidecar => memory(worker, region),
+        TransferPlacement::Worker => Ok(own_memory(settings.backend(), region)),
+    });
+    Ok(RankPlan {
+        core: core.clone(),
+        rank: worker.rank,
+        host: settings.host_ip.clone(),
+        plane: settings.plane(fabric)?,
+        memory: memory.collect::<Result<Vec<_>, String>>()?,
+        layers: engine.layers(worker)?,
+        operations: limits.operations.clone(),
+    })
+}
+
+/// How the workers' memory is reached by other processes.
+fn memories(backend: TransferBackend, workers: &BTreeMap<u16, ServingWorker>) -> &'static str {
+    if backend != TransferBackend::Host {
+        return "registered with MoRI";
+    }
+    let mut regions = workers.values().flat_map(|worker| &worker.regions);
+    match regions.all(|region| region.file.is_some()) {
+        true => "memory files",
+        false => "cross-memory attach",
+    }
+}
+
+/// Whether what moves the bytes can do so with a worker's memory.
+fn reachable(backend: TransferBackend, worker: &ServingWorker) -> Result<(), String> {
+    let mut devices = worker.regions.iter().map(|region| region.device);
+    let (wrong, remedy) = match backend {
+        TransferBackend::Host => (devices.find(Option::is_some), "mori-rdma or mori-xgmi"),
+        TransferBackend::MoriRdma => (None, ""),
+        TransferBackend::MoriXgmi => (devices.find(Option::is_none), "mori-rdma, or host"),
+    };
+    match wrong {
+        None => Ok(()),
+        Some(device) => {
+            let at = device.map_or("of the host".into(), |device| format!("of GPU {device}"));
+            let rank = worker.rank;
+            Err(format!(
+                "rank {rank} has its KV in memory {at}, which backend {backend} does not move: set \
+                 `backend` to {remedy}"
+            ))
+        }
+    }
+}
+
+/// A worker's memory, as the worker reaches it.
+fn own_memory(
+    backend: TransferBackend,
+    &WorkerRegion { base, len, file, device }: &WorkerRegion,
+) -> Memory {
+    match (backend, file, device) {
+        (TransferBackend::Host, Some(fd), None) => Memory::MemFd { fd, len },
+        (_, _, Some(device)) => Memory::Device { base, len, device },
+        _ => Memory::Own { base, len },
+    }
+}
+
+/// A worker's memory, as this process reaches it.
+fn memory(worker: &ServingWorker, region: &WorkerRegion) -> Result<Memory, String> {
+    let (pid, len) = (worker.pid, region.len);
+    let Some(file) = region.file else {
+        return Ok(Memory::OtherProcess { pid, base: region.base, len });
+    };
+    let path = format!("/proc/{pid}/fd/{file}");
+    let opened = OpenOptions::new().read(true).write(true).open(&path);
+    let file = opened.map_err(|why| format!("opening {path}, the KV of a worker: {why}"))?;
+    // It stays open as long as the plane, which lives until the process ends.
+    Ok(Memory::MemFd { fd: file.into_raw_fd(), len })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_a_backend_does_not_move_is_refused() {
+        let worker = |device| {
+            let region = WorkerRegion { base: 0x1000, len: 64, file: None, device };
+            ServingWorker {
+                rank: 1,
+                pid: 1,
+                regions: vec![region],
+                tensors: Vec::new(),
+                attention: None,
+            }
+        };
+        for (backend, device, remedy) in [
+            (TransferBackend::Host, None, None),
+            (TransferBackend::Host, Some(3), Some("of GPU 3, which backend host does not move")),
+            (TransferBackend::MoriRdma, None, None),
+            (TransferBackend::MoriRdma, Some(0), None),
+            (
+                TransferBackend::MoriXgmi,
+                None,
+                Some("of the host, which backend mori-xgmi does not move"),
+            ),
+            (TransferBackend::MoriXgmi, Some(0), None),
+        ] {
+            let said = reachable(backend, &worker(device)).err();
+            match (&said, remedy) {
+                (None, None) => {}
+                (Some(said), Some(remedy)) if said.contains(remedy) => {}
+                _ => panic!("{backend} {device:?}: {said:?}"),
+            }
+        }
+        let region = &worker(Some(2)).regions[0];
+        let expected = Memory::Device { base: 0x1000, len: 64, device: 2 };
+        assert_eq!(own_memory(TransferBackend::MoriXgmi, region), expected);
+    }
+}

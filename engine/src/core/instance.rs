@@ -4,6 +4,7 @@
 use super::command::{ControlCommand, DataCommand, DataRefusal};
 use super::config::CoreConfig;
 use super::decode::{Decode, DecodeEffect, DecodeInput};
+use super::engine_core::{CoreEffect, CoreInput};
 use super::error::{Failure, PeerViolation};
 use super::ids::{EngineId, StepId};
 use super::machine::{Gauges, Machine, Outbox};
@@ -232,63 +233,58 @@ impl Instance {
     fn core(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
         match &mut self.core {
             Some(CoreMachine::Prefill(core, effects)) => {
-                let input = match input {
-                    InstanceInput::Prefill(hook) => PrefillInput::Hook(hook),
-                    InstanceInput::Drain => PrefillInput::Drain,
-                    InstanceInput::Control(event) => PrefillInput::Control(event),
-                    InstanceInput::Report { rank, report } => PrefillInput::Report { rank, report },
-                    InstanceInput::Tick(_) => PrefillInput::Tick,
-                    _ => return,
-                };
-                if let Some(heard) = self.observer {
-                    (heard.prefill)(&input);
-                }
+                let input = core_input(input, |input| match input {
+                    InstanceInput::Prefill(hook) => Some(hook),
+                    _ => None,
+                });
+                let observe = self.observer.map(|observer| observer.prefill);
+                let Some(input) = input.inspect(|input| tell(observe, input)) else { return };
                 core.handle(now, input, effects);
-                effects.drain().for_each(|effect| out.push(effect));
+                effects.drain().for_each(|it| out.push(of_core(it, InstanceEffect::Prefill)));
             }
             Some(CoreMachine::Decode(core, effects)) => {
-                let input = match input {
-                    InstanceInput::Decode(hook) => DecodeInput::Hook(hook),
-                    InstanceInput::Drain => DecodeInput::Drain,
-                    InstanceInput::Control(event) => DecodeInput::Control(event),
-                    InstanceInput::Report { rank, report } => DecodeInput::Report { rank, report },
-                    InstanceInput::Tick(_) => DecodeInput::Tick,
-                    _ => return,
-                };
-                if let Some(heard) = self.observer {
-                    (heard.decode)(&input);
-                }
+                let input = core_input(input, |input| match input {
+                    InstanceInput::Decode(hook) => Some(hook),
+                    _ => None,
+                });
+                let observe = self.observer.map(|observer| observer.decode);
+                let Some(input) = input.inspect(|input| tell(observe, input)) else { return };
                 core.handle(now, input, effects);
-                effects.drain().for_each(|effect| out.push(effect));
+                effects.drain().for_each(|it| out.push(of_core(it, InstanceEffect::Decode)));
             }
             None => {}
         }
     }
 }
 
-impl From<PrefillEffect> for InstanceEffect {
-    fn from(effect: PrefillEffect) -> Self {
-        match effect {
-            PrefillEffect::Control(command) => InstanceEffect::Control(command),
-            PrefillEffect::Job(job) => InstanceEffect::Job(job),
-            PrefillEffect::Answer(answer) => InstanceEffect::Prefill(answer),
-            PrefillEffect::Violation(violation) => InstanceEffect::Violation(violation),
-            PrefillEffect::Router(news) => InstanceEffect::Router(news),
-            PrefillEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
-        }
+fn tell<I>(observe: Option<fn(&I)>, input: &I) {
+    if let Some(observe) = observe {
+        observe(input);
     }
 }
 
-impl From<DecodeEffect> for InstanceEffect {
-    fn from(effect: DecodeEffect) -> Self {
-        match effect {
-            DecodeEffect::Control(command) => InstanceEffect::Control(command),
-            DecodeEffect::Job(job) => InstanceEffect::Job(job),
-            DecodeEffect::Answer(answer) => InstanceEffect::Decode(answer),
-            DecodeEffect::Violation(violation) => InstanceEffect::Violation(violation),
-            DecodeEffect::Router(news) => InstanceEffect::Router(news),
-            DecodeEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
-        }
+/// What an input is to the core; none if it is for another one.
+fn core_input<H>(
+    input: InstanceInput,
+    hook: impl FnOnce(InstanceInput) -> Option<H>,
+) -> Option<CoreInput<H>> {
+    Some(match input {
+        InstanceInput::Drain => CoreInput::Drain,
+        InstanceInput::Control(event) => CoreInput::Control(event),
+        InstanceInput::Report { rank, report } => CoreInput::Report { rank, report },
+        InstanceInput::Tick(_) => CoreInput::Tick,
+        input => CoreInput::Hook(hook(input)?),
+    })
+}
+
+fn of_core<A>(effect: CoreEffect<A>, answer: impl FnOnce(A) -> InstanceEffect) -> InstanceEffect {
+    match effect {
+        CoreEffect::Control(command) => InstanceEffect::Control(command),
+        CoreEffect::Job(job) => InstanceEffect::Job(job),
+        CoreEffect::Answer(said) => answer(said),
+        CoreEffect::Violation(violation) => InstanceEffect::Violation(violation),
+        CoreEffect::Router(event) => InstanceEffect::Router(event),
+        CoreEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
     }
 }
 

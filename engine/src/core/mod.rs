@@ -7,6 +7,7 @@ pub mod command;
 pub mod config;
 pub mod decode;
 pub mod dialect;
+pub mod engine_core;
 pub mod enum_variants;
 pub mod error;
 pub mod hash_index;

@@ -10,86 +10,29 @@ mod request;
 
 use super::block_ledger::{BlockLedger, BlockOwner};
 use super::by_peer::ByPeer;
-use super::command::ControlCommand;
 use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
-use super::error::{Failure, PeerViolation};
+use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::error::Failure;
 use super::idmap::IdMap;
-use super::ids::{ConnectionId, EngineId, FlowId, RequestId, TransferKey};
+use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{
-    AttemptTag, DecodeAnswer, DecodeHook, Message, RouterEvent, TransferJob, TransferReport,
-};
+use super::message::{AttemptTag, DecodeAnswer, DecodeHook, FlowState, Message};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::PeerEvent;
+use super::peers::UnackedReleases;
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
-use crate::fabric::ControlEvent;
 use pending_releases::{PendingRelease, PrefillIncarnation};
 use request::DecodeRequest;
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// What can happen to a decode core.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum DecodeInput {
-    /// The engine tells.
-    Hook(DecodeHook),
-    /// The control plane reports.
-    Control(ControlEvent),
-    /// The transfer actor of a rank reports.
-    Report {
-        /// Its TP rank.
-        rank: u16,
-        report: TransferReport,
-    },
-    /// Register as draining from now on.
-    Drain,
-    /// A deadline may be due.
-    Tick,
-}
+pub type DecodeInput = CoreInput<DecodeHook>;
 
 /// What a decode core wants done.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum DecodeEffect {
-    /// Call the control plane.
-    Control(ControlCommand),
-    /// Give a job to the transfer actors of all ranks.
-    Job(TransferJob),
-    /// Tell the engine.
-    Answer(DecodeAnswer),
-    /// For the log: a peer broke the protocol, and the frame was dropped.
-    Violation(PeerViolation),
-    /// For the log: what becomes of the registrations.
-    Router(RouterEvent),
-    /// For the log: a peer's hello was refused, and the peer was told why.
-    Refused {
-        /// What it calls itself.
-        peer: EngineId,
-        /// Why the two do not work together.
-        failure: Failure,
-    },
-}
-
-impl From<ControlCommand> for DecodeEffect {
-    fn from(command: ControlCommand) -> Self {
-        DecodeEffect::Control(command)
-    }
-}
-
-impl From<TransferJob> for DecodeEffect {
-    fn from(job: TransferJob) -> Self {
-        DecodeEffect::Job(job)
-    }
-}
-
-impl From<DecodeAnswer> for DecodeEffect {
-    fn from(answer: DecodeAnswer) -> Self {
-        DecodeEffect::Answer(answer)
-    }
-}
+pub type DecodeEffect = CoreEffect<DecodeAnswer>;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum DecodeTimer {
@@ -148,7 +91,48 @@ impl Decode {
         BlockOwner(self.fresh())
     }
 
-    fn hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
+    fn message_for(
+        &mut self,
+        now: Nanos,
+        request: RequestId,
+        message: Message,
+        out: &mut DecodeOutbox,
+    ) {
+        match message {
+            Message::Begun { .. } => self.due(&request, out),
+            Message::Delivered { ranks, tokens, .. } => {
+                self.delivered(now, request, ranks, tokens, out);
+            }
+            Message::Ended { failure, quiet, .. } => {
+                self.ended(now, &request, failure, quiet, out);
+            }
+            Message::Grant { blocks, tokens, lease, .. } => {
+                self.granted(now, &request, tokens, blocks, lease, out);
+            }
+            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, out),
+            _ => {}
+        }
+    }
+
+    /// The request that a tag of this peer is about, if that attempt is the current one.
+    fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
+        let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
+        let request = self.requests.get(id)?;
+        let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
+        let same = request.connection == connection || planted!("decode-ignores-who-speaks");
+        (same && current).then(|| id.clone())
+    }
+}
+
+impl EngineCore for Decode {
+    type Hook = DecodeHook;
+    type Answer = DecodeAnswer;
+
+    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
+        (&mut self.peer_manager, &mut self.events)
+    }
+
+    fn on_hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, leg, tokens, out);
@@ -160,50 +144,7 @@ impl Decode {
         }
     }
 
-    fn on_peer_manager_event(
-        &mut self,
-        now: Nanos,
-        news: PeerManagerEvent,
-        out: &mut DecodeOutbox,
-    ) {
-        match news {
-            PeerManagerEvent::Peer(event) => self.peer(now, event, out),
-            PeerManagerEvent::Fenced { connection } => self.peer_fenced(now, connection, out),
-            PeerManagerEvent::Abandoned { .. } => {}
-            PeerManagerEvent::Flow { rank, flow, state } => {
-                self.flow_news(now, rank, flow, state, out)
-            }
-            PeerManagerEvent::Unusable { failure } => self.give_up(now, &failure, out),
-            PeerManagerEvent::Router(said) => out.push(DecodeEffect::Router(said)),
-        }
-    }
-
-    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut DecodeOutbox) {
-        match event {
-            PeerEvent::Message { connection, message } => {
-                self.message(now, connection, message, out)
-            }
-            PeerEvent::Lost { connection, tag, kind, violation } => {
-                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
-            }
-            PeerEvent::Up { connection } => {
-                self.peer_up(now, connection, out);
-                self.send_pending(now, connection, out);
-            }
-            PeerEvent::Down { connection, failure, unacked_releases: unsaid } => {
-                if let Some(unsaid) = unsaid {
-                    self.add_pending(now, *unsaid);
-                }
-                self.peer_down(now, connection, &failure, out);
-            }
-            PeerEvent::Violation(violation) => out.push(DecodeEffect::Violation(violation)),
-            PeerEvent::Refused { engine: peer, failure } => {
-                out.push(DecodeEffect::Refused { peer, failure });
-            }
-        }
-    }
-
-    fn message(
+    fn on_message(
         &mut self,
         now: Nanos,
         connection: ConnectionId,
@@ -229,32 +170,9 @@ impl Decode {
         }
     }
 
-    fn message_for(
-        &mut self,
-        now: Nanos,
-        request: RequestId,
-        message: Message,
-        out: &mut DecodeOutbox,
-    ) {
-        match message {
-            Message::Begun { .. } => self.due(&request, out),
-            Message::Delivered { ranks, tokens, .. } => {
-                self.delivered(now, request, ranks, tokens, out);
-            }
-            Message::Ended { failure, quiet, .. } => {
-                self.ended(now, &request, failure, quiet, out);
-            }
-            Message::Grant { blocks, tokens, lease, .. } => {
-                self.granted(now, &request, tokens, blocks, lease, out);
-            }
-            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, out),
-            _ => {}
-        }
-    }
-
     /// A message of a prefill could not be read: what it was about ends, whatever it said. A lease
     /// that was not extended is asked for again.
-    fn lost(
+    fn on_lost(
         &mut self,
         now: Nanos,
         connection: ConnectionId,
@@ -273,16 +191,48 @@ impl Decode {
         self.fail(now, &id, failure, out);
     }
 
-    /// The request that a tag of this peer is about, if that attempt is the current one.
-    fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
-        let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
-        let request = self.requests.get(id)?;
-        let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
-        let same = request.connection == connection || planted!("decode-ignores-who-speaks");
-        (same && current).then(|| id.clone())
+    fn on_peer_up(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
+        self.peer_up(now, connection, out);
+        self.send_pending(now, connection, out);
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut DecodeOutbox) {
+    fn on_peer_down(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: &Failure,
+        unacked: Option<Box<UnackedReleases>>,
+        out: &mut DecodeOutbox,
+    ) {
+        if let Some(unacked) = unacked {
+            self.add_pending(now, *unacked);
+        }
+        self.peer_down(now, connection, failure, out);
+    }
+
+    fn on_fenced(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
+        self.peer_fenced(now, connection, out);
+    }
+
+    fn on_flow(
+        &mut self,
+        now: Nanos,
+        rank: u16,
+        flow: FlowId,
+        state: FlowState,
+        out: &mut DecodeOutbox,
+    ) {
+        self.flow_news(now, rank, flow, state, out);
+    }
+
+    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut DecodeOutbox) {
+        let ids: Vec<_> = self.requests.keys().cloned().collect();
+        for id in ids {
+            self.fail(now, &id, failure.clone(), out);
+        }
+    }
+
+    fn on_deadlines(&mut self, now: Nanos, out: &mut DecodeOutbox) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 DecodeTimer::Renew(request) => self.renew(now, &request, out),
@@ -291,14 +241,6 @@ impl Decode {
                 }
                 DecodeTimer::RetryReleases(creditor) => self.retry_pending(now, &creditor, out),
             }
-        }
-    }
-
-    /// The engine's memory cannot be used.
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut DecodeOutbox) {
-        let ids: Vec<_> = self.requests.keys().cloned().collect();
-        for id in ids {
-            self.fail(now, &id, failure.clone(), out);
         }
     }
 }
@@ -315,29 +257,7 @@ impl Machine for Decode {
     type Effect = DecodeEffect;
 
     fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut DecodeOutbox) {
-        match input {
-            DecodeInput::Hook(hook) => self.hook(now, hook, out),
-            DecodeInput::Control(event) => {
-                self.peer_manager.control(now, event, &mut self.events, out);
-            }
-            DecodeInput::Report { rank, report } => {
-                self.peer_manager.report(now, rank, report, &mut self.events, out);
-            }
-            DecodeInput::Drain => self.peer_manager.drain(now, out),
-            DecodeInput::Tick => {
-                self.peer_manager.tick(now, out);
-                self.tick(now, out);
-            }
-        }
-        loop {
-            self.peer_manager.process_peer_events(&mut self.events, out);
-            if self.events.is_empty() {
-                break;
-            }
-            for news in std::mem::take(&mut self.events) {
-                self.on_peer_manager_event(now, news, out);
-            }
-        }
+        self.turn(now, input, out);
     }
 
     fn deadline(&self) -> Option<Nanos> {

@@ -9,84 +9,28 @@ mod receivers;
 mod request;
 
 use super::by_peer::ByPeer;
-use super::command::ControlCommand;
 use super::config::CoreConfig;
-use super::error::{Failure, PeerViolation};
-use super::ids::{ConnectionId, EngineId, FlowId, RankSet, RequestId, SourceId, TransferKey};
+use super::dialect::native::MessageKind;
+use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::error::Failure;
+use super::ids::{ConnectionId, FlowId, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{
-    FlowState, Message, PrefillAnswer, PrefillHook, RouterEvent, TransferJob, TransferReport,
-};
+use super::message::{AttemptTag, FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::PeerEvent;
+use super::peers::UnackedReleases;
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
-use crate::fabric::ControlEvent;
 use receiver::{Receiver, ReceiverRequest};
 use request::PrefillRequest;
-use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What can happen to a prefill core.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum PrefillInput {
-    /// The engine tells.
-    Hook(PrefillHook),
-    /// The control plane reports.
-    Control(ControlEvent),
-    /// The transfer actor of a rank reports.
-    Report {
-        /// Its TP rank.
-        rank: u16,
-        report: TransferReport,
-    },
-    /// Register as draining from now on.
-    Drain,
-    /// A deadline may be due.
-    Tick,
-}
+pub type PrefillInput = CoreInput<PrefillHook>;
 
 /// What a prefill core wants done.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum PrefillEffect {
-    /// Call the control plane.
-    Control(ControlCommand),
-    /// Give a job to the transfer actors of all ranks.
-    Job(TransferJob),
-    /// Tell the engine.
-    Answer(PrefillAnswer),
-    /// For the log: a peer broke the protocol, and the frame was dropped.
-    Violation(PeerViolation),
-    /// For the log: what becomes of the registrations.
-    Router(RouterEvent),
-    /// For the log: a peer's hello was refused, and the peer was told why.
-    Refused {
-        /// What it calls itself.
-        peer: EngineId,
-        /// Why the two do not work together.
-        failure: Failure,
-    },
-}
-
-impl From<ControlCommand> for PrefillEffect {
-    fn from(command: ControlCommand) -> Self {
-        PrefillEffect::Control(command)
-    }
-}
-
-impl From<TransferJob> for PrefillEffect {
-    fn from(job: TransferJob) -> Self {
-        PrefillEffect::Job(job)
-    }
-}
-
-impl From<PrefillAnswer> for PrefillEffect {
-    fn from(answer: PrefillAnswer) -> Self {
-        PrefillEffect::Answer(answer)
-    }
-}
+pub type PrefillEffect = CoreEffect<PrefillAnswer>;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PrefillTimer {
@@ -177,8 +121,17 @@ impl Prefill {
         self.next_id += 1;
         self.next_id
     }
+}
 
-    fn hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
+impl EngineCore for Prefill {
+    type Hook = PrefillHook;
+    type Answer = PrefillAnswer;
+
+    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
+        (&mut self.peer_manager, &mut self.events)
+    }
+
+    fn on_hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
         match hook {
             PrefillHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, leg, tokens, out);
@@ -193,44 +146,7 @@ impl Prefill {
         }
     }
 
-    fn on_peer_manager_event(
-        &mut self,
-        now: Nanos,
-        news: PeerManagerEvent,
-        out: &mut PrefillOutbox,
-    ) {
-        match news {
-            PeerManagerEvent::Peer(event) => self.peer(now, event, out),
-            PeerManagerEvent::Flow { rank, flow, state } => {
-                self.flow_news(now, rank, flow, state, out)
-            }
-            PeerManagerEvent::Fenced { .. } => {}
-            PeerManagerEvent::Abandoned { key } => self.abandoned(now, &key, out),
-            PeerManagerEvent::Unusable { failure } => self.give_up(now, &failure, out),
-            PeerManagerEvent::Router(said) => out.push(PrefillEffect::Router(said)),
-        }
-    }
-
-    fn peer(&mut self, now: Nanos, event: PeerEvent, out: &mut PrefillOutbox) {
-        match event {
-            PeerEvent::Message { connection, message } => {
-                self.message(now, connection, message, out)
-            }
-            PeerEvent::Lost { connection, tag, kind, violation } => {
-                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
-            }
-            PeerEvent::Up { .. } => {}
-            PeerEvent::Down { connection, failure, .. } => {
-                self.peer_down(now, connection, &failure, out)
-            }
-            PeerEvent::Violation(violation) => out.push(PrefillEffect::Violation(violation)),
-            PeerEvent::Refused { engine: peer, failure } => {
-                out.push(PrefillEffect::Refused { peer, failure });
-            }
-        }
-    }
-
-    fn message(
+    fn on_message(
         &mut self,
         now: Nanos,
         connection: ConnectionId,
@@ -263,7 +179,29 @@ impl Prefill {
         }
     }
 
-    fn flow_news(
+    fn on_lost(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        lost: (MessageKind, Failure),
+        out: &mut PrefillOutbox,
+    ) {
+        self.lost(now, connection, tag, lost, out);
+    }
+
+    fn on_peer_down(
+        &mut self,
+        now: Nanos,
+        connection: ConnectionId,
+        failure: &Failure,
+        _: Option<Box<UnackedReleases>>,
+        out: &mut PrefillOutbox,
+    ) {
+        self.peer_down(now, connection, failure, out);
+    }
+
+    fn on_flow(
         &mut self,
         now: Nanos,
         rank: u16,
@@ -292,7 +230,19 @@ impl Prefill {
         }
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut PrefillOutbox) {
+    fn on_abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+        self.abandoned(now, key, out);
+    }
+
+    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut PrefillOutbox) {
+        let keys: Vec<_> = self.keys.keys().cloned().collect();
+        for key in keys {
+            self.end_key(now, &key, failure, out);
+            self.try_free(&key, out);
+        }
+    }
+
+    fn on_deadlines(&mut self, now: Nanos, out: &mut PrefillOutbox) {
         while let Some(timer) = self.timers.pop_due(now) {
             match timer {
                 PrefillTimer::Orphan(key) => self.orphaned(now, &key, out),
@@ -317,29 +267,7 @@ impl Machine for Prefill {
     type Effect = PrefillEffect;
 
     fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut PrefillOutbox) {
-        match input {
-            PrefillInput::Hook(hook) => self.hook(now, hook, out),
-            PrefillInput::Control(event) => {
-                self.peer_manager.control(now, event, &mut self.events, out);
-            }
-            PrefillInput::Report { rank, report } => {
-                self.peer_manager.report(now, rank, report, &mut self.events, out);
-            }
-            PrefillInput::Drain => self.peer_manager.drain(now, out),
-            PrefillInput::Tick => {
-                self.peer_manager.tick(now, out);
-                self.tick(now, out);
-            }
-        }
-        loop {
-            self.peer_manager.process_peer_events(&mut self.events, out);
-            if self.events.is_empty() {
-                break;
-            }
-            for news in std::mem::take(&mut self.events) {
-                self.on_peer_manager_event(now, news, out);
-            }
-        }
+        self.turn(now, input, out);
     }
 
     fn deadline(&self) -> Option<Nanos> {

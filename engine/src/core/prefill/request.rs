@@ -368,13 +368,4 @@ impl Prefill {
             self.abandoned.insert(key.clone());
         }
     }
-
-    /// The engine's memory cannot be used: nothing it has can be sent.
-    pub(super) fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut PrefillOutbox) {
-        let keys: Vec<_> = self.keys.keys().cloned().collect();
-        for key in keys {
-            self.end_key(now, &key, failure, out);
-            self.try_free(&key, out);
-        }
-    }
 }

@@ -145,9 +145,9 @@ fn only_what_fits_is_paired() {
 #[test]
 fn a_client_is_told_why_nothing_fits() {
     for (other, says) in [
-        (fit("b", 16, 2), "model: source has \"a\", sink has \"b\""),
+        (fit("b", 16, 2), "model: source has \"a\", receiver has \"b\""),
         (fit("a", 24, 2), "block size of group 0"),
-        (fit("a", 16, 4), "element size of layer 0: source has 2, sink has 4"),
+        (fit("a", 16, 4), "element size of layer 0: source has 2, receiver has 4"),
     ] {
         let wait_max = Nanos::from_secs(5);
         let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..RouterConfig::default() });

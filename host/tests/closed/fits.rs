@@ -10,14 +10,14 @@ fn instances_of_two_models_are_not_paired_and_all_are_told_why() {
     fleet.ready(2);
     let (status, body) = fleet.ask(1, &[]);
     assert_eq!(status, 503, "{body}");
-    let says = "model: source has \\\"a\\\", sink has \\\"b\\\"";
+    let says = "model: source has \\\"a\\\", receiver has \\\"b\\\"";
     assert!(body.contains(says), "{body}");
     for path in ["/readiness", "/registrations/rejected"] {
         let page = fleet.page(path);
         assert_ne!(page["ready"], true);
         let [misfit] = &page["misfits"].as_array().expect("a list")[..] else { panic!("{page}") };
         let why = misfit["why"].as_str().expect("a text");
-        assert!(why.contains("sink has \"b\""), "{misfit}");
+        assert!(why.contains("receiver has \"b\""), "{misfit}");
         assert!(d.text("handshake").ends_with(misfit["decode"].as_str().expect("a name")));
     }
     // One that fits is enough.

@@ -67,7 +67,7 @@ const EXCEPTIONS: [Exception; 10] = exceptions! {
         Some(("fabric-mori/tests/faults.rs", "peers_inside_are_told_of_a_rebuild")),
     "transfer" "Refused"
         "the core keeps to the credits that planes tell, so that a session has to end as it posts"
-        Some(("engine/src/conformance/data_ends.rs", "peer_death_fails_operations")),
+        Some(("engine/src/conformance/data_shutdown.rs", "peer_death_fails_operations")),
 };
 
 /// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes.

@@ -59,7 +59,7 @@ class Memory:
 
 def assert_copied(source: Memory, blocks: list[int], sink: Memory, written: int) -> None:
     """Fails unless the blocks of the source are in blocks of the sink, the same ones in every layer.
-    In the last one the sink has written the KV of as many tokens itself, and vLLM's CPU backend
+    In the last one the receiver has written the KV of as many tokens itself, and vLLM's CPU backend
     spreads the elements of a token over the block."""
     shape = (-1, tiny.KV_HEADS, HEAD)
     sources, sinks = (

@@ -1,10 +1,10 @@
 //! Native dialect: bytes of an announcement of 512 blocks, and of a short message.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use engine::core::dialect::native::{ConnectionHeader, VERSION, decode, encode_data};
-use engine::core::ids::{Attempt, Incarnation, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{AttemptTag, Message};
+use kvferry_engine::core::dialect::native::{ConnectionHeader, VERSION, decode, encode_data};
+use kvferry_engine::core::ids::{Attempt, Incarnation, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{AttemptTag, Message};
 use std::hint::black_box;
 
 fn tag() -> AttemptTag {

@@ -3,11 +3,11 @@
 //! MLA has one run per block and layer; GQA keeps K and V in two head slots far apart, so two.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use engine::core::layout::{
+use kvferry_engine::core::layout::{
     BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout, Route, Slices,
     TokenSpan, routes,
 };
-use engine::fabric::{Address, RegionDesc};
+use kvferry_engine::fabric::{Address, RegionDesc};
 use std::hint::black_box;
 
 const LAYERS: u16 = 61;

@@ -1,13 +1,13 @@
 //! Speed of the simulator: queue entries per second on one core, invariants and trace hash on.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use fabric_sim::world::{RunVerdict, SimOptions, run};
-use scenarios::Run;
+use kvferry_scenarios::Run;
+use kvferry_sim::world::{RunVerdict, SimOptions, run};
 use std::path::Path;
 
 fn drawn(file: &str, seed: u64) -> Run {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios").join(file);
-    scenarios::load(&path).expect("the file is valid").draw(seed).expect("the seed draws")
+    kvferry_scenarios::load(&path).expect("the file is valid").draw(seed).expect("the seed draws")
 }
 
 fn simulator(criterion: &mut Criterion) {

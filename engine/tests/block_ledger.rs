@@ -1,7 +1,7 @@
 //! The block ledger behaves like a plain list of claims.
 
-use engine::core::block_ledger::{BlockLedger, BlockOwner, BlockState};
-use engine::core::layout::BlockList;
+use kvferry_engine::core::block_ledger::{BlockLedger, BlockOwner, BlockState};
+use kvferry_engine::core::layout::BlockList;
 use proptest::collection::vec;
 use proptest::prelude::*;
 

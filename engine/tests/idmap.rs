@@ -1,8 +1,8 @@
 //! The id map behaves like a plain list of pairs.
 
-use engine::core::error::Failure;
-use engine::core::idmap::IdMap;
-use engine::core::ids::{RequestId, TransferKey};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::idmap::IdMap;
+use kvferry_engine::core::ids::{RequestId, TransferKey};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]

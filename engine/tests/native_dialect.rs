@@ -1,12 +1,12 @@
 //! The native dialect: what is encoded is decoded, and no bytes do harm.
 
-use engine::core::Nanos;
-use engine::core::dialect::native::*;
-use engine::core::error::*;
-use engine::core::ids::*;
-use engine::core::layout::*;
-use engine::core::message::*;
-use engine::fabric::{Address, Endpoint, FabricError, Refused, RegionDesc};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::native::*;
+use kvferry_engine::core::error::*;
+use kvferry_engine::core::ids::*;
+use kvferry_engine::core::layout::*;
+use kvferry_engine::core::message::*;
+use kvferry_engine::fabric::{Address, Endpoint, FabricError, Refused, RegionDesc};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::sync::Arc;

@@ -1,13 +1,13 @@
 //! The bytes of every message of the native dialect, as they were when its version was new: who
 //! speaks that version writes and reads these, for ever.
 
-use engine::core::Nanos;
-use engine::core::dialect::native::*;
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::*;
-use engine::core::layout::*;
-use engine::core::message::*;
-use engine::fabric::{Address, FabricError, Refused, RegionDesc};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::native::*;
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::*;
+use kvferry_engine::core::layout::*;
+use kvferry_engine::core::message::*;
+use kvferry_engine::fabric::{Address, FabricError, Refused, RegionDesc};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 

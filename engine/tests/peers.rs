@@ -3,11 +3,11 @@
 
 mod peer_net;
 
-use engine::core::Nanos;
-use engine::core::error::Failure;
-use engine::core::ids::{ConnectionId, EngineId};
-use engine::core::peers::PeerEvent;
-use engine::fabric::FabricError;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ConnectionId, EngineId};
+use kvferry_engine::core::peers::PeerEvent;
+use kvferry_engine::fabric::FabricError;
 use peer_net::*;
 use proptest::prelude::*;
 

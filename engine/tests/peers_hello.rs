@@ -3,14 +3,14 @@
 
 mod peer_net;
 
-use engine::core::Nanos;
-use engine::core::channel::{ChannelConfig, WINDOW};
-use engine::core::command::ControlCommand;
-use engine::core::dialect::native::{self, ConnectionHeader, Frame, VERSION, VERSION_MIN};
-use engine::core::error::Failure;
-use engine::core::ids::*;
-use engine::core::message::{AttemptTag, Hello, Message, Role};
-use engine::core::peers::{PeerEvent, PeerOutbox, Peers};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::{ChannelConfig, WINDOW};
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame, VERSION, VERSION_MIN};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::*;
+use kvferry_engine::core::message::{AttemptTag, Hello, Message, Role};
+use kvferry_engine::core::peers::{PeerEvent, PeerOutbox, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);

@@ -3,10 +3,10 @@
 //! What this plane needs beyond MoRI's fields is in the node id (`boot id/pid
 //! namespace/network namespace/incarnation`) and in the first bytes of the region's IPC handle.
 
-use engine::core::dialect::moriio::descriptor::{
+use kvferry_engine::core::dialect::moriio::descriptor::{
     DescLayout, IpcHandle, MoriEngineDesc, MoriMemoryDesc,
 };
-use engine::fabric::{Address, RegionDesc, RegionId};
+use kvferry_engine::fabric::{Address, RegionDesc, RegionId};
 use std::fs;
 use std::sync::Arc;
 

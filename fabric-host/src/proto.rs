@@ -8,7 +8,7 @@
 
 use crate::config::DataPath;
 use crate::copy::{CopySlice, all_inside};
-use engine::core::enum_variants;
+use kvferry_engine::core::enum_variants;
 use serde::{Deserialize, Serialize};
 
 /// The newest version that is spoken.

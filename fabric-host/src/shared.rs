@@ -9,7 +9,7 @@ use crate::path::candidates;
 use crate::proto::{PathPolicy, SessionDenial};
 use crate::sync::lock;
 use crate::worker::{WorkerHandle, doorbell, ring};
-use engine::fabric::{FabricError, PeerId, RegionId, SessionId};
+use kvferry_engine::fabric::{FabricError, PeerId, RegionId, SessionId};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

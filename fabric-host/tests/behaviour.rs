@@ -4,14 +4,16 @@ mod common;
 
 use common::patient;
 use common::remote::{HostTestMemory, HostTestSetup, serve_if_child, start};
-use engine::conformance::PlaneUnderTest;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::PlaneUnderTest;
+use kvferry_engine::core::dialect::moriio::descriptor::{
+    DescLayout, MoriEngineDesc, MoriMemoryDesc,
+};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId,
     PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::Arc;
 use std::task::{Wake, Waker};
@@ -361,7 +363,10 @@ fn memory_that_is_not_there_is_not_registered() {
         assert!(failed, "{memory:?}: {answer:?}");
     }
     let device = Memory::Device { base: 4_096, len: LEN, device: 0 };
-    assert!(matches!(plane.register(REGION, device), Err(engine::fabric::Refused::Unsupported(_))));
+    assert!(matches!(
+        plane.register(REGION, device),
+        Err(kvferry_engine::fabric::Refused::Unsupported(_))
+    ));
 }
 
 #[test]
@@ -409,10 +414,10 @@ fn goes_through(near: &mut HostPlane, path: DataPath, mut woken: impl FnMut(&mut
     near.open(SESSION, REGION, PEER, &desc).expect("an open is taken");
     let mut wait = |near: &mut HostPlane, count: usize| {
         let mut events = Vec::new();
-        while near.poll(Nanos::ZERO, &mut events) == engine::fabric::NextPoll::Ready {}
+        while near.poll(Nanos::ZERO, &mut events) == kvferry_engine::fabric::NextPoll::Ready {}
         while events.len() < count {
             woken(near);
-            while near.poll(Nanos::ZERO, &mut events) == engine::fabric::NextPoll::Ready {}
+            while near.poll(Nanos::ZERO, &mut events) == kvferry_engine::fabric::NextPoll::Ready {}
         }
         events
     };

@@ -4,8 +4,8 @@ mod common;
 
 use common::remote::serve_if_child;
 use common::{apart, by_threads, here};
-use engine::conformance::data_plane;
-use fabric_host::DataPath;
+use kvferry_engine::conformance::data_plane;
+use kvferry_fabric_host::DataPath;
 
 /// The other process: this test, executed again by the others.
 #[test]

@@ -4,13 +4,13 @@ mod common;
 
 use common::config;
 use common::remote::{HostTestMemory, HostTestSetup, go_on, serve_if_child, start, stop};
-use engine::conformance::{PlaneUnderTest, RemotePlane};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, Memory, OpId, PeerId, QuiesceTicket,
     RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_host::{DataPath, HostConfig, HostPlane};
+use kvferry_fabric_host::{DataPath, HostConfig, HostPlane};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 

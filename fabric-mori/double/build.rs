@@ -18,7 +18,7 @@ fn main() -> Result<(), String> {
             println!("cargo:rerun-if-changed={}", source.display());
         }
     }
-    for name in mori_build::WATCHED {
+    for name in kvferry_mori_build::WATCHED {
         println!("cargo:rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
@@ -42,9 +42,9 @@ fn install(class: u32, folder: &Path) -> Result<(), String> {
         });
     written.map_err(|why| format!("{}: {why}", folder.display()))?;
     library(&include, &lib.join("libmori_io.so"))?;
-    let found =
-        mori_build::MoriInstallation::explicit(&include, &lib).map_err(|why| why.to_string())?;
-    mori_build::compile(&found, folder, &[]).map_err(|why| why.to_string())?;
+    let found = kvferry_mori_build::MoriInstallation::explicit(&include, &lib)
+        .map_err(|why| why.to_string())?;
+    kvferry_mori_build::compile(&found, folder, &[]).map_err(|why| why.to_string())?;
     Ok(())
 }
 

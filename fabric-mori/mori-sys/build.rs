@@ -19,7 +19,7 @@ fn main() -> ExitCode {
 
 fn build() -> Result<(), String> {
     println!("cargo:rerun-if-changed=build.rs");
-    for name in mori_build::WATCHED {
+    for name in kvferry_mori_build::WATCHED {
         println!("cargo:rerun-if-env-changed={name}");
     }
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
@@ -53,12 +53,12 @@ fn shim(out: &Path) -> Result<(PathBuf, String), ShimBuildError> {
         let why = "the shim is only compiled by the machine's own compiler".to_owned();
         return Err(ShimBuildError { why, unexpected: false });
     }
-    let found = mori_build::search(&|name| env::var_os(name))
+    let found = kvferry_mori_build::search(&|name| env::var_os(name))
         .map_err(|why| ShimBuildError { why: why.to_string(), unexpected: !why.is_nowhere() })?;
     for file in found.watched() {
         println!("cargo:rerun-if-changed={}", file.display());
     }
-    let shim = mori_build::compile(&found, out, &[])
+    let shim = kvferry_mori_build::compile(&found, out, &[])
         .map_err(|why| ShimBuildError { why: why.to_string(), unexpected: true })?;
     Ok((shim, found.to_string()))
 }

@@ -13,7 +13,7 @@ use crate::address::{MoriMemoryKey, MoriPlaneIdentity};
 use crate::event_queue::{MoriEventQueue, MoriWorkerEvent};
 use crate::link::{MoriRegionGrant, ask_to_leave};
 use crate::{MoriBackend, MoriConfig};
-use engine::fabric::RegionId;
+use kvferry_engine::fabric::RegionId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -2,8 +2,8 @@
 //! these. Addresses have fields at the end that MoRI's decoders ignore; those of memory cannot have
 //! any, as later layouts go on where earlier ones end.
 
-use engine::core::dialect::moriio::descriptor::{MoriEngineDesc, MoriMemoryDesc};
-use engine::fabric::Address;
+use kvferry_engine::core::dialect::moriio::descriptor::{MoriEngineDesc, MoriMemoryDesc};
+use kvferry_engine::fabric::Address;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddrV4;
 use std::sync::Arc;
@@ -117,7 +117,7 @@ impl MoriRegionDescriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::dialect::moriio::descriptor::DescLayout;
+    use kvferry_engine::core::dialect::moriio::descriptor::DescLayout;
 
     fn door() -> MoriAcceptorInfo {
         let who = MoriPlaneIdentity { key: "k".into(), incarnation: 7 };

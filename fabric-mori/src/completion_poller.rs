@@ -3,7 +3,7 @@
 use crate::event_queue::{MoriBatchOutcome, MoriEventQueue, MoriWorkerEvent};
 use crate::job::MoriBatch;
 use crate::mori::{MoriStatusCode, MoriTransferStatus};
-use engine::fabric::{FabricError, SessionId};
+use kvferry_engine::fabric::{FabricError, SessionId};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! What a MoRI plane is told at its start.
 
-use engine::core::time::Nanos;
-use engine::fabric::PlaneTimeouts;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::PlaneTimeouts;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv4Addr;

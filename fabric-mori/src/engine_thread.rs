@@ -12,7 +12,7 @@ use crate::mori::{MoriCallError, MoriEngineHandle, MoriMemoryHandle, MoriSession
 use crate::session_opener::{MoriEngineState, MoriSessionOpener};
 use crate::sockets::set_close_on_exec;
 use crate::{MoriBackend, MoriConfig, preflight};
-use engine::fabric::{Address, FabricError, Memory, RegionId, SessionId};
+use kvferry_engine::fabric::{Address, FabricError, Memory, RegionId, SessionId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,7 +1,7 @@
 //! What the threads of a plane tell its owner.
 
 use crate::link::MoriLinkEvent;
-use engine::fabric::{FabricError, OpId, RegionId, SessionId};
+use kvferry_engine::fabric::{FabricError, OpId, RegionId, SessionId};
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
 use std::task::Waker;

@@ -1,6 +1,6 @@
 //! A batch as it is posted.
 
-use engine::fabric::{Direction, OpId, Refused, SessionId, Submit};
+use kvferry_engine::fabric::{Direction, OpId, Refused, SessionId, Submit};
 
 /// The ranges of a batch: offsets into the two regions, and lengths in bytes. Neighbours that go on
 /// on both sides are one.

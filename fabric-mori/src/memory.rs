@@ -1,7 +1,7 @@
 //! Memory of a GPU, for who has none of its own.
 
 use crate::mori::{MoriCallError, Shim, call};
-use engine::fabric::Memory;
+use kvferry_engine::fabric::Memory;
 use std::sync::Arc;
 
 /// Memory of a GPU, freed when it is dropped: no plane may have it registered any more by then.

@@ -3,7 +3,7 @@
 
 use crate::config::{MoriBackend, MoriConfig};
 use crate::job::MoriBatch;
-use engine::fabric::{Direction, Memory};
+use kvferry_engine::fabric::{Direction, Memory};
 pub(crate) use mori_sys::Shim;
 use mori_sys::{Code as Codes, Functions, Kind, Location, Rdma, Text};
 use std::ffi::{CStr, CString, c_char};

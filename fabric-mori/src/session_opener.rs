@@ -3,7 +3,7 @@
 
 use crate::engine_thread::{MoriEngineCommand, MoriRegisteredMemory, MoriSessionTarget};
 use crate::mori::{MoriCallError, MoriEngineHandle, MoriSessionHandle};
-use engine::fabric::{FabricError, RegionId, SessionId};
+use kvferry_engine::fabric::{FabricError, RegionId, SessionId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -91,7 +91,7 @@ impl MoriEngineState {
     }
 
     /// Ends the engine. The memory that it knew, for the next one.
-    pub(crate) fn end(&mut self) -> Vec<(RegionId, engine::fabric::Memory)> {
+    pub(crate) fn end(&mut self) -> Vec<(RegionId, kvferry_engine::fabric::Memory)> {
         self.opened.clear();
         let regions = std::mem::take(&mut self.regions);
         self.peers.clear();

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{apart, here, serve_if_child};
-use engine::conformance::data_plane;
-use fabric_mori::MoriBackend;
+use kvferry_engine::conformance::data_plane;
+use kvferry_fabric_mori::MoriBackend;
 use std::sync::{Mutex, PoisonError};
 
 /// The port of the network card, which goes down, is that of the process.

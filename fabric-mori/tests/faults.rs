@@ -4,8 +4,10 @@ mod common;
 
 use common::world::{MoriTestWorld, faults};
 use common::{MoriTestSetup, NEVER, config, serve_if_child, start};
-use engine::fabric::{Completion, DataEvent, DataPlane, FabricError, PeerId, Refused, SessionId};
-use fabric_mori::{MoriBackend, MoriConfig, MoriError, MoriPlane};
+use kvferry_engine::fabric::{
+    Completion, DataEvent, DataPlane, FabricError, PeerId, Refused, SessionId,
+};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriError, MoriPlane};
 use std::net::TcpListener;
 
 #[test]
@@ -211,10 +213,16 @@ fn an_operation_of_a_dead_session_is_refused() {
     let op = world.write(1, 0);
     world.failure(op);
     let lists = &[0][..];
-    let (session, op) = (SessionId(1), engine::fabric::OpId(99));
-    let direction = engine::fabric::Direction::Write;
-    let batch =
-        engine::fabric::Submit { op, session, direction, local: lists, remote: lists, len: &[8] };
+    let (session, op) = (SessionId(1), kvferry_engine::fabric::OpId(99));
+    let direction = kvferry_engine::fabric::Direction::Write;
+    let batch = kvferry_engine::fabric::Submit {
+        op,
+        session,
+        direction,
+        local: lists,
+        remote: lists,
+        len: &[8],
+    };
     assert_eq!(world.plane(0).submit(batch), Err(Refused::Gone));
 }
 

@@ -4,13 +4,13 @@ mod common;
 
 use common::world::{MoriTestWorld, PASS, REGION, faults, port};
 use common::{MEMORY, MoriTestSetup, config, serve_if_child, start};
-use engine::conformance::RemotePlane;
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::RemotePlane;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, FabricError, Memory, PeerId, QuiesceTicket, RegionDesc,
     RegionId, SessionId,
 };
-use fabric_mori::{MoriBackend, MoriConfig};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};

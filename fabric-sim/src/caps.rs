@@ -1,7 +1,7 @@
 //! What simulated data planes can do.
 
-use engine::fabric::{Caps, Credits, FenceScope, Placement, PlaneTimeouts};
-use scenarios::run::FabricLimits;
+use kvferry_engine::fabric::{Caps, Credits, FenceScope, Placement, PlaneTimeouts};
+use kvferry_scenarios::run::FabricLimits;
 
 /// What a data plane can do; limits that the scenario does not set are those of a NIC with room for
 /// more than any test needs.

@@ -1,10 +1,10 @@
 //! Which engines can exchange KV at all.
 
-use engine::core::layout::{self, RankLayout};
-use engine::core::message::Role;
-use engine::fabric::{Address, RegionDesc};
-use scenarios::geometry::{geometry, rank_memory};
-use scenarios::run::{InstanceSettings, ModelGeometry};
+use kvferry_engine::core::layout::{self, RankLayout};
+use kvferry_engine::core::message::Role;
+use kvferry_engine::fabric::{Address, RegionDesc};
+use kvferry_scenarios::geometry::{geometry, rank_memory};
+use kvferry_scenarios::run::{InstanceSettings, ModelGeometry};
 
 /// True if the router may pair two instances and their hello is not refused, by the rule that the
 /// engines themselves apply.
@@ -36,8 +36,8 @@ fn layouts(model: &ModelGeometry, spec: &InstanceSettings) -> Vec<RankLayout> {
 mod tests {
     use super::*;
     use crate::testing::{run, two_and_two};
-    use engine::core::layout::GroupKind;
-    use engine::core::message::Mode;
+    use kvferry_engine::core::layout::GroupKind;
+    use kvferry_engine::core::message::Mode;
 
     #[test]
     fn what_engines_refuse_and_the_router_does_not_pair_does_not_fit() {

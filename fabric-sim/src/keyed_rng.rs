@@ -1,6 +1,6 @@
 //! Randomness without a stream: each draw is a function of what it is for.
 
-use scenarios::decide::{below, decide, within};
+use kvferry_scenarios::decide::{below, decide, within};
 
 /// The draws of one seed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,20 +1,22 @@
 //! What the invariants see: the world tells it after each event, borrowed and without allocation.
 //!
-//! Instances are named by their index in [`scenarios::run::Run::instances`], blocks by group and
+//! Instances are named by their index in [`kvferry_scenarios::run::Run::instances`], blocks by group and
 //! id. Everything is told once, when it happens, in the order in which it happens.
 
 use crate::memory::ContentMismatch;
-use engine::core::dialect::native::Frame;
-use engine::core::ids::{ClientId, LegId, RequestId};
-use engine::core::machine::Gauges;
-use engine::core::message::{
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
+use kvferry_engine::core::machine::Gauges;
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
-use engine::core::router::{ClientAnswer, LegBody, LegEvent};
-use engine::fabric::{Completion, Direction, OpId, Placement, QuiesceTicket, Refused, SessionId};
-use scenarios::engine::PoolGauges;
-use scenarios::lists::FaultKind;
-use scenarios::run::InstanceSettings;
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
+use kvferry_engine::fabric::{
+    Completion, Direction, OpId, Placement, QuiesceTicket, Refused, SessionId,
+};
+use kvferry_scenarios::engine::PoolGauges;
+use kvferry_scenarios::lists::FaultKind;
+use kvferry_scenarios::run::InstanceSettings;
 use std::fmt;
 
 /// An instance in one of its incarnations, or the router.

@@ -5,7 +5,7 @@
 //! arrival because buckets are emptied front to back and refilled only while empty; the order is
 //! therefore (time, sequence) without storing a sequence.
 
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 
 /// One bucket per bit in which a time can differ from the current one, and one for equality.
 const BUCKETS: usize = 65;

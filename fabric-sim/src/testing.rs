@@ -1,11 +1,11 @@
 //! Runs for unit tests.
 
-use engine::core::layout::GroupKind;
-use engine::core::message::{Mode, Role};
-use engine::core::router::RouterConfig;
-use engine::core::time::Nanos;
-use scenarios::cost::StepCost;
-use scenarios::run::*;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::cost::StepCost;
+use kvferry_scenarios::run::*;
 
 /// An instance of two ranks.
 pub(crate) fn instance(name: &str, role: Role) -> InstanceSettings {

@@ -1,20 +1,20 @@
 //! The simulated planes do what every plane has to do.
 
-use engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement, PlaneTimeouts,
 };
-use fabric_sim::dma::{
+use kvferry_sim::dma::{
     BytesDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks, DmaOutput,
     OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
-use fabric_sim::keyed_rng::InclusiveRange;
-use fabric_sim::memory::RankStore;
-use fabric_sim::net::{
+use kvferry_sim::keyed_rng::InclusiveRange;
+use kvferry_sim::memory::RankStore;
+use kvferry_sim::net::{
     ControlNetwork, NetCalls, NetConfig, NetEvent, NetOutput, NoNetFaults, SimControlPlane,
 };
-use fabric_sim::queue::EventQueue;
+use kvferry_sim::queue::EventQueue;
 
 const MEMORY: u64 = 1 << 14;
 

@@ -1,17 +1,17 @@
 //! Faults of the data network do what they say, and no more.
 
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Caps, Completion, Credits, DataEvent, DataPlane, Direction, FabricError, FenceScope, Landed,
     OpId, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionId, SessionId, Submit,
 };
-use fabric_sim::dma::{
+use kvferry_sim::dma::{
     BytesDecision, CompletionDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks,
     DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
-use fabric_sim::keyed_rng::InclusiveRange;
-use fabric_sim::memory::{Fidelity, RankStore};
-use fabric_sim::queue::EventQueue;
+use kvferry_sim::keyed_rng::InclusiveRange;
+use kvferry_sim::memory::{Fidelity, RankStore};
+use kvferry_sim::queue::EventQueue;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 

@@ -1,11 +1,11 @@
 //! What is refused because of a limit is refused by name.
 
-use fabric_sim::world::{RunReport, RunVerdict, SimOptions, run};
+use kvferry_sim::world::{RunReport, RunVerdict, SimOptions, run};
 use std::path::Path;
 
 fn reports(file: &str) -> impl Iterator<Item = RunReport> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios/faults").join(file);
-    let scenario = scenarios::load(path).expect("it can be read");
+    let scenario = kvferry_scenarios::load(path).expect("it can be read");
     (1..=8).map(move |seed| {
         let report = run(&scenario.draw(seed).expect("it can be drawn"), SimOptions::default());
         assert_eq!(report.verdict, RunVerdict::Held, "seed {seed}: {:?}", report.violations);

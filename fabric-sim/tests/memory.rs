@@ -1,16 +1,16 @@
 //! What memory remembers, in bytes and in cells alike.
 
-use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-use engine::fabric::{
+use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::fabric::{
     Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement,
     PlaneTimeouts, RegionId, SessionId, Submit,
 };
-use fabric_sim::dma::{
+use kvferry_sim::dma::{
     DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaOutput, NoDmaFaults, PlaneSpec,
     SimDataPlane,
 };
-use fabric_sim::memory::{BlockTokens, Fidelity, MemoryShape, MismatchKind, PieceSize, RankStore};
-use fabric_sim::queue::EventQueue;
+use kvferry_sim::memory::{BlockTokens, Fidelity, MemoryShape, MismatchKind, PieceSize, RankStore};
+use kvferry_sim::queue::EventQueue;
 use proptest::prelude::*;
 use std::sync::Arc;
 

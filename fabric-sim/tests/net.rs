@@ -1,13 +1,13 @@
 //! Faults of the control network do what they say, and no more.
 
-use engine::core::time::Nanos;
-use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
-use fabric_sim::keyed_rng::InclusiveRange;
-use fabric_sim::net::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
+use kvferry_sim::keyed_rng::InclusiveRange;
+use kvferry_sim::net::{
     ControlNetwork, ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetEvent,
     NetHooks, NetOutput, SimControlPlane,
 };
-use fabric_sim::queue::EventQueue;
+use kvferry_sim::queue::EventQueue;
 use std::collections::BTreeMap;
 
 const LINK: LinkId = LinkId(0);

@@ -1,9 +1,9 @@
 //! I11 and I13, which take two runs to see: scenario files and seeds of the swarm come out the same
 //! when they are run again, and when all wall clocks are shifted.
 
-use fabric_sim::invariants::{compare_clocks, compare_traces};
-use fabric_sim::world::{RunReport, SimOptions, run};
-use scenarios::{Run, Scenario};
+use kvferry_scenarios::{Run, Scenario};
+use kvferry_sim::invariants::{compare_clocks, compare_traces};
+use kvferry_sim::world::{RunReport, SimOptions, run};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,7 @@ fn folder() -> PathBuf {
 }
 
 fn load(path: &Path) -> Scenario {
-    scenarios::load(path).unwrap_or_else(|why| panic!("{why}"))
+    kvferry_scenarios::load(path).unwrap_or_else(|why| panic!("{why}"))
 }
 
 fn files(folder: &str) -> Vec<PathBuf> {

@@ -1,14 +1,14 @@
 //! Whole runs of the world: small ones, end to end through the real protocol machines.
 
-use engine::core::Nanos;
-use engine::core::layout::GroupKind;
-use engine::core::message::{Mode, Role};
-use engine::core::router::RouterConfig;
-use fabric_sim::replay::replay;
-use fabric_sim::world::{RunReport, RunVerdict, SimOptions, run};
-use scenarios::cost::StepCost;
-use scenarios::lists::{FaultKind, TriggerEvent};
-use scenarios::run::*;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::router::RouterConfig;
+use kvferry_scenarios::cost::StepCost;
+use kvferry_scenarios::lists::{FaultKind, TriggerEvent};
+use kvferry_scenarios::run::*;
+use kvferry_sim::replay::replay;
+use kvferry_sim::world::{RunReport, RunVerdict, SimOptions, run};
 
 fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> InstanceSettings {
     InstanceSettings {

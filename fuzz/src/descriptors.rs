@@ -1,7 +1,9 @@
 //! MoRI's descriptors: what decodes is written in every layout and read back, less what the layout
 //! lacks.
 
-use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
+use kvferry_engine::core::dialect::moriio::descriptor::{
+    DescLayout, MoriEngineDesc, MoriMemoryDesc,
+};
 
 /// Decodes the bytes as either descriptor.
 ///

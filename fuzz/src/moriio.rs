@@ -1,19 +1,19 @@
 //! Everything that MoRIIO peers, routers and clients send: what decodes, encodes to what decodes
 //! alike, where there is an encoder for it.
 
-use engine::core::dialect::moriio::address::incarnation_of;
-use engine::core::dialect::moriio::handshake::{
+use kvferry_engine::core::dialect::moriio::address::incarnation_of;
+use kvferry_engine::core::dialect::moriio::handshake::{
     AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
 };
-use engine::core::dialect::moriio::notify::{
+use kvferry_engine::core::dialect::moriio::notify::{
     DecodeNotice, PrefillNotice, RawCompletion, ReceivedPrefillNotice, decode_at_decode,
     decode_at_prefill,
 };
-use engine::core::dialect::moriio::params::KvTransferParams;
-use engine::core::dialect::moriio::ports::{DialPurpose, PortFormula, port};
-use engine::core::dialect::moriio::registration::UncheckedRegistration;
-use engine::core::ids::{Incarnation, RequestId, TransferId};
-use engine::core::message::{Mode, Registration, Role};
+use kvferry_engine::core::dialect::moriio::params::KvTransferParams;
+use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula, port};
+use kvferry_engine::core::dialect::moriio::registration::UncheckedRegistration;
+use kvferry_engine::core::ids::{Incarnation, RequestId, TransferId};
+use kvferry_engine::core::message::{Mode, Registration, Role};
 
 /// Gives the bytes to every decoder: as one part, behind the empty part of a reply, and cut into
 /// parts at 0xc1, which is in no MessagePack.

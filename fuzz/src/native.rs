@@ -1,6 +1,6 @@
 //! Frames of the native dialect: what decodes, encodes to what decodes alike.
 
-use engine::core::dialect::native::{Frame, decode, encode, kind_of, peek, read};
+use kvferry_engine::core::dialect::native::{Frame, decode, encode, kind_of, peek, read};
 
 /// Decodes the bytes, or as much of them as can be told of a frame that cannot be read.
 ///

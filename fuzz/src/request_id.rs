@@ -1,10 +1,10 @@
 //! Addresses in request ids, against vLLM's own patterns in another engine for them.
 
-use engine::core::dialect::moriio::address::{
+use kvferry_engine::core::dialect::moriio::address::{
     ZmqAddress, embedded_peer, incarnation_of, with_incarnation,
 };
-use engine::core::ids::{Incarnation, RequestId};
-use engine::core::message::Role;
+use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::message::Role;
 use regex::Regex;
 use std::sync::LazyLock;
 

@@ -1,7 +1,7 @@
 //! Scenario files: any text is a scenario or one clear error, and a scenario is the same run for
 //! the same seed, or one clear error.
 
-use scenarios::ScenarioError;
+use kvferry_scenarios::ScenarioError;
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -16,7 +16,7 @@ const WORK_MAX: u64 = 1 << 16;
 pub fn run(data: &[u8]) {
     let Some((seed, text)) = data.split_first() else { return };
     let Ok(text) = std::str::from_utf8(text) else { return };
-    let scenario = match scenarios::parse("fuzz.toml", text, Path::new(""), None) {
+    let scenario = match kvferry_scenarios::parse("fuzz.toml", text, Path::new(""), None) {
         Ok(scenario) => scenario,
         Err(why) => return clear(&why, text),
     };

@@ -1,7 +1,7 @@
 //! Inputs to start from, made of the recorded captures and the scenario files of this repository.
 
 use crate::sequence::frames;
-use engine::core::dialect::native;
+use kvferry_engine::core::dialect::native;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -3,31 +3,31 @@
 //! Each simulated process is a [`Driver`], as `kvferry host` has it, reached through its mailbox;
 //! only planes and engine are the simulated world, and its clock is the world's. What the machines
 //! of a process tell one another the driver hands on by itself, and the world has to expect each
-//! such turn. The trace has to equal that of [`fabric_sim::world::run`].
+//! such turn. The trace has to equal that of [`kvferry_sim::world::run`].
 
 use actix::System;
-use engine::actors::{
+use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, Input, InputQueue, InstanceAdapter, MailboxSender, PlaneAdapter,
     PlaneSet, Query,
 };
-use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
-use engine::core::decode::{DecodeEffect, DecodeInput};
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::EngineId;
-use engine::core::instance::{Instance, InstanceInput, InstancePart};
-use engine::core::message::{
+use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::instance::{Instance, InstanceInput, InstancePart};
+use kvferry_engine::core::message::{
     DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport as Said,
 };
-use engine::core::prefill::{PrefillEffect, PrefillInput};
-use engine::core::router::{Router, RouterEffect, RouterInput};
-use engine::core::transfer::{TransferEffect, TransferInput};
-use engine::core::{Gauges, Machine, Nanos, Outbox};
-use engine::fabric::{ControlEvent, NextPoll};
-use fabric_sim::world::{
+use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
+use kvferry_engine::core::router::{Router, RouterEffect, RouterInput};
+use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
+use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{ControlEvent, NextPoll};
+use kvferry_scenarios::Run;
+use kvferry_sim::world::{
     MachineConfig, MachineEffect, MachineId, MachineInput, PendingEffects, RunReport, SimOptions,
     SimStep, Simulation, StepAction,
 };
-use scenarios::Run;
 use std::cell::{RefCell, RefMut};
 use std::collections::BTreeMap;
 use std::rc::Rc;

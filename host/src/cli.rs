@@ -150,7 +150,7 @@ pub(crate) struct ExportArgs {
 /// Runs the program with its arguments, the first being its name; returns the exit code.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     #[cfg(feature = "planted")]
-    engine::planted::plant_from_environment();
+    kvferry_engine::planted::plant_from_environment();
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(why) => {

@@ -1,10 +1,10 @@
 //! The control plane of an instance, listening.
 
 use crate::doctor::remedy;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
+use kvferry_wire::{WireConfig, ZmqPlane};
 use std::net::TcpListener;
-use wire::{WireConfig, ZmqPlane};
 
 /// A control plane with the channels that peers of an instance use.
 pub(crate) struct ControlListeners {

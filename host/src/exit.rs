@@ -1,11 +1,11 @@
 //! Exit codes and what ends a command early.
 
-use scenarios::ScenarioError;
+use kvferry_scenarios::ScenarioError;
 use std::fmt;
 use std::io;
 
 /// How a command ends, by severity: over several scenarios the greatest wins.
-pub(crate) use fabric_sim::world::RunVerdict as Exit;
+pub(crate) use kvferry_sim::world::RunVerdict as Exit;
 
 /// Exit code of `doctor` on a machine that lacks something.
 pub(crate) const UNFIT: u8 = 1;

@@ -2,8 +2,8 @@
 //! handed over, and why. It is the key `failed` of an object `kvferry`, which is in the answer, in
 //! its `kv_transfer_params` (all that a connector of vLLM can add to), or in its error object.
 
-use engine::core::error::Failure;
-use engine::core::ids::EngineId;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::EngineId;
 use memchr::memmem;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -117,7 +117,7 @@ fn failed(object: &RawValue) -> Option<ReportedFailure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::layout::Mismatch;
+    use kvferry_engine::core::layout::Mismatch;
 
     #[test]
     fn what_is_told_is_heard_wherever_it_is() {

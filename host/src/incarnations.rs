@@ -4,7 +4,7 @@
 //! Peers know an engine by its name, which is its address, and take a later incarnation for a
 //! restart. Who is to have the same name again notes its incarnation in a file.
 
-use engine::core::ids::{EngineId, Incarnation};
+use kvferry_engine::core::ids::{EngineId, Incarnation};
 use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File};

@@ -1,14 +1,14 @@
 //! What the machines of an instance are started with.
 
-use engine::actors::LocalPlanes;
-use engine::core::config::CoreConfig;
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::EngineId;
-use engine::core::instance::{Instance, InstanceInput};
-use engine::core::layout::LayerLayout;
-use engine::core::message::RouterEvent;
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::fabric::{DataPlane, Memory};
+use kvferry_engine::actors::LocalPlanes;
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::layout::LayerLayout;
+use kvferry_engine::core::message::RouterEvent;
+use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::fabric::{DataPlane, Memory};
 
 /// A TP rank that is to be started.
 pub(crate) struct RankSetup {

@@ -1,12 +1,12 @@
 //! `kv_transfer_params` of a request, as the leg that the cores know, and of an answer.
 
-use engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, incarnation_of};
-use engine::core::dialect::moriio::params::{KvTransferParams, unnamed_transfer};
-use engine::core::dialect::moriio::ports::{DialPurpose, PortFormula};
-use engine::core::ids::{BlockId, RequestId, TransferId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{DecodeLeg, Mode, MoriioLeg, PrefillLeg, Role};
-use engine::core::router::LegBody;
+use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, incarnation_of};
+use kvferry_engine::core::dialect::moriio::params::{KvTransferParams, unnamed_transfer};
+use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula};
+use kvferry_engine::core::ids::{BlockId, RequestId, TransferId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{DecodeLeg, Mode, MoriioLeg, PrefillLeg, Role};
+use kvferry_engine::core::router::LegBody;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;

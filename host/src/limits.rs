@@ -3,12 +3,12 @@
 //! There is a table per settings struct of the engine, and each field of the struct is a key of its
 //! table, so that a new field is a new key. Times are milliseconds, and their keys end in `_ms`.
 
-use engine::core::channel::ChannelConfig;
-use engine::core::config::CoreSettings;
-use engine::core::router::RouterConfig;
-use engine::core::time::Nanos;
-use engine::core::transfer::TransferSettings;
-use scenarios::nearest;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_scenarios::nearest;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

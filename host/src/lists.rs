@@ -5,7 +5,7 @@ use crate::exit::{CommandError, Exit};
 use crate::scenario_files::{ScenarioSource, find};
 use crate::table::columns;
 use clap::ValueEnum;
-use scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
+use kvferry_scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
 use std::io::Write;
 
 /// What can be listed.

@@ -1,9 +1,9 @@
 //! What data planes count, in the format of Prometheus.
 
 use crate::sync::lock;
-use engine::actors::input_counts;
-use fabric_host::{DataPath, PathCount};
-use fabric_mori::MoriBackend;
+use kvferry_engine::actors::input_counts;
+use kvferry_fabric_host::{DataPath, PathCount};
+use kvferry_fabric_mori::MoriBackend;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
@@ -49,8 +49,8 @@ pub struct BackendCounts {
 /// Reads what a plane did so far, also after its end.
 #[derive(Clone, Debug)]
 pub(crate) enum PlaneMeter {
-    Host(fabric_host::HostCounterReader),
-    Mori(fabric_mori::MoriCounterReader),
+    Host(kvferry_fabric_host::HostCounterReader),
+    Mori(kvferry_fabric_mori::MoriCounterReader),
 }
 
 impl PlaneMeter {

@@ -1,10 +1,10 @@
 //! What came out of one run.
 
 use crate::exit::Exit;
-use engine::core::Nanos;
-use fabric_sim::faults::CoveragePhase;
-use fabric_sim::world::{FULL, OperationTotals, Percentiles, RunReport, SaturatedLink};
-use scenarios::FaultKind;
+use kvferry_engine::core::Nanos;
+use kvferry_scenarios::FaultKind;
+use kvferry_sim::faults::CoveragePhase;
+use kvferry_sim::world::{FULL, OperationTotals, Percentiles, RunReport, SaturatedLink};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -123,7 +123,7 @@ pub(crate) fn never_hit(tables: &BTreeMap<(u32, FaultKind), bool>) -> Vec<String
 
 impl RunOutcome {
     /// A run that came to a verdict with nothing else known of it.
-    pub(crate) fn empty(run: &scenarios::Run, repeat: String) -> RunOutcome {
+    pub(crate) fn empty(run: &kvferry_scenarios::Run, repeat: String) -> RunOutcome {
         let requests = run.requests.len() as u64;
         RunOutcome {
             scenario: run.name.clone(),

@@ -1,10 +1,10 @@
 //! The data planes that there are, by what is configured.
 
 use crate::meters::PlaneMeter;
-use engine::core::config::CoreConfig;
-use engine::fabric::DataPlane;
-use fabric_host::{HostConfig, HostPlane};
-use fabric_mori::{DeviceEvents, MoriBackend, MoriConfig, MoriPlane};
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::fabric::DataPlane;
+use kvferry_fabric_host::{HostConfig, HostPlane};
+use kvferry_fabric_mori::{DeviceEvents, MoriBackend, MoriConfig, MoriPlane};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 
@@ -90,7 +90,7 @@ impl PlaneConfig {
 /// What of an environment MoRI reads itself, in order.
 fn mori_variables(all: impl Iterator<Item = (OsString, OsString)>) -> String {
     let told = |(name, value): (OsString, OsString)| {
-        let is_ours = |name: &&str| fabric_mori::timeouts_set().contains(name);
+        let is_ours = |name: &&str| kvferry_fabric_mori::timeouts_set().contains(name);
         let name = name.to_str().filter(|name| name.starts_with("MORI_") && !is_ours(name))?;
         Some(format!("{name}={}", value.display()))
     };

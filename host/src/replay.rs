@@ -4,8 +4,8 @@ use crate::cli::{ReplayArgs, print_error};
 use crate::exit::{CommandError, Exit};
 use crate::seed_run::{guarded, quiet_panics};
 use crate::table::grouped;
-use fabric_sim::replay::{ReplayError, ReplaySummary, replay};
-use fabric_sim::world::Recording;
+use kvferry_sim::replay::{ReplayError, ReplaySummary, replay};
+use kvferry_sim::world::Recording;
 use std::io::Write;
 
 /// Replays a recording and says whether the protocol does the same again.

@@ -1,7 +1,7 @@
 //! Scenario files as named on the command line.
 
 use crate::exit::CommandError;
-use scenarios::{Scenario, ScenarioError};
+use kvferry_scenarios::{Scenario, ScenarioError};
 use std::path::{Path, PathBuf};
 
 /// TOML files that belong to tools and are passed over in directories.
@@ -19,18 +19,18 @@ impl ScenarioSource {
     /// Reads it; `trace` replaces the trace it names.
     ///
     /// # Errors
-    /// As [`scenarios::load`].
+    /// As [`kvferry_scenarios::load`].
     pub(crate) fn load(&self, trace: Option<&Path>) -> Result<Scenario, ScenarioError> {
         match self {
-            ScenarioSource::Bundled => scenarios::bundled(trace),
-            ScenarioSource::File(path) => scenarios::load_with_trace(path, trace),
+            ScenarioSource::Bundled => kvferry_scenarios::bundled(trace),
+            ScenarioSource::File(path) => kvferry_scenarios::load_with_trace(path, trace),
         }
     }
 
     /// The name it has in results.
     pub(crate) fn name(&self) -> String {
         match self {
-            ScenarioSource::Bundled => scenarios::BUNDLED.into(),
+            ScenarioSource::Bundled => kvferry_scenarios::BUNDLED.into(),
             ScenarioSource::File(path) => path.display().to_string(),
         }
     }

@@ -3,10 +3,10 @@
 use crate::exit::{CommandError, Exit};
 use crate::outcome::RunOutcome;
 use crate::scenario_files::ScenarioSource;
-use engine::core::Nanos;
-use fabric_sim::invariants::compare_traces;
-use fabric_sim::world::{self, Recording, SimOptions};
-use scenarios::{Run, Scenario, ScenarioError};
+use kvferry_engine::core::Nanos;
+use kvferry_scenarios::{Run, Scenario, ScenarioError};
+use kvferry_sim::invariants::compare_traces;
+use kvferry_sim::world::{self, Recording, SimOptions};
 use std::cell::{Cell, RefCell};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
@@ -41,7 +41,7 @@ impl RunSetup {
     /// Reads the scenario.
     ///
     /// # Errors
-    /// As [`scenarios::load`].
+    /// As [`kvferry_scenarios::load`].
     pub(crate) fn load(&self) -> Result<Scenario, ScenarioError> {
         self.source.load(self.trace.as_deref())
     }

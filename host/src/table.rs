@@ -4,7 +4,7 @@ use crate::exit::Exit;
 use crate::outcome::{LatencyPercentiles, RunOutcome};
 use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
 use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-use fabric_sim::world::OperationTotals;
+use kvferry_sim::world::OperationTotals;
 use std::collections::BTreeMap;
 
 /// Lines around the table and below its header.

@@ -1,8 +1,8 @@
 //! The actors do what the cores do: the same trace, whichever of the two is simulated.
 
-use fabric_sim::world::{self, SimOptions};
 use kvferry::actor_simulation;
-use scenarios::Scenario;
+use kvferry_scenarios::Scenario;
+use kvferry_sim::world::{self, SimOptions};
 use std::path::{Path, PathBuf};
 
 fn folder() -> PathBuf {
@@ -21,7 +21,7 @@ fn files(name: &str) -> Vec<PathBuf> {
 }
 
 fn load(path: &Path) -> Scenario {
-    scenarios::load(path).unwrap_or_else(|error| panic!("{error}"))
+    kvferry_scenarios::load(path).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Plays a seed both ways.

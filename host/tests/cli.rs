@@ -218,17 +218,17 @@ fn a_replayed_recording_does_the_same_and_a_doctored_one_does_not() {
 #[test]
 fn lists_name_everything() {
     let listed = kvferry(["list", "faults"]).out;
-    assert_eq!(listed.lines().count(), ::scenarios::FaultKind::ALL.len());
-    for kind in ::scenarios::FaultKind::ALL {
+    assert_eq!(listed.lines().count(), kvferry_scenarios::FaultKind::ALL.len());
+    for kind in kvferry_scenarios::FaultKind::ALL {
         assert!(listed.contains(kind.name()), "{kind}");
     }
     let listed = kvferry(["list", "invariants"]).out;
-    for id in ::scenarios::InvariantId::ALL {
+    for id in kvferry_scenarios::InvariantId::ALL {
         assert!(listed.contains(id.name()), "{id}");
     }
     let listed = kvferry(["list", "scenarios", &scenarios().display().to_string()]);
     assert_eq!(listed.code, 0, "{listed:?}");
-    assert!(listed.out.contains("swarm.toml") && listed.out.contains(::scenarios::BUNDLED));
+    assert!(listed.out.contains("swarm.toml") && listed.out.contains(kvferry_scenarios::BUNDLED));
     assert_eq!(kvferry(["list", "events"]).code, 0);
     assert_eq!(kvferry(["list", "messages"]).code, 0);
 }

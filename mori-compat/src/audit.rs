@@ -2,7 +2,7 @@
 
 use crate::error::CompatError;
 use crate::status::{CompatFailure, CompatStatusCode};
-use ::engine::fabric::Direction;
+use kvferry_engine::fabric::Direction;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 use std::fs::File;

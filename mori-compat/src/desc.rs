@@ -1,8 +1,8 @@
 //! Descriptors: the plane's bytes, and what can be read from them.
 
 use crate::error::CompatError;
-use ::engine::core::dialect::moriio::descriptor;
-use ::engine::fabric::{Address, RegionDesc};
+use kvferry_engine::core::dialect::moriio::descriptor;
+use kvferry_engine::fabric::{Address, RegionDesc};
 use std::sync::Arc;
 
 /// Where an engine is reached; travels in the handshake as it is.

@@ -1,7 +1,7 @@
 //! What an engine needs of a plane beside moving bytes.
 
-use ::engine::fabric::{DataPlane, SessionId};
-use fabric_host::{HostPlane, SessionPaths};
+use kvferry_engine::fabric::{DataPlane, SessionId};
+use kvferry_fabric_host::{HostPlane, SessionPaths};
 
 /// A data plane whose address and regions are MoRI's descriptors.
 pub trait CompatPlane: DataPlane {

@@ -2,8 +2,8 @@
 
 use crate::audit::AuditLog;
 use crate::state::{CompatState, FinishedTransfer};
-use ::engine::core::Nanos;
-use ::engine::fabric::NextPoll;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::NextPoll;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Wake as TaskWake, Waker};
 use std::thread::{self, JoinHandle, Thread};

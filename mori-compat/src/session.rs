@@ -7,9 +7,9 @@ use crate::state::{
     injected,
 };
 use crate::status::{CompatFailure, CompatStatusCode, CompatTransferStatus};
-use ::engine::fabric::{Direction, OpId, Refused, SessionId};
-use fabric_host::SessionPaths;
-use scenarios::fault_injector::InjectedEffect;
+use kvferry_engine::fabric::{Direction, OpId, Refused, SessionId};
+use kvferry_fabric_host::SessionPaths;
+use kvferry_scenarios::fault_injector::InjectedEffect;
 use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;

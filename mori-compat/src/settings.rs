@@ -1,9 +1,9 @@
 //! What the environment says.
 
 use crate::error::CompatError;
-use fabric_host::HostConfig;
-use scenarios::FaultKind;
-use scenarios::fault_injector::{self, FaultInjector};
+use kvferry_fabric_host::HostConfig;
+use kvferry_scenarios::FaultKind;
+use kvferry_scenarios::fault_injector::{self, FaultInjector};
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -33,7 +33,7 @@ const CALLERS: [&str; 5] = ["key", "host", "port", "workers", "open_door"];
 /// Settings that are not arguments of MoRI's calls.
 #[derive(Clone, Debug)]
 pub struct CompatSettings {
-    /// Faults to inject, `KVFERRY_FAULTS`; see [`scenarios::FaultFile`].
+    /// Faults to inject, `KVFERRY_FAULTS`; see [`kvferry_scenarios::FaultFile`].
     pub faults: Option<PathBuf>,
     /// Where to log what was moved, `KVFERRY_AUDIT`.
     pub audit: Option<PathBuf>,
@@ -111,7 +111,7 @@ fn fabric(text: &str) -> Result<HostConfig, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fabric_host::DataPath;
+    use kvferry_fabric_host::DataPath;
 
     #[test]
     fn a_fabric_file_sets_what_the_caller_does_not() {

@@ -3,12 +3,12 @@
 use crate::audit::{AuditLog, AuditRecord};
 use crate::fabric::CompatPlane;
 use crate::status::{CompatFailure, CompatStatusCode, CompatTransferStatus};
-use ::engine::core::Nanos;
-use ::engine::fabric::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, Direction, FabricError, Landed, NextPoll, OpId, PeerId, QuiesceTicket,
     Refused, RegionDesc, RegionId, SessionId, Submit,
 };
-use scenarios::fault_injector::FaultInjector;
+use kvferry_scenarios::fault_injector::FaultInjector;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 

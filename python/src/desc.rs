@@ -6,7 +6,7 @@ use pyo3::types::PyBytes;
 
 /// Where an engine is reached.
 #[pyclass(frozen, module = "mori.io", name = "EngineDesc")]
-pub struct PyEngineDesc(pub(crate) mori_compat::CompatEngineDesc);
+pub struct PyEngineDesc(pub(crate) kvferry_mori_compat::CompatEngineDesc);
 
 #[pymethods]
 impl PyEngineDesc {
@@ -18,7 +18,7 @@ impl PyEngineDesc {
     /// Reads the bytes of a peer; raises ValueError if they are no descriptor.
     #[staticmethod]
     fn unpack(bytes: &[u8]) -> PyResult<PyEngineDesc> {
-        mori_compat::CompatEngineDesc::unpack(bytes).map(PyEngineDesc).map_err(raise)
+        kvferry_mori_compat::CompatEngineDesc::unpack(bytes).map(PyEngineDesc).map_err(raise)
     }
 
     /// The unique name of the engine.
@@ -49,7 +49,7 @@ impl PyEngineDesc {
 }
 
 #[pyclass(frozen, module = "mori.io", name = "MemoryDesc")]
-pub struct PyMemoryDesc(pub(crate) mori_compat::CompatMemoryDesc);
+pub struct PyMemoryDesc(pub(crate) kvferry_mori_compat::CompatMemoryDesc);
 
 #[pymethods]
 impl PyMemoryDesc {
@@ -61,7 +61,7 @@ impl PyMemoryDesc {
     /// Reads the bytes of a peer; raises ValueError if they are no descriptor.
     #[staticmethod]
     fn unpack(bytes: &[u8]) -> PyResult<PyMemoryDesc> {
-        mori_compat::CompatMemoryDesc::unpack(bytes).map(PyMemoryDesc).map_err(raise)
+        kvferry_mori_compat::CompatMemoryDesc::unpack(bytes).map(PyMemoryDesc).map_err(raise)
     }
 
     /// The engine that it is registered with.

@@ -3,7 +3,7 @@
 use crate::desc::{PyEngineDesc, PyMemoryDesc};
 use crate::raise;
 use crate::session::PySession;
-use mori_compat::CompatSettings;
+use kvferry_mori_compat::CompatSettings;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
 
@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 /// environment. Lives as long as it or one of its sessions is referenced.
 #[pyclass(frozen, module = "kvferry._native", name = "Engine")]
 pub struct PyEngine {
-    engine: mori_compat::CompatEngine,
+    engine: kvferry_mori_compat::CompatEngine,
     /// Owners of registered memory.
     kept: Mutex<Vec<Py<PyAny>>>,
 }
@@ -23,7 +23,7 @@ impl PyEngine {
         py.detach(|| {
             kvferry::sidecar::log_to_stderr();
             let settings = CompatSettings::from_env()?;
-            mori_compat::CompatEngine::start(key, host, port, workers, &settings)
+            kvferry_mori_compat::CompatEngine::start(key, host, port, workers, &settings)
         })
         .map(|engine| PyEngine { engine, kept: Mutex::default() })
         .map_err(raise)

@@ -9,7 +9,7 @@ mod link;
 mod session;
 mod transfers;
 
-use mori_compat::{CompatError, CompatSettings};
+use kvferry_mori_compat::{CompatError, CompatSettings};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::{PyErr, PyResult, pyfunction, pymodule};
 

@@ -1,13 +1,5 @@
 //! The connector's line to its host.
 
-use engine::core::Nanos;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::error::Failure;
-use engine::core::ids::{RequestId, StepId};
-use engine::core::layout::BlockList;
-use engine::core::message::{
-    Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
-};
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
 use kvferry::sidecar::settings::{
@@ -15,6 +7,14 @@ use kvferry::sidecar::settings::{
 };
 use kvferry::sidecar::spec::ServingEngine;
 use kvferry::sidecar::{SidecarClient as Line, answer_params, failed_params, unusable_params};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{RequestId, StepId};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
+};
 use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;

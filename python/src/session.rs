@@ -1,15 +1,15 @@
 //! `mori.io`'s sessions and statuses.
 
 use crate::engine::PyEngine;
-use ::engine::fabric::Direction;
-use mori_compat::CompatTransferStatus;
+use kvferry_engine::fabric::Direction;
+use kvferry_mori_compat::CompatTransferStatus;
 use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// Transfers between one local and one remote region; offsets and sizes in bytes.
 #[pyclass(frozen, module = "mori.io", name = "IOEngineSession")]
 pub struct PySession {
-    pub(crate) session: mori_compat::CompatSession,
+    pub(crate) session: kvferry_mori_compat::CompatSession,
     /// Has to live as long.
     pub(crate) _engine: Py<PyEngine>,
 }

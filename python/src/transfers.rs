@@ -1,6 +1,6 @@
 //! The transfer actor inside the worker.
 
-use engine::core::ids::{Incarnation, StepId};
+use kvferry_engine::core::ids::{Incarnation, StepId};
 use pyo3::prelude::*;
 use std::path::PathBuf;
 

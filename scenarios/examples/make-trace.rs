@@ -1,6 +1,6 @@
 //! Writes the bundled trace, `scenarios/traces/chat.jsonl`.
 
-use scenarios::trace::generate::{CHAT, generate, to_jsonl};
+use kvferry_scenarios::trace::generate::{CHAT, generate, to_jsonl};
 
 fn main() -> std::io::Result<()> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/traces/chat.jsonl");

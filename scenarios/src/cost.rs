@@ -1,6 +1,6 @@
 //! How long a step of an engine takes: integer formulas, no floating point.
 
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 use serde::{Deserialize, Serialize};
 
 /// Cost of a forward pass on one instance (all its TP ranks together). Femtoseconds (1e-15 s)

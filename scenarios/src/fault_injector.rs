@@ -7,7 +7,7 @@
 use crate::decide::{DecisionKey, chance};
 use crate::run::{DurationRange, FaultTrigger, InjectedFault};
 use crate::{FaultFile, FaultKind, ScenarioError, TriggerEvent};
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 use std::path::Path;
 
 /// Environment variable that names the file, for every process that injects faults.

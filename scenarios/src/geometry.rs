@@ -1,7 +1,7 @@
 //! The KV cache of an instance: geometry and where each layer lies.
 
 use crate::run::{InstanceSettings, MemoryLayout, ModelGeometry};
-use ::engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
 
 /// The KV memory of a rank, equal on all ranks of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,10 +119,10 @@ mod tests {
     use super::*;
     use crate::cost::StepCost;
     use crate::run::{FabricLimits, ModelGroup, ProtocolSettings};
-    use ::engine::core::Nanos;
-    use ::engine::core::layout::{RankLayout, check};
-    use ::engine::core::message::{Mode, Role};
-    use ::engine::fabric::{Address, RegionDesc};
+    use kvferry_engine::core::Nanos;
+    use kvferry_engine::core::layout::{RankLayout, check};
+    use kvferry_engine::core::message::{Mode, Role};
+    use kvferry_engine::fabric::{Address, RegionDesc};
 
     const LAYOUTS: [MemoryLayout; 4] =
         [MemoryLayout::Block, MemoryLayout::Layer, MemoryLayout::HeadSplit, MemoryLayout::Token];

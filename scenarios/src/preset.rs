@@ -2,7 +2,7 @@
 
 use crate::cost::StepCost;
 use crate::run::ModelGeometry;
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 
 /// A model as published.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl ModelGeometry {
 
     /// Bytes that one token takes on each of `tp` ranks, over all layers that keep tokens.
     pub fn token_bytes_per_rank(&self, tp: u16) -> u64 {
-        let state = ::engine::core::layout::GroupKind::State;
+        let state = kvferry_engine::core::layout::GroupKind::State;
         let kept = self.groups.iter().filter(|group| group.kind != state);
         let layers: usize = kept.map(|group| group.layers.len()).sum();
         layers as u64 * u64::from(self.heads_per_rank(tp)) * u64::from(self.head_bytes)

@@ -3,10 +3,10 @@
 use crate::cost::StepCost;
 use crate::decide::{DecisionKey, within};
 use crate::lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
-use ::engine::core::Nanos;
-use ::engine::core::layout::GroupKind;
-use ::engine::core::message::{Mode, Role};
-use ::engine::core::router::RouterConfig;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::router::RouterConfig;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

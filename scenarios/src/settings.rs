@@ -1,9 +1,9 @@
 //! Settings of the protocol machines of an instance, for who makes them and for who checks them.
 
 use crate::run::{InstanceSettings, Run};
-use ::engine::core::channel::ChannelConfig;
-use ::engine::core::config::CoreSettings;
-use ::engine::core::transfer::TransferSettings;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::transfer::TransferSettings;
 
 /// Of its prefill or decode core.
 pub fn core(run: &Run, instance: &InstanceSettings) -> CoreSettings {

@@ -2,7 +2,7 @@
 
 use crate::decide::{DecisionKey, below, within};
 use crate::run::DurationRange;
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.

@@ -1,12 +1,12 @@
 //! What a seed draws: inside what is written, and nothing depends on what else is written.
 
+use kvferry_scenarios::run::{FaultTrigger, InjectedFault, Run};
 use proptest::prelude::*;
-use scenarios::run::{FaultTrigger, InjectedFault, Run};
 use std::path::Path;
 
-fn parse(text: &str) -> scenarios::Scenario {
+fn parse(text: &str) -> kvferry_scenarios::Scenario {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("smoke");
-    scenarios::parse("x.toml", text, &folder, None).unwrap_or_else(|why| panic!("{why}"))
+    kvferry_scenarios::parse("x.toml", text, &folder, None).unwrap_or_else(|why| panic!("{why}"))
 }
 
 /// A drawn run whose faults do not say where their tables stand.
@@ -100,7 +100,7 @@ fn both_examples_mean_what_they_say() {
     let aborted = run.requests.iter().filter_map(|request| request.abort);
     assert!((1..20).contains(&aborted.clone().count()));
     assert!(aborted.into_iter().all(|after| after.0 <= 8_000_000));
-    assert_eq!(run.faults[1].message, Some(scenarios::MessageName::Announce));
+    assert_eq!(run.faults[1].message, Some(kvferry_scenarios::MessageName::Announce));
     assert_eq!(run.faults[1].trigger, FaultTrigger::Chance(100_000));
 }
 
@@ -262,7 +262,7 @@ proptest! {
         seed: u64,
     ) {
         let text = format!("about = \"t\"\n{}", key.replace('?', &value));
-        if let Ok(scenario) = scenarios::parse("x.toml", &text, Path::new(""), None) {
+        if let Ok(scenario) = kvferry_scenarios::parse("x.toml", &text, Path::new(""), None) {
             let _ = scenario.draw(seed);
         }
     }

@@ -1,12 +1,12 @@
 //! Wrong input gets one error: file, line, what is wrong, what to do.
 
-use engine::core::dialect::native::{VERSION, VERSION_MIN};
+use kvferry_engine::core::dialect::native::{VERSION, VERSION_MIN};
 use std::path::Path;
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/smoke");
 
 fn error(text: &str) -> String {
-    let scenario = match scenarios::parse("x.toml", text, Path::new(FOLDER), None) {
+    let scenario = match kvferry_scenarios::parse("x.toml", text, Path::new(FOLDER), None) {
         Err(why) => return why.to_string(),
         Ok(scenario) => scenario,
     };
@@ -201,7 +201,7 @@ fn instances_have_one_name_each() {
 
 #[test]
 fn a_missing_scenario_is_named() {
-    let why = scenarios::load("no/such.toml").expect_err("there is none").to_string();
+    let why = kvferry_scenarios::load("no/such.toml").expect_err("there is none").to_string();
     assert!(why.starts_with("no/such.toml: cannot read the scenario: "), "{why}");
 }
 
@@ -221,7 +221,7 @@ fn a_missing_trace_is_named_at_the_line_that_names_it() {
 }
 
 mod traces {
-    use scenarios::trace::TraceReader;
+    use kvferry_scenarios::trace::TraceReader;
 
     const GOOD: &str =
         r#"{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}"#;
@@ -290,7 +290,7 @@ fn what_cells_cannot_express_is_refused() {
     );
     let draws = |text: &str| {
         let text = format!("about = \"test\"\n{text}");
-        scenarios::parse("x.toml", &text, Path::new(FOLDER), None).unwrap().draw(1).is_ok()
+        kvferry_scenarios::parse("x.toml", &text, Path::new(FOLDER), None).unwrap().draw(1).is_ok()
     };
     assert!(draws(layouts) && draws(&format!("{cells}[model]\nlayout = \"head-split\"")));
     // The latent is one slot in any layout.

@@ -1,7 +1,7 @@
 //! Files of faults alone.
 
-use scenarios::run::FaultTrigger;
-use scenarios::{FaultFile, FaultKind, TriggerEvent};
+use kvferry_scenarios::run::FaultTrigger;
+use kvferry_scenarios::{FaultFile, FaultKind, TriggerEvent};
 
 fn error(text: &str) -> String {
     FaultFile::parse("f.toml", text).expect_err("refused").to_string()

@@ -1,9 +1,9 @@
 //! Every scenario file of the repository is valid, and so is the bundled trace.
 
-use scenarios::FaultKind;
-use scenarios::run::InstanceSettings;
-use scenarios::trace::TraceReader;
-use scenarios::trace::generate::{CHAT, generate, to_jsonl};
+use kvferry_scenarios::FaultKind;
+use kvferry_scenarios::run::InstanceSettings;
+use kvferry_scenarios::trace::TraceReader;
+use kvferry_scenarios::trace::generate::{CHAT, generate, to_jsonl};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,7 @@ fn every_file_parses_and_draws_twenty_seeds() {
     let files = files();
     assert!(files.len() >= 6, "found only {files:?}");
     for file in files {
-        let scenario = scenarios::load(&file).unwrap_or_else(|why| panic!("{why}"));
+        let scenario = kvferry_scenarios::load(&file).unwrap_or_else(|why| panic!("{why}"));
         for seed in 0..20 {
             let run = scenario.draw(seed).unwrap_or_else(|why| panic!("seed {seed}: {why}"));
             assert_eq!(run, scenario.draw(seed).expect("the same as before"));
@@ -50,7 +50,8 @@ fn every_file_parses_and_draws_twenty_seeds() {
 
 #[test]
 fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
-    let swarm = scenarios::load(folder().join("swarm.toml")).unwrap_or_else(|why| panic!("{why}"));
+    let swarm =
+        kvferry_scenarios::load(folder().join("swarm.toml")).unwrap_or_else(|why| panic!("{why}"));
     // No run survives operations that move nothing.
     let survivable = |kind: &FaultKind| *kind != FaultKind::NoCopy;
     let mut seen = BTreeSet::new();
@@ -75,11 +76,12 @@ fn the_swarm_reaches_every_fault_kind_and_leaves_every_one_out() {
 #[test]
 fn the_loaded_swarm_draws_what_fills_links() {
     let path = folder().join("swarm-load.toml");
-    let swarm = scenarios::load(path).unwrap_or_else(|why| panic!("{why}"));
+    let swarm = kvferry_scenarios::load(path).unwrap_or_else(|why| panic!("{why}"));
     let runs: Vec<_> =
         (0..400).map(|seed| swarm.draw(seed).expect("every seed is valid")).collect();
-    let share =
-        |fits: &dyn Fn(&scenarios::Run) -> bool| runs.iter().filter(|run| fits(run)).count();
+    let share = |fits: &dyn Fn(&kvferry_scenarios::Run) -> bool| {
+        runs.iter().filter(|run| fits(run)).count()
+    };
     let rates = runs.iter().map(|run| run.network.bandwidth);
     assert!(rates.clone().min() < Some(200_000_000) && rates.max() > Some(40_000_000_000));
     assert!(share(&|run| run.longest() > Some(16_384)) > 100);
@@ -90,7 +92,7 @@ fn the_loaded_swarm_draws_what_fills_links() {
     let few = |one: &InstanceSettings| one.protocol.tombstones_max < Some(8);
     assert!(share(&|run| run.instances.iter().any(few)) > 100);
     let lease = |one: &InstanceSettings| one.protocol.lease;
-    let unequal = |run: &scenarios::Run| {
+    let unequal = |run: &kvferry_scenarios::Run| {
         run.instances.iter().any(|one| lease(one) != lease(&run.instances[0]))
     };
     assert!(share(&unequal) > 200);
@@ -110,11 +112,12 @@ fn the_bundled_trace_is_what_its_generator_makes() {
 
 #[test]
 fn the_bundled_scenario_is_the_file() {
-    let file =
-        scenarios::load(folder().join("trace/push.toml")).unwrap_or_else(|why| panic!("{why}"));
-    let bundled = scenarios::bundled(None).unwrap_or_else(|why| panic!("{why}"));
-    let draw =
-        |scenario: &scenarios::Scenario| scenario.draw(1).unwrap_or_else(|why| panic!("{why}"));
+    let file = kvferry_scenarios::load(folder().join("trace/push.toml"))
+        .unwrap_or_else(|why| panic!("{why}"));
+    let bundled = kvferry_scenarios::bundled(None).unwrap_or_else(|why| panic!("{why}"));
+    let draw = |scenario: &kvferry_scenarios::Scenario| {
+        scenario.draw(1).unwrap_or_else(|why| panic!("{why}"))
+    };
     let (file, mut bundled) = (draw(&file), draw(&bundled));
     bundled.name.clone_from(&file.name);
     assert_eq!(bundled, file);

@@ -1,6 +1,6 @@
 //! The reference tells all that the language knows.
 
-use scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
+use kvferry_scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
 use std::path::Path;
 
 const REFERENCE: &str = include_str!("../README.md");
@@ -37,7 +37,8 @@ fn every_entry_of_the_closed_lists_has_its_row() {
 /// The keys that a table knows, by asking for one that it does not.
 fn keys(table: &str) -> Vec<String> {
     let text = format!("about = \"test\"\n{}", table.replace('?', "qqqqqqqqqqqq = 1"));
-    let why = scenarios::parse("x.toml", &text, Path::new(""), None).expect_err("unknown key");
+    let why =
+        kvferry_scenarios::parse("x.toml", &text, Path::new(""), None).expect_err("unknown key");
     let (_, known) = why.remedy.split_once("known here: ").expect("it lists what it knows");
     known.split(", ").map(str::to_string).collect()
 }
@@ -78,7 +79,7 @@ fn every_key_is_in_the_reference() {
 
 #[test]
 fn message_names_are_those_of_the_native_dialect() {
-    use engine::core::dialect::native::MessageKind;
+    use kvferry_engine::core::dialect::native::MessageKind;
     use std::collections::BTreeSet;
     let language: BTreeSet<&str> = MessageName::ALL.iter().map(|name| name.name()).collect();
     let dialect: BTreeSet<&str> = MessageKind::ALL.iter().map(|kind| kind.name()).collect();
@@ -88,7 +89,8 @@ fn message_names_are_those_of_the_native_dialect() {
 #[test]
 fn the_example_is_valid() {
     let example = REFERENCE.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next());
-    let scenario = scenarios::parse("README", example.expect("an example"), Path::new(""), None);
+    let scenario =
+        kvferry_scenarios::parse("README", example.expect("an example"), Path::new(""), None);
     let run = scenario.and_then(|scenario| scenario.draw(7)).unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(run.requests.len(), 12);
 }

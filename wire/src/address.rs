@@ -1,6 +1,6 @@
 //! Addresses of the form `tcp://host:port`.
 
-use engine::fabric::{Endpoint, Refused};
+use kvferry_engine::fabric::{Endpoint, Refused};
 use std::net::{SocketAddr, ToSocketAddrs};
 
 const SCHEME: &str = "tcp://";

@@ -3,7 +3,7 @@
 use crate::message::receive;
 use crate::monitor::{MonitoredSocket, ZmqMonitorEvent};
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use engine::fabric::{LinkId, LinkKind};
+use kvferry_engine::fabric::{LinkId, LinkKind};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;

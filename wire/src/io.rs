@@ -3,7 +3,7 @@
 use crate::dialler::ZmqDialler;
 use crate::listener::ZmqListener;
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use engine::fabric::{LinkId, LinkKind};
+use kvferry_engine::fabric::{LinkId, LinkKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,7 +3,7 @@
 use crate::message::{ZmqMessage, receive};
 use crate::monitor::{MonitoredSocket, ZmqMonitorEvent};
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use engine::fabric::{Endpoint, LinkId, LinkKind};
+use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;

@@ -3,8 +3,10 @@
 use crate::address::resolve;
 use crate::io::{ZmqCommand, ZmqIoThread};
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use engine::core::Nanos;
-use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{
+    ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

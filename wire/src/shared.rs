@@ -1,6 +1,6 @@
 //! What the plane and its thread share.
 
-use engine::fabric::{Endpoint, LinkId, LinkKind};
+use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;

@@ -3,12 +3,12 @@
 mod common;
 
 use common::TestZmqPlane;
-use engine::conformance::{ControlFixture, control_plane};
-use engine::core::Nanos;
-use engine::fabric::{ControlPlane, Endpoint};
+use kvferry_engine::conformance::{ControlFixture, control_plane};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{ControlPlane, Endpoint};
+use kvferry_wire::ZmqPlane;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
-use wire::ZmqPlane;
 
 /// Longest wait for news in one round.
 const ROUND: Duration = Duration::from_micros(100);

@@ -3,19 +3,19 @@
 mod common;
 
 use common::{PATIENCE, TestZmqPlane};
-use engine::core::channel::ChannelConfig;
-use engine::core::command::ControlCommand;
-use engine::core::config::{CoreConfig, CoreSettings};
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::ids::{Incarnation, StepId, TransferKey};
-use engine::core::layout::{
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::ids::{Incarnation, StepId, TransferKey};
+use kvferry_engine::core::layout::{
     BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
-use engine::core::message::*;
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, ControlEvent, ControlPlane, Endpoint, LinkKind, RegionDesc};
+use kvferry_engine::core::message::*;
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{Address, ControlEvent, ControlPlane, Endpoint, LinkKind, RegionDesc};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

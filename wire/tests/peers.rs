@@ -3,12 +3,12 @@
 mod common;
 
 use common::TestZmqPlane;
-use engine::core::Nanos;
-use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
+use kvferry_wire::{WireConfig, ZmqPlane};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::Duration;
-use wire::{WireConfig, ZmqPlane};
 
 const LINK: LinkId = LinkId(7);
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::TestZmqPlane;
-use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 

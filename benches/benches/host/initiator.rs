@@ -2,12 +2,12 @@
 
 use super::target::{CHILD, cpu, plane};
 use super::workload::{AttachCall, LatencyStats, POOL, Workload, attach, fill, is_filled};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
     RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_host::{DataPath, HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{DataPath, HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};

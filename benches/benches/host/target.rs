@@ -1,9 +1,9 @@
 //! The other process: it holds the targets and does what a line on its standard input says.
 
 use super::workload::{POOL, ROWS, attach, fill, is_filled};
-use engine::core::time::Nanos;
-use engine::fabric::{DataEvent, DataPlane, RegionId};
-use fabric_host::{DataPath, HostConfig, HostPlane, HugePages, MemfdPool};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{DataEvent, DataPlane, RegionId};
+use kvferry_fabric_host::{DataPath, HostConfig, HostPlane, HugePages, MemfdPool};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, Read, Write};

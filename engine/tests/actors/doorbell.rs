@@ -2,9 +2,9 @@
 
 use crate::Echo;
 use actix::System;
-use engine::actors::{Driver, PlaneAdapter};
-use engine::core::Nanos;
-use engine::fabric::NextPoll;
+use kvferry_engine::actors::{Driver, PlaneAdapter};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::NextPoll;
 use std::collections::VecDeque;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};

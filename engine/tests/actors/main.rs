@@ -5,16 +5,18 @@ mod doorbell;
 mod planes;
 
 use actix::{Addr, Context, Handler, Message, System};
-use engine::actors::*;
-use engine::core::channel::ChannelConfig;
-use engine::core::config::{CoreConfig, CoreSettings};
-use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
-use engine::core::instance::{Instance, InstanceInput};
-use engine::core::layout::{BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-use engine::core::message::*;
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::*;
+use kvferry_engine::actors::*;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
+use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::layout::{
+    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout,
+};
+use kvferry_engine::core::message::*;
+use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::*;
 use planes::{Loopback, LoopbackMemory, LoopbackSide, LoopbackWire};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
@@ -295,7 +297,7 @@ impl Machine for Echo {
     fn deadline(&self) -> Option<Nanos> {
         None
     }
-    fn gauges(&self) -> engine::core::Gauges {
+    fn gauges(&self) -> kvferry_engine::core::Gauges {
         Default::default()
     }
 }

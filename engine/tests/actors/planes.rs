@@ -1,7 +1,7 @@
 //! Planes within one process: bytes are copied at submit, frames are queued for the other side.
 
-use engine::core::Nanos;
-use engine::fabric::*;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::*;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;

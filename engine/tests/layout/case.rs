@@ -1,7 +1,7 @@
 //! Random pairs of engines with real bytes, and the oracle that moves single elements.
 
-use engine::core::layout::*;
-use engine::fabric::{Address, RegionDesc};
+use kvferry_engine::core::layout::*;
+use kvferry_engine::fabric::{Address, RegionDesc};
 
 /// Small numbers that stand for choices; smaller ones mean simpler cases, so shrinking works.
 pub(crate) struct CaseDraw<'a> {
@@ -177,7 +177,7 @@ struct Content {
 impl Case {
     pub(crate) fn new(draw: &mut CaseDraw<'_>) -> Case {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         let latent = draw.below(4) == 1;
         let kv_heads = if latent { 1 } else { draw.one_of(&[1, 2, 4, 6, 8]) };
         let sizes: Vec<u16> =
@@ -357,7 +357,7 @@ fn side(
 /// layer after the other, without bytes.
 pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> CaseSide {
     #[cfg(feature = "planted")]
-    engine::planted::plant_from_environment();
+    kvferry_engine::planted::plant_from_environment();
     let groups = vec![KvGroup { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
     let geometry =
         Geometry { model: "model".into(), tp, kv_heads, latent, packed: false, layers: 3, groups };

@@ -1,7 +1,7 @@
 //! What `check` refuses, and that it survives what a peer may send.
 
 use crate::case::{Case, CaseDraw, CaseSide, plain};
-use engine::core::layout::*;
+use kvferry_engine::core::layout::*;
 use proptest::prelude::*;
 
 /// A change to an engine, and what the refusal has to say.

@@ -1,8 +1,8 @@
 //! Planned ranges against the oracle, pairing of ranks, merging.
 
 use crate::case::{Case, CaseDraw, CaseRequest, CaseSide, plain};
-use engine::core::ids::RankSet;
-use engine::core::layout::*;
+use kvferry_engine::core::ids::RankSet;
+use kvferry_engine::core::layout::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 

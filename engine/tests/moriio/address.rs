@@ -1,9 +1,9 @@
 //! Addresses and request ids.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::address::*;
-use engine::core::ids::{Incarnation, RequestId};
-use engine::core::message::Role;
+use kvferry_engine::core::dialect::moriio::address::*;
+use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::message::Role;
 use proptest::prelude::*;
 use serde_json::json;
 

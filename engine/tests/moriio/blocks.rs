@@ -1,10 +1,10 @@
 //! Blocks that belong together, and the byte ranges that are planned for them.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::blocks::*;
-use engine::core::ids::BlockId;
-use engine::core::layout::*;
-use engine::fabric::{Address, RegionDesc};
+use kvferry_engine::core::dialect::moriio::blocks::*;
+use kvferry_engine::core::ids::BlockId;
+use kvferry_engine::core::layout::*;
+use kvferry_engine::fabric::{Address, RegionDesc};
 use serde_json::{Value, json};
 use std::sync::Arc;
 

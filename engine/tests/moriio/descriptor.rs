@@ -1,7 +1,7 @@
 //! MoRI's descriptors.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::descriptor::*;
+use kvferry_engine::core::dialect::moriio::descriptor::*;
 use proptest::prelude::*;
 use serde_json::Value;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The handshake's request and its two replies.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
-use engine::core::dialect::moriio::handshake::*;
+use kvferry_engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
+use kvferry_engine::core::dialect::moriio::handshake::*;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::Value;

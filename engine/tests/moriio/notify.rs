@@ -1,9 +1,9 @@
 //! The notify channel.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
-use engine::core::dialect::moriio::notify::*;
-use engine::core::ids::{BlockId, RequestId, TransferId};
+use kvferry_engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
+use kvferry_engine::core::dialect::moriio::notify::*;
+use kvferry_engine::core::ids::{BlockId, RequestId, TransferId};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};

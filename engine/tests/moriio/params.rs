@@ -1,11 +1,11 @@
 //! `kv_transfer_params`.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::params::*;
-use engine::core::dialect::moriio::{DecodeError, EncodeError};
-use engine::core::ids::{BlockId, EngineId, RequestId, TransferId};
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::dialect::moriio::params::*;
+use kvferry_engine::core::dialect::moriio::{DecodeError, EncodeError};
+use kvferry_engine::core::ids::{BlockId, EngineId, RequestId, TransferId};
+use kvferry_engine::core::message::{Mode, Role};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;

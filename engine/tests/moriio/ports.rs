@@ -1,8 +1,8 @@
 //! Ports, ranks and acknowledgements.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::ports::*;
-use engine::core::layout::Mismatch;
+use kvferry_engine::core::dialect::moriio::ports::*;
+use kvferry_engine::core::layout::Mismatch;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

@@ -1,11 +1,11 @@
 //! Registrations.
 
 use crate::fixture::*;
-use engine::core::dialect::moriio::address::{ZmqAddress, incarnation_of};
-use engine::core::dialect::moriio::registration::*;
-use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Registration, Role};
-use engine::fabric::Endpoint;
+use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, incarnation_of};
+use kvferry_engine::core::dialect::moriio::registration::*;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{Mode, Registration, Role};
+use kvferry_engine::fabric::Endpoint;
 use proptest::prelude::*;
 use serde_json::Value;
 use std::num::NonZeroU16;

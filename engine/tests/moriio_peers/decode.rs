@@ -1,19 +1,19 @@
 //! A decode core and a prefill of vLLM.
 
 use crate::world::*;
-use engine::core::Nanos;
-use engine::core::command::ControlCommand;
-use engine::core::decode::DecodeInput;
-use engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
-use engine::core::dialect::moriio::notify::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
+use kvferry_engine::core::dialect::moriio::notify::{
     DecodeNotice, ReceivedPrefillNotice, decode_at_prefill,
 };
-use engine::core::dialect::native::{self, Frame};
-use engine::core::error::Failure;
-use engine::core::ids::{BlockId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::*;
-use engine::fabric::{Address, ControlEvent, LinkKind};
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{BlockId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::*;
+use kvferry_engine::fabric::{Address, ControlEvent, LinkKind};
 use std::sync::Arc;
 
 fn arrive(table: &mut DecodeTable, name: &str, mode: Mode, peer: Arc<MoriioLeg>) {
@@ -96,7 +96,7 @@ fn a_prefill_that_says_nothing_is_kept_out_before_the_blocks_go() {
 fn a_prefill_that_the_data_plane_lost_is_kept_out() {
     let mut table = announced("d");
     table.wait(Nanos::from_ms(10));
-    let peer = engine::core::ids::ConnectionId(1 << 31 | 1);
+    let peer = kvferry_engine::core::ids::ConnectionId(1 << 31 | 1);
     let failure = Failure::Unreachable;
     table.report(TransferReport::PeerFailed { peer, failure: failure.clone() });
     assert_eq!(table.job(), TransferJob::Fence { peer });
@@ -158,7 +158,7 @@ fn a_prompt_that_is_there_already_is_released() {
     assert_released(&mut table, link);
 }
 
-fn assert_released(table: &mut DecodeTable, link: engine::fabric::LinkId) {
+fn assert_released(table: &mut DecodeTable, link: kvferry_engine::fabric::LinkId) {
     match decode_at_prefill(&[table.said(link)]) {
         Ok(ReceivedPrefillNotice::Release(release)) => assert_eq!(&*release.transfer().0, "tx-d"),
         other => panic!("no release: {other:?}"),
@@ -166,7 +166,7 @@ fn assert_released(table: &mut DecodeTable, link: engine::fabric::LinkId) {
 }
 
 /// A pull up to the read; returns the flow.
-fn reading() -> (DecodeTable, engine::core::ids::FlowId) {
+fn reading() -> (DecodeTable, kvferry_engine::core::ids::FlowId) {
     let mut table = decode(Mode::Pull).ready();
     let blocks = vec![BlockList::new(vec![6, 7, 1])];
     let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: blocks.clone() });
@@ -251,7 +251,7 @@ fn a_silent_handshake_and_a_refused_one_end() {
 }
 
 /// A leg of a router that knows both ends to speak the native dialect.
-fn arrive_natively(table: &mut DecodeTable) -> engine::fabric::LinkId {
+fn arrive_natively(table: &mut DecodeTable) -> kvferry_engine::fabric::LinkId {
     let leg = DecodeLeg {
         key: TransferKey { id: "tx".into(), prompt: 0 },
         sibling: 0,

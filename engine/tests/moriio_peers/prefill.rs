@@ -1,19 +1,19 @@
 //! A prefill core and a decode of vLLM.
 
 use crate::world::*;
-use engine::core::command::ControlCommand;
-use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
-use engine::core::dialect::moriio::notify::{
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
+use kvferry_engine::core::dialect::moriio::notify::{
     PrefillNotice, Release, RemoteBlocks, decode_at_decode,
 };
-use engine::core::error::Failure;
-use engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::*;
-use engine::core::moriio::MoriioSettings;
-use engine::core::prefill::PrefillInput;
-use engine::core::{Machine, Nanos};
-use engine::fabric::{ControlEvent, LinkId, LinkKind};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::*;
+use kvferry_engine::core::moriio::MoriioSettings;
+use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::core::{Machine, Nanos};
+use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 

@@ -1,21 +1,25 @@
 //! One core on a table: the test plays its engine, its ranks, and vLLM at the other end of the
 //! wire.
 
-use engine::core::command::ControlCommand;
-use engine::core::config::{CoreConfig, CoreSettings};
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
-use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, LayerRegions, REQUEST};
-use engine::core::dialect::moriio::params::MoriioRemote;
-use engine::core::dialect::moriio::ports::ParallelSizes;
-use engine::core::ids::Incarnation;
-use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
-use engine::core::message::{Mode, MoriioLeg, Role, TransferJob, TransferReport};
-use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
+use kvferry_engine::core::dialect::moriio::handshake::{
+    AgentMetadata, LayerMemory, LayerRegions, REQUEST,
+};
+use kvferry_engine::core::dialect::moriio::params::MoriioRemote;
+use kvferry_engine::core::dialect::moriio::ports::ParallelSizes;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::layout::{
+    Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
+};
+use kvferry_engine::core::message::{Mode, MoriioLeg, Role, TransferJob, TransferReport};
+use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
 use std::sync::Arc;
 
 /// Whence the other side opens its links.
@@ -152,8 +156,8 @@ pub(crate) struct CoreBench<M: Machine, A> {
     inbound: u32,
 }
 
-pub(crate) type PrefillTable = CoreBench<Prefill, engine::core::message::PrefillAnswer>;
-pub(crate) type DecodeTable = CoreBench<Decode, engine::core::message::DecodeAnswer>;
+pub(crate) type PrefillTable = CoreBench<Prefill, kvferry_engine::core::message::PrefillAnswer>;
+pub(crate) type DecodeTable = CoreBench<Decode, kvferry_engine::core::message::DecodeAnswer>;
 
 pub(crate) fn prefill(mode: Mode) -> PrefillTable {
     let ways = Ways {
@@ -192,7 +196,7 @@ pub(crate) fn decode(mode: Mode) -> DecodeTable {
 impl<M: Machine, A> CoreBench<M, A> {
     fn new(core: M, ways: Ways<M, A>) -> Self {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         CoreBench { core, ways, now: Nanos(1), wants: Vec::new(), inbound: LinkId::INBOUND }
     }
 

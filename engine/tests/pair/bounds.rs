@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::world::{PairWorld, Speaker};
-use engine::core::channel::ChannelConfig;
-use engine::core::config::CoreSettings;
-use engine::core::dialect::native::{self, Frame, kind_of};
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::dialect::native::{self, Frame, kind_of};
 
 #[test]
 fn a_lease_is_renewed_as_it_was_granted() {

@@ -3,8 +3,8 @@
 use super::*;
 use crate::versions::CONVERSATIONS;
 use crate::world::{PairWorld, Speaker};
-use engine::core::channel::COPIES;
-use engine::core::dialect::native::{self, Frame, MessageKind};
+use kvferry_engine::core::channel::COPIES;
+use kvferry_engine::core::dialect::native::{self, Frame, MessageKind};
 use std::cell::Cell;
 use std::rc::Rc;
 

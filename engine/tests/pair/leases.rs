@@ -3,15 +3,15 @@
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
 use crate::world::{BLOCK, OpResult, PairWorld, Speaker};
-use engine::core::Nanos;
-use engine::core::config::CoreSettings;
-use engine::core::decode::DecodeInput;
-use engine::core::dialect::native::FRAME_MAX;
-use engine::core::error::Failure;
-use engine::core::ids::Incarnation;
-use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, TransferReport};
-use engine::core::prefill::PrefillInput;
-use engine::fabric::{FabricError, Refused};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::dialect::native::FRAME_MAX;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, TransferReport};
+use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::fabric::{FabricError, Refused};
 
 #[test]
 fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {

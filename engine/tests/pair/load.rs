@@ -2,14 +2,14 @@
 
 use super::{BLOCK, LAYERS, allocate, loaded, settle};
 use crate::world::{OpResult, PairWorld, caps};
-use engine::core::Nanos;
-use engine::core::decode::DecodeInput;
-use engine::core::ids::{RequestId, StepId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::*;
-use engine::core::prefill::PrefillInput;
-use engine::core::transfer::TransferSettings;
-use engine::fabric::{Caps, Credits, FabricError, Landed, Placement, PlaneTimeouts};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::ids::{RequestId, StepId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::*;
+use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_engine::fabric::{Caps, Credits, FabricError, Landed, Placement, PlaneTimeouts};
 
 const TOKENS: u32 = 4 * BLOCK;
 

@@ -3,15 +3,15 @@
 use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
 use crate::world::{PairWorld, Speaker};
-use engine::core::Nanos;
-use engine::core::config::CoreSettings;
-use engine::core::decode::DecodeInput;
-use engine::core::error::Failure;
-use engine::core::ids::{Incarnation, RequestId};
-use engine::core::message::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg,
 };
-use engine::core::prefill::PrefillInput;
+use kvferry_engine::core::prefill::PrefillInput;
 
 fn abort(pair: &mut PairWorld, request: &RequestId) {
     let (request, reason) = (request.clone(), FinishReason::Aborted);

@@ -3,7 +3,7 @@
 use super::*;
 use crate::versions::{CONVERSATIONS, read, told};
 use crate::world::{PairWorld, Speaker};
-use engine::core::dialect::native::{self, Frame, MAGIC, VERSION};
+use kvferry_engine::core::dialect::native::{self, Frame, MAGIC, VERSION};
 
 /// Kinds that this version does not have: of a signal, and of a message.
 const SIGNAL: u8 = 11;

@@ -1,12 +1,14 @@
 //! A transfer actor whose plane has another backend.
 
 use crate::world::{actor, caps};
-use engine::core::command::DataCommand;
-use engine::core::ids::ConnectionId;
-use engine::core::message::{Mode, Role, TransferJob, TransferReport};
-use engine::core::transfer::{Transfer, TransferEffect, TransferInput};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, DataEvent, PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId};
+use kvferry_engine::core::command::DataCommand;
+use kvferry_engine::core::ids::ConnectionId;
+use kvferry_engine::core::message::{Mode, Role, TransferJob, TransferReport};
+use kvferry_engine::core::transfer::{Transfer, TransferEffect, TransferInput};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{
+    Address, DataEvent, PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId,
+};
 use std::sync::Arc;
 
 fn handle(transfer: &mut Transfer, input: TransferInput) -> Vec<TransferEffect> {

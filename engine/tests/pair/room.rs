@@ -2,10 +2,10 @@
 
 use super::{allocate, arrive_decode, arrive_prefill, loaded, prefill_all, settle};
 use crate::world::PairWorld;
-use engine::core::config::CoreSettings;
-use engine::core::decode::DecodeInput;
-use engine::core::layout::BlockList;
-use engine::core::message::{DecodeHook, Mode};
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{DecodeHook, Mode};
 
 #[test]
 fn receivers_that_have_ended_leave_room_for_others() {

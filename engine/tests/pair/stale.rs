@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::world::{PairWorld, Speaker};
-use engine::core::config::CoreSettings;
-use engine::core::dialect::native::{self, Frame};
-use engine::core::ids::Attempt;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::ids::Attempt;
 use std::collections::BTreeSet;
 
 /// Changes the messages that a side says.

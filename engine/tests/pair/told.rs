@@ -2,17 +2,17 @@
 
 use crate::key;
 use crate::world::{core_config, layers};
-use engine::core::command::ControlCommand;
-use engine::core::config::CoreConfig;
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::dialect::native::{self, Frame};
-use engine::core::error::Failure;
-use engine::core::ids::{Incarnation, RequestId};
-use engine::core::layout::RankLayout;
-use engine::core::message::*;
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{Address, ControlEvent, LinkId, LinkKind, RegionDesc};
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::layout::RankLayout;
+use kvferry_engine::core::message::*;
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{Address, ControlEvent, LinkId, LinkKind, RegionDesc};
 
 const ROUTER: &str = "router";
 
@@ -126,7 +126,7 @@ fn prefill() -> CoreHarness<Prefill> {
 
 fn arrive(harness: &mut CoreHarness<Decode>, prompt: u32) {
     let leg = DecodeLeg {
-        key: engine::core::ids::TransferKey { prompt, ..key() },
+        key: kvferry_engine::core::ids::TransferKey { prompt, ..key() },
         sibling: 0,
         mode: Mode::Push,
         prefill: "p0".into(),

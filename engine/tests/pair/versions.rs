@@ -6,9 +6,9 @@
 
 use super::*;
 use crate::world::{PairWorld, Speaker};
-use engine::core::channel::ChannelConfig;
-use engine::core::config::CoreSettings;
-use engine::core::dialect::native::{self, Frame, VERSION, VERSION_MIN};
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::dialect::native::{self, Frame, VERSION, VERSION_MIN};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};

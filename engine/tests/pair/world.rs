@@ -5,18 +5,20 @@ mod setup;
 
 pub(crate) use setup::{BLOCK, LAYERS, actor, caps, core_config, layers};
 
-use engine::core::channel::ChannelConfig;
-use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
-use engine::core::config::{CoreConfig, CoreSettings};
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::{EngineId, Incarnation, StepId};
-use engine::core::machine::Gauges;
-use engine::core::message::{DecodeAnswer, Mode, PrefillAnswer, Role, TransferJob, TransferReport};
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::transfer::{Transfer, TransferEffect, TransferInput, TransferSettings};
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::*;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::{EngineId, Incarnation, StepId};
+use kvferry_engine::core::machine::Gauges;
+use kvferry_engine::core::message::{
+    DecodeAnswer, Mode, PrefillAnswer, Role, TransferJob, TransferReport,
+};
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::transfer::{Transfer, TransferEffect, TransferInput, TransferSettings};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::*;
 use std::collections::BTreeMap;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -118,7 +120,7 @@ impl PairWorld {
         settings: TransferSettings,
     ) -> PairWorld {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         let core = |role, tp| core_config(role, mode, tp, core);
         let (prefill, decode) = (core(Role::Prefill, prefill_tp), core(Role::Decode, decode_tp));
         PairWorld::of(prefill, decode, caps, settings)

@@ -2,16 +2,16 @@
 //! reorders, cuts and mutes, in virtual time and decided by a seed.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
-use engine::core::Nanos;
-use engine::core::channel::{ChannelConfig, capability};
-use engine::core::command::ControlCommand;
-use engine::core::dialect::native::{self, Frame};
-use engine::core::error::Failure;
-use engine::core::ids::*;
-use engine::core::layout::*;
-use engine::core::message::{AttemptTag, Message, Role};
-use engine::core::peers::{LocalEngine, PeerEvent, PeerOutbox, Peers};
-use engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::{ChannelConfig, capability};
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::*;
+use kvferry_engine::core::layout::*;
+use kvferry_engine::core::message::{AttemptTag, Message, Role};
+use kvferry_engine::core::peers::{LocalEngine, PeerEvent, PeerOutbox, Peers};
+use kvferry_engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -135,7 +135,7 @@ pub(crate) fn me(index: usize, incarnation: u64, layers: u16) -> LocalEngine {
 impl TestCore {
     fn new(me: LocalEngine) -> TestCore {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         let incarnation = me.incarnation.0;
         TestCore {
             peers: Peers::new(ChannelConfig::default(), me, false),

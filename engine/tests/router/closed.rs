@@ -2,17 +2,17 @@
 //! peers are out of reach; and when a request goes back to who failed it.
 
 use crate::discovery::{DiscoveryBench, SentLeg, beat, done, native, sent};
-use engine::core::error::Failure;
-use engine::core::ids::Incarnation;
-use engine::core::layout::{Geometry, GroupKind, KvGroup, LayerRows, LayoutDigest};
-use engine::core::message::{
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::layout::{Geometry, GroupKind, KvGroup, LayerRows, LayoutDigest};
+use kvferry_engine::core::message::{
     FinishReason, Mode, Registration, Role, TROUBLES_MAX, UnreachablePrefill,
 };
-use engine::core::router::{
+use kvferry_engine::core::router::{
     ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RouterConfig, RouterEffect,
     RouterInput,
 };
-use engine::core::{Machine, Nanos};
+use kvferry_engine::core::{Machine, Nanos};
 use std::sync::Arc;
 
 fn one(name: &str) -> Registration {
@@ -382,7 +382,7 @@ fn others_get_it_at_once() {
     // A client that leaves in a pause leaves nothing.
     let third = bench.leg(again[1].leg, LegEvent::Failed(LegFailure::Answer(500)));
     assert!(sent(third).is_empty());
-    let gone = RouterInput::Gone { client: engine::core::ids::ClientId(0) };
+    let gone = RouterInput::Gone { client: kvferry_engine::core::ids::ClientId(0) };
     bench.give(gone);
     assert_eq!((bench.router.gauges().queued, bench.router.gauges().transfers), (0, 0));
 }

@@ -1,17 +1,17 @@
 //! Instances that register by MoRIIO's registrations: instances without an incarnation, decode legs
 //! that wait for the prefill's answer, probes, and what is not taken.
 
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::registration::MoriioRegistration;
-use engine::core::dialect::native::{self, Frame};
-use engine::core::ids::{ClientId, Incarnation, LegId};
-use engine::core::message::{FinishReason, Mode, Registration, Role};
-use engine::core::router::{
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::dialect::moriio::registration::MoriioRegistration;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::ids::{ClientId, Incarnation, LegId};
+use kvferry_engine::core::message::{FinishReason, Mode, Registration, Role};
+use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, InstancePair, InstanceState, LegBody, LegEvent, LegFailure,
     ProbeId, RejectReason, RoutedPrompt, Router, RouterConfig, RouterEffect, RouterInput,
 };
-use engine::core::{Machine, Nanos, Outbox};
-use engine::fabric::{ControlEvent, LinkId};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
+use kvferry_engine::fabric::{ControlEvent, LinkId};
 use std::num::NonZeroU16;
 
 /// A router and its time.
@@ -33,7 +33,7 @@ pub(crate) struct SentLeg {
 impl DiscoveryBench {
     pub(crate) fn new(config: RouterConfig) -> DiscoveryBench {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         DiscoveryBench { router: Router::new(config, Incarnation(7)), now: Nanos::ZERO, clients: 0 }
     }
 

@@ -2,17 +2,17 @@
 
 use crate::up;
 use crate::world::{RouterWorld, prompt, registration};
-use engine::core::command::ControlCommand;
-use engine::core::dialect::native::{self, Frame};
-use engine::core::error::Failure;
-use engine::core::ids::{Incarnation, LegId, TransferKey};
-use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Incarnation, LegId, TransferKey};
+use kvferry_engine::core::message::{FinishReason, Mode, Role};
+use kvferry_engine::core::router::{
     ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RoutedPrompt, RouterConfig,
     RouterInput,
 };
-use engine::core::{Machine, Nanos};
-use engine::fabric::{ControlEvent, LinkId};
+use kvferry_engine::core::{Machine, Nanos};
+use kvferry_engine::fabric::{ControlEvent, LinkId};
 
 const CUT: LegEvent = LegEvent::Failed(LegFailure::Connection);
 

@@ -7,11 +7,13 @@ mod examples;
 mod pairs;
 mod world;
 
-use engine::core::Nanos;
-use engine::core::error::Failure;
-use engine::core::ids::ClientId;
-use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{ClientAnswer, LegEvent, LegFailure, RoutedPrompt, RouterConfig};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::message::{FinishReason, Mode, Role};
+use kvferry_engine::core::router::{
+    ClientAnswer, LegEvent, LegFailure, RoutedPrompt, RouterConfig,
+};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use world::{RouterWorld, prompt, registration};

@@ -2,11 +2,11 @@
 
 use crate::up;
 use crate::world::{RouterWorld, prompt, registration};
-use engine::core::Machine;
-use engine::core::error::Failure;
-use engine::core::ids::{ClientId, LegId};
-use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{ClientAnswer, LegEvent, LegFailure, RouterConfig};
+use kvferry_engine::core::Machine;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ClientId, LegId};
+use kvferry_engine::core::message::{FinishReason, Mode, Role};
+use kvferry_engine::core::router::{ClientAnswer, LegEvent, LegFailure, RouterConfig};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -1,13 +1,13 @@
 //! A router with a model beside it that judges every effect.
 
-use engine::core::command::ControlCommand;
-use engine::core::ids::{ClientId, EngineId, Incarnation, LegId, TransferId, TransferKey};
-use engine::core::message::{FinishReason, Mode, Registration, Role};
-use engine::core::router::{
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::ids::{ClientId, EngineId, Incarnation, LegId, TransferId, TransferKey};
+use kvferry_engine::core::message::{FinishReason, Mode, Registration, Role};
+use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, LegBody, LegEvent, LegFailure, RoutedPrompt, Router, RouterConfig,
     RouterEffect, RouterInput,
 };
-use engine::core::{Gauges, Machine, Nanos, Outbox};
+use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What was last said by an engine, and what its legs told.
@@ -89,7 +89,7 @@ pub(crate) fn prompt(tokens: u32) -> RoutedPrompt {
 impl RouterWorld {
     pub(crate) fn new(config: RouterConfig) -> Self {
         #[cfg(feature = "planted")]
-        engine::planted::plant_from_environment();
+        kvferry_engine::planted::plant_from_environment();
         RouterWorld {
             router: Router::new(config.clone(), Incarnation(7)),
             now: Nanos::ZERO,

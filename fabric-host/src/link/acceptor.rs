@@ -11,7 +11,7 @@ use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION};
 use crate::shared::HostPlaneShared;
 use crate::sys;
 use crate::worker::HostWorkerCommand;
-use engine::fabric::Address;
+use kvferry_engine::fabric::Address;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};

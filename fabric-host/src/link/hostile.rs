@@ -16,8 +16,8 @@ use crate::ring::{Consumer, Producer};
 use crate::sync::{AtomicU64, Ordering};
 use crate::worker::WorkerHandle;
 use crate::{DataPath, HostConfig, HostPlane};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     DataEvent, DataPlane, FabricError, Memory, PeerId, RegionDesc, RegionId, SessionId,
 };
 use proptest::prelude::*;

@@ -10,7 +10,7 @@ use crate::path::reach;
 use crate::proto::{HostControlMessage, HostCopyStatus, HostRegionInfo, SessionDenial};
 use crate::shared::{HostWorkerEvent, NegotiatedPaths};
 use crate::worker::{SHORT_MAX, WorkerContext};
-use engine::fabric::SessionId;
+use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

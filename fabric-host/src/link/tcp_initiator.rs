@@ -11,7 +11,7 @@ use crate::memory::HostRegion;
 use crate::proto::{HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord};
 use crate::shared::{HostWorkerEvent, NegotiatedPaths};
 use crate::worker::WorkerContext;
-use engine::fabric::SessionId;
+use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -4,8 +4,8 @@ use super::hostile::{MARK, Victim, deadline, dialling, is_dropped, rules, slice,
 use super::stream::pack;
 use super::tcp_handshake::{receive, send};
 use crate::proto::{HostControlMessage, HostCopyStatus, HostRecord, OLDEST, PathPolicy, VERSION};
-use engine::core::time::Nanos;
-use engine::fabric::DataPlane;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::DataPlane;
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -1,7 +1,7 @@
 //! Memory that planes can share best: sealed memory files.
 
 use super::MemfdMapping;
-use engine::fabric::Memory;
+use kvferry_engine::fabric::Memory;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{Advice, madvise};
 use serde::{Deserialize, Serialize};

@@ -2,7 +2,7 @@
 
 use super::MemfdMapping;
 use crate::sys;
-use engine::fabric::{FabricError, Memory, RegionId};
+use kvferry_engine::fabric::{FabricError, Memory, RegionId};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -8,8 +8,8 @@ use crate::DataPath;
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
 use crate::link::{HostDialRequest, HostLinkKind, dial};
 use crate::memory::HostRegion;
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, NextPoll, PeerId, Placement,
     PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
@@ -186,7 +186,9 @@ impl DataPlane for HostPlane {
         self.sessions.insert(session, entry);
         match route {
             Ok(kind) => self.start_opening(session, kind),
-            Err(why) => self.opened(session, Err(engine::fabric::FabricError::Backend(why.into()))),
+            Err(why) => {
+                self.opened(session, Err(kvferry_engine::fabric::FabricError::Backend(why.into())))
+            }
         }
         Ok(())
     }

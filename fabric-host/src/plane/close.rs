@@ -4,7 +4,7 @@ use super::{HostPlane, HostSessionPhase};
 use crate::descriptor::HostPlaneAddress;
 use crate::link::{HostDialRequest, HostLinkKind, HostReadJob, dial};
 use crate::worker::HostWorkerCommand;
-use engine::fabric::{Completion, DataEvent, FabricError, Landed, SessionId};
+use kvferry_engine::fabric::{Completion, DataEvent, FabricError, Landed, SessionId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

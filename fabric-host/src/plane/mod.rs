@@ -16,7 +16,7 @@ use crate::ring::Consumer;
 use crate::shared::{HostCounters, HostPlaneShared, NegotiatedPaths};
 use crate::sync::AtomicU64;
 use crate::{DataPath, HostConfig};
-use engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
+use kvferry_engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -110,7 +110,7 @@ pub struct SessionPaths {
 /// memory of other processes of this host.
 ///
 /// Its address is the descriptor of a MoRI engine, its region descriptors are those of MoRI's
-/// memory. While operations are under way its poll says [`Ready`](engine::fabric::NextPoll::Ready)
+/// memory. While operations are under way its poll says [`Ready`](kvferry_engine::fabric::NextPoll::Ready)
 /// for a while; who yields to other threads before it comes again gets answers soonest where cores
 /// are few. Dropping it waits for its threads, so that nothing lands any more.
 pub struct HostPlane {

@@ -7,7 +7,7 @@ use crate::link::{HostLinkKind, HostReadJob, HostReadSource};
 use crate::memory::HostRegion;
 use crate::proto::HostCopyStatus;
 use crate::worker::SHORT_MAX;
-use engine::fabric::{Completion, DataEvent, Direction, Refused, Submit};
+use kvferry_engine::fabric::{Completion, DataEvent, Direction, Refused, Submit};
 use std::sync::Arc;
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
@@ -119,11 +119,8 @@ impl HostPlane {
                 let inline = self.inline_copier.copied.saturating_add(bytes);
                 if inline <= self.hub.config.inline_max.into() {
                     self.inline_copier.copied = inline;
-                    read = Some(self.inline_copier.read(
-                        source,
-                        &session.region,
-                        (&self.slices, bytes),
-                    ));
+                    let slices = (&self.slices[..], bytes);
+                    read = Some(self.inline_copier.read(source, &session.region, slices));
                 } else {
                     link.read(HostReadJob::Copy {
                         op,

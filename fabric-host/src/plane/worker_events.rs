@@ -6,7 +6,7 @@ use crate::link::{HostLinkDriver, HostLinkEvent, HostLinkKind, HostOutboundLink}
 use crate::proto::HostCopyStatus;
 use crate::shared::HostWorkerEvent;
 use crate::worker::{HostWorkerCommand, SHORT_MAX};
-use engine::fabric::{Completion, DataEvent, FabricError, Landed, OpId, SessionId};
+use kvferry_engine::fabric::{Completion, DataEvent, FabricError, Landed, OpId, SessionId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -142,7 +142,7 @@ impl HostPlane {
         }
     }
 
-    fn waiting(&self, peer: engine::fabric::PeerId, kind: HostLinkKind) -> Vec<SessionId> {
+    fn waiting(&self, peer: kvferry_engine::fabric::PeerId, kind: HostLinkKind) -> Vec<SessionId> {
         let waits = |session: &super::HostSession| {
             session.peer == peer
                 && matches!(session.phase, HostSessionPhase::Waiting(k) if k == kind)

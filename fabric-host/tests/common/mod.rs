@@ -3,8 +3,8 @@
 
 pub(crate) mod remote;
 
-use engine::conformance::{DataPlanePair, SecondPlane};
-use fabric_host::{DataPath, HostConfig};
+use kvferry_engine::conformance::{DataPlanePair, SecondPlane};
+use kvferry_fabric_host::{DataPath, HostConfig};
 use remote::{HostTestPlane, HostTestSetup, start};
 
 /// Bytes that the suite wants of each plane.

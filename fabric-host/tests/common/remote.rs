@@ -1,8 +1,10 @@
 //! A host plane in another process.
 
-use engine::conformance::{PlaneUnderTest, RemotePlane};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts};
-use fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
+use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
+use kvferry_engine::fabric::{
+    Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts,
+};
+use kvferry_fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
 use serde::{Deserialize, Serialize};
 
 /// What a child is.
@@ -46,7 +48,9 @@ impl PlaneUnderTest for HostTestPlane {
 
 /// The body of the test `child`.
 pub(crate) fn serve_if_child() {
-    engine::conformance::serve_if_child(|setup: HostTestSetup| Box::new(HostTestPlane::new(setup)));
+    kvferry_engine::conformance::serve_if_child(|setup: HostTestSetup| {
+        Box::new(HostTestPlane::new(setup))
+    });
 }
 
 /// Starts a process with a plane.

@@ -1,12 +1,12 @@
 //! Two planes, one of which writes.
 
 use crate::{BenchRanges, Poster};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId, RegionId,
     SessionId, Submit,
 };
-use fabric_mori::{MoriConfig, MoriPlane, Shim};
+use kvferry_fabric_mori::{MoriConfig, MoriPlane, Shim};
 use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use crate::mori::{
     MoriEngineHandle, MoriMemoryHandle, MoriSessionHandle, MoriStatusCode, MoriTransferStatus,
 };
 use crate::{BenchRanges, Poster};
-use engine::fabric::{Direction, Memory, OpId, SessionId, Submit};
+use kvferry_engine::fabric::{Direction, Memory, OpId, SessionId, Submit};
 use mori_sys::{Shim, ShimSearchPath};
 use std::collections::VecDeque;
 

@@ -2,7 +2,7 @@
 
 mod support;
 
-use mori_build::MoriInstallation;
+use kvferry_mori_build::MoriInstallation;
 use mori_double::INSTALLS;
 use std::collections::BTreeSet;
 use std::os::unix::process::ExitStatusExt;
@@ -13,12 +13,12 @@ use support::{TESTED, cases, compile, run, said};
 
 static PROGRAMS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
     let program = |found: &MoriInstallation, name: &str| {
-        let arguments = mori_build::arguments(found, env!("CARGO_TARGET_TMPDIR").as_ref());
+        let arguments = kvferry_mori_build::arguments(found, env!("CARGO_TARGET_TMPDIR").as_ref());
         let own = ["-O1", "-g1", "tests/cpp/main.cpp"].map(Into::into);
         compile(name, &[arguments.expect("a folder"), own.to_vec()].concat())
     };
     if TESTED.is_some() {
-        let found = mori_build::search(&|name| std::env::var_os(name));
+        let found = kvferry_mori_build::search(&|name| std::env::var_os(name));
         return vec![program(&found.unwrap_or_else(|why| panic!("{why}")), "cases-installed")];
     }
     let double = INSTALLS.map(|install| {

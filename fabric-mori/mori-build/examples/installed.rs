@@ -8,8 +8,9 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // Those that say where.
-    let asked = mori_build::WATCHED[..4].iter().any(|name| std::env::var_os(name).is_some());
-    match mori_build::search(&|name| std::env::var_os(name)) {
+    let asked =
+        kvferry_mori_build::WATCHED[..4].iter().any(|name| std::env::var_os(name).is_some());
+    match kvferry_mori_build::search(&|name| std::env::var_os(name)) {
         Ok(found) => {
             println!("{found}");
             ExitCode::SUCCESS

@@ -1,6 +1,6 @@
 //! Shims that are not there, are none, or are for another MoRI.
 
-use mori_build::MoriInstallation;
+use kvferry_mori_build::MoriInstallation;
 use mori_sys::{Functions, Kind, MORI_ABI, Shim, ShimSearchPath, ShimUnavailable, Text};
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! The shim and the double under the sanitizers, for each of which they are compiled anew.
 
-use mori_build::{MoriInstallation, compile};
+use kvferry_mori_build::{MoriInstallation, compile};
 use mori_double::INSTALLS;
 use std::fs;
 use std::path::{Path, PathBuf};

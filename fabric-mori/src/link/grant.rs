@@ -1,6 +1,6 @@
 //! What a peer is told of a region.
 
-use engine::fabric::RegionId;
+use kvferry_engine::fabric::RegionId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

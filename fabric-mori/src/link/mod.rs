@@ -10,7 +10,7 @@ pub(crate) use grant::MoriRegionGrant;
 pub(crate) use outbound::{MoriDialRequest, MoriGrantResult, MoriLinkEvent, MoriOutboundLink};
 
 use crate::address::{MoriMemoryKey, MoriPlaneIdentity};
-use engine::fabric::RegionId;
+use kvferry_engine::fabric::RegionId;
 use rustix::net::sockopt;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};

@@ -5,7 +5,7 @@ use super::{
     set_keepalive,
 };
 use crate::address::{MoriAcceptorInfo, MoriMemoryKey, MoriPlaneAddress, MoriPlaneIdentity};
-use engine::fabric::{PeerId, RegionId, SessionId};
+use kvferry_engine::fabric::{PeerId, RegionId, SessionId};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::io;

@@ -13,7 +13,7 @@ use crate::link::MoriAcceptor;
 use crate::mori::Shim;
 use crate::preflight;
 use crate::session_opener::MoriSessionOpener;
-use engine::fabric::Address;
+use kvferry_engine::fabric::Address;
 use mori_sys::ShimSearchPath;
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

@@ -6,8 +6,8 @@ use crate::engine_thread::MoriEngineCommand;
 use crate::event_queue::MoriWorkerEvent;
 use crate::link::{MoriDialRequest, MoriLinkEvent, MoriOutboundLink, MoriRegionGrant};
 use crate::{MoriBackend, preflight};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, Credits, DataEvent, DataPlane, FabricError, FenceScope, Memory, NextPoll,
     PeerId, Placement, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };

@@ -14,7 +14,7 @@ use crate::engine_thread::{MoriEngineCommand, MoriPlaneShared};
 use crate::event_queue::MoriWorkerEvent;
 use crate::link::{MoriAcceptor, MoriGrantResult, MoriOutboundLink};
 use crate::{DeviceEvents, MoriBackend, MoriConfig};
-use engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
+use kvferry_engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
 use recovery::MoriRecovery;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use super::build::random;
 use super::{MoriPlane, MoriSession, MoriSessionPhase, Reopening};
 use crate::MoriBackend;
 use crate::engine_thread::MoriEngineCommand;
-use engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
+use kvferry_engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 

@@ -3,7 +3,7 @@
 use super::recovery::MoriRecovery;
 use super::{MoriOperation, MoriPlane, MoriSessionPhase};
 use crate::engine_thread::MoriEngineCommand;
-use engine::fabric::{Completion, DataEvent, Refused, Submit};
+use kvferry_engine::fabric::{Completion, DataEvent, Refused, Submit};
 use std::time::{Duration, Instant};
 
 impl MoriPlane {

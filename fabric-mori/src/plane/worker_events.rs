@@ -6,7 +6,7 @@ use crate::address::MoriRegionDescriptor;
 use crate::engine_thread::{MoriEngineCommand, MoriSessionTarget};
 use crate::event_queue::{MoriBatchOutcome, MoriWorkerEvent};
 use crate::link::{MoriGrantResult, MoriLinkEvent};
-use engine::fabric::{
+use kvferry_engine::fabric::{
     Completion, DataEvent, FabricError, Landed, OpId, PeerId, RegionDesc, RegionId, SessionId,
 };
 use std::collections::BTreeSet;

@@ -3,9 +3,11 @@
 
 pub(crate) mod world;
 
-use engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, SecondPlane};
-use engine::fabric::{Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts};
-use fabric_mori::{MoriBackend, MoriConfig, MoriPlane, Shim};
+use kvferry_engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, SecondPlane};
+use kvferry_engine::fabric::{
+    Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts,
+};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane, Shim};
 use mori_sys::ShimSearchPath;
 use serde::{Deserialize, Serialize};
 use std::process::Command;
@@ -124,7 +126,7 @@ impl PlaneUnderTest for MoriTestPlane {
 
 /// The body of the test `child`.
 pub(crate) fn serve_if_child() {
-    engine::conformance::serve_if_child(|setup: MoriTestSetup| {
+    kvferry_engine::conformance::serve_if_child(|setup: MoriTestSetup| {
         Box::new(MoriTestPlane::new(&setup))
     });
 }

@@ -1,13 +1,13 @@
 //! Some planes of this process and what they said.
 
 use super::{MEMORY, MoriTestPlane, MoriTestSetup, config};
-use engine::conformance::{PlaneUnderTest, RemotePlane};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId, PeerId,
     QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
@@ -243,7 +243,7 @@ impl MoriTestWorld {
         let batch = Submit { op, session, direction, local, remote, len };
         let until = Instant::now() + PATIENCE;
         while let Err(refused) = self.plane(0).submit(batch) {
-            assert_eq!(refused, engine::fabric::Refused::Busy);
+            assert_eq!(refused, kvferry_engine::fabric::Refused::Busy);
             assert!(Instant::now() < until, "busy for ever");
             self.pump();
         }

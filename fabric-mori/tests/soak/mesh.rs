@@ -1,8 +1,8 @@
 //! Planes that all write to each other, their owners, and what goes wrong.
 
 use crate::node::SoakNode;
-use engine::core::time::Nanos;
-use engine::fabric::{Completion, DataEvent, OpId, PeerId, QuiesceTicket, SessionId};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Completion, DataEvent, OpId, PeerId, QuiesceTicket, SessionId};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use std::collections::BTreeMap;

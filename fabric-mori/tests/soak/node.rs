@@ -2,13 +2,13 @@
 
 use crate::common::world::faults;
 use crate::common::{MoriTestPlane, MoriTestSetup, config, start};
-use engine::conformance::{PlaneUnderTest, RemotePlane};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, DataEvent, DataPlane, Direction, OpId, PeerId, QuiesceTicket, Refused, RegionDesc,
     RegionId, SessionId, Submit,
 };
-use fabric_mori::{MoriBackend, MoriConfig};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::fs;
 use std::path::PathBuf;

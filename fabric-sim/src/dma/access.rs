@@ -2,7 +2,7 @@
 
 use super::Dma;
 use crate::memory::CopySide;
-use engine::fabric::{Direction, FabricError};
+use kvferry_engine::fabric::{Direction, FabricError};
 
 impl Dma {
     /// Whether the next slice may land. What was read before the peer shut us out is ours.

@@ -5,8 +5,8 @@
 use super::Dma;
 use super::call::{DataPlaneIx, DmaEvent, DmaMessage, DmaOutput};
 use crate::queue::Schedule;
-use engine::core::time::Nanos;
-use engine::fabric::{DataEvent, FabricError};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{DataEvent, FabricError};
 
 /// Why nothing can be opened.
 pub(super) fn none() -> FabricError {

@@ -2,8 +2,8 @@
 
 use crate::keyed_rng::InclusiveRange;
 use crate::memory::{Fidelity, OpSlice, RankStore};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, DataEvent, Direction, FabricError, Landed, Memory, OpId, PeerId, QuiesceTicket,
     RegionDesc, RegionId, SessionId,
 };
@@ -184,7 +184,7 @@ pub enum BytesDecision {
         late: Option<Nanos>,
     },
     /// It completes well before some of its slices land, which do this much later; for planes with
-    /// [`engine::fabric::Placement::OnQuiet`].
+    /// [`kvferry_engine::fabric::Placement::OnQuiet`].
     Overtaken { by: Nanos },
     /// None arrive, and it completes all the same: no fabric may do that.
     Missing,
@@ -323,7 +323,7 @@ pub enum DmaOutput {
         plane: DataPlaneIx,
         op: OpId,
         /// How it was reported.
-        outcome: engine::fabric::Completion,
+        outcome: kvferry_engine::fabric::Completion,
     },
     /// A session was reported as quiet.
     Quiet { plane: DataPlaneIx, session: SessionId },

@@ -1,6 +1,6 @@
 //! For how long a port was full.
 
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 
 /// Time over which the use of a port is averaged.
 const WINDOW: u64 = 100_000_000;

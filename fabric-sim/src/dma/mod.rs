@@ -27,8 +27,8 @@ use crate::keyed_rng::{InclusiveRange, KeyedRng};
 use crate::memory::{LandingScratch, OpSlice, RankStore, SegmentOffset};
 use crate::queue::Schedule;
 use call::{DmaCall, SimRegionDesc};
-use engine::core::time::Nanos;
-use engine::fabric::{Caps, DataEvent, FabricError, Memory, PeerId, RegionId, SessionId};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Caps, DataEvent, FabricError, Memory, PeerId, RegionId, SessionId};
 use nic::Nics;
 use operation::DmaOp;
 use session::DmaSession;
@@ -93,7 +93,7 @@ struct DmaRegion {
 }
 
 mod draw {
-    use scenarios::decide::kind;
+    use kvferry_scenarios::decide::kind;
 
     pub(super) const LATENCY: u64 = kind("dma.latency");
     pub(super) const ACK: u64 = kind("dma.ack");

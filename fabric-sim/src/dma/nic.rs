@@ -14,7 +14,7 @@
 use super::call::{DmaEvent, NicIx};
 use super::meter::UtilizationMeter;
 use crate::queue::Schedule;
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

@@ -9,9 +9,11 @@ use super::session::DmaSessionState;
 use super::{Dma, draw};
 use crate::memory::{CopySide, Fidelity, OpSlice, SegmentOffset, land};
 use crate::queue::Schedule;
-use engine::core::time::Nanos;
-use engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed, OpId, SessionId};
-use scenarios::decide::{below, mix};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
+    Completion, DataEvent, Direction, FabricError, Landed, OpId, SessionId,
+};
+use kvferry_scenarios::decide::{below, mix};
 
 /// An operation. Its slot is reused with another turn, so that events of the old one are seen as
 /// stale.

@@ -2,8 +2,8 @@
 
 use super::call::{DataPlaneIx, DmaCall, DmaCalls, DmaMessage, SimRegionDesc};
 use crate::memory::OpSlice;
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, Credits, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
     QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };

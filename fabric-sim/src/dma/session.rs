@@ -3,8 +3,8 @@
 use super::call::{DataPlaneIx, DmaEvent, DmaHooks, DmaMessage, DmaOutput, SimRegionDesc};
 use super::{Dma, backend, draw};
 use crate::queue::Schedule;
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, DataEvent, FabricError, Landed, PeerId, QuiesceTicket, RegionId, SessionId,
 };
 use std::collections::BTreeMap;

@@ -1,9 +1,9 @@
 //! What the fault engine asks the world to do, and what it is told.
 
-use engine::core::ids::ClientId;
-use engine::core::time::Nanos;
-use scenarios::lists::{FaultKind, MessageName};
-use scenarios::run::InstanceSettings;
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::lists::{FaultKind, MessageName};
+use kvferry_scenarios::run::InstanceSettings;
 
 /// Index of the router where instances are named.
 pub const ROUTER: u16 = u16::MAX;

@@ -6,10 +6,10 @@ use super::action::{FaultAction, FaultSubject, LegDecision, ROUTER};
 use super::plan::{FaultPlan, TriggerCondition};
 use crate::dma::{BytesDecision, CompletionDecision, OpDecision};
 use crate::net::FrameDecision;
-use engine::core::time::Nanos;
-use engine::fabric::{FabricError, Landed};
-use scenarios::lists::{FaultKind, MessageName, TriggerEvent};
-use scenarios::run::RaceOrder;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{FabricError, Landed};
+use kvferry_scenarios::lists::{FaultKind, MessageName, TriggerEvent};
+use kvferry_scenarios::run::RaceOrder;
 
 /// How bad the end of an operation's bytes is; the worst wins.
 const fn rank(bytes: &BytesDecision) -> u8 {

@@ -21,14 +21,14 @@ mod trigger;
 
 pub use action::{CoveragePhase, FaultAction, FaultHit, FaultSubject, LegDecision, ROUTER};
 
-use engine::core::message::Role;
-use engine::core::time::Nanos;
-use engine::fabric::Placement;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Placement;
+use kvferry_scenarios::Opportunity;
+use kvferry_scenarios::decide::{below, mix};
+use kvferry_scenarios::lists::{FaultKind, TriggerEvent};
+use kvferry_scenarios::run::{RaceOrder, Run};
 use plan::{FaultPlan, TriggerCondition};
-use scenarios::Opportunity;
-use scenarios::decide::{below, mix};
-use scenarios::lists::{FaultKind, TriggerEvent};
-use scenarios::run::{RaceOrder, Run};
 use std::collections::{BTreeMap, BTreeSet};
 use trigger::FaultWindow;
 

@@ -1,10 +1,10 @@
 //! A fault of the run, prepared: whom it concerns, when it fires, what it has done so far.
 
 use super::action::{FaultSubject, ROUTER};
-use engine::core::time::Nanos;
-use scenarios::decide::{DecisionKey, chance, mix};
-use scenarios::lists::{FaultKind, MessageName, TriggerEvent};
-use scenarios::run::{DurationRange, FaultTrigger, InjectedFault, InstanceSettings, Run};
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::decide::{DecisionKey, chance, mix};
+use kvferry_scenarios::lists::{FaultKind, MessageName, TriggerEvent};
+use kvferry_scenarios::run::{DurationRange, FaultTrigger, InjectedFault, InstanceSettings, Run};
 
 /// Instances that a name stands for.
 #[derive(Clone, Debug, PartialEq, Eq)]

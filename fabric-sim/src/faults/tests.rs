@@ -1,9 +1,9 @@
 use super::*;
 use crate::dma::{BytesDecision, CompletionDecision};
 use crate::testing::{run, two_and_two};
-use engine::fabric::Landed;
-use scenarios::lists::MessageName;
-use scenarios::run::{DurationRange, FaultTrigger, InjectedFault, PartitionDirection};
+use kvferry_engine::fabric::Landed;
+use kvferry_scenarios::lists::MessageName;
+use kvferry_scenarios::run::{DurationRange, FaultTrigger, InjectedFault, PartitionDirection};
 
 const T: Nanos = Nanos(1_000);
 

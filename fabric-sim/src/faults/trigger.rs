@@ -2,11 +2,11 @@
 
 use super::action::{FaultAction, FaultSubject, ROUTER};
 use super::{FaultDeadline, FaultScheduler};
-use engine::core::message::Role;
-use engine::core::time::Nanos;
-use scenarios::Opportunity;
-use scenarios::lists::FaultKind;
-use scenarios::run::PartitionDirection;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::Opportunity;
+use kvferry_scenarios::lists::FaultKind;
+use kvferry_scenarios::run::PartitionDirection;
 
 /// A fault that lasts.
 #[derive(Clone, Debug)]

@@ -2,8 +2,8 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind};
-use engine::core::machine::Gauges;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::machine::Gauges;
+use kvferry_scenarios::lists::InvariantId;
 
 /// Compares the gauges of every machine with its limits.
 #[derive(Debug)]

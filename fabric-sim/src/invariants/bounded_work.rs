@@ -3,11 +3,11 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId, SimRankId};
-use engine::core::dialect::native::{ConnectionHeader, Frame};
-use engine::core::time::Nanos;
-use engine::fabric::Refused;
-use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::Run;
+use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Refused;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Work in vain that is allowed however little was of use.
@@ -178,10 +178,10 @@ impl Invariant for BoundedWork {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, P1, rank, tag};
-    use engine::core::dialect::native::VERSION;
-    use engine::core::ids::Incarnation;
-    use engine::core::message::Message;
-    use engine::fabric::OpId;
+    use kvferry_engine::core::dialect::native::VERSION;
+    use kvferry_engine::core::ids::Incarnation;
+    use kvferry_engine::core::message::Message;
+    use kvferry_engine::fabric::OpId;
 
     fn busy(bench: &mut InvariantBench, who: SimProcessId) {
         (0..10).for_each(|op| {

@@ -4,19 +4,19 @@ use super::credit::failure;
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::compatibility::fits;
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use engine::core::channel::ChannelConfig;
-use engine::core::config::CoreSettings;
-use engine::core::dialect::native::Frame;
-use engine::core::error::Failure;
-use engine::core::ids::{RequestId, TransferKey};
-use engine::core::message::{PrefillAnswer, PrefillHook, Role};
-use engine::core::router::LegEvent;
-use engine::core::time::Nanos;
-use engine::core::transfer::TransferSettings;
-use engine::fabric::FabricError;
-use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{InstanceSettings, Run};
-use scenarios::settings;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{RequestId, TransferKey};
+use kvferry_engine::core::message::{PrefillAnswer, PrefillHook, Role};
+use kvferry_engine::core::router::LegEvent;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_engine::fabric::FabricError;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A prefill request, for how long it waits to be fetched.
@@ -287,7 +287,7 @@ impl Invariant for CausedFailures {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, key, request};
-    use engine::core::message::{FinishReason, Mode, PrefillLeg};
+    use kvferry_engine::core::message::{FinishReason, Mode, PrefillLeg};
 
     #[test]
     fn a_cause_needs_a_fault_that_can_have_it() {

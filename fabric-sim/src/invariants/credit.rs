@@ -3,11 +3,13 @@
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::caps::caps;
 use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
-use engine::core::dialect::native::Frame;
-use engine::core::error::Failure;
-use engine::core::message::{DecodeAnswer, FlowState, Message, PrefillAnswer, TransferReport};
-use engine::fabric::{Caps, Completion, Credits, FabricError, OpId, Placement, Refused};
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::message::{
+    DecodeAnswer, FlowState, Message, PrefillAnswer, TransferReport,
+};
+use kvferry_engine::fabric::{Caps, Completion, Credits, FabricError, OpId, Placement, Refused};
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A plane and one of its peers, under the pass of their connection.
@@ -153,7 +155,7 @@ impl Invariant for CreditsRespected {
 mod tests {
     use super::*;
     use crate::invariants::testing::{BLOCK, D0, D1, InvariantBench, P0, done};
-    use scenarios::run::FabricLimits;
+    use kvferry_scenarios::run::FabricLimits;
 
     #[test]
     fn more_operations_than_credits_are_reported() {

@@ -2,8 +2,8 @@
 //! alike.
 
 use super::{Invariant, Violation};
-use engine::core::time::Nanos;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::lists::InvariantId;
 
 /// Takes two runs to see, so it is checked by [`compare`].
 #[derive(Debug)]

@@ -2,12 +2,12 @@
 
 use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
-use engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
-use engine::core::router::LegEvent;
-use engine::core::time::Nanos;
-use engine::fabric::Completion;
-use scenarios::lists::{FaultKind, InvariantId};
+use kvferry_engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
+use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::router::LegEvent;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Completion;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request without an answer.
@@ -231,7 +231,7 @@ mod tests {
     use crate::invariants::testing::{
         D0, InvariantBench, P0, decode_body, decode_leg, finished_answer, key, request,
     };
-    use engine::core::message::{DecodeLeg, PrefillLeg};
+    use kvferry_engine::core::message::{DecodeLeg, PrefillLeg};
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::EveryRequestEnds);

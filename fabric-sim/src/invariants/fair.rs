@@ -3,14 +3,14 @@
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
 use crate::world::LOCAL;
-use engine::core::dialect::native::Frame;
-use engine::core::ids::{RequestId, TransferKey};
-use engine::core::message::{AttemptTag, Message, PrefillAnswer, PrefillHook, TransferJob};
-use engine::core::time::Nanos;
-use engine::core::transfer::TransferSettings;
-use engine::fabric::Direction;
-use scenarios::Run;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::{RequestId, TransferKey};
+use kvferry_engine::core::message::{AttemptTag, Message, PrefillAnswer, PrefillHook, TransferJob};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_engine::fabric::Direction;
+use kvferry_scenarios::Run;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// By how many quanta, or of the largest operations, one flow may be ahead of another: a quantum
@@ -322,8 +322,8 @@ impl Invariant for FairShare {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0};
-    use engine::core::ids::{ConnectionId, FlowId};
-    use engine::core::layout::BlockList;
+    use kvferry_engine::core::ids::{ConnectionId, FlowId};
+    use kvferry_engine::core::layout::BlockList;
     use std::sync::Arc;
 
     /// Two reads of ten operations of a block each; both can be submitted wholly.
@@ -388,7 +388,7 @@ mod tests {
     #[test]
     fn after_a_fault_nothing_is_said() {
         let mut bench = reads();
-        let kind = scenarios::lists::FaultKind::AckLost;
+        let kind = kvferry_scenarios::lists::FaultKind::AckLost;
         bench.see(Observation::Faulted { kind, from: Some(0), to: None });
         read(&mut bench, 1, 9);
         read(&mut bench, 21, 1);

@@ -2,14 +2,14 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind};
-use engine::core::config::CoreSettings;
-use engine::core::error::Failure;
-use engine::core::ids::{ClientId, TransferKey};
-use engine::core::router::{ClientAnswer, LegBody, LegFailure};
-use engine::fabric::FabricError;
-use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{InstanceSettings, Run};
-use scenarios::settings;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ClientId, TransferKey};
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
+use kvferry_engine::fabric::FabricError;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The newest try of a probe.
@@ -177,7 +177,7 @@ mod tests {
         D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
     };
     use crate::observation::SimProcessId;
-    use engine::core::layout::Mismatch;
+    use kvferry_engine::core::layout::Mismatch;
 
     const ALL: &[u16] = &[0, 1, 2, 3];
 

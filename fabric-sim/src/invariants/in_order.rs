@@ -2,9 +2,9 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
-use engine::core::channel::COPIES;
-use engine::core::dialect::native::{ConnectionHeader, Frame};
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::channel::COPIES;
+use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame};
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What of one direction of a connection has arrived.
@@ -145,10 +145,10 @@ impl Invariant for InOrderDelivery {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, tag};
-    use engine::core::dialect::native::VERSION;
-    use engine::core::ids::Incarnation;
-    use engine::core::machine::Gauges;
-    use engine::core::message::Message;
+    use kvferry_engine::core::dialect::native::VERSION;
+    use kvferry_engine::core::ids::Incarnation;
+    use kvferry_engine::core::machine::Gauges;
+    use kvferry_engine::core::message::Message;
 
     fn envelope() -> ConnectionHeader {
         ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 1 }

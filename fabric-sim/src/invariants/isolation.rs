@@ -2,13 +2,13 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind};
-use engine::core::error::Failure;
-use engine::core::ids::{ClientId, TransferKey};
-use engine::core::message::Role;
-use engine::core::router::{ClientAnswer, LegBody, LegFailure};
-use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::Run;
-use scenarios::settings;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ClientId, TransferKey};
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::run::Run;
+use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The tries of a request, each with a key of its own.
@@ -219,7 +219,7 @@ mod tests {
         D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
     };
     use crate::observation::SimProcessId;
-    use scenarios::lists::FaultKind;
+    use kvferry_scenarios::lists::FaultKind;
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::Isolation);

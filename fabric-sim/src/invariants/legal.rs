@@ -3,10 +3,10 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use engine::core::dialect::native::Frame;
-use engine::core::ids::{Attempt, FlowId, Incarnation, RankSet, TransferKey};
-use engine::core::message::{FlowState, Message, TransferJob, TransferReport};
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::{Attempt, FlowId, Incarnation, RankSet, TransferKey};
+use kvferry_engine::core::message::{FlowState, Message, TransferJob, TransferReport};
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// What prefill and decode have said about the newest attempt of a transfer. The table:
@@ -197,8 +197,8 @@ impl Invariant for LegalTransitions {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, rank, tag};
-    use engine::core::error::Failure;
-    use engine::core::message::AttemptTag;
+    use kvferry_engine::core::error::Failure;
+    use kvferry_engine::core::message::AttemptTag;
     use std::sync::Arc;
 
     fn bench() -> InvariantBench {
@@ -266,7 +266,7 @@ mod tests {
     fn a_lease_needs_a_pull() {
         let mut bench = bench();
         bench.announced(D0, P0, "r");
-        let lease = engine::core::time::Nanos(1);
+        let lease = kvferry_engine::core::time::Nanos(1);
         bench.send(P0, D0, Message::Renewed { tag: tag("r"), count: 1, lease });
         bench.fails("a lease without a pull");
     }
@@ -288,7 +288,7 @@ mod tests {
     fn a_flow_ends_once_per_rank() {
         let mut bench = bench();
         let blocks = Arc::new(Vec::new());
-        let (flow, peer) = (FlowId(3), engine::core::ids::ConnectionId(0));
+        let (flow, peer) = (FlowId(3), kvferry_engine::core::ids::ConnectionId(0));
         let (request, remote, local) = ("r".into(), blocks.clone(), blocks);
         let job = &TransferJob::Read { flow, request, peer, from: 0, tokens: 1, remote, local };
         bench.see(Observation::Job { who: D0, job });

@@ -38,11 +38,11 @@ pub use deterministic::compare as compare_traces;
 pub use no_wall_clock::compare as compare_clocks;
 
 use crate::observation::{Observation, ObservationKind};
-use engine::core::config::CoreSettings;
-use engine::core::time::Nanos;
-use scenarios::lists::{FaultKind, InvariantId};
-use scenarios::run::{InstanceSettings, Run};
-use scenarios::settings;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::settings;
 use state::InvariantState;
 use std::fmt;
 

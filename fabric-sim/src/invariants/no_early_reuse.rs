@@ -3,8 +3,8 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimProcessId};
-use engine::core::message::DecodeAnswer;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::message::DecodeAnswer;
+use kvferry_scenarios::lists::InvariantId;
 
 /// A block belongs to a load from the time that decode allocated it until it was answered; only
 /// operations accepted in between may write into it.
@@ -123,7 +123,7 @@ impl Invariant for NoEarlyReuse {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, P1, done, failed, rank};
-    use engine::fabric::{Landed, QuiesceTicket, SessionId};
+    use kvferry_engine::fabric::{Landed, QuiesceTicket, SessionId};
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::NoEarlyReuse);

@@ -2,7 +2,7 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind};
-use scenarios::lists::InvariantId;
+use kvferry_scenarios::lists::InvariantId;
 
 /// The comparison itself is made where the memory is, see [`crate::memory::RankStore::check`].
 #[derive(Debug)]

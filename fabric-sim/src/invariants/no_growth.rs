@@ -3,8 +3,8 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
-use engine::core::machine::Gauges;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::machine::Gauges;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// Remembers the newest count of each machine; those told last are those at rest. What transfers,

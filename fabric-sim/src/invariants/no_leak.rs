@@ -3,9 +3,9 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
-use engine::core::machine::Gauges;
-use scenarios::engine::PoolGauges;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::machine::Gauges;
+use kvferry_scenarios::engine::PoolGauges;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// Remembers the newest gauges; those told last are those at rest.

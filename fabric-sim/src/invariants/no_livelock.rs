@@ -5,17 +5,17 @@ use super::state::TrackedOp;
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::caps::caps;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId, SimRankId};
-use engine::core::channel::ChannelConfig;
-use engine::core::dialect::native::Frame;
-use engine::core::ids::ClientId;
-use engine::core::message::{FlowState, TransferJob, TransferReport};
-use engine::core::router::LegBody;
-use engine::core::time::Nanos;
-use engine::fabric::{Completion, Placement};
-use scenarios::Run;
-use scenarios::lists::InvariantId;
-use scenarios::run::InstanceSettings;
-use scenarios::settings;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::message::{FlowState, TransferJob, TransferReport};
+use kvferry_engine::core::router::LegBody;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Completion, Placement};
+use kvferry_scenarios::Run;
+use kvferry_scenarios::lists::InvariantId;
+use kvferry_scenarios::run::InstanceSettings;
+use kvferry_scenarios::settings;
 use std::collections::BTreeMap;
 
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
@@ -228,8 +228,8 @@ mod tests {
     use crate::invariants::testing::{
         D0, InvariantBench, P0, decode_body, done, failed, finished_answer, prefill_body,
     };
-    use engine::core::ids::{ConnectionId, FlowId, SourceId};
-    use engine::fabric::{Direction, Landed};
+    use kvferry_engine::core::ids::{ConnectionId, FlowId, SourceId};
+    use kvferry_engine::fabric::{Direction, Landed};
 
     fn bench() -> InvariantBench {
         InvariantBench::new(InvariantId::NoLivelock)

@@ -2,7 +2,7 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
-use scenarios::lists::InvariantId;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A core may count one violation for each frame that was damaged or forged on its way to it; every
@@ -55,7 +55,7 @@ impl Invariant for NoPanic {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench};
-    use engine::core::machine::Gauges;
+    use kvferry_engine::core::machine::Gauges;
 
     #[test]
     fn panics_and_violations_are_reported_once() {

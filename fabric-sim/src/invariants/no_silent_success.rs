@@ -3,10 +3,10 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use engine::core::ids::{ClientId, LegId, RankSet, RequestId};
-use engine::core::message::{DecodeAnswer, Role};
-use engine::core::router::{ClientAnswer, LegBody, LegEvent};
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::ids::{ClientId, LegId, RankSet, RequestId};
+use kvferry_engine::core::message::{DecodeAnswer, Role};
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A sample of a request: its prompt, and which one.

@@ -2,7 +2,7 @@
 
 use super::deterministic::differ;
 use super::{Invariant, Violation};
-use scenarios::lists::InvariantId;
+use kvferry_scenarios::lists::InvariantId;
 
 /// The cores are told the time and have no clock; that the shells hand in none of their own is
 /// seen by running with another offset, see [`compare`].

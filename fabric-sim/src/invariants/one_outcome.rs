@@ -3,10 +3,10 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId};
-use engine::core::ids::{ClientId, LegId, RequestId};
-use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
-use engine::core::router::LegEvent;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
+use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::router::LegEvent;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What an engine still has to be told about a request.
@@ -212,7 +212,7 @@ mod tests {
     use crate::invariants::testing::{
         D0, InvariantBench, P0, done, finished, finished_answer, key, request,
     };
-    use engine::core::message::{FinishReason, Mode, PrefillLeg};
+    use kvferry_engine::core::message::{FinishReason, Mode, PrefillLeg};
 
     fn bench() -> InvariantBench {
         InvariantBench::new(InvariantId::OneOutcome)

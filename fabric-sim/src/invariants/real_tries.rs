@@ -3,14 +3,14 @@
 use super::state::{OpExtent, TrackedOp};
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{Observation, ObservationKind, SimRankId};
-use engine::core::error::Failure;
-use engine::core::ids::FlowId;
-use engine::core::message::{FlowState, TransferReport};
-use engine::core::time::Nanos;
-use engine::fabric::{Completion, Landed, Refused};
-use scenarios::lists::InvariantId;
-use scenarios::run::Run;
-use scenarios::settings;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::FlowId;
+use kvferry_engine::core::message::{FlowState, TransferReport};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Completion, Landed, Refused};
+use kvferry_scenarios::lists::InvariantId;
+use kvferry_scenarios::run::Run;
+use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What failed on a rank.
@@ -168,7 +168,7 @@ impl Invariant for RealTries {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, done, failed, rank};
-    use engine::fabric::{FabricError, OpId};
+    use kvferry_engine::fabric::{FabricError, OpId};
 
     fn fails(bench: &mut InvariantBench, flow: u64) {
         let state = FlowState::Failing(Failure::Fabric(FabricError::AckTimeout));
@@ -262,7 +262,7 @@ mod tests {
         fails(&mut bench, 1);
         bench.now = now;
         let failure = Failure::Fabric(FabricError::QueuePair);
-        let peer = engine::core::ids::ConnectionId(1);
+        let peer = kvferry_engine::core::ids::ConnectionId(1);
         let report = &TransferReport::PeerFailed { peer, failure };
         bench.see(Observation::Report { from: rank(P0), report });
         fails(&mut bench, 2);

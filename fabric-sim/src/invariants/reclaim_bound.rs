@@ -5,11 +5,11 @@ use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
 use crate::observation::{
     BlockRef, Observation, ObservationKind, SimProcessId, SimRankId, Submission,
 };
-use engine::core::ids::{RequestId, TransferKey};
-use engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
-use engine::core::time::Nanos;
-use engine::fabric::Direction;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::ids::{RequestId, TransferKey};
+use kvferry_engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Direction;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// The blocks of a prefill request.
@@ -260,9 +260,9 @@ impl Invariant for ReclaimBound {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, P0, decode_leg, done, key, request};
-    use engine::core::ids::StepId;
-    use engine::core::layout::BlockList;
-    use engine::core::message::{Chunk, FinishReason, Mode, PrefillLeg};
+    use kvferry_engine::core::ids::StepId;
+    use kvferry_engine::core::layout::BlockList;
+    use kvferry_engine::core::message::{Chunk, FinishReason, Mode, PrefillLeg};
 
     #[test]
     fn destinations_return_within_the_fence_bound() {

@@ -3,8 +3,8 @@
 
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimRankId};
-use engine::core::message::DecodeHook;
-use scenarios::lists::InvariantId;
+use kvferry_engine::core::message::DecodeHook;
+use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeSet;
 
 /// Bytes may come only from the prefill that was asked, and not from a peer that is fenced. A core
@@ -96,7 +96,7 @@ impl RightRecipient {
         &self,
         now: CheckContext<'_>,
         who: crate::observation::SimProcessId,
-        request: &engine::core::ids::RequestId,
+        request: &kvferry_engine::core::ids::RequestId,
         what: &str,
         found: &mut ViolationLog,
     ) {

@@ -3,13 +3,13 @@
 use super::{CheckContext, Invariant, ViolationLog, usable};
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId};
 use crate::world::LOCAL;
-use engine::core::dialect::native::Frame;
-use engine::core::ids::{Attempt, RequestId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
-use engine::core::time::Nanos;
-use scenarios::Run;
-use scenarios::lists::{FaultKind, InvariantId};
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::Run;
+use kvferry_scenarios::lists::{FaultKind, InvariantId};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -336,8 +336,8 @@ mod tests {
     use crate::invariants::testing::{
         D0, InvariantBench, P0, decode_leg, done, failed, request, tag,
     };
-    use engine::core::message::DecodeLeg;
-    use engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};
+    use kvferry_engine::core::message::DecodeLeg;
+    use kvferry_engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::StableSource);

@@ -6,20 +6,20 @@ use crate::observation::{
     BlockRef, MemoryRange, Observation, ObservedLanding, SimProcessId, SimRankId, Submission,
 };
 use crate::testing::{run, two_and_two};
-use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
-use engine::core::error::Failure;
-use engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{
+use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
     AttemptTag, DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg,
 };
-use engine::core::router::{ClientAnswer, LegBody, LegEvent};
-use engine::core::time::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
     Completion, Direction, FabricError, Landed, OpId, Placement, QuiesceTicket, SessionId,
 };
-use scenarios::lists::InvariantId;
-use scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::lists::InvariantId;
+use kvferry_scenarios::run::{InstanceSettings, Run};
 
 pub(super) const P0: SimProcessId = SimProcessId { instance: 0, incarnation: 0 };
 pub(super) const P1: SimProcessId = SimProcessId { instance: 1, incarnation: 0 };
@@ -58,12 +58,12 @@ pub(super) fn failed(landed: Landed) -> Completion {
 }
 
 pub(super) fn recomputed() -> LegEvent {
-    let reason = engine::core::message::FinishReason::Length;
+    let reason = kvferry_engine::core::message::FinishReason::Length;
     LegEvent::Done { reason, recomputed: Some(Failure::PeerSilent) }
 }
 
 pub(super) fn finished() -> LegEvent {
-    let reason = engine::core::message::FinishReason::Length;
+    let reason = kvferry_engine::core::message::FinishReason::Length;
     LegEvent::Done { reason, recomputed: None }
 }
 

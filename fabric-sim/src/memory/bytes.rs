@@ -2,8 +2,8 @@
 
 use super::shape::{LayerShape, MemoryShape};
 use super::{BlockTokens, ContentMismatch, MismatchKind, OpSlice, sides};
-use scenarios::decide::mix;
-use scenarios::engine::{WORD_STEP, write_words};
+use kvferry_scenarios::decide::mix;
+use kvferry_scenarios::engine::{WORD_STEP, write_words};
 use std::ops::Range;
 
 /// Seed of the words of one K or V row.

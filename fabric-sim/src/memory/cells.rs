@@ -2,8 +2,8 @@
 
 use super::shape::{CellGrid, MemoryShape, TensorOffset};
 use super::{BlockTokens, ContentMismatch, MismatchKind};
-use scenarios::decide::mix;
-use scenarios::run::CELL_LAYERS_MAX;
+use kvferry_scenarios::decide::mix;
+use kvferry_scenarios::run::CELL_LAYERS_MAX;
 use std::collections::BTreeMap;
 use std::ops::Range;
 

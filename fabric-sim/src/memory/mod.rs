@@ -15,7 +15,7 @@ mod shape;
 pub use shape::{MemoryShape, PieceSize, ShapeError};
 
 use cells::{CellStore, PartialRow};
-use engine::fabric::Memory;
+use kvferry_engine::fabric::Memory;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub enum Fidelity {
 }
 
 /// Part of an operation: `len` bytes between two regions, offsets as in
-/// [`engine::fabric::Submit`].
+/// [`kvferry_engine::fabric::Submit`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OpSlice {
     /// Offset into the initiator's region.

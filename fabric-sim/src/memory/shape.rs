@@ -1,7 +1,7 @@
 //! Where the KV of one rank lies, prepared for looking up offsets.
 
 use crate::observation::BlockRef;
-use engine::core::layout::{Geometry, HeadSlots, LayerLayout};
+use kvferry_engine::core::layout::{Geometry, HeadSlots, LayerLayout};
 use std::fmt;
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
 //! What control planes, the control network and the world tell each other.
 
 use crate::keyed_rng::InclusiveRange;
-use engine::core::time::Nanos;
-use engine::fabric::{ControlEvent, LinkId, LinkKind};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::sync::Arc;
 
 /// A control plane in one incarnation; never reused.

@@ -1,8 +1,8 @@
 //! Frames that no process wrote for the link on which they come.
 
-use engine::core::dialect::moriio::handshake;
-use engine::core::dialect::native::{self, MAGIC};
-use scenarios::decide::{below, mix};
+use kvferry_engine::core::dialect::moriio::handshake;
+use kvferry_engine::core::dialect::native::{self, MAGIC};
+use kvferry_scenarios::decide::{below, mix};
 
 /// Most bits that are flipped in one frame.
 const FLIPS: u64 = 8;
@@ -76,8 +76,8 @@ pub(super) fn foreign<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
-    use engine::core::ids::Incarnation;
+    use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION};
+    use kvferry_engine::core::ids::Incarnation;
 
     fn frame() -> Vec<u8> {
         let envelope = ConnectionHeader {

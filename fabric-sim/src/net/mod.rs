@@ -16,9 +16,9 @@ pub use plane::SimControlPlane;
 use crate::keyed_rng::KeyedRng;
 use crate::queue::Schedule;
 use call::NetCall;
-use engine::core::time::Nanos;
-use engine::fabric::{ControlEvent, LinkId, LinkKind};
-use scenarios::decide::kind;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
+use kvferry_scenarios::decide::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 

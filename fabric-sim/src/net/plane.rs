@@ -1,8 +1,10 @@
 //! The half of the control network that a process owns.
 
 use super::call::{ControlPlaneIx, NetCall, NetCalls, NetMessage};
-use engine::core::time::Nanos;
-use engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
+    ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
+};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;

@@ -3,14 +3,14 @@
 use super::Simulation;
 use super::event::{ProcessEvent, SimEnvelope, SimEvent};
 use crate::faults::{FaultAction, ROUTER};
-use engine::core::decode::DecodeInput;
-use engine::core::ids::ClientId;
-use engine::core::message::Role;
-use engine::core::prefill::PrefillInput;
-use engine::core::router::RouterInput;
-use engine::core::time::Nanos;
-use engine::fabric::{ControlEvent, LinkId};
-use scenarios::engine::EngineInput;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::core::router::RouterInput;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{ControlEvent, LinkId};
+use kvferry_scenarios::engine::EngineInput;
 
 impl Simulation {
     /// Keeps an entry in the queue for the next thing that the fault engine has to do.

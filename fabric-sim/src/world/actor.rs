@@ -1,13 +1,13 @@
 //! The state machines of a simulation, seen as one kind of thing.
 
-use engine::core::config::CoreConfig;
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::ids::Incarnation;
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
-use engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
-use engine::core::time::Nanos;
-use engine::core::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
-use engine::core::{Gauges, Machine, Outbox};
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
+use kvferry_engine::core::{Gauges, Machine, Outbox};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

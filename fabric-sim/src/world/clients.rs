@@ -3,13 +3,13 @@
 use super::Simulation;
 use super::event::SimEvent;
 use crate::observation::Observation;
-use engine::core::ids::ClientId;
-use engine::core::message::Role;
-use engine::core::router::{self, ClientAnswer, ClientRequest, RouterInput};
-use engine::core::time::Nanos;
-use scenarios::Run;
-use scenarios::decide::{decide, kind};
-use scenarios::run::{WorkloadPrompt, WorkloadRequest};
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::router::{self, ClientAnswer, ClientRequest, RouterInput};
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::Run;
+use kvferry_scenarios::decide::{decide, kind};
+use kvferry_scenarios::run::{WorkloadPrompt, WorkloadRequest};
 
 /// How a request ended. *Unknown*: its caller is gone.
 #[derive(Clone, Debug, PartialEq, Eq)]

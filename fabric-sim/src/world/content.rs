@@ -1,9 +1,9 @@
 //! What the KV of a prompt is, block by block.
 
 use crate::memory::{BlockTokens, Fidelity};
-use engine::core::layout::{BlockList, GroupKind, KvGroup};
-use scenarios::decide::mix;
-use scenarios::engine::PromptContent;
+use kvferry_engine::core::layout::{BlockList, GroupKind, KvGroup};
+use kvferry_scenarios::decide::mix;
+use kvferry_scenarios::engine::PromptContent;
 use std::ops::Range;
 
 /// Names the content of tokens that lie in the same run of a prompt; see

@@ -7,16 +7,18 @@ use super::{LOCAL, ReadyStep, Simulation};
 use crate::dma::{DataPlaneIx, DmaMessage, DmaOutput, SimDataPlane};
 use crate::net::{NetMessage, NetOutput, SimControlPlane};
 use crate::observation::{Observation, SimProcessId, SimRankId};
-use engine::core::command::{ControlCommand, DataCommand, DataRefusal};
-use engine::core::decode::{DecodeEffect, DecodeInput};
-use engine::core::message::{TransferJob, TransferReport};
-use engine::core::prefill::{PrefillEffect, PrefillInput};
-use engine::core::router::{RouterEffect, RouterInput};
-use engine::core::time::Nanos;
-use engine::core::transfer::{TransferEffect, TransferInput};
-use engine::effects::{perform_control, perform_data};
-use engine::fabric::{Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, Refused};
-use scenarios::engine::EngineInput;
+use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
+use kvferry_engine::core::message::{TransferJob, TransferReport};
+use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
+use kvferry_engine::core::router::{RouterEffect, RouterInput};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
+use kvferry_engine::effects::{perform_control, perform_data};
+use kvferry_engine::fabric::{
+    Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, Refused,
+};
+use kvferry_scenarios::engine::EngineInput;
 
 impl Simulation {
     pub(super) fn router_effect(
@@ -203,8 +205,12 @@ impl Simulation {
         let from = SimRankId { who, rank };
         self.observer.observe(self.now, &Observation::Report { from, report: &report });
         let input = match self.instances[instance as usize].spec.role {
-            engine::core::message::Role::Prefill => PrefillInput::Report { rank, report }.into(),
-            engine::core::message::Role::Decode => DecodeInput::Report { rank, report }.into(),
+            kvferry_engine::core::message::Role::Prefill => {
+                PrefillInput::Report { rank, report }.into()
+            }
+            kvferry_engine::core::message::Role::Decode => {
+                DecodeInput::Report { rank, report }.into()
+            }
         };
         let (slot, incarnation) = (self.core_slot(instance), who.incarnation);
         if self.instances[instance as usize].is_whole {
@@ -265,7 +271,7 @@ impl Simulation {
     ) -> Option<MachineInput> {
         let who = self.who(instance);
         if let ControlCommand::Dial { to, channel, .. } = &command
-            && *channel == engine::fabric::LinkKind::Handshake
+            && *channel == kvferry_engine::fabric::LinkKind::Handshake
         {
             let name = to.0.strip_prefix("sim://");
             let to = self.run.instances.iter().position(|spec| Some(spec.name.as_str()) == name);

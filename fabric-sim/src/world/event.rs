@@ -2,9 +2,9 @@
 
 use crate::dma::DmaEvent;
 use crate::net::NetEvent;
-use engine::core::ids::LegId;
-use engine::core::message::TransferJob;
-use scenarios::engine::EngineInput;
+use kvferry_engine::core::ids::LegId;
+use kvferry_engine::core::message::TransferJob;
+use kvferry_scenarios::engine::EngineInput;
 
 use super::actor::MachineInput;
 

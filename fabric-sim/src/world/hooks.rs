@@ -5,8 +5,8 @@ use super::process::DataPlaneOwner;
 use crate::dma::{DataPlaneIx, DmaHooks, OpDecision, OpInfo};
 use crate::net::{FrameDecision, FrameInfo, NetHooks};
 use crate::observation::SimProcessId;
-use engine::core::time::Nanos;
-use engine::fabric::FabricError;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::FabricError;
 
 /// Decides about operations.
 #[derive(Debug)]

@@ -3,13 +3,13 @@
 use super::Simulation;
 use super::event::SimEnvelope;
 use crate::observation::{Observation, SimProcessId};
-use engine::core::ids::{ClientId, EngineId, LegId, RequestId};
-use engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput};
-use engine::core::time::Nanos;
-use engine::fabric::Endpoint;
-use scenarios::Run;
-use scenarios::decide::DecisionKey;
-use scenarios::engine::{EngineInput, PromptContent};
+use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId};
+use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Endpoint;
+use kvferry_scenarios::Run;
+use kvferry_scenarios::decide::DecisionKey;
+use kvferry_scenarios::engine::{EngineInput, PromptContent};
 use std::collections::BTreeMap;
 
 /// Legs that the fabric of connections delivers twice get numbers from here on.

@@ -5,9 +5,9 @@ use super::Simulation;
 use crate::compatibility::fits;
 use crate::keyed_rng::KeyedRng;
 use crate::observation::Observation;
-use engine::core::time::Nanos;
-use scenarios::decide::kind;
-use scenarios::run::{LivenessMode, Run};
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::decide::kind;
+use kvferry_scenarios::run::{LivenessMode, Run};
 use std::collections::BTreeSet;
 
 /// Which pair of the core fits in any case.

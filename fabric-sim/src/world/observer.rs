@@ -8,15 +8,15 @@ use crate::invariants::{self, Invariants, Violation};
 use crate::memory::OpSlice;
 use crate::net::{FrameDecision, FrameInfo};
 use crate::observation::{self, BlockRef, MemoryRange, Observation, SimProcessId, Submission};
-use engine::core::dialect::native::{self, Frame};
-use engine::core::ids::{ClientId, LegId, RequestId};
-use engine::core::message::{DecodeHook, Message, TransferJob};
-use engine::core::router::LegBody;
-use engine::core::time::Nanos;
-use engine::fabric::{Direction, FabricError};
-use scenarios::Run;
-use scenarios::lists::{MessageName, TriggerEvent};
-use scenarios::settings;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
+use kvferry_engine::core::message::{DecodeHook, Message, TransferJob};
+use kvferry_engine::core::router::LegBody;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Direction, FabricError};
+use kvferry_scenarios::Run;
+use kvferry_scenarios::lists::{MessageName, TriggerEvent};
+use kvferry_scenarios::settings;
 use std::collections::BTreeMap;
 
 #[derive(Debug)]
@@ -83,7 +83,7 @@ impl Observer {
 
     /// Translates what happened to what faults wait for.
     fn tell_faults(&mut self, now: Nanos, seen: &Observation<'_>) {
-        use engine::core::message::PrefillHook;
+        use kvferry_engine::core::message::PrefillHook;
         let client = |client: &ClientId| FaultSubject {
             client: Some(*client),
             nth: client.0,
@@ -96,14 +96,14 @@ impl Observer {
             Observation::Asked { client: id } => (TriggerEvent::RequestArrived, client(id)),
             Observation::Answered { client: id, .. } => (TriggerEvent::RequestFinished, client(id)),
             Observation::Leg { who, event, .. } => match event {
-                engine::core::router::LegEvent::FirstToken => {
+                kvferry_engine::core::router::LegEvent::FirstToken => {
                     (TriggerEvent::RequestFirstToken, FaultSubject::at(who.instance))
                 }
                 _ => (TriggerEvent::LegEnded, FaultSubject::between(who.instance, ROUTER)),
             },
             Observation::PrefillHook { who, hook } => match hook {
                 PrefillHook::Scheduled { chunks, .. } => {
-                    let first = |chunk: &&engine::core::message::Chunk| {
+                    let first = |chunk: &&kvferry_engine::core::message::Chunk| {
                         chunk.blocks.iter().any(|list| list.first == 0 && !list.ids.is_empty())
                     };
                     for _ in chunks.iter().filter(first) {
@@ -113,8 +113,8 @@ impl Observer {
                     return;
                 }
                 PrefillHook::Finished { reason, .. } => match reason {
-                    engine::core::message::FinishReason::Length
-                    | engine::core::message::FinishReason::Stop => {
+                    kvferry_engine::core::message::FinishReason::Length
+                    | kvferry_engine::core::message::FinishReason::Stop => {
                         (TriggerEvent::RequestPrefilled, FaultSubject::at(who.instance))
                     }
                     _ => return,
@@ -141,7 +141,7 @@ impl Observer {
             }
             Observation::Completed { from, outcome, .. } => {
                 let spot = FaultSubject { rank: from.rank, ..FaultSubject::at(from.who.instance) };
-                if **outcome == engine::fabric::Completion::Done {
+                if **outcome == kvferry_engine::fabric::Completion::Done {
                     self.faults.on_event(now, TriggerEvent::OpLanded, &spot);
                 }
                 (TriggerEvent::OpCompleted, spot)

@@ -8,21 +8,21 @@ use crate::dma::{DataPlaneIx, NicIx, SimDataPlane};
 use crate::memory::MemoryShape;
 use crate::net::SimControlPlane;
 use crate::observation::{Observation, SimProcessId, SimRankId};
-use engine::core::Outbox;
-use engine::core::ids::Incarnation;
-use engine::core::message::Role;
-use engine::core::time::Nanos;
-use engine::core::transfer::TransferInput;
-use engine::fabric::{ControlPlane, LinkKind, Placement};
-use scenarios::engine::{EngineEffect, SimEngine, StepPlan};
+use kvferry_engine::core::Outbox;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::TransferInput;
+use kvferry_engine::fabric::{ControlPlane, LinkKind, Placement};
+use kvferry_scenarios::engine::{EngineEffect, SimEngine, StepPlan};
 use std::sync::Arc;
 
 /// An instance over all its incarnations.
 #[derive(Debug)]
 pub(super) struct SimInstance {
-    pub(super) spec: scenarios::run::InstanceSettings,
+    pub(super) spec: kvferry_scenarios::run::InstanceSettings,
     /// What it is from its next start on.
-    pub(super) becomes: Option<scenarios::run::InstanceSettings>,
+    pub(super) becomes: Option<kvferry_scenarios::run::InstanceSettings>,
     /// Counts its starts from 0; `u32::MAX` before the first.
     pub(super) incarnation: u32,
     /// Number of its newest incarnation; a clock that steps back makes it smaller.

@@ -8,10 +8,10 @@ use super::{MachineId, ReadyStep, SimMachine, Simulation};
 use crate::dma::SimDataPlane;
 use crate::invariants::LivenessBounds;
 use crate::observation::{InstanceMachine, Observation, SimProcessId};
-use engine::core::time::Nanos;
-use engine::core::{Gauges, Machine};
-use scenarios::Run;
-use scenarios::run::LivenessMode;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::{Gauges, Machine};
+use kvferry_scenarios::Run;
+use kvferry_scenarios::run::LivenessMode;
 
 /// Time between two looks at whether the run is over.
 const INTERVAL: Nanos = Nanos::from_ms(50);

@@ -2,7 +2,7 @@
 
 use super::Simulation;
 use super::event::{SimEnvelope, SimEvent};
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 
 /// A lease that ends in the instant in which its reader is told that it has read.
 #[derive(Debug)]

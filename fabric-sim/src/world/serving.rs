@@ -6,17 +6,17 @@ use super::process::ForwardPass;
 use super::{LOCAL, MachineInput, ReadyStep, Simulation};
 use crate::memory::{BlockTokens, ContentMismatch, Fidelity};
 use crate::observation::{Observation, SimRankId};
-use engine::core::decode::DecodeInput;
-use engine::core::ids::RequestId;
-use engine::core::layout::{BlockList, GroupKind};
-use engine::core::machine::Machine;
-use engine::core::message::{Mode, Role};
-use engine::core::prefill::PrefillInput;
-use engine::core::transfer::TransferInput;
-use scenarios::decide::{kind, mix};
-use scenarios::engine::{EngineEffect, EngineInput, PromptContent, StepPlan};
-use scenarios::geometry::geometry;
-use scenarios::run::MemoryFidelity;
+use kvferry_engine::core::decode::DecodeInput;
+use kvferry_engine::core::ids::RequestId;
+use kvferry_engine::core::layout::{BlockList, GroupKind};
+use kvferry_engine::core::machine::Machine;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::core::transfer::TransferInput;
+use kvferry_scenarios::decide::{kind, mix};
+use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, StepPlan};
+use kvferry_scenarios::geometry::geometry;
+use kvferry_scenarios::run::MemoryFidelity;
 use std::ops::Range;
 
 /// Content of blocks whose owner has written nothing that matters.

@@ -2,14 +2,14 @@
 
 use super::actor::{MachineConfig, MachineEffect, MachineId, MachineInput};
 use crate::hash::TraceHasher;
-use engine::core::decode::{DecodeEffect, DecodeInput};
-use engine::core::ids::TransferKey;
-use engine::core::message::{DecodeHook, PrefillHook};
-use engine::core::prefill::{PrefillEffect, PrefillInput};
-use engine::core::router::{LegBody, RouterEffect};
-use engine::core::time::Nanos;
-use engine::core::transfer::TransferEffect;
-use scenarios::Run;
+use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
+use kvferry_engine::core::ids::TransferKey;
+use kvferry_engine::core::message::{DecodeHook, PrefillHook};
+use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
+use kvferry_engine::core::router::{LegBody, RouterEffect};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::transfer::TransferEffect;
+use kvferry_scenarios::Run;
 use serde::{Deserialize, Serialize};
 use std::hash::{Hash, Hasher};
 use std::io::Cursor;

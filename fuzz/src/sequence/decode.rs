@@ -2,11 +2,13 @@
 
 use super::frames;
 use super::world::{FuzzCoreEffect, FuzzCoreInput, FuzzEngine, moriio_peer};
-use engine::core::config::CoreConfig;
-use engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use engine::core::ids::{Incarnation, RequestId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, Role};
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::ids::{Incarnation, RequestId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
+    DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, Role,
+};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FuzzRequestPhase {

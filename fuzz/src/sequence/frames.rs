@@ -1,19 +1,23 @@
 //! The frames that peers say, well formed.
 
 use super::step::{FuzzFrameSpec, NativeMessageSpec};
-use engine::core::Nanos;
-use engine::core::channel::capability;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
-use engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, LayerRegions, REQUEST};
-use engine::core::dialect::moriio::notify::{DecodeNotice, PrefillNotice, Release, RemoteBlocks};
-use engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VERSION_MIN};
-use engine::core::error::Failure;
-use engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
-use engine::core::layout::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::capability;
+use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
+use kvferry_engine::core::dialect::moriio::handshake::{
+    AgentMetadata, LayerMemory, LayerRegions, REQUEST,
+};
+use kvferry_engine::core::dialect::moriio::notify::{
+    DecodeNotice, PrefillNotice, Release, RemoteBlocks,
+};
+use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VERSION_MIN};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
+use kvferry_engine::core::layout::{
     BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
-use engine::core::message::{AttemptTag, Hello, Message, Mode, Registration, Role};
-use engine::fabric::{Address, RegionDesc};
+use kvferry_engine::core::message::{AttemptTag, Hello, Message, Mode, Registration, Role};
+use kvferry_engine::fabric::{Address, RegionDesc};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 

@@ -11,7 +11,7 @@ mod world;
 
 use arbitrary::{Arbitrary, Unstructured};
 use decode::DecodeEngine;
-use engine::core::message::Mode;
+use kvferry_engine::core::message::Mode;
 use prefill::PrefillEngine;
 use step::FuzzStep;
 use world::{FuzzEngine, FuzzWorld};

@@ -2,18 +2,18 @@
 
 use super::frames;
 use super::step::FuzzFrameSpec;
-use engine::core::Nanos;
-use engine::core::command::ControlCommand;
-use engine::core::dialect::moriio::handshake::REQUEST;
-use engine::core::dialect::moriio::notify::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::dialect::moriio::handshake::REQUEST;
+use kvferry_engine::core::dialect::moriio::notify::{
     DecodeNotice, ReceivedPrefillNotice, decode_at_prefill,
 };
-use engine::core::dialect::native::{self, ConnectionHeader, Frame};
-use engine::core::error::Failure;
-use engine::core::ids::{EngineId, Incarnation, RankSet, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{AttemptTag, Message, Role};
-use engine::fabric::{LinkId, LinkKind};
+use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{EngineId, Incarnation, RankSet, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{AttemptTag, Message, Role};
+use kvferry_engine::fabric::{LinkId, LinkKind};
 use std::collections::{BTreeMap, VecDeque};
 
 /// One link as its other end sees it.

@@ -2,13 +2,13 @@
 
 use super::frames;
 use super::world::{FuzzCoreEffect, FuzzCoreInput, FuzzEngine, moriio_peer};
-use engine::core::config::CoreConfig;
-use engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
     Chunk, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role,
 };
-use engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 
 #[derive(Debug)]
 struct FuzzPrefillRequest {

@@ -1,10 +1,10 @@
 //! The only rank of the engine: takes jobs, and reports on them as a transfer actor may.
 
 use super::frames;
-use engine::core::error::Failure;
-use engine::core::ids::{ConnectionId, FlowId};
-use engine::core::message::{FlowState, TransferJob, TransferReport};
-use engine::fabric::FabricError;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ConnectionId, FlowId};
+use kvferry_engine::core::message::{FlowState, TransferJob, TransferReport};
+use kvferry_engine::fabric::FabricError;
 
 /// Jobs that have not ended.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@ use super::connection::{BenchRequest, BenchResponse};
 use super::harness::SESSION;
 use super::measure::{BenchCase, BenchSession};
 use crate::exit::CommandError;
-use engine::fabric::{DataEvent, Direction, QuiesceTicket};
+use kvferry_engine::fabric::{DataEvent, Direction, QuiesceTicket};
 
 /// Moves one batch of known bytes. What is wrong with them at their destination, if anything is.
 ///

@@ -2,7 +2,7 @@
 
 use super::batch::BatchShape;
 use crate::exit::CommandError;
-use engine::fabric::{Address, RegionDesc};
+use kvferry_engine::fabric::{Address, RegionDesc};
 use rustix::net::sockopt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

@@ -5,8 +5,8 @@ use super::connection::{BenchConnection, BenchHello};
 use super::memory::BenchMemory;
 use crate::exit::CommandError;
 use crate::plane::PlaneConfig;
-use engine::core::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{
     DataEvent, DataPlane, FabricError, NextPoll, PeerId, QuiesceTicket, RegionDesc, RegionId,
     SessionId,
 };

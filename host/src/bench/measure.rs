@@ -5,7 +5,7 @@ use super::connection::BenchConnection;
 use super::harness::{PlaneHarness, SESSION, fatal_event};
 use super::report::brief;
 use crate::exit::CommandError;
-use engine::fabric::{Completion, DataEvent, Direction, OpId, Refused, Submit};
+use kvferry_engine::fabric::{Completion, DataEvent, Direction, OpId, Refused, Submit};
 use std::fmt;
 use std::time::{Duration, Instant};
 

@@ -2,10 +2,10 @@
 
 use super::args::BenchPlan;
 use crate::plane::PlaneConfig;
-use engine::fabric::Memory;
-use fabric_host::{HugePages, MemfdPool};
-use fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
-use scenarios::decide::mix;
+use kvferry_engine::fabric::Memory;
+use kvferry_fabric_host::{HugePages, MemfdPool};
+use kvferry_fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
+use kvferry_scenarios::decide::mix;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -135,7 +135,7 @@ fn pattern(seed: u64, mut place: u64, out: &mut [u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fabric_host::HostConfig;
+    use kvferry_fabric_host::HostConfig;
     use std::time::Duration;
 
     #[test]

@@ -1,6 +1,6 @@
 //! What MoRI's own benchmark has measured.
 
-use engine::fabric::Direction;
+use kvferry_engine::fabric::Direction;
 use serde::Serialize;
 
 /// A row of MoRI's tables.

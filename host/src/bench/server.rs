@@ -7,7 +7,7 @@ use super::harness::PlaneHarness;
 use crate::cli::print_error;
 use crate::exit::{CommandError, Exit};
 use crate::signals::ShutdownSignals;
-use engine::fabric::{PeerId, RegionDesc};
+use kvferry_engine::fabric::{PeerId, RegionDesc};
 use serde_json::json;
 use std::io::{self, Write};
 use std::net::{TcpListener, TcpStream};

@@ -10,13 +10,13 @@ use super::memory::BenchMemory;
 use super::{CommandError, Exit, check_bytes, server};
 use crate::plane::PlaneConfig;
 use clap::Parser;
-use engine::core::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, Completion, Credits, DataEvent, DataPlane, Direction, FabricError, FenceScope,
     Landed, Memory, NextPoll, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionDesc,
     RegionId, SessionId, Submit,
 };
-use fabric_host::HostConfig;
+use kvferry_fabric_host::HostConfig;
 use std::fs::File;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;

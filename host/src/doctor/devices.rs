@@ -1,7 +1,7 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
 use super::{Check, SystemRoots, line};
-use fabric_mori::{MoriConfig, preflight};
+use kvferry_fabric_mori::{MoriConfig, preflight};
 use std::env;
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};

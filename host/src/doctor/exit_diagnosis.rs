@@ -1,7 +1,7 @@
 //! What the end of a process in MoRI means, and what to do about it.
 
 use super::child::{ChildExit, ExitCause};
-use fabric_mori::preflight::MEMLOCK as LOCK_MORE;
+use kvferry_fabric_mori::preflight::MEMLOCK as LOCK_MORE;
 use rustix::process::Signal;
 
 /// Begins the shim's line about a process that MoRI ends, and the call in it.

@@ -1,8 +1,8 @@
 //! Limits of processes, and pages.
 
 use super::{Check, SystemRoots, line};
-use fabric_host::HostConfig;
-use fabric_mori::preflight::MEMLOCK as LOCK_MORE;
+use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_mori::preflight::MEMLOCK as LOCK_MORE;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
 const MEMLOCK: &str = "memlock";

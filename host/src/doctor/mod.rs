@@ -18,7 +18,7 @@ use crate::exit::{CommandError, Exit, UNFIT};
 use crate::serve::FabricArg;
 use crate::sidecar::config::{ConfigLayer, HostArgs};
 use clap::{Args, ValueEnum};
-use fabric_mori::{MoriBackend, MoriConfig};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};

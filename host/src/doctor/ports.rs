@@ -1,7 +1,7 @@
 //! Addresses and ports of this machine, and the router's.
 
 use super::{Check, DoctorArgs};
-use engine::fabric::bracketed;
+use kvferry_engine::fabric::bracketed;
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;

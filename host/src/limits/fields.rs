@@ -1,6 +1,6 @@
 //! Names, kinds and values of the fields of a settings struct, as it serializes them.
 
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 use serde::de::value::Error;
 use serde::ser::{Error as _, Impossible, SerializeStruct};
 use serde::{Serialize, Serializer};

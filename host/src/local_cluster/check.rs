@@ -5,8 +5,8 @@ use super::client::{ClusterClient, RequestOutcome};
 use crate::exit::Exit;
 use crate::outcome::RunOutcome;
 use crate::serve::kv_content::{expected, prompt, prompt_ids};
-use scenarios::run::{CountBounds, Expect, ExpectedOperations, ExpectedRequests};
-use scenarios::{InvariantId, Run};
+use kvferry_scenarios::run::{CountBounds, Expect, ExpectedOperations, ExpectedRequests};
+use kvferry_scenarios::{InvariantId, Run};
 use std::time::{Duration, Instant};
 
 /// Invariants that are seen from outside: wrong bytes, leaks, outcomes, ends.
@@ -30,7 +30,8 @@ impl<'a> RunChecks<'a> {
     pub(super) fn request(&mut self, index: usize, end: RequestOutcome) -> RequestOutcome {
         let RequestOutcome::Finished { digests } = end else { return end };
         let request = &self.run.requests[index];
-        let geometry = scenarios::geometry::geometry(&self.run.model, &self.run.instances[0]);
+        let geometry =
+            kvferry_scenarios::geometry::geometry(&self.run.model, &self.run.instances[0]);
         let row = (self.run.model.head_bytes as usize / 2, self.run.model.element as usize);
         let samples = request.samples.max(1) as usize;
         if digests.len() != request.prompts.len() * samples {

@@ -7,8 +7,8 @@ use hyper::{Method, Request as HttpRequest, StatusCode};
 use hyper_util::client::legacy::Client as Hyper;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use scenarios::Run;
-use scenarios::run::WorkloadRequest;
+use kvferry_scenarios::Run;
+use kvferry_scenarios::run::WorkloadRequest;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 

@@ -2,8 +2,8 @@
 
 use super::child::{ClusterProcess, LocalCluster};
 use super::client::ClusterClient;
-use scenarios::run::{FaultTrigger, InjectedFault, WorkloadRequest};
-use scenarios::{FaultKind, Run, TriggerEvent};
+use kvferry_scenarios::run::{FaultTrigger, InjectedFault, WorkloadRequest};
+use kvferry_scenarios::{FaultKind, Run, TriggerEvent};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 

@@ -18,7 +18,7 @@ use check::RunChecks;
 use child::LocalCluster;
 use client::{ClusterClient, RequestOutcome};
 use faults::InjectionPlan;
-use scenarios::{Run, Scenario};
+use kvferry_scenarios::{Run, Scenario};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -8,14 +8,14 @@ use super::pool::ConnectionPool;
 use crate::scrape;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use engine::actors::Query;
-use engine::core::message::{Mode, Role};
-use engine::core::router::{InstanceState, Router, RouterCounters};
-use engine::core::{Machine, Nanos};
-use engine::fabric::Endpoint;
 use http_body_util::Full;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
+use kvferry_engine::actors::Query;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::router::{InstanceState, Router, RouterCounters};
+use kvferry_engine::core::{Machine, Nanos};
+use kvferry_engine::fabric::Endpoint;
 use prometheus_client::registry::Registry;
 use serde::Serialize;
 use std::collections::BTreeSet;
@@ -38,7 +38,7 @@ pub(crate) struct Admin {
     pub(crate) handler: Arc<RequestHandler>,
     pub(crate) pool: ConnectionPool,
     pub(crate) registry: Arc<Registry>,
-    pub(crate) clock: engine::actors::Clock,
+    pub(crate) clock: kvferry_engine::actors::Clock,
 }
 
 /// An instance as it is listed.

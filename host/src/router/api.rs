@@ -2,7 +2,7 @@
 
 use super::error::HttpError;
 use super::fields::{FieldEdit, JsonFields, elements};
-use engine::core::router::RoutedPrompt;
+use kvferry_engine::core::router::RoutedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// A way to ask for tokens.

@@ -14,13 +14,13 @@ use super::settings::HttpSettings;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use engine::actors::{Driver, MailboxSender};
-use engine::core::ids::ClientId;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
 use hyper::{Request, StatusCode};
+use kvferry_engine::actors::{Driver, MailboxSender};
+use kvferry_engine::core::ids::ClientId;
 use prometheus_client::metrics::gauge::Gauge;
 use rand::distr::{Alphanumeric, SampleString};
 use std::sync::Arc;
@@ -206,11 +206,11 @@ mod tests {
     use super::*;
     use crate::router::pool::ConnectionPool;
     use crate::router::settings::HttpLimits;
-    use engine::core::Nanos;
-    use engine::core::ids::Incarnation;
-    use engine::core::router::{Router, RouterConfig};
+    use kvferry_engine::core::Nanos;
+    use kvferry_engine::core::ids::Incarnation;
+    use kvferry_engine::core::router::{Router, RouterConfig};
+    use kvferry_wire::{WireConfig, ZmqPlane};
     use std::time::Duration;
-    use wire::{WireConfig, ZmqPlane};
 
     /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
     fn handler(places: usize) -> RequestHandler {
@@ -229,7 +229,7 @@ mod tests {
         let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);
-        let clock: engine::actors::Clock = Arc::new(|| Nanos(1));
+        let clock: kvferry_engine::actors::Clock = Arc::new(|| Nanos(1));
         let (pool, plane) = (ConnectionPool::new(short), Box::new(plane.expect("a plane")));
         let core =
             HttpAdapter::start(router, plane, clock, pool, settings.clone(), metrics.clone());

@@ -16,18 +16,18 @@ use super::settings::HttpSettings;
 use crate::failure_notice::{self, ReportedFailure};
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
-use engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
-use engine::core::Nanos;
-use engine::core::ids::{ClientId, EngineId, LegId, TransferId};
-use engine::core::message::{FinishReason, Mode, Role};
-use engine::core::router::{
+use hyper::StatusCode;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use kvferry_engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::{ClientId, EngineId, LegId, TransferId};
+use kvferry_engine::core::message::{FinishReason, Mode, Role};
+use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RoutedPrompt, Router,
     RouterEffect, RouterInput,
 };
-use engine::effects::perform_control;
-use engine::fabric::{ControlPlane, Endpoint, NextPoll};
-use hyper::StatusCode;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use kvferry_engine::effects::perform_control;
+use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
@@ -202,8 +202,14 @@ impl HttpAdapter {
         body: &LegBody,
     ) -> Option<Result<HttpLegRequest, String>> {
         let client = self.clients.get_mut(&client)?;
-        let (LegBody::Prefill { transfer: engine::core::message::PrefillLeg { key, .. }, .. }
-        | LegBody::Decode { transfer: engine::core::message::DecodeLeg { key, .. }, .. }) = body;
+        let (LegBody::Prefill {
+            transfer: kvferry_engine::core::message::PrefillLeg { key, .. },
+            ..
+        }
+        | LegBody::Decode {
+            transfer: kvferry_engine::core::message::DecodeLeg { key, .. },
+            ..
+        }) = body;
         let state = &mut client.parts[part];
         let unique = match &state.unique {
             Some((id, unique)) if *id == key.id => *unique,

@@ -1,8 +1,8 @@
 //! What is counted, in the format of Prometheus.
 
 use crate::meters::InputCollector;
-use engine::core::message::Role;
-use engine::core::router::{InstanceState, RouterCounters};
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

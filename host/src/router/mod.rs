@@ -1,8 +1,8 @@
 //! `kvferry router`: the router core behind HTTP and the discovery socket.
 //!
-//! The core ([`engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
+//! The core ([`kvferry_engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
 //! is only what turns HTTP into its inputs and its effects into HTTP. Everything runs on one
-//! thread: the core as an actor ([`engine::actors`]) in the seat that [`http_adapter`] is, and a
+//! thread: the core as an actor ([`kvferry_engine::actors`]) in the seat that [`http_adapter`] is, and a
 //! task for each connection and each leg.
 
 mod admin;
@@ -40,13 +40,14 @@ use crate::signals::ShutdownSignals;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
-use engine::actors::{Clock, Input, MailboxSender};
-use engine::core::Nanos;
-use engine::core::ids::Incarnation;
-use engine::core::router::{RouterConfig, RouterInput};
-use engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
 use hyper::header::{HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode};
+use kvferry_engine::actors::{Clock, Input, MailboxSender};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::router::{RouterConfig, RouterInput};
+use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
+use kvferry_wire::{WireConfig, ZmqPlane};
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -54,7 +55,6 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use wire::{WireConfig, ZmqPlane};
 
 /// Runs the router until SIGTERM or SIGINT.
 ///
@@ -112,7 +112,7 @@ async fn run(
     let (metrics, registry) = RouterMetrics::new();
     let pool = ConnectionPool::new(settings.limits.connect);
     let settings = Arc::new(settings);
-    let router = engine::core::router::Router::new(config, Incarnation(rand::random()));
+    let router = kvferry_engine::core::router::Router::new(config, Incarnation(rand::random()));
     let core = HttpAdapter::start(
         router,
         plane,

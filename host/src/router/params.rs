@@ -6,9 +6,9 @@
 //! the decode leg also says that its rank is the one to do it.
 
 use super::fields::{FieldEdit, JsonFields};
-use engine::core::dialect::moriio::address::embed;
-use engine::core::message::Mode;
-use engine::core::router::{InstancePair, LegBody, PairMember};
+use kvferry_engine::core::dialect::moriio::address::embed;
+use kvferry_engine::core::message::Mode;
+use kvferry_engine::core::router::{InstancePair, LegBody, PairMember};
 use serde::Serialize;
 use std::io::Write;
 

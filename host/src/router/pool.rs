@@ -4,13 +4,13 @@
 use super::leg::chain;
 use crate::sync::lock;
 use bytes::Bytes;
-use engine::fabric::Endpoint;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
 use hyper::header::{HOST, HeaderValue};
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
+use kvferry_engine::fabric::Endpoint;
 use std::collections::HashMap;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};

@@ -3,11 +3,11 @@
 use super::http_adapter::RouterAddr;
 use super::pool::ConnectionPool;
 use bytes::Bytes;
-use engine::actors::Input;
-use engine::core::router::{ProbeId, RouterInput};
-use engine::fabric::Endpoint;
 use http_body_util::Full;
 use hyper::{Request, Uri};
+use kvferry_engine::actors::Input;
+use kvferry_engine::core::router::{ProbeId, RouterInput};
+use kvferry_engine::fabric::Endpoint;
 use std::time::Duration;
 
 /// Time for an answer.

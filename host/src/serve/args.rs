@@ -5,16 +5,16 @@ use crate::limits::{Overrides, ProtocolLimits};
 use crate::logs::LogArgs;
 use crate::sidecar::config::limits_given;
 use clap::{Args, ValueEnum};
-use engine::core::Nanos;
-use engine::core::ids::TP_MAX;
-use engine::core::layout::GroupKind;
-use engine::core::message::{Mode, Role};
-use scenarios::cost::StepCost;
-use scenarios::run::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::TP_MAX;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_scenarios::cost::StepCost;
+use kvferry_scenarios::run::{
     AllocationOrder, EngineSettings, FabricLimits, InstanceSettings, LoadFailurePolicy,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings,
 };
-use scenarios::settings;
+use kvferry_scenarios::settings;
 use std::path::PathBuf;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -169,7 +169,7 @@ impl ServeArgs {
         let input = |text: String| CommandError::Input(text);
         if let Some(path) = &self.scenario {
             let trace = self.workload_trace.as_deref();
-            let run = scenarios::load_with_trace(path, trace)?.draw(self.seed)?;
+            let run = kvferry_scenarios::load_with_trace(path, trace)?.draw(self.seed)?;
             let name = self.instance.as_deref().unwrap_or_default();
             let instance = run.instances.iter().find(|instance| instance.name == name);
             let Some(instance) = instance.cloned() else {

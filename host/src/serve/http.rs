@@ -13,10 +13,10 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use engine::actors::MailboxSender;
-use engine::core::ids::{EngineId, LegId, RequestId, TransferId};
-use engine::core::router::{LegBody, LegFailure};
 use futures_util::stream::{StreamExt, iter, unfold};
+use kvferry_engine::actors::MailboxSender;
+use kvferry_engine::core::ids::{EngineId, LegId, RequestId, TransferId};
+use kvferry_engine::core::router::{LegBody, LegFailure};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use std::convert::Infallible;
@@ -263,13 +263,13 @@ mod tests {
     use super::super::metrics::InstanceMetrics;
     use super::*;
     use clap::Parser;
-    use engine::actors::{Clock, LocalPlanes};
-    use engine::core::Nanos;
-    use engine::core::dialect::moriio::address::ZmqAddress;
-    use engine::core::ids::Incarnation;
-    use engine::core::instance::Instance;
-    use engine::core::message::{Mode, Role};
-    use engine::core::moriio::MoriioSettings;
+    use kvferry_engine::actors::{Clock, LocalPlanes};
+    use kvferry_engine::core::Nanos;
+    use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+    use kvferry_engine::core::ids::Incarnation;
+    use kvferry_engine::core::instance::Instance;
+    use kvferry_engine::core::message::{Mode, Role};
+    use kvferry_engine::core::moriio::MoriioSettings;
 
     #[derive(Parser)]
     struct ServeCli {
@@ -282,7 +282,7 @@ mod tests {
         let line = "serve --role decode --mode push --blocks 2 --private-memory";
         let plan = ServeCli::parse_from(line.split(' ')).args.plan().expect("an instance");
         let engine = super::super::engine(&plan, Incarnation(1)).expect("an engine");
-        let geometry = scenarios::geometry::geometry(&plan.model, &plan.instance);
+        let geometry = kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance);
         let rank = Backing::new(&plan, true).expect("memory").into_rank();
         let (metrics, registry) = InstanceMetrics::new(Vec::new());
         let clock: Clock = Arc::new(|| Nanos(1));

@@ -7,19 +7,19 @@ use super::openai;
 use crate::failure_notice::FailureNotice;
 use crate::instance_setup::{log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
-use engine::actors::{
+use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
 };
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::{EngineId, LegId, RequestId, StepId};
-use engine::core::instance::{Instance, InstanceInput};
-use engine::core::layout::BlockList;
-use engine::core::message::{
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::{EngineId, LegId, RequestId, StepId};
+use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, RouterEvent, TransferJob,
 };
-use engine::core::router::{LegBody, LegEvent, LegFailure};
-use engine::core::{Machine, Outbox};
-use scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
+use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
+use kvferry_engine::core::{Machine, Outbox};
+use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;

@@ -1,8 +1,8 @@
 //! The KV of an instance without a model: a function of the token ids.
 
-use engine::core::layout::{BlockList, Geometry, HeadSlots, LayerLayout};
-use scenarios::decide::mix;
-use scenarios::engine::{PromptContent, write_words};
+use kvferry_engine::core::layout::{BlockList, Geometry, HeadSlots, LayerLayout};
+use kvferry_scenarios::decide::mix;
+use kvferry_scenarios::engine::{PromptContent, write_words};
 use sha2::{Digest, Sha256};
 use std::ops::Range;
 
@@ -18,7 +18,10 @@ pub(crate) fn prompt(tokens: &[u32]) -> PromptContent {
 }
 
 /// Token ids of a prompt of a scenario; equal prefixes have equal ids.
-pub(crate) fn prompt_ids(prompt: &scenarios::run::WorkloadPrompt, prefix_tokens: u32) -> Vec<u32> {
+pub(crate) fn prompt_ids(
+    prompt: &kvferry_scenarios::run::WorkloadPrompt,
+    prefix_tokens: u32,
+) -> Vec<u32> {
     let content = PromptContent::new(prompt, prefix_tokens);
     (0..prompt.tokens).map(|token| (content.stamp(token) >> 40) as u32).collect()
 }
@@ -227,7 +230,7 @@ fn hex(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::layout::{GroupKind, KvGroup};
+    use kvferry_engine::core::layout::{GroupKind, KvGroup};
 
     fn geometry(block_tokens: u32) -> Geometry {
         let group = KvGroup { kind: GroupKind::Full, block_tokens, layers: vec![0] };

@@ -2,11 +2,11 @@
 
 use super::args::ServePlan;
 use super::kv_content::RankKv;
-use engine::core::layout::GroupKind;
-use engine::core::layout::LayerLayout;
-use engine::fabric::Memory;
-use fabric_host::{HugePages, MemfdPool};
-use scenarios::geometry::rank_memory;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::layout::LayerLayout;
+use kvferry_engine::fabric::Memory;
+use kvferry_fabric_host::{HugePages, MemfdPool};
+use kvferry_scenarios::geometry::rank_memory;
 use std::alloc::{Layout, alloc_zeroed};
 
 const PAGE: usize = 4096;

@@ -25,23 +25,23 @@ use crate::plane::{PlaneConfig, StartedPlane};
 use crate::signals::ShutdownSignals;
 use actix::{Addr, System};
 use args::ServePlan;
-use engine::actors::{COUNT_INPUTS, Clock, LocalPlanes, MailboxSender};
-use engine::core::Nanos;
-use engine::core::config::CoreConfig;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::Incarnation;
-use engine::core::instance::Instance;
-use engine::core::message::Role;
-use engine::core::moriio::{MoriioConfig, MoriioSettings};
-use engine::fabric::{ControlPlane, Endpoint, bracketed};
-use fabric_host::HostConfig;
-use fabric_mori::MoriConfig;
 use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
 use kv_content::InstanceKv;
+use kvferry_engine::actors::{COUNT_INPUTS, Clock, LocalPlanes, MailboxSender};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::instance::Instance;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
+use kvferry_engine::fabric::{ControlPlane, Endpoint, bracketed};
+use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_mori::MoriConfig;
+use kvferry_scenarios::decide;
+use kvferry_scenarios::engine::{EngineConfig, SimEngine};
 use memory::Backing;
 use metrics::InstanceMetrics;
-use scenarios::decide;
-use scenarios::engine::{EngineConfig, SimEngine};
 use serde::Serialize;
 use std::io::Write;
 use std::sync::Arc;
@@ -146,7 +146,7 @@ fn core_config(
         incarnation,
         role: plan.instance.role,
         mode: plan.instance.mode,
-        geometry: Arc::new(scenarios::geometry::geometry(&plan.model, &plan.instance)),
+        geometry: Arc::new(kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance)),
         http: Endpoint(http.into()),
         control: handshake.clone(),
         dp: (plan.instance.dp_rank, plan.instance.dp_size),

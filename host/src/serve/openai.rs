@@ -1,8 +1,8 @@
 //! OpenAI's bodies, as far as an instance without a model has use for them.
 
 use crate::failure_notice::FailureNotice;
-use engine::core::ids::EngineId;
-use engine::core::router::LegFailure;
+use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::router::LegFailure;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};

@@ -2,7 +2,7 @@
 
 use super::proto::VersionRange;
 use bytes::Bytes;
-use engine::core::enum_variants::{is_foreign, name_of};
+use kvferry_engine::core::enum_variants::{is_foreign, name_of};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;

@@ -1,12 +1,12 @@
 //! A data plane that has faults: what tests of a deployment inject by [`VARIABLE`].
 
-use engine::core::Nanos;
-use engine::fabric::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{
     Address, Caps, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory,
     NextPoll, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
-use scenarios::FaultKind;
-use scenarios::fault_injector::{FaultInjector, InjectedEffect, VARIABLE};
+use kvferry_scenarios::FaultKind;
+use kvferry_scenarios::fault_injector::{FaultInjector, InjectedEffect, VARIABLE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -290,7 +290,7 @@ impl DataPlane for FaultyDataPlane {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
+    use kvferry_fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
     use std::time::{Duration, Instant};
 
     const LEN: u64 = 4_096;

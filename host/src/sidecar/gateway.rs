@@ -13,18 +13,18 @@ use crate::legs::InstanceIdentity;
 use crate::meters::PlaneCounters;
 use crate::scrape;
 use actix::{AsyncContext, Handler, Message};
-use engine::actors::{
+use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
 };
-use engine::core::Nanos;
-use engine::core::error::{Failure, PeerViolation};
-use engine::core::ids::{EngineId, RequestId};
-use engine::core::instance::{Instance, InstanceInput};
-use engine::core::machine::{Gauges, Machine};
-use engine::core::message::{
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::error::{Failure, PeerViolation};
+use kvferry_engine::core::ids::{EngineId, RequestId};
+use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::machine::{Gauges, Machine};
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, RouterEvent, TransferJob, TransferReport,
 };
-use engine::core::router::LegBody;
+use kvferry_engine::core::router::LegBody;
 use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,7 +1,7 @@
 //! Layers that kernels of a GPU still compute: none of their bytes is moved before.
 
 use crate::sync::lock;
-use engine::core::ids::StepId;
+use kvferry_engine::core::ids::StepId;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};

@@ -13,13 +13,13 @@ use super::record::{TransferSummary, TransferTrace};
 use super::spec::{ServingEngine, ServingWorker};
 use crate::limits::Overrides;
 use crate::meters::PlaneCounters;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::error::Failure;
-use engine::core::ids::{Incarnation, RequestId, StepId};
-use engine::core::message::{
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{Incarnation, RequestId, StepId};
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
-use engine::fabric::FabricError;
+use kvferry_engine::fabric::FabricError;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

@@ -4,11 +4,11 @@ use super::fault_injector::with_faults;
 use crate::instance_setup::RankSetup;
 use crate::meters::PlaneMeter;
 use crate::plane::{PlaneConfig, StartedPlane};
-use engine::core::config::CoreConfig;
-use engine::core::layout::LayerLayout;
-use engine::core::transfer::TransferSettings;
-use engine::fabric::Memory;
-use fabric_mori::DeviceEvents;
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::layout::LayerLayout;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_engine::fabric::Memory;
+use kvferry_fabric_mori::DeviceEvents;
 use serde::{Deserialize, Serialize};
 
 /// A rank that is to be served.

@@ -1,8 +1,8 @@
 //! What a host knows of a transfer: the same for its metrics, the connector and the trace.
 
-use engine::core::ids::{EngineId, RequestId, TransferKey};
-use engine::core::message::{Mode, Role};
-use engine::core::time::Nanos;
+use kvferry_engine::core::ids::{EngineId, RequestId, TransferKey};
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::time::Nanos;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

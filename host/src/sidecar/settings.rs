@@ -3,11 +3,11 @@
 use crate::control_listeners::ListenAddresses;
 use crate::limits::{self, Overrides};
 use crate::plane::PlaneConfig;
-use engine::core::moriio::MoriioSettings;
-use engine::core::time::Nanos;
-use fabric_host::HostConfig;
-use fabric_mori::MoriConfig;
-use scenarios::nearest;
+use kvferry_engine::core::moriio::MoriioSettings;
+use kvferry_engine::core::time::Nanos;
+use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_mori::MoriConfig;
+use kvferry_scenarios::nearest;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -384,8 +384,8 @@ impl ConnectorSettings {
                 let workers = self.num_workers.into();
                 return Ok(PlaneConfig::Host(HostConfig { workers, ..fabric.clone() }));
             }
-            TransferBackend::MoriRdma => fabric_mori::MoriBackend::Rdma,
-            TransferBackend::MoriXgmi => fabric_mori::MoriBackend::Xgmi,
+            TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
+            TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
         };
         let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok());
         let config = MoriConfig {
@@ -466,7 +466,7 @@ mod tests {
         assert!(settings.ignored_keys().is_empty());
         let plane = settings.plane(&HostConfig::default()).expect("it can be");
         let expected = MoriConfig {
-            backend: fabric_mori::MoriBackend::Xgmi,
+            backend: kvferry_fabric_mori::MoriBackend::Xgmi,
             host: "10.0.0.1".into(),
             qp_per_transfer: 4,
             num_workers: 2,

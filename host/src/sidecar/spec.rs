@@ -1,9 +1,9 @@
 //! What a serving engine is, as its connector tells its host.
 
 use super::settings::{ConnectorSettings, TransferPlacement};
-use engine::core::ids::Incarnation;
-use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::core::message::{Mode, Role};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 

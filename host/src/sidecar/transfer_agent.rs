@@ -9,14 +9,14 @@ use super::socket::{SocketFrames, WAITING_MAX, framed, send};
 use crate::meters::{PlaneCounters, PlaneMeter};
 use crate::sync::lock;
 use actix::System;
-use engine::actors::{
+use futures_util::{SinkExt, StreamExt};
+use kvferry_engine::actors::{
     COUNT_INPUTS, Clock, Driver, EffectHandler, Input, InstanceAdapter, LocalPlanes, MailboxSender,
 };
-use engine::core::Nanos;
-use engine::core::ids::{Incarnation, StepId};
-use engine::core::instance::{Instance, InstanceInput};
-use engine::core::message::TransferReport;
-use futures_util::{SinkExt, StreamExt};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::{Incarnation, StepId};
+use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::message::TransferReport;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -194,7 +194,7 @@ impl AgentShared {
     async fn serve(&self, stream: UnixStream, rank: u16) -> io::Result<()> {
         stream.set_nonblocking(true)?;
         let mut frames = framed(tokio::net::UnixStream::from_std(stream)?);
-        let words = fabric_mori::last_error_pipe().ok().map(|pipe| pipe.as_raw_fd());
+        let words = kvferry_fabric_mori::last_error_pipe().ok().map(|pipe| pipe.as_raw_fd());
         let hello = ConnectorHello::new(ClientIdentity::Transfer { rank, last_error: words });
         frames.send(encode(&hello)?).await?;
         let mut reader = MessageDecoder::new(VersionRange::OWN);
@@ -315,11 +315,11 @@ mod tests {
     use super::super::codec::decode;
     use super::*;
     use crate::plane::PlaneConfig;
-    use engine::core::config::CoreConfig;
-    use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-    use engine::core::message::{Mode, Role, TransferReport};
-    use engine::fabric::{Endpoint, Memory};
-    use fabric_host::HostConfig;
+    use kvferry_engine::core::config::CoreConfig;
+    use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+    use kvferry_engine::core::message::{Mode, Role, TransferReport};
+    use kvferry_engine::fabric::{Endpoint, Memory};
+    use kvferry_fabric_host::HostConfig;
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixListener;
     use tokio::sync::mpsc::UnboundedReceiver;

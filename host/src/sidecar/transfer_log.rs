@@ -2,14 +2,14 @@
 //! times are handed in.
 
 use super::record::{TransferOutcome, TransferRecord};
-use engine::core::error::Failure;
-use engine::core::ids::{EngineId, FlowId, RequestId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{EngineId, FlowId, RequestId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FlowState, Mode, PrefillAnswer, PrefillHook, Role, TransferJob,
     TransferReport,
 };
-use engine::core::time::Nanos;
+use kvferry_engine::core::time::Nanos;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Ended transfers that are kept.
@@ -278,9 +278,9 @@ impl TransferLog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use engine::core::ids::{ConnectionId, SourceId, StepId};
-    use engine::core::message::{Chunk, DecodeLeg, FinishReason, PrefillLeg};
-    use engine::fabric::Endpoint;
+    use kvferry_engine::core::ids::{ConnectionId, SourceId, StepId};
+    use kvferry_engine::core::message::{Chunk, DecodeLeg, FinishReason, PrefillLeg};
+    use kvferry_engine::fabric::Endpoint;
     use proptest::prelude::*;
     use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 
 use crate::fleet::{FleetHeartbeat, KEEN, PATIENT, TestCluster, metric, registration};
 use crate::process::ServeProcess;
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

@@ -1,9 +1,9 @@
 //! A router with instances.
 
 use crate::process::ServeProcess;
-use engine::core::dialect::native::{self, Frame};
-use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Registration, Role};
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{Mode, Registration, Role};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

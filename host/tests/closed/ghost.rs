@@ -2,8 +2,8 @@
 
 use crate::fleet::{FleetHeartbeat, PATIENT, TestCluster, metric, registration};
 use crate::process::ServeProcess;
-use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::json;
 
 #[test]

@@ -3,9 +3,9 @@
 use crate::fleet::{FleetHeartbeat, TestCluster, answering};
 use crate::process::ServeProcess;
 use crate::seen::{SeenInputs, read, seen_now, until};
-use engine::core::dialect::native::{self, ConnectionHeader, Frame, MessageKind};
-use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Registration, Role};
+use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame, MessageKind};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{Mode, Registration, Role};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpListener;

@@ -4,7 +4,7 @@
 use crate::fleet::{PATIENCE, registration};
 use crate::process::ServeProcess;
 use crate::seen::{SeenInputs, read, until, until_any, until_count};
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;

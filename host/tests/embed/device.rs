@@ -1,9 +1,9 @@
 //! KV in memory of a GPU, which is a word to the stand-in for MoRI, and events that the test fires.
 
 use super::rig::*;
-use engine::core::message::{DecodeAnswer, Mode, Role};
 use kvferry::sidecar::proto::FromHost;
 use kvferry::sidecar::settings::TransferBackend;
+use kvferry_engine::core::message::{DecodeAnswer, Mode, Role};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use mori_double::INSTALLS;
 use std::ffi::c_void;

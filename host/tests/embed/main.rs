@@ -6,14 +6,14 @@ mod rig;
 mod settings;
 mod versions;
 
-use engine::core::dialect::native::{self, Frame};
-use engine::core::message::{DecodeAnswer, Mode, Role};
-use fabric_host::{HugePages, MemfdPool};
 use kvferry::sidecar::SidecarClient;
 use kvferry::sidecar::proto::{ClientIdentity, ConnectorHello, FromHost, OLDEST, ToHost, VERSION};
 use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
 use kvferry::sidecar::settings::TransferPlacement;
 use kvferry::sidecar::spec::ServingEngine;
+use kvferry_engine::core::dialect::native::{self, Frame};
+use kvferry_engine::core::message::{DecodeAnswer, Mode, Role};
+use kvferry_fabric_host::{HugePages, MemfdPool};
 use observed::events;
 use rig::*;
 use std::io::{Read, Write};

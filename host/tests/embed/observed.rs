@@ -1,13 +1,13 @@
 //! What hosts tell of their transfers: metrics and traces.
 
 use crate::rig::*;
-use engine::core::ids::{StepId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{Chunk, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role};
-use fabric_host::{HugePages, MemfdPool};
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
 use kvferry::sidecar::settings::TransferPlacement;
+use kvferry_engine::core::ids::{StepId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{Chunk, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role};
+use kvferry_fabric_host::{HugePages, MemfdPool};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

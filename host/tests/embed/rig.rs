@@ -1,20 +1,20 @@
 //! Hosts, and engines with one worker that the tests play.
 
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::{StepId, TransferKey};
-use engine::core::layout::BlockList;
-use engine::core::message::{
-    Chunk, DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillHook,
-    PrefillLeg, Role,
-};
-use engine::fabric::{Endpoint, Memory};
-use fabric_host::{HugePages, MemfdPool};
 use kvferry::limits::Overrides;
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::record::TransferSummary;
 use kvferry::sidecar::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
 use kvferry::sidecar::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
 use kvferry::sidecar::{SidecarClient, TransferAgent};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::ids::{StepId, TransferKey};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{
+    Chunk, DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillHook,
+    PrefillLeg, Role,
+};
+use kvferry_engine::fabric::{Endpoint, Memory};
+use kvferry_fabric_host::{HugePages, MemfdPool};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;

@@ -2,12 +2,12 @@
 
 use super::refusal;
 use crate::rig::*;
-use engine::core::ids::Incarnation;
-use engine::core::message::{Mode, Role};
-use fabric_host::{HugePages, MemfdPool};
 use kvferry::sidecar::SidecarClient;
 use kvferry::sidecar::proto::{ClientIdentity, FromHost};
 use kvferry::sidecar::spec::ServingEngine;
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_fabric_host::{HugePages, MemfdPool};
 use std::net::TcpListener;
 use std::path::PathBuf;
 

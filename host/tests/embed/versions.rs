@@ -1,11 +1,11 @@
 //! Connectors and hosts of the version before, as they were recorded with each other.
 
 use crate::rig::*;
-use engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Role};
-use fabric_host::{HugePages, MemfdPool};
 use kvferry::sidecar::SidecarClient;
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::spec::ServingEngine;
+use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Role};
+use kvferry_fabric_host::{HugePages, MemfdPool};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::mem::discriminant;

@@ -1,6 +1,6 @@
 //! Checks that find bugs: scenario files, seeds of a swarm, tests of the engine.
 
-use engine::planted::VARIABLE;
+use kvferry_engine::planted::VARIABLE;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;

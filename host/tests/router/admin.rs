@@ -2,7 +2,7 @@
 
 use crate::backend::{Act, HeartbeatFields, StubInstance};
 use crate::rig::{PATIENCE, TestRouter, pair};
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::sync::Notify;

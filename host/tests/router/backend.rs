@@ -2,15 +2,15 @@
 
 use crate::rig::PATIENCE;
 use bytes::Bytes;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::dialect::moriio::registration::MoriioRegistration;
-use engine::core::message::{Mode, Registration, Role};
-use engine::fabric::Endpoint;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::service::service_fn;
 use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::TokioIo;
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::dialect::moriio::registration::MoriioRegistration;
+use kvferry_engine::core::message::{Mode, Registration, Role};
+use kvferry_engine::fabric::Endpoint;
 use serde_json::{Value, json};
 use std::num::NonZeroU16;
 use std::pin::Pin;

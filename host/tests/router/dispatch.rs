@@ -2,8 +2,8 @@
 
 use crate::backend::{Act, HeartbeatFields, StubInstance, prefill_params};
 use crate::rig::TestRouter;
-use engine::core::message::{Mode, Role};
 use hyper::header::HeaderName;
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Map, Value, json};
 
 fn load(name: &str) -> Value {

@@ -2,8 +2,8 @@
 
 use crate::backend::Act;
 use crate::rig::{PATIENCE, TestRouter, completion, pair, streaming};
-use engine::core::message::Mode;
 use http_body_util::BodyExt;
+use kvferry_engine::core::message::Mode;
 use std::sync::Arc;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;

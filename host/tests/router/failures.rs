@@ -3,7 +3,7 @@
 
 use crate::backend::{Act, StubInstance};
 use crate::rig::{TestResponse, TestRouter, completion, fleet, pair, streaming};
-use engine::core::message::Mode;
+use kvferry_engine::core::message::Mode;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::sync::Arc;

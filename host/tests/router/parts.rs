@@ -2,7 +2,7 @@
 
 use crate::backend::Act;
 use crate::rig::{fleet, pair};
-use engine::core::message::Mode;
+use kvferry_engine::core::message::Mode;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 

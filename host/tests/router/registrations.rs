@@ -2,7 +2,7 @@
 
 use crate::backend::{HeartbeatFields, StubInstance, frame};
 use crate::rig::{PATIENCE, TestRouter, pair};
-use engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::Value;
 use std::net::TcpListener;
 use std::process::Command;
@@ -233,8 +233,8 @@ async fn a_mode_is_gone_with_its_last_instance() {
 
 #[tokio::test]
 async fn native_pairs_get_their_legs_in_both_forms() {
-    use engine::core::ids::Incarnation;
-    use engine::core::message::{DecodeLeg, PrefillLeg, Registration};
+    use kvferry_engine::core::ids::Incarnation;
+    use kvferry_engine::core::message::{DecodeLeg, PrefillLeg, Registration};
     for mode in [Mode::Push, Mode::Pull] {
         let mut router = TestRouter::start(&[]);
         let (p, d) =

@@ -1,8 +1,8 @@
 //! B7, B11 and what is made of the requests themselves.
 
 use crate::rig::{TestRouter, completion, fleet, pair};
-use engine::core::message::Mode;
 use hyper::Request;
+use kvferry_engine::core::message::Mode;
 use serde_json::json;
 use std::collections::BTreeSet;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -55,7 +55,7 @@ async fn a_key_of_the_router_replaces_the_clients() {
         command.env("OPENAI_API_KEY", "ours");
     });
     use crate::backend::{HeartbeatFields, StubInstance};
-    use engine::core::message::Role;
+    use kvferry_engine::core::message::Role;
     let (p, d) =
         (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
     router.register(&p, &HeartbeatFields::of(Mode::Push));

@@ -2,13 +2,13 @@
 
 use crate::backend::{BackendHeartbeat, HeartbeatFields, StubInstance, frame};
 use bytes::Bytes;
-use engine::core::message::{Mode, Role};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::{HeaderMap, Request, Response};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Stdio};

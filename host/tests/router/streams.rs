@@ -2,8 +2,8 @@
 
 use crate::backend::Act;
 use crate::rig::{PATIENCE, TestRouter, pair, streaming};
-use engine::core::message::Mode;
 use http_body_util::BodyExt;
+use kvferry_engine::core::message::Mode;
 use serde_json::json;
 use std::sync::{Arc, Mutex};
 use tokio::sync::{Notify, mpsc};

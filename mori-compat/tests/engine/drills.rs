@@ -2,8 +2,8 @@
 
 use crate::fake::until;
 use crate::{CompatTestRig, SIZE};
-use engine::fabric::{Completion, Direction};
-use mori_compat::{CompatEngine, CompatError, CompatSettings, CompatStatusCode};
+use kvferry_engine::fabric::{Completion, Direction};
+use kvferry_mori_compat::{CompatEngine, CompatError, CompatSettings, CompatStatusCode};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::PathBuf;

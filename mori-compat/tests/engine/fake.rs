@@ -1,9 +1,11 @@
 //! A plane that does what the test says.
 
-use engine::core::Nanos;
-use engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc, MoriMemoryDesc};
-use engine::fabric::*;
-use mori_compat::{CompatPlane, SessionPaths};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::moriio::descriptor::{
+    DescLayout, MoriEngineDesc, MoriMemoryDesc,
+};
+use kvferry_engine::fabric::*;
+use kvferry_mori_compat::{CompatPlane, SessionPaths};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::{Duration, Instant};

@@ -3,9 +3,9 @@
 mod drills;
 mod fake;
 
-use engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed};
 use fake::{Fake, Hand, address, region, until};
-use mori_compat::{
+use kvferry_engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed};
+use kvferry_mori_compat::{
     CompatEngine, CompatEngineDesc, CompatError, CompatMemoryDesc, CompatSession, CompatSettings,
     CompatStatusCode, CompatTransferStatus,
 };

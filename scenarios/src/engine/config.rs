@@ -5,9 +5,9 @@ use crate::geometry::tensor_blocks;
 use crate::run::{
     AllocationOrder, EngineSettings, InstanceSettings, LoadFailurePolicy, ModelGeometry, ModelGroup,
 };
-use engine::core::layout::GroupKind;
-use engine::core::machine::Gauges;
-use engine::core::message::Role;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::machine::Gauges;
+use kvferry_engine::core::message::Role;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

@@ -4,7 +4,7 @@ use super::config::{EngineConfig, GroupConfig};
 use super::content::PromptContent;
 use super::io::PoolGauges;
 use super::pool::BlockPool;
-use engine::core::layout::{BlockList, GroupKind};
+use kvferry_engine::core::layout::{BlockList, GroupKind};
 
 /// Block ids per group.
 pub(super) type GroupBlockIds = Vec<Vec<u32>>;

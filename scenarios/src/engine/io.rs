@@ -1,11 +1,11 @@
 //! What goes into and comes out of the stand-in engine.
 
 use super::content::PromptContent;
-use engine::core::ids::{LegId, RequestId, StepId};
-use engine::core::layout::BlockList;
-use engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
-use engine::core::router::{LegBody, LegEvent};
-use engine::core::time::Nanos;
+use kvferry_engine::core::ids::{LegId, RequestId, StepId};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::router::{LegBody, LegEvent};
+use kvferry_engine::core::time::Nanos;
 use serde::{Deserialize, Serialize};
 
 /// What can happen to an engine.

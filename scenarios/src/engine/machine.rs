@@ -7,14 +7,14 @@ use super::groups::{CacheGroups, GroupBlockIds};
 use super::io::{EngineEffect, EngineInput, PoolGauges};
 use super::request::{DeferredEnd, RunningRequest, SimRequest, SimRequestPhase, SimRequests};
 use crate::run::LoadFailurePolicy;
-use engine::core::error::Failure;
-use engine::core::ids::{LegId, RequestId, StepId};
-use engine::core::machine::{Gauges, Machine, Outbox};
-use engine::core::message::{
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{LegId, RequestId, StepId};
+use kvferry_engine::core::machine::{Gauges, Machine, Outbox};
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
-use engine::core::router::{LegBody, LegEvent, LegFailure};
-use engine::core::time::Nanos;
+use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
+use kvferry_engine::core::time::Nanos;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 

@@ -2,7 +2,7 @@
 
 use super::io::PoolGauges;
 use crate::run::AllocationOrder;
-use engine::core::hash_index::HashIndex;
+use kvferry_engine::core::hash_index::HashIndex;
 
 /// Blocks with reference counts, a queue of unused ones, and a prefix cache.
 ///

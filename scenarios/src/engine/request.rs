@@ -1,10 +1,10 @@
 //! One request of the engine, and the table of all.
 
 use super::content::PromptContent;
-use engine::core::error::Failure;
-use engine::core::ids::{LegId, RequestId};
-use engine::core::layout::BlockList;
-use engine::core::message::FinishReason;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{LegId, RequestId};
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::FinishReason;
 
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,11 +5,11 @@ use super::io::{BlockGrowth, ComputeChunk, EngineEffect, StepPlan};
 use super::machine::{EngineOutbox, SimEngine};
 use super::request::{RunningRequest, SimRequest, SimRequestPhase};
 use crate::cost::StepWork;
-use engine::core::ids::StepId;
-use engine::core::layout::BlockList;
-use engine::core::message::{Chunk, DecodeHook, PrefillHook, Role};
-use engine::core::router::LegEvent;
-use engine::core::time::Nanos;
+use kvferry_engine::core::ids::StepId;
+use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::message::{Chunk, DecodeHook, PrefillHook, Role};
+use kvferry_engine::core::router::LegEvent;
+use kvferry_engine::core::time::Nanos;
 
 /// A step in the making.
 struct StepDraft {

@@ -3,9 +3,9 @@
 use super::io::EngineEffect;
 use super::machine::{EngineOutbox, SimEngine};
 use super::request::{DeferredEnd, SimRequestPhase};
-use engine::core::error::Failure;
-use engine::core::message::{DecodeHook, FinishReason, PrefillHook, Role};
-use engine::core::router::{LegEvent, LegFailure};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::message::{DecodeHook, FinishReason, PrefillHook, Role};
+use kvferry_engine::core::router::{LegEvent, LegFailure};
 
 impl SimEngine {
     /// Everything was generated: tells the core and the caller.

@@ -11,9 +11,9 @@ use crate::run::{
     FaultTrigger, InjectedFault, InstanceSettings, MemoryLayout, PartitionDirection, RaceOrder,
 };
 use crate::value::{Distribution, InstanceName, Probability, named_values};
-use ::engine::core::Nanos;
-use ::engine::core::ids::TP_MAX;
-use ::engine::core::message::Role;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::TP_MAX;
+use kvferry_engine::core::message::Role;
 
 named_values! {
     PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;

@@ -2,7 +2,7 @@
 
 use crate::lists::FaultKind;
 use crate::run::DurationRange;
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 
 /// What `chance` is per, and where a trigger makes sense at all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

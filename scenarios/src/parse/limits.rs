@@ -5,8 +5,8 @@ use crate::doc::TomlSection;
 use crate::error::ScenarioError;
 use crate::run::{FabricLimits, ProtocolSettings};
 use crate::value::{ByteVolume, Distribution};
-use ::engine::core::Nanos;
-use ::engine::core::dialect::native::{VERSION, VERSION_MIN};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::native::{VERSION, VERSION_MIN};
 
 /// A time of [`ProtocolSettings`] and the key that sets it.
 type ProtocolTimeKey = (&'static str, fn(&mut ProtocolSettings) -> &mut Option<Nanos>);

@@ -22,9 +22,9 @@ use crate::run::{
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run,
 };
 use crate::value::Distribution;
-use ::engine::core::layout::GroupKind;
-use ::engine::core::message::Role;
 use fault::FaultSpec;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::Role;
 use limits::{FabricSpec, ProtocolSpec};
 use model::ModelSpec;
 use settings::EngineSpec;

@@ -6,7 +6,7 @@ use crate::error::ScenarioError;
 use crate::preset::{MODELS, ModelPreset};
 use crate::run::{MemoryLayout, ModelGeometry, ModelGroup};
 use crate::value::{ByteSize, Distribution, named_values};
-use ::engine::core::layout::GroupKind;
+use kvferry_engine::core::layout::GroupKind;
 
 named_values! {
     MemoryLayout: "block" = MemoryLayout::Block, "layer" = MemoryLayout::Layer,

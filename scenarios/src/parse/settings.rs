@@ -11,7 +11,7 @@ use crate::run::{
     FirstTokenDeadline, LivenessMode, LoadFailurePolicy, MemoryFidelity,
 };
 use crate::value::{Distribution, Femtoseconds, named_values};
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 
 named_values! {
     LoadFailurePolicy: "recompute" = LoadFailurePolicy::Recompute, "fail" = LoadFailurePolicy::Fail;

@@ -4,8 +4,8 @@ use super::fault::{FaultSpec, TriggerSpec};
 use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::lists::FaultKind;
 use crate::run::{AllocationOrder, Run, WorkloadPrompt, WorkloadRequest};
-use ::engine::core::Nanos;
-use ::engine::core::message::Role;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::message::Role;
 
 /// Adds a fault to a run: to its list, or to what it works on.
 pub(super) fn apply(fault: &FaultSpec, seed: u64, run: &mut Run) {

@@ -12,10 +12,10 @@ use crate::run::{
     RouterSettings,
 };
 use crate::value::{Bandwidth, Distribution, InstanceName, ScenarioValue, named_values};
-use ::engine::core::Nanos;
-use ::engine::core::ids::TP_MAX;
-use ::engine::core::message::{Mode, Role};
-use ::engine::core::router::RouterConfig;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::TP_MAX;
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::router::RouterConfig;
 
 named_values! {
     Mode: "push" = Mode::Push, "pull" = Mode::Pull;

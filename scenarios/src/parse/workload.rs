@@ -7,8 +7,8 @@ use crate::error::ScenarioError;
 use crate::run::{WorkloadPrompt, WorkloadRequest};
 use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
 use crate::value::{Distribution, Probability, ScaleFactor};
-use ::engine::core::Nanos;
-use ::engine::core::message::Mode;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::message::Mode;
 use std::path::{Path, PathBuf};
 
 /// Longest prompt or output that can be asked for, in tokens.

@@ -7,7 +7,7 @@ pub mod generate;
 use crate::decide::{kind, mix};
 use crate::error::ScenarioError;
 use crate::run::{WorkloadPrompt, WorkloadRequest};
-use ::engine::core::Nanos;
+use kvferry_engine::core::Nanos;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{BufRead, BufReader};

@@ -1,16 +1,16 @@
 //! An engine with a core that answers when told to, and a memory that shows who wrote what.
 
-use ::engine::core::error::Failure;
-use ::engine::core::ids::{LegId, RequestId};
-use ::engine::core::layout::{BlockList, GroupKind};
-use ::engine::core::machine::{Machine, Outbox};
-use ::engine::core::message::{
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{LegId, RequestId};
+use kvferry_engine::core::layout::{BlockList, GroupKind};
+use kvferry_engine::core::machine::{Machine, Outbox};
+use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, DecodeLeg, Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role,
 };
-use ::engine::core::router::{LegBody, LegEvent};
-use ::engine::core::time::Nanos;
-use ::engine::fabric::Endpoint;
-use scenarios::engine::*;
+use kvferry_engine::core::router::{LegBody, LegEvent};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Endpoint;
+use kvferry_scenarios::engine::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What the core has been told of a request.
@@ -87,7 +87,8 @@ impl EngineBench {
     pub(crate) fn leg(&mut self, prompt: PromptContent, output: u32, stop: bool) -> LegId {
         self.next_leg += 1;
         let leg = LegId(self.next_leg);
-        let key = ::engine::core::ids::TransferKey { id: format!("x{leg}").into(), prompt: 0 };
+        let key =
+            kvferry_engine::core::ids::TransferKey { id: format!("x{leg}").into(), prompt: 0 };
         let body = match self.engine.config().role {
             Role::Prefill => LegBody::Prefill {
                 transfer: PrefillLeg {

@@ -1,20 +1,20 @@
 //! Examples of what the engine tells the cores and its shell.
 
 use crate::bench::{BenchDeadline, EngineBench};
-use ::engine::core::error::Failure;
-use ::engine::core::ids::LegId;
-use ::engine::core::layout::{BlockList, GroupKind};
-use ::engine::core::machine::{Machine, Outbox};
-use ::engine::core::message::{
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::LegId;
+use kvferry_engine::core::layout::{BlockList, GroupKind};
+use kvferry_engine::core::machine::{Machine, Outbox};
+use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
-use ::engine::core::router::{LegEvent, LegFailure};
-use ::engine::core::time::Nanos;
-use scenarios::cost::StepCost;
-use scenarios::engine::{
+use kvferry_engine::core::router::{LegEvent, LegFailure};
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::cost::StepCost;
+use kvferry_scenarios::engine::{
     EngineConfig, EngineConfigError, EngineEffect, EngineInput, GroupConfig, PromptContent,
 };
-use scenarios::run::{AllocationOrder, LoadFailurePolicy};
+use kvferry_scenarios::run::{AllocationOrder, LoadFailurePolicy};
 
 /// 11 usable blocks of 4 tokens, 16 tokens per step; 1 us per step and 1 us per token.
 fn config(role: Role) -> EngineConfig {

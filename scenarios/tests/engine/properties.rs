@@ -1,15 +1,15 @@
 //! Random inputs in any order.
 
 use crate::bench::EngineBench;
-use ::engine::core::layout::GroupKind;
-use ::engine::core::machine::{Gauges, Machine};
-use ::engine::core::message::Role;
-use ::engine::core::time::Nanos;
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::machine::{Gauges, Machine};
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::cost::StepCost;
+use kvferry_scenarios::decide::mix;
+use kvferry_scenarios::engine::{EngineConfig, EngineInput, GroupConfig, PromptContent};
+use kvferry_scenarios::run::{AllocationOrder, LoadFailurePolicy};
 use proptest::prelude::*;
-use scenarios::cost::StepCost;
-use scenarios::decide::mix;
-use scenarios::engine::{EngineConfig, EngineInput, GroupConfig, PromptContent};
-use scenarios::run::{AllocationOrder, LoadFailurePolicy};
 
 #[derive(Clone, Debug)]
 enum EngineOp {

@@ -1,14 +1,14 @@
 //! Planes of the tests, which wait for news and never sleep.
 #![allow(dead_code, reason = "each test file uses a part")]
 
-use engine::core::Nanos;
-use engine::fabric::{ControlEvent, ControlPlane, LinkId};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, LinkId};
+use kvferry_wire::{WireConfig, ZmqPlane};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::{Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
-use wire::{WireConfig, ZmqPlane};
 
 /// A guard against waiting for ever; however busy the machine is, nothing takes as long.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(300);

@@ -1,12 +1,12 @@
 //! How the engines of a pair are configured.
 
-use engine::core::channel::ChannelConfig;
-use engine::core::config::{CoreConfig, CoreSettings};
-use engine::core::ids::Incarnation;
-use engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-use engine::core::message::{Mode, Role};
-use engine::core::transfer::{TransferConfig, TransferSettings};
-use engine::fabric::*;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::fabric::*;
 use std::sync::Arc;
 
 /// The recorded connections are of as many.

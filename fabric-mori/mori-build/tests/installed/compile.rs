@@ -1,7 +1,7 @@
 //! What the compiler says reaches the one who builds.
 
 use crate::support::{ENGINE, GOOD, WAIT_ALL, folder, headers, library};
-use mori_build::{MoriInstallation, compile};
+use kvferry_mori_build::{MoriInstallation, compile};
 use std::fs;
 
 #[test]

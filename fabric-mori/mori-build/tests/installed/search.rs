@@ -1,7 +1,7 @@
 //! Where MoRI is looked for, and which ones are refused.
 
 use crate::support::{ENGINE, GOOD, RESOLVE, TestEnv, WAIT_ALL, folder, headers, library};
-use mori_build::{MoriInstallation, MoriSearchError, MoriSearchRule, search};
+use kvferry_mori_build::{MoriInstallation, MoriSearchError, MoriSearchRule, search};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

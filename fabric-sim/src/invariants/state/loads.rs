@@ -2,9 +2,9 @@
 
 use super::TrackedInstance;
 use crate::observation::{BlockRef, ObservedLanding, SimProcessId};
-use engine::core::ids::{Attempt, RequestId, TransferKey};
-use engine::core::message::{AttemptTag, DecodeLeg};
-use engine::core::time::Nanos;
+use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
+use kvferry_engine::core::message::{AttemptTag, DecodeLeg};
+use kvferry_engine::core::time::Nanos;
 use std::collections::BTreeMap;
 
 /// Bytes that were read from a block which had another owner by then.

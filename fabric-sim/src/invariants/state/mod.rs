@@ -13,15 +13,15 @@ pub(crate) use ops::{OpExtent, TrackedOp};
 use crate::compatibility::fits;
 use crate::observation::{BlockRef, Observation, SimProcessId, SimRankId, Submission};
 use blocks::TrackedBlocks;
-use engine::core::dialect::native::Frame;
-use engine::core::ids::{Attempt, RequestId};
-use engine::core::layout::GroupKind;
-use engine::core::message::{AttemptTag, DecodeHook, Message, Role};
-use engine::core::time::Nanos;
-use engine::fabric::{Completion, Direction, Landed, Placement};
+use kvferry_engine::core::dialect::native::Frame;
+use kvferry_engine::core::ids::{Attempt, RequestId};
+use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::message::{AttemptTag, DecodeHook, Message, Role};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Completion, Direction, Landed, Placement};
+use kvferry_scenarios::run::{InstanceSettings, ModelGeometry, Run};
 use loads::TrackedLoads;
 use ops::TrackedOps;
-use scenarios::run::{InstanceSettings, ModelGeometry, Run};
 use std::collections::BTreeSet;
 
 /// An instance as the invariants see it.
@@ -65,7 +65,7 @@ pub(crate) struct InvariantState {
 
 impl InvariantState {
     pub(crate) fn new(run: &Run) -> InvariantState {
-        let place = |instance: &scenarios::run::InstanceSettings| TrackedInstance {
+        let place = |instance: &kvferry_scenarios::run::InstanceSettings| TrackedInstance {
             name: instance.name.clone(),
             spec: instance.clone(),
             role: instance.role,

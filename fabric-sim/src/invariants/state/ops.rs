@@ -2,7 +2,7 @@
 
 use super::TrackedInstance;
 use crate::observation::{BlockRef, MemoryRange, SimProcessId, SimRankId, Submission};
-use engine::fabric::{QuiesceTicket, SessionId};
+use kvferry_engine::fabric::{QuiesceTicket, SessionId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What an operation moves: what it has in common with other tries to move the same bytes, and with

@@ -10,21 +10,21 @@ use super::super::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, Wor
 use crate::limits::ProtocolLimits;
 use crate::meters::{BackendCounts, PATHS, PlaneCounters};
 use crate::plane::PlaneConfig;
-use engine::core::config::CoreConfig;
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::error::Failure;
-use engine::core::ids::{ConnectionId, FlowId, Incarnation, SourceId, StepId, TransferKey};
-use engine::core::layout::{
+use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ConnectionId, FlowId, Incarnation, SourceId, StepId, TransferKey};
+use kvferry_engine::core::layout::{
     BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
-use engine::core::message::{
+use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, FlowState, Mode, PrefillAnswer, PrefillHook,
     Role, TransferJob, TransferReport,
 };
-use engine::core::time::Nanos;
-use engine::fabric::{Address, Endpoint, Memory, RegionDesc};
-use fabric_host::{HostConfig, PathCount};
-use fabric_mori::MoriConfig;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{Address, Endpoint, Memory, RegionDesc};
+use kvferry_fabric_host::{HostConfig, PathCount};
+use kvferry_fabric_mori::MoriConfig;
 use std::sync::Arc;
 
 fn geometry() -> Geometry {

@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::sidecar::settings::{TransferBackend, TransferPlacement};
-use engine::core::dialect::moriio::address::ZmqAddress;
-use engine::core::ids::TransferKey;
-use engine::core::message::{DecodeLeg, FinishReason, Mode, PrefillLeg, Role};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::ids::TransferKey;
+use kvferry_engine::core::message::{DecodeLeg, FinishReason, Mode, PrefillLeg, Role};
 use std::sync::Arc;
 use tokio::sync::mpsc::{Receiver, channel};
 

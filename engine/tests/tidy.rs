@@ -280,7 +280,7 @@ fn no_crate_plants_bugs_by_default() {
         for line in read(&path).lines().filter(|line| !line.trim_start().starts_with('#')) {
             let allowed = [
                 "planted = []",
-                "planted = [\"engine/planted\"]",
+                "planted = [\"kvferry-engine/planted\"]",
                 "name = \"planted\"",
                 "required-features = [\"planted\"]",
             ];

@@ -71,7 +71,7 @@ pub enum LegEvent {
     /// The leg ended well. For a prefill leg: its KV is computed.
     Done {
         reason: FinishReason,
-        /// True if a decode computed the prompt itself because the transfer failed.
+        /// Why a decode computed the prompt itself, if it did: the KV did not come.
         recomputed: Option<Failure>,
     },
     /// A prefill leg ended well, and its answer is what a decode that reads by MoRIIO needs. With

@@ -70,13 +70,13 @@ class Scheduler:
         engine = describe(vllm_config, kv_cache_config)
         at = place(vllm_config)
 
-        ports, life = {}, {}
+        ports, last = {}, {}
 
         def make() -> Link:
             # Peers know the next host by the ports of the last one, if it can have them, and by its
-            # later life, whatever the clock says.
+            # later incarnation, whatever the clock says.
             settings = json.dumps(json.loads(at.settings) | ports)
-            described = json.dumps(json.loads(engine) | life)
+            described = json.dumps(json.loads(engine) | last)
             link = connect(at, lambda path: Link.scheduler(path, described, settings))
             try:
                 link.wait_ready(START_S)
@@ -84,7 +84,7 @@ class Scheduler:
                 ports.clear()
                 raise
             ports.update(link.ports)
-            life["last_life"] = link.life
+            last["last_life"] = link.incarnation
             return link
 
         link = make()
@@ -309,7 +309,7 @@ class Scheduler:
     def _give_up(self, link: Link) -> None:
         """Without a host nothing is handed over, and what it loads has failed: as soon as the workers
         know of it, for they may move KV for it. What it held is free when nobody reads it any more."""
-        self.lost_host = link.life
+        self.lost_host = link.incarnation
         if self.held:
             self.leased.append((time.monotonic() + self.lease_s, self.held))
             self.held = set()

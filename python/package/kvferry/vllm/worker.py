@@ -102,11 +102,11 @@ class Worker:
             self._tell(step)
         self.done = 0
 
-    def host_lost(self, life: int) -> None:
+    def host_lost(self, incarnation: int) -> None:
         """Blocks of loads that a lost host began are free after this."""
-        if life != self.lost and self.transfers is not None:
-            self.transfers.end(life)
-        self.lost = life
+        if incarnation != self.lost and self.transfers is not None:
+            self.transfers.end(incarnation)
+        self.lost = incarnation
 
     def _tell(self, step: int) -> None:
         if self.transfers is not None:

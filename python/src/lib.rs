@@ -1,4 +1,4 @@
-//! Python classes over [`mori_compat`]: descriptors, engine, session and status.
+//! Python classes over [`kvferry_mori_compat`]: descriptors, engine, session and status.
 //!
 //! Whatever waits or copies does so without the interpreter's lock, so no thread holds it while it
 //! waits for a lock of the engine.

@@ -53,7 +53,7 @@ impl Programs {
     pub(crate) fn of_cargo() -> Programs {
         let output = Command::new(env!("CARGO"))
             .args(["test", "--locked", "--workspace", "--no-run", "--message-format=json"])
-            .args(["--features", "engine/conformance,kvferry/planted"])
+            .args(["--features", "kvferry-engine/conformance,kvferry/planted"])
             .args(TARGETS.iter().flat_map(|target| ["--test", target]))
             .output()
             .expect("cargo runs");

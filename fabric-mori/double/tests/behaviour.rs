@@ -127,9 +127,7 @@ mod stand_in {
         a_status_at_a_recycled_address
         a_target_without_backend_is_given_up
         auto_xgmi
-        events
         fault_ack_lost
-        fault_environment
         fault_late
         fault_late_and_deregistered
         fault_late_and_the_target_is_removed
@@ -138,7 +136,6 @@ mod stand_in {
         fault_qp_error
         fault_slow
         fault_sq_full
-        fault_texts
         fault_throw
         latencies_overlap
         load

@@ -159,47 +159,6 @@ CASE(fault_throw) {
   two.lives();
 }
 
-CASE(fault_texts) {
-  for (const char* good : {"", ";", "qp_error@1", "late@2:0;slow@3+:10;", "pin@1;pin_remote@4+"}) {
-    CHECK_EQ(mori_double_faults(good), 0);
-  }
-  for (const char* bad : {"qp_error", "qp_error@", "qp_error@0", "qp_error@-1", "qp_error@1:5",
-                          "late@1", "late@1:", "late@1:x", "fire@1", "lost@1 ", "lost@+", "@1"}) {
-    CHECK(mori_double_faults(bad) != 0);
-  }
-}
-
-CASE(fault_environment) {
-  setenv("MORI_DOUBLE_FAULTS", "throw_other@1", 1);
-  setenv("MORI_DOUBLE_LATENCY_US", "60000", 1);
-  Node a("a"), b("b");
-  a.meet(b);
-  TransferStatus &status = new_status(), &again = new_status(), &third = new_status();
-  auto start = Clock::now();
-  auto write = [&](TransferStatus& to) {
-    return thrown([&] { a.engine.Write(a.memory, 0, b.memory, 0, 8, &to, 1); });
-  };
-  CHECK_EQ(write(status), std::string("int 7"));
-  CHECK_EQ(write(again), std::string("nothing"));
-  CHECK_EQ(wait(again), StatusCode::SUCCESS);
-  CHECK(Clock::now() - start >= Millis(60));
-  // A backend that is made again does not arm them again.
-  a.engine.RemoveBackend(BackendType::RDMA);
-  a.engine.CreateBackend(BackendType::RDMA, quiet());
-  a.engine.RegisterRemoteEngine(b.engine.GetEngineDesc());
-  CHECK_EQ(write(third), std::string("nothing"));
-}
-
-CASE(events) {
-  void* event = mori_double_event_new();
-  CHECK_EQ(hipEventQuery(event), 600);
-  mori_double_event_fire(event);
-  CHECK_EQ(hipEventQuery(event), 0);
-  mori_double_event_free(event);
-  CHECK_EQ(hipEventQuery(event), 400);
-  CHECK_EQ(hipEventQuery(nullptr), 400);
-}
-
 // Each end of a queue pair takes its time, one after the other.
 CASE(slow_set_ups) {
   setenv("MORI_DOUBLE_BACKEND_MS", "60", 1);

@@ -1,7 +1,7 @@
 //! What the invariants see: the world tells it after each event, borrowed and without allocation.
 //!
-//! Instances are named by their index in [`kvferry_scenarios::run::Run::instances`], blocks by group and
-//! id. Everything is told once, when it happens, in the order in which it happens.
+//! Instances are named by their index in [`kvferry_scenarios::run::Run::instances`], blocks by
+//! group and id. Everything is told once, when it happens, in the order in which it happens.
 
 use crate::memory::ContentMismatch;
 use kvferry_engine::core::dialect::native::Frame;

@@ -1,5 +1,5 @@
-//! What the prefill and the decode core have in common as machines: inputs, effects, and the turn of
-//! one input.
+//! What the prefill and the decode core have in common as machines: inputs, effects, and the turn
+//! of one input.
 
 use super::command::ControlCommand;
 use super::dialect::native::MessageKind;

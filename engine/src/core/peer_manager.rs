@@ -264,7 +264,7 @@ impl PeerManager {
         out: &mut Outbox<E>,
     ) {
         match &mut self.heartbeat {
-            Some(beacon) if beacon.owns(&event) => beacon.control(now, &event, news, out),
+            Some(heartbeat) if heartbeat.owns(&event) => heartbeat.control(now, &event, news, out),
             _ => {
                 let native = match &mut self.moriio {
                     Some(moriio) => {
@@ -288,8 +288,8 @@ impl PeerManager {
         if let Some(moriio) = &mut self.moriio {
             moriio.tick(now, &mut peer_out(out, &mut self.events));
         }
-        if let Some(beacon) = &mut self.heartbeat {
-            beacon.tick(now, &mut self.peers, out);
+        if let Some(heartbeat) = &mut self.heartbeat {
+            heartbeat.tick(now, &mut self.peers, out);
         }
         while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(now) {
             self.connect_ranks(connection, out);
@@ -297,14 +297,14 @@ impl PeerManager {
     }
 
     pub(super) fn deadline(&self) -> Option<Nanos> {
-        let beacon = self.heartbeat.as_ref().and_then(Heartbeat::deadline);
+        let heartbeat = self.heartbeat.as_ref().and_then(Heartbeat::deadline);
         let moriio = self.moriio.as_ref().and_then(MoriioPeers::deadline);
-        [self.peers.deadline(), self.timers.next(), beacon, moriio].into_iter().flatten().min()
+        [self.peers.deadline(), self.timers.next(), heartbeat, moriio].into_iter().flatten().min()
     }
 
     pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
-        if let Some(beacon) = &mut self.heartbeat {
-            beacon.drain(now, out);
+        if let Some(heartbeat) = &mut self.heartbeat {
+            heartbeat.drain(now, out);
         }
     }
 
@@ -350,8 +350,8 @@ impl PeerManager {
         peer: (&EngineId, Option<Incarnation>),
         failure: Option<&Failure>,
     ) {
-        if let Some(beacon) = &mut self.heartbeat {
-            beacon.peer(now, peer, failure);
+        if let Some(heartbeat) = &mut self.heartbeat {
+            heartbeat.peer(now, peer, failure);
         }
     }
 
@@ -376,8 +376,8 @@ impl PeerManager {
         news: &mut Vec<PeerManagerEvent>,
         out: &mut Outbox<E>,
     ) {
-        if let Some(beacon) = &mut self.heartbeat {
-            news.extend(beacon.take_router_events().into_iter().map(PeerManagerEvent::Router));
+        if let Some(heartbeat) = &mut self.heartbeat {
+            news.extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
         }
         let events = std::mem::take(&mut self.events);
         for event in events {
@@ -473,8 +473,8 @@ impl PeerManager {
             if let Some(moriio) = &mut self.moriio {
                 moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.events));
             }
-            if let Some(beacon) = &mut self.heartbeat {
-                beacon.start(now, (&self.geometry, &ranks), &mut self.peers, out);
+            if let Some(heartbeat) = &mut self.heartbeat {
+                heartbeat.start(now, (&self.geometry, &ranks), &mut self.peers, out);
             }
             self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.events));
         }
@@ -506,12 +506,13 @@ impl PeerManager {
             self.timers.arm(PeerManagerTimer::Rebuild(connection), now + pause);
         } else {
             self.rebuilds.remove(&connection);
-            let unsaid = self.peers.close(now, connection, &mut peer_out(out, &mut self.events));
+            let unacked_releases =
+                self.peers.close(now, connection, &mut peer_out(out, &mut self.events));
             let failure = Failure::Unreachable;
             news.push(PeerManagerEvent::Peer(PeerEvent::Down {
                 connection,
                 failure,
-                unacked_releases: unsaid,
+                unacked_releases,
             }));
             news.push(PeerManagerEvent::Fenced { connection });
         }
@@ -524,7 +525,7 @@ impl PeerManager {
 
     pub(super) fn gauges(&self) -> Gauges {
         let peers = self.peers.gauges();
-        let [beacon, troubles] = self.heartbeat.as_ref().map_or([0; 2], Heartbeat::sizes);
+        let [heartbeat, troubles] = self.heartbeat.as_ref().map_or([0; 2], Heartbeat::sizes);
         let moriio = self.moriio.as_ref().map(MoriioPeers::gauges).unwrap_or_default();
         let remembered = (self.connected.len() + self.rebuilds.len()) as u32 + troubles;
         Gauges {
@@ -534,7 +535,7 @@ impl PeerManager {
             entries: moriio.entries + (self.uses.len() + self.timers.len()) as u32,
             remembered: peers.remembered + moriio.remembered + remembered,
             delivered: peers.delivered,
-            violations: [self.violations, beacon, moriio.violations]
+            violations: [self.violations, heartbeat, moriio.violations]
                 .into_iter()
                 .fold(peers.violations, u32::saturating_add),
             ..Gauges::default()

@@ -110,9 +110,10 @@ pub struct SessionPaths {
 /// memory of other processes of this host.
 ///
 /// Its address is the descriptor of a MoRI engine, its region descriptors are those of MoRI's
-/// memory. While operations are under way its poll says [`Ready`](kvferry_engine::fabric::NextPoll::Ready)
-/// for a while; who yields to other threads before it comes again gets answers soonest where cores
-/// are few. Dropping it waits for its threads, so that nothing lands any more.
+/// memory. While operations are under way its poll says
+/// [`Ready`](kvferry_engine::fabric::NextPoll::Ready) for a while; who yields to other threads
+/// before it comes again gets answers soonest where cores are few. Dropping it waits for its
+/// threads, so that nothing lands any more.
 pub struct HostPlane {
     hub: Arc<HostPlaneShared>,
     listener: Option<HostAcceptor>,

@@ -1,7 +1,7 @@
 //! `kvferry bench`: bandwidth and latency of a data plane by size of ranges, between two processes.
 //!
-//! One side measures and one waits; `line` is the connection by which they agree. Both drive their
-//! planes directly (`side`), without the protocol's actors.
+//! One side measures and one waits; `connection` is that by which they agree. Both drive their
+//! planes directly (`harness`), without the protocol's actors.
 
 mod args;
 mod batch;

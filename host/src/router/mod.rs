@@ -1,9 +1,9 @@
 //! `kvferry router`: the router core behind HTTP and the discovery socket.
 //!
-//! The core ([`kvferry_engine::core::router`]) decides: pairs, retries, breaker, expiry, queue, drain. Here
-//! is only what turns HTTP into its inputs and its effects into HTTP. Everything runs on one
-//! thread: the core as an actor ([`kvferry_engine::actors`]) in the seat that [`http_adapter`] is, and a
-//! task for each connection and each leg.
+//! The core ([`kvferry_engine::core::router`]) decides: pairs, retries, breaker, expiry, queue,
+//! drain. Here is only what turns HTTP into its inputs and its effects into HTTP. Everything runs
+//! on one thread: the core as an actor ([`kvferry_engine::actors`]) in the seat that
+//! [`http_adapter`] is, and a task for each connection and each leg.
 
 mod admin;
 mod api;

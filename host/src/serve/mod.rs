@@ -2,7 +2,7 @@
 //!
 //! Its KV is a function of the token ids, and a decode answers with a digest of what it got, so
 //! that wrong bytes show in the answer. `instance` is between HTTP (`http`) and the protocol actor;
-//! `legs` reads what routers say of a transfer, `content` makes and checks the bytes.
+//! `legs` reads what routers say of a transfer, `kv_content` makes and checks the bytes.
 
 mod args;
 mod http;

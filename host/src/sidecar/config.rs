@@ -88,8 +88,8 @@ pub(crate) struct ConfigLayer {
     /// between: protocol.lease_ms=20000; a file has them as tables
     #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given)]
     set: Option<Overrides>,
-    /// Folder in which the engine's lives are noted, so that a restarted one is known as such
-    /// though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by default
+    /// Folder in which the engine's incarnations are noted, so that a restarted one is known as
+    /// such though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by default
     #[arg(long, value_name = "FOLDER", value_parser = state)]
     state: Option<PathBuf>,
 }

@@ -31,7 +31,7 @@ use crate::exit::{CommandError, Exit};
 use crate::failure_notice::FailureNotice;
 use crate::incarnations;
 use crate::legs::InstanceIdentity;
-use crate::logs;
+use crate::logs::{self, LogArgs};
 use crate::signals::ShutdownSignals;
 use config::SidecarConfig;
 use gateway::{DrainSidecar, Gateway};
@@ -47,11 +47,15 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Logs to stderr from now on, in the form and from the level that this environment gives `kvferry
-/// host`: for processes of the serving engine, whose stderr is the server's log. What is wrong there
-/// the host itself refuses.
+/// host`: for processes of the serving engine, whose stderr is the server's log.
 pub fn log_to_stderr() {
-    let config = HostArgs::default().resolve(std::env::vars_os());
-    logs::start(&config.map(|config| config.logs).unwrap_or_default());
+    match HostArgs::default().resolve(std::env::vars_os()) {
+        Ok(config) => logs::start(&config.logs),
+        Err(why) => {
+            logs::start(&LogArgs::default());
+            tracing::warn!(%why, "logs as text from info on, since the configuration cannot be used");
+        }
+    }
 }
 
 /// Serves one engine until its connections end, SIGTERM or SIGINT.

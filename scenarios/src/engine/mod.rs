@@ -1,11 +1,11 @@
 //! The stand-in serving engine: what vLLM is to the protocol cores, without a model.
 //!
 //! One [`SimEngine`] is one engine core (one DP rank): a scheduler with continuous batching and
-//! chunked prefill, a block pool with a prefix cache, preemption, and a compute cost. It is a
-//! state machine like the protocol cores and knows as little: it tells them what vLLM's
-//! scheduler-side hooks would tell ([`PrefillHook`](kvferry_engine::core::message::PrefillHook),
-//! [`DecodeHook`](kvferry_engine::core::message::DecodeHook)) and obeys their answers. The shell plays
-//! the forward passes ([`StepPlan`]) and gives back [`EngineInput::StepDone`].
+//! chunked prefill, a block pool with a prefix cache, preemption, and a compute cost. It is a state
+//! machine like the protocol cores and knows as little: it tells them what vLLM's scheduler-side
+//! hooks would tell ([`PrefillHook`](kvferry_engine::core::message::PrefillHook),
+//! [`DecodeHook`](kvferry_engine::core::message::DecodeHook)) and obeys their answers. The shell
+//! plays the forward passes ([`StepPlan`]) and gives back [`EngineInput::StepDone`].
 //!
 //! Not modelled: empty steps (an engine without work is simply not stepped), sampling, and prefix
 //! hits on generated tokens.

@@ -239,7 +239,7 @@ impl EngineCore for Decode {
                 DecodeTimer::Expiry(request) => {
                     self.fail(now, &request, Failure::LeaseExpired, out)
                 }
-                DecodeTimer::RetryReleases(creditor) => self.retry_pending(now, &creditor, out),
+                DecodeTimer::RetryReleases(prefill) => self.retry_pending(now, &prefill, out),
             }
         }
     }

@@ -42,34 +42,33 @@ impl Decode {
 
     /// Notes what a prefill is still to be told. There is room for all that one connection can
     /// leave behind, see [`Decode::flush_pending`]; of more, the lease ends what is left.
-    pub(super) fn add_pending(&mut self, now: Nanos, unsaid: UnackedReleases) {
-        let UnackedReleases { engine, control, incarnation, tags } = unsaid;
-        let creditor = (engine, incarnation);
+    pub(super) fn add_pending(&mut self, now: Nanos, unacked_releases: UnackedReleases) {
+        let UnackedReleases { engine, control, incarnation, tags } = unacked_releases;
+        let prefill = (engine, incarnation);
         let full = self.pending_releases.len() >= self.config.channel.peers_max as usize;
-        if full && !self.pending_releases.contains_key(&creditor) {
+        if full && !self.pending_releases.contains_key(&prefill) {
             return;
         }
         let again = now + self.config.channel.retransmit_max;
-        self.timers.arm_if_idle(DecodeTimer::RetryReleases(creditor.clone()), again);
+        self.timers.arm_if_idle(DecodeTimer::RetryReleases(prefill.clone()), again);
         let until = now + self.config.settings.lease;
         let fresh = || PendingRelease { control, until, tags: Vec::new() };
-        let debt = self.pending_releases.entry(creditor).or_insert_with(fresh);
-        debt.until = until;
+        let pending = self.pending_releases.entry(prefill).or_insert_with(fresh);
+        pending.until = until;
         let most = self.config.channel.queue_max.saturating_add(self.config.settings.requests_max);
-        let room = (most as usize).saturating_sub(debt.tags.len());
-        debt.tags.extend(tags.into_iter().take(room));
+        let room = (most as usize).saturating_sub(pending.tags.len());
+        pending.tags.extend(tags.into_iter().take(room));
     }
 
     /// Looks for a prefill that is to be told something.
     pub(super) fn retry_pending(
         &mut self,
         now: Nanos,
-        creditor: &PrefillIncarnation,
+        prefill: &PrefillIncarnation,
         out: &mut DecodeOutbox,
     ) {
-        let (engine, incarnation) = creditor;
-        let Some(PendingRelease { control, until, .. }) = self.pending_releases.get(creditor)
-        else {
+        let (engine, incarnation) = prefill;
+        let Some(PendingRelease { control, until, .. }) = self.pending_releases.get(prefill) else {
             return;
         };
         let connection = if now < *until {
@@ -80,11 +79,11 @@ impl Decode {
             connection.filter(|_| info.is_some_and(|info| info.incarnation == *incarnation))
         };
         let Some(connection) = connection else {
-            self.pending_releases.remove(creditor);
+            self.pending_releases.remove(prefill);
             return;
         };
         let again = now + self.config.channel.retransmit_max;
-        self.timers.arm(DecodeTimer::RetryReleases(creditor.clone()), again);
+        self.timers.arm(DecodeTimer::RetryReleases(prefill.clone()), again);
         self.send_pending(now, connection, out);
     }
 
@@ -100,17 +99,17 @@ impl Decode {
         let (engine, incarnation) = (info.engine.clone(), info.incarnation);
         let of_engine = (engine.clone(), Incarnation(0))..=(engine, Incarnation(u64::MAX));
         let owed: Vec<PrefillIncarnation> =
-            self.pending_releases.range(of_engine).map(|(creditor, _)| creditor.clone()).collect();
-        for creditor in owed {
+            self.pending_releases.range(of_engine).map(|(prefill, _)| prefill.clone()).collect();
+        for prefill in owed {
             let settled =
-                if creditor.1 == incarnation || planted!("debt-paid-to-a-later-incarnation") {
-                    self.send_releases(now, connection, &creditor, out)
+                if prefill.1 == incarnation || planted!("debt-paid-to-a-later-incarnation") {
+                    self.send_releases(now, connection, &prefill, out)
                 } else {
-                    self.peer_manager.peers.is_past(connection, creditor.1)
+                    self.peer_manager.peers.is_past(connection, prefill.1)
                 };
             if settled {
-                self.pending_releases.remove(&creditor);
-                self.timers.cancel(&DecodeTimer::RetryReleases(creditor));
+                self.pending_releases.remove(&prefill);
+                self.timers.cancel(&DecodeTimer::RetryReleases(prefill));
             }
         }
     }
@@ -120,17 +119,17 @@ impl Decode {
         &mut self,
         now: Nanos,
         connection: ConnectionId,
-        creditor: &PrefillIncarnation,
+        prefill: &PrefillIncarnation,
         out: &mut DecodeOutbox,
     ) -> bool {
-        let Some(debt) = self.pending_releases.get_mut(creditor) else { return true };
+        let Some(pending) = self.pending_releases.get_mut(prefill) else { return true };
         let ranks = RankSet::first(self.config.geometry.tp);
-        while let Some(tag) = debt.tags.last() {
+        while let Some(tag) = pending.tags.last() {
             let message = Message::Release { tag: tag.clone(), ranks };
             if self.peer_manager.send(now, connection, message, out).is_err() {
                 return false;
             }
-            debt.tags.pop();
+            pending.tags.pop();
         }
         true
     }
@@ -154,6 +153,6 @@ impl Decode {
 
     /// Messages that wait for prefills out of reach.
     pub(super) fn pending_len(&self) -> u32 {
-        self.pending_releases.values().map(|debt| debt.tags.len() as u32).sum()
+        self.pending_releases.values().map(|pending| pending.tags.len() as u32).sum()
     }
 }

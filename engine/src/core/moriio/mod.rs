@@ -2,9 +2,9 @@
 //!
 //! [`MoriioPeers`] is to them what [`Peers`](super::peers::Peers) is to native peers: the cores
 //! send it the same messages and get the same events, and do not know the difference. What the wire
-//! does not say is made up here: `fetch` answers a decode on behalf of its prefill, `feed` asks a
-//! prefill on behalf of its decode. `shake` learns where a peer's KV lies, `notice` sends and takes
-//! the one-way notices that all the rest consists of.
+//! does not say is made up here: `prefill_proxy` answers a decode on behalf of its prefill,
+//! `decode_proxy` asks a prefill on behalf of its decode. `handshake` learns where a peer's KV
+//! lies, `notice` sends and takes the one-way notices that all the rest consists of.
 //!
 //! The wire has no cancel, no failure notice, no lease and no incarnations. Hence a decode gets its
 //! blocks back early only by keeping the prefill out for good, and a prefill frees what nobody
@@ -50,10 +50,10 @@ pub const OPEN_FENCE_KEY: u64 = 0;
 const READERS: ConnectionId = ConnectionId(ConnectionId::MORIIO);
 
 /// The last number of a connection.
-const SLOT_MAX: u32 = ConnectionId::MORIIO - 1;
+const CONNECTION_MAX: u32 = ConnectionId::MORIIO - 1;
 
 /// Stands for all peers of whom nothing comes.
-const NOBODY: ConnectionId = ConnectionId(ConnectionId::MORIIO | SLOT_MAX);
+const NOBODY: ConnectionId = ConnectionId(ConnectionId::MORIIO | CONNECTION_MAX);
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum MoriioTimer {
@@ -89,7 +89,7 @@ pub struct MoriioPeers {
     ranks: Option<Vec<RankLayout>>,
     /// What a handshake is answered, or why the own memory is of no use to the peers.
     replies: Result<(AgentMetadata, LayerMemory), Mismatch>,
-    next_slot: u32,
+    last_id: u32,
     next_link: u32,
     connections: BTreeMap<ConnectionId, MoriioConnection>,
     targets: BTreeMap<Endpoint, ConnectionId>,
@@ -116,7 +116,7 @@ impl MoriioPeers {
             geometry,
             ranks: None,
             replies: Err(Mismatch("the memory is not registered".into())),
-            next_slot: 0,
+            last_id: 0,
             next_link: 0,
             connections: BTreeMap::new(),
             targets: BTreeMap::new(),
@@ -336,7 +336,7 @@ impl MoriioPeers {
             return connection;
         }
         let full = self.connections.len() >= self.config.settings.peers_max as usize
-            || self.next_slot >= SLOT_MAX - 1;
+            || self.last_id >= CONNECTION_MAX - 1;
         let endpoint = match endpoint {
             Some(Ok(_)) if full => Err(Failure::Overload),
             Some(endpoint) => endpoint,
@@ -344,8 +344,8 @@ impl MoriioPeers {
         };
         match endpoint {
             Ok(endpoint) => {
-                self.next_slot += 1;
-                let connection = ConnectionId(ConnectionId::MORIIO | self.next_slot);
+                self.last_id += 1;
+                let connection = ConnectionId(ConnectionId::MORIIO | self.last_id);
                 self.targets.insert(endpoint.clone(), connection);
                 self.connections.insert(connection, MoriioConnection::new(endpoint));
                 self.dial(now, connection, out);

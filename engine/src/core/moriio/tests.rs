@@ -31,12 +31,12 @@ fn peer(port: u16) -> MoriioLeg {
 #[test]
 fn slots_of_moriio_peers_that_are_used_up_are_overload() {
     let mut peers = peers();
-    peers.next_slot = SLOT_MAX - 2;
+    peers.last_id = CONNECTION_MAX - 2;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
     let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     let connections =
         [10, 20, 30].map(|port| peers.connection_of(Nanos::ZERO, &peer(port), &mut out));
-    let last = ConnectionId(ConnectionId::MORIIO | (SLOT_MAX - 1));
+    let last = ConnectionId(ConnectionId::MORIIO | (CONNECTION_MAX - 1));
     assert_eq!(connections, [last, NOBODY, NOBODY]);
     assert!(connections.iter().all(|connection| connection.is_moriio() && *connection != READERS));
     let down =
@@ -53,7 +53,7 @@ fn what_finds_no_room_takes_no_slot() {
     for port in 10..20 {
         peers.connection_of(Nanos::ZERO, &peer(port), &mut out);
     }
-    assert_eq!((peers.next_slot, events.len()), (0, 10));
+    assert_eq!((peers.last_id, events.len()), (0, 10));
 }
 
 #[test]

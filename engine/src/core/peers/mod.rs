@@ -121,7 +121,7 @@ pub struct PeerGauges {
 }
 
 /// The last number of a connection of native peers.
-const SLOT_MAX: u32 = ConnectionId::MORIIO - 1;
+const CONNECTION_MAX: u32 = ConnectionId::MORIIO - 1;
 
 /// Whose a link is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,7 +173,7 @@ pub struct Peers {
     next_link: u32,
     /// The link of the owner.
     owner_link: Option<LinkId>,
-    next_slot: u32,
+    last_id: u32,
     next_session: u64,
     /// Places that connections which are over still take.
     reserved: usize,
@@ -217,7 +217,7 @@ impl Peers {
             fingerprint,
             next_link: 0,
             owner_link: None,
-            next_slot: 0,
+            last_id: 0,
             next_session: 0,
             reserved: 0,
             connections: BTreeMap::new(),
@@ -435,13 +435,13 @@ impl Peers {
 
     /// A connection that no connection had. The last one is for those that do not come about.
     fn next_connection_id(&mut self) -> ConnectionId {
-        self.next_slot = (self.next_slot + 1).min(SLOT_MAX);
-        ConnectionId(self.next_slot)
+        self.last_id = (self.last_id + 1).min(CONNECTION_MAX);
+        ConnectionId(self.last_id)
     }
 
     fn has_room(&self) -> bool {
         let room = self.connections.len() + self.reserved < self.config.peers_max as usize;
-        room && self.next_slot < SLOT_MAX - 1
+        room && self.last_id < CONNECTION_MAX - 1
     }
 
     fn has_link(&self) -> bool {
@@ -556,11 +556,11 @@ impl Peers {
     /// The connection ends by itself: tells the owner, and the peer if a link is left.
     fn end(&mut self, now: Nanos, id: ConnectionId, failure: Failure, out: &mut PeerOutbox<'_>) {
         let Some(connection) = self.retire(now, id, out) else { return };
-        let unsaid = UnackedReleases::of(&connection);
+        let unacked_releases = UnackedReleases::of(&connection);
         if let (None, Some(endpoint)) = (&connection.info, connection.endpoint) {
             self.back_off(now, (connection.engine, endpoint), failure.clone(), connection.refused);
         }
-        out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases: unsaid });
+        out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases });
     }
 
     /// After repeated failures a target is left alone for longer and longer.

@@ -1,6 +1,6 @@
 //! What happens at the end of numbers that peers can drive up.
 
-use super::{LocalEngine, PeerEvent, PeerOutbox, Peers, SLOT_MAX};
+use super::{CONNECTION_MAX, LocalEngine, PeerEvent, PeerOutbox, Peers};
 use crate::core::channel::{ChannelConfig, capability};
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, Incarnation};
@@ -54,7 +54,7 @@ fn ids_of_links_come_again_but_those_in_use() {
 #[test]
 fn slots_that_are_used_up_are_overload_and_never_used_again() {
     let mut peers = peers(Role::Decode);
-    peers.next_slot = SLOT_MAX - 3;
+    peers.last_id = CONNECTION_MAX - 3;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
     let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
     let engines = ["a", "b", "c", "d", "e"];
@@ -62,7 +62,7 @@ fn slots_that_are_used_up_are_overload_and_never_used_again() {
         let (engine, endpoint) = (engine.into(), "tcp://there".into());
         peers.reach(Nanos::ZERO, &engine, &endpoint, None, &mut out).0
     });
-    let last = SLOT_MAX;
+    let last = CONNECTION_MAX;
     assert_eq!(connections, [last - 2, last - 1, last, last, last]);
     assert!(!ConnectionId(last).is_moriio());
     let down = |connection: &u32| {

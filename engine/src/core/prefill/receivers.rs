@@ -62,7 +62,8 @@ impl Prefill {
             }
         }
         // A decode asks before it announces, but for one that speaks MoRIIO. What is left of a
-        // receiver that has ended may come when its name is forgotten and the prompt is there again.
+        // receiver that has ended may come when its name is forgotten and the prompt is there
+        // again.
         let asked = !matches!(want, ReceiverRequest::Push { .. }) || connection.is_moriio();
         let asked = if asked { Ok(()) } else { Err(Failure::UnknownTransfer) };
         let room = self.peer_manager.unusable().cloned().map_or(Ok(()), Err);

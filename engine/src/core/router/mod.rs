@@ -176,7 +176,7 @@ impl Router {
         let (draining, native) = (entry.registration.draining, entry.native);
         let http = entry.registration.http.clone();
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
-        let new = registry.next_slot();
+        let new = registry.next_instance();
         let (instance_id, replaced) = match registry.register(now, entry, config) {
             Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
             Ok(RegisterOutcome::Stale) => {

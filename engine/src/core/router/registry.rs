@@ -153,7 +153,7 @@ pub(super) struct Registry {
     instances: BTreeMap<InstanceId, RegisteredInstance>,
     known: BTreeMap<EngineId, InstanceRecord>,
     left: BTreeMap<u64, EngineId>,
-    next_slot: u64,
+    next_instance: u64,
     next_left: u64,
     choices: u64,
 }
@@ -259,8 +259,8 @@ impl Registry {
     }
 
     /// What the next instance will be numbered.
-    pub(super) fn next_slot(&self) -> InstanceId {
-        InstanceId(self.next_slot)
+    pub(super) fn next_instance(&self) -> InstanceId {
+        InstanceId(self.next_instance)
     }
 
     /// What a heartbeat of MoRIIO says: an entry for each of its DP ranks, and one that drains for
@@ -324,8 +324,8 @@ impl Registry {
         config: &RouterConfig,
     ) -> InstanceId {
         let RegistrationEntry { registration, zmq, native } = entry;
-        let instance_id = InstanceId(self.next_slot);
-        self.next_slot += 1;
+        let instance_id = InstanceId(self.next_instance);
+        self.next_instance += 1;
         self.instances.insert(
             instance_id,
             RegisteredInstance {

@@ -2,10 +2,10 @@
 //!
 //! A *flow* is one attempt to move one prompt between this engine and a peer. What it can move is
 //! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are
-//! cut from them, and planned, when the plane has credit for them: `link` says whose turn it is,
-//! `pace` how large an operation is and how much is in flight. `source` follows what the engine has
-//! computed, `flow` the life of a flow, `post` the life of an operation, `session` peers and their
-//! sessions.
+//! cut from them, and planned, when the plane has credit for them: `fair_queue` says whose turn it
+//! is, `rate_estimator` how large an operation is and how much is in flight. `source` follows what
+//! the engine has computed, `flow` the life of a flow, `work_request` the life of an operation,
+//! `session` peers and their sessions.
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.

@@ -9,7 +9,7 @@ use super::http_adapter::{
 };
 use super::leg::{REQUEST_ID, ResponseHead};
 use super::merge::{self, PartAnswer, StreamMerger};
-use super::metrics::{self, RouterMetrics};
+use super::metrics::{self, Counted, RouterMetrics};
 use super::settings::HttpSettings;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
@@ -21,7 +21,6 @@ use hyper::header::{
 use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Driver, MailboxSender};
 use kvferry_engine::core::ids::ClientId;
-use prometheus_client::metrics::gauge::Gauge;
 use rand::distr::{Alphanumeric, SampleString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,28 +35,13 @@ pub(crate) struct RequestHandler {
     pub(crate) next_client: AtomicU64,
 }
 
-/// Counts a request until its answer begins or its client has left, which drops the handler.
-struct InFlight<'a>(&'a Gauge);
-
-impl InFlight<'_> {
-    fn begin(gauge: &Gauge) -> InFlight<'_> {
-        gauge.inc();
-        InFlight(gauge)
-    }
-}
-
-impl Drop for InFlight<'_> {
-    fn drop(&mut self) {
-        self.0.dec();
-    }
-}
-
 impl RequestHandler {
     /// Serves one request on one of the paths.
     pub(crate) async fn serve(&self, api: Api, request: Request<Body>) -> Response {
         let start = Instant::now();
         let id = request_id(api, request.headers());
-        let in_flight = InFlight::begin(&self.metrics.in_flight);
+        // A client that leaves drops this future.
+        let in_flight = Counted::begin(&self.metrics.in_flight);
         let mut response = match self.answer(api, request).await {
             Ok(response) => response,
             Err(refusal) => refusal.into_response(),

@@ -34,6 +34,22 @@ struct RejectionLabels {
     reason: String,
 }
 
+/// One thing in a gauge, for as long as this is there; also if the future that has it is dropped.
+pub(crate) struct Counted<'a>(&'a Gauge);
+
+impl Counted<'_> {
+    pub(crate) fn begin(gauge: &Gauge) -> Counted<'_> {
+        gauge.inc();
+        Counted(gauge)
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}
+
 /// All metrics; clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct RouterMetrics {

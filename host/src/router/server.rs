@@ -1,6 +1,6 @@
 //! Connections of clients: bounded in number, header and silence, and ended gracefully.
 
-use super::metrics::RouterMetrics;
+use super::metrics::{Counted, RouterMetrics};
 use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -46,9 +46,9 @@ pub(crate) async fn serve(
                 let (app, stopping, metrics) = (app.clone(), stopping.clone(), metrics.clone());
                 // Its place is given back when it ends.
                 let _detached = actix::spawn(async move {
-                    metrics.connections.inc();
+                    let counted = Counted::begin(&metrics.connections);
                     connection(stream, app, stopping).await;
-                    metrics.connections.dec();
+                    drop(counted);
                     drop(place);
                 });
             }

@@ -10,9 +10,12 @@
 pub mod planted;
 
 #[cfg(feature = "actors")]
+#[warn(missing_docs)]
 pub mod actors;
 #[cfg(feature = "conformance")]
+#[warn(missing_docs)]
 pub mod conformance;
 pub mod core;
 pub mod effects;
+#[warn(missing_docs)]
 pub mod fabric;

@@ -6,14 +6,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Files and folders of `engine/src/core` that hold the state of machines.
-const STATE: [&str; 15] = [
+const STATE: [&str; 14] = [
     "heartbeat.rs",
     "block_ledger.rs",
     "by_peer.rs",
     "channel.rs",
     "decode",
     "hash_index.rs",
-    "idmap.rs",
     "moriio",
     "peers",
     "prefill",
@@ -25,14 +24,13 @@ const STATE: [&str; 15] = [
 ];
 
 /// Types that hold any number of things.
-const TABLES: [&str; 15] = [
+const TABLES: [&str; 14] = [
     "AbandonQueue",
     "BTreeMap",
     "BTreeSet",
     "ByPeer",
     "Channel",
     "HashIndex",
-    "IdMap",
     "BlockLedger",
     "NoticeSender",
     "PrefixMemory",
@@ -65,16 +63,14 @@ const COUNTERS: [&str; 17] = [
 ];
 
 /// Tables that no gauge counts: file, struct and field, and why they cannot grow unseen.
-const UNCOUNTED: [(&str, &str); 32] = [
+const UNCOUNTED: [(&str, &str); 30] = [
     ("heartbeat.rs Heartbeat.router_events", "taken after each input"),
     ("block_ledger.rs BlockClaims.destinations", "what is received or quarantined"),
-    ("block_ledger.rs BlockClaims.sources", "no core claims any"),
     ("block_ledger.rs BlockLedger.groups", "as many as the engine has"),
     ("block_ledger.rs BlockLedger.spare", "some of the places"),
     ("block_ledger.rs PagedCells.pages", "a cell per block of the engine"),
     ("decode/mod.rs Decode.events", "taken after each input"),
     ("hash_index.rs HashIndex.places", "at most four per entry"),
-    ("idmap.rs IdMap.by_transfer", "the same ties the other way round"),
     ("moriio/config.rs MoriioConfig.layer_names", "a setting"),
     ("moriio/decode_proxy.rs EarlyNotices.blocks", "what one frame says"),
     ("moriio/mod.rs MoriioPeers.ranks", "one per TP rank"),

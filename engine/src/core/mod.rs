@@ -12,7 +12,6 @@ pub mod enum_variants;
 pub mod error;
 pub mod hash_index;
 mod heartbeat;
-pub mod idmap;
 pub mod ids;
 pub mod input_kinds;
 pub mod instance;

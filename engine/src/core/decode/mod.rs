@@ -14,7 +14,6 @@ use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
 use super::engine_core::{CoreEffect, CoreInput, EngineCore};
 use super::error::Failure;
-use super::idmap::IdMap;
 use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{AttemptTag, DecodeAnswer, DecodeHook, FlowState, Message};
@@ -51,7 +50,8 @@ pub struct Decode {
     peer_manager: PeerManager,
     requests: BTreeMap<RequestId, DecodeRequest>,
     by_peer: ByPeer<RequestId>,
-    ids: IdMap,
+    /// The request of each transfer and sample: of one engine, and unique on both sides.
+    by_transfer: BTreeMap<(TransferKey, u32), RequestId>,
     ledger: BlockLedger,
     flows: BTreeMap<FlowId, RequestId>,
     pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
@@ -70,7 +70,7 @@ impl Decode {
             peer_manager: PeerManager::new(&config),
             requests: BTreeMap::new(),
             by_peer: ByPeer::default(),
-            ids: IdMap::default(),
+            by_transfer: BTreeMap::new(),
             ledger: BlockLedger::default(),
             flows: BTreeMap::new(),
             pending_releases: BTreeMap::new(),
@@ -116,7 +116,7 @@ impl Decode {
 
     /// The request that a tag of this peer is about, if that attempt is the current one.
     fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
-        let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
+        let id = self.by_transfer.get(&(tag.key.clone(), tag.sibling))?;
         let request = self.requests.get(id)?;
         let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
         let same = request.connection == connection || planted!("decode-ignores-who-speaks");
@@ -266,7 +266,7 @@ impl Machine for Decode {
 
     fn gauges(&self) -> Gauges {
         let shared = self.peer_manager.gauges();
-        let names = self.ids.len() + self.by_peer.len() + self.ledger.owners();
+        let names = self.by_transfer.len() + self.by_peer.len() + self.ledger.owners();
         let told = self.pending_releases.len() + self.ledger.receiving() as usize;
         let entries = names + told + self.flows.len() + self.timers.len();
         Gauges {

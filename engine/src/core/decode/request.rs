@@ -71,7 +71,6 @@ impl Decode {
             None => self.peer_manager.reach(now, &leg.prefill, &leg.control, leg.incarnation, out),
         };
         if self.is_past(connection, leg.incarnation) {
-            self.ids.remove_request(&id);
             out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
             return;
         }
@@ -86,6 +85,7 @@ impl Decode {
             Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
         };
         self.by_peer.insert(connection, id.clone());
+        self.by_transfer.insert((tag.key.clone(), tag.sibling), id.clone());
         self.requests.insert(
             id.clone(),
             DecodeRequest {
@@ -148,13 +148,13 @@ impl Decode {
         }
     }
 
-    fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
+    fn admit(&self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
         self.peer_manager.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
         let transfer = (leg.key.clone(), leg.sibling);
-        if self.tombstones.contains(&transfer) {
-            return Err(Failure::DuplicateKey);
-        }
-        self.ids.insert(id.clone(), transfer.0, transfer.1)
+        let duplicate = self.tombstones.contains(&transfer)
+            || self.requests.contains_key(id)
+            || self.by_transfer.contains_key(&transfer);
+        if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
     pub(super) fn allocated(
@@ -454,16 +454,16 @@ impl Decode {
     fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
         let Some(request) = self.requests.remove(id) else { return };
         self.by_peer.remove(request.connection, id);
-        if let Some(transfer) = self.ids.remove_request(id)
-            && !planted!("decode-forgets-ended-names")
-        {
-            self.tombstones.insert(transfer);
-        }
+        let transfer = (request.tag.key, request.tag.sibling);
+        self.by_transfer.remove(&transfer);
         if !planted!("ledger-keeps-its-entries") {
             self.ledger.release(request.owner);
         }
         self.cancel_timers(id);
-        self.peer_manager.forget(&request.tag.key);
+        self.peer_manager.forget(&transfer.0);
+        if !planted!("decode-forgets-ended-names") {
+            self.tombstones.insert(transfer);
+        }
         self.peer_manager.unhold(now, request.connection, out);
     }
 

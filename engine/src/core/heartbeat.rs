@@ -1,18 +1,17 @@
 //! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
 //! What changes between two, a peer out of reach or there again, is told sooner.
 
-use super::command::ControlCommand;
+use super::command::{Commands, ControlCommand};
 use super::config::CoreConfig;
 use super::dialect::moriio::registration::MoriioRegistration;
 use super::dialect::native::{self, DecodeError, Frame};
 use super::error::Failure;
-use super::ids::{EngineId, Incarnation};
+use super::ids::{EngineId, Incarnation, TransferKey};
 use super::layout::{Geometry, LayoutDigest, RankLayout};
 use super::machine::Outbox;
 use super::message::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
 use super::moriio::MoriioConfig;
-use super::peer_manager::PeerManagerEvent;
-use super::peers::{PeerEvent, Peers};
+use super::peers::{PeerEvent, PeerOutbox, Peers};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
 use std::mem;
@@ -159,19 +158,20 @@ impl Heartbeat {
         });
     }
 
-    pub(super) fn control<E: From<ControlCommand>>(
+    /// Takes an event of its link; returns the transfers of which the router says that nobody will
+    /// fetch what is left.
+    pub(super) fn control(
         &mut self,
         now: Nanos,
         event: &ControlEvent,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+        out: &mut PeerOutbox<'_>,
+    ) -> Vec<TransferKey> {
         match event {
             ControlEvent::LinkUp { .. } => {
                 self.up = true;
                 self.dials = 0;
                 self.router_events.push(RouterEvent::Registered { router: self.router.clone() });
-                self.beat(now, out);
+                self.beat(now, out.commands);
             }
             ControlEvent::LinkDown { .. } => {
                 self.up = false;
@@ -179,12 +179,7 @@ impl Heartbeat {
             }
             ControlEvent::Frame { parts, .. } => {
                 let error = match native::decode(parts.first().map_or(&[], |part| &part[..])) {
-                    Ok(Frame::Abandon { keys }) => {
-                        news.extend(
-                            keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key }),
-                        );
-                        return;
-                    }
+                    Ok(Frame::Abandon { keys }) => return keys,
                     Ok(frame) => {
                         DecodeError { frame: frame.name(), rule: "not said by a router".into() }
                     }
@@ -192,12 +187,13 @@ impl Heartbeat {
                 };
                 self.violations = self.violations.saturating_add(1);
                 let violation = error.violation(&self.router.0);
-                news.push(PeerManagerEvent::Peer(PeerEvent::Violation(violation)));
+                out.events.push(PeerEvent::Violation(violation));
             }
         }
+        Vec::new()
     }
 
-    fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+    fn beat(&mut self, now: Nanos, out: &mut dyn Commands) {
         let Some(link) = self.link else { return };
         self.registration.sequence += 1;
         let frame = match &self.moriio {

@@ -90,8 +90,10 @@ pub(super) struct PeerManager {
     rebuild_delay: Nanos,
     pub(super) peers: Peers,
     moriio: Option<MoriioPeers>,
-    /// What the peers did that the core has not dealt with.
-    events: Vec<PeerEvent>,
+    /// What the peers did that is not sorted yet.
+    peer_events: Vec<PeerEvent>,
+    /// What the core has not dealt with.
+    events: Vec<PeerManagerEvent>,
     heartbeat: Option<Heartbeat>,
     layouts: Vec<Option<RankLayout>>,
     unusable: Option<Failure>,
@@ -132,6 +134,7 @@ impl PeerManager {
                 .moriio
                 .clone()
                 .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
+            peer_events: Vec::new(),
             events: Vec::new(),
             heartbeat: Heartbeat::new(config),
             layouts: vec![None; usize::from(config.geometry.tp)],
@@ -195,7 +198,7 @@ impl PeerManager {
         out: &mut Outbox<E>,
     ) -> ConnectionId {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
-        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.events))
+        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.peer_events))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
@@ -208,7 +211,7 @@ impl PeerManager {
         out: &mut Outbox<E>,
     ) {
         if let Some(moriio) = &mut self.moriio {
-            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.events));
+            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.peer_events));
         }
     }
 
@@ -227,7 +230,13 @@ impl PeerManager {
         incarnation: Option<Incarnation>,
         out: &mut Outbox<E>,
     ) -> ConnectionId {
-        self.peers.reach(now, engine, control, incarnation, &mut peer_out(out, &mut self.events))
+        self.peers.reach(
+            now,
+            engine,
+            control,
+            incarnation,
+            &mut peer_out(out, &mut self.peer_events),
+        )
     }
 
     /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One
@@ -240,17 +249,18 @@ impl PeerManager {
         out: &mut Outbox<E>,
     ) -> Result<(), Failure> {
         if let Some(moriio) = self.moriio.as_mut().filter(|_| connection.is_moriio()) {
-            moriio.send(now, connection, message, &mut peer_out(out, &mut self.events));
+            moriio.send(now, connection, message, &mut peer_out(out, &mut self.peer_events));
             return Ok(());
         }
         let awaited = is_awaited(&message);
-        let sent = self.peers.send(now, connection, message, &mut peer_out(out, &mut self.events));
+        let sent =
+            self.peers.send(now, connection, message, &mut peer_out(out, &mut self.peer_events));
         if awaited && sent == Err(Failure::Overload) {
             self.peers.fail(
                 now,
                 connection,
                 Failure::Overload,
-                &mut peer_out(out, &mut self.events),
+                &mut peer_out(out, &mut self.peer_events),
             );
         }
         sent
@@ -260,20 +270,24 @@ impl PeerManager {
         &mut self,
         now: Nanos,
         event: ControlEvent,
-        news: &mut Vec<PeerManagerEvent>,
         out: &mut Outbox<E>,
     ) {
         match &mut self.heartbeat {
-            Some(heartbeat) if heartbeat.owns(&event) => heartbeat.control(now, &event, news, out),
+            Some(heartbeat) if heartbeat.owns(&event) => {
+                let keys =
+                    heartbeat.control(now, &event, &mut peer_out(out, &mut self.peer_events));
+                let abandoned = keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key });
+                self.events.extend(abandoned);
+            }
             _ => {
                 let native = match &mut self.moriio {
                     Some(moriio) => {
-                        moriio.control(now, event, &mut peer_out(out, &mut self.events))
+                        moriio.control(now, event, &mut peer_out(out, &mut self.peer_events))
                     }
                     None => Some(event),
                 };
                 if let Some(event) = native {
-                    self.peers.control(now, event, &mut peer_out(out, &mut self.events));
+                    self.peers.control(now, event, &mut peer_out(out, &mut self.peer_events));
                 }
             }
         }
@@ -284,9 +298,9 @@ impl PeerManager {
         now: Nanos,
         out: &mut Outbox<E>,
     ) {
-        self.peers.tick(now, &mut peer_out(out, &mut self.events));
+        self.peers.tick(now, &mut peer_out(out, &mut self.peer_events));
         if let Some(moriio) = &mut self.moriio {
-            moriio.tick(now, &mut peer_out(out, &mut self.events));
+            moriio.tick(now, &mut peer_out(out, &mut self.peer_events));
         }
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.tick(now, &mut self.peers, out);
@@ -319,7 +333,7 @@ impl PeerManager {
         *uses += 1;
         self.uses_total += 1;
         if *uses == 1 && !connection.is_moriio() {
-            self.peers.watch(now, connection, true, &mut peer_out(out, &mut self.events));
+            self.peers.watch(now, connection, true, &mut peer_out(out, &mut self.peer_events));
         }
     }
 
@@ -338,7 +352,7 @@ impl PeerManager {
             if connection.is_moriio() {
                 return;
             }
-            self.peers.watch(now, connection, false, &mut peer_out(out, &mut self.events));
+            self.peers.watch(now, connection, false, &mut peer_out(out, &mut self.peer_events));
         }
     }
 
@@ -369,32 +383,32 @@ impl PeerManager {
         }
     }
 
-    /// Sorts what the peers said: connects ranks to new peers, fences lost ones, passes on the
-    /// rest. Call it until there is no news.
-    pub(super) fn process_peer_events<E: From<ControlCommand> + From<TransferJob>>(
+    /// What the core is to deal with, in order; ask until there is nothing. Connects ranks to new
+    /// peers and fences lost ones.
+    pub(super) fn take_events<E: From<ControlCommand> + From<TransferJob>>(
         &mut self,
-        news: &mut Vec<PeerManagerEvent>,
         out: &mut Outbox<E>,
-    ) {
+    ) -> Vec<PeerManagerEvent> {
         if let Some(heartbeat) = &mut self.heartbeat {
-            news.extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
+            self.events
+                .extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
         }
-        let events = std::mem::take(&mut self.events);
-        for event in events {
-            match &event {
-                PeerEvent::Up { connection } => self.connect_ranks(*connection, out),
-                PeerEvent::Down { connection, .. } => {
-                    let connection = *connection;
-                    self.rebuilds.remove(&connection);
-                    self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
-                    news.push(PeerManagerEvent::Peer(event));
-                    self.fence(connection, news, out);
-                    continue;
-                }
-                _ => {}
+        for event in std::mem::take(&mut self.peer_events) {
+            let lost = match &event {
+                PeerEvent::Down { connection, .. } => Some(*connection),
+                _ => None,
+            };
+            if let PeerEvent::Up { connection } = &event {
+                self.connect_ranks(*connection, out);
             }
-            news.push(PeerManagerEvent::Peer(event));
+            self.events.push(PeerManagerEvent::Peer(event));
+            if let Some(connection) = lost {
+                self.rebuilds.remove(&connection);
+                self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
+                self.fence(connection, out);
+            }
         }
+        std::mem::take(&mut self.events)
     }
 
     fn connect_ranks<E: From<TransferJob>>(
@@ -412,17 +426,12 @@ impl PeerManager {
         });
     }
 
-    fn fence<E: From<TransferJob>>(
-        &mut self,
-        connection: ConnectionId,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+    fn fence<E: From<TransferJob>>(&mut self, connection: ConnectionId, out: &mut Outbox<E>) {
         if self.fencing.contains_key(&connection) {
             return;
         }
         if !self.connected.remove(&connection) {
-            return news.push(PeerManagerEvent::Fenced { connection });
+            return self.events.push(PeerManagerEvent::Fenced { connection });
         }
         self.fencing.insert(connection, RankSet::first(self.tp));
         self.peers.reserve(self.fencing.len());
@@ -434,14 +443,13 @@ impl PeerManager {
         now: Nanos,
         rank: u16,
         report: TransferReport,
-        news: &mut Vec<PeerManagerEvent>,
         out: &mut Outbox<E>,
     ) {
         match report {
             TransferReport::Ready { layout } => self.rank_ready(now, rank, layout, out),
             TransferReport::Unusable { failure } => {
                 self.unusable = Some(failure.clone());
-                news.push(PeerManagerEvent::Unusable { failure });
+                self.events.push(PeerManagerEvent::Unusable { failure });
             }
             TransferReport::PeerReady { peer } => {
                 self.rebuilds.remove(&peer);
@@ -449,13 +457,13 @@ impl PeerManager {
             TransferReport::PeerFailed { peer, failure } if peer.is_moriio() => {
                 // Nobody else says that it is gone.
                 if let Some(moriio) = &mut self.moriio {
-                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.events));
+                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.peer_events));
                 }
             }
-            TransferReport::PeerFailed { peer, .. } => self.fence(peer, news, out),
-            TransferReport::Fenced { peer } => self.rank_fenced(now, rank, peer, news, out),
+            TransferReport::PeerFailed { peer, .. } => self.fence(peer, out),
+            TransferReport::Fenced { peer } => self.rank_fenced(now, rank, peer, out),
             TransferReport::Flow { flow, state } => {
-                news.push(PeerManagerEvent::Flow { rank, flow, state })
+                self.events.push(PeerManagerEvent::Flow { rank, flow, state });
             }
         }
     }
@@ -471,12 +479,12 @@ impl PeerManager {
         *connection = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
             if let Some(moriio) = &mut self.moriio {
-                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.events));
+                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.peer_events));
             }
             if let Some(heartbeat) = &mut self.heartbeat {
                 heartbeat.start(now, (&self.geometry, &ranks), &mut self.peers, out);
             }
-            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.events));
+            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.peer_events));
         }
     }
 
@@ -485,7 +493,6 @@ impl PeerManager {
         now: Nanos,
         rank: u16,
         connection: ConnectionId,
-        news: &mut Vec<PeerManagerEvent>,
         out: &mut Outbox<E>,
     ) {
         let Some(fencing) = self.fencing.get_mut(&connection) else { return };
@@ -495,7 +502,7 @@ impl PeerManager {
         }
         self.fencing.remove(&connection);
         self.peers.reserve(self.fencing.len());
-        news.push(PeerManagerEvent::Fenced { connection });
+        self.events.push(PeerManagerEvent::Fenced { connection });
         if self.peers.info(connection).is_none() {
             return;
         }
@@ -507,14 +514,14 @@ impl PeerManager {
         } else {
             self.rebuilds.remove(&connection);
             let unacked_releases =
-                self.peers.close(now, connection, &mut peer_out(out, &mut self.events));
+                self.peers.close(now, connection, &mut peer_out(out, &mut self.peer_events));
             let failure = Failure::Unreachable;
-            news.push(PeerManagerEvent::Peer(PeerEvent::Down {
+            self.events.push(PeerManagerEvent::Peer(PeerEvent::Down {
                 connection,
                 failure,
                 unacked_releases,
             }));
-            news.push(PeerManagerEvent::Fenced { connection });
+            self.events.push(PeerManagerEvent::Fenced { connection });
         }
     }
 

@@ -16,10 +16,10 @@ use super::engine_core::{CoreEffect, CoreInput, EngineCore};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{AttemptTag, DecodeAnswer, DecodeHook, FlowState, Message};
+use super::message::{AttemptTag, DecodeAnswer, DecodeHook, Message};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::UnackedReleases;
+use super::peers::PeerEvent;
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
@@ -57,7 +57,6 @@ pub struct Decode {
     pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
     tombstones: Tombstones<(TransferKey, u32)>,
     timers: Timers<DecodeTimer>,
-    events: Vec<PeerManagerEvent>,
     next_id: u64,
 }
 
@@ -76,7 +75,6 @@ impl Decode {
             pending_releases: BTreeMap::new(),
             tombstones: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            events: Vec::new(),
             next_id: 0,
             config,
         }
@@ -114,36 +112,6 @@ impl Decode {
         }
     }
 
-    /// The request that a tag of this peer is about, if that attempt is the current one.
-    fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
-        let id = self.by_transfer.get(&(tag.key.clone(), tag.sibling))?;
-        let request = self.requests.get(id)?;
-        let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
-        let same = request.connection == connection || planted!("decode-ignores-who-speaks");
-        (same && current).then(|| id.clone())
-    }
-}
-
-impl EngineCore for Decode {
-    type Hook = DecodeHook;
-    type Answer = DecodeAnswer;
-
-    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
-        (&mut self.peer_manager, &mut self.events)
-    }
-
-    fn on_hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
-        match hook {
-            DecodeHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
-            }
-            DecodeHook::Allocated { request, computed, blocks } => {
-                self.allocated(now, request, computed, blocks, out);
-            }
-            DecodeHook::Finished { request, .. } => self.finished(now, &request, out),
-        }
-    }
-
     fn on_message(
         &mut self,
         now: Nanos,
@@ -172,7 +140,7 @@ impl EngineCore for Decode {
 
     /// A message of a prefill could not be read: what it was about ends, whatever it said. A lease
     /// that was not extended is asked for again.
-    fn on_lost(
+    fn lost(
         &mut self,
         now: Nanos,
         connection: ConnectionId,
@@ -191,44 +159,66 @@ impl EngineCore for Decode {
         self.fail(now, &id, failure, out);
     }
 
-    fn on_peer_up(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
-        self.peer_up(now, connection, out);
-        self.send_pending(now, connection, out);
+    /// The request that a tag of this peer is about, if that attempt is the current one.
+    fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
+        let id = self.by_transfer.get(&(tag.key.clone(), tag.sibling))?;
+        let request = self.requests.get(id)?;
+        let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
+        let same = request.connection == connection || planted!("decode-ignores-who-speaks");
+        (same && current).then(|| id.clone())
+    }
+}
+
+impl EngineCore for Decode {
+    type Hook = DecodeHook;
+    type Answer = DecodeAnswer;
+
+    fn peer_manager(&mut self) -> &mut PeerManager {
+        &mut self.peer_manager
     }
 
-    fn on_peer_down(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        failure: &Failure,
-        unacked: Option<Box<UnackedReleases>>,
-        out: &mut DecodeOutbox,
-    ) {
-        if let Some(unacked) = unacked {
-            self.add_pending(now, *unacked);
+    fn on_hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
+        match hook {
+            DecodeHook::Arrived { request, leg, tokens } => {
+                self.arrived(now, request, leg, tokens, out);
+            }
+            DecodeHook::Allocated { request, computed, blocks } => {
+                self.allocated(now, request, computed, blocks, out);
+            }
+            DecodeHook::Finished { request, .. } => self.finished(now, &request, out),
         }
-        self.peer_down(now, connection, failure, out);
     }
 
-    fn on_fenced(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
-        self.peer_fenced(now, connection, out);
-    }
-
-    fn on_flow(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        flow: FlowId,
-        state: FlowState,
-        out: &mut DecodeOutbox,
-    ) {
-        self.flow_news(now, rank, flow, state, out);
-    }
-
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut DecodeOutbox) {
-        let ids: Vec<_> = self.requests.keys().cloned().collect();
-        for id in ids {
-            self.fail(now, &id, failure.clone(), out);
+    fn on_event(&mut self, now: Nanos, event: PeerManagerEvent, out: &mut DecodeOutbox) {
+        match event {
+            PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
+                self.on_message(now, connection, message, out);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
+                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Up { connection }) => {
+                self.peer_up(now, connection, out);
+                self.send_pending(now, connection, out);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, unacked_releases }) => {
+                if let Some(unacked) = unacked_releases {
+                    self.add_pending(now, *unacked);
+                }
+                self.peer_down(now, connection, &failure, out);
+            }
+            PeerManagerEvent::Fenced { connection } => self.peer_fenced(now, connection, out),
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.flow_news(now, rank, flow, state, out);
+            }
+            PeerManagerEvent::Unusable { failure } => {
+                let ids: Vec<_> = self.requests.keys().cloned().collect();
+                for id in ids {
+                    self.fail(now, &id, failure.clone(), out);
+                }
+            }
+            // Nobody abandons what a decode has, and the rest is for the log.
+            _ => {}
         }
     }
 

@@ -10,15 +10,14 @@ mod request;
 
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
-use super::dialect::native::MessageKind;
 use super::engine_core::{CoreEffect, CoreInput, EngineCore};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{AttemptTag, FlowState, Message, PrefillAnswer, PrefillHook};
+use super::message::{FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::UnackedReleases;
+use super::peers::PeerEvent;
 use super::time::Nanos;
 use super::timers::Timers;
 use super::tombstones::Tombstones;
@@ -89,7 +88,6 @@ pub struct Prefill {
     /// Those of `tombstones` whose receivers left before the prefill leg came.
     abandoned: Tombstones<TransferKey>,
     timers: Timers<PrefillTimer>,
-    events: Vec<PeerManagerEvent>,
     /// Blocks of all requests.
     held: u32,
     next_id: u64,
@@ -110,7 +108,6 @@ impl Prefill {
             tombstones: Tombstones::new(config.settings.tombstones_max),
             abandoned: Tombstones::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            events: Vec::new(),
             held: 0,
             next_id: 0,
             config,
@@ -120,30 +117,6 @@ impl Prefill {
     fn fresh(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
-    }
-}
-
-impl EngineCore for Prefill {
-    type Hook = PrefillHook;
-    type Answer = PrefillAnswer;
-
-    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
-        (&mut self.peer_manager, &mut self.events)
-    }
-
-    fn on_hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
-        match hook {
-            PrefillHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
-            }
-            PrefillHook::Scheduled { step, chunks } => {
-                for chunk in chunks {
-                    self.scheduled(now, step, chunk, out);
-                }
-            }
-            PrefillHook::Finished { request, reason } => self.finished(now, request, reason, out),
-            PrefillHook::Preempted { request } => self.preempted(now, request, out),
-        }
     }
 
     fn on_message(
@@ -179,28 +152,6 @@ impl EngineCore for Prefill {
         }
     }
 
-    fn on_lost(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        tag: AttemptTag,
-        lost: (MessageKind, Failure),
-        out: &mut PrefillOutbox,
-    ) {
-        self.lost(now, connection, tag, lost, out);
-    }
-
-    fn on_peer_down(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        failure: &Failure,
-        _: Option<Box<UnackedReleases>>,
-        out: &mut PrefillOutbox,
-    ) {
-        self.peer_down(now, connection, failure, out);
-    }
-
     fn on_flow(
         &mut self,
         now: Nanos,
@@ -229,16 +180,56 @@ impl EngineCore for Prefill {
             self.flow_ended(now, id, out);
         }
     }
+}
 
-    fn on_abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
-        self.abandoned(now, key, out);
+impl EngineCore for Prefill {
+    type Hook = PrefillHook;
+    type Answer = PrefillAnswer;
+
+    fn peer_manager(&mut self) -> &mut PeerManager {
+        &mut self.peer_manager
     }
 
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut PrefillOutbox) {
-        let keys: Vec<_> = self.keys.keys().cloned().collect();
-        for key in keys {
-            self.end_key(now, &key, failure, out);
-            self.try_free(&key, out);
+    fn on_hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
+        match hook {
+            PrefillHook::Arrived { request, leg, tokens } => {
+                self.arrived(now, request, leg, tokens, out);
+            }
+            PrefillHook::Scheduled { step, chunks } => {
+                for chunk in chunks {
+                    self.scheduled(now, step, chunk, out);
+                }
+            }
+            PrefillHook::Finished { request, reason } => self.finished(now, request, reason, out),
+            PrefillHook::Preempted { request } => self.preempted(now, request, out),
+        }
+    }
+
+    fn on_event(&mut self, now: Nanos, event: PeerManagerEvent, out: &mut PrefillOutbox) {
+        match event {
+            PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
+                self.on_message(now, connection, message, out);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
+                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, .. }) => {
+                self.peer_down(now, connection, &failure, out);
+            }
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.on_flow(now, rank, flow, state, out);
+            }
+            PeerManagerEvent::Abandoned { key } => self.abandoned(now, &key, out),
+            PeerManagerEvent::Unusable { failure } => {
+                let keys: Vec<_> = self.keys.keys().cloned().collect();
+                for key in keys {
+                    self.end_key(now, &key, &failure, out);
+                    self.try_free(&key, out);
+                }
+            }
+            // A decode asks when it is there, and a fence ends nothing that waits here; the rest
+            // is for the log.
+            _ => {}
         }
     }
 

@@ -10,7 +10,7 @@ use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame, VERSI
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::*;
 use kvferry_engine::core::message::{AttemptTag, Hello, Message, Role};
-use kvferry_engine::core::peers::{PeerEvent, PeerOutbox, Peers};
+use kvferry_engine::core::peers::{PeerEvent, PeerTurn, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);
@@ -391,8 +391,8 @@ fn the_newest_version_that_both_speak_is_kept_and_said() {
 /// What becomes of an attempt of the decode to reach another prefill.
 fn reach_another(net: &mut TestNet) -> (Vec<ControlCommand>, Vec<PeerEvent>) {
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let out = &mut PeerOutbox { commands: &mut commands, events: &mut events };
-    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, out);
+    let turn = &mut PeerTurn { now: net.now, commands: &mut commands, events: &mut events };
+    net.cores[DECODE].peers.reach(&"q".into(), &"tcp://q".into(), None, turn);
     (commands, events)
 }
 

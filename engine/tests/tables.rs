@@ -73,7 +73,7 @@ const UNCOUNTED: [(&str, &str); 29] = [
     ("moriio/config.rs MoriioConfig.layer_names", "a setting"),
     ("moriio/decode_proxy.rs EarlyNotices.blocks", "what one frame says"),
     ("moriio/mod.rs MoriioPeers.ranks", "one per TP rank"),
-    ("peers/mod.rs PeerOutbox.events", "not kept"),
+    ("peers/mod.rs PeerTurn.events", "not kept"),
     ("peers/mod.rs PeerInfo.ranks", "one per TP rank of a peer"),
     ("peers/mod.rs Peers.ranks", "one per TP rank"),
     ("prefill/request.rs PrefillRequest.blocks", "the blocks that are held"),

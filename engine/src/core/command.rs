@@ -1,7 +1,7 @@
 //! What machines want of the planes, as values. [`crate::effects`] performs them.
 
 use super::layout::Slices;
-use super::machine::Outbox;
+use super::machine::Turn;
 use crate::fabric::{
     Address, Direction, Endpoint, LinkId, LinkKind, Memory, OpId, PeerId, QuiesceTicket, Refused,
     RegionDesc, RegionId, SessionId,
@@ -45,7 +45,7 @@ impl Commands for Vec<ControlCommand> {
     }
 }
 
-impl<E: From<ControlCommand>> Commands for Outbox<E> {
+impl<E: From<ControlCommand>> Commands for Turn<'_, E> {
     fn push(&mut self, command: ControlCommand) {
         self.push(command);
     }

@@ -4,11 +4,10 @@
 use super::command::ControlCommand;
 use super::error::{Failure, PeerViolation};
 use super::ids::EngineId;
-use super::machine::Outbox;
+use super::machine::Turn;
 use super::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
 use super::peer_manager::{PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
-use super::time::Nanos;
 use crate::fabric::ControlEvent;
 use serde::{Deserialize, Serialize};
 
@@ -75,48 +74,48 @@ pub(super) trait EngineCore {
 
     fn peer_manager(&mut self) -> &mut PeerManager;
 
-    fn on_hook(&mut self, now: Nanos, hook: Self::Hook, out: &mut Effects<Self>);
+    fn on_hook(&mut self, hook: Self::Hook, turn: &mut CoreTurn<'_, Self>);
 
     /// News of the peers and of the own ranks; what is only for the log does not come here.
-    fn on_event(&mut self, now: Nanos, event: PeerManagerEvent, out: &mut Effects<Self>);
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut CoreTurn<'_, Self>);
 
     /// Deadlines of the core's own.
-    fn on_deadlines(&mut self, now: Nanos, out: &mut Effects<Self>);
+    fn on_deadlines(&mut self, turn: &mut CoreTurn<'_, Self>);
 
     /// The turn of one input.
-    fn turn(&mut self, now: Nanos, input: CoreInput<Self::Hook>, out: &mut Effects<Self>) {
+    fn turn(&mut self, input: CoreInput<Self::Hook>, turn: &mut CoreTurn<'_, Self>) {
         match input {
-            CoreInput::Hook(hook) => self.on_hook(now, hook, out),
-            CoreInput::Control(event) => self.peer_manager().control(now, event, out),
+            CoreInput::Hook(hook) => self.on_hook(hook, turn),
+            CoreInput::Control(event) => self.peer_manager().control(event, turn),
             CoreInput::Report { rank, report } => {
-                self.peer_manager().report(now, rank, report, out);
+                self.peer_manager().report(rank, report, turn);
             }
-            CoreInput::Drain => self.peer_manager().drain(now, out),
+            CoreInput::Drain => self.peer_manager().drain(turn),
             CoreInput::Tick => {
-                self.peer_manager().tick(now, out);
-                self.on_deadlines(now, out);
+                self.peer_manager().tick(turn);
+                self.on_deadlines(turn);
             }
         }
         loop {
-            let events = self.peer_manager().take_events(out);
+            let events = self.peer_manager().take_events(turn);
             if events.is_empty() {
                 break;
             }
             for event in events {
                 match event {
                     PeerManagerEvent::Peer(PeerEvent::Violation(violation)) => {
-                        out.push(CoreEffect::Violation(violation));
+                        turn.push(CoreEffect::Violation(violation));
                     }
                     PeerManagerEvent::Peer(PeerEvent::Refused { engine: peer, failure }) => {
-                        out.push(CoreEffect::Refused { peer, failure });
+                        turn.push(CoreEffect::Refused { peer, failure });
                     }
-                    PeerManagerEvent::Router(event) => out.push(CoreEffect::Router(event)),
-                    event => self.on_event(now, event, out),
+                    PeerManagerEvent::Router(event) => turn.push(CoreEffect::Router(event)),
+                    event => self.on_event(event, turn),
                 }
             }
         }
     }
 }
 
-/// The outbox of a core.
-pub(super) type Effects<C> = Outbox<CoreEffect<<C as EngineCore>::Answer>>;
+/// The turn of a core.
+pub(super) type CoreTurn<'a, C> = Turn<'a, CoreEffect<<C as EngineCore>::Answer>>;

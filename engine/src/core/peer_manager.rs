@@ -9,12 +9,12 @@ use super::error::{Failure, PeerViolation};
 use super::heartbeat::Heartbeat;
 use super::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId, TransferKey};
 use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
-use super::machine::{Gauges, Outbox};
+use super::machine::{Gauges, Turn};
 use super::message::{
     FlowState, Message, Mode, MoriioLeg, RouterEvent, TransferJob, TransferReport,
 };
 use super::moriio::{MoriioCounters, MoriioPeers};
-use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerOutbox, Peers};
+use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -73,11 +73,11 @@ enum PeerManagerTimer {
     Rebuild(ConnectionId),
 }
 
-fn peer_out<'a, E: From<ControlCommand>>(
-    out: &'a mut Outbox<E>,
+fn peer_turn<'a, E: From<ControlCommand>>(
+    turn: &'a mut Turn<'_, E>,
     events: &'a mut Vec<PeerEvent>,
-) -> PeerOutbox<'a> {
-    PeerOutbox { commands: out, events }
+) -> PeerTurn<'a> {
+    PeerTurn { now: turn.now, commands: turn, events }
 }
 
 #[derive(Debug)]
@@ -192,26 +192,24 @@ impl PeerManager {
     /// The connection of a prefill that speaks MoRIIO, for one transfer.
     pub(super) fn reach_moriio<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         (request, key): (&RequestId, &TransferKey),
         peer: &Arc<MoriioLeg>,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) -> ConnectionId {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
-        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.peer_events))
+        moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
     pub(super) fn expect_moriio<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         wanted: (Mode, u32),
         peer: &Arc<MoriioLeg>,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         if let Some(moriio) = &mut self.moriio {
-            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.peer_events));
+            moriio.expect(key, wanted, peer, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
@@ -224,43 +222,34 @@ impl PeerManager {
 
     pub(super) fn reach<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         engine: &EngineId,
         control: &Endpoint,
         incarnation: Option<Incarnation>,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) -> ConnectionId {
-        self.peers.reach(
-            now,
-            engine,
-            control,
-            incarnation,
-            &mut peer_out(out, &mut self.peer_events),
-        )
+        self.peers.reach(engine, control, incarnation, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One
     /// that would wait for ever for a message that finds no room is done with.
     pub(super) fn send<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) -> Result<(), Failure> {
         if let Some(moriio) = self.moriio.as_mut().filter(|_| connection.is_moriio()) {
-            moriio.send(now, connection, message, &mut peer_out(out, &mut self.peer_events));
+            moriio.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
             return Ok(());
         }
         let awaited = is_awaited(&message);
         let sent =
-            self.peers.send(now, connection, message, &mut peer_out(out, &mut self.peer_events));
+            self.peers.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
         if awaited && sent == Err(Failure::Overload) {
             self.peers.fail(
-                now,
                 connection,
                 Failure::Overload,
-                &mut peer_out(out, &mut self.peer_events),
+                &mut peer_turn(turn, &mut self.peer_events),
             );
         }
         sent
@@ -268,26 +257,24 @@ impl PeerManager {
 
     pub(super) fn control<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         event: ControlEvent,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         match &mut self.heartbeat {
             Some(heartbeat) if heartbeat.owns(&event) => {
-                let keys =
-                    heartbeat.control(now, &event, &mut peer_out(out, &mut self.peer_events));
+                let keys = heartbeat.control(&event, &mut peer_turn(turn, &mut self.peer_events));
                 let abandoned = keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key });
                 self.events.extend(abandoned);
             }
             _ => {
                 let native = match &mut self.moriio {
                     Some(moriio) => {
-                        moriio.control(now, event, &mut peer_out(out, &mut self.peer_events))
+                        moriio.control(event, &mut peer_turn(turn, &mut self.peer_events))
                     }
                     None => Some(event),
                 };
                 if let Some(event) = native {
-                    self.peers.control(now, event, &mut peer_out(out, &mut self.peer_events));
+                    self.peers.control(event, &mut peer_turn(turn, &mut self.peer_events));
                 }
             }
         }
@@ -295,18 +282,17 @@ impl PeerManager {
 
     pub(super) fn tick<E: From<ControlCommand> + From<TransferJob>>(
         &mut self,
-        now: Nanos,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
-        self.peers.tick(now, &mut peer_out(out, &mut self.peer_events));
+        self.peers.tick(&mut peer_turn(turn, &mut self.peer_events));
         if let Some(moriio) = &mut self.moriio {
-            moriio.tick(now, &mut peer_out(out, &mut self.peer_events));
+            moriio.tick(&mut peer_turn(turn, &mut self.peer_events));
         }
         if let Some(heartbeat) = &mut self.heartbeat {
-            heartbeat.tick(now, &mut self.peers, out);
+            heartbeat.tick(&mut self.peers, &mut peer_turn(turn, &mut self.peer_events));
         }
-        while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(now) {
-            self.connect_ranks(connection, out);
+        while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(turn.now) {
+            self.connect_ranks(connection, turn);
         }
     }
 
@@ -316,33 +302,31 @@ impl PeerManager {
         [self.peers.deadline(), self.timers.next(), heartbeat, moriio].into_iter().flatten().min()
     }
 
-    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+    pub(super) fn drain<E: From<ControlCommand>>(&mut self, turn: &mut Turn<'_, E>) {
         if let Some(heartbeat) = &mut self.heartbeat {
-            heartbeat.drain(now, out);
+            heartbeat.drain(&mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     /// Something is under way with the peer: notice if it falls silent.
     pub(super) fn hold<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         let uses = self.uses.entry(connection).or_default();
         *uses += 1;
         self.uses_total += 1;
         if *uses == 1 && !connection.is_moriio() {
-            self.peers.watch(now, connection, true, &mut peer_out(out, &mut self.peer_events));
+            self.peers.watch(connection, true, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     /// One thing less is under way with the peer.
     pub(super) fn unhold<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         let Some(uses) = self.uses.get_mut(&connection) else { return };
         *uses -= 1;
@@ -352,7 +336,7 @@ impl PeerManager {
             if connection.is_moriio() {
                 return;
             }
-            self.peers.watch(now, connection, false, &mut peer_out(out, &mut self.peer_events));
+            self.peers.watch(connection, false, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
@@ -387,7 +371,7 @@ impl PeerManager {
     /// peers and fences lost ones.
     pub(super) fn take_events<E: From<ControlCommand> + From<TransferJob>>(
         &mut self,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) -> Vec<PeerManagerEvent> {
         if let Some(heartbeat) = &mut self.heartbeat {
             self.events
@@ -399,13 +383,13 @@ impl PeerManager {
                 _ => None,
             };
             if let PeerEvent::Up { connection } = &event {
-                self.connect_ranks(*connection, out);
+                self.connect_ranks(*connection, turn);
             }
             self.events.push(PeerManagerEvent::Peer(event));
             if let Some(connection) = lost {
                 self.rebuilds.remove(&connection);
                 self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
-                self.fence(connection, out);
+                self.fence(connection, turn);
             }
         }
         std::mem::take(&mut self.events)
@@ -414,11 +398,11 @@ impl PeerManager {
     fn connect_ranks<E: From<TransferJob>>(
         &mut self,
         connection: ConnectionId,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         let Some(info) = self.info(connection).cloned() else { return };
         self.connected.insert(connection);
-        out.push(TransferJob::Peer {
+        turn.push(TransferJob::Peer {
             peer: connection,
             geometry: info.geometry,
             ranks: info.ranks,
@@ -426,7 +410,7 @@ impl PeerManager {
         });
     }
 
-    fn fence<E: From<TransferJob>>(&mut self, connection: ConnectionId, out: &mut Outbox<E>) {
+    fn fence<E: From<TransferJob>>(&mut self, connection: ConnectionId, turn: &mut Turn<'_, E>) {
         if self.fencing.contains_key(&connection) {
             return;
         }
@@ -435,18 +419,17 @@ impl PeerManager {
         }
         self.fencing.insert(connection, RankSet::first(self.tp));
         self.peers.reserve(self.fencing.len());
-        out.push(TransferJob::Fence { peer: connection });
+        turn.push(TransferJob::Fence { peer: connection });
     }
 
     pub(super) fn report<E: From<ControlCommand> + From<TransferJob>>(
         &mut self,
-        now: Nanos,
         rank: u16,
         report: TransferReport,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         match report {
-            TransferReport::Ready { layout } => self.rank_ready(now, rank, layout, out),
+            TransferReport::Ready { layout } => self.rank_ready(rank, layout, turn),
             TransferReport::Unusable { failure } => {
                 self.unusable = Some(failure.clone());
                 self.events.push(PeerManagerEvent::Unusable { failure });
@@ -457,11 +440,11 @@ impl PeerManager {
             TransferReport::PeerFailed { peer, failure } if peer.is_moriio() => {
                 // Nobody else says that it is gone.
                 if let Some(moriio) = &mut self.moriio {
-                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.peer_events));
+                    moriio.fail(peer, failure, &mut peer_turn(turn, &mut self.peer_events));
                 }
             }
-            TransferReport::PeerFailed { peer, .. } => self.fence(peer, out),
-            TransferReport::Fenced { peer } => self.rank_fenced(now, rank, peer, out),
+            TransferReport::PeerFailed { peer, .. } => self.fence(peer, turn),
+            TransferReport::Fenced { peer } => self.rank_fenced(rank, peer, turn),
             TransferReport::Flow { flow, state } => {
                 self.events.push(PeerManagerEvent::Flow { rank, flow, state });
             }
@@ -470,30 +453,32 @@ impl PeerManager {
 
     fn rank_ready<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         rank: u16,
         layout: RankLayout,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         let Some(connection) = self.layouts.get_mut(usize::from(rank)) else { return };
         *connection = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
             if let Some(moriio) = &mut self.moriio {
-                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.peer_events));
+                moriio.set_ranks(ranks.clone(), &mut peer_turn(turn, &mut self.peer_events));
             }
             if let Some(heartbeat) = &mut self.heartbeat {
-                heartbeat.start(now, (&self.geometry, &ranks), &mut self.peers, out);
+                heartbeat.start(
+                    (&self.geometry, &ranks),
+                    &mut self.peers,
+                    &mut peer_turn(turn, &mut self.peer_events),
+                );
             }
-            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.peer_events));
+            self.peers.set_ranks(ranks, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     fn rank_fenced<E: From<ControlCommand>>(
         &mut self,
-        now: Nanos,
         rank: u16,
         connection: ConnectionId,
-        out: &mut Outbox<E>,
+        turn: &mut Turn<'_, E>,
     ) {
         let Some(fencing) = self.fencing.get_mut(&connection) else { return };
         fencing.remove(rank);
@@ -510,11 +495,11 @@ impl PeerManager {
         if *tries < REBUILDS_MAX {
             let pause = self.rebuild_delay.scale(1 << *tries, 1);
             *tries += 1;
-            self.timers.arm(PeerManagerTimer::Rebuild(connection), now + pause);
+            self.timers.arm(PeerManagerTimer::Rebuild(connection), turn.now + pause);
         } else {
             self.rebuilds.remove(&connection);
             let unacked_releases =
-                self.peers.close(now, connection, &mut peer_out(out, &mut self.peer_events));
+                self.peers.close(connection, &mut peer_turn(turn, &mut self.peer_events));
             let failure = Failure::Unreachable;
             self.events.push(PeerManagerEvent::Peer(PeerEvent::Down {
                 connection,

@@ -15,7 +15,7 @@ use super::dialect::native::MessageKind;
 use super::engine_core::{CoreEffect, CoreInput, EngineCore};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
-use super::machine::{Gauges, Machine, Outbox};
+use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::message::{AttemptTag, DecodeAnswer, DecodeHook, Message};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
@@ -60,7 +60,7 @@ pub struct Decode {
     next_id: u64,
 }
 
-type DecodeOutbox = Outbox<DecodeEffect>;
+type DecodeTurn<'a> = Turn<'a, DecodeEffect>;
 
 impl Decode {
     /// A core that has done nothing; it registers when all its ranks are ready.
@@ -89,35 +89,28 @@ impl Decode {
         BlockOwner(self.fresh())
     }
 
-    fn message_for(
-        &mut self,
-        now: Nanos,
-        request: RequestId,
-        message: Message,
-        out: &mut DecodeOutbox,
-    ) {
+    fn message_for(&mut self, request: RequestId, message: Message, turn: &mut DecodeTurn<'_>) {
         match message {
-            Message::Begun { .. } => self.due(&request, out),
+            Message::Begun { .. } => self.due(&request, turn),
             Message::Delivered { ranks, tokens, .. } => {
-                self.delivered(now, request, ranks, tokens, out);
+                self.delivered(request, ranks, tokens, turn);
             }
             Message::Ended { failure, quiet, .. } => {
-                self.ended(now, &request, failure, quiet, out);
+                self.ended(&request, failure, quiet, turn);
             }
             Message::Grant { blocks, tokens, lease, .. } => {
-                self.granted(now, &request, tokens, blocks, lease, out);
+                self.granted(&request, tokens, blocks, lease, turn);
             }
-            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, out),
+            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, turn),
             _ => {}
         }
     }
 
     fn on_message(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         match message {
             Message::Ask { .. }
@@ -126,13 +119,13 @@ impl Decode {
             | Message::Renew { .. }
             | Message::Release { .. }
             | Message::Cancel { .. } => {
-                out.push(DecodeEffect::Violation(
+                turn.push(DecodeEffect::Violation(
                     self.peer_manager.violation(connection, &message),
                 ));
             }
             message => {
                 if let Some(request) = self.request_of(connection, message.tag()) {
-                    self.message_for(now, request, message, out);
+                    self.message_for(request, message, turn);
                 }
             }
         }
@@ -142,11 +135,10 @@ impl Decode {
     /// that was not extended is asked for again.
     fn lost(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         (kind, failure): (MessageKind, Failure),
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let Some(id) = self.request_of(connection, &tag).filter(|_| kind != MessageKind::Renewed)
         else {
@@ -154,9 +146,9 @@ impl Decode {
         };
         if self.requests.get(&id).is_some_and(DecodeRequest::is_ending) {
             // Perhaps it said that the prefill has stopped writing. It says so again.
-            let _ = self.peer_manager.send(now, connection, Message::Cancel { tag }, out);
+            let _ = self.peer_manager.send(connection, Message::Cancel { tag }, turn);
         }
-        self.fail(now, &id, failure, out);
+        self.fail(&id, failure, turn);
     }
 
     /// The request that a tag of this peer is about, if that attempt is the current one.
@@ -177,44 +169,44 @@ impl EngineCore for Decode {
         &mut self.peer_manager
     }
 
-    fn on_hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
+    fn on_hook(&mut self, hook: DecodeHook, turn: &mut DecodeTurn<'_>) {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
+                self.arrived(request, leg, tokens, turn);
             }
             DecodeHook::Allocated { request, computed, blocks } => {
-                self.allocated(now, request, computed, blocks, out);
+                self.allocated(request, computed, blocks, turn);
             }
-            DecodeHook::Finished { request, .. } => self.finished(now, &request, out),
+            DecodeHook::Finished { request, .. } => self.finished(&request, turn),
         }
     }
 
-    fn on_event(&mut self, now: Nanos, event: PeerManagerEvent, out: &mut DecodeOutbox) {
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut DecodeTurn<'_>) {
         match event {
             PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
-                self.on_message(now, connection, message, out);
+                self.on_message(connection, message, turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
-                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
+                self.lost(connection, tag, (kind, Failure::Violation(violation)), turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Up { connection }) => {
-                self.peer_up(now, connection, out);
-                self.send_pending(now, connection, out);
+                self.peer_up(connection, turn);
+                self.send_pending(connection, turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, unacked_releases }) => {
                 if let Some(unacked) = unacked_releases {
-                    self.add_pending(now, *unacked);
+                    self.add_pending(turn.now, *unacked);
                 }
-                self.peer_down(now, connection, &failure, out);
+                self.peer_down(connection, &failure, turn);
             }
-            PeerManagerEvent::Fenced { connection } => self.peer_fenced(now, connection, out),
+            PeerManagerEvent::Fenced { connection } => self.peer_fenced(connection, turn),
             PeerManagerEvent::Flow { rank, flow, state } => {
-                self.flow_news(now, rank, flow, state, out);
+                self.flow_news(rank, flow, state, turn);
             }
             PeerManagerEvent::Unusable { failure } => {
                 let ids: Vec<_> = self.requests.keys().cloned().collect();
                 for id in ids {
-                    self.fail(now, &id, failure.clone(), out);
+                    self.fail(&id, failure.clone(), turn);
                 }
             }
             // Nobody abandons what a decode has, and the rest is for the log.
@@ -222,14 +214,12 @@ impl EngineCore for Decode {
         }
     }
 
-    fn on_deadlines(&mut self, now: Nanos, out: &mut DecodeOutbox) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    fn on_deadlines(&mut self, turn: &mut DecodeTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
-                DecodeTimer::Renew(request) => self.renew(now, &request, out),
-                DecodeTimer::Expiry(request) => {
-                    self.fail(now, &request, Failure::LeaseExpired, out)
-                }
-                DecodeTimer::RetryReleases(prefill) => self.retry_pending(now, &prefill, out),
+                DecodeTimer::Renew(request) => self.renew(&request, turn),
+                DecodeTimer::Expiry(request) => self.fail(&request, Failure::LeaseExpired, turn),
+                DecodeTimer::RetryReleases(prefill) => self.retry_pending(&prefill, turn),
             }
         }
     }
@@ -246,8 +236,8 @@ impl Machine for Decode {
     type Input = DecodeInput;
     type Effect = DecodeEffect;
 
-    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut DecodeOutbox) {
-        self.turn(now, input, out);
+    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut Outbox<DecodeEffect>) {
+        self.turn(input, &mut Turn::new(now, out));
     }
 
     fn deadline(&self) -> Option<Nanos> {

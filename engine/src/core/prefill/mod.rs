@@ -13,7 +13,7 @@ use super::config::CoreConfig;
 use super::engine_core::{CoreEffect, CoreInput, EngineCore};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RankSet, RequestId, SourceId, TransferKey};
-use super::machine::{Gauges, Machine, Outbox};
+use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::message::{FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
@@ -93,7 +93,7 @@ pub struct Prefill {
     next_id: u64,
 }
 
-type PrefillOutbox = Outbox<PrefillEffect>;
+type PrefillTurn<'a> = Turn<'a, PrefillEffect>;
 
 impl Prefill {
     /// A core that has done nothing; it registers when all its ranks are ready.
@@ -121,63 +121,55 @@ impl Prefill {
 
     fn on_message(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         match message {
             Message::Ask { tag, tokens } => {
-                self.wanted(now, connection, tag, tokens, ReceiverRequest::Ask, out);
+                self.wanted(connection, tag, tokens, ReceiverRequest::Ask, turn);
             }
             Message::Announce { tag, tokens, from, blocks } => {
                 let want = ReceiverRequest::Push { from, blocks: blocks.into() };
-                self.wanted(now, connection, tag, tokens, want, out);
+                self.wanted(connection, tag, tokens, want, turn);
             }
             Message::Pull { tag, tokens } => {
-                self.wanted(now, connection, tag, tokens, ReceiverRequest::Pull, out);
+                self.wanted(connection, tag, tokens, ReceiverRequest::Pull, turn);
             }
-            Message::Renew { tag, count } => self.renew(now, connection, tag, count, out),
-            Message::Release { tag, ranks } => self.released(now, connection, &tag, ranks, out),
-            Message::Cancel { tag } => self.cancelled(now, connection, tag, out),
+            Message::Renew { tag, count } => self.renew(connection, tag, count, turn),
+            Message::Release { tag, ranks } => self.released(connection, &tag, ranks, turn),
+            Message::Cancel { tag } => self.cancelled(connection, tag, turn),
             Message::Begun { .. }
             | Message::Grant { .. }
             | Message::Renewed { .. }
             | Message::Delivered { .. }
             | Message::Ended { .. } => {
-                out.push(PrefillEffect::Violation(
+                turn.push(PrefillEffect::Violation(
                     self.peer_manager.violation(connection, &message),
                 ));
             }
         }
     }
 
-    fn on_flow(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        id: FlowId,
-        state: FlowState,
-        out: &mut PrefillOutbox,
-    ) {
+    fn on_flow(&mut self, rank: u16, id: FlowId, state: FlowState, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         match state {
             FlowState::Moving => return,
             FlowState::Failing(failure) => {
                 flow.failure.get_or_insert(failure);
-                return self.flow_failing(now, id, out);
+                return self.flow_failing(id, turn);
             }
             FlowState::Done { .. } => flow.left.remove(rank),
             FlowState::Failed(failure) => {
                 flow.failure.get_or_insert(failure);
                 flow.left.remove(rank);
                 if !flow.left.is_empty() {
-                    return self.flow_failing(now, id, out);
+                    return self.flow_failing(id, turn);
                 }
             }
         }
         if flow.left.is_empty() || planted!("first-rank-ends-the-flow") {
-            self.flow_ended(now, id, out);
+            self.flow_ended(id, turn);
         }
     }
 }
@@ -190,41 +182,41 @@ impl EngineCore for Prefill {
         &mut self.peer_manager
     }
 
-    fn on_hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
+    fn on_hook(&mut self, hook: PrefillHook, turn: &mut PrefillTurn<'_>) {
         match hook {
             PrefillHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
+                self.arrived(request, leg, tokens, turn);
             }
             PrefillHook::Scheduled { step, chunks } => {
                 for chunk in chunks {
-                    self.scheduled(now, step, chunk, out);
+                    self.scheduled(step, chunk, turn);
                 }
             }
-            PrefillHook::Finished { request, reason } => self.finished(now, request, reason, out),
-            PrefillHook::Preempted { request } => self.preempted(now, request, out),
+            PrefillHook::Finished { request, reason } => self.finished(request, reason, turn),
+            PrefillHook::Preempted { request } => self.preempted(request, turn),
         }
     }
 
-    fn on_event(&mut self, now: Nanos, event: PeerManagerEvent, out: &mut PrefillOutbox) {
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut PrefillTurn<'_>) {
         match event {
             PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
-                self.on_message(now, connection, message, out);
+                self.on_message(connection, message, turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
-                self.lost(now, connection, tag, (kind, Failure::Violation(violation)), out);
+                self.lost(connection, tag, (kind, Failure::Violation(violation)), turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, .. }) => {
-                self.peer_down(now, connection, &failure, out);
+                self.peer_down(connection, &failure, turn);
             }
             PeerManagerEvent::Flow { rank, flow, state } => {
-                self.on_flow(now, rank, flow, state, out);
+                self.on_flow(rank, flow, state, turn);
             }
-            PeerManagerEvent::Abandoned { key } => self.abandoned(now, &key, out),
+            PeerManagerEvent::Abandoned { key } => self.abandoned(&key, turn),
             PeerManagerEvent::Unusable { failure } => {
                 let keys: Vec<_> = self.keys.keys().cloned().collect();
                 for key in keys {
-                    self.end_key(now, &key, &failure, out);
-                    self.try_free(&key, out);
+                    self.end_key(&key, &failure, turn);
+                    self.try_free(&key, turn);
                 }
             }
             // A decode asks when it is there, and a fence ends nothing that waits here; the rest
@@ -233,14 +225,14 @@ impl EngineCore for Prefill {
         }
     }
 
-    fn on_deadlines(&mut self, now: Nanos, out: &mut PrefillOutbox) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    fn on_deadlines(&mut self, turn: &mut PrefillTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
-                PrefillTimer::Orphan(key) => self.orphaned(now, &key, out),
-                PrefillTimer::Hold(key) => self.hold_ended(&key, out),
-                PrefillTimer::Resume(key) => self.not_resumed(now, &key, out),
-                PrefillTimer::Claim(key) => self.unclaimed(now, &key, out),
-                PrefillTimer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
+                PrefillTimer::Orphan(key) => self.orphaned(&key, turn),
+                PrefillTimer::Hold(key) => self.hold_ended(&key, turn),
+                PrefillTimer::Resume(key) => self.not_resumed(&key, turn),
+                PrefillTimer::Claim(key) => self.unclaimed(&key, turn),
+                PrefillTimer::Lease(key, sibling) => self.lease_ended(&key, sibling, turn),
             }
         }
     }
@@ -257,8 +249,8 @@ impl Machine for Prefill {
     type Input = PrefillInput;
     type Effect = PrefillEffect;
 
-    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut PrefillOutbox) {
-        self.turn(now, input, out);
+    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut Outbox<PrefillEffect>) {
+        self.turn(input, &mut Turn::new(now, out));
     }
 
     fn deadline(&self) -> Option<Nanos> {

@@ -3,7 +3,7 @@
 
 use super::receiver::{Receiver, ReceiverRequest, ReceiverState};
 use super::request::PrefillRequest;
-use super::{FlowEntry, Prefill, PrefillOutbox, PrefillTimer};
+use super::{FlowEntry, Prefill, PrefillTimer, PrefillTurn};
 use crate::core::config::CoreSettings;
 use crate::core::dialect::native::{self, MessageKind};
 use crate::core::error::Failure;
@@ -16,38 +16,30 @@ use crate::core::time::Nanos;
 use crate::fabric::Refused;
 
 impl Prefill {
-    fn tell(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        message: Message,
-        out: &mut PrefillOutbox,
-    ) {
+    fn tell(&mut self, connection: ConnectionId, message: Message, turn: &mut PrefillTurn<'_>) {
         // A peer that is down learns nothing; one whose queue is full is about to be.
-        let _ = self.peer_manager.send(now, connection, message, out);
+        let _ = self.peer_manager.send(connection, message, turn);
     }
 
     fn tell_ended(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         failure: Failure,
         quiet: bool,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
-        self.tell(now, connection, Message::Ended { tag, failure, quiet }, out);
+        self.tell(connection, Message::Ended { tag, failure, quiet }, turn);
     }
 
     /// A decode announced blocks or asked for a grant.
     pub(super) fn wanted(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         tokens: u32,
         want: ReceiverRequest,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let receiver =
             self.keys.get_mut(&tag.key).and_then(|key| key.receivers.get_mut(&tag.sibling));
@@ -55,7 +47,7 @@ impl Prefill {
             if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
             {
                 (receiver.want, receiver.tokens) = (want, tokens);
-                return self.bind(now, &tag.key, tag.sibling, out);
+                return self.bind(&tag.key, tag.sibling, turn);
             }
             if receiver.tag.attempt >= tag.attempt {
                 return;
@@ -68,20 +60,20 @@ impl Prefill {
         let asked = if asked { Ok(()) } else { Err(Failure::UnknownTransfer) };
         let room = self.peer_manager.unusable().cloned().map_or(Ok(()), Err);
         if let Err(failure) = self.accepts(&tag).and(asked).and(room) {
-            return self.tell_ended(now, connection, tag, failure, true, out);
+            return self.tell_ended(connection, tag, failure, true, turn);
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
         let entry = self.keys.entry(key.clone()).or_default();
         if entry.request.is_none() {
-            let orphan = now + self.config.settings.orphan;
+            let orphan = turn.now + self.config.settings.orphan;
             self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
         }
         let state = ReceiverState::Waiting;
         let receiver = Receiver { connection, reader, tag, tokens, want, begun: false, state };
         entry.receivers.insert(sibling, receiver);
         self.by_peer.insert(connection, (key.clone(), sibling));
-        self.peer_manager.hold(now, connection, out);
-        self.bind(now, &key, sibling, out);
+        self.peer_manager.hold(connection, turn);
+        self.bind(&key, sibling, turn);
     }
 
     fn accepts(&self, tag: &AttemptTag) -> Result<(), Failure> {
@@ -100,23 +92,18 @@ impl Prefill {
         }
     }
 
-    pub(super) fn bind_receivers(
-        &mut self,
-        now: Nanos,
-        key: &TransferKey,
-        out: &mut PrefillOutbox,
-    ) {
+    pub(super) fn bind_receivers(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         let siblings: Vec<u32> = self
             .keys
             .get(key)
             .map_or(Vec::new(), |entry| entry.receivers.keys().copied().collect());
         for sibling in siblings {
-            self.bind(now, key, sibling, out);
+            self.bind(key, sibling, turn);
         }
     }
 
     /// Brings a receiver and the prompt together if both are there.
-    fn bind(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn bind(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let Some(entry) = self.keys.get(key) else { return };
         let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
             return;
@@ -127,13 +114,7 @@ impl Prefill {
         }
         if sibling >= request.siblings() {
             let text = format!("sibling {sibling} of {}", request.siblings());
-            return self.end_receiver(
-                now,
-                key,
-                sibling,
-                Failure::Mismatch(Mismatch(text.into())),
-                out,
-            );
+            return self.end_receiver(key, sibling, Failure::Mismatch(Mismatch(text.into())), turn);
         }
         let wanted = request.leg.mode;
         let mode = match receiver.want {
@@ -145,33 +126,27 @@ impl Prefill {
                 "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
                 receiver.tokens, request.tokens
             );
-            return self.end_receiver(
-                now,
-                key,
-                sibling,
-                Failure::Mismatch(Mismatch(text.into())),
-                out,
-            );
+            return self.end_receiver(key, sibling, Failure::Mismatch(Mismatch(text.into())), turn);
         }
         match receiver.want {
-            ReceiverRequest::Ask if request.begun() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Ask if request.begun() => self.begin(key, sibling, turn),
             ReceiverRequest::Push { .. } => {
-                self.start_flow(key, sibling, out);
-                self.await_resumption(now, key);
+                self.start_flow(key, sibling, turn);
+                self.await_resumption(turn.now, key);
             }
-            ReceiverRequest::Pull if request.computed() => self.grant(now, key, sibling, out),
-            ReceiverRequest::Pull if request.ending() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Pull if request.computed() => self.grant(key, sibling, turn),
+            ReceiverRequest::Pull if request.ending() => self.begin(key, sibling, turn),
             ReceiverRequest::Ask | ReceiverRequest::Pull => {}
         }
     }
 
     /// Tells a receiver to get blocks.
-    fn begin(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn begin(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let receiver = self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling));
         let Some(receiver) = receiver.filter(|receiver| !receiver.begun) else { return };
         receiver.begun = true;
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
-        self.tell(now, connection, Message::Begun { tag }, out);
+        self.tell(connection, Message::Begun { tag }, turn);
     }
 
     /// Receivers of a preempted prompt do not wait for it forever: their blocks may be what others
@@ -187,7 +162,7 @@ impl Prefill {
     }
 
     /// A preempted prompt is not computed again in time: its receivers do without.
-    pub(super) fn not_resumed(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+    pub(super) fn not_resumed(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         let Some(entry) = self.keys.get(key) else { return };
         let waiting: Vec<u32> = entry
             .receivers
@@ -196,11 +171,11 @@ impl Prefill {
             .map(|(sibling, _)| *sibling)
             .collect();
         for sibling in waiting {
-            self.end_receiver(now, key, sibling, Failure::Preempted, out);
+            self.end_receiver(key, sibling, Failure::Preempted, turn);
         }
     }
 
-    fn start_flow(&mut self, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn start_flow(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let flow = FlowId(self.fresh());
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(id) = &entry.request else { return };
@@ -209,7 +184,7 @@ impl Prefill {
         let ReceiverRequest::Push { from, blocks } = &receiver.want else { return };
         receiver.state = ReceiverState::Writing(flow);
         request.mentioned = true;
-        out.push(TransferJob::Write {
+        turn.push(TransferJob::Write {
             flow,
             request: id.clone(),
             reader: self.peer_manager.info(receiver.connection).map(|info| info.engine.clone()),
@@ -231,7 +206,7 @@ impl Prefill {
         );
     }
 
-    fn grant(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn grant(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let lease = self.config.settings.lease;
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
@@ -246,32 +221,32 @@ impl Prefill {
         };
         if !native::fits(&grant) {
             let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
-            return self.end_receiver(now, key, sibling, failure, out);
+            return self.end_receiver(key, sibling, failure, turn);
         }
         receiver.state = ReceiverState::Granted { released: RankSet::EMPTY };
         let connection = receiver.connection;
-        self.timers.arm(PrefillTimer::Lease(key.clone(), sibling), now + lease);
-        self.tell(now, connection, grant, out);
+        self.timers.arm(PrefillTimer::Lease(key.clone(), sibling), turn.now + lease);
+        self.tell(connection, grant, turn);
     }
 
     pub(super) fn renew(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         count: u32,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let lease = self.config.settings.lease;
         match self.receiver_state(connection, &tag) {
             Some(ReceiverState::Granted { .. }) => {
                 if !planted!("renewed-is-said-only") {
-                    self.timers.arm(PrefillTimer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                    self.timers
+                        .arm(PrefillTimer::Lease(tag.key.clone(), tag.sibling), turn.now + lease);
                 }
-                self.tell(now, connection, Message::Renewed { tag, count, lease }, out);
+                self.tell(connection, Message::Renewed { tag, count, lease }, turn);
             }
             Some(_) => {}
-            None => self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out),
+            None => self.tell_ended(connection, tag, Failure::LeaseExpired, true, turn),
         }
     }
 
@@ -295,11 +270,10 @@ impl Prefill {
     /// The receiver needs the source no more.
     pub(super) fn released(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: &AttemptTag,
         ranks: RankSet,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let needed =
             RankSet::first(self.peer_manager.info(connection).map_or(1, |info| info.geometry.tp));
@@ -307,29 +281,27 @@ impl Prefill {
             Some(ReceiverState::Granted { released }) => {
                 *released = released.union(ranks);
                 if released.covers(needed) {
-                    self.receiver_done(now, &tag.key, tag.sibling, None, out);
+                    self.receiver_done(&tag.key, tag.sibling, None, turn);
                 }
             }
-            Some(ReceiverState::Waiting) => {
-                self.receiver_done(now, &tag.key, tag.sibling, None, out)
-            }
-            Some(_) => self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out),
-            None => self.released_unasked(now, tag, out),
+            Some(ReceiverState::Waiting) => self.receiver_done(&tag.key, tag.sibling, None, turn),
+            Some(_) => self.end_receiver(&tag.key, tag.sibling, Failure::Cancelled, turn),
+            None => self.released_unasked(tag, turn),
         }
     }
 
     /// A receiver that needed nothing, perhaps before the prefill leg arrived.
-    fn released_unasked(&mut self, now: Nanos, tag: &AttemptTag, out: &mut PrefillOutbox) {
+    fn released_unasked(&mut self, tag: &AttemptTag, turn: &mut PrefillTurn<'_>) {
         if self.accepts(tag).is_err() {
             return;
         }
         let entry = self.keys.entry(tag.key.clone()).or_default();
         if entry.request.is_none() {
-            let orphan = now + self.config.settings.orphan;
+            let orphan = turn.now + self.config.settings.orphan;
             self.timers.arm_if_idle(PrefillTimer::Orphan(tag.key.clone()), orphan);
         }
         self.note_served(&tag.key, tag.sibling);
-        self.try_free(&tag.key, out);
+        self.try_free(&tag.key, turn);
     }
 
     /// Remembers a sibling that has ended, if the prompt has it, and while there is room; before
@@ -354,16 +326,15 @@ impl Prefill {
     /// The receiver wants its blocks back.
     pub(super) fn cancelled(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         if self.receiver_state(connection, &tag).is_some() {
-            self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out);
+            self.end_receiver(&tag.key, tag.sibling, Failure::Cancelled, turn);
         } else {
-            self.tell_ended(now, connection, tag.clone(), Failure::Cancelled, true, out);
-            self.released_unasked(now, &tag, out);
+            self.tell_ended(connection, tag.clone(), Failure::Cancelled, true, turn);
+            self.released_unasked(&tag, turn);
         }
     }
 
@@ -371,20 +342,19 @@ impl Prefill {
     /// said. A renewal comes again.
     pub(super) fn lost(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         (kind, failure): (MessageKind, Failure),
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         if kind == MessageKind::Renew {
             return;
         }
         if self.receiver_state(connection, &tag).is_some() {
-            self.end_receiver(now, &tag.key, tag.sibling, failure, out);
+            self.end_receiver(&tag.key, tag.sibling, failure, turn);
         } else {
-            self.tell_ended(now, connection, tag.clone(), failure, true, out);
-            self.released_unasked(now, &tag, out);
+            self.tell_ended(connection, tag.clone(), failure, true, turn);
+            self.released_unasked(&tag, turn);
         }
     }
 
@@ -392,11 +362,10 @@ impl Prefill {
     /// quiet.
     pub(super) fn end_receiver(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
         failure: Failure,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let Some(receiver) =
             self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling))
@@ -406,22 +375,22 @@ impl Prefill {
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
         match &mut receiver.state {
             ReceiverState::Waiting => {
-                self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                self.receiver_done(now, key, sibling, Some(failure), out);
+                self.tell_ended(connection, tag, failure.clone(), true, turn);
+                self.receiver_done(key, sibling, Some(failure), turn);
             }
             ReceiverState::Granted { .. } => {
                 let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
-                self.tell_ended(now, connection, tag, failure, false, out);
+                self.tell_ended(connection, tag, failure, false, turn);
                 if at_once.is_some() {
-                    self.receiver_done(now, key, sibling, at_once, out);
+                    self.receiver_done(key, sibling, at_once, turn);
                 }
             }
             ReceiverState::Writing(flow) | ReceiverState::Restarting(flow) => {
                 let flow = *flow;
                 receiver.state = ReceiverState::Ending(flow, failure.clone());
                 let quiet = planted!("quiet-is-said-at-once");
-                self.tell_ended(now, connection, tag, failure, quiet, out);
-                out.push(TransferJob::Stop { flow });
+                self.tell_ended(connection, tag, failure, quiet, turn);
+                turn.push(TransferJob::Stop { flow });
             }
             ReceiverState::Ending(..) => {}
         }
@@ -429,11 +398,10 @@ impl Prefill {
 
     fn receiver_done(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
         failure: Option<Failure>,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         self.note_served(key, sibling);
         let Some(entry) = self.keys.get_mut(key) else { return };
@@ -445,26 +413,25 @@ impl Prefill {
         if let Some(connection) = connection {
             self.by_peer.remove(connection, &(key.clone(), sibling));
             if !planted!("receivers-are-counted-for-ever") {
-                self.peer_manager.unhold(now, connection, out);
+                self.peer_manager.unhold(connection, turn);
             }
         }
-        self.try_free(key, out);
+        self.try_free(key, turn);
     }
 
     pub(super) fn lease_ended(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let Some(receiver) = self.keys.get(key).and_then(|entry| entry.receivers.get(&sibling))
         else {
             return;
         };
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
-        self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out);
-        self.receiver_done(now, key, sibling, Some(Failure::LeaseExpired), out);
+        self.tell_ended(connection, tag, Failure::LeaseExpired, true, turn);
+        self.receiver_done(key, sibling, Some(Failure::LeaseExpired), turn);
     }
 
     /// Stops the flows of a source that a preemption takes away; says how many there are.
@@ -472,13 +439,13 @@ impl Prefill {
         &mut self,
         key: &TransferKey,
         source: SourceId,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) -> u32 {
         if let Some(entry) = self.keys.get_mut(key) {
             for receiver in entry.receivers.values_mut() {
                 if let ReceiverState::Writing(flow) = receiver.state {
                     receiver.state = ReceiverState::Restarting(flow);
-                    out.push(TransferJob::Stop { flow });
+                    turn.push(TransferJob::Stop { flow });
                 }
             }
         }
@@ -487,7 +454,7 @@ impl Prefill {
     }
 
     /// A rank says that the flow will fail: tell the receiver, stop the other ranks.
-    pub(super) fn flow_failing(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+    pub(super) fn flow_failing(&mut self, id: FlowId, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.get(&id) else { return };
         let failure = flow.failure.clone().unwrap_or(Failure::Cancelled);
         let (key, sibling) = (flow.key.clone(), flow.sibling);
@@ -495,48 +462,48 @@ impl Prefill {
         if state.is_some_and(
             |receiver| matches!(receiver.state, ReceiverState::Writing(writing) if writing == id),
         ) {
-            self.end_receiver(now, &key, sibling, failure, out);
+            self.end_receiver(&key, sibling, failure, turn);
         }
     }
 
     /// Every rank has reported the end of a flow: nothing of it is under way.
-    pub(super) fn flow_ended(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+    pub(super) fn flow_ended(&mut self, id: FlowId, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.remove(&id) else { return };
         let key = flow.key;
         let request = self.keys.get(&key).and_then(|entry| entry.request.clone());
         if let Some(request) = &request {
-            self.drained(request, flow.source, out);
+            self.drained(request, flow.source, turn);
         }
         let Some(receiver) =
             self.keys.get_mut(&key).and_then(|entry| entry.receivers.get_mut(&flow.sibling))
         else {
-            return self.try_free(&key, out);
+            return self.try_free(&key, turn);
         };
         let (connection, tag, tokens) =
             (receiver.connection, receiver.tag.clone(), receiver.tokens);
         match &receiver.state {
             ReceiverState::Ending(of, failure) if *of == id => {
                 let failure = failure.clone();
-                self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                self.receiver_done(now, &key, flow.sibling, Some(failure), out);
+                self.tell_ended(connection, tag, failure.clone(), true, turn);
+                self.receiver_done(&key, flow.sibling, Some(failure), turn);
             }
             ReceiverState::Writing(of) | ReceiverState::Restarting(of) if *of == id => {
                 match flow.failure {
                     None => {
                         let ranks = RankSet::first(self.config.geometry.tp);
-                        self.tell(now, connection, Message::Delivered { tag, ranks, tokens }, out);
-                        self.receiver_done(now, &key, flow.sibling, None, out);
+                        self.tell(connection, Message::Delivered { tag, ranks, tokens }, turn);
+                        self.receiver_done(&key, flow.sibling, None, turn);
                     }
                     Some(_) if matches!(receiver.state, ReceiverState::Restarting(_)) => {
-                        self.start_flow(&key, flow.sibling, out);
+                        self.start_flow(&key, flow.sibling, turn);
                     }
                     Some(failure) => {
-                        self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                        self.receiver_done(now, &key, flow.sibling, Some(failure), out);
+                        self.tell_ended(connection, tag, failure.clone(), true, turn);
+                        self.receiver_done(&key, flow.sibling, Some(failure), turn);
                     }
                 }
             }
-            _ => self.try_free(&key, out),
+            _ => self.try_free(&key, turn),
         }
     }
 
@@ -544,20 +511,19 @@ impl Prefill {
     /// until its lease ends, unless the reader is known to be dead.
     pub(super) fn peer_down(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: &Failure,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         for (key, sibling) in self.by_peer.of(connection) {
             let receiver = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
             let reads = receiver.is_some_and(Receiver::reads);
             if !reads {
-                self.end_receiver(now, &key, sibling, failure.clone(), out);
+                self.end_receiver(&key, sibling, failure.clone(), turn);
             } else if *failure == Failure::PeerRestarted
                 || planted!("silent-reader-loses-its-source")
             {
-                self.receiver_done(now, &key, sibling, Some(failure.clone()), out);
+                self.receiver_done(&key, sibling, Some(failure.clone()), turn);
             }
         }
     }

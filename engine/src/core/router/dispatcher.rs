@@ -1,5 +1,6 @@
 //! The instances together with the legs that are in flight on them.
 
+use super::RouterTurn;
 use super::health::{FailureSeverity, of_instance, of_pair};
 use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
 use super::pairing::{Choice, SelectionRequest, choose_decode, choose_prefill};
@@ -8,7 +9,6 @@ use super::requests::{PromptState, SampleProgress};
 use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
-use crate::core::machine::Outbox;
 use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
@@ -118,15 +118,14 @@ impl LegDispatcher {
     /// done.
     pub(super) fn dispatch(
         &mut self,
-        now: Nanos,
         client: ClientId,
         index: usize,
         work: &mut PromptState,
         id: &mut Option<TransferId>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) -> bool {
         let PromptState { prompt, samples, avoid, .. } = &*work;
-        let want = SelectionRequest { now, client, prompt, avoid };
+        let want = SelectionRequest { now: turn.now, client, prompt, avoid };
         let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
             return false;
         };
@@ -164,7 +163,7 @@ impl LegDispatcher {
         };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.assign(leg, prefix);
-        self.emit(prefill_leg, pair, body, out);
+        self.emit(prefill_leg, pair, body, turn);
         work.prefill = Some(prefill_leg);
         work.source = Some((prefill.instance_id, key.clone()));
         let (mut sibling, mut chosen) = (0, Some(first));
@@ -172,11 +171,16 @@ impl LegDispatcher {
             if work.samples[sample].progress != SampleProgress::Waiting {
                 continue;
             }
-            let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
+            let want = SelectionRequest {
+                now: turn.now,
+                client,
+                prompt: &work.prompt,
+                avoid: &work.avoid,
+            };
             let next = || choose_decode(&self.registry, &want, instance_id, &self.config);
             let decode = chosen.take().or_else(next).unwrap_or(first);
             let place = DecodeDispatch { client, index, sample, sibling, decode };
-            let leg = self.dispatch_decode(place, work, prefill, &key, out);
+            let leg = self.dispatch_decode(place, work, prefill, &key, turn);
             work.samples[sample].progress = SampleProgress::Running(leg);
             work.samples[sample].dispatched += 1;
             sibling += u32::from(!planted!("samples-share-a-number"));
@@ -190,7 +194,7 @@ impl LegDispatcher {
         work: &PromptState,
         prefill: Choice,
         key: &TransferKey,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) -> LegId {
         let DecodeDispatch { client, index, sample, sibling, decode } = place;
         let source = &self.registry.instance_mut(prefill.instance_id).registration;
@@ -226,7 +230,7 @@ impl LegDispatcher {
             let waits = self.legs.get_mut(&leg).expect("just assigned");
             waits.held = Some(Box::new((pair, body)));
         } else {
-            self.emit(leg, pair, body, out);
+            self.emit(leg, pair, body, turn);
         }
         leg
     }
@@ -246,18 +250,12 @@ impl LegDispatcher {
         id
     }
 
-    fn emit(
-        &mut self,
-        id: LegId,
-        pair: InstancePair,
-        body: LegBody,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    fn emit(&mut self, id: LegId, pair: InstancePair, body: LegBody, turn: &mut RouterTurn<'_>) {
         let LegInFlight { client, instance_id, .. } = self.legs[&id];
         let registration = &self.registry.instance_mut(instance_id).registration;
         let (engine, http) = (registration.engine.clone(), registration.http.clone());
         let pair = Box::new(pair);
-        out.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
+        turn.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
         self.counters.legs += 1;
     }
 
@@ -267,7 +265,7 @@ impl LegDispatcher {
         &mut self,
         id: LegId,
         answer: Option<&Arc<str>>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) {
         let held = self.legs.get_mut(&id).and_then(|leg| leg.held.take());
         let Some((pair, mut body)) = held.map(|held| *held) else { return };
@@ -275,7 +273,7 @@ impl LegDispatcher {
             *params = answer.cloned();
         }
         self.counters.unread += u64::from(answer.is_none());
-        self.emit(id, pair, body, out);
+        self.emit(id, pair, body, turn);
     }
 
     /// Takes a leg that ended out of the tables.
@@ -288,23 +286,23 @@ impl LegDispatcher {
     }
 
     /// Ends a leg that the instance has not ended.
-    pub(super) fn cancel(&mut self, id: LegId, out: &mut Outbox<RouterEffect>) -> LegInFlight {
+    pub(super) fn cancel(&mut self, id: LegId, turn: &mut RouterTurn<'_>) -> LegInFlight {
         if self.legs[&id].held.is_none() {
-            out.push(RouterEffect::CancelLeg { leg: id });
+            turn.push(RouterEffect::CancelLeg { leg: id });
             self.counters.cancelled += 1;
         }
         self.end(id)
     }
 
     /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
-    pub(super) fn abandon(&mut self, work: &mut PromptState, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn abandon(&mut self, work: &mut PromptState, turn: &mut RouterTurn<'_>) {
         let Some((instance_id, key)) = work.source.take() else { return };
         if planted!("prefill-is-not-told") {
             return;
         }
         if self.registry.get(instance_id).is_some_and(|prefill| prefill.native) {
             let told = self.registry.instance_mut(instance_id).abandoned.add(key);
-            told.into_iter().for_each(|command| out.push(command));
+            told.into_iter().for_each(|command| turn.push(command));
         }
     }
 
@@ -404,11 +402,11 @@ impl LegDispatcher {
     }
 
     /// Asks an instance that has not answered whether it does.
-    pub(super) fn probe(&mut self, instance_id: InstanceId, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn probe(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let Some(instance) = self.registry.get(instance_id) else { return };
         if instance.unproven && !instance.lost {
             let http = instance.registration.http.clone();
-            out.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
+            turn.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
         }
     }
 

@@ -3,7 +3,7 @@
 
 use super::fair_queue::FairQueue;
 use super::work_request::StripeRange;
-use super::{QuiesceWaiter, Transfer, TransferOutbox, TransferTimer};
+use super::{QuiesceWaiter, Transfer, TransferTimer, TransferTurn};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
 use crate::core::ids::ConnectionId;
@@ -188,18 +188,17 @@ impl TransferPeer {
 impl Transfer {
     pub(super) fn peer_known(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         geometry: &Geometry,
         ranks: &Arc<Vec<RankLayout>>,
         fence_key: u64,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let mut ids = BTreeMap::new();
         for rank in ranks.iter() {
             let id = PeerId(self.fresh() as u32);
             ids.insert(rank.rank, id);
-            out.push(DataCommand::Connect { peer: id, address: rank.address.clone(), fence_key });
+            turn.push(DataCommand::Connect { peer: id, address: rank.address.clone(), fence_key });
         }
         let mut peer = TransferPeer {
             ids: ids.values().copied().collect(),
@@ -220,12 +219,12 @@ impl Transfer {
         if let Err(mismatch) = built {
             let failure = Failure::Mismatch(mismatch);
             peer.phase = TransferPeerPhase::Failed(failure.clone());
-            out.push(TransferReport::PeerFailed { peer: connection, failure });
+            turn.push(TransferReport::PeerFailed { peer: connection, failure });
         }
         let previous = self.peers.insert(connection, peer);
         assert!(previous.is_none(), "connection {connection} used twice");
-        self.open_all(now, connection, out);
-        self.report_if_ready(connection, out);
+        self.open_all(connection, turn);
+        self.report_if_ready(connection, turn);
     }
 
     fn build_routes(
@@ -281,20 +280,19 @@ impl Transfer {
         Ok(())
     }
 
-    fn open_all(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
+    fn open_all(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
         let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
         for index in 0..count {
-            self.reopen(now, connection, index, out);
+            self.reopen(connection, index, turn);
         }
     }
 
     /// Opens a session that is quiet, under a new id.
     pub(super) fn reopen(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         index: usize,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let id = SessionId(self.fresh() as u32);
         let Some(peer) = self.peers.get_mut(&connection) else { return };
@@ -306,8 +304,8 @@ impl Transfer {
         session.state = SessionState::Opening;
         session.in_flight = 0;
         self.sessions.insert(id, (connection, index));
-        self.timers.arm(TransferTimer::Opening(id), now + self.config.open());
-        out.push(DataCommand::Open {
+        self.timers.arm(TransferTimer::Opening(id), turn.now + self.config.open());
+        turn.push(DataCommand::Open {
             session: id,
             local: session.local,
             peer: session.peer,
@@ -326,10 +324,9 @@ impl Transfer {
 
     pub(super) fn opened(
         &mut self,
-        now: Nanos,
         id: SessionId,
         result: Result<(), FabricError>,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some((connection, _, session)) = self.session_mut(id) else { return };
         if session.state != SessionState::Opening {
@@ -339,10 +336,10 @@ impl Transfer {
             Ok(()) => {
                 session.state = SessionState::Open;
                 self.timers.cancel(&TransferTimer::Opening(id));
-                self.report_if_ready(connection, out);
+                self.report_if_ready(connection, turn);
                 self.unpark(connection);
             }
-            Err(cause) => self.session_died(now, id, cause, out),
+            Err(cause) => self.session_died(id, cause, turn),
         }
     }
 
@@ -357,22 +354,21 @@ impl Transfer {
         }
     }
 
-    fn report_if_ready(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+    fn report_if_ready(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         let open = peer.sessions.iter().all(|session| session.state == SessionState::Open);
         if peer.phase == TransferPeerPhase::Opening && open {
             peer.phase = TransferPeerPhase::Ready;
-            out.push(TransferReport::PeerReady { peer: connection });
+            turn.push(TransferReport::PeerReady { peer: connection });
         }
     }
 
     /// Tears a session down after an error; it is opened anew when it is quiet.
     pub(super) fn session_died(
         &mut self,
-        now: Nanos,
         id: SessionId,
         cause: FabricError,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some((connection, index, session)) = self.session_mut(id) else { return };
         if !matches!(session.state, SessionState::Open | SessionState::Opening) {
@@ -382,14 +378,14 @@ impl Transfer {
         session.reopens += 1;
         let given_up = session.reopens;
         if let Some(peer) = self.peers.get_mut(&connection) {
-            peer.queue.pace.forget(now);
+            peer.queue.pace.forget(turn.now);
         }
         self.timers.cancel(&TransferTimer::Opening(id));
         self.timers.cancel(&TransferTimer::Stalled(id));
-        out.push(DataCommand::Close { session: id });
-        self.quiesce(now, id, QuiesceWaiter::Reopen(connection, index), out);
+        turn.push(DataCommand::Close { session: id });
+        self.quiesce(id, QuiesceWaiter::Reopen(connection, index), turn);
         if given_up > self.config.settings.reopens_max {
-            self.peer_failed(now, connection, Failure::Fabric(cause), out);
+            self.peer_failed(connection, Failure::Fabric(cause), turn);
         }
     }
 
@@ -408,15 +404,15 @@ impl Transfer {
         }
     }
 
-    pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut TransferOutbox) {
+    pub(super) fn check_stalled(&mut self, id: SessionId, turn: &mut TransferTurn<'_>) {
         let stall = self.config.stall();
         let Some((_, _, session)) = self.session_mut(id) else { return };
         if session.in_flight == 0 || planted!("nothing-is-ever-stalled") {
             return;
         }
         let due = session.progress + stall;
-        if now >= due {
-            self.session_died(now, id, FabricError::AckTimeout, out);
+        if turn.now >= due {
+            self.session_died(id, FabricError::AckTimeout, turn);
         } else {
             self.timers.arm(TransferTimer::Stalled(id), due);
         }
@@ -424,31 +420,29 @@ impl Transfer {
 
     fn peer_failed(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: Failure,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         if !peer.working() {
             return;
         }
         peer.phase = TransferPeerPhase::Failed(failure.clone());
-        self.fail_flows_of(now, connection, &failure, out);
-        out.push(TransferReport::PeerFailed { peer: connection, failure });
+        self.fail_flows_of(connection, &failure, turn);
+        turn.push(TransferReport::PeerFailed { peer: connection, failure });
     }
 
     fn fail_flows_of(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: &Failure,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let flows: Vec<_> =
             self.flows.iter().filter(|(_, f)| f.peer == connection).map(|(id, _)| *id).collect();
         for flow in flows {
-            self.fail_flow(now, flow, failure.clone(), true, out);
+            self.fail_flow(flow, failure.clone(), true, turn);
         }
     }
 
@@ -461,30 +455,29 @@ impl Transfer {
 
     pub(super) fn connect_refused(
         &mut self,
-        now: Nanos,
         id: PeerId,
         why: Refused,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         if let Some(connection) = self.slot_of(id) {
-            self.peer_failed(now, connection, Failure::Refused(why), out);
+            self.peer_failed(connection, Failure::Refused(why), turn);
         }
     }
 
-    pub(super) fn peer_down(&mut self, now: Nanos, id: PeerId, out: &mut TransferOutbox) {
+    pub(super) fn peer_down(&mut self, id: PeerId, turn: &mut TransferTurn<'_>) {
         let Some(connection) = self.slot_of(id) else { return };
         let Some(peer) = self.peers.get(&connection) else { return };
         let dead: Vec<_> =
             peer.sessions.iter().filter(|s| s.peer == id).map(|session| session.id).collect();
         for session in dead {
-            self.session_died(now, session, FabricError::PeerGone, out);
+            self.session_died(session, FabricError::PeerGone, turn);
         }
     }
 
     /// Revokes everything between this rank and a peer, both ways.
-    pub(super) fn fence(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
+    pub(super) fn fence(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
         let Some(peer) = self.peers.get_mut(&connection) else {
-            out.push(TransferReport::Fenced { peer: connection });
+            turn.push(TransferReport::Fenced { peer: connection });
             return;
         };
         if peer.is_fencing() {
@@ -501,7 +494,7 @@ impl Transfer {
                 SessionState::Closing => closing.push(session.id),
                 SessionState::Opening | SessionState::Open => {
                     session.state = SessionState::Closing;
-                    out.push(DataCommand::Close { session: session.id });
+                    turn.push(DataCommand::Close { session: session.id });
                     closing.push(session.id);
                 }
             }
@@ -509,23 +502,27 @@ impl Transfer {
         // One more than there are answers to wait for, so that no answer ends it half-way.
         peer.phase = TransferPeerPhase::Fencing(1 + (ids.len() + closing.len()) as u32);
         for session in closing {
-            self.quiesce(now, session, QuiesceWaiter::Fence(connection), out);
+            self.quiesce(session, QuiesceWaiter::Fence(connection), turn);
         }
         for id in ids {
             self.fencing.insert(id, connection);
-            out.push(DataCommand::Fence { peer: id });
+            turn.push(DataCommand::Fence { peer: id });
         }
-        self.fail_flows_of(now, connection, &Failure::PeerSilent, out);
-        self.fence_part_done(connection, out);
+        self.fail_flows_of(connection, &Failure::PeerSilent, turn);
+        self.fence_part_done(connection, turn);
     }
 
-    pub(super) fn fenced(&mut self, id: PeerId, out: &mut TransferOutbox) {
+    pub(super) fn fenced(&mut self, id: PeerId, turn: &mut TransferTurn<'_>) {
         if let Some(connection) = self.fencing.remove(&id) {
-            self.fence_part_done(connection, out);
+            self.fence_part_done(connection, turn);
         }
     }
 
-    pub(super) fn fence_part_done(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+    pub(super) fn fence_part_done(
+        &mut self,
+        connection: ConnectionId,
+        turn: &mut TransferTurn<'_>,
+    ) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         let TransferPeerPhase::Fencing(left) = &mut peer.phase else { return };
         *left -= 1;
@@ -535,9 +532,9 @@ impl Transfer {
         let Some(peer) = self.peers.remove(&connection) else { return };
         self.sessions.retain(|_, (owner, _)| *owner != connection);
         for id in peer.ids {
-            out.push(DataCommand::Disconnect { peer: id });
+            turn.push(DataCommand::Disconnect { peer: id });
         }
-        out.push(TransferReport::Fenced { peer: connection });
+        turn.push(TransferReport::Fenced { peer: connection });
     }
 }
 

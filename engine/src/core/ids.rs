@@ -1,5 +1,5 @@
-//! Identifiers of the protocol. Names of the outside world are strings, names of our own are
-//! counters within one incarnation.
+//! Identifiers of the protocol, and the roles and modes that its parties have. Names of the outside
+//! world are strings, names of our own are counters within one incarnation.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -126,6 +126,42 @@ impl ConnectionId {
     /// True if the peer speaks MoRIIO.
     pub const fn is_moriio(self) -> bool {
         self.0 & Self::MORIIO != 0
+    }
+}
+
+/// What an engine core does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// Computes the KV of prompts.
+    Prefill,
+    /// Generates tokens.
+    Decode,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        })
+    }
+}
+
+/// Who moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Mode {
+    /// Prefill writes each layer into decode's blocks (MoRIIO's WRITE).
+    Push,
+    /// Decode reads from prefill's blocks (MoRIIO's READ).
+    Pull,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Mode::Push => "push",
+            Mode::Pull => "pull",
+        })
     }
 }
 

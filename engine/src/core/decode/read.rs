@@ -1,42 +1,13 @@
 //! Pull: the lease on the source, and the flow that reads it.
 
-use super::request::DecodePhase;
+use super::request::{DecodePhase, KvRead, Lease};
 use super::{Decode, DecodeTimer, DecodeTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
 use crate::core::layout::{BlockList, Mismatch};
 use crate::core::message::{FlowState, Message, TransferJob};
-use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use std::sync::Arc;
-
-/// The prefill's promise to keep a prompt's blocks.
-#[derive(Debug)]
-pub(super) struct Lease {
-    /// When the newest question about it was sent, and its number.
-    asked: (Nanos, u32),
-    /// How long it is granted for at a time; zero before the grant.
-    length: Nanos,
-    /// Until when what was read may be used; none before the grant, nor if it took so long that it
-    /// has to be renewed first.
-    expiry: Option<Nanos>,
-    /// The source blocks, once they are granted.
-    remote: Option<GroupBlocks>,
-}
-
-impl Lease {
-    pub(super) fn asked(now: Nanos) -> Lease {
-        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
-    }
-}
-
-/// One read of a prompt's KV.
-#[derive(Debug, Default)]
-pub(super) struct KvRead {
-    /// The flow and the ranks that have not ended it.
-    flow: Option<(FlowId, RankSet)>,
-    failure: Option<Failure>,
-}
 
 impl Decode {
     fn read_mut(&mut self, id: &RequestId) -> Option<&mut KvRead> {

@@ -1,16 +1,43 @@
 //! The engine's requests: announced, loaded or failed, and never answered twice.
 
-use super::read::{KvRead, Lease};
 use super::{Decode, DecodeTurn};
 use crate::core::block_ledger::BlockOwner;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, ConnectionId, EngineId, Incarnation, RankSet, RequestId};
+use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId};
 use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
 use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode};
 use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
+
+/// The prefill's promise to keep a prompt's blocks.
+#[derive(Debug)]
+pub(super) struct Lease {
+    /// When the newest question about it was sent, and its number.
+    pub(super) asked: (Nanos, u32),
+    /// How long it is granted for at a time; zero before the grant.
+    pub(super) length: Nanos,
+    /// Until when what was read may be used; none before the grant, nor if it took so long that it
+    /// has to be renewed first.
+    pub(super) expiry: Option<Nanos>,
+    /// The source blocks, once they are granted.
+    pub(super) remote: Option<GroupBlocks>,
+}
+
+impl Lease {
+    fn asked(now: Nanos) -> Lease {
+        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
+    }
+}
+
+/// One read of a prompt's KV.
+#[derive(Debug, Default)]
+pub(super) struct KvRead {
+    /// The flow and the ranks that have not ended it.
+    pub(super) flow: Option<(FlowId, RankSet)>,
+    pub(super) failure: Option<Failure>,
+}
 
 /// Where a request stands between its arrival and its answer.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! What an instance says of its KV cache before anybody connects, so that only engines that fit are
 //! paired.
 
-use super::check::{Mismatch, check_rows, check_shapes, whole_rows};
+use super::check::{Mismatch, check_shapes, equal, refuse};
 use super::geometry::{Geometry, HeadSlots, RankLayout};
 use serde::{Deserialize, Serialize};
 
@@ -54,4 +54,30 @@ impl LayoutDigest {
         }
         check_rows(&self.rows, &receiver.rows)
     }
+}
+
+/// Refuses rows that are not those of `layers` layers: what was added to them would have no bound.
+fn whole_rows(side: &str, rows: &[LayerRows], layers: u32) -> Result<(), Mismatch> {
+    let sum: u64 = rows.iter().map(|row| u64::from(row.layers)).sum();
+    if sum != u64::from(layers) || rows.iter().any(|row| row.layers == 0) {
+        return refuse(format_args!("{side} rows: of {sum} layers, not of {layers}"));
+    }
+    Ok(())
+}
+
+/// Refuses rows that differ between the two sides, each of which is whole.
+fn check_rows(source: &[LayerRows], receiver: &[LayerRows]) -> Result<(), Mismatch> {
+    let mut first = 0;
+    for (one, other) in source.iter().zip(receiver) {
+        equal(&format!("element size of layer {first}"), one.element, other.element)?;
+        let what = format!("elements per token and head of layer {first}");
+        equal(&what, one.elements, other.elements)?;
+        first += u32::from(one.layers.min(other.layers));
+        equal(
+            &format!("layers with rows as those before layer {first}"),
+            one.layers,
+            other.layers,
+        )?;
+    }
+    equal("kinds of rows", source.len(), receiver.len())
 }

@@ -1,7 +1,8 @@
 //! The life of a flow on this rank.
 
 use super::fair_queue::FlowShare;
-use super::work_request::StripeRange;
+use super::session::TransferPeer;
+use super::stripe::StripeRange;
 use super::{QuiesceWaiter, Transfer, TransferTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, FlowId, SourceId};
@@ -88,62 +89,29 @@ impl Flow {
 }
 
 impl Transfer {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn start_write(
-        &mut self,
-        id: FlowId,
-        source: SourceId,
-        peer: ConnectionId,
-        range: (u32, u32),
-        remote: Arc<Vec<BlockList>>,
-        turn: &mut TransferTurn<'_>,
-    ) {
-        if self.start(id, peer, range, LocalKv::Source(source), remote, turn) {
-            self.sources.entry(source).or_default().flows.push(id);
-            self.advance(id, 0..u16::MAX, turn);
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn start_read(
+    /// Starts to move tokens `from..` of a prompt of `tokens` tokens; reports if the peer cannot be
+    /// used.
+    pub(super) fn start_flow(
         &mut self,
         id: FlowId,
         peer: ConnectionId,
-        range: (u32, u32),
-        remote: Arc<Vec<BlockList>>,
-        local: Arc<Vec<BlockList>>,
-        turn: &mut TransferTurn<'_>,
-    ) {
-        if self.start(id, peer, range, LocalKv::Blocks(local), remote, turn) {
-            self.advance(id, 0..u16::MAX, turn);
-        }
-    }
-
-    /// Makes a flow; reports and answers false if its peer cannot be used.
-    #[allow(clippy::too_many_arguments)]
-    fn start(
-        &mut self,
-        id: FlowId,
-        connection: ConnectionId,
         (from, tokens): (u32, u32),
-        local: LocalKv,
-        remote: Arc<Vec<BlockList>>,
+        (local, remote): (LocalKv, Arc<Vec<BlockList>>),
         turn: &mut TransferTurn<'_>,
-    ) -> bool {
-        let units = match self.peers.get(&connection).map(|peer| peer.usable()) {
-            Some(Ok(units)) => units,
-            Some(Err(failure)) => {
-                turn.push(TransferReport::Flow { flow: id, state: FlowState::Failed(failure) });
-                return false;
-            }
-            None => {
-                let state = FlowState::Failed(Failure::Unreachable);
-                turn.push(TransferReport::Flow { flow: id, state });
-                return false;
+    ) {
+        let usable = self.peers.get(&peer).map_or(Err(Failure::Unreachable), TransferPeer::usable);
+        let units = match usable {
+            Ok(units) => units,
+            Err(failure) => {
+                let state = FlowState::Failed(failure);
+                return turn.push(TransferReport::Flow { flow: id, state });
             }
         };
+        if let LocalKv::Source(source) = &local {
+            self.sources.entry(*source).or_default().flows.push(id);
+        }
         let flow = Flow {
-            peer: connection,
+            peer,
             local,
             remote,
             tokens,
@@ -164,7 +132,7 @@ impl Transfer {
         };
         let previous = self.flows.insert(id, flow);
         assert!(previous.is_none(), "flow {id} started twice");
-        true
+        self.advance(id, 0..u16::MAX, turn);
     }
 
     /// Queues what the flow can move now in units that end with one of `layers`, and ends it if

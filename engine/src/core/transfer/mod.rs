@@ -4,8 +4,8 @@
 //! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are
 //! cut from them, and planned, when the plane has credit for them: `fair_queue` says whose turn it
 //! is, `rate_estimator` how large an operation is and how much is in flight. `source` follows what
-//! the engine has computed, `flow` the life of a flow, `work_request` the life of an operation,
-//! `session` peers and their sessions.
+//! the engine has computed, `flow` the life of a flow, `stripe` says what its pieces are,
+//! `work_request` follows an operation, `session` peers and their sessions.
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.
@@ -15,6 +15,7 @@ mod flow;
 mod rate_estimator;
 mod session;
 mod source;
+mod stripe;
 mod work_request;
 
 use crate::core::command::{DataCommand, DataRefusal};
@@ -29,13 +30,14 @@ use crate::fabric::{
     Address, Caps, Credits, DataEvent, FabricError, Memory, OpId, PeerId, QuiesceTicket,
     RegionDesc, RegionId, SessionId,
 };
-use flow::Flow;
+use flow::{Flow, LocalKv};
 use serde::{Deserialize, Serialize};
 use session::TransferPeer;
 use source::PushSource;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use work_request::{StripeRange, WorkRequest};
+use stripe::StripeRange;
+use work_request::WorkRequest;
 
 /// What can happen to a transfer actor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -353,10 +355,16 @@ impl Transfer {
                 self.sources.remove(&source);
             }
             TransferJob::Write { flow, source, peer, from, tokens, blocks, .. } => {
-                self.start_write(flow, source, peer, (from, tokens), blocks, turn);
+                self.start_flow(
+                    flow,
+                    peer,
+                    (from, tokens),
+                    (LocalKv::Source(source), blocks),
+                    turn,
+                );
             }
             TransferJob::Read { flow, peer, from, tokens, remote, local, .. } => {
-                self.start_read(flow, peer, (from, tokens), remote, local, turn);
+                self.start_flow(flow, peer, (from, tokens), (LocalKv::Blocks(local), remote), turn);
             }
             TransferJob::Stop { flow } => self.fail_flow(flow, Failure::Cancelled, false, turn),
         }

@@ -3,6 +3,7 @@
 use super::flow::LocalKv;
 use super::rate_estimator::RateSample;
 use super::session::SessionState;
+use super::stripe::StripeRange;
 use super::{QuiesceWaiter, Transfer, TransferTimer, TransferTurn};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
@@ -14,30 +15,6 @@ use crate::fabric::{
     Completion, Credits, Direction, FabricError, Landed, OpId, PeerId, QuiesceTicket, Refused,
     SessionId,
 };
-
-/// Tokens of a unit that have to be moved.
-#[derive(Clone, Debug)]
-pub(super) struct StripeRange {
-    pub(super) stripe: usize,
-    pub(super) from: u32,
-    pub(super) to: u32,
-    /// The bytes of its plan that it stands for, if other operations have the rest: a single block
-    /// was more than one may have.
-    part: Option<(u64, u64)>,
-    /// Operations that were submitted for it and failed.
-    tries: u32,
-}
-
-impl StripeRange {
-    pub(super) fn new(unit: usize, from: u32, to: u32) -> StripeRange {
-        StripeRange { stripe: unit, from, to, part: None, tries: 0 }
-    }
-
-    /// True if it is less than what its tokens stand for.
-    pub(super) fn is_part(&self) -> bool {
-        self.part.is_some()
-    }
-}
 
 /// An operation that the data plane has accepted.
 #[derive(Debug)]

@@ -4,8 +4,7 @@ use super::address::int;
 use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::ports::expected_acks;
 use super::{DecodeError, EncodeError, error, only, pack};
-use crate::core::ids::{BlockId, RequestId, TransferId};
-use crate::core::message::Role;
+use crate::core::ids::{BlockId, RequestId, Role, TransferId};
 use serde::Serialize;
 use std::num::NonZeroU16;
 

@@ -16,10 +16,10 @@ const STATE: [&str; 14] = [
     "moriio",
     "peers",
     "prefill",
+    "recent_set.rs",
     "router",
     "peer_manager.rs",
     "timers.rs",
-    "tombstones.rs",
     "transfer",
 ];
 
@@ -34,9 +34,9 @@ const TABLES: [&str; 14] = [
     "BlockLedger",
     "NoticeSender",
     "PrefixMemory",
+    "RecentSet",
     "Rejections",
     "Timers",
-    "Tombstones",
     "Vec",
     "VecDeque",
 ];
@@ -84,14 +84,14 @@ const UNCOUNTED: [(&str, &str); 29] = [
     ("peer_manager.rs PeerManager.events", "taken after each input"),
     ("peer_manager.rs PeerManager.peer_events", "taken after each input"),
     ("peer_manager.rs PeerManager.layouts", "one per TP rank"),
+    ("recent_set.rs RecentSet.order", "the same names in another order"),
     ("timers.rs Timers.queue", "the same deadlines in another order"),
-    ("tombstones.rs Tombstones.order", "the same names in another order"),
     ("transfer/flow.rs Flow.pieces", "the pieces of all flows are counted in one number"),
     ("transfer/flow.rs Flow.remote", "what one message says"),
     ("transfer/mod.rs Transfer.regions", "one per region of the engine"),
     ("transfer/mod.rs TransferConfig.layers", "a setting"),
     ("transfer/mod.rs TransferConfig.memory", "a setting"),
-    ("transfer/session.rs Stripe.layers", "the layers of the engine"),
+    ("transfer/stripe.rs Stripe.layers", "the layers of the engine"),
     ("transfer/source.rs PushSource.blocks", "blocks that are held"),
 ];
 

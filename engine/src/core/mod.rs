@@ -23,11 +23,11 @@ pub mod moriio;
 pub mod peer_manager;
 pub mod peers;
 pub mod prefill;
+mod recent_set;
 mod registration;
 pub mod router;
 pub mod time;
 pub mod timers;
-mod tombstones;
 pub mod transfer;
 
 pub use machine::{Gauges, Machine, Outbox};

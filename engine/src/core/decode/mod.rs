@@ -20,9 +20,9 @@ use super::message::{AttemptTag, DecodeAnswer, DecodeHook, Message};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
-use super::tombstones::Tombstones;
 use pending_releases::{PendingRelease, PrefillIncarnation};
 use request::DecodeRequest;
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ pub struct Decode {
     ledger: BlockLedger,
     flows: BTreeMap<FlowId, RequestId>,
     pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
-    tombstones: Tombstones<(TransferKey, u32)>,
+    tombstones: RecentSet<(TransferKey, u32)>,
     timers: Timers<DecodeTimer>,
     next_id: u64,
 }
@@ -73,7 +73,7 @@ impl Decode {
             ledger: BlockLedger::default(),
             flows: BTreeMap::new(),
             pending_releases: BTreeMap::new(),
-            tombstones: Tombstones::new(config.settings.tombstones_max),
+            tombstones: RecentSet::new(config.settings.tombstones_max),
             timers: Timers::default(),
             next_id: 0,
             config,
@@ -255,7 +255,7 @@ impl Machine for Decode {
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
             queued: shared.queued + self.pending_len(),
-            tombstones: self.tombstones.len(),
+            tombstones: self.tombstones.len() as u32,
             ..shared
         }
     }

@@ -9,7 +9,7 @@
 //! support of the versions before them. What is said without an agreed version, hellos and
 //! registrations, can only grow at the end; a listener of version 1 takes no such addition.
 
-pub use super::error::DecodeError;
+pub use super::DecodeError;
 use super::kind::MESSAGES;
 pub use super::kind::MessageKind;
 use super::skim::skim;

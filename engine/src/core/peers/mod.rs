@@ -17,6 +17,7 @@ use super::error::{Failure, PeerViolation};
 use super::ids::{ConnectionId, EngineId, Incarnation};
 use super::layout::{Geometry, RankLayout};
 use super::message::{AttemptTag, Message, Role};
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Endpoint, FabricError, LinkId};
@@ -159,8 +160,6 @@ struct PeerRecord {
     /// The highest incarnation that is over, if that is higher: its clock went back.
     past: Option<Incarnation>,
     session: u64,
-    /// Its place among those whose connections are over.
-    gone: Option<u64>,
 }
 
 /// All peers of one engine core.
@@ -186,8 +185,7 @@ pub struct Peers {
     /// The latest incarnation and session seen of each peer.
     known: BTreeMap<EngineId, PeerRecord>,
     /// Peers whose connections are over, in the order of their ends.
-    gone: BTreeMap<u64, EngineId>,
-    next_gone: u64,
+    gone: RecentSet<EngineId>,
     backoffs: BTreeMap<(EngineId, Endpoint), Backoff>,
     links: BTreeMap<LinkId, LinkOwner>,
     /// Whence the links of others came, as far as known.
@@ -210,6 +208,7 @@ impl Peers {
         config.version = config.version.clamp(VERSION_MIN, VERSION);
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
         let fingerprint = me.geometry.fingerprint();
+        let gone = RecentSet::new(config.peers_max);
         Peers {
             config,
             local: me,
@@ -225,8 +224,7 @@ impl Peers {
             targets: BTreeMap::new(),
             callers: BTreeMap::new(),
             known: BTreeMap::new(),
-            gone: BTreeMap::new(),
-            next_gone: 0,
+            gone,
             backoffs: BTreeMap::new(),
             links: BTreeMap::new(),
             from: BTreeMap::new(),
@@ -464,18 +462,16 @@ impl Peers {
     /// peers.
     fn remember(&mut self, engine: &EngineId, incarnation: Incarnation, session: u64) {
         let before = self.known.get(engine).copied();
-        if let Some(place) = before.and_then(|known| known.gone) {
-            self.gone.remove(&place);
-        }
+        self.gone.remove(engine);
         if before.is_none()
             && self.known.len() >= self.config.peers_max as usize
-            && let Some((_, oldest)) = self.gone.pop_first()
+            && let Some(oldest) = self.gone.pop_oldest()
         {
             self.known.remove(&oldest);
         }
         let past = before.and_then(|known| known.past.max(Some(known.incarnation)));
         let past = past.filter(|past| *past > incarnation);
-        self.known.insert(engine.clone(), PeerRecord { incarnation, past, session, gone: None });
+        self.known.insert(engine.clone(), PeerRecord { incarnation, past, session });
     }
 
     /// A connection with the peer is over; there may be another one.
@@ -485,10 +481,10 @@ impl Peers {
         if self.connections.values().any(goes_on) {
             return;
         }
-        if let Some(known) = self.known.get_mut(engine).filter(|known| known.gone.is_none()) {
-            self.next_gone += 1;
-            known.gone = Some(self.next_gone);
-            self.gone.insert(self.next_gone, engine.clone());
+        if self.known.contains_key(engine)
+            && let Some(oldest) = self.gone.insert(engine.clone())
+        {
+            self.known.remove(&oldest);
         }
     }
 

@@ -18,9 +18,9 @@ use super::message::{FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
 use super::peer_manager::{PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
-use super::tombstones::Tombstones;
 use receiver::{Receiver, ReceiverRequest};
 use request::PrefillRequest;
 use std::collections::{BTreeMap, BTreeSet};
@@ -84,9 +84,9 @@ pub struct Prefill {
     by_peer: ByPeer<(TransferKey, u32)>,
     /// Siblings that have ended, of all keys.
     served: usize,
-    tombstones: Tombstones<TransferKey>,
+    tombstones: RecentSet<TransferKey>,
     /// Those of `tombstones` whose receivers left before the prefill leg came.
-    abandoned: Tombstones<TransferKey>,
+    abandoned: RecentSet<TransferKey>,
     timers: Timers<PrefillTimer>,
     /// Blocks of all requests.
     held: u32,
@@ -105,8 +105,8 @@ impl Prefill {
             flows: BTreeMap::new(),
             by_peer: ByPeer::default(),
             served: 0,
-            tombstones: Tombstones::new(config.settings.tombstones_max),
-            abandoned: Tombstones::new(config.settings.tombstones_max),
+            tombstones: RecentSet::new(config.settings.tombstones_max),
+            abandoned: RecentSet::new(config.settings.tombstones_max),
             timers: Timers::default(),
             held: 0,
             next_id: 0,
@@ -265,10 +265,10 @@ impl Machine for Prefill {
         let entries = tables + receivers.sum::<usize>() + given_up.sum::<usize>();
         Gauges {
             entries: shared.entries + entries as u32,
-            remembered: shared.remembered + self.abandoned.len(),
+            remembered: shared.remembered + self.abandoned.len() as u32,
             transfers: (self.keys.len() + self.flows.len()) as u32,
             held: self.held,
-            tombstones: self.tombstones.len(),
+            tombstones: self.tombstones.len() as u32,
             ..shared
         }
     }

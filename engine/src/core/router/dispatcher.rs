@@ -62,8 +62,8 @@ pub(super) struct LegDispatcher {
 impl LegDispatcher {
     pub(super) fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
         LegDispatcher {
+            registry: Registry::new(config.instances_max),
             config,
-            registry: Registry::default(),
             timers: Timers::default(),
             counters: RouterCounters::default(),
             legs: BTreeMap::new(),
@@ -428,7 +428,7 @@ impl LegDispatcher {
         self.timers.cancel(&RouterTimer::Expiry(instance_id));
         self.timers.cancel(&RouterTimer::Heal(instance_id));
         self.timers.cancel(&RouterTimer::Probe(instance_id));
-        self.registry.remove(instance_id, &self.config);
+        self.registry.remove(instance_id);
     }
 }
 

@@ -276,8 +276,8 @@ fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
         net.forge(PREFILL, &Frame::Ack { envelope, next: 9 });
     }
     net.run(Nanos::from_ms(1));
-    let gauges = net.cores[PREFILL].peers.gauges();
-    assert_eq!((gauges.stale, gauges.violations, net.cores[PREFILL].events.len()), (6, 0, 1));
+    let TestCore { peers, events, .. } = &net.cores[PREFILL];
+    assert_eq!((peers.stale(), peers.gauges().violations, events.len()), (6, 0, 1));
     net.forge(PREFILL, &data(right, 0));
     net.run(Nanos::from_ms(1));
     assert_eq!(net.cores[PREFILL].events.len(), 2);

@@ -1,13 +1,10 @@
-//! What the prefill and the decode core have in common as machines: inputs, effects, and the turn
-//! of one input.
+//! What the prefill and the decode core take and want: inputs and effects.
 
 use super::command::ControlCommand;
 use super::error::{Failure, PeerViolation};
 use super::ids::EngineId;
 use super::machine::Turn;
 use super::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
-use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::PeerEvent;
 use crate::fabric::ControlEvent;
 use serde::{Deserialize, Serialize};
 
@@ -67,55 +64,5 @@ impl From<DecodeAnswer> for CoreEffect<DecodeAnswer> {
     }
 }
 
-/// A prefill or decode core behind its peer manager.
-pub(super) trait EngineCore {
-    type Hook;
-    type Answer;
-
-    fn peer_manager(&mut self) -> &mut PeerManager;
-
-    fn on_hook(&mut self, hook: Self::Hook, turn: &mut CoreTurn<'_, Self>);
-
-    /// News of the peers and of the own ranks; what is only for the log does not come here.
-    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut CoreTurn<'_, Self>);
-
-    /// Deadlines of the core's own.
-    fn on_deadlines(&mut self, turn: &mut CoreTurn<'_, Self>);
-
-    /// The turn of one input.
-    fn turn(&mut self, input: CoreInput<Self::Hook>, turn: &mut CoreTurn<'_, Self>) {
-        match input {
-            CoreInput::Hook(hook) => self.on_hook(hook, turn),
-            CoreInput::Control(event) => self.peer_manager().control(event, turn),
-            CoreInput::Report { rank, report } => {
-                self.peer_manager().report(rank, report, turn);
-            }
-            CoreInput::Drain => self.peer_manager().drain(turn),
-            CoreInput::Tick => {
-                self.peer_manager().tick(turn);
-                self.on_deadlines(turn);
-            }
-        }
-        loop {
-            let events = self.peer_manager().take_events(turn);
-            if events.is_empty() {
-                break;
-            }
-            for event in events {
-                match event {
-                    PeerManagerEvent::Peer(PeerEvent::Violation(violation)) => {
-                        turn.push(CoreEffect::Violation(violation));
-                    }
-                    PeerManagerEvent::Peer(PeerEvent::Refused { engine: peer, failure }) => {
-                        turn.push(CoreEffect::Refused { peer, failure });
-                    }
-                    PeerManagerEvent::Router(event) => turn.push(CoreEffect::Router(event)),
-                    event => self.on_event(event, turn),
-                }
-            }
-        }
-    }
-}
-
 /// The turn of a core.
-pub(super) type CoreTurn<'a, C> = Turn<'a, CoreEffect<<C as EngineCore>::Answer>>;
+pub(super) type CoreTurn<'a, A> = Turn<'a, CoreEffect<A>>;

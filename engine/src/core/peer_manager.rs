@@ -1,15 +1,15 @@
-//! What the prefill and the decode core have in common: peers, their connection to the transfer
-//! actors, and the registration with the router.
+//! What the prefill and the decode core have in common: the turn of an input, peers, their
+//! connection to the transfer actors, and the registration with the router.
 
 use super::channel::capability;
-use super::command::ControlCommand;
 use super::config::CoreConfig;
 use super::dialect::native::kind_of;
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::{Failure, PeerViolation};
 use super::heartbeat::Heartbeat;
 use super::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId, TransferKey};
-use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
-use super::machine::{Gauges, Turn};
+use super::layout::{BlockList, Geometry, RankLayout};
+use super::machine::Gauges;
 use super::message::{
     FlowState, Message, Mode, MoriioLeg, RouterEvent, TransferJob, TransferReport,
 };
@@ -68,15 +68,62 @@ pub(super) enum PeerManagerEvent {
     },
 }
 
+/// A prefill or decode core behind its peer manager.
+pub(super) trait EngineCore {
+    type Hook;
+    type Answer;
+
+    fn peer_manager(&mut self) -> &mut PeerManager;
+
+    fn on_hook(&mut self, hook: Self::Hook, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// News of the peers and of the own ranks; what is only for the log does not come here.
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// Deadlines of the core's own.
+    fn on_deadlines(&mut self, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// The turn of one input.
+    fn turn(&mut self, input: CoreInput<Self::Hook>, turn: &mut CoreTurn<'_, Self::Answer>) {
+        match input {
+            CoreInput::Hook(hook) => self.on_hook(hook, turn),
+            CoreInput::Control(event) => self.peer_manager().control(event, turn),
+            CoreInput::Report { rank, report } => {
+                self.peer_manager().report(rank, report, turn);
+            }
+            CoreInput::Drain => self.peer_manager().drain(turn),
+            CoreInput::Tick => {
+                self.peer_manager().tick(turn);
+                self.on_deadlines(turn);
+            }
+        }
+        loop {
+            let events = self.peer_manager().take_events(turn);
+            if events.is_empty() {
+                break;
+            }
+            for event in events {
+                match event {
+                    PeerManagerEvent::Peer(PeerEvent::Violation(violation)) => {
+                        turn.push(CoreEffect::Violation(violation));
+                    }
+                    PeerManagerEvent::Peer(PeerEvent::Refused { engine: peer, failure }) => {
+                        turn.push(CoreEffect::Refused { peer, failure });
+                    }
+                    PeerManagerEvent::Router(event) => turn.push(CoreEffect::Router(event)),
+                    event => self.on_event(event, turn),
+                }
+            }
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PeerManagerTimer {
     Rebuild(ConnectionId),
 }
 
-fn peer_turn<'a, E: From<ControlCommand>>(
-    turn: &'a mut Turn<'_, E>,
-    events: &'a mut Vec<PeerEvent>,
-) -> PeerTurn<'a> {
+fn peer_turn<'a, A>(turn: &'a mut CoreTurn<'_, A>, events: &'a mut Vec<PeerEvent>) -> PeerTurn<'a> {
     PeerTurn { now: turn.now, commands: turn, events }
 }
 
@@ -160,7 +207,7 @@ impl PeerManager {
         match (peer, &self.moriio) {
             (Some(_), None) => {
                 let text = "the leg names a peer that speaks MoRIIO, this engine does not";
-                return Err(Failure::Mismatch(Mismatch(text.into())));
+                return Err(Failure::mismatch(text));
             }
             (Some(_), Some(moriio)) => moriio.admits()?,
             (None, _) => {}
@@ -170,7 +217,7 @@ impl PeerManager {
         }
         if mode != self.mode {
             let text = format!("leg says {mode}, this engine does {}", self.mode);
-            return Err(Failure::Mismatch(Mismatch(text.into())));
+            return Err(Failure::mismatch(text));
         }
         let full = requests >= self.requests_max && !planted!("requests-without-limit");
         if full { Err(Failure::Overload) } else { Ok(()) }
@@ -190,23 +237,23 @@ impl PeerManager {
     }
 
     /// The connection of a prefill that speaks MoRIIO, for one transfer.
-    pub(super) fn reach_moriio<E: From<ControlCommand>>(
+    pub(super) fn reach_moriio<A>(
         &mut self,
         (request, key): (&RequestId, &TransferKey),
         peer: &Arc<MoriioLeg>,
-        turn: &mut Turn<'_, E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> ConnectionId {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
         moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
-    pub(super) fn expect_moriio<E: From<ControlCommand>>(
+    pub(super) fn expect_moriio<A>(
         &mut self,
         key: &TransferKey,
         wanted: (Mode, u32),
         peer: &Arc<MoriioLeg>,
-        turn: &mut Turn<'_, E>,
+        turn: &mut CoreTurn<'_, A>,
     ) {
         if let Some(moriio) = &mut self.moriio {
             moriio.expect(key, wanted, peer, &mut peer_turn(turn, &mut self.peer_events));
@@ -220,23 +267,23 @@ impl PeerManager {
         }
     }
 
-    pub(super) fn reach<E: From<ControlCommand>>(
+    pub(super) fn reach<A>(
         &mut self,
         engine: &EngineId,
         control: &Endpoint,
         incarnation: Option<Incarnation>,
-        turn: &mut Turn<'_, E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> ConnectionId {
         self.peers.reach(engine, control, incarnation, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One
     /// that would wait for ever for a message that finds no room is done with.
-    pub(super) fn send<E: From<ControlCommand>>(
+    pub(super) fn send<A>(
         &mut self,
         connection: ConnectionId,
         message: Message,
-        turn: &mut Turn<'_, E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> Result<(), Failure> {
         if let Some(moriio) = self.moriio.as_mut().filter(|_| connection.is_moriio()) {
             moriio.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
@@ -255,11 +302,7 @@ impl PeerManager {
         sent
     }
 
-    pub(super) fn control<E: From<ControlCommand>>(
-        &mut self,
-        event: ControlEvent,
-        turn: &mut Turn<'_, E>,
-    ) {
+    pub(super) fn control<A>(&mut self, event: ControlEvent, turn: &mut CoreTurn<'_, A>) {
         match &mut self.heartbeat {
             Some(heartbeat) if heartbeat.owns(&event) => {
                 let keys = heartbeat.control(&event, &mut peer_turn(turn, &mut self.peer_events));
@@ -280,10 +323,7 @@ impl PeerManager {
         }
     }
 
-    pub(super) fn tick<E: From<ControlCommand> + From<TransferJob>>(
-        &mut self,
-        turn: &mut Turn<'_, E>,
-    ) {
+    pub(super) fn tick<A>(&mut self, turn: &mut CoreTurn<'_, A>) {
         self.peers.tick(&mut peer_turn(turn, &mut self.peer_events));
         if let Some(moriio) = &mut self.moriio {
             moriio.tick(&mut peer_turn(turn, &mut self.peer_events));
@@ -302,18 +342,14 @@ impl PeerManager {
         [self.peers.deadline(), self.timers.next(), heartbeat, moriio].into_iter().flatten().min()
     }
 
-    pub(super) fn drain<E: From<ControlCommand>>(&mut self, turn: &mut Turn<'_, E>) {
+    pub(super) fn drain<A>(&mut self, turn: &mut CoreTurn<'_, A>) {
         if let Some(heartbeat) = &mut self.heartbeat {
             heartbeat.drain(&mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     /// Something is under way with the peer: notice if it falls silent.
-    pub(super) fn hold<E: From<ControlCommand>>(
-        &mut self,
-        connection: ConnectionId,
-        turn: &mut Turn<'_, E>,
-    ) {
+    pub(super) fn hold<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let uses = self.uses.entry(connection).or_default();
         *uses += 1;
         self.uses_total += 1;
@@ -323,11 +359,7 @@ impl PeerManager {
     }
 
     /// One thing less is under way with the peer.
-    pub(super) fn unhold<E: From<ControlCommand>>(
-        &mut self,
-        connection: ConnectionId,
-        turn: &mut Turn<'_, E>,
-    ) {
+    pub(super) fn unhold<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(uses) = self.uses.get_mut(&connection) else { return };
         *uses -= 1;
         self.uses_total -= 1;
@@ -369,10 +401,7 @@ impl PeerManager {
 
     /// What the core is to deal with, in order; ask until there is nothing. Connects ranks to new
     /// peers and fences lost ones.
-    pub(super) fn take_events<E: From<ControlCommand> + From<TransferJob>>(
-        &mut self,
-        turn: &mut Turn<'_, E>,
-    ) -> Vec<PeerManagerEvent> {
+    pub(super) fn take_events<A>(&mut self, turn: &mut CoreTurn<'_, A>) -> Vec<PeerManagerEvent> {
         if let Some(heartbeat) = &mut self.heartbeat {
             self.events
                 .extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
@@ -395,11 +424,7 @@ impl PeerManager {
         std::mem::take(&mut self.events)
     }
 
-    fn connect_ranks<E: From<TransferJob>>(
-        &mut self,
-        connection: ConnectionId,
-        turn: &mut Turn<'_, E>,
-    ) {
+    fn connect_ranks<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(info) = self.info(connection).cloned() else { return };
         self.connected.insert(connection);
         turn.push(TransferJob::Peer {
@@ -410,7 +435,7 @@ impl PeerManager {
         });
     }
 
-    fn fence<E: From<TransferJob>>(&mut self, connection: ConnectionId, turn: &mut Turn<'_, E>) {
+    fn fence<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         if self.fencing.contains_key(&connection) {
             return;
         }
@@ -422,11 +447,11 @@ impl PeerManager {
         turn.push(TransferJob::Fence { peer: connection });
     }
 
-    pub(super) fn report<E: From<ControlCommand> + From<TransferJob>>(
+    pub(super) fn report<A>(
         &mut self,
         rank: u16,
         report: TransferReport,
-        turn: &mut Turn<'_, E>,
+        turn: &mut CoreTurn<'_, A>,
     ) {
         match report {
             TransferReport::Ready { layout } => self.rank_ready(rank, layout, turn),
@@ -451,12 +476,7 @@ impl PeerManager {
         }
     }
 
-    fn rank_ready<E: From<ControlCommand>>(
-        &mut self,
-        rank: u16,
-        layout: RankLayout,
-        turn: &mut Turn<'_, E>,
-    ) {
+    fn rank_ready<A>(&mut self, rank: u16, layout: RankLayout, turn: &mut CoreTurn<'_, A>) {
         let Some(connection) = self.layouts.get_mut(usize::from(rank)) else { return };
         *connection = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
@@ -474,12 +494,7 @@ impl PeerManager {
         }
     }
 
-    fn rank_fenced<E: From<ControlCommand>>(
-        &mut self,
-        rank: u16,
-        connection: ConnectionId,
-        turn: &mut Turn<'_, E>,
-    ) {
+    fn rank_fenced<A>(&mut self, rank: u16, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(fencing) = self.fencing.get_mut(&connection) else { return };
         fencing.remove(rank);
         if !fencing.is_empty() && !planted!("fenced-by-the-first-rank") {

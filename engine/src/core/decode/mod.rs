@@ -12,13 +12,13 @@ use super::block_ledger::{BlockLedger, BlockOwner};
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
-use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::message::{AttemptTag, DecodeAnswer, DecodeHook, Message};
 use super::moriio::MoriioCounters;
-use super::peer_manager::{PeerManager, PeerManagerEvent};
+use super::peer_manager::{EngineCore, PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
 use super::recent_set::RecentSet;
 use super::time::Nanos;
@@ -60,7 +60,7 @@ pub struct Decode {
     next_id: u64,
 }
 
-type DecodeTurn<'a> = Turn<'a, DecodeEffect>;
+type DecodeTurn<'a> = CoreTurn<'a, DecodeAnswer>;
 
 impl Decode {
     /// A core that has done nothing; it registers when all its ranks are ready.

@@ -4,7 +4,7 @@ use super::request::{DecodePhase, KvRead, Lease};
 use super::{Decode, DecodeTimer, DecodeTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
-use crate::core::layout::{BlockList, Mismatch};
+use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, Message, TransferJob};
 use crate::core::time::Nanos;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl Decode {
         let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
         if tokens != wanted {
             let text = format!("{tokens} tokens granted, {wanted} wanted");
-            return self.fail(id, Failure::Mismatch(Mismatch(text.into())), turn);
+            return self.fail(id, Failure::mismatch(text), turn);
         }
         // The lease counts from when it was asked for; the prompt may have been queued since.
         if turn.now + usable.scale(1, 3) >= asked + usable {

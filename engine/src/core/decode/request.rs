@@ -4,7 +4,7 @@ use super::{Decode, DecodeTurn};
 use crate::core::block_ledger::BlockOwner;
 use crate::core::error::Failure;
 use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId};
-use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
+use crate::core::layout::{BlockList, GroupKind, senders};
 use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode};
 use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
@@ -299,8 +299,8 @@ impl Decode {
                 let result = if tokens == request.tokens || planted!("fewer-tokens-will-do") {
                     Ok(())
                 } else {
-                    let text = format!("{tokens} tokens delivered, {} wanted", request.tokens);
-                    Err(Failure::Mismatch(Mismatch(text.into())))
+                    let wanted = request.tokens;
+                    Err(Failure::mismatch(format!("{tokens} tokens delivered, {wanted} wanted")))
                 };
                 self.answer(&id, result, turn);
             }

@@ -16,6 +16,7 @@ use super::dialect::native::{MessageKind, VERSION, VERSION_MIN};
 use super::error::{Failure, PeerViolation};
 use super::ids::{ConnectionId, EngineId, Incarnation};
 use super::layout::{Geometry, RankLayout};
+use super::machine::Gauges;
 use super::message::{AttemptTag, Message, Role};
 use super::recent_set::RecentSet;
 use super::time::Nanos;
@@ -98,28 +99,6 @@ pub struct PeerTurn<'a> {
     /// For the control plane.
     pub commands: &'a mut dyn Commands,
     pub events: &'a mut Vec<PeerEvent>,
-}
-
-/// Sizes and counts of [`Peers`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PeerGauges {
-    /// Connections that are not down.
-    pub peers: u32,
-    /// Of these, those whose hello is done.
-    pub up: u32,
-    /// Links of any state.
-    pub links: u32,
-    /// Messages sent and not acknowledged, or waiting to be sent.
-    pub queued: u32,
-    /// Frames that broke the protocol, since the start.
-    pub violations: u32,
-    /// Frames of another incarnation or session, since the start.
-    pub stale: u32,
-    /// Messages handed on or given up, since the start; wraps.
-    pub delivered: u32,
-    /// Entries of all tables beside those of connections and links; messages that came before their
-    /// turn.
-    pub remembered: u32,
 }
 
 /// The last number of a connection of native peers.
@@ -389,8 +368,13 @@ impl Peers {
         self.connections.get(&connection)?.info.as_ref()
     }
 
+    /// Frames of another incarnation or session, since the start.
+    pub fn stale(&self) -> u32 {
+        self.stale
+    }
+
     /// Sizes and counts; takes time in proportion to the number of peers.
-    pub fn gauges(&self) -> PeerGauges {
+    pub fn gauges(&self) -> Gauges {
         let remembered = [
             self.targets.len(),
             self.callers.len(),
@@ -400,22 +384,16 @@ impl Peers {
             self.timers.len(),
             self.gone.len(),
         ];
-        let early: usize =
-            self.connections.values().map(|connection| connection.channel.early()).sum();
-        PeerGauges {
+        let channels = || self.connections.values().map(|connection| &connection.channel);
+        let early: usize = channels().map(Channel::early).sum();
+        Gauges {
             peers: self.connections.len() as u32,
-            up: self.connections.values().filter(|connection| connection.info.is_some()).count()
-                as u32,
             links: self.links.len() as u32,
-            queued: self
-                .connections
-                .values()
-                .map(|connection| connection.channel.queued() as u32)
-                .sum(),
+            queued: channels().map(Channel::queued).sum::<usize>() as u32,
             violations: self.violations,
-            stale: self.stale,
             delivered: self.delivered,
             remembered: (early + remembered.iter().sum::<usize>()) as u32,
+            ..Gauges::default()
         }
     }
 

@@ -10,13 +10,14 @@ mod request;
 
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
-use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::dialect::native::MessageKind;
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RankSet, RequestId, SourceId, TransferKey};
 use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::message::{FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
-use super::peer_manager::{PeerManager, PeerManagerEvent};
+use super::peer_manager::{EngineCore, PeerManager, PeerManagerEvent};
 use super::peers::PeerEvent;
 use super::recent_set::RecentSet;
 use super::time::Nanos;
@@ -93,7 +94,7 @@ pub struct Prefill {
     next_id: u64,
 }
 
-type PrefillTurn<'a> = Turn<'a, PrefillEffect>;
+type PrefillTurn<'a> = CoreTurn<'a, PrefillAnswer>;
 
 impl Prefill {
     /// A core that has done nothing; it registers when all its ranks are ready.
@@ -138,7 +139,7 @@ impl Prefill {
             }
             Message::Renew { tag, count } => self.renew(connection, tag, count, turn),
             Message::Release { tag, ranks } => self.released(connection, &tag, ranks, turn),
-            Message::Cancel { tag } => self.cancelled(connection, tag, turn),
+            Message::Cancel { tag } => self.give_up(connection, tag, Failure::Cancelled, turn),
             Message::Begun { .. }
             | Message::Grant { .. }
             | Message::Renewed { .. }
@@ -203,7 +204,10 @@ impl EngineCore for Prefill {
                 self.on_message(connection, message, turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
-                self.lost(connection, tag, (kind, Failure::Violation(violation)), turn);
+                // A renewal comes again.
+                if kind != MessageKind::Renew {
+                    self.give_up(connection, tag, Failure::Violation(violation), turn);
+                }
             }
             PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, .. }) => {
                 self.peer_down(connection, &failure, turn);
@@ -230,9 +234,17 @@ impl EngineCore for Prefill {
             match timer {
                 PrefillTimer::Orphan(key) => self.orphaned(&key, turn),
                 PrefillTimer::Hold(key) => self.hold_ended(&key, turn),
-                PrefillTimer::Resume(key) => self.not_resumed(&key, turn),
-                PrefillTimer::Claim(key) => self.unclaimed(&key, turn),
-                PrefillTimer::Lease(key, sibling) => self.lease_ended(&key, sibling, turn),
+                PrefillTimer::Resume(key) => {
+                    let failure = Failure::Preempted;
+                    self.end_receivers(&key, Receiver::binds_blocks, &failure, turn);
+                }
+                PrefillTimer::Claim(key) => {
+                    let failure = Failure::NotFetched;
+                    self.end_receivers(&key, Receiver::only_asked, &failure, turn);
+                }
+                PrefillTimer::Lease(key, sibling) => {
+                    self.end_quiet(&key, sibling, Failure::LeaseExpired, turn);
+                }
             }
         }
     }

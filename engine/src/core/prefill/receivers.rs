@@ -3,14 +3,13 @@
 
 use super::receiver::{Receiver, ReceiverRequest, ReceiverState};
 use super::request::PrefillRequest;
-use super::{FlowEntry, Prefill, PrefillTimer, PrefillTurn};
+use super::{FlowEntry, Prefill, PrefillTimer, PrefillTurn, PromptTransfer};
 use crate::core::config::CoreSettings;
-use crate::core::dialect::native::{self, MessageKind};
+use crate::core::dialect::native;
 use crate::core::error::Failure;
 use crate::core::ids::{
     ConnectionId, EngineId, FlowId, Incarnation, RankSet, SourceId, TransferKey,
 };
-use crate::core::layout::Mismatch;
 use crate::core::message::{AttemptTag, Message, Mode, TransferJob};
 use crate::core::time::Nanos;
 use crate::fabric::Refused;
@@ -32,6 +31,24 @@ impl Prefill {
         self.tell(connection, Message::Ended { tag, failure, quiet }, turn);
     }
 
+    fn receiver(&self, key: &TransferKey, sibling: u32) -> Option<&Receiver> {
+        self.keys.get(key)?.receivers.get(&sibling)
+    }
+
+    fn receiver_mut(&mut self, key: &TransferKey, sibling: u32) -> Option<&mut Receiver> {
+        self.keys.get_mut(key)?.receivers.get_mut(&sibling)
+    }
+
+    /// A key that a decode speaks of; without a prefill leg it does not stay for ever.
+    fn mentioned(&mut self, now: Nanos, key: &TransferKey) -> &mut PromptTransfer {
+        let entry = self.keys.entry(key.clone()).or_default();
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
+        }
+        entry
+    }
+
     /// A decode announced blocks or asked for a grant.
     pub(super) fn wanted(
         &mut self,
@@ -41,8 +58,7 @@ impl Prefill {
         want: ReceiverRequest,
         turn: &mut PrefillTurn<'_>,
     ) {
-        let receiver =
-            self.keys.get_mut(&tag.key).and_then(|key| key.receivers.get_mut(&tag.sibling));
+        let receiver = self.receiver_mut(&tag.key, tag.sibling);
         if let Some(receiver) = receiver.filter(|receiver| receiver.connection == connection) {
             if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
             {
@@ -63,14 +79,9 @@ impl Prefill {
             return self.tell_ended(connection, tag, failure, true, turn);
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
-        let entry = self.keys.entry(key.clone()).or_default();
-        if entry.request.is_none() {
-            let orphan = turn.now + self.config.settings.orphan;
-            self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
-        }
         let state = ReceiverState::Waiting;
         let receiver = Receiver { connection, reader, tag, tokens, want, begun: false, state };
-        entry.receivers.insert(sibling, receiver);
+        self.mentioned(turn.now, &key).receivers.insert(sibling, receiver);
         self.by_peer.insert(connection, (key.clone(), sibling));
         self.peer_manager.hold(connection, turn);
         self.bind(&key, sibling, turn);
@@ -93,10 +104,8 @@ impl Prefill {
     }
 
     pub(super) fn bind_receivers(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
-        let siblings: Vec<u32> = self
-            .keys
-            .get(key)
-            .map_or(Vec::new(), |entry| entry.receivers.keys().copied().collect());
+        let Some(entry) = self.keys.get(key) else { return };
+        let siblings: Vec<u32> = entry.receivers.keys().copied().collect();
         for sibling in siblings {
             self.bind(key, sibling, turn);
         }
@@ -114,7 +123,7 @@ impl Prefill {
         }
         if sibling >= request.siblings() {
             let text = format!("sibling {sibling} of {}", request.siblings());
-            return self.end_receiver(key, sibling, Failure::Mismatch(Mismatch(text.into())), turn);
+            return self.end_receiver(key, sibling, Failure::mismatch(text), turn);
         }
         let wanted = request.leg.mode;
         let mode = match receiver.want {
@@ -126,7 +135,7 @@ impl Prefill {
                 "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
                 receiver.tokens, request.tokens
             );
-            return self.end_receiver(key, sibling, Failure::Mismatch(Mismatch(text.into())), turn);
+            return self.end_receiver(key, sibling, Failure::mismatch(text), turn);
         }
         match receiver.want {
             ReceiverRequest::Ask if request.begun() => self.begin(key, sibling, turn),
@@ -142,7 +151,7 @@ impl Prefill {
 
     /// Tells a receiver to get blocks.
     fn begin(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
-        let receiver = self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling));
+        let receiver = self.receiver_mut(key, sibling);
         let Some(receiver) = receiver.filter(|receiver| !receiver.begun) else { return };
         receiver.begun = true;
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
@@ -161,17 +170,19 @@ impl Prefill {
         }
     }
 
-    /// A preempted prompt is not computed again in time: its receivers do without.
-    pub(super) fn not_resumed(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
+    /// Those of the receivers of a key that are told do without.
+    pub(super) fn end_receivers(
+        &mut self,
+        key: &TransferKey,
+        which: impl Fn(&Receiver) -> bool,
+        failure: &Failure,
+        turn: &mut PrefillTurn<'_>,
+    ) {
         let Some(entry) = self.keys.get(key) else { return };
-        let waiting: Vec<u32> = entry
-            .receivers
-            .iter()
-            .filter(|(_, receiver)| receiver.binds_blocks())
-            .map(|(sibling, _)| *sibling)
-            .collect();
-        for sibling in waiting {
-            self.end_receiver(key, sibling, Failure::Preempted, turn);
+        let told = entry.receivers.iter().filter(|(_, receiver)| which(receiver));
+        let told: Vec<u32> = told.map(|(sibling, _)| *sibling).collect();
+        for sibling in told {
+            self.end_receiver(key, sibling, failure.clone(), turn);
         }
     }
 
@@ -295,11 +306,7 @@ impl Prefill {
         if self.accepts(tag).is_err() {
             return;
         }
-        let entry = self.keys.entry(tag.key.clone()).or_default();
-        if entry.request.is_none() {
-            let orphan = turn.now + self.config.settings.orphan;
-            self.timers.arm_if_idle(PrefillTimer::Orphan(tag.key.clone()), orphan);
-        }
+        self.mentioned(turn.now, &tag.key);
         self.note_served(&tag.key, tag.sibling);
         self.try_free(&tag.key, turn);
     }
@@ -323,33 +330,15 @@ impl Prefill {
         }
     }
 
-    /// The receiver wants its blocks back.
-    pub(super) fn cancelled(
+    /// A decode wants its blocks back, or what it said of an attempt could not be read: the
+    /// receiver ends.
+    pub(super) fn give_up(
         &mut self,
         connection: ConnectionId,
         tag: AttemptTag,
+        failure: Failure,
         turn: &mut PrefillTurn<'_>,
     ) {
-        if self.receiver_state(connection, &tag).is_some() {
-            self.end_receiver(&tag.key, tag.sibling, Failure::Cancelled, turn);
-        } else {
-            self.tell_ended(connection, tag.clone(), Failure::Cancelled, true, turn);
-            self.released_unasked(&tag, turn);
-        }
-    }
-
-    /// A message of a decode could not be read: the receiver that it was about ends, whatever it
-    /// said. A renewal comes again.
-    pub(super) fn lost(
-        &mut self,
-        connection: ConnectionId,
-        tag: AttemptTag,
-        (kind, failure): (MessageKind, Failure),
-        turn: &mut PrefillTurn<'_>,
-    ) {
-        if kind == MessageKind::Renew {
-            return;
-        }
         if self.receiver_state(connection, &tag).is_some() {
             self.end_receiver(&tag.key, tag.sibling, failure, turn);
         } else {
@@ -367,17 +356,10 @@ impl Prefill {
         failure: Failure,
         turn: &mut PrefillTurn<'_>,
     ) {
-        let Some(receiver) =
-            self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling))
-        else {
-            return;
-        };
+        let Some(receiver) = self.receiver_mut(key, sibling) else { return };
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
         match &mut receiver.state {
-            ReceiverState::Waiting => {
-                self.tell_ended(connection, tag, failure.clone(), true, turn);
-                self.receiver_done(key, sibling, Some(failure), turn);
-            }
+            ReceiverState::Waiting => self.end_quiet(key, sibling, failure, turn),
             ReceiverState::Granted { .. } => {
                 let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
                 self.tell_ended(connection, tag, failure, false, turn);
@@ -419,19 +401,18 @@ impl Prefill {
         self.try_free(key, turn);
     }
 
-    pub(super) fn lease_ended(
+    /// Ends a receiver without success of whose attempt no byte is under way.
+    pub(super) fn end_quiet(
         &mut self,
         key: &TransferKey,
         sibling: u32,
+        failure: Failure,
         turn: &mut PrefillTurn<'_>,
     ) {
-        let Some(receiver) = self.keys.get(key).and_then(|entry| entry.receivers.get(&sibling))
-        else {
-            return;
-        };
+        let Some(receiver) = self.receiver(key, sibling) else { return };
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
-        self.tell_ended(connection, tag, Failure::LeaseExpired, true, turn);
-        self.receiver_done(key, sibling, Some(Failure::LeaseExpired), turn);
+        self.tell_ended(connection, tag, failure.clone(), true, turn);
+        self.receiver_done(key, sibling, Some(failure), turn);
     }
 
     /// Stops the flows of a source that a preemption takes away; says how many there are.
@@ -458,10 +439,9 @@ impl Prefill {
         let Some(flow) = self.flows.get(&id) else { return };
         let failure = flow.failure.clone().unwrap_or(Failure::Cancelled);
         let (key, sibling) = (flow.key.clone(), flow.sibling);
-        let state = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
-        if state.is_some_and(
-            |receiver| matches!(receiver.state, ReceiverState::Writing(writing) if writing == id),
-        ) {
+        let is_written =
+            |receiver: &Receiver| matches!(receiver.state, ReceiverState::Writing(of) if of == id);
+        if self.receiver(&key, sibling).is_some_and(is_written) {
             self.end_receiver(&key, sibling, failure, turn);
         }
     }
@@ -474,22 +454,19 @@ impl Prefill {
         if let Some(request) = &request {
             self.drained(request, flow.source, turn);
         }
-        let Some(receiver) =
-            self.keys.get_mut(&key).and_then(|entry| entry.receivers.get_mut(&flow.sibling))
-        else {
+        let Some(receiver) = self.receiver(&key, flow.sibling) else {
             return self.try_free(&key, turn);
         };
-        let (connection, tag, tokens) =
-            (receiver.connection, receiver.tag.clone(), receiver.tokens);
         match &receiver.state {
             ReceiverState::Ending(of, failure) if *of == id => {
                 let failure = failure.clone();
-                self.tell_ended(connection, tag, failure.clone(), true, turn);
-                self.receiver_done(&key, flow.sibling, Some(failure), turn);
+                self.end_quiet(&key, flow.sibling, failure, turn);
             }
             ReceiverState::Writing(of) | ReceiverState::Restarting(of) if *of == id => {
                 match flow.failure {
                     None => {
+                        let (connection, tokens) = (receiver.connection, receiver.tokens);
+                        let tag = receiver.tag.clone();
                         let ranks = RankSet::first(self.config.geometry.tp);
                         self.tell(connection, Message::Delivered { tag, ranks, tokens }, turn);
                         self.receiver_done(&key, flow.sibling, None, turn);
@@ -497,10 +474,7 @@ impl Prefill {
                     Some(_) if matches!(receiver.state, ReceiverState::Restarting(_)) => {
                         self.start_flow(&key, flow.sibling, turn);
                     }
-                    Some(failure) => {
-                        self.tell_ended(connection, tag, failure.clone(), true, turn);
-                        self.receiver_done(&key, flow.sibling, Some(failure), turn);
-                    }
+                    Some(failure) => self.end_quiet(&key, flow.sibling, failure, turn),
                 }
             }
             _ => self.try_free(&key, turn),
@@ -516,9 +490,7 @@ impl Prefill {
         turn: &mut PrefillTurn<'_>,
     ) {
         for (key, sibling) in self.by_peer.of(connection) {
-            let receiver = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
-            let reads = receiver.is_some_and(Receiver::reads);
-            if !reads {
+            if !self.receiver(&key, sibling).is_some_and(Receiver::reads) {
                 self.end_receiver(&key, sibling, failure.clone(), turn);
             } else if *failure == Failure::PeerRestarted
                 || planted!("silent-reader-loses-its-source")

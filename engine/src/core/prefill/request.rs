@@ -304,10 +304,7 @@ impl Prefill {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         entry.failure.get_or_insert_with(|| failure.clone());
-        let siblings: Vec<u32> = entry.receivers.keys().copied().collect();
-        for sibling in siblings {
-            self.end_receiver(key, sibling, failure.clone(), turn);
-        }
+        self.end_receivers(key, |_| true, failure, turn);
     }
 
     pub(super) fn hold_ended(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
@@ -324,16 +321,6 @@ impl Prefill {
             entry.failure.get_or_insert(Failure::NotFetched);
         }
         self.try_free(key, turn);
-    }
-
-    /// Receivers of a computed prompt have not said where it shall go.
-    pub(super) fn unclaimed(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
-        let Some(entry) = self.keys.get(key) else { return };
-        let asked = entry.receivers.iter().filter(|(_, receiver)| receiver.only_asked());
-        let asked: Vec<u32> = asked.map(|(sibling, _)| *sibling).collect();
-        for sibling in asked {
-            self.end_receiver(key, sibling, Failure::NotFetched, turn);
-        }
     }
 
     /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.

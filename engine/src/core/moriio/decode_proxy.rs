@@ -1,7 +1,7 @@
 //! The decode's part at a prefill: asks in its name, and hears the notices that it sends.
 
 use super::{DialPurpose, MoriioPeers, MoriioTimer, READERS};
-use crate::core::dialect::moriio::notify::{DecodeNotice, Release, RemoteBlocks};
+use crate::core::dialect::moriio::notify::{Release, RemoteBlocks, write_done};
 use crate::core::dialect::moriio::params::MoriioRemote;
 use crate::core::dialect::moriio::ports::expected_acks;
 use crate::core::ids::{Attempt, ConnectionId, RankSet, TransferId, TransferKey};
@@ -193,8 +193,7 @@ impl MoriioPeers {
         for rank in 0..self.geometry.tp {
             match self.endpoint(DialPurpose::WriteDone, peer, rank) {
                 Ok(to) => {
-                    let frame = DecodeNotice::WriteDone(transfer.clone()).encode();
-                    self.notify(to, frame, turn);
+                    self.notify(to, write_done(transfer), turn);
                 }
                 Err(_) => self.counters.untold = self.counters.untold.saturating_add(1),
             }

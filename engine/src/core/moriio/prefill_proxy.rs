@@ -1,7 +1,7 @@
 //! The prefill's part at a decode: answers in its name, and hears the notices that it sends.
 
 use super::{DialPurpose, MoriioPeers, MoriioTimer};
-use crate::core::dialect::moriio::notify::{PrefillNotice, Release, RemoteBlocks};
+use crate::core::dialect::moriio::notify::{Release, RemoteBlocks};
 use crate::core::dialect::moriio::params::MoriioRemote;
 use crate::core::error::Failure;
 use crate::core::ids::{BlockId, ConnectionId, RankSet, RequestId, TransferId};
@@ -100,7 +100,7 @@ impl MoriioPeers {
         let Ok(notice) = RemoteBlocks::new(request, transfer.clone(), ids, 0) else {
             return unsupported("MoRIIO cannot announce that there is no block");
         };
-        let frame = PrefillNotice::RemoteBlocks(notice).encode();
+        let frame = notice.encode();
         self.say_to_ranks(DialPurpose::RemoteBlocks, &peer, &frame, turn)?;
         let until = turn.now + self.config.settings.write;
         self.timers.arm(MoriioTimer::Written(transfer.clone()), until);
@@ -119,7 +119,7 @@ impl MoriioPeers {
         };
         match Release::new(transfer.clone(), tp, peer.shape.tp_size) {
             Ok(release) => {
-                let frame = PrefillNotice::Release(release).encode();
+                let frame = release.encode();
                 // An address of no use was met at the handshake.
                 let _ = self.say_to_ranks(what, &peer, &frame, turn);
             }

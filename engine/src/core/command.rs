@@ -74,3 +74,15 @@ pub enum DataRefusal {
     Open { session: SessionId, why: Refused },
     Submit { op: OpId, why: Refused },
 }
+
+impl DataRefusal {
+    /// Why it was not taken.
+    pub fn why(self) -> Refused {
+        match self {
+            DataRefusal::Register { why, .. }
+            | DataRefusal::Connect { why, .. }
+            | DataRefusal::Open { why, .. }
+            | DataRefusal::Submit { why, .. } => why,
+        }
+    }
+}

@@ -293,7 +293,7 @@ impl PeerManager {
         let sent =
             self.peers.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
         if awaited && sent == Err(Failure::Overload) {
-            self.peers.fail(
+            self.peers.end(
                 connection,
                 Failure::Overload,
                 &mut peer_turn(turn, &mut self.peer_events),

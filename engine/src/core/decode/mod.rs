@@ -8,7 +8,7 @@ mod pending_releases;
 mod read;
 mod request;
 
-use super::block_ledger::{BlockLedger, BlockOwner};
+use super::block_ledger::BlockLedger;
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
@@ -83,10 +83,6 @@ impl Decode {
     fn fresh(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
-    }
-
-    fn fresh_owner(&mut self) -> BlockOwner {
-        BlockOwner(self.fresh())
     }
 
     fn message_for(&mut self, request: RequestId, message: Message, turn: &mut DecodeTurn<'_>) {

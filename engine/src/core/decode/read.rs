@@ -136,25 +136,22 @@ impl Decode {
         failure: Failure,
         turn: &mut DecodeTurn<'_>,
     ) {
-        let Some(read) = self.read_mut(id) else { return };
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let DecodePhase::Reading(read) = &mut request.phase else { return };
         if read.failure.is_some() {
             return;
         }
-        match read.flow {
-            None => {
-                self.release_source(id, turn);
-                self.answer(id, Err(failure), turn);
-            }
-            Some((flow, _)) => {
-                let at_once = planted!("read-stops-without-quiet").then(|| failure.clone());
-                read.failure = Some(failure);
-                self.quarantine(id);
-                self.cancel_timers(id);
-                turn.push(TransferJob::Stop { flow });
-                if let Some(failure) = at_once {
-                    self.answer(id, Err(failure), turn);
-                }
-            }
+        let Some((flow, _)) = read.flow else {
+            self.release_source(id, turn);
+            return self.answer(id, Err(failure), turn);
+        };
+        let at_once = planted!("read-stops-without-quiet").then(|| failure.clone());
+        read.failure = Some(failure);
+        self.ledger.quarantine(request.owner);
+        self.cancel_timers(id);
+        turn.push(TransferJob::Stop { flow });
+        if let Some(failure) = at_once {
+            self.answer(id, Err(failure), turn);
         }
     }
 

@@ -70,7 +70,7 @@ pub(super) struct DecodeRequest {
     pub(super) prefill: (EngineId, Endpoint),
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
-    owner: BlockOwner,
+    pub(super) owner: BlockOwner,
 }
 
 impl DecodeRequest {
@@ -101,7 +101,7 @@ impl Decode {
             return;
         }
         self.peer_manager.hold(connection, turn);
-        let owner = self.fresh_owner();
+        let owner = BlockOwner(self.fresh());
         let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(turn.now));
         // A key may come again, so that its attempts have to differ from those before.
         let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
@@ -460,11 +460,5 @@ impl Decode {
             self.tombstones.insert(transfer);
         }
         self.peer_manager.unhold(request.connection, turn);
-    }
-
-    pub(super) fn quarantine(&mut self, id: &RequestId) {
-        if let Some(request) = self.requests.get(id) {
-            self.ledger.quarantine(request.owner);
-        }
     }
 }

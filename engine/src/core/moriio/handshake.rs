@@ -93,9 +93,9 @@ impl MoriioPeers {
     /// out whether it is still there.
     pub(super) fn check_liveness(&mut self, to: &Endpoint, turn: &mut PeerTurn<'_>) {
         let told = |fetch: &PrefillProxy| {
-            let peer = fetch.peer().peer.as_ref()?;
+            let peer = fetch.peer.peer.as_ref()?;
             let endpoint = self.endpoint(PortOf::RemoteBlocks, peer, 0).ok()?;
-            (endpoint == *to).then(|| fetch.connection())
+            (endpoint == *to).then(|| fetch.connection)
         };
         let connections: BTreeSet<ConnectionId> = self.fetches.values().filter_map(told).collect();
         for connection in connections {

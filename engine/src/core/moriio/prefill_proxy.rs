@@ -15,21 +15,11 @@ use std::sync::Arc;
 /// A prompt that is fetched from a prefill.
 #[derive(Debug)]
 pub(super) struct PrefillProxy {
-    connection: ConnectionId,
+    pub(super) connection: ConnectionId,
     request: RequestId,
-    peer: Arc<MoriioLeg>,
+    pub(super) peer: Arc<MoriioLeg>,
     /// What the core asked for, and the tokens of the prompt.
     asked: Option<(AttemptTag, u32)>,
-}
-
-impl PrefillProxy {
-    pub(super) fn connection(&self) -> ConnectionId {
-        self.connection
-    }
-
-    pub(super) fn peer(&self) -> &MoriioLeg {
-        &self.peer
-    }
 }
 
 impl MoriioPeers {

@@ -92,24 +92,6 @@ fn before(hello: &Hello, last: Incarnation) -> Failure {
 }
 
 impl Peers {
-    /// The own hello; None while the ranks are unknown.
-    fn hello(&self, session: u64, expects: &EngineId) -> Option<Box<Hello>> {
-        let ranks = self.ranks.as_ref()?;
-        Some(Box::new(Hello {
-            version: self.config.version,
-            version_min: VERSION_MIN,
-            engine: self.local.engine.clone(),
-            incarnation: self.local.incarnation,
-            session,
-            expects: expects.clone(),
-            role: self.local.role,
-            capabilities: self.local.capabilities,
-            geometry: (*self.local.geometry).clone(),
-            fingerprint: self.fingerprint,
-            ranks: ranks.clone(),
-        }))
-    }
-
     /// Says hello on a link that is being tried, or asks whether it may be said.
     pub(super) fn say_hello(&self, connection: &Connection, link: LinkId, turn: &mut PeerTurn<'_>) {
         if self.cautious && connection.native != Some(link) {
@@ -117,17 +99,33 @@ impl Peers {
             turn.commands.push(ControlCommand::Send { link, frame });
             return;
         }
-        if let Some(hello) = self.hello(connection.session, &connection.engine) {
-            let frame = native::encode(&Frame::Hello(hello));
-            turn.commands.push(ControlCommand::Send { link, frame });
-        }
+        self.greet(connection, link, Frame::Hello, turn);
     }
 
-    fn say_welcome(&self, connection: &Connection, link: LinkId, turn: &mut PeerTurn<'_>) {
-        if let Some(hello) = self.hello(connection.session, &connection.engine) {
-            let frame = native::encode(&Frame::Welcome(hello));
-            turn.commands.push(ControlCommand::Send { link, frame });
-        }
+    /// Says who this is, in a hello or the answer to one; nothing while the ranks are unknown.
+    fn greet(
+        &self,
+        connection: &Connection,
+        link: LinkId,
+        frame: fn(Box<Hello>) -> Frame,
+        turn: &mut PeerTurn<'_>,
+    ) {
+        let Some(ranks) = &self.ranks else { return };
+        let hello = Hello {
+            version: self.config.version,
+            version_min: VERSION_MIN,
+            engine: self.local.engine.clone(),
+            incarnation: self.local.incarnation,
+            session: connection.session,
+            expects: connection.engine.clone(),
+            role: self.local.role,
+            capabilities: self.local.capabilities,
+            geometry: (*self.local.geometry).clone(),
+            fingerprint: self.fingerprint,
+            ranks: ranks.clone(),
+        };
+        let frame = native::encode(&frame(Box::new(hello)));
+        turn.commands.push(ControlCommand::Send { link, frame });
     }
 
     /// Tells the peer why not.
@@ -261,7 +259,7 @@ impl Peers {
     /// Answers a hello and continues the connection over its link.
     fn resume(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
         let Some(connection) = self.connections.get(&id) else { return };
-        self.say_welcome(connection, link, turn);
+        self.greet(connection, link, Frame::Welcome, turn);
         if connection.channel.link() != Some(link) {
             self.adopt(link, id);
             self.attach(id, link, turn);

@@ -348,11 +348,6 @@ impl Peers {
         self.reserved = places;
     }
 
-    /// Ends a connection with `Down`. Unknown connections are ignored.
-    pub fn fail(&mut self, connection: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
-        self.end(connection, failure, turn);
-    }
-
     /// Ends a connection; no event follows. Unknown connections are ignored. Returns what is still
     /// to be said.
     pub fn close(
@@ -516,8 +511,9 @@ impl Peers {
         }
     }
 
-    /// The connection ends by itself: tells the owner, and the peer if a link is left.
-    fn end(&mut self, id: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
+    /// Ends a connection with `Down`, and tells the peer if a link is left. Unknown connections are
+    /// ignored.
+    pub fn end(&mut self, id: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
         let Some(connection) = self.retire(id, turn) else { return };
         let unacked_releases = UnackedReleases::of(&connection);
         if let (None, Some(endpoint)) = (&connection.info, connection.endpoint) {

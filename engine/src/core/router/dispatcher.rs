@@ -3,9 +3,9 @@
 use super::RouterTurn;
 use super::health::{FailureSeverity, of_instance, of_pair};
 use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
-use super::pairing::{Choice, SelectionRequest, choose_decode, choose_prefill};
+use super::pairing::{Choice, SelectionRequest};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
-use super::requests::{PromptState, SampleProgress};
+use super::requests::{PromptState, SampleProgress, SampleState};
 use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
@@ -29,6 +29,14 @@ pub(super) struct LegInFlight {
     tokens: u64,
     /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
     held: Option<Box<(InstancePair, LegBody)>>,
+}
+
+impl LegInFlight {
+    /// A prefill leg for a prompt of a client.
+    fn new((client, prompt): (ClientId, usize), instance_id: InstanceId, tokens: u64) -> Self {
+        let (sample, prefill, held) = (None, None, None);
+        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, held }
+    }
 }
 
 /// Deadlines of the router.
@@ -105,12 +113,20 @@ impl LegDispatcher {
 
     /// True if the instances for a prompt are there, and are ones that failed it.
     pub(super) fn would_repeat(&self, now: Nanos, client: ClientId, work: &PromptState) -> bool {
-        let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
-        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
-            return false;
-        };
-        let decode = choose_decode(&self.registry, &want, prefill.instance_id, &self.config);
+        let want = self.want(now, client, work);
+        let Some(prefill) = want.choose_prefill() else { return false };
+        let decode = want.choose_decode(prefill.instance_id);
         decode.is_some_and(|decode| work.failed_by(prefill.instance_id, decode.instance_id))
+    }
+
+    fn want<'a>(
+        &'a self,
+        now: Nanos,
+        client: ClientId,
+        work: &'a PromptState,
+    ) -> SelectionRequest<'a> {
+        let (registry, config) = (&self.registry, &self.config);
+        SelectionRequest { registry, config, now, client, prompt: &work.prompt, avoid: &work.avoid }
     }
 
     /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
@@ -124,33 +140,19 @@ impl LegDispatcher {
         id: &mut Option<TransferId>,
         turn: &mut RouterTurn<'_>,
     ) -> bool {
-        let PromptState { prompt, samples, avoid, .. } = &*work;
-        let want = SelectionRequest { now: turn.now, client, prompt, avoid };
-        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
-            return false;
-        };
+        let want = self.want(turn.now, client, work);
+        let Some(prefill) = want.choose_prefill() else { return false };
         let instance_id = prefill.instance_id;
-        let Some(first) = choose_decode(&self.registry, &want, instance_id, &self.config) else {
-            return false;
-        };
+        let Some(first) = want.choose_decode(instance_id) else { return false };
         let id = match id {
             Some(id) => id.clone(),
             None => id.insert(self.new_transfer()).clone(),
         };
         let key = TransferKey { id, prompt: index as u32 };
-        let waiting =
-            samples.iter().filter(|s| s.progress == SampleProgress::Waiting).count() as u32;
-        let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
-        let (prompt, prefix) = (index, &work.prompt.prefix);
-        let leg = LegInFlight {
-            client,
-            prompt,
-            sample: None,
-            instance_id,
-            prefill: None,
-            tokens,
-            held: None,
-        };
+        let is_waiting = |sample: &&SampleState| sample.progress == SampleProgress::Waiting;
+        let waiting = work.samples.iter().filter(is_waiting).count() as u32;
+        let tokens = u64::from(work.prompt.tokens - prefill.saved).max(1);
+        let leg = LegInFlight::new((client, index), instance_id, tokens);
         let pair = self.pair(instance_id, first.instance_id);
         let incarnation =
             self.registry.get(instance_id).map(|prefill| prefill.registration.incarnation);
@@ -162,7 +164,7 @@ impl LegDispatcher {
             moriio: None,
         };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
-        let prefill_leg = self.assign(leg, prefix);
+        let prefill_leg = self.assign(leg, &work.prompt.prefix);
         self.emit(prefill_leg, pair, body, turn);
         work.prefill = Some(prefill_leg);
         work.source = Some((prefill.instance_id, key.clone()));
@@ -171,13 +173,7 @@ impl LegDispatcher {
             if work.samples[sample].progress != SampleProgress::Waiting {
                 continue;
             }
-            let want = SelectionRequest {
-                now: turn.now,
-                client,
-                prompt: &work.prompt,
-                avoid: &work.avoid,
-            };
-            let next = || choose_decode(&self.registry, &want, instance_id, &self.config);
+            let next = || self.want(turn.now, client, work).choose_decode(instance_id);
             let decode = chosen.take().or_else(next).unwrap_or(first);
             let place = DecodeDispatch { client, index, sample, sibling, decode };
             let leg = self.dispatch_decode(place, work, prefill, &key, turn);
@@ -213,16 +209,10 @@ impl LegDispatcher {
         let pair = self.pair(prefill.instance_id, decode.instance_id);
         let held = prefill.mode == Mode::Pull && !pair.is_native();
         let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
-        let (instance_id, from) = (decode.instance_id, Some(prefill.instance_id));
-        let sample = Some(sample);
         let leg = LegInFlight {
-            client,
-            prompt: index,
-            sample,
-            instance_id,
-            prefill: from,
-            tokens,
-            held: None,
+            sample: Some(sample),
+            prefill: Some(prefill.instance_id),
+            ..LegInFlight::new((client, index), decode.instance_id, tokens)
         };
         let leg = self.assign(leg, &work.prompt.prefix);
         self.registry.note_pair(prefill.instance_id, decode.instance_id);

@@ -125,7 +125,10 @@ impl Transfer {
         }
         let previous = self.peers.insert(connection, peer);
         assert!(previous.is_none(), "connection {connection} used twice");
-        self.open_all(connection, turn);
+        let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
+        for index in 0..count {
+            self.reopen(connection, index, turn);
+        }
         self.report_if_ready(connection, turn);
     }
 
@@ -172,13 +175,6 @@ impl Transfer {
         }
         peer.stripes.sort_by_key(|unit| unit.last_layer);
         Ok(())
-    }
-
-    fn open_all(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
-        let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
-        for index in 0..count {
-            self.reopen(connection, index, turn);
-        }
     }
 
     /// Opens a session that is quiet, under a new id.

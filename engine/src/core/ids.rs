@@ -180,6 +180,13 @@ impl fmt::Display for TransferKey {
     }
 }
 
+/// For identifiers that are made of what they name: 64-bit FNV-1a (<https://datatracker.ietf.org/doc/html/draft-eastlake-fnv>).
+pub(super) fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
+    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
 /// Largest number of TP ranks of one engine.
 pub const TP_MAX: u16 = 64;
 

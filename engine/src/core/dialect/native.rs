@@ -341,10 +341,3 @@ pub fn kind_of(message: &Message) -> MessageKind {
         Message::Ended { .. } => MessageKind::Ended,
     }
 }
-
-/// 64-bit FNV-1a (<https://datatracker.ietf.org/doc/html/draft-eastlake-fnv>).
-pub(crate) fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
-    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
-        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
-}

@@ -345,12 +345,8 @@ fn same_layers(
 ) -> Result<(), Mismatch> {
     for (index, (one, other)) in source.iter().zip(receiver).enumerate() {
         equal(&format!("element size of layer {index}"), one.element, other.element)?;
-        let elements = |layer: &LayerLayout| match layer.slots {
-            HeadSlots::Fused => u64::from(layer.shape[3]),
-            HeadSlots::Split => 2 * u64::from(layer.shape[3]),
-        };
         let what = format!("elements per token and head of layer {index}");
-        equal(&what, elements(one), elements(other))?;
+        equal(&what, one.row_elements(), other.row_elements())?;
         let group = at.group_of(index as u16).map(|group| at.groups[group].kind);
         if group == Some(GroupKind::State) {
             let shape = |layer: &LayerLayout| [layer.shape[1], layer.shape[2]];

@@ -2,7 +2,7 @@
 //! paired.
 
 use super::check::{Mismatch, check_shapes, equal, refuse};
-use super::geometry::{Geometry, HeadSlots, RankLayout};
+use super::geometry::{Geometry, RankLayout};
 use serde::{Deserialize, Serialize};
 
 /// A digest of what has to fit between two engines: all that [`super::check::check`] compares but
@@ -30,8 +30,7 @@ impl LayoutDigest {
     pub fn new(geometry: &Geometry, ranks: &[RankLayout]) -> LayoutDigest {
         let mut rows: Vec<LayerRows> = Vec::new();
         for layer in ranks.first().map_or(&[][..], |rank| &rank.layers) {
-            let row = u64::from(layer.shape[3]);
-            let elements = if layer.slots == HeadSlots::Split { 2 * row } else { row };
+            let elements = layer.row_elements();
             match rows.last_mut() {
                 Some(last) if (last.element, last.elements) == (layer.element, elements) => {
                     last.layers = last.layers.saturating_add(1);

@@ -6,7 +6,7 @@ use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake;
 use crate::core::dialect::native::{self, ConnectionHeader, Frame, VERSION_MIN};
 use crate::core::error::Failure;
-use crate::core::ids::{ConnectionId, EngineId, Incarnation};
+use crate::core::ids::{ConnectionId, EngineId, Incarnation, hash};
 use crate::core::layout::{self, RankLayout};
 use crate::core::message::{Hello, Role};
 use crate::fabric::LinkId;
@@ -30,7 +30,7 @@ pub(super) fn fence_key(
         let length = name.len() as u64;
         length.to_le_bytes().into_iter().chain(name).chain(incarnation.0.to_le_bytes())
     };
-    native::hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
+    hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
 }
 
 /// What two engines agreed on.

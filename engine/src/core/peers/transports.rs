@@ -101,7 +101,7 @@ impl Peers {
             (LinkOwner::Closing, _) => {}
             (owner, Err(unread)) => {
                 if !unread.later {
-                    self.violation(link, owner, &unread.error, turn);
+                    self.violation(link, &unread.error, turn);
                 }
                 if let LinkOwner::Connection(id) = owner {
                     self.on_unread(id, link, unread, turn);
@@ -140,7 +140,7 @@ impl Peers {
                 let reason = format!("{} speaks only MoRIIO", connection.engine);
                 self.end(id, Failure::HelloRefused(reason.into()), turn);
             }
-            Err(error) => self.violation(link, LinkOwner::Connection(id), &error, turn),
+            Err(error) => self.violation(link, &error, turn),
         }
     }
 
@@ -148,7 +148,7 @@ impl Peers {
         match frame {
             Frame::Hello(hello) => self.on_hello(link, *hello, turn),
             Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
-                self.misplaced(&frame, link, LinkOwner::Unidentified, turn);
+                self.misplaced(&frame, link, turn);
             }
             _ => self.stale = self.stale.saturating_add(1),
         }
@@ -171,7 +171,7 @@ impl Peers {
                     return self.on_hello(link, *hello, turn);
                 }
                 // One of the two does not use this link, and the other dials again.
-                self.misplaced(&Frame::Hello(hello), link, LinkOwner::Connection(id), turn);
+                self.misplaced(&Frame::Hello(hello), link, turn);
                 turn.commands.push(ControlCommand::HangUp { link });
                 self.on_link_down(link, turn);
             }
@@ -179,7 +179,7 @@ impl Peers {
                 self.on_welcome(id, link, *hello, turn);
             }
             Frame::Hello(_) | Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
-                self.misplaced(&frame, link, LinkOwner::Connection(id), turn);
+                self.misplaced(&frame, link, turn);
             }
             Frame::Refuse { envelope, reason, .. } => {
                 self.on_last_frame(id, envelope, Failure::HelloRefused(reason), turn);
@@ -267,7 +267,7 @@ impl Peers {
             Received::Stale => self.stale = self.stale.saturating_add(1),
             Received::Violation(rule) => {
                 let error = DecodeError { frame, rule: rule.into() };
-                self.violation(link, LinkOwner::Connection(id), &error, turn);
+                self.violation(link, &error, turn);
             }
         }
     }
@@ -291,35 +291,23 @@ impl Peers {
         }
     }
 
-    fn misplaced(
-        &mut self,
-        frame: &Frame,
-        link: LinkId,
-        owner: LinkOwner,
-        turn: &mut PeerTurn<'_>,
-    ) {
+    fn misplaced(&mut self, frame: &Frame, link: LinkId, turn: &mut PeerTurn<'_>) {
         let rule = "not said by this side or on this link".into();
-        let error = DecodeError { frame: frame.name(), rule };
-        self.violation(link, owner, &error, turn);
+        self.violation(link, &DecodeError { frame: frame.name(), rule }, turn);
     }
 
     /// Counts and drops; a link that never said hello is closed as well.
-    fn violation(
-        &mut self,
-        link: LinkId,
-        owner: LinkOwner,
-        error: &DecodeError,
-        turn: &mut PeerTurn<'_>,
-    ) {
+    fn violation(&mut self, link: LinkId, error: &DecodeError, turn: &mut PeerTurn<'_>) {
         self.violations = self.violations.saturating_add(1);
+        let owner = self.links.get(&link).copied();
         let violation = match owner {
-            LinkOwner::Connection(id) if self.connections.contains_key(&id) => {
+            Some(LinkOwner::Connection(id)) if self.connections.contains_key(&id) => {
                 error.violation(&self.connections[&id].engine.0)
             }
             _ => error.violation(&stranger(link, self.from.get(&link))),
         };
         turn.events.push(PeerEvent::Violation(violation));
-        if owner == LinkOwner::Unidentified {
+        if owner == Some(LinkOwner::Unidentified) {
             self.timers.cancel(&ConnectionTimer::Link(link));
             self.hang_up(link, turn);
         }

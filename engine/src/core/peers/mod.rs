@@ -379,12 +379,13 @@ impl Peers {
             self.timers.len(),
             self.gone.len(),
         ];
-        let channels = || self.connections.values().map(|connection| &connection.channel);
-        let early: usize = channels().map(Channel::early).sum();
+        let connections = || self.connections.values();
+        let early: usize = connections().map(|connection| connection.channel.early()).sum();
+        let queued: usize = connections().map(|connection| connection.channel.queued()).sum();
         Gauges {
             peers: self.connections.len() as u32,
             links: self.links.len() as u32,
-            queued: channels().map(Channel::queued).sum::<usize>() as u32,
+            queued: queued as u32,
             violations: self.violations,
             delivered: self.delivered,
             remembered: (early + remembered.iter().sum::<usize>()) as u32,

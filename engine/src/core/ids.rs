@@ -49,7 +49,7 @@ macro_rules! number_id {
     };
 }
 
-pub(crate) use number_id;
+pub(crate) use {number_id, text_id};
 
 text_id!(
     /// Names one hand-over of KV between two engines; made by the router, opaque, the only

@@ -483,7 +483,7 @@ impl Peers {
                 ConnectionAction::Unreachable => self.end(id, Failure::Unreachable, turn),
                 ConnectionAction::Silent => self.end(id, Failure::PeerSilent, turn),
                 ConnectionAction::Channel => connection.channel.tick(turn.now, turn.commands),
-                ConnectionAction::Hello(link) => self.repeat_hello(id, link, turn),
+                ConnectionAction::Hello(link) => self.try_hello(id, link, turn),
                 ConnectionAction::Abandon(link) => {
                     connection.dial_again(turn.now, &self.config);
                     self.hang_up(link, turn);

@@ -59,7 +59,7 @@ impl Peers {
     fn on_link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) -> bool {
         let Some(owner) = self.links.get(&link) else { return false };
         if let LinkOwner::Connection(id) = *owner {
-            self.first_hello(id, link, turn);
+            self.try_hello(id, link, turn);
             self.rearm(id);
         }
         true
@@ -352,24 +352,16 @@ impl Peers {
         turn.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
     }
 
-    fn first_hello(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
-        let wait = self.config.retransmit;
+    /// Says hello on the link that is being tried, for the first time or again.
+    pub(super) fn try_hello(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
+        let (first, most) = (self.config.retransmit, self.config.retransmit_max);
         let Some(connection) = self.connections.get_mut(&id) else { return };
         match &mut connection.dial {
-            DialState::Trying { link: tried, hello: hello @ None, .. } if *tried == link => {
+            DialState::Trying { link: tried, hello, .. } if *tried == link => {
+                let wait = hello.map_or(first, |(_, wait)| (wait + wait).min(most));
                 *hello = Some((turn.now + wait, wait));
             }
             _ => return,
-        }
-        self.say_hello(&self.connections[&id], link, turn);
-    }
-
-    pub(super) fn repeat_hello(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
-        let most = self.config.retransmit_max;
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        if let DialState::Trying { hello: Some((at, wait)), .. } = &mut connection.dial {
-            *wait = (*wait + *wait).min(most);
-            *at = turn.now + *wait;
         }
         self.say_hello(&self.connections[&id], link, turn);
     }

@@ -5,7 +5,7 @@ use super::{DialPurpose as PortOf, MoriioPeers, MoriioTimer, OPEN_FENCE_KEY, mem
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::DecodeError;
 use crate::core::dialect::moriio::handshake::{
-    AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
+    AgentMetadata, HandshakeRequest, LayerMemory, decode_call,
 };
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, EngineId, Incarnation};
@@ -103,10 +103,6 @@ impl MoriioPeers {
                 self.dial(connection, turn);
             }
         }
-    }
-
-    pub(super) fn ask(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
-        turn.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
     }
 
     /// Nobody listens there now. A peer that was known is gone; one that is starting is asked again

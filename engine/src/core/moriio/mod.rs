@@ -23,7 +23,7 @@ pub(super) use handshake::PENDING_MAX;
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
-use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
+use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use super::dialect::moriio::params::MoriioRemote;
 use super::dialect::moriio::ports::DialPurpose;
 use super::error::{Failure, stranger};
@@ -220,7 +220,7 @@ impl MoriioPeers {
 
     fn link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         if self.handshakes.contains_key(&link) {
-            self.ask(link, turn);
+            turn.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
         } else {
             self.notices.up(link, turn);
         }

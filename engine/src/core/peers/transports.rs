@@ -30,15 +30,14 @@ pub(in crate::core) fn unused(
 }
 
 impl Peers {
-    /// Takes an event of the control plane; false if the link is none of these peers' (and the
-    /// event was not used).
-    pub fn control(&mut self, event: ControlEvent, turn: &mut PeerTurn<'_>) -> bool {
+    /// Takes an event of the control plane. One of a link that is none of these peers' changes
+    /// nothing.
+    pub fn control(&mut self, event: ControlEvent, turn: &mut PeerTurn<'_>) {
         match event {
             ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => {
                 if channel == LinkKind::Handshake {
                     self.on_guest(link, from, turn);
                 }
-                channel == LinkKind::Handshake
             }
             ControlEvent::LinkUp { link, .. } => self.on_link_up(link, turn),
             ControlEvent::Frame { link, parts } => self.on_frame(link, &parts, turn),
@@ -56,20 +55,18 @@ impl Peers {
         self.timers.arm(ConnectionTimer::Link(link), turn.now + self.config.hello);
     }
 
-    fn on_link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) -> bool {
-        let Some(owner) = self.links.get(&link) else { return false };
-        if let LinkOwner::Connection(id) = *owner {
+    fn on_link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
+        if let Some(LinkOwner::Connection(id)) = self.links.get(&link).copied() {
             self.try_hello(id, link, turn);
             self.rearm(id);
         }
-        true
     }
 
-    fn on_link_down(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) -> bool {
+    fn on_link_down(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         self.from.remove(&link);
-        let Some(owner) = self.links.remove(&link) else { return false };
+        let Some(owner) = self.links.remove(&link) else { return };
         self.timers.cancel(&ConnectionTimer::Link(link));
-        let LinkOwner::Connection(id) = owner else { return true };
+        let LinkOwner::Connection(id) = owner else { return };
         if let Some(connection) = self.connections.get_mut(&id) {
             if connection.channel.link() == Some(link) {
                 connection.unlink(turn.now, &self.config);
@@ -78,17 +75,15 @@ impl Peers {
             }
             self.service(id, turn);
         }
-        true
     }
 
-    fn on_frame(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) -> bool {
-        let Some(owner) = self.links.get(&link).copied() else { return false };
+    fn on_frame(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) {
+        let Some(owner) = self.links.get(&link).copied() else { return };
         if let (LinkOwner::Connection(id), [empty, _]) = (owner, parts)
             && self.cautious
             && empty.is_empty()
         {
-            self.on_handshake(id, link, parts, turn);
-            return true;
+            return self.on_handshake(id, link, parts, turn);
         }
         let frame = match parts {
             [part] => native::read(part),
@@ -114,7 +109,6 @@ impl Peers {
                 self.rearm(id);
             }
         }
-        true
     }
 
     /// A reply of MoRIIO's handshake: the first one says whether a hello may follow.

@@ -95,7 +95,7 @@ impl MoriioPeers {
         let told = |fetch: &PrefillProxy| {
             let peer = fetch.peer.peer.as_ref()?;
             let endpoint = self.endpoint(PortOf::RemoteBlocks, peer, 0).ok()?;
-            (endpoint == *to).then(|| fetch.connection)
+            (endpoint == *to).then_some(fetch.connection)
         };
         let connections: BTreeSet<ConnectionId> = self.fetches.values().filter_map(told).collect();
         for connection in connections {

@@ -203,11 +203,11 @@ impl EngineCore for Prefill {
             PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
                 self.on_message(connection, message, turn);
             }
-            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
-                // A renewal comes again.
-                if kind != MessageKind::Renew {
-                    self.give_up(connection, tag, Failure::Violation(violation), turn);
-                }
+            // A renewal comes again.
+            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation })
+                if kind != MessageKind::Renew =>
+            {
+                self.give_up(connection, tag, Failure::Violation(violation), turn);
             }
             PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, .. }) => {
                 self.peer_down(connection, &failure, turn);

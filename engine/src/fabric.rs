@@ -9,7 +9,7 @@
 //! The traits have two owners: the router has no memory, and on GPUs the control plane lives in
 //! the host process while the data plane lives in the worker's.
 
-use crate::core::ids::number_id;
+use crate::core::ids::{number_id, text_id};
 use crate::core::time::Nanos;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -69,10 +69,10 @@ pub struct Address(pub Arc<[u8]>);
 #[serde(transparent)]
 pub struct RegionDesc(pub Arc<[u8]>);
 
-/// Where a control plane listens, e.g. `tcp://10.0.0.1:6301`.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct Endpoint(pub Arc<str>);
+text_id!(
+    /// Where a control plane listens, e.g. `tcp://10.0.0.1:6301`.
+    Endpoint
+);
 
 impl Endpoint {
     /// A TCP port of a host; IPv6 addresses may be without brackets.
@@ -86,18 +86,6 @@ pub fn bracketed(host: &str) -> Cow<'_, str> {
     match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]").into(),
         false => host.into(),
-    }
-}
-
-impl From<&str> for Endpoint {
-    fn from(text: &str) -> Self {
-        Endpoint(text.into())
-    }
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
     }
 }
 

@@ -7,8 +7,7 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum LedgerStep {
-    Source(u64, usize, Vec<u32>),
-    Destination(u64, usize, Vec<u32>),
+    Claim(u64, usize, Vec<u32>),
     Quarantine(u64),
     Release(u64),
 }
@@ -20,11 +19,9 @@ fn block() -> impl Strategy<Value = u32> {
 
 fn step() -> impl Strategy<Value = LedgerStep> {
     prop_oneof![
-        (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| LedgerStep::Source(o, g, b)),
-        (0..4u64, 0..2usize, vec(block(), 0..4))
-            .prop_map(|(o, g, b)| LedgerStep::Destination(o, g, b)),
-        (0..4u64).prop_map(LedgerStep::Quarantine),
-        (0..4u64).prop_map(LedgerStep::Release),
+        2 => (0..4u64, 0..2usize, vec(block(), 0..4)).prop_map(|(o, g, b)| LedgerStep::Claim(o, g, b)),
+        1 => (0..4u64).prop_map(LedgerStep::Quarantine),
+        1 => (0..4u64).prop_map(LedgerStep::Release),
     ]
 }
 
@@ -33,7 +30,6 @@ struct TestClaim {
     owner: u64,
     group: usize,
     block: u32,
-    write: bool,
 }
 
 #[derive(Default)]
@@ -43,42 +39,37 @@ struct LedgerModel {
 }
 
 impl LedgerModel {
-    fn on(&self, group: usize, block: u32) -> Vec<&TestClaim> {
-        self.claims.iter().filter(|claim| (claim.group, claim.block) == (group, block)).collect()
+    fn on(&self, group: usize, block: u32) -> Option<&TestClaim> {
+        self.claims.iter().find(|claim| (claim.group, claim.block) == (group, block))
     }
 
     fn state(&self, group: usize, block: u32) -> BlockState {
-        match &self.on(group, block)[..] {
-            [] => BlockState::Free,
-            [claim] if claim.write && self.quarantined.contains(&claim.owner) => {
+        match self.on(group, block) {
+            None => BlockState::Free,
+            Some(claim) if self.quarantined.contains(&claim.owner) => {
                 BlockState::Quarantined(BlockOwner(claim.owner))
             }
-            [claim] if claim.write => BlockState::Destination(BlockOwner(claim.owner)),
-            sources => BlockState::Source(sources.len() as u32),
+            Some(claim) => BlockState::Destination(BlockOwner(claim.owner)),
         }
     }
 
     /// Claims unless a rule is broken; names the blocks that break one.
-    fn claim(&mut self, owner: u64, group: usize, blocks: &[u32], write: bool) -> Vec<u32> {
+    fn claim(&mut self, owner: u64, group: usize, blocks: &[u32]) -> Vec<u32> {
         let mut bad = Vec::new();
         for (at, block) in blocks.iter().enumerate() {
-            let twice = write && blocks[..at].contains(block);
-            if twice || self.on(group, *block).iter().any(|claim| write || claim.write) {
+            if blocks[..at].contains(block) || self.on(group, *block).is_some() {
                 bad.push(*block);
             }
         }
         if bad.is_empty() {
-            let claim = |block: &u32| TestClaim { owner, group, block: *block, write };
+            let claim = |block: &u32| TestClaim { owner, group, block: *block };
             self.claims.extend(blocks.iter().map(claim));
         }
         bad
     }
 
     fn count(&self, test: impl Fn(BlockState) -> bool) -> u32 {
-        let mut blocks: Vec<_> = self.claims.iter().map(|c| (c.group, c.block)).collect();
-        blocks.sort_unstable();
-        blocks.dedup();
-        blocks.into_iter().filter(|(group, block)| test(self.state(*group, *block))).count() as u32
+        self.claims.iter().filter(|claim| test(self.state(claim.group, claim.block))).count() as u32
     }
 }
 
@@ -87,13 +78,12 @@ fn apply(
     ledger: &mut BlockLedger,
     model: &mut LedgerModel,
 ) -> Result<(), TestCaseError> {
-    let (owner, group, ids, write) = match step {
-        LedgerStep::Source(owner, group, ids) => (owner, group, ids, false),
-        LedgerStep::Destination(owner, group, ids) => (owner, group, ids, true),
+    let (owner, group, ids) = match step {
+        LedgerStep::Claim(owner, group, ids) => (owner, group, ids),
         LedgerStep::Quarantine(owner) => {
-            let mine = model.claims.iter().filter(|c| c.owner == owner && c.write).count();
+            let mine = model.claims.iter().filter(|claim| claim.owner == owner).count();
             prop_assert_eq!(ledger.quarantine(BlockOwner(owner)), mine as u32);
-            if model.claims.iter().any(|claim| claim.owner == owner) {
+            if mine > 0 {
                 model.quarantined.push(owner);
             }
             return Ok(());
@@ -107,23 +97,19 @@ fn apply(
             return Ok(());
         }
     };
-    if write && !ids.is_empty() && model.quarantined.contains(&owner) {
+    if !ids.is_empty() && model.quarantined.contains(&owner) {
         return Ok(());
     }
     let list = BlockList::new(ids.clone());
-    let got = match write {
-        true => ledger.claim_destination(BlockOwner(owner), group, &list),
-        false => ledger.claim_source(BlockOwner(owner), group, &list),
-    };
-    let bad = model.claim(owner, group, &ids, write);
+    let got = ledger.claim_destination(BlockOwner(owner), group, &list);
+    let bad = model.claim(owner, group, &ids);
     match got {
         Ok(()) => prop_assert!(bad.is_empty(), "the ledger allowed {bad:?}"),
         Err(conflict) => {
             prop_assert!(bad.contains(&conflict.block), "{conflict}");
             prop_assert_eq!(conflict.group, group);
-            let holders = model.on(group, conflict.block);
-            let held = holders.iter().any(|claim| claim.owner == conflict.owner.0);
-            prop_assert!(held || holders.is_empty() && conflict.owner.0 == owner);
+            let holder = model.on(group, conflict.block).map_or(owner, |claim| claim.owner);
+            prop_assert_eq!(conflict.owner.0, holder);
         }
     }
     Ok(())
@@ -139,11 +125,9 @@ proptest! {
                 let (group, block) = (claim.group, claim.block);
                 prop_assert_eq!(ledger.state(group, block), model.state(group, block));
             }
-            let sources = model.count(|state| matches!(state, BlockState::Source(_)));
             let writes = model.count(|state| matches!(state, BlockState::Destination(_)));
             let quarantined = model.count(|state| matches!(state, BlockState::Quarantined(_)));
-            let got = (ledger.held(), ledger.receiving(), ledger.quarantined());
-            prop_assert_eq!(got, (sources, writes, quarantined));
+            prop_assert_eq!((ledger.receiving(), ledger.quarantined()), (writes, quarantined));
             prop_assert_eq!(ledger.is_empty(), model.claims.is_empty());
         }
         for owner in 0..4 {

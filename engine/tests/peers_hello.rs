@@ -10,7 +10,7 @@ use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame, VERSI
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::*;
 use kvferry_engine::core::message::{AttemptTag, Hello, Message, Role};
-use kvferry_engine::core::peers::{PeerEvent, PeerOutbox, Peers};
+use kvferry_engine::core::peers::{PeerEvent, PeerTurn, Peers};
 use peer_net::*;
 
 const SECOND: Nanos = Nanos::from_secs(1);
@@ -276,8 +276,8 @@ fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
         net.forge(PREFILL, &Frame::Ack { envelope, next: 9 });
     }
     net.run(Nanos::from_ms(1));
-    let gauges = net.cores[PREFILL].peers.gauges();
-    assert_eq!((gauges.stale, gauges.violations, net.cores[PREFILL].events.len()), (6, 0, 1));
+    let TestCore { peers, events, .. } = &net.cores[PREFILL];
+    assert_eq!((peers.stale(), peers.gauges().violations, events.len()), (6, 0, 1));
     net.forge(PREFILL, &data(right, 0));
     net.run(Nanos::from_ms(1));
     assert_eq!(net.cores[PREFILL].events.len(), 2);
@@ -391,8 +391,8 @@ fn the_newest_version_that_both_speak_is_kept_and_said() {
 /// What becomes of an attempt of the decode to reach another prefill.
 fn reach_another(net: &mut TestNet) -> (Vec<ControlCommand>, Vec<PeerEvent>) {
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let out = &mut PeerOutbox { commands: &mut commands, events: &mut events };
-    net.cores[DECODE].peers.reach(net.now, &"q".into(), &"tcp://q".into(), None, out);
+    let turn = &mut PeerTurn { now: net.now, commands: &mut commands, events: &mut events };
+    net.cores[DECODE].peers.reach(&"q".into(), &"tcp://q".into(), None, turn);
     (commands, events)
 }
 

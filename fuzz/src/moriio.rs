@@ -6,8 +6,7 @@ use kvferry_engine::core::dialect::moriio::handshake::{
     AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
 };
 use kvferry_engine::core::dialect::moriio::notify::{
-    DecodeNotice, PrefillNotice, RawCompletion, ReceivedPrefillNotice, decode_at_decode,
-    decode_at_prefill,
+    ReceivedPrefillNotice, decode_at_decode, decode_at_prefill, write_done,
 };
 use kvferry_engine::core::dialect::moriio::params::KvTransferParams;
 use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula, port};
@@ -33,31 +32,32 @@ pub fn run(data: &[u8]) {
 fn notify(parts: &[&[u8]]) {
     match decode_at_prefill(parts) {
         Ok(ReceivedPrefillNotice::RemoteBlocks(message)) => {
-            let bytes = PrefillNotice::RemoteBlocks(message.clone()).encode();
+            let bytes = message.encode();
             assert_eq!(
                 decode_at_prefill(&[bytes]),
                 Ok(ReceivedPrefillNotice::RemoteBlocks(message))
             );
         }
         Ok(ReceivedPrefillNotice::Release(message)) => {
-            let bytes = PrefillNotice::Release(message.clone()).encode();
+            let bytes = message.encode();
             assert_eq!(decode_at_prefill(&[bytes]), Ok(ReceivedPrefillNotice::Release(message)));
         }
         Ok(ReceivedPrefillNotice::Unusable { .. }) | Err(_) => {}
     }
     if let Ok(transfer) = decode_at_decode(parts) {
-        let bytes = DecodeNotice::WriteDone(transfer.clone()).encode();
+        let bytes = write_done(&transfer);
         assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
         completion(transfer);
     }
 }
 
-/// An id that may be sent alone is taken for itself by both roles.
+/// An id alone, unless it begins like a map, is taken for itself by both roles.
 fn completion(transfer: TransferId) {
-    let Ok(message) = RawCompletion::new(transfer.clone()) else { return };
-    let bytes = DecodeNotice::Completion(message.clone()).encode();
+    let bytes = transfer.0.as_bytes();
+    if matches!(bytes, [] | [0x80..=0x8f | 0xde | 0xdf, ..]) {
+        return;
+    }
     assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
-    let bytes = PrefillNotice::Completion(message).encode();
     let Ok(ReceivedPrefillNotice::Release(release)) = decode_at_prefill(&[bytes]) else {
         panic!("{transfer:?} is no completion at a prefill");
     };

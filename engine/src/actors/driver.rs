@@ -247,7 +247,7 @@ where
     type Result = ();
 
     fn handle(&mut self, posted: MailboxMessage<M>, context: &mut Self::Context) {
-        let (message, credit) = posted.open();
+        let MailboxMessage(message, credit) = posted;
         <Self as Handler<M>>::handle(self, message, context);
         drop(credit);
     }

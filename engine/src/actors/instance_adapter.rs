@@ -2,6 +2,7 @@
 
 use super::driver::{InputQueue, PlaneAdapter};
 use super::planes::PlaneSet;
+use crate::core::engine_core::CoreEffect;
 use crate::core::error::{Failure, PeerViolation};
 use crate::core::ids::EngineId;
 use crate::core::instance::{Instance, InstanceEffect, InstanceInput};
@@ -53,6 +54,26 @@ pub struct InstanceAdapter<F, O> {
     pub outlet: O,
 }
 
+impl<F: PlaneSet, O: EffectHandler> InstanceAdapter<F, O> {
+    fn perform_core<A>(
+        &mut self,
+        effect: CoreEffect<A>,
+        answer: fn(&mut O, A, &mut InputQueue<Instance>),
+        out: &mut InputQueue<Instance>,
+    ) {
+        match effect {
+            CoreEffect::Control(command) => {
+                out.extend(self.fabric.control(command).map(InstanceInput::Control));
+            }
+            CoreEffect::Job(job) => self.outlet.job(&job),
+            CoreEffect::Answer(said) => answer(&mut self.outlet, said, out),
+            CoreEffect::Violation(violation) => self.outlet.violation(&violation),
+            CoreEffect::Router(news) => self.outlet.router(&news),
+            CoreEffect::Refused { peer, failure } => self.outlet.refused(&peer, &failure),
+        }
+    }
+}
+
 impl<F: PlaneSet, O: EffectHandler> PlaneAdapter for InstanceAdapter<F, O> {
     type Machine = Instance;
 
@@ -70,20 +91,13 @@ impl<F: PlaneSet, O: EffectHandler> PlaneAdapter for InstanceAdapter<F, O> {
     ) {
         instance.follow(&effect, out);
         match effect {
-            InstanceEffect::Control(command) => {
-                out.extend(self.fabric.control(command).map(InstanceInput::Control));
-            }
+            InstanceEffect::Prefill(effect) => self.perform_core(effect, O::prefill, out),
+            InstanceEffect::Decode(effect) => self.perform_core(effect, O::decode, out),
             InstanceEffect::Data { rank, command } => {
                 let refused = self.fabric.data(rank, command);
                 out.extend(refused.map(|refusal| InstanceInput::Refused { rank, refusal }));
             }
-            InstanceEffect::Job(job) => self.outlet.job(&job),
             InstanceEffect::Report { rank, report } => self.outlet.report(rank, &report),
-            InstanceEffect::Prefill(answer) => self.outlet.prefill(answer, out),
-            InstanceEffect::Decode(answer) => self.outlet.decode(answer, out),
-            InstanceEffect::Violation(violation) => self.outlet.violation(&violation),
-            InstanceEffect::Router(news) => self.outlet.router(&news),
-            InstanceEffect::Refused { peer, failure } => self.outlet.refused(&peer, &failure),
         }
     }
 

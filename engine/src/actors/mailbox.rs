@@ -20,7 +20,7 @@ impl MailboxPermit {
 
 /// A message and the place it takes until it is handled.
 #[derive(Debug)]
-pub struct MailboxMessage<M>(M, MailboxPermit);
+pub struct MailboxMessage<M>(pub(super) M, pub(super) MailboxPermit);
 
 impl<M> Message for MailboxMessage<M> {
     type Result = ();
@@ -96,12 +96,5 @@ impl<A: Actor<Context = Context<A>>> MailboxSender<A> {
         M: Send + 'static,
     {
         self.to.do_send(MailboxMessage(message, credit));
-    }
-}
-
-impl<M> MailboxMessage<M> {
-    /// The message; the place is given back when the credit is dropped.
-    pub(super) fn open(self) -> (M, MailboxPermit) {
-        (self.0, self.1)
     }
 }

@@ -121,19 +121,18 @@ impl<'a> DataHarness<'a> {
     pub(super) fn register(&mut self, index: usize, region: RegionId) -> RegionDesc {
         let memory = self.fixture.memory(index);
         self.plane(index).register(region, memory).expect("memory registers");
-        let answer = |rig: &DataHarness<'_>| {
-            rig.seen[index].iter().rev().find_map(|event| match event {
-                DataEvent::Registered { region: id, result } if *id == region => {
-                    Some(result.clone())
-                }
-                _ => None,
-            })
+        let registered = |event: &DataEvent| match event {
+            DataEvent::Registered { region: id, result } if *id == region => Some(result.clone()),
+            _ => None,
         };
+        self.answer(index, "Registered", registered).expect("the region can be used")
+    }
+
+    /// Waits for the next event of a plane that is of a kind.
+    fn answer<T>(&mut self, index: usize, what: &str, of: impl Fn(&DataEvent) -> Option<T>) -> T {
         let before = self.seen[index].len();
-        self.until("Registered", |rig| {
-            rig.seen[index][before..].iter().any(|e| matches!(e, DataEvent::Registered { .. }))
-        });
-        answer(self).expect("an answer for the region").expect("the region can be used")
+        self.until(what, |rig| rig.seen[index][before..].iter().any(|event| of(event).is_some()));
+        self.seen[index][before..].iter().find_map(of).expect("just seen")
     }
 
     /// Connects both planes under one pass.
@@ -157,13 +156,11 @@ impl<'a> DataHarness<'a> {
         remote: &RegionDesc,
     ) -> Result<(), crate::fabric::FabricError> {
         self.plane(0).open(session, REGION, peer, remote).expect("an open is taken");
-        let before = self.seen[0].len();
         let opened = |event: &DataEvent| match event {
             DataEvent::Opened { session: id, result } if *id == session => Some(result.clone()),
             _ => None,
         };
-        self.until("Opened", |rig| rig.seen[0][before..].iter().any(|e| opened(e).is_some()));
-        self.seen[0].iter().rev().find_map(opened).expect("just seen")
+        self.answer(0, "Opened", opened)
     }
 
     /// Submits on plane 0: `ranges` are (local, remote, length).

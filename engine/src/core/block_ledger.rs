@@ -1,10 +1,11 @@
-//! Who uses which KV block of one engine, and which of them bytes may still land in.
+//! Which KV blocks of one engine are written into, for whom, and in which of them bytes may still
+//! land.
 
 use super::layout::BlockList;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Whoever claims blocks, as the user of the ledger numbers it (e.g. a source or a flow).
+/// Whoever claims blocks, as the user of the ledger numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockOwner(pub u64);
 
@@ -13,7 +14,7 @@ pub struct BlockOwner(pub u64);
 pub struct BlockConflict {
     pub block: u32,
     pub group: usize,
-    /// Who has it; if several share it, any of them.
+    /// Who has it.
     pub owner: BlockOwner,
 }
 
@@ -29,8 +30,6 @@ impl std::error::Error for BlockConflict {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
     Free,
-    /// It is read from, by this many claims.
-    Source(u32),
     /// It is written into on behalf of its owner.
     Destination(BlockOwner),
     /// Its owner gave it up, but bytes may still land.
@@ -39,11 +38,8 @@ pub enum BlockState {
 
 const PAGE: usize = 1024;
 
-/// Set in the cell of a destination; the rest is the index of its owner. Otherwise the cell counts
-/// the claims as a source.
-const DESTINATION: u32 = 1 << 31;
-
-/// Cells of one group, in pages so that a few high block ids do not cost a whole pool.
+/// Cells of one group, in pages so that a few high block ids do not cost a whole pool. A cell is 0
+/// or, for a block that somebody has, one more than the place of the owner's claims.
 #[derive(Clone, Debug, Default)]
 struct PagedCells {
     pages: Vec<Option<Box<[u32; PAGE]>>>,
@@ -64,11 +60,10 @@ impl PagedCells {
     }
 }
 
-/// What one owner has, as (group, block); a block is listed once per claim.
+/// What one owner has, as (group, block).
 #[derive(Clone, Debug, Default)]
 struct BlockClaims {
     owner: Option<BlockOwner>,
-    sources: Vec<(u32, u32)>,
     destinations: Vec<(u32, u32)>,
     quarantined: bool,
 }
@@ -81,42 +76,11 @@ pub struct BlockLedger {
     claims: Vec<BlockClaims>,
     spare: Vec<u32>,
     owners: BTreeMap<BlockOwner, u32>,
-    held: u32,
     receiving: u32,
     quarantined: u32,
 }
 
 impl BlockLedger {
-    /// Claims blocks to be read from. Blocks may be shared with other sources and claimed again.
-    ///
-    /// # Errors
-    /// Names a block that is a destination or quarantined; nothing is claimed then.
-    pub fn claim_source(
-        &mut self,
-        owner: BlockOwner,
-        group: usize,
-        blocks: &BlockList,
-    ) -> Result<(), BlockConflict> {
-        if blocks.ids.is_empty() {
-            return Ok(());
-        }
-        let table = self.table(group);
-        let taken = |block: &&u32| table.get(**block) & DESTINATION != 0;
-        if let Some(block) = blocks.ids.iter().find(taken) {
-            return Err(self.conflict(group, *block));
-        }
-        let index = self.index(owner);
-        for &block in &blocks.ids {
-            let cell = self.groups[group].cell(block);
-            assert!(*cell < DESTINATION - 1, "too many claims on block {block}");
-            *cell += 1;
-            self.held += u32::from(*cell == 1);
-        }
-        let claims = &mut self.claims[index as usize];
-        claims.sources.extend(blocks.ids.iter().map(|block| (group as u32, *block)));
-        Ok(())
-    }
-
     /// Owners that have claims.
     pub fn owners(&self) -> usize {
         self.owners.len()
@@ -143,7 +107,9 @@ impl BlockLedger {
         if blocks.ids.is_empty() {
             return Ok(());
         }
-        self.table(group);
+        if group >= self.groups.len() {
+            self.groups.resize_with(group + 1, PagedCells::default);
+        }
         let index = self.index(owner);
         assert!(!self.claims[index as usize].quarantined, "owner {} is quarantined", owner.0);
         for (at, &block) in blocks.ids.iter().enumerate() {
@@ -153,10 +119,12 @@ impl BlockLedger {
                 for &block in &blocks.ids[..at] {
                     *self.groups[group].cell(block) = 0;
                 }
-                self.drop_if_empty(index);
+                if self.claims[index as usize].destinations.is_empty() {
+                    self.release(owner);
+                }
                 return Err(conflict);
             }
-            *cell = DESTINATION | index;
+            *cell = index + 1;
         }
         self.receiving += blocks.ids.len() as u32;
         let claims = &mut self.claims[index as usize];
@@ -182,11 +150,6 @@ impl BlockLedger {
     pub fn release(&mut self, owner: BlockOwner) -> u32 {
         let Some(index) = self.owners.get(&owner).copied() else { return 0 };
         let claims = std::mem::take(&mut self.claims[index as usize]);
-        for &(group, block) in &claims.sources {
-            let cell = self.groups[group as usize].cell(block);
-            *cell -= 1;
-            self.held -= u32::from(*cell == 0);
-        }
         for &(group, block) in &claims.destinations {
             *self.groups[group as usize].cell(block) = 0;
         }
@@ -197,16 +160,15 @@ impl BlockLedger {
         }
         self.owners.remove(&owner);
         self.spare.push(index);
-        claims.sources.len() as u32 + destinations
+        destinations
     }
 
     /// What a block is used for.
     pub fn state(&self, group: usize, block: u32) -> BlockState {
         match self.groups.get(group).map_or(0, |table| table.get(block)) {
             0 => BlockState::Free,
-            cell if cell & DESTINATION == 0 => BlockState::Source(cell),
             cell => {
-                let claims = &self.claims[(cell & !DESTINATION) as usize];
+                let claims = &self.claims[cell as usize - 1];
                 let owner = claims.owner.expect("a cell names a live owner");
                 match claims.quarantined {
                     true => BlockState::Quarantined(owner),
@@ -214,11 +176,6 @@ impl BlockLedger {
                 }
             }
         }
-    }
-
-    /// Blocks that are somebody's source.
-    pub fn held(&self) -> u32 {
-        self.held
     }
 
     /// Blocks that are somebody's destination, quarantined ones not counted.
@@ -233,14 +190,7 @@ impl BlockLedger {
 
     /// True if nobody has a block.
     pub fn is_empty(&self) -> bool {
-        self.held + self.receiving + self.quarantined == 0
-    }
-
-    fn table(&mut self, group: usize) -> &PagedCells {
-        if group >= self.groups.len() {
-            self.groups.resize_with(group + 1, PagedCells::default);
-        }
-        &self.groups[group]
+        self.receiving + self.quarantined == 0
     }
 
     /// Where the claims of an owner are.
@@ -252,30 +202,17 @@ impl BlockLedger {
             self.claims.push(BlockClaims::default());
             self.claims.len() as u32 - 1
         });
-        assert!(index < DESTINATION, "too many owners");
         self.claims[index as usize].owner = Some(owner);
         self.owners.insert(owner, index);
         index
     }
 
-    fn drop_if_empty(&mut self, index: u32) {
-        let claims = &self.claims[index as usize];
-        if claims.sources.is_empty() && claims.destinations.is_empty() {
-            let owner = claims.owner.expect("a live owner");
-            self.release(owner);
-        }
-    }
-
-    /// Says who has a block; looks through all claims if it is a source.
     fn conflict(&self, group: usize, block: u32) -> BlockConflict {
-        let owner = match self.state(group, block) {
-            BlockState::Destination(owner) | BlockState::Quarantined(owner) => Some(owner),
-            _ => {
-                let claim = (group as u32, block);
-                let has = |claims: &&BlockClaims| claims.sources.contains(&claim);
-                self.claims.iter().find(has).and_then(|claims| claims.owner)
+        match self.state(group, block) {
+            BlockState::Destination(owner) | BlockState::Quarantined(owner) => {
+                BlockConflict { block, group, owner }
             }
-        };
-        BlockConflict { block, group, owner: owner.expect("a block in use has an owner") }
+            BlockState::Free => unreachable!("a block in use has an owner"),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! What machines want of the planes, as values. [`crate::effects`] performs them.
 
 use super::layout::Slices;
-use super::machine::Outbox;
+use super::machine::Turn;
 use crate::fabric::{
     Address, Direction, Endpoint, LinkId, LinkKind, Memory, OpId, PeerId, QuiesceTicket, Refused,
     RegionDesc, RegionId, SessionId,
@@ -45,7 +45,7 @@ impl Commands for Vec<ControlCommand> {
     }
 }
 
-impl<E: From<ControlCommand>> Commands for Outbox<E> {
+impl<E: From<ControlCommand>> Commands for Turn<'_, E> {
     fn push(&mut self, command: ControlCommand) {
         self.push(command);
     }
@@ -73,4 +73,16 @@ pub enum DataRefusal {
     Connect { peer: PeerId, why: Refused },
     Open { session: SessionId, why: Refused },
     Submit { op: OpId, why: Refused },
+}
+
+impl DataRefusal {
+    /// Why it was not taken.
+    pub fn why(self) -> Refused {
+        match self {
+            DataRefusal::Register { why, .. }
+            | DataRefusal::Connect { why, .. }
+            | DataRefusal::Open { why, .. }
+            | DataRefusal::Submit { why, .. } => why,
+        }
+    }
 }

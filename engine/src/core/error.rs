@@ -55,6 +55,10 @@ pub enum Failure {
 const CLIPPED_MAX: usize = 256;
 
 impl Failure {
+    pub(super) fn mismatch(why: impl Into<Arc<str>>) -> Failure {
+        Failure::Mismatch(Mismatch(why.into()))
+    }
+
     /// The first version of the native dialect that has it.
     pub(super) fn since(&self) -> u16 {
         match self {

@@ -6,13 +6,11 @@ use super::config::CoreConfig;
 use super::dialect::moriio::registration::MoriioRegistration;
 use super::dialect::native::{self, DecodeError, Frame};
 use super::error::Failure;
-use super::ids::{EngineId, Incarnation};
+use super::ids::{EngineId, Incarnation, TransferKey};
 use super::layout::{Geometry, LayoutDigest, RankLayout};
-use super::machine::Outbox;
 use super::message::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
 use super::moriio::MoriioConfig;
-use super::peer_manager::PeerManagerEvent;
-use super::peers::{PeerEvent, Peers};
+use super::peers::{PeerEvent, PeerTurn, Peers};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
 use std::mem;
@@ -89,16 +87,15 @@ impl Heartbeat {
     }
 
     /// Starts once the engine can serve, with the layouts of all its ranks.
-    pub(super) fn start<E: From<ControlCommand>>(
+    pub(super) fn start(
         &mut self,
-        now: Nanos,
         (geometry, ranks): (&Geometry, &[RankLayout]),
         peers: &mut Peers,
-        out: &mut Outbox<E>,
+        turn: &mut PeerTurn<'_>,
     ) {
         self.registration.fit = Some(Arc::new(LayoutDigest::new(geometry, ranks)));
         if self.next.is_none() {
-            self.dial(now, peers, out);
+            self.dial(peers, turn);
         }
     }
 
@@ -139,39 +136,34 @@ impl Heartbeat {
         mem::take(&mut self.router_events)
     }
 
-    fn dial<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        peers: &mut Peers,
-        out: &mut Outbox<E>,
-    ) {
+    fn dial(&mut self, peers: &mut Peers, turn: &mut PeerTurn<'_>) {
         let link = peers.fresh_link();
         self.link = Some(link);
         self.dials = self.dials.saturating_add(1);
         if self.dials == SILENT_AFTER + 1 {
             self.router_events.push(RouterEvent::Silent { router: self.router.clone() });
         }
-        self.next = Some(now + self.heartbeat);
-        out.push(ControlCommand::Dial {
+        self.next = Some(turn.now + self.heartbeat);
+        turn.commands.push(ControlCommand::Dial {
             link,
             to: self.router.clone(),
             channel: LinkKind::Discovery,
         });
     }
 
-    pub(super) fn control<E: From<ControlCommand>>(
+    /// Takes an event of its link; returns the transfers of which the router says that nobody will
+    /// fetch what is left.
+    pub(super) fn control(
         &mut self,
-        now: Nanos,
         event: &ControlEvent,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+        turn: &mut PeerTurn<'_>,
+    ) -> Vec<TransferKey> {
         match event {
             ControlEvent::LinkUp { .. } => {
                 self.up = true;
                 self.dials = 0;
                 self.router_events.push(RouterEvent::Registered { router: self.router.clone() });
-                self.beat(now, out);
+                self.beat(turn);
             }
             ControlEvent::LinkDown { .. } => {
                 self.up = false;
@@ -179,12 +171,7 @@ impl Heartbeat {
             }
             ControlEvent::Frame { parts, .. } => {
                 let error = match native::decode(parts.first().map_or(&[], |part| &part[..])) {
-                    Ok(Frame::Abandon { keys }) => {
-                        news.extend(
-                            keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key }),
-                        );
-                        return;
-                    }
+                    Ok(Frame::Abandon { keys }) => return keys,
                     Ok(frame) => {
                         DecodeError { frame: frame.name(), rule: "not said by a router".into() }
                     }
@@ -192,12 +179,13 @@ impl Heartbeat {
                 };
                 self.violations = self.violations.saturating_add(1);
                 let violation = error.violation(&self.router.0);
-                news.push(PeerManagerEvent::Peer(PeerEvent::Violation(violation)));
+                turn.events.push(PeerEvent::Violation(violation));
             }
         }
+        Vec::new()
     }
 
-    fn beat<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+    fn beat(&mut self, turn: &mut PeerTurn<'_>) {
         let Some(link) = self.link else { return };
         self.registration.sequence += 1;
         let frame = match &self.moriio {
@@ -208,34 +196,29 @@ impl Heartbeat {
             }
             _ => native::encode(&Frame::Register(self.registration.clone())),
         };
-        out.push(ControlCommand::Send { link, frame });
-        self.last = now;
-        self.next = Some(now + self.heartbeat);
+        turn.commands.push(ControlCommand::Send { link, frame });
+        self.last = turn.now;
+        self.next = Some(turn.now + self.heartbeat);
     }
 
-    pub(super) fn tick<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        peers: &mut Peers,
-        out: &mut Outbox<E>,
-    ) {
-        if self.next.is_none_or(|next| next > now) {
+    pub(super) fn tick(&mut self, peers: &mut Peers, turn: &mut PeerTurn<'_>) {
+        if self.next.is_none_or(|next| next > turn.now) {
             return;
         }
         if self.up {
-            self.beat(now, out);
+            self.beat(turn);
         } else {
             if let Some(link) = self.link.take() {
-                out.push(ControlCommand::HangUp { link });
+                turn.commands.push(ControlCommand::HangUp { link });
             }
-            self.dial(now, peers, out);
+            self.dial(peers, turn);
         }
     }
 
-    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+    pub(super) fn drain(&mut self, turn: &mut PeerTurn<'_>) {
         self.registration.draining = true;
         if self.up {
-            self.beat(now, out);
+            self.beat(turn);
         }
     }
 

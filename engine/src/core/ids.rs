@@ -1,5 +1,5 @@
-//! Identifiers of the protocol. Names of the outside world are strings, names of our own are
-//! counters within one incarnation.
+//! Identifiers of the protocol, and the roles and modes that its parties have. Names of the outside
+//! world are strings, names of our own are counters within one incarnation.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -49,7 +49,7 @@ macro_rules! number_id {
     };
 }
 
-pub(crate) use number_id;
+pub(crate) use {number_id, text_id};
 
 text_id!(
     /// Names one hand-over of KV between two engines; made by the router, opaque, the only
@@ -129,6 +129,42 @@ impl ConnectionId {
     }
 }
 
+/// What an engine core does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// Computes the KV of prompts.
+    Prefill,
+    /// Generates tokens.
+    Decode,
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        })
+    }
+}
+
+/// Who moves the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Mode {
+    /// Prefill writes each layer into decode's blocks (MoRIIO's WRITE).
+    Push,
+    /// Decode reads from prefill's blocks (MoRIIO's READ).
+    Pull,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Mode::Push => "push",
+            Mode::Pull => "pull",
+        })
+    }
+}
+
 /// What one transfer is about: prompt `prompt` of the request that travels as `id`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct TransferKey {
@@ -142,6 +178,13 @@ impl fmt::Display for TransferKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.id, self.prompt)
     }
+}
+
+/// For identifiers that are made of what they name: 64-bit FNV-1a (<https://datatracker.ietf.org/doc/html/draft-eastlake-fnv>).
+pub(super) fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
+    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
 }
 
 /// Largest number of TP ranks of one engine.

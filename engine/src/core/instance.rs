@@ -1,17 +1,13 @@
 //! An instance: its core, its transfer machines, and what they tell one another. A process holds
 //! all of it, or a part whose rest is in other processes.
 
-use super::command::{ControlCommand, DataCommand, DataRefusal};
+use super::command::{DataCommand, DataRefusal};
 use super::config::CoreConfig;
 use super::decode::{Decode, DecodeEffect, DecodeInput};
 use super::engine_core::{CoreEffect, CoreInput};
-use super::error::{Failure, PeerViolation};
-use super::ids::{EngineId, StepId};
+use super::ids::StepId;
 use super::machine::{Gauges, Machine, Outbox};
-use super::message::{
-    DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, Role, RouterEvent, TransferJob,
-    TransferReport,
-};
+use super::message::{DecodeHook, PrefillHook, Role, TransferJob, TransferReport};
 use super::prefill::{Prefill, PrefillEffect, PrefillInput};
 use super::time::Nanos;
 use super::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
@@ -98,36 +94,22 @@ impl InstanceInput {
 /// What an instance wants done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstanceEffect {
-    /// Call the control plane.
-    Control(ControlCommand),
+    /// What a prefill core wants done. Its jobs are for all ranks; those of this process get them by
+    /// [`Instance::follow`].
+    Prefill(PrefillEffect),
+    /// The same of a decode core.
+    Decode(DecodeEffect),
     /// Call the data plane of a rank.
     Data {
         /// TP rank.
         rank: u16,
         command: DataCommand,
     },
-    /// Give a job to all ranks; those of this process get it by [`Instance::follow`].
-    Job(TransferJob),
     /// Tell the core; one of this process hears it by [`Instance::follow`].
     Report {
         /// TP rank.
         rank: u16,
         report: TransferReport,
-    },
-    /// Tell the engine of a prefill.
-    Prefill(PrefillAnswer),
-    /// Tell the engine of a decode.
-    Decode(DecodeAnswer),
-    /// For the log: a peer broke the protocol, and the frame was dropped.
-    Violation(PeerViolation),
-    /// For the log: what becomes of the registrations.
-    Router(RouterEvent),
-    /// For the log: a peer's hello was refused, and the peer was told why.
-    Refused {
-        /// What it calls itself.
-        peer: EngineId,
-        /// Why the two do not work together.
-        failure: Failure,
     },
 }
 
@@ -179,7 +161,8 @@ impl Instance {
     /// What the machines of this process are to hear of an effect, in order.
     pub fn follow(&self, effect: &InstanceEffect, out: &mut VecDeque<InstanceInput>) {
         match effect {
-            InstanceEffect::Job(job) => out.extend(
+            InstanceEffect::Prefill(CoreEffect::Job(job))
+            | InstanceEffect::Decode(CoreEffect::Job(job)) => out.extend(
                 self.ranks
                     .iter()
                     .map(|(rank, _)| InstanceInput::Job { rank: *rank, job: job.clone() }),
@@ -233,33 +216,31 @@ impl Instance {
     fn core(&mut self, now: Nanos, input: InstanceInput, out: &mut Outbox<InstanceEffect>) {
         match &mut self.core {
             Some(CoreMachine::Prefill(core, effects)) => {
-                let input = core_input(input, |input| match input {
+                let hook = |input| match input {
                     InstanceInput::Prefill(hook) => Some(hook),
                     _ => None,
-                });
-                let observe = self.observer.map(|observer| observer.prefill);
-                let Some(input) = input.inspect(|input| tell(observe, input)) else { return };
+                };
+                let Some(input) = core_input(input, hook) else { return };
+                if let Some(observer) = self.observer {
+                    (observer.prefill)(&input);
+                }
                 core.handle(now, input, effects);
-                effects.drain().for_each(|it| out.push(of_core(it, InstanceEffect::Prefill)));
+                effects.drain().for_each(|effect| out.push(InstanceEffect::Prefill(effect)));
             }
             Some(CoreMachine::Decode(core, effects)) => {
-                let input = core_input(input, |input| match input {
+                let hook = |input| match input {
                     InstanceInput::Decode(hook) => Some(hook),
                     _ => None,
-                });
-                let observe = self.observer.map(|observer| observer.decode);
-                let Some(input) = input.inspect(|input| tell(observe, input)) else { return };
+                };
+                let Some(input) = core_input(input, hook) else { return };
+                if let Some(observer) = self.observer {
+                    (observer.decode)(&input);
+                }
                 core.handle(now, input, effects);
-                effects.drain().for_each(|it| out.push(of_core(it, InstanceEffect::Decode)));
+                effects.drain().for_each(|effect| out.push(InstanceEffect::Decode(effect)));
             }
             None => {}
         }
-    }
-}
-
-fn tell<I>(observe: Option<fn(&I)>, input: &I) {
-    if let Some(observe) = observe {
-        observe(input);
     }
 }
 
@@ -275,17 +256,6 @@ fn core_input<H>(
         InstanceInput::Tick(_) => CoreInput::Tick,
         input => CoreInput::Hook(hook(input)?),
     })
-}
-
-fn of_core<A>(effect: CoreEffect<A>, answer: impl FnOnce(A) -> InstanceEffect) -> InstanceEffect {
-    match effect {
-        CoreEffect::Control(command) => InstanceEffect::Control(command),
-        CoreEffect::Job(job) => InstanceEffect::Job(job),
-        CoreEffect::Answer(said) => answer(said),
-        CoreEffect::Violation(violation) => InstanceEffect::Violation(violation),
-        CoreEffect::Router(event) => InstanceEffect::Router(event),
-        CoreEffect::Refused { peer, failure } => InstanceEffect::Refused { peer, failure },
-    }
 }
 
 impl Machine for Instance {

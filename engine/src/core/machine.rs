@@ -72,6 +72,23 @@ impl<E> Outbox<E> {
     }
 }
 
+/// The turn of one input in a machine: when it is, and where its effects go.
+#[derive(Debug)]
+pub(super) struct Turn<'a, E> {
+    pub(super) now: Nanos,
+    out: &'a mut Outbox<E>,
+}
+
+impl<'a, E> Turn<'a, E> {
+    pub(super) fn new(now: Nanos, out: &'a mut Outbox<E>) -> Turn<'a, E> {
+        Turn { now, out }
+    }
+
+    pub(super) fn push(&mut self, effect: impl Into<E>) {
+        self.out.push(effect);
+    }
+}
+
 /// How much a machine holds. All are zero when nothing is going on, except tombstones, peers,
 /// links, what is remembered, and what is counted since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 //! [`DecodeHook`] and their answers), and with the transfer actors ([`TransferJob`],
 //! [`TransferReport`]).
 
+pub use super::ids::{Mode, Role};
 pub use super::registration::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
 
 use super::dialect::moriio::params::MoriioRemote;
@@ -14,42 +15,6 @@ use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
-
-/// What an engine core does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Role {
-    /// Computes the KV of prompts.
-    Prefill,
-    /// Generates tokens.
-    Decode,
-}
-
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Role::Prefill => "prefill",
-            Role::Decode => "decode",
-        })
-    }
-}
-
-/// Who moves the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Mode {
-    /// Prefill writes each layer into decode's blocks (MoRIIO's WRITE).
-    Push,
-    /// Decode reads from prefill's blocks (MoRIIO's READ).
-    Pull,
-}
-
-impl fmt::Display for Mode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Mode::Push => "push",
-            Mode::Pull => "pull",
-        })
-    }
-}
 
 /// One attempt of one receiver to get the KV of one prompt. The receiver (decode) makes it; every
 /// message about it carries it, and a message with an older attempt changes nothing.

@@ -1,20 +1,20 @@
-//! What the prefill and the decode core have in common: peers, their connection to the transfer
-//! actors, and the registration with the router.
+//! What the prefill and the decode core have in common: the turn of an input, peers, their
+//! connection to the transfer actors, and the registration with the router.
 
 use super::channel::capability;
-use super::command::ControlCommand;
 use super::config::CoreConfig;
 use super::dialect::native::kind_of;
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::{Failure, PeerViolation};
 use super::heartbeat::Heartbeat;
 use super::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId, TransferKey};
-use super::layout::{BlockList, Geometry, Mismatch, RankLayout};
-use super::machine::{Gauges, Outbox};
+use super::layout::{BlockList, Geometry, RankLayout};
+use super::machine::Gauges;
 use super::message::{
     FlowState, Message, Mode, MoriioLeg, RouterEvent, TransferJob, TransferReport,
 };
 use super::moriio::{MoriioCounters, MoriioPeers};
-use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerOutbox, Peers};
+use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -68,16 +68,63 @@ pub(super) enum PeerManagerEvent {
     },
 }
 
+/// A prefill or decode core behind its peer manager.
+pub(super) trait EngineCore {
+    type Hook;
+    type Answer;
+
+    fn peer_manager(&mut self) -> &mut PeerManager;
+
+    fn on_hook(&mut self, hook: Self::Hook, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// News of the peers and of the own ranks; what is only for the log does not come here.
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// Deadlines of the core's own.
+    fn on_deadlines(&mut self, turn: &mut CoreTurn<'_, Self::Answer>);
+
+    /// The turn of one input.
+    fn turn(&mut self, input: CoreInput<Self::Hook>, turn: &mut CoreTurn<'_, Self::Answer>) {
+        match input {
+            CoreInput::Hook(hook) => self.on_hook(hook, turn),
+            CoreInput::Control(event) => self.peer_manager().control(event, turn),
+            CoreInput::Report { rank, report } => {
+                self.peer_manager().report(rank, report, turn);
+            }
+            CoreInput::Drain => self.peer_manager().drain(turn),
+            CoreInput::Tick => {
+                self.peer_manager().tick(turn);
+                self.on_deadlines(turn);
+            }
+        }
+        loop {
+            let events = self.peer_manager().take_events(turn);
+            if events.is_empty() {
+                break;
+            }
+            for event in events {
+                match event {
+                    PeerManagerEvent::Peer(PeerEvent::Violation(violation)) => {
+                        turn.push(CoreEffect::Violation(violation));
+                    }
+                    PeerManagerEvent::Peer(PeerEvent::Refused { engine: peer, failure }) => {
+                        turn.push(CoreEffect::Refused { peer, failure });
+                    }
+                    PeerManagerEvent::Router(event) => turn.push(CoreEffect::Router(event)),
+                    event => self.on_event(event, turn),
+                }
+            }
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PeerManagerTimer {
     Rebuild(ConnectionId),
 }
 
-fn peer_out<'a, E: From<ControlCommand>>(
-    out: &'a mut Outbox<E>,
-    events: &'a mut Vec<PeerEvent>,
-) -> PeerOutbox<'a> {
-    PeerOutbox { commands: out, events }
+fn peer_turn<'a, A>(turn: &'a mut CoreTurn<'_, A>, events: &'a mut Vec<PeerEvent>) -> PeerTurn<'a> {
+    PeerTurn { now: turn.now, commands: turn, events }
 }
 
 #[derive(Debug)]
@@ -90,8 +137,10 @@ pub(super) struct PeerManager {
     rebuild_delay: Nanos,
     pub(super) peers: Peers,
     moriio: Option<MoriioPeers>,
-    /// What the peers did that the core has not dealt with.
-    events: Vec<PeerEvent>,
+    /// What the peers did that is not sorted yet.
+    peer_events: Vec<PeerEvent>,
+    /// What the core has not dealt with.
+    events: Vec<PeerManagerEvent>,
     heartbeat: Option<Heartbeat>,
     layouts: Vec<Option<RankLayout>>,
     unusable: Option<Failure>,
@@ -132,6 +181,7 @@ impl PeerManager {
                 .moriio
                 .clone()
                 .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
+            peer_events: Vec::new(),
             events: Vec::new(),
             heartbeat: Heartbeat::new(config),
             layouts: vec![None; usize::from(config.geometry.tp)],
@@ -157,7 +207,7 @@ impl PeerManager {
         match (peer, &self.moriio) {
             (Some(_), None) => {
                 let text = "the leg names a peer that speaks MoRIIO, this engine does not";
-                return Err(Failure::Mismatch(Mismatch(text.into())));
+                return Err(Failure::mismatch(text));
             }
             (Some(_), Some(moriio)) => moriio.admits()?,
             (None, _) => {}
@@ -167,7 +217,7 @@ impl PeerManager {
         }
         if mode != self.mode {
             let text = format!("leg says {mode}, this engine does {}", self.mode);
-            return Err(Failure::Mismatch(Mismatch(text.into())));
+            return Err(Failure::mismatch(text));
         }
         let full = requests >= self.requests_max && !planted!("requests-without-limit");
         if full { Err(Failure::Overload) } else { Ok(()) }
@@ -187,28 +237,26 @@ impl PeerManager {
     }
 
     /// The connection of a prefill that speaks MoRIIO, for one transfer.
-    pub(super) fn reach_moriio<E: From<ControlCommand>>(
+    pub(super) fn reach_moriio<A>(
         &mut self,
-        now: Nanos,
         (request, key): (&RequestId, &TransferKey),
         peer: &Arc<MoriioLeg>,
-        out: &mut Outbox<E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> ConnectionId {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
-        moriio.reach(now, request, &key.id, peer, &mut peer_out(out, &mut self.events))
+        moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
-    pub(super) fn expect_moriio<E: From<ControlCommand>>(
+    pub(super) fn expect_moriio<A>(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         wanted: (Mode, u32),
         peer: &Arc<MoriioLeg>,
-        out: &mut Outbox<E>,
+        turn: &mut CoreTurn<'_, A>,
     ) {
         if let Some(moriio) = &mut self.moriio {
-            moriio.expect(now, key, wanted, peer, &mut peer_out(out, &mut self.events));
+            moriio.expect(key, wanted, peer, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
@@ -219,80 +267,72 @@ impl PeerManager {
         }
     }
 
-    pub(super) fn reach<E: From<ControlCommand>>(
+    pub(super) fn reach<A>(
         &mut self,
-        now: Nanos,
         engine: &EngineId,
         control: &Endpoint,
         incarnation: Option<Incarnation>,
-        out: &mut Outbox<E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> ConnectionId {
-        self.peers.reach(now, engine, control, incarnation, &mut peer_out(out, &mut self.events))
+        self.peers.reach(engine, control, incarnation, &mut peer_turn(turn, &mut self.peer_events))
     }
 
     /// Queues a message; a peer that is down gets nothing, which its `Down` has dealt with. One
     /// that would wait for ever for a message that finds no room is done with.
-    pub(super) fn send<E: From<ControlCommand>>(
+    pub(super) fn send<A>(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut Outbox<E>,
+        turn: &mut CoreTurn<'_, A>,
     ) -> Result<(), Failure> {
         if let Some(moriio) = self.moriio.as_mut().filter(|_| connection.is_moriio()) {
-            moriio.send(now, connection, message, &mut peer_out(out, &mut self.events));
+            moriio.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
             return Ok(());
         }
         let awaited = is_awaited(&message);
-        let sent = self.peers.send(now, connection, message, &mut peer_out(out, &mut self.events));
+        let sent =
+            self.peers.send(connection, message, &mut peer_turn(turn, &mut self.peer_events));
         if awaited && sent == Err(Failure::Overload) {
-            self.peers.fail(
-                now,
+            self.peers.end(
                 connection,
                 Failure::Overload,
-                &mut peer_out(out, &mut self.events),
+                &mut peer_turn(turn, &mut self.peer_events),
             );
         }
         sent
     }
 
-    pub(super) fn control<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        event: ControlEvent,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+    pub(super) fn control<A>(&mut self, event: ControlEvent, turn: &mut CoreTurn<'_, A>) {
         match &mut self.heartbeat {
-            Some(heartbeat) if heartbeat.owns(&event) => heartbeat.control(now, &event, news, out),
+            Some(heartbeat) if heartbeat.owns(&event) => {
+                let keys = heartbeat.control(&event, &mut peer_turn(turn, &mut self.peer_events));
+                let abandoned = keys.into_iter().map(|key| PeerManagerEvent::Abandoned { key });
+                self.events.extend(abandoned);
+            }
             _ => {
                 let native = match &mut self.moriio {
                     Some(moriio) => {
-                        moriio.control(now, event, &mut peer_out(out, &mut self.events))
+                        moriio.control(event, &mut peer_turn(turn, &mut self.peer_events))
                     }
                     None => Some(event),
                 };
                 if let Some(event) = native {
-                    self.peers.control(now, event, &mut peer_out(out, &mut self.events));
+                    self.peers.control(event, &mut peer_turn(turn, &mut self.peer_events));
                 }
             }
         }
     }
 
-    pub(super) fn tick<E: From<ControlCommand> + From<TransferJob>>(
-        &mut self,
-        now: Nanos,
-        out: &mut Outbox<E>,
-    ) {
-        self.peers.tick(now, &mut peer_out(out, &mut self.events));
+    pub(super) fn tick<A>(&mut self, turn: &mut CoreTurn<'_, A>) {
+        self.peers.tick(&mut peer_turn(turn, &mut self.peer_events));
         if let Some(moriio) = &mut self.moriio {
-            moriio.tick(now, &mut peer_out(out, &mut self.events));
+            moriio.tick(&mut peer_turn(turn, &mut self.peer_events));
         }
         if let Some(heartbeat) = &mut self.heartbeat {
-            heartbeat.tick(now, &mut self.peers, out);
+            heartbeat.tick(&mut self.peers, &mut peer_turn(turn, &mut self.peer_events));
         }
-        while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(now) {
-            self.connect_ranks(connection, out);
+        while let Some(PeerManagerTimer::Rebuild(connection)) = self.timers.pop_due(turn.now) {
+            self.connect_ranks(connection, turn);
         }
     }
 
@@ -302,34 +342,24 @@ impl PeerManager {
         [self.peers.deadline(), self.timers.next(), heartbeat, moriio].into_iter().flatten().min()
     }
 
-    pub(super) fn drain<E: From<ControlCommand>>(&mut self, now: Nanos, out: &mut Outbox<E>) {
+    pub(super) fn drain<A>(&mut self, turn: &mut CoreTurn<'_, A>) {
         if let Some(heartbeat) = &mut self.heartbeat {
-            heartbeat.drain(now, out);
+            heartbeat.drain(&mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     /// Something is under way with the peer: notice if it falls silent.
-    pub(super) fn hold<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        out: &mut Outbox<E>,
-    ) {
+    pub(super) fn hold<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let uses = self.uses.entry(connection).or_default();
         *uses += 1;
         self.uses_total += 1;
         if *uses == 1 && !connection.is_moriio() {
-            self.peers.watch(now, connection, true, &mut peer_out(out, &mut self.events));
+            self.peers.watch(connection, true, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
     /// One thing less is under way with the peer.
-    pub(super) fn unhold<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        out: &mut Outbox<E>,
-    ) {
+    pub(super) fn unhold<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(uses) = self.uses.get_mut(&connection) else { return };
         *uses -= 1;
         self.uses_total -= 1;
@@ -338,7 +368,7 @@ impl PeerManager {
             if connection.is_moriio() {
                 return;
             }
-            self.peers.watch(now, connection, false, &mut peer_out(out, &mut self.events));
+            self.peers.watch(connection, false, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
@@ -369,42 +399,35 @@ impl PeerManager {
         }
     }
 
-    /// Sorts what the peers said: connects ranks to new peers, fences lost ones, passes on the
-    /// rest. Call it until there is no news.
-    pub(super) fn process_peer_events<E: From<ControlCommand> + From<TransferJob>>(
-        &mut self,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+    /// What the core is to deal with, in order; ask until there is nothing. Connects ranks to new
+    /// peers and fences lost ones.
+    pub(super) fn take_events<A>(&mut self, turn: &mut CoreTurn<'_, A>) -> Vec<PeerManagerEvent> {
         if let Some(heartbeat) = &mut self.heartbeat {
-            news.extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
+            self.events
+                .extend(heartbeat.take_router_events().into_iter().map(PeerManagerEvent::Router));
         }
-        let events = std::mem::take(&mut self.events);
-        for event in events {
-            match &event {
-                PeerEvent::Up { connection } => self.connect_ranks(*connection, out),
-                PeerEvent::Down { connection, .. } => {
-                    let connection = *connection;
-                    self.rebuilds.remove(&connection);
-                    self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
-                    news.push(PeerManagerEvent::Peer(event));
-                    self.fence(connection, news, out);
-                    continue;
-                }
-                _ => {}
+        for event in std::mem::take(&mut self.peer_events) {
+            let lost = match &event {
+                PeerEvent::Down { connection, .. } => Some(*connection),
+                _ => None,
+            };
+            if let PeerEvent::Up { connection } = &event {
+                self.connect_ranks(*connection, turn);
             }
-            news.push(PeerManagerEvent::Peer(event));
+            self.events.push(PeerManagerEvent::Peer(event));
+            if let Some(connection) = lost {
+                self.rebuilds.remove(&connection);
+                self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
+                self.fence(connection, turn);
+            }
         }
+        std::mem::take(&mut self.events)
     }
 
-    fn connect_ranks<E: From<TransferJob>>(
-        &mut self,
-        connection: ConnectionId,
-        out: &mut Outbox<E>,
-    ) {
+    fn connect_ranks<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(info) = self.info(connection).cloned() else { return };
         self.connected.insert(connection);
-        out.push(TransferJob::Peer {
+        turn.push(TransferJob::Peer {
             peer: connection,
             geometry: info.geometry,
             ranks: info.ranks,
@@ -412,36 +435,29 @@ impl PeerManager {
         });
     }
 
-    fn fence<E: From<TransferJob>>(
-        &mut self,
-        connection: ConnectionId,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+    fn fence<A>(&mut self, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         if self.fencing.contains_key(&connection) {
             return;
         }
         if !self.connected.remove(&connection) {
-            return news.push(PeerManagerEvent::Fenced { connection });
+            return self.events.push(PeerManagerEvent::Fenced { connection });
         }
         self.fencing.insert(connection, RankSet::first(self.tp));
         self.peers.reserve(self.fencing.len());
-        out.push(TransferJob::Fence { peer: connection });
+        turn.push(TransferJob::Fence { peer: connection });
     }
 
-    pub(super) fn report<E: From<ControlCommand> + From<TransferJob>>(
+    pub(super) fn report<A>(
         &mut self,
-        now: Nanos,
         rank: u16,
         report: TransferReport,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
+        turn: &mut CoreTurn<'_, A>,
     ) {
         match report {
-            TransferReport::Ready { layout } => self.rank_ready(now, rank, layout, out),
+            TransferReport::Ready { layout } => self.rank_ready(rank, layout, turn),
             TransferReport::Unusable { failure } => {
                 self.unusable = Some(failure.clone());
-                news.push(PeerManagerEvent::Unusable { failure });
+                self.events.push(PeerManagerEvent::Unusable { failure });
             }
             TransferReport::PeerReady { peer } => {
                 self.rebuilds.remove(&peer);
@@ -449,45 +465,36 @@ impl PeerManager {
             TransferReport::PeerFailed { peer, failure } if peer.is_moriio() => {
                 // Nobody else says that it is gone.
                 if let Some(moriio) = &mut self.moriio {
-                    moriio.fail(peer, failure, &mut peer_out(out, &mut self.events));
+                    moriio.fail(peer, failure, &mut peer_turn(turn, &mut self.peer_events));
                 }
             }
-            TransferReport::PeerFailed { peer, .. } => self.fence(peer, news, out),
-            TransferReport::Fenced { peer } => self.rank_fenced(now, rank, peer, news, out),
+            TransferReport::PeerFailed { peer, .. } => self.fence(peer, turn),
+            TransferReport::Fenced { peer } => self.rank_fenced(rank, peer, turn),
             TransferReport::Flow { flow, state } => {
-                news.push(PeerManagerEvent::Flow { rank, flow, state })
+                self.events.push(PeerManagerEvent::Flow { rank, flow, state });
             }
         }
     }
 
-    fn rank_ready<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        layout: RankLayout,
-        out: &mut Outbox<E>,
-    ) {
+    fn rank_ready<A>(&mut self, rank: u16, layout: RankLayout, turn: &mut CoreTurn<'_, A>) {
         let Some(connection) = self.layouts.get_mut(usize::from(rank)) else { return };
         *connection = Some(layout);
         if let Some(ranks) = self.layouts.iter().cloned().collect::<Option<Vec<_>>>() {
             if let Some(moriio) = &mut self.moriio {
-                moriio.set_ranks(now, ranks.clone(), &mut peer_out(out, &mut self.events));
+                moriio.set_ranks(ranks.clone(), &mut peer_turn(turn, &mut self.peer_events));
             }
             if let Some(heartbeat) = &mut self.heartbeat {
-                heartbeat.start(now, (&self.geometry, &ranks), &mut self.peers, out);
+                heartbeat.start(
+                    (&self.geometry, &ranks),
+                    &mut self.peers,
+                    &mut peer_turn(turn, &mut self.peer_events),
+                );
             }
-            self.peers.set_ranks(now, ranks, &mut peer_out(out, &mut self.events));
+            self.peers.set_ranks(ranks, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
-    fn rank_fenced<E: From<ControlCommand>>(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        connection: ConnectionId,
-        news: &mut Vec<PeerManagerEvent>,
-        out: &mut Outbox<E>,
-    ) {
+    fn rank_fenced<A>(&mut self, rank: u16, connection: ConnectionId, turn: &mut CoreTurn<'_, A>) {
         let Some(fencing) = self.fencing.get_mut(&connection) else { return };
         fencing.remove(rank);
         if !fencing.is_empty() && !planted!("fenced-by-the-first-rank") {
@@ -495,7 +502,7 @@ impl PeerManager {
         }
         self.fencing.remove(&connection);
         self.peers.reserve(self.fencing.len());
-        news.push(PeerManagerEvent::Fenced { connection });
+        self.events.push(PeerManagerEvent::Fenced { connection });
         if self.peers.info(connection).is_none() {
             return;
         }
@@ -503,18 +510,18 @@ impl PeerManager {
         if *tries < REBUILDS_MAX {
             let pause = self.rebuild_delay.scale(1 << *tries, 1);
             *tries += 1;
-            self.timers.arm(PeerManagerTimer::Rebuild(connection), now + pause);
+            self.timers.arm(PeerManagerTimer::Rebuild(connection), turn.now + pause);
         } else {
             self.rebuilds.remove(&connection);
             let unacked_releases =
-                self.peers.close(now, connection, &mut peer_out(out, &mut self.events));
+                self.peers.close(connection, &mut peer_turn(turn, &mut self.peer_events));
             let failure = Failure::Unreachable;
-            news.push(PeerManagerEvent::Peer(PeerEvent::Down {
+            self.events.push(PeerManagerEvent::Peer(PeerEvent::Down {
                 connection,
                 failure,
                 unacked_releases,
             }));
-            news.push(PeerManagerEvent::Fenced { connection });
+            self.events.push(PeerManagerEvent::Fenced { connection });
         }
     }
 

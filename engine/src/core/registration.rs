@@ -1,9 +1,8 @@
 //! What instances tell the router, and what becomes of it.
 
 use super::error::Failure;
-use super::ids::{EngineId, Incarnation};
+use super::ids::{EngineId, Incarnation, Mode, Role};
 use super::layout::LayoutDigest;
-use super::message::{Mode, Role};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;

@@ -60,11 +60,6 @@ impl<K: Ord + Clone> Timers<K> {
         self.queue.first_key_value().map(|((at, _), _)| *at)
     }
 
-    /// True if `key` has a deadline.
-    pub fn is_armed(&self, key: &K) -> bool {
-        self.armed.contains_key(key)
-    }
-
     pub fn len(&self) -> usize {
         self.armed.len()
     }

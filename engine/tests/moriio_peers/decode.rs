@@ -6,7 +6,7 @@ use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
 use kvferry_engine::core::dialect::moriio::notify::{
-    DecodeNotice, ReceivedPrefillNotice, decode_at_prefill,
+    ReceivedPrefillNotice, decode_at_prefill, write_done,
 };
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::error::Failure;
@@ -61,11 +61,11 @@ fn announced(name: &str) -> DecodeTable {
 fn blocks_are_announced_and_the_word_that_they_are_written_loads_them() {
     let mut table = announced("d");
     let link = table.accept(LinkKind::Notify);
-    table.hear(link, &[&DecodeNotice::WriteDone("tx-other".into()).encode()]);
-    table.hear(link, &[&DecodeNotice::WriteDone("tx-d".into()).encode()]);
+    table.hear(link, &[&write_done(&"tx-other".into())]);
+    table.hear(link, &[&write_done(&"tx-d".into())]);
     assert_eq!(table.answer(), DecodeAnswer::Loaded { request: "d".into() });
     // Twice is once.
-    table.hear(link, &[&DecodeNotice::WriteDone("tx-d".into()).encode()]);
+    table.hear(link, &[&write_done(&"tx-d".into())]);
     assert!(table.wants.is_empty(), "{:?}", table.wants);
 }
 

@@ -3,9 +3,7 @@
 use crate::world::*;
 use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
-use kvferry_engine::core::dialect::moriio::notify::{
-    PrefillNotice, Release, RemoteBlocks, decode_at_decode,
-};
+use kvferry_engine::core::dialect::moriio::notify::{Release, RemoteBlocks, decode_at_decode};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{BlockId, FlowId, StepId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
@@ -39,12 +37,12 @@ fn finish(table: &mut PrefillTable) {
 fn blocks() -> Vec<u8> {
     let ids = [6, 7, 1].map(BlockId).to_vec();
     let notice = RemoteBlocks::new(Some("d".into()), "tx-p".into(), ids, 0).unwrap();
-    PrefillNotice::RemoteBlocks(notice).encode()
+    notice.encode()
 }
 
 fn release(consumer_tp: u16) -> Vec<u8> {
     let tp = NonZeroU16::new(consumer_tp).unwrap();
-    PrefillNotice::Release(Release::new("tx-p".into(), tp, 1).unwrap()).encode()
+    Release::new("tx-p".into(), tp, 1).unwrap().encode()
 }
 
 /// The flow that writes into the announced blocks.

@@ -10,7 +10,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::*;
 use kvferry_engine::core::layout::*;
 use kvferry_engine::core::message::{AttemptTag, Message, Role};
-use kvferry_engine::core::peers::{LocalEngine, PeerEvent, PeerOutbox, Peers};
+use kvferry_engine::core::peers::{LocalEngine, PeerEvent, PeerTurn, Peers};
 use kvferry_engine::fabric::{Address, ControlEvent, Endpoint, LinkId, LinkKind, RegionDesc};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -209,8 +209,8 @@ impl TestNet {
 
     pub(crate) fn set_ranks(&mut self, core: usize, ranks: Vec<RankLayout>) {
         let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[core];
-        let out = &mut PeerOutbox { commands, events };
-        peers.set_ranks(self.now, ranks, out);
+        let turn = &mut PeerTurn { now: self.now, commands, events };
+        peers.set_ranks(ranks, turn);
         self.perform(core);
     }
 
@@ -220,9 +220,9 @@ impl TestNet {
 
     pub(crate) fn reach_incarnation(&mut self, incarnation: Option<Incarnation>) -> ConnectionId {
         let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[DECODE];
-        let out = &mut PeerOutbox { commands, events };
-        let slot = peers.reach(self.now, &"p".into(), &Endpoint::from("tcp://p"), incarnation, out);
-        peers.watch(self.now, slot, true, out);
+        let turn = &mut PeerTurn { now: self.now, commands, events };
+        let slot = peers.reach(&"p".into(), &Endpoint::from("tcp://p"), incarnation, turn);
+        peers.watch(slot, true, turn);
         self.perform(DECODE);
         slot
     }
@@ -231,11 +231,11 @@ impl TestNet {
     pub(crate) fn send(&mut self, core: usize, slot: ConnectionId) -> Result<(), Failure> {
         let TestCore { peers, commands, fresh: events, sent, incarnation, .. } =
             &mut self.cores[core];
-        let out = &mut PeerOutbox { commands, events };
+        let turn = &mut PeerTurn { now: self.now, commands, events };
         let number = sent.get(&slot).copied().unwrap_or(0);
         let key = TransferKey { id: "t".into(), prompt: *incarnation as u32 };
         let tag = AttemptTag { key, sibling: slot.0, attempt: Attempt(number) };
-        peers.send(self.now, slot, Message::Cancel { tag }, out)?;
+        peers.send(slot, Message::Cancel { tag }, turn)?;
         sent.insert(slot, number + 1);
         self.perform(core);
         Ok(())
@@ -243,8 +243,8 @@ impl TestNet {
 
     pub(crate) fn close(&mut self, core: usize, slot: ConnectionId) {
         let TestCore { peers, commands, fresh: events, .. } = &mut self.cores[core];
-        let out = &mut PeerOutbox { commands, events };
-        peers.close(self.now, slot, out);
+        let turn = &mut PeerTurn { now: self.now, commands, events };
+        peers.close(slot, turn);
         self.perform(core);
     }
 
@@ -332,14 +332,14 @@ impl TestNet {
                 Happening::Tick(core) => (core, None),
             };
             let TestCore { peers, commands, fresh: events, down, .. } = &mut self.cores[core];
-            let out = &mut PeerOutbox { commands, events };
+            let turn = &mut PeerTurn { now: at, commands, events };
             match event {
                 _ if *down => continue,
                 Some(event) => {
-                    peers.control(at, event, out);
+                    peers.control(event, turn);
                 }
                 None if peers.deadline().is_some_and(|due| due <= at) => {
-                    peers.tick(at, out);
+                    peers.tick(turn);
                     assert!(peers.deadline().is_none_or(|due| due > at), "stays due");
                 }
                 None => continue,

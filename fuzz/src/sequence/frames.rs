@@ -7,9 +7,7 @@ use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDe
 use kvferry_engine::core::dialect::moriio::handshake::{
     AgentMetadata, LayerMemory, LayerRegions, REQUEST,
 };
-use kvferry_engine::core::dialect::moriio::notify::{
-    DecodeNotice, PrefillNotice, Release, RemoteBlocks,
-};
+use kvferry_engine::core::dialect::moriio::notify::{Release, RemoteBlocks, write_done};
 use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VERSION_MIN};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
@@ -170,13 +168,13 @@ pub(super) fn moriio(words: &FuzzFrameSpec) -> Option<Vec<Vec<u8>>> {
         FuzzFrameSpec::Blocks { transfer: id, ids, rank } => {
             let ids = ids.iter().map(|id| BlockId(u32::from(*id))).collect();
             let blocks = RemoteBlocks::new(None, transfer(*id), ids, u16::from(*rank));
-            PrefillNotice::RemoteBlocks(blocks.ok()?).encode()
+            blocks.ok()?.encode()
         }
         FuzzFrameSpec::Released { transfer: id, tp } => {
             let release = Release::new(transfer(*id), NonZeroU16::new(*tp)?, 0);
-            PrefillNotice::Release(release.ok()?).encode()
+            release.ok()?.encode()
         }
-        FuzzFrameSpec::Written { transfer: id } => DecodeNotice::WriteDone(transfer(*id)).encode(),
+        FuzzFrameSpec::Written { transfer: id } => write_done(&transfer(*id)),
         FuzzFrameSpec::Bare { transfer: id } => transfer(*id).0.as_bytes().to_vec(),
         FuzzFrameSpec::Call => REQUEST.to_vec(),
         FuzzFrameSpec::Metadata { shift, blocks } => {

@@ -6,7 +6,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::dialect::moriio::handshake::REQUEST;
 use kvferry_engine::core::dialect::moriio::notify::{
-    DecodeNotice, ReceivedPrefillNotice, decode_at_prefill,
+    ReceivedPrefillNotice, decode_at_prefill, write_done,
 };
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::error::Failure;
@@ -199,7 +199,7 @@ impl FuzzNetwork {
             return None;
         };
         let link = self.pick(0, |link| link.up && link.channel == LinkKind::Notify)?;
-        Some((link, vec![DecodeNotice::WriteDone(notice.transfer().clone()).encode()]))
+        Some((link, vec![write_done(&notice.transfer().clone())]))
     }
 
     fn ack(&self, link: LinkId) -> FuzzFrame {

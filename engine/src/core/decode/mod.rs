@@ -8,22 +8,21 @@ mod pending_releases;
 mod read;
 mod request;
 
-use super::block_ledger::{BlockLedger, BlockOwner};
+use super::block_ledger::BlockLedger;
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
-use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::Failure;
-use super::idmap::IdMap;
 use super::ids::{ConnectionId, FlowId, RequestId, TransferKey};
-use super::machine::{Gauges, Machine, Outbox};
-use super::message::{AttemptTag, DecodeAnswer, DecodeHook, FlowState, Message};
+use super::machine::{Gauges, Machine, Outbox, Turn};
+use super::message::{AttemptTag, DecodeAnswer, DecodeHook, Message};
 use super::moriio::MoriioCounters;
-use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::UnackedReleases;
+use super::peer_manager::{EngineCore, PeerManager, PeerManagerEvent};
+use super::peers::PeerEvent;
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
-use super::tombstones::Tombstones;
 use pending_releases::{PendingRelease, PrefillIncarnation};
 use request::DecodeRequest;
 use std::collections::BTreeMap;
@@ -51,17 +50,17 @@ pub struct Decode {
     peer_manager: PeerManager,
     requests: BTreeMap<RequestId, DecodeRequest>,
     by_peer: ByPeer<RequestId>,
-    ids: IdMap,
+    /// The request of each transfer and sample: of one engine, and unique on both sides.
+    by_transfer: BTreeMap<(TransferKey, u32), RequestId>,
     ledger: BlockLedger,
     flows: BTreeMap<FlowId, RequestId>,
     pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
-    tombstones: Tombstones<(TransferKey, u32)>,
+    tombstones: RecentSet<(TransferKey, u32)>,
     timers: Timers<DecodeTimer>,
-    events: Vec<PeerManagerEvent>,
     next_id: u64,
 }
 
-type DecodeOutbox = Outbox<DecodeEffect>;
+type DecodeTurn<'a> = CoreTurn<'a, DecodeAnswer>;
 
 impl Decode {
     /// A core that has done nothing; it registers when all its ranks are ready.
@@ -70,13 +69,12 @@ impl Decode {
             peer_manager: PeerManager::new(&config),
             requests: BTreeMap::new(),
             by_peer: ByPeer::default(),
-            ids: IdMap::default(),
+            by_transfer: BTreeMap::new(),
             ledger: BlockLedger::default(),
             flows: BTreeMap::new(),
             pending_releases: BTreeMap::new(),
-            tombstones: Tombstones::new(config.settings.tombstones_max),
+            tombstones: RecentSet::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            events: Vec::new(),
             next_id: 0,
             config,
         }
@@ -87,36 +85,71 @@ impl Decode {
         self.next_id
     }
 
-    fn fresh_owner(&mut self) -> BlockOwner {
-        BlockOwner(self.fresh())
-    }
-
-    fn message_for(
-        &mut self,
-        now: Nanos,
-        request: RequestId,
-        message: Message,
-        out: &mut DecodeOutbox,
-    ) {
+    fn message_for(&mut self, request: RequestId, message: Message, turn: &mut DecodeTurn<'_>) {
         match message {
-            Message::Begun { .. } => self.due(&request, out),
+            Message::Begun { .. } => self.due(&request, turn),
             Message::Delivered { ranks, tokens, .. } => {
-                self.delivered(now, request, ranks, tokens, out);
+                self.delivered(request, ranks, tokens, turn);
             }
             Message::Ended { failure, quiet, .. } => {
-                self.ended(now, &request, failure, quiet, out);
+                self.ended(&request, failure, quiet, turn);
             }
             Message::Grant { blocks, tokens, lease, .. } => {
-                self.granted(now, &request, tokens, blocks, lease, out);
+                self.granted(&request, tokens, blocks, lease, turn);
             }
-            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, out),
+            Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, turn),
             _ => {}
         }
     }
 
+    fn on_message(
+        &mut self,
+        connection: ConnectionId,
+        message: Message,
+        turn: &mut DecodeTurn<'_>,
+    ) {
+        match message {
+            Message::Ask { .. }
+            | Message::Announce { .. }
+            | Message::Pull { .. }
+            | Message::Renew { .. }
+            | Message::Release { .. }
+            | Message::Cancel { .. } => {
+                turn.push(DecodeEffect::Violation(
+                    self.peer_manager.violation(connection, &message),
+                ));
+            }
+            message => {
+                if let Some(request) = self.request_of(connection, message.tag()) {
+                    self.message_for(request, message, turn);
+                }
+            }
+        }
+    }
+
+    /// A message of a prefill could not be read: what it was about ends, whatever it said. A lease
+    /// that was not extended is asked for again.
+    fn lost(
+        &mut self,
+        connection: ConnectionId,
+        tag: AttemptTag,
+        (kind, failure): (MessageKind, Failure),
+        turn: &mut DecodeTurn<'_>,
+    ) {
+        let Some(id) = self.request_of(connection, &tag).filter(|_| kind != MessageKind::Renewed)
+        else {
+            return;
+        };
+        if self.requests.get(&id).is_some_and(DecodeRequest::is_ending) {
+            // Perhaps it said that the prefill has stopped writing. It says so again.
+            let _ = self.peer_manager.send(connection, Message::Cancel { tag }, turn);
+        }
+        self.fail(&id, failure, turn);
+    }
+
     /// The request that a tag of this peer is about, if that attempt is the current one.
     fn request_of(&self, connection: ConnectionId, tag: &AttemptTag) -> Option<RequestId> {
-        let id = self.ids.request(&(tag.key.clone(), tag.sibling))?;
+        let id = self.by_transfer.get(&(tag.key.clone(), tag.sibling))?;
         let request = self.requests.get(id)?;
         let current = request.tag.attempt == tag.attempt || planted!("decode-ignores-attempts");
         let same = request.connection == connection || planted!("decode-ignores-who-speaks");
@@ -128,118 +161,61 @@ impl EngineCore for Decode {
     type Hook = DecodeHook;
     type Answer = DecodeAnswer;
 
-    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
-        (&mut self.peer_manager, &mut self.events)
+    fn peer_manager(&mut self) -> &mut PeerManager {
+        &mut self.peer_manager
     }
 
-    fn on_hook(&mut self, now: Nanos, hook: DecodeHook, out: &mut DecodeOutbox) {
+    fn on_hook(&mut self, hook: DecodeHook, turn: &mut DecodeTurn<'_>) {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
+                self.arrived(request, leg, tokens, turn);
             }
             DecodeHook::Allocated { request, computed, blocks } => {
-                self.allocated(now, request, computed, blocks, out);
+                self.allocated(request, computed, blocks, turn);
             }
-            DecodeHook::Finished { request, .. } => self.finished(now, &request, out),
+            DecodeHook::Finished { request, .. } => self.finished(&request, turn),
         }
     }
 
-    fn on_message(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        message: Message,
-        out: &mut DecodeOutbox,
-    ) {
-        match message {
-            Message::Ask { .. }
-            | Message::Announce { .. }
-            | Message::Pull { .. }
-            | Message::Renew { .. }
-            | Message::Release { .. }
-            | Message::Cancel { .. } => {
-                out.push(DecodeEffect::Violation(
-                    self.peer_manager.violation(connection, &message),
-                ));
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut DecodeTurn<'_>) {
+        match event {
+            PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
+                self.on_message(connection, message, turn);
             }
-            message => {
-                if let Some(request) = self.request_of(connection, message.tag()) {
-                    self.message_for(now, request, message, out);
+            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation }) => {
+                self.lost(connection, tag, (kind, Failure::Violation(violation)), turn);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Up { connection }) => {
+                self.peer_up(connection, turn);
+                self.send_pending(connection, turn);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, unacked_releases }) => {
+                if let Some(unacked) = unacked_releases {
+                    self.add_pending(turn.now, *unacked);
+                }
+                self.peer_down(connection, &failure, turn);
+            }
+            PeerManagerEvent::Fenced { connection } => self.peer_fenced(connection, turn),
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.flow_news(rank, flow, state, turn);
+            }
+            PeerManagerEvent::Unusable { failure } => {
+                let ids: Vec<_> = self.requests.keys().cloned().collect();
+                for id in ids {
+                    self.fail(&id, failure.clone(), turn);
                 }
             }
+            // Nobody abandons what a decode has, and the rest is for the log.
+            _ => {}
         }
     }
 
-    /// A message of a prefill could not be read: what it was about ends, whatever it said. A lease
-    /// that was not extended is asked for again.
-    fn on_lost(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        tag: AttemptTag,
-        (kind, failure): (MessageKind, Failure),
-        out: &mut DecodeOutbox,
-    ) {
-        let Some(id) = self.request_of(connection, &tag).filter(|_| kind != MessageKind::Renewed)
-        else {
-            return;
-        };
-        if self.requests.get(&id).is_some_and(DecodeRequest::is_ending) {
-            // Perhaps it said that the prefill has stopped writing. It says so again.
-            let _ = self.peer_manager.send(now, connection, Message::Cancel { tag }, out);
-        }
-        self.fail(now, &id, failure, out);
-    }
-
-    fn on_peer_up(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
-        self.peer_up(now, connection, out);
-        self.send_pending(now, connection, out);
-    }
-
-    fn on_peer_down(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        failure: &Failure,
-        unacked: Option<Box<UnackedReleases>>,
-        out: &mut DecodeOutbox,
-    ) {
-        if let Some(unacked) = unacked {
-            self.add_pending(now, *unacked);
-        }
-        self.peer_down(now, connection, failure, out);
-    }
-
-    fn on_fenced(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
-        self.peer_fenced(now, connection, out);
-    }
-
-    fn on_flow(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        flow: FlowId,
-        state: FlowState,
-        out: &mut DecodeOutbox,
-    ) {
-        self.flow_news(now, rank, flow, state, out);
-    }
-
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut DecodeOutbox) {
-        let ids: Vec<_> = self.requests.keys().cloned().collect();
-        for id in ids {
-            self.fail(now, &id, failure.clone(), out);
-        }
-    }
-
-    fn on_deadlines(&mut self, now: Nanos, out: &mut DecodeOutbox) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    fn on_deadlines(&mut self, turn: &mut DecodeTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
-                DecodeTimer::Renew(request) => self.renew(now, &request, out),
-                DecodeTimer::Expiry(request) => {
-                    self.fail(now, &request, Failure::LeaseExpired, out)
-                }
-                DecodeTimer::RetryReleases(prefill) => self.retry_pending(now, &prefill, out),
+                DecodeTimer::Renew(request) => self.renew(&request, turn),
+                DecodeTimer::Expiry(request) => self.fail(&request, Failure::LeaseExpired, turn),
+                DecodeTimer::RetryReleases(prefill) => self.retry_pending(&prefill, turn),
             }
         }
     }
@@ -256,8 +232,8 @@ impl Machine for Decode {
     type Input = DecodeInput;
     type Effect = DecodeEffect;
 
-    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut DecodeOutbox) {
-        self.turn(now, input, out);
+    fn handle(&mut self, now: Nanos, input: DecodeInput, out: &mut Outbox<DecodeEffect>) {
+        self.turn(input, &mut Turn::new(now, out));
     }
 
     fn deadline(&self) -> Option<Nanos> {
@@ -266,7 +242,7 @@ impl Machine for Decode {
 
     fn gauges(&self) -> Gauges {
         let shared = self.peer_manager.gauges();
-        let names = self.ids.len() + self.by_peer.len() + self.ledger.owners();
+        let names = self.by_transfer.len() + self.by_peer.len() + self.ledger.owners();
         let told = self.pending_releases.len() + self.ledger.receiving() as usize;
         let entries = names + told + self.flows.len() + self.timers.len();
         Gauges {
@@ -275,7 +251,7 @@ impl Machine for Decode {
             transfers: self.requests.len() as u32,
             quarantined: self.ledger.quarantined(),
             queued: shared.queued + self.pending_len(),
-            tombstones: self.tombstones.len(),
+            tombstones: self.tombstones.len() as u32,
             ..shared
         }
     }

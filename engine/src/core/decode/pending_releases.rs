@@ -2,7 +2,7 @@
 //! keeps blocks that nobody reads. One that stood still may hear in the same connection, after the
 //! lease, who asks for them, and then keeps them for a claim; a connection that ends, ends that.
 
-use super::{Decode, DecodeOutbox, DecodeTimer};
+use super::{Decode, DecodeTimer, DecodeTurn};
 use crate::core::ids::{ConnectionId, EngineId, Incarnation, RankSet, RequestId};
 use crate::core::message::{AttemptTag, Message};
 use crate::core::peers::UnackedReleases;
@@ -63,16 +63,15 @@ impl Decode {
     /// Looks for a prefill that is to be told something.
     pub(super) fn retry_pending(
         &mut self,
-        now: Nanos,
         prefill: &PrefillIncarnation,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let (engine, incarnation) = prefill;
         let Some(PendingRelease { control, until, .. }) = self.pending_releases.get(prefill) else {
             return;
         };
-        let connection = if now < *until {
-            Some(self.peer_manager.reach(now, engine, control, Some(*incarnation), out))
+        let connection = if turn.now < *until {
+            Some(self.peer_manager.reach(engine, control, Some(*incarnation), turn))
         } else {
             let connection = self.peer_manager.peers.connection_of(engine, control);
             let info = connection.and_then(|connection| self.peer_manager.info(connection));
@@ -82,19 +81,14 @@ impl Decode {
             self.pending_releases.remove(prefill);
             return;
         };
-        let again = now + self.config.channel.retransmit_max;
+        let again = turn.now + self.config.channel.retransmit_max;
         self.timers.arm(DecodeTimer::RetryReleases(prefill.clone()), again);
-        self.send_pending(now, connection, out);
+        self.send_pending(connection, turn);
     }
 
     /// Tells a prefill what it is still to be told, if it is up. What its other incarnations are
     /// owed is forgotten, but for one that may still come.
-    pub(super) fn send_pending(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        out: &mut DecodeOutbox,
-    ) {
+    pub(super) fn send_pending(&mut self, connection: ConnectionId, turn: &mut DecodeTurn<'_>) {
         let Some(info) = self.peer_manager.info(connection) else { return };
         let (engine, incarnation) = (info.engine.clone(), info.incarnation);
         let of_engine = (engine.clone(), Incarnation(0))..=(engine, Incarnation(u64::MAX));
@@ -103,7 +97,7 @@ impl Decode {
         for prefill in owed {
             let settled =
                 if prefill.1 == incarnation || planted!("debt-paid-to-a-later-incarnation") {
-                    self.send_releases(now, connection, &prefill, out)
+                    self.send_releases(connection, &prefill, turn)
                 } else {
                     self.peer_manager.peers.is_past(connection, prefill.1)
                 };
@@ -117,16 +111,15 @@ impl Decode {
     /// Queues what a prefill is owed, and says whether all of it found room.
     fn send_releases(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         prefill: &PrefillIncarnation,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) -> bool {
         let Some(pending) = self.pending_releases.get_mut(prefill) else { return true };
         let ranks = RankSet::first(self.config.geometry.tp);
         while let Some(tag) = pending.tags.last() {
             let message = Message::Release { tag: tag.clone(), ranks };
-            if self.peer_manager.send(now, connection, message, out).is_err() {
+            if self.peer_manager.send(connection, message, turn).is_err() {
                 return false;
             }
             pending.tags.pop();
@@ -139,14 +132,13 @@ impl Decode {
     /// prefill that hears of its reader keeps for it what nobody reads.
     pub(super) fn flush_pending(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) -> bool {
         if self.pending_releases.is_empty() {
             return true;
         }
-        self.send_pending(now, connection, out);
+        self.send_pending(connection, turn);
         let Some(info) = self.peer_manager.info(connection) else { return true };
         !self.pending_releases.contains_key(&(info.engine.clone(), info.incarnation))
     }

@@ -1,42 +1,13 @@
 //! Pull: the lease on the source, and the flow that reads it.
 
-use super::request::DecodePhase;
-use super::{Decode, DecodeOutbox, DecodeTimer};
+use super::request::{DecodePhase, KvRead, Lease};
+use super::{Decode, DecodeTimer, DecodeTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
-use crate::core::layout::{BlockList, Mismatch};
+use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, Message, TransferJob};
-use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use std::sync::Arc;
-
-/// The prefill's promise to keep a prompt's blocks.
-#[derive(Debug)]
-pub(super) struct Lease {
-    /// When the newest question about it was sent, and its number.
-    asked: (Nanos, u32),
-    /// How long it is granted for at a time; zero before the grant.
-    length: Nanos,
-    /// Until when what was read may be used; none before the grant, nor if it took so long that it
-    /// has to be renewed first.
-    expiry: Option<Nanos>,
-    /// The source blocks, once they are granted.
-    remote: Option<GroupBlocks>,
-}
-
-impl Lease {
-    pub(super) fn asked(now: Nanos) -> Lease {
-        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
-    }
-}
-
-/// One read of a prompt's KV.
-#[derive(Debug, Default)]
-pub(super) struct KvRead {
-    /// The flow and the ranks that have not ended it.
-    flow: Option<(FlowId, RankSet)>,
-    failure: Option<Failure>,
-}
 
 impl Decode {
     fn read_mut(&mut self, id: &RequestId) -> Option<&mut KvRead> {
@@ -64,12 +35,11 @@ impl Decode {
 
     pub(super) fn granted(
         &mut self,
-        now: Nanos,
         id: &RequestId,
         tokens: u32,
         remote: Vec<BlockList>,
         length: Nanos,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
@@ -78,34 +48,35 @@ impl Decode {
         }
         lease.remote = Some(Arc::new(remote));
         lease.length = length;
-        let asked = if planted!("lease-counts-from-the-grant") { now } else { lease.asked.0 };
+        let asked = if planted!("lease-counts-from-the-grant") { turn.now } else { lease.asked.0 };
         let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
         if tokens != wanted {
             let text = format!("{tokens} tokens granted, {wanted} wanted");
-            return self.fail(now, id, Failure::Mismatch(Mismatch(text.into())), out);
+            return self.fail(id, Failure::mismatch(text), turn);
         }
         // The lease counts from when it was asked for; the prompt may have been queued since.
-        if now + usable.scale(1, 3) >= asked + usable {
-            return self.renew(now, id, out);
+        if turn.now + usable.scale(1, 3) >= asked + usable {
+            return self.renew(id, turn);
         }
         let thirds = if planted!("renewal-when-the-lease-ends") { 3 } else { 1 };
-        self.timers.arm(DecodeTimer::Renew(id.clone()), now.max(asked + length.scale(thirds, 3)));
-        self.extend(id, asked + usable, out);
+        self.timers
+            .arm(DecodeTimer::Renew(id.clone()), turn.now.max(asked + length.scale(thirds, 3)));
+        self.extend(id, asked + usable, turn);
     }
 
     /// Makes the lease last until `expiry`, and reads if it did not last before.
-    fn extend(&mut self, id: &RequestId, expiry: Nanos, out: &mut DecodeOutbox) {
+    fn extend(&mut self, id: &RequestId, expiry: Nanos, turn: &mut DecodeTurn<'_>) {
         let Some(lease) = self.lease_mut(id) else { return };
         let first = lease.expiry.replace(expiry).is_none();
         self.timers.arm(DecodeTimer::Expiry(id.clone()), expiry);
         if first {
-            self.due(id, out);
-            self.start_reading(id, out);
+            self.due(id, turn);
+            self.start_reading(id, turn);
         }
     }
 
     /// Reads as soon as there are blocks on both sides.
-    pub(super) fn start_reading(&mut self, id: &RequestId, out: &mut DecodeOutbox) {
+    pub(super) fn start_reading(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let flow = FlowId(self.fresh());
         let ranks = RankSet::first(self.config.geometry.tp);
         let Some(request) = self.requests.get_mut(id) else { return };
@@ -115,7 +86,7 @@ impl Decode {
             return;
         };
         read.flow = Some((flow, ranks));
-        out.push(TransferJob::Read {
+        turn.push(TransferJob::Read {
             flow,
             request: id.clone(),
             peer: request.connection,
@@ -127,19 +98,19 @@ impl Decode {
         self.flows.insert(flow, id.clone());
     }
 
-    pub(super) fn renew(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
+    pub(super) fn renew(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         // Whatever was granted: not before an answer may have come.
         let (pause, _) = self.config.channel.waits();
         let Some(lease) = self.lease_mut(id) else { return };
-        lease.asked = (now, lease.asked.1 + 1);
+        lease.asked = (turn.now, lease.asked.1 + 1);
         let count = lease.asked.1;
-        let again = now + lease.length.scale(1, 3).max(pause);
+        let again = turn.now + lease.length.scale(1, 3).max(pause);
         let Some(request) = self.requests.get(id) else { return };
         let message = Message::Renew { tag: request.tag.clone(), count };
         let connection = request.connection;
         self.timers.arm(DecodeTimer::Renew(id.clone()), again);
         // A renewal that cannot be sent leaves the lease as it is.
-        let _ = self.peer_manager.send(now, connection, message, out);
+        let _ = self.peer_manager.send(connection, message, turn);
     }
 
     pub(super) fn renewed(
@@ -147,44 +118,40 @@ impl Decode {
         id: &RequestId,
         count: u32,
         length: Nanos,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let usable = self.usable(length);
         let Some(lease) = self.lease_mut(id) else { return };
         let (asked, newest) = lease.asked;
         if (count == newest || planted!("old-renewal-extends")) && lease.remote.is_some() {
             lease.length = length;
-            self.extend(id, asked + usable, out);
+            self.extend(id, asked + usable, turn);
         }
     }
 
     /// Ends a read without success: at once if it has not started, else when its flow is quiet.
     pub(super) fn stop_reading(
         &mut self,
-        now: Nanos,
         id: &RequestId,
         failure: Failure,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
-        let Some(read) = self.read_mut(id) else { return };
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let DecodePhase::Reading(read) = &mut request.phase else { return };
         if read.failure.is_some() {
             return;
         }
-        match read.flow {
-            None => {
-                self.release_source(now, id, out);
-                self.answer(now, id, Err(failure), out);
-            }
-            Some((flow, _)) => {
-                let at_once = planted!("read-stops-without-quiet").then(|| failure.clone());
-                read.failure = Some(failure);
-                self.quarantine(id);
-                self.cancel_timers(id);
-                out.push(TransferJob::Stop { flow });
-                if let Some(failure) = at_once {
-                    self.answer(now, id, Err(failure), out);
-                }
-            }
+        let Some((flow, _)) = read.flow else {
+            self.release_source(id, turn);
+            return self.answer(id, Err(failure), turn);
+        };
+        let at_once = planted!("read-stops-without-quiet").then(|| failure.clone());
+        read.failure = Some(failure);
+        self.ledger.quarantine(request.owner);
+        self.cancel_timers(id);
+        turn.push(TransferJob::Stop { flow });
+        if let Some(failure) = at_once {
+            self.answer(id, Err(failure), turn);
         }
     }
 
@@ -195,11 +162,10 @@ impl Decode {
 
     pub(super) fn flow_news(
         &mut self,
-        now: Nanos,
         rank: u16,
         flow: FlowId,
         state: FlowState,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let Some(id) = self.flows.get(&flow).cloned() else { return };
         let (ended, failure) = match state {
@@ -209,7 +175,7 @@ impl Decode {
             FlowState::Failed(failure) => (true, Some(failure)),
         };
         if let Some(failure) = failure {
-            self.stop_reading(now, &id, failure, out);
+            self.stop_reading(&id, failure, turn);
         }
         let Some(read) = self.read_mut(&id) else { return };
         let Some((_, left)) = &mut read.flow else { return };
@@ -218,24 +184,24 @@ impl Decode {
         }
         if left.is_empty() {
             self.flows.remove(&flow);
-            self.read_ended(now, &id, out);
+            self.read_ended(&id, turn);
         }
     }
 
     /// Every rank has ended the read. What came after the end of the lease is not used, because
     /// the source may have been somebody else's by then.
-    fn read_ended(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
+    fn read_ended(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(read) = self.read_mut(id) else { return };
         let failure = read.failure.take();
         let expiry = self.requests.get(id).and_then(|request| request.lease.as_ref()?.expiry);
-        let late =
-            expiry.is_none_or(|expiry| now >= expiry) && !planted!("lease-not-checked-at-the-end");
+        let late = expiry.is_none_or(|expiry| turn.now >= expiry)
+            && !planted!("lease-not-checked-at-the-end");
         let result = match failure {
             Some(failure) => Err(failure),
             None if late => Err(Failure::LeaseExpired),
             None => Ok(()),
         };
-        self.release_source(now, id, out);
-        self.answer(now, id, result, out);
+        self.release_source(id, turn);
+        self.answer(id, result, turn);
     }
 }

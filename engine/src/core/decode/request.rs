@@ -1,16 +1,43 @@
 //! The engine's requests: announced, loaded or failed, and never answered twice.
 
-use super::read::{KvRead, Lease};
-use super::{Decode, DecodeOutbox};
+use super::{Decode, DecodeTurn};
 use crate::core::block_ledger::BlockOwner;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, ConnectionId, EngineId, Incarnation, RankSet, RequestId};
-use crate::core::layout::{BlockList, GroupKind, Mismatch, senders};
+use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId};
+use crate::core::layout::{BlockList, GroupKind, senders};
 use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode};
 use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
+
+/// The prefill's promise to keep a prompt's blocks.
+#[derive(Debug)]
+pub(super) struct Lease {
+    /// When the newest question about it was sent, and its number.
+    pub(super) asked: (Nanos, u32),
+    /// How long it is granted for at a time; zero before the grant.
+    pub(super) length: Nanos,
+    /// Until when what was read may be used; none before the grant, nor if it took so long that it
+    /// has to be renewed first.
+    pub(super) expiry: Option<Nanos>,
+    /// The source blocks, once they are granted.
+    pub(super) remote: Option<GroupBlocks>,
+}
+
+impl Lease {
+    fn asked(now: Nanos) -> Lease {
+        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
+    }
+}
+
+/// One read of a prompt's KV.
+#[derive(Debug, Default)]
+pub(super) struct KvRead {
+    /// The flow and the ranks that have not ended it.
+    pub(super) flow: Option<(FlowId, RankSet)>,
+    pub(super) failure: Option<Failure>,
+}
 
 /// Where a request stands between its arrival and its answer.
 #[derive(Debug)]
@@ -43,7 +70,7 @@ pub(super) struct DecodeRequest {
     pub(super) prefill: (EngineId, Endpoint),
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
-    owner: BlockOwner,
+    pub(super) owner: BlockOwner,
 }
 
 impl DecodeRequest {
@@ -56,28 +83,26 @@ impl DecodeRequest {
 impl Decode {
     pub(super) fn arrived(
         &mut self,
-        now: Nanos,
         id: RequestId,
         leg: DecodeLeg,
         tokens: u32,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
-            out.push(DecodeAnswer::Rejected { request: id, failure });
+            turn.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
         let connection = match &leg.moriio {
-            Some(peer) => self.peer_manager.reach_moriio(now, (&id, &leg.key), peer, out),
-            None => self.peer_manager.reach(now, &leg.prefill, &leg.control, leg.incarnation, out),
+            Some(peer) => self.peer_manager.reach_moriio((&id, &leg.key), peer, turn),
+            None => self.peer_manager.reach(&leg.prefill, &leg.control, leg.incarnation, turn),
         };
         if self.is_past(connection, leg.incarnation) {
-            self.ids.remove_request(&id);
-            out.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
+            turn.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
             return;
         }
-        self.peer_manager.hold(now, connection, out);
-        let owner = self.fresh_owner();
-        let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(now));
+        self.peer_manager.hold(connection, turn);
+        let owner = BlockOwner(self.fresh());
+        let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(turn.now));
         // A key may come again, so that its attempts have to differ from those before.
         let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
         let tag = AttemptTag { key: leg.key, sibling: leg.sibling, attempt };
@@ -86,6 +111,7 @@ impl Decode {
             Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
         };
         self.by_peer.insert(connection, id.clone());
+        self.by_transfer.insert((tag.key.clone(), tag.sibling), id.clone());
         self.requests.insert(
             id.clone(),
             DecodeRequest {
@@ -102,10 +128,10 @@ impl Decode {
             },
         );
         // A connection that is down says so itself, and why.
-        let full = !self.flush_pending(now, connection, out)
-            || self.peer_manager.send(now, connection, message, out) == Err(Failure::Overload);
+        let full = !self.flush_pending(connection, turn)
+            || self.peer_manager.send(connection, message, turn) == Err(Failure::Overload);
         if full {
-            self.reject(now, &id, Failure::Overload, out);
+            self.reject(&id, Failure::Overload, turn);
         }
     }
 
@@ -118,7 +144,7 @@ impl Decode {
 
     /// The peer said in which incarnation it is, and what waits for another one would wait in vain,
     /// later or not: a clock that went back gives a new incarnation a lower number.
-    pub(super) fn peer_up(&mut self, now: Nanos, connection: ConnectionId, out: &mut DecodeOutbox) {
+    pub(super) fn peer_up(&mut self, connection: ConnectionId, turn: &mut DecodeTurn<'_>) {
         if connection.is_moriio() {
             // Whoever speaks MoRIIO has no incarnations.
             return;
@@ -133,71 +159,70 @@ impl Decode {
                 && !planted!("past-incarnation-is-asked")
             {
                 self.peer_manager.peers.is_over(connection, asked);
-                self.fail(now, &id, Failure::PeerRestarted, out);
+                self.fail(&id, Failure::PeerRestarted, turn);
             }
         }
     }
 
     /// The prefill is ready for the request's blocks.
-    pub(super) fn due(&mut self, id: &RequestId, out: &mut DecodeOutbox) {
+    pub(super) fn due(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get_mut(id) else { return };
         if let DecodePhase::Arrived { due } = &mut request.phase
             && !std::mem::replace(due, true)
         {
-            out.push(DecodeAnswer::Allocate { request: id.clone() });
+            turn.push(DecodeAnswer::Allocate { request: id.clone() });
         }
     }
 
-    fn admit(&mut self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
+    fn admit(&self, id: &RequestId, leg: &DecodeLeg) -> Result<(), Failure> {
         self.peer_manager.admit(leg.mode, leg.moriio.as_ref(), self.requests.len())?;
         let transfer = (leg.key.clone(), leg.sibling);
-        if self.tombstones.contains(&transfer) {
-            return Err(Failure::DuplicateKey);
-        }
-        self.ids.insert(id.clone(), transfer.0, transfer.1)
+        let duplicate = self.tombstones.contains(&transfer)
+            || self.requests.contains_key(id)
+            || self.by_transfer.contains_key(&transfer);
+        if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
     pub(super) fn allocated(
         &mut self,
-        now: Nanos,
         id: RequestId,
         computed: u32,
         blocks: Vec<BlockList>,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         assert!(matches!(request.phase, DecodePhase::Arrived { .. }), "{id} was allocated twice");
         if computed >= request.tokens {
             if planted!("cached-prompt-is-not-released") {
-                return self.answer(now, &id, Ok(()), out);
+                return self.answer(&id, Ok(()), turn);
             }
-            self.release_source(now, &id, out);
-            return self.end(now, &id, Ok(()), out);
+            self.release_source(&id, turn);
+            return self.end(&id, Ok(()), turn);
         }
         let blocks = self.destinations(computed, blocks);
         let Some(request) = self.requests.get_mut(&id) else { return };
         for (group, list) in blocks.iter().enumerate() {
             if let Err(conflict) = self.ledger.claim_destination(request.owner, group, list) {
                 let why = Refused::Invalid(conflict.to_string().into());
-                self.release_source(now, &id, out);
-                return self.answer(now, &id, Err(Failure::Refused(why)), out);
+                self.release_source(&id, turn);
+                return self.answer(&id, Err(Failure::Refused(why)), turn);
             }
         }
         request.computed = computed;
         request.blocks = Arc::new(blocks);
         if request.lease.is_some() {
             request.phase = DecodePhase::Reading(KvRead::default());
-            return self.start_reading(&id, out);
+            return self.start_reading(&id, turn);
         }
         request.phase = DecodePhase::Announced { ranks: RankSet::EMPTY };
         let (tag, tokens) = (request.tag.clone(), request.tokens);
         let blocks = request.blocks.to_vec();
         let message = Message::Announce { tag, tokens, from: computed, blocks };
         let connection = request.connection;
-        if let Err(failure) = self.peer_manager.send(now, connection, message, out) {
+        if let Err(failure) = self.peer_manager.send(connection, message, turn) {
             // The prefill waits for the blocks, and would for long.
-            self.release_source(now, &id, out);
-            self.answer(now, &id, Err(failure), out);
+            self.release_source(&id, turn);
+            self.answer(&id, Err(failure), turn);
         }
     }
 
@@ -219,31 +244,25 @@ impl Decode {
         blocks
     }
 
-    pub(super) fn finished(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
+    pub(super) fn finished(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get(id) else { return };
         if matches!(request.phase, DecodePhase::Arrived { .. }) {
-            self.release_source(now, id, out);
-            self.remove(now, id, out);
+            self.release_source(id, turn);
+            self.remove(id, turn);
         } else {
-            self.fail(now, id, Failure::Cancelled, out);
+            self.fail(id, Failure::Cancelled, turn);
         }
     }
 
     /// Ends a request without success, as soon as no byte can land in its blocks.
-    pub(super) fn fail(
-        &mut self,
-        now: Nanos,
-        id: &RequestId,
-        failure: Failure,
-        out: &mut DecodeOutbox,
-    ) {
+    pub(super) fn fail(&mut self, id: &RequestId, failure: Failure, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get_mut(id) else { return };
         match &mut request.phase {
             DecodePhase::Arrived { .. } => {
                 if !planted!("rejected-without-release") {
-                    self.release_source(now, id, out);
+                    self.release_source(id, turn);
                 }
-                self.reject(now, id, failure, out);
+                self.reject(id, failure, turn);
             }
             DecodePhase::Announced { .. } => {
                 request.phase = DecodePhase::Ending(failure);
@@ -251,23 +270,22 @@ impl Decode {
                     (request.connection, request.tag.clone(), request.owner);
                 self.ledger.quarantine(owner);
                 // Told by `Ended`, or by the peer's `Down` if the message cannot be sent.
-                let _ = self.peer_manager.send(now, connection, Message::Cancel { tag }, out);
+                let _ = self.peer_manager.send(connection, Message::Cancel { tag }, turn);
                 if planted!("cancel-waits-for-nobody") {
-                    self.answer(now, id, Err(Failure::Cancelled), out);
+                    self.answer(id, Err(Failure::Cancelled), turn);
                 }
             }
-            DecodePhase::Reading(_) => self.stop_reading(now, id, failure, out),
+            DecodePhase::Reading(_) => self.stop_reading(id, failure, turn),
             DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
         }
     }
 
     pub(super) fn delivered(
         &mut self,
-        now: Nanos,
         id: RequestId,
         ranks: RankSet,
         tokens: u32,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         let Some(info) = self.peer_manager.info(request.connection) else { return };
@@ -281,14 +299,14 @@ impl Decode {
                 let result = if tokens == request.tokens || planted!("fewer-tokens-will-do") {
                     Ok(())
                 } else {
-                    let text = format!("{tokens} tokens delivered, {} wanted", request.tokens);
-                    Err(Failure::Mismatch(Mismatch(text.into())))
+                    let wanted = request.tokens;
+                    Err(Failure::mismatch(format!("{tokens} tokens delivered, {wanted} wanted")))
                 };
-                self.answer(now, &id, result, out);
+                self.answer(&id, result, turn);
             }
             DecodePhase::Ending(failure) if ranks.covers(needed) => {
                 let failure = failure.clone();
-                self.answer(now, &id, Err(failure), out);
+                self.answer(&id, Err(failure), turn);
             }
             _ => {}
         }
@@ -296,17 +314,16 @@ impl Decode {
 
     pub(super) fn ended(
         &mut self,
-        now: Nanos,
         id: &RequestId,
         failure: Failure,
         quiet: bool,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let owner = request.owner;
         match &mut request.phase {
             DecodePhase::Announced { .. } if quiet || planted!("blocks-back-without-quiet") => {
-                self.answer(now, id, Err(failure), out);
+                self.answer(id, Err(failure), turn);
             }
             DecodePhase::Announced { .. } => {
                 request.phase = DecodePhase::Ending(failure);
@@ -314,21 +331,20 @@ impl Decode {
             }
             DecodePhase::Ending(first) if quiet => {
                 let first = first.clone();
-                self.answer(now, id, Err(first), out);
+                self.answer(id, Err(first), turn);
             }
-            DecodePhase::Reading(_) => self.stop_reading(now, id, failure, out),
-            DecodePhase::Arrived { .. } if quiet => self.reject(now, id, failure, out),
-            DecodePhase::Arrived { .. } => self.fail(now, id, failure, out),
+            DecodePhase::Reading(_) => self.stop_reading(id, failure, turn),
+            DecodePhase::Arrived { .. } if quiet => self.reject(id, failure, turn),
+            DecodePhase::Arrived { .. } => self.fail(id, failure, turn),
             DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
         }
     }
 
     pub(super) fn peer_down(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: &Failure,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
         for id in self.by_peer.of(connection) {
             let Some(request) = self.requests.get_mut(&id) else { continue };
@@ -336,51 +352,46 @@ impl Decode {
             match &mut request.phase {
                 DecodePhase::Arrived { .. } => {
                     if connection.is_moriio() {
-                        self.release_source(now, &id, out);
+                        self.release_source(&id, turn);
                     } else {
                         // The prompt may be there, or a grant under way.
-                        self.add_pending_release(now, &id);
+                        self.add_pending_release(turn.now, &id);
                     }
-                    self.reject(now, &id, failure.clone(), out);
+                    self.reject(&id, failure.clone(), turn);
                 }
                 DecodePhase::Announced { .. } => {
                     request.phase = DecodePhase::Fencing(failure.clone());
                     self.ledger.quarantine(owner);
                     if planted!("silent-writer-is-not-fenced") {
-                        self.answer(now, &id, Err(failure.clone()), out);
+                        self.answer(&id, Err(failure.clone()), turn);
                     }
                     // The prefill may have heard neither of the blocks nor that they are gone.
-                    self.add_pending_release(now, &id);
+                    self.add_pending_release(turn.now, &id);
                 }
                 DecodePhase::Ending(first) => {
                     request.phase = DecodePhase::Fencing(first.clone());
-                    self.add_pending_release(now, &id);
+                    self.add_pending_release(turn.now, &id);
                 }
-                DecodePhase::Reading(_) => self.stop_reading(now, &id, failure.clone(), out),
+                DecodePhase::Reading(_) => self.stop_reading(&id, failure.clone(), turn),
                 DecodePhase::Fencing(_) => {}
             }
         }
     }
 
     /// Nothing of the peer lands here any more.
-    pub(super) fn peer_fenced(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        out: &mut DecodeOutbox,
-    ) {
+    pub(super) fn peer_fenced(&mut self, connection: ConnectionId, turn: &mut DecodeTurn<'_>) {
         for id in self.by_peer.of(connection) {
             if let Some(DecodeRequest { phase: DecodePhase::Fencing(failure), .. }) =
                 self.requests.get(&id)
             {
                 let failure = failure.clone();
-                self.answer(now, &id, Err(failure), out);
+                self.answer(&id, Err(failure), turn);
             }
         }
     }
 
     /// Tells the prefill that this engine needs nothing more of it.
-    pub(super) fn release_source(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
+    pub(super) fn release_source(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
         let (connection, tag) = (request.connection, request.tag.clone());
@@ -390,49 +401,33 @@ impl Decode {
             self.peer_manager.info(connection).is_some_and(|info| info.incarnation >= incarnation)
         };
         let told = request.incarnation.is_none_or(heard)
-            && self
-                .peer_manager
-                .send(now, connection, Message::Release { tag, ranks }, out)
-                .is_ok();
+            && self.peer_manager.send(connection, Message::Release { tag, ranks }, turn).is_ok();
         if !told && !planted!("unheard-release-is-forgotten") {
-            self.add_pending_release(now, id);
+            self.add_pending_release(turn.now, id);
         }
     }
 
-    pub(super) fn reject(
-        &mut self,
-        now: Nanos,
-        id: &RequestId,
-        failure: Failure,
-        out: &mut DecodeOutbox,
-    ) {
-        self.note_peer(now, id, Some(&failure));
-        self.remove(now, id, out);
-        out.push(DecodeAnswer::Rejected { request: id.clone(), failure });
+    pub(super) fn reject(&mut self, id: &RequestId, failure: Failure, turn: &mut DecodeTurn<'_>) {
+        self.note_peer(turn.now, id, Some(&failure));
+        self.remove(id, turn);
+        turn.push(DecodeAnswer::Rejected { request: id.clone(), failure });
     }
 
     /// The one answer of an allocated request.
     pub(super) fn answer(
         &mut self,
-        now: Nanos,
         id: &RequestId,
         result: Result<(), Failure>,
-        out: &mut DecodeOutbox,
+        turn: &mut DecodeTurn<'_>,
     ) {
-        self.note_peer(now, id, result.as_ref().err());
-        self.end(now, id, result, out);
+        self.note_peer(turn.now, id, result.as_ref().err());
+        self.end(id, result, turn);
     }
 
-    fn end(
-        &mut self,
-        now: Nanos,
-        id: &RequestId,
-        result: Result<(), Failure>,
-        out: &mut DecodeOutbox,
-    ) {
-        self.remove(now, id, out);
+    fn end(&mut self, id: &RequestId, result: Result<(), Failure>, turn: &mut DecodeTurn<'_>) {
+        self.remove(id, turn);
         let request = id.clone();
-        out.push(match result {
+        turn.push(match result {
             Ok(()) => DecodeAnswer::Loaded { request },
             Err(failure) => DecodeAnswer::LoadFailed { request, failure },
         });
@@ -451,25 +446,19 @@ impl Decode {
         }
     }
 
-    fn remove(&mut self, now: Nanos, id: &RequestId, out: &mut DecodeOutbox) {
+    fn remove(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.remove(id) else { return };
         self.by_peer.remove(request.connection, id);
-        if let Some(transfer) = self.ids.remove_request(id)
-            && !planted!("decode-forgets-ended-names")
-        {
-            self.tombstones.insert(transfer);
-        }
+        let transfer = (request.tag.key, request.tag.sibling);
+        self.by_transfer.remove(&transfer);
         if !planted!("ledger-keeps-its-entries") {
             self.ledger.release(request.owner);
         }
         self.cancel_timers(id);
-        self.peer_manager.forget(&request.tag.key);
-        self.peer_manager.unhold(now, request.connection, out);
-    }
-
-    pub(super) fn quarantine(&mut self, id: &RequestId) {
-        if let Some(request) = self.requests.get(id) {
-            self.ledger.quarantine(request.owner);
+        self.peer_manager.forget(&transfer.0);
+        if !planted!("decode-forgets-ended-names") {
+            self.tombstones.insert(transfer);
         }
+        self.peer_manager.unhold(request.connection, turn);
     }
 }

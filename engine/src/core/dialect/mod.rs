@@ -1,6 +1,5 @@
 //! Typed frames and their bytes.
 
-mod error;
 #[cfg(test)]
 mod golden;
 mod kind;
@@ -8,3 +7,30 @@ pub mod moriio;
 pub mod native;
 mod skim;
 mod unpack;
+
+use crate::core::error::PeerViolation;
+use std::fmt;
+use std::sync::Arc;
+
+/// Why bytes are no frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DecodeError {
+    /// Name of the message, if the header says it.
+    pub frame: &'static str,
+    pub rule: Arc<str>,
+}
+
+impl DecodeError {
+    /// The violation, with the name of who sent the bytes.
+    pub fn violation(&self, peer: &str) -> PeerViolation {
+        PeerViolation { peer: peer.into(), frame: self.frame.into(), rule: self.rule.clone() }
+    }
+}
+
+impl fmt::Display for DecodeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} in {}", self.rule, self.frame)
+    }
+}
+
+impl std::error::Error for DecodeError {}

@@ -9,7 +9,7 @@
 //! support of the versions before them. What is said without an agreed version, hellos and
 //! registrations, can only grow at the end; a listener of version 1 takes no such addition.
 
-pub use super::error::DecodeError;
+pub use super::DecodeError;
 use super::kind::MESSAGES;
 pub use super::kind::MessageKind;
 use super::skim::skim;
@@ -340,11 +340,4 @@ pub fn kind_of(message: &Message) -> MessageKind {
         Message::Cancel { .. } => MessageKind::Cancel,
         Message::Ended { .. } => MessageKind::Ended,
     }
-}
-
-/// 64-bit FNV-1a (<https://datatracker.ietf.org/doc/html/draft-eastlake-fnv>).
-pub(crate) fn hash(bytes: impl Iterator<Item = u8>) -> u64 {
-    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
-        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    })
 }

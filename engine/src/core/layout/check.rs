@@ -1,6 +1,5 @@
 //! Whether KV can be moved between two engines.
 
-use super::digest::LayerRows;
 use super::geometry::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
 use super::overlap::{ByteExtent, end, is_nested};
 use crate::core::ids::TP_MAX;
@@ -33,7 +32,11 @@ pub(crate) fn refuse<T>(text: fmt::Arguments<'_>) -> Result<T, Mismatch> {
 }
 
 /// Refuses two values that have to be equal.
-fn equal<T: PartialEq + fmt::Debug>(what: &str, source: T, receiver: T) -> Result<(), Mismatch> {
+pub(super) fn equal<T: PartialEq + fmt::Debug>(
+    what: &str,
+    source: T,
+    receiver: T,
+) -> Result<(), Mismatch> {
     match source == receiver {
         true => Ok(()),
         false => refuse(format_args!("{what}: source has {source:?}, receiver has {receiver:?}")),
@@ -61,32 +64,6 @@ pub(super) fn check_shapes(source: &Geometry, receiver: &Geometry) -> Result<(),
     geometry("source", source)?;
     geometry("receiver", receiver)?;
     same_model(source, receiver)
-}
-
-/// Refuses rows that are not those of `layers` layers: what was added to them would have no bound.
-pub(super) fn whole_rows(side: &str, rows: &[LayerRows], layers: u32) -> Result<(), Mismatch> {
-    let sum: u64 = rows.iter().map(|row| u64::from(row.layers)).sum();
-    if sum != u64::from(layers) || rows.iter().any(|row| row.layers == 0) {
-        return refuse(format_args!("{side} rows: of {sum} layers, not of {layers}"));
-    }
-    Ok(())
-}
-
-/// Refuses rows that differ between the two sides, each of which is whole.
-pub(super) fn check_rows(source: &[LayerRows], receiver: &[LayerRows]) -> Result<(), Mismatch> {
-    let mut first = 0;
-    for (one, other) in source.iter().zip(receiver) {
-        equal(&format!("element size of layer {first}"), one.element, other.element)?;
-        let what = format!("elements per token and head of layer {first}");
-        equal(&what, one.elements, other.elements)?;
-        first += u32::from(one.layers.min(other.layers));
-        equal(
-            &format!("layers with rows as those before layer {first}"),
-            one.layers,
-            other.layers,
-        )?;
-    }
-    equal("kinds of rows", source.len(), receiver.len())
 }
 
 /// [`check`] with one rank of the local engine, which knows no others.
@@ -368,12 +345,8 @@ fn same_layers(
 ) -> Result<(), Mismatch> {
     for (index, (one, other)) in source.iter().zip(receiver).enumerate() {
         equal(&format!("element size of layer {index}"), one.element, other.element)?;
-        let elements = |layer: &LayerLayout| match layer.slots {
-            HeadSlots::Fused => u64::from(layer.shape[3]),
-            HeadSlots::Split => 2 * u64::from(layer.shape[3]),
-        };
         let what = format!("elements per token and head of layer {index}");
-        equal(&what, elements(one), elements(other))?;
+        equal(&what, one.row_elements(), other.row_elements())?;
         let group = at.group_of(index as u16).map(|group| at.groups[group].kind);
         if group == Some(GroupKind::State) {
             let shape = |layer: &LayerLayout| [layer.shape[1], layer.shape[2]];

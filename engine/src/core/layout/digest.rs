@@ -1,8 +1,8 @@
 //! What an instance says of its KV cache before anybody connects, so that only engines that fit are
 //! paired.
 
-use super::check::{Mismatch, check_rows, check_shapes, whole_rows};
-use super::geometry::{Geometry, HeadSlots, RankLayout};
+use super::check::{Mismatch, check_shapes, equal, refuse};
+use super::geometry::{Geometry, RankLayout};
 use serde::{Deserialize, Serialize};
 
 /// A digest of what has to fit between two engines: all that [`super::check::check`] compares but
@@ -30,8 +30,7 @@ impl LayoutDigest {
     pub fn new(geometry: &Geometry, ranks: &[RankLayout]) -> LayoutDigest {
         let mut rows: Vec<LayerRows> = Vec::new();
         for layer in ranks.first().map_or(&[][..], |rank| &rank.layers) {
-            let row = u64::from(layer.shape[3]);
-            let elements = if layer.slots == HeadSlots::Split { 2 * row } else { row };
+            let elements = layer.row_elements();
             match rows.last_mut() {
                 Some(last) if (last.element, last.elements) == (layer.element, elements) => {
                     last.layers = last.layers.saturating_add(1);
@@ -54,4 +53,30 @@ impl LayoutDigest {
         }
         check_rows(&self.rows, &receiver.rows)
     }
+}
+
+/// Refuses rows that are not those of `layers` layers: what was added to them would have no bound.
+fn whole_rows(side: &str, rows: &[LayerRows], layers: u32) -> Result<(), Mismatch> {
+    let sum: u64 = rows.iter().map(|row| u64::from(row.layers)).sum();
+    if sum != u64::from(layers) || rows.iter().any(|row| row.layers == 0) {
+        return refuse(format_args!("{side} rows: of {sum} layers, not of {layers}"));
+    }
+    Ok(())
+}
+
+/// Refuses rows that differ between the two sides, each of which is whole.
+fn check_rows(source: &[LayerRows], receiver: &[LayerRows]) -> Result<(), Mismatch> {
+    let mut first = 0;
+    for (one, other) in source.iter().zip(receiver) {
+        equal(&format!("element size of layer {first}"), one.element, other.element)?;
+        let what = format!("elements per token and head of layer {first}");
+        equal(&what, one.elements, other.elements)?;
+        first += u32::from(one.layers.min(other.layers));
+        equal(
+            &format!("layers with rows as those before layer {first}"),
+            one.layers,
+            other.layers,
+        )?;
+    }
+    equal("kinds of rows", source.len(), receiver.len())
 }

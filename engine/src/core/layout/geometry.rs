@@ -1,5 +1,6 @@
 //! What the KV cache of one engine looks like.
 
+use crate::core::ids::hash;
 use crate::fabric::{Address, RegionDesc};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -44,30 +45,30 @@ impl Geometry {
     /// FNV-1a (64 bit) over all fields, little-endian, with lengths and tags in front of what
     /// varies: the same on every machine, see [`crate::core::message::Hello::fingerprint`].
     pub fn fingerprint(&self) -> u64 {
-        let mut hash = Fnv::new();
-        hash.number(self.model.len() as u64);
-        hash.bytes(self.model.as_bytes());
+        let mut bytes = (self.model.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(self.model.as_bytes());
+        let mut number = |number: u64| bytes.extend(number.to_le_bytes());
         for field in [self.tp, self.kv_heads, u16::from(self.latent), self.layers] {
-            hash.number(u64::from(field));
+            number(u64::from(field));
         }
-        hash.number(self.groups.len() as u64);
+        number(self.groups.len() as u64);
         for group in &self.groups {
             let (tag, tokens) = match group.kind {
                 GroupKind::Full => (0, 0),
                 GroupKind::Window { tokens } => (1, tokens),
                 GroupKind::State => (2, 0),
             };
-            hash.number(tag);
-            hash.number(u64::from(tokens));
-            hash.number(u64::from(group.block_tokens));
-            hash.number(group.layers.len() as u64);
-            group.layers.iter().for_each(|layer| hash.number(u64::from(*layer)));
+            number(tag);
+            number(u64::from(tokens));
+            number(u64::from(group.block_tokens));
+            number(group.layers.len() as u64);
+            group.layers.iter().for_each(|layer| number(u64::from(*layer)));
         }
         // Nothing for most, so that their fingerprints are those of before there was this field.
         if self.packed {
-            hash.number(1);
+            number(1);
         }
-        hash.0
+        hash(bytes.into_iter())
     }
 
     /// The group of a layer, if it is in one.
@@ -104,25 +105,6 @@ impl Geometry {
     /// KV heads of one rank. The tensor parallel size is checked already.
     pub(super) fn rank_heads(&self) -> u16 {
         (self.kv_heads / self.tp).max(1)
-    }
-}
-
-/// FNV-1a, 64 bit (Fowler, Noll, Vo: offset basis and prime of the reference).
-struct Fnv(u64);
-
-impl Fnv {
-    fn new() -> Fnv {
-        Fnv(0xcbf2_9ce4_8422_2325)
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
-
-    fn number(&mut self, number: u64) {
-        self.bytes(&number.to_le_bytes());
     }
 }
 
@@ -226,5 +208,13 @@ impl LayerLayout {
     /// Bytes of one token in one head slot.
     pub(super) fn row_bytes(&self) -> u64 {
         u64::from(self.shape[3]) * u64::from(self.element)
+    }
+
+    /// Elements of K and V together, per token and head.
+    pub(super) fn row_elements(&self) -> u64 {
+        match self.slots {
+            HeadSlots::Fused => u64::from(self.shape[3]),
+            HeadSlots::Split => 2 * u64::from(self.shape[3]),
+        }
     }
 }

@@ -1,13 +1,13 @@
 //! The decode's part at a prefill: asks in its name, and hears the notices that it sends.
 
 use super::{DialPurpose, MoriioPeers, MoriioTimer, READERS};
-use crate::core::dialect::moriio::notify::{DecodeNotice, Release, RemoteBlocks};
+use crate::core::dialect::moriio::notify::{Release, RemoteBlocks, write_done};
 use crate::core::dialect::moriio::params::MoriioRemote;
 use crate::core::dialect::moriio::ports::expected_acks;
 use crate::core::ids::{Attempt, ConnectionId, RankSet, TransferId, TransferKey};
 use crate::core::layout::BlockList;
 use crate::core::message::{AttemptTag, Message, Mode, MoriioLeg};
-use crate::core::peers::{PeerEvent, PeerOutbox};
+use crate::core::peers::{PeerEvent, PeerTurn};
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -49,14 +49,13 @@ impl MoriioPeers {
     /// A leg with a decode that speaks MoRIIO arrived: a receiver asks for the prompt.
     pub fn expect(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         (mode, tokens): (Mode, u32),
         peer: &Arc<MoriioLeg>,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let connection = match mode {
-            Mode::Push => self.connection_of(now, peer, out),
+            Mode::Push => self.connection_of(peer, turn),
             Mode::Pull => READERS,
         };
         let tag = AttemptTag { key: key.clone(), sibling: 0, attempt: Attempt(1) };
@@ -73,18 +72,18 @@ impl MoriioPeers {
         self.feeds.insert(key.id.clone(), feed);
         if mode == Mode::Pull {
             let message = Message::Pull { tag, tokens };
-            out.events.push(PeerEvent::Message { connection, message });
+            turn.events.push(PeerEvent::Message { connection, message });
         }
         let Some(early) = self.early.remove(&key.id) else { return };
         self.timers.cancel(&MoriioTimer::Early(key.id.clone()));
         if let Some(blocks) = early.blocks {
-            self.announce(now, &key.id, blocks, out);
+            self.announce(&key.id, blocks, turn);
         }
         for release in &early.releases {
-            self.on_release(now, release, out);
+            self.on_release(release, turn);
         }
         if early.unusable {
-            self.unusable(now, &key.id, out);
+            self.unusable(&key.id, turn);
         }
     }
 
@@ -100,28 +99,17 @@ impl MoriioPeers {
         Some(self.early.entry(transfer.clone()).or_default())
     }
 
-    pub(super) fn on_blocks(
-        &mut self,
-        now: Nanos,
-        notice: &RemoteBlocks,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn on_blocks(&mut self, notice: &RemoteBlocks, turn: &mut PeerTurn<'_>) {
         let blocks: Vec<u32> = notice.blocks().iter().map(|block| block.0).collect();
         if self.feeds.contains_key(notice.transfer()) {
-            self.announce(now, notice.transfer(), blocks, out);
-        } else if let Some(early) = self.early(now, notice.transfer()) {
+            self.announce(notice.transfer(), blocks, turn);
+        } else if let Some(early) = self.early(turn.now, notice.transfer()) {
             early.blocks.get_or_insert(blocks);
         }
     }
 
     /// The first list counts: writes to it may be under way.
-    fn announce(
-        &mut self,
-        now: Nanos,
-        transfer: &TransferId,
-        blocks: Vec<u32>,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn announce(&mut self, transfer: &TransferId, blocks: Vec<u32>, turn: &mut PeerTurn<'_>) {
         let Some(feed) = self.feeds.get_mut(transfer) else { return };
         if feed.connection == READERS || std::mem::replace(&mut feed.announced, true) {
             self.counters.violations = self.counters.violations.saturating_add(1);
@@ -131,18 +119,18 @@ impl MoriioPeers {
         if !self.connections.contains_key(&connection) {
             // It could not be reached when the leg came, and is there now.
             let peer = feed.peer.clone();
-            connection = self.connection_of(now, &peer, out);
+            connection = self.connection_of(&peer, turn);
             if let Some(feed) = self.feeds.get_mut(transfer) {
                 feed.connection = connection;
             }
         }
         let blocks = vec![BlockList::new(blocks)];
-        self.tell(connection, Message::Announce { tag, tokens, from: 0, blocks }, out);
+        self.tell(connection, Message::Announce { tag, tokens, from: 0, blocks }, turn);
     }
 
-    pub(super) fn on_release(&mut self, now: Nanos, notice: &Release, out: &mut PeerOutbox<'_>) {
+    pub(super) fn on_release(&mut self, notice: &Release, turn: &mut PeerTurn<'_>) {
         let Some(feed) = self.feeds.get_mut(notice.transfer()) else {
-            if let Some(early) = self.early(now, notice.transfer())
+            if let Some(early) = self.early(turn.now, notice.transfer())
                 && early.releases.len() < EARLY_RELEASES_MAX
             {
                 early.releases.push(notice.clone());
@@ -160,40 +148,35 @@ impl MoriioPeers {
         }
         let (connection, tag) = (feed.connection, feed.tag.clone());
         let ranks = RankSet::first(self.geometry.tp);
-        out.events
+        turn.events
             .push(PeerEvent::Message { connection, message: Message::Release { tag, ranks } });
     }
 
     /// A decode announced blocks that are none: nothing can be written for it.
-    pub(super) fn unusable(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn unusable(&mut self, transfer: &TransferId, turn: &mut PeerTurn<'_>) {
         let Some(feed) = self.feeds.get(transfer) else {
-            if let Some(early) = self.early(now, transfer) {
+            if let Some(early) = self.early(turn.now, transfer) {
                 early.unusable = true;
             }
             return;
         };
         self.counters.untold = self.counters.untold.saturating_add(1);
         let (connection, tag) = (feed.connection, feed.tag.clone());
-        out.events.push(PeerEvent::Message { connection, message: Message::Cancel { tag } });
+        turn.events.push(PeerEvent::Message { connection, message: Message::Cancel { tag } });
     }
 
     /// What the prefill core says to a decode.
-    pub(super) fn on_prefill_message(
-        &mut self,
-        now: Nanos,
-        message: Message,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn on_prefill_message(&mut self, message: Message, turn: &mut PeerTurn<'_>) {
         let transfer = message.tag().key.id.clone();
         let Some(feed) = self.feeds.get_mut(&transfer) else { return };
         match message {
             Message::Grant { lease, .. } => {
-                feed.hold = Some((now + self.config.settings.hold, lease));
-                self.timers.arm(MoriioTimer::Renew(transfer), now + lease.scale(1, 3));
+                feed.hold = Some((turn.now + self.config.settings.hold, lease));
+                self.timers.arm(MoriioTimer::Renew(transfer), turn.now + lease.scale(1, 3));
             }
             Message::Delivered { .. } => {
                 if let Some(peer) = feed.peer.peer.clone() {
-                    self.say_written(now, &peer, &transfer, out);
+                    self.say_written(&peer, &transfer, turn);
                 }
                 self.forget(&transfer);
             }
@@ -206,18 +189,11 @@ impl MoriioPeers {
     }
 
     /// Tells each rank that this engine wrote to.
-    fn say_written(
-        &mut self,
-        now: Nanos,
-        peer: &MoriioRemote,
-        transfer: &TransferId,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn say_written(&mut self, peer: &MoriioRemote, transfer: &TransferId, turn: &mut PeerTurn<'_>) {
         for rank in 0..self.geometry.tp {
             match self.endpoint(DialPurpose::WriteDone, peer, rank) {
                 Ok(to) => {
-                    let frame = DecodeNotice::WriteDone(transfer.clone()).encode();
-                    self.notify(now, to, frame, out);
+                    self.notify(to, write_done(transfer), turn);
                 }
                 Err(_) => self.counters.untold = self.counters.untold.saturating_add(1),
             }
@@ -225,15 +201,15 @@ impl MoriioPeers {
     }
 
     /// Keeps a source for a decode that never says that it still reads.
-    pub(super) fn renew(&mut self, now: Nanos, transfer: &TransferId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn renew(&mut self, transfer: &TransferId, turn: &mut PeerTurn<'_>) {
         let Some(feed) = self.feeds.get_mut(transfer) else { return };
         let Some((until, lease)) = feed.hold else { return };
-        if now + lease > until {
+        if turn.now + lease > until {
             return;
         }
         feed.renewals += 1;
         let (connection, tag, count) = (feed.connection, feed.tag.clone(), feed.renewals);
-        self.timers.arm(MoriioTimer::Renew(transfer.clone()), now + lease.scale(1, 3));
-        out.events.push(PeerEvent::Message { connection, message: Message::Renew { tag, count } });
+        self.timers.arm(MoriioTimer::Renew(transfer.clone()), turn.now + lease.scale(1, 3));
+        turn.events.push(PeerEvent::Message { connection, message: Message::Renew { tag, count } });
     }
 }

@@ -5,12 +5,12 @@ use super::{DialPurpose as PortOf, MoriioPeers, MoriioTimer, OPEN_FENCE_KEY, mem
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::DecodeError;
 use crate::core::dialect::moriio::handshake::{
-    AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
+    AgentMetadata, HandshakeRequest, LayerMemory, decode_call,
 };
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, EngineId, Incarnation};
 use crate::core::message::Message;
-use crate::core::peers::{PeerEvent, PeerInfo, PeerOutbox};
+use crate::core::peers::{PeerEvent, PeerInfo, PeerTurn};
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId, LinkKind};
 use std::collections::BTreeSet;
@@ -63,7 +63,7 @@ pub(super) fn is_call(parts: &[Vec<u8>]) -> bool {
 
 impl MoriioPeers {
     /// Starts the handshake of a connection that has none under way.
-    pub(super) fn dial(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn dial(&mut self, id: ConnectionId, turn: &mut PeerTurn<'_>) {
         if self.ranks.is_none() {
             return;
         }
@@ -73,60 +73,51 @@ impl MoriioPeers {
         connection.metadata = None;
         self.handshakes.insert(link, id);
         let to = connection.endpoint.clone();
-        self.timers.arm_if_idle(MoriioTimer::Handshake(id), now + self.config.settings.handshake);
-        out.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
+        self.timers
+            .arm_if_idle(MoriioTimer::Handshake(id), turn.now + self.config.settings.handshake);
+        turn.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
     }
 
     /// Repeats a handshake that is too old.
-    pub(super) fn verify(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn verify(&mut self, id: ConnectionId, turn: &mut PeerTurn<'_>) {
         let trust = self.config.settings.trust;
         let old = |connection: &&MoriioConnection| {
-            connection.is_ready() && connection.verified + trust < now
+            connection.is_ready() && connection.verified + trust < turn.now
         };
         if self.connections.get(&id).filter(old).is_some() {
-            self.dial(now, id, out);
+            self.dial(id, turn);
         }
     }
 
     /// A receiver of notices hung up, and what it was told may be lost: whoever waits for it finds
     /// out whether it is still there.
-    pub(super) fn check_liveness(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOutbox<'_>) {
+    pub(super) fn check_liveness(&mut self, to: &Endpoint, turn: &mut PeerTurn<'_>) {
         let told = |fetch: &PrefillProxy| {
-            let peer = fetch.peer().peer.as_ref()?;
+            let peer = fetch.peer.peer.as_ref()?;
             let endpoint = self.endpoint(PortOf::RemoteBlocks, peer, 0).ok()?;
-            (endpoint == *to).then(|| fetch.connection())
+            (endpoint == *to).then_some(fetch.connection)
         };
         let connections: BTreeSet<ConnectionId> = self.fetches.values().filter_map(told).collect();
         for connection in connections {
             if self.connections.get(&connection).is_some_and(MoriioConnection::is_ready) {
-                self.dial(now, connection, out);
+                self.dial(connection, turn);
             }
         }
     }
 
-    pub(super) fn ask(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
-        out.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
-    }
-
     /// Nobody listens there now. A peer that was known is gone; one that is starting is asked again
     /// by the next leg.
-    pub(super) fn handshake_broke(&mut self, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn handshake_broke(&mut self, id: ConnectionId, turn: &mut PeerTurn<'_>) {
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.link = None;
         }
-        self.fail(id, Failure::Unreachable, out);
+        self.fail(id, Failure::Unreachable, turn);
     }
 
-    pub(super) fn on_reply(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        parts: &[Vec<u8>],
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn on_reply(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) {
         let Some(id) = self.handshakes.get(&link).copied() else {
             let error = DecodeError { frame: "notify", rule: "answer to a notice".into() };
-            return self.violation(link, &error, out);
+            return self.violation(link, &error, turn);
         };
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let broken = match connection.metadata.take() {
@@ -138,35 +129,34 @@ impl MoriioPeers {
                 Err(error) => error,
             },
             Some(metadata) => match LayerMemory::decode(parts) {
-                Ok(memory) => return self.on_handshake_done(now, id, (metadata, memory), out),
+                Ok(memory) => return self.on_handshake_done(id, (metadata, memory), turn),
                 Err(error) => error,
             },
         };
         let peer = connection.endpoint.to_string();
-        self.violation(link, &broken, out);
-        self.fail(id, Failure::Violation(broken.violation(&peer)), out);
+        self.violation(link, &broken, turn);
+        self.fail(id, Failure::Violation(broken.violation(&peer)), turn);
     }
 
     /// Both replies are there.
     fn on_handshake_done(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         replies: (AgentMetadata, LayerMemory),
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let (Some(connection), Some(ranks)) = (self.connections.get_mut(&id), &self.ranks) else {
             return;
         };
         if let Some(link) = connection.link.take() {
             self.handshakes.remove(&link);
-            out.commands.push(ControlCommand::HangUp { link });
+            turn.commands.push(ControlCommand::HangUp { link });
         }
         self.timers.cancel(&MoriioTimer::Handshake(id));
-        connection.verified = now;
+        connection.verified = turn.now;
         if let Some(before) = &connection.replies {
             if *before != replies {
-                return self.fail(id, Failure::PeerRestarted, out);
+                return self.fail(id, Failure::PeerRestarted, turn);
             }
         } else {
             let own = (&*self.geometry, &ranks[..]);
@@ -182,37 +172,37 @@ impl MoriioPeers {
                         fence_key: OPEN_FENCE_KEY,
                     });
                     connection.replies = Some(replies);
-                    out.events.push(PeerEvent::Up { connection: id });
+                    turn.events.push(PeerEvent::Up { connection: id });
                 }
-                Err(mismatch) => return self.fail(id, Failure::Mismatch(mismatch), out),
+                Err(mismatch) => return self.fail(id, Failure::Mismatch(mismatch), turn),
             }
         }
         let pending = connection.pending.drain(..);
-        out.events.extend(pending.map(|message| PeerEvent::Message { connection: id, message }));
+        turn.events.extend(pending.map(|message| PeerEvent::Message { connection: id, message }));
     }
 
     /// Tells the core something in the name of a peer, once its memory is known.
-    pub(super) fn tell(&mut self, id: ConnectionId, message: Message, out: &mut PeerOutbox<'_>) {
+    pub(super) fn tell(&mut self, id: ConnectionId, message: Message, turn: &mut PeerTurn<'_>) {
         match self.connections.get_mut(&id) {
             Some(connection) if !connection.is_ready() => {
                 if connection.pending.len() >= PENDING_MAX {
-                    return self.fail(id, Failure::Overload, out);
+                    return self.fail(id, Failure::Overload, turn);
                 }
                 connection.pending.push(message);
             }
-            Some(_) => out.events.push(PeerEvent::Message { connection: id, message }),
+            Some(_) => turn.events.push(PeerEvent::Message { connection: id, message }),
             // Its `Down` has dealt with what was under way.
             None => {}
         }
     }
 
     /// Answers whoever asks for this engine's memory.
-    pub(super) fn answer(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn answer(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         if self.ranks.is_none() {
             if self.early_calls.len() < self.config.settings.links_max as usize {
                 self.early_calls.insert(link);
             } else {
-                out.commands.push(ControlCommand::HangUp { link });
+                turn.commands.push(ControlCommand::HangUp { link });
             }
             return;
         }
@@ -224,7 +214,7 @@ impl MoriioPeers {
             }
         };
         for [_, frame] in frames {
-            out.commands.push(ControlCommand::Reply { link, frame });
+            turn.commands.push(ControlCommand::Reply { link, frame });
         }
     }
 }

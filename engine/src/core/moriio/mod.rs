@@ -23,7 +23,7 @@ pub(super) use handshake::PENDING_MAX;
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
-use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory};
+use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use super::dialect::moriio::params::MoriioRemote;
 use super::dialect::moriio::ports::DialPurpose;
 use super::error::{Failure, stranger};
@@ -32,7 +32,7 @@ use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
 use super::machine::Gauges;
 use super::message::{Message, MoriioLeg, Role};
-use super::peers::{PeerEvent, PeerInfo, PeerOutbox, unused};
+use super::peers::{PeerEvent, PeerInfo, PeerTurn, unused};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
@@ -133,7 +133,7 @@ impl MoriioPeers {
     }
 
     /// Says where the KV of the own ranks lies. Other ranks than before end all connections.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOutbox<'_>) {
+    pub fn set_ranks(&mut self, ranks: Vec<RankLayout>, turn: &mut PeerTurn<'_>) {
         if self.ranks.as_ref() == Some(&ranks) {
             return;
         }
@@ -148,13 +148,13 @@ impl MoriioPeers {
         let connections: Vec<ConnectionId> = self.connections.keys().copied().collect();
         for connection in connections {
             if rebuilt {
-                self.fail(connection, Failure::EngineGone, out);
+                self.fail(connection, Failure::EngineGone, turn);
             } else {
-                self.dial(now, connection, out);
+                self.dial(connection, turn);
             }
         }
         for link in std::mem::take(&mut self.early_calls) {
-            self.answer(link, out);
+            self.answer(link, turn);
         }
     }
 
@@ -170,42 +170,35 @@ impl MoriioPeers {
     }
 
     /// Queues a message on the way to a peer, as far as the wire knows it.
-    pub fn send(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        message: Message,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub fn send(&mut self, connection: ConnectionId, message: Message, turn: &mut PeerTurn<'_>) {
         match self.role {
-            Role::Prefill => self.on_prefill_message(now, message, out),
-            Role::Decode => self.on_decode_message(now, connection, message, out),
+            Role::Prefill => self.on_prefill_message(message, turn),
+            Role::Decode => self.on_decode_message(connection, message, turn),
         }
     }
 
     /// Takes an event of the control plane that is about MoRIIO; gives back any other.
     pub fn control(
         &mut self,
-        now: Nanos,
         event: ControlEvent,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) -> Option<ControlEvent> {
         match event {
             ControlEvent::LinkUp { link, channel: LinkKind::Notify, from } if link.is_inbound() => {
-                self.hear_link(link, from, out);
+                self.hear_link(link, from, turn);
             }
-            ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, out),
+            ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, turn),
             ControlEvent::Frame { link, parts } if self.notify_links.contains_key(&link) => {
-                self.on_notice(now, link, &parts, out);
+                self.on_notice(link, &parts, turn);
             }
             ControlEvent::Frame { link, parts } if self.is_own(link) => {
-                self.on_reply(now, link, &parts, out);
+                self.on_reply(link, &parts, turn);
             }
             ControlEvent::Frame { link, parts } if handshake::is_call(&parts) => {
-                self.answer(link, out);
+                self.answer(link, turn);
             }
             ControlEvent::LinkDown { link } if self.notify_links.remove(&link).is_some() => {}
-            ControlEvent::LinkDown { link } if self.is_own(link) => self.link_down(now, link, out),
+            ControlEvent::LinkDown { link } if self.is_own(link) => self.link_down(link, turn),
             other => {
                 if let ControlEvent::LinkDown { link } = &other {
                     self.early_calls.remove(link);
@@ -217,49 +210,51 @@ impl MoriioPeers {
     }
 
     /// Somebody will send notices by this link, unless too many do.
-    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, out: &mut PeerOutbox<'_>) {
+    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, turn: &mut PeerTurn<'_>) {
         if self.notify_links.len() < self.config.settings.links_max as usize {
             self.notify_links.insert(link, from);
         } else {
-            out.commands.push(ControlCommand::HangUp { link });
+            turn.commands.push(ControlCommand::HangUp { link });
         }
     }
 
-    fn link_up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+    fn link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         if self.handshakes.contains_key(&link) {
-            self.ask(link, out);
+            turn.commands.push(ControlCommand::Send { link, frame: REQUEST.to_vec() });
         } else {
-            self.notices.up(link, out);
+            self.notices.up(link, turn);
         }
     }
 
-    fn link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) {
+    fn link_down(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         match self.handshakes.remove(&link) {
-            Some(connection) => self.handshake_broke(connection, out),
+            Some(connection) => self.handshake_broke(connection, turn),
             None => {
                 let Some((to, waiting)) = self.notices.down(link) else { return };
                 match waiting {
-                    true => self.timers.arm(MoriioTimer::Notice(to.clone()), now + notice::REDIAL),
+                    true => {
+                        self.timers.arm(MoriioTimer::Notice(to.clone()), turn.now + notice::REDIAL)
+                    }
                     false => _ = self.timers.cancel(&MoriioTimer::Notice(to.clone())),
                 }
-                self.check_liveness(now, &to, out);
+                self.check_liveness(&to, turn);
             }
         }
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut PeerOutbox<'_>) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    pub fn tick(&mut self, turn: &mut PeerTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
                 MoriioTimer::Handshake(connection) => {
-                    self.fail(connection, Failure::Unreachable, out)
+                    self.fail(connection, Failure::Unreachable, turn)
                 }
-                MoriioTimer::Notice(to) => self.renotify(now, &to, out),
+                MoriioTimer::Notice(to) => self.renotify(&to, turn),
                 MoriioTimer::Early(transfer) => {
                     self.early.remove(&transfer);
                 }
-                MoriioTimer::Renew(transfer) => self.renew(now, &transfer, out),
-                MoriioTimer::Written(transfer) => self.overdue(&transfer, out),
+                MoriioTimer::Renew(transfer) => self.renew(&transfer, turn),
+                MoriioTimer::Written(transfer) => self.overdue(&transfer, turn),
             }
         }
     }
@@ -275,15 +270,15 @@ impl MoriioPeers {
     }
 
     /// Ends all that is under way with a peer, with `Down`. Unknown connections are ignored.
-    pub fn fail(&mut self, connection: ConnectionId, failure: Failure, out: &mut PeerOutbox<'_>) {
+    pub fn fail(&mut self, connection: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
         let Some(state) = self.connections.remove(&connection) else { return };
         self.targets.remove(&state.endpoint);
         self.timers.cancel(&MoriioTimer::Handshake(connection));
         if let Some(link) = state.link {
             self.handshakes.remove(&link);
-            out.commands.push(ControlCommand::HangUp { link });
+            turn.commands.push(ControlCommand::HangUp { link });
         }
-        out.events.push(PeerEvent::Down { connection, failure, unacked_releases: None });
+        turn.events.push(PeerEvent::Down { connection, failure, unacked_releases: None });
     }
 
     /// The engine is done with a transfer.
@@ -321,18 +316,13 @@ impl MoriioPeers {
     }
 
     /// The connection of a peer; starts a handshake if there is none, or none that can be trusted.
-    fn connection_of(
-        &mut self,
-        now: Nanos,
-        peer: &MoriioLeg,
-        out: &mut PeerOutbox<'_>,
-    ) -> ConnectionId {
+    fn connection_of(&mut self, peer: &MoriioLeg, turn: &mut PeerTurn<'_>) -> ConnectionId {
         let endpoint =
             peer.peer.as_ref().map(|peer| self.endpoint(DialPurpose::Handshake, peer, 0));
         if let Some(Ok(endpoint)) = &endpoint
             && let Some(connection) = self.targets.get(endpoint).copied()
         {
-            self.verify(now, connection, out);
+            self.verify(connection, turn);
             return connection;
         }
         let full = self.connections.len() >= self.config.settings.peers_max as usize
@@ -348,11 +338,11 @@ impl MoriioPeers {
                 let connection = ConnectionId(ConnectionId::MORIIO | self.last_id);
                 self.targets.insert(endpoint.clone(), connection);
                 self.connections.insert(connection, MoriioConnection::new(endpoint));
-                self.dial(now, connection, out);
+                self.dial(connection, turn);
                 connection
             }
             Err(failure) => {
-                out.events.push(PeerEvent::Down {
+                turn.events.push(PeerEvent::Down {
                     connection: NOBODY,
                     failure,
                     unacked_releases: None,
@@ -382,7 +372,7 @@ impl MoriioPeers {
         !link.is_inbound() && link.0 & LinkId::MORIIO != 0
     }
 
-    fn violation(&mut self, link: LinkId, error: &DecodeError, out: &mut PeerOutbox<'_>) {
+    fn violation(&mut self, link: LinkId, error: &DecodeError, turn: &mut PeerTurn<'_>) {
         self.counters.violations = self.counters.violations.saturating_add(1);
         let peer = match self
             .handshakes
@@ -392,7 +382,7 @@ impl MoriioPeers {
             Some(connection) => connection.endpoint.to_string(),
             None => stranger(link, self.notify_links.get(&link).and_then(Option::as_ref)),
         };
-        out.events.push(PeerEvent::Violation(error.violation(&peer)));
+        turn.events.push(PeerEvent::Violation(error.violation(&peer)));
     }
 }
 

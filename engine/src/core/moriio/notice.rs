@@ -6,7 +6,7 @@ use crate::core::dialect::moriio::notify::{
     ReceivedPrefillNotice, decode_at_decode, decode_at_prefill,
 };
 use crate::core::message::Role;
-use crate::core::peers::PeerOutbox;
+use crate::core::peers::PeerTurn;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId, LinkKind};
 use std::collections::{BTreeMap, VecDeque};
@@ -49,13 +49,13 @@ impl NoticeSender {
     }
 
     /// A link can be used: sends what waits for it.
-    pub(super) fn up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         let Some(line) = self.links.get(&link).and_then(|to| self.lines.get_mut(to)) else {
             return;
         };
         line.up = true;
         let frames = line.queue.drain(..).map(|(_, frame)| ControlCommand::Send { link, frame });
-        frames.for_each(|frame| out.commands.push(frame));
+        frames.for_each(|frame| turn.commands.push(frame));
     }
 
     /// A link is gone; returns where it led to and whether notices wait for it.
@@ -87,13 +87,7 @@ impl NoticeSender {
 
 impl MoriioPeers {
     /// Sends a notice, at the latest when the receiver can be reached again.
-    pub(super) fn notify(
-        &mut self,
-        now: Nanos,
-        to: Endpoint,
-        frame: Vec<u8>,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn notify(&mut self, to: Endpoint, frame: Vec<u8>, turn: &mut PeerTurn<'_>) {
         let settings = &self.config.settings;
         let full = self.notices.lines.len() >= settings.links_max as usize;
         if full && !self.notices.lines.contains_key(&to) {
@@ -102,63 +96,55 @@ impl MoriioPeers {
         }
         let line = self.notices.lines.entry(to.clone()).or_default();
         if let (Some(link), true) = (line.link, line.up) {
-            out.commands.push(ControlCommand::Send { link, frame });
+            turn.commands.push(ControlCommand::Send { link, frame });
             return;
         }
         if line.queue.len() >= settings.notices_max as usize {
             self.notices.dropped = self.notices.dropped.saturating_add(1);
             return;
         }
-        line.queue.push_back((now + settings.notice, frame));
+        line.queue.push_back((turn.now + settings.notice, frame));
         if line.link.is_none() {
-            self.dial_line(now, to, out);
+            self.dial_line(to, turn);
         }
     }
 
-    fn dial_line(&mut self, now: Nanos, to: Endpoint, out: &mut PeerOutbox<'_>) {
+    fn dial_line(&mut self, to: Endpoint, turn: &mut PeerTurn<'_>) {
         let link = self.fresh_link();
         let Some(line) = self.notices.lines.get_mut(&to) else { return };
         line.link = Some(link);
         self.notices.links.insert(link, to.clone());
-        self.timers.arm(MoriioTimer::Notice(to.clone()), now + self.config.settings.notice);
-        out.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Notify });
+        self.timers.arm(MoriioTimer::Notice(to.clone()), turn.now + self.config.settings.notice);
+        turn.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Notify });
     }
 
     /// Notices wait for a receiver: dial it again, or give them up.
-    pub(super) fn renotify(&mut self, now: Nanos, to: &Endpoint, out: &mut PeerOutbox<'_>) {
-        if !self.notices.expire(now, to) {
+    pub(super) fn renotify(&mut self, to: &Endpoint, turn: &mut PeerTurn<'_>) {
+        if !self.notices.expire(turn.now, to) {
             return;
         }
         let Some(line) = self.notices.lines.get(to) else { return };
         if line.link.is_none() {
-            self.dial_line(now, to.clone(), out);
+            self.dial_line(to.clone(), turn);
         }
     }
 
     /// A notice came. What is none is counted, reported and dropped.
-    pub(super) fn on_notice(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        parts: &[Vec<u8>],
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn on_notice(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) {
         let heard = match self.role {
             Role::Prefill => decode_at_prefill(parts).map(Ok),
             Role::Decode => decode_at_decode(parts).map(Err),
         };
         match heard {
-            Ok(Ok(ReceivedPrefillNotice::RemoteBlocks(notice))) => {
-                self.on_blocks(now, &notice, out)
-            }
-            Ok(Ok(ReceivedPrefillNotice::Release(notice))) => self.on_release(now, &notice, out),
+            Ok(Ok(ReceivedPrefillNotice::RemoteBlocks(notice))) => self.on_blocks(&notice, turn),
+            Ok(Ok(ReceivedPrefillNotice::Release(notice))) => self.on_release(&notice, turn),
             Ok(Ok(ReceivedPrefillNotice::Unusable { transfer, rule })) => {
                 let error = super::DecodeError { frame: "remote_blocks", rule: rule.into() };
-                self.violation(link, &error, out);
-                self.unusable(now, &transfer, out);
+                self.violation(link, &error, turn);
+                self.unusable(&transfer, turn);
             }
-            Ok(Err(transfer)) => self.on_written(&transfer, out),
-            Err(error) => self.violation(link, &error, out),
+            Ok(Err(transfer)) => self.on_written(&transfer, turn),
+            Err(error) => self.violation(link, &error, turn),
         }
     }
 }

@@ -33,9 +33,8 @@ fn slots_of_moriio_peers_that_are_used_up_are_overload() {
     let mut peers = peers();
     peers.last_id = CONNECTION_MAX - 2;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
-    let connections =
-        [10, 20, 30].map(|port| peers.connection_of(Nanos::ZERO, &peer(port), &mut out));
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
+    let connections = [10, 20, 30].map(|port| peers.connection_of(&peer(port), turn));
     let last = ConnectionId(ConnectionId::MORIIO | (CONNECTION_MAX - 1));
     assert_eq!(connections, [last, NOBODY, NOBODY]);
     assert!(connections.iter().all(|connection| connection.is_moriio() && *connection != READERS));
@@ -49,9 +48,9 @@ fn what_finds_no_room_takes_no_slot() {
     let mut peers = peers();
     peers.config.settings.peers_max = 0;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
     for port in 10..20 {
-        peers.connection_of(Nanos::ZERO, &peer(port), &mut out);
+        peers.connection_of(&peer(port), turn);
     }
     assert_eq!((peers.last_id, events.len()), (0, 10));
 }
@@ -60,9 +59,9 @@ fn what_finds_no_room_takes_no_slot() {
 fn ids_of_links_come_again_but_those_in_use() {
     let mut peers = peers();
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
-    peers.connection_of(Nanos::ZERO, &peer(10), &mut out);
-    peers.notify(Nanos::ZERO, "tcp://there:1".into(), Vec::new(), &mut out);
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
+    peers.connection_of(&peer(10), turn);
+    peers.notify("tcp://there:1".into(), Vec::new(), turn);
     peers.next_link = LinkId::MORIIO - 2;
     let links = [(); 3].map(|()| peers.fresh_link());
     let own = |number| LinkId(LinkId::MORIIO | number);

@@ -1,15 +1,14 @@
 //! What is said and checked before anything else.
 
-use super::{Connection, LocalEngine, PeerEvent, PeerInfo, PeerOutbox, Peers};
+use super::{Connection, LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
 use crate::core::channel::{Channel, capability};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake;
 use crate::core::dialect::native::{self, ConnectionHeader, Frame, VERSION_MIN};
 use crate::core::error::Failure;
-use crate::core::ids::{ConnectionId, EngineId, Incarnation};
+use crate::core::ids::{ConnectionId, EngineId, Incarnation, hash};
 use crate::core::layout::{self, RankLayout};
 use crate::core::message::{Hello, Role};
-use crate::core::time::Nanos;
 use crate::fabric::LinkId;
 use std::sync::Arc;
 
@@ -31,7 +30,7 @@ pub(super) fn fence_key(
         let length = name.len() as u64;
         length.to_le_bytes().into_iter().chain(name).chain(incarnation.0.to_le_bytes())
     };
-    native::hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
+    hash(end(dialer).chain(end(acceptor)).chain(session.to_le_bytes()))
 }
 
 /// What two engines agreed on.
@@ -93,64 +92,57 @@ fn before(hello: &Hello, last: Incarnation) -> Failure {
 }
 
 impl Peers {
-    /// The own hello; None while the ranks are unknown.
-    fn hello(&self, session: u64, expects: &EngineId) -> Option<Box<Hello>> {
-        let ranks = self.ranks.as_ref()?;
-        Some(Box::new(Hello {
+    /// Says hello on a link that is being tried, or asks whether it may be said.
+    pub(super) fn say_hello(&self, connection: &Connection, link: LinkId, turn: &mut PeerTurn<'_>) {
+        if self.cautious && connection.native != Some(link) {
+            let frame = handshake::REQUEST.to_vec();
+            turn.commands.push(ControlCommand::Send { link, frame });
+            return;
+        }
+        self.greet(connection, link, Frame::Hello, turn);
+    }
+
+    /// Says who this is, in a hello or the answer to one; nothing while the ranks are unknown.
+    fn greet(
+        &self,
+        connection: &Connection,
+        link: LinkId,
+        frame: fn(Box<Hello>) -> Frame,
+        turn: &mut PeerTurn<'_>,
+    ) {
+        let Some(ranks) = &self.ranks else { return };
+        let hello = Hello {
             version: self.config.version,
             version_min: VERSION_MIN,
             engine: self.local.engine.clone(),
             incarnation: self.local.incarnation,
-            session,
-            expects: expects.clone(),
+            session: connection.session,
+            expects: connection.engine.clone(),
             role: self.local.role,
             capabilities: self.local.capabilities,
             geometry: (*self.local.geometry).clone(),
             fingerprint: self.fingerprint,
             ranks: ranks.clone(),
-        }))
-    }
-
-    /// Says hello on a link that is being tried, or asks whether it may be said.
-    pub(super) fn say_hello(
-        &self,
-        connection: &Connection,
-        link: LinkId,
-        out: &mut PeerOutbox<'_>,
-    ) {
-        if self.cautious && connection.native != Some(link) {
-            let frame = handshake::REQUEST.to_vec();
-            out.commands.push(ControlCommand::Send { link, frame });
-            return;
-        }
-        if let Some(hello) = self.hello(connection.session, &connection.engine) {
-            let frame = native::encode(&Frame::Hello(hello));
-            out.commands.push(ControlCommand::Send { link, frame });
-        }
-    }
-
-    fn say_welcome(&self, connection: &Connection, link: LinkId, out: &mut PeerOutbox<'_>) {
-        if let Some(hello) = self.hello(connection.session, &connection.engine) {
-            let frame = native::encode(&Frame::Welcome(hello));
-            out.commands.push(ControlCommand::Send { link, frame });
-        }
+        };
+        let frame = native::encode(&frame(Box::new(hello)));
+        turn.commands.push(ControlCommand::Send { link, frame });
     }
 
     /// Tells the peer why not.
-    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, out: &mut PeerOutbox<'_>) {
+    fn refuse(&self, link: LinkId, hello: &Hello, failure: &Failure, turn: &mut PeerTurn<'_>) {
         let reason = match failure {
             Failure::HelloRefused(reason) => reason.clone(),
             other => other.to_string().into(),
         };
         let envelope = self.envelope_to(hello);
         let frame = Frame::Refuse { envelope, engine: self.local.engine.clone(), reason };
-        out.commands.push(ControlCommand::Send { link, frame: native::encode(&frame) });
+        turn.commands.push(ControlCommand::Send { link, frame: native::encode(&frame) });
     }
 
     /// Whoever said hello has nobody to talk to now.
-    fn say_bye(&self, link: LinkId, hello: &Hello, out: &mut PeerOutbox<'_>) {
+    fn say_bye(&self, link: LinkId, hello: &Hello, turn: &mut PeerTurn<'_>) {
         let frame = native::encode(&Frame::Bye { envelope: self.envelope_to(hello) });
-        out.commands.push(ControlCommand::Send { link, frame });
+        turn.commands.push(ControlCommand::Send { link, frame });
     }
 
     fn envelope_to(&self, hello: &Hello) -> ConnectionHeader {
@@ -178,27 +170,21 @@ impl Peers {
     }
 
     /// A hello on a link that the other side opened.
-    pub(super) fn on_hello(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        hello: Hello,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn on_hello(&mut self, link: LinkId, hello: Hello, turn: &mut PeerTurn<'_>) {
         if self.ranks.is_none() {
             // The dialer says it again.
             return;
         }
         if self.local.role == Role::Decode {
             let reason = format!("{} is a decode: it dials, it is not dialled", self.local.engine);
-            return self.turn_away(link, &hello, Failure::HelloRefused(reason.into()), out);
+            return self.turn_away(link, &hello, Failure::HelloRefused(reason.into()), turn);
         }
         let current = self.callers.get(&hello.engine).copied();
         let this = (hello.incarnation, hello.session);
         if let Some(known) = self.known.get(&hello.engine).copied() {
             let last = (known.incarnation, known.session);
             if let Some(connection) = current.filter(|_| this == last) {
-                return self.resume(now, connection, link, out);
+                return self.resume(connection, link, turn);
             }
             // An incarnation that seems to be before the last one is one of the past, as one that
             // is known to be over, or the clock went back at a restart. Once nothing is left of the
@@ -207,23 +193,23 @@ impl Peers {
             let is_before = hello.incarnation < last.0 || known.past == Some(hello.incarnation);
             if let Some(connection) = current.filter(|_| is_before) {
                 self.stale = self.stale.saturating_add(1);
-                return self.challenge_peer(now, connection, link, &hello, out);
+                return self.challenge_peer(connection, link, &hello, turn);
             }
             if !is_before && this <= last && !planted!("hello-of-an-ended-session") {
                 self.stale = self.stale.saturating_add(1);
-                return self.say_bye(link, &hello, out);
+                return self.say_bye(link, &hello, turn);
             }
             if let Some(connection) = current {
                 let restarted = hello.incarnation > last.0;
                 let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
-                self.end(now, connection, failure, out);
+                self.end(connection, failure, turn);
             }
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
         match check((&self.local, self.config.version), ranks, &hello) {
-            Err(failure) => self.turn_away(link, &hello, failure, out),
-            Ok(_) if !self.has_room() => self.turn_away(link, &hello, Failure::Overload, out),
-            Ok(agreed) => self.welcome(now, link, hello, agreed, out),
+            Err(failure) => self.turn_away(link, &hello, failure, turn),
+            Ok(_) if !self.has_room() => self.turn_away(link, &hello, Failure::Overload, turn),
+            Ok(agreed) => self.welcome(link, hello, agreed, turn),
         }
     }
 
@@ -232,39 +218,31 @@ impl Peers {
     /// knows.
     fn challenge_peer(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         hello: &Hello,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let incarnation = connection.info.as_ref().map_or(Incarnation(0), |info| info.incarnation);
         let asked = connection.rival.replace(hello.incarnation) == Some(hello.incarnation);
         if asked && !connection.channel.is_checking_liveness() {
             connection.rival = None;
-            self.refuse(link, hello, &before(hello, incarnation), out);
+            self.refuse(link, hello, &before(hello, incarnation), turn);
         } else {
-            connection.channel.check_liveness(now);
-            self.say_bye(link, hello, out);
-            self.service(now, id, out);
+            connection.channel.check_liveness(turn.now);
+            self.say_bye(link, hello, turn);
+            self.service(id, turn);
         }
     }
 
-    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, out: &mut PeerOutbox<'_>) {
-        self.refuse(link, hello, &failure, out);
-        out.events.push(PeerEvent::Refused { engine: hello.engine.clone(), failure });
+    fn turn_away(&self, link: LinkId, hello: &Hello, failure: Failure, turn: &mut PeerTurn<'_>) {
+        self.refuse(link, hello, &failure, turn);
+        turn.events.push(PeerEvent::Refused { engine: hello.engine.clone(), failure });
     }
 
     /// A peer that dialled gets a connection.
-    fn welcome(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        hello: Hello,
-        agreed: Negotiated,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn welcome(&mut self, link: LinkId, hello: Hello, agreed: Negotiated, turn: &mut PeerTurn<'_>) {
         let (engine, session, incarnation) =
             (hello.engine.clone(), hello.session, hello.incarnation);
         self.remember(&engine, incarnation, session);
@@ -274,28 +252,27 @@ impl Peers {
         let id = self.next_connection_id();
         self.callers.insert(engine, id);
         self.connections.insert(id, connection);
-        self.resume(now, id, link, out);
-        out.events.push(PeerEvent::Up { connection: id });
+        self.resume(id, link, turn);
+        turn.events.push(PeerEvent::Up { connection: id });
     }
 
     /// Answers a hello and continues the connection over its link.
-    fn resume(&mut self, now: Nanos, id: ConnectionId, link: LinkId, out: &mut PeerOutbox<'_>) {
+    fn resume(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
         let Some(connection) = self.connections.get(&id) else { return };
-        self.say_welcome(connection, link, out);
+        self.greet(connection, link, Frame::Welcome, turn);
         if connection.channel.link() != Some(link) {
             self.adopt(link, id);
-            self.attach(now, id, link, out);
+            self.attach(id, link, turn);
         }
     }
 
     /// The answer to a hello.
     pub(super) fn on_welcome(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         hello: Hello,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) = self.connections.get(&id) else { return };
         let peer = connection.info.as_ref().map(|info| info.incarnation);
@@ -310,52 +287,50 @@ impl Peers {
         }
         if hello.engine != connection.engine {
             let reason = format!("dialled {}, {} answered", connection.engine, hello.engine);
-            return self.reject(now, id, link, &hello, Failure::HelloRefused(reason.into()), out);
+            return self.reject(id, link, &hello, Failure::HelloRefused(reason.into()), turn);
         }
         match peer {
             Some(incarnation)
                 if incarnation == hello.incarnation || planted!("restart-keeps-the-slot") =>
             {
-                return self.attach(now, id, link, out);
+                return self.attach(id, link, turn);
             }
             Some(_) => {
-                self.say_bye(link, &hello, out);
-                return self.end(now, id, Failure::PeerRestarted, out);
+                self.say_bye(link, &hello, turn);
+                return self.end(id, Failure::PeerRestarted, turn);
             }
             None => {}
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
         match check((&self.local, self.config.version), ranks, &hello) {
-            Err(failure) => self.reject(now, id, link, &hello, failure, out),
-            Ok(agreed) => self.came_up(now, id, link, hello, agreed, out),
+            Err(failure) => self.reject(id, link, &hello, failure, turn),
+            Ok(agreed) => self.came_up(id, link, hello, agreed, turn),
         }
     }
 
     /// This side, having dialled, finds that it cannot work with who answered.
     fn reject(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         hello: &Hello,
         failure: Failure,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
-        self.refuse(link, hello, &failure, out);
+        self.refuse(link, hello, &failure, turn);
         if let Some(connection) = self.connections.get_mut(&id) {
             connection.refused = Some(hello.incarnation);
         }
-        self.end(now, id, failure, out);
+        self.end(id, failure, turn);
     }
 
     fn came_up(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         hello: Hello,
         agreed: Negotiated,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let incarnation = hello.incarnation;
         let older: Vec<ConnectionId> = (self.connections.iter())
@@ -367,7 +342,7 @@ impl Peers {
         for other in older {
             let restarted = self.info(other).is_some_and(|info| info.incarnation != incarnation);
             let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
-            self.end(now, other, failure, out);
+            self.end(other, failure, turn);
         }
         self.remember(&hello.engine, incarnation, hello.session);
         let info = self.info_of(hello, agreed);
@@ -376,7 +351,7 @@ impl Peers {
         if let Some(endpoint) = &connection.endpoint {
             self.backoffs.remove(&(connection.engine.clone(), endpoint.clone()));
         }
-        self.attach(now, id, link, out);
-        out.events.push(PeerEvent::Up { connection: id });
+        self.attach(id, link, turn);
+        turn.events.push(PeerEvent::Up { connection: id });
     }
 }

@@ -16,7 +16,9 @@ use super::dialect::native::{MessageKind, VERSION, VERSION_MIN};
 use super::error::{Failure, PeerViolation};
 use super::ids::{ConnectionId, EngineId, Incarnation};
 use super::layout::{Geometry, RankLayout};
+use super::machine::Gauges;
 use super::message::{AttemptTag, Message, Role};
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{Endpoint, FabricError, LinkId};
@@ -91,33 +93,12 @@ pub enum PeerEvent {
     Violation(PeerViolation),
 }
 
-/// Where the calls of [`Peers`] put what they produce, both in order.
-pub struct PeerOutbox<'a> {
+/// The turn of one call of [`Peers`]: when it is, and where it puts what it produces, in order.
+pub struct PeerTurn<'a> {
+    pub now: Nanos,
     /// For the control plane.
     pub commands: &'a mut dyn Commands,
     pub events: &'a mut Vec<PeerEvent>,
-}
-
-/// Sizes and counts of [`Peers`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PeerGauges {
-    /// Connections that are not down.
-    pub peers: u32,
-    /// Of these, those whose hello is done.
-    pub up: u32,
-    /// Links of any state.
-    pub links: u32,
-    /// Messages sent and not acknowledged, or waiting to be sent.
-    pub queued: u32,
-    /// Frames that broke the protocol, since the start.
-    pub violations: u32,
-    /// Frames of another incarnation or session, since the start.
-    pub stale: u32,
-    /// Messages handed on or given up, since the start; wraps.
-    pub delivered: u32,
-    /// Entries of all tables beside those of connections and links; messages that came before their
-    /// turn.
-    pub remembered: u32,
 }
 
 /// The last number of a connection of native peers.
@@ -158,8 +139,6 @@ struct PeerRecord {
     /// The highest incarnation that is over, if that is higher: its clock went back.
     past: Option<Incarnation>,
     session: u64,
-    /// Its place among those whose connections are over.
-    gone: Option<u64>,
 }
 
 /// All peers of one engine core.
@@ -185,8 +164,7 @@ pub struct Peers {
     /// The latest incarnation and session seen of each peer.
     known: BTreeMap<EngineId, PeerRecord>,
     /// Peers whose connections are over, in the order of their ends.
-    gone: BTreeMap<u64, EngineId>,
-    next_gone: u64,
+    gone: RecentSet<EngineId>,
     backoffs: BTreeMap<(EngineId, Endpoint), Backoff>,
     links: BTreeMap<LinkId, LinkOwner>,
     /// Whence the links of others came, as far as known.
@@ -209,6 +187,7 @@ impl Peers {
         config.version = config.version.clamp(VERSION_MIN, VERSION);
         assert!(me.capabilities & hello::MODES != 0, "{} has no transfer mode", me.engine);
         let fingerprint = me.geometry.fingerprint();
+        let gone = RecentSet::new(config.peers_max);
         Peers {
             config,
             local: me,
@@ -224,8 +203,7 @@ impl Peers {
             targets: BTreeMap::new(),
             callers: BTreeMap::new(),
             known: BTreeMap::new(),
-            gone: BTreeMap::new(),
-            next_gone: 0,
+            gone,
             backoffs: BTreeMap::new(),
             links: BTreeMap::new(),
             from: BTreeMap::new(),
@@ -238,7 +216,7 @@ impl Peers {
 
     /// Says where the KV of the own ranks lies, one entry per rank. The first call starts the
     /// hellos; a call with other ranks (a rebuilt backend) ends all connections.
-    pub fn set_ranks(&mut self, now: Nanos, ranks: Vec<RankLayout>, out: &mut PeerOutbox<'_>) {
+    pub fn set_ranks(&mut self, ranks: Vec<RankLayout>, turn: &mut PeerTurn<'_>) {
         let first = match &self.ranks {
             Some(old) if *old == ranks => return,
             old => old.is_none(),
@@ -247,10 +225,10 @@ impl Peers {
         let connections: Vec<ConnectionId> = self.connections.keys().copied().collect();
         for id in connections {
             if first {
-                self.connections.get_mut(&id).expect("listed above").start(now);
-                self.service(now, id, out);
+                self.connections.get_mut(&id).expect("listed above").start(turn.now);
+                self.service(id, turn);
             } else {
-                self.end(now, id, Failure::Fabric(FabricError::Closed), out);
+                self.end(id, Failure::Fabric(FabricError::Closed), turn);
             }
         }
     }
@@ -260,11 +238,10 @@ impl Peers {
     /// same reason, unless it is another `incarnation` that is wanted.
     pub fn reach(
         &mut self,
-        now: Nanos,
         engine: &EngineId,
         endpoint: &Endpoint,
         incarnation: Option<Incarnation>,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) -> ConnectionId {
         let target = (engine.clone(), endpoint.clone());
         if let Some(connection) = self.targets.get(&target) {
@@ -276,15 +253,17 @@ impl Peers {
                 .zip(backoff.incarnation)
                 .is_some_and(|(incarnation, backoff)| incarnation != backoff)
         };
-        let backoff =
-            self.backoffs.get(&target).filter(|backoff| now < backoff.until && !other(backoff));
+        let backoff = self
+            .backoffs
+            .get(&target)
+            .filter(|backoff| turn.now < backoff.until && !other(backoff));
         let failure = match backoff {
             Some(backoff) => Some(backoff.failure.clone()),
             None if !self.has_room() || !self.has_link() => Some(Failure::Overload),
             None => None,
         };
         if let Some(failure) = failure {
-            out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases: None });
+            turn.events.push(PeerEvent::Down { connection: id, failure, unacked_releases: None });
             return id;
         }
         self.next_session += 1;
@@ -294,8 +273,8 @@ impl Peers {
         self.targets.insert(target, id);
         let connection = self.connections.entry(id).or_insert(connection);
         if self.ranks.is_some() {
-            connection.start(now);
-            self.service(now, id, out);
+            connection.start(turn.now);
+            self.service(id, turn);
         }
         id
     }
@@ -312,15 +291,14 @@ impl Peers {
     /// `PeerSilent` when the connection is down.
     pub fn send(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) -> Result<(), Failure> {
         let Some(state) = self.connections.get_mut(&connection) else {
             return Err(Failure::PeerSilent);
         };
-        state.channel.send(now, message, out.commands)?;
+        state.channel.send(turn.now, message, turn.commands)?;
         self.rearm(connection);
         Ok(())
     }
@@ -328,38 +306,32 @@ impl Peers {
     /// Says whether the owner waits for the peer, e.g. because transfers with it are under way.
     /// Only while it does, or while messages are unacknowledged, the peer is probed and its
     /// silence noticed. Unknown connections are ignored.
-    pub fn watch(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        waiting: bool,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub fn watch(&mut self, connection: ConnectionId, waiting: bool, turn: &mut PeerTurn<'_>) {
         if let Some(state) = self.connections.get_mut(&connection) {
-            state.channel.watch(now, waiting);
-            self.service(now, connection, out);
+            state.channel.watch(turn.now, waiting);
+            self.service(connection, turn);
         }
     }
 
     /// Does what is due.
-    pub fn tick(&mut self, now: Nanos, out: &mut PeerOutbox<'_>) {
+    pub fn tick(&mut self, turn: &mut PeerTurn<'_>) {
         // Before the timer that tells it is gone.
-        if self.process_stalled(now) {
+        if self.process_stalled(turn.now) {
             for connection in self.connections.values_mut() {
-                connection.compensate_stall(now, &self.config);
+                connection.compensate_stall(turn.now, &self.config);
             }
         }
-        while let Some(timer) = self.timers.pop_due(now) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
                 ConnectionTimer::Link(link) => {
                     if self.links.contains_key(&link) {
-                        self.hang_up(link, out);
+                        self.hang_up(link, turn);
                     }
                 }
                 ConnectionTimer::Connection(id) => {
                     if let Some(connection) = self.connections.get_mut(&id) {
                         connection.armed = None;
-                        self.service(now, id, out);
+                        self.service(id, turn);
                     }
                 }
             }
@@ -376,26 +348,14 @@ impl Peers {
         self.reserved = places;
     }
 
-    /// Ends a connection with `Down`. Unknown connections are ignored.
-    pub fn fail(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        failure: Failure,
-        out: &mut PeerOutbox<'_>,
-    ) {
-        self.end(now, connection, failure, out);
-    }
-
     /// Ends a connection; no event follows. Unknown connections are ignored. Returns what is still
     /// to be said.
     pub fn close(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) -> Option<Box<UnackedReleases>> {
-        self.retire(now, connection, out).and_then(|connection| UnackedReleases::of(&connection))
+        self.retire(connection, turn).and_then(|connection| UnackedReleases::of(&connection))
     }
 
     /// The peer, once it is up and until it is down.
@@ -403,8 +363,13 @@ impl Peers {
         self.connections.get(&connection)?.info.as_ref()
     }
 
+    /// Frames of another incarnation or session, since the start.
+    pub fn stale(&self) -> u32 {
+        self.stale
+    }
+
     /// Sizes and counts; takes time in proportion to the number of peers.
-    pub fn gauges(&self) -> PeerGauges {
+    pub fn gauges(&self) -> Gauges {
         let remembered = [
             self.targets.len(),
             self.callers.len(),
@@ -414,22 +379,17 @@ impl Peers {
             self.timers.len(),
             self.gone.len(),
         ];
-        let early: usize =
-            self.connections.values().map(|connection| connection.channel.early()).sum();
-        PeerGauges {
+        let connections = || self.connections.values();
+        let early: usize = connections().map(|connection| connection.channel.early()).sum();
+        let queued: usize = connections().map(|connection| connection.channel.queued()).sum();
+        Gauges {
             peers: self.connections.len() as u32,
-            up: self.connections.values().filter(|connection| connection.info.is_some()).count()
-                as u32,
             links: self.links.len() as u32,
-            queued: self
-                .connections
-                .values()
-                .map(|connection| connection.channel.queued() as u32)
-                .sum(),
+            queued: queued as u32,
             violations: self.violations,
-            stale: self.stale,
             delivered: self.delivered,
             remembered: (early + remembered.iter().sum::<usize>()) as u32,
+            ..Gauges::default()
         }
     }
 
@@ -476,18 +436,16 @@ impl Peers {
     /// peers.
     fn remember(&mut self, engine: &EngineId, incarnation: Incarnation, session: u64) {
         let before = self.known.get(engine).copied();
-        if let Some(place) = before.and_then(|known| known.gone) {
-            self.gone.remove(&place);
-        }
+        self.gone.remove(engine);
         if before.is_none()
             && self.known.len() >= self.config.peers_max as usize
-            && let Some((_, oldest)) = self.gone.pop_first()
+            && let Some(oldest) = self.gone.pop_oldest()
         {
             self.known.remove(&oldest);
         }
         let past = before.and_then(|known| known.past.max(Some(known.incarnation)));
         let past = past.filter(|past| *past > incarnation);
-        self.known.insert(engine.clone(), PeerRecord { incarnation, past, session, gone: None });
+        self.known.insert(engine.clone(), PeerRecord { incarnation, past, session });
     }
 
     /// A connection with the peer is over; there may be another one.
@@ -497,10 +455,10 @@ impl Peers {
         if self.connections.values().any(goes_on) {
             return;
         }
-        if let Some(known) = self.known.get_mut(engine).filter(|known| known.gone.is_none()) {
-            self.next_gone += 1;
-            known.gone = Some(self.next_gone);
-            self.gone.insert(self.next_gone, engine.clone());
+        if self.known.contains_key(engine)
+            && let Some(oldest) = self.gone.insert(engine.clone())
+        {
+            self.known.remove(&oldest);
         }
     }
 
@@ -510,30 +468,31 @@ impl Peers {
     }
 
     /// Does everything that is due in a connection.
-    fn service(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
-        if self.process_stalled(now)
+    fn service(&mut self, id: ConnectionId, turn: &mut PeerTurn<'_>) {
+        if self.process_stalled(turn.now)
             && let Some(connection) = self.connections.get_mut(&id)
         {
-            connection.compensate_stall(now, &self.config);
+            connection.compensate_stall(turn.now, &self.config);
         }
         while let Some(connection) = self.connections.get_mut(&id) {
-            let Some((_, due)) = connection.next(&self.config).filter(|(at, _)| *at <= now) else {
+            let Some((_, due)) = connection.next(&self.config).filter(|(at, _)| *at <= turn.now)
+            else {
                 break;
             };
             match due {
-                ConnectionAction::Unreachable => self.end(now, id, Failure::Unreachable, out),
-                ConnectionAction::Silent => self.end(now, id, Failure::PeerSilent, out),
-                ConnectionAction::Channel => connection.channel.tick(now, out.commands),
-                ConnectionAction::Hello(link) => self.repeat_hello(now, id, link, out),
+                ConnectionAction::Unreachable => self.end(id, Failure::Unreachable, turn),
+                ConnectionAction::Silent => self.end(id, Failure::PeerSilent, turn),
+                ConnectionAction::Channel => connection.channel.tick(turn.now, turn.commands),
+                ConnectionAction::Hello(link) => self.try_hello(id, link, turn),
                 ConnectionAction::Abandon(link) => {
-                    connection.dial_again(now, &self.config);
-                    self.hang_up(link, out);
+                    connection.dial_again(turn.now, &self.config);
+                    self.hang_up(link, turn);
                 }
                 ConnectionAction::ProbePath => {
                     connection.count_path_probe();
-                    self.dial(now, id, out);
+                    self.dial(id, turn);
                 }
-                ConnectionAction::Dial => self.dial(now, id, out),
+                ConnectionAction::Dial => self.dial(id, turn),
             }
         }
         self.rearm(id);
@@ -553,14 +512,20 @@ impl Peers {
         }
     }
 
-    /// The connection ends by itself: tells the owner, and the peer if a link is left.
-    fn end(&mut self, now: Nanos, id: ConnectionId, failure: Failure, out: &mut PeerOutbox<'_>) {
-        let Some(connection) = self.retire(now, id, out) else { return };
+    /// Ends a connection with `Down`, and tells the peer if a link is left. Unknown connections are
+    /// ignored.
+    pub fn end(&mut self, id: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
+        let Some(connection) = self.retire(id, turn) else { return };
         let unacked_releases = UnackedReleases::of(&connection);
         if let (None, Some(endpoint)) = (&connection.info, connection.endpoint) {
-            self.back_off(now, (connection.engine, endpoint), failure.clone(), connection.refused);
+            self.back_off(
+                turn.now,
+                (connection.engine, endpoint),
+                failure.clone(),
+                connection.refused,
+            );
         }
-        out.events.push(PeerEvent::Down { connection: id, failure, unacked_releases });
+        turn.events.push(PeerEvent::Down { connection: id, failure, unacked_releases });
     }
 
     /// After repeated failures a target is left alone for longer and longer.

@@ -1,6 +1,6 @@
 //! What happens at the end of numbers that peers can drive up.
 
-use super::{CONNECTION_MAX, LocalEngine, PeerEvent, PeerOutbox, Peers};
+use super::{CONNECTION_MAX, LocalEngine, PeerEvent, PeerTurn, Peers};
 use crate::core::channel::{ChannelConfig, capability};
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, Incarnation};
@@ -26,13 +26,13 @@ fn what_peers_do_wrong_is_counted_up_to_the_end_of_numbers() {
     let mut peers = peers(Role::Prefill);
     (peers.violations, peers.stale) = (u32::MAX - 1, u32::MAX);
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
     for link in 0..3 {
         let link = LinkId(LinkId::INBOUND | link);
         let up = ControlEvent::LinkUp { link, channel: LinkKind::Handshake, from: None };
-        peers.control(Nanos::ZERO, up, &mut out);
+        peers.control(up, turn);
         let frame = ControlEvent::Frame { link, parts: vec![vec![1, 2, 3]] };
-        peers.control(Nanos::ZERO, frame, &mut out);
+        peers.control(frame, turn);
     }
     assert_eq!(peers.gauges().violations, u32::MAX);
 }
@@ -42,9 +42,9 @@ fn ids_of_links_come_again_but_those_in_use() {
     let mut peers = peers(Role::Decode);
     peers.ranks = Some(Vec::new());
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
     assert_eq!(peers.fresh_link(), LinkId(1));
-    peers.reach(Nanos::ZERO, &"a".into(), &"tcp://there".into(), None, &mut out);
+    peers.reach(&"a".into(), &"tcp://there".into(), None, turn);
     assert!(peers.links.contains_key(&LinkId(2)));
     peers.next_link = LinkId::MORIIO - 2;
     let links = [(); 3].map(|()| peers.next_link().0);
@@ -56,11 +56,11 @@ fn slots_that_are_used_up_are_overload_and_never_used_again() {
     let mut peers = peers(Role::Decode);
     peers.last_id = CONNECTION_MAX - 3;
     let (mut commands, mut events) = (Vec::new(), Vec::new());
-    let mut out = PeerOutbox { commands: &mut commands, events: &mut events };
+    let turn = &mut PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
     let engines = ["a", "b", "c", "d", "e"];
     let connections = engines.map(|engine| {
         let (engine, endpoint) = (engine.into(), "tcp://there".into());
-        peers.reach(Nanos::ZERO, &engine, &endpoint, None, &mut out).0
+        peers.reach(&engine, &endpoint, None, turn).0
     });
     let last = CONNECTION_MAX;
     assert_eq!(connections, [last - 2, last - 1, last, last, last]);

@@ -1,7 +1,7 @@
 //! Links, and where the frames that come by them go.
 
 use super::connection::{DialState, REDIALS_MAX};
-use super::{Connection, ConnectionTimer, LinkOwner, PeerEvent, PeerOutbox, Peers};
+use super::{Connection, ConnectionTimer, LinkOwner, PeerEvent, PeerTurn, Peers};
 use crate::core::channel::Received;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::handshake::AgentMetadata;
@@ -30,77 +30,60 @@ pub(in crate::core) fn unused(
 }
 
 impl Peers {
-    /// Takes an event of the control plane; false if the link is none of these peers' (and the
-    /// event was not used).
-    pub fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut PeerOutbox<'_>) -> bool {
+    /// Takes an event of the control plane. One of a link that is none of these peers' changes
+    /// nothing.
+    pub fn control(&mut self, event: ControlEvent, turn: &mut PeerTurn<'_>) {
         match event {
             ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => {
                 if channel == LinkKind::Handshake {
-                    self.on_guest(now, link, from, out);
+                    self.on_guest(link, from, turn);
                 }
-                channel == LinkKind::Handshake
             }
-            ControlEvent::LinkUp { link, .. } => self.on_link_up(now, link, out),
-            ControlEvent::Frame { link, parts } => self.on_frame(now, link, &parts, out),
-            ControlEvent::LinkDown { link } => self.on_link_down(now, link, out),
+            ControlEvent::LinkUp { link, .. } => self.on_link_up(link, turn),
+            ControlEvent::Frame { link, parts } => self.on_frame(link, &parts, turn),
+            ControlEvent::LinkDown { link } => self.on_link_down(link, turn),
         }
     }
 
-    fn on_guest(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        from: Option<Endpoint>,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn on_guest(&mut self, link: LinkId, from: Option<Endpoint>, turn: &mut PeerTurn<'_>) {
         if !self.has_link() {
-            out.commands.push(ControlCommand::HangUp { link });
+            turn.commands.push(ControlCommand::HangUp { link });
             return;
         }
         self.links.insert(link, LinkOwner::Unidentified);
         self.from.extend(from.map(|from| (link, from)));
-        self.timers.arm(ConnectionTimer::Link(link), now + self.config.hello);
+        self.timers.arm(ConnectionTimer::Link(link), turn.now + self.config.hello);
     }
 
-    fn on_link_up(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) -> bool {
-        let Some(owner) = self.links.get(&link) else { return false };
-        if let LinkOwner::Connection(id) = *owner {
-            self.first_hello(now, id, link, out);
+    fn on_link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
+        if let Some(LinkOwner::Connection(id)) = self.links.get(&link).copied() {
+            self.try_hello(id, link, turn);
             self.rearm(id);
         }
-        true
     }
 
-    fn on_link_down(&mut self, now: Nanos, link: LinkId, out: &mut PeerOutbox<'_>) -> bool {
+    fn on_link_down(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         self.from.remove(&link);
-        let Some(owner) = self.links.remove(&link) else { return false };
+        let Some(owner) = self.links.remove(&link) else { return };
         self.timers.cancel(&ConnectionTimer::Link(link));
-        let LinkOwner::Connection(id) = owner else { return true };
+        let LinkOwner::Connection(id) = owner else { return };
         if let Some(connection) = self.connections.get_mut(&id) {
             if connection.channel.link() == Some(link) {
-                connection.unlink(now, &self.config);
+                connection.unlink(turn.now, &self.config);
             } else {
-                connection.dial_again(now, &self.config);
+                connection.dial_again(turn.now, &self.config);
             }
-            self.service(now, id, out);
+            self.service(id, turn);
         }
-        true
     }
 
-    fn on_frame(
-        &mut self,
-        now: Nanos,
-        link: LinkId,
-        parts: &[Vec<u8>],
-        out: &mut PeerOutbox<'_>,
-    ) -> bool {
-        let Some(owner) = self.links.get(&link).copied() else { return false };
+    fn on_frame(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) {
+        let Some(owner) = self.links.get(&link).copied() else { return };
         if let (LinkOwner::Connection(id), [empty, _]) = (owner, parts)
             && self.cautious
             && empty.is_empty()
         {
-            self.on_handshake(now, id, link, parts, out);
-            return true;
+            return self.on_handshake(id, link, parts, turn);
         }
         let frame = match parts {
             [part] => native::read(part),
@@ -113,30 +96,28 @@ impl Peers {
             (LinkOwner::Closing, _) => {}
             (owner, Err(unread)) => {
                 if !unread.later {
-                    self.violation(link, owner, &unread.error, out);
+                    self.violation(link, &unread.error, turn);
                 }
                 if let LinkOwner::Connection(id) = owner {
-                    self.on_unread(now, id, link, unread, out);
+                    self.on_unread(id, link, unread, turn);
                     self.rearm(id);
                 }
             }
-            (LinkOwner::Unidentified, Ok(frame)) => self.on_guest_frame(now, link, frame, out),
+            (LinkOwner::Unidentified, Ok(frame)) => self.on_guest_frame(link, frame, turn),
             (LinkOwner::Connection(id), Ok(frame)) => {
-                self.on_slot_frame(now, id, link, frame, out);
+                self.on_slot_frame(id, link, frame, turn);
                 self.rearm(id);
             }
         }
-        true
     }
 
     /// A reply of MoRIIO's handshake: the first one says whether a hello may follow.
     fn on_handshake(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         parts: &[Vec<u8>],
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) =
             self.connections.get_mut(&id).filter(|connection| connection.native != Some(link))
@@ -147,21 +128,21 @@ impl Peers {
         match AgentMetadata::decode(parts) {
             Ok(AgentMetadata { native: true, .. }) => {
                 connection.native = Some(link);
-                self.say_hello(&self.connections[&id], link, out);
+                self.say_hello(&self.connections[&id], link, turn);
             }
             Ok(_) => {
                 let reason = format!("{} speaks only MoRIIO", connection.engine);
-                self.end(now, id, Failure::HelloRefused(reason.into()), out);
+                self.end(id, Failure::HelloRefused(reason.into()), turn);
             }
-            Err(error) => self.violation(link, LinkOwner::Connection(id), &error, out),
+            Err(error) => self.violation(link, &error, turn),
         }
     }
 
-    fn on_guest_frame(&mut self, now: Nanos, link: LinkId, frame: Frame, out: &mut PeerOutbox<'_>) {
+    fn on_guest_frame(&mut self, link: LinkId, frame: Frame, turn: &mut PeerTurn<'_>) {
         match frame {
-            Frame::Hello(hello) => self.on_hello(now, link, *hello, out),
+            Frame::Hello(hello) => self.on_hello(link, *hello, turn),
             Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
-                self.misplaced(&frame, link, LinkOwner::Unidentified, out);
+                self.misplaced(&frame, link, turn);
             }
             _ => self.stale = self.stale.saturating_add(1),
         }
@@ -169,11 +150,10 @@ impl Peers {
 
     fn on_slot_frame(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         frame: Frame,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         match frame {
             Frame::Hello(hello) if link.is_inbound() => {
@@ -182,81 +162,79 @@ impl Peers {
                     .get(&id)
                     .is_none_or(|connection| connection.engine == hello.engine)
                 {
-                    return self.on_hello(now, link, *hello, out);
+                    return self.on_hello(link, *hello, turn);
                 }
                 // One of the two does not use this link, and the other dials again.
-                self.misplaced(&Frame::Hello(hello), link, LinkOwner::Connection(id), out);
-                out.commands.push(ControlCommand::HangUp { link });
-                self.on_link_down(now, link, out);
+                self.misplaced(&Frame::Hello(hello), link, turn);
+                turn.commands.push(ControlCommand::HangUp { link });
+                self.on_link_down(link, turn);
             }
             Frame::Welcome(hello) if !link.is_inbound() => {
-                self.on_welcome(now, id, link, *hello, out);
+                self.on_welcome(id, link, *hello, turn);
             }
             Frame::Hello(_) | Frame::Welcome(_) | Frame::Register(_) | Frame::Abandon { .. } => {
-                self.misplaced(&frame, link, LinkOwner::Connection(id), out);
+                self.misplaced(&frame, link, turn);
             }
             Frame::Refuse { envelope, reason, .. } => {
-                self.on_last_frame(now, id, envelope, Failure::HelloRefused(reason), out);
+                self.on_last_frame(id, envelope, Failure::HelloRefused(reason), turn);
             }
             Frame::Bye { envelope } => {
-                self.on_last_frame(now, id, envelope, Failure::Fabric(FabricError::PeerGone), out);
+                self.on_last_frame(id, envelope, Failure::Fabric(FabricError::PeerGone), turn);
             }
             Frame::Data { .. } | Frame::Ack { .. } | Frame::Probe { .. } => {
-                self.on_channel_frame(now, id, link, frame, out);
+                self.on_channel_frame(id, link, frame, turn);
             }
         }
     }
 
     fn on_channel_frame(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         frame: Frame,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         if connection.info.is_none() {
             self.stale = self.stale.saturating_add(1);
             return;
         }
-        let (name, place) = (frame.name(), out.events.len());
+        let (name, place) = (frame.name(), turn.events.len());
         let deliver =
-            &mut |message| out.events.push(PeerEvent::Message { connection: id, message });
-        let received = connection.channel.receive(now, frame, deliver, out.commands);
-        self.handed_on(out.events.len() - place);
-        self.sort(id, link, name, received, out);
+            &mut |message| turn.events.push(PeerEvent::Message { connection: id, message });
+        let received = connection.channel.receive(turn.now, frame, deliver, turn.commands);
+        self.handed_on(turn.events.len() - place);
+        self.sort(id, link, name, received, turn);
     }
 
     /// A message that cannot be read, or of a later version.
     fn on_unread(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         link: LinkId,
         unread: UnreadableFrame,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) =
             self.connections.get_mut(&id).filter(|connection| connection.info.is_some())
         else {
             return;
         };
-        let place = out.events.len();
+        let place = turn.events.len();
         let deliver =
-            &mut |message| out.events.push(PeerEvent::Message { connection: id, message });
-        let received = connection.channel.pass_over(now, &unread, deliver, out.commands);
+            &mut |message| turn.events.push(PeerEvent::Message { connection: id, message });
+        let received = connection.channel.pass_over(turn.now, &unread, deliver, turn.commands);
         let given_up = received == Received::GivenUp;
-        self.handed_on(out.events.len() - place + usize::from(given_up));
-        self.sort(id, link, "message", received, out);
+        self.handed_on(turn.events.len() - place + usize::from(given_up));
+        self.sort(id, link, "message", received, turn);
         if given_up {
             let violation = unread.error.violation(&self.connections[&id].engine.0);
             let Some(UnreadableMessage { about: Some((kind, tag)), .. }) = unread.message else {
                 // Nobody can say which transfer would wait for it.
-                out.events.truncate(place);
-                return self.end(now, id, Failure::Violation(violation), out);
+                turn.events.truncate(place);
+                return self.end(id, Failure::Violation(violation), turn);
             };
-            out.events.insert(place, PeerEvent::Lost { connection: id, tag, kind, violation });
+            turn.events.insert(place, PeerEvent::Lost { connection: id, tag, kind, violation });
         }
     }
 
@@ -271,7 +249,7 @@ impl Peers {
         link: LinkId,
         frame: &'static str,
         received: Received,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         match received {
             Received::Progress | Received::GivenUp => {
@@ -283,7 +261,7 @@ impl Peers {
             Received::Stale => self.stale = self.stale.saturating_add(1),
             Received::Violation(rule) => {
                 let error = DecodeError { frame, rule: rule.into() };
-                self.violation(link, LinkOwner::Connection(id), &error, out);
+                self.violation(link, &error, turn);
             }
         }
     }
@@ -291,61 +269,48 @@ impl Peers {
     /// The peer does not want the connection, or no longer.
     fn on_last_frame(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
         envelope: ConnectionHeader,
         failure: Failure,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let incarnation = connection.info.as_ref().map(|info| info.incarnation);
         let ours = envelope.to == self.local.incarnation && envelope.session == connection.session;
         if ours && incarnation.is_none_or(|incarnation| envelope.from >= incarnation) {
             connection.refused = Some(envelope.from);
-            self.end(now, id, failure, out);
+            self.end(id, failure, turn);
         } else {
             self.stale = self.stale.saturating_add(1);
         }
     }
 
-    fn misplaced(
-        &mut self,
-        frame: &Frame,
-        link: LinkId,
-        owner: LinkOwner,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn misplaced(&mut self, frame: &Frame, link: LinkId, turn: &mut PeerTurn<'_>) {
         let rule = "not said by this side or on this link".into();
-        let error = DecodeError { frame: frame.name(), rule };
-        self.violation(link, owner, &error, out);
+        self.violation(link, &DecodeError { frame: frame.name(), rule }, turn);
     }
 
     /// Counts and drops; a link that never said hello is closed as well.
-    fn violation(
-        &mut self,
-        link: LinkId,
-        owner: LinkOwner,
-        error: &DecodeError,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    fn violation(&mut self, link: LinkId, error: &DecodeError, turn: &mut PeerTurn<'_>) {
         self.violations = self.violations.saturating_add(1);
+        let owner = self.links.get(&link).copied();
         let violation = match owner {
-            LinkOwner::Connection(id) if self.connections.contains_key(&id) => {
+            Some(LinkOwner::Connection(id)) if self.connections.contains_key(&id) => {
                 error.violation(&self.connections[&id].engine.0)
             }
             _ => error.violation(&stranger(link, self.from.get(&link))),
         };
-        out.events.push(PeerEvent::Violation(violation));
-        if owner == LinkOwner::Unidentified {
+        turn.events.push(PeerEvent::Violation(violation));
+        if owner == Some(LinkOwner::Unidentified) {
             self.timers.cancel(&ConnectionTimer::Link(link));
-            self.hang_up(link, out);
+            self.hang_up(link, turn);
         }
     }
 
-    pub(super) fn hang_up(&mut self, link: LinkId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn hang_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
         self.links.remove(&link);
         self.from.remove(&link);
-        out.commands.push(ControlCommand::HangUp { link });
+        turn.commands.push(ControlCommand::HangUp { link });
     }
 
     /// An id for a link that the owner dials itself on the same control plane, in place of the one
@@ -363,56 +328,36 @@ impl Peers {
     }
 
     /// Opens the next link of a connection, or gives up.
-    pub(super) fn dial(&mut self, now: Nanos, id: ConnectionId, out: &mut PeerOutbox<'_>) {
+    pub(super) fn dial(&mut self, id: ConnectionId, turn: &mut PeerTurn<'_>) {
         let room = self.has_link();
         let link = self.next_link();
         let Some(connection) = self.connections.get_mut(&id) else { return };
         connection.redials += 1;
         if connection.redials > REDIALS_MAX {
-            return self.end(now, id, Failure::PeerSilent, out);
+            return self.end(id, Failure::PeerSilent, turn);
         }
         if !room {
-            return connection.dial_again(now, &self.config);
+            return connection.dial_again(turn.now, &self.config);
         }
         let to = connection.endpoint.clone().expect("only who has an endpoint dials");
-        let until = now + self.config.hello.scale(1, 2);
+        let until = turn.now + self.config.hello.scale(1, 2);
         connection.dial = DialState::Trying { link, until, hello: None };
         self.links.insert(link, LinkOwner::Connection(id));
-        out.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
+        turn.commands.push(ControlCommand::Dial { link, to, channel: LinkKind::Handshake });
     }
 
-    fn first_hello(
-        &mut self,
-        now: Nanos,
-        id: ConnectionId,
-        link: LinkId,
-        out: &mut PeerOutbox<'_>,
-    ) {
-        let wait = self.config.retransmit;
+    /// Says hello on the link that is being tried, for the first time or again.
+    pub(super) fn try_hello(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
+        let (first, most) = (self.config.retransmit, self.config.retransmit_max);
         let Some(connection) = self.connections.get_mut(&id) else { return };
         match &mut connection.dial {
-            DialState::Trying { link: tried, hello: hello @ None, .. } if *tried == link => {
-                *hello = Some((now + wait, wait));
+            DialState::Trying { link: tried, hello, .. } if *tried == link => {
+                let wait = hello.map_or(first, |(_, wait)| (wait + wait).min(most));
+                *hello = Some((turn.now + wait, wait));
             }
             _ => return,
         }
-        self.say_hello(&self.connections[&id], link, out);
-    }
-
-    pub(super) fn repeat_hello(
-        &mut self,
-        now: Nanos,
-        id: ConnectionId,
-        link: LinkId,
-        out: &mut PeerOutbox<'_>,
-    ) {
-        let most = self.config.retransmit_max;
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        if let DialState::Trying { hello: Some((at, wait)), .. } = &mut connection.dial {
-            *wait = (*wait + *wait).min(most);
-            *at = now + *wait;
-        }
-        self.say_hello(&self.connections[&id], link, out);
+        self.say_hello(&self.connections[&id], link, turn);
     }
 
     /// Gives a link of a unidentified peer to a connection.
@@ -422,31 +367,24 @@ impl Peers {
     }
 
     /// Continues the connection over a link; the one before is closed.
-    pub(super) fn attach(
-        &mut self,
-        now: Nanos,
-        id: ConnectionId,
-        link: LinkId,
-        out: &mut PeerOutbox<'_>,
-    ) {
+    pub(super) fn attach(&mut self, id: ConnectionId, link: LinkId, turn: &mut PeerTurn<'_>) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
         let Some(info) = &connection.info else { return };
         let peer = (info.incarnation, info.version);
         if let Some(old) = connection.channel.detach() {
-            self.hang_up(old, out);
+            self.hang_up(old, turn);
         }
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        connection.channel.attach(now, link, peer, out.commands);
-        connection.link(now);
+        connection.channel.attach(turn.now, link, peer, turn.commands);
+        connection.link(turn.now);
         self.rearm(id);
     }
 
     /// Removes a connection. A link in use says goodbye and stands for a while.
     pub(super) fn retire(
         &mut self,
-        now: Nanos,
         id: ConnectionId,
-        out: &mut PeerOutbox<'_>,
+        turn: &mut PeerTurn<'_>,
     ) -> Option<Connection> {
         let mut connection = self.connections.remove(&id)?;
         self.leave_known(&connection.engine);
@@ -461,11 +399,11 @@ impl Peers {
         }
         if let Some(link) = connection.channel.detach() {
             let frame = native::encode(&Frame::Bye { envelope: connection.channel.envelope() });
-            out.commands.push(ControlCommand::Send { link, frame });
-            self.leave(now, link);
+            turn.commands.push(ControlCommand::Send { link, frame });
+            self.leave(turn.now, link);
         }
         if let DialState::Trying { link, .. } = connection.dial {
-            self.leave(now, link);
+            self.leave(turn.now, link);
         }
         Some(connection)
     }

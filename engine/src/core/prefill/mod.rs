@@ -11,17 +11,17 @@ mod request;
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
 use super::dialect::native::MessageKind;
-use super::engine_core::{CoreEffect, CoreInput, EngineCore};
+use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
 use super::error::Failure;
 use super::ids::{ConnectionId, FlowId, RankSet, RequestId, SourceId, TransferKey};
-use super::machine::{Gauges, Machine, Outbox};
-use super::message::{AttemptTag, FlowState, Message, PrefillAnswer, PrefillHook};
+use super::machine::{Gauges, Machine, Outbox, Turn};
+use super::message::{FlowState, Message, PrefillAnswer, PrefillHook};
 use super::moriio::MoriioCounters;
-use super::peer_manager::{PeerManager, PeerManagerEvent};
-use super::peers::UnackedReleases;
+use super::peer_manager::{EngineCore, PeerManager, PeerManagerEvent};
+use super::peers::PeerEvent;
+use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
-use super::tombstones::Tombstones;
 use receiver::{Receiver, ReceiverRequest};
 use request::PrefillRequest;
 use std::collections::{BTreeMap, BTreeSet};
@@ -85,17 +85,16 @@ pub struct Prefill {
     by_peer: ByPeer<(TransferKey, u32)>,
     /// Siblings that have ended, of all keys.
     served: usize,
-    tombstones: Tombstones<TransferKey>,
+    tombstones: RecentSet<TransferKey>,
     /// Those of `tombstones` whose receivers left before the prefill leg came.
-    abandoned: Tombstones<TransferKey>,
+    abandoned: RecentSet<TransferKey>,
     timers: Timers<PrefillTimer>,
-    events: Vec<PeerManagerEvent>,
     /// Blocks of all requests.
     held: u32,
     next_id: u64,
 }
 
-type PrefillOutbox = Outbox<PrefillEffect>;
+type PrefillTurn<'a> = CoreTurn<'a, PrefillAnswer>;
 
 impl Prefill {
     /// A core that has done nothing; it registers when all its ranks are ready.
@@ -107,10 +106,9 @@ impl Prefill {
             flows: BTreeMap::new(),
             by_peer: ByPeer::default(),
             served: 0,
-            tombstones: Tombstones::new(config.settings.tombstones_max),
-            abandoned: Tombstones::new(config.settings.tombstones_max),
+            tombstones: RecentSet::new(config.settings.tombstones_max),
+            abandoned: RecentSet::new(config.settings.tombstones_max),
             timers: Timers::default(),
-            events: Vec::new(),
             held: 0,
             next_id: 0,
             config,
@@ -121,135 +119,132 @@ impl Prefill {
         self.next_id += 1;
         self.next_id
     }
-}
-
-impl EngineCore for Prefill {
-    type Hook = PrefillHook;
-    type Answer = PrefillAnswer;
-
-    fn peer_manager(&mut self) -> (&mut PeerManager, &mut Vec<PeerManagerEvent>) {
-        (&mut self.peer_manager, &mut self.events)
-    }
-
-    fn on_hook(&mut self, now: Nanos, hook: PrefillHook, out: &mut PrefillOutbox) {
-        match hook {
-            PrefillHook::Arrived { request, leg, tokens } => {
-                self.arrived(now, request, leg, tokens, out);
-            }
-            PrefillHook::Scheduled { step, chunks } => {
-                for chunk in chunks {
-                    self.scheduled(now, step, chunk, out);
-                }
-            }
-            PrefillHook::Finished { request, reason } => self.finished(now, request, reason, out),
-            PrefillHook::Preempted { request } => self.preempted(now, request, out),
-        }
-    }
 
     fn on_message(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         message: Message,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         match message {
             Message::Ask { tag, tokens } => {
-                self.wanted(now, connection, tag, tokens, ReceiverRequest::Ask, out);
+                self.wanted(connection, tag, tokens, ReceiverRequest::Ask, turn);
             }
             Message::Announce { tag, tokens, from, blocks } => {
                 let want = ReceiverRequest::Push { from, blocks: blocks.into() };
-                self.wanted(now, connection, tag, tokens, want, out);
+                self.wanted(connection, tag, tokens, want, turn);
             }
             Message::Pull { tag, tokens } => {
-                self.wanted(now, connection, tag, tokens, ReceiverRequest::Pull, out);
+                self.wanted(connection, tag, tokens, ReceiverRequest::Pull, turn);
             }
-            Message::Renew { tag, count } => self.renew(now, connection, tag, count, out),
-            Message::Release { tag, ranks } => self.released(now, connection, &tag, ranks, out),
-            Message::Cancel { tag } => self.cancelled(now, connection, tag, out),
+            Message::Renew { tag, count } => self.renew(connection, tag, count, turn),
+            Message::Release { tag, ranks } => self.released(connection, &tag, ranks, turn),
+            Message::Cancel { tag } => self.give_up(connection, tag, Failure::Cancelled, turn),
             Message::Begun { .. }
             | Message::Grant { .. }
             | Message::Renewed { .. }
             | Message::Delivered { .. }
             | Message::Ended { .. } => {
-                out.push(PrefillEffect::Violation(
+                turn.push(PrefillEffect::Violation(
                     self.peer_manager.violation(connection, &message),
                 ));
             }
         }
     }
 
-    fn on_lost(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        tag: AttemptTag,
-        lost: (MessageKind, Failure),
-        out: &mut PrefillOutbox,
-    ) {
-        self.lost(now, connection, tag, lost, out);
-    }
-
-    fn on_peer_down(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        failure: &Failure,
-        _: Option<Box<UnackedReleases>>,
-        out: &mut PrefillOutbox,
-    ) {
-        self.peer_down(now, connection, failure, out);
-    }
-
-    fn on_flow(
-        &mut self,
-        now: Nanos,
-        rank: u16,
-        id: FlowId,
-        state: FlowState,
-        out: &mut PrefillOutbox,
-    ) {
+    fn on_flow(&mut self, rank: u16, id: FlowId, state: FlowState, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         match state {
             FlowState::Moving => return,
             FlowState::Failing(failure) => {
                 flow.failure.get_or_insert(failure);
-                return self.flow_failing(now, id, out);
+                return self.flow_failing(id, turn);
             }
             FlowState::Done { .. } => flow.left.remove(rank),
             FlowState::Failed(failure) => {
                 flow.failure.get_or_insert(failure);
                 flow.left.remove(rank);
                 if !flow.left.is_empty() {
-                    return self.flow_failing(now, id, out);
+                    return self.flow_failing(id, turn);
                 }
             }
         }
         if flow.left.is_empty() || planted!("first-rank-ends-the-flow") {
-            self.flow_ended(now, id, out);
+            self.flow_ended(id, turn);
+        }
+    }
+}
+
+impl EngineCore for Prefill {
+    type Hook = PrefillHook;
+    type Answer = PrefillAnswer;
+
+    fn peer_manager(&mut self) -> &mut PeerManager {
+        &mut self.peer_manager
+    }
+
+    fn on_hook(&mut self, hook: PrefillHook, turn: &mut PrefillTurn<'_>) {
+        match hook {
+            PrefillHook::Arrived { request, leg, tokens } => {
+                self.arrived(request, leg, tokens, turn);
+            }
+            PrefillHook::Scheduled { step, chunks } => {
+                for chunk in chunks {
+                    self.scheduled(step, chunk, turn);
+                }
+            }
+            PrefillHook::Finished { request, reason } => self.finished(request, reason, turn),
+            PrefillHook::Preempted { request } => self.preempted(request, turn),
         }
     }
 
-    fn on_abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
-        self.abandoned(now, key, out);
-    }
-
-    fn give_up(&mut self, now: Nanos, failure: &Failure, out: &mut PrefillOutbox) {
-        let keys: Vec<_> = self.keys.keys().cloned().collect();
-        for key in keys {
-            self.end_key(now, &key, failure, out);
-            self.try_free(&key, out);
+    fn on_event(&mut self, event: PeerManagerEvent, turn: &mut PrefillTurn<'_>) {
+        match event {
+            PeerManagerEvent::Peer(PeerEvent::Message { connection, message }) => {
+                self.on_message(connection, message, turn);
+            }
+            // A renewal comes again.
+            PeerManagerEvent::Peer(PeerEvent::Lost { connection, tag, kind, violation })
+                if kind != MessageKind::Renew =>
+            {
+                self.give_up(connection, tag, Failure::Violation(violation), turn);
+            }
+            PeerManagerEvent::Peer(PeerEvent::Down { connection, failure, .. }) => {
+                self.peer_down(connection, &failure, turn);
+            }
+            PeerManagerEvent::Flow { rank, flow, state } => {
+                self.on_flow(rank, flow, state, turn);
+            }
+            PeerManagerEvent::Abandoned { key } => self.abandoned(&key, turn),
+            PeerManagerEvent::Unusable { failure } => {
+                let keys: Vec<_> = self.keys.keys().cloned().collect();
+                for key in keys {
+                    self.end_key(&key, &failure, turn);
+                    self.try_free(&key, turn);
+                }
+            }
+            // A decode asks when it is there, and a fence ends nothing that waits here; the rest
+            // is for the log.
+            _ => {}
         }
     }
 
-    fn on_deadlines(&mut self, now: Nanos, out: &mut PrefillOutbox) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    fn on_deadlines(&mut self, turn: &mut PrefillTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
-                PrefillTimer::Orphan(key) => self.orphaned(now, &key, out),
-                PrefillTimer::Hold(key) => self.hold_ended(&key, out),
-                PrefillTimer::Resume(key) => self.not_resumed(now, &key, out),
-                PrefillTimer::Claim(key) => self.unclaimed(now, &key, out),
-                PrefillTimer::Lease(key, sibling) => self.lease_ended(now, &key, sibling, out),
+                PrefillTimer::Orphan(key) => self.orphaned(&key, turn),
+                PrefillTimer::Hold(key) => self.hold_ended(&key, turn),
+                PrefillTimer::Resume(key) => {
+                    let failure = Failure::Preempted;
+                    self.end_receivers(&key, Receiver::binds_blocks, &failure, turn);
+                }
+                PrefillTimer::Claim(key) => {
+                    let failure = Failure::NotFetched;
+                    self.end_receivers(&key, Receiver::only_asked, &failure, turn);
+                }
+                PrefillTimer::Lease(key, sibling) => {
+                    self.end_quiet(&key, sibling, Failure::LeaseExpired, turn);
+                }
             }
         }
     }
@@ -266,8 +261,8 @@ impl Machine for Prefill {
     type Input = PrefillInput;
     type Effect = PrefillEffect;
 
-    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut PrefillOutbox) {
-        self.turn(now, input, out);
+    fn handle(&mut self, now: Nanos, input: PrefillInput, out: &mut Outbox<PrefillEffect>) {
+        self.turn(input, &mut Turn::new(now, out));
     }
 
     fn deadline(&self) -> Option<Nanos> {
@@ -282,10 +277,10 @@ impl Machine for Prefill {
         let entries = tables + receivers.sum::<usize>() + given_up.sum::<usize>();
         Gauges {
             entries: shared.entries + entries as u32,
-            remembered: shared.remembered + self.abandoned.len(),
+            remembered: shared.remembered + self.abandoned.len() as u32,
             transfers: (self.keys.len() + self.flows.len()) as u32,
             held: self.held,
-            tombstones: self.tombstones.len(),
+            tombstones: self.tombstones.len() as u32,
             ..shared
         }
     }

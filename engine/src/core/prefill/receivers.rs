@@ -3,59 +3,67 @@
 
 use super::receiver::{Receiver, ReceiverRequest, ReceiverState};
 use super::request::PrefillRequest;
-use super::{FlowEntry, Prefill, PrefillOutbox, PrefillTimer};
+use super::{FlowEntry, Prefill, PrefillTimer, PrefillTurn, PromptTransfer};
 use crate::core::config::CoreSettings;
-use crate::core::dialect::native::{self, MessageKind};
+use crate::core::dialect::native;
 use crate::core::error::Failure;
 use crate::core::ids::{
     ConnectionId, EngineId, FlowId, Incarnation, RankSet, SourceId, TransferKey,
 };
-use crate::core::layout::Mismatch;
 use crate::core::message::{AttemptTag, Message, Mode, TransferJob};
 use crate::core::time::Nanos;
 use crate::fabric::Refused;
 
 impl Prefill {
-    fn tell(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        message: Message,
-        out: &mut PrefillOutbox,
-    ) {
+    fn tell(&mut self, connection: ConnectionId, message: Message, turn: &mut PrefillTurn<'_>) {
         // A peer that is down learns nothing; one whose queue is full is about to be.
-        let _ = self.peer_manager.send(now, connection, message, out);
+        let _ = self.peer_manager.send(connection, message, turn);
     }
 
     fn tell_ended(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         failure: Failure,
         quiet: bool,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
-        self.tell(now, connection, Message::Ended { tag, failure, quiet }, out);
+        self.tell(connection, Message::Ended { tag, failure, quiet }, turn);
+    }
+
+    fn receiver(&self, key: &TransferKey, sibling: u32) -> Option<&Receiver> {
+        self.keys.get(key)?.receivers.get(&sibling)
+    }
+
+    fn receiver_mut(&mut self, key: &TransferKey, sibling: u32) -> Option<&mut Receiver> {
+        self.keys.get_mut(key)?.receivers.get_mut(&sibling)
+    }
+
+    /// A key that a decode speaks of; without a prefill leg it does not stay for ever.
+    fn mentioned(&mut self, now: Nanos, key: &TransferKey) -> &mut PromptTransfer {
+        let entry = self.keys.entry(key.clone()).or_default();
+        if entry.request.is_none() {
+            let orphan = now + self.config.settings.orphan;
+            self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
+        }
+        entry
     }
 
     /// A decode announced blocks or asked for a grant.
     pub(super) fn wanted(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         tokens: u32,
         want: ReceiverRequest,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
-        let receiver =
-            self.keys.get_mut(&tag.key).and_then(|key| key.receivers.get_mut(&tag.sibling));
+        let receiver = self.receiver_mut(&tag.key, tag.sibling);
         if let Some(receiver) = receiver.filter(|receiver| receiver.connection == connection) {
             if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
             {
                 (receiver.want, receiver.tokens) = (want, tokens);
-                return self.bind(now, &tag.key, tag.sibling, out);
+                return self.bind(&tag.key, tag.sibling, turn);
             }
             if receiver.tag.attempt >= tag.attempt {
                 return;
@@ -68,20 +76,15 @@ impl Prefill {
         let asked = if asked { Ok(()) } else { Err(Failure::UnknownTransfer) };
         let room = self.peer_manager.unusable().cloned().map_or(Ok(()), Err);
         if let Err(failure) = self.accepts(&tag).and(asked).and(room) {
-            return self.tell_ended(now, connection, tag, failure, true, out);
+            return self.tell_ended(connection, tag, failure, true, turn);
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
-        let entry = self.keys.entry(key.clone()).or_default();
-        if entry.request.is_none() {
-            let orphan = now + self.config.settings.orphan;
-            self.timers.arm_if_idle(PrefillTimer::Orphan(key.clone()), orphan);
-        }
         let state = ReceiverState::Waiting;
         let receiver = Receiver { connection, reader, tag, tokens, want, begun: false, state };
-        entry.receivers.insert(sibling, receiver);
+        self.mentioned(turn.now, &key).receivers.insert(sibling, receiver);
         self.by_peer.insert(connection, (key.clone(), sibling));
-        self.peer_manager.hold(now, connection, out);
-        self.bind(now, &key, sibling, out);
+        self.peer_manager.hold(connection, turn);
+        self.bind(&key, sibling, turn);
     }
 
     fn accepts(&self, tag: &AttemptTag) -> Result<(), Failure> {
@@ -100,23 +103,16 @@ impl Prefill {
         }
     }
 
-    pub(super) fn bind_receivers(
-        &mut self,
-        now: Nanos,
-        key: &TransferKey,
-        out: &mut PrefillOutbox,
-    ) {
-        let siblings: Vec<u32> = self
-            .keys
-            .get(key)
-            .map_or(Vec::new(), |entry| entry.receivers.keys().copied().collect());
+    pub(super) fn bind_receivers(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
+        let Some(entry) = self.keys.get(key) else { return };
+        let siblings: Vec<u32> = entry.receivers.keys().copied().collect();
         for sibling in siblings {
-            self.bind(now, key, sibling, out);
+            self.bind(key, sibling, turn);
         }
     }
 
     /// Brings a receiver and the prompt together if both are there.
-    fn bind(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn bind(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let Some(entry) = self.keys.get(key) else { return };
         let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
             return;
@@ -127,13 +123,7 @@ impl Prefill {
         }
         if sibling >= request.siblings() {
             let text = format!("sibling {sibling} of {}", request.siblings());
-            return self.end_receiver(
-                now,
-                key,
-                sibling,
-                Failure::Mismatch(Mismatch(text.into())),
-                out,
-            );
+            return self.end_receiver(key, sibling, Failure::mismatch(text), turn);
         }
         let wanted = request.leg.mode;
         let mode = match receiver.want {
@@ -145,33 +135,27 @@ impl Prefill {
                 "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
                 receiver.tokens, request.tokens
             );
-            return self.end_receiver(
-                now,
-                key,
-                sibling,
-                Failure::Mismatch(Mismatch(text.into())),
-                out,
-            );
+            return self.end_receiver(key, sibling, Failure::mismatch(text), turn);
         }
         match receiver.want {
-            ReceiverRequest::Ask if request.begun() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Ask if request.begun() => self.begin(key, sibling, turn),
             ReceiverRequest::Push { .. } => {
-                self.start_flow(key, sibling, out);
-                self.await_resumption(now, key);
+                self.start_flow(key, sibling, turn);
+                self.await_resumption(turn.now, key);
             }
-            ReceiverRequest::Pull if request.computed() => self.grant(now, key, sibling, out),
-            ReceiverRequest::Pull if request.ending() => self.begin(now, key, sibling, out),
+            ReceiverRequest::Pull if request.computed() => self.grant(key, sibling, turn),
+            ReceiverRequest::Pull if request.ending() => self.begin(key, sibling, turn),
             ReceiverRequest::Ask | ReceiverRequest::Pull => {}
         }
     }
 
     /// Tells a receiver to get blocks.
-    fn begin(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
-        let receiver = self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling));
+    fn begin(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
+        let receiver = self.receiver_mut(key, sibling);
         let Some(receiver) = receiver.filter(|receiver| !receiver.begun) else { return };
         receiver.begun = true;
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
-        self.tell(now, connection, Message::Begun { tag }, out);
+        self.tell(connection, Message::Begun { tag }, turn);
     }
 
     /// Receivers of a preempted prompt do not wait for it forever: their blocks may be what others
@@ -186,21 +170,23 @@ impl Prefill {
         }
     }
 
-    /// A preempted prompt is not computed again in time: its receivers do without.
-    pub(super) fn not_resumed(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+    /// Those of the receivers of a key that are told do without.
+    pub(super) fn end_receivers(
+        &mut self,
+        key: &TransferKey,
+        which: impl Fn(&Receiver) -> bool,
+        failure: &Failure,
+        turn: &mut PrefillTurn<'_>,
+    ) {
         let Some(entry) = self.keys.get(key) else { return };
-        let waiting: Vec<u32> = entry
-            .receivers
-            .iter()
-            .filter(|(_, receiver)| receiver.binds_blocks())
-            .map(|(sibling, _)| *sibling)
-            .collect();
-        for sibling in waiting {
-            self.end_receiver(now, key, sibling, Failure::Preempted, out);
+        let told = entry.receivers.iter().filter(|(_, receiver)| which(receiver));
+        let told: Vec<u32> = told.map(|(sibling, _)| *sibling).collect();
+        for sibling in told {
+            self.end_receiver(key, sibling, failure.clone(), turn);
         }
     }
 
-    fn start_flow(&mut self, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn start_flow(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let flow = FlowId(self.fresh());
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(id) = &entry.request else { return };
@@ -209,7 +195,7 @@ impl Prefill {
         let ReceiverRequest::Push { from, blocks } = &receiver.want else { return };
         receiver.state = ReceiverState::Writing(flow);
         request.mentioned = true;
-        out.push(TransferJob::Write {
+        turn.push(TransferJob::Write {
             flow,
             request: id.clone(),
             reader: self.peer_manager.info(receiver.connection).map(|info| info.engine.clone()),
@@ -231,7 +217,7 @@ impl Prefill {
         );
     }
 
-    fn grant(&mut self, now: Nanos, key: &TransferKey, sibling: u32, out: &mut PrefillOutbox) {
+    fn grant(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
         let lease = self.config.settings.lease;
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
@@ -246,32 +232,32 @@ impl Prefill {
         };
         if !native::fits(&grant) {
             let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
-            return self.end_receiver(now, key, sibling, failure, out);
+            return self.end_receiver(key, sibling, failure, turn);
         }
         receiver.state = ReceiverState::Granted { released: RankSet::EMPTY };
         let connection = receiver.connection;
-        self.timers.arm(PrefillTimer::Lease(key.clone(), sibling), now + lease);
-        self.tell(now, connection, grant, out);
+        self.timers.arm(PrefillTimer::Lease(key.clone(), sibling), turn.now + lease);
+        self.tell(connection, grant, turn);
     }
 
     pub(super) fn renew(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
         count: u32,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let lease = self.config.settings.lease;
         match self.receiver_state(connection, &tag) {
             Some(ReceiverState::Granted { .. }) => {
                 if !planted!("renewed-is-said-only") {
-                    self.timers.arm(PrefillTimer::Lease(tag.key.clone(), tag.sibling), now + lease);
+                    self.timers
+                        .arm(PrefillTimer::Lease(tag.key.clone(), tag.sibling), turn.now + lease);
                 }
-                self.tell(now, connection, Message::Renewed { tag, count, lease }, out);
+                self.tell(connection, Message::Renewed { tag, count, lease }, turn);
             }
             Some(_) => {}
-            None => self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out),
+            None => self.tell_ended(connection, tag, Failure::LeaseExpired, true, turn),
         }
     }
 
@@ -295,11 +281,10 @@ impl Prefill {
     /// The receiver needs the source no more.
     pub(super) fn released(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: &AttemptTag,
         ranks: RankSet,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let needed =
             RankSet::first(self.peer_manager.info(connection).map_or(1, |info| info.geometry.tp));
@@ -307,29 +292,23 @@ impl Prefill {
             Some(ReceiverState::Granted { released }) => {
                 *released = released.union(ranks);
                 if released.covers(needed) {
-                    self.receiver_done(now, &tag.key, tag.sibling, None, out);
+                    self.receiver_done(&tag.key, tag.sibling, None, turn);
                 }
             }
-            Some(ReceiverState::Waiting) => {
-                self.receiver_done(now, &tag.key, tag.sibling, None, out)
-            }
-            Some(_) => self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out),
-            None => self.released_unasked(now, tag, out),
+            Some(ReceiverState::Waiting) => self.receiver_done(&tag.key, tag.sibling, None, turn),
+            Some(_) => self.end_receiver(&tag.key, tag.sibling, Failure::Cancelled, turn),
+            None => self.released_unasked(tag, turn),
         }
     }
 
     /// A receiver that needed nothing, perhaps before the prefill leg arrived.
-    fn released_unasked(&mut self, now: Nanos, tag: &AttemptTag, out: &mut PrefillOutbox) {
+    fn released_unasked(&mut self, tag: &AttemptTag, turn: &mut PrefillTurn<'_>) {
         if self.accepts(tag).is_err() {
             return;
         }
-        let entry = self.keys.entry(tag.key.clone()).or_default();
-        if entry.request.is_none() {
-            let orphan = now + self.config.settings.orphan;
-            self.timers.arm_if_idle(PrefillTimer::Orphan(tag.key.clone()), orphan);
-        }
+        self.mentioned(turn.now, &tag.key);
         self.note_served(&tag.key, tag.sibling);
-        self.try_free(&tag.key, out);
+        self.try_free(&tag.key, turn);
     }
 
     /// Remembers a sibling that has ended, if the prompt has it, and while there is room; before
@@ -351,40 +330,20 @@ impl Prefill {
         }
     }
 
-    /// The receiver wants its blocks back.
-    pub(super) fn cancelled(
+    /// A decode wants its blocks back, or what it said of an attempt could not be read: the
+    /// receiver ends.
+    pub(super) fn give_up(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         tag: AttemptTag,
-        out: &mut PrefillOutbox,
+        failure: Failure,
+        turn: &mut PrefillTurn<'_>,
     ) {
         if self.receiver_state(connection, &tag).is_some() {
-            self.end_receiver(now, &tag.key, tag.sibling, Failure::Cancelled, out);
+            self.end_receiver(&tag.key, tag.sibling, failure, turn);
         } else {
-            self.tell_ended(now, connection, tag.clone(), Failure::Cancelled, true, out);
-            self.released_unasked(now, &tag, out);
-        }
-    }
-
-    /// A message of a decode could not be read: the receiver that it was about ends, whatever it
-    /// said. A renewal comes again.
-    pub(super) fn lost(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        tag: AttemptTag,
-        (kind, failure): (MessageKind, Failure),
-        out: &mut PrefillOutbox,
-    ) {
-        if kind == MessageKind::Renew {
-            return;
-        }
-        if self.receiver_state(connection, &tag).is_some() {
-            self.end_receiver(now, &tag.key, tag.sibling, failure, out);
-        } else {
-            self.tell_ended(now, connection, tag.clone(), failure, true, out);
-            self.released_unasked(now, &tag, out);
+            self.tell_ended(connection, tag.clone(), failure, true, turn);
+            self.released_unasked(&tag, turn);
         }
     }
 
@@ -392,36 +351,28 @@ impl Prefill {
     /// quiet.
     pub(super) fn end_receiver(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
         failure: Failure,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
-        let Some(receiver) =
-            self.keys.get_mut(key).and_then(|entry| entry.receivers.get_mut(&sibling))
-        else {
-            return;
-        };
+        let Some(receiver) = self.receiver_mut(key, sibling) else { return };
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
         match &mut receiver.state {
-            ReceiverState::Waiting => {
-                self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                self.receiver_done(now, key, sibling, Some(failure), out);
-            }
+            ReceiverState::Waiting => self.end_quiet(key, sibling, failure, turn),
             ReceiverState::Granted { .. } => {
                 let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
-                self.tell_ended(now, connection, tag, failure, false, out);
+                self.tell_ended(connection, tag, failure, false, turn);
                 if at_once.is_some() {
-                    self.receiver_done(now, key, sibling, at_once, out);
+                    self.receiver_done(key, sibling, at_once, turn);
                 }
             }
             ReceiverState::Writing(flow) | ReceiverState::Restarting(flow) => {
                 let flow = *flow;
                 receiver.state = ReceiverState::Ending(flow, failure.clone());
                 let quiet = planted!("quiet-is-said-at-once");
-                self.tell_ended(now, connection, tag, failure, quiet, out);
-                out.push(TransferJob::Stop { flow });
+                self.tell_ended(connection, tag, failure, quiet, turn);
+                turn.push(TransferJob::Stop { flow });
             }
             ReceiverState::Ending(..) => {}
         }
@@ -429,11 +380,10 @@ impl Prefill {
 
     fn receiver_done(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
         failure: Option<Failure>,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         self.note_served(key, sibling);
         let Some(entry) = self.keys.get_mut(key) else { return };
@@ -445,26 +395,24 @@ impl Prefill {
         if let Some(connection) = connection {
             self.by_peer.remove(connection, &(key.clone(), sibling));
             if !planted!("receivers-are-counted-for-ever") {
-                self.peer_manager.unhold(now, connection, out);
+                self.peer_manager.unhold(connection, turn);
             }
         }
-        self.try_free(key, out);
+        self.try_free(key, turn);
     }
 
-    pub(super) fn lease_ended(
+    /// Ends a receiver without success of whose attempt no byte is under way.
+    pub(super) fn end_quiet(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         sibling: u32,
-        out: &mut PrefillOutbox,
+        failure: Failure,
+        turn: &mut PrefillTurn<'_>,
     ) {
-        let Some(receiver) = self.keys.get(key).and_then(|entry| entry.receivers.get(&sibling))
-        else {
-            return;
-        };
+        let Some(receiver) = self.receiver(key, sibling) else { return };
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
-        self.tell_ended(now, connection, tag, Failure::LeaseExpired, true, out);
-        self.receiver_done(now, key, sibling, Some(Failure::LeaseExpired), out);
+        self.tell_ended(connection, tag, failure.clone(), true, turn);
+        self.receiver_done(key, sibling, Some(failure), turn);
     }
 
     /// Stops the flows of a source that a preemption takes away; says how many there are.
@@ -472,13 +420,13 @@ impl Prefill {
         &mut self,
         key: &TransferKey,
         source: SourceId,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) -> u32 {
         if let Some(entry) = self.keys.get_mut(key) {
             for receiver in entry.receivers.values_mut() {
                 if let ReceiverState::Writing(flow) = receiver.state {
                     receiver.state = ReceiverState::Restarting(flow);
-                    out.push(TransferJob::Stop { flow });
+                    turn.push(TransferJob::Stop { flow });
                 }
             }
         }
@@ -487,56 +435,49 @@ impl Prefill {
     }
 
     /// A rank says that the flow will fail: tell the receiver, stop the other ranks.
-    pub(super) fn flow_failing(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+    pub(super) fn flow_failing(&mut self, id: FlowId, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.get(&id) else { return };
         let failure = flow.failure.clone().unwrap_or(Failure::Cancelled);
         let (key, sibling) = (flow.key.clone(), flow.sibling);
-        let state = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
-        if state.is_some_and(
-            |receiver| matches!(receiver.state, ReceiverState::Writing(writing) if writing == id),
-        ) {
-            self.end_receiver(now, &key, sibling, failure, out);
+        let is_written =
+            |receiver: &Receiver| matches!(receiver.state, ReceiverState::Writing(of) if of == id);
+        if self.receiver(&key, sibling).is_some_and(is_written) {
+            self.end_receiver(&key, sibling, failure, turn);
         }
     }
 
     /// Every rank has reported the end of a flow: nothing of it is under way.
-    pub(super) fn flow_ended(&mut self, now: Nanos, id: FlowId, out: &mut PrefillOutbox) {
+    pub(super) fn flow_ended(&mut self, id: FlowId, turn: &mut PrefillTurn<'_>) {
         let Some(flow) = self.flows.remove(&id) else { return };
         let key = flow.key;
         let request = self.keys.get(&key).and_then(|entry| entry.request.clone());
         if let Some(request) = &request {
-            self.drained(request, flow.source, out);
+            self.drained(request, flow.source, turn);
         }
-        let Some(receiver) =
-            self.keys.get_mut(&key).and_then(|entry| entry.receivers.get_mut(&flow.sibling))
-        else {
-            return self.try_free(&key, out);
+        let Some(receiver) = self.receiver(&key, flow.sibling) else {
+            return self.try_free(&key, turn);
         };
-        let (connection, tag, tokens) =
-            (receiver.connection, receiver.tag.clone(), receiver.tokens);
         match &receiver.state {
             ReceiverState::Ending(of, failure) if *of == id => {
                 let failure = failure.clone();
-                self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                self.receiver_done(now, &key, flow.sibling, Some(failure), out);
+                self.end_quiet(&key, flow.sibling, failure, turn);
             }
             ReceiverState::Writing(of) | ReceiverState::Restarting(of) if *of == id => {
                 match flow.failure {
                     None => {
+                        let (connection, tokens) = (receiver.connection, receiver.tokens);
+                        let tag = receiver.tag.clone();
                         let ranks = RankSet::first(self.config.geometry.tp);
-                        self.tell(now, connection, Message::Delivered { tag, ranks, tokens }, out);
-                        self.receiver_done(now, &key, flow.sibling, None, out);
+                        self.tell(connection, Message::Delivered { tag, ranks, tokens }, turn);
+                        self.receiver_done(&key, flow.sibling, None, turn);
                     }
                     Some(_) if matches!(receiver.state, ReceiverState::Restarting(_)) => {
-                        self.start_flow(&key, flow.sibling, out);
+                        self.start_flow(&key, flow.sibling, turn);
                     }
-                    Some(failure) => {
-                        self.tell_ended(now, connection, tag, failure.clone(), true, out);
-                        self.receiver_done(now, &key, flow.sibling, Some(failure), out);
-                    }
+                    Some(failure) => self.end_quiet(&key, flow.sibling, failure, turn),
                 }
             }
-            _ => self.try_free(&key, out),
+            _ => self.try_free(&key, turn),
         }
     }
 
@@ -544,20 +485,17 @@ impl Prefill {
     /// until its lease ends, unless the reader is known to be dead.
     pub(super) fn peer_down(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: &Failure,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         for (key, sibling) in self.by_peer.of(connection) {
-            let receiver = self.keys.get(&key).and_then(|entry| entry.receivers.get(&sibling));
-            let reads = receiver.is_some_and(Receiver::reads);
-            if !reads {
-                self.end_receiver(now, &key, sibling, failure.clone(), out);
+            if !self.receiver(&key, sibling).is_some_and(Receiver::reads) {
+                self.end_receiver(&key, sibling, failure.clone(), turn);
             } else if *failure == Failure::PeerRestarted
                 || planted!("silent-reader-loses-its-source")
             {
-                self.receiver_done(now, &key, sibling, Some(failure.clone()), out);
+                self.receiver_done(&key, sibling, Some(failure.clone()), turn);
             }
         }
     }

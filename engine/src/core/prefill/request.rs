@@ -1,12 +1,11 @@
 //! The engine's requests: what is computed, and when its blocks may go.
 
-use super::{Prefill, PrefillOutbox, PrefillTimer, PromptTransfer};
+use super::{Prefill, PrefillTimer, PrefillTurn, PromptTransfer};
 use crate::core::config::CoreSettings;
 use crate::core::error::Failure;
 use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
 use crate::core::layout::BlockList;
 use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillLeg, TransferJob};
-use crate::core::time::Nanos;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -86,14 +85,13 @@ impl PrefillRequest {
 impl Prefill {
     pub(super) fn arrived(
         &mut self,
-        now: Nanos,
         id: RequestId,
         leg: PrefillLeg,
         tokens: u32,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
-            out.push(PrefillAnswer::Rejected { request: id, failure });
+            turn.push(PrefillAnswer::Rejected { request: id, failure });
             return;
         }
         let source = SourceId(self.fresh());
@@ -122,9 +120,9 @@ impl Prefill {
         self.requests.insert(id, request);
         if !spare {
             self.timers.cancel(&PrefillTimer::Orphan(key.clone()));
-            self.bind_receivers(now, &key, out);
+            self.bind_receivers(&key, turn);
             if let Some(peer) = peer {
-                self.peer_manager.expect_moriio(now, &key, wanted, &peer, out);
+                self.peer_manager.expect_moriio(&key, wanted, &peer, turn);
             }
         }
     }
@@ -147,13 +145,7 @@ impl Prefill {
         if duplicate { Err(Failure::DuplicateKey) } else { Ok(()) }
     }
 
-    pub(super) fn scheduled(
-        &mut self,
-        now: Nanos,
-        step: StepId,
-        chunk: Chunk,
-        out: &mut PrefillOutbox,
-    ) {
+    pub(super) fn scheduled(&mut self, step: StepId, chunk: Chunk, turn: &mut PrefillTurn<'_>) {
         let Some(request) = self.requests.get_mut(&chunk.request) else { return };
         assert!(request.finished.is_none(), "{} was scheduled after it finished", chunk.request);
         let first = !request.begun();
@@ -169,7 +161,7 @@ impl Prefill {
         let key = (binds || resumed).then(|| request.key.clone());
         if pushes {
             request.mentioned = true;
-            out.push(TransferJob::Source {
+            turn.push(TransferJob::Source {
                 source: request.source,
                 step,
                 ready: chunk.from,
@@ -183,41 +175,40 @@ impl Prefill {
             self.timers.cancel(&PrefillTimer::Resume(key.clone()));
         }
         if binds {
-            self.bind_receivers(now, &key, out);
+            self.bind_receivers(&key, turn);
         }
     }
 
     pub(super) fn finished(
         &mut self,
-        now: Nanos,
         id: RequestId,
         reason: FinishReason,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
         request.finished = Some(reason);
         let key = request.key.clone();
         if request.spare {
-            return self.free(&id, None, out);
+            return self.free(&id, None, turn);
         }
         if request.computed() && request.ending() {
-            self.bind_receivers(now, &key, out);
+            self.bind_receivers(&key, turn);
             let CoreSettings { lease, claim, .. } = self.config.settings;
             let cut = if planted!("hold-cut-to-a-quarter") { 4 } else { 1 };
-            self.timers.arm(PrefillTimer::Hold(key.clone()), now + lease.scale(1, cut));
+            self.timers.arm(PrefillTimer::Hold(key.clone()), turn.now + lease.scale(1, cut));
             // Who may still ask may still be late.
-            self.timers.arm(PrefillTimer::Claim(key.clone()), now + claim.max(lease));
+            self.timers.arm(PrefillTimer::Claim(key.clone()), turn.now + claim.max(lease));
         } else {
             request.finished = Some(FinishReason::Aborted);
             // A push may be over before the engine has an answer, that of decode too: then whoever
             // asked leaves, and nobody lacks anything.
-            self.try_free(&key, out);
-            self.end_key(now, &key, &Failure::PrefillEnded, out);
+            self.try_free(&key, turn);
+            self.end_key(&key, &Failure::PrefillEnded, turn);
         }
-        self.try_free(&key, out);
+        self.try_free(&key, turn);
     }
 
-    pub(super) fn preempted(&mut self, now: Nanos, id: RequestId, out: &mut PrefillOutbox) {
+    pub(super) fn preempted(&mut self, id: RequestId, turn: &mut PrefillTurn<'_>) {
         let source = SourceId(self.fresh());
         let Some(request) = self.requests.get_mut(&id) else { return };
         assert!(request.finished.is_none(), "{id} was preempted after it finished");
@@ -227,8 +218,8 @@ impl Prefill {
         request.lost = request.lost.max(std::mem::take(&mut request.scheduled));
         let mentioned = std::mem::take(&mut request.mentioned);
         let key = request.key.clone();
-        let flows = if request.spare { 0 } else { self.restart_receivers(&key, old, out) };
-        self.await_resumption(now, &key);
+        let flows = if request.spare { 0 } else { self.restart_receivers(&key, old, turn) };
+        self.await_resumption(turn.now, &key);
         if flows > 0 && !planted!("preemption-waits-for-nobody") {
             if let Some(request) = self.requests.get_mut(&id) {
                 request.draining.insert(old, flows);
@@ -236,25 +227,25 @@ impl Prefill {
             return;
         }
         if mentioned {
-            out.push(TransferJob::Forget { source: old });
+            turn.push(TransferJob::Forget { source: old });
         }
-        out.push(PrefillAnswer::PreemptionSafe { request: id });
+        turn.push(PrefillAnswer::PreemptionSafe { request: id });
     }
 
     /// One flow of a source that a preemption gave up is quiet.
-    pub(super) fn drained(&mut self, id: &RequestId, source: SourceId, out: &mut PrefillOutbox) {
+    pub(super) fn drained(&mut self, id: &RequestId, source: SourceId, turn: &mut PrefillTurn<'_>) {
         let Some(request) = self.requests.get_mut(id) else { return };
         let Some(left) = request.draining.get_mut(&source) else { return };
         *left -= 1;
         if *left == 0 || planted!("preempted-source-safe-at-first-quiet") {
             request.draining.remove(&source);
-            out.push(TransferJob::Forget { source });
-            out.push(PrefillAnswer::PreemptionSafe { request: id.clone() });
+            turn.push(TransferJob::Forget { source });
+            turn.push(PrefillAnswer::PreemptionSafe { request: id.clone() });
         }
     }
 
     /// Frees the blocks of a key's request if nobody needs them any more.
-    pub(super) fn try_free(&mut self, key: &TransferKey, out: &mut PrefillOutbox) {
+    pub(super) fn try_free(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         let Some(entry) = self.keys.get(key) else { return };
         let Some(id) = entry.request.clone() else {
             return self.forget_if_idle(key);
@@ -268,7 +259,7 @@ impl Prefill {
             return;
         }
         let failure = entry.failure.clone();
-        self.free(&id, failure, out);
+        self.free(&id, failure, turn);
         self.forget_key(key);
         self.timers.cancel(&PrefillTimer::Hold(key.clone()));
         self.timers.cancel(&PrefillTimer::Claim(key.clone()));
@@ -291,36 +282,32 @@ impl Prefill {
         }
     }
 
-    fn free(&mut self, id: &RequestId, failure: Option<Failure>, out: &mut PrefillOutbox) {
+    fn free(&mut self, id: &RequestId, failure: Option<Failure>, turn: &mut PrefillTurn<'_>) {
         let Some(request) = self.requests.remove(id) else { return };
         if !request.spare {
             self.peer_manager.forget(&request.key);
         }
         self.held -= request.blocks_held();
         if request.mentioned && !planted!("source-is-not-forgotten") {
-            out.push(TransferJob::Forget { source: request.source });
+            turn.push(TransferJob::Forget { source: request.source });
         }
-        out.push(PrefillAnswer::SourceFree { request: id.clone(), failure });
+        turn.push(PrefillAnswer::SourceFree { request: id.clone(), failure });
     }
 
     /// Ends a key for all its receivers; its blocks go when every flow is quiet.
     pub(super) fn end_key(
         &mut self,
-        now: Nanos,
         key: &TransferKey,
         failure: &Failure,
-        out: &mut PrefillOutbox,
+        turn: &mut PrefillTurn<'_>,
     ) {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         entry.failure.get_or_insert_with(|| failure.clone());
-        let siblings: Vec<u32> = entry.receivers.keys().copied().collect();
-        for sibling in siblings {
-            self.end_receiver(now, key, sibling, failure.clone(), out);
-        }
+        self.end_receivers(key, |_| true, failure, turn);
     }
 
-    pub(super) fn hold_ended(&mut self, key: &TransferKey, out: &mut PrefillOutbox) {
+    pub(super) fn hold_ended(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         let missing =
@@ -333,24 +320,14 @@ impl Prefill {
         if missing {
             entry.failure.get_or_insert(Failure::NotFetched);
         }
-        self.try_free(key, out);
-    }
-
-    /// Receivers of a computed prompt have not said where it shall go.
-    pub(super) fn unclaimed(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
-        let Some(entry) = self.keys.get(key) else { return };
-        let asked = entry.receivers.iter().filter(|(_, receiver)| receiver.only_asked());
-        let asked: Vec<u32> = asked.map(|(sibling, _)| *sibling).collect();
-        for sibling in asked {
-            self.end_receiver(now, key, sibling, Failure::NotFetched, out);
-        }
+        self.try_free(key, turn);
     }
 
     /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.
-    pub(super) fn abandoned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+    pub(super) fn abandoned(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         match self.keys.get(key) {
-            Some(entry) if entry.request.is_some() => self.hold_ended(key, out),
-            Some(_) => self.orphaned(now, key, out),
+            Some(entry) if entry.request.is_some() => self.hold_ended(key, turn),
+            Some(_) => self.orphaned(key, turn),
             // Its leg, if it is still on its way, comes too late.
             None if !self.tombstones.contains(key) => {
                 self.tombstones.insert(key.clone());
@@ -360,9 +337,9 @@ impl Prefill {
         }
     }
 
-    pub(super) fn orphaned(&mut self, now: Nanos, key: &TransferKey, out: &mut PrefillOutbox) {
+    pub(super) fn orphaned(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         if self.keys.get(key).is_some_and(|entry| entry.request.is_none()) {
-            self.end_key(now, key, &Failure::UnknownTransfer, out);
+            self.end_key(key, &Failure::UnknownTransfer, turn);
             self.forget_key(key);
             self.tombstones.insert(key.clone());
             self.abandoned.insert(key.clone());

@@ -1,14 +1,14 @@
 //! The instances together with the legs that are in flight on them.
 
+use super::RouterTurn;
 use super::health::{FailureSeverity, of_instance, of_pair};
 use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
-use super::pairing::{Choice, SelectionRequest, choose_decode, choose_prefill};
+use super::pairing::{Choice, SelectionRequest};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
-use super::requests::{PromptState, SampleProgress};
+use super::requests::{PromptState, SampleProgress, SampleState};
 use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
-use crate::core::machine::Outbox;
 use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
@@ -29,6 +29,14 @@ pub(super) struct LegInFlight {
     tokens: u64,
     /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
     held: Option<Box<(InstancePair, LegBody)>>,
+}
+
+impl LegInFlight {
+    /// A prefill leg for a prompt of a client.
+    fn new((client, prompt): (ClientId, usize), instance_id: InstanceId, tokens: u64) -> Self {
+        let (sample, prefill, held) = (None, None, None);
+        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, held }
+    }
 }
 
 /// Deadlines of the router.
@@ -62,8 +70,8 @@ pub(super) struct LegDispatcher {
 impl LegDispatcher {
     pub(super) fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
         LegDispatcher {
+            registry: Registry::new(config.instances_max),
             config,
-            registry: Registry::default(),
             timers: Timers::default(),
             counters: RouterCounters::default(),
             legs: BTreeMap::new(),
@@ -105,12 +113,20 @@ impl LegDispatcher {
 
     /// True if the instances for a prompt are there, and are ones that failed it.
     pub(super) fn would_repeat(&self, now: Nanos, client: ClientId, work: &PromptState) -> bool {
-        let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
-        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
-            return false;
-        };
-        let decode = choose_decode(&self.registry, &want, prefill.instance_id, &self.config);
+        let want = self.want(now, client, work);
+        let Some(prefill) = want.choose_prefill() else { return false };
+        let decode = want.choose_decode(prefill.instance_id);
         decode.is_some_and(|decode| work.failed_by(prefill.instance_id, decode.instance_id))
+    }
+
+    fn want<'a>(
+        &'a self,
+        now: Nanos,
+        client: ClientId,
+        work: &'a PromptState,
+    ) -> SelectionRequest<'a> {
+        let (registry, config) = (&self.registry, &self.config);
+        SelectionRequest { registry, config, now, client, prompt: &work.prompt, avoid: &work.avoid }
     }
 
     /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
@@ -118,40 +134,25 @@ impl LegDispatcher {
     /// done.
     pub(super) fn dispatch(
         &mut self,
-        now: Nanos,
         client: ClientId,
         index: usize,
         work: &mut PromptState,
         id: &mut Option<TransferId>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) -> bool {
-        let PromptState { prompt, samples, avoid, .. } = &*work;
-        let want = SelectionRequest { now, client, prompt, avoid };
-        let Some(prefill) = choose_prefill(&self.registry, &want, &self.config) else {
-            return false;
-        };
+        let want = self.want(turn.now, client, work);
+        let Some(prefill) = want.choose_prefill() else { return false };
         let instance_id = prefill.instance_id;
-        let Some(first) = choose_decode(&self.registry, &want, instance_id, &self.config) else {
-            return false;
-        };
+        let Some(first) = want.choose_decode(instance_id) else { return false };
         let id = match id {
             Some(id) => id.clone(),
             None => id.insert(self.new_transfer()).clone(),
         };
         let key = TransferKey { id, prompt: index as u32 };
-        let waiting =
-            samples.iter().filter(|s| s.progress == SampleProgress::Waiting).count() as u32;
-        let tokens = u64::from(prompt.tokens - prefill.saved).max(1);
-        let (prompt, prefix) = (index, &work.prompt.prefix);
-        let leg = LegInFlight {
-            client,
-            prompt,
-            sample: None,
-            instance_id,
-            prefill: None,
-            tokens,
-            held: None,
-        };
+        let is_waiting = |sample: &&SampleState| sample.progress == SampleProgress::Waiting;
+        let waiting = work.samples.iter().filter(is_waiting).count() as u32;
+        let tokens = u64::from(work.prompt.tokens - prefill.saved).max(1);
+        let leg = LegInFlight::new((client, index), instance_id, tokens);
         let pair = self.pair(instance_id, first.instance_id);
         let incarnation =
             self.registry.get(instance_id).map(|prefill| prefill.registration.incarnation);
@@ -163,8 +164,8 @@ impl LegDispatcher {
             moriio: None,
         };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
-        let prefill_leg = self.assign(leg, prefix);
-        self.emit(prefill_leg, pair, body, out);
+        let prefill_leg = self.assign(leg, &work.prompt.prefix);
+        self.emit(prefill_leg, pair, body, turn);
         work.prefill = Some(prefill_leg);
         work.source = Some((prefill.instance_id, key.clone()));
         let (mut sibling, mut chosen) = (0, Some(first));
@@ -172,11 +173,10 @@ impl LegDispatcher {
             if work.samples[sample].progress != SampleProgress::Waiting {
                 continue;
             }
-            let want = SelectionRequest { now, client, prompt: &work.prompt, avoid: &work.avoid };
-            let next = || choose_decode(&self.registry, &want, instance_id, &self.config);
+            let next = || self.want(turn.now, client, work).choose_decode(instance_id);
             let decode = chosen.take().or_else(next).unwrap_or(first);
             let place = DecodeDispatch { client, index, sample, sibling, decode };
-            let leg = self.dispatch_decode(place, work, prefill, &key, out);
+            let leg = self.dispatch_decode(place, work, prefill, &key, turn);
             work.samples[sample].progress = SampleProgress::Running(leg);
             work.samples[sample].dispatched += 1;
             sibling += u32::from(!planted!("samples-share-a-number"));
@@ -190,7 +190,7 @@ impl LegDispatcher {
         work: &PromptState,
         prefill: Choice,
         key: &TransferKey,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) -> LegId {
         let DecodeDispatch { client, index, sample, sibling, decode } = place;
         let source = &self.registry.instance_mut(prefill.instance_id).registration;
@@ -209,16 +209,10 @@ impl LegDispatcher {
         let pair = self.pair(prefill.instance_id, decode.instance_id);
         let held = prefill.mode == Mode::Pull && !pair.is_native();
         let tokens = (u64::from(work.prompt.tokens) + u64::from(output)).max(1);
-        let (instance_id, from) = (decode.instance_id, Some(prefill.instance_id));
-        let sample = Some(sample);
         let leg = LegInFlight {
-            client,
-            prompt: index,
-            sample,
-            instance_id,
-            prefill: from,
-            tokens,
-            held: None,
+            sample: Some(sample),
+            prefill: Some(prefill.instance_id),
+            ..LegInFlight::new((client, index), decode.instance_id, tokens)
         };
         let leg = self.assign(leg, &work.prompt.prefix);
         self.registry.note_pair(prefill.instance_id, decode.instance_id);
@@ -226,7 +220,7 @@ impl LegDispatcher {
             let waits = self.legs.get_mut(&leg).expect("just assigned");
             waits.held = Some(Box::new((pair, body)));
         } else {
-            self.emit(leg, pair, body, out);
+            self.emit(leg, pair, body, turn);
         }
         leg
     }
@@ -246,18 +240,12 @@ impl LegDispatcher {
         id
     }
 
-    fn emit(
-        &mut self,
-        id: LegId,
-        pair: InstancePair,
-        body: LegBody,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    fn emit(&mut self, id: LegId, pair: InstancePair, body: LegBody, turn: &mut RouterTurn<'_>) {
         let LegInFlight { client, instance_id, .. } = self.legs[&id];
         let registration = &self.registry.instance_mut(instance_id).registration;
         let (engine, http) = (registration.engine.clone(), registration.http.clone());
         let pair = Box::new(pair);
-        out.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
+        turn.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
         self.counters.legs += 1;
     }
 
@@ -267,7 +255,7 @@ impl LegDispatcher {
         &mut self,
         id: LegId,
         answer: Option<&Arc<str>>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) {
         let held = self.legs.get_mut(&id).and_then(|leg| leg.held.take());
         let Some((pair, mut body)) = held.map(|held| *held) else { return };
@@ -275,7 +263,7 @@ impl LegDispatcher {
             *params = answer.cloned();
         }
         self.counters.unread += u64::from(answer.is_none());
-        self.emit(id, pair, body, out);
+        self.emit(id, pair, body, turn);
     }
 
     /// Takes a leg that ended out of the tables.
@@ -288,23 +276,23 @@ impl LegDispatcher {
     }
 
     /// Ends a leg that the instance has not ended.
-    pub(super) fn cancel(&mut self, id: LegId, out: &mut Outbox<RouterEffect>) -> LegInFlight {
+    pub(super) fn cancel(&mut self, id: LegId, turn: &mut RouterTurn<'_>) -> LegInFlight {
         if self.legs[&id].held.is_none() {
-            out.push(RouterEffect::CancelLeg { leg: id });
+            turn.push(RouterEffect::CancelLeg { leg: id });
             self.counters.cancelled += 1;
         }
         self.end(id)
     }
 
     /// Tells the prefill that holds a prompt's KV that nobody else will fetch it.
-    pub(super) fn abandon(&mut self, work: &mut PromptState, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn abandon(&mut self, work: &mut PromptState, turn: &mut RouterTurn<'_>) {
         let Some((instance_id, key)) = work.source.take() else { return };
         if planted!("prefill-is-not-told") {
             return;
         }
         if self.registry.get(instance_id).is_some_and(|prefill| prefill.native) {
             let told = self.registry.instance_mut(instance_id).abandoned.add(key);
-            told.into_iter().for_each(|command| out.push(command));
+            told.into_iter().for_each(|command| turn.push(command));
         }
     }
 
@@ -404,11 +392,11 @@ impl LegDispatcher {
     }
 
     /// Asks an instance that has not answered whether it does.
-    pub(super) fn probe(&mut self, instance_id: InstanceId, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn probe(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let Some(instance) = self.registry.get(instance_id) else { return };
         if instance.unproven && !instance.lost {
             let http = instance.registration.http.clone();
-            out.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
+            turn.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
         }
     }
 
@@ -430,7 +418,7 @@ impl LegDispatcher {
         self.timers.cancel(&RouterTimer::Expiry(instance_id));
         self.timers.cancel(&RouterTimer::Heal(instance_id));
         self.timers.cancel(&RouterTimer::Probe(instance_id));
-        self.registry.remove(instance_id, &self.config);
+        self.registry.remove(instance_id);
     }
 }
 

@@ -1,25 +1,19 @@
 //! A request from its arrival to its one answer.
 
-use super::Router;
 use super::dispatcher::{LegInFlight, RouterTimer};
 use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect};
 use super::registry::InstanceId;
 use super::requests::{QueuePosition, RouterRequest, SampleProgress};
+use super::{Router, RouterTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, LegId};
-use crate::core::machine::Outbox;
 use crate::core::message::FinishReason;
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
 impl Router {
     /// Takes a new request in.
-    pub(super) fn request(
-        &mut self,
-        now: Nanos,
-        request: ClientRequest,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
         let client = request.client;
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
         let refuse = if self.draining {
@@ -34,12 +28,12 @@ impl Router {
             }
         };
         if let Some(answer) = refuse {
-            out.push(RouterEffect::Answer { client, answer });
-        } else if self.waiting.is_empty() && self.may_start() && self.dispatch(now, client, out) {
+            turn.push(RouterEffect::Answer { client, answer });
+        } else if self.waiting.is_empty() && self.may_start() && self.dispatch(client, turn) {
         } else if self.waits() < self.dispatcher.config.waiting_max as usize {
-            self.enqueue(now, client);
+            self.enqueue(turn.now, client);
         } else {
-            self.finish(client, Some(ClientAnswer::NoInstance), out);
+            self.finish(client, Some(ClientAnswer::NoInstance), turn);
         }
     }
 
@@ -53,7 +47,7 @@ impl Router {
     }
 
     /// Sends what waits of a request; false if there is no instance for it.
-    fn dispatch(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) -> bool {
+    fn dispatch(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) -> bool {
         let request = self.requests.get_mut(&client).expect("only known requests are sent");
         let mut id = None;
         for (index, work) in request.works.iter_mut().enumerate() {
@@ -61,7 +55,7 @@ impl Router {
                 continue;
             }
             let first = id.is_none();
-            if !self.dispatcher.dispatch(now, client, index, work, &mut id, out) {
+            if !self.dispatcher.dispatch(client, index, work, &mut id, turn) {
                 assert!(first, "what takes one prompt of a request takes all");
                 return false;
             }
@@ -110,9 +104,9 @@ impl Router {
     }
 
     /// Sends waiting requests, oldest first, as long as there are instances for them.
-    pub(super) fn pump(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn pump(&mut self, turn: &mut RouterTurn<'_>) {
         while let Some(((new, _), client)) = self.next_waiting() {
-            if (new && !self.may_start()) || !self.dispatch(now, client, out) {
+            if (new && !self.may_start()) || !self.dispatch(client, turn) {
                 return;
             }
         }
@@ -128,7 +122,7 @@ impl Router {
     }
 
     /// A request waited too long.
-    pub(super) fn gave_up(&mut self, client: ClientId, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn gave_up(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
         let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
         let answer = match cause {
             Some(cause) => ClientAnswer::Failed(cause),
@@ -137,7 +131,7 @@ impl Router {
                 None => ClientAnswer::NoInstance,
             },
         };
-        self.finish(client, Some(answer), out);
+        self.finish(client, Some(answer), turn);
     }
 
     /// True if what waits of a request would go to instances that failed it.
@@ -149,30 +143,30 @@ impl Router {
 
     /// Sends what waits of a request that failed: at once to others, to the same instances after a
     /// pause.
-    fn send_again(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
+    fn send_again(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
         let pause = self.dispatcher.config.pause(self.requests[&client].tried);
-        if pause > Nanos::ZERO && self.would_repeat(now, client) {
+        if pause > Nanos::ZERO && self.would_repeat(turn.now, client) {
             self.paused.insert(client);
-            self.dispatcher.timers.arm(RouterTimer::Retry(client), now + pause);
-        } else if !self.dispatch(now, client, out) {
-            self.enqueue(now, client);
+            self.dispatcher.timers.arm(RouterTimer::Retry(client), turn.now + pause);
+        } else if !self.dispatch(client, turn) {
+            self.enqueue(turn.now, client);
         }
     }
 
     /// The pause of a request is over.
-    pub(super) fn retry(&mut self, now: Nanos, client: ClientId, out: &mut Outbox<RouterEffect>) {
-        if !self.dispatch(now, client, out) {
-            self.enqueue(now, client);
+    pub(super) fn retry(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
+        if !self.dispatch(client, turn) {
+            self.enqueue(turn.now, client);
         }
     }
 
     /// An instance has come: requests that it has not failed wait no longer.
-    pub(super) fn wake(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
+    pub(super) fn wake(&mut self, turn: &mut RouterTurn<'_>) {
         let paused: Vec<ClientId> = self.paused.iter().copied().collect();
         for client in paused {
-            if !self.would_repeat(now, client) {
+            if !self.would_repeat(turn.now, client) {
                 // If there is none for it now, it goes on waiting.
-                let _sent = self.dispatch(now, client, out);
+                let _sent = self.dispatch(client, turn);
             }
         }
     }
@@ -182,7 +176,7 @@ impl Router {
         &mut self,
         client: ClientId,
         answer: Option<ClientAnswer>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) {
         if !self.requests.contains_key(&client) {
             return;
@@ -190,25 +184,19 @@ impl Router {
         self.unqueue(client);
         let mut request = self.requests.remove(&client).expect("just seen");
         for leg in request.works.iter().flat_map(|work| work.legs()) {
-            self.dispatcher.cancel(leg, out);
+            self.dispatcher.cancel(leg, turn);
         }
         for work in request.works.iter_mut().filter(|work| !work.is_done()) {
-            self.dispatcher.abandon(work, out);
+            self.dispatcher.abandon(work, turn);
         }
         self.active -= u32::from(request.started && !planted!("requests-stay-active"));
         if let Some(answer) = answer {
-            out.push(RouterEffect::Answer { client, answer });
+            turn.push(RouterEffect::Answer { client, answer });
         }
     }
 
     /// Takes news of a leg.
-    pub(super) fn leg_event(
-        &mut self,
-        now: Nanos,
-        id: LegId,
-        event: LegEvent,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    pub(super) fn leg_event(&mut self, id: LegId, event: LegEvent, turn: &mut RouterTurn<'_>) {
         let Some(leg) = self.dispatcher.leg(id) else {
             self.dispatcher.counters.late += 1;
             return;
@@ -221,24 +209,24 @@ impl Router {
             }
             LegEvent::Prefilled { params } if is_prefill => {
                 self.dispatcher.succeeded(instance_id);
-                self.prefilled(id, Some(&params), out);
+                self.prefilled(id, Some(&params), turn);
             }
             // Said of another leg than a prefill's it is as if nothing had been recomputed.
             LegEvent::Prefilled { .. } => {
                 let reason = FinishReason::Length;
-                self.leg_event(now, id, LegEvent::Done { reason, recomputed: None }, out);
+                self.leg_event(id, LegEvent::Done { reason, recomputed: None }, turn);
             }
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
                 self.dispatcher.succeeded(instance_id);
-                self.dispatcher.note_kv_result(now, id, recomputed.as_ref());
-                self.done(id, recomputed, out);
+                self.dispatcher.note_kv_result(turn.now, id, recomputed.as_ref());
+                self.done(id, recomputed, turn);
             }
             LegEvent::Done { recomputed, .. } => {
                 let ended = if is_prefill { Failure::PrefillEnded } else { Failure::Cancelled };
                 let failure = LegFailure::Instance(recomputed.unwrap_or(ended));
-                self.failed(now, id, failure, out);
+                self.failed(id, failure, turn);
             }
-            LegEvent::Failed(failure) => self.failed(now, id, failure, out),
+            LegEvent::Failed(failure) => self.failed(id, failure, turn),
         }
     }
 
@@ -255,21 +243,21 @@ impl Router {
     }
 
     /// A prefill leg ended well; decodes that waited for its answer go.
-    fn prefilled(&mut self, id: LegId, params: Option<&Arc<str>>, out: &mut Outbox<RouterEffect>) {
+    fn prefilled(&mut self, id: LegId, params: Option<&Arc<str>>, turn: &mut RouterTurn<'_>) {
         let LegInFlight { client, prompt, .. } = self.dispatcher.end(id);
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
         work.prefill = None;
         for leg in work.legs() {
-            self.dispatcher.release_held(leg, params, out);
+            self.dispatcher.release_held(leg, params, turn);
         }
     }
 
-    fn done(&mut self, id: LegId, recomputed: Option<Failure>, out: &mut Outbox<RouterEffect>) {
+    fn done(&mut self, id: LegId, recomputed: Option<Failure>, turn: &mut RouterTurn<'_>) {
         let Some(&LegInFlight { client, prompt, sample: Some(sample), .. }) =
             self.dispatcher.leg(id)
         else {
-            return self.prefilled(id, None, out);
+            return self.prefilled(id, None, turn);
         };
         self.dispatcher.end(id);
         let request = self.requests.get_mut(&client).expect("a leg has a request");
@@ -279,10 +267,10 @@ impl Router {
         if work.is_done() {
             // Nobody wants its KV any more, e.g. because the decode computed it itself.
             if let Some(prefill) = work.prefill.take() {
-                self.dispatcher.cancel(prefill, out);
+                self.dispatcher.cancel(prefill, turn);
             }
             if work.recomputed {
-                self.dispatcher.abandon(work, out);
+                self.dispatcher.abandon(work, turn);
             }
         }
         request.open -= 1;
@@ -291,32 +279,20 @@ impl Router {
         }
         if request.open == 0 {
             let recomputed = request.recomputed.take();
-            self.finish(client, Some(ClientAnswer::Finished { recomputed }), out);
+            self.finish(client, Some(ClientAnswer::Finished { recomputed }), turn);
         }
     }
 
-    fn failed(
-        &mut self,
-        now: Nanos,
-        id: LegId,
-        failure: LegFailure,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    fn failed(&mut self, id: LegId, failure: LegFailure, turn: &mut RouterTurn<'_>) {
         let instance_id = self.dispatcher.leg(id).expect("checked by the caller").instance_id;
-        self.dispatcher.failed(now, id, instance_id, &failure);
+        self.dispatcher.failed(turn.now, id, instance_id, &failure);
         let leg = self.dispatcher.end(id);
-        self.fail_over(now, leg, failure, out);
+        self.fail_over(leg, failure, turn);
     }
 
     /// Cancels the other legs of the attempt that `leg` belonged to and tries again, if that can
     /// still be done unseen; else the request has failed.
-    fn fail_over(
-        &mut self,
-        now: Nanos,
-        leg: LegInFlight,
-        failure: LegFailure,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    fn fail_over(&mut self, leg: LegInFlight, failure: LegFailure, turn: &mut RouterTurn<'_>) {
         let LegInFlight { client, prompt, sample, instance_id, prefill, .. } = leg;
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
@@ -348,13 +324,13 @@ impl Router {
         if let Some(prefill) = work.prefill.take()
             && !planted!("other-leg-is-not-cancelled")
         {
-            self.dispatcher.cancel(prefill, out);
+            self.dispatcher.cancel(prefill, turn);
         }
-        self.dispatcher.abandon(work, out);
+        self.dispatcher.abandon(work, turn);
         let mut exhausted = false;
         for sample in &mut work.samples {
             if let SampleProgress::Running(leg) = sample.progress {
-                self.dispatcher.cancel(leg, out);
+                self.dispatcher.cancel(leg, turn);
                 sample.progress = SampleProgress::Waiting;
             }
             if sample.progress == SampleProgress::Waiting {
@@ -364,21 +340,20 @@ impl Router {
             }
         }
         if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
-            return self.finish(client, Some(ClientAnswer::Failed(failure)), out);
+            return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
         }
         request.cause = Some(failure);
         request.tried += 1;
         self.dispatcher.counters.retries += 1;
-        self.send_again(now, client, out);
+        self.send_again(client, turn);
     }
 
     /// Fails the legs of an instance over that takes no more; streams only if told so.
     pub(super) fn abandon(
         &mut self,
-        now: Nanos,
         instance_id: InstanceId,
         streams: bool,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) {
         let Some(instance) = self.dispatcher.registry.get(instance_id) else { return };
         let legs: Vec<LegId> = instance.legs.keys().copied().collect();
@@ -386,8 +361,8 @@ impl Router {
             // Failing one leg over may have cancelled others of the list.
             let Some(leg) = self.dispatcher.leg(id) else { continue };
             if streams || !self.is_streaming(leg) {
-                let leg = self.dispatcher.cancel(id, out);
-                self.fail_over(now, leg, LegFailure::Connection, out);
+                let leg = self.dispatcher.cancel(id, turn);
+                self.fail_over(leg, LegFailure::Connection, turn);
             }
         }
     }

@@ -39,7 +39,7 @@ use super::dialect::moriio::registration::MoriioRegistration;
 use super::error::stranger;
 use super::ids::{ClientId, EngineId, Incarnation};
 use super::layout::Mismatch;
-use super::machine::{Gauges, Machine, Outbox};
+use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,6 +53,8 @@ const NAMED_MAX: usize = 4_096;
 /// Entries that are kept whatever instances there are: whence links came, and registrations that
 /// were not taken, each and by reason.
 pub(super) const KEPT_MAX: usize = NAMED_MAX + rejections::LISTED_MAX + rejections::REASONS;
+
+type RouterTurn<'a> = Turn<'a, RouterEffect>;
 
 #[derive(Debug)]
 pub struct Router {
@@ -118,18 +120,16 @@ impl Router {
         self.draining
     }
 
-    fn control(&mut self, now: Nanos, event: ControlEvent, out: &mut Outbox<RouterEffect>) {
+    fn control(&mut self, event: ControlEvent, turn: &mut RouterTurn<'_>) {
         // An instance is known by its registrations, not by its link: links come and go.
         match event {
             ControlEvent::Frame { link, parts, .. } => match discovery::read(&parts) {
-                Ok(DiscoveryMessage::Entry(entry)) => self.register(now, *entry, Some(link), out),
-                Ok(DiscoveryMessage::MoriioRegistration(beat)) => {
-                    self.heartbeat(now, &beat, link, out)
-                }
+                Ok(DiscoveryMessage::Entry(entry)) => self.register(*entry, Some(link), turn),
+                Ok(DiscoveryMessage::MoriioRegistration(beat)) => self.heartbeat(&beat, link, turn),
                 Err(unread) => {
                     let from =
                         unread.from.unwrap_or_else(|| stranger(link, self.from.get(&link)).into());
-                    self.reject(now, &from, unread.reason, &unread.why);
+                    self.reject(turn.now, &from, unread.reason, &unread.why);
                 }
             },
             ControlEvent::LinkDown { link } => {
@@ -148,56 +148,49 @@ impl Router {
         self.rejections.add(now, from, reason, why);
     }
 
-    fn heartbeat(
-        &mut self,
-        now: Nanos,
-        beat: &MoriioRegistration,
-        link: LinkId,
-        out: &mut Outbox<RouterEffect>,
-    ) {
+    fn heartbeat(&mut self, beat: &MoriioRegistration, link: LinkId, turn: &mut RouterTurn<'_>) {
         if u32::from(beat.dp_size().get()) > self.dispatcher.config.instances_max {
             let why = "dp_size above the number of instances that the router takes";
-            return self.reject(now, &beat.http().0, RejectReason::DataParallel, why);
+            return self.reject(turn.now, &beat.http().0, RejectReason::DataParallel, why);
         }
         let entries = self.dispatcher.registry.entries(beat);
         self.dispatcher.registry.retire_replaced(&entries);
         for entry in entries {
-            self.register(now, entry, Some(link), out);
+            self.register(entry, Some(link), turn);
         }
     }
 
     fn register(
         &mut self,
-        now: Nanos,
         entry: RegistrationEntry,
         link: Option<LinkId>,
-        out: &mut Outbox<RouterEffect>,
+        turn: &mut RouterTurn<'_>,
     ) {
         let (draining, native) = (entry.registration.draining, entry.native);
         let http = entry.registration.http.clone();
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
-        let (instance_id, replaced) = match registry.register(now, entry, config) {
+        let (instance_id, replaced) = match registry.register(turn.now, entry, config) {
             Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
             Ok(RegisterOutcome::Stale) => {
                 self.dispatcher.counters.stale += 1;
                 return;
             }
-            Err(reason) => return self.reject(now, &http.0, reason, &reason.to_string()),
+            Err(reason) => return self.reject(turn.now, &http.0, reason, &reason.to_string()),
         };
         if let Some(instance_id) = instance_id {
             let lives = if draining { config.drain_max } else { config.expiry };
-            self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), now + lives);
+            self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), turn.now + lives);
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;
                 let told = abandoned.repeat(link);
-                told.into_iter().for_each(|command| out.push(command));
+                told.into_iter().for_each(|command| turn.push(command));
             }
-            self.dispatcher.heard_of_pairs(now, instance_id);
+            self.dispatcher.heard_of_pairs(turn.now, instance_id);
             if instance_id == new && link.is_some() && self.dispatcher.config.probe.is_some() {
                 self.dispatcher.registry.instance_mut(instance_id).unproven = true;
-                self.dispatcher.probe(instance_id, out);
+                self.dispatcher.probe(instance_id, turn);
             }
             if self.dispatcher.registry.is_over(instance_id) {
                 self.dispatcher.remove(instance_id);
@@ -206,40 +199,41 @@ impl Router {
         for replaced in replaced {
             self.dispatcher.counters.replaced += 1;
             if !planted!("replaced-incarnation-keeps-its-legs") {
-                self.abandon(now, replaced, true, out);
+                self.abandon(replaced, true, turn);
             }
             self.dispatcher.remove(replaced);
         }
         if instance_id == Some(new) {
-            self.wake(now, out);
+            self.wake(turn);
         }
     }
 
-    fn expired(&mut self, now: Nanos, instance_id: InstanceId, out: &mut Outbox<RouterEffect>) {
+    fn expired(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let instance = self.dispatcher.registry.instance_mut(instance_id);
         let first = !instance.lost && !instance.registration.draining;
         instance.lost = true;
         if first {
             self.dispatcher.counters.expired += 1;
-            self.dispatcher
-                .timers
-                .arm(RouterTimer::Expiry(instance_id), now + self.dispatcher.config.stream_grace);
+            self.dispatcher.timers.arm(
+                RouterTimer::Expiry(instance_id),
+                turn.now + self.dispatcher.config.stream_grace,
+            );
         }
-        self.abandon(now, instance_id, !first, out);
+        self.abandon(instance_id, !first, turn);
         if self.dispatcher.registry.is_over(instance_id) {
             self.dispatcher.remove(instance_id);
         }
     }
 
-    fn fire(&mut self, now: Nanos, out: &mut Outbox<RouterEffect>) {
-        while let Some(timer) = self.dispatcher.timers.pop_due(now) {
+    fn fire(&mut self, turn: &mut RouterTurn<'_>) {
+        while let Some(timer) = self.dispatcher.timers.pop_due(turn.now) {
             match timer {
-                RouterTimer::Expiry(instance_id) => self.expired(now, instance_id, out),
+                RouterTimer::Expiry(instance_id) => self.expired(instance_id, turn),
                 // It was armed to have the waiting requests looked at.
                 RouterTimer::Heal(_) => {}
-                RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, out),
-                RouterTimer::Wait(client) => self.gave_up(client, out),
-                RouterTimer::Retry(client) => self.retry(now, client, out),
+                RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, turn),
+                RouterTimer::Wait(client) => self.gave_up(client, turn),
+                RouterTimer::Retry(client) => self.retry(client, turn),
             }
         }
     }
@@ -250,25 +244,26 @@ impl Machine for Router {
     type Effect = RouterEffect;
 
     fn handle(&mut self, now: Nanos, input: RouterInput, out: &mut Outbox<RouterEffect>) {
-        self.fire(now, out);
+        let turn = &mut Turn::new(now, out);
+        self.fire(turn);
         match input {
-            RouterInput::Control(event) => self.control(now, event, out),
+            RouterInput::Control(event) => self.control(event, turn),
             RouterInput::Register(registration) => {
-                self.register(now, RegistrationEntry::native(registration), None, out);
+                self.register(RegistrationEntry::native(registration), None, turn);
             }
-            RouterInput::Request(request) => self.request(now, request, out),
-            RouterInput::Gone { client } => self.finish(client, None, out),
-            RouterInput::Leg { leg, event } => self.leg_event(now, leg, event, out),
+            RouterInput::Request(request) => self.request(request, turn),
+            RouterInput::Gone { client } => self.finish(client, None, turn),
+            RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
             RouterInput::Probed { probe, answers } => {
-                self.dispatcher.probed(now, probe, answers);
+                self.dispatcher.probed(turn.now, probe, answers);
                 if answers {
-                    self.wake(now, out);
+                    self.wake(turn);
                 }
             }
             RouterInput::Drain => self.draining = true,
             RouterInput::Tick => {}
         }
-        self.pump(now, out);
+        self.pump(turn);
     }
 
     fn deadline(&self) -> Option<Nanos> {

@@ -18,9 +18,11 @@ type PairSuspicion = (bool, bool);
 /// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
 type LegCost = (PairSuspicion, i128, u32);
 
-/// What a leg is chosen for.
+/// What a leg is chosen for, and among whom.
 #[derive(Clone, Copy)]
 pub(super) struct SelectionRequest<'a> {
+    pub(super) registry: &'a Registry,
+    pub(super) config: &'a RouterConfig,
     pub(super) now: Nanos,
     pub(super) client: ClientId,
     pub(super) prompt: &'a RoutedPrompt,
@@ -37,95 +39,101 @@ pub(super) struct Choice {
     pub(super) saved: u32,
 }
 
-impl SelectionRequest<'_> {
-    fn saved(&self, instance: &RegisteredInstance, config: &RouterConfig) -> u32 {
-        let hits = instance.prefixes.matched(&self.prompt.prefix) as u64;
-        let saved = hits.saturating_mul(u64::from(config.prefix_tokens));
-        saved.min(u64::from(self.prompt.tokens)) as u32
-    }
-
+impl<'a> SelectionRequest<'a> {
     /// What `candidate` costs, without regard to a partner, and the choice that it would be.
-    fn weigh(
-        &self,
-        (instance_id, instance): (InstanceId, &RegisteredInstance),
-        config: &RouterConfig,
-    ) -> (LegCost, Choice) {
-        let saved = self.saved(instance, config);
-        let bonus = i128::from(saved) * i128::from(config.affinity_percent);
+    fn weigh(self, (id, instance): (InstanceId, &RegisteredInstance)) -> (LegCost, Choice) {
+        let hits = instance.prefixes.matched(&self.prompt.prefix) as u64;
+        let saved = hits.saturating_mul(u64::from(self.config.prefix_tokens));
+        let saved = saved.min(u64::from(self.prompt.tokens)) as u32;
+        let bonus = i128::from(saved) * i128::from(self.config.affinity_percent);
         let cost = i128::from(instance.tokens) * 100 - bonus;
-        let choice = Choice { instance_id, mode: instance.registration.mode, saved };
-        (((false, self.avoid.contains(&instance_id)), cost, 0), choice)
+        let choice = Choice { instance_id: id, mode: instance.registration.mode, saved };
+        (((false, self.avoid.contains(&id)), cost, 0), choice)
     }
 
     /// The same for a decode of KV from `prefill`.
     fn weigh_pair(
-        &self,
+        self,
         prefill: &RegisteredInstance,
         decode: (InstanceId, &RegisteredInstance),
-        config: &RouterConfig,
     ) -> (LegCost, Choice) {
-        let (((_, avoid), cost, _), choice) = self.weigh(decode, config);
+        let (((_, avoid), cost, _), choice) = self.weigh(decode);
         let health = prefill.failing.get(&decode.0);
         let suspect = health.is_some_and(|health| health.is_suspect(self.now));
         (((suspect, avoid), cost, health.map_or(0, Health::failures)), choice)
     }
 
-    fn takers<'r>(
-        &self,
-        registry: &'r Registry,
-        role: Role,
-    ) -> impl Iterator<Item = (InstanceId, &'r RegisteredInstance)> {
+    fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
         let (now, client) = (self.now, self.client);
-        registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
+        self.registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
     }
 
-    fn decodes_for<'r>(
-        &self,
-        registry: &'r Registry,
-        prefill: &'r RegisteredInstance,
-    ) -> impl Iterator<Item = (InstanceId, &'r RegisteredInstance)> {
+    fn decodes_for(
+        self,
+        prefill: &'a RegisteredInstance,
+    ) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
         let mode = prefill.registration.mode;
-        self.takers(registry, Role::Decode)
+        self.takers(Role::Decode)
             .filter(move |(_, decode)| {
                 decode.registration.mode == mode && decode.understands(prefill)
             })
             .filter(|(instance_id, _)| !prefill.misfits.contains_key(instance_id))
     }
-}
 
-/// The prefill for a prompt; none unless there is a decode of the same mode, too.
-pub(super) fn choose_prefill(
-    registry: &Registry,
-    want: &SelectionRequest<'_>,
-    config: &RouterConfig,
-) -> Option<Choice> {
-    let mut decodes = [const { None }; 2];
-    // Whether all decodes understand those who speak one dialect only.
-    let (mut all_native, mut all_moriio) = (true, true);
-    for candidate in want.takers(registry, Role::Decode) {
-        all_native &= candidate.1.native;
-        all_moriio &= candidate.1.zmq.is_some();
-        let (cost, choice) = want.weigh(candidate, config);
-        BestDecode::update(&mut decodes[choice.mode as usize], cost, choice.instance_id);
+    /// The prefill for a prompt; none unless there is a decode of the same mode, too.
+    pub(super) fn choose_prefill(self) -> Option<Choice> {
+        let mut decodes = [const { None }; 2];
+        // Whether all decodes understand those who speak one dialect only.
+        let (mut all_native, mut all_moriio) = (true, true);
+        for candidate in self.takers(Role::Decode) {
+            all_native &= candidate.1.native;
+            all_moriio &= candidate.1.zmq.is_some();
+            let (cost, choice) = self.weigh(candidate);
+            BestDecode::update(&mut decodes[choice.mode as usize], cost, choice.instance_id);
+        }
+        self.takers(Role::Prefill)
+            .filter_map(|candidate| {
+                let (((_, avoid), cost, _), choice) = self.weigh(candidate);
+                let prefill = candidate.1;
+                let anyone = decodes[choice.mode as usize]?;
+                let understood =
+                    prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
+                let all_fit = prefill.misfits.is_empty();
+                let decode = match prefill.failing.is_empty() && all_fit && understood {
+                    true => anyone,
+                    false => self.best_decode(prefill)?,
+                };
+                let ((suspect, avoids), _, failures) = decode.cost;
+                let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
+                let doubts = (suspect, avoid, avoids);
+                Some(((doubts, cost, failures, met, prefill.picked, choice.instance_id), choice))
+            })
+            .min_by_key(|(rank, _)| *rank)
+            .map(|(_, choice)| choice)
     }
-    want.takers(registry, Role::Prefill)
-        .filter_map(|candidate| {
-            let (((_, avoid), cost, _), choice) = want.weigh(candidate, config);
-            let prefill = candidate.1;
-            let anyone = decodes[choice.mode as usize]?;
-            let understood = prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
-            let all_fit = prefill.misfits.is_empty();
-            let decode = match prefill.failing.is_empty() && all_fit && understood {
-                true => anyone,
-                false => BestDecode::of(registry, want, prefill, config)?,
-            };
-            let ((suspect, avoids), _, failures) = decode.cost;
-            let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
-            let doubts = (suspect, avoid, avoids);
-            Some(((doubts, cost, failures, met, prefill.picked, choice.instance_id), choice))
-        })
-        .min_by_key(|(rank, _)| *rank)
-        .map(|(_, choice)| choice)
+
+    /// The best decode for KV from `prefill`.
+    fn best_decode(self, prefill: &'a RegisteredInstance) -> Option<BestDecode> {
+        let mut best = None;
+        for candidate in self.decodes_for(prefill) {
+            let (cost, choice) = self.weigh_pair(prefill, candidate);
+            BestDecode::update(&mut best, cost, choice.instance_id);
+        }
+        best
+    }
+
+    /// The decode for a sample that gets its KV from `prefill`.
+    pub(super) fn choose_decode(self, prefill: InstanceId) -> Option<Choice> {
+        let prefill = self.registry.get(prefill)?;
+        self.decodes_for(prefill)
+            .map(|candidate| {
+                let (cost, choice) = self.weigh_pair(prefill, candidate);
+                let met = prefill.paired.get(&candidate.0).copied();
+                ((cost, met, candidate.1.picked, choice.instance_id), choice)
+            })
+            .min_by_key(|(rank, _)| *rank)
+            .map(|(_, choice)| choice)
+    }
 }
 
 /// The smallest cost seen, and who has it if it is only one.
@@ -136,21 +144,6 @@ struct BestDecode {
 }
 
 impl BestDecode {
-    /// The best decode for KV from `prefill`.
-    fn of(
-        registry: &Registry,
-        want: &SelectionRequest<'_>,
-        prefill: &RegisteredInstance,
-        config: &RouterConfig,
-    ) -> Option<BestDecode> {
-        let mut best = None;
-        for candidate in want.decodes_for(registry, prefill) {
-            let (cost, choice) = want.weigh_pair(prefill, candidate, config);
-            BestDecode::update(&mut best, cost, choice.instance_id);
-        }
-        best
-    }
-
     fn update(best: &mut Option<BestDecode>, cost: LegCost, instance_id: InstanceId) {
         match best {
             Some(best) if best.cost < cost => {}
@@ -158,22 +151,4 @@ impl BestDecode {
             _ => *best = Some(BestDecode { cost, only: Some(instance_id) }),
         }
     }
-}
-
-/// The decode for a sample that gets its KV from `prefill`.
-pub(super) fn choose_decode(
-    registry: &Registry,
-    want: &SelectionRequest<'_>,
-    prefill: InstanceId,
-    config: &RouterConfig,
-) -> Option<Choice> {
-    let prefill = registry.get(prefill)?;
-    want.decodes_for(registry, prefill)
-        .map(|candidate| {
-            let (cost, choice) = want.weigh_pair(prefill, candidate, config);
-            let met = prefill.paired.get(&candidate.0).copied();
-            ((cost, met, candidate.1.picked, choice.instance_id), choice)
-        })
-        .min_by_key(|(rank, _)| *rank)
-        .map(|(_, choice)| choice)
 }

@@ -11,6 +11,7 @@ use crate::core::dialect::moriio::registration::MoriioRegistration;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
 use crate::core::layout::{LayoutDigest, Mismatch};
 use crate::core::message::{Registration, Role, TROUBLES_MAX};
+use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
 use std::cmp::Ordering;
@@ -100,6 +101,14 @@ impl RegisteredInstance {
         PairMember { zmq: self.zmq.clone(), native: self.native, dp_rank, dp_size, tp }
     }
 
+    /// What is kept of it while it is there, whether it has legs or not.
+    fn remembered(&self) -> usize {
+        let pairs =
+            [self.paired.len(), self.failing.len(), self.misfits.len(), self.troubles.len()];
+        let told = self.registration.troubles.len() + self.abandoned.len();
+        pairs.iter().sum::<usize>() + told + self.prefixes.len()
+    }
+
     /// True if nothing is expected of it any more.
     fn is_over(&self) -> bool {
         self.legs.is_empty() && (self.lost || self.registration.draining)
@@ -121,11 +130,10 @@ pub(super) enum RegisterOutcome {
     },
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InstancePresence {
     Live(InstanceId),
-    /// Left; the number orders the ones that left.
-    Left(u64),
+    Left,
 }
 
 #[derive(Clone, Debug)]
@@ -148,17 +156,26 @@ impl InstanceRecord {
 }
 
 /// All instances, and the names of as many that left.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Registry {
     instances: BTreeMap<InstanceId, RegisteredInstance>,
     known: BTreeMap<EngineId, InstanceRecord>,
-    left: BTreeMap<u64, EngineId>,
+    left: RecentSet<EngineId>,
     next_instance: u64,
-    next_left: u64,
     choices: u64,
 }
 
 impl Registry {
+    pub(super) fn new(instances_max: u32) -> Registry {
+        Registry {
+            instances: BTreeMap::new(),
+            known: BTreeMap::new(),
+            left: RecentSet::new(instances_max),
+            next_instance: 0,
+            choices: 0,
+        }
+    }
+
     /// Takes a registration in. The legs of a replaced incarnation are still in its instance; the
     /// caller fails them over and removes it.
     pub(super) fn register(
@@ -177,7 +194,7 @@ impl Registry {
                 InstancePresence::Live(instance_id) => {
                     self.instances.get(&instance_id).is_none_or(|instance| instance.lost)
                 }
-                InstancePresence::Left(_) => true,
+                InstancePresence::Left => true,
             };
             let is_stale = match incarnation.cmp(&known.incarnation) {
                 Ordering::Less => !is_over || !known.clock_went_back(incarnation, sequence),
@@ -200,7 +217,7 @@ impl Registry {
                     });
                 }
                 InstancePresence::Live(instance_id) => replaced.push(instance_id),
-                InstancePresence::Left(_) => {}
+                InstancePresence::Left => {}
             }
         }
         let draining = registration.draining;
@@ -216,17 +233,13 @@ impl Registry {
         }
         let engine = registration.engine.clone();
         let instance_id = (!draining).then(|| self.insert(now, entry, config));
-        let place = match instance_id {
-            Some(instance_id) => InstancePresence::Live(instance_id),
-            None => self.new_left(&engine),
-        };
-        let set_back = None;
-        let before =
-            self.known.insert(engine, InstanceRecord { incarnation, sequence, place, set_back });
-        if let Some(InstanceRecord { place: InstancePresence::Left(order), .. }) = before {
-            self.left.remove(&order);
+        let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
+        let record = InstanceRecord { incarnation, sequence, place, set_back: None };
+        self.known.insert(engine.clone(), record);
+        self.left.remove(&engine);
+        if draining {
+            self.leave(engine);
         }
-        self.forget_oldest(config);
         Ok(RegisterOutcome::Current { instance_id, replaced })
     }
 
@@ -277,7 +290,7 @@ impl Registry {
             let next = RegistrationEntry::of_rank(beat, rank, known.incarnation, sequence);
             let before = match known.place {
                 InstancePresence::Live(instance_id) => self.instances.get(&instance_id),
-                InstancePresence::Left(_) => None,
+                InstancePresence::Left => None,
             };
             let is_same =
                 before.is_some_and(|instance| instance.entry().is_same_incarnation(&next));
@@ -394,22 +407,15 @@ impl Registry {
         why
     }
 
-    fn new_left(&mut self, engine: &EngineId) -> InstancePresence {
-        let order = self.next_left;
-        self.next_left += 1;
-        self.left.insert(order, engine.clone());
-        InstancePresence::Left(order)
-    }
-
-    fn forget_oldest(&mut self, config: &RouterConfig) {
-        while self.left.len() > config.instances_max as usize {
-            let (_, engine) = self.left.pop_first().expect("longer than a limit");
-            self.known.remove(&engine);
+    /// Remembers the name of an instance that left.
+    fn leave(&mut self, engine: EngineId) {
+        if let Some(oldest) = self.left.insert(engine) {
+            self.known.remove(&oldest);
         }
     }
 
     /// Removes an instance whose legs have ended; its name is remembered.
-    pub(super) fn remove(&mut self, instance_id: InstanceId, config: &RouterConfig) {
+    pub(super) fn remove(&mut self, instance_id: InstanceId) {
         let Some(instance) = self.instances.remove(&instance_id) else { return };
         assert!(instance.legs.is_empty() && instance.tokens == 0, "legs left on {instance_id:?}");
         for other in self.instances.values_mut() {
@@ -418,12 +424,11 @@ impl Registry {
             other.misfits.remove(&instance_id);
             other.troubles.remove(&instance_id);
         }
-        let engine = &instance.registration.engine;
-        if matches!(self.known.get(engine), Some(InstanceRecord { place: InstancePresence::Live(s), .. }) if *s == instance_id)
-        {
-            let place = self.new_left(engine);
-            self.known.get_mut(engine).expect("just seen").place = place;
-            self.forget_oldest(config);
+        let engine = instance.registration.engine;
+        let place = InstancePresence::Live(instance_id);
+        if let Some(known) = self.known.get_mut(&engine).filter(|known| known.place == place) {
+            known.place = InstancePresence::Left;
+            self.leave(engine);
         }
     }
 
@@ -497,6 +502,18 @@ impl Registry {
     pub(super) fn len(&self) -> usize {
         self.instances.len()
     }
+
+    /// Legs in flight, as the instances count them.
+    pub(super) fn legs(&self) -> usize {
+        self.instances.values().map(|instance| instance.legs.len()).sum()
+    }
+
+    /// Names of instances, also of those that left, and what is kept of each. Takes time in
+    /// proportion to the number of instances.
+    pub(super) fn remembered(&self) -> usize {
+        let kept = self.instances.values().map(RegisteredInstance::remembered);
+        self.known.len() + self.left.len() + kept.sum::<usize>()
+    }
 }
 
 fn refresh(
@@ -552,7 +569,6 @@ fn is_endpoint(text: &str) -> bool {
     !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
 }
 
-mod sizes;
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;

@@ -1,8 +1,9 @@
 //! The life of a flow on this rank.
 
 use super::fair_queue::FlowShare;
-use super::work_request::StripeRange;
-use super::{QuiesceWaiter, Transfer, TransferOutbox};
+use super::session::TransferPeer;
+use super::stripe::StripeRange;
+use super::{QuiesceWaiter, Transfer, TransferTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, FlowId, SourceId};
 use crate::core::layout::BlockList;
@@ -88,65 +89,29 @@ impl Flow {
 }
 
 impl Transfer {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn start_write(
+    /// Starts to move tokens `from..` of a prompt of `tokens` tokens; reports if the peer cannot be
+    /// used.
+    pub(super) fn start_flow(
         &mut self,
-        now: Nanos,
-        id: FlowId,
-        source: SourceId,
-        peer: ConnectionId,
-        range: (u32, u32),
-        remote: Arc<Vec<BlockList>>,
-        out: &mut TransferOutbox,
-    ) {
-        if self.start(now, id, peer, range, LocalKv::Source(source), remote, out) {
-            self.sources.entry(source).or_default().flows.push(id);
-            self.advance(now, id, 0..u16::MAX, out);
-        }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn start_read(
-        &mut self,
-        now: Nanos,
         id: FlowId,
         peer: ConnectionId,
-        range: (u32, u32),
-        remote: Arc<Vec<BlockList>>,
-        local: Arc<Vec<BlockList>>,
-        out: &mut TransferOutbox,
-    ) {
-        if self.start(now, id, peer, range, LocalKv::Blocks(local), remote, out) {
-            self.advance(now, id, 0..u16::MAX, out);
-        }
-    }
-
-    /// Makes a flow; reports and answers false if its peer cannot be used.
-    #[allow(clippy::too_many_arguments)]
-    fn start(
-        &mut self,
-        now: Nanos,
-        id: FlowId,
-        connection: ConnectionId,
         (from, tokens): (u32, u32),
-        local: LocalKv,
-        remote: Arc<Vec<BlockList>>,
-        out: &mut TransferOutbox,
-    ) -> bool {
-        let units = match self.peers.get(&connection).map(|peer| peer.usable()) {
-            Some(Ok(units)) => units,
-            Some(Err(failure)) => {
-                out.push(TransferReport::Flow { flow: id, state: FlowState::Failed(failure) });
-                return false;
-            }
-            None => {
-                let state = FlowState::Failed(Failure::Unreachable);
-                out.push(TransferReport::Flow { flow: id, state });
-                return false;
+        (local, remote): (LocalKv, Arc<Vec<BlockList>>),
+        turn: &mut TransferTurn<'_>,
+    ) {
+        let usable = self.peers.get(&peer).map_or(Err(Failure::Unreachable), TransferPeer::usable);
+        let units = match usable {
+            Ok(units) => units,
+            Err(failure) => {
+                let state = FlowState::Failed(failure);
+                return turn.push(TransferReport::Flow { flow: id, state });
             }
         };
+        if let LocalKv::Source(source) = &local {
+            self.sources.entry(*source).or_default().flows.push(id);
+        }
         let flow = Flow {
-            peer: connection,
+            peer,
             local,
             remote,
             tokens,
@@ -163,24 +128,18 @@ impl Transfer {
             tickets: 0,
             closing: false,
             bytes: 0,
-            reported: now,
+            reported: turn.now,
         };
         let previous = self.flows.insert(id, flow);
         assert!(previous.is_none(), "flow {id} started twice");
-        true
+        self.advance(id, 0..u16::MAX, turn);
     }
 
     /// Queues what the flow can move now in units that end with one of `layers`, and ends it if
     /// that was all.
-    pub(super) fn advance(
-        &mut self,
-        now: Nanos,
-        id: FlowId,
-        layers: Range<u16>,
-        out: &mut TransferOutbox,
-    ) {
+    pub(super) fn advance(&mut self, id: FlowId, layers: Range<u16>, turn: &mut TransferTurn<'_>) {
         self.queue_stripes(id, layers);
-        self.finish_if_done(now, id, out);
+        self.finish_if_done(id, turn);
     }
 
     fn queue_stripes(&mut self, id: FlowId, layers: Range<u16>) {
@@ -224,24 +183,18 @@ impl Transfer {
     }
 
     /// One piece of the flow is done.
-    pub(super) fn settle_piece(
-        &mut self,
-        now: Nanos,
-        id: FlowId,
-        bytes: u64,
-        out: &mut TransferOutbox,
-    ) {
+    pub(super) fn settle_piece(&mut self, id: FlowId, bytes: u64, turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.outstanding -= 1;
         flow.bytes += bytes;
-        if flow.ending.is_none() && now >= flow.reported + Nanos::from_secs(1) {
-            flow.reported = now;
-            out.push(TransferReport::Flow { flow: id, state: FlowState::Moving });
+        if flow.ending.is_none() && turn.now >= flow.reported + Nanos::from_secs(1) {
+            flow.reported = turn.now;
+            turn.push(TransferReport::Flow { flow: id, state: FlowState::Moving });
         }
-        self.finish_if_done(now, id, out);
+        self.finish_if_done(id, turn);
     }
 
-    fn finish_if_done(&mut self, now: Nanos, id: FlowId, out: &mut TransferOutbox) {
+    fn finish_if_done(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let settled = flow.outstanding == 0 || planted!("newest-operation-ends-the-flow");
         let done = flow.units_left == 0 && settled;
@@ -253,39 +206,41 @@ impl Transfer {
             Placement::OnCompletion => Vec::new(),
             Placement::OnQuiet => std::mem::take(&mut flow.touched),
         };
-        self.quiesce_flow(now, id, &unseen, out);
+        self.quiesce_flow(id, &unseen, turn);
     }
 
     /// Ends a flow without success: posts nothing more, and reports once it is quiet.
     pub(super) fn fail_flow(
         &mut self,
-        now: Nanos,
         id: FlowId,
         failure: Failure,
         announce: bool,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         if flow.ending.is_some() {
             return;
         }
         if announce {
-            out.push(TransferReport::Flow { flow: id, state: FlowState::Failing(failure.clone()) });
+            turn.push(TransferReport::Flow {
+                flow: id,
+                state: FlowState::Failing(failure.clone()),
+            });
         }
         flow.ending = Some(failure);
         self.pieces -= flow.pieces.len() as u32;
         flow.pieces = VecDeque::new();
         if planted!("end-of-a-flow-ends-its-sessions") {
             for session in flow.touched.clone() {
-                self.session_died(now, session, FabricError::AckTimeout, out);
+                self.session_died(session, FabricError::AckTimeout, turn);
             }
         }
-        self.end_if_over(now, id, out);
+        self.end_if_over(id, turn);
     }
 
     /// Once the last operation of a flow that ends without success is over, sees to it that no byte
     /// of it can land any more.
-    pub(super) fn end_if_over(&mut self, now: Nanos, id: FlowId, out: &mut TransferOutbox) {
+    pub(super) fn end_if_over(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let in_flight = flow.in_flight > 0 && !planted!("failed-flow-leaves-its-operations");
         if flow.ending.is_none() || in_flight || flow.closing {
@@ -296,36 +251,30 @@ impl Transfer {
             Placement::OnCompletion => std::mem::take(&mut flow.unsure),
             Placement::OnQuiet => std::mem::take(&mut flow.touched),
         };
-        self.quiesce_flow(now, id, &unsure, out);
+        self.quiesce_flow(id, &unsure, turn);
     }
 
     /// Asks sessions for `Quiet` before the flow ends.
-    fn quiesce_flow(
-        &mut self,
-        now: Nanos,
-        id: FlowId,
-        sessions: &[SessionId],
-        out: &mut TransferOutbox,
-    ) {
+    fn quiesce_flow(&mut self, id: FlowId, sessions: &[SessionId], turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.tickets = sessions.len() as u32;
         if sessions.is_empty() {
-            return self.end_flow(id, out);
+            return self.end_flow(id, turn);
         }
         for &session in sessions {
-            self.quiesce(now, session, QuiesceWaiter::Flow(id), out);
+            self.quiesce(session, QuiesceWaiter::Flow(id), turn);
         }
     }
 
-    pub(super) fn flow_quiet(&mut self, id: FlowId, out: &mut TransferOutbox) {
+    pub(super) fn flow_quiet(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         flow.tickets -= 1;
         if flow.tickets == 0 {
-            self.end_flow(id, out);
+            self.end_flow(id, turn);
         }
     }
 
-    fn end_flow(&mut self, id: FlowId, out: &mut TransferOutbox) {
+    fn end_flow(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
         let Some(flow) = self.flows.remove(&id) else { return };
         if let Some(peer) = self.peers.get_mut(&flow.peer) {
             peer.queue.forget(id, &flow.share);
@@ -339,6 +288,6 @@ impl Transfer {
             Some(failure) => FlowState::Failed(failure),
             None => FlowState::Done { bytes: flow.bytes },
         };
-        out.push(TransferReport::Flow { flow: id, state });
+        turn.push(TransferReport::Flow { flow: id, state });
     }
 }

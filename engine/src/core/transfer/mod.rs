@@ -4,8 +4,8 @@
 //! queued in *pieces* (a token range of a group of layers towards one remote rank). Operations are
 //! cut from them, and planned, when the plane has credit for them: `fair_queue` says whose turn it
 //! is, `rate_estimator` how large an operation is and how much is in flight. `source` follows what
-//! the engine has computed, `flow` the life of a flow, `work_request` the life of an operation,
-//! `session` peers and their sessions.
+//! the engine has computed, `flow` the life of a flow, `stripe` says what its pieces are,
+//! `work_request` follows an operation, `session` peers and their sessions.
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.
@@ -15,13 +15,14 @@ mod flow;
 mod rate_estimator;
 mod session;
 mod source;
+mod stripe;
 mod work_request;
 
 use crate::core::command::{DataCommand, DataRefusal};
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, FlowId, SourceId, StepId};
 use crate::core::layout::{Geometry, LayerLayout, RankLayout, Slices};
-use crate::core::machine::{Gauges, Machine, Outbox};
+use crate::core::machine::{Gauges, Machine, Outbox, Turn};
 use crate::core::message::{Mode, Role, TransferJob, TransferReport};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
@@ -29,13 +30,14 @@ use crate::fabric::{
     Address, Caps, Credits, DataEvent, FabricError, Memory, OpId, PeerId, QuiesceTicket,
     RegionDesc, RegionId, SessionId,
 };
-use flow::Flow;
+use flow::{Flow, LocalKv};
 use serde::{Deserialize, Serialize};
 use session::TransferPeer;
 use source::PushSource;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use work_request::{StripeRange, WorkRequest};
+use stripe::StripeRange;
+use work_request::WorkRequest;
 
 /// What can happen to a transfer actor.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -247,7 +249,7 @@ pub struct Transfer {
     violations: u32,
 }
 
-type TransferOutbox = Outbox<TransferEffect>;
+type TransferTurn<'a> = Turn<'a, TransferEffect>;
 
 impl Transfer {
     /// A machine that has done nothing; its first input is [`TransferInput::Start`].
@@ -295,10 +297,10 @@ impl Transfer {
         )
     }
 
-    fn register_all(&mut self, out: &mut TransferOutbox) {
+    fn register_all(&mut self, turn: &mut TransferTurn<'_>) {
         self.regions.fill(None);
         for (index, memory) in self.config.memory.iter().enumerate() {
-            out.push(DataCommand::Register { region: RegionId(index as u32), memory: *memory });
+            turn.push(DataCommand::Register { region: RegionId(index as u32), memory: *memory });
         }
     }
 
@@ -306,7 +308,7 @@ impl Transfer {
         &mut self,
         region: RegionId,
         result: Result<RegionDesc, FabricError>,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         match result {
             Ok(desc) => {
@@ -316,10 +318,10 @@ impl Transfer {
                 };
                 *connection = Some(desc);
                 if let Some(layout) = self.layout() {
-                    out.push(TransferReport::Ready { layout });
+                    turn.push(TransferReport::Ready { layout });
                 }
             }
-            Err(cause) => out.push(TransferReport::Unusable { failure: Failure::Fabric(cause) }),
+            Err(cause) => turn.push(TransferReport::Unusable { failure: Failure::Fabric(cause) }),
         }
     }
 
@@ -339,76 +341,71 @@ impl Transfer {
         })
     }
 
-    fn job(&mut self, now: Nanos, job: TransferJob, out: &mut TransferOutbox) {
+    fn job(&mut self, job: TransferJob, turn: &mut TransferTurn<'_>) {
         match job {
             TransferJob::Peer { peer, geometry, ranks, fence_key } => {
-                self.peer_known(now, peer, &geometry, &ranks, fence_key, out);
+                self.peer_known(peer, &geometry, &ranks, fence_key, turn);
             }
-            TransferJob::Fence { peer } => self.fence(now, peer, out),
+            TransferJob::Fence { peer } => self.fence(peer, turn),
             TransferJob::Source { source, step, ready, to, blocks, .. } => {
                 self.source_grew(source, step, ready, to, &blocks);
-                self.advance_source(now, source, 0..u16::MAX, out);
+                self.advance_source(source, 0..u16::MAX, turn);
             }
             TransferJob::Forget { source } => {
                 self.sources.remove(&source);
             }
             TransferJob::Write { flow, source, peer, from, tokens, blocks, .. } => {
-                self.start_write(now, flow, source, peer, (from, tokens), blocks, out);
+                self.start_flow(
+                    flow,
+                    peer,
+                    (from, tokens),
+                    (LocalKv::Source(source), blocks),
+                    turn,
+                );
             }
             TransferJob::Read { flow, peer, from, tokens, remote, local, .. } => {
-                self.start_read(now, flow, peer, (from, tokens), remote, local, out);
+                self.start_flow(flow, peer, (from, tokens), (LocalKv::Blocks(local), remote), turn);
             }
-            TransferJob::Stop { flow } => self.fail_flow(now, flow, Failure::Cancelled, false, out),
+            TransferJob::Stop { flow } => self.fail_flow(flow, Failure::Cancelled, false, turn),
         }
     }
 
-    fn data(&mut self, now: Nanos, event: DataEvent, out: &mut TransferOutbox) {
+    fn data(&mut self, event: DataEvent, turn: &mut TransferTurn<'_>) {
         match event {
-            DataEvent::Registered { region, result } => self.registered(region, result, out),
-            DataEvent::Opened { session, result } => self.opened(now, session, result, out),
-            DataEvent::Completed { op, outcome } => self.completed(now, op, outcome, out),
-            DataEvent::Quiet { session, ticket } => self.quiet(now, session, ticket, out),
-            DataEvent::Fenced { peer } => self.fenced(peer, out),
-            DataEvent::PeerDown { peer } => self.peer_down(now, peer, out),
-            DataEvent::Reset { address } => self.reset(address, out),
+            DataEvent::Registered { region, result } => self.registered(region, result, turn),
+            DataEvent::Opened { session, result } => self.opened(session, result, turn),
+            DataEvent::Completed { op, outcome } => self.completed(op, outcome, turn),
+            DataEvent::Quiet { session, ticket } => self.quiet(session, ticket, turn),
+            DataEvent::Fenced { peer } => self.fenced(peer, turn),
+            DataEvent::PeerDown { peer } => self.peer_down(peer, turn),
+            DataEvent::Reset { address } => self.reset(address, turn),
         }
     }
 
-    fn refused(&mut self, now: Nanos, refusal: DataRefusal, out: &mut TransferOutbox) {
+    fn refused(&mut self, refusal: DataRefusal, turn: &mut TransferTurn<'_>) {
         match refusal {
             DataRefusal::Register { why, .. } => {
-                out.push(TransferReport::Unusable { failure: Failure::Refused(why) });
+                turn.push(TransferReport::Unusable { failure: Failure::Refused(why) });
             }
-            DataRefusal::Connect { peer, why } => self.connect_refused(now, peer, why, out),
+            DataRefusal::Connect { peer, why } => self.connect_refused(peer, why, turn),
             DataRefusal::Open { session, why } => {
                 let cause = FabricError::Backend(why.to_string().into());
-                self.opened(now, session, Err(cause), out);
+                self.opened(session, Err(cause), turn);
             }
-            DataRefusal::Submit { op, why } => self.submit_refused(now, op, why, out),
+            DataRefusal::Submit { op, why } => self.submit_refused(op, why, turn),
         }
     }
 
     /// Asks for `Quiet` of a session on behalf of `waiter`.
-    fn quiesce(
-        &mut self,
-        now: Nanos,
-        session: SessionId,
-        waiter: QuiesceWaiter,
-        out: &mut TransferOutbox,
-    ) {
+    fn quiesce(&mut self, session: SessionId, waiter: QuiesceWaiter, turn: &mut TransferTurn<'_>) {
         let ticket = QuiesceTicket(self.fresh());
-        self.tickets.insert((session, ticket), QuiesceRecord { at: now, waiter });
-        self.timers.arm_if_idle(TransferTimer::Quiet(session), now + self.config.settings.quiet);
-        out.push(DataCommand::Quiesce { session, ticket });
+        self.tickets.insert((session, ticket), QuiesceRecord { at: turn.now, waiter });
+        self.timers
+            .arm_if_idle(TransferTimer::Quiet(session), turn.now + self.config.settings.quiet);
+        turn.push(DataCommand::Quiesce { session, ticket });
     }
 
-    fn quiet(
-        &mut self,
-        now: Nanos,
-        session: SessionId,
-        ticket: QuiesceTicket,
-        out: &mut TransferOutbox,
-    ) {
+    fn quiet(&mut self, session: SessionId, ticket: QuiesceTicket, turn: &mut TransferTurn<'_>) {
         let Some(QuiesceRecord { waiter, .. }) = self.tickets.remove(&(session, ticket)) else {
             return self.unasked(ticket.0);
         };
@@ -417,9 +414,9 @@ impl Transfer {
         }
         match waiter {
             QuiesceWaiter::Retry(flow, piece) => self.retry(flow, piece),
-            QuiesceWaiter::Flow(flow) => self.flow_quiet(flow, out),
-            QuiesceWaiter::Fence(peer) => self.fence_part_done(peer, out),
-            QuiesceWaiter::Reopen(peer, index) => self.session_quiet(now, peer, index),
+            QuiesceWaiter::Flow(flow) => self.flow_quiet(flow, turn),
+            QuiesceWaiter::Fence(peer) => self.fence_part_done(peer, turn),
+            QuiesceWaiter::Reopen(peer, index) => self.session_quiet(turn.now, peer, index),
         }
     }
 
@@ -431,48 +428,48 @@ impl Transfer {
 
     /// A session that owes no `Quiet` before older operations on it are over is not to blame for
     /// its silence: these have a time of their own.
-    fn check_quiet(&mut self, now: Nanos, session: SessionId, out: &mut TransferOutbox) {
+    fn check_quiet(&mut self, session: SessionId, turn: &mut TransferTurn<'_>) {
         let Some((ticket, asked)) = self.oldest_ticket(session) else { return };
         let older = self.ops.range(..OpId(ticket.0)).any(|(_, op)| op.session == session)
             && !planted!("quiet-does-not-wait-for-operations");
-        let due = if older { now } else { asked } + self.config.settings.quiet;
-        if now < due {
+        let due = if older { turn.now } else { asked } + self.config.settings.quiet;
+        if turn.now < due {
             self.timers.arm(TransferTimer::Quiet(session), due);
         } else {
-            self.session_died(now, session, FabricError::AckTimeout, out);
+            self.session_died(session, FabricError::AckTimeout, turn);
         }
     }
 
-    fn tick(&mut self, now: Nanos, out: &mut TransferOutbox) {
-        while let Some(timer) = self.timers.pop_due(now) {
+    fn tick(&mut self, turn: &mut TransferTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
-                TransferTimer::Stalled(session) => self.check_stalled(now, session, out),
+                TransferTimer::Stalled(session) => self.check_stalled(session, turn),
                 TransferTimer::Opening(session) => {
-                    self.opened(now, session, Err(FabricError::Unreachable), out);
+                    self.opened(session, Err(FabricError::Unreachable), turn);
                 }
-                TransferTimer::Reopen(peer, index) => self.reopen(now, peer, index, out),
-                TransferTimer::Quiet(session) => self.check_quiet(now, session, out),
+                TransferTimer::Reopen(peer, index) => self.reopen(peer, index, turn),
+                TransferTimer::Quiet(session) => self.check_quiet(session, turn),
                 TransferTimer::Busy(peer) => self.busy_over(peer),
             }
         }
     }
 
     /// The backend was rebuilt: whatever was under way is over, and nothing of it lands any more.
-    fn reset(&mut self, address: Address, out: &mut TransferOutbox) {
+    fn reset(&mut self, address: Address, turn: &mut TransferTurn<'_>) {
         self.address = address;
         self.void = self.next_id;
         let lost = Failure::Fabric(FabricError::Backend("data plane was rebuilt".into()));
         for (flow, state) in std::mem::take(&mut self.flows) {
             if !planted!("a-new-backend-ends-no-flow") {
-                out.push(TransferReport::Flow { flow, state: state.final_state(lost.clone()) });
+                turn.push(TransferReport::Flow { flow, state: state.final_state(lost.clone()) });
             }
         }
         for (peer, state) in std::mem::take(&mut self.peers) {
             // The new backend has those that were connected when it was there already.
             for id in &state.ids {
-                out.push(DataCommand::Disconnect { peer: *id });
+                turn.push(DataCommand::Disconnect { peer: *id });
             }
-            out.push(if state.is_fencing() {
+            turn.push(if state.is_fencing() {
                 TransferReport::Fenced { peer }
             } else {
                 TransferReport::PeerFailed { peer, failure: lost.clone() }
@@ -489,7 +486,7 @@ impl Transfer {
         self.used = Credits::default();
         self.tickets.clear();
         self.timers = Timers::default();
-        self.register_all(out);
+        self.register_all(turn);
     }
 }
 
@@ -497,16 +494,17 @@ impl Machine for Transfer {
     type Input = TransferInput;
     type Effect = TransferEffect;
 
-    fn handle(&mut self, now: Nanos, input: TransferInput, out: &mut TransferOutbox) {
+    fn handle(&mut self, now: Nanos, input: TransferInput, out: &mut Outbox<TransferEffect>) {
+        let turn = &mut Turn::new(now, out);
         match input {
-            TransferInput::Start => self.register_all(out),
-            TransferInput::Job(job) => self.job(now, job, out),
-            TransferInput::Layers { step, layers } => self.layers_computed(now, step, layers, out),
-            TransferInput::Data(event) => self.data(now, event, out),
-            TransferInput::Refused(refusal) => self.refused(now, refusal, out),
-            TransferInput::Tick => self.tick(now, out),
+            TransferInput::Start => self.register_all(turn),
+            TransferInput::Job(job) => self.job(job, turn),
+            TransferInput::Layers { step, layers } => self.layers_computed(step, layers, turn),
+            TransferInput::Data(event) => self.data(event, turn),
+            TransferInput::Refused(refusal) => self.refused(refusal, turn),
+            TransferInput::Tick => self.tick(turn),
         }
-        self.pump(now, out);
+        self.pump(turn);
     }
 
     fn deadline(&self) -> Option<Nanos> {

@@ -2,115 +2,17 @@
 //! a fence.
 
 use super::fair_queue::FairQueue;
-use super::work_request::StripeRange;
-use super::{QuiesceWaiter, Transfer, TransferOutbox, TransferTimer};
+use super::stripe::Stripe;
+use super::{QuiesceWaiter, Transfer, TransferTimer, TransferTurn};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
 use crate::core::ids::ConnectionId;
-use crate::core::layout::{
-    Footprint, Geometry, GroupKind, Mismatch, RankLayout, Route, Slices, TokenSpan, routes,
-};
+use crate::core::layout::{Geometry, Mismatch, RankLayout, Route, routes};
 use crate::core::message::{Role, TransferReport};
 use crate::core::time::Nanos;
 use crate::fabric::{Credits, FabricError, PeerId, Refused, RegionDesc, RegionId, SessionId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// Layers of one group that travel together between this rank and one rank of a peer.
-#[derive(Debug)]
-pub(super) struct Stripe {
-    pub(super) session: usize,
-    pub(super) group: usize,
-    /// The layer that is computed last.
-    pub(super) last_layer: u16,
-    route: usize,
-    layers: Vec<u16>,
-    kind: GroupKind,
-    /// Tokens are sent in multiples of the larger block size of the two sides.
-    align: u32,
-    /// Tokens of which only all have a meaning.
-    whole: u32,
-    /// Of all its layers.
-    footprint: Footprint,
-}
-
-impl Stripe {
-    /// Of `ready` tokens, those that may be sent now.
-    pub(super) fn sendable(&self, ready: u32, tokens: u32) -> u32 {
-        if ready >= tokens {
-            tokens
-        } else if self.kind == GroupKind::State {
-            0
-        } else {
-            ready / self.align * self.align
-        }
-    }
-
-    /// First token from `from` on that is moved of a prompt of `tokens` tokens; what is outside a
-    /// sliding window is left out.
-    fn first(&self, from: u32, tokens: u32) -> u32 {
-        let from = match self.kind {
-            GroupKind::Window { tokens: window } => {
-                let window = if planted!("window-is-half") { window / 2 } else { window };
-                from.max(tokens.saturating_sub(window))
-            }
-            GroupKind::Full | GroupKind::State => from,
-        };
-        from - from % self.whole
-    }
-
-    /// How far one operation gets with a piece of a prompt of `tokens` tokens: to the end of a
-    /// block, one at least.
-    pub(super) fn cut(&self, piece: &StripeRange, tokens: u32, most: &Credits) -> u32 {
-        if piece.is_part() || self.kind == GroupKind::State {
-            return piece.to;
-        }
-        let of = |most: u64, each: u64| most / each.max(1);
-        let blocks = of(most.bytes, self.footprint.block_bytes)
-            .min(of(most.ranges, self.footprint.block_ranges));
-        let first = u64::from(self.first(piece.from, tokens));
-        let align = u64::from(self.align.max(1));
-        let end = first.saturating_add(blocks.saturating_mul(self.footprint.block_tokens));
-        let end = (end / align * align).max((first / align + 1) * align);
-        u32::try_from(end).map_or(piece.to, |end| end.min(piece.to))
-    }
-
-    /// No less than the operation for these tokens takes of a plane's credit.
-    pub(super) fn bound(&self, (from, to): (u32, u32), tokens: u32) -> Credits {
-        let Footprint { block_tokens, block_bytes, block_ranges, token_ranges } = self.footprint;
-        let (first, end) = match self.kind {
-            GroupKind::State => (0, 1),
-            _ => (u64::from(self.first(from, tokens)), u64::from(to)),
-        };
-        let blocks = end.div_ceil(block_tokens).saturating_sub(first / block_tokens);
-        let over = (block_tokens - first % block_tokens) % block_tokens;
-        Credits {
-            operations: 1,
-            ranges: (blocks * block_ranges + over * token_ranges).max(1),
-            bytes: blocks * block_bytes,
-        }
-    }
-
-    /// Plans a span of a prompt of `tokens` tokens.
-    pub(super) fn plan(
-        &self,
-        routes: &[Route],
-        mut span: TokenSpan<'_>,
-        tokens: u32,
-        out: &mut Slices,
-    ) -> Result<(), Mismatch> {
-        match self.kind {
-            GroupKind::State => (span.from, span.to) = (0, 1),
-            GroupKind::Full | GroupKind::Window { .. } => {
-                span.from = self.first(span.from, tokens);
-            }
-        }
-        if span.from >= span.to {
-            return Ok(());
-        }
-        routes[self.route].plan(&self.layers, &span, out)
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SessionState {
@@ -188,18 +90,17 @@ impl TransferPeer {
 impl Transfer {
     pub(super) fn peer_known(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         geometry: &Geometry,
         ranks: &Arc<Vec<RankLayout>>,
         fence_key: u64,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let mut ids = BTreeMap::new();
         for rank in ranks.iter() {
             let id = PeerId(self.fresh() as u32);
             ids.insert(rank.rank, id);
-            out.push(DataCommand::Connect { peer: id, address: rank.address.clone(), fence_key });
+            turn.push(DataCommand::Connect { peer: id, address: rank.address.clone(), fence_key });
         }
         let mut peer = TransferPeer {
             ids: ids.values().copied().collect(),
@@ -220,12 +121,15 @@ impl Transfer {
         if let Err(mismatch) = built {
             let failure = Failure::Mismatch(mismatch);
             peer.phase = TransferPeerPhase::Failed(failure.clone());
-            out.push(TransferReport::PeerFailed { peer: connection, failure });
+            turn.push(TransferReport::PeerFailed { peer: connection, failure });
         }
         let previous = self.peers.insert(connection, peer);
         assert!(previous.is_none(), "connection {connection} used twice");
-        self.open_all(now, connection, out);
-        self.report_if_ready(connection, out);
+        let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
+        for index in 0..count {
+            self.reopen(connection, index, turn);
+        }
+        self.report_if_ready(connection, turn);
     }
 
     fn build_routes(
@@ -263,17 +167,9 @@ impl Transfer {
                         });
                         peer.sessions.len() - 1
                     });
-                    peer.stripes.push(Stripe {
-                        session,
-                        group,
-                        last_layer: layers.iter().copied().max().unwrap_or(0),
-                        route: index,
-                        layers: layers.to_vec(),
-                        kind: spec.kind,
-                        align: own.alignment(geometry, group),
-                        whole: if own.packed { own.groups[group].block_tokens.max(1) } else { 1 },
-                        footprint: footprint(route, layers),
-                    });
+                    let sides = (&**own, geometry);
+                    let route = (index, route);
+                    peer.stripes.push(Stripe::new(session, group, route, layers, sides));
                 }
             }
         }
@@ -281,20 +177,12 @@ impl Transfer {
         Ok(())
     }
 
-    fn open_all(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
-        let count = self.peers.get(&connection).map_or(0, |peer| peer.sessions.len());
-        for index in 0..count {
-            self.reopen(now, connection, index, out);
-        }
-    }
-
     /// Opens a session that is quiet, under a new id.
     pub(super) fn reopen(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         index: usize,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let id = SessionId(self.fresh() as u32);
         let Some(peer) = self.peers.get_mut(&connection) else { return };
@@ -306,8 +194,8 @@ impl Transfer {
         session.state = SessionState::Opening;
         session.in_flight = 0;
         self.sessions.insert(id, (connection, index));
-        self.timers.arm(TransferTimer::Opening(id), now + self.config.open());
-        out.push(DataCommand::Open {
+        self.timers.arm(TransferTimer::Opening(id), turn.now + self.config.open());
+        turn.push(DataCommand::Open {
             session: id,
             local: session.local,
             peer: session.peer,
@@ -326,10 +214,9 @@ impl Transfer {
 
     pub(super) fn opened(
         &mut self,
-        now: Nanos,
         id: SessionId,
         result: Result<(), FabricError>,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some((connection, _, session)) = self.session_mut(id) else { return };
         if session.state != SessionState::Opening {
@@ -339,10 +226,10 @@ impl Transfer {
             Ok(()) => {
                 session.state = SessionState::Open;
                 self.timers.cancel(&TransferTimer::Opening(id));
-                self.report_if_ready(connection, out);
+                self.report_if_ready(connection, turn);
                 self.unpark(connection);
             }
-            Err(cause) => self.session_died(now, id, cause, out),
+            Err(cause) => self.session_died(id, cause, turn),
         }
     }
 
@@ -357,22 +244,21 @@ impl Transfer {
         }
     }
 
-    fn report_if_ready(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+    fn report_if_ready(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         let open = peer.sessions.iter().all(|session| session.state == SessionState::Open);
         if peer.phase == TransferPeerPhase::Opening && open {
             peer.phase = TransferPeerPhase::Ready;
-            out.push(TransferReport::PeerReady { peer: connection });
+            turn.push(TransferReport::PeerReady { peer: connection });
         }
     }
 
     /// Tears a session down after an error; it is opened anew when it is quiet.
     pub(super) fn session_died(
         &mut self,
-        now: Nanos,
         id: SessionId,
         cause: FabricError,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some((connection, index, session)) = self.session_mut(id) else { return };
         if !matches!(session.state, SessionState::Open | SessionState::Opening) {
@@ -382,14 +268,14 @@ impl Transfer {
         session.reopens += 1;
         let given_up = session.reopens;
         if let Some(peer) = self.peers.get_mut(&connection) {
-            peer.queue.pace.forget(now);
+            peer.queue.pace.forget(turn.now);
         }
         self.timers.cancel(&TransferTimer::Opening(id));
         self.timers.cancel(&TransferTimer::Stalled(id));
-        out.push(DataCommand::Close { session: id });
-        self.quiesce(now, id, QuiesceWaiter::Reopen(connection, index), out);
+        turn.push(DataCommand::Close { session: id });
+        self.quiesce(id, QuiesceWaiter::Reopen(connection, index), turn);
         if given_up > self.config.settings.reopens_max {
-            self.peer_failed(now, connection, Failure::Fabric(cause), out);
+            self.peer_failed(connection, Failure::Fabric(cause), turn);
         }
     }
 
@@ -408,15 +294,15 @@ impl Transfer {
         }
     }
 
-    pub(super) fn check_stalled(&mut self, now: Nanos, id: SessionId, out: &mut TransferOutbox) {
+    pub(super) fn check_stalled(&mut self, id: SessionId, turn: &mut TransferTurn<'_>) {
         let stall = self.config.stall();
         let Some((_, _, session)) = self.session_mut(id) else { return };
         if session.in_flight == 0 || planted!("nothing-is-ever-stalled") {
             return;
         }
         let due = session.progress + stall;
-        if now >= due {
-            self.session_died(now, id, FabricError::AckTimeout, out);
+        if turn.now >= due {
+            self.session_died(id, FabricError::AckTimeout, turn);
         } else {
             self.timers.arm(TransferTimer::Stalled(id), due);
         }
@@ -424,31 +310,29 @@ impl Transfer {
 
     fn peer_failed(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: Failure,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         if !peer.working() {
             return;
         }
         peer.phase = TransferPeerPhase::Failed(failure.clone());
-        self.fail_flows_of(now, connection, &failure, out);
-        out.push(TransferReport::PeerFailed { peer: connection, failure });
+        self.fail_flows_of(connection, &failure, turn);
+        turn.push(TransferReport::PeerFailed { peer: connection, failure });
     }
 
     fn fail_flows_of(
         &mut self,
-        now: Nanos,
         connection: ConnectionId,
         failure: &Failure,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let flows: Vec<_> =
             self.flows.iter().filter(|(_, f)| f.peer == connection).map(|(id, _)| *id).collect();
         for flow in flows {
-            self.fail_flow(now, flow, failure.clone(), true, out);
+            self.fail_flow(flow, failure.clone(), true, turn);
         }
     }
 
@@ -461,30 +345,29 @@ impl Transfer {
 
     pub(super) fn connect_refused(
         &mut self,
-        now: Nanos,
         id: PeerId,
         why: Refused,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         if let Some(connection) = self.slot_of(id) {
-            self.peer_failed(now, connection, Failure::Refused(why), out);
+            self.peer_failed(connection, Failure::Refused(why), turn);
         }
     }
 
-    pub(super) fn peer_down(&mut self, now: Nanos, id: PeerId, out: &mut TransferOutbox) {
+    pub(super) fn peer_down(&mut self, id: PeerId, turn: &mut TransferTurn<'_>) {
         let Some(connection) = self.slot_of(id) else { return };
         let Some(peer) = self.peers.get(&connection) else { return };
         let dead: Vec<_> =
             peer.sessions.iter().filter(|s| s.peer == id).map(|session| session.id).collect();
         for session in dead {
-            self.session_died(now, session, FabricError::PeerGone, out);
+            self.session_died(session, FabricError::PeerGone, turn);
         }
     }
 
     /// Revokes everything between this rank and a peer, both ways.
-    pub(super) fn fence(&mut self, now: Nanos, connection: ConnectionId, out: &mut TransferOutbox) {
+    pub(super) fn fence(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) {
         let Some(peer) = self.peers.get_mut(&connection) else {
-            out.push(TransferReport::Fenced { peer: connection });
+            turn.push(TransferReport::Fenced { peer: connection });
             return;
         };
         if peer.is_fencing() {
@@ -501,7 +384,7 @@ impl Transfer {
                 SessionState::Closing => closing.push(session.id),
                 SessionState::Opening | SessionState::Open => {
                     session.state = SessionState::Closing;
-                    out.push(DataCommand::Close { session: session.id });
+                    turn.push(DataCommand::Close { session: session.id });
                     closing.push(session.id);
                 }
             }
@@ -509,23 +392,27 @@ impl Transfer {
         // One more than there are answers to wait for, so that no answer ends it half-way.
         peer.phase = TransferPeerPhase::Fencing(1 + (ids.len() + closing.len()) as u32);
         for session in closing {
-            self.quiesce(now, session, QuiesceWaiter::Fence(connection), out);
+            self.quiesce(session, QuiesceWaiter::Fence(connection), turn);
         }
         for id in ids {
             self.fencing.insert(id, connection);
-            out.push(DataCommand::Fence { peer: id });
+            turn.push(DataCommand::Fence { peer: id });
         }
-        self.fail_flows_of(now, connection, &Failure::PeerSilent, out);
-        self.fence_part_done(connection, out);
+        self.fail_flows_of(connection, &Failure::PeerSilent, turn);
+        self.fence_part_done(connection, turn);
     }
 
-    pub(super) fn fenced(&mut self, id: PeerId, out: &mut TransferOutbox) {
+    pub(super) fn fenced(&mut self, id: PeerId, turn: &mut TransferTurn<'_>) {
         if let Some(connection) = self.fencing.remove(&id) {
-            self.fence_part_done(connection, out);
+            self.fence_part_done(connection, turn);
         }
     }
 
-    pub(super) fn fence_part_done(&mut self, connection: ConnectionId, out: &mut TransferOutbox) {
+    pub(super) fn fence_part_done(
+        &mut self,
+        connection: ConnectionId,
+        turn: &mut TransferTurn<'_>,
+    ) {
         let Some(peer) = self.peers.get_mut(&connection) else { return };
         let TransferPeerPhase::Fencing(left) = &mut peer.phase else { return };
         *left -= 1;
@@ -535,23 +422,8 @@ impl Transfer {
         let Some(peer) = self.peers.remove(&connection) else { return };
         self.sessions.retain(|_, (owner, _)| *owner != connection);
         for id in peer.ids {
-            out.push(DataCommand::Disconnect { peer: id });
+            turn.push(DataCommand::Disconnect { peer: id });
         }
-        out.push(TransferReport::Fenced { peer: connection });
+        turn.push(TransferReport::Fenced { peer: connection });
     }
-}
-
-/// Of several layers of a route, in one group.
-fn footprint(route: &Route, layers: &[u16]) -> Footprint {
-    let mut all = Footprint { block_tokens: 1, block_bytes: 0, block_ranges: 0, token_ranges: 0 };
-    for layer in layers {
-        let each = route.footprint(*layer);
-        all = Footprint {
-            block_tokens: each.block_tokens,
-            block_bytes: all.block_bytes + each.block_bytes,
-            block_ranges: all.block_ranges + each.block_ranges,
-            token_ranges: all.token_ranges + each.token_ranges,
-        };
-    }
-    all
 }

@@ -1,9 +1,8 @@
 //! What the engine has computed of the prompts that are pushed.
 
-use super::{Transfer, TransferOutbox};
+use super::{Transfer, TransferTurn};
 use crate::core::ids::{FlowId, SourceId, StepId};
 use crate::core::layout::BlockList;
-use crate::core::time::Nanos;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -88,10 +87,9 @@ impl Transfer {
 
     pub(super) fn layers_computed(
         &mut self,
-        now: Nanos,
         step: StepId,
         layers: u16,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         if (step, layers) <= self.computed {
             return;
@@ -102,7 +100,7 @@ impl Transfer {
         let grown: Vec<SourceId> =
             self.steps.range(..=step).flat_map(|(_, ids)| ids.iter().copied()).collect();
         for id in grown {
-            self.advance_source(now, id, new.clone(), out);
+            self.advance_source(id, new.clone(), turn);
         }
         self.settle_steps();
     }
@@ -126,17 +124,16 @@ impl Transfer {
     /// Queues what the flows of a source can send now in units that end with one of `layers`.
     pub(super) fn advance_source(
         &mut self,
-        now: Nanos,
         id: SourceId,
         layers: Range<u16>,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let count = self.sources.get(&id).map_or(0, |source| source.flows.len());
         // From the back, since a flow that ends is removed from the list.
         for index in (0..count).rev() {
             let flow = self.sources.get(&id).and_then(|source| source.flows.get(index).copied());
             if let Some(flow) = flow {
-                self.advance(now, flow, layers.clone(), out);
+                self.advance(flow, layers.clone(), turn);
             }
         }
     }

@@ -3,7 +3,8 @@
 use super::flow::LocalKv;
 use super::rate_estimator::RateSample;
 use super::session::SessionState;
-use super::{QuiesceWaiter, Transfer, TransferOutbox, TransferTimer};
+use super::stripe::StripeRange;
+use super::{QuiesceWaiter, Transfer, TransferTimer, TransferTurn};
 use crate::core::command::DataCommand;
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, FlowId};
@@ -14,30 +15,6 @@ use crate::fabric::{
     Completion, Credits, Direction, FabricError, Landed, OpId, PeerId, QuiesceTicket, Refused,
     SessionId,
 };
-
-/// Tokens of a unit that have to be moved.
-#[derive(Clone, Debug)]
-pub(super) struct StripeRange {
-    pub(super) stripe: usize,
-    pub(super) from: u32,
-    pub(super) to: u32,
-    /// The bytes of its plan that it stands for, if other operations have the rest: a single block
-    /// was more than one may have.
-    part: Option<(u64, u64)>,
-    /// Operations that were submitted for it and failed.
-    tries: u32,
-}
-
-impl StripeRange {
-    pub(super) fn new(unit: usize, from: u32, to: u32) -> StripeRange {
-        StripeRange { stripe: unit, from, to, part: None, tries: 0 }
-    }
-
-    /// True if it is less than what its tokens stand for.
-    pub(super) fn is_part(&self) -> bool {
-        self.part.is_some()
-    }
-}
 
 /// An operation that the data plane has accepted.
 #[derive(Debug)]
@@ -83,10 +60,10 @@ impl Transfer {
     }
 
     /// Submits operations while there is credit, in turns of the links.
-    pub(super) fn pump(&mut self, now: Nanos, out: &mut TransferOutbox) {
+    pub(super) fn pump(&mut self, turn: &mut TransferTurn<'_>) {
         while let Some(&connection) = self.ring.front() {
             let posted = match self.peers.contains_key(&connection) {
-                true => self.post_next(now, connection, out),
+                true => self.post_next(connection, turn),
                 false => PostOutcome::Idle,
             };
             match posted {
@@ -103,12 +80,7 @@ impl Transfer {
     }
 
     /// Submits the next operation of a link. Nothing is planned for which there is no room.
-    fn post_next(
-        &mut self,
-        now: Nanos,
-        connection: ConnectionId,
-        out: &mut TransferOutbox,
-    ) -> PostOutcome {
+    fn post_next(&mut self, connection: ConnectionId, turn: &mut TransferTurn<'_>) -> PostOutcome {
         loop {
             let settings = &self.config.settings;
             let Some(peer) = self.peers.get_mut(&connection) else { return PostOutcome::Idle };
@@ -150,7 +122,7 @@ impl Transfer {
                 self.pieces += 1;
                 piece.to = to;
             }
-            if self.submit(now, id, piece, &most, out) {
+            if self.submit(id, piece, &most, turn) {
                 return PostOutcome::Yes;
             }
         }
@@ -160,19 +132,18 @@ impl Transfer {
     /// is nothing, or the flow fails over it.
     fn submit(
         &mut self,
-        now: Nanos,
         id: FlowId,
         mut piece: StripeRange,
         most: &Credits,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) -> bool {
         if let Err(mismatch) = self.plan(id, &piece) {
-            self.fail_flow(now, id, Failure::Mismatch(mismatch), true, out);
+            self.fail_flow(id, Failure::Mismatch(mismatch), true, turn);
             return false;
         }
         let (slices, end) = part(&self.scratch, piece.part, most);
         if slices.is_empty() {
-            self.settle_piece(now, id, 0, out);
+            self.settle_piece(id, 0, turn);
             return false;
         }
         let op = OpId(self.fresh());
@@ -194,8 +165,9 @@ impl Transfer {
         }
         flow.in_flight += 1;
         if session.in_flight == 0 {
-            session.progress = now;
-            self.timers.arm_if_idle(TransferTimer::Stalled(session.id), now + self.config.stall());
+            session.progress = turn.now;
+            self.timers
+                .arm_if_idle(TransferTimer::Stalled(session.id), turn.now + self.config.stall());
         }
         session.in_flight += 1;
         piece.tries += 1;
@@ -205,7 +177,7 @@ impl Transfer {
         peer.used.entry(session.peer).or_default().add(&credits);
         let (session, remote) = (session.id, session.peer);
         let settings = &self.config.settings;
-        let submitted = peer.queue.posted(now, &mut flow.share, &credits, settings);
+        let submitted = peer.queue.posted(turn.now, &mut flow.share, &credits, settings);
         let entry = WorkRequest {
             flow: id,
             piece,
@@ -221,7 +193,7 @@ impl Transfer {
             Role::Prefill => Direction::Write,
             Role::Decode => Direction::Read,
         };
-        out.push(DataCommand::Submit { op, session, direction, slices });
+        turn.push(DataCommand::Submit { op, session, direction, slices });
         true
     }
 
@@ -273,14 +245,8 @@ impl Transfer {
         Some(op)
     }
 
-    pub(super) fn completed(
-        &mut self,
-        now: Nanos,
-        id: OpId,
-        outcome: Completion,
-        out: &mut TransferOutbox,
-    ) {
-        let Some(op) = self.take_op(now, id) else { return };
+    pub(super) fn completed(&mut self, id: OpId, outcome: Completion, turn: &mut TransferTurn<'_>) {
+        let Some(op) = self.take_op(turn.now, id) else { return };
         let flow = op.flow;
         match outcome {
             Completion::Done | Completion::Failed { landed: Landed::All, .. } => {
@@ -289,23 +255,22 @@ impl Transfer {
                     if outcome == Completion::Done {
                         let (link, settings) = (&mut peer.queue, &self.config.settings);
                         let others = link.in_flight.operations;
-                        link.pace.done(now, op.submitted, op.credits.bytes, others, settings);
+                        link.pace.done(turn.now, op.submitted, op.credits.bytes, others, settings);
                     }
                 }
-                self.settle_piece(now, flow, op.credits.bytes, out);
+                self.settle_piece(flow, op.credits.bytes, turn);
             }
-            Completion::Failed { cause, landed } => self.op_failed(now, op, cause, landed, out),
+            Completion::Failed { cause, landed } => self.op_failed(op, cause, landed, turn),
         }
-        self.end_if_over(now, flow, out);
+        self.end_if_over(flow, turn);
     }
 
     fn op_failed(
         &mut self,
-        now: Nanos,
         op: WorkRequest,
         cause: FabricError,
         landed: Landed,
-        out: &mut TransferOutbox,
+        turn: &mut TransferTurn<'_>,
     ) {
         let Some(flow) = self.flows.get_mut(&op.flow) else { return };
         let unsure = landed != Landed::None && !planted!("failed-operations-are-quiet");
@@ -314,7 +279,7 @@ impl Transfer {
         }
         // This may end the peer, and the flow with it, which then waits for what is noted above.
         if matches!(cause, FabricError::QueuePair | FabricError::PeerGone) {
-            self.session_died(now, op.session, cause.clone(), out);
+            self.session_died(op.session, cause.clone(), turn);
         }
         if self.flows.get(&op.flow).is_none_or(|flow| flow.ending.is_some()) {
             return;
@@ -322,12 +287,12 @@ impl Transfer {
         if op.piece.tries > self.config.settings.retries_max
             && !planted!("operations-are-tried-for-ever")
         {
-            return self.fail_flow(now, op.flow, Failure::Fabric(cause), true, out);
+            return self.fail_flow(op.flow, Failure::Fabric(cause), true, turn);
         }
         match landed {
             Landed::None => self.retry(op.flow, op.piece),
             _ if planted!("retry-without-quiet") => self.retry(op.flow, op.piece),
-            _ => self.quiesce(now, op.session, QuiesceWaiter::Retry(op.flow, op.piece), out),
+            _ => self.quiesce(op.session, QuiesceWaiter::Retry(op.flow, op.piece), turn),
         }
     }
 
@@ -342,14 +307,8 @@ impl Transfer {
         }
     }
 
-    pub(super) fn submit_refused(
-        &mut self,
-        now: Nanos,
-        id: OpId,
-        why: Refused,
-        out: &mut TransferOutbox,
-    ) {
-        let Some(mut op) = self.take_op(now, id) else { return };
+    pub(super) fn submit_refused(&mut self, id: OpId, why: Refused, turn: &mut TransferTurn<'_>) {
+        let Some(mut op) = self.take_op(turn.now, id) else { return };
         let flow = op.flow;
         match why {
             Refused::Busy => {
@@ -361,23 +320,23 @@ impl Transfer {
                     if peer.queue.in_flight.operations == 0
                         || planted!("busy-has-a-deadline-of-no-use")
                     {
-                        let again = now + self.config.settings.busy_delay;
+                        let again = turn.now + self.config.settings.busy_delay;
                         self.timers.arm_if_idle(TransferTimer::Busy(op.peer), again);
                     }
                 }
             }
             Refused::Gone => {
-                self.session_died(now, op.session, FabricError::QueuePair, out);
+                self.session_died(op.session, FabricError::QueuePair, turn);
                 if op.piece.tries > self.config.settings.retries_max {
                     let failure = Failure::Fabric(FabricError::QueuePair);
-                    self.fail_flow(now, flow, failure, true, out);
+                    self.fail_flow(flow, failure, true, turn);
                 } else {
                     self.retry(flow, op.piece);
                 }
             }
-            why => self.fail_flow(now, flow, Failure::Refused(why), true, out),
+            why => self.fail_flow(flow, Failure::Refused(why), true, turn),
         }
-        self.end_if_over(now, flow, out);
+        self.end_if_over(flow, turn);
     }
 
     /// The plane may have room again.

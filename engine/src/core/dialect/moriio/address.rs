@@ -1,8 +1,7 @@
 //! Where an engine listens, and request ids that say it of both engines of a transfer.
 
 use super::EncodeError;
-use crate::core::ids::{EngineId, Incarnation, RequestId};
-use crate::core::message::Role;
+use crate::core::ids::{EngineId, Incarnation, RequestId, Role};
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Write};
 use std::sync::Arc;

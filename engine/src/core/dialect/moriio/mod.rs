@@ -16,7 +16,7 @@ pub mod params;
 pub mod ports;
 pub mod registration;
 
-pub use super::error::DecodeError;
+pub use super::DecodeError;
 
 use serde::{Serialize, Serializer};
 use std::fmt;

@@ -4,8 +4,7 @@ use super::address::int;
 use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::ports::expected_acks;
 use super::{DecodeError, EncodeError, error, only, pack};
-use crate::core::ids::{BlockId, RequestId, TransferId};
-use crate::core::message::Role;
+use crate::core::ids::{BlockId, RequestId, Role, TransferId};
 use serde::Serialize;
 use std::num::NonZeroU16;
 
@@ -54,6 +53,17 @@ impl RemoteBlocks {
     pub fn decode_rank(&self) -> u16 {
         self.decode_rank
     }
+
+    /// The bytes of the only part.
+    pub fn encode(&self) -> Vec<u8> {
+        pack(&RemoteBlocksWire {
+            req_id: self.request.as_ref(),
+            transfer_id: &self.transfer,
+            block_notify_list: &self.blocks,
+            decode_rank: self.decode_rank,
+            r#type: "remote_blocks",
+        })
+    }
 }
 
 /// A decode needs a prefill rank's blocks no longer, or never did.
@@ -90,46 +100,12 @@ impl Release {
     pub fn consumer_tp(&self) -> NonZeroU16 {
         self.consumer_tp
     }
-}
 
-/// A transfer id without anything around it. 0.32.0 takes it for a [`Release`] by a decode of TP
-/// size 1 or for `write_done`, and does not send it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct RawCompletion(TransferId);
-
-impl RawCompletion {
-    /// The completion of this transfer.
-    ///
-    /// # Errors
-    /// An empty id ends the listener of 0.32.0. One whose first byte is that of a long map could
-    /// be taken for a map.
-    pub fn new(transfer: TransferId) -> Result<RawCompletion, EncodeError> {
-        let rule = match transfer.0.as_bytes() {
-            [] => "empty transfer id",
-            [first, ..] if starts_map(*first) => "transfer id that starts like a map",
-            _ => return Ok(RawCompletion(transfer)),
-        };
-        Err(EncodeError { frame: "completion", rule })
+    /// The bytes of the only part.
+    pub fn encode(&self) -> Vec<u8> {
+        let consumer_tp_size = Some(self.consumer_tp);
+        pack(&TypedWire { r#type: "release", transfer_id: &self.transfer, consumer_tp_size })
     }
-}
-
-/// All that may be sent to the notify listener of a prefill rank.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum PrefillNotice {
-    RemoteBlocks(RemoteBlocks),
-    /// The blocks are free.
-    Release(Release),
-    /// The same from older decodes.
-    Completion(RawCompletion),
-}
-
-/// All that may be sent to the notify listener of a decode rank.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum DecodeNotice {
-    /// Everything of this transfer is written.
-    WriteDone(TransferId),
-    /// The same from older prefills.
-    Completion(RawCompletion),
 }
 
 #[derive(Serialize)]
@@ -150,46 +126,18 @@ struct TypedWire<'a> {
     consumer_tp_size: Option<NonZeroU16>,
 }
 
-impl PrefillNotice {
-    /// The bytes of the only part.
-    pub fn encode(&self) -> Vec<u8> {
-        match self {
-            PrefillNotice::RemoteBlocks(message) => pack(&RemoteBlocksWire {
-                req_id: message.request.as_ref(),
-                transfer_id: &message.transfer,
-                block_notify_list: &message.blocks,
-                decode_rank: message.decode_rank,
-                r#type: "remote_blocks",
-            }),
-            PrefillNotice::Release(Release { transfer, consumer_tp }) => pack(&TypedWire {
-                r#type: "release",
-                transfer_id: transfer,
-                consumer_tp_size: Some(*consumer_tp),
-            }),
-            PrefillNotice::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
-        }
-    }
-}
-
-impl DecodeNotice {
-    /// The bytes of the only part.
-    pub fn encode(&self) -> Vec<u8> {
-        match self {
-            DecodeNotice::WriteDone(transfer) => pack(&TypedWire {
-                r#type: "write_done",
-                transfer_id: transfer,
-                consumer_tp_size: None,
-            }),
-            DecodeNotice::Completion(RawCompletion(transfer)) => transfer.0.as_bytes().to_vec(),
-        }
-    }
+/// The word that everything of this transfer is written, for a decode rank: the bytes of the only
+/// part.
+pub fn write_done(transfer: &TransferId) -> Vec<u8> {
+    pack(&TypedWire { r#type: "write_done", transfer_id: transfer, consumer_tp_size: None })
 }
 
 /// What the notify listener of a prefill rank hears.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ReceivedPrefillNotice {
     RemoteBlocks(RemoteBlocks),
-    /// The blocks are free, also as [`RawCompletion`].
+    /// The blocks are free. Also a transfer id without anything around it, which 0.32.0 takes for
+    /// the release of a decode of TP size 1, and does not send.
     Release(Release),
     /// Blocks or a rank that are none. 0.32.0 takes such an announcement and fails later; here it
     /// costs the transfer that it names.

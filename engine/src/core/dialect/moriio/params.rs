@@ -4,10 +4,9 @@
 use super::address::{ZmqAddress, embedded_peer, int};
 use super::ports::{DialPurpose, ParallelSizes, PortFormula, pod_of, port};
 use super::{DecodeError, EncodeError, error};
-use crate::core::ids::{BlockId, EngineId, RequestId, TransferId};
+use crate::core::ids::{BlockId, EngineId, Mode, RequestId, Role, TransferId};
 use crate::core::layout::Mismatch;
 use crate::core::layout::check::refuse;
-use crate::core::message::{Mode, Role};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};

@@ -22,7 +22,7 @@ pub(in crate::core::router) fn registration(engine: &str, incarnation: u64) -> R
 #[test]
 fn names_and_pairs_of_instances_that_left_are_bounded() {
     let config = RouterConfig { instances_max: 3, ..RouterConfig::default() };
-    let mut registry = Registry::default();
+    let mut registry = Registry::new(config.instances_max);
     let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
         Nanos::ZERO,
         RegistrationEntry::native(registration(name, incarnation)),
@@ -35,7 +35,7 @@ fn names_and_pairs_of_instances_that_left_are_bounded() {
     for round in 0..20 {
         let decode = enter(&mut registry, &format!("d{round}"), 5).unwrap();
         registry.note_pair(prefill, decode);
-        registry.remove(decode, &config);
+        registry.remove(decode);
         assert!(registry.left.len() <= 3 && registry.known.len() <= 4);
     }
     assert!(registry.get(prefill).unwrap().paired.is_empty());

@@ -1,0 +1,51 @@
+//! A table that forgets the oldest.
+
+use std::collections::BTreeMap;
+
+/// The newest names, `max` at most, in the order in which they came.
+#[derive(Debug)]
+pub(super) struct RecentSet<K> {
+    order: BTreeMap<u64, K>,
+    places: BTreeMap<K, u64>,
+    next: u64,
+    max: usize,
+}
+
+impl<K: Ord + Clone> RecentSet<K> {
+    pub(super) fn new(max: u32) -> RecentSet<K> {
+        let (order, places) = (BTreeMap::new(), BTreeMap::new());
+        RecentSet { order, places, next: 0, max: max as usize }
+    }
+
+    /// Adds a name unless it is there; returns the oldest if that is forgotten for it.
+    pub(super) fn insert(&mut self, name: K) -> Option<K> {
+        if self.contains(&name) {
+            return None;
+        }
+        self.order.insert(self.next, name.clone());
+        self.places.insert(name, self.next);
+        self.next += 1;
+        let full = self.places.len() > self.max && !planted!("ended-names-without-limit");
+        if full { self.pop_oldest() } else { None }
+    }
+
+    pub(super) fn remove(&mut self, name: &K) {
+        if let Some(place) = self.places.remove(name) {
+            self.order.remove(&place);
+        }
+    }
+
+    pub(super) fn pop_oldest(&mut self) -> Option<K> {
+        let (_, name) = self.order.pop_first()?;
+        self.places.remove(&name);
+        Some(name)
+    }
+
+    pub(super) fn contains(&self, name: &K) -> bool {
+        self.places.contains_key(name)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.places.len()
+    }
+}

@@ -3,7 +3,6 @@
 use crate::error::{ScenarioError, nearest};
 use crate::value::{Distribution, MalformedValue, ScenarioValue, one_of};
 use std::cell::RefCell;
-use std::fmt;
 use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -27,23 +26,29 @@ impl FileName {
 /// A file and its text.
 pub(crate) struct TomlDoc<'a> {
     pub(crate) file: FileName,
-    pub(crate) text: &'a str,
+    text: &'a str,
 }
 
-impl TomlDoc<'_> {
+impl<'a> TomlDoc<'a> {
+    pub(crate) fn new(file: &str, text: &'a str) -> TomlDoc<'a> {
+        TomlDoc { file: FileName(file.into()), text }
+    }
+
     /// The line of a byte offset, from 1.
-    pub(crate) fn line(&self, offset: usize) -> u32 {
+    fn line(&self, offset: usize) -> u32 {
         let before = &self.text.as_bytes()[..offset.min(self.text.len())];
         1 + before.iter().filter(|byte| **byte == b'\n').count() as u32
     }
 
-    /// Parses the text.
-    pub(crate) fn parse(&self) -> Result<Spanned<DeTable<'_>>, ScenarioError> {
-        DeTable::parse(self.text).map_err(|error| {
+    /// Reads the whole file.
+    pub(crate) fn read<T: FromSection>(&self) -> Result<T, ScenarioError> {
+        let table = DeTable::parse(self.text).map_err(|error| {
             let line = error.span().map_or(0, |span| self.line(span.start));
             let what = format!("not TOML: {}", error.message().replace('\n', ", "));
             self.file.error(line, what, "see https://toml.io for the syntax")
-        })
+        })?;
+        let table = Some(table.get_ref());
+        T::from_section(&TomlSection::new(self, String::new(), table, 1))
     }
 }
 
@@ -52,6 +57,7 @@ pub(crate) struct TomlSection<'a> {
     pub(crate) doc: &'a TomlDoc<'a>,
     /// Path in the file, empty for the file itself.
     path: String,
+    /// `None` if it is not in the file: it has no key then.
     table: Option<&'a DeTable<'a>>,
     pub(crate) line: u32,
     asked: RefCell<Vec<&'static str>>,
@@ -60,33 +66,46 @@ pub(crate) struct TomlSection<'a> {
 /// The value of a key.
 pub(crate) struct TomlField<'a> {
     doc: &'a TomlDoc<'a>,
-    path: String,
+    pub(crate) path: String,
     value: &'a DeValue<'a>,
     pub(crate) line: u32,
 }
 
+/// What a table can be read into; `section!` makes them.
+pub(crate) trait FromSection: Sized {
+    fn from_section(section: &TomlSection<'_>) -> Result<Self, ScenarioError>;
+}
+
+/// What a key can be read into.
+pub(crate) trait FromKey: Sized {
+    fn from_field(field: &TomlField<'_>) -> Result<Self, ScenarioError>;
+
+    /// What stands for a key that is not in the section; `None` if it cannot be left out.
+    fn absent(_: &TomlSection<'_>, _: &'static str) -> Result<Option<Self>, ScenarioError> {
+        Ok(None)
+    }
+}
+
 impl<'a> TomlSection<'a> {
-    /// A table, or one that is not there and has nothing in it.
-    pub(crate) fn new(
+    fn new(
         doc: &'a TomlDoc<'a>,
-        path: impl Into<String>,
+        path: String,
         table: Option<&'a DeTable<'a>>,
         line: u32,
     ) -> TomlSection<'a> {
-        TomlSection { doc, path: path.into(), table, line, asked: RefCell::default() }
-    }
-
-    /// True if the table is in the file.
-    pub(crate) fn is_there(&self) -> bool {
-        self.table.is_some()
+        TomlSection { doc, path, table, line, asked: RefCell::default() }
     }
 
     pub(crate) fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.into() } else { format!("{}.{key}", self.path) }
     }
 
-    /// The value of a key.
-    pub(crate) fn get(&self, key: &'static str) -> Option<TomlField<'a>> {
+    /// The section below this one that is not in the file.
+    pub(crate) fn nothing(&self, key: &str) -> TomlSection<'a> {
+        TomlSection::new(self.doc, self.path(key), None, self.line)
+    }
+
+    fn get(&self, key: &'static str) -> Option<TomlField<'a>> {
         if !self.asked.borrow().contains(&key) {
             self.asked.borrow_mut().push(key);
         }
@@ -95,73 +114,22 @@ impl<'a> TomlSection<'a> {
         Some(TomlField { doc: self.doc, path: self.path(key), value: value.get_ref(), line })
     }
 
-    /// A value in one of its three forms.
-    pub(crate) fn draw<T: ScenarioValue>(
-        &self,
-        key: &'static str,
-    ) -> Result<Option<Distribution<T>>, ScenarioError> {
-        self.get(key).map(|field| field.draw()).transpose()
+    /// The value of a key, if it is there.
+    pub(crate) fn read<T: FromKey>(&self, key: &'static str) -> Result<Option<T>, ScenarioError> {
+        self.get(key).map(|field| T::from_field(&field)).transpose()
     }
 
-    /// A value in one of its three forms, or its default.
-    pub(crate) fn draw_or<T: ScenarioValue>(
+    /// What stands for a key that is not there and has no default; `error` is what is wrong then
+    /// and what to do.
+    pub(crate) fn absent<T: FromKey>(
         &self,
         key: &'static str,
-        default: T,
-    ) -> Result<Distribution<T>, ScenarioError> {
-        Ok(self.draw(key)?.unwrap_or_else(|| Distribution::fixed(default)))
-    }
-
-    /// A value of which every possible outcome is from `min` to `max`.
-    pub(crate) fn limited<T: ScenarioValue + fmt::Display>(
-        &self,
-        key: &'static str,
-        min: T,
-        max: T,
-    ) -> Result<Option<Distribution<T>>, ScenarioError> {
-        let Some(draw) = self.draw::<T>(key)? else { return Ok(None) };
-        let outside = draw.ends().find(|end| **end < min || **end > max).cloned();
-        match outside {
-            None => Ok(Some(draw)),
-            Some(wrong) => {
-                let what = format!("`{}` is {wrong}", self.path(key));
-                Err(self.doc.file.error(draw.line, what, format!("give {min} to {max}")))
-            }
-        }
-    }
-
-    /// As [`TomlSection::limited`], with a default.
-    pub(crate) fn limited_or<T: ScenarioValue + fmt::Display>(
-        &self,
-        key: &'static str,
-        default: T,
-        (min, max): (T, T),
-    ) -> Result<Distribution<T>, ScenarioError> {
-        Ok(self.limited(key, min, max)?.unwrap_or_else(|| Distribution::fixed(default)))
-    }
-
-    /// A value that is the same for every seed.
-    pub(crate) fn literal<T: ScenarioValue>(
-        &self,
-        key: &'static str,
-    ) -> Result<Option<T>, ScenarioError> {
-        self.get(key).map(|field| field.literal()).transpose()
-    }
-
-    /// A table below this one; nothing is in it if it is not there.
-    pub(crate) fn section(&self, key: &'static str) -> Result<TomlSection<'a>, ScenarioError> {
-        match self.get(key) {
-            Some(field) => field.section(),
-            None => Ok(TomlSection::new(self.doc, self.path(key), None, self.line)),
-        }
-    }
-
-    /// An array of tables.
-    pub(crate) fn sections(
-        &self,
-        key: &'static str,
-    ) -> Result<Vec<TomlSection<'a>>, ScenarioError> {
-        self.get(key).map_or(Ok(Vec::new()), |field| field.sections())
+        error: Option<(&str, &str)>,
+    ) -> Result<T, ScenarioError> {
+        T::absent(self, key)?.ok_or_else(|| match error {
+            Some((what, remedy)) => self.error(what, remedy),
+            None => self.error(format!("`{}` is not there", self.path(key)), "add it"),
+        })
     }
 
     /// Every key of the table.
@@ -196,7 +164,7 @@ impl<'a> TomlSection<'a> {
         };
         let place = if self.path.is_empty() { "the file" } else { &self.path };
         let what = format!("unknown key `{}` in {place}", first.get_ref());
-        Err(self.doc.file.error(self.doc.line(first.span().start), what, remedy))
+        Err(self.error_at(self.doc.line(first.span().start), what, remedy))
     }
 
     /// An error about the section as a whole.
@@ -205,7 +173,16 @@ impl<'a> TomlSection<'a> {
         what: impl Into<String>,
         remedy: impl Into<String>,
     ) -> ScenarioError {
-        self.doc.file.error(self.line, what, remedy)
+        self.error_at(self.line, what, remedy)
+    }
+
+    pub(crate) fn error_at(
+        &self,
+        line: u32,
+        what: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> ScenarioError {
+        self.doc.file.error(line, what, remedy)
     }
 }
 
@@ -219,7 +196,7 @@ impl<'a> TomlField<'a> {
             DeValue::Boolean(value) => value.to_string(),
             other => return Err(self.wrong(type_name(other), &T::form())),
         };
-        Distribution::parse(&text, self.line).map_err(|why| match why {
+        let draw = Distribution::parse(&text, self.line).map_err(|why| match why {
             MalformedValue::Part(part) => self.wrong(&format!("`{part}`"), &T::form()),
             MalformedValue::Backward(range) => {
                 let what = format!("range `{range}` of `{}` starts behind its end", self.path);
@@ -229,7 +206,11 @@ impl<'a> TomlField<'a> {
                 let what = format!("`{}` cannot be the range `{range}`", self.path);
                 self.error(what, "list the values as a choice, \"a|b\"")
             }
-        })
+        })?;
+        if let Some((is, remedy)) = draw.ends().find_map(T::refused) {
+            return Err(self.error(format!("`{}` is {is}", self.path), remedy));
+        }
+        Ok(draw)
     }
 
     /// A value that is the same for every seed.
@@ -248,75 +229,47 @@ impl<'a> TomlField<'a> {
         }
     }
 
-    /// A text that is one of a closed list; `lookup` finds it.
-    pub(crate) fn entry<T>(
-        &self,
-        names: &[&str],
-        lookup: impl Fn(&str) -> Option<T>,
-    ) -> Result<T, ScenarioError> {
-        let text = self.text()?;
-        lookup(text).ok_or_else(|| self.no_entry(text, names))
+    /// The entry of a closed list that this text, or this part of it, names.
+    pub(crate) fn entry<T: ClosedList>(&self, text: &str) -> Result<T, ScenarioError> {
+        let named = T::named();
+        let found = named.iter().copied().chain(T::other()).find(|(name, _)| *name == text);
+        found.map(|(_, entry)| entry).ok_or_else(|| {
+            let names: Vec<&str> = named.iter().map(|(name, _)| *name).collect();
+            let remedy = match nearest(text, &names) {
+                Some(known) => format!("did you mean \"{known}\"?"),
+                None => format!("use {}", one_of(&names)),
+            };
+            self.error(format!("`{}` is \"{text}\", which does not exist", self.path), remedy)
+        })
     }
 
-    /// Texts that are all of a closed list.
-    pub(crate) fn entries<T>(
+    /// The values of a list, each with the path that `path` makes of the list's and its index.
+    pub(crate) fn items(
         &self,
-        names: &[&str],
-        lookup: impl Fn(&str) -> Option<T>,
-    ) -> Result<Vec<T>, ScenarioError> {
+        of: &str,
+        path: impl Fn(&str, usize) -> String,
+    ) -> Result<Vec<TomlField<'a>>, ScenarioError> {
         let DeValue::Array(items) = self.value else {
-            return Err(self.wrong(type_name(self.value), "a list of texts"));
+            return Err(self.wrong(type_name(self.value), of));
         };
-        let mut found = Vec::new();
-        for item in items.iter() {
-            let line = self.doc.line(item.span().start);
-            let field =
-                TomlField { doc: self.doc, path: self.path.clone(), value: item.get_ref(), line };
-            found.push(field.entry(names, &lookup)?);
-        }
-        Ok(found)
-    }
-
-    /// A choice of texts that are all of a closed list.
-    pub(crate) fn choice<T>(
-        &self,
-        names: &[&str],
-        lookup: impl Fn(&str) -> Option<T>,
-    ) -> Result<Vec<T>, ScenarioError> {
-        let parts = self.text()?.split('|').map(str::trim);
-        parts.map(|text| lookup(text).ok_or_else(|| self.no_entry(text, names))).collect()
-    }
-
-    fn no_entry(&self, text: &str, names: &[&str]) -> ScenarioError {
-        let remedy = match nearest(text, names) {
-            Some(known) => format!("did you mean \"{known}\"?"),
-            None => format!("use {}", one_of(names)),
+        let field = |(index, item): (usize, &'a Spanned<DeValue<'a>>)| TomlField {
+            doc: self.doc,
+            path: path(&self.path, index),
+            value: item.get_ref(),
+            line: self.doc.line(item.span().start),
         };
-        self.error(format!("`{}` is \"{text}\", which does not exist", self.path), remedy)
+        Ok(items.iter().enumerate().map(field).collect())
     }
 
-    pub(crate) fn section(&self) -> Result<TomlSection<'a>, ScenarioError> {
+    /// The table as what it is read into.
+    pub(crate) fn section<T: FromSection>(&self) -> Result<T, ScenarioError> {
         match self.value {
             DeValue::Table(table) => {
-                Ok(TomlSection::new(self.doc, self.path.clone(), Some(table), self.line))
+                let path = self.path.clone();
+                T::from_section(&TomlSection::new(self.doc, path, Some(table), self.line))
             }
             other => Err(self.wrong(type_name(other), "a table")),
         }
-    }
-
-    /// An array of tables.
-    pub(crate) fn sections(&self) -> Result<Vec<TomlSection<'a>>, ScenarioError> {
-        let DeValue::Array(items) = self.value else {
-            return Err(self.wrong(type_name(self.value), "a list of tables"));
-        };
-        let mut sections = Vec::new();
-        for (index, item) in items.iter().enumerate() {
-            let line = self.doc.line(item.span().start);
-            let path = format!("{}[{index}]", self.path);
-            let field = TomlField { doc: self.doc, path, value: item.get_ref(), line };
-            sections.push(field.section()?);
-        }
-        Ok(sections)
     }
 
     fn wrong(&self, is: &str, form: &str) -> ScenarioError {
@@ -330,6 +283,57 @@ impl<'a> TomlField<'a> {
         remedy: impl Into<String>,
     ) -> ScenarioError {
         self.doc.file.error(self.line, what, remedy)
+    }
+}
+
+/// A type of which a text names one of some values.
+pub(crate) trait ClosedList: Copy {
+    /// The values and their names.
+    fn named() -> Vec<(&'static str, Self)>;
+
+    /// A value that has one more name.
+    fn other() -> Option<(&'static str, Self)> {
+        None
+    }
+}
+
+impl<T: ClosedList> FromKey for T {
+    fn from_field(field: &TomlField<'_>) -> Result<T, ScenarioError> {
+        field.entry(field.text()?)
+    }
+}
+
+impl<T: ScenarioValue> FromKey for Distribution<T> {
+    fn from_field(field: &TomlField<'_>) -> Result<Distribution<T>, ScenarioError> {
+        field.draw()
+    }
+}
+
+impl FromKey for String {
+    fn from_field(field: &TomlField<'_>) -> Result<String, ScenarioError> {
+        field.text().map(Into::into)
+    }
+}
+
+impl<T: FromKey> FromKey for Option<T> {
+    fn from_field(field: &TomlField<'_>) -> Result<Option<T>, ScenarioError> {
+        T::from_field(field).map(Some)
+    }
+
+    fn absent(_: &TomlSection<'_>, _: &'static str) -> Result<Option<Self>, ScenarioError> {
+        Ok(Some(None))
+    }
+}
+
+/// An array of tables.
+impl<T: FromSection> FromKey for Vec<T> {
+    fn from_field(field: &TomlField<'_>) -> Result<Vec<T>, ScenarioError> {
+        let items = field.items("a list of tables", |path, index| format!("{path}[{index}]"))?;
+        items.iter().map(TomlField::section).collect()
+    }
+
+    fn absent(_: &TomlSection<'_>, _: &'static str) -> Result<Option<Self>, ScenarioError> {
+        Ok(Some(Vec::new()))
     }
 }
 

@@ -15,7 +15,7 @@ pub mod lists;
 mod parse;
 pub mod preset;
 pub mod run;
-pub mod settings;
+mod section;
 pub mod trace;
 mod value;
 

@@ -1,10 +1,15 @@
 //! The closed lists of the language: fault kinds, trigger events, message names, invariants.
 
+use crate::doc::ClosedList;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
 macro_rules! closed_list {
-    ($(#[$doc:meta])* $name:ident { $($variant:ident $id:literal $text:literal $about:literal)* }) => {
+    (
+        $(#[$doc:meta])* $name:ident $(also $other:literal $of:ident)? {
+            $($variant:ident $id:literal $text:literal $about:literal)*
+        }
+    ) => {
         $(#[$doc])*
         #[derive(
             Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
@@ -35,10 +40,15 @@ macro_rules! closed_list {
             pub const fn about(self) -> &'static str {
                 match self { $($name::$variant => $about),* }
             }
+        }
 
-            /// The entry with this name.
-            pub fn from_name(name: &str) -> Option<$name> {
-                Self::ALL.iter().copied().find(|entry| entry.name() == name)
+        impl ClosedList for $name {
+            fn named() -> Vec<(&'static str, $name)> {
+                $name::ALL.iter().map(|entry| (entry.name(), *entry)).collect()
+            }
+
+            fn other() -> Option<(&'static str, $name)> {
+                [$(($other, $name::$of))?].into_iter().next()
             }
         }
 
@@ -135,7 +145,7 @@ closed_list! {
 
 closed_list! {
     /// A control message, for `match = { message = "..." }`.
-    MessageName {
+    MessageName also "BlocksReady" Announce {
         Ask "" "Ask" "decode to prefill, push: this prompt is wanted"
         Begun "" "Begun" "prefill to decode: the prompt is being computed, get blocks"
         Announce "" "Announce" "decode to prefill, push: write into these blocks (also spelled BlocksReady)"
@@ -185,15 +195,5 @@ closed_list! {
         NoLivelock "L3" "L3-no-livelock" "retries and reconnects stay within their limits while nothing progresses"
         Isolation "L4" "L4-isolation" "a fault on one pair fails no request of another pair"
         ReclaimBound "L5" "L5-reclaim-bound" "blocks held for a dead peer return within the lease or fence bound"
-    }
-}
-
-impl MessageName {
-    /// As [`MessageName::from_name`], and under its other spelling.
-    pub fn lookup(name: &str) -> Option<MessageName> {
-        match name {
-            "BlocksReady" => Some(MessageName::Announce),
-            name => MessageName::from_name(name),
-        }
     }
 }

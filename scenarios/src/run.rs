@@ -3,10 +3,14 @@
 use crate::cost::StepCost;
 use crate::decide::{DecisionKey, within};
 use crate::lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
+use crate::section::section;
 use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::transfer::TransferSettings;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -136,17 +140,10 @@ pub struct InstanceSettings {
     pub prefix_cache: bool,
     /// Time of a step.
     pub cost: StepCost,
-    /// Times and limits of the protocol that the file sets for it.
+    /// Times and limits of the protocol.
     pub protocol: ProtocolSettings,
     /// Limits of the data planes of its ranks that the file sets.
     pub fabric: FabricLimits,
-}
-
-impl InstanceSettings {
-    /// Layers that its transfer actors move with one operation.
-    pub fn layers_per_op(&self) -> u16 {
-        self.protocol.layers_per_op.unwrap_or(1).max(1)
-    }
 }
 
 /// A span of time that is drawn anew each time it is used; both ends included.
@@ -198,73 +195,28 @@ pub struct RouterSettings {
     pub ids_differ: bool,
 }
 
-/// Times and limits of the protocol; `None` is the default of the core.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Times and limits of the protocol.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProtocolSettings {
-    /// A hello is answered within.
-    pub hello: Option<Nanos>,
-    /// First retransmission of a control message; doubles.
-    pub retransmit: Option<Nanos>,
-    /// Longest time between retransmissions, and between probes.
-    pub retransmit_max: Option<Nanos>,
-    /// Silence after which a peer is down.
-    pub silent: Option<Nanos>,
-    /// Lease of a source.
-    pub lease: Option<Nanos>,
-    /// What a reader takes off a lease because clocks differ, in percent.
-    pub drift_percent: Option<u32>,
+    /// Of its prefill or decode core.
+    pub core: CoreSettings,
+    /// Of the channels between its core and others.
+    pub channel: ChannelConfig,
+    /// Of its transfer actors.
+    pub transfer: TransferSettings,
     /// A fence is answered within; part of the bounds of L1 and L5.
-    pub fence: Option<Nanos>,
-    /// An announcement waits this long for its prefill leg.
-    pub fetch: Option<Nanos>,
-    /// The receivers of a preempted prompt wait this long for it to get going again.
-    pub resume: Option<Nanos>,
-    /// A computed prompt that is pushed waits this long for receivers to say where it shall go.
-    pub claim: Option<Nanos>,
-    /// A session with operations and no completion for this long is torn down.
-    pub operation: Option<Nanos>,
-    /// What the link carries in this time is in one operation.
-    pub operation_time: Option<Nanos>,
-    /// Least of that, in bytes.
-    pub operation_bytes_min: Option<u64>,
-    /// Most of that, in bytes.
-    pub operation_bytes_max: Option<u64>,
-    /// A session is open within.
-    pub open: Option<Nanos>,
-    /// A session is quiet within, or torn down.
-    pub quiet: Option<Nanos>,
-    /// Pause before a session that failed is opened anew; doubles.
-    pub reopen: Option<Nanos>,
-    /// Pause after `Busy` when no completion is due.
-    pub busy: Option<Nanos>,
-    /// Pause before a peer whose sessions failed is connected anew; doubles.
-    pub rebuild: Option<Nanos>,
-    /// Operations that a transfer actor has in flight, if its plane takes more.
-    pub operations_max: Option<u32>,
-    /// Ranges of an operation, if its plane takes more.
-    pub slices_max: Option<u32>,
-    /// Retries of a failed operation.
-    pub retries: Option<u32>,
-    /// Times a session is opened anew without a success in between.
-    pub reopens_max: Option<u32>,
-    /// Requests at a core at one time.
-    pub requests_max: Option<u32>,
-    /// Transfers announced before their prefill leg.
-    pub early_max: Option<u32>,
-    /// Receivers of a prefill core at one time.
-    pub receivers_max: Option<u32>,
-    /// Remembered ids of ended transfers.
-    pub tombstones_max: Option<u32>,
-    /// Messages to one peer that are not acknowledged.
-    pub queue_max: Option<u32>,
-    /// Peers of a core at one time.
-    pub peers_max: Option<u32>,
-    /// Control links of a core at one time.
-    pub links_max: Option<u32>,
-    /// Newest version of the native dialect that a core speaks.
-    pub version: Option<u16>,
-    /// Layers moved by one operation.
-    pub layers_per_op: Option<u16>,
+    pub fence: Nanos,
+}
+
+impl Default for ProtocolSettings {
+    fn default() -> ProtocolSettings {
+        ProtocolSettings {
+            core: CoreSettings::default(),
+            channel: ChannelConfig::default(),
+            transfer: TransferSettings::default(),
+            fence: Nanos::from_secs(2),
+        }
+    }
 }
 
 /// Limits of a simulated data plane; `None` is the default of the simulator, which for credits of
@@ -300,6 +252,18 @@ pub struct EngineSettings {
     pub load_failure: LoadFailurePolicy,
     /// Which free block is handed out next.
     pub allocator: AllocationOrder,
+}
+
+impl Default for EngineSettings {
+    fn default() -> EngineSettings {
+        EngineSettings {
+            chunk: 2048,
+            max_running: 256,
+            max_waiting: 1 << 16,
+            load_failure: LoadFailurePolicy::Recompute,
+            allocator: AllocationOrder::Fifo,
+        }
+    }
 }
 
 /// What decode does with a request whose KV did not come.
@@ -444,53 +408,67 @@ pub enum RaceOrder {
     Either,
 }
 
-/// What must come out of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Expect {
-    /// Virtual time by which the run is at rest.
-    pub within: Option<Nanos>,
-    /// Invariants that are checked; all if the file names none.
-    pub hold: Vec<InvariantId>,
-    /// Requests by how they end.
-    pub requests: ExpectedRequests,
-    /// Operations of all data planes.
-    pub operations: ExpectedOperations,
-    /// First tokens that come in time.
-    pub first_tokens: Vec<FirstTokenDeadline>,
-    /// Exit code of the run.
-    pub exit: u8,
+section! {
+    /// What must come out of a run.
+    #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct Expect checked by Expect::check {
+        /// Invariants that are checked; all if the file names none.
+        pub hold: Vec<InvariantId> = InvariantId::ALL.to_vec();
+        /// Exit code of the run.
+        pub exit: u8 = 0_u8;
+        /// Requests by how they end.
+        pub requests: ExpectedRequests;
+        /// Operations of all data planes.
+        pub operations: ExpectedOperations;
+        /// First tokens that come in time.
+        pub first_tokens: Vec<FirstTokenDeadline>;
+        /// Virtual time by which the run is at rest.
+        pub within: Option<Nanos>;
+    }
 }
 
-/// Bounds of the number of requests that end in a way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ExpectedRequests {
-    /// Answered well.
-    pub finished: Option<CountBounds>,
-    /// Answered with an error.
-    pub failed: Option<CountBounds>,
-    /// Caller gone.
-    pub unknown: Option<CountBounds>,
-    /// Of the finished: prompts computed by decode.
-    pub recomputed: Option<CountBounds>,
+section! {
+    /// Bounds of the number of requests that end in a way.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct ExpectedRequests {
+        /// Answered well.
+        pub finished: Option<CountBounds>;
+        /// Answered with an error.
+        pub failed: Option<CountBounds>;
+        /// Caller gone.
+        pub unknown: Option<CountBounds>;
+        /// Of the finished: prompts computed by decode.
+        pub recomputed: Option<CountBounds>;
+    }
 }
 
-/// Bounds of numbers of operations, while the workload lasts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ExpectedOperations {
-    /// Accepted by a plane.
-    pub posted: Option<CountBounds>,
-    /// Answered `Busy`: planned for nothing.
-    pub refused: Option<CountBounds>,
-    pub failed: Option<CountBounds>,
+section! {
+    /// Bounds of numbers of operations, while the workload lasts.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct ExpectedOperations {
+        /// Accepted by a plane.
+        pub posted: Option<CountBounds>;
+        /// Answered `Busy`: planned for nothing.
+        pub refused: Option<CountBounds>;
+        pub failed: Option<CountBounds>;
+    }
 }
 
-/// A request and how soon its first token comes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FirstTokenDeadline {
-    /// Which, by arrival from 0.
-    pub request: u32,
-    /// At most this long after its arrival.
-    pub within: Nanos,
+/// What is wrong with a deadline that lacks a key.
+const DEADLINE: (&str, &str) = (
+    "a first token without `request` or `within`",
+    "give the number of the request, from 0, and a duration",
+);
+
+section! {
+    /// A request and how soon its first token comes.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct FirstTokenDeadline {
+        /// Which, by arrival from 0.
+        pub request: u32, else DEADLINE;
+        /// At most this long after its arrival.
+        pub within: Nanos, else DEADLINE;
+    }
 }
 
 /// From `min` to `max`, both included.

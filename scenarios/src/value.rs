@@ -1,6 +1,8 @@
 //! Values of the language and their three forms: literal, range, choice.
 
 use crate::decide::{DecisionKey, below, within};
+use crate::doc::{FromKey, TomlField};
+use crate::error::ScenarioError;
 use crate::run::DurationRange;
 use kvferry_engine::core::Nanos;
 use std::sync::Arc;
@@ -14,7 +16,14 @@ pub(crate) trait ScenarioValue: Clone + PartialOrd {
     fn parse(text: &str) -> Option<Self>;
 
     /// The value at `uniform` of the way from `min` to `max`; `None` if the type has no ranges.
-    fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self>;
+    fn between(_min: &Self, _max: &Self, _uniform: u64) -> Option<Self> {
+        None
+    }
+
+    /// What is wrong with a literal that has no meaning, and what to do.
+    fn refused(&self) -> Option<(&'static str, &'static str)> {
+        None
+    }
 }
 
 /// A value that is drawn per seed: one of some ranges, both ends included. A literal is a single
@@ -36,16 +45,21 @@ pub(crate) enum MalformedValue {
     NoRange(String),
 }
 
+/// The same for every seed.
+impl<T: ScenarioValue> From<T> for Distribution<T> {
+    fn from(value: T) -> Distribution<T> {
+        Distribution::from((value.clone(), value))
+    }
+}
+
+/// Anything from the first to the second.
+impl<T> From<(T, T)> for Distribution<T> {
+    fn from(range: (T, T)) -> Distribution<T> {
+        Distribution { ranges: vec![range], line: 0 }
+    }
+}
+
 impl<T: ScenarioValue> Distribution<T> {
-    pub(crate) fn fixed(value: T) -> Distribution<T> {
-        Distribution { ranges: vec![(value.clone(), value)], line: 0 }
-    }
-
-    /// Anything from `min` to `max`.
-    pub(crate) fn range(min: T, max: T) -> Distribution<T> {
-        Distribution { ranges: vec![(min, max)], line: 0 }
-    }
-
     /// Reads `"a"`, `"a..b"` and `"a|b..c|d"`.
     pub(crate) fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
         let mut ranges = Vec::new();
@@ -141,10 +155,14 @@ macro_rules! whole_number {
     )*};
 }
 
-whole_number!(u16 u32 u64);
+whole_number!(u8 u16 u32 u64);
 
 macro_rules! measured {
-    ($($type:ident($inner:ty) $form:literal [$($unit:literal $factor:expr),*])*) => {$(
+    ($(
+        $type:ident($inner:ty) $form:literal [
+            $($unit:literal $factor:expr),* $(; $wrong:expr => $is:literal, $remedy:literal)?
+        ]
+    )*) => {$(
         impl ScenarioValue for $type {
             fn form() -> String {
                 $form.into()
@@ -159,6 +177,10 @@ macro_rules! measured {
                 let drawn = within(uniform, u64::from(min.0), u64::from(max.0));
                 Some($type(drawn as $inner))
             }
+
+            $(fn refused(&self) -> Option<(&'static str, &'static str)> {
+                $wrong(self.0).then_some(($is, $remedy))
+            })?
         }
     )*};
 }
@@ -200,13 +222,37 @@ measured! {
     ]
     ByteVolume(u64) "a size such as 8192, \"8KiB\" or \"2GiB\"" [
         "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
+        ; |bytes| bytes == 0 => "0", "give at least 1"
     ]
     Bandwidth(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [
         "B/s" 1, "KB/s" 1_000, "MB/s" 1_000_000, "GB/s" 1_000_000_000, "TB/s" 1_000_000_000_000,
         "Mb/s" 125_000, "Gb/s" 125_000_000
+        ; |rate| rate == 0 => "0", "give at least \"1B/s\""
     ]
-    Probability(u32) "a probability such as 0.25, in steps of 0.000001" ["" 1_000_000]
-    ScaleFactor(u32) "a factor such as 2 or 0.5, in steps of 0.001" ["" 1_000]
+    Probability(u32) "a probability such as 0.25, in steps of 0.000001" [
+        "" 1_000_000; |ppm| ppm > 1_000_000 => "above 1", "give a probability from 0 to 1"
+    ]
+    ScaleFactor(u32) "a factor such as 2 or 0.5, in steps of 0.001" [
+        "" 1_000; |thousandths| thousandths == 0 => "0", "give at least 0.001"
+    ]
+}
+
+impl From<ByteVolume> for u64 {
+    fn from(volume: ByteVolume) -> u64 {
+        volume.0
+    }
+}
+
+impl From<ByteVolume> for Option<u64> {
+    fn from(volume: ByteVolume) -> Option<u64> {
+        Some(volume.0)
+    }
+}
+
+impl From<Femtoseconds> for u64 {
+    fn from(time: Femtoseconds) -> u64 {
+        time.0
+    }
 }
 
 /// `12.5ms` with the units of `units`, exactly: `None` if digits are lost or the unit is unknown.
@@ -239,11 +285,20 @@ impl ScenarioValue for InstanceName {
         let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         (!text.is_empty() && text.chars().all(legal)).then(|| InstanceName(text.into()))
     }
-
-    fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
-        None
-    }
 }
+
+/// Makes values readable that are the same for every seed.
+macro_rules! literal_keys {
+    ($($type:ty)*) => {$(
+        impl FromKey for $type {
+            fn from_field(field: &TomlField<'_>) -> Result<$type, ScenarioError> {
+                field.literal()
+            }
+        }
+    )*};
+}
+
+literal_keys!(u8 u32 Nanos Probability InstanceName);
 
 /// Makes types with named values readable.
 macro_rules! named_values {
@@ -259,10 +314,6 @@ macro_rules! named_values {
                     $($name => Some($value),)*
                     _ => None,
                 }
-            }
-
-            fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
-                None
             }
         }
     )*};

@@ -1,19 +1,20 @@
 //! `[[fault]]`.
 
-use super::fault_schema::{FaultSchema, Opportunity};
+use super::fault_schema::Opportunity;
 use super::topology::or;
-use super::workload::probability;
-use crate::decide::{DecisionKey, below, chance, kind, mix, within};
-use crate::doc::{FileName, TomlSection};
+use crate::decide::{self, DecisionKey, below, chance, mix, within};
+use crate::doc::{FileName, FromKey, TomlField, TomlSection};
 use crate::error::{ScenarioError, nearest};
 use crate::lists::{FaultKind, MessageName, TriggerEvent};
 use crate::run::{
     FaultTrigger, InjectedFault, InstanceSettings, MemoryLayout, PartitionDirection, RaceOrder,
 };
+use crate::section::section;
 use crate::value::{Distribution, InstanceName, Probability, named_values};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::Role;
+use std::collections::BTreeMap;
 
 named_values! {
     PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;
@@ -23,50 +24,69 @@ named_values! {
 /// Most tables that `every` and `times` can make of one.
 const REPEATS_MAX: u32 = 10_000;
 
-/// A `[[fault]]` table as written.
-#[derive(Debug)]
-pub(super) struct FaultSpec {
-    pub(super) kind: FaultKind,
-    pub(super) trigger: Option<TriggerSpec>,
-    pub(super) samples: Distribution<u32>,
-    enabled: Distribution<Probability>,
-    /// Names its decisions.
-    key: u64,
-    target: Option<Distribution<InstanceName>>,
-    from: Option<Distribution<InstanceName>>,
-    to: Option<Distribution<InstanceName>>,
-    message: Option<MessageName>,
-    lasts: Option<Distribution<Nanos>>,
-    delay: Option<Distribution<Nanos>>,
-    factor: Option<Distribution<u32>>,
-    rank: Option<Distribution<u16>>,
-    direction: Distribution<PartitionDirection>,
-    first: Distribution<RaceOrder>,
-    times: Option<Distribution<u32>>,
-    every: Option<Distribution<Nanos>>,
-    tp: Option<Distribution<u16>>,
-    blocks: Option<Distribution<u32>>,
-    block_tokens: Option<Distribution<u32>>,
-    layout: Option<Distribution<MemoryLayout>>,
-    pub(super) line: u32,
+section! {
+    /// A `[[fault]]` table as written.
+    #[derive(Debug)]
+    pub(crate) struct FaultSpec(section) checked by FaultSpec::check {
+        pub(crate) kind: FaultKind, else ("a fault has no `kind`", "see `kvferry list faults`");
+        /// When it fires: at one of these three.
+        pub(crate) at: Option<Distribution<Nanos>>;
+        pub(crate) chance: Option<Distribution<Probability>>;
+        on: Option<EventTriggerSpec>;
+        pub(crate) samples: Distribution<u32> = (2, 4), in (1, 64);
+        enabled: Distribution<Probability> = Probability(1_000_000);
+        target: Option<Distribution<InstanceName>>;
+        from: Option<Distribution<InstanceName>>;
+        to: Option<Distribution<InstanceName>>;
+        r#match: FrameMatch;
+        lasts: Option<Distribution<Nanos>>;
+        delay: Option<Distribution<Nanos>>;
+        factor: Option<Distribution<u32>>, in (1, 1_000_000);
+        rank: Option<Distribution<u16>>, in (0, TP_MAX - 1);
+        direction: Distribution<PartitionDirection> = PartitionDirection::Symmetric;
+        first: Distribution<RaceOrder> = RaceOrder::Either;
+        times: Option<Distribution<u32>>, in (1, REPEATS_MAX);
+        every: Option<Distribution<Nanos>>;
+        tp: Option<Distribution<u16>>, in (1, TP_MAX);
+        blocks: Option<Distribution<u32>>, in (1, 1 << 28);
+        block_tokens: Option<Distribution<u32>>, in (1, 1 << 20);
+        layout: Option<Distribution<MemoryLayout>>;
+    } with {
+        pub(crate) line: u32 = section.line_of("kind");
+        /// Names its decisions: by what stands in its table, so that adding or removing another
+        /// fault changes none of them.
+        key: u64 = decide::kind(&section.canonical());
+    }
 }
 
-/// When it fires, as written.
-#[derive(Debug)]
-pub(super) enum TriggerSpec {
-    At(Distribution<Nanos>),
-    On(EventTriggerSpec),
-    Chance(Distribution<Probability>),
+section! {
+    #[derive(Debug)]
+    struct EventTriggerSpec checked by EventTriggerSpec::check {
+        /// One of them is drawn.
+        event: TriggerChoice, else ("`on` has no `event`", "see `kvferry list events`");
+        from: Option<Distribution<InstanceName>>;
+        to: Option<Distribution<InstanceName>>;
+        message: Option<MessageName>;
+        nth: Distribution<u32> = 1, in (1, 1 << 30);
+    }
 }
 
+section! {
+    #[derive(Debug)]
+    struct FrameMatch {
+        message: Option<MessageName>;
+    }
+}
+
+/// Events behind each other with `|`.
 #[derive(Debug)]
-pub(super) struct EventTriggerSpec {
-    /// One of them is drawn.
-    events: Vec<TriggerEvent>,
-    from: Option<Distribution<InstanceName>>,
-    to: Option<Distribution<InstanceName>>,
-    message: Option<MessageName>,
-    nth: Distribution<u32>,
+struct TriggerChoice(Vec<TriggerEvent>);
+
+impl FromKey for TriggerChoice {
+    fn from_field(field: &TomlField<'_>) -> Result<TriggerChoice, ScenarioError> {
+        let parts = field.text()?.split('|').map(str::trim);
+        parts.map(|text| field.entry(text)).collect::<Result<_, _>>().map(TriggerChoice)
+    }
 }
 
 /// Finds the instance for an optional name of a part: `None` if it does not exist in this seed.
@@ -93,54 +113,21 @@ const KEYS: &[&str] = &[
 ];
 
 impl FaultSpec {
-    /// Reads a table whose decisions are named by `key`.
-    pub(super) fn read(section: &TomlSection<'_>, key: u64) -> Result<FaultSpec, ScenarioError> {
-        let names: Vec<&str> = FaultKind::ALL.iter().map(|kind| kind.name()).collect();
-        let Some(field) = section.get("kind") else {
-            return Err(section.error("a fault has no `kind`", "see `kvferry list faults`"));
-        };
-        let kind = field.entry(&names, FaultKind::from_name)?;
-        let form = kind.schema();
-        let message = section.section("match")?;
-        let spec = FaultSpec {
-            kind,
-            trigger: trigger(section)?,
-            samples: section
-                .limited("samples", 1, 64)?
-                .unwrap_or_else(|| Distribution::range(2, 4)),
-            enabled: probability(section, "enabled")?
-                .unwrap_or(Distribution::fixed(Probability(1_000_000))),
-            key,
-            target: section.draw("target")?,
-            from: section.draw("from")?,
-            to: section.draw("to")?,
-            message: message_name(&message)?,
-            lasts: section.draw("lasts")?,
-            delay: section.draw("delay")?,
-            factor: section.limited("factor", 1, 1_000_000)?,
-            rank: section.limited("rank", 0, TP_MAX - 1)?,
-            direction: section.draw_or("direction", PartitionDirection::Symmetric)?,
-            first: section.draw_or("first", RaceOrder::Either)?,
-            times: section.limited("times", 1, REPEATS_MAX)?,
-            every: section.draw("every")?,
-            tp: section.limited("tp", 1, TP_MAX)?,
-            blocks: section.limited("blocks", 1, 1 << 28)?,
-            block_tokens: section.limited("block_tokens", 1, 1 << 20)?,
-            layout: section.draw("layout")?,
-            line: field.line,
-        };
-        message.finish()?;
-        section.finish()?;
-        spec.check_keys(section, &form)?;
-        spec.check_trigger(section, &form)?;
-        Ok(spec)
+    fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
+        let triggers = [self.at.is_some(), self.chance.is_some(), self.on.is_some()];
+        if triggers.iter().filter(|is_there| **is_there).count() > 1 {
+            let what = "a fault has more than one of `on`, `at` and `chance`";
+            return Err(section.error(what, "keep one, or write two faults"));
+        }
+        self.check_keys(section)?;
+        match self.wrong_trigger() {
+            Some((what, remedy)) => Err(section.error_at(self.line, what, remedy)),
+            None => Ok(()),
+        }
     }
 
-    fn check_keys(
-        &self,
-        section: &TomlSection<'_>,
-        form: &FaultSchema,
-    ) -> Result<(), ScenarioError> {
+    fn check_keys(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
+        let form = self.kind.schema();
         let present: Vec<&str> = section.keys().collect();
         let unfit = present.iter().find(|key| KEYS.contains(key) && !form.keys.contains(key));
         if let Some(key) = unfit {
@@ -149,68 +136,61 @@ impl FaultSpec {
                 [] => "remove it".into(),
                 keys => format!("remove it; this kind takes {}", keys.join(", ")),
             };
-            return Err(section.doc.file.error(section.line_of(key), what, remedy));
+            return Err(section.error_at(section.line_of(key), what, remedy));
         }
         if let Some(key) = form.required.iter().find(|key| !present.contains(key)) {
             let what = format!("{} has no `{key}`", self.kind);
-            return Err(section.doc.file.error(self.line, what, "name an instance"));
+            return Err(section.error_at(self.line, what, "name an instance"));
         }
         let cut = self.direction.literal() == Some(&PartitionDirection::Node);
         if self.kind == FaultKind::Partition && cut && self.target.is_none() {
             let what = "a partition of a node has no `target`";
-            return Err(section.doc.file.error(self.line, what, "name an instance"));
+            return Err(section.error_at(self.line, what, "name an instance"));
         }
         Ok(())
     }
 
-    fn check_trigger(
-        &self,
-        section: &TomlSection<'_>,
-        form: &FaultSchema,
-    ) -> Result<(), ScenarioError> {
-        let error =
-            |what: String, remedy: &str| Err(section.doc.file.error(self.line, what, remedy));
-        let at = matches!(self.trigger, Some(TriggerSpec::At(_)));
-        match &self.trigger {
-            None if !self.kind.is_static() => {
-                error(format!("{} never fires", self.kind), "add one of `on`, `at` and `chance`")
-            }
-            None if self.kind == FaultKind::Burst => {
-                error("client.burst has no time".into(), "add `at`")
-            }
-            Some(TriggerSpec::Chance(_)) if form.opportunity == Opportunity::Run => error(
-                format!("`chance` has no meaning for {}", self.kind),
-                "use `enabled` for a probability per seed",
-            ),
-            Some(TriggerSpec::On(_)) if self.kind.is_static() => error(
-                format!("`on` has no meaning for {}", self.kind),
-                "remove it; it holds for the whole run",
-            ),
-            Some(TriggerSpec::At(_)) if self.kind.is_static() && self.kind != FaultKind::Burst => {
-                error(
-                    format!("`at` has no meaning for {}", self.kind),
-                    "remove it; it holds for the whole run",
-                )
-            }
-            _ if self.every.is_some() && !(at && self.times.is_some()) => error(
-                "`every` needs `at` for the first time and `times` for how often".into(),
-                "add them",
-            ),
-            _ if at && self.times.is_some() && self.every.is_none() => {
-                error("`times` with `at` needs `every`".into(), "add the time between")
-            }
-            _ => Ok(()),
+    /// What is wrong with when it fires, and what to do.
+    fn wrong_trigger(&self) -> Option<(String, &'static str)> {
+        let (kind, at, fixed) = (self.kind, self.at.is_some(), self.kind.is_static());
+        let no_meaning = |key| format!("`{key}` has no meaning for {kind}");
+        let whole_run = "remove it; it holds for the whole run";
+        let fires = at || self.chance.is_some() || self.on.is_some();
+        let (repeats, counts) = (self.every.is_some(), self.times.is_some());
+        if !fires && !fixed {
+            Some((format!("{kind} never fires"), "add one of `on`, `at` and `chance`"))
+        } else if !fires && kind == FaultKind::Burst {
+            Some(("client.burst has no time".into(), "add `at`"))
+        } else if self.chance.is_some() && kind.schema().opportunity == Opportunity::Run {
+            Some((no_meaning("chance"), "use `enabled` for a probability per seed"))
+        } else if self.on.is_some() && fixed {
+            Some((no_meaning("on"), whole_run))
+        } else if at && fixed && kind != FaultKind::Burst {
+            Some((no_meaning("at"), whole_run))
+        } else if repeats && !(at && counts) {
+            let what = "`every` needs `at` for the first time and `times` for how often";
+            Some((what.into(), "add them"))
+        } else if at && counts && !repeats {
+            Some(("`times` with `at` needs `every`".into(), "add the time between"))
+        } else {
+            None
+        }
+    }
+
+    /// Tells apart faults whose tables say the same.
+    pub(crate) fn number_twins(faults: &mut [FaultSpec]) {
+        let mut twins: BTreeMap<u64, u64> = BTreeMap::new();
+        for fault in faults {
+            let twin = twins.entry(fault.key).or_default();
+            fault.key = mix(fault.key, *twin);
+            *twin += 1;
         }
     }
 
     /// Every instance that it names.
     fn names(&self) -> impl Iterator<Item = &Distribution<InstanceName>> {
-        let on = match &self.trigger {
-            Some(TriggerSpec::On(on)) => [on.from.as_ref(), on.to.as_ref()],
-            _ => [None, None],
-        };
-        let own = [self.target.as_ref(), self.from.as_ref(), self.to.as_ref()];
-        own.into_iter().chain(on).flatten()
+        let on = self.on.iter().flat_map(|on| [&on.from, &on.to]);
+        [&self.target, &self.from, &self.to].into_iter().chain(on).flatten()
     }
 
     /// Checks that it names no instance, where there is no topology.
@@ -306,7 +286,7 @@ impl FaultSpec {
             target,
             from,
             to,
-            message: self.message,
+            message: self.r#match.message,
             lasts: self.lasts.as_ref().map(|draw| draw.span(&key("lasts"))).or(form.lasts),
             delay: self.delay.as_ref().map(|draw| draw.span(&key("delay"))).or(form.delay),
             factor: or(&self.factor, form.factor, &key("factor")),
@@ -330,19 +310,20 @@ impl FaultSpec {
     }
 
     fn draw_trigger(&self, seed: u64, named: &InstanceResolver<'_>) -> Option<FaultTrigger> {
-        match self.trigger.as_ref()? {
-            TriggerSpec::At(at) => Some(FaultTrigger::At(at.draw(&self.part(seed, "at")))),
-            TriggerSpec::Chance(rate) => {
-                Some(FaultTrigger::Chance(rate.draw(&self.part(seed, "chance")).0))
-            }
-            TriggerSpec::On(on) => Some(FaultTrigger::On {
-                event: on.event(&self.part(seed, "on.event")),
-                from: named(&on.from, "on.from")?,
-                to: named(&on.to, "on.to")?,
-                message: on.message,
-                nth: on.nth.draw(&self.part(seed, "on.nth")),
-            }),
+        if let Some(at) = &self.at {
+            return Some(FaultTrigger::At(at.draw(&self.part(seed, "at"))));
         }
+        if let Some(rate) = &self.chance {
+            return Some(FaultTrigger::Chance(rate.draw(&self.part(seed, "chance")).0));
+        }
+        let on = self.on.as_ref()?;
+        Some(FaultTrigger::On {
+            event: on.event(&self.part(seed, "on.event")),
+            from: named(&on.from, "on.from")?,
+            to: named(&on.to, "on.to")?,
+            message: on.message,
+            nth: on.nth.draw(&self.part(seed, "on.nth")),
+        })
     }
 
     /// How often it fires, and the times after the first if they are set.
@@ -409,7 +390,7 @@ impl FaultSpec {
 
     /// True if this fault shapes request `n`.
     pub(super) fn is_hit(&self, seed: u64, n: usize) -> bool {
-        let Some(TriggerSpec::Chance(rate)) = &self.trigger else { return true };
+        let Some(rate) = &self.chance else { return true };
         let rate = rate.draw(&self.part(seed, "chance")).0;
         chance(self.part(seed, "hit").nth(n as u64).get(), rate)
     }
@@ -451,56 +432,22 @@ fn resolve(name: &str, instances: &[InstanceSettings], key: &DecisionKey) -> Opt
     Some(fitting[within(key.get(), 0, last as u64) as usize].name.clone())
 }
 
-/// The number that names a fault's decisions: its table without comments and order of keys.
-pub(super) fn table_key(canonical: &str, twin: u64) -> u64 {
-    mix(kind(canonical), twin)
-}
-
-fn trigger(section: &TomlSection<'_>) -> Result<Option<TriggerSpec>, ScenarioError> {
-    let at = section.draw("at")?.map(TriggerSpec::At);
-    let rate = probability(section, "chance")?.map(TriggerSpec::Chance);
-    let on = section.section("on")?;
-    let on = if on.is_there() { Some(TriggerSpec::On(EventTriggerSpec::read(&on)?)) } else { None };
-    let mut found: Vec<TriggerSpec> = [at, rate, on].into_iter().flatten().collect();
-    if found.len() > 1 {
-        let what = "a fault has more than one of `on`, `at` and `chance`";
-        return Err(section.error(what, "keep one, or write two faults"));
-    }
-    Ok(found.pop())
-}
-
 impl EventTriggerSpec {
-    fn read(section: &TomlSection<'_>) -> Result<EventTriggerSpec, ScenarioError> {
-        let names: Vec<&str> = TriggerEvent::ALL.iter().map(|event| event.name()).collect();
-        let Some(field) = section.get("event") else {
-            return Err(section.error("`on` has no `event`", "see `kvferry list events`"));
-        };
-        let events = field.choice(&names, TriggerEvent::from_name)?;
-        let message = message_name(section)?;
+    fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         let frame = |event: &&TriggerEvent| {
             matches!(event, TriggerEvent::FrameSent | TriggerEvent::FrameDelivered)
         };
-        if let (Some(_), Some(other)) = (message, events.iter().find(|event| !frame(event))) {
-            let what = format!("`message` has no meaning for {other}");
-            return Err(section.error(what, "remove it, or wait for frame.sent"));
+        match self.event.0.iter().find(|event| !frame(event)) {
+            Some(other) if self.message.is_some() => {
+                let what = format!("`message` has no meaning for {other}");
+                Err(section.error(what, "remove it, or wait for frame.sent"))
+            }
+            _ => Ok(()),
         }
-        let spec = EventTriggerSpec {
-            events,
-            from: section.draw("from")?,
-            to: section.draw("to")?,
-            message,
-            nth: section.limited_or("nth", 1, (1, 1 << 30))?,
-        };
-        section.finish()?;
-        Ok(spec)
     }
 
     fn event(&self, key: &DecisionKey) -> TriggerEvent {
-        self.events[below(key.get(), self.events.len() as u64) as usize]
+        let events = &self.event.0;
+        events[below(key.get(), events.len() as u64) as usize]
     }
-}
-
-fn message_name(section: &TomlSection<'_>) -> Result<Option<MessageName>, ScenarioError> {
-    let names: Vec<&str> = MessageName::ALL.iter().map(|name| name.name()).collect();
-    section.get("message").map(|field| field.entry(&names, MessageName::lookup)).transpose()
 }

@@ -1,19 +1,39 @@
 //! A file of `[[fault]]` tables without a scenario around them.
 
 use super::fault::FaultSpec;
-use super::{faults, seed, text_of};
-use crate::doc::{FileName, TomlDoc, TomlSection};
+use super::{FIRST_SEED, text_of};
+use crate::doc::{FileName, FromKey, TomlDoc, TomlField};
 use crate::error::ScenarioError;
 use crate::run::InjectedFault;
+use crate::section::section;
 use std::path::Path;
 
-/// Faults for a fabric that moves real bytes: it injects them into the operations of its own
-/// process, whatever the workload is. Keys of the file are `about`, `seed` and `[[fault]]`.
+/// `seed`; `None` is "any", one per run.
 #[derive(Debug)]
-pub struct FaultFile {
-    file: FileName,
-    seed: u64,
-    specs: Vec<FaultSpec>,
+pub(super) struct ScenarioSeed(pub(super) Option<u64>);
+
+impl FromKey for ScenarioSeed {
+    fn from_field(field: &TomlField<'_>) -> Result<ScenarioSeed, ScenarioError> {
+        match field.text() {
+            Ok("any") => Ok(ScenarioSeed(None)),
+            Ok(_) => Err(field.error("`seed` is a text", "give a number or \"any\"")),
+            Err(_) => field.literal().map(|seed| ScenarioSeed(Some(seed))),
+        }
+    }
+}
+
+section! {
+    /// Faults for a fabric that moves real bytes: it injects them into the operations of its own
+    /// process, whatever the workload is. Keys of the file are `about`, `seed` and `[[fault]]`.
+    #[derive(Debug)]
+    pub struct FaultFile(section) {
+        #[expect(dead_code, reason = "it is for who reads the file")]
+        about: Option<String>;
+        seed: ScenarioSeed = ScenarioSeed(Some(FIRST_SEED));
+        fault: Vec<FaultSpec>;
+    } with {
+        file: FileName = section.doc.file.clone();
+    }
 }
 
 impl FaultFile {
@@ -32,35 +52,28 @@ impl FaultFile {
     /// # Errors
     /// As [`FaultFile::load`].
     pub fn parse(file: &str, text: &str) -> Result<FaultFile, ScenarioError> {
-        let doc = TomlDoc { file: FileName(file.into()), text };
-        let table = doc.parse()?;
-        let root = TomlSection::new(&doc, "", Some(table.get_ref()), 1);
-        if let Some(about) = root.get("about") {
-            about.text()?;
+        let mut read: FaultFile = TomlDoc::new(file, text).read()?;
+        FaultSpec::number_twins(&mut read.fault);
+        for spec in &read.fault {
+            spec.check_nameless(&read.file)?;
         }
-        let Some(seed) = (match root.get("seed") {
-            None => Some(1),
-            Some(_) => seed(&root)?,
-        }) else {
-            return Err(root.error("`seed` is \"any\"", "give a number, so that it happens again"));
-        };
-        let specs = faults(&root)?;
-        root.finish()?;
-        for spec in &specs {
-            spec.check_nameless(&doc.file)?;
+        if read.seed.0.is_none() {
+            let remedy = "give a number, so that it happens again";
+            return Err(read.file.error(1, "`seed` is \"any\"", remedy));
         }
-        Ok(FaultFile { file: doc.file, seed, specs })
+        Ok(read)
     }
 
     /// Seed of all decisions; 1 if the file sets none.
     pub fn seed(&self) -> u64 {
-        self.seed
+        self.seed.0.unwrap_or(FIRST_SEED)
     }
 
     /// The faults that this seed has, each with the line of its table.
     pub fn faults(&self) -> Vec<(u32, InjectedFault)> {
-        let on = self.specs.iter().filter(|spec| spec.is_on(self.seed));
-        on.flat_map(|spec| spec.draw(self.seed, &[]).into_iter().map(|fault| (spec.line, fault)))
+        let seed = self.seed();
+        let on = self.fault.iter().filter(|spec| spec.is_on(seed));
+        on.flat_map(|spec| spec.draw(seed, &[]).into_iter().map(|fault| (spec.line, fault)))
             .collect()
     }
 

@@ -1,6 +1,6 @@
 //! Faults that are worked into the run before it starts.
 
-use super::fault::{FaultSpec, TriggerSpec};
+use super::fault::FaultSpec;
 use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::lists::FaultKind;
 use crate::run::{AllocationOrder, Run, WorkloadPrompt, WorkloadRequest};
@@ -88,7 +88,7 @@ fn siblings(fault: &FaultSpec, seed: u64, run: &mut Run) {
 /// The arrivals from `at` on, for `factor` times `lasts`, come within `lasts`; the later ones
 /// come earlier by as much, so that the order stays.
 fn burst(fault: &FaultSpec, seed: u64, requests: &mut [WorkloadRequest]) {
-    let Some(TriggerSpec::At(at)) = &fault.trigger else { return };
+    let Some(at) = &fault.at else { return };
     let (start, factor) = (at.draw(&fault.part(seed, "at")), u64::from(fault.factor(seed)));
     let lasts = fault.lasts(seed);
     let end = start + lasts.scale(factor, 1);

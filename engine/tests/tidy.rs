@@ -73,9 +73,11 @@ fn the_core_and_the_simulator_know_no_clock_no_chance_and_no_async() {
 #[test]
 fn every_invariant_fault_event_and_message_is_documented() {
     let reference = read(&root().join("scenarios/README.md"));
-    let lists = read(&root().join("scenarios/src/lists.rs"));
+    let lists = ["scenarios/src/lists.rs", "scenarios/fault-injector/src/lists.rs"];
+    let lists = lists.map(|path| read(&root().join(path)));
     // Entries read `Variant "id" "name" "about"`.
-    let names = lists.lines().filter_map(|line| {
+    let lines = lists.iter().flat_map(|text| text.lines());
+    let names = lines.filter_map(|line| {
         let mut parts = line.split('"');
         let (variant, _id, _gap, name) =
             (parts.next()?, parts.next()?, parts.next()?, parts.next()?);

@@ -1,9 +1,7 @@
 //! A run: a scenario with every value drawn. Plain data for the simulator and for recordings.
 
 use crate::cost::StepCost;
-use crate::decide::{DecisionKey, within};
-use crate::lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
-use crate::section::section;
+use crate::lists::{FaultKind, InvariantId};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::config::CoreSettings;
@@ -11,6 +9,11 @@ use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_faults::section;
+pub use kvferry_faults::{
+    DrawnFault, DurationRange, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection,
+    RaceOrder, RestartGeometry,
+};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -101,19 +104,6 @@ pub struct ModelGroup {
     pub layers: Vec<u16>,
 }
 
-/// How an engine lays out its KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum MemoryLayout {
-    /// One tensor per layer, `[block, head, token, K and V]`.
-    Block,
-    /// All layers of a block together: `[block, layer, head, token, K and V]`.
-    Layer,
-    /// One tensor per layer, `[block, K or V, head, token, C]`.
-    HeadSplit,
-    /// One tensor per layer, `[block, token, head, K and V]`.
-    Token,
-}
-
 /// One engine core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceSettings {
@@ -144,29 +134,6 @@ pub struct InstanceSettings {
     pub protocol: ProtocolSettings,
     /// Limits of the data planes of its ranks that the file sets.
     pub fabric: FabricLimits,
-}
-
-/// A span of time that is drawn anew each time it is used; both ends included.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DurationRange {
-    pub min: Nanos,
-    /// Longest.
-    pub max: Nanos,
-}
-
-impl DurationRange {
-    pub const fn fixed(nanos: Nanos) -> DurationRange {
-        DurationRange { min: nanos, max: nanos }
-    }
-
-    pub const fn draw(&self, key: &DecisionKey) -> Nanos {
-        self.pick(key.get())
-    }
-
-    /// Maps a uniform number, see [`crate::decide::decide`].
-    pub const fn pick(&self, uniform: u64) -> Nanos {
-        Nanos(within(uniform, self.min.0, self.max.0))
-    }
 }
 
 /// Links between instances. Bandwidths in bytes per second and direction.
@@ -332,80 +299,34 @@ pub struct WorkloadPrompt {
 }
 
 /// A fault that the simulator injects.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InjectedFault {
-    /// Names its decisions (the `actor` of [`crate::decide::decide`]); depends on nothing but the
-    /// fault's own table.
-    pub key: u64,
-    /// Line of its table in the file.
-    pub line: u32,
-    pub kind: FaultKind,
-    pub trigger: FaultTrigger,
-    /// The instance it happens to (a name or a host), or `router`; `None` is any.
-    pub target: Option<String>,
-    /// Narrows it to what comes from this instance.
-    pub from: Option<String>,
-    /// Narrows it to what goes to this instance.
-    pub to: Option<String>,
-    /// Narrows it to these frames.
-    pub message: Option<MessageName>,
-    /// How long it lasts; `None` is for good, or a single event.
-    pub lasts: Option<DurationRange>,
-    /// How often it can fire.
-    pub times: u32,
-    /// By how much things are late.
-    pub delay: Option<DurationRange>,
-    /// Divides a bandwidth, or multiplies the time of a step.
-    pub factor: u32,
-    /// The TP rank.
-    pub rank: Option<u16>,
-    /// Which directions a partition cuts.
-    pub direction: PartitionDirection,
-    /// Which of two simultaneous things comes first.
-    pub first: RaceOrder,
-    /// What the instance is after its restart.
-    pub becomes: Option<Box<InstanceSettings>>,
-}
+pub type InjectedFault = DrawnFault<InstanceSettings>;
 
-/// When a fault fires.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum FaultTrigger {
-    At(Nanos),
-    On {
-        event: TriggerEvent,
-        /// Counts only events at this instance (a name or a host).
-        from: Option<String>,
-        /// Counts only events whose peer is this instance.
-        to: Option<String>,
-        /// Counts only frames of this kind.
-        message: Option<MessageName>,
-        /// The how many-th; starts at 1.
-        nth: u32,
-    },
-    /// At each opportunity, with this probability in a million.
-    Chance(u32),
-}
+impl FaultPlace for InstanceSettings {
+    fn name(&self) -> &str {
+        &self.name
+    }
 
-/// Which directions a partition cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum PartitionDirection {
-    /// Both directions between `from` and `to`.
-    Symmetric,
-    /// Only what goes from `from` to `to`.
-    OneWay,
-    /// Everything from and to `target`.
-    Node,
-}
+    fn host(&self) -> &str {
+        &self.host
+    }
 
-/// Which of two simultaneous things comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum RaceOrder {
-    /// The lease ends, or the frame comes, before the bytes.
-    Early,
-    /// The bytes come first.
-    Late,
-    /// Drawn each time.
-    Either,
+    fn role(&self) -> Role {
+        self.role
+    }
+
+    fn tp(&self) -> u16 {
+        self.tp
+    }
+
+    fn restarted(&self, geometry: RestartGeometry) -> InstanceSettings {
+        InstanceSettings {
+            tp: geometry.tp.unwrap_or(self.tp),
+            blocks: geometry.blocks.unwrap_or(self.blocks),
+            block_tokens: geometry.block_tokens.unwrap_or(self.block_tokens),
+            layout: geometry.layout.unwrap_or(self.layout),
+            ..self.clone()
+        }
+    }
 }
 
 section! {

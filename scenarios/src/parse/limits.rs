@@ -1,10 +1,10 @@
 //! `[protocol]` and `[fabric]`, of the whole file and of one instance.
 
 use crate::run::{FabricLimits, ProtocolSettings};
-use crate::section::settings;
 use crate::value::ByteVolume;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native::{VERSION, VERSION_MIN};
+use kvferry_faults::settings;
 
 /// Of what there has to be at least one.
 const COUNT: (u32, u32) = (1, u32::MAX);

@@ -1,8 +1,5 @@
 //! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
 
-mod fault;
-mod fault_file;
-mod fault_schema;
 mod limits;
 mod model;
 mod settings;
@@ -10,33 +7,27 @@ mod static_faults;
 mod topology;
 mod workload;
 
-pub use fault_file::FaultFile;
-pub use fault_schema::{FaultSchema, Opportunity};
-
+use crate::ScenarioError;
 use crate::decide::DecisionKey;
 use crate::doc::{FileName, TomlDoc, TomlSection};
-use crate::error::ScenarioError;
 use crate::lists::FaultKind;
 use crate::preset::SMALL;
 use crate::run::{
     CELL_LAYERS_MAX, Expect, FabricLimits, InstanceSettings, LivenessMode, MemoryFidelity,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run,
 };
-use crate::section::section;
 use crate::value::Distribution;
-use fault::FaultSpec;
-use fault_file::ScenarioSeed;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::Role;
+use kvferry_faults::file::{FIRST_SEED, ScenarioSeed, text_of};
+use kvferry_faults::section;
+use kvferry_faults::table::FaultSpec;
 use limits::{FabricSpec, ProtocolSpec};
 use model::ModelSpec;
 use settings::EngineSpec;
 use std::path::{Path, PathBuf};
 use topology::{InstanceDefaults, TopologySpec};
 use workload::{TraceSource, WorkloadSpec};
-
-/// Seed of the first run of scenarios that leave it open.
-const FIRST_SEED: u64 = 1;
 
 /// Most seeds that a file can name; more are a sweep.
 const SEEDS_MAX: u32 = 1_000;
@@ -101,13 +92,6 @@ pub fn parse(
     scenario.replace_trace(trace)?;
     scenario.check()?;
     Ok(scenario)
-}
-
-fn text_of(path: &Path, what: &str, remedy: &str) -> Result<String, ScenarioError> {
-    std::fs::read_to_string(path).map_err(|why| {
-        let file = FileName(path.display().to_string().into());
-        file.error(0, format!("cannot read the {what}: {why}"), remedy)
-    })
 }
 
 fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError> {

@@ -1,18 +1,13 @@
 //! `[model]`: the KV geometry.
 
+use crate::ScenarioError;
 use crate::decide::DecisionKey;
 use crate::doc::{ClosedList, FileName, TomlSection};
-use crate::error::ScenarioError;
 use crate::preset::{MODELS, ModelPreset};
 use crate::run::{MemoryLayout, ModelGeometry, ModelGroup};
-use crate::section::section;
-use crate::value::{ByteSize, Distribution, named_values};
+use crate::value::{ByteSize, Distribution};
 use kvferry_engine::core::layout::GroupKind;
-
-named_values! {
-    MemoryLayout: "block" = MemoryLayout::Block, "layer" = MemoryLayout::Layer,
-        "head-split" = MemoryLayout::HeadSplit, "token" = MemoryLayout::Token;
-}
+use kvferry_faults::section;
 
 impl ClosedList for &'static ModelPreset {
     fn named() -> Vec<(&'static str, &'static ModelPreset)> {

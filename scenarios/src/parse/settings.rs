@@ -1,17 +1,17 @@
 //! `[engine]` and `[expect]`.
 
+use crate::ScenarioError;
 use crate::cost::StepCost;
 use crate::decide::DecisionKey;
 use crate::doc::{FromKey, TomlField, TomlSection};
-use crate::error::ScenarioError;
-use crate::lists::InvariantId;
 use crate::run::{
     AllocationOrder, CountBounds, EngineSettings, Expect, LivenessMode, LoadFailurePolicy,
     MemoryFidelity,
 };
-use crate::section::settings;
-use crate::value::{Femtoseconds, named_values};
+use crate::value::Femtoseconds;
 use kvferry_engine::core::Nanos;
+use kvferry_faults::named_values;
+use kvferry_faults::settings;
 
 named_values! {
     LoadFailurePolicy: "recompute" = LoadFailurePolicy::Recompute, "fail" = LoadFailurePolicy::Fail;
@@ -63,13 +63,6 @@ impl Expect {
         let remedy =
             "give 0 (held), 3 (liveness), 4 (correctness), 5 (not deterministic) or 6 (panic)";
         Err(section.error_at(section.line_of("exit"), what, remedy))
-    }
-}
-
-impl FromKey for Vec<InvariantId> {
-    fn from_field(field: &TomlField<'_>) -> Result<Vec<InvariantId>, ScenarioError> {
-        let items = field.items("a list of texts", |path, _| path.into())?;
-        items.iter().map(FromKey::from_field).collect()
     }
 }
 

@@ -1,11 +1,11 @@
 //! Faults that are worked into the run before it starts.
 
-use super::fault::FaultSpec;
 use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::lists::FaultKind;
 use crate::run::{AllocationOrder, Run, WorkloadPrompt, WorkloadRequest};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Role;
+use kvferry_faults::table::FaultSpec;
 
 /// Adds a fault to a run: to its list, or to what it works on.
 pub(super) fn apply(fault: &FaultSpec, seed: u64, run: &mut Run) {

@@ -2,30 +2,26 @@
 
 use super::limits::{FabricSpec, ProtocolSpec, within_credits};
 use super::model::ModelSpec;
+use crate::ScenarioError;
 use crate::cost::StepCost;
 use crate::decide::{DecisionKey, kind};
 use crate::doc::{ClosedList, FileName, FromKey, FromSection, TomlField, TomlSection};
-use crate::error::ScenarioError;
 use crate::preset::{HARDWARE, HardwarePreset, SMALL};
 use crate::run::{
     FabricLimits, InstanceSettings, MemoryLayout, ModelGeometry, NetworkSettings, ProtocolSettings,
     RouterSettings,
 };
-use crate::section::{section, settings};
-use crate::value::{Bandwidth, Distribution, InstanceName, ScenarioValue, named_values};
+use crate::value::{Bandwidth, Distribution, InstanceName, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
+use kvferry_faults::{section, settings};
 
 impl ClosedList for &'static HardwarePreset {
     fn named() -> Vec<(&'static str, &'static HardwarePreset)> {
         HARDWARE.iter().map(|machine| (machine.name, machine)).collect()
     }
-}
-
-named_values! {
-    Mode: "push" = Mode::Push, "pull" = Mode::Pull;
 }
 
 section! {
@@ -45,7 +41,11 @@ struct InstanceTables(Vec<InstanceSpec>);
 
 impl FromKey for InstanceTables {
     fn from_field(field: &TomlField<'_>) -> Result<InstanceTables, ScenarioError> {
-        Vec::from_field(field).map(InstanceTables)
+        let mut tables = Vec::from_field(field)?;
+        if tables.is_empty() {
+            tables.push(FromSection::from_section(&field.nothing())?);
+        }
+        Ok(InstanceTables(tables))
     }
 
     fn absent(
@@ -318,13 +318,4 @@ settings! {
         affinity_percent: u32 => config.affinity_percent;
         prefixes_max: u32 => config.prefixes_max;
     }
-}
-
-/// What was written, or else the default.
-pub(super) fn or<T: ScenarioValue>(
-    draw: &Option<Distribution<T>>,
-    default: T,
-    key: &DecisionKey,
-) -> T {
-    draw.as_ref().map_or(default, |draw| draw.draw(key))
 }

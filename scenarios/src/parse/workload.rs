@@ -1,15 +1,14 @@
 //! `[workload]`: generated requests or a trace.
 
-use super::topology::or;
+use crate::ScenarioError;
 use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::doc::{FileName, FromKey, TomlField, TomlSection};
-use crate::error::ScenarioError;
 use crate::run::{WorkloadPrompt, WorkloadRequest};
-use crate::section::section;
 use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
-use crate::value::{Distribution, Probability, ScaleFactor};
+use crate::value::{Distribution, Probability, ScaleFactor, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Mode;
+use kvferry_faults::section;
 use std::path::PathBuf;
 
 /// Longest prompt or output that can be asked for, in tokens.

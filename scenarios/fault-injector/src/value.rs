@@ -3,12 +3,13 @@
 use crate::decide::{DecisionKey, below, within};
 use crate::doc::{FromKey, TomlField};
 use crate::error::ScenarioError;
-use crate::run::DurationRange;
+use crate::fault::DurationRange;
 use kvferry_engine::core::Nanos;
+use kvferry_engine::core::message::Mode;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.
-pub(crate) trait ScenarioValue: Clone + PartialOrd {
+pub trait ScenarioValue: Clone + PartialOrd {
     /// What to write, e.g. `a duration such as "2ms"`.
     fn form() -> String;
 
@@ -29,14 +30,14 @@ pub(crate) trait ScenarioValue: Clone + PartialOrd {
 /// A value that is drawn per seed: one of some ranges, both ends included. A literal is a single
 /// range of one value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Distribution<T> {
+pub struct Distribution<T> {
     ranges: Vec<(T, T)>,
     /// Where it stands; 0 for a default.
-    pub(crate) line: u32,
+    pub line: u32,
 }
 
 /// Why a text is no [`Distribution`].
-pub(crate) enum MalformedValue {
+pub enum MalformedValue {
     /// This part cannot be read.
     Part(String),
     /// This range starts behind its end.
@@ -61,7 +62,7 @@ impl<T> From<(T, T)> for Distribution<T> {
 
 impl<T: ScenarioValue> Distribution<T> {
     /// Reads `"a"`, `"a..b"` and `"a|b..c|d"`.
-    pub(crate) fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
+    pub fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
         let mut ranges = Vec::new();
         for part in text.split('|') {
             let part = part.trim();
@@ -92,7 +93,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The value for a key. Every choice is equally likely, and every value of a range.
-    pub(crate) fn draw(&self, key: &DecisionKey) -> T {
+    pub fn draw(&self, key: &DecisionKey) -> T {
         let (min, max) = self.pick(key);
         if min == max {
             return min.clone();
@@ -101,7 +102,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The only value, if there is only one.
-    pub(crate) fn literal(&self) -> Option<&T> {
+    pub fn literal(&self) -> Option<&T> {
         match self.ranges.as_slice() {
             [(min, max)] if min == max => Some(min),
             _ => None,
@@ -109,7 +110,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The only range, if there is only one.
-    pub(crate) fn single(&self) -> Option<&(T, T)> {
+    pub fn single(&self) -> Option<&(T, T)> {
         match self.ranges.as_slice() {
             [range] => Some(range),
             _ => None,
@@ -117,20 +118,25 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// Both ends of every range.
-    pub(crate) fn ends(&self) -> impl Iterator<Item = &T> {
+    pub fn ends(&self) -> impl Iterator<Item = &T> {
         self.ranges.iter().flat_map(|(min, max)| [min, max])
     }
 
     /// The largest possible value.
-    pub(crate) fn largest(&self) -> T {
+    pub fn largest(&self) -> T {
         let largest = self.ranges.iter().map(|(_, max)| max);
         largest.reduce(|a, b| if b > a { b } else { a }).expect("a draw has a range").clone()
     }
 }
 
+/// What was written, or else the default.
+pub fn or<T: ScenarioValue>(draw: &Option<Distribution<T>>, default: T, key: &DecisionKey) -> T {
+    draw.as_ref().map_or(default, |draw| draw.draw(key))
+}
+
 impl Distribution<Nanos> {
     /// Decides the choice and keeps the range, to be drawn at each use.
-    pub(crate) fn span(&self, key: &DecisionKey) -> DurationRange {
+    pub fn span(&self, key: &DecisionKey) -> DurationRange {
         let (min, max) = *self.pick(key);
         DurationRange { min, max }
     }
@@ -187,27 +193,27 @@ macro_rules! measured {
 
 /// A size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ByteSize(pub(crate) u32);
+pub struct ByteSize(pub u32);
 
 /// A size in bytes that may exceed what one request moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ByteVolume(pub(crate) u64);
+pub struct ByteVolume(pub u64);
 
 /// A bandwidth in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Bandwidth(pub(crate) u64);
+pub struct Bandwidth(pub u64);
 
 /// A very short time in femtoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Femtoseconds(pub(crate) u64);
+pub struct Femtoseconds(pub u64);
 
 /// A probability in a million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Probability(pub(crate) u32);
+pub struct Probability(pub u32);
 
 /// A factor in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ScaleFactor(pub(crate) u32);
+pub struct ScaleFactor(pub u32);
 
 measured! {
     Nanos(u64) "a duration such as \"2us\", \"1.5s\" or \"10min\"" [
@@ -274,7 +280,7 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
 
 /// A name of an instance or of a group of them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct InstanceName(pub(crate) Arc<str>);
+pub struct InstanceName(pub Arc<str>);
 
 impl ScenarioValue for InstanceName {
     fn form() -> String {
@@ -301,6 +307,7 @@ macro_rules! literal_keys {
 literal_keys!(u8 u32 Nanos Probability InstanceName);
 
 /// Makes types with named values readable.
+#[macro_export]
 macro_rules! named_values {
     ($($type:ty: $($name:literal = $value:expr),* ;)*) => {$(
         impl $crate::value::ScenarioValue for $type {
@@ -320,16 +327,15 @@ macro_rules! named_values {
 }
 
 /// `one of "a", "b"`.
-pub(crate) fn one_of(names: &[&str]) -> String {
+pub fn one_of(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("\"{name}\"")).collect();
     format!("one of {}", quoted.join(", "))
 }
 
 named_values! {
     bool: "true" = true, "false" = false;
+    Mode: "push" = Mode::Push, "pull" = Mode::Pull;
 }
-
-pub(crate) use named_values;
 
 #[cfg(test)]
 mod tests {

@@ -15,6 +15,7 @@ use std::fmt::Display;
 /// Fields that are no keys stand behind `with`. They and the defaults can use the fields before
 /// them, and the table under the name in parentheses. `checked by` names a function that looks at
 /// the whole.
+#[macro_export]
 macro_rules! section {
     (
         $(#[$meta:meta])*
@@ -41,7 +42,7 @@ macro_rules! section {
             ) -> Result<$name, $crate::ScenarioError> {
                 $(let $section = section;)?
                 $(
-                    let key = stringify!($field).trim_start_matches("r#");
+                    let key = $crate::section::key(stringify!($field));
                     let $field: Option<$type> = section.read(key)?;
                     $($crate::section::check_bounds(section, key, &$field, $bounds)?;)?
                 )*
@@ -51,10 +52,9 @@ macro_rules! section {
                     let $field: $type = match $field {
                         Some(value) => value,
                         None => {
-                            let key = stringify!($field).trim_start_matches("r#");
-                            let missing: Option<(&str, &str)> = None;
-                            $(let missing = missing.or(Some($missing));)?
-                            section.absent(key, missing)?
+                            let key = $crate::section::key(stringify!($field));
+                            let error: &[(&str, &str)] = &[$($missing)?];
+                            section.absent(key, error.first())?
                         }
                     };
                 )*
@@ -72,6 +72,12 @@ macro_rules! section {
                 field.section()
             }
 
+            fn from_list(
+                field: &$crate::doc::TomlField<'_>,
+            ) -> Result<Vec<$name>, $crate::ScenarioError> {
+                field.sections()
+            }
+
             fn absent(
                 section: &$crate::doc::TomlSection<'_>,
                 key: &'static str,
@@ -84,6 +90,7 @@ macro_rules! section {
 
 /// Makes a [`section!`] of keys that all may be left out, and `draw`, which sets
 /// what is written. A key sets the field of its name, or the one behind `=>`.
+#[macro_export]
 macro_rules! settings {
     (
         $(#[$meta:meta])*
@@ -91,7 +98,7 @@ macro_rules! settings {
             $($field:ident: $type:ty $(, in $bounds:expr)? $(=> $($place:ident).+)?;)*
         }
     ) => {
-        $crate::section::section! {
+        $crate::section! {
             $(#[$meta])*
             #[derive(Debug)]
             $vis struct $name {
@@ -106,7 +113,7 @@ macro_rules! settings {
                 $(
                     if let Some(draw) = &self.$field {
                         let value = draw.draw(&key.part(stringify!($field))).into();
-                        $crate::section::settings!(@set drawn value $field $($($place).+)?);
+                        $crate::settings!(@set drawn value $field $($($place).+)?);
                     }
                 )*
                 drawn
@@ -121,8 +128,13 @@ macro_rules! settings {
     };
 }
 
+/// The key that a field is read from, which can be a word of Rust.
+pub fn key(field: &'static str) -> &'static str {
+    field.trim_start_matches("r#")
+}
+
 /// A value of which every outcome can be looked at, if it is there.
-pub(crate) trait Outcomes<T> {
+pub trait Outcomes<T> {
     fn distribution(&self) -> Option<&Distribution<T>>;
 }
 
@@ -139,7 +151,7 @@ impl<T, D: Outcomes<T>> Outcomes<T> for Option<D> {
 }
 
 /// Refuses a value with an outcome that is not from `min` to `max`.
-pub(crate) fn check_bounds<T: ScenarioValue + Display>(
+pub fn check_bounds<T: ScenarioValue + Display>(
     section: &TomlSection<'_>,
     key: &str,
     value: &impl Outcomes<T>,
@@ -154,5 +166,3 @@ pub(crate) fn check_bounds<T: ScenarioValue + Display>(
         }
     }
 }
-
-pub(crate) use {section, settings};

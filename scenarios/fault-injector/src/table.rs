@@ -1,16 +1,16 @@
 //! `[[fault]]`.
 
-use super::fault_schema::Opportunity;
-use super::topology::or;
 use crate::decide::{self, DecisionKey, below, chance, mix, within};
 use crate::doc::{FileName, FromKey, TomlField, TomlSection};
 use crate::error::{ScenarioError, nearest};
-use crate::lists::{FaultKind, MessageName, TriggerEvent};
-use crate::run::{
-    FaultTrigger, InjectedFault, InstanceSettings, MemoryLayout, PartitionDirection, RaceOrder,
+use crate::fault::{
+    DrawnFault, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection, RaceOrder,
+    RestartGeometry,
 };
-use crate::section::section;
-use crate::value::{Distribution, InstanceName, Probability, named_values};
+use crate::lists::{FaultKind, MessageName, TriggerEvent};
+use crate::schema::Opportunity;
+use crate::value::{Distribution, InstanceName, Probability, or};
+use crate::{named_values, section};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::Role;
@@ -18,6 +18,8 @@ use std::collections::BTreeMap;
 
 named_values! {
     PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;
+    MemoryLayout: "block" = MemoryLayout::Block, "layer" = MemoryLayout::Layer,
+        "head-split" = MemoryLayout::HeadSplit, "token" = MemoryLayout::Token;
     RaceOrder: "early" = RaceOrder::Early, "late" = RaceOrder::Late, "either" = RaceOrder::Either;
 }
 
@@ -27,13 +29,13 @@ const REPEATS_MAX: u32 = 10_000;
 section! {
     /// A `[[fault]]` table as written.
     #[derive(Debug)]
-    pub(crate) struct FaultSpec(section) checked by FaultSpec::check {
-        pub(crate) kind: FaultKind, else ("a fault has no `kind`", "see `kvferry list faults`");
+    pub struct FaultSpec(section) checked by FaultSpec::check {
+        pub kind: FaultKind, else ("a fault has no `kind`", "see `kvferry list faults`");
         /// When it fires: at one of these three.
-        pub(crate) at: Option<Distribution<Nanos>>;
-        pub(crate) chance: Option<Distribution<Probability>>;
+        pub at: Option<Distribution<Nanos>>;
+        pub chance: Option<Distribution<Probability>>;
         on: Option<EventTriggerSpec>;
-        pub(crate) samples: Distribution<u32> = (2, 4), in (1, 64);
+        pub samples: Distribution<u32> = (2, 4), in (1, 64);
         enabled: Distribution<Probability> = Probability(1_000_000);
         target: Option<Distribution<InstanceName>>;
         from: Option<Distribution<InstanceName>>;
@@ -52,7 +54,7 @@ section! {
         block_tokens: Option<Distribution<u32>>, in (1, 1 << 20);
         layout: Option<Distribution<MemoryLayout>>;
     } with {
-        pub(crate) line: u32 = section.line_of("kind");
+        pub line: u32 = section.line_of("kind");
         /// Names its decisions: by what stands in its table, so that adding or removing another
         /// fault changes none of them.
         key: u64 = decide::kind(&section.canonical());
@@ -93,24 +95,8 @@ impl FromKey for TriggerChoice {
 type InstanceResolver<'a> =
     dyn Fn(&Option<Distribution<InstanceName>>, &str) -> Option<Option<String>> + 'a;
 
-/// The keys that some kind takes.
-const KEYS: &[&str] = &[
-    "target",
-    "from",
-    "to",
-    "match",
-    "lasts",
-    "delay",
-    "factor",
-    "rank",
-    "direction",
-    "first",
-    "samples",
-    "tp",
-    "blocks",
-    "block_tokens",
-    "layout",
-];
+/// The keys that every kind takes.
+const COMMON: [&str; 7] = ["kind", "enabled", "on", "at", "chance", "times", "every"];
 
 impl FaultSpec {
     fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
@@ -129,7 +115,7 @@ impl FaultSpec {
     fn check_keys(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         let form = self.kind.schema();
         let present: Vec<&str> = section.keys().collect();
-        let unfit = present.iter().find(|key| KEYS.contains(key) && !form.keys.contains(key));
+        let unfit = present.iter().find(|key| !COMMON.contains(key) && !form.keys.contains(key));
         if let Some(key) = unfit {
             let what = format!("`{key}` has no meaning for {}", self.kind);
             let remedy = match form.keys {
@@ -178,7 +164,7 @@ impl FaultSpec {
     }
 
     /// Tells apart faults whose tables say the same.
-    pub(crate) fn number_twins(faults: &mut [FaultSpec]) {
+    pub fn number_twins(faults: &mut [FaultSpec]) {
         let mut twins: BTreeMap<u64, u64> = BTreeMap::new();
         for fault in faults {
             let twin = twins.entry(fault.key).or_default();
@@ -194,7 +180,7 @@ impl FaultSpec {
     }
 
     /// Checks that it names no instance, where there is no topology.
-    pub(super) fn check_nameless(&self, file: &FileName) -> Result<(), ScenarioError> {
+    pub fn check_nameless(&self, file: &FileName) -> Result<(), ScenarioError> {
         match self.names().next() {
             None => Ok(()),
             Some(draw) => {
@@ -206,11 +192,7 @@ impl FaultSpec {
     }
 
     /// Checks that every instance that is named can exist.
-    pub(super) fn check_names(
-        &self,
-        file: &FileName,
-        known: &[String],
-    ) -> Result<(), ScenarioError> {
+    pub fn check_names(&self, file: &FileName, known: &[String]) -> Result<(), ScenarioError> {
         for (draw, name) in self.names().flat_map(|draw| draw.ends().map(move |name| (draw, name)))
         {
             let is_role = ROLES.contains(&&*name.0);
@@ -241,19 +223,19 @@ impl FaultSpec {
     }
 
     /// The key of a part of the fault.
-    pub(super) fn part(&self, seed: u64, name: &str) -> DecisionKey {
+    pub fn part(&self, seed: u64, name: &str) -> DecisionKey {
         DecisionKey::new(seed, "fault").actor(self.key).part(name)
     }
 
     /// True if the seed has this fault at all.
-    pub(super) fn is_on(&self, seed: u64) -> bool {
+    pub fn is_on(&self, seed: u64) -> bool {
         let ppm = self.enabled.draw(&self.part(seed, "enabled.rate")).0;
         chance(self.part(seed, "enabled").get(), ppm)
     }
 
     /// The faults that the simulator injects; none if a named instance does not exist in this
     /// seed.
-    pub(super) fn draw(&self, seed: u64, instances: &[InstanceSettings]) -> Vec<InjectedFault> {
+    pub fn draw<I: FaultPlace>(&self, seed: u64, instances: &[I]) -> Vec<DrawnFault<I>> {
         let key = |name: &str| self.part(seed, name);
         let named = |draw: &Option<Distribution<InstanceName>>, part: &str| match draw {
             None => Some(None),
@@ -262,7 +244,7 @@ impl FaultSpec {
                 let found = resolve(&name.0, instances, &key(&name.0))?;
                 // DP ranks share the links of their machine.
                 let host = self.is_of_links().then(|| find(instances, &found)).flatten();
-                Some(Some(host.map_or(found, |one| one.host.clone())))
+                Some(Some(host.map_or(found, |one| one.host().into())))
             }
         };
         let (Some(target), Some(from), Some(to)) =
@@ -278,11 +260,11 @@ impl FaultSpec {
             _ => None,
         };
         let (times, every) = self.repeats(seed, &first);
-        let fault = InjectedFault {
+        let fault = DrawnFault {
             key: self.key,
             line: self.line,
             kind: self.kind,
-            rank: self.rank(seed, hit),
+            rank: self.rank(seed, hit.map(FaultPlace::tp)),
             target,
             from,
             to,
@@ -299,7 +281,7 @@ impl FaultSpec {
         let mut faults = vec![fault];
         for (n, at) in every.into_iter().enumerate() {
             let key = mix(self.key, n as u64 + 1);
-            faults.push(InjectedFault { key, trigger: FaultTrigger::At(at), ..faults[0].clone() });
+            faults.push(DrawnFault { key, trigger: FaultTrigger::At(at), ..faults[0].clone() });
         }
         faults
     }
@@ -342,9 +324,9 @@ impl FaultSpec {
     }
 
     /// The rank that is hit, if the kind hits one.
-    fn rank(&self, seed: u64, hit: Option<&InstanceSettings>) -> Option<u16> {
+    fn rank(&self, seed: u64, tp: Option<u16>) -> Option<u16> {
         let key = self.part(seed, "rank");
-        let tp = hit.map_or(TP_MAX, |hit| hit.tp);
+        let tp = tp.unwrap_or(TP_MAX);
         match (&self.rank, self.kind) {
             (Some(rank), _) => Some(rank.draw(&key) % tp),
             (None, FaultKind::RankLag | FaultKind::RankCrash) => {
@@ -355,54 +337,53 @@ impl FaultSpec {
     }
 
     /// What an instance is after a restart.
-    fn becomes(&self, seed: u64, hit: &InstanceSettings) -> InstanceSettings {
+    fn becomes<I: FaultPlace>(&self, seed: u64, hit: &I) -> I {
         let key = |name: &str| self.part(seed, "becomes").part(name);
-        InstanceSettings {
-            tp: or(&self.tp, hit.tp, &key("tp")),
-            blocks: or(&self.blocks, hit.blocks, &key("blocks")),
-            block_tokens: or(&self.block_tokens, hit.block_tokens, &key("block_tokens")),
-            layout: or(&self.layout, hit.layout, &key("layout")),
-            ..hit.clone()
-        }
+        hit.restarted(RestartGeometry {
+            tp: self.tp.as_ref().map(|draw| draw.draw(&key("tp"))),
+            blocks: self.blocks.as_ref().map(|draw| draw.draw(&key("blocks"))),
+            block_tokens: self.block_tokens.as_ref().map(|draw| draw.draw(&key("block_tokens"))),
+            layout: self.layout.as_ref().map(|draw| draw.draw(&key("layout"))),
+        })
     }
 
     /// The TP sizes that the instance can have after its restart.
-    pub(super) fn restart_tp(&self) -> Option<&Distribution<u16>> {
+    pub fn restart_tp(&self) -> Option<&Distribution<u16>> {
         self.tp.as_ref()
     }
 
     /// True if this fault concerns an instance, as far as `target` says.
-    pub(super) fn hits(&self, seed: u64, instance: &InstanceSettings) -> bool {
+    pub fn hits(&self, seed: u64, instance: &impl FaultPlace) -> bool {
         let Some(target) = &self.target else { return true };
         let name = target.draw(&self.part(seed, "target"));
         match &*name.0 {
             "any" => true,
-            "prefill" => instance.role == Role::Prefill,
-            "decode" => instance.role == Role::Decode,
-            name => instance.name == name || instance.host == name,
+            "prefill" => instance.role() == Role::Prefill,
+            "decode" => instance.role() == Role::Decode,
+            name => instance.name() == name || instance.host() == name,
         }
     }
 
     /// True if `target` is set.
-    pub(super) fn has_target(&self) -> bool {
+    pub fn has_target(&self) -> bool {
         self.target.is_some()
     }
 
     /// True if this fault shapes request `n`.
-    pub(super) fn is_hit(&self, seed: u64, n: usize) -> bool {
+    pub fn is_hit(&self, seed: u64, n: usize) -> bool {
         let Some(rate) = &self.chance else { return true };
         let rate = rate.draw(&self.part(seed, "chance")).0;
         chance(self.part(seed, "hit").nth(n as u64).get(), rate)
     }
 
     /// `lasts`, drawn once.
-    pub(super) fn lasts(&self, seed: u64) -> Nanos {
+    pub fn lasts(&self, seed: u64) -> Nanos {
         let key = self.part(seed, "lasts");
         let default = self.kind.schema().lasts.map_or(Nanos::MAX, |span| span.max);
         or(&self.lasts, default, &key)
     }
 
-    pub(super) fn factor(&self, seed: u64) -> u32 {
+    pub fn factor(&self, seed: u64) -> u32 {
         or(&self.factor, self.kind.schema().factor, &self.part(seed, "factor"))
     }
 }
@@ -413,12 +394,12 @@ const ROLES: [&str; 3] = ["prefill", "decode", "any"];
 const ROUTER: &str = "router";
 
 /// The instance, or its host, of this name.
-fn find<'a>(instances: &'a [InstanceSettings], name: &str) -> Option<&'a InstanceSettings> {
-    instances.iter().find(|instance| instance.name == name || instance.host == name)
+fn find<'a, I: FaultPlace>(instances: &'a [I], name: &str) -> Option<&'a I> {
+    instances.iter().find(|instance| instance.name() == name || instance.host() == name)
 }
 
 /// The instance that a name stands for; the same word in one fault is always the same instance.
-fn resolve(name: &str, instances: &[InstanceSettings], key: &DecisionKey) -> Option<String> {
+fn resolve(name: &str, instances: &[impl FaultPlace], key: &DecisionKey) -> Option<String> {
     let role = match name {
         ROUTER => return Some(ROUTER.into()),
         "prefill" => Some(Role::Prefill),
@@ -426,10 +407,10 @@ fn resolve(name: &str, instances: &[InstanceSettings], key: &DecisionKey) -> Opt
         "any" => None,
         name => return find(instances, name).map(|_| name.into()),
     };
-    let fitting: Vec<&InstanceSettings> =
-        instances.iter().filter(|one| role.is_none_or(|role| one.role == role)).collect();
+    let fits = |one: &&_| role.is_none_or(|role| FaultPlace::role(*one) == role);
+    let fitting: Vec<_> = instances.iter().filter(fits).collect();
     let last = fitting.len().checked_sub(1)?;
-    Some(fitting[within(key.get(), 0, last as u64) as usize].name.clone())
+    Some(fitting[within(key.get(), 0, last as u64) as usize].name().into())
 }
 
 impl EventTriggerSpec {

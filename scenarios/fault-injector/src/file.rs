@@ -1,16 +1,19 @@
 //! A file of `[[fault]]` tables without a scenario around them.
 
-use super::fault::FaultSpec;
-use super::{FIRST_SEED, text_of};
 use crate::doc::{FileName, FromKey, TomlDoc, TomlField};
 use crate::error::ScenarioError;
-use crate::run::InjectedFault;
-use crate::section::section;
+use crate::fault::DrawnFault;
+use crate::section;
+use crate::table::FaultSpec;
+use std::convert::Infallible;
 use std::path::Path;
+
+/// Seed of the first run where a file leaves it open.
+pub const FIRST_SEED: u64 = 1;
 
 /// `seed`; `None` is "any", one per run.
 #[derive(Debug)]
-pub(super) struct ScenarioSeed(pub(super) Option<u64>);
+pub struct ScenarioSeed(pub Option<u64>);
 
 impl FromKey for ScenarioSeed {
     fn from_field(field: &TomlField<'_>) -> Result<ScenarioSeed, ScenarioError> {
@@ -69,16 +72,26 @@ impl FaultFile {
         self.seed.0.unwrap_or(FIRST_SEED)
     }
 
-    /// The faults that this seed has, each with the line of its table.
-    pub fn faults(&self) -> Vec<(u32, InjectedFault)> {
+    /// The faults that this seed has.
+    pub fn faults(&self) -> Vec<DrawnFault<Infallible>> {
         let seed = self.seed();
         let on = self.fault.iter().filter(|spec| spec.is_on(seed));
-        on.flat_map(|spec| spec.draw(seed, &[]).into_iter().map(|fault| (spec.line, fault)))
-            .collect()
+        on.flat_map(|spec| spec.draw(seed, &[])).collect()
     }
 
     /// An error about the fault at a line, for what a fabric cannot inject.
     pub fn error(&self, line: u32, what: impl Into<String>, remedy: &str) -> ScenarioError {
         self.file.error(line, what, remedy)
     }
+}
+
+/// The text of a file of which `what` is wanted; `remedy` is for who named one that is not there.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn text_of(path: &Path, what: &str, remedy: &str) -> Result<String, ScenarioError> {
+    std::fs::read_to_string(path).map_err(|why| {
+        let file = FileName(path.display().to_string().into());
+        file.error(0, format!("cannot read the {what}: {why}"), remedy)
+    })
 }

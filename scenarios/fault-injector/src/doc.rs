@@ -9,11 +9,11 @@ use toml::de::{DeTable, DeValue};
 
 /// The name of a file, to say where an error is.
 #[derive(Clone, Debug)]
-pub(crate) struct FileName(pub(crate) Arc<str>);
+pub struct FileName(pub Arc<str>);
 
 impl FileName {
     /// An error at a line.
-    pub(crate) fn error(
+    pub fn error(
         &self,
         line: u32,
         what: impl Into<String>,
@@ -24,13 +24,13 @@ impl FileName {
 }
 
 /// A file and its text.
-pub(crate) struct TomlDoc<'a> {
-    pub(crate) file: FileName,
+pub struct TomlDoc<'a> {
+    pub file: FileName,
     text: &'a str,
 }
 
 impl<'a> TomlDoc<'a> {
-    pub(crate) fn new(file: &str, text: &'a str) -> TomlDoc<'a> {
+    pub fn new(file: &str, text: &'a str) -> TomlDoc<'a> {
         TomlDoc { file: FileName(file.into()), text }
     }
 
@@ -41,7 +41,7 @@ impl<'a> TomlDoc<'a> {
     }
 
     /// Reads the whole file.
-    pub(crate) fn read<T: FromSection>(&self) -> Result<T, ScenarioError> {
+    pub fn read<T: FromSection>(&self) -> Result<T, ScenarioError> {
         let table = DeTable::parse(self.text).map_err(|error| {
             let line = error.span().map_or(0, |span| self.line(span.start));
             let what = format!("not TOML: {}", error.message().replace('\n', ", "));
@@ -53,32 +53,38 @@ impl<'a> TomlDoc<'a> {
 }
 
 /// A table; remembers which keys were asked for, the others are unknown.
-pub(crate) struct TomlSection<'a> {
-    pub(crate) doc: &'a TomlDoc<'a>,
+pub struct TomlSection<'a> {
+    pub doc: &'a TomlDoc<'a>,
     /// Path in the file, empty for the file itself.
     path: String,
     /// `None` if it is not in the file: it has no key then.
     table: Option<&'a DeTable<'a>>,
-    pub(crate) line: u32,
+    pub line: u32,
     asked: RefCell<Vec<&'static str>>,
 }
 
 /// The value of a key.
-pub(crate) struct TomlField<'a> {
+pub struct TomlField<'a> {
     doc: &'a TomlDoc<'a>,
-    pub(crate) path: String,
+    pub path: String,
     value: &'a DeValue<'a>,
-    pub(crate) line: u32,
+    pub line: u32,
 }
 
 /// What a table can be read into; `section!` makes them.
-pub(crate) trait FromSection: Sized {
+pub trait FromSection: Sized {
     fn from_section(section: &TomlSection<'_>) -> Result<Self, ScenarioError>;
 }
 
 /// What a key can be read into.
-pub(crate) trait FromKey: Sized {
+pub trait FromKey: Sized {
     fn from_field(field: &TomlField<'_>) -> Result<Self, ScenarioError>;
+
+    /// A list of them.
+    fn from_list(field: &TomlField<'_>) -> Result<Vec<Self>, ScenarioError> {
+        let items = field.items("a list of texts", |path, _| path.into())?;
+        items.iter().map(Self::from_field).collect()
+    }
 
     /// What stands for a key that is not in the section; `None` if it cannot be left out.
     fn absent(_: &TomlSection<'_>, _: &'static str) -> Result<Option<Self>, ScenarioError> {
@@ -96,12 +102,12 @@ impl<'a> TomlSection<'a> {
         TomlSection { doc, path, table, line, asked: RefCell::default() }
     }
 
-    pub(crate) fn path(&self, key: &str) -> String {
+    pub fn path(&self, key: &str) -> String {
         if self.path.is_empty() { key.into() } else { format!("{}.{key}", self.path) }
     }
 
     /// The section below this one that is not in the file.
-    pub(crate) fn nothing(&self, key: &str) -> TomlSection<'a> {
+    pub fn nothing(&self, key: &str) -> TomlSection<'a> {
         TomlSection::new(self.doc, self.path(key), None, self.line)
     }
 
@@ -115,36 +121,36 @@ impl<'a> TomlSection<'a> {
     }
 
     /// The value of a key, if it is there.
-    pub(crate) fn read<T: FromKey>(&self, key: &'static str) -> Result<Option<T>, ScenarioError> {
+    pub fn read<T: FromKey>(&self, key: &'static str) -> Result<Option<T>, ScenarioError> {
         self.get(key).map(|field| T::from_field(&field)).transpose()
     }
 
     /// What stands for a key that is not there and has no default; `error` is what is wrong then
     /// and what to do.
-    pub(crate) fn absent<T: FromKey>(
+    pub fn absent<T: FromKey>(
         &self,
         key: &'static str,
-        error: Option<(&str, &str)>,
+        error: Option<&(&str, &str)>,
     ) -> Result<T, ScenarioError> {
         T::absent(self, key)?.ok_or_else(|| match error {
-            Some((what, remedy)) => self.error(what, remedy),
+            Some((what, remedy)) => self.error(*what, *remedy),
             None => self.error(format!("`{}` is not there", self.path(key)), "add it"),
         })
     }
 
     /// Every key of the table.
-    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> {
+    pub fn keys(&self) -> impl Iterator<Item = &'a str> {
         self.table.into_iter().flat_map(|table| table.keys()).map(|key| key.get_ref().as_ref())
     }
 
     /// The line of a key, or of the table if it has no such key.
-    pub(crate) fn line_of(&self, key: &str) -> u32 {
+    pub fn line_of(&self, key: &str) -> u32 {
         let entry = self.table.and_then(|table| table.get_key_value(key));
         entry.map_or(self.line, |(name, _)| self.doc.line(name.span().start))
     }
 
     /// The table in one spelling, whatever its layout and order of keys.
-    pub(crate) fn canonical(&self) -> String {
+    pub fn canonical(&self) -> String {
         let mut text = String::new();
         if let Some(table) = self.table {
             spell_table(table, &mut text);
@@ -153,7 +159,7 @@ impl<'a> TomlSection<'a> {
     }
 
     /// Refuses the first key that nobody asked for.
-    pub(crate) fn finish(&self) -> Result<(), ScenarioError> {
+    pub fn finish(&self) -> Result<(), ScenarioError> {
         let asked = self.asked.borrow();
         let keys = self.table.into_iter().flat_map(|table| table.keys());
         let unknown = keys.filter(|key| !asked.iter().any(|known| known == key.get_ref()));
@@ -168,15 +174,11 @@ impl<'a> TomlSection<'a> {
     }
 
     /// An error about the section as a whole.
-    pub(crate) fn error(
-        &self,
-        what: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> ScenarioError {
+    pub fn error(&self, what: impl Into<String>, remedy: impl Into<String>) -> ScenarioError {
         self.error_at(self.line, what, remedy)
     }
 
-    pub(crate) fn error_at(
+    pub fn error_at(
         &self,
         line: u32,
         what: impl Into<String>,
@@ -188,7 +190,7 @@ impl<'a> TomlSection<'a> {
 
 impl<'a> TomlField<'a> {
     /// A value in one of its three forms.
-    pub(crate) fn draw<T: ScenarioValue>(&self) -> Result<Distribution<T>, ScenarioError> {
+    pub fn draw<T: ScenarioValue>(&self) -> Result<Distribution<T>, ScenarioError> {
         let text = match self.value {
             DeValue::String(text) => text.to_string(),
             DeValue::Integer(number) if number.radix() == 10 => number.as_str().into(),
@@ -214,7 +216,7 @@ impl<'a> TomlField<'a> {
     }
 
     /// A value that is the same for every seed.
-    pub(crate) fn literal<T: ScenarioValue>(&self) -> Result<T, ScenarioError> {
+    pub fn literal<T: ScenarioValue>(&self) -> Result<T, ScenarioError> {
         let draw = self.draw::<T>()?;
         draw.literal().cloned().ok_or_else(|| {
             let what = format!("`{}` cannot be drawn", self.path);
@@ -222,7 +224,7 @@ impl<'a> TomlField<'a> {
         })
     }
 
-    pub(crate) fn text(&self) -> Result<&'a str, ScenarioError> {
+    pub fn text(&self) -> Result<&'a str, ScenarioError> {
         match self.value {
             DeValue::String(text) => Ok(text),
             other => Err(self.wrong(type_name(other), "a text in quotes")),
@@ -230,7 +232,7 @@ impl<'a> TomlField<'a> {
     }
 
     /// The entry of a closed list that this text, or this part of it, names.
-    pub(crate) fn entry<T: ClosedList>(&self, text: &str) -> Result<T, ScenarioError> {
+    pub fn entry<T: ClosedList>(&self, text: &str) -> Result<T, ScenarioError> {
         let named = T::named();
         let found = named.iter().copied().chain(T::other()).find(|(name, _)| *name == text);
         found.map(|(_, entry)| entry).ok_or_else(|| {
@@ -244,7 +246,7 @@ impl<'a> TomlField<'a> {
     }
 
     /// The values of a list, each with the path that `path` makes of the list's and its index.
-    pub(crate) fn items(
+    fn items(
         &self,
         of: &str,
         path: impl Fn(&str, usize) -> String,
@@ -261,8 +263,19 @@ impl<'a> TomlField<'a> {
         Ok(items.iter().enumerate().map(field).collect())
     }
 
+    /// A table without keys in place of this value.
+    pub fn nothing(&self) -> TomlSection<'a> {
+        TomlSection::new(self.doc, self.path.clone(), None, self.line)
+    }
+
+    /// An array of tables.
+    pub fn sections<T: FromSection>(&self) -> Result<Vec<T>, ScenarioError> {
+        let items = self.items("a list of tables", |path, index| format!("{path}[{index}]"))?;
+        items.iter().map(TomlField::section).collect()
+    }
+
     /// The table as what it is read into.
-    pub(crate) fn section<T: FromSection>(&self) -> Result<T, ScenarioError> {
+    pub fn section<T: FromSection>(&self) -> Result<T, ScenarioError> {
         match self.value {
             DeValue::Table(table) => {
                 let path = self.path.clone();
@@ -277,17 +290,13 @@ impl<'a> TomlField<'a> {
     }
 
     /// An error at the key.
-    pub(crate) fn error(
-        &self,
-        what: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> ScenarioError {
+    pub fn error(&self, what: impl Into<String>, remedy: impl Into<String>) -> ScenarioError {
         self.doc.file.error(self.line, what, remedy)
     }
 }
 
 /// A type of which a text names one of some values.
-pub(crate) trait ClosedList: Copy {
+pub trait ClosedList: Copy {
     /// The values and their names.
     fn named() -> Vec<(&'static str, Self)>;
 
@@ -325,11 +334,9 @@ impl<T: FromKey> FromKey for Option<T> {
     }
 }
 
-/// An array of tables.
-impl<T: FromSection> FromKey for Vec<T> {
+impl<T: FromKey> FromKey for Vec<T> {
     fn from_field(field: &TomlField<'_>) -> Result<Vec<T>, ScenarioError> {
-        let items = field.items("a list of tables", |path, index| format!("{path}[{index}]"))?;
-        items.iter().map(TomlField::section).collect()
+        T::from_list(field)
     }
 
     fn absent(_: &TomlSection<'_>, _: &'static str) -> Result<Option<Self>, ScenarioError> {

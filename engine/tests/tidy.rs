@@ -73,9 +73,11 @@ fn the_core_and_the_simulator_know_no_clock_no_chance_and_no_async() {
 #[test]
 fn every_invariant_fault_event_and_message_is_documented() {
     let reference = read(&root().join("scenarios/README.md"));
-    let lists = read(&root().join("scenarios/src/lists.rs"));
+    let lists = ["scenarios/src/lists.rs", "scenarios/fault-injector/src/lists.rs"];
+    let lists = lists.map(|path| read(&root().join(path)));
     // Entries read `Variant "id" "name" "about"`.
-    let names = lists.lines().filter_map(|line| {
+    let lines = lists.iter().flat_map(|text| text.lines());
+    let names = lines.filter_map(|line| {
         let mut parts = line.split('"');
         let (variant, _id, _gap, name) =
             (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -150,11 +152,21 @@ fn defined(line: &str) -> Option<&str> {
     name.split(|c: char| !c.is_alphanumeric() && c != '_').next()
 }
 
+/// Macros in which a type is written as at the margin.
+const DECLARING: [&str; 2] = ["section! {", "settings! {"];
+
 /// The types that are defined in the workspace outside of functions, and where.
 fn types() -> Vec<(String, PathBuf)> {
     let of_file = |path: PathBuf| {
         let text = read(&path);
-        let names: Vec<_> = text.lines().filter_map(defined).map(str::to_owned).collect();
+        let mut declares = false;
+        let lines = text.lines().map(|line| {
+            if line.starts_with(|c: char| !c.is_whitespace()) {
+                declares = DECLARING.contains(&line);
+            }
+            if declares { line.strip_prefix("    ").unwrap_or(line) } else { line }
+        });
+        let names: Vec<_> = lines.filter_map(defined).map(str::to_owned).collect();
         names.into_iter().map(move |name| (name, path.clone()))
     };
     files("", ".rs").into_iter().flat_map(of_file).collect()

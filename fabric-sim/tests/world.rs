@@ -260,8 +260,8 @@ fn a_core_is_drawn_healed_and_shown() {
                 with_fault(kind, Mode::Pull, FaultTrigger::At(Nanos::from_ms(31)), seed);
             run_of.liveness = LivenessMode::Core;
             for one in &mut run_of.instances {
-                one.protocol.lease = Some(Nanos::from_secs(1));
-                one.protocol.fetch = Some(Nanos::from_secs(1));
+                one.protocol.core.lease = Nanos::from_secs(1);
+                one.protocol.core.orphan = Nanos::from_secs(1);
             }
             run_of.faults[0].lasts = Some(DurationRange::fixed(Nanos::from_secs(20)));
             let report = run(&run_of, SimOptions::default());
@@ -285,7 +285,7 @@ fn who_tries_nothing_twice_gets_as_many_probes_as_sessions_died() {
     run_of.faults[0].times = 1;
     for one in &mut run_of.instances {
         one.layout = MemoryLayout::Layer;
-        one.protocol.retries = Some(0);
+        one.protocol.transfer.retries_max = 0;
         one.fabric.operations_max = Some(1);
     }
     let report = run(&run_of, SimOptions::default());

@@ -3,13 +3,12 @@
 use crate::audit::AuditRecord;
 use crate::poll_thread::CompatEngineShared;
 use crate::state::{
-    CompatBatch, CompatState, CompatTransfer, FinishedTransfer, StatusDelivery, TimedAction,
-    injected,
+    CompatBatch, CompatState, CompatTransfer, FinishedTransfer, TimedAction, injected,
 };
 use crate::status::{CompatFailure, CompatStatusCode, CompatTransferStatus};
 use kvferry_engine::fabric::{Direction, OpId, Refused, SessionId};
 use kvferry_fabric_host::SessionPaths;
-use kvferry_scenarios::fault_injector::InjectedEffect;
+use kvferry_faults::InjectedEffect;
 use std::fmt;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
@@ -102,10 +101,8 @@ impl CompatSession {
             Ok(())
         };
         let tell = match state.faults.posted(now) {
-            None => StatusDelivery::AsItIs,
-            Some(InjectedEffect::AckLost) => StatusDelivery::AsFailed,
-            Some(InjectedEffect::CompletionLost) => StatusDelivery::Never,
-            Some(InjectedEffect::ReportedLate(by)) => StatusDelivery::Late(by),
+            None => None,
+            Some(InjectedEffect::Reported(fault)) => Some(fault),
             Some(InjectedEffect::NoCopy) => return end(Ok(()), record),
             Some(InjectedEffect::Fails) => return end(Err(injected("transfer failed")), record),
             Some(InjectedEffect::KillsPeer) => {

@@ -2,24 +2,11 @@
 
 use crate::error::CompatError;
 use kvferry_fabric_host::HostConfig;
-use kvferry_scenarios::FaultKind;
-use kvferry_scenarios::fault_injector::{self, FaultInjector};
+use kvferry_faults::{FaultInjector, VARIABLE};
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The kinds of faults that can be injected here.
-const KINDS: [FaultKind; 9] = [
-    FaultKind::QpError,
-    FaultKind::AckLost,
-    FaultKind::CompletionLost,
-    FaultKind::QueueFull,
-    FaultKind::CompletionReorder,
-    FaultKind::NotifyOvertakes,
-    FaultKind::LateLanding,
-    FaultKind::SiblingFailure,
-    FaultKind::NoCopy,
-];
 /// File to which a line of JSON is appended for each finished transfer.
 const AUDIT: &str = "KVFERRY_AUDIT";
 /// TOML file of settings of the fabric.
@@ -33,7 +20,7 @@ const CALLERS: [&str; 5] = ["key", "host", "port", "workers", "open_door"];
 /// Settings that are not arguments of MoRI's calls.
 #[derive(Clone, Debug)]
 pub struct CompatSettings {
-    /// Faults to inject, `KVFERRY_FAULTS`; see [`kvferry_scenarios::FaultFile`].
+    /// Faults to inject, `KVFERRY_FAULTS`; see [`kvferry_faults::FaultFile`].
     pub faults: Option<PathBuf>,
     /// Where to log what was moved, `KVFERRY_AUDIT`.
     pub audit: Option<PathBuf>,
@@ -62,7 +49,7 @@ impl CompatSettings {
     /// `Setting` with the variable, what is wrong with it and what it may be.
     pub fn from_env() -> Result<CompatSettings, CompatError> {
         let mut settings = CompatSettings {
-            faults: env::var_os(fault_injector::VARIABLE).map(PathBuf::from),
+            faults: env::var_os(VARIABLE).map(PathBuf::from),
             audit: env::var_os(AUDIT).map(PathBuf::from),
             ..CompatSettings::default()
         };
@@ -96,7 +83,8 @@ impl CompatSettings {
 
     pub(crate) fn faults(&self) -> Result<FaultInjector, CompatError> {
         let Some(path) = &self.faults else { return Ok(FaultInjector::default()) };
-        FaultInjector::load(path, &KINDS).map_err(|why| CompatError::Setting(why.to_string()))
+        FaultInjector::load(path, &FaultInjector::KINDS)
+            .map_err(|why| CompatError::Setting(why.to_string()))
     }
 }
 

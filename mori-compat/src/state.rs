@@ -8,7 +8,7 @@ use kvferry_engine::fabric::{
     Completion, DataEvent, Direction, FabricError, Landed, NextPoll, OpId, PeerId, QuiesceTicket,
     Refused, RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_scenarios::fault_injector::FaultInjector;
+use kvferry_faults::{FaultInjector, ReportFault};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -40,15 +40,6 @@ pub(crate) struct CompatSessionState {
     pub(crate) orphan: bool,
 }
 
-/// How the end of a transfer is told.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StatusDelivery {
-    AsItIs,
-    Late(Nanos),
-    AsFailed,
-    Never,
-}
-
 /// One batch under way.
 #[derive(Debug)]
 pub(crate) struct CompatTransfer {
@@ -59,7 +50,8 @@ pub(crate) struct CompatTransfer {
     pub(crate) failure: Option<CompatFailure>,
     /// Something of what failed may still land.
     pub(crate) needs_quiesce: bool,
-    pub(crate) tell: StatusDelivery,
+    /// How its end is told, if a fault says so.
+    pub(crate) tell: Option<ReportFault>,
     pub(crate) record: Option<AuditRecord>,
 }
 
@@ -258,15 +250,15 @@ impl CompatState {
         self.idle(transfer.session);
         let verdict = match (transfer.failure, transfer.tell) {
             (Some(failure), _) => Err(failure),
-            (None, StatusDelivery::AsFailed) => Err(injected("acknowledgement lost")),
+            (None, Some(ReportFault::AsFailed)) => Err(injected("acknowledgement lost")),
             (None, _) => Ok(()),
         };
         let finished =
             FinishedTransfer { status: transfer.status, verdict, record: transfer.record };
         match transfer.tell {
-            StatusDelivery::Never => {}
-            StatusDelivery::Late(by) => self.at(now + by, TimedAction::Tell(finished)),
-            StatusDelivery::AsItIs | StatusDelivery::AsFailed => done.push(finished),
+            Some(ReportFault::Never) => {}
+            Some(ReportFault::Late(by)) => self.at(now + by, TimedAction::Tell(finished)),
+            None | Some(ReportFault::AsFailed) => done.push(finished),
         }
     }
 

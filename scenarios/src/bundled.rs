@@ -1,6 +1,6 @@
 //! The scenario that is part of the program, so that it runs without any file.
 
-use crate::error::ScenarioError;
+use crate::ScenarioError;
 use crate::parse::{Scenario, parse_bundled};
 use std::path::Path;
 

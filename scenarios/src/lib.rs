@@ -5,22 +5,18 @@
 
 mod bundled;
 pub mod cost;
-pub mod decide;
-mod doc;
 pub mod engine;
-mod error;
-pub mod fault_injector;
 pub mod geometry;
 pub mod lists;
 mod parse;
 pub mod preset;
 pub mod run;
-pub mod settings;
 pub mod trace;
-mod value;
+
+pub use kvferry_faults::{FaultSchema, Opportunity, ScenarioError, decide, nearest};
+use kvferry_faults::{doc, value};
 
 pub use bundled::{BUNDLED, bundled};
-pub use error::{ScenarioError, nearest};
 pub use lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
-pub use parse::{FaultFile, FaultSchema, Opportunity, Scenario, load, load_with_trace, parse};
+pub use parse::{Scenario, load, load_with_trace, parse};
 pub use run::Run;

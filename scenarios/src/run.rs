@@ -1,12 +1,19 @@
 //! A run: a scenario with every value drawn. Plain data for the simulator and for recordings.
 
 use crate::cost::StepCost;
-use crate::decide::{DecisionKey, within};
-use crate::lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
+use crate::lists::{FaultKind, InvariantId};
 use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_faults::section;
+pub use kvferry_faults::{
+    DrawnFault, DurationRange, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection,
+    RaceOrder, RestartGeometry,
+};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -97,19 +104,6 @@ pub struct ModelGroup {
     pub layers: Vec<u16>,
 }
 
-/// How an engine lays out its KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum MemoryLayout {
-    /// One tensor per layer, `[block, head, token, K and V]`.
-    Block,
-    /// All layers of a block together: `[block, layer, head, token, K and V]`.
-    Layer,
-    /// One tensor per layer, `[block, K or V, head, token, C]`.
-    HeadSplit,
-    /// One tensor per layer, `[block, token, head, K and V]`.
-    Token,
-}
-
 /// One engine core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceSettings {
@@ -136,40 +130,10 @@ pub struct InstanceSettings {
     pub prefix_cache: bool,
     /// Time of a step.
     pub cost: StepCost,
-    /// Times and limits of the protocol that the file sets for it.
+    /// Times and limits of the protocol.
     pub protocol: ProtocolSettings,
     /// Limits of the data planes of its ranks that the file sets.
     pub fabric: FabricLimits,
-}
-
-impl InstanceSettings {
-    /// Layers that its transfer actors move with one operation.
-    pub fn layers_per_op(&self) -> u16 {
-        self.protocol.layers_per_op.unwrap_or(1).max(1)
-    }
-}
-
-/// A span of time that is drawn anew each time it is used; both ends included.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DurationRange {
-    pub min: Nanos,
-    /// Longest.
-    pub max: Nanos,
-}
-
-impl DurationRange {
-    pub const fn fixed(nanos: Nanos) -> DurationRange {
-        DurationRange { min: nanos, max: nanos }
-    }
-
-    pub const fn draw(&self, key: &DecisionKey) -> Nanos {
-        self.pick(key.get())
-    }
-
-    /// Maps a uniform number, see [`crate::decide::decide`].
-    pub const fn pick(&self, uniform: u64) -> Nanos {
-        Nanos(within(uniform, self.min.0, self.max.0))
-    }
 }
 
 /// Links between instances. Bandwidths in bytes per second and direction.
@@ -198,73 +162,28 @@ pub struct RouterSettings {
     pub ids_differ: bool,
 }
 
-/// Times and limits of the protocol; `None` is the default of the core.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Times and limits of the protocol.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProtocolSettings {
-    /// A hello is answered within.
-    pub hello: Option<Nanos>,
-    /// First retransmission of a control message; doubles.
-    pub retransmit: Option<Nanos>,
-    /// Longest time between retransmissions, and between probes.
-    pub retransmit_max: Option<Nanos>,
-    /// Silence after which a peer is down.
-    pub silent: Option<Nanos>,
-    /// Lease of a source.
-    pub lease: Option<Nanos>,
-    /// What a reader takes off a lease because clocks differ, in percent.
-    pub drift_percent: Option<u32>,
+    /// Of its prefill or decode core.
+    pub core: CoreSettings,
+    /// Of the channels between its core and others.
+    pub channel: ChannelConfig,
+    /// Of its transfer actors.
+    pub transfer: TransferSettings,
     /// A fence is answered within; part of the bounds of L1 and L5.
-    pub fence: Option<Nanos>,
-    /// An announcement waits this long for its prefill leg.
-    pub fetch: Option<Nanos>,
-    /// The receivers of a preempted prompt wait this long for it to get going again.
-    pub resume: Option<Nanos>,
-    /// A computed prompt that is pushed waits this long for receivers to say where it shall go.
-    pub claim: Option<Nanos>,
-    /// A session with operations and no completion for this long is torn down.
-    pub operation: Option<Nanos>,
-    /// What the link carries in this time is in one operation.
-    pub operation_time: Option<Nanos>,
-    /// Least of that, in bytes.
-    pub operation_bytes_min: Option<u64>,
-    /// Most of that, in bytes.
-    pub operation_bytes_max: Option<u64>,
-    /// A session is open within.
-    pub open: Option<Nanos>,
-    /// A session is quiet within, or torn down.
-    pub quiet: Option<Nanos>,
-    /// Pause before a session that failed is opened anew; doubles.
-    pub reopen: Option<Nanos>,
-    /// Pause after `Busy` when no completion is due.
-    pub busy: Option<Nanos>,
-    /// Pause before a peer whose sessions failed is connected anew; doubles.
-    pub rebuild: Option<Nanos>,
-    /// Operations that a transfer actor has in flight, if its plane takes more.
-    pub operations_max: Option<u32>,
-    /// Ranges of an operation, if its plane takes more.
-    pub slices_max: Option<u32>,
-    /// Retries of a failed operation.
-    pub retries: Option<u32>,
-    /// Times a session is opened anew without a success in between.
-    pub reopens_max: Option<u32>,
-    /// Requests at a core at one time.
-    pub requests_max: Option<u32>,
-    /// Transfers announced before their prefill leg.
-    pub early_max: Option<u32>,
-    /// Receivers of a prefill core at one time.
-    pub receivers_max: Option<u32>,
-    /// Remembered ids of ended transfers.
-    pub tombstones_max: Option<u32>,
-    /// Messages to one peer that are not acknowledged.
-    pub queue_max: Option<u32>,
-    /// Peers of a core at one time.
-    pub peers_max: Option<u32>,
-    /// Control links of a core at one time.
-    pub links_max: Option<u32>,
-    /// Newest version of the native dialect that a core speaks.
-    pub version: Option<u16>,
-    /// Layers moved by one operation.
-    pub layers_per_op: Option<u16>,
+    pub fence: Nanos,
+}
+
+impl Default for ProtocolSettings {
+    fn default() -> ProtocolSettings {
+        ProtocolSettings {
+            core: CoreSettings::default(),
+            channel: ChannelConfig::default(),
+            transfer: TransferSettings::default(),
+            fence: Nanos::from_secs(2),
+        }
+    }
 }
 
 /// Limits of a simulated data plane; `None` is the default of the simulator, which for credits of
@@ -300,6 +219,18 @@ pub struct EngineSettings {
     pub load_failure: LoadFailurePolicy,
     /// Which free block is handed out next.
     pub allocator: AllocationOrder,
+}
+
+impl Default for EngineSettings {
+    fn default() -> EngineSettings {
+        EngineSettings {
+            chunk: 2048,
+            max_running: 256,
+            max_waiting: 1 << 16,
+            load_failure: LoadFailurePolicy::Recompute,
+            allocator: AllocationOrder::Fifo,
+        }
+    }
 }
 
 /// What decode does with a request whose KV did not come.
@@ -368,129 +299,97 @@ pub struct WorkloadPrompt {
 }
 
 /// A fault that the simulator injects.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InjectedFault {
-    /// Names its decisions (the `actor` of [`crate::decide::decide`]); depends on nothing but the
-    /// fault's own table.
-    pub key: u64,
-    /// Line of its table in the file.
-    pub line: u32,
-    pub kind: FaultKind,
-    pub trigger: FaultTrigger,
-    /// The instance it happens to (a name or a host), or `router`; `None` is any.
-    pub target: Option<String>,
-    /// Narrows it to what comes from this instance.
-    pub from: Option<String>,
-    /// Narrows it to what goes to this instance.
-    pub to: Option<String>,
-    /// Narrows it to these frames.
-    pub message: Option<MessageName>,
-    /// How long it lasts; `None` is for good, or a single event.
-    pub lasts: Option<DurationRange>,
-    /// How often it can fire.
-    pub times: u32,
-    /// By how much things are late.
-    pub delay: Option<DurationRange>,
-    /// Divides a bandwidth, or multiplies the time of a step.
-    pub factor: u32,
-    /// The TP rank.
-    pub rank: Option<u16>,
-    /// Which directions a partition cuts.
-    pub direction: PartitionDirection,
-    /// Which of two simultaneous things comes first.
-    pub first: RaceOrder,
-    /// What the instance is after its restart.
-    pub becomes: Option<Box<InstanceSettings>>,
+pub type InjectedFault = DrawnFault<InstanceSettings>;
+
+impl FaultPlace for InstanceSettings {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn host(&self) -> &str {
+        &self.host
+    }
+
+    fn role(&self) -> Role {
+        self.role
+    }
+
+    fn tp(&self) -> u16 {
+        self.tp
+    }
+
+    fn restarted(&self, geometry: RestartGeometry) -> InstanceSettings {
+        InstanceSettings {
+            tp: geometry.tp.unwrap_or(self.tp),
+            blocks: geometry.blocks.unwrap_or(self.blocks),
+            block_tokens: geometry.block_tokens.unwrap_or(self.block_tokens),
+            layout: geometry.layout.unwrap_or(self.layout),
+            ..self.clone()
+        }
+    }
 }
 
-/// When a fault fires.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum FaultTrigger {
-    At(Nanos),
-    On {
-        event: TriggerEvent,
-        /// Counts only events at this instance (a name or a host).
-        from: Option<String>,
-        /// Counts only events whose peer is this instance.
-        to: Option<String>,
-        /// Counts only frames of this kind.
-        message: Option<MessageName>,
-        /// The how many-th; starts at 1.
-        nth: u32,
-    },
-    /// At each opportunity, with this probability in a million.
-    Chance(u32),
+section! {
+    /// What must come out of a run.
+    #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct Expect checked by Expect::check {
+        /// Invariants that are checked; all if the file names none.
+        pub hold: Vec<InvariantId> = InvariantId::ALL.to_vec();
+        /// Exit code of the run.
+        pub exit: u8 = 0_u8;
+        /// Requests by how they end.
+        pub requests: ExpectedRequests;
+        /// Operations of all data planes.
+        pub operations: ExpectedOperations;
+        /// First tokens that come in time.
+        pub first_tokens: Vec<FirstTokenDeadline>;
+        /// Virtual time by which the run is at rest.
+        pub within: Option<Nanos>;
+    }
 }
 
-/// Which directions a partition cuts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum PartitionDirection {
-    /// Both directions between `from` and `to`.
-    Symmetric,
-    /// Only what goes from `from` to `to`.
-    OneWay,
-    /// Everything from and to `target`.
-    Node,
+section! {
+    /// Bounds of the number of requests that end in a way.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct ExpectedRequests {
+        /// Answered well.
+        pub finished: Option<CountBounds>;
+        /// Answered with an error.
+        pub failed: Option<CountBounds>;
+        /// Caller gone.
+        pub unknown: Option<CountBounds>;
+        /// Of the finished: prompts computed by decode.
+        pub recomputed: Option<CountBounds>;
+    }
 }
 
-/// Which of two simultaneous things comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum RaceOrder {
-    /// The lease ends, or the frame comes, before the bytes.
-    Early,
-    /// The bytes come first.
-    Late,
-    /// Drawn each time.
-    Either,
+section! {
+    /// Bounds of numbers of operations, while the workload lasts.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct ExpectedOperations {
+        /// Accepted by a plane.
+        pub posted: Option<CountBounds>;
+        /// Answered `Busy`: planned for nothing.
+        pub refused: Option<CountBounds>;
+        pub failed: Option<CountBounds>;
+    }
 }
 
-/// What must come out of a run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Expect {
-    /// Virtual time by which the run is at rest.
-    pub within: Option<Nanos>,
-    /// Invariants that are checked; all if the file names none.
-    pub hold: Vec<InvariantId>,
-    /// Requests by how they end.
-    pub requests: ExpectedRequests,
-    /// Operations of all data planes.
-    pub operations: ExpectedOperations,
-    /// First tokens that come in time.
-    pub first_tokens: Vec<FirstTokenDeadline>,
-    /// Exit code of the run.
-    pub exit: u8,
-}
+/// What is wrong with a deadline that lacks a key.
+const DEADLINE: (&str, &str) = (
+    "a first token without `request` or `within`",
+    "give the number of the request, from 0, and a duration",
+);
 
-/// Bounds of the number of requests that end in a way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ExpectedRequests {
-    /// Answered well.
-    pub finished: Option<CountBounds>,
-    /// Answered with an error.
-    pub failed: Option<CountBounds>,
-    /// Caller gone.
-    pub unknown: Option<CountBounds>,
-    /// Of the finished: prompts computed by decode.
-    pub recomputed: Option<CountBounds>,
-}
-
-/// Bounds of numbers of operations, while the workload lasts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ExpectedOperations {
-    /// Accepted by a plane.
-    pub posted: Option<CountBounds>,
-    /// Answered `Busy`: planned for nothing.
-    pub refused: Option<CountBounds>,
-    pub failed: Option<CountBounds>,
-}
-
-/// A request and how soon its first token comes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FirstTokenDeadline {
-    /// Which, by arrival from 0.
-    pub request: u32,
-    /// At most this long after its arrival.
-    pub within: Nanos,
+section! {
+    /// A request and how soon its first token comes.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct FirstTokenDeadline {
+        /// Which, by arrival from 0.
+        pub request: u32, else DEADLINE;
+        /// At most this long after its arrival.
+        pub within: Nanos, else DEADLINE;
+    }
 }
 
 /// From `min` to `max`, both included.

@@ -136,6 +136,17 @@ fn prompts_with_a_common_prefix_have_common_hashes_and_nothing_else() {
 }
 
 #[test]
+fn each_role_has_an_instance_even_if_the_file_lists_none() {
+    let names = |text: &str| -> Vec<String> {
+        let run = draw(&format!("about = \"t\"\n{text}"), 1);
+        run.instances.into_iter().map(|one| one.name).collect()
+    };
+    for text in ["", "[topology]\nprefill = []\ndecode = []", "[topology]\ndecode = [{}]"] {
+        assert_eq!(names(text), ["p0", "d0"], "{text}");
+    }
+}
+
+#[test]
 fn one_word_is_one_instance_within_a_fault() {
     let text = "about = \"t\"\n[topology]\nprefill = [{ count = 8 }]\n[[fault]]\nkind = \"process.pause\"\n\
                 target = \"prefill\"\non = { event = \"transfer.writing\", from = \"prefill\" }";

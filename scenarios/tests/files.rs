@@ -89,9 +89,9 @@ fn the_loaded_swarm_draws_what_fills_links() {
     assert!(share(&|run| run.instances.iter().any(|one| one.dp_size > 1)) > 50);
     let two = |one: &InstanceSettings| one.fabric.operations_max == Some(2);
     assert!(share(&|run| run.instances.iter().any(two)) > 20);
-    let few = |one: &InstanceSettings| one.protocol.tombstones_max < Some(8);
+    let few = |one: &InstanceSettings| one.protocol.core.tombstones_max < 8;
     assert!(share(&|run| run.instances.iter().any(few)) > 100);
-    let lease = |one: &InstanceSettings| one.protocol.lease;
+    let lease = |one: &InstanceSettings| one.protocol.core.lease;
     let unequal = |run: &kvferry_scenarios::Run| {
         run.instances.iter().any(|one| lease(one) != lease(&run.instances[0]))
     };

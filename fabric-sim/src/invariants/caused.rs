@@ -4,19 +4,15 @@ use super::credit::failure;
 use super::{CheckContext, Invariant, ViolationLog};
 use crate::compatibility::fits;
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use kvferry_engine::core::channel::ChannelConfig;
-use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{RequestId, TransferKey};
 use kvferry_engine::core::message::{PrefillAnswer, PrefillHook, Role};
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::fabric::FabricError;
 use kvferry_scenarios::lists::{FaultKind, InvariantId};
-use kvferry_scenarios::run::{InstanceSettings, Run};
-use kvferry_scenarios::settings;
+use kvferry_scenarios::run::{InstanceSettings, ProtocolSettings, Run};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A prefill request, for how long it waits to be fetched.
@@ -113,16 +109,13 @@ fn can_cause(reach: FaultReach, failure: &Failure) -> bool {
     }
 }
 
-/// Settings of the machines of an instance.
-type MachineSettings = (CoreSettings, ChannelConfig, TransferSettings);
-
 /// Times that something is waited for.
-fn times((core, channel, transfer): &MachineSettings) -> [Nanos; 5] {
+fn times(ProtocolSettings { core, channel, transfer, .. }: &ProtocolSettings) -> [Nanos; 5] {
     [core.lease, core.orphan, core.resume, channel.silent, transfer.stall]
 }
 
 /// How much there is room for.
-fn limits((core, channel, _): &MachineSettings) -> [u32; 7] {
+fn limits(ProtocolSettings { core, channel, .. }: &ProtocolSettings) -> [u32; 7] {
     [
         core.requests_max,
         core.early_max,
@@ -135,11 +128,10 @@ fn limits((core, channel, _): &MachineSettings) -> [u32; 7] {
 }
 
 /// True if one of these settings is less than by default at some instance.
-fn is_cut<T: PartialOrd, const N: usize>(run: &Run, of: fn(&MachineSettings) -> [T; N]) -> bool {
-    let default = of(&MachineSettings::default());
+fn is_cut<T: PartialOrd, const N: usize>(run: &Run, of: fn(&ProtocolSettings) -> [T; N]) -> bool {
+    let default = of(&ProtocolSettings::default());
     let is_less = |one: &InstanceSettings| {
-        let set = (settings::core(run, one), settings::channel(one), settings::transfer(one));
-        of(&set).iter().zip(&default).any(|(set, default)| set < default)
+        of(&one.protocol).iter().zip(&default).any(|(set, default)| set < default)
     };
     run.instances.iter().any(is_less)
 }
@@ -154,7 +146,7 @@ impl CausedFailures {
             misfits,
             times: is_cut(run, times),
             limits: is_cut(run, limits),
-            leases: run.instances.iter().map(|one| settings::core(run, one).lease).collect(),
+            leases: run.instances.iter().map(|one| one.protocol.core.lease).collect(),
             requests: BTreeMap::new(),
             abandoned: BTreeSet::new(),
             told: BTreeSet::new(),
@@ -337,10 +329,10 @@ mod tests {
 
     #[test]
     fn a_setting_at_its_default_causes_nothing() {
-        let default = CoreSettings::default().tombstones_max;
+        let default = ProtocolSettings::default().core.tombstones_max;
         for (most, held) in [(default, false), (default - 1, true)] {
             let mut bench = InvariantBench::with(InvariantId::Caused, |run| {
-                run.instances[0].protocol.tombstones_max = Some(most);
+                run.instances[0].protocol.core.tombstones_max = most;
             });
             bench.load_failed_by(D0, "r", Failure::UnknownTransfer);
             match held {
@@ -388,7 +380,7 @@ mod tests {
         {
             let mut bench = InvariantBench::with(InvariantId::Caused, |run| {
                 for one in &mut run.instances {
-                    one.protocol.lease = Some(Nanos::from_secs(20));
+                    one.protocol.core.lease = Nanos::from_secs(20);
                 }
             });
             nobody_fetches(&mut bench, abandoned, seconds);

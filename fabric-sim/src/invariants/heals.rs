@@ -9,7 +9,6 @@ use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
 use kvferry_engine::fabric::FabricError;
 use kvferry_scenarios::lists::{FaultKind, InvariantId};
 use kvferry_scenarios::run::{InstanceSettings, Run};
-use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The newest try of a probe.
@@ -50,9 +49,9 @@ fn is_misfit(now: CheckContext<'_>, why: &Failure, served: &BTreeSet<u16>) -> bo
 
 impl HealsFastPath {
     pub(super) fn new(run: &Run) -> HealsFastPath {
-        let once = |one: &InstanceSettings| settings::transfer(one).retries_max == 0;
+        let once = |one: &InstanceSettings| one.protocol.transfer.retries_max == 0;
         let few = |one: &InstanceSettings| {
-            let core = settings::core(run, one);
+            let core = &one.protocol.core;
             core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
         };
         let any = |of: &dyn Fn(&InstanceSettings) -> bool| run.instances.iter().any(of);

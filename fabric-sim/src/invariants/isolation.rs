@@ -8,7 +8,6 @@ use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
 use kvferry_scenarios::lists::{FaultKind, InvariantId};
 use kvferry_scenarios::run::Run;
-use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The tries of a request, each with a key of its own.
@@ -63,9 +62,9 @@ pub(super) struct FaultIsolation {
 impl FaultIsolation {
     pub(super) fn new(run: &Run) -> FaultIsolation {
         let cores = run.instances.iter().map(|spec| {
-            let core = settings::core(run, spec);
+            let core = &spec.protocol.core;
             // A request says several things before it hears anything.
-            let said = settings::channel(spec).queue_max / 8;
+            let said = spec.protocol.channel.queue_max / 8;
             core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
         });
         let router = &run.router.config;
@@ -306,7 +305,7 @@ mod tests {
         for (asked, room) in [(3, true), (2, false)] {
             let limit = |run: &mut Run| {
                 for one in &mut run.instances {
-                    one.protocol.requests_max = Some(2);
+                    one.protocol.core.requests_max = 2;
                 }
                 run.router.config.requests_max = 1;
                 run.router.config.waiting_max = 1;

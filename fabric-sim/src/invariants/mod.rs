@@ -41,8 +41,7 @@ use crate::observation::{Observation, ObservationKind};
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::lists::{FaultKind, InvariantId};
-use kvferry_scenarios::run::{InstanceSettings, Run};
-use kvferry_scenarios::settings;
+use kvferry_scenarios::run::{InstanceSettings, ProtocolSettings, Run};
 use state::InvariantState;
 use std::fmt;
 
@@ -146,15 +145,14 @@ pub(crate) struct LivenessBounds {
 impl LivenessBounds {
     pub(crate) fn of(run: &Run) -> LivenessBounds {
         // Of several settings the longest; what becomes is what was but for its geometry.
-        let longest = |of: fn(&Run, &InstanceSettings) -> Nanos| {
-            run.instances.iter().map(|one| of(run, one)).max().unwrap_or(Nanos::ZERO)
+        let longest = |of: fn(&ProtocolSettings) -> Nanos| {
+            run.instances.iter().map(|one| of(&one.protocol)).max().unwrap_or(Nanos::ZERO)
         };
         LivenessBounds {
-            silent: longest(|_, one| settings::channel(one).silent),
-            fence: longest(|_, one| one.protocol.fence.unwrap_or(Nanos::from_secs(2))),
-            lease: longest(|run, one| settings::core(run, one).lease),
-            orphan: longest(|run, one| {
-                let core = settings::core(run, one);
+            silent: longest(|set| set.channel.silent),
+            fence: longest(|set| set.fence),
+            lease: longest(|set| set.core.lease),
+            orphan: longest(|ProtocolSettings { core, .. }| {
                 let forgets = core.tombstones_max < CoreSettings::default().tombstones_max;
                 if forgets { core.orphan.max(core.lease) } else { Nanos::ZERO }
             }),
@@ -182,10 +180,10 @@ impl LivenessBounds {
 
 /// The lease that each instance grants, as its readers count it, so that clocks may differ.
 pub(crate) fn usable(run: &Run) -> Vec<Nanos> {
-    let drift = |one: &InstanceSettings| settings::core(run, one).drift_percent.min(100);
+    let drift = |one: &InstanceSettings| one.protocol.core.drift_percent.min(100);
     let drift = run.instances.iter().map(drift).min().unwrap_or(0);
     let usable =
-        |one: &InstanceSettings| settings::core(run, one).lease.scale(u64::from(100 - drift), 100);
+        |one: &InstanceSettings| one.protocol.core.lease.scale(u64::from(100 - drift), 100);
     run.instances.iter().map(usable).collect()
 }
 

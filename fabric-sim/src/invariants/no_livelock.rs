@@ -15,7 +15,6 @@ use kvferry_engine::fabric::{Completion, Placement};
 use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::InstanceSettings;
-use kvferry_scenarios::settings;
 use std::collections::BTreeMap;
 
 /// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
@@ -66,7 +65,7 @@ fn all(run: &Run) -> impl Iterator<Item = &InstanceSettings> {
 /// Operations of one flow that begin in the same block: one a layer, and more if they have few
 /// ranges or bytes. No range is shorter than K or V of a token in a head.
 fn operations(run: &Run, instance: &InstanceSettings) -> u64 {
-    let settings = settings::transfer(instance);
+    let settings = &instance.protocol.transfer;
     let plane = caps(Placement::OnCompletion, &instance.fabric);
     let slices = u64::from(settings.slices_max.min(plane.slices_max).max(1));
     let tokens = all(run).map(|one| one.block_tokens).max();
@@ -78,11 +77,11 @@ fn operations(run: &Run, instance: &InstanceSettings) -> u64 {
 
 impl NoLivelock {
     pub(super) fn new(run: &Run) -> NoLivelock {
-        let tries = |one| 1 + u64::from(settings::transfer(one).retries_max);
+        let tries = |one: &InstanceSettings| 1 + u64::from(one.protocol.transfer.retries_max);
         let failures = run.instances.iter().map(|one| operations(run, one) * tries(one));
         NoLivelock {
             retries: run.router.config.retries_max,
-            channels: run.instances.iter().map(settings::channel).collect(),
+            channels: run.instances.iter().map(|one| one.protocol.channel.clone()).collect(),
             failures_max: failures.max().unwrap_or(0),
             sources_max: all(run).map(|one| u64::from(one.tp)).max().unwrap_or(1),
             dispatches: BTreeMap::new(),

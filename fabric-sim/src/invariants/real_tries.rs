@@ -10,7 +10,6 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Landed, Refused};
 use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::Run;
-use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What failed on a rank.
@@ -47,8 +46,7 @@ pub(super) struct RealTries {
 
 impl RealTries {
     pub(super) fn new(run: &Run) -> RealTries {
-        let retries = |one| settings::transfer(one).retries_max;
-        let retries = run.instances.iter().map(retries).min();
+        let retries = run.instances.iter().map(|one| one.protocol.transfer.retries_max).min();
         RealTries {
             tries: 1 + retries.unwrap_or(0),
             ranks: BTreeMap::new(),

@@ -26,7 +26,6 @@ use kvferry_scenarios::engine::EngineConfig;
 use kvferry_scenarios::geometry::{RankMemory, geometry, rank_memory};
 use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, MemoryFidelity, Run};
-use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -258,8 +257,8 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         control: Endpoint(format!("sim://{}", spec.name).into()),
         dp: (spec.dp_rank, spec.dp_size),
         router: Some(Endpoint(format!("sim://{ROUTER}").into())),
-        settings: settings::core(run, spec),
-        channel: settings::channel(spec),
+        settings: spec.protocol.core.clone(),
+        channel: spec.protocol.channel.clone(),
         moriio: None,
     })
 }
@@ -283,7 +282,7 @@ pub(super) fn transfer(
         caps,
         memory: registered,
         layers: memory.layout.layers.clone(),
-        settings: settings::transfer(spec),
+        settings: spec.protocol.transfer.clone(),
     })
 }
 

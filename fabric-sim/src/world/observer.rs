@@ -16,7 +16,6 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Direction, FabricError};
 use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::{MessageName, TriggerEvent};
-use kvferry_scenarios::settings;
 use std::collections::BTreeMap;
 
 #[derive(Debug)]
@@ -60,7 +59,7 @@ impl Observer {
             arrived: BTreeMap::new(),
             asked: BTreeMap::new(),
             usable: invariants::usable(run),
-            patience: run.instances.iter().map(|one| settings::transfer(one).stall).collect(),
+            patience: run.instances.iter().map(|one| one.protocol.transfer.stall).collect(),
         }
     }
 

@@ -94,7 +94,7 @@ impl Simulation {
     fn plan_layers(&mut self, instance: u16) {
         let all = self.run.model.layers;
         let spec = &self.instances[instance as usize].spec;
-        let group = if self.pushes(instance) { spec.layers_per_op() } else { all };
+        let group = if self.pushes(instance) { spec.protocol.transfer.layers_per_op } else { all };
         let incarnation = self.instances[instance as usize].incarnation;
         let Some(process) = &mut self.instances[instance as usize].process else { return };
         let Some(step) = &mut process.step else { return };

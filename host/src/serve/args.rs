@@ -14,7 +14,6 @@ use kvferry_scenarios::run::{
     AllocationOrder, EngineSettings, FabricLimits, InstanceSettings, LoadFailurePolicy,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings,
 };
-use kvferry_scenarios::settings;
 use std::path::PathBuf;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -179,9 +178,9 @@ impl ServeArgs {
                 return Err(input(format!("{file} has no instance {name:?}, only {names}")));
             };
             let limits = ProtocolLimits {
-                protocol: settings::core(&run, &instance),
-                channel: settings::channel(&instance),
-                operations: settings::transfer(&instance),
+                protocol: instance.protocol.core.clone(),
+                channel: instance.protocol.channel.clone(),
+                operations: instance.protocol.transfer.clone(),
             };
             return Ok(ServePlan { model: run.model, instance, engine: run.engine, limits });
         }

@@ -1,8 +1,5 @@
 //! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
 
-mod fault;
-mod fault_file;
-mod fault_schema;
 mod limits;
 mod model;
 mod settings;
@@ -10,52 +7,51 @@ mod static_faults;
 mod topology;
 mod workload;
 
-pub use fault_file::FaultFile;
-pub use fault_schema::{FaultSchema, Opportunity};
-
+use crate::ScenarioError;
 use crate::decide::DecisionKey;
 use crate::doc::{FileName, TomlDoc, TomlSection};
-use crate::error::ScenarioError;
 use crate::lists::FaultKind;
+use crate::preset::SMALL;
 use crate::run::{
     CELL_LAYERS_MAX, Expect, FabricLimits, InstanceSettings, LivenessMode, MemoryFidelity,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run,
 };
 use crate::value::Distribution;
-use fault::FaultSpec;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::Role;
+use kvferry_faults::file::{FIRST_SEED, ScenarioSeed, text_of};
+use kvferry_faults::section;
+use kvferry_faults::table::FaultSpec;
 use limits::{FabricSpec, ProtocolSpec};
 use model::ModelSpec;
 use settings::EngineSpec;
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use topology::{InstanceDefaults, TopologySpec};
 use workload::{TraceSource, WorkloadSpec};
 
-/// Seed of the first run of scenarios that leave it open.
-const FIRST_SEED: u64 = 1;
-
 /// Most seeds that a file can name; more are a sweep.
 const SEEDS_MAX: u32 = 1_000;
 
-/// A scenario as written: every value may still be a range or a choice.
-#[derive(Debug)]
-pub struct Scenario {
-    file: FileName,
-    about: String,
-    seed: Option<u64>,
-    seeds: u32,
-    memory: Distribution<MemoryFidelity>,
-    liveness: Distribution<LivenessMode>,
-    model: ModelSpec,
-    topology: TopologySpec,
-    protocol: ProtocolSpec,
-    fabric: FabricSpec,
-    engine: EngineSpec,
-    workload: WorkloadSpec,
-    faults: Vec<FaultSpec>,
-    expect: Expect,
+section! {
+    /// A scenario as written: every value may still be a range or a choice.
+    #[derive(Debug)]
+    pub struct Scenario(section) checked by Scenario::check_seeds {
+        about: String, else ("the scenario has no `about`", "say what it shows");
+        seed: ScenarioSeed = ScenarioSeed(None);
+        seeds: u32 = 1_u32;
+        memory: Distribution<MemoryFidelity> = MemoryFidelity::Bytes;
+        liveness: Distribution<LivenessMode> = LivenessMode::Heal;
+        model: ModelSpec;
+        topology: TopologySpec;
+        protocol: ProtocolSpec;
+        fabric: FabricSpec;
+        engine: EngineSpec;
+        workload: WorkloadSpec;
+        fault: Vec<FaultSpec>;
+        expect: Expect;
+    } with {
+        file: FileName = section.doc.file.clone();
+    }
 }
 
 /// Loads and validates a scenario file.
@@ -98,49 +94,13 @@ pub fn parse(
     Ok(scenario)
 }
 
-fn text_of(path: &Path, what: &str, remedy: &str) -> Result<String, ScenarioError> {
-    std::fs::read_to_string(path).map_err(|why| {
-        let file = FileName(path.display().to_string().into());
-        file.error(0, format!("cannot read the {what}: {why}"), remedy)
-    })
-}
-
 fn read(file: &str, text: &str, folder: &Path) -> Result<Scenario, ScenarioError> {
-    let doc = TomlDoc { file: FileName(file.into()), text };
-    let table = doc.parse()?;
-    let root = TomlSection::new(&doc, "", Some(table.get_ref()), 1);
-    let about = match root.get("about") {
-        Some(field) => field.text()?.to_string(),
-        None => return Err(root.error("the scenario has no `about`", "say what it shows")),
-    };
-    let scenario = Scenario {
-        file: doc.file.clone(),
-        about,
-        seed: seed(&root)?,
-        seeds: root.literal("seeds")?.unwrap_or(1),
-        memory: root.draw_or("memory", MemoryFidelity::Bytes)?,
-        liveness: root.draw_or("liveness", LivenessMode::Heal)?,
-        model: ModelSpec::read(&root.section("model")?)?,
-        topology: TopologySpec::read(&root.section("topology")?)?,
-        protocol: ProtocolSpec::read(&root.section("protocol")?)?,
-        fabric: FabricSpec::read(&root.section("fabric")?)?,
-        engine: EngineSpec::read(&root.section("engine")?)?,
-        workload: WorkloadSpec::read(&root.section("workload")?, folder)?,
-        faults: faults(&root)?,
-        expect: settings::expect(&root.section("expect")?)?,
-    };
-    root.finish()?;
-    match (scenario.seed, scenario.seeds) {
-        (None, 1..=SEEDS_MAX) | (Some(_), 1) => Ok(scenario),
-        (None, _) => {
-            let what = format!("`seeds` is {}", scenario.seeds);
-            Err(doc.file.error(root.line_of("seeds"), what, format!("give 1 to {SEEDS_MAX}")))
-        }
-        (Some(_), _) => {
-            let what = "`seeds` has no meaning for one `seed`";
-            Err(doc.file.error(root.line_of("seeds"), what, "write seed = \"any\""))
-        }
+    let mut scenario: Scenario = TomlDoc::new(file, text).read()?;
+    FaultSpec::number_twins(&mut scenario.fault);
+    if let Some(trace) = &mut scenario.workload.trace {
+        trace.path = folder.join(&trace.path);
     }
+    Ok(scenario)
 }
 
 /// As [`parse`], with the text of a trace that stands for the file that the scenario names.
@@ -159,30 +119,20 @@ pub(crate) fn parse_bundled(
     Ok(scenario)
 }
 
-fn seed(root: &TomlSection<'_>) -> Result<Option<u64>, ScenarioError> {
-    let Some(field) = root.get("seed") else { return Ok(None) };
-    match field.text() {
-        Ok("any") => Ok(None),
-        Ok(_) => Err(field.error("`seed` is a text", "give a number or \"any\"")),
-        Err(_) => field.literal().map(Some),
-    }
-}
-
-/// Faults are named by what stands in their tables, so that adding or removing one changes no
-/// decision of the others.
-fn faults(root: &TomlSection<'_>) -> Result<Vec<FaultSpec>, ScenarioError> {
-    let mut twins: BTreeMap<String, u64> = BTreeMap::new();
-    let mut faults = Vec::new();
-    for section in root.sections("fault")? {
-        let canonical = section.canonical();
-        let twin = twins.entry(canonical.clone()).or_default();
-        faults.push(FaultSpec::read(&section, fault::table_key(&canonical, *twin))?);
-        *twin += 1;
-    }
-    Ok(faults)
-}
-
 impl Scenario {
+    fn check_seeds(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
+        let error = |what: &str, remedy: &str| {
+            Err(section.error_at(section.line_of("seeds"), what, remedy))
+        };
+        match (self.seed.0, self.seeds) {
+            (None, 1..=SEEDS_MAX) | (Some(_), 1) => Ok(()),
+            (None, _) => {
+                error(&format!("`seeds` is {}", self.seeds), &format!("give 1 to {SEEDS_MAX}"))
+            }
+            (Some(_), _) => error("`seeds` has no meaning for one `seed`", "write seed = \"any\""),
+        }
+    }
+
     /// The path as it was given.
     pub fn name(&self) -> &str {
         &self.file.0
@@ -194,12 +144,12 @@ impl Scenario {
 
     /// The seed that the file sets; `None` is one per run.
     pub fn seed(&self) -> Option<u64> {
-        self.seed
+        self.seed.0
     }
 
     /// The seeds with which the file is run where nobody names one.
     pub fn seeds(&self) -> impl Iterator<Item = u64> + use<> {
-        let first = self.seed.unwrap_or(FIRST_SEED);
+        let first = self.seed.0.unwrap_or(FIRST_SEED);
         first..first + u64::from(self.seeds)
     }
 
@@ -236,7 +186,7 @@ impl Scenario {
     fn check(&self) -> Result<(), ScenarioError> {
         self.topology.check_tp(&self.file, &self.model)?;
         let names = self.topology.names();
-        for fault in &self.faults {
+        for fault in &self.fault {
             fault.check_names(&self.file, &names)?;
             let restart = fault.restart_tp().into_iter().flat_map(|tp| tp.ends());
             for (tp, heads) in
@@ -268,23 +218,24 @@ impl Scenario {
         let first = &shapes[0];
         let model = self.model.draw(&self.file, seed, first.tp, first.block_tokens)?;
         let mode = self.workload.mode.draw(&key.part("mode"));
+        let prefix_tokens = self.workload.prefix_tokens(seed);
+        let router = self.topology.router(seed, prefix_tokens);
+        let mut protocol = ProtocolSettings::default();
+        protocol.core.heartbeat = router.heartbeat;
         let shared = InstanceDefaults {
             mode,
-            protocol: self
-                .protocol
-                .draw(&DecisionKey::new(seed, "protocol"), ProtocolSettings::default()),
+            protocol: self.protocol.draw(&DecisionKey::new(seed, "protocol"), protocol),
             fabric: self.fabric.draw(&DecisionKey::new(seed, "fabric"), FabricLimits::default()),
         };
         let instances =
             self.topology.instances(&self.file, &shapes, (&self.model, &model), &shared)?;
-        let prefix_tokens = self.workload.prefix_tokens(seed);
         let mut run = Run {
             name: self.file.0.to_string(),
             about: self.about.clone(),
             seed,
             network: self.topology.network(seed),
-            router: self.topology.router(seed, prefix_tokens),
-            engine: self.engine.draw(seed),
+            router,
+            engine: self.engine.draw_for(seed, SMALL).settings,
             memory: self.memory.draw(&key.part("memory")),
             mode,
             prefix_tokens,
@@ -297,10 +248,9 @@ impl Scenario {
             instances,
         };
         for instance in &mut run.instances {
-            instance.cost = self.engine.cost(seed, instance.cost);
+            instance.cost = self.engine.draw_for(seed, instance.cost).cost;
         }
-        let mut on: Vec<&FaultSpec> =
-            self.faults.iter().filter(|fault| fault.is_on(seed)).collect();
+        let mut on: Vec<&FaultSpec> = self.fault.iter().filter(|fault| fault.is_on(seed)).collect();
         // How small a pool can be depends on the requests that the other faults leave.
         on.sort_by_key(|fault| fault.kind == FaultKind::SmallPool);
         for fault in on {
@@ -317,7 +267,7 @@ impl Scenario {
         let model: &ModelGeometry = &run.model;
         for becomes in run.faults.iter_mut().filter_map(|fault| fault.becomes.as_mut()) {
             let cost = self.topology.cost(&self.model, model, becomes.tp);
-            becomes.cost = self.engine.cost(seed, cost);
+            becomes.cost = self.engine.draw_for(seed, cost).cost;
         }
     }
 

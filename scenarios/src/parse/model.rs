@@ -1,85 +1,56 @@
 //! `[model]`: the KV geometry.
 
+use crate::ScenarioError;
 use crate::decide::DecisionKey;
-use crate::doc::{FileName, TomlSection};
-use crate::error::ScenarioError;
+use crate::doc::{ClosedList, FileName, TomlSection};
 use crate::preset::{MODELS, ModelPreset};
 use crate::run::{MemoryLayout, ModelGeometry, ModelGroup};
-use crate::value::{ByteSize, Distribution, named_values};
+use crate::value::{ByteSize, Distribution};
 use kvferry_engine::core::layout::GroupKind;
+use kvferry_faults::section;
 
-named_values! {
-    MemoryLayout: "block" = MemoryLayout::Block, "layer" = MemoryLayout::Layer,
-        "head-split" = MemoryLayout::HeadSplit, "token" = MemoryLayout::Token;
+impl ClosedList for &'static ModelPreset {
+    fn named() -> Vec<(&'static str, &'static ModelPreset)> {
+        MODELS.iter().map(|model| (model.name, model)).collect()
+    }
 }
 
-#[derive(Debug)]
-pub(super) struct ModelSpec {
-    pub(super) preset: Option<&'static ModelPreset>,
-    pub(super) layers: Distribution<u16>,
-    pub(super) kv_heads: Distribution<u16>,
-    pub(super) block_tokens: Distribution<u32>,
-    pub(super) layout: Distribution<MemoryLayout>,
-    head_dim: Distribution<u32>,
-    latent: Distribution<u32>,
-    element: Distribution<ByteSize>,
-    block_bytes: Option<Distribution<ByteSize>>,
-    window_layers: Distribution<u16>,
-    window: Distribution<u32>,
-    state_layers: Distribution<u16>,
-    state_bytes: Distribution<ByteSize>,
-    line: u32,
+section! {
+    #[derive(Debug)]
+    pub(super) struct ModelSpec(section) checked by ModelSpec::check {
+        pub(super) preset: Option<&'static ModelPreset>;
+        pub(super) layers: Distribution<u16> = preset.map_or(4, |it| it.layers), in (1, 1024);
+        pub(super) kv_heads: Distribution<u16> = preset.map_or(8, |it| it.kv_heads), in (1, 1024);
+        pub(super) block_tokens: Distribution<u32> = 16, in (1, 1 << 20);
+        pub(super) layout: Distribution<MemoryLayout> = MemoryLayout::Block;
+        head_dim: Distribution<u32> = preset.map_or(16, |it| it.head_dim), in (1, 65_536);
+        latent: Distribution<u32> = preset.map_or(0, |it| it.latent), in (0, 65_536);
+        element: Distribution<ByteSize> = ByteSize(preset.map_or(2, |it| it.element));
+        block_bytes: Option<Distribution<ByteSize>>;
+        window_layers: Distribution<u16> = 0;
+        window: Distribution<u32> = 64, in (1, 1 << 20);
+        state_layers: Distribution<u16> = 0;
+        state_bytes: Distribution<ByteSize> = ByteSize(256);
+    } with {
+        line: u32 = section.line;
+    }
 }
 
 impl ModelSpec {
-    pub(super) fn read(section: &TomlSection<'_>) -> Result<ModelSpec, ScenarioError> {
-        let names: Vec<&str> = MODELS.iter().map(|model| model.name).collect();
-        let find = |name: &str| MODELS.iter().find(|model| model.name == name);
-        let preset = section.get("preset").map(|field| field.entry(&names, find)).transpose()?;
-        let default = |of: fn(&ModelPreset) -> u32, else_: u32| preset.map_or(else_, of);
-        let spec = ModelSpec {
-            preset,
-            layers: section.limited_or(
-                "layers",
-                default(|p| p.layers.into(), 4) as u16,
-                (1, 1024),
-            )?,
-            kv_heads: section.limited_or(
-                "kv_heads",
-                default(|p| p.kv_heads.into(), 8) as u16,
-                (1, 1024),
-            )?,
-            block_tokens: section.limited_or("block_tokens", 16, (1, 1 << 20))?,
-            layout: section.draw_or("layout", MemoryLayout::Block)?,
-            head_dim: section.limited_or("head_dim", default(|p| p.head_dim, 16), (1, 65_536))?,
-            latent: section.limited_or("latent", default(|p| p.latent, 0), (0, 65_536))?,
-            element: section.draw_or("element", ByteSize(default(|p| p.element, 2)))?,
-            block_bytes: section.draw("block_bytes")?,
-            window_layers: section.draw_or("window_layers", 0)?,
-            window: section.limited_or("window", 64, (1, 1 << 20))?,
-            state_layers: section.draw_or("state_layers", 0)?,
-            state_bytes: section.draw_or("state_bytes", ByteSize(256))?,
-            line: section.line,
-        };
-        spec.check(section)?;
-        section.finish()?;
-        Ok(spec)
-    }
-
     fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         if let Some(zero) = self.element.ends().find(|size| ![1, 2, 4].contains(&size.0)) {
             let what = format!("`{}` is {} bytes", section.path("element"), zero.0);
-            return Err(section.doc.file.error(self.element.line, what, "give 1, 2 or 4"));
+            return Err(section.error_at(self.element.line, what, "give 1, 2 or 4"));
         }
         if let Some(bytes) = &self.block_bytes {
             if self.head_dim.line > 0 || self.latent.line > 0 {
                 let what =
                     "`model.block_bytes` and `model.head_dim` or `model.latent` both size a block";
-                return Err(section.doc.file.error(bytes.line, what, "remove one of them"));
+                return Err(section.error_at(bytes.line, what, "remove one of them"));
             }
             if bytes.ends().any(|size| size.0 == 0) {
                 let what = "`model.block_bytes` is 0";
-                return Err(section.doc.file.error(bytes.line, what, "give at least 1"));
+                return Err(section.error_at(bytes.line, what, "give at least 1"));
             }
         }
         Ok(())

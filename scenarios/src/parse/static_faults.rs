@@ -1,11 +1,11 @@
 //! Faults that are worked into the run before it starts.
 
-use super::fault::{FaultSpec, TriggerSpec};
 use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::lists::FaultKind;
 use crate::run::{AllocationOrder, Run, WorkloadPrompt, WorkloadRequest};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Role;
+use kvferry_faults::table::FaultSpec;
 
 /// Adds a fault to a run: to its list, or to what it works on.
 pub(super) fn apply(fault: &FaultSpec, seed: u64, run: &mut Run) {
@@ -88,7 +88,7 @@ fn siblings(fault: &FaultSpec, seed: u64, run: &mut Run) {
 /// The arrivals from `at` on, for `factor` times `lasts`, come within `lasts`; the later ones
 /// come earlier by as much, so that the order stays.
 fn burst(fault: &FaultSpec, seed: u64, requests: &mut [WorkloadRequest]) {
-    let Some(TriggerSpec::At(at)) = &fault.trigger else { return };
+    let Some(at) = &fault.at else { return };
     let (start, factor) = (at.draw(&fault.part(seed, "at")), u64::from(fault.factor(seed)));
     let lasts = fault.lasts(seed);
     let end = start + lasts.scale(factor, 1);

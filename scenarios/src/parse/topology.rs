@@ -1,51 +1,81 @@
 //! `[topology]`: instances, links and the router.
 
-use super::limits::{FabricSpec, ProtocolSpec};
+use super::limits::{FabricSpec, ProtocolSpec, within_credits};
 use super::model::ModelSpec;
+use crate::ScenarioError;
 use crate::cost::StepCost;
 use crate::decide::{DecisionKey, kind};
-use crate::doc::{FileName, TomlSection};
-use crate::error::ScenarioError;
+use crate::doc::{ClosedList, FileName, FromKey, FromSection, TomlField, TomlSection};
 use crate::preset::{HARDWARE, HardwarePreset, SMALL};
 use crate::run::{
     FabricLimits, InstanceSettings, MemoryLayout, ModelGeometry, NetworkSettings, ProtocolSettings,
     RouterSettings,
 };
-use crate::value::{Bandwidth, Distribution, InstanceName, ScenarioValue, named_values};
+use crate::value::{Bandwidth, Distribution, InstanceName, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
+use kvferry_faults::{section, settings};
 
-named_values! {
-    Mode: "push" = Mode::Push, "pull" = Mode::Pull;
+impl ClosedList for &'static HardwarePreset {
+    fn named() -> Vec<(&'static str, &'static HardwarePreset)> {
+        HARDWARE.iter().map(|machine| (machine.name, machine)).collect()
+    }
 }
 
-#[derive(Debug)]
-pub(super) struct TopologySpec {
-    pub(super) hardware: Option<&'static HardwarePreset>,
-    instances: Vec<InstanceSpec>,
-    link: LinkSpec,
-    router: RouterSpec,
+section! {
+    #[derive(Debug)]
+    pub(super) struct TopologySpec checked by TopologySpec::unique_names {
+        pub(super) hardware: Option<&'static HardwarePreset>;
+        prefill: InstanceTables;
+        decode: InstanceTables;
+        link: LinkSpec;
+        router: RouterSpec;
+    }
 }
 
-/// One table of `prefill` or `decode`.
+/// The tables of `prefill` or `decode`; one without keys if there is none.
 #[derive(Debug)]
-struct InstanceSpec {
-    role: Role,
-    name: Option<InstanceName>,
-    node: Option<InstanceName>,
-    count: Option<Distribution<u16>>,
-    tp: Distribution<u16>,
-    dp: Distribution<u16>,
-    blocks: Option<Distribution<u32>>,
-    block_tokens: Option<Distribution<u32>>,
-    layout: Option<Distribution<MemoryLayout>>,
-    mode: Option<Distribution<Mode>>,
-    prefix_cache: Distribution<bool>,
-    protocol: ProtocolSpec,
-    fabric: FabricSpec,
-    line: u32,
+struct InstanceTables(Vec<InstanceSpec>);
+
+impl FromKey for InstanceTables {
+    fn from_field(field: &TomlField<'_>) -> Result<InstanceTables, ScenarioError> {
+        let mut tables = Vec::from_field(field)?;
+        if tables.is_empty() {
+            tables.push(FromSection::from_section(&field.nothing())?);
+        }
+        Ok(InstanceTables(tables))
+    }
+
+    fn absent(
+        section: &TomlSection<'_>,
+        key: &'static str,
+    ) -> Result<Option<InstanceTables>, ScenarioError> {
+        let table = FromSection::from_section(&section.nothing(key))?;
+        Ok(Some(InstanceTables(vec![table])))
+    }
+}
+
+section! {
+    /// One table of `prefill` or `decode`.
+    #[derive(Debug)]
+    struct InstanceSpec(section) {
+        name: Option<InstanceName>;
+        node: Option<InstanceName>;
+        count: Option<Distribution<u16>>, in (1, 64);
+        tp: Distribution<u16> = 1, in (1, TP_MAX);
+        dp: Distribution<u16> = 1, in (1, 64);
+        blocks: Option<Distribution<u32>>, in (1, 1 << 28);
+        block_tokens: Option<Distribution<u32>>, in (1, 1 << 20);
+        layout: Option<Distribution<MemoryLayout>>;
+        mode: Option<Distribution<Mode>>;
+        prefix_cache: Distribution<bool> = true;
+        protocol: ProtocolSpec;
+        fabric: FabricSpec;
+    } with {
+        line: u32 = section.line;
+    }
 }
 
 /// What holds for every instance that does not say otherwise.
@@ -56,8 +86,9 @@ pub(super) struct InstanceDefaults {
 }
 
 /// A drawn instance before the model is known.
-pub(super) struct InstanceShape {
-    spec: usize,
+pub(super) struct InstanceShape<'a> {
+    role: Role,
+    table: &'a InstanceSpec,
     name: String,
     pub(super) tp: u16,
     pub(super) block_tokens: u32,
@@ -65,40 +96,19 @@ pub(super) struct InstanceShape {
 }
 
 impl TopologySpec {
-    pub(super) fn read(section: &TomlSection<'_>) -> Result<TopologySpec, ScenarioError> {
-        let names: Vec<&str> = HARDWARE.iter().map(|machine| machine.name).collect();
-        let find = |name: &str| HARDWARE.iter().find(|machine| machine.name == name);
-        let hardware =
-            section.get("hardware").map(|field| field.entry(&names, find)).transpose()?;
-        let mut instances = Vec::new();
-        for (role, key) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
-            let tables = section.sections(key)?;
-            if tables.is_empty() {
-                let empty = TomlSection::new(section.doc, section.path(key), None, section.line);
-                instances.push(InstanceSpec::read(role, &empty)?);
-            }
-            for table in &tables {
-                instances.push(InstanceSpec::read(role, table)?);
-            }
-        }
-        let link = LinkSpec::read(&section.section("link")?)?;
-        let router = RouterSpec::read(&section.section("router")?)?;
-        section.finish()?;
-        let spec = TopologySpec { hardware, instances, link, router };
-        spec.unique_names(&section.doc.file)?;
-        Ok(spec)
-    }
-
-    fn unique_names(&self, file: &FileName) -> Result<(), ScenarioError> {
+    fn unique_names(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
         let mut seen = std::collections::BTreeSet::new();
-        for (spec, name) in self.possible_names() {
-            if ["router", "any", "prefill", "decode"].contains(&name.as_str()) {
-                let what = format!("an instance cannot be named `{name}`");
-                return Err(file.error(spec.line, what, "choose another name"));
-            }
-            if !seen.insert(name.clone()) {
-                let what = format!("two instances are named `{name}`");
-                return Err(file.error(spec.line, what, "give each `name` once"));
+        for (_, table, names) in self.tables() {
+            for name in names {
+                if ["router", "any", "prefill", "decode"].contains(&name.as_str()) {
+                    let what = format!("an instance cannot be named `{name}`");
+                    return Err(section.error_at(table.line, what, "choose another name"));
+                }
+                if seen.contains(&name) {
+                    let what = format!("two instances are named `{name}`");
+                    return Err(section.error_at(table.line, what, "give each `name` once"));
+                }
+                seen.insert(name);
             }
         }
         Ok(())
@@ -106,38 +116,33 @@ impl TopologySpec {
 
     /// Every name that an instance can get from some seed.
     pub(super) fn names(&self) -> Vec<String> {
-        self.possible_names().map(|(_, name)| name).collect()
+        self.tables().flat_map(|(_, _, names)| names).collect()
     }
 
-    fn possible_names(&self) -> impl Iterator<Item = (&InstanceSpec, String)> {
-        self.instances.iter().enumerate().flat_map(move |(at, spec)| {
-            let count = spec.count.as_ref().map_or(1, Distribution::largest);
-            (0..count).map(move |index| (spec, self.name(at, index)))
+    /// The tables, each with the names that its instances can get. Unnamed ones are numbered on
+    /// within their role.
+    fn tables(&self) -> impl Iterator<Item = (Role, &InstanceSpec, Vec<String>)> {
+        let roles = [(Role::Prefill, 'p', &self.prefill), (Role::Decode, 'd', &self.decode)];
+        roles.into_iter().flat_map(|(role, letter, tables)| {
+            let mut unnamed = 0;
+            tables.0.iter().map(move |table| {
+                let count = table.count.as_ref().map_or(1, Distribution::largest);
+                let name = |index| match (&table.name, &table.count) {
+                    (Some(name), None) => name.0.to_string(),
+                    (Some(prefix), Some(_)) => format!("{}{index}", prefix.0),
+                    (None, _) => format!("{letter}{}", unnamed + index),
+                };
+                let names = (0..count).map(name).collect();
+                unnamed += if table.name.is_none() { count } else { 0 };
+                (role, table, names)
+            })
         })
-    }
-
-    /// The name of the `index`-th instance of a table. Unnamed ones are numbered on within their
-    /// role.
-    fn name(&self, at: usize, index: u16) -> String {
-        let spec = &self.instances[at];
-        match (&spec.name, &spec.count) {
-            (Some(name), None) => name.0.to_string(),
-            (Some(prefix), Some(_)) => format!("{}{index}", prefix.0),
-            (None, _) => {
-                let before = self.instances[..at]
-                    .iter()
-                    .filter(|other| other.role == spec.role && other.name.is_none())
-                    .map(|other| other.count.as_ref().map_or(1, Distribution::largest));
-                let letter = if spec.role == Role::Prefill { 'p' } else { 'd' };
-                format!("{letter}{}", before.sum::<u16>() + index)
-            }
-        }
     }
 
     /// Checks every TP size against every number of KV heads that can be drawn.
     pub(super) fn check_tp(&self, file: &FileName, model: &ModelSpec) -> Result<(), ScenarioError> {
         let heads: Vec<u16> = model.kv_heads.ends().copied().collect();
-        for spec in &self.instances {
+        for (_, spec, _) in self.tables() {
             for (tp, heads) in spec.tp.ends().flat_map(|tp| heads.iter().map(move |h| (*tp, *h))) {
                 fits(file, spec.tp.line, tp, heads)?;
             }
@@ -146,23 +151,16 @@ impl TopologySpec {
     }
 
     /// Draws names, TP and block sizes; the first is a prefill.
-    pub(super) fn shapes(&self, seed: u64, block_tokens: u32) -> Vec<InstanceShape> {
+    pub(super) fn shapes(&self, seed: u64, block_tokens: u32) -> Vec<InstanceShape<'_>> {
         let mut shapes = Vec::new();
-        for (at, spec) in self.instances.iter().enumerate() {
-            let count = match &spec.count {
-                Some(count) => {
-                    let key =
-                        DecisionKey::new(seed, "topology.count").actor(kind(&self.name(at, 0)));
-                    count.draw(&key)
-                }
-                None => 1,
-            };
-            for index in 0..count {
-                let name = self.name(at, index);
+        for (role, table, names) in self.tables() {
+            let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
+            let count = usize::from(or(&table.count, 1, &key));
+            for name in names.into_iter().take(count) {
                 let key = DecisionKey::new(seed, "topology.instance").actor(kind(&name));
-                let block_tokens = or(&spec.block_tokens, block_tokens, &key.part("block_tokens"));
-                let tp = spec.tp.draw(&key.part("tp"));
-                shapes.push(InstanceShape { spec: at, name, tp, block_tokens, key });
+                let block_tokens = or(&table.block_tokens, block_tokens, &key.part("block_tokens"));
+                let tp = table.tp.draw(&key.part("tp"));
+                shapes.push(InstanceShape { role, table, name, tp, block_tokens, key });
             }
         }
         shapes
@@ -172,23 +170,24 @@ impl TopologySpec {
     pub(super) fn instances(
         &self,
         file: &FileName,
-        shapes: &[InstanceShape],
+        shapes: &[InstanceShape<'_>],
         (spec, model): (&ModelSpec, &ModelGeometry),
         shared: &InstanceDefaults,
     ) -> Result<Vec<InstanceSettings>, ScenarioError> {
         let mut instances = Vec::new();
         for shape in shapes {
-            let table = &self.instances[shape.spec];
+            let table = shape.table;
             if !model.latent {
                 fits(file, table.tp.line, shape.tp, model.kv_heads)?;
             }
             let blocks = match &table.blocks {
                 Some(blocks) => blocks.draw(&shape.key.part("blocks")),
-                None => self.default_blocks(file, table.line, spec, model, shape)?,
+                None => self.default_blocks(file, spec, model, shape)?,
             };
             let layout = spec.layout.draw(&shape.key.part("layout"));
             let dp_size = table.dp.draw(&shape.key.part("dp"));
-            let protocol = table.protocol.draw(&shape.key.part("protocol"), shared.protocol);
+            let protocol =
+                table.protocol.draw(&shape.key.part("protocol"), shared.protocol.clone());
             let fabric = table.fabric.draw(&shape.key.part("fabric"), shared.fabric);
             for dp_rank in 0..dp_size {
                 let name = if dp_size == 1 {
@@ -200,7 +199,7 @@ impl TopologySpec {
                     name,
                     host: shape.name.clone(),
                     node: table.node.as_ref().map_or(shape.name.clone(), |node| node.0.to_string()),
-                    role: table.role,
+                    role: shape.role,
                     tp: shape.tp,
                     dp_rank,
                     dp_size,
@@ -210,8 +209,8 @@ impl TopologySpec {
                     mode: or(&table.mode, shared.mode, &shape.key.part("mode")),
                     prefix_cache: table.prefix_cache.draw(&shape.key.part("prefix_cache")),
                     cost: self.cost(spec, model, shape.tp),
-                    protocol,
-                    fabric,
+                    protocol: protocol.clone(),
+                    fabric: within_credits(fabric),
                 });
             }
         }
@@ -221,10 +220,9 @@ impl TopologySpec {
     fn default_blocks(
         &self,
         file: &FileName,
-        line: u32,
         spec: &ModelSpec,
         model: &ModelGeometry,
-        shape: &InstanceShape,
+        shape: &InstanceShape<'_>,
     ) -> Result<u32, ScenarioError> {
         let (Some(machine), Some(preset)) = (self.hardware, spec.preset) else { return Ok(256) };
         match machine.blocks(preset, model, shape.tp, shape.block_tokens) {
@@ -233,7 +231,7 @@ impl TopologySpec {
                     "the weights of {} do not fit into {} x {} with TP {}",
                     preset.name, shape.tp, machine.name, shape.tp
                 );
-                Err(file.error(line, what, "use a larger `tp`, or set `blocks`"))
+                Err(file.error(shape.table.line, what, "use a larger `tp`, or set `blocks`"))
             }
             blocks => Ok(blocks),
         }
@@ -252,7 +250,9 @@ impl TopologySpec {
     }
 
     pub(super) fn router(&self, seed: u64, prefix_tokens: u32) -> RouterSettings {
-        self.router.draw(seed, prefix_tokens)
+        let config = RouterConfig { prefix_tokens, ..RouterConfig::default() };
+        let base = RouterSettings { config, heartbeat: Nanos::from_secs(1), ids_differ: true };
+        self.router.draw(&DecisionKey::new(seed, "topology.router"), base)
     }
 }
 
@@ -270,65 +270,22 @@ pub(super) fn fits(file: &FileName, line: u32, tp: u16, heads: u16) -> Result<()
     Err(file.error(line, what, format!("use a divisor or multiple: {}", fitting.join(", "))))
 }
 
-impl InstanceSpec {
-    fn read(role: Role, section: &TomlSection<'_>) -> Result<InstanceSpec, ScenarioError> {
-        let spec = InstanceSpec {
-            role,
-            name: section.literal("name")?,
-            node: section.literal("node")?,
-            count: section.limited("count", 1, 64)?,
-            tp: section.limited_or("tp", 1, (1, TP_MAX))?,
-            dp: section.limited_or("dp", 1, (1, 64))?,
-            blocks: section.limited("blocks", 1, 1 << 28)?,
-            block_tokens: section.limited("block_tokens", 1, 1 << 20)?,
-            layout: section.draw("layout")?,
-            mode: section.draw("mode")?,
-            prefix_cache: section.draw_or("prefix_cache", true)?,
-            protocol: ProtocolSpec::read(&section.section("protocol")?)?,
-            fabric: FabricSpec::read(&section.section("fabric")?)?,
-            line: section.line,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
+const fn us(min: u64, max: u64) -> (Nanos, Nanos) {
+    (Nanos::from_us(min), Nanos::from_us(max))
 }
 
-#[derive(Debug)]
-struct LinkSpec {
-    latency: Distribution<Nanos>,
-    bandwidth: Option<Distribution<Bandwidth>>,
-    node_latency: Distribution<Nanos>,
-    node_bandwidth: Option<Distribution<Bandwidth>>,
-    control_latency: Distribution<Nanos>,
+section! {
+    #[derive(Debug)]
+    struct LinkSpec {
+        latency: Distribution<Nanos> = us(2, 10);
+        bandwidth: Option<Distribution<Bandwidth>>;
+        node_latency: Distribution<Nanos> = us(1, 3);
+        node_bandwidth: Option<Distribution<Bandwidth>>;
+        control_latency: Distribution<Nanos> = us(20, 60);
+    }
 }
 
 impl LinkSpec {
-    fn read(section: &TomlSection<'_>) -> Result<LinkSpec, ScenarioError> {
-        let latency = |key, min, max| -> Result<Distribution<Nanos>, ScenarioError> {
-            let default = || Distribution::range(Nanos::from_us(min), Nanos::from_us(max));
-            Ok(section.draw(key)?.unwrap_or_else(default))
-        };
-        let rate = |key| -> Result<Option<Distribution<Bandwidth>>, ScenarioError> {
-            let rate: Option<Distribution<Bandwidth>> = section.draw(key)?;
-            match &rate {
-                Some(zero) if zero.ends().any(|end| end.0 == 0) => {
-                    let what = format!("`{}` is 0", section.path(key));
-                    Err(section.doc.file.error(zero.line, what, "give at least \"1B/s\""))
-                }
-                _ => Ok(rate),
-            }
-        };
-        let spec = LinkSpec {
-            latency: latency("latency", 2, 10)?,
-            bandwidth: rate("bandwidth")?,
-            node_latency: latency("node_latency", 1, 3)?,
-            node_bandwidth: rate("node_bandwidth")?,
-            control_latency: latency("control_latency", 20, 60)?,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
-
     fn draw(&self, seed: u64, hardware: Option<&HardwarePreset>) -> NetworkSettings {
         let key = |name: &str| DecisionKey::new(seed, "topology.link").part(name);
         // Without a machine: the same NIC and node link as the MI300X platform.
@@ -343,76 +300,22 @@ impl LinkSpec {
     }
 }
 
-/// A duration of [`RouterConfig`] and the key that sets it.
-type RouterTimeKey = (&'static str, fn(&mut RouterConfig) -> &mut Nanos);
-/// A limit of [`RouterConfig`] and the key that sets it.
-type RouterLimitKey = (&'static str, fn(&mut RouterConfig) -> &mut u32);
-
-const TIMES: &[RouterTimeKey] = &[
-    ("expiry", |config| &mut config.expiry),
-    ("suspicion", |config| &mut config.suspicion),
-    ("breaker_max", |config| &mut config.breaker_max),
-    ("stream_grace", |config| &mut config.stream_grace),
-    ("drain_max", |config| &mut config.drain_max),
-    ("wait_max", |config| &mut config.wait_max),
-];
-
-const LIMITS: &[RouterLimitKey] = &[
-    ("instances_max", |config| &mut config.instances_max),
-    ("legs_max", |config| &mut config.legs_max),
-    ("retries_max", |config| &mut config.retries_max),
-    ("waiting_max", |config| &mut config.waiting_max),
-    ("requests_max", |config| &mut config.requests_max),
-    ("affinity_percent", |config| &mut config.affinity_percent),
-    ("prefixes_max", |config| &mut config.prefixes_max),
-];
-
-#[derive(Debug)]
-struct RouterSpec {
-    heartbeat: Distribution<Nanos>,
-    ids_differ: Distribution<bool>,
-    times: Vec<Option<Distribution<Nanos>>>,
-    limits: Vec<Option<Distribution<u32>>>,
-}
-
-impl RouterSpec {
-    fn read(section: &TomlSection<'_>) -> Result<RouterSpec, ScenarioError> {
-        let spec = RouterSpec {
-            heartbeat: section.draw_or("heartbeat", Nanos::from_secs(1))?,
-            ids_differ: section.draw_or("ids_differ", true)?,
-            times: TIMES.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-            limits: LIMITS.iter().map(|(key, _)| section.draw(key)).collect::<Result<_, _>>()?,
-        };
-        section.finish()?;
-        Ok(spec)
+settings! {
+    struct RouterSpec sets RouterSettings {
+        heartbeat: Nanos;
+        ids_differ: bool;
+        expiry: Nanos => config.expiry;
+        suspicion: Nanos => config.suspicion;
+        breaker_max: Nanos => config.breaker_max;
+        stream_grace: Nanos => config.stream_grace;
+        drain_max: Nanos => config.drain_max;
+        wait_max: Nanos => config.wait_max;
+        instances_max: u32 => config.instances_max;
+        legs_max: u32 => config.legs_max;
+        retries_max: u32 => config.retries_max;
+        waiting_max: u32 => config.waiting_max;
+        requests_max: u32 => config.requests_max;
+        affinity_percent: u32 => config.affinity_percent;
+        prefixes_max: u32 => config.prefixes_max;
     }
-
-    fn draw(&self, seed: u64, prefix_tokens: u32) -> RouterSettings {
-        let key = DecisionKey::new(seed, "topology.router");
-        let mut config = RouterConfig { prefix_tokens, ..RouterConfig::default() };
-        for (draw, (name, field)) in self.times.iter().zip(TIMES) {
-            if let Some(draw) = draw {
-                *field(&mut config) = draw.draw(&key.part(name));
-            }
-        }
-        for (draw, (name, field)) in self.limits.iter().zip(LIMITS) {
-            if let Some(draw) = draw {
-                *field(&mut config) = draw.draw(&key.part(name));
-            }
-        }
-        RouterSettings {
-            config,
-            heartbeat: self.heartbeat.draw(&key.part("heartbeat")),
-            ids_differ: self.ids_differ.draw(&key.part("ids_differ")),
-        }
-    }
-}
-
-/// What was written, or else the default.
-pub(super) fn or<T: ScenarioValue>(
-    draw: &Option<Distribution<T>>,
-    default: T,
-    key: &DecisionKey,
-) -> T {
-    draw.as_ref().map_or(default, |draw| draw.draw(key))
 }

@@ -1,37 +1,40 @@
 //! `[workload]`: generated requests or a trace.
 
-use super::topology::or;
+use crate::ScenarioError;
 use crate::decide::{DecisionKey, below, chance, kind, mix};
-use crate::doc::{FileName, TomlSection};
-use crate::error::ScenarioError;
+use crate::doc::{FileName, FromKey, TomlField, TomlSection};
 use crate::run::{WorkloadPrompt, WorkloadRequest};
 use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
-use crate::value::{Distribution, Probability, ScaleFactor};
+use crate::value::{Distribution, Probability, ScaleFactor, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Mode;
-use std::path::{Path, PathBuf};
+use kvferry_faults::section;
+use std::path::PathBuf;
 
 /// Longest prompt or output that can be asked for, in tokens.
 const TOKENS_MAX: u32 = 1 << 24;
 
-#[derive(Debug)]
-pub(super) struct WorkloadSpec {
-    pub(super) mode: Distribution<Mode>,
-    pub(super) trace: Option<TraceSource>,
-    requests: Distribution<u32>,
-    prompt_tokens: Distribution<u32>,
-    output_tokens: Distribution<u32>,
-    prompts: Distribution<u32>,
-    arrival: Distribution<Nanos>,
-    start: Distribution<Nanos>,
-    samples: Distribution<u32>,
-    stop: Probability,
-    abort: AbortSpec,
-    prefix: PrefixSpec,
-    singles: Vec<SingleRequestSpec>,
-    speed: Distribution<ScaleFactor>,
-    limit: Option<Distribution<u32>>,
-    line: u32,
+section! {
+    #[derive(Debug)]
+    pub(super) struct WorkloadSpec(section) checked by WorkloadSpec::check {
+        pub(super) mode: Distribution<Mode> = Mode::Push;
+        pub(super) trace: Option<TraceSource>;
+        requests: Distribution<u32> = 8, in (0, 1 << 20);
+        prompt_tokens: Distribution<u32> = (16, 256), in (0, TOKENS_MAX);
+        output_tokens: Distribution<u32> = (1, 16), in (1, TOKENS_MAX);
+        prompts: Distribution<u32> = 1, in (1, 64);
+        arrival: Distribution<Nanos> = Nanos::from_ms(1);
+        start: Distribution<Nanos> = Nanos::ZERO;
+        samples: Distribution<u32> = 1, in (1, 64);
+        stop: Probability = Probability(0);
+        abort: AbortSpec;
+        prefix: PrefixSpec;
+        single: Vec<SingleRequestSpec>;
+        speed: Distribution<ScaleFactor> = ScaleFactor(1000);
+        limit: Option<Distribution<u32>>;
+    } with {
+        line: u32 = section.line;
+    }
 }
 
 /// A trace file and where it is named.
@@ -43,28 +46,41 @@ pub(super) struct TraceSource {
     pub(super) line: u32,
 }
 
-/// `abort`: clients that go away.
-#[derive(Debug)]
-struct AbortSpec {
-    chance: Distribution<Probability>,
-    after: Distribution<Nanos>,
+impl FromKey for TraceSource {
+    fn from_field(field: &TomlField<'_>) -> Result<TraceSource, ScenarioError> {
+        Ok(TraceSource { path: field.text()?.into(), text: None, line: field.line })
+    }
 }
 
-/// `prefix`: prompts that start the same.
-#[derive(Debug)]
-struct PrefixSpec {
-    chance: Distribution<Probability>,
-    pools: Distribution<u32>,
-    tokens: Distribution<u32>,
-    run: Distribution<u32>,
+section! {
+    /// `abort`: clients that go away.
+    #[derive(Debug)]
+    struct AbortSpec {
+        chance: Distribution<Probability> = Probability(0);
+        after: Distribution<Nanos> = Nanos::ZERO;
+    }
 }
 
-/// `single`: a request of its own beside those that are alike.
-#[derive(Debug)]
-struct SingleRequestSpec {
-    at: Distribution<Nanos>,
-    prompt_tokens: Distribution<u32>,
-    output_tokens: Distribution<u32>,
+section! {
+    /// `prefix`: prompts that start the same.
+    #[derive(Debug)]
+    struct PrefixSpec {
+        chance: Distribution<Probability> = Probability(0);
+        pools: Distribution<u32> = 1, in (1, 1 << 20);
+        tokens: Distribution<u32> = 0, in (0, TOKENS_MAX);
+        run: Distribution<u32> = 16, in (1, TOKENS_MAX);
+    }
+}
+
+section! {
+    /// `single`: a request of its own beside those that are alike.
+    #[derive(Debug)]
+    struct SingleRequestSpec {
+        at: Distribution<Nanos>,
+            else ("a single request without `at`", "say when it arrives");
+        prompt_tokens: Distribution<u32> = 16, in (0, TOKENS_MAX);
+        output_tokens: Distribution<u32> = 1, in (1, TOKENS_MAX);
+    }
 }
 
 /// Keys that make no sense beside `trace`.
@@ -80,58 +96,7 @@ const GENERATED: &[&str] = &[
 ];
 
 impl WorkloadSpec {
-    /// Reads the table; a trace is looked for in `folder`.
-    pub(super) fn read(
-        section: &TomlSection<'_>,
-        folder: &Path,
-    ) -> Result<WorkloadSpec, ScenarioError> {
-        let trace = match section.get("trace") {
-            Some(field) => {
-                let path = folder.join(field.text()?);
-                Some(TraceSource { path, text: None, line: field.line })
-            }
-            None => None,
-        };
-        let spec = WorkloadSpec {
-            mode: section.draw_or("mode", Mode::Push)?,
-            trace,
-            requests: section.limited_or("requests", 8, (0, 1 << 20))?,
-            prompt_tokens: section
-                .limited("prompt_tokens", 0, TOKENS_MAX)?
-                .unwrap_or_else(|| Distribution::range(16, 256)),
-            output_tokens: section
-                .limited("output_tokens", 1, TOKENS_MAX)?
-                .unwrap_or_else(|| Distribution::range(1, 16)),
-            prompts: section.limited_or("prompts", 1, (1, 64))?,
-            arrival: section.draw_or("arrival", Nanos::from_ms(1))?,
-            start: section.draw_or("start", Nanos::ZERO)?,
-            samples: section.limited_or("samples", 1, (1, 64))?,
-            stop: section.literal("stop")?.unwrap_or(Probability(0)),
-            abort: AbortSpec::read(&section.section("abort")?)?,
-            prefix: PrefixSpec::read(&section.section("prefix")?)?,
-            singles: section
-                .sections("single")?
-                .iter()
-                .map(SingleRequestSpec::read)
-                .collect::<Result<_, _>>()?,
-            speed: section.draw_or("speed", ScaleFactor(1000))?,
-            limit: section.draw("limit")?,
-            line: section.line,
-        };
-        spec.check(section)?;
-        section.finish()?;
-        Ok(spec)
-    }
-
     fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
-        let error =
-            |line, what: &str, remedy: &str| Err(section.doc.file.error(line, what, remedy));
-        if self.stop.0 > 1_000_000 {
-            return error(section.line_of("stop"), "`workload.stop` is above 1", "give 0 to 1");
-        }
-        if self.speed.ends().any(|speed| speed.0 == 0) {
-            return error(self.speed.line, "`workload.speed` is 0", "give at least 0.001");
-        }
         let (with, without): (&[&str], &str) = match &self.trace {
             Some(_) => (GENERATED, "with"),
             None => (&["speed", "limit"], "without"),
@@ -140,7 +105,7 @@ impl WorkloadSpec {
             None => Ok(()),
             Some(key) => {
                 let what = format!("`workload.{key}` has no meaning {without} `trace`");
-                error(section.line_of(key), &what, "remove one of them")
+                Err(section.error_at(section.line_of(key), what, "remove one of them"))
             }
         }
     }
@@ -218,7 +183,7 @@ impl WorkloadSpec {
         let single = |(n, single): (u64, &SingleRequestSpec)| {
             single.draw(&self.prefix, prefix_tokens, &key.part("single").actor(n))
         };
-        requests.extend((0..).zip(&self.singles).map(single));
+        requests.extend((0..).zip(&self.single).map(single));
         requests.sort_by_key(|request| request.arrival);
         requests
     }
@@ -231,19 +196,6 @@ impl WorkloadSpec {
 }
 
 impl SingleRequestSpec {
-    fn read(section: &TomlSection<'_>) -> Result<SingleRequestSpec, ScenarioError> {
-        let Some(at) = section.draw("at")? else {
-            return Err(section.error("a single request without `at`", "say when it arrives"));
-        };
-        let spec = SingleRequestSpec {
-            at,
-            prompt_tokens: section.limited_or("prompt_tokens", 16, (0, TOKENS_MAX))?,
-            output_tokens: section.limited_or("output_tokens", 1, (1, TOKENS_MAX))?,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
-
     fn draw(&self, prefix: &PrefixSpec, run: u32, key: &DecisionKey) -> WorkloadRequest {
         let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
         WorkloadRequest {
@@ -258,15 +210,6 @@ impl SingleRequestSpec {
 }
 
 impl AbortSpec {
-    fn read(section: &TomlSection<'_>) -> Result<AbortSpec, ScenarioError> {
-        let spec = AbortSpec {
-            chance: probability(section, "chance")?.unwrap_or(Distribution::fixed(Probability(0))),
-            after: section.draw_or("after", Nanos::ZERO)?,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
-
     fn draw(&self, key: &DecisionKey) -> Option<Nanos> {
         // The probability itself is one for the whole run.
         let ppm = self.chance.draw(&key.actor(0).part("rate")).0;
@@ -275,17 +218,6 @@ impl AbortSpec {
 }
 
 impl PrefixSpec {
-    fn read(section: &TomlSection<'_>) -> Result<PrefixSpec, ScenarioError> {
-        let spec = PrefixSpec {
-            chance: probability(section, "chance")?.unwrap_or(Distribution::fixed(Probability(0))),
-            pools: section.limited_or("pools", 1, (1, 1 << 20))?,
-            tokens: section.limited_or("tokens", 0, (0, TOKENS_MAX))?,
-            run: section.limited_or("run", 16, (1, TOKENS_MAX))?,
-        };
-        section.finish()?;
-        Ok(spec)
-    }
-
     /// A prompt that starts like the others of its pool for some tokens, rounded down to whole
     /// runs, and goes on like no other.
     fn prompt(&self, tokens: u32, run: u32, key: &DecisionKey) -> WorkloadPrompt {
@@ -311,16 +243,3 @@ impl PrefixSpec {
 
 /// Distinguishes a tail from the runs of a prompt, which are numbered from 0.
 const TAIL: u64 = kind("tail");
-
-/// A probability, at most 1.
-pub(super) fn probability(
-    section: &TomlSection<'_>,
-    key: &'static str,
-) -> Result<Option<Distribution<Probability>>, ScenarioError> {
-    let Some(draw) = section.draw::<Probability>(key)? else { return Ok(None) };
-    if draw.ends().any(|end| end.0 > 1_000_000) {
-        let what = format!("`{}` is above 1", section.path(key));
-        return Err(section.doc.file.error(draw.line, what, "give a probability from 0 to 1"));
-    }
-    Ok(Some(draw))
-}

@@ -4,8 +4,8 @@
 
 pub mod generate;
 
+use crate::ScenarioError;
 use crate::decide::{kind, mix};
-use crate::error::ScenarioError;
 use crate::run::{WorkloadPrompt, WorkloadRequest};
 use kvferry_engine::core::Nanos;
 use serde::{Deserialize, Serialize};

@@ -1,12 +1,15 @@
 //! Values of the language and their three forms: literal, range, choice.
 
 use crate::decide::{DecisionKey, below, within};
-use crate::run::DurationRange;
+use crate::doc::{FromKey, TomlField};
+use crate::error::ScenarioError;
+use crate::fault::DurationRange;
 use kvferry_engine::core::Nanos;
+use kvferry_engine::core::message::Mode;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.
-pub(crate) trait ScenarioValue: Clone + PartialOrd {
+pub trait ScenarioValue: Clone + PartialOrd {
     /// What to write, e.g. `a duration such as "2ms"`.
     fn form() -> String;
 
@@ -14,20 +17,27 @@ pub(crate) trait ScenarioValue: Clone + PartialOrd {
     fn parse(text: &str) -> Option<Self>;
 
     /// The value at `uniform` of the way from `min` to `max`; `None` if the type has no ranges.
-    fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self>;
+    fn between(_min: &Self, _max: &Self, _uniform: u64) -> Option<Self> {
+        None
+    }
+
+    /// What is wrong with a literal that has no meaning, and what to do.
+    fn refused(&self) -> Option<(&'static str, &'static str)> {
+        None
+    }
 }
 
 /// A value that is drawn per seed: one of some ranges, both ends included. A literal is a single
 /// range of one value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Distribution<T> {
+pub struct Distribution<T> {
     ranges: Vec<(T, T)>,
     /// Where it stands; 0 for a default.
-    pub(crate) line: u32,
+    pub line: u32,
 }
 
 /// Why a text is no [`Distribution`].
-pub(crate) enum MalformedValue {
+pub enum MalformedValue {
     /// This part cannot be read.
     Part(String),
     /// This range starts behind its end.
@@ -36,18 +46,23 @@ pub(crate) enum MalformedValue {
     NoRange(String),
 }
 
+/// The same for every seed.
+impl<T: ScenarioValue> From<T> for Distribution<T> {
+    fn from(value: T) -> Distribution<T> {
+        Distribution::from((value.clone(), value))
+    }
+}
+
+/// Anything from the first to the second.
+impl<T> From<(T, T)> for Distribution<T> {
+    fn from(range: (T, T)) -> Distribution<T> {
+        Distribution { ranges: vec![range], line: 0 }
+    }
+}
+
 impl<T: ScenarioValue> Distribution<T> {
-    pub(crate) fn fixed(value: T) -> Distribution<T> {
-        Distribution { ranges: vec![(value.clone(), value)], line: 0 }
-    }
-
-    /// Anything from `min` to `max`.
-    pub(crate) fn range(min: T, max: T) -> Distribution<T> {
-        Distribution { ranges: vec![(min, max)], line: 0 }
-    }
-
     /// Reads `"a"`, `"a..b"` and `"a|b..c|d"`.
-    pub(crate) fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
+    pub fn parse(text: &str, line: u32) -> Result<Distribution<T>, MalformedValue> {
         let mut ranges = Vec::new();
         for part in text.split('|') {
             let part = part.trim();
@@ -78,7 +93,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The value for a key. Every choice is equally likely, and every value of a range.
-    pub(crate) fn draw(&self, key: &DecisionKey) -> T {
+    pub fn draw(&self, key: &DecisionKey) -> T {
         let (min, max) = self.pick(key);
         if min == max {
             return min.clone();
@@ -87,7 +102,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The only value, if there is only one.
-    pub(crate) fn literal(&self) -> Option<&T> {
+    pub fn literal(&self) -> Option<&T> {
         match self.ranges.as_slice() {
             [(min, max)] if min == max => Some(min),
             _ => None,
@@ -95,7 +110,7 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// The only range, if there is only one.
-    pub(crate) fn single(&self) -> Option<&(T, T)> {
+    pub fn single(&self) -> Option<&(T, T)> {
         match self.ranges.as_slice() {
             [range] => Some(range),
             _ => None,
@@ -103,20 +118,25 @@ impl<T: ScenarioValue> Distribution<T> {
     }
 
     /// Both ends of every range.
-    pub(crate) fn ends(&self) -> impl Iterator<Item = &T> {
+    pub fn ends(&self) -> impl Iterator<Item = &T> {
         self.ranges.iter().flat_map(|(min, max)| [min, max])
     }
 
     /// The largest possible value.
-    pub(crate) fn largest(&self) -> T {
+    pub fn largest(&self) -> T {
         let largest = self.ranges.iter().map(|(_, max)| max);
         largest.reduce(|a, b| if b > a { b } else { a }).expect("a draw has a range").clone()
     }
 }
 
+/// What was written, or else the default.
+pub fn or<T: ScenarioValue>(draw: &Option<Distribution<T>>, default: T, key: &DecisionKey) -> T {
+    draw.as_ref().map_or(default, |draw| draw.draw(key))
+}
+
 impl Distribution<Nanos> {
     /// Decides the choice and keeps the range, to be drawn at each use.
-    pub(crate) fn span(&self, key: &DecisionKey) -> DurationRange {
+    pub fn span(&self, key: &DecisionKey) -> DurationRange {
         let (min, max) = *self.pick(key);
         DurationRange { min, max }
     }
@@ -141,10 +161,14 @@ macro_rules! whole_number {
     )*};
 }
 
-whole_number!(u16 u32 u64);
+whole_number!(u8 u16 u32 u64);
 
 macro_rules! measured {
-    ($($type:ident($inner:ty) $form:literal [$($unit:literal $factor:expr),*])*) => {$(
+    ($(
+        $type:ident($inner:ty) $form:literal [
+            $($unit:literal $factor:expr),* $(; $wrong:expr => $is:literal, $remedy:literal)?
+        ]
+    )*) => {$(
         impl ScenarioValue for $type {
             fn form() -> String {
                 $form.into()
@@ -159,33 +183,37 @@ macro_rules! measured {
                 let drawn = within(uniform, u64::from(min.0), u64::from(max.0));
                 Some($type(drawn as $inner))
             }
+
+            $(fn refused(&self) -> Option<(&'static str, &'static str)> {
+                $wrong(self.0).then_some(($is, $remedy))
+            })?
         }
     )*};
 }
 
 /// A size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ByteSize(pub(crate) u32);
+pub struct ByteSize(pub u32);
 
 /// A size in bytes that may exceed what one request moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ByteVolume(pub(crate) u64);
+pub struct ByteVolume(pub u64);
 
 /// A bandwidth in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Bandwidth(pub(crate) u64);
+pub struct Bandwidth(pub u64);
 
 /// A very short time in femtoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Femtoseconds(pub(crate) u64);
+pub struct Femtoseconds(pub u64);
 
 /// A probability in a million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Probability(pub(crate) u32);
+pub struct Probability(pub u32);
 
 /// A factor in thousandths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct ScaleFactor(pub(crate) u32);
+pub struct ScaleFactor(pub u32);
 
 measured! {
     Nanos(u64) "a duration such as \"2us\", \"1.5s\" or \"10min\"" [
@@ -200,13 +228,37 @@ measured! {
     ]
     ByteVolume(u64) "a size such as 8192, \"8KiB\" or \"2GiB\"" [
         "" 1, "B" 1, "KiB" 1 << 10, "MiB" 1 << 20, "GiB" 1 << 30
+        ; |bytes| bytes == 0 => "0", "give at least 1"
     ]
     Bandwidth(u64) "a bandwidth such as \"40GB/s\" or \"400Gb/s\"" [
         "B/s" 1, "KB/s" 1_000, "MB/s" 1_000_000, "GB/s" 1_000_000_000, "TB/s" 1_000_000_000_000,
         "Mb/s" 125_000, "Gb/s" 125_000_000
+        ; |rate| rate == 0 => "0", "give at least \"1B/s\""
     ]
-    Probability(u32) "a probability such as 0.25, in steps of 0.000001" ["" 1_000_000]
-    ScaleFactor(u32) "a factor such as 2 or 0.5, in steps of 0.001" ["" 1_000]
+    Probability(u32) "a probability such as 0.25, in steps of 0.000001" [
+        "" 1_000_000; |ppm| ppm > 1_000_000 => "above 1", "give a probability from 0 to 1"
+    ]
+    ScaleFactor(u32) "a factor such as 2 or 0.5, in steps of 0.001" [
+        "" 1_000; |thousandths| thousandths == 0 => "0", "give at least 0.001"
+    ]
+}
+
+impl From<ByteVolume> for u64 {
+    fn from(volume: ByteVolume) -> u64 {
+        volume.0
+    }
+}
+
+impl From<ByteVolume> for Option<u64> {
+    fn from(volume: ByteVolume) -> Option<u64> {
+        Some(volume.0)
+    }
+}
+
+impl From<Femtoseconds> for u64 {
+    fn from(time: Femtoseconds) -> u64 {
+        time.0
+    }
 }
 
 /// `12.5ms` with the units of `units`, exactly: `None` if digits are lost or the unit is unknown.
@@ -228,7 +280,7 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
 
 /// A name of an instance or of a group of them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct InstanceName(pub(crate) Arc<str>);
+pub struct InstanceName(pub Arc<str>);
 
 impl ScenarioValue for InstanceName {
     fn form() -> String {
@@ -239,13 +291,23 @@ impl ScenarioValue for InstanceName {
         let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         (!text.is_empty() && text.chars().all(legal)).then(|| InstanceName(text.into()))
     }
-
-    fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
-        None
-    }
 }
 
+/// Makes values readable that are the same for every seed.
+macro_rules! literal_keys {
+    ($($type:ty)*) => {$(
+        impl FromKey for $type {
+            fn from_field(field: &TomlField<'_>) -> Result<$type, ScenarioError> {
+                field.literal()
+            }
+        }
+    )*};
+}
+
+literal_keys!(u8 u32 Nanos Probability InstanceName);
+
 /// Makes types with named values readable.
+#[macro_export]
 macro_rules! named_values {
     ($($type:ty: $($name:literal = $value:expr),* ;)*) => {$(
         impl $crate::value::ScenarioValue for $type {
@@ -260,25 +322,20 @@ macro_rules! named_values {
                     _ => None,
                 }
             }
-
-            fn between(_: &Self, _: &Self, _: u64) -> Option<Self> {
-                None
-            }
         }
     )*};
 }
 
 /// `one of "a", "b"`.
-pub(crate) fn one_of(names: &[&str]) -> String {
+pub fn one_of(names: &[&str]) -> String {
     let quoted: Vec<String> = names.iter().map(|name| format!("\"{name}\"")).collect();
     format!("one of {}", quoted.join(", "))
 }
 
 named_values! {
     bool: "true" = true, "false" = false;
+    Mode: "push" = Mode::Push, "pull" = Mode::Pull;
 }
-
-pub(crate) use named_values;
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! What each fault kind takes.
 
+use crate::fault::DurationRange;
 use crate::lists::FaultKind;
-use crate::run::DurationRange;
 use kvferry_engine::core::Nanos;
 
 /// What `chance` is per, and where a trigger makes sense at all.

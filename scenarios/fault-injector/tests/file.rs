@@ -1,7 +1,6 @@
 //! Files of faults alone.
 
-use kvferry_scenarios::run::FaultTrigger;
-use kvferry_scenarios::{FaultFile, FaultKind, TriggerEvent};
+use kvferry_faults::{FaultFile, FaultKind, FaultTrigger, TriggerEvent};
 
 fn error(text: &str) -> String {
     FaultFile::parse("f.toml", text).expect_err("refused").to_string()
@@ -28,12 +27,12 @@ fn faults_are_drawn_as_in_a_scenario() {
     let file = FaultFile::parse("f.toml", text).unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(file.seed(), 3);
     let faults = file.faults();
-    let kinds: Vec<_> = faults.iter().map(|(line, fault)| (*line, fault.kind)).collect();
+    let kinds: Vec<_> = faults.iter().map(|fault| (fault.line, fault.kind)).collect();
     assert_eq!(kinds, [(5, FaultKind::NoCopy), (9, FaultKind::CompletionReorder)]);
-    assert_eq!(faults[0].1.times, 4);
-    let FaultTrigger::On { event, nth, .. } = &faults[0].1.trigger else { panic!("on") };
+    assert_eq!(faults[0].times, 4);
+    let FaultTrigger::On { event, nth, .. } = &faults[0].trigger else { panic!("on") };
     assert_eq!((*event, *nth), (TriggerEvent::OpPosted, 1));
-    assert_eq!(faults[1].1.trigger, FaultTrigger::Chance(500_000));
+    assert_eq!(faults[1].trigger, FaultTrigger::Chance(500_000));
 }
 
 #[test]

@@ -5,9 +5,12 @@
 //! Of several faults that hit the same transfer the first of the file wins.
 
 use crate::decide::{DecisionKey, chance};
-use crate::run::{DurationRange, FaultTrigger, InjectedFault};
-use crate::{FaultFile, FaultKind, ScenarioError, TriggerEvent};
+use crate::error::ScenarioError;
+use crate::fault::{DrawnFault, DurationRange, FaultTrigger};
+use crate::file::FaultFile;
+use crate::lists::{FaultKind, TriggerEvent};
 use kvferry_engine::core::Nanos;
+use std::convert::Infallible;
 use std::path::Path;
 
 /// Environment variable that names the file, for every process that injects faults.
@@ -18,20 +21,25 @@ pub const VARIABLE: &str = "KVFERRY_FAULTS";
 pub enum InjectedEffect {
     /// Reported as done, nothing moves.
     NoCopy,
-    /// It arrives and is reported as failed.
-    AckLost,
-    /// It is never reported.
-    CompletionLost,
+    /// It arrives, and its end is reported otherwise.
+    Reported(ReportFault),
     /// It fails, nothing moves.
     Fails,
     /// It fails, and so does everything else between the two engines, for good.
     KillsPeer,
-    /// It is reported this much late.
-    ReportedLate(Nanos),
     /// Reported as done at once, it moves this much later.
     MovedLate(Nanos),
     /// Reported as failed at once, it moves all the same this much later.
     FailsAndMoves(Nanos),
+}
+
+/// How the end of a transfer is reported that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReportFault {
+    /// This much late.
+    Late(Nanos),
+    AsFailed,
+    Never,
 }
 
 /// The faults of a file, and what they have done so far.
@@ -44,7 +52,7 @@ pub struct FaultInjector {
 
 #[derive(Debug)]
 struct FaultRule {
-    fault: InjectedFault,
+    fault: DrawnFault<Infallible>,
     left: u32,
     fired: u64,
     /// For `fabric.queue_full`: until when the queue is full.
@@ -52,7 +60,20 @@ struct FaultRule {
 }
 
 impl FaultInjector {
-    /// Loads a file of faults of these kinds.
+    /// Every kind that can be injected into the transfers of a process.
+    pub const KINDS: [FaultKind; 9] = [
+        FaultKind::QpError,
+        FaultKind::AckLost,
+        FaultKind::CompletionLost,
+        FaultKind::QueueFull,
+        FaultKind::CompletionReorder,
+        FaultKind::NotifyOvertakes,
+        FaultKind::LateLanding,
+        FaultKind::SiblingFailure,
+        FaultKind::NoCopy,
+    ];
+
+    /// Loads a file of faults of these kinds, which are some of [`FaultInjector::KINDS`].
     ///
     /// # Errors
     /// With file, line, what cannot be injected and what can.
@@ -62,17 +83,25 @@ impl FaultInjector {
 
     fn new(file: &FaultFile, kinds: &[FaultKind]) -> Result<FaultInjector, ScenarioError> {
         let mut plans = Vec::new();
-        for (line, fault) in file.faults() {
+        for fault in file.faults() {
             if !kinds.contains(&fault.kind) {
                 let what = format!("{} cannot be injected into real transfers", fault.kind);
                 let names: Vec<&str> = kinds.iter().map(|kind| kind.name()).collect();
-                return Err(file.error(line, what, &format!("use one of {}", names.join(", "))));
+                return Err(file.error(
+                    fault.line,
+                    what,
+                    &format!("use one of {}", names.join(", ")),
+                ));
             }
             if let FaultTrigger::On { event, .. } = &fault.trigger
                 && *event != TriggerEvent::OpPosted
             {
                 let what = format!("{event} is not seen by this process");
-                return Err(file.error(line, what, "wait for op.posted, or use `at` or `chance`"));
+                return Err(file.error(
+                    fault.line,
+                    what,
+                    "wait for op.posted, or use `at` or `chance`",
+                ));
             }
             plans.push(FaultRule { left: fault.times, fault, fired: 0, full_until: Nanos::ZERO });
         }
@@ -127,11 +156,13 @@ impl FaultRule {
         let delay = draw("delay", self.fault.delay);
         match self.fault.kind {
             FaultKind::QpError => Some(InjectedEffect::KillsPeer),
-            FaultKind::AckLost => Some(InjectedEffect::AckLost),
-            FaultKind::CompletionLost => Some(InjectedEffect::CompletionLost),
+            FaultKind::AckLost => Some(InjectedEffect::Reported(ReportFault::AsFailed)),
+            FaultKind::CompletionLost => Some(InjectedEffect::Reported(ReportFault::Never)),
             FaultKind::SiblingFailure => Some(InjectedEffect::Fails),
             FaultKind::NoCopy => Some(InjectedEffect::NoCopy),
-            FaultKind::CompletionReorder => Some(InjectedEffect::ReportedLate(delay)),
+            FaultKind::CompletionReorder => {
+                Some(InjectedEffect::Reported(ReportFault::Late(delay)))
+            }
             FaultKind::NotifyOvertakes => Some(InjectedEffect::MovedLate(delay)),
             FaultKind::LateLanding => Some(InjectedEffect::FailsAndMoves(delay)),
             _ => {
@@ -162,7 +193,8 @@ mod tests {
         );
         let hits: Vec<_> = (0..6).map(|us| faults.posted(Nanos::from_us(us))).collect();
         let no_copy = Some(InjectedEffect::NoCopy);
-        assert_eq!(hits, [None, no_copy, no_copy, None, None, Some(InjectedEffect::AckLost)]);
+        let ack_lost = Some(InjectedEffect::Reported(ReportFault::AsFailed));
+        assert_eq!(hits, [None, no_copy, no_copy, None, None, ack_lost]);
     }
 
     #[test]
@@ -179,7 +211,7 @@ mod tests {
         let (low, high) = (Nanos::from_ms(1), Nanos::from_ms(2));
         for effect in late {
             assert!(
-                matches!(effect, InjectedEffect::ReportedLate(by) if (low..=high).contains(by))
+                matches!(effect, InjectedEffect::Reported(ReportFault::Late(by)) if (low..=high).contains(by))
             );
         }
     }

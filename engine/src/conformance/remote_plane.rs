@@ -1,9 +1,12 @@
 //! A plane in another process, called through a socket: the test binary executed again.
 
+use crate::core::command::{DataCommand, DataRefusal};
+use crate::core::layout::Slices;
 use crate::core::time::Nanos;
+use crate::effects::perform_data;
 use crate::fabric::{
-    Address, Caps, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId, QuiesceTicket,
-    Refused, RegionDesc, RegionId, SessionId, Submit,
+    Address, Caps, DataEvent, DataPlane, Memory, NextPoll, PeerId, QuiesceTicket, Refused,
+    RegionDesc, RegionId, SessionId, Submit,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -43,15 +46,8 @@ pub trait PlaneUnderTest {
 enum RemoteCall {
     Address,
     Memory,
-    Register(RegionId, Memory),
+    Command(DataCommand),
     Deregister(RegionId),
-    Connect(PeerId, Address, u64),
-    Disconnect(PeerId),
-    Open(SessionId, RegionId, PeerId, RegionDesc),
-    Close(SessionId),
-    Submit(OpId, SessionId, Direction, [Vec<u64>; 3]),
-    Quiesce(SessionId, QuiesceTicket),
-    Fence(PeerId),
     Poll(Nanos),
     Peek(u64, u64),
     Poke(u64, Vec<u8>),
@@ -104,30 +100,16 @@ fn answer(served: &mut dyn PlaneUnderTest, call: RemoteCall) -> RemoteReply {
     let taken = match call {
         RemoteCall::Address => return RemoteReply::Address(plane.address()),
         RemoteCall::Memory => return RemoteReply::Memory(served.memory()),
-        RemoteCall::Register(region, memory) => plane.register(region, memory),
+        RemoteCall::Command(command) => match perform_data(plane, command) {
+            None => Ok(()),
+            Some(
+                DataRefusal::Register { why, .. }
+                | DataRefusal::Connect { why, .. }
+                | DataRefusal::Open { why, .. }
+                | DataRefusal::Submit { why, .. },
+            ) => Err(why),
+        },
         RemoteCall::Deregister(region) => plane.deregister(region),
-        RemoteCall::Connect(peer, address, fence_key) => plane.connect(peer, &address, fence_key),
-        RemoteCall::Open(session, local, peer, remote) => plane.open(session, local, peer, &remote),
-        RemoteCall::Submit(op, session, direction, [local, remote, len]) => {
-            let (local, remote, len) = (&local[..], &remote[..], &len[..]);
-            plane.submit(Submit { op, session, direction, local, remote, len })
-        }
-        RemoteCall::Disconnect(peer) => {
-            plane.disconnect(peer);
-            Ok(())
-        }
-        RemoteCall::Close(session) => {
-            plane.close(session);
-            Ok(())
-        }
-        RemoteCall::Quiesce(session, ticket) => {
-            plane.quiesce(session, ticket);
-            Ok(())
-        }
-        RemoteCall::Fence(peer) => {
-            plane.fence(peer);
-            Ok(())
-        }
         RemoteCall::Poke(offset, from) => {
             served.poke(offset, &from);
             Ok(())
@@ -189,6 +171,10 @@ impl RemotePlane {
             Some(RemoteReply::Taken(taken)) => taken,
             _ => Err(Refused::Gone),
         }
+    }
+
+    fn perform(&self, command: DataCommand) -> Result<(), Refused> {
+        self.take(&RemoteCall::Command(command))
     }
 
     /// Process id of the child.
@@ -253,7 +239,7 @@ impl DataPlane for RemotePlane {
     }
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
-        self.take(&RemoteCall::Register(region, memory))
+        self.perform(DataCommand::Register { region, memory })
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
@@ -261,11 +247,11 @@ impl DataPlane for RemotePlane {
     }
 
     fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
-        self.take(&RemoteCall::Connect(peer, address.clone(), fence_key))
+        self.perform(DataCommand::Connect { peer, address: address.clone(), fence_key })
     }
 
     fn disconnect(&mut self, peer: PeerId) {
-        let _ = self.take(&RemoteCall::Disconnect(peer));
+        let _ = self.perform(DataCommand::Disconnect { peer });
     }
 
     fn open(
@@ -275,24 +261,26 @@ impl DataPlane for RemotePlane {
         peer: PeerId,
         remote: &RegionDesc,
     ) -> Result<(), Refused> {
-        self.take(&RemoteCall::Open(session, local, peer, remote.clone()))
+        self.perform(DataCommand::Open { session, local, peer, remote: remote.clone() })
     }
 
     fn close(&mut self, session: SessionId) {
-        let _ = self.take(&RemoteCall::Close(session));
+        let _ = self.perform(DataCommand::Close { session });
     }
 
     fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused> {
-        let lists = [batch.local.to_vec(), batch.remote.to_vec(), batch.len.to_vec()];
-        self.take(&RemoteCall::Submit(batch.op, batch.session, batch.direction, lists))
+        let Submit { op, session, direction, .. } = batch;
+        let (local, remote) = (batch.local.to_vec(), batch.remote.to_vec());
+        let slices = Slices { local, remote, len: batch.len.to_vec() };
+        self.perform(DataCommand::Submit { op, session, direction, slices })
     }
 
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
-        let _ = self.take(&RemoteCall::Quiesce(session, ticket));
+        let _ = self.perform(DataCommand::Quiesce { session, ticket });
     }
 
     fn fence(&mut self, peer: PeerId) {
-        let _ = self.take(&RemoteCall::Fence(peer));
+        let _ = self.perform(DataCommand::Fence { peer });
     }
 
     fn set_waker(&mut self, _waker: Waker) {}

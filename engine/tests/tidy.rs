@@ -126,6 +126,7 @@ fn the_readme_names_every_crate() {
         "engine",
         "scenarios",
         "fabric-sim",
+        "fabric-common",
         "fabric-host",
         "fabric-mori",
         "wire",

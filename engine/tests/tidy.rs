@@ -128,6 +128,7 @@ fn the_readme_names_every_crate() {
         "engine",
         "scenarios",
         "fabric-sim",
+        "fabric-host/common",
         "fabric-host",
         "fabric-mori",
         "wire",

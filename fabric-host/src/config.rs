@@ -118,27 +118,19 @@ impl HostConfig {
     /// # Errors
     /// The setting, its value and what it may be.
     pub fn check(&self) -> Result<(), String> {
-        let at_least_one = [
-            ("workers", self.workers),
-            ("copiers", self.copiers),
-            ("operations_max", self.operations_max),
-            ("slices_max", self.slices_max),
-            ("links_max", self.links_max),
-            ("connect_ms", self.connect_ms),
-            ("open_ms", self.open_ms),
-            ("dead_ms", self.dead_ms),
-        ];
-        for (name, value) in at_least_one {
-            if value == 0 {
-                return Err(format!("{name} = 0: it has to be 1 or more"));
-            }
-        }
         for (name, value, most) in [
             ("workers", self.workers, 256),
             ("copiers", self.copiers, 256),
             ("operations_max", self.operations_max, 1 << 20),
             ("slices_max", self.slices_max, 1 << 20),
+            ("links_max", self.links_max, u32::MAX),
+            ("connect_ms", self.connect_ms, u32::MAX),
+            ("open_ms", self.open_ms, u32::MAX),
+            ("dead_ms", self.dead_ms, u32::MAX),
         ] {
+            if value == 0 {
+                return Err(format!("{name} = 0: it has to be 1 or more"));
+            }
             if value > most {
                 return Err(format!("{name} = {value}: it may be {most} at most"));
             }

@@ -7,23 +7,17 @@ use kvferry_engine::core::dialect::moriio::descriptor::{
     DescLayout, IpcHandle, MoriEngineDesc, MoriMemoryDesc,
 };
 use kvferry_engine::fabric::{Address, RegionDesc, RegionId};
+use kvferry_fabric_common::PlaneIdentity;
 use std::fs;
 use std::sync::Arc;
 
 /// First bytes of the handle of a region; the last one is a version.
 const MARK: [u8; 8] = *b"kvfhost\x01";
 
-/// Who a plane is, in one incarnation.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct HostPlaneIdentity {
-    pub(crate) key: Arc<str>,
-    pub(crate) incarnation: u64,
-}
-
 /// Where a plane can be reached.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HostPlaneAddress {
-    pub(crate) who: HostPlaneIdentity,
+    pub(crate) who: PlaneIdentity,
     /// Planes of equal node share a kernel, process ids and Unix sockets.
     pub(crate) node: Arc<str>,
     pub(crate) hostname: Arc<str>,
@@ -63,7 +57,7 @@ impl HostPlaneAddress {
             return None;
         }
         Some(HostPlaneAddress {
-            who: HostPlaneIdentity {
+            who: PlaneIdentity {
                 key: desc.key,
                 incarnation: u64::from_str_radix(incarnation, 16).ok()?,
             },
@@ -84,7 +78,7 @@ impl HostPlaneAddress {
 /// What a descriptor says of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HostRegionDescriptor {
-    pub(crate) owner: HostPlaneIdentity,
+    pub(crate) owner: PlaneIdentity,
     pub(crate) region: RegionId,
     pub(crate) token: u64,
     pub(crate) base: u64,
@@ -118,7 +112,7 @@ impl HostRegionDescriptor {
         }
         let word = |at: usize| handle[at..at + 8].try_into().map(u64::from_le_bytes).ok();
         Some(HostRegionDescriptor {
-            owner: HostPlaneIdentity { key: desc.engine_key, incarnation: word(8)? },
+            owner: PlaneIdentity { key: desc.engine_key, incarnation: word(8)? },
             region: RegionId(desc.id),
             token: word(16)?,
             base: desc.data,

@@ -6,6 +6,7 @@
 mod config;
 mod copy;
 mod descriptor;
+mod doorbell;
 mod link;
 mod memory;
 mod path;
@@ -13,7 +14,6 @@ mod plane;
 mod proto;
 mod ring;
 mod shared;
-mod sync;
 mod sys;
 mod worker;
 

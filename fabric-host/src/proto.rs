@@ -243,6 +243,13 @@ impl HostRecord {
         }
     }
 
+    /// The words of a record without slices.
+    pub(crate) fn words(self) -> Vec<u64> {
+        let mut words = Vec::new();
+        self.encode(&mut words);
+        words
+    }
+
     /// The record and the words after it; none for what is no record.
     pub(crate) fn decode(words: &[u64]) -> Option<(HostRecord, &[u64])> {
         let (first, rest) = words.split_first()?;

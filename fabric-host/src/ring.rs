@@ -3,7 +3,12 @@
 //! A record is a list of words. The ring lies in words that both sides map, all of them atomics:
 //! the other side may write anything at any time, and all that comes of it is [`RingCorrupt`].
 
-use crate::sync::{AtomicU64, Ordering};
+// Atomics of the standard library, or of loom where the rings are checked by it.
+#[cfg(feature = "loom")]
+pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(feature = "loom"))]
+pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+
 use std::ops::Deref;
 
 /// Words ahead of the records. Each index has a cache line of its own.

@@ -1,36 +1,56 @@
 //! What the threads of a plane share: regions, who is let in, news for the owner.
 
 use crate::config::{DataPath, HostConfig};
-use crate::copy::CopyPool;
-use crate::descriptor::{HostPlaneAddress, HostPlaneIdentity};
-use crate::link::{HostInboundLink, HostLinkDriver, HostOutboundLink};
+use crate::copy::{CopyBuffers, CopyPool, CopySlice};
+use crate::descriptor::HostPlaneAddress;
+use crate::doorbell::{WorkerHandle, doorbell, ring};
+use crate::link::{HostInboundLink, HostLinkKind, HostOutboundLink, HostReadSource};
 use crate::memory::{HostRegion, RegistrationTable};
 use crate::path::candidates;
-use crate::proto::{PathPolicy, SessionDenial};
-use crate::sync::lock;
-use crate::worker::{WorkerHandle, doorbell, ring};
+use crate::proto::{HostCopyStatus, PathPolicy, SessionDenial};
+use crate::ring::{AtomicU64 as Word, Producer};
 use kvferry_engine::fabric::{FabricError, PeerId, RegionId, SessionId};
+use kvferry_fabric_common::{GuestList, NewsQueue, PlaneIdentity, lock};
+use rustix::event::epoll::EventFlags;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::task::Waker;
+
+/// Operations of more bytes take longer than it takes to wake a thread: nobody stays awake for the
+/// end of one, or for what may come after it.
+pub(crate) const SHORT_MAX: u64 = 64 << 10;
+
+/// Rounds with work before an owner that sleeps hears of outcomes: it would take the very core that
+/// copies. A round is a chunk of each link.
+const QUIET_ROUNDS: u32 = 4;
 
 /// What rarely happens; completions have a ring of their own.
 #[derive(Debug)]
 pub(crate) enum HostWorkerEvent {
-    /// A dialled link can be used, once the owner has given it to its thread: what happens to it
-    /// is told after this.
-    LinkUp { dial: u64, link: Arc<HostOutboundLink>, station: Box<dyn HostLinkDriver> },
-    /// It could not be had; `gone` if that proves that the peer has ended.
-    DialFailed { dial: u64, why: String, unreachable: bool, gone: bool },
+    /// A dialled link can be used, once the owner has given it to its thread, before which nothing
+    /// that happens to it is told; or it could not be had.
+    Dialled { dial: u64, result: Result<DialledLink, HostDialError> },
     /// A link ended; `proven` if nothing sent by it can land any more.
     LinkDown { link: u64, proven: bool },
     /// Answer to an opening.
     Opened { session: SessionId, link: u64, result: Result<NegotiatedPaths, SessionDenial> },
     /// Nothing of the session lands here (`local`) or at the peer any more.
     Closed { session: SessionId, local: bool },
+}
+
+/// A link, and what its thread has to serve.
+pub(crate) type DialledLink = (Arc<HostOutboundLink>, Box<dyn HostLinkDriver>);
+
+/// Why there is no link.
+#[derive(Debug)]
+pub(crate) struct HostDialError {
+    pub(crate) why: String,
+    /// Nobody answered; else it was a refusal or ours.
+    pub(crate) unreachable: bool,
+    /// The plane that was meant has ended.
+    pub(crate) gone: bool,
 }
 
 /// A session that can be used.
@@ -40,15 +60,14 @@ pub(crate) struct NegotiatedPaths {
     pub(crate) write: DataPath,
     pub(crate) read: DataPath,
     /// For reads on this host.
-    pub(crate) source: Option<Arc<crate::link::HostReadSource>>,
+    pub(crate) source: Option<Arc<HostReadSource>>,
 }
 
-/// A peer as the owner named it.
-#[derive(Debug, Default)]
-struct HostPeerAccess {
-    fence_keys: BTreeMap<PeerId, u64>,
-    /// Passes that were fenced, for good.
-    fenced: BTreeSet<u64>,
+/// What a thread is told.
+#[derive(Debug)]
+pub(crate) enum HostWorkerCommand {
+    Add(u64, Box<dyn HostLinkDriver>),
+    Remove(u64),
 }
 
 #[derive(Debug)]
@@ -56,9 +75,22 @@ struct HostAccessState {
     /// Live regions with their places in the roll.
     regions: BTreeMap<RegionId, (Arc<HostRegion>, u32)>,
     registration_table: RegistrationTable,
-    guests: BTreeMap<HostPlaneIdentity, HostPeerAccess>,
+    guests: GuestList,
     inbound: BTreeMap<u64, Arc<HostInboundLink>>,
     tokens: u64,
+}
+
+impl HostAccessState {
+    /// Shuts out links of some kind.
+    fn shut(&mut self, which: impl Fn(&HostInboundLink) -> bool) {
+        self.inbound.retain(|_, link| {
+            let its = which(link);
+            if its {
+                link.shut();
+            }
+            !its
+        });
+    }
 }
 
 /// Shared by the owner and all threads.
@@ -67,11 +99,12 @@ pub(crate) struct HostPlaneShared {
     pub(crate) config: HostConfig,
     pub(crate) location: HostPlaneAddress,
     pub(crate) workers: Vec<Arc<WorkerHandle>>,
+    commands: Vec<Mutex<Vec<HostWorkerCommand>>>,
+    pub(crate) news: NewsQueue<HostWorkerEvent>,
     pub(crate) counts: HostAtomicCounters,
     pub(crate) stopping: AtomicBool,
     pub(crate) copy_pool: Arc<CopyPool>,
     state: Mutex<HostAccessState>,
-    notices: Mutex<(Vec<HostWorkerEvent>, Option<Waker>)>,
     /// What the owner watches in place of its waker.
     bell: OnceLock<OwnedFd>,
     links: AtomicU64,
@@ -88,7 +121,7 @@ impl HostPlaneShared {
         let state = HostAccessState {
             regions: BTreeMap::new(),
             registration_table: RegistrationTable::new()?,
-            guests: BTreeMap::new(),
+            guests: GuestList::new(config.open_door),
             inbound: BTreeMap::new(),
             tokens: 0,
         };
@@ -97,11 +130,12 @@ impl HostPlaneShared {
             copy_pool: crew,
             config,
             location,
+            commands: workers.iter().map(|_| Mutex::default()).collect(),
             workers,
+            news: NewsQueue::default(),
             counts: HostAtomicCounters::default(),
             stopping: AtomicBool::new(false),
             state: Mutex::new(state),
-            notices: Mutex::default(),
             bell: OnceLock::new(),
             links: AtomicU64::new(0),
         })
@@ -112,9 +146,29 @@ impl HostPlaneShared {
         self.links.fetch_add(1, Ordering::Relaxed)
     }
 
+    fn worker_number(&self, link: u64) -> usize {
+        (link % self.workers.len() as u64) as usize
+    }
+
     /// The thread of a link.
     pub(crate) fn worker_of(&self, link: u64) -> &Arc<WorkerHandle> {
-        &self.workers[(link % self.workers.len() as u64) as usize]
+        &self.workers[self.worker_number(link)]
+    }
+
+    /// Tells the thread of a link.
+    pub(crate) fn tell_worker(&self, link: u64, command: HostWorkerCommand) {
+        let number = self.worker_number(link);
+        lock(&self.commands[number]).push(command);
+        self.workers[number].wake();
+    }
+
+    /// What a thread was told since it looked last.
+    pub(crate) fn take_commands(&self, worker: usize) -> Vec<HostWorkerCommand> {
+        std::mem::take(&mut *lock(&self.commands[worker]))
+    }
+
+    pub(crate) fn has_commands(&self, worker: usize) -> bool {
+        !lock(&self.commands[worker]).is_empty()
     }
 
     pub(crate) fn rules(&self) -> PathPolicy {
@@ -122,27 +176,16 @@ impl HostPlaneShared {
     }
 
     pub(crate) fn notify(&self, notice: HostWorkerEvent) {
-        lock(&self.notices).0.push(notice);
+        self.news.push(notice);
         self.wake();
     }
 
     /// Wakes the owner for what is in its ring or among the notices.
     pub(crate) fn wake(&self) {
-        if let Some(bell) = self.bell() {
-            return ring(bell);
+        match self.bell() {
+            Some(bell) => ring(bell),
+            None => self.news.wake(),
         }
-        let waker = lock(&self.notices).1.clone();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-
-    pub(crate) fn take_events(&self) -> Vec<HostWorkerEvent> {
-        std::mem::take(&mut lock(&self.notices).0)
-    }
-
-    pub(crate) fn set_waker(&self, waker: Waker) {
-        lock(&self.notices).1 = Some(waker);
     }
 
     /// What the owner watches, if it does.
@@ -196,39 +239,23 @@ impl HostPlaneShared {
     }
 
     /// Lets a peer in under a pass.
-    pub(crate) fn grant_access(&self, who: &HostPlaneIdentity, peer: PeerId, fence_key: u64) {
-        lock(&self.state).guests.entry(who.clone()).or_default().fence_keys.insert(peer, fence_key);
+    pub(crate) fn grant_access(&self, who: &PlaneIdentity, peer: PeerId, fence_key: u64) {
+        lock(&self.state).guests.invite(who, peer, fence_key);
     }
 
     /// Voids the pass of a peer for good; nothing of it lands any more.
-    pub(crate) fn fence(&self, who: &HostPlaneIdentity, fence_key: u64) {
+    pub(crate) fn fence(&self, who: &PlaneIdentity, fence_key: u64) {
         let mut state = lock(&self.state);
-        state.guests.entry(who.clone()).or_default().fenced.insert(fence_key);
-        Self::shut(&mut state, who, fence_key);
+        state.guests.fence(who, fence_key);
+        state.shut(|link| link.who == *who && link.fence_key == fence_key);
     }
 
     /// Forgets a peer. What was fenced stays so.
-    pub(crate) fn revoke_access(&self, who: &HostPlaneIdentity, peer: PeerId) {
+    pub(crate) fn revoke_access(&self, who: &PlaneIdentity, peer: PeerId) {
         let mut state = lock(&self.state);
-        let Some(guest) = state.guests.get_mut(who) else { return };
-        let Some(fence_key) = guest.fence_keys.remove(&peer) else { return };
-        let still = guest.fence_keys.values().any(|other| *other == fence_key);
-        if guest.fence_keys.is_empty() && guest.fenced.is_empty() {
-            state.guests.remove(who);
+        if let Some(fence_key) = state.guests.disinvite(who, peer) {
+            state.shut(|link| link.who == *who && link.fence_key == fence_key);
         }
-        if !still {
-            Self::shut(&mut state, who, fence_key);
-        }
-    }
-
-    fn shut(state: &mut HostAccessState, who: &HostPlaneIdentity, fence_key: u64) {
-        state.inbound.retain(|_, link| {
-            let its = link.who == *who && link.fence_key == fence_key;
-            if its {
-                link.shut();
-            }
-            !its
-        });
     }
 
     /// Lets a link in; from here on a fence reaches it. Older links that the peer says have ended
@@ -238,20 +265,11 @@ impl HostPlaneShared {
     /// Why it is kept out.
     pub(crate) fn admit(&self, link: &Arc<HostInboundLink>, ends: &[u64]) -> Result<(), String> {
         let mut state = lock(&self.state);
-        state.inbound.retain(|_, old| {
-            let ended = old.who == link.who && ends.contains(&old.theirs);
-            if ended {
-                old.shut();
-            }
-            !ended
-        });
-        let guest = state.guests.get(&link.who);
-        let fence_key = link.fence_key;
-        if guest.is_some_and(|guest| guest.fenced.contains(&fence_key)) {
+        state.shut(|old| old.who == link.who && ends.contains(&old.theirs));
+        if state.guests.is_fenced(&link.who, link.fence_key) {
             return Err("fenced under this pass".into());
         }
-        let invited = guest.is_some_and(|guest| guest.fence_keys.values().any(|p| *p == fence_key));
-        if !(invited || self.config.open_door && fence_key == 0) {
+        if !state.guests.is_invited(&link.who, link.fence_key) {
             return Err("not connected to under this pass".into());
         }
         if state.inbound.len() >= self.config.links_max as usize {
@@ -272,21 +290,130 @@ impl HostPlaneShared {
     ///
     /// # Errors
     /// No path that it allows leads there.
-    pub(crate) fn route(
-        &self,
-        peer: &HostPlaneAddress,
-    ) -> Result<crate::link::HostLinkKind, String> {
+    pub(crate) fn route(&self, peer: &HostPlaneAddress) -> Result<HostLinkKind, String> {
         let rules = self.rules();
         let here = peer.node == self.location.node;
         let local =
             [DataPath::SharedMemory, DataPath::CrossMemory].iter().any(|p| self.config.allows(*p));
         if here && local {
-            return Ok(crate::link::HostLinkKind::Local);
+            return Ok(HostLinkKind::Local);
         }
         if !here {
             candidates(DataPath::Tcp, [&rules, &rules])?;
         }
-        Ok(crate::link::HostLinkKind::Tcp)
+        Ok(HostLinkKind::Tcp)
+    }
+}
+
+/// Why a link ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HostCloseReason {
+    /// By us: fenced, forgotten or stopped.
+    LocallyClosed,
+    /// The peer closed it, or its process ended: it copies nothing of this link any more.
+    Closed,
+    /// The connection broke; what the peer does is not known.
+    Lost,
+    /// What came is not what a plane sends.
+    Corrupt,
+}
+
+/// One side of a link, served by a thread.
+pub(crate) trait HostLinkDriver: Send + std::fmt::Debug {
+    /// Descriptors to watch, and for what.
+    fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)>;
+
+    /// Something happened at the descriptor of this index.
+    fn ready(&mut self, index: usize);
+
+    /// Does some work, at most one chunk of a copy; true if there was any.
+    fn step(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason>;
+
+    /// True if it pays to look for more work for a while.
+    fn spins(&self) -> bool {
+        true
+    }
+
+    /// True if news come by a socket alone, and not by shared memory.
+    fn is_by_socket(&self) -> bool {
+        false
+    }
+
+    /// Announces that the thread is going to sleep; false if there is work.
+    fn prepare_sleep(&mut self) -> bool;
+
+    /// The link has ended.
+    fn end(self: Box<Self>, cx: &mut WorkerContext, why: HostCloseReason);
+}
+
+/// Completions on their way to the owner.
+pub(crate) type CompletionProducer = Producer<Arc<[Word]>>;
+
+/// What a link needs to take a step.
+pub(crate) struct WorkerContext {
+    pub(crate) hub: Arc<HostPlaneShared>,
+    pub(crate) scratch: CopyBuffers,
+    pub(crate) chunk: Vec<CopySlice>,
+    pub(crate) record: Vec<u64>,
+    pub(crate) bounce: Vec<u8>,
+    outcomes: CompletionProducer,
+    /// Outcomes of operations that were closed before, for which no room was kept.
+    late: VecDeque<[u64; 2]>,
+    /// Rounds since outcomes were passed on that the owner may not know of.
+    unannounced_rounds: Option<u32>,
+}
+
+impl WorkerContext {
+    pub(crate) fn new(hub: Arc<HostPlaneShared>, outcomes: CompletionProducer) -> WorkerContext {
+        WorkerContext {
+            scratch: CopyBuffers::new(hub.copy_pool.clone()),
+            hub,
+            chunk: Vec::new(),
+            record: Vec::new(),
+            bounce: Vec::new(),
+            outcomes,
+            late: VecDeque::new(),
+            unannounced_rounds: None,
+        }
+    }
+
+    /// Tells the owner how an operation ended.
+    pub(crate) fn complete(&mut self, op: u64, status: HostCopyStatus) {
+        self.late.push_back([op, status as u64]);
+        self.flush();
+    }
+
+    /// Tells the owner that a link which this plane dialled has ended.
+    pub(crate) fn link_down(&self, link: u64, why: HostCloseReason) {
+        if why == HostCloseReason::Corrupt {
+            self.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
+        }
+        let proven = why == HostCloseReason::Closed;
+        self.hub.notify(HostWorkerEvent::LinkDown { link, proven });
+    }
+
+    /// Passes on what had no room; the owner rings when there is some.
+    pub(crate) fn flush(&mut self) {
+        while let Some(outcome) = self.late.front() {
+            match self.outcomes.push(outcome) {
+                Ok(true) => _ = self.unannounced_rounds.get_or_insert(0),
+                // The owner is of this process and breaks nothing.
+                Ok(false) | Err(_) => break,
+            }
+            self.late.pop_front();
+        }
+    }
+
+    /// Wakes the owner for outcomes, unless there is more to do first.
+    pub(crate) fn tell(&mut self, idle: bool) {
+        let Some(rounds) = &mut self.unannounced_rounds else { return };
+        *rounds += 1;
+        if idle || *rounds >= QUIET_ROUNDS {
+            self.unannounced_rounds = None;
+            if self.outcomes.must_wake() {
+                self.hub.wake();
+            }
+        }
     }
 }
 

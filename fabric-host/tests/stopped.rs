@@ -145,6 +145,40 @@ impl StoppedTestWorld {
         self.far.poke(0, &vec![byte; LEN as usize]);
     }
 
+    /// The far plane is in the middle of a push to us.
+    fn written_to(path: DataPath) -> StoppedTestWorld {
+        let mut world = StoppedTestWorld::new(path, 1);
+        world.fill_far(7);
+        world.submit(Direction::Write);
+        world.until_landing();
+        world
+    }
+
+    /// Begins an operation, the first bytes of which are those of our memory and have landed in
+    /// that of the far plane.
+    fn begin_towards_far(&mut self, direction: Direction) {
+        self.bytes.poke(0, &vec![9; LEN as usize]);
+        self.submit(direction);
+        let mut first = [0];
+        while first[0] != 9 {
+            self.far.peek(0, &mut first);
+        }
+    }
+
+    fn until_peer_is_down(&mut self) {
+        let down = DataEvent::PeerDown { peer: PEER };
+        self.wait("PeerDown", false, |world| world.seen[0].contains(&down));
+    }
+
+    /// Overwrites the memory of the far plane and sees that nothing lands in it any more.
+    fn assert_far_untouched(&mut self) {
+        self.fill_far(0x5a);
+        (0..SUSPICION).for_each(|_| self.pump(true));
+        let mut now = vec![0; LEN as usize];
+        self.far.peek(0, &mut now);
+        assert!(now.iter().all(|byte| *byte == 0x5a), "bytes landed after Quiet");
+    }
+
     /// Overwrites our memory and sees that nothing lands in it any more.
     fn assert_untouched(&mut self, far: bool) {
         let marker = vec![0xa5; LEN as usize];
@@ -173,10 +207,7 @@ impl StoppedTestWorld {
 }
 
 fn fence_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 1);
-    world.fill_far(7);
-    world.submit(Direction::Write);
-    world.until_landing();
+    let mut world = StoppedTestWorld::written_to(path);
     stop(&world.far);
     world.near.fence(PEER);
     if world.served(path) != 0 {
@@ -195,10 +226,7 @@ fn fence_amid_a_push(path: DataPath) -> bool {
 }
 
 fn deregister_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 1);
-    world.fill_far(7);
-    world.submit(Direction::Write);
-    world.until_landing();
+    let mut world = StoppedTestWorld::written_to(path);
     stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
     if world.served(path) != 0 {
@@ -212,10 +240,7 @@ fn deregister_amid_a_push(path: DataPath) -> bool {
 }
 
 fn kill_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 1);
-    world.fill_far(7);
-    world.submit(Direction::Write);
-    world.until_landing();
+    let mut world = StoppedTestWorld::written_to(path);
     world.far.kill();
     world.near.fence(PEER);
     world.assert_untouched(false);
@@ -246,12 +271,7 @@ fn close_amid_a_read(path: DataPath) -> bool {
 
 fn leave_a_peer_that_reads(path: DataPath) -> bool {
     let mut world = StoppedTestWorld::new(path, 1);
-    world.bytes.poke(0, &vec![9; LEN as usize]);
-    world.submit(Direction::Read);
-    let mut first = [0];
-    while first[0] != 9 {
-        world.far.peek(0, &mut first);
-    }
+    world.begin_towards_far(Direction::Read);
     stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
     world.near.fence(PEER);
@@ -266,12 +286,7 @@ fn leave_a_peer_that_reads(path: DataPath) -> bool {
 /// The peer copies what we push: while it is stopped nobody can say that it is quiet.
 fn close_amid_a_push(path: DataPath) -> bool {
     let mut world = StoppedTestWorld::new(path, 0);
-    world.bytes.poke(0, &vec![9; LEN as usize]);
-    world.submit(Direction::Write);
-    let mut first = [0];
-    while first[0] != 9 {
-        world.far.peek(0, &mut first);
-    }
+    world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.close(SESSION);
     world.near.quiesce(SESSION, QuiesceTicket(1));
@@ -283,23 +298,13 @@ fn close_amid_a_push(path: DataPath) -> bool {
     }
     go_on(&world.far);
     world.until("Quiet", |world| world.is_quiet(0));
-    let marker = vec![0x5a; LEN as usize];
-    world.far.poke(0, &marker);
-    (0..SUSPICION).for_each(|_| world.pump(true));
-    let mut now = vec![0; LEN as usize];
-    world.far.peek(0, &mut now);
-    assert!(now == marker, "bytes landed after Quiet");
+    world.assert_far_untouched();
     true
 }
 
 fn kill_the_target_of_a_push(path: DataPath) -> bool {
     let mut world = StoppedTestWorld::new(path, 0);
-    world.bytes.poke(0, &vec![9; LEN as usize]);
-    world.submit(Direction::Write);
-    let mut first = [0];
-    while first[0] != 9 {
-        world.far.peek(0, &mut first);
-    }
+    world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.quiesce(SESSION, QuiesceTicket(1));
     (0..SUSPICION).for_each(|_| world.pump(false));
@@ -307,9 +312,7 @@ fn kill_the_target_of_a_push(path: DataPath) -> bool {
         return false;
     }
     world.far.kill();
-    world.wait("PeerDown", false, |world| {
-        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
-    });
+    world.until_peer_is_down();
     world.wait("Quiet", false, |world| world.is_quiet(0));
     let failed =
         matches!(world.outcome(0), Some(Completion::Failed { cause: FabricError::PeerGone, .. }));
@@ -321,12 +324,7 @@ fn kill_the_target_of_a_push(path: DataPath) -> bool {
 fn lose_the_target_of_a_push(_: DataPath) -> bool {
     let config = HostConfig { dead_ms: 10_000, ..config(DataPath::Tcp) };
     let mut world = StoppedTestWorld::with(DataPath::Tcp, config, 0);
-    world.bytes.poke(0, &vec![9; LEN as usize]);
-    world.submit(Direction::Write);
-    let mut first = [0];
-    while first[0] != 9 {
-        world.far.peek(0, &mut first);
-    }
+    world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.poll(Nanos::ZERO, &mut world.seen[0]);
     if !world.seen[0]
@@ -337,9 +335,7 @@ fn lose_the_target_of_a_push(_: DataPath) -> bool {
         return false;
     }
     world.near.quiesce(SESSION, QuiesceTicket(1));
-    world.wait("PeerDown", false, |world| {
-        world.seen[0].contains(&DataEvent::PeerDown { peer: PEER })
-    });
+    world.until_peer_is_down();
     assert!(matches!(
         world.outcome(0),
         Some(Completion::Failed { cause: FabricError::PeerGone, .. })
@@ -348,11 +344,7 @@ fn lose_the_target_of_a_push(_: DataPath) -> bool {
     assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
     go_on(&world.far);
     world.wait("Quiet", false, |world| world.is_quiet(0));
-    world.far.poke(0, &vec![0x5a; LEN as usize]);
-    (0..SUSPICION).for_each(|_| world.pump(true));
-    let mut now = vec![0; LEN as usize];
-    world.far.peek(0, &mut now);
-    assert!(now.iter().all(|byte| *byte == 0x5a), "bytes landed after Quiet");
+    world.assert_far_untouched();
     true
 }
 

@@ -9,11 +9,12 @@
 //! time that a line ends, or asks for the same session as before: that is of another backend of the
 //! peer.
 
-use crate::address::{MoriMemoryKey, MoriPlaneIdentity};
+use crate::address::MoriMemoryKey;
 use crate::event_queue::{MoriEventQueue, MoriWorkerEvent};
 use crate::link::{MoriRegionGrant, ask_to_leave};
 use crate::{MoriBackend, MoriConfig};
-use kvferry_engine::fabric::RegionId;
+use kvferry_engine::fabric::{PeerId, RegionId};
+use kvferry_fabric_common::{GuestList, PlaneIdentity, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 /// A peer's line.
 #[derive(Debug)]
 struct MoriInboundLink {
-    who: MoriPlaneIdentity,
+    who: PlaneIdentity,
     fence_key: u64,
     socket: TcpStream,
     /// Regions that it was told of.
@@ -40,12 +41,11 @@ struct MoriAccessState {
     /// Names of this incarnation, also those from before a rebuild.
     names: BTreeMap<MoriMemoryKey, RegionId>,
     regions: BTreeMap<RegionId, Arc<[u8]>>,
-    invited: BTreeMap<MoriPlaneIdentity, BTreeSet<u64>>,
-    fenced: BTreeSet<(MoriPlaneIdentity, u64)>,
+    guests: GuestList,
     links: BTreeMap<u64, MoriInboundLink>,
     next_line: u64,
     /// Identities and passes that MoRI's descriptors of this engine were given to.
-    inside: BTreeSet<(MoriPlaneIdentity, u64)>,
+    inside: BTreeSet<(PlaneIdentity, u64)>,
 }
 
 /// Shared by the plane, its posting thread and the door.
@@ -59,8 +59,6 @@ pub(crate) struct MoriAccessControl {
     /// At so many the plane is told; 0 is never.
     dead_pairs_max: u32,
     backend: MoriBackend,
-    /// Pass 0 is anybody's until it is fenced.
-    open_door: bool,
     board: Arc<MoriEventQueue>,
 }
 
@@ -70,14 +68,16 @@ impl MoriAccessControl {
         config: &MoriConfig,
         board: Arc<MoriEventQueue>,
     ) -> MoriAccessControl {
-        let state = Mutex::new(MoriAccessState { incarnation, ..MoriAccessState::default() });
         let MoriConfig { backend, open_door, dead_pairs_max, .. } = *config;
+        let guests = GuestList::new(open_door);
+        let state = MoriAccessState { incarnation, guests, ..MoriAccessState::default() };
+        let state = Mutex::new(state);
         let (left, dead_pairs) = (Condvar::new(), AtomicU64::new(0));
-        MoriAccessControl { state, left, dead_pairs, dead_pairs_max, backend, open_door, board }
+        MoriAccessControl { state, left, dead_pairs, dead_pairs_max, backend, board }
     }
 
     fn state(&self) -> MutexGuard<'_, MoriAccessState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     pub(crate) fn incarnation(&self) -> u64 {
@@ -128,22 +128,16 @@ impl MoriAccessControl {
         state.names.retain(|_, named| *named != region);
     }
 
-    pub(crate) fn grant_access(&self, who: &MoriPlaneIdentity, fence_key: u64) {
-        self.state().invited.entry(who.clone()).or_default().insert(fence_key);
+    pub(crate) fn grant_access(&self, who: &PlaneIdentity, peer: PeerId, fence_key: u64) {
+        self.state().guests.invite(who, peer, fence_key);
     }
 
-    pub(crate) fn revoke_access(&self, who: &MoriPlaneIdentity, fence_key: u64) {
-        let mut state = self.state();
-        if let Some(passes) = state.invited.get_mut(who) {
-            passes.remove(&fence_key);
-            if passes.is_empty() {
-                state.invited.remove(who);
-            }
-        }
+    pub(crate) fn revoke_access(&self, who: &PlaneIdentity, peer: PeerId) {
+        self.state().guests.disinvite(who, peer);
     }
 
     /// Voids a pass. True if who has it may have reached memory by it.
-    pub(crate) fn fence(&self, who: &MoriPlaneIdentity, fence_key: u64) -> bool {
+    pub(crate) fn fence(&self, who: &PlaneIdentity, fence_key: u64) -> bool {
         let mut state = self.state();
         let key = (who.clone(), fence_key);
         let inside = state.inside.contains(&key);
@@ -152,12 +146,12 @@ impl MoriAccessControl {
             MoriBackend::Xgmi if inside => state.ask_to_leave(None, its),
             _ => state.hang_up(its),
         }
-        state.fenced.insert(key);
+        state.guests.fence(who, fence_key);
         inside
     }
 
     /// True if who has this pass may reach memory.
-    pub(crate) fn is_inside(&self, who: &MoriPlaneIdentity, fence_key: u64) -> bool {
+    pub(crate) fn is_inside(&self, who: &PlaneIdentity, fence_key: u64) -> bool {
         self.state().inside.contains(&(who.clone(), fence_key))
     }
 
@@ -202,7 +196,7 @@ impl MoriAccessControl {
         state.incarnation = incarnation;
         state.names.clear();
         state.regions.clear();
-        state.invited.clear();
+        state.guests.disinvite_all();
         state.inside.clear();
     }
 
@@ -210,7 +204,7 @@ impl MoriAccessControl {
     pub(crate) fn admit(
         &self,
         to: u64,
-        who: &MoriPlaneIdentity,
+        who: &PlaneIdentity,
         fence_key: u64,
         socket: TcpStream,
     ) -> Result<u64, &'static str> {
@@ -218,7 +212,7 @@ impl MoriAccessControl {
         if to != state.incarnation {
             return Err("that incarnation is over");
         }
-        if state.fenced.contains(&(who.clone(), fence_key)) {
+        if state.guests.is_fenced(who, fence_key) {
             return Err("this pass was fenced");
         }
         let id = state.next_line;
@@ -238,9 +232,7 @@ impl MoriAccessControl {
     ) -> Result<MoriRegionGrant, &'static str> {
         let state = &mut *self.state();
         let Some(line) = state.links.get_mut(&line) else { return Err("this pass was fenced") };
-        let invited =
-            state.invited.get(&line.who).is_some_and(|passes| passes.contains(&line.fence_key));
-        if !(invited || self.open_door && line.fence_key == 0) {
+        if !state.guests.is_invited(&line.who, line.fence_key) {
             return Err("this pass is not known");
         }
         let region = *state.names.get(name).ok_or("no such region")?;

@@ -4,6 +4,7 @@
 
 use kvferry_engine::core::dialect::moriio::descriptor::{MoriEngineDesc, MoriMemoryDesc};
 use kvferry_engine::fabric::Address;
+use kvferry_fabric_common::PlaneIdentity;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddrV4;
 use std::sync::Arc;
@@ -11,17 +12,10 @@ use std::sync::Arc;
 /// First of the fields that follow MoRI's.
 const MARK: &str = "kvferry-mori-1";
 
-/// Who a plane is, from its start or its last reset on.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub(crate) struct MoriPlaneIdentity {
-    pub(crate) key: Arc<str>,
-    pub(crate) incarnation: u64,
-}
-
 /// What peers need beyond MoRI's fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MoriAcceptorInfo {
-    pub(crate) who: MoriPlaneIdentity,
+    pub(crate) who: PlaneIdentity,
     /// TCP port at the host of MoRI's control plane.
     pub(crate) port: u16,
     /// Fields of its MoRI's memory descriptors.
@@ -120,7 +114,7 @@ mod tests {
     use kvferry_engine::core::dialect::moriio::descriptor::DescLayout;
 
     fn door() -> MoriAcceptorInfo {
-        let who = MoriPlaneIdentity { key: "k".into(), incarnation: 7 };
+        let who = PlaneIdentity { key: "k".into(), incarnation: 7 };
         MoriAcceptorInfo { who, port: 4_711, layout: 15 }
     }
 

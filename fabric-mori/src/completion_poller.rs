@@ -4,6 +4,7 @@ use crate::event_queue::{MoriBatchOutcome, MoriEventQueue, MoriWorkerEvent};
 use crate::job::MoriBatch;
 use crate::mori::{MoriStatusCode, MoriTransferStatus};
 use kvferry_engine::fabric::{FabricError, SessionId};
+use kvferry_fabric_common::lock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -51,7 +52,7 @@ fn cause_of(code: MoriStatusCode, text: &str) -> FabricError {
 
 impl MoriCompletionPoller {
     fn lock(&self) -> MutexGuard<'_, Vec<InFlightBatch>> {
-        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.flights)
     }
 
     pub(crate) fn add(&self, flight: InFlightBatch) {
@@ -73,12 +74,12 @@ impl MoriCompletionPoller {
     }
 
     pub(crate) fn job(&self) -> MoriBatch {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+        lock(&self.idle).pop().unwrap_or_default()
     }
 
     /// Takes a job that is over.
     pub(crate) fn recycle(&self, job: MoriBatch) {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(job);
+        lock(&self.idle).push(job);
     }
 
     pub(crate) fn stop(&self) {

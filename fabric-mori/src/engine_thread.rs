@@ -2,20 +2,21 @@
 //! of sessions are made here, one at a time, since MoRI locks little and may block for seconds.
 
 use crate::access_control::MoriAccessControl;
-use crate::address::{MoriAcceptorInfo, MoriPlaneAddress, MoriPlaneIdentity, MoriRegionDescriptor};
+use crate::address::{MoriAcceptorInfo, MoriPlaneAddress, MoriRegionDescriptor};
 use crate::completion_poller::{InFlightBatch, MoriCompletionPoller, end_of};
-use crate::counters::{MoriAtomicCounters, MoriCounters};
+use crate::counters::MoriCounters;
 use crate::event_queue::{MoriBatchOutcome, MoriEventQueue, MoriWorkerEvent};
 use crate::job::MoriBatch;
 use crate::link::{MoriOutboundLink, MoriRegionGrant};
 use crate::mori::{MoriCallError, MoriEngineHandle, MoriMemoryHandle, MoriSessionHandle, Shim};
+use crate::process::set_close_on_exec;
 use crate::session_opener::{MoriEngineState, MoriSessionOpener};
-use crate::sockets::set_close_on_exec;
 use crate::{MoriBackend, MoriConfig, preflight};
 use kvferry_engine::fabric::{Address, FabricError, Memory, RegionId, SessionId};
+use kvferry_fabric_common::{PlaneIdentity, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Between two looks at what is under way.
@@ -74,23 +75,24 @@ pub(crate) struct MoriPlaneShared {
     pub(crate) board: Arc<MoriEventQueue>,
     pub(crate) address: Mutex<Address>,
     pub(crate) acceptor_port: u16,
-    pub(crate) counts: MoriAtomicCounters,
+    /// The owner counts, but for queue pairs that are dead.
+    pub(crate) counts: Mutex<MoriCounters>,
 }
 
 impl MoriPlaneShared {
-    pub(crate) fn who(&self) -> MoriPlaneIdentity {
-        MoriPlaneIdentity {
+    pub(crate) fn who(&self) -> PlaneIdentity {
+        PlaneIdentity {
             key: self.config.key.as_str().into(),
             incarnation: self.access_control.incarnation(),
         }
     }
 
     pub(crate) fn counters(&self) -> MoriCounters {
-        self.counts.get(self.access_control.dead_pairs())
+        MoriCounters { dead_pairs: self.access_control.dead_pairs(), ..*lock(&self.counts) }
     }
 
     pub(crate) fn address(&self) -> Address {
-        self.address.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.address).clone()
     }
 }
 
@@ -166,7 +168,7 @@ impl MoriEngineThread {
         let address = MoriPlaneAddress::encode(&desc, &door)
             .ok_or_else(|| MoriCallError::of("kf_engine_desc", "no msgpack array"))?;
         common.access_control.engine_is(desc.into());
-        *common.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
+        *lock(&common.address) = address;
         Ok(engine)
     }
 
@@ -288,9 +290,8 @@ impl MoriEngineThread {
         };
         if let Err((job, cause)) = posted {
             self.common.watch.recycle(job);
-            self.common
-                .board
-                .tell(MoriWorkerEvent::Ended { op, end: MoriBatchOutcome::Failed(cause) });
+            let end = MoriBatchOutcome::Failed(cause);
+            self.common.board.tell(MoriWorkerEvent::Ended { op, end });
         }
     }
 
@@ -334,9 +335,8 @@ impl MoriEngineThread {
         for InFlightBatch { job, status } in self.common.watch.drain() {
             match end_of(&status) {
                 Some(MoriBatchOutcome::Done) => {
-                    self.common
-                        .board
-                        .tell(MoriWorkerEvent::Ended { op: job.op, end: MoriBatchOutcome::Done });
+                    let (op, end) = (job.op, MoriBatchOutcome::Done);
+                    self.common.board.tell(MoriWorkerEvent::Ended { op, end });
                     self.common.watch.recycle(job);
                 }
                 _ if keep.contains(&job.session) => again.push(job),
@@ -357,9 +357,8 @@ impl MoriEngineThread {
                 let sessions = std::mem::take(&mut self.sessions);
                 let waiting = sessions.into_values().flat_map(|wire| wire.waiting);
                 waiting.for_each(|job| self.common.watch.recycle(job));
-                self.common
-                    .board
-                    .tell(MoriWorkerEvent::Broken { why: fault.to_string(), quiet: true });
+                let why = fault.to_string();
+                self.common.board.tell(MoriWorkerEvent::Broken { why, quiet: true });
             }
         }
     }

@@ -2,9 +2,8 @@
 
 use crate::link::MoriLinkEvent;
 use kvferry_engine::fabric::{FabricError, OpId, RegionId, SessionId};
+use kvferry_fabric_common::NewsQueue;
 use std::collections::BTreeSet;
-use std::sync::{Mutex, PoisonError};
-use std::task::Waker;
 
 /// How a batch ended in MoRI.
 #[derive(Debug)]
@@ -51,31 +50,4 @@ pub(crate) enum MoriWorkerEvent {
 }
 
 /// Where news is left.
-#[derive(Debug, Default)]
-pub(crate) struct MoriEventQueue {
-    news: Mutex<Vec<MoriWorkerEvent>>,
-    waker: Mutex<Option<Waker>>,
-}
-
-impl MoriEventQueue {
-    pub(crate) fn tell(&self, news: MoriWorkerEvent) {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner).push(news);
-        self.wake();
-    }
-
-    pub(crate) fn wake(&self) {
-        if let Some(waker) = &*self.waker.lock().unwrap_or_else(PoisonError::into_inner) {
-            waker.wake_by_ref();
-        }
-    }
-
-    /// Swaps what is new for an empty list.
-    pub(crate) fn take(&self, into: &mut Vec<MoriWorkerEvent>) {
-        into.clear();
-        std::mem::swap(into, &mut self.news.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-
-    pub(crate) fn set_waker(&self, waker: Waker) {
-        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(waker);
-    }
-}
+pub(crate) type MoriEventQueue = NewsQueue<MoriWorkerEvent>;

@@ -3,28 +3,28 @@
 //! looked for.
 #![warn(missing_docs)]
 
+// First, for its macro.
+#[macro_use]
+mod mori;
+
 mod access_control;
 mod address;
 mod completion_poller;
 mod config;
 mod counters;
-mod device_events;
+mod device;
 mod engine_thread;
 mod event_queue;
 mod job;
-mod last_error;
 mod link;
-mod memory;
-mod mori;
 mod plane;
 pub mod preflight;
+mod process;
 mod session_opener;
-mod sockets;
 
 pub use config::{MoriBackend, MoriConfig};
 pub use counters::MoriCounters;
-pub use device_events::DeviceEvents;
-pub use last_error::last_error_pipe;
-pub use memory::DeviceMemory;
+pub use device::{DeviceEvents, DeviceMemory};
 pub use mori_sys::{Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
 pub use plane::{MoriCounterReader, MoriError, MoriPlane};
+pub use process::last_error_pipe;

@@ -5,7 +5,7 @@ use crate::config::{MoriBackend, MoriConfig};
 use crate::job::MoriBatch;
 use kvferry_engine::fabric::{Direction, Memory};
 pub(crate) use mori_sys::Shim;
-use mori_sys::{Code as Codes, Functions, Kind, Location, Rdma, Text};
+use mori_sys::{Code as Codes, Kind, Location, Rdma, Text};
 use std::ffi::{CStr, CString, c_char};
 use std::fmt;
 use std::ptr;
@@ -39,8 +39,17 @@ impl fmt::Display for MoriCallError {
     }
 }
 
-/// Calls a function with room for its text.
-pub(crate) fn call(
+/// Calls a function of the shim with room for its text. All of them are unsafe: the caller says why
+/// it may call this one.
+macro_rules! call {
+    ($shim:expr, $name:ident($($argument:expr),* $(,)?)) => {
+        crate::mori::with_text(stringify!($name), |text| {
+            ($shim.functions.$name)($($argument,)* text)
+        })
+    };
+}
+
+pub(crate) fn with_text(
     name: &'static str,
     function: impl FnOnce(*mut Text) -> i32,
 ) -> Result<(), MoriCallError> {
@@ -64,7 +73,7 @@ fn bytes(
 ) -> Result<Vec<u8>, MoriCallError> {
     let mut buffer = vec![0; DESC_MAX];
     let mut len = 0;
-    call(name, |text| read(buffer.as_mut_ptr(), DESC_MAX, &raw mut len, text))?;
+    with_text(name, |text| read(buffer.as_mut_ptr(), DESC_MAX, &raw mut len, text))?;
     buffer.truncate(len);
     Ok(buffer)
 }
@@ -82,18 +91,10 @@ unsafe impl Send for MoriEngineInner {}
 // SAFETY: What is called by shared references are the functions of statuses, which lock.
 unsafe impl Sync for MoriEngineInner {}
 
-impl MoriEngineInner {
-    fn functions(&self) -> &Functions {
-        &self.shim.functions
-    }
-}
-
 impl Drop for MoriEngineInner {
     fn drop(&mut self) {
         // SAFETY: Regions and sessions hold this, so that there are none any more.
-        let freed = call("kf_engine_free", |text| unsafe {
-            (self.functions().kf_engine_free)(self.raw, text)
-        });
+        let freed = unsafe { call!(self.shim, kf_engine_free(self.raw)) };
         debug_assert_eq!(freed, Ok(()), "the engine is leaked");
     }
 }
@@ -125,18 +126,13 @@ impl MoriEngineHandle {
             MoriBackend::Xgmi => 1,
         };
         // SAFETY: Texts that end with NUL, and a place for the result.
-        call("kf_engine_new", |text| unsafe {
-            let new = shim.functions.kf_engine_new;
-            new(key.as_ptr(), host.as_ptr(), port, &raw mut raw, text)
-        })?;
+        unsafe { call!(shim, kf_engine_new(key.as_ptr(), host.as_ptr(), port, &raw mut raw)) }?;
         let engine = MoriEngineHandle(Arc::new(MoriEngineInner { shim: shim.clone(), raw }));
+        let streams = signed(config.streams);
         match config.backend {
             MoriBackend::Rdma => engine.add_rdma(config)?,
             // SAFETY: The engine lives.
-            MoriBackend::Xgmi => call("kf_engine_xgmi", |text| unsafe {
-                let streams = signed(config.streams);
-                (shim.functions.kf_engine_xgmi)(raw, streams, streams, text)
-            })?,
+            MoriBackend::Xgmi => unsafe { call!(shim, kf_engine_xgmi(raw, streams, streams)) }?,
         }
         Ok(engine)
     }
@@ -160,25 +156,21 @@ impl MoriEngineHandle {
             sge_max: signed(config.sge_max),
         };
         // SAFETY: The engine lives, and the configuration for the call.
-        call("kf_engine_rdma", |text| unsafe {
-            (self.0.functions().kf_engine_rdma)(self.0.raw, &raw const rdma, text)
-        })
+        unsafe { call!(self.0.shim, kf_engine_rdma(self.0.raw, &raw const rdma)) }
     }
 
     /// MoRI's packed descriptor.
     pub(crate) fn desc(&self) -> Result<Vec<u8>, MoriCallError> {
         // SAFETY: The engine lives, and the buffer has the room that is told.
         bytes("kf_engine_desc", |out, room, len, text| unsafe {
-            (self.0.functions().kf_engine_desc)(self.0.raw, out, room, len, text)
+            (self.0.shim.functions.kf_engine_desc)(self.0.raw, out, room, len, text)
         })
     }
 
     /// Makes a peer known by its packed descriptor.
     pub(crate) fn add_peer(&self, desc: &[u8]) -> Result<(), MoriCallError> {
         // SAFETY: The engine lives, and the bytes for the call.
-        call("kf_peer_add", |text| unsafe {
-            (self.0.functions().kf_peer_add)(self.0.raw, desc.as_ptr(), desc.len(), text)
-        })
+        unsafe { call!(self.0.shim, kf_peer_add(self.0.raw, desc.as_ptr(), desc.len())) }
     }
 
     /// Registers memory, which has to stay until the region is dropped.
@@ -190,10 +182,9 @@ impl MoriEngineHandle {
         };
         let mut raw = ptr::null_mut();
         // SAFETY: The engine lives; MoRI does not look at the memory before a session is made.
-        call("kf_memory_new", |text| unsafe {
-            let new = self.0.functions().kf_memory_new;
-            new(self.0.raw, base, len, device, location, &raw mut raw, text)
-        })?;
+        unsafe {
+            call!(self.0.shim, kf_memory_new(self.0.raw, base, len, device, location, &raw mut raw))
+        }?;
         Ok(MoriMemoryHandle { engine: self.0.clone(), raw })
     }
 
@@ -205,10 +196,12 @@ impl MoriEngineHandle {
     ) -> Result<MoriSessionHandle, MoriCallError> {
         let mut raw = ptr::null_mut();
         // SAFETY: Engine and region live, and the bytes for the call.
-        call("kf_session_new", |text| unsafe {
-            let new = self.0.functions().kf_session_new;
-            new(self.0.raw, local.raw, remote.as_ptr(), remote.len(), &raw mut raw, text)
-        })?;
+        unsafe {
+            call!(
+                self.0.shim,
+                kf_session_new(self.0.raw, local.raw, remote.as_ptr(), remote.len(), &raw mut raw)
+            )
+        }?;
         Ok(MoriSessionHandle { engine: self.0.clone(), raw })
     }
 }
@@ -228,7 +221,7 @@ impl MoriMemoryHandle {
     pub(crate) fn desc(&self) -> Result<Vec<u8>, MoriCallError> {
         // SAFETY: The memory lives, and the buffer has the room that is told.
         bytes("kf_memory_desc", |out, room, len, text| unsafe {
-            (self.engine.functions().kf_memory_desc)(self.raw, out, room, len, text)
+            (self.engine.shim.functions.kf_memory_desc)(self.raw, out, room, len, text)
         })
     }
 }
@@ -236,9 +229,7 @@ impl MoriMemoryHandle {
 impl Drop for MoriMemoryHandle {
     fn drop(&mut self) {
         // SAFETY: Ours, and used by nobody from here on.
-        let freed = call("kf_memory_free", |text| unsafe {
-            (self.engine.functions().kf_memory_free)(self.raw, text)
-        });
+        let freed = unsafe { call!(self.engine.shim, kf_memory_free(self.raw)) };
         debug_assert_eq!(freed, Ok(()), "a memory is leaked, and its engine with it");
     }
 }
@@ -258,9 +249,7 @@ impl MoriSessionHandle {
     pub(crate) fn status(&self) -> Result<MoriTransferStatus, MoriCallError> {
         let mut handle = 0;
         // SAFETY: The engine lives.
-        call("kf_status_take", |text| unsafe {
-            (self.engine.functions().kf_status_take)(self.engine.raw, &raw mut handle, text)
-        })?;
+        unsafe { call!(self.engine.shim, kf_status_take(self.engine.raw, &raw mut handle)) }?;
         Ok(MoriTransferStatus { engine: self.engine.clone(), handle })
     }
 
@@ -276,27 +265,27 @@ impl MoriSessionHandle {
         };
         // SAFETY: Three lists of one length, which `Job` sees to, of a session and a status that
         // live.
-        call("kf_post", |text| unsafe {
-            (self.engine.functions().kf_post)(
-                self.raw,
-                direction,
-                job.len.len(),
-                job.local.as_ptr(),
-                job.remote.as_ptr(),
-                job.len.as_ptr(),
-                status.handle,
-                text,
+        unsafe {
+            call!(
+                self.engine.shim,
+                kf_post(
+                    self.raw,
+                    direction,
+                    job.len.len(),
+                    job.local.as_ptr(),
+                    job.remote.as_ptr(),
+                    job.len.as_ptr(),
+                    status.handle
+                )
             )
-        })
+        }
     }
 }
 
 impl Drop for MoriSessionHandle {
     fn drop(&mut self) {
         // SAFETY: Ours, and used by nobody from here on.
-        let freed = call("kf_session_free", |text| unsafe {
-            (self.engine.functions().kf_session_free)(self.raw, text)
-        });
+        let freed = unsafe { call!(self.engine.shim, kf_session_free(self.raw)) };
         debug_assert_eq!(freed, Ok(()), "a session is leaked, and its engine with it");
     }
 }
@@ -325,14 +314,9 @@ impl MoriTransferStatus {
     pub(crate) fn poll(&self) -> MoriStatusCode {
         let mut code = Codes::INIT;
         // SAFETY: The engine lives, and the handle was given out.
-        let polled = call("kf_status_poll", |text| unsafe {
-            (self.engine.functions().kf_status_poll)(
-                self.engine.raw,
-                self.handle,
-                &raw mut code,
-                text,
-            )
-        });
+        let polled = unsafe {
+            call!(self.engine.shim, kf_status_poll(self.engine.raw, self.handle, &raw mut code))
+        };
         match code {
             _ if polled.is_err() => MoriStatusCode::Other(Codes::ERR_BAD_STATE),
             Codes::SUCCESS => MoriStatusCode::Success,
@@ -348,7 +332,11 @@ impl MoriTransferStatus {
         let mut text = Text { data: buffer.as_mut_ptr().cast::<c_char>(), room: buffer.len() };
         // SAFETY: The engine lives, and the buffer has the room that is told.
         unsafe {
-            (self.engine.functions().kf_status_text)(self.engine.raw, self.handle, &raw mut text);
+            (self.engine.shim.functions.kf_status_text)(
+                self.engine.raw,
+                self.handle,
+                &raw mut text,
+            );
         }
         text_of(&buffer)
     }
@@ -357,9 +345,8 @@ impl MoriTransferStatus {
 impl Drop for MoriTransferStatus {
     fn drop(&mut self) {
         // SAFETY: The engine lives, and the handle is ours.
-        let given = call("kf_status_give", |text| unsafe {
-            (self.engine.functions().kf_status_give)(self.engine.raw, self.handle, text)
-        });
+        let given =
+            unsafe { call!(self.engine.shim, kf_status_give(self.engine.raw, self.handle)) };
         debug_assert_eq!(given, Ok(()), "a status was given back twice");
     }
 }

@@ -52,8 +52,12 @@ pub fn look(config: &MoriConfig, roots: &PreflightRoots) -> Vec<Finding> {
         findings.push(memlock(memlock_limit()));
     }
     findings.push(address(&config.host));
-    findings.extend(config.host.parse().ok().map(|host| control_port(host, config.port)));
+    findings.extend(control_port_of(config));
     findings
+}
+
+fn control_port_of(config: &MoriConfig) -> Option<Finding> {
+    config.host.parse().ok().map(|host| control_port(host, config.port))
 }
 
 /// Whether MoRI can be called, which ends the process over some of what it may lack.
@@ -63,13 +67,7 @@ pub fn look(config: &MoriConfig, roots: &PreflightRoots) -> Vec<Finding> {
 pub(crate) fn check(config: &MoriConfig) -> Result<(), String> {
     let findings = match config.devices {
         true => look(config, &PreflightRoots::default()),
-        false => config
-            .host
-            .parse()
-            .ok()
-            .map(|host| control_port(host, config.port))
-            .into_iter()
-            .collect(),
+        false => control_port_of(config).into_iter().collect(),
     };
     let fatal = findings.into_iter().filter(|finding| finding.fatal);
     let texts: Vec<String> = fatal

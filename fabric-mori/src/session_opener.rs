@@ -3,10 +3,11 @@
 
 use crate::engine_thread::{MoriEngineCommand, MoriRegisteredMemory, MoriSessionTarget};
 use crate::mori::{MoriCallError, MoriEngineHandle, MoriSessionHandle};
-use kvferry_engine::fabric::{FabricError, RegionId, SessionId};
+use kvferry_engine::fabric::{FabricError, Memory, RegionId, SessionId};
+use kvferry_fabric_common::lock;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A connection that failed after this long was not answered; others to the same peer would not be
@@ -65,10 +66,6 @@ pub(crate) struct MoriSessionOpener {
     more: Condvar,
 }
 
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl MoriEngineState {
     pub(crate) fn engine(&self) -> Result<&MoriEngineHandle, MoriCallError> {
         self.engine.as_ref().ok_or_else(|| MoriCallError::of("engine", "there is none"))
@@ -91,7 +88,7 @@ impl MoriEngineState {
     }
 
     /// Ends the engine. The memory that it knew, for the next one.
-    pub(crate) fn end(&mut self) -> Vec<(RegionId, kvferry_engine::fabric::Memory)> {
+    pub(crate) fn end(&mut self) -> Vec<(RegionId, Memory)> {
         self.opened.clear();
         let regions = std::mem::take(&mut self.regions);
         self.peers.clear();

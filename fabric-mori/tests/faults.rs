@@ -3,7 +3,7 @@
 mod common;
 
 use common::world::{MoriTestWorld, faults};
-use common::{MoriTestSetup, NEVER, config, serve_if_child, start};
+use common::{NEVER, config, serve_if_child};
 use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, FabricError, PeerId, Refused, SessionId,
 };
@@ -133,9 +133,7 @@ fn peers_inside_are_told_of_a_rebuild() {
         _ => None,
     });
     assert!(address != before && address == world.plane(0).address(), "a new incarnation");
-    world.until(2, "PeerDown", |event| {
-        (*event == DataEvent::PeerDown { peer: PeerId(0) }).then_some(())
-    });
+    world.until_told(2, &DataEvent::PeerDown { peer: PeerId(0) });
     // All ids are free again.
     world.register(0);
     let desc = world.register_again(1);
@@ -151,9 +149,7 @@ fn peers_inside_are_told_of_a_rebuild() {
 fn a_restarted_peer_is_another_one() {
     let mut world = MoriTestWorld::star(2);
     world.replace(1, config(MoriBackend::Rdma));
-    world.until(0, "PeerDown", |event| {
-        (*event == DataEvent::PeerDown { peer: PeerId(1) }).then_some(())
-    });
+    world.until_told(0, &DataEvent::PeerDown { peer: PeerId(1) });
     let desc = world.register(1);
     world.plane(0).disconnect(PeerId(1));
     world.connect(0, 1);
@@ -167,20 +163,9 @@ fn a_restarted_peer_is_another_one() {
 fn a_peer_that_aborts_is_an_error() {
     let mut world = MoriTestWorld::rdma(1);
     world.register(0);
-    let setup = MoriTestSetup {
-        config: config(MoriBackend::Rdma),
-        memory: 1 << 14,
-        faults: Some("pin_remote@1".into()),
-    };
-    let mut far = start(&setup);
-    let desc = world.register_of(&mut far);
-    let (here, there) = (world.plane(0).address(), far.address());
-    far.connect(PeerId(0), &here, 5).expect("a peer connects");
-    world.plane(0).connect(PeerId(1), &there, 5).expect("a peer connects");
+    let (_far, desc) = world.far(PeerId(1), Some("pin_remote@1".into()));
     assert!(world.open(1, 0, 1, &desc).is_err(), "MoRI ends the peer when it is to pin");
-    world.until(0, "PeerDown", |event| {
-        (*event == DataEvent::PeerDown { peer: PeerId(1) }).then_some(())
-    });
+    world.until_told(0, &DataEvent::PeerDown { peer: PeerId(1) });
     assert_eq!(world.plane(0).counters().rebuilds, 0, "nothing was under way");
 }
 

@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::world::{MoriTestWorld, PASS, REGION, faults, port};
-use common::{MEMORY, MoriTestSetup, config, serve_if_child, start};
+use common::world::{MoriTestWorld, REGION, faults, port};
+use common::{MEMORY, config, serve_if_child};
 use kvferry_engine::conformance::RemotePlane;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
@@ -26,13 +26,9 @@ fn child() {
     serve_if_child();
 }
 
-fn reset(world: &mut MoriTestWorld) {
-    world.until(0, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
-}
-
 /// Sets plane 0 up after a reset, and writes to plane 1.
 fn serves_again(world: &mut MoriTestWorld, at: u64) {
-    reset(world);
+    world.until_reset(0);
     world.forget(0);
     assert_eq!(world.plane(0).counters().without, 0);
     world.register(0);
@@ -77,7 +73,7 @@ fn a_port_that_flaps_is_waited_for() {
         is_refused(&mut world, 50, &desc);
         world.plane(0).quiesce(SessionId(1), QuiesceTicket(flap));
         let quiet = DataEvent::Quiet { session: SessionId(1), ticket: QuiesceTicket(flap) };
-        world.until(0, "Quiet", |event| (*event == quiet).then_some(()));
+        world.until_told(0, &quiet);
         world.assert_untouched(1, 50);
         port(true);
         serves_again(&mut world, 512 + flap * 8);
@@ -129,11 +125,9 @@ fn a_fence_is_answered_without_a_backend() {
     world.open(7, 1, 0, &desc).expect("plane 1 comes in");
     port(false);
     world.plane(0).fence(PeerId(1));
-    world.until(0, "Fenced", |event| {
-        (*event == DataEvent::Fenced { peer: PeerId(1) }).then_some(())
-    });
+    world.until_told(0, &DataEvent::Fenced { peer: PeerId(1) });
     port(true);
-    reset(&mut world);
+    world.until_reset(0);
 }
 
 #[test]
@@ -195,13 +189,7 @@ struct Far {
 
 impl Far {
     fn new(world: &mut MoriTestWorld, peer: PeerId, sessions: impl Iterator<Item = u32>) -> Far {
-        let setup =
-            MoriTestSetup { config: config(MoriBackend::Rdma), memory: MEMORY, faults: None };
-        let mut remote = start(&setup);
-        let desc = world.register_of(&mut remote);
-        let (here, there) = (world.plane(0).address(), remote.address());
-        remote.connect(PeerId(0), &here, PASS).expect("a peer connects");
-        world.plane(0).connect(peer, &there, PASS).expect("a peer connects");
+        let (mut remote, desc) = world.far(peer, None);
         let sessions: Vec<_> = sessions.map(SessionId).collect();
         for session in &sessions {
             world.plane(0).open(*session, REGION, peer, &desc).expect("an open is taken");
@@ -302,7 +290,7 @@ fn queue_pairs_that_ended_are_counted_until_the_backend_is_replaced() {
     assert_eq!(dead_pairs(&mut world, 0), 0, "nobody was there");
     mends(&mut world, 15);
     for at in [1, 2] {
-        world.until(at, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+        world.until_reset(at);
         assert_eq!(dead_pairs(&mut world, at), 0);
     }
 }
@@ -313,7 +301,7 @@ fn a_worn_backend_is_replaced_once_nobody_is_connected() {
     let mut world = MoriTestWorld::new(2, settings).joined();
     mends(&mut world, 10);
     world.plane(0).disconnect(PeerId(1));
-    world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+    world.until_reset(1);
     assert_eq!((world.plane(1).counters().rebuilds, dead_pairs(&mut world, 1)), (1, 0));
 }
 
@@ -322,7 +310,7 @@ fn peers_do_not_have_a_backend_replaced_again_and_again() {
     let settings = |_| MoriConfig { dead_pairs_max: 1, ..config(MoriBackend::Rdma) };
     let mut world = MoriTestWorld::new(2, settings).joined();
     world.plane(0).disconnect(PeerId(1));
-    world.until(1, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+    world.until_reset(1);
     world.descs[1] = world.register(1);
     for dead in 1..=3 {
         world.connect(0, 1);

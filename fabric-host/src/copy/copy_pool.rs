@@ -2,8 +2,8 @@
 //! Whoever has such a copy to do lets others take pieces of it, does what nobody takes, and
 //! returns when no piece is in work any more.
 
-use crate::sync::lock;
 use crate::sys::{self, RANGES_MAX, range};
+use kvferry_fabric_common::lock;
 use libc::iovec;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

@@ -1,18 +1,18 @@
 //! Dials a peer and says hello. Each dial has a thread of its own for as long as it takes.
 
-use super::acceptor::{limit, unblock};
+use super::HostLinkKind;
+use super::handshake::HandshakeSocket;
 use super::local_initiator::LocalInitiator;
-use super::local_target::LocalLinkHandles;
+use super::local_link::LocalLinkHandles;
 use super::outbound::{DoorbellTarget, HostOutboundLink};
 use super::segment::ShmSegment;
 use super::tcp_initiator::TcpInitiator;
-use super::{HostLinkDriver, HostLinkKind, socket, tcp_handshake};
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
-use crate::memory::{MemfdMapping, PidfdProcess, ROLL_BYTES};
+use crate::memory::{MemfdMapping, ROLL_BYTES};
 use crate::proto::{HostControlMessage, OLDEST, PathPolicy, VERSION};
-use crate::shared::{HostPlaneShared, HostWorkerEvent};
-use crate::sys;
+use crate::shared::{DialledLink, HostDialError, HostPlaneShared, HostWorkerEvent};
+use kvferry_fabric_common::spawn;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io::ErrorKind;
@@ -32,18 +32,6 @@ pub(crate) struct HostDialRequest {
     pub(crate) ends: Vec<u64>,
 }
 
-/// A link, and what its thread has to serve.
-type DialledLink = (Arc<HostOutboundLink>, Box<dyn HostLinkDriver>);
-
-/// Why there is no link.
-pub(super) struct HostDialError {
-    why: String,
-    /// Nobody answered; else it was a refusal or ours.
-    unreachable: bool,
-    /// The plane that was meant has ended.
-    gone: bool,
-}
-
 impl HostDialError {
     pub(super) fn ours(why: impl ToString) -> HostDialError {
         HostDialError { why: why.to_string(), unreachable: false, gone: false }
@@ -59,20 +47,11 @@ pub(crate) fn dial(hub: &Arc<HostPlaneShared>, dial: HostDialRequest) {
     let hub_too = hub.clone();
     let id = dial.id;
     let run = move || {
-        let link = match dial.kind {
-            HostLinkKind::Local => dial_local(&hub_too, &dial),
-            HostLinkKind::Tcp => dial_tcp(&hub_too, &dial),
-        };
-        hub_too.notify(match link {
-            Ok((link, station)) => HostWorkerEvent::LinkUp { dial: dial.id, link, station },
-            Err(HostDialError { why, unreachable, gone }) => {
-                HostWorkerEvent::DialFailed { dial: dial.id, why, unreachable, gone }
-            }
-        });
+        let result = dial_link(&hub_too, &dial);
+        hub_too.notify(HostWorkerEvent::Dialled { dial: id, result });
     };
-    if let Err(why) = std::thread::Builder::new().name("kvferry-dial".into()).spawn(run) {
-        let why = format!("thread: {why}");
-        hub.notify(HostWorkerEvent::DialFailed { dial: id, why, unreachable: false, gone: false });
+    if let Err(why) = spawn("kvferry-dial", run) {
+        hub.notify(HostWorkerEvent::Dialled { dial: id, result: Err(HostDialError::ours(why)) });
     }
 }
 
@@ -108,73 +87,33 @@ pub(super) fn welcomed(answer: HostControlMessage) -> Result<(PathPolicy, bool),
     }
 }
 
-fn dial_local(
-    hub: &Arc<HostPlaneShared>,
-    dial: &HostDialRequest,
-) -> Result<DialledLink, HostDialError> {
+fn connect_local(to: &HostPlaneAddress) -> Result<OwnedFd, HostDialError> {
     let flags = SocketFlags::CLOEXEC;
     let peer = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .map_err(|why| HostDialError::ours(format!("socket: {why}")))?;
-    limit(peer.as_fd(), hub.config.connect()).map_err(HostDialError::ours)?;
-    let name = dial.to.socket_name();
+    let name = to.socket_name();
     let at = SocketAddrUnix::new_abstract_name(&name).map_err(HostDialError::ours)?;
     connect(&peer, &at).map_err(|why| {
         let text = format!("unix socket @{}: {why}", name.escape_ascii());
         // The name is that of one incarnation of one plane in this network namespace.
         HostDialError::unreachable(text, why == Errno::CONNREFUSED)
     })?;
-    let (segment, file) = ShmSegment::create().map_err(HostDialError::ours)?;
-    let id = hub.fresh();
-    let worker = hub.worker_of(id);
-    let silent = |_| HostDialError::unreachable("no answer to the hello", false);
-    // Nobody but the owner needs to hear how its writes went.
-    let (ours, heard_by) = match hub.bell() {
-        Some(bell) => (bell, DoorbellTarget::Owner),
-        None => (worker.bell(), DoorbellTarget::Thread),
-    };
-    socket::send(peer.as_fd(), &hello(hub, dial, id), &[file.as_fd(), ours]).map_err(silent)?;
-    let (answer, fds) = socket::receive(peer.as_fd(), false)
-        .map_err(silent)?
-        .ok_or_else(|| HostDialError::unreachable("no answer to the hello in time", false))?;
-    let (rules, later) = welcomed(answer)?;
-    let [bell, roll] = <[OwnedFd; 2]>::try_from(fds)
-        .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
-    let roll = MemfdMapping::new(&roll, ROLL_BYTES, false).map_err(HostDialError::ours)?;
-    unblock(peer.as_fd()).map_err(HostDialError::ours)?;
-    let process = sys::peer_process(peer.as_fd()).and_then(|pid| PidfdProcess::open(pid).ok());
-    let watch = process.as_ref().and_then(|process| PidfdProcess::open(process.pid).ok());
-    let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
-    let local = Some((&segment, ring_bell, heard_by));
-    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
-    let ends = LocalLinkHandles {
-        socket: peer,
-        watch: watch.map(|process| process.handle),
-        process: process.map(Arc::new),
-        bell,
-        segment,
-        rules,
-        later,
-    };
-    Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, roll))))
+    Ok(peer)
 }
 
-fn dial_tcp(
-    hub: &Arc<HostPlaneShared>,
-    dial: &HostDialRequest,
-) -> Result<DialledLink, HostDialError> {
-    let deadline = Instant::now() + hub.config.connect();
-    let (host, port) = (&*dial.to.host, dial.to.port);
-    let at = |why: std::io::Error| format!("{host}:{port}: {why}");
-    let addresses =
-        (host, port).to_socket_addrs().map_err(|why| HostDialError::unreachable(at(why), false))?;
-    let mut peer =
-        Err(HostDialError::unreachable(format!("{host}:{port}: no such address"), false));
+fn connect_tcp(to: &HostPlaneAddress, deadline: Instant) -> Result<OwnedFd, HostDialError> {
+    let at = |why: std::io::Error| format!("{}:{}: {why}", to.host, to.port);
+    let addresses = (&*to.host, to.port)
+        .to_socket_addrs()
+        .map_err(|why| HostDialError::unreachable(at(why), false))?;
+    let nowhere = format!("{}:{}: no such address", to.host, to.port);
+    let mut peer = Err(HostDialError::unreachable(nowhere, false));
     for address in addresses {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             break;
         }
-        peer = TcpStream::connect_timeout(&address, left).map_err(|why| {
+        peer = TcpStream::connect_timeout(&address, left).map(OwnedFd::from).map_err(|why| {
             // The listener of a plane outlives its threads.
             let gone = why.kind() == ErrorKind::ConnectionRefused;
             HostDialError::unreachable(at(why), gone)
@@ -183,18 +122,55 @@ fn dial_tcp(
             break;
         }
     }
-    let mut peer = peer?;
-    let silent = |why| HostDialError::unreachable(at(why), false);
-    tcp_handshake::set_keepalive(&peer, hub.config.dead_ms).map_err(silent)?;
+    peer
+}
+
+fn dial_link(
+    hub: &Arc<HostPlaneShared>,
+    dial: &HostDialRequest,
+) -> Result<DialledLink, HostDialError> {
+    let deadline = Instant::now() + hub.config.connect();
+    let peer = match dial.kind {
+        HostLinkKind::Local => connect_local(&dial.to)?,
+        HostLinkKind::Tcp => connect_tcp(&dial.to, deadline)?,
+    };
+    let silent = |why: std::io::Error| {
+        let at = match dial.kind {
+            HostLinkKind::Local => String::new(),
+            HostLinkKind::Tcp => format!("{}:{}: ", dial.to.host, dial.to.port),
+        };
+        HostDialError::unreachable(format!("{at}{why}"), false)
+    };
+    let mut peer =
+        HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
+    let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
+    let segment = segment.map_err(HostDialError::ours)?;
     let id = hub.fresh();
-    tcp_handshake::send(&mut peer, &hello(hub, dial, id), deadline).map_err(silent)?;
-    let answer = tcp_handshake::receive(&mut peer, deadline).map_err(silent)?;
+    let worker = hub.worker_of(id).clone();
+    // Nobody but the owner needs to hear how its writes went.
+    let (ours, heard_by) = match hub.bell() {
+        Some(bell) => (bell, DoorbellTarget::Owner),
+        None => (worker.bell(), DoorbellTarget::Thread),
+    };
+    let along: Vec<_> = segment.iter().flat_map(|(_, file)| [file.as_fd(), ours]).collect();
+    peer.send(&hello(hub, dial, id), &along).map_err(silent)?;
+    let (answer, fds) = peer.receive().map_err(silent)?;
     let (rules, later) = welcomed(answer)?;
-    if !rules.paths.contains(&DataPath::Tcp) {
-        return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
-    }
-    unblock(peer.as_fd()).map_err(HostDialError::ours)?;
-    let worker = hub.worker_of(id);
-    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker.clone(), None));
-    Ok((link.clone(), Box::new(TcpInitiator::new(peer.into(), link, later))))
+    let Some((segment, _)) = segment else {
+        if !rules.paths.contains(&DataPath::Tcp) {
+            return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
+        }
+        let socket = peer.unblock().map_err(HostDialError::ours)?;
+        let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
+        return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
+    };
+    let [bell, roll] = <[OwnedFd; 2]>::try_from(fds)
+        .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
+    let roll = MemfdMapping::new(&roll, ROLL_BYTES, false).map_err(HostDialError::ours)?;
+    let socket = peer.unblock().map_err(HostDialError::ours)?;
+    let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
+    let local = Some((&segment, ring_bell, heard_by));
+    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
+    let ends = LocalLinkHandles::new(socket, bell, segment, (rules, later));
+    Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, roll))))
 }

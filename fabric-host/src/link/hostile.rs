@@ -1,25 +1,26 @@
 //! Peers that say what no plane says: it costs them their connection, and is counted.
 
+use super::handshake::{receive, send};
 use super::outbound::DoorbellTarget;
 use super::segment::ShmSegment;
-use super::stream::{pack, pack_control};
-use super::tcp_handshake::{receive, send};
-use super::{HostCloseReason, HostLinkKind, HostOutboundLink, socket};
+use super::stream::{pack, pack_control, words_of};
+use super::{HostLinkKind, HostOutboundLink, socket};
 use crate::copy::CopySlice;
-use crate::descriptor::{HostPlaneAddress, HostPlaneIdentity, HostRegionDescriptor};
+use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
+use crate::doorbell::WorkerHandle;
 use crate::memory::sealed;
 use crate::proto::{
     HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, HostRegionInfo, OLDEST,
     PART_MAX, PathPolicy, VERSION, push_slices,
 };
-use crate::ring::{Consumer, Producer};
-use crate::sync::{AtomicU64, Ordering};
-use crate::worker::WorkerHandle;
+use crate::ring::{AtomicU64, Consumer, Ordering, Producer};
+use crate::shared::HostCloseReason;
 use crate::{DataPath, HostConfig, HostPlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     DataEvent, DataPlane, FabricError, Memory, PeerId, RegionDesc, RegionId, SessionId,
 };
+use kvferry_fabric_common::PlaneIdentity;
 use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -106,7 +107,7 @@ impl Victim {
     }
 
     pub(super) fn open(&self, stream: &mut TcpStream) {
-        let local = HostRegionInfo { base: 0, len: LEN as u64, process: None, file: false };
+        let local = side_of(LEN as u64);
         let (region, token) = (self.claim.region.0, self.claim.token);
         let open = HostControlMessage::Open { session: 9, region, token, local };
         stream.write_all(&pack_control(&open)).unwrap();
@@ -141,7 +142,7 @@ pub(super) fn rules() -> PathPolicy {
 
 pub(super) fn stranger(port: u16) -> HostPlaneAddress {
     HostPlaneAddress {
-        who: HostPlaneIdentity { key: "stranger".into(), incarnation: 77 },
+        who: PlaneIdentity { key: "stranger".into(), incarnation: 77 },
         node: "elsewhere/1/1".into(),
         hostname: "elsewhere".into(),
         host: "127.0.0.1".into(),
@@ -169,13 +170,8 @@ fn what_is_no_greeting_is_refused() {
     let http = b"GET / HTTP/1.1\r\nHost: nobody\r\n\r\n".to_vec();
     let mut half = pack_control(&victim.hello());
     half.truncate(half.len() / 2);
-    let record = |record: HostRecord| {
-        let mut words = Vec::new();
-        record.encode(&mut words);
-        pack(&words)
-    };
-    let early = record(HostRecord::Close { session: 1 });
-    let lying = record(HostRecord::Control { bytes: u32::MAX });
+    let early = pack(&HostRecord::Close { session: 1 }.words());
+    let lying = pack(&HostRecord::Control { bytes: u32::MAX }.words());
     for (n, bytes) in [long, http, vec![0; 8], half, early, lying].into_iter().enumerate() {
         let mut stream = victim.dial();
         stream.write_all(&bytes).unwrap();
@@ -226,10 +222,24 @@ fn hellos_that_do_not_fit_are_told_why() {
 }
 
 pub(super) fn write(session: u32, slices: &[CopySlice]) -> Vec<u8> {
-    let mut words = Vec::new();
-    HostRecord::Write(HostOperationPart { session, op: 1, last: true }).encode(&mut words);
+    pack(&write_words(session, slices))
+}
+
+fn write_words(session: u32, slices: &[CopySlice]) -> Vec<u64> {
+    let mut words = HostRecord::Write(HostOperationPart { session, op: 1, last: true }).words();
     push_slices(slices, &mut words);
-    pack(&words)
+    words
+}
+
+/// The next record of an answer.
+pub(super) fn answered(stream: &mut TcpStream) -> Vec<u64> {
+    let mut answer = [0; 24];
+    stream.read_exact(&mut answer).unwrap();
+    words_of(&answer).skip(1).collect()
+}
+
+fn done(op: u64) -> Vec<u8> {
+    pack(&HostRecord::Done { op, status: HostCopyStatus::Done }.words())
 }
 
 pub(super) fn slice(from: u64, to: u64, len: u64) -> CopySlice {
@@ -241,13 +251,7 @@ fn records_that_no_plane_sends_end_the_connection() {
     let victim = Victim::new();
     let len = LEN as u64;
     let many = vec![slice(0, 0, 0); PART_MAX + 1];
-    let done = |op| {
-        let mut words = Vec::new();
-        HostRecord::Done { op, status: HostCopyStatus::Done }.encode(&mut words);
-        pack(&words)
-    };
-    let mut ragged = vec![0; 3];
-    HostRecord::Write(HostOperationPart { session: 9, op: 1, last: true }).encode(&mut ragged);
+    let mut ragged = HostRecord::Write(HostOperationPart { session: 9, op: 1, last: true }).words();
     ragged.push(7);
     let cases = [
         write(9, &[slice(0, 0, 8), slice(0, len, 1)]),
@@ -288,7 +292,7 @@ fn half_of_a_write_lands_and_is_no_success() {
 fn unknown_sessions_and_regions_are_answered_with_an_error() {
     let victim = Victim::new();
     let mut stream = victim.enter();
-    let local = HostRegionInfo { base: 0, len: 8, process: None, file: false };
+    let local = side_of(8);
     let open = |session, region, token, local: &HostRegionInfo| {
         pack_control(&HostControlMessage::Open { session, region, token, local: local.clone() })
     };
@@ -302,12 +306,8 @@ fn unknown_sessions_and_regions_are_answered_with_an_error() {
     }
     stream.write_all(&write(11, &[slice(0, 0, 64)])).unwrap();
     stream.write_all(&[1; 64]).unwrap();
-    let mut answer = [0; 24];
-    stream.read_exact(&mut answer).unwrap();
-    let words: Vec<u64> =
-        answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
     let refused = HostRecord::Done { op: 1, status: HostCopyStatus::Refused };
-    assert_eq!(HostRecord::decode(&words[1..]), Some((refused, &[][..])));
+    assert_eq!(answered(&mut stream), refused.words());
     victim.assert_untouched();
 }
 
@@ -357,12 +357,17 @@ impl HostileLocalLink {
     }
 }
 
+/// A memory file that may shrink.
+fn unsealed(len: u64) -> OwnedFd {
+    let file = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, len).unwrap();
+    file
+}
+
 #[test]
 fn segments_that_could_shrink_or_are_short_are_refused() {
     let victim = Victim::new();
-    let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-    let unsealed = unsealed.unwrap();
-    ftruncate(&unsealed, 1 << 24).unwrap();
+    let unsealed = unsealed(1 << 24);
     let short = sealed("short", 4_096).unwrap();
     for (n, file) in [unsealed, short].iter().enumerate() {
         let (_, answer) = HostileLocalLink::say_hello(&victim, file);
@@ -378,9 +383,7 @@ fn sources_that_are_not_what_they_claim_are_refused() {
     let len = LEN as u64;
     let side = |base, len, process, file| HostRegionInfo { base, len, process, file };
     let short = sealed("short", 4_096).unwrap();
-    let unsealed = memfd_create("unsealed", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-    let unsealed = unsealed.unwrap();
-    ftruncate(&unsealed, len).unwrap();
+    let unsealed = unsealed(len);
     // It could be read, but the process is not the one of that start.
     let own = victim.claim.base;
     let stale = Some((std::process::id(), 1));
@@ -424,7 +427,7 @@ proptest! {
         words[0].fetch_or(1 << 40, Ordering::Release);
         // It is awake, or wakes up by this.
         let (region, token) = (victim.claim.region.0, victim.claim.token);
-        let own = HostRegionInfo { base: 0, len: 8, process: None, file: false };
+        let own = side_of(8);
         let open = HostControlMessage::Open { session: 1, region, token, local: own };
         let _ = socket::send(local.socket.as_fd(), &open, &[]);
         victim.until("corrupt", |counters| counters.corrupt == 1);
@@ -443,9 +446,7 @@ fn out_of_range_writes_by_ring_end_the_link() {
     let side = HostRegionInfo { base, len: LEN as u64, process: None, file: false };
     let answer = local.open(&victim, side, None);
     assert!(matches!(answer, HostControlMessage::Opened { result: Ok(_), .. }), "{answer:?}");
-    let mut words = Vec::new();
-    HostRecord::Write(HostOperationPart { session: 9, op: 1, last: true }).encode(&mut words);
-    push_slices(&[slice(0, 0, 8), slice(0, LEN as u64 - 1, 2)], &mut words);
+    let words = write_words(9, &[slice(0, 0, 8), slice(0, LEN as u64 - 1, 2)]);
     assert_eq!(Producer::new(local.segment.requests()).push(&words), Ok(true));
     let again = welcome();
     let _ = socket::send(local.socket.as_fd(), &again, &[]);
@@ -502,16 +503,7 @@ fn betrayed(says: impl FnOnce(&mut TcpStream)) -> (HostPlane, Vec<DataEvent>) {
 
 #[test]
 fn answers_to_what_was_not_asked_end_the_link() {
-    let done = |op| {
-        let mut words = Vec::new();
-        HostRecord::Done { op, status: HostCopyStatus::Done }.encode(&mut words);
-        pack(&words)
-    };
-    let bytes = {
-        let mut words = Vec::new();
-        HostRecord::Bytes { op: 1, status: HostCopyStatus::Done }.encode(&mut words);
-        pack(&words)
-    };
+    let bytes = pack(&HostRecord::Bytes { op: 1, status: HostCopyStatus::Done }.words());
     let opened =
         HostControlMessage::Opened { session: 99, result: Ok((DataPath::Tcp, side_of(8), 0)) };
     for bytes in [done(1), bytes, pack_control(&opened), pack(&[0]), u64::MAX.to_le_bytes().into()]
@@ -546,9 +538,7 @@ fn answers_by_ring_to_what_was_not_asked_end_the_link() {
             worker,
             Some((&segment, bell, DoorbellTarget::Thread)),
         );
-        let mut words = Vec::new();
-        record.encode(&mut words);
-        assert_eq!(Producer::new(segment.answers()).push(&words), Ok(true));
+        assert_eq!(Producer::new(segment.answers()).push(&record.words()), Ok(true));
         let mut heard = Vec::new();
         assert_eq!(
             (link.poll_completions(&mut heard), &heard[..]),

@@ -1,16 +1,16 @@
 //! A link of a peer, as far as the owner of this plane rules over it.
 
 use super::segment::ShmSegment;
-use crate::descriptor::HostPlaneIdentity;
-use crate::worker::WorkerHandle;
+use crate::doorbell::WorkerHandle;
+use kvferry_fabric_common::{PlaneIdentity, lock};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A link that a peer dialled.
 #[derive(Debug)]
 pub(crate) struct HostInboundLink {
     pub(crate) id: u64,
-    pub(crate) who: HostPlaneIdentity,
+    pub(crate) who: PlaneIdentity,
     pub(crate) fence_key: u64,
     /// The number that the peer gave it.
     pub(crate) theirs: u64,
@@ -24,7 +24,7 @@ pub(crate) struct HostInboundLink {
 impl HostInboundLink {
     pub(crate) fn new(
         id: u64,
-        (who, fence_key, theirs): (HostPlaneIdentity, u64, u64),
+        (who, fence_key, theirs): (PlaneIdentity, u64, u64),
         worker: Arc<WorkerHandle>,
         segment: Option<ShmSegment>,
     ) -> HostInboundLink {
@@ -45,7 +45,7 @@ impl HostInboundLink {
         if let Some(segment) = &self.segment {
             segment.set_open(false);
         }
-        drop(self.landing.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(lock(&self.landing));
         self.worker.wake();
     }
 
@@ -55,7 +55,7 @@ impl HostInboundLink {
 
     /// Keeps the peer in as long as the guard is held; none if it is shut out.
     pub(crate) fn hold(&self) -> Option<MutexGuard<'_, ()>> {
-        let guard = self.landing.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard = lock(&self.landing);
         (!self.is_shut()).then_some(guard)
     }
 }

@@ -1,23 +1,24 @@
 //! The side of a local link that initiates: it reads from the peer, and hears how its writes went.
 
-use super::local_target::LocalLinkHandles;
+use super::local_link::LocalLinkHandles;
 use super::outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
-use super::{HostCloseReason, HostLinkDriver, socket};
 use crate::config::DataPath;
 use crate::copy::SliceCursor;
 use crate::memory::MemfdMapping;
 use crate::path::reach;
 use crate::proto::{HostControlMessage, HostCopyStatus, HostRegionInfo, SessionDenial};
-use crate::shared::{HostWorkerEvent, NegotiatedPaths};
-use crate::worker::{SHORT_MAX, WorkerContext};
+use crate::shared::{
+    HostCloseReason, HostLinkDriver, HostWorkerEvent, NegotiatedPaths, SHORT_MAX, WorkerContext,
+};
 use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 /// The initiating side.
+#[derive(Debug)]
 pub(super) struct LocalInitiator {
     ends: LocalLinkHandles,
     link: Arc<HostOutboundLink>,
@@ -28,10 +29,6 @@ pub(super) struct LocalInitiator {
     read: Option<(HostReadJob, SliceCursor)>,
     /// Short reads are what this link does of late: more of them are looked for.
     reads: bool,
-    readable: bool,
-    /// The socket takes a message, as far as is known.
-    writable: bool,
-    ended: bool,
 }
 
 impl LocalInitiator {
@@ -48,22 +45,16 @@ impl LocalInitiator {
             opening: BTreeMap::new(),
             read: None,
             reads: false,
-            readable: true,
-            writable: true,
-            ended: false,
         }
     }
 
     fn controls(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason> {
         let mut worked = false;
-        while self.writable {
+        while self.ends.writable {
             let next = self.link.lock().controls.pop_front();
             let Some((message, region)) = next else { break };
-            let file = region.as_ref().and_then(|region| region.file.as_ref());
-            let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
-            if !socket::send(self.ends.socket.as_fd(), &message, &fds)? {
+            if !self.ends.send(&message, region.as_ref())? {
                 self.link.lock().controls.push_front((message, region));
-                self.writable = false;
                 break;
             }
             worked = true;
@@ -71,13 +62,13 @@ impl LocalInitiator {
                 self.opening.insert(session, token);
             }
         }
-        while self.readable {
-            match socket::receive(self.ends.socket.as_fd(), self.ends.later)? {
-                None => self.readable = false,
-                Some((HostControlMessage::Opened { session, result }, mut fds)) => {
+        while let Some((message, file)) = self.ends.receive()? {
+            worked = true;
+            match message {
+                HostControlMessage::Opened { session, result } => {
                     let token = self.opening.remove(&session).ok_or(HostCloseReason::Corrupt)?;
                     let result = result.and_then(|answer| {
-                        let lane = self.lane(cx, token, answer, fds.pop());
+                        let lane = self.lane(cx, token, answer, file);
                         if lane.is_err() {
                             self.link.close(session);
                         }
@@ -85,14 +76,10 @@ impl LocalInitiator {
                     });
                     let session = SessionId(session);
                     cx.hub.notify(HostWorkerEvent::Opened { session, link: self.link.id, result });
-                    worked = true;
                 }
                 // The next step goes on: a peer that says nothing else must not keep the thread.
-                Some((HostControlMessage::Unknown, _)) => {
-                    worked = true;
-                    break;
-                }
-                Some(_) => return Err(HostCloseReason::Corrupt),
+                HostControlMessage::Unknown => break,
+                _ => return Err(HostCloseReason::Corrupt),
             }
         }
         Ok(worked)
@@ -168,31 +155,22 @@ impl LocalInitiator {
     }
 }
 
-impl std::fmt::Debug for LocalInitiator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalInitiator").field("link", &self.link).finish_non_exhaustive()
-    }
-}
-
 impl HostLinkDriver for LocalInitiator {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.ends.fds()
     }
 
     fn ready(&mut self, index: usize) {
-        match index {
-            0 => (self.readable, self.writable) = (true, true),
-            _ => self.ended = true,
-        }
+        self.ends.ready(index);
     }
 
     fn step(&mut self, cx: &mut WorkerContext) -> Result<bool, HostCloseReason> {
-        if self.ended {
+        if self.ends.ended {
             return Err(HostCloseReason::Closed);
         }
         let mut worked = self.poll_completions(cx)?;
         self.reads &= !worked;
-        if self.readable || !self.link.is_idle() {
+        if self.ends.readable || !self.link.is_idle() {
             worked |= self.controls(cx)?;
         }
         worked |= self.link.flush_ring()?;
@@ -206,15 +184,11 @@ impl HostLinkDriver for LocalInitiator {
 
     fn prepare_sleep(&mut self) -> bool {
         let empty = self.link.sleep();
-        let told = self.link.is_idle() || (!self.writable && self.link.only_controls());
-        empty && told && self.read.is_none() && !self.readable
+        let told = self.link.is_idle() || (!self.ends.writable && self.link.only_controls());
+        empty && told && self.read.is_none() && !self.ends.readable
     }
 
     fn end(self: Box<Self>, cx: &mut WorkerContext, why: HostCloseReason) {
-        if why == HostCloseReason::Corrupt {
-            cx.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
-        }
-        let proven = why == HostCloseReason::Closed;
-        cx.hub.notify(HostWorkerEvent::LinkDown { link: self.link.id, proven });
+        cx.link_down(self.link.id, why);
     }
 }

@@ -1,17 +1,18 @@
 //! A link that this plane dialled, for its owner: what is to be done goes into a queue of the link,
 //! or straight into the ring that the peer reads.
 
+use super::HostLinkKind;
 use super::segment::{ShmRing, ShmSegment};
-use super::{HostCloseReason, HostLinkKind};
 use crate::copy::{CopyBuffers, CopyFault, CopySlice, copy};
+use crate::doorbell::{WorkerHandle, ring};
 use crate::memory::{HostMemoryAccess, HostRegion, MemfdMapping};
 use crate::proto::{
     HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, HostRegionInfo, PART_MAX,
     push_slices,
 };
-use crate::ring::{Consumer, Producer};
-use crate::sync::{Ordering as RingOrdering, lock};
-use crate::worker::{WorkerHandle, ring};
+use crate::ring::{Consumer, Ordering as RingOrdering, Producer};
+use crate::shared::HostCloseReason;
+use kvferry_fabric_common::lock;
 use std::collections::{BTreeSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +81,7 @@ pub(crate) enum HostReadJob {
 }
 
 /// Queues of a link. Operations in flight bound them all.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct OutboundQueues {
     /// Where records go at once if there is room; the rest waits in `records`.
     pub(super) ring: Option<Producer<ShmRing>>,
@@ -161,14 +162,7 @@ impl HostOutboundLink {
             Mutex::new(HostCompletionRing { ring, record: Vec::new(), heard_by, attended: false })
         });
         let bell = local.map(|(_, bell, _)| bell);
-        let out = OutboundQueues {
-            ring,
-            records: VecDeque::new(),
-            controls: VecDeque::new(),
-            reads: VecDeque::new(),
-            awaited: BTreeSet::new(),
-            broken: false,
-        };
+        let out = OutboundQueues { ring, ..OutboundQueues::default() };
         HostOutboundLink { id, kind, worker, bell, out: Mutex::new(out), answers }
     }
 
@@ -263,39 +257,16 @@ impl HostOutboundLink {
         self.worker.wake();
     }
 
-    pub(crate) fn write(
+    /// Posts an operation of a kind that the peer answers.
+    pub(crate) fn post(
         &self,
-        op: u64,
-        session: u32,
-        region: &Arc<HostRegion>,
-        slices: &[CopySlice],
-    ) {
-        let mut out = self.lock();
-        out.awaited.insert(op);
-        self.parts(&mut out, HostRecord::Write, (op, session), region, slices);
-    }
-
-    /// Posts a read that the peer answers.
-    pub(crate) fn fetch(
-        &self,
-        op: u64,
-        session: u32,
-        region: &Arc<HostRegion>,
-        slices: &[CopySlice],
-    ) {
-        let mut out = self.lock();
-        out.awaited.insert(op);
-        self.parts(&mut out, HostRecord::Read, (op, session), region, slices);
-    }
-
-    fn parts(
-        &self,
-        out: &mut OutboundQueues,
         kind: fn(HostOperationPart) -> HostRecord,
         (op, session): (u64, u32),
         region: &Arc<HostRegion>,
         slices: &[CopySlice],
     ) {
+        let mut out = self.lock();
+        out.awaited.insert(op);
         let mut parts = slices.chunks(PART_MAX).peekable();
         while let Some(part) = parts.next() {
             let mut words = Vec::with_capacity(3 + part.len());
@@ -303,9 +274,9 @@ impl HostOutboundLink {
                 .encode(&mut words);
             push_slices(part, &mut words);
             let memory = (self.kind == HostLinkKind::Tcp).then(|| (region.clone(), part.to_vec()));
-            self.push(out, QueuedRecord { words, memory });
+            self.push(&mut out, QueuedRecord { words, memory });
         }
-        self.rouse(out);
+        self.rouse(&out);
     }
 
     /// Posts a read that our own thread does.
@@ -317,10 +288,9 @@ impl HostOutboundLink {
     /// Ends a session at the peer, who answers.
     pub(crate) fn close(&self, session: u32) {
         let mut out = self.lock();
-        let mut words = Vec::new();
-        HostRecord::Close { session }.encode(&mut words);
+        let words = HostRecord::Close { session }.words();
         self.push(&mut out, QueuedRecord { words, memory: None });
-        self.rouse(&mut out);
+        self.rouse(&out);
     }
 
     fn push(&self, out: &mut OutboundQueues, record: QueuedRecord) {
@@ -337,7 +307,7 @@ impl HostOutboundLink {
     }
 
     /// Wakes who has to go on with what was pushed.
-    fn rouse(&self, out: &mut OutboundQueues) {
+    fn rouse(&self, out: &OutboundQueues) {
         match (&out.ring, &self.bell) {
             (Some(producer), Some(bell)) => {
                 if producer.must_wake() {

@@ -2,8 +2,7 @@
 //! side shuts the other one out.
 
 use crate::memory::{MemfdMapping, sealed};
-use crate::ring::words_for;
-use crate::sync::{AtomicU64, Ordering};
+use crate::ring::{AtomicU64, Ordering, words_for};
 use std::ops::Deref;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Control messages by Unix sockets, with descriptors.
 
-use super::HostCloseReason;
 use crate::proto::{CONTROL_MAX, HostControlMessage};
+use crate::shared::HostCloseReason;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,

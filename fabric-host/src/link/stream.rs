@@ -1,12 +1,11 @@
 //! Records and the bytes that go with them by TCP. Bytes go from memory to the socket and from the
 //! socket to memory without a stop, in large batches of ranges.
 
-use super::HostCloseReason;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::{HostMemoryAccess, HostRegion};
 use crate::proto::{CONTROL_MAX, HostControlMessage, HostRecord, RECORD_MAX};
+use crate::shared::{HostCloseReason, WorkerContext};
 use crate::sys::{self, range};
-use crate::worker::WorkerContext;
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -28,14 +27,21 @@ pub(super) fn pack(words: &[u64]) -> Vec<u8> {
     all.flat_map(u64::to_le_bytes).collect()
 }
 
+/// The words of whole ones.
+pub(super) fn words_of(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word))
+}
+
 /// A control message as a record.
 pub(super) fn pack_control(message: &HostControlMessage) -> Vec<u8> {
-    let mut bytes = message.encode();
-    let mut words = Vec::new();
-    HostRecord::Control { bytes: bytes.len() as u32 }.encode(&mut words);
+    pack_message(message.encode())
+}
+
+/// The bytes of a control message as a record.
+pub(super) fn pack_message(mut bytes: Vec<u8>) -> Vec<u8> {
+    let mut words = HostRecord::Control { bytes: bytes.len() as u32 }.words();
     bytes.resize(bytes.len().next_multiple_of(8), 0);
-    let (whole, _) = bytes.as_chunks::<8>();
-    words.extend(whole.iter().map(|word| u64::from_le_bytes(*word)));
+    words.extend(words_of(&bytes));
     pack(&words)
 }
 
@@ -50,6 +56,7 @@ pub(super) fn unpack_control(bytes: u32, words: &[u64], later: bool) -> Option<H
 }
 
 /// What is to be sent.
+#[derive(Debug)]
 pub(super) struct TcpFrame {
     head: Vec<u8>,
     sent: usize,
@@ -58,6 +65,7 @@ pub(super) struct TcpFrame {
     part: Option<(u64, bool)>,
 }
 
+#[derive(Debug)]
 struct Payload {
     region: Arc<HostRegion>,
     slices: Vec<CopySlice>,
@@ -93,6 +101,7 @@ impl TcpFrame {
 }
 
 /// A part that was sent.
+#[derive(Debug)]
 pub(super) struct SentPart {
     pub(super) op: u64,
     pub(super) last: bool,
@@ -101,6 +110,7 @@ pub(super) struct SentPart {
 }
 
 /// Bytes that are coming in for some ranges.
+#[derive(Debug)]
 pub(super) struct ScatterReceive {
     /// None: they are dropped.
     pub(super) region: Option<Arc<HostRegion>>,
@@ -109,6 +119,7 @@ pub(super) struct ScatterReceive {
     pub(super) left: u64,
 }
 
+#[derive(Debug)]
 pub(super) struct RecordStream {
     socket: OwnedFd,
     pub(super) readable: bool,
@@ -117,12 +128,6 @@ pub(super) struct RecordStream {
     input: Vec<u8>,
     /// What of `input` is there and not used.
     unread: std::ops::Range<usize>,
-}
-
-fn lost(why: Errno) -> HostCloseReason {
-    // A reset says nothing of what the peer still copies out of its buffers.
-    let _ = why;
-    HostCloseReason::Lost
 }
 
 impl RecordStream {
@@ -173,7 +178,8 @@ impl RecordStream {
                 Ok(sent) => budget = budget.saturating_sub(sent.max(1)),
                 Err(Errno::AGAIN) => self.writable = false,
                 Err(Errno::INTR) => {}
-                Err(why) => return Err(lost(why)),
+                // A reset says nothing of what the peer still copies out of its buffers.
+                Err(_) => return Err(HostCloseReason::Lost),
             }
             if frame.is_sent()
                 && let Some(TcpFrame { part, payload, .. }) = self.sending.pop_front()
@@ -223,7 +229,7 @@ impl RecordStream {
                 Ok(0) => return Err(HostCloseReason::Closed),
                 Ok(count) => self.unread.end += count as usize,
                 Err(Errno::AGAIN) => self.readable = false,
-                Err(why) => return Err(lost(why)),
+                Err(_) => return Err(HostCloseReason::Lost),
             }
         }
     }
@@ -303,7 +309,7 @@ impl RecordStream {
                 Ok(None)
             }
             Err(Errno::FAULT) => Err(None),
-            Err(why) => Err(Some(lost(why))),
+            Err(_) => Err(Some(HostCloseReason::Lost)),
         }
     }
 }

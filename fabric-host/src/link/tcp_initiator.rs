@@ -4,19 +4,18 @@ use super::outbound::{HostOutboundLink, HostReadJob, OutboundQueues, QueuedRecor
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
-use super::{HostCloseReason, HostLinkDriver};
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::HostRegion;
 use crate::proto::{HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord};
-use crate::shared::{HostWorkerEvent, NegotiatedPaths};
-use crate::worker::WorkerContext;
+use crate::shared::{
+    HostCloseReason, HostLinkDriver, HostWorkerEvent, NegotiatedPaths, WorkerContext,
+};
 use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Records that are taken from the owner's queue ahead of the socket.
 const AHEAD: usize = 16;
@@ -25,6 +24,7 @@ const AHEAD: usize = 16;
 const BURST: usize = 64;
 
 /// A part of a read that was asked for.
+#[derive(Debug)]
 struct PendingRead {
     part: HostOperationPart,
     region: Option<Arc<HostRegion>>,
@@ -32,6 +32,7 @@ struct PendingRead {
 }
 
 /// The initiating side.
+#[derive(Debug)]
 pub(super) struct TcpInitiator {
     stream: RecordStream,
     /// The peer may say more than this plane knows.
@@ -188,12 +189,6 @@ impl TcpInitiator {
     }
 }
 
-impl std::fmt::Debug for TcpInitiator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TcpInitiator").field("link", &self.link).finish_non_exhaustive()
-    }
-}
-
 impl HostLinkDriver for TcpInitiator {
     fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         self.stream.fds()
@@ -235,10 +230,6 @@ impl HostLinkDriver for TcpInitiator {
     }
 
     fn end(self: Box<Self>, cx: &mut WorkerContext, why: HostCloseReason) {
-        if why == HostCloseReason::Corrupt {
-            cx.hub.counts.corrupt.fetch_add(1, Ordering::Relaxed);
-        }
-        let proven = why == HostCloseReason::Closed;
-        cx.hub.notify(HostWorkerEvent::LinkDown { link: self.link.id, proven });
+        cx.link_down(self.link.id, why);
     }
 }

@@ -1,22 +1,15 @@
 //! Peers that speak another version of the protocol.
 
-use super::hostile::{MARK, Victim, deadline, dialling, is_dropped, rules, slice, stranger, write};
-use super::stream::pack;
-use super::tcp_handshake::{receive, send};
+use super::handshake::{receive, send};
+use super::hostile::{
+    MARK, Victim, answered, deadline, dialling, is_dropped, rules, slice, stranger, write,
+};
+use super::stream::{pack, pack_message};
 use crate::proto::{HostControlMessage, HostCopyStatus, HostRecord, OLDEST, PathPolicy, VERSION};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::DataPlane;
-use std::io::{Read, Write};
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Bytes of a message as a record.
-fn packed(mut bytes: Vec<u8>) -> Vec<u8> {
-    let mut record = Vec::new();
-    HostRecord::Control { bytes: bytes.len() as u32 }.encode(&mut record);
-    bytes.resize(bytes.len().next_multiple_of(8), 0);
-    record.extend(bytes.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)));
-    pack(&record)
-}
 
 /// A message that there is in a later version only.
 #[derive(serde::Serialize)]
@@ -27,7 +20,7 @@ enum Later {
 /// It as a record.
 fn later(words: u64) -> Vec<u8> {
     let message = Later::News { what: (0..words).map(|word| u64::MAX - word).collect() };
-    packed(rmp_serde::to_vec_named(&message).expect("plain data"))
+    pack_message(rmp_serde::to_vec_named(&message).expect("plain data"))
 }
 
 #[test]
@@ -41,14 +34,10 @@ fn messages_of_a_later_version_are_skipped_and_those_of_none_are_not() {
     // It goes on as if they had not been.
     stream.write_all(&write(9, &[slice(0, 0, 8)])).unwrap();
     stream.write_all(&[MARK; 8]).unwrap();
-    let mut answer = [0; 24];
-    stream.read_exact(&mut answer).unwrap();
-    let words: Vec<u64> =
-        answer.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
     let done = HostRecord::Done { op: 1, status: HostCopyStatus::Done };
-    assert_eq!(HostRecord::decode(&words[1..]), Some((done, &[][..])));
+    assert_eq!(answered(&mut stream), done.words());
     // More than a message may have, a known one that is none, and records of no version are damage.
-    let damaged = packed(b"\x81\xa4Open\xff\xff".to_vec());
+    let damaged = pack_message(b"\x81\xa4Open\xff\xff".to_vec());
     for (n, bytes) in [later(2_000), damaged, pack(&[99 << 56, 1])].iter().enumerate() {
         let mut stream = victim.enter();
         stream.write_all(bytes).unwrap();
@@ -74,7 +63,7 @@ fn hello_of_version_2(victim: &Victim) -> Vec<u8> {
     let to = (who.key.to_string(), who.incarnation);
     let from = stranger(0).encode().0.to_vec();
     let hello = Version2::Hello(2, from, to, 0, 0, Vec::new(), rules());
-    packed(rmp_serde::to_vec(&hello).expect("plain data"))
+    pack_message(rmp_serde::to_vec(&hello).expect("plain data"))
 }
 
 #[test]
@@ -89,8 +78,7 @@ fn a_plane_of_version_2_is_let_in_and_served() {
     victim.open(&mut stream);
     stream.write_all(&write(9, &[slice(0, 0, 8)])).unwrap();
     stream.write_all(&[1; 8]).unwrap();
-    let mut answer = [0; 24];
-    stream.read_exact(&mut answer).unwrap();
+    answered(&mut stream);
     assert_eq!(victim.bytes[..9], [1, 1, 1, 1, 1, 1, 1, 1, MARK]);
 }
 

@@ -1,6 +1,6 @@
 //! Memory files mapped into this process.
 
-use crate::sync::AtomicU64;
+use crate::ring::AtomicU64;
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use std::os::fd::AsFd;

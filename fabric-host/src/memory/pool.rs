@@ -34,15 +34,16 @@ pub struct MemfdPool {
 
 /// A memory file of fixed size, for good.
 pub(crate) fn sealed(name: &str, len: u64) -> Result<OwnedFd, String> {
-    sealed_file(name, len, SealFlags::SEAL)
+    sealed_file(name, len, MemfdFlags::empty(), SealFlags::SEAL)
 }
 
 /// A memory file of fixed size.
-pub(super) fn sealed_file(name: &str, len: u64, seal: SealFlags) -> Result<OwnedFd, String> {
-    file_of(name, len, MemfdFlags::empty(), seal)
-}
-
-fn file_of(name: &str, len: u64, flags: MemfdFlags, seal: SealFlags) -> Result<OwnedFd, String> {
+pub(super) fn sealed_file(
+    name: &str,
+    len: u64,
+    flags: MemfdFlags,
+    seal: SealFlags,
+) -> Result<OwnedFd, String> {
     let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = memfd_create(name, flags).map_err(|why| format!("creating a memory file: {why}"))?;
     ftruncate(&file, len).map_err(|why| format!("memory file of {len} bytes: {why}"))?;
@@ -72,7 +73,7 @@ impl MemfdPool {
             Some(pool) => pool,
             None => {
                 let len = len.checked_next_multiple_of(4_096).ok_or("longer than can be")?;
-                let file = sealed_file("kvferry-pool", len, SealFlags::SEAL)?;
+                let file = sealed("kvferry-pool", len)?;
                 let map = MemfdMapping::new(&file, len, true)?;
                 if huge == HugePages::Try {
                     // SAFETY: Advice on a mapping of ours changes none of its bytes. Whether it
@@ -94,7 +95,7 @@ impl MemfdPool {
     fn reserved(len: u64) -> Result<(OwnedFd, MemfdMapping), String> {
         let len = len.checked_next_multiple_of(HUGE).ok_or("longer than can be")?;
         let flags = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-        let file = file_of("kvferry-pool", len, flags, SealFlags::SEAL)?;
+        let file = sealed_file("kvferry-pool", len, flags, SealFlags::SEAL)?;
         let map = MemfdMapping::new(&file, len, true)?;
         Ok((file, map))
     }

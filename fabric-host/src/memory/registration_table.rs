@@ -3,8 +3,8 @@
 
 use super::MemfdMapping;
 use super::pool::sealed_file;
-use crate::sync::Ordering;
-use rustix::fs::{SealFlags, fcntl_add_seals};
+use crate::ring::Ordering;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::os::fd::OwnedFd;
 
 /// Regions that can be registered at a time.
@@ -25,7 +25,8 @@ impl RegistrationTable {
     /// # Errors
     /// No memory file, or no room for it.
     pub(crate) fn new() -> Result<RegistrationTable, String> {
-        let file = sealed_file("kvferry-roll", ROLL_BYTES, SealFlags::empty())?;
+        let file =
+            sealed_file("kvferry-roll", ROLL_BYTES, MemfdFlags::empty(), SealFlags::empty())?;
         let map = MemfdMapping::new(&file, ROLL_BYTES, true)?;
         // Only this mapping may write.
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE | SealFlags::SEAL)

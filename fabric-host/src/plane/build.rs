@@ -3,14 +3,14 @@
 use super::HostPlane;
 use super::submit::InlineCopier;
 use crate::HostConfig;
-use crate::descriptor::{HostPlaneAddress, HostPlaneIdentity, this_node};
+use crate::descriptor::{HostPlaneAddress, this_node};
+use crate::doorbell::WorkerHandle;
 use crate::link::{HostListeners, listen};
-use crate::ring::{Consumer, Producer, words_for};
+use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
-use crate::sync::AtomicU64;
-use crate::worker::{HostWorker, WorkerHandle};
-use rustix::rand::{GetRandomFlags, getrandom};
-use std::collections::{BTreeMap, VecDeque};
+use crate::worker::HostWorker;
+use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, random, spawn};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -64,14 +64,6 @@ fn advertised(config: &HostConfig) -> Result<Arc<str>, HostError> {
     Ok(host.into())
 }
 
-fn incarnation() -> Result<u64, HostError> {
-    let mut bytes = [0; 8];
-    match getrandom(&mut bytes, GetRandomFlags::empty()) {
-        Ok(8) => Ok(u64::from_le_bytes(bytes)),
-        other => Err(HostError::System(format!("no random bytes: {other:?}"))),
-    }
-}
-
 impl HostPlane {
     /// Listens and starts the threads.
     ///
@@ -80,8 +72,8 @@ impl HostPlane {
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
         let host = advertised(&config)?;
-        let who =
-            HostPlaneIdentity { key: config.key.as_str().into(), incarnation: incarnation()? };
+        let incarnation = random().map_err(HostError::System)?;
+        let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };
         let uname = rustix::system::uname();
         let mut location = HostPlaneAddress {
             who,
@@ -107,38 +99,33 @@ impl HostPlane {
             listener: None,
             threads: Vec::new(),
             outcomes: Vec::new(),
-            regions: BTreeMap::new(),
-            peers: BTreeMap::new(),
+            ledger: PlaneLedger::default(),
             dials: BTreeMap::new(),
             quiesce_probes: Vec::new(),
             links: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            operations: BTreeMap::new(),
-            order: 0,
             short: 0,
             inline_copier: InlineCopier::new(hub.copy_pool.clone()),
-            events: VecDeque::new(),
+            notices: Vec::new(),
             slices: Vec::new(),
             record: Vec::new(),
             heard: Vec::new(),
             busy_polling_since: None,
         };
-        let spawn = |work: Box<dyn FnOnce() + Send>| {
-            std::thread::Builder::new()
-                .name("kvferry-copy".into())
-                .spawn(work)
-                .map_err(|why| HostError::System(format!("thread: {why}")))
+        let mut start = |work: Box<dyn FnOnce() + Send>| {
+            let thread = spawn("kvferry-copy", work);
+            plane.threads.push(thread.map_err(|why| HostError::System(why.to_string()))?);
+            Ok(())
         };
         for _ in 1..hub.config.copiers {
             let crew = hub.copy_pool.clone();
-            plane.threads.push(spawn(Box::new(move || crew.work()))?);
+            start(Box::new(move || crew.work()))?;
         }
-        for handle in &hub.workers {
+        for number in 0..hub.workers.len() {
             let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();
             plane.outcomes.push(Consumer::new(words.clone()));
-            let worker = HostWorker::new(hub.clone(), handle.clone(), Producer::new(words))
+            let worker = HostWorker::new(hub.clone(), number, Producer::new(words))
                 .map_err(|why| HostError::System(format!("epoll: {why}")))?;
-            plane.threads.push(spawn(Box::new(|| worker.run()))?);
+            start(Box::new(|| worker.run()))?;
         }
         plane.listener = Some(listen(hub, ears).map_err(HostError::System)?);
         Ok(plane)
@@ -156,6 +143,8 @@ impl Drop for HostPlane {
             let _ = thread.join();
         }
         // Last: who is refused may conclude that nothing lands here any more.
-        self.listener = None;
+        if let Some(listener) = self.listener.take() {
+            listener.drain();
+        }
     }
 }

@@ -1,60 +1,45 @@
 //! The calls of the trait.
 
-use super::{
-    HostPeer, HostPeerLink, HostPlane, HostQuiescePending, HostRegionEntry, HostSession,
-    HostSessionPhase,
-};
-use crate::DataPath;
+use super::{HostOpening, HostPeer, HostPeerLink, HostPlane, HostQuiescePending, HostSession};
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
 use crate::link::{HostDialRequest, HostLinkKind, dial};
 use crate::memory::HostRegion;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, FenceScope, Memory, NextPoll, PeerId, Placement,
-    PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
+    Address, Caps, Credits, DataEvent, DataPlane, FabricError, FenceScope, Memory, NextPoll,
+    PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId,
+    Submit,
 };
-use std::collections::{BTreeMap, VecDeque};
+use kvferry_fabric_common::{LedgerRegion, LedgerSession, SessionPhase, invalid, next_poll};
+use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-pub(super) fn invalid<T>(why: impl Into<String>) -> Result<T, Refused> {
-    Err(Refused::Invalid(why.into().into()))
-}
-
 impl HostPlane {
     /// Has a session opened by a link of some kind, which is dialled if there is none.
     pub(super) fn start_opening(&mut self, id: SessionId, kind: HostLinkKind) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        let Some(peer) = self.peers.get_mut(&session.peer) else { return };
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        let Some(peer) = self.ledger.peers.get_mut(&session.peer) else { return };
         match peer.links.get(&kind) {
             Some(HostPeerLink::Up(link)) => {
-                let claim = (session.claim.region.0, session.claim.token);
-                link.open(id.0, claim, session.region.clone());
-                session.link = Some(link.id);
-                session.phase = HostSessionPhase::Opening(link.clone());
+                let claim = (session.own.claim.region.0, session.own.claim.token);
+                link.open(id.0, claim, session.own.region.clone());
+                session.own.link = Some(link.id);
+                session.phase = SessionPhase::Opening(HostOpening::Answer(link.clone()));
                 return;
             }
             Some(HostPeerLink::Dialling) => {}
             None => {
-                let number = self.hub.fresh();
-                let to = (*peer.location).clone();
-                dial(
-                    &self.hub,
-                    HostDialRequest {
-                        id: number,
-                        to,
-                        fence_key: peer.fence_key,
-                        kind,
-                        ends: Vec::new(),
-                    },
-                );
-                self.dials.insert(number, (session.peer, kind));
+                let (id, to) = (self.hub.fresh(), (*peer.location).clone());
+                let fence_key = peer.fence_key;
+                dial(&self.hub, HostDialRequest { id, to, fence_key, kind, ends: Vec::new() });
+                self.dials.insert(id, (session.peer, kind));
                 peer.links.insert(kind, HostPeerLink::Dialling);
             }
         }
-        session.phase = HostSessionPhase::Waiting(kind);
+        session.phase = SessionPhase::Opening(HostOpening::Link(kind));
     }
 }
 
@@ -77,18 +62,13 @@ impl DataPlane for HostPlane {
     }
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
-        if self.regions.contains_key(&region) {
-            return invalid(format!("region {region} is registered already"));
-        }
         let base = match memory {
             Memory::Own { base, .. } | Memory::OtherProcess { base, .. } => base,
             Memory::MemFd { fd, .. } if fd >= 0 => 0,
             Memory::MemFd { fd, .. } => return invalid(format!("descriptor {fd}")),
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
-        if memory.is_empty() || base.checked_add(memory.len()).is_none() {
-            return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
-        }
+        self.ledger.check_register(region, memory, base)?;
         let made = HostRegion::new(region, self.hub.next_token(), memory).and_then(|made| {
             let made = Arc::new(made);
             self.hub.add_region(&made).map(|()| made)
@@ -101,48 +81,38 @@ impl DataPlane for HostPlane {
                 base: made.reach.base(),
                 len: made.len,
             };
-            self.regions.insert(region, HostRegionEntry { region: made, operations: 0 });
+            self.ledger.regions.insert(region, LedgerRegion::new(made.len, made));
             claim.encode()
         });
-        self.events.push_back(DataEvent::Registered { region, result });
+        self.ledger.events.push_back(DataEvent::Registered { region, result });
         Ok(())
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
-        match self.regions.get(&region) {
-            None => return invalid(format!("region {region} is not registered")),
-            Some(held) if held.operations > 0 => return Err(Refused::Busy),
-            Some(_) => {}
-        }
-        self.regions.remove(&region);
+        self.ledger.check_deregister(region)?;
+        self.ledger.regions.remove(&region);
         self.hub.remove_region(region);
-        let users = self.sessions.iter().filter(|(_, session)| session.local == region);
-        let users: Vec<_> = users.map(|(id, _)| *id).collect();
-        for id in users {
+        for id in self.ledger.sessions_where(|session| session.local == region) {
             self.kill(id);
         }
         Ok(())
     }
 
     fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
-        if self.peers.contains_key(&peer) {
-            return invalid(format!("peer {peer} is connected already"));
-        }
+        self.ledger.check_connect(peer)?;
         let Some(location) = HostPlaneAddress::decode(address) else {
             return invalid("address of another kind of plane");
         };
         self.hub.grant_access(&location.who, peer, fence_key);
         let location = Arc::new(location);
-        self.peers.insert(peer, HostPeer { location, fence_key, links: BTreeMap::new() });
+        self.ledger.peers.insert(peer, HostPeer { location, fence_key, links: BTreeMap::new() });
         Ok(())
     }
 
     fn disconnect(&mut self, peer: PeerId) {
-        let Some(gone) = self.peers.remove(&peer) else { return };
+        let Some(gone) = self.ledger.peers.remove(&peer) else { return };
         self.hub.revoke_access(&gone.location.who, peer);
-        let its: Vec<_> =
-            self.sessions.iter().filter(|(_, s)| s.peer == peer).map(|(id, _)| *id).collect();
-        for session in its {
+        for session in self.ledger.sessions_where(|session| session.peer == peer) {
             self.close(session);
         }
         self.dials.retain(|_, (whose, _)| *whose != peer);
@@ -156,39 +126,27 @@ impl DataPlane for HostPlane {
         peer: PeerId,
         remote: &RegionDesc,
     ) -> Result<(), Refused> {
-        if self.sessions.contains_key(&session) {
-            return invalid(format!("session {session} is open already"));
-        }
-        let Some(held) = self.regions.get(&local) else {
-            return invalid(format!("region {local} is not registered"));
-        };
-        let Some(named) = self.peers.get(&peer) else {
-            return invalid(format!("peer {peer} is not connected"));
-        };
+        let (held, named) = self.ledger.check_open(session, local, peer)?;
         let claim =
             HostRegionDescriptor::decode(remote).filter(|claim| claim.owner == named.location.who);
         let Some(claim) = claim else { return invalid("descriptor of another plane") };
         let route = self.hub.route(&named.location);
-        let entry = HostSession {
-            local,
-            region: held.region.clone(),
-            peer,
+        let until = Instant::now() + Duration::from_millis(self.hub.config.open_ms.into());
+        let opening = (HostOpening::Link(HostLinkKind::Tcp), until);
+        let lens = [held.len, claim.len];
+        let own = HostSession {
+            region: held.own.clone(),
             location: named.location.clone(),
             fence_key: named.fence_key,
             claim,
-            phase: HostSessionPhase::Dead,
-            deadline: Instant::now() + Duration::from_millis(self.hub.config.open_ms.into()),
             link: None,
-            operations: BTreeMap::new(),
-            tickets: VecDeque::new(),
             awaits: HostQuiescePending::default(),
         };
-        self.sessions.insert(session, entry);
+        let entry = LedgerSession::new((local, peer), lens, opening, own);
+        self.ledger.sessions.insert(session, entry);
         match route {
             Ok(kind) => self.start_opening(session, kind),
-            Err(why) => {
-                self.opened(session, Err(kvferry_engine::fabric::FabricError::Backend(why.into())))
-            }
+            Err(why) => _ = self.ledger.opened(session, Err(FabricError::Backend(why.into()))),
         }
         Ok(())
     }
@@ -202,24 +160,19 @@ impl DataPlane for HostPlane {
     }
 
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
-        match self.sessions.get_mut(&session) {
-            None => self.events.push_back(DataEvent::Quiet { session, ticket }),
-            Some(known) => {
-                known.tickets.push_back((ticket, self.order));
-                self.settle(session);
-            }
-        }
+        self.ledger.quiesce(session, ticket);
+        self.settle(session);
     }
 
     fn fence(&mut self, peer: PeerId) {
-        if let Some(known) = self.peers.get(&peer) {
+        if let Some(known) = self.ledger.peers.get(&peer) {
             self.hub.fence(&known.location.who, known.fence_key);
         }
-        self.events.push_back(DataEvent::Fenced { peer });
+        self.ledger.events.push_back(DataEvent::Fenced { peer });
     }
 
     fn set_waker(&mut self, waker: Waker) {
-        self.hub.set_waker(waker);
+        self.hub.news.set_waker(waker);
     }
 
     fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
@@ -229,8 +182,8 @@ impl DataPlane for HostPlane {
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         self.inline_copier.rest();
         self.take_worker_events();
-        let news = !self.events.is_empty();
-        out.extend(self.events.drain(..));
+        let news = !self.ledger.events.is_empty();
+        out.extend(self.ledger.events.drain(..));
         if self.keep_busy_polling(news) {
             return NextPoll::Ready;
         }
@@ -238,19 +191,6 @@ impl DataPlane for HostPlane {
         if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
             return NextPoll::Ready;
         }
-        match self.next_deadline() {
-            Some(at) => {
-                let left = at.saturating_duration_since(Instant::now());
-                NextPoll::At(now + Nanos(left.as_nanos() as u64))
-            }
-            None => NextPoll::External,
-        }
-    }
-}
-
-impl HostPlane {
-    /// Operations and bytes that succeeded.
-    pub(super) fn count(&self, path: DataPath, bytes: u64) {
-        self.hub.counts.initiated[path as usize].add(bytes);
+        next_poll(now, self.next_deadline())
     }
 }

@@ -1,10 +1,11 @@
 //! How sessions end, and when they are quiet.
 
-use super::{HostPlane, HostSessionPhase};
+use super::{HostOpening, HostPeer, HostPeerLink, HostPlane};
 use crate::descriptor::HostPlaneAddress;
 use crate::link::{HostDialRequest, HostLinkKind, HostReadJob, dial};
-use crate::worker::HostWorkerCommand;
+use crate::shared::HostWorkerCommand;
 use kvferry_engine::fabric::{Completion, DataEvent, FabricError, Landed, SessionId};
+use kvferry_fabric_common::SessionPhase;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -27,29 +28,27 @@ pub(super) struct HostQuiesceProbe {
 }
 
 impl HostPlane {
-    /// Fails the operations of a session; it can take no more.
+    /// Fails the operations of a session, which can take no more; how many reads and writes.
     pub(super) fn fail_all(&mut self, id: SessionId, cause: &FabricError) -> (u32, u32) {
-        let Some(session) = self.sessions.get_mut(&id) else { return (0, 0) };
-        let operations = std::mem::take(&mut session.operations);
         let (mut reads, mut writes) = (0, 0);
-        for op in operations.into_values() {
-            let Some(operation) = self.retire_operation(op) else { continue };
-            *if operation.write { &mut writes } else { &mut reads } += 1;
+        for op in self.ledger.operations_of(id) {
             let outcome = Completion::Failed { cause: cause.clone(), landed: Landed::Unknown };
-            self.events.push_back(DataEvent::Completed { op, outcome });
+            if let Some(operation) = self.finish(op, outcome) {
+                *if operation.write { &mut writes } else { &mut reads } += 1;
+            }
         }
         (reads, writes)
     }
 
     /// Ends a session for good at the owner's wish.
     pub(super) fn shut(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get(&id) else { return };
-        if matches!(session.phase, HostSessionPhase::Closing) {
+        let session = self.ledger.sessions.get(&id);
+        if session.is_none_or(|session| session.phase.is_closing()) {
             return;
         }
         self.kill(id);
-        if let Some(session) = self.sessions.get_mut(&id) {
-            session.phase = HostSessionPhase::Closing;
+        if let Some(session) = self.ledger.sessions.get_mut(&id) {
+            session.phase = SessionPhase::Closing;
         }
         self.settle(id);
     }
@@ -57,43 +56,29 @@ impl HostPlane {
     /// Ends a session; its id stays in use.
     pub(super) fn kill(&mut self, id: SessionId) {
         let (reads, writes) = self.fail_all(id, &FabricError::Closed);
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        match std::mem::replace(&mut session.phase, HostSessionPhase::Dead) {
-            HostSessionPhase::Opening(link) => link.close(id.0),
-            HostSessionPhase::Open(link, lane) => {
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        match session.phase.end() {
+            SessionPhase::Opening(HostOpening::Answer(link)) => link.close(id.0),
+            SessionPhase::Open((link, lane)) => {
                 if let Some(source) = &lane.source {
                     source.cancelled.store(true, Ordering::SeqCst);
                 }
                 if reads > 0 {
-                    session.awaits.local = true;
+                    session.own.awaits.local = true;
                     link.read(HostReadJob::Barrier { session: id.0 });
                 }
-                session.awaits.remote |= writes > 0;
+                session.own.awaits.remote |= writes > 0;
                 link.close(id.0);
             }
-            HostSessionPhase::Closing => session.phase = HostSessionPhase::Closing,
-            HostSessionPhase::Waiting(_) | HostSessionPhase::Dead => {}
+            _ => {}
         }
     }
 
     /// Answers the tickets of a session that have nothing to wait for, and forgets a closed one.
     pub(super) fn settle(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        let awaits = session.awaits;
-        if awaits.local || awaits.remote || awaits.proof {
-            return;
-        }
-        let first = session.operations.keys().next().copied().unwrap_or(u64::MAX);
-        while let Some(&(ticket, order)) = session.tickets.front() {
-            // Operations from `order` on came after the ticket.
-            if first < order {
-                return;
-            }
-            session.tickets.pop_front();
-            self.events.push_back(DataEvent::Quiet { session: id, ticket });
-        }
-        if matches!(session.phase, HostSessionPhase::Closing) {
-            self.sessions.remove(&id);
+        let Some(session) = self.ledger.sessions.get(&id) else { return };
+        let awaits = session.own.awaits;
+        if !(awaits.local || awaits.remote || awaits.proof) && self.ledger.settle(id) {
             self.reap();
         }
     }
@@ -101,18 +86,15 @@ impl HostPlane {
     /// Ends links that no peer and no session has any more.
     pub(super) fn reap(&mut self) {
         let kept = |id: u64| {
-            let by_peer = |peer: &super::HostPeer| {
-                peer.links
-                    .values()
-                    .any(|way| matches!(way, super::HostPeerLink::Up(up) if up.id == id))
-            };
-            self.peers.values().any(by_peer)
-                || self.sessions.values().any(|session| session.link == Some(id))
+            let is_up = |way: &HostPeerLink| matches!(way, HostPeerLink::Up(up) if up.id == id);
+            let by_peer = |peer: &HostPeer| peer.links.values().any(is_up);
+            self.ledger.peers.values().any(by_peer)
+                || self.ledger.sessions.values().any(|session| session.own.link == Some(id))
         };
         let dead: Vec<u64> = self.links.keys().copied().filter(|id| !kept(*id)).collect();
         for id in dead {
             self.links.remove(&id);
-            self.hub.worker_of(id).tell(HostWorkerCommand::Remove(id));
+            self.hub.tell_worker(id, HostWorkerCommand::Remove(id));
         }
     }
 
@@ -120,39 +102,30 @@ impl HostPlane {
     pub(super) fn link_down(&mut self, link: u64, proven: bool) {
         let Some(gone) = self.links.remove(&link) else { return };
         let mut whose = Vec::new();
-        for (id, peer) in &mut self.peers {
+        for (id, peer) in &mut self.ledger.peers {
             let before = peer.links.len();
-            peer.links
-                .retain(|_, way| !matches!(way, super::HostPeerLink::Up(up) if up.id == link));
+            peer.links.retain(|_, way| !matches!(way, HostPeerLink::Up(up) if up.id == link));
             if peer.links.len() < before {
                 whose.push(*id);
             }
         }
-        let ids = self.sessions.iter().filter(|(_, session)| session.link == Some(link));
-        let ids: Vec<SessionId> = ids.map(|(id, _)| *id).collect();
-        for id in ids {
-            let opening = matches!(self.sessions[&id].phase, HostSessionPhase::Opening(_));
-            let (reads, writes) = self.fail_all(id, &FabricError::PeerGone);
-            if opening {
-                self.opened(id, Err(FabricError::PeerGone));
-            }
-            let Some(session) = self.sessions.get_mut(&id) else { continue };
-            if !matches!(session.phase, HostSessionPhase::Closing) {
-                session.phase = HostSessionPhase::Dead;
-            }
-            let remote = session.awaits.remote || writes > 0;
+        for id in self.ledger.sessions_where(|session| session.own.link == Some(link)) {
+            let (_, writes) = self.fail_all(id, &FabricError::PeerGone);
+            self.ledger.opened(id, Err(FabricError::PeerGone));
+            let Some(session) = self.ledger.sessions.get_mut(&id) else { continue };
+            session.phase.end();
+            let awaits = &mut session.own.awaits;
             // Our thread has left the link, so that it reads no more.
-            let _ = reads;
-            session.awaits.local = false;
-            session.awaits.remote = false;
+            awaits.local = false;
+            let remote = std::mem::take(&mut awaits.remote) || writes > 0;
             if remote && !proven {
-                session.awaits.proof = true;
-                let (location, fence_key) = (session.location.clone(), session.fence_key);
+                awaits.proof = true;
+                let (location, fence_key) = (session.own.location.clone(), session.own.fence_key);
                 self.add_quiesce_probe(location, fence_key, gone.kind, link);
             }
             self.settle(id);
         }
-        self.events.extend(whose.into_iter().map(|peer| DataEvent::PeerDown { peer }));
+        self.ledger.events.extend(whose.into_iter().map(|peer| DataEvent::PeerDown { peer }));
     }
 
     fn add_quiesce_probe(
@@ -170,16 +143,14 @@ impl HostPlane {
             Some(proof) if proof.links.contains(&link) => {}
             Some(proof) if proof.dial.is_none() => proof.links.push(link),
             _ => {
-                let (dial, again) = (None, Instant::now());
-                let (links, pause) = (vec![link], PAUSES[0]);
                 self.quiesce_probes.push(HostQuiesceProbe {
                     location,
                     fence_key,
                     kind,
-                    links,
-                    dial,
-                    again,
-                    pause,
+                    links: vec![link],
+                    dial: None,
+                    again: Instant::now(),
+                    pause: PAUSES[0],
                 });
             }
         }
@@ -192,12 +163,9 @@ impl HostPlane {
             if proof.dial.is_none() && proof.again <= now {
                 let id = self.hub.fresh();
                 proof.dial = Some(id);
-                let (to, fence_key, kind) =
-                    ((*proof.location).clone(), proof.fence_key, proof.kind);
-                dial(
-                    &self.hub,
-                    HostDialRequest { id, to, fence_key, kind, ends: proof.links.clone() },
-                );
+                let (to, ends) = ((*proof.location).clone(), proof.links.clone());
+                let (fence_key, kind) = (proof.fence_key, proof.kind);
+                dial(&self.hub, HostDialRequest { id, to, fence_key, kind, ends });
             }
         }
     }
@@ -215,13 +183,12 @@ impl HostPlane {
             return true;
         }
         let proof = self.quiesce_probes.remove(at);
-        let ids = self.sessions.iter().filter(|(_, session)| {
-            session.awaits.proof && session.link.is_some_and(|link| proof.links.contains(&link))
-        });
-        let ids: Vec<SessionId> = ids.map(|(id, _)| *id).collect();
-        for id in ids {
-            if let Some(session) = self.sessions.get_mut(&id) {
-                session.awaits.proof = false;
+        for id in self.ledger.sessions_where(|session| {
+            let link = session.own.link.filter(|link| proof.links.contains(link));
+            session.own.awaits.proof && link.is_some()
+        }) {
+            if let Some(session) = self.ledger.sessions.get_mut(&id) {
+                session.own.awaits.proof = false;
             }
             self.settle(id);
         }

@@ -10,23 +10,28 @@ pub use build::HostError;
 
 use crate::copy::CopySlice;
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
-use crate::link::{HostAcceptor, HostLinkEvent, HostLinkKind, HostOutboundLink};
+use crate::link::{HostLinkEvent, HostLinkKind, HostOutboundLink};
 use crate::memory::HostRegion;
-use crate::ring::Consumer;
-use crate::shared::{HostCounters, HostPlaneShared, NegotiatedPaths};
-use crate::sync::AtomicU64;
+use crate::ring::{AtomicU64, Consumer};
+use crate::shared::{HostCounters, HostPlaneShared, HostWorkerEvent, NegotiatedPaths};
 use crate::{DataPath, HostConfig};
-use kvferry_engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
-use std::collections::{BTreeMap, VecDeque};
+use kvferry_engine::fabric::{PeerId, SessionId};
+use kvferry_fabric_common::{ConnectionListener, PlaneLedger, PlaneParts, SessionPhase};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A region and the operations in flight that use it.
-#[derive(Debug)]
-struct HostRegionEntry {
-    region: Arc<HostRegion>,
-    operations: u32,
+/// What this plane keeps in its ledger.
+struct HostParts;
+
+impl PlaneParts for HostParts {
+    type Region = Arc<HostRegion>;
+    type Peer = HostPeer;
+    type Session = HostSession;
+    type Opening = HostOpening;
+    type Open = (Arc<HostOutboundLink>, NegotiatedPaths);
+    type Operation = HostOperation;
 }
 
 /// A peer that the owner named.
@@ -44,17 +49,13 @@ enum HostPeerLink {
     Up(Arc<HostOutboundLink>),
 }
 
+/// What a session that is being opened waits for.
 #[derive(Debug)]
-enum HostSessionPhase {
+enum HostOpening {
     /// For a link of this kind.
-    Waiting(HostLinkKind),
-    /// For the peer's answer.
-    Opening(Arc<HostOutboundLink>),
-    Open(Arc<HostOutboundLink>, NegotiatedPaths),
-    /// Nothing can be submitted any more.
-    Dead,
-    /// Closed by its owner, not quiet yet.
-    Closing,
+    Link(HostLinkKind),
+    /// For the peer's answer by this link.
+    Answer(Arc<HostOutboundLink>),
 }
 
 /// What has to happen before a session is quiet, beside the end of its operations.
@@ -70,28 +71,17 @@ struct HostQuiescePending {
 
 #[derive(Debug)]
 struct HostSession {
-    local: RegionId,
     region: Arc<HostRegion>,
-    peer: PeerId,
     location: Arc<HostPlaneAddress>,
     fence_key: u64,
     claim: HostRegionDescriptor,
-    phase: HostSessionPhase,
-    /// Until when it has to be open.
-    deadline: Instant,
     /// The link that carries it, or did.
     link: Option<u64>,
-    /// Operations in flight in the order of their submission.
-    operations: BTreeMap<u64, OpId>,
-    tickets: VecDeque<(QuiesceTicket, u64)>,
     awaits: HostQuiescePending,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct HostOperation {
-    session: SessionId,
-    order: u64,
-    region: RegionId,
     write: bool,
     path: DataPath,
     bytes: u64,
@@ -116,22 +106,17 @@ pub struct SessionPaths {
 /// threads, so that nothing lands any more.
 pub struct HostPlane {
     hub: Arc<HostPlaneShared>,
-    listener: Option<HostAcceptor>,
+    listener: Option<ConnectionListener>,
     threads: Vec<JoinHandle<()>>,
     outcomes: Vec<Consumer<Arc<[AtomicU64]>>>,
-    regions: BTreeMap<RegionId, HostRegionEntry>,
-    peers: BTreeMap<PeerId, HostPeer>,
+    ledger: PlaneLedger<HostParts>,
     dials: BTreeMap<u64, (PeerId, HostLinkKind)>,
     quiesce_probes: Vec<close::HostQuiesceProbe>,
     /// Links that are up, also those of peers that were forgotten.
     links: BTreeMap<u64, Arc<HostOutboundLink>>,
-    sessions: BTreeMap<SessionId, HostSession>,
-    operations: BTreeMap<OpId, HostOperation>,
-    /// Operations so far.
-    order: u64,
     /// Short operations in flight.
     short: u32,
-    events: VecDeque<DataEvent>,
+    notices: Vec<HostWorkerEvent>,
     slices: Vec<CopySlice>,
     inline_copier: submit::InlineCopier,
     record: Vec<u64>,
@@ -180,8 +165,8 @@ impl HostPlane {
 
     /// How the bytes of a session go; none unless it is open.
     pub fn paths(&self, session: SessionId) -> Option<SessionPaths> {
-        match &self.sessions.get(&session)?.phase {
-            HostSessionPhase::Open(_, lane) => {
+        match &self.ledger.sessions.get(&session)?.phase {
+            SessionPhase::Open((_, lane)) => {
                 Some(SessionPaths { write: lane.write, read: lane.read })
             }
             _ => None,
@@ -190,7 +175,7 @@ impl HostPlane {
 
     /// The open sessions of a peer and how their bytes go.
     pub fn paths_of(&self, peer: PeerId) -> Vec<(SessionId, SessionPaths)> {
-        let its = self.sessions.iter().filter(|(_, session)| session.peer == peer);
-        its.filter_map(|(id, _)| Some((*id, self.paths(*id)?))).collect()
+        let its = self.ledger.sessions_where(|session| session.peer == peer);
+        its.into_iter().filter_map(|id| Some((id, self.paths(id)?))).collect()
     }
 }

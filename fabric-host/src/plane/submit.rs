@@ -1,13 +1,13 @@
 //! Taking batches.
 
-use super::calls::invalid;
-use super::{HostOperation, HostPlane, HostSessionPhase};
+use super::{HostOperation, HostPlane};
 use crate::copy::{CopyBuffers, CopyPool, CopySlice, SliceCursor};
 use crate::link::{HostLinkKind, HostReadJob, HostReadSource};
 use crate::memory::HostRegion;
-use crate::proto::HostCopyStatus;
-use crate::worker::SHORT_MAX;
+use crate::proto::{HostCopyStatus, HostRecord};
+use crate::shared::SHORT_MAX;
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, Refused, Submit};
+use kvferry_fabric_common::invalid;
 use std::sync::Arc;
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
@@ -81,67 +81,42 @@ impl InlineCopier {
 
 impl HostPlane {
     pub(super) fn post(&mut self, batch: &Submit<'_>) -> Result<(), Refused> {
-        let Some(session) = self.sessions.get_mut(&batch.session) else {
-            return Err(Refused::Gone);
-        };
-        let HostSessionPhase::Open(link, lane) = &session.phase else { return Err(Refused::Gone) };
-        let count = batch.len.len();
-        if batch.local.len() != count || batch.remote.len() != count {
-            let (local, remote) = (batch.local.len(), batch.remote.len());
-            return invalid(format!(
-                "lists of different length: {local} local, {remote} remote, {count} lengths"
-            ));
-        }
-        let most = self.hub.config.slices_max as usize;
-        if count > most {
-            return invalid(format!("{count} slices, {most} is the most"));
-        }
-        if self.operations.contains_key(&batch.op) {
-            return invalid(format!("operation {} is in flight", batch.op));
-        }
-        let lens = [session.region.len, session.claim.len];
-        let bytes = merge(batch, lens, &mut self.slices)?;
-        if self.operations.len() >= self.hub.config.operations_max as usize {
+        let (slices_max, most) = (self.hub.config.slices_max, self.hub.config.operations_max);
+        let (session, (link, lane)) = self.ledger.check_submit(batch, slices_max)?;
+        let bytes = merge(batch, session.lens, &mut self.slices)?;
+        if self.ledger.operations.len() >= most as usize {
             return Err(Refused::Busy);
         }
         let write = batch.direction == Direction::Write;
         let path = if write { lane.write } else { lane.read };
         if self.slices.is_empty() {
             let event = DataEvent::Completed { op: batch.op, outcome: Completion::Done };
-            self.events.push_back(event);
+            self.ledger.events.push_back(event);
             return Ok(());
         }
-        let (op, id) = (batch.op.0, batch.session.0);
+        let (op, id, region) = (batch.op.0, batch.session.0, &session.own.region);
         let mut read = None;
         match (write, &lane.source) {
-            (true, _) => link.write(op, id, &session.region, &self.slices),
+            (true, _) => link.post(HostRecord::Write, (op, id), region, &self.slices),
             (false, Some(source)) if link.kind == HostLinkKind::Local => {
                 let inline = self.inline_copier.copied.saturating_add(bytes);
                 if inline <= self.hub.config.inline_max.into() {
                     self.inline_copier.copied = inline;
                     let slices = (&self.slices[..], bytes);
-                    read = Some(self.inline_copier.read(source, &session.region, slices));
+                    read = Some(self.inline_copier.read(source, region, slices));
                 } else {
                     link.read(HostReadJob::Copy {
                         op,
                         source: source.clone(),
-                        region: session.region.clone(),
+                        region: region.clone(),
                         slices: std::mem::take(&mut self.slices),
                         bytes,
                     });
                 }
             }
-            (false, _) => link.fetch(op, id, &session.region, &self.slices),
+            (false, _) => link.post(HostRecord::Read, (op, id), region, &self.slices),
         }
-        let order = self.order;
-        self.order += 1;
-        session.operations.insert(order, batch.op);
-        let region = session.local;
-        let entry = HostOperation { session: batch.session, order, region, write, path, bytes };
-        self.operations.insert(batch.op, entry);
-        if let Some(held) = self.regions.get_mut(&region) {
-            held.operations += 1;
-        }
+        self.ledger.submitted(batch, HostOperation { write, path, bytes });
         self.short += u32::from(bytes <= SHORT_MAX);
         match read {
             Some(status) => self.completed(batch.op, status),

@@ -1,29 +1,26 @@
 //! What the threads tell the owner.
 
-use super::{HostOperation, HostPeerLink, HostPlane, HostSessionPhase};
+use super::{HostOpening, HostOperation, HostPeerLink, HostPlane};
 use crate::DataPath;
-use crate::link::{HostLinkDriver, HostLinkEvent, HostLinkKind, HostOutboundLink};
-use crate::proto::HostCopyStatus;
-use crate::shared::HostWorkerEvent;
-use crate::worker::{HostWorkerCommand, SHORT_MAX};
-use kvferry_engine::fabric::{Completion, DataEvent, FabricError, Landed, OpId, SessionId};
-use std::sync::Arc;
+use crate::link::{HostLinkEvent, HostLinkKind};
+use crate::proto::{HostCopyStatus, SessionDenial};
+use crate::shared::{
+    DialledLink, HostDialError, HostWorkerCommand, HostWorkerEvent, NegotiatedPaths, SHORT_MAX,
+};
+use kvferry_engine::fabric::{Completion, FabricError, Landed, OpId, PeerId, SessionId};
+use kvferry_fabric_common::SessionPhase;
 use std::time::{Duration, Instant};
 
 impl HostPlane {
     pub(super) fn take_worker_events(&mut self) {
         // Outcomes that were told ahead of a notice are looked at ahead of it.
-        let notices = self.hub.take_events();
+        let mut notices = std::mem::take(&mut self.notices);
+        self.hub.news.take(&mut notices);
         self.take_outcomes();
         self.poll_completion_rings();
-        for notice in notices {
+        for notice in notices.drain(..) {
             match notice {
-                HostWorkerEvent::LinkUp { dial, link, station } => {
-                    self.link_up(dial, link, station)
-                }
-                HostWorkerEvent::DialFailed { dial, why, unreachable, gone } => {
-                    self.dial_failed(dial, &why, unreachable, gone);
-                }
+                HostWorkerEvent::Dialled { dial, result } => self.dialled(dial, result),
                 HostWorkerEvent::LinkDown { link, proven } => self.link_down(link, proven),
                 HostWorkerEvent::Opened { session, link, result } => {
                     self.answered(session, link, result)
@@ -31,7 +28,10 @@ impl HostPlane {
                 HostWorkerEvent::Closed { session, local } => self.closed(session, local),
             }
         }
-        self.expire();
+        self.notices = notices;
+        for id in self.ledger.late(Instant::now()) {
+            self.give_up(id, FabricError::Unreachable);
+        }
         self.run_quiesce_probes();
     }
 
@@ -52,8 +52,9 @@ impl HostPlane {
     }
 
     fn closed(&mut self, session: SessionId, local: bool) {
-        if let Some(known) = self.sessions.get_mut(&session) {
-            *if local { &mut known.awaits.local } else { &mut known.awaits.remote } = false;
+        if let Some(known) = self.ledger.sessions.get_mut(&session) {
+            let awaits = &mut known.own.awaits;
+            *if local { &mut awaits.local } else { &mut awaits.remote } = false;
             self.settle(session);
         }
     }
@@ -108,90 +109,73 @@ impl HostPlane {
         self.record = record;
     }
 
-    /// An operation is in flight no more.
-    pub(super) fn retire_operation(&mut self, op: OpId) -> Option<HostOperation> {
-        let operation = self.operations.remove(&op)?;
-        if let Some(held) = self.regions.get_mut(&operation.region) {
-            held.operations -= 1;
-        }
+    /// Tells the owner of an operation's end; it is in flight no more.
+    pub(super) fn finish(&mut self, op: OpId, outcome: Completion) -> Option<HostOperation> {
+        self.ledger.complete(op, outcome);
+        let operation = self.ledger.retire(op)?.own;
         self.short -= u32::from(operation.bytes <= SHORT_MAX);
         Some(operation)
     }
 
     pub(super) fn completed(&mut self, op: OpId, status: HostCopyStatus) {
         // Those of closed sessions have failed already.
-        let Some(operation) = self.retire_operation(op) else { return };
-        let failed = |cause, landed| Completion::Failed { cause, landed };
+        let Some(known) = self.ledger.operations.get(&op) else { return };
+        let (session, operation) = (known.session, known.own);
+        let failed = |cause| Completion::Failed { cause, landed: Landed::Unknown };
         let outcome = match (status, operation.write) {
             (HostCopyStatus::Done, _) => {
-                self.count(operation.path, operation.bytes);
+                self.hub.counts.initiated[operation.path as usize].add(operation.bytes);
                 Completion::Done
             }
-            (HostCopyStatus::Refused, _) => failed(FabricError::RemoteAccess, Landed::Unknown),
             (HostCopyStatus::Source, true) | (HostCopyStatus::Destination, false) => {
-                failed(FabricError::LocalAccess, Landed::Unknown)
+                failed(FabricError::LocalAccess)
             }
-            (HostCopyStatus::Source, false) | (HostCopyStatus::Destination, true) => {
-                failed(FabricError::RemoteAccess, Landed::Unknown)
-            }
+            (HostCopyStatus::Refused, _)
+            | (HostCopyStatus::Source, false)
+            | (HostCopyStatus::Destination, true) => failed(FabricError::RemoteAccess),
         };
-        self.events.push_back(DataEvent::Completed { op, outcome });
-        if let Some(session) = self.sessions.get_mut(&operation.session) {
-            session.operations.remove(&operation.order);
-            self.settle(operation.session);
-        }
+        self.finish(op, outcome);
+        self.settle(session);
     }
 
-    fn waiting(&self, peer: kvferry_engine::fabric::PeerId, kind: HostLinkKind) -> Vec<SessionId> {
-        let waits = |session: &super::HostSession| {
-            session.peer == peer
-                && matches!(session.phase, HostSessionPhase::Waiting(k) if k == kind)
-        };
-        self.sessions.iter().filter(|(_, session)| waits(session)).map(|(id, _)| *id).collect()
+    fn waiting(&self, peer: PeerId, kind: HostLinkKind) -> Vec<SessionId> {
+        self.ledger.sessions_where(|session| match &session.phase {
+            SessionPhase::Opening(HostOpening::Link(by)) => session.peer == peer && *by == kind,
+            _ => false,
+        })
     }
 
-    fn link_up(
-        &mut self,
-        dial: u64,
-        link: Arc<HostOutboundLink>,
-        station: Box<dyn HostLinkDriver>,
-    ) {
-        // Nobody else wants it: it ends with its driver.
-        if self.quiesce_probe_answered(dial, true) {
+    /// A dial has its answer. A link that nobody wants any more ends with its driver.
+    fn dialled(&mut self, dial: u64, result: Result<DialledLink, HostDialError>) {
+        let proven = result.as_ref().map_or_else(|error| error.gone, |_| true);
+        if self.quiesce_probe_answered(dial, proven) {
             return;
         }
         let Some((peer, kind)) = self.dials.remove(&dial) else { return };
-        self.hub.worker_of(link.id).tell(HostWorkerCommand::Add(link.id, station));
-        self.links.insert(link.id, link.clone());
-        if let Some(known) = self.peers.get_mut(&peer) {
-            known.links.insert(kind, HostPeerLink::Up(link));
-        }
-        for session in self.waiting(peer, kind) {
-            self.start_opening(session, kind);
-        }
-    }
-
-    fn dial_failed(&mut self, dial: u64, why: &str, unreachable: bool, gone: bool) {
-        if self.quiesce_probe_answered(dial, gone) {
-            return;
-        }
-        let Some((peer, kind)) = self.dials.remove(&dial) else { return };
-        if let Some(known) = self.peers.get_mut(&peer) {
-            known.links.remove(&kind);
-        }
-        let config = &self.hub.config;
-        let detour = kind == HostLinkKind::Local && unreachable && !gone;
-        let detour = detour && config.slower && config.allows(DataPath::Tcp);
-        for session in self.waiting(peer, kind) {
-            if detour {
-                self.start_opening(session, HostLinkKind::Tcp);
-            } else {
-                let cause = if unreachable {
-                    FabricError::Unreachable
-                } else {
-                    FabricError::Backend(why.into())
-                };
-                self.opened(session, Err(cause));
+        let waiting = self.waiting(peer, kind);
+        let links = self.ledger.peers.get_mut(&peer).map(|known| &mut known.links);
+        match result {
+            Ok((link, station)) => {
+                self.hub.tell_worker(link.id, HostWorkerCommand::Add(link.id, station));
+                self.links.insert(link.id, link.clone());
+                links.map(|links| links.insert(kind, HostPeerLink::Up(link)));
+                waiting.into_iter().for_each(|session| self.start_opening(session, kind));
+            }
+            Err(HostDialError { why, unreachable, gone }) => {
+                links.map(|links| links.remove(&kind));
+                let config = &self.hub.config;
+                let detour = kind == HostLinkKind::Local && unreachable && !gone;
+                let detour = detour && config.slower && config.allows(DataPath::Tcp);
+                for session in waiting {
+                    match (detour, unreachable) {
+                        (true, _) => self.start_opening(session, HostLinkKind::Tcp),
+                        (_, true) => _ = self.ledger.opened(session, Err(FabricError::Unreachable)),
+                        _ => {
+                            let cause = FabricError::Backend(why.as_str().into());
+                            self.ledger.opened(session, Err(cause));
+                        }
+                    }
+                }
             }
         }
     }
@@ -200,70 +184,43 @@ impl HostPlane {
         &mut self,
         id: SessionId,
         link: u64,
-        result: Result<crate::shared::NegotiatedPaths, crate::proto::SessionDenial>,
+        result: Result<NegotiatedPaths, SessionDenial>,
     ) {
-        let opening = self.sessions.get(&id).is_some_and(
-            |session| matches!(&session.phase, HostSessionPhase::Opening(by) if by.id == link),
-        );
-        if !opening {
+        let Some(link) = self.links.get(&link).cloned() else { return };
+        let session = self.ledger.sessions.get(&id).filter(|session| {
+            matches!(&session.phase, SessionPhase::Opening(HostOpening::Answer(by)) if by.id == link.id)
+        });
+        let Some(session) = session else {
             // Closed meanwhile, maybe before the peer knew it.
-            if let Some(link) = self.links.get(&link) {
-                link.close(id.0);
-            }
-            return;
-        }
+            return link.close(id.0);
+        };
         match result {
-            Ok(lane) if !self.covers(id, &lane) => {
+            // Reads have to find all of the region where the descriptor says.
+            Ok(lane) if lane.source.as_ref().is_some_and(|from| from.len < session.lens[1]) => {
                 let why = "the peer's region is shorter than its descriptor says";
-                self.kill(id);
-                self.opened(id, Err(FabricError::Backend(why.into())));
+                self.give_up(id, FabricError::Backend(why.into()));
             }
-            Ok(lane) => {
-                if let (Some(session), Some(link)) =
-                    (self.sessions.get_mut(&id), self.links.get(&link))
-                {
-                    session.phase = HostSessionPhase::Open(link.clone(), lane);
-                    self.opened(id, Ok(()));
-                }
-            }
+            Ok(lane) => _ = self.ledger.opened(id, Ok((link, lane))),
             Err(denial) if denial.tcp => self.start_opening(id, HostLinkKind::Tcp),
-            Err(denial) => self.opened(id, Err(FabricError::Backend(denial.why.into()))),
+            Err(denial) => {
+                self.ledger.opened(id, Err(FabricError::Backend(denial.why.into())));
+            }
         }
     }
 
-    /// True if reads find all of the region where the descriptor says.
-    fn covers(&self, id: SessionId, lane: &crate::shared::NegotiatedPaths) -> bool {
-        let len = lane.source.as_ref().map(|source| source.len);
-        self.sessions.get(&id).is_some_and(|session| len.is_none_or(|len| len >= session.claim.len))
-    }
-
-    /// Tells how an opening ended.
-    pub(super) fn opened(&mut self, session: SessionId, result: Result<(), FabricError>) {
-        if let (Err(_), Some(known)) = (&result, self.sessions.get_mut(&session)) {
-            known.phase = HostSessionPhase::Dead;
+    /// Ends an opening, of which the peer may know.
+    fn give_up(&mut self, id: SessionId, cause: FabricError) {
+        if let Some(session) = self.ledger.sessions.get(&id)
+            && let SessionPhase::Opening(HostOpening::Answer(link)) = &session.phase
+        {
+            link.close(id.0);
         }
-        self.events.push_back(DataEvent::Opened { session, result });
-    }
-
-    fn is_opening(session: &super::HostSession) -> bool {
-        matches!(session.phase, HostSessionPhase::Waiting(_) | HostSessionPhase::Opening(_))
-    }
-
-    /// Gives up sessions that took too long.
-    fn expire(&mut self) {
-        let now = Instant::now();
-        let late = self.sessions.iter().filter(|(_, s)| Self::is_opening(s) && s.deadline <= now);
-        let late: Vec<SessionId> = late.map(|(id, _)| *id).collect();
-        for id in late {
-            self.kill(id);
-            self.opened(id, Err(FabricError::Unreachable));
-        }
+        self.ledger.opened(id, Err(cause));
     }
 
     /// When there is something to do though nobody wakes the owner.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        let opening = self.sessions.values().filter(|s| Self::is_opening(s)).map(|s| s.deadline);
         let proofs = self.quiesce_probes.iter().filter(|p| p.dial.is_none()).map(|p| p.again);
-        opening.chain(proofs).min()
+        self.ledger.deadlines().chain(proofs).min()
     }
 }

@@ -1,7 +1,7 @@
 //! Every interleaving of two threads on a small ring.
 
 use super::{Consumer, Producer, words_for};
-use crate::sync::AtomicU64;
+use crate::ring::AtomicU64;
 use loom::sync::{Arc, Notify};
 use loom::thread;
 use std::ops::Deref;

@@ -1,5 +1,5 @@
 use super::{Consumer, Producer, RingCorrupt, words_for};
-use crate::sync::{AtomicU64, Ordering};
+use crate::ring::{AtomicU64, Ordering};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::VecDeque;

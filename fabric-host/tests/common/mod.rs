@@ -10,13 +10,13 @@ use remote::{HostTestPlane, HostTestSetup, start};
 /// Bytes that the suite wants of each plane.
 const MEMORY: u64 = 1 << 14;
 
-/// Settings of a plane that takes one path only.
 /// Settings whose limits do not pass, however busy the machine is.
 pub(crate) fn patient() -> HostConfig {
     let never = 600_000;
     HostConfig { connect_ms: never, open_ms: never, dead_ms: never, ..HostConfig::default() }
 }
 
+/// Settings of a plane that takes one path only.
 pub(crate) fn config(path: DataPath) -> HostConfig {
     HostConfig { paths: vec![path], operations_max: 256, ..patient() }
 }

@@ -2,28 +2,35 @@
 //! in whoever knows a number, and does not tell of a peer's end; the line to its door does.
 
 mod acceptor;
-mod grant;
 mod outbound;
 
-pub(crate) use acceptor::MoriAcceptor;
-pub(crate) use grant::MoriRegionGrant;
+pub(crate) use acceptor::listen;
 pub(crate) use outbound::{MoriDialRequest, MoriGrantResult, MoriLinkEvent, MoriOutboundLink};
 
-use crate::address::{MoriMemoryKey, MoriPlaneIdentity};
+use crate::address::MoriMemoryKey;
 use kvferry_engine::fabric::RegionId;
-use rustix::net::sockopt;
+use kvferry_fabric_common::PlaneIdentity;
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::sync::Arc;
 
 /// Longest frame in bytes; a descriptor has below 1 KiB.
 const FRAME_MAX: usize = 1 << 16;
 
+/// What a peer is told of a region: MoRI's descriptors of engine and memory, and which region that
+/// is to its owner.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct MoriRegionGrant {
+    pub(crate) region: RegionId,
+    pub(crate) engine: Arc<[u8]>,
+    pub(crate) memory: Arc<[u8]>,
+}
+
 /// First frame of who dials.
 #[derive(Debug, Serialize, Deserialize)]
 struct MoriHello {
-    who: MoriPlaneIdentity,
+    who: PlaneIdentity,
     fence_key: u64,
     /// Incarnation that is meant.
     to: u64,
@@ -75,16 +82,4 @@ fn receive<T: for<'a> Deserialize<'a>>(mut socket: &TcpStream) -> io::Result<T> 
     let mut body = vec![0; len];
     socket.read_exact(&mut body)?;
     rmp_serde::from_slice(&body).map_err(io::Error::other)
-}
-
-/// Has the kernel notice a host that is silent.
-fn set_keepalive(socket: &TcpStream, dead: Duration) -> io::Result<()> {
-    socket.set_nodelay(true)?;
-    let probe = (dead / 4).max(Duration::from_secs(1));
-    sockopt::set_socket_keepalive(socket, true)?;
-    sockopt::set_tcp_keepidle(socket, probe)?;
-    sockopt::set_tcp_keepintvl(socket, probe)?;
-    sockopt::set_tcp_keepcnt(socket, 3)?;
-    sockopt::set_tcp_user_timeout(socket, dead.as_millis() as u32)?;
-    Ok(())
 }

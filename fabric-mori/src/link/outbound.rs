@@ -1,16 +1,14 @@
 //! The door of a peer.
 
-use super::{
-    MoriAcceptorMessage, MoriDiallerMessage, MoriHello, MoriRegionGrant, receive, send,
-    set_keepalive,
-};
-use crate::address::{MoriAcceptorInfo, MoriMemoryKey, MoriPlaneAddress, MoriPlaneIdentity};
+use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, MoriRegionGrant, receive, send};
+use crate::address::MoriMemoryKey;
 use kvferry_engine::fabric::{PeerId, RegionId, SessionId};
+use kvferry_fabric_common::{PlaneIdentity, lock, set_keepalive, spawn};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// What a peer tells of a region, or why it does not.
@@ -57,59 +55,59 @@ pub(crate) struct MoriOutboundLink {
 pub(crate) struct MoriDialRequest {
     pub(crate) peer: PeerId,
     pub(crate) id: u64,
-    pub(crate) who: MoriPlaneIdentity,
+    pub(crate) host: Arc<str>,
+    pub(crate) port: u16,
+    /// Incarnation that is meant.
+    pub(crate) to: u64,
+    pub(crate) who: PlaneIdentity,
     pub(crate) fence_key: u64,
     pub(crate) patience: Duration,
-    pub(crate) dead: Duration,
+    pub(crate) dead_ms: u32,
 }
 
 impl MoriOutboundLink {
     /// Dials; `say` is called by the thread of the line.
     pub(crate) fn dial(
         dial: MoriDialRequest,
-        to: &MoriPlaneAddress,
-        door: &MoriAcceptorInfo,
         say: impl Fn(MoriLinkEvent) + Send + Sync + 'static,
     ) -> Arc<MoriOutboundLink> {
         let (state, last) = (Mutex::default(), Mutex::default());
         let line = Arc::new(MoriOutboundLink { id: dial.id, state, last });
-        let (host, port, incarnation) = (to.host.clone(), door.port, door.who.incarnation);
         let ours = line.clone();
         let (peer, id) = (dial.peer, dial.id);
         let say = Arc::new(say);
         let thread = {
             let say = say.clone();
             move || {
-                let over = ours.run(&dial, &host, port, incarnation, &*say);
+                let over = ours.run(&dial, &*say);
                 let why = over.err().map_or_else(|| "closed".into(), |why| why.to_string());
                 ours.lock().0 = MoriLinkState::Over;
                 say(MoriLinkEvent::Over { peer, line: id, why });
             }
         };
-        let spawned = std::thread::Builder::new().name("kvferry-dial".into()).spawn(thread);
-        if let Err(why) = spawned {
+        if let Err(why) = spawn("kvferry-dial", thread) {
             line.lock().0 = MoriLinkState::Over;
             say(MoriLinkEvent::Over { peer, line: id, why: why.to_string() });
         }
         line
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, (MoriLinkState, Vec<MoriDiallerMessage>)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, (MoriLinkState, Vec<MoriDiallerMessage>)> {
+        lock(&self.state)
     }
 
     fn run(
         self: &Arc<Self>,
         dial: &MoriDialRequest,
-        host: &str,
-        port: u16,
-        to: u64,
         say: &dyn Fn(MoriLinkEvent),
     ) -> io::Result<()> {
-        let host: Ipv4Addr = host.parse().map_err(io::Error::other)?;
-        let socket = TcpStream::connect_timeout(&(host, port).into(), dial.patience)?;
-        set_keepalive(&socket, dial.dead)?;
-        send(&socket, &MoriHello { who: dial.who.clone(), fence_key: dial.fence_key, to })?;
+        let host: Ipv4Addr = dial.host.parse().map_err(io::Error::other)?;
+        let socket = TcpStream::connect_timeout(&(host, dial.port).into(), dial.patience)?;
+        set_keepalive(&socket, dial.dead_ms)?;
+        send(
+            &socket,
+            &MoriHello { who: dial.who.clone(), fence_key: dial.fence_key, to: dial.to },
+        )?;
         {
             let mut state = self.lock();
             if matches!(state.0, MoriLinkState::Over) {
@@ -158,8 +156,8 @@ impl MoriOutboundLink {
         }
     }
 
-    fn last(&self) -> std::sync::MutexGuard<'_, Option<(SessionId, MoriMemoryKey)>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    fn last(&self) -> MutexGuard<'_, Option<(SessionId, MoriMemoryKey)>> {
+        lock(&self.last)
     }
 
     /// True if nothing can be asked any more.

@@ -5,18 +5,17 @@ use super::recovery::MoriRecovery;
 use crate::MoriConfig;
 use crate::access_control::MoriAccessControl;
 use crate::completion_poller::MoriCompletionPoller;
-use crate::counters::MoriAtomicCounters;
 use crate::engine_thread::{MoriEngineCommand, MoriEngineThread, MoriPlaneShared};
 use crate::event_queue::MoriEventQueue;
-use crate::last_error;
-use crate::link::MoriAcceptor;
+use crate::link::listen;
 use crate::mori::Shim;
 use crate::preflight;
+use crate::process::install_last_error;
 use crate::session_opener::MoriSessionOpener;
 use kvferry_engine::fabric::Address;
+use kvferry_fabric_common::{PlaneLedger, random, spawn};
 use mori_sys::ShimSearchPath;
-use rustix::rand::{GetRandomFlags, getrandom};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, mpsc};
@@ -55,14 +54,6 @@ impl fmt::Display for MoriError {
 
 impl std::error::Error for MoriError {}
 
-pub(super) fn random() -> Result<u64, MoriError> {
-    let mut bytes = [0; 8];
-    match getrandom(&mut bytes, GetRandomFlags::empty()) {
-        Ok(8) => Ok(u64::from_le_bytes(bytes)),
-        other => Err(MoriError::System(format!("no random bytes: {other:?}"))),
-    }
-}
-
 impl MoriPlane {
     /// Loads MoRI, starts its engine and the threads.
     ///
@@ -84,24 +75,24 @@ impl MoriPlane {
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
-        last_error::install(&shim);
+        install_last_error(&shim);
         let ms = |ms: u32| Duration::from_millis(ms.into());
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
         let board = Arc::new(MoriEventQueue::default());
-        let gate = Arc::new(MoriAccessControl::new(random()?, &config, board.clone()));
-        let dead = Duration::from_millis(config.dead_ms.into());
-        let door = MoriAcceptor::open(host, config.door_port, gate.clone(), dead)
+        let incarnation = random().map_err(MoriError::System)?;
+        let gate = Arc::new(MoriAccessControl::new(incarnation, &config, board.clone()));
+        let (door, acceptor_port) = listen(host, config.door_port, gate.clone(), config.dead_ms)
             .map_err(MoriError::Listen)?;
         let spin = config.spin_us;
         let common = Arc::new(MoriPlaneShared {
-            acceptor_port: door.port(),
+            acceptor_port,
             config,
             shim,
             access_control: gate,
             watch: MoriCompletionPoller::default(),
             board: board.clone(),
             address: Mutex::new(Address(Arc::default())),
-            counts: MoriAtomicCounters::default(),
+            counts: Mutex::default(),
         });
         let opener = Arc::new(MoriSessionOpener::default());
         let desk = MoriEngineThread::new(common.clone(), opener.clone());
@@ -113,13 +104,8 @@ impl MoriPlane {
             orders: Some(orders),
             acceptor: Some(door),
             threads: Vec::new(),
-            regions: BTreeMap::new(),
-            peers: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            operations: BTreeMap::new(),
-            events: VecDeque::new(),
+            ledger: PlaneLedger::default(),
             news: Vec::new(),
-            order: 0,
             lines: 0,
             recovery: MoriRecovery::Idle,
             resetting: false,
@@ -138,8 +124,8 @@ impl MoriPlane {
     }
 
     fn start(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), MoriError> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
-        self.threads.push(thread.map_err(|why| MoriError::System(format!("thread: {why}")))?);
+        let thread = spawn(name, work).map_err(|why| MoriError::System(why.to_string()))?;
+        self.threads.push(thread);
         Ok(())
     }
 }
@@ -154,7 +140,7 @@ impl Drop for MoriPlane {
             let _ended = thread.join();
         }
         // Last: peers take it for the end of what was under way.
-        for peer in self.peers.values() {
+        for peer in self.ledger.peers.values() {
             if let Some(line) = &peer.link {
                 line.hang_up();
             }

@@ -1,7 +1,7 @@
 //! The calls of the trait.
 
-use super::{MoriPeer, MoriPlane, MoriRegionEntry, MoriSession, MoriSessionPhase};
-use crate::address::{MoriPlaneAddress, MoriPlaneIdentity, MoriRegionDescriptor};
+use super::{MoriPeer, MoriPlane, MoriSession};
+use crate::address::{MoriPlaneAddress, MoriRegionDescriptor};
 use crate::engine_thread::MoriEngineCommand;
 use crate::event_queue::MoriWorkerEvent;
 use crate::link::{MoriDialRequest, MoriLinkEvent, MoriOutboundLink, MoriRegionGrant};
@@ -11,17 +11,13 @@ use kvferry_engine::fabric::{
     Address, Caps, Credits, DataEvent, DataPlane, FabricError, FenceScope, Memory, NextPoll,
     PeerId, Placement, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
-use std::collections::{BTreeMap, VecDeque};
+use kvferry_fabric_common::{LedgerRegion, LedgerSession, PlaneIdentity, invalid, next_poll};
 use std::sync::{Arc, mpsc};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-fn invalid<T>(why: impl Into<String>) -> Result<T, Refused> {
-    Err(Refused::Invalid(why.into().into()))
-}
-
 impl MoriPeer {
-    pub(super) fn who(&self) -> Option<&MoriPlaneIdentity> {
+    pub(super) fn who(&self) -> Option<&PlaneIdentity> {
         self.location.acceptor.as_ref().map(|door| &door.who)
     }
 }
@@ -29,15 +25,13 @@ impl MoriPeer {
 impl MoriPlane {
     /// Has a session's descriptors told by the peer's door, or opens it without.
     pub(super) fn start_opening(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get(&id) else { return };
-        let claim = session.claim.clone();
-        let Some(peer) = self.peers.get_mut(&session.peer) else { return };
+        let Some(session) = self.ledger.sessions.get(&id) else { return };
+        let claim = session.own.claim.clone();
+        let Some(peer) = self.ledger.peers.get_mut(&session.peer) else { return };
         let Some(door) = &peer.location.acceptor else {
             let (engine, memory) = (peer.location.engine.clone(), claim.memory);
-            return self.grant_received(
-                id,
-                Ok(MoriRegionGrant { region: RegionId(u32::MAX), engine, memory }),
-            );
+            let grant = MoriRegionGrant { region: RegionId(u32::MAX), engine, memory };
+            return self.grant_received(id, Ok(grant));
         };
         peer.link.take_if(|line| line.is_over());
         let line = peer.link.get_or_insert_with(|| {
@@ -46,13 +40,16 @@ impl MoriPlane {
             let dial = MoriDialRequest {
                 peer: session.peer,
                 id: self.lines,
+                host: peer.location.host.clone(),
+                port: door.port,
+                to: door.who.incarnation,
                 who: self.common.who(),
                 fence_key: peer.fence_key,
                 patience: Duration::from_millis(config.open_ms.into()),
-                dead: Duration::from_millis(config.dead_ms.into()),
+                dead_ms: config.dead_ms,
             };
             let (board, orders) = (self.common.board.clone(), self.orders.clone());
-            MoriOutboundLink::dial(dial, &peer.location, door, move |said| match (said, &orders) {
+            MoriOutboundLink::dial(dial, move |said| match (said, &orders) {
                 // At once: the peer may be waiting for it in a call.
                 (MoriLinkEvent::Leave(line, region), Some(orders)) => {
                     drop(orders.send(MoriEngineCommand::Leave(line, region)));
@@ -69,7 +66,7 @@ impl MoriPlane {
             && self.common.config.devices
             && matches!(memory, Memory::Own { .. });
         let limit = preflight::memlock_limit().filter(|_| pins)?;
-        let all = self.regions.values().map(|held| held.len).sum::<u64>() + memory.len();
+        let all = self.ledger.regions.values().map(|held| held.len).sum::<u64>() + memory.len();
         let todo = preflight::MEMLOCK;
         (all > limit).then(|| {
             format!("{all} bytes of KV cannot be pinned, the limit is {limit}; to do: {todo}")
@@ -117,25 +114,20 @@ impl DataPlane for MoriPlane {
     }
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
-        if self.regions.contains_key(&region) {
-            return invalid(format!("region {region} is registered already"));
-        }
         let base = match memory {
             Memory::Own { base, .. } | Memory::Device { base, .. } => base,
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
-        if memory.is_empty() || base.checked_add(memory.len()).is_none() {
-            return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
-        }
+        self.ledger.check_register(region, memory, base)?;
         let lacking = self.cannot_pin(memory);
-        self.regions.insert(region, MoriRegionEntry { len: memory.len(), operations: 0 });
+        self.ledger.regions.insert(region, LedgerRegion::new(memory.len(), ()));
         match lacking {
             // All is registered anew after the reset that ends this.
             None if self.broken.is_some() => {}
             None => self.tell(MoriEngineCommand::Register { region, memory }),
             Some(why) => {
                 let result = Err(FabricError::Backend(why));
-                self.events.push_back(DataEvent::Registered { region, result });
+                self.ledger.events.push_back(DataEvent::Registered { region, result });
             }
         }
         Ok(())
@@ -144,53 +136,43 @@ impl DataPlane for MoriPlane {
     /// Waits for the thread that posts, which may be held up by a full send queue; and over xGMI
     /// for all peers to leave, which is refused as `Busy` if one of them does not.
     fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
-        match self.regions.get(&region) {
-            None => return invalid(format!("region {region} is not registered")),
-            Some(held) if held.operations > 0 => return Err(Refused::Busy),
-            Some(_) => {}
-        }
+        self.ledger.check_deregister(region)?;
         self.common.access_control.remove_region(region);
         let patience = Duration::from_millis(self.common.config.operation_ms.into());
         if !self.common.access_control.drain_region(region, patience) {
             return Err(Refused::Busy);
         }
-        self.regions.remove(&region);
+        self.ledger.regions.remove(&region);
         let (done, ended) = mpsc::sync_channel(1);
         self.tell(MoriEngineCommand::Deregister { region, done });
         let _gone = ended.recv();
-        for session in self.sessions.values_mut().filter(|session| session.local == region) {
-            if !matches!(session.phase, MoriSessionPhase::Closing) {
-                session.phase = MoriSessionPhase::Dead;
-            }
+        for session in self.ledger.sessions.values_mut().filter(|session| session.local == region) {
+            session.phase.end();
         }
         Ok(())
     }
 
     fn connect(&mut self, peer: PeerId, address: &Address, fence_key: u64) -> Result<(), Refused> {
-        if self.peers.contains_key(&peer) {
-            return invalid(format!("peer {peer} is connected already"));
-        }
+        self.ledger.check_connect(peer)?;
         let Some(location) = MoriPlaneAddress::decode(address) else {
             return invalid("address of another kind of plane");
         };
         self.check_peer(&location)?;
         let named = MoriPeer { location, fence_key, link: None, ranges: 0 };
         if let Some(who) = named.who() {
-            self.common.access_control.grant_access(who, fence_key);
+            self.common.access_control.grant_access(who, peer, fence_key);
         }
-        self.peers.insert(peer, named);
+        self.ledger.peers.insert(peer, named);
         Ok(())
     }
 
     fn disconnect(&mut self, peer: PeerId) {
-        let its: Vec<_> =
-            self.sessions.iter().filter(|(_, s)| s.peer == peer).map(|(id, _)| *id).collect();
-        for session in its {
+        for session in self.ledger.sessions_where(|session| session.peer == peer) {
             self.close(session);
         }
-        let Some(gone) = self.peers.remove(&peer) else { return };
+        let Some(gone) = self.ledger.peers.remove(&peer) else { return };
         if let Some(who) = gone.who() {
-            self.common.access_control.revoke_access(who, gone.fence_key);
+            self.common.access_control.revoke_access(who, peer);
         }
         match (gone.link, self.common.config.backend) {
             (Some(line), MoriBackend::Rdma) => line.hang_up(),
@@ -207,33 +189,15 @@ impl DataPlane for MoriPlane {
         peer: PeerId,
         remote: &RegionDesc,
     ) -> Result<(), Refused> {
-        if self.sessions.contains_key(&session) {
-            return invalid(format!("session {session} is open already"));
-        }
-        let Some(held) = self.regions.get(&local) else {
-            return invalid(format!("region {local} is not registered"));
-        };
-        if !self.peers.contains_key(&peer) {
-            return invalid(format!("peer {peer} is not connected"));
-        }
+        let (held, _) = self.ledger.check_open(session, local, peer)?;
         let Some(claim) = MoriRegionDescriptor::decode(&remote.0) else {
             return invalid("descriptor of another kind of plane");
         };
-        let patience = Duration::from_millis(self.common.config.open_ms.into());
-        let until = Instant::now() + patience;
-        let entry = MoriSession {
-            local,
-            peer,
-            lens: [held.len, claim.len],
-            claim,
-            phase: MoriSessionPhase::Opening(until),
-            reopening: None,
-            link: None,
-            wire: BTreeMap::new(),
-            tainted: false,
-            tickets: VecDeque::new(),
-        };
-        self.sessions.insert(session, entry);
+        let until = Instant::now() + Duration::from_millis(self.common.config.open_ms.into());
+        let lens = [held.len, claim.len];
+        let own = MoriSession { claim, reopening: None, link: None, tainted: false };
+        let entry = LedgerSession::new((local, peer), lens, ((), until), own);
+        self.ledger.sessions.insert(session, entry);
         self.check_by(until);
         match &self.broken {
             None => self.start_opening(session),
@@ -254,17 +218,12 @@ impl DataPlane for MoriPlane {
     }
 
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
-        match self.sessions.get_mut(&session) {
-            None => self.events.push_back(DataEvent::Quiet { session, ticket }),
-            Some(known) => {
-                known.tickets.push_back((ticket, self.order));
-                self.settle(session);
-            }
-        }
+        self.ledger.quiesce(session, ticket);
+        self.settle(session);
     }
 
     fn fence(&mut self, peer: PeerId) {
-        let known = self.peers.get(&peer);
+        let known = self.ledger.peers.get(&peer);
         let who = known.and_then(|known| Some((known.who()?.clone(), known.fence_key)));
         let inside = match who {
             Some((who, fence_key)) => self.common.access_control.fence(&who, fence_key),
@@ -272,10 +231,10 @@ impl DataPlane for MoriPlane {
             None => known.is_some(),
         };
         match self.common.config.backend {
-            _ if !inside => self.events.push_back(DataEvent::Fenced { peer }),
+            _ if !inside => self.ledger.events.push_back(DataEvent::Fenced { peer }),
             // Nobody has keys of a backend that is gone.
             MoriBackend::Rdma if self.broken.is_some() => {
-                self.events.push_back(DataEvent::Fenced { peer });
+                self.ledger.events.push_back(DataEvent::Fenced { peer });
             }
             MoriBackend::Rdma => {
                 self.fences.insert(peer);
@@ -294,13 +253,7 @@ impl DataPlane for MoriPlane {
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         self.take_worker_events();
         self.check_deadlines();
-        out.extend(self.events.drain(..));
-        match self.check_at {
-            Some(at) => {
-                let left = at.saturating_duration_since(Instant::now());
-                NextPoll::At(now + Nanos(left.as_nanos() as u64))
-            }
-            None => NextPoll::External,
-        }
+        out.extend(self.ledger.events.drain(..));
+        next_poll(now, self.check_at)
     }
 }

@@ -12,21 +12,28 @@ use crate::address::{MoriPlaneAddress, MoriRegionDescriptor};
 use crate::counters::MoriCounters;
 use crate::engine_thread::{MoriEngineCommand, MoriPlaneShared};
 use crate::event_queue::MoriWorkerEvent;
-use crate::link::{MoriAcceptor, MoriGrantResult, MoriOutboundLink};
+use crate::link::{MoriGrantResult, MoriOutboundLink};
 use crate::{DeviceEvents, MoriBackend, MoriConfig};
-use kvferry_engine::fabric::{DataEvent, OpId, PeerId, QuiesceTicket, RegionId, SessionId};
+use kvferry_engine::fabric::{PeerId, SessionId};
+use kvferry_fabric_common::{ConnectionListener, LedgerSession, PlaneLedger, PlaneParts, lock};
 use recovery::MoriRecovery;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A region and the operations in flight that use it.
-#[derive(Debug)]
-struct MoriRegionEntry {
-    len: u64,
-    operations: u32,
+/// What this plane keeps in its ledger. MoRI has the operations there, also those of whose end the
+/// owner was told already.
+struct MoriParts;
+
+impl PlaneParts for MoriParts {
+    type Region = ();
+    type Peer = MoriPeer;
+    type Session = MoriSession;
+    type Opening = ();
+    type Open = ();
+    type Operation = MoriOperation;
 }
 
 /// A peer that the owner named.
@@ -37,17 +44,6 @@ struct MoriPeer {
     link: Option<Arc<MoriOutboundLink>>,
     /// Ranges in flight to it.
     ranges: u64,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum MoriSessionPhase {
-    /// Until then it has to be open.
-    Opening(Instant),
-    Open,
-    /// Nothing can be submitted any more.
-    Dead,
-    /// Closed by its owner, not quiet yet.
-    Closing,
 }
 
 /// A session whose backend was replaced.
@@ -61,36 +57,30 @@ struct Reopening {
 
 #[derive(Debug)]
 struct MoriSession {
-    local: RegionId,
-    peer: PeerId,
     /// The peer's region.
     claim: MoriRegionDescriptor,
-    /// Lengths of both regions.
-    lens: [u64; 2],
-    phase: MoriSessionPhase,
     /// How far it is, if it is open to its owner and has to be opened anew in MoRI.
     reopening: Option<Reopening>,
     /// The line by which the peer told of its memory.
     link: Option<u64>,
-    /// What MoRI has, in the order of submission; the owner may have been told of its end already.
-    wire: BTreeMap<u64, OpId>,
     /// Bytes of something that failed may move until the backend is gone.
     tainted: bool,
-    tickets: VecDeque<(QuiesceTicket, u64)>,
+}
+
+impl MoriSession {
+    /// Whether it is to be opened anew after a rebuild.
+    fn goes_on(session: &LedgerSession<MoriParts>) -> bool {
+        session.phase.is_open() || session.phase.is_opening()
+    }
 }
 
 /// A batch that MoRI has.
 #[derive(Debug)]
 struct MoriOperation {
-    session: SessionId,
-    order: u64,
-    region: RegionId,
     ranges: u64,
     bytes: u64,
     /// Until then it has to be over.
     deadline: Instant,
-    /// The owner was told of its end.
-    told: bool,
 }
 
 /// A data plane over MoRI-IO.
@@ -102,16 +92,11 @@ struct MoriOperation {
 pub struct MoriPlane {
     common: Arc<MoriPlaneShared>,
     orders: Option<Sender<MoriEngineCommand>>,
-    acceptor: Option<MoriAcceptor>,
+    acceptor: Option<ConnectionListener>,
     threads: Vec<JoinHandle<()>>,
-    regions: BTreeMap<RegionId, MoriRegionEntry>,
-    peers: BTreeMap<PeerId, MoriPeer>,
-    sessions: BTreeMap<SessionId, MoriSession>,
-    operations: BTreeMap<OpId, MoriOperation>,
-    events: VecDeque<DataEvent>,
+    ledger: PlaneLedger<MoriParts>,
     news: Vec<MoriWorkerEvent>,
-    /// Operations so far, and lines.
-    order: u64,
+    /// Lines so far.
     lines: u64,
     recovery: MoriRecovery,
     /// Peers know descriptors that are void: a reset is due.
@@ -171,6 +156,10 @@ impl MoriPlane {
     /// What tells when kernels are done, for memory of a GPU: nothing here waits for them.
     pub fn device_events(&self) -> DeviceEvents {
         DeviceEvents::of(&self.common.shim)
+    }
+
+    fn counts(&self) -> MutexGuard<'_, MoriCounters> {
+        lock(&self.common.counts)
     }
 
     fn tell(&self, order: MoriEngineCommand) {

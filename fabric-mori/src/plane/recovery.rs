@@ -2,11 +2,11 @@
 //! out what is under way. Sessions that go on are opened anew beside the work, each peer's once its
 //! door answers. Where MoRI cannot be started it is tried again until it can.
 
-use super::build::random;
-use super::{MoriPlane, MoriSession, MoriSessionPhase, Reopening};
+use super::{MoriParts, MoriPlane, MoriSession, Reopening};
 use crate::MoriBackend;
 use crate::engine_thread::MoriEngineCommand;
 use kvferry_engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
+use kvferry_fabric_common::{LedgerSession, random};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -66,11 +66,10 @@ impl MoriPlane {
     /// anew only if `waiting`: MoRI does not have them yet.
     fn is_anything_live(&self, waiting: bool) -> bool {
         let live = |id| {
-            self.sessions
-                .get(id)
-                .is_some_and(|session| !session.tainted && (waiting || session.reopening.is_none()))
+            let session = self.ledger.sessions.get(id).map(|session| &session.own);
+            session.is_some_and(|own| !own.tainted && (waiting || own.reopening.is_none()))
         };
-        self.operations.values().any(|operation| live(&operation.session))
+        self.ledger.operations.values().any(|operation| live(&operation.session))
     }
 
     /// Takes the next step if it is time.
@@ -87,11 +86,10 @@ impl MoriPlane {
                 if self.is_anything_live(true) {
                     return;
                 }
-                let tainted = self.sessions.values().any(|session| session.tainted);
-                if tainted { self.replace() } else { self.reset() }
+                if self.is_anything_tainted() { self.replace() } else { self.reset() }
             }
             MoriRecovery::Unavailable(at, _) if at <= now => self.replace(),
-            MoriRecovery::Idle if self.operations.is_empty() && self.is_worn(now) => {
+            MoriRecovery::Idle if self.ledger.operations.is_empty() && self.is_worn(now) => {
                 let dead = self.common.access_control.dead_pairs();
                 tracing::info!(key = %self.common.config.key, dead, "queue pairs of peers have ended");
                 self.worn = Some(now);
@@ -99,6 +97,10 @@ impl MoriPlane {
             }
             _ => {}
         }
+    }
+
+    fn is_anything_tainted(&self) -> bool {
+        self.ledger.sessions.values().any(|session| session.own.tainted)
     }
 
     /// What counts is what peers say, so that it does not count too often.
@@ -113,13 +115,12 @@ impl MoriPlane {
             || self.common.access_control.is_anyone_inside();
         let incarnation = match self.resetting.then(random).transpose() {
             Ok(incarnation) => incarnation,
-            Err(why) => return self.broken(&why.to_string(), false),
+            Err(why) => return self.broken(&why, false),
         };
-        let goes_on =
-            |phase| matches!(phase, MoriSessionPhase::Open | MoriSessionPhase::Opening(_));
-        let kept = self.sessions.iter().filter(|(_, s)| goes_on(s.phase) && !s.tainted);
-        let keep: BTreeSet<SessionId> = kept.map(|(id, _)| *id).collect();
-        self.common.counts.rebuilds.add(1);
+        let kept =
+            |session: &LedgerSession<_>| MoriSession::goes_on(session) && !session.own.tainted;
+        let keep: BTreeSet<SessionId> = self.ledger.sessions_where(kept).into_iter().collect();
+        self.counts().rebuilds += 1;
         let (sessions, is_reset) = (keep.len(), self.resetting);
         tracing::debug!(key = %self.common.config.key, sessions, is_reset, "MoRI's backend is replaced");
         self.tell(MoriEngineCommand::Rebuild { keep: keep.clone(), incarnation });
@@ -140,17 +141,17 @@ impl MoriPlane {
         let MoriRecovery::Rebuilding(keep, fenced) = std::mem::take(&mut self.recovery) else {
             return;
         };
-        self.common.counts.retried.add(again.len() as u64);
-        let gone = self.operations.iter().filter(|(_, o)| !keep.contains(&o.session));
+        self.counts().retried += again.len() as u64;
+        let gone = self.ledger.operations.iter().filter(|(_, o)| !keep.contains(&o.session));
         let gone: Vec<OpId> = gone.map(|(op, _)| *op).collect();
         for op in gone {
             self.retire_operation(op);
         }
         let quiet: Vec<SessionId> =
-            self.sessions.keys().filter(|id| !keep.contains(id)).copied().collect();
+            self.ledger.sessions.keys().filter(|id| !keep.contains(id)).copied().collect();
         for id in quiet {
-            if let Some(session) = self.sessions.get_mut(&id) {
-                session.tainted = false;
+            if let Some(session) = self.ledger.sessions.get_mut(&id) {
+                session.own.tainted = false;
             }
             self.settle(id);
         }
@@ -160,8 +161,7 @@ impl MoriPlane {
             let until = Instant::now() + self.drain_time();
             self.recovery = MoriRecovery::Retrying(until);
             self.check_by(until);
-        } else if self.fences_by_rebuild() || self.sessions.values().any(|session| session.tainted)
-        {
+        } else if self.fences_by_rebuild() || self.is_anything_tainted() {
             self.start_recovery();
         }
         self.advance();
@@ -171,34 +171,30 @@ impl MoriPlane {
     fn reopen(&mut self, keep: &BTreeSet<SessionId>) {
         let until = Instant::now() + Duration::from_millis(self.common.config.open_ms.into());
         let goes_on = |id: &SessionId| {
-            let phase = self.sessions.get(id).map(|session| session.phase);
-            keep.contains(id)
-                && matches!(phase, Some(MoriSessionPhase::Open | MoriSessionPhase::Opening(_)))
+            keep.contains(id) && self.ledger.sessions.get(id).is_some_and(MoriSession::goes_on)
         };
         if self.common.config.backend == MoriBackend::Rdma && !self.resetting {
-            for line in self.peers.values().filter_map(|peer| peer.link.as_ref()) {
+            for line in self.ledger.peers.values().filter_map(|peer| peer.link.as_ref()) {
                 line.renew(goes_on);
             }
         }
         for id in keep {
-            let Some(session) = self.sessions.get_mut(id) else { continue };
-            match session.phase {
-                MoriSessionPhase::Open => {
-                    let until = session.reopening.map_or(until, |before| before.until);
-                    session.reopening = Some(Reopening { until, again: None });
-                }
-                MoriSessionPhase::Opening(_) => {}
-                MoriSessionPhase::Dead | MoriSessionPhase::Closing => continue,
+            let Some(session) = self.ledger.sessions.get_mut(id) else { continue };
+            if session.phase.is_open() {
+                let until = session.own.reopening.map_or(until, |before| before.until);
+                session.own.reopening = Some(Reopening { until, again: None });
             }
-            self.start_opening(*id);
+            if MoriSession::goes_on(session) {
+                self.start_opening(*id);
+            }
         }
         self.check_by(until);
     }
 
     /// MoRI has connected a session, or failed to.
     pub(super) fn connected(&mut self, id: SessionId, result: Result<(), FabricError>) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        match (&mut session.reopening, &result) {
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        match (&mut session.own.reopening, &result) {
             (None, _) => self.opened(id, result),
             (Some(reopening), Err(_)) => {
                 let again = Instant::now() + AGAIN;
@@ -207,26 +203,25 @@ impl MoriPlane {
             }
             (reopening, Ok(())) => {
                 *reopening = None;
-                let ops: Vec<OpId> = session.wire.values().copied().collect();
-                self.prolong(&ops);
+                self.prolong(&self.ledger.operations_of(id));
             }
         }
     }
 
     /// Asks peers again, and ends the sessions with those that have not answered for too long.
     pub(super) fn keep_reopening(&mut self, now: Instant) {
-        let due = |session: &MoriSession| {
-            let reopening = session.reopening?;
+        let due = |session: &LedgerSession<MoriParts>| {
+            let reopening = session.own.reopening?;
             let is_due = |at: Instant| at <= now;
             (is_due(reopening.until) || reopening.again.is_some_and(is_due)).then_some(reopening)
         };
-        let due: Vec<_> =
-            self.sessions.iter().filter_map(|(id, session)| Some((*id, due(session)?))).collect();
+        let sessions = self.ledger.sessions.iter();
+        let due: Vec<_> = sessions.filter_map(|(id, it)| Some((*id, due(it)?))).collect();
         for (id, reopening) in due {
             if reopening.until <= now {
                 self.abandon_session(id, &FabricError::Unreachable);
-            } else if let Some(session) = self.sessions.get_mut(&id) {
-                session.reopening = Some(Reopening { again: None, ..reopening });
+            } else if let Some(session) = self.ledger.sessions.get_mut(&id) {
+                session.own.reopening = Some(Reopening { again: None, ..reopening });
                 self.start_opening(id);
             }
         }
@@ -234,23 +229,18 @@ impl MoriPlane {
 
     /// Ends a session of which MoRI has nothing.
     pub(super) fn abandon_session(&mut self, id: SessionId, cause: &FabricError) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.reopening = None;
-        if session.phase == MoriSessionPhase::Open {
-            session.phase = MoriSessionPhase::Dead;
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        session.own.reopening = None;
+        if session.phase.is_open() {
+            session.phase.end();
         }
-        let ops: Vec<OpId> = session.wire.values().copied().collect();
-        for op in &ops {
-            self.fail(*op, cause);
-        }
-        self.prolong(&ops);
+        self.fail_all(id, cause);
+        self.prolong(&self.ledger.operations_of(id));
         self.tell(MoriEngineCommand::Withdraw { session: id });
     }
 
     fn give_up_reopening(&mut self) {
-        let reopening = self.sessions.iter().filter(|(_, session)| session.reopening.is_some());
-        let ids: Vec<SessionId> = reopening.map(|(id, _)| *id).collect();
-        for id in ids {
+        for id in self.ledger.sessions_where(|session| session.own.reopening.is_some()) {
             self.abandon_session(id, &FabricError::Unreachable);
         }
     }
@@ -265,7 +255,7 @@ impl MoriPlane {
             return;
         }
         let gone = |peer: &PeerId| {
-            let Some(known) = self.peers.get(peer) else { return true };
+            let Some(known) = self.ledger.peers.get(peer) else { return true };
             // Who has no door cannot be asked, and so never says that it has left.
             known
                 .who()
@@ -277,39 +267,36 @@ impl MoriPlane {
     }
 
     fn fenced(&mut self, peers: BTreeSet<PeerId>) {
-        self.events.extend(peers.into_iter().map(|peer| DataEvent::Fenced { peer }));
+        self.ledger.events.extend(peers.into_iter().map(|peer| DataEvent::Fenced { peer }));
     }
 
     /// All that the owner knows is void.
     fn reset(&mut self) {
         self.tell(MoriEngineCommand::Clear);
-        for peer in self.peers.values() {
+        for peer in self.ledger.peers.values() {
             if let Some(line) = &peer.link {
                 line.hang_up();
             }
         }
-        self.regions.clear();
-        self.peers.clear();
-        self.sessions.clear();
-        self.operations.clear();
+        self.ledger.clear();
         self.deferred_grants.clear();
         let fences = std::mem::take(&mut self.fences);
         self.fenced(fences);
         (self.recovery, self.resetting) = (MoriRecovery::Idle, false);
         if self.broken.take().is_some() {
-            self.common.counts.without.set(0);
+            self.counts().without = 0;
             tracing::warn!(key = %self.common.config.key, "MoRI is started again");
         }
         self.pause = PAUSE;
-        self.common.counts.resets.add(1);
-        self.events.push_back(DataEvent::Reset { address: self.common.address() });
+        self.counts().resets += 1;
+        self.ledger.events.push_back(DataEvent::Reset { address: self.common.address() });
     }
 
     /// There is no backend, and none can be had at present. If it is gone it is quiet.
     pub(super) fn broken(&mut self, why: &str, quiet: bool) {
         let why: std::sync::Arc<str> = format!("MoRI could not be started again: {why}").into();
         if self.broken.is_none() {
-            self.common.counts.without.set(1);
+            self.counts().without = 1;
             tracing::error!(key = %self.common.config.key, %why, "no backend; it is tried again");
         }
         let at = Instant::now() + self.pause;
@@ -325,20 +312,17 @@ impl MoriPlane {
         }
         let cause = FabricError::Backend(why.clone());
         self.broken = Some(why);
-        let ops: Vec<OpId> = self.operations.keys().copied().collect();
+        let ops: Vec<OpId> = self.ledger.operations.keys().copied().collect();
         for op in ops {
             self.fail(op, &cause);
             self.retire_operation(op);
         }
-        let ids: Vec<SessionId> = self.sessions.keys().copied().collect();
-        for id in ids {
+        for id in self.ledger.sessions_where(|_| true) {
             self.opened(id, Err(cause.clone()));
-            if let Some(session) = self.sessions.get_mut(&id) {
-                session.reopening = None;
-                session.tainted &= !quiet;
-                if session.phase != MoriSessionPhase::Closing {
-                    session.phase = MoriSessionPhase::Dead;
-                }
+            if let Some(session) = self.ledger.sessions.get_mut(&id) {
+                session.own.reopening = None;
+                session.own.tainted &= !quiet;
+                session.phase.end();
             }
             self.settle(id);
         }

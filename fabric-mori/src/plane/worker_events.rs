@@ -1,14 +1,15 @@
 //! What the threads tell, and what the clock does.
 
-use super::{MoriPlane, MoriSession, MoriSessionPhase};
+use super::{MoriParts, MoriPlane};
 use crate::MoriBackend;
 use crate::address::MoriRegionDescriptor;
 use crate::engine_thread::{MoriEngineCommand, MoriSessionTarget};
 use crate::event_queue::{MoriBatchOutcome, MoriWorkerEvent};
 use crate::link::{MoriGrantResult, MoriLinkEvent};
 use kvferry_engine::fabric::{
-    Completion, DataEvent, FabricError, Landed, OpId, PeerId, RegionDesc, RegionId, SessionId,
+    Completion, DataEvent, FabricError, OpId, PeerId, RegionDesc, RegionId, SessionId,
 };
+use kvferry_fabric_common::{LedgerSession, SessionPhase};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -43,12 +44,12 @@ impl MoriPlane {
         // Not if it was deregistered, or a reset came between; or if one will, after which all is
         // registered anew.
         let is_void = result.is_err() && self.broken.is_some();
-        if self.regions.contains_key(&region) && !is_void {
+        if self.ledger.regions.contains_key(&region) && !is_void {
             if result.is_err() {
-                self.regions.remove(&region);
+                self.ledger.regions.remove(&region);
             }
             let result = result.map(|desc| RegionDesc(desc.into()));
-            self.events.push_back(DataEvent::Registered { region, result });
+            self.ledger.events.push_back(DataEvent::Registered { region, result });
         }
     }
 
@@ -57,8 +58,8 @@ impl MoriPlane {
         if self.recovery.is_draining() {
             return self.deferred_grants.push((id, answer));
         }
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        if !matches!(session.phase, MoriSessionPhase::Opening(_)) && session.reopening.is_none() {
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        if !session.phase.is_opening() && session.own.reopening.is_none() {
             return;
         }
         match answer {
@@ -68,9 +69,9 @@ impl MoriPlane {
                     let why = "the peer's door tells of a region of another length";
                     return self.turned_away(id, FabricError::Backend(why.into()));
                 }
-                let line = self.peers.get(&session.peer).and_then(|peer| peer.link.as_ref());
+                let line = self.ledger.peers.get(&session.peer).and_then(|peer| peer.link.as_ref());
                 let line = line.map(|line| line.id);
-                session.link = line;
+                session.own.link = line;
                 let remote = MoriSessionTarget { region: session.local, grant, link: line };
                 self.tell(MoriEngineCommand::Open { session: id, remote });
             }
@@ -83,59 +84,51 @@ impl MoriPlane {
 
     /// The peer does not want this session.
     fn turned_away(&mut self, id: SessionId, cause: FabricError) {
-        match self.sessions.get(&id).is_some_and(|session| session.reopening.is_some()) {
-            true => self.abandon_session(id, &cause),
-            false => self.opened(id, Err(cause)),
+        match self.ledger.sessions.get(&id) {
+            Some(session) if session.own.reopening.is_some() => self.abandon_session(id, &cause),
+            _ => self.opened(id, Err(cause)),
         }
     }
 
     pub(super) fn opened(&mut self, id: SessionId, result: Result<(), FabricError>) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        if matches!(session.phase, MoriSessionPhase::Opening(_)) {
-            session.phase =
-                if result.is_ok() { MoriSessionPhase::Open } else { MoriSessionPhase::Dead };
-            let (peer, failed) = (session.peer, result.as_ref().err());
-            tracing::debug!(session = id.0, peer = peer.0, ?failed, "a session was opened");
-            self.events.push_back(DataEvent::Opened { session: id, result });
+        let failed = result.as_ref().err().cloned();
+        if self.ledger.opened(id, result) {
+            let peer = self.ledger.sessions.get(&id).map(|session| session.peer.0);
+            tracing::debug!(session = id.0, peer, ?failed, "a session was opened");
         }
     }
 
     fn ended(&mut self, op: OpId, end: MoriBatchOutcome) {
-        let Some(operation) = self.operations.get(&op) else { return };
-        let (session, bytes) = (operation.session, operation.bytes);
+        let Some(operation) = self.ledger.operations.get(&op) else { return };
+        let (session, bytes) = (operation.session, operation.own.bytes);
         match end {
             MoriBatchOutcome::Done if self.is_into_the_void(session) => {
                 self.fail(op, &FabricError::PeerGone);
-                self.retire_operation(op);
-                self.settle(session);
             }
             MoriBatchOutcome::Done => {
-                self.common.counts.operations.add(1);
-                self.common.counts.bytes.add(bytes);
-                self.complete(op, Completion::Done);
-                self.retire_operation(op);
-                self.settle(session);
+                let mut counts = self.counts();
+                counts.operations += 1;
+                counts.bytes += bytes;
+                drop(counts);
+                self.ledger.complete(op, Completion::Done);
             }
             MoriBatchOutcome::Failed(cause) => {
                 self.fail(op, &cause);
                 self.retire_operation(op);
-                self.suspect(session);
+                return self.suspect(session);
             }
-            MoriBatchOutcome::Unposted(cause) => {
-                self.fail(op, &cause);
-                self.retire_operation(op);
-                self.settle(session);
-            }
+            MoriBatchOutcome::Unposted(cause) => self.fail(op, &cause),
         }
+        self.retire_operation(op);
+        self.settle(session);
     }
 
     /// True if the peer is gone, whose memory stays mapped by xGMI: what is written there nobody
     /// sees.
     fn is_into_the_void(&self, session: SessionId) -> bool {
-        let Some(MoriSession { link: Some(asked), peer, .. }) = self.sessions.get(&session) else {
-            return false;
-        };
-        let Some(peer) = self.peers.get(peer) else { return false };
+        let Some(session) = self.ledger.sessions.get(&session) else { return false };
+        let Some(asked) = &session.own.link else { return false };
+        let Some(peer) = self.ledger.peers.get(&session.peer) else { return false };
         let is_gone = || match &peer.link {
             Some(line) => line.id != *asked || line.is_closed(),
             None => true,
@@ -143,38 +136,32 @@ impl MoriPlane {
         self.common.config.backend == MoriBackend::Xgmi && is_gone()
     }
 
-    /// Tells the owner of an operation's end, once.
-    fn complete(&mut self, op: OpId, outcome: Completion) {
-        let Some(operation) = self.operations.get_mut(&op) else { return };
-        if !std::mem::replace(&mut operation.told, true) {
-            self.common.counts.failed.add(u64::from(outcome != Completion::Done));
-            self.events.push_back(DataEvent::Completed { op, outcome });
-        }
+    pub(super) fn fail(&mut self, op: OpId, cause: &FabricError) {
+        let is_first = self.ledger.fail(op, cause.clone());
+        self.counts().failed += u64::from(is_first);
     }
 
-    pub(super) fn fail(&mut self, op: OpId, cause: &FabricError) {
-        let outcome = Completion::Failed { cause: cause.clone(), landed: Landed::Unknown };
-        self.complete(op, outcome);
+    pub(super) fn fail_all(&mut self, id: SessionId, cause: &FabricError) {
+        for op in self.ledger.operations_of(id) {
+            self.fail(op, cause);
+        }
     }
 
     /// MoRI has nothing of an operation any more.
     pub(super) fn retire_operation(&mut self, op: OpId) {
-        let Some(over) = self.operations.remove(&op) else { return };
-        if let Some(held) = self.regions.get_mut(&over.region) {
-            held.operations -= 1;
-        }
-        let Some(session) = self.sessions.get_mut(&over.session) else { return };
-        session.wire.remove(&over.order);
-        if let Some(peer) = self.peers.get_mut(&session.peer) {
-            peer.ranges -= over.ranges;
+        let Some(over) = self.ledger.retire(op) else { return };
+        if let Some(session) = self.ledger.sessions.get(&over.session)
+            && let Some(peer) = self.ledger.peers.get_mut(&session.peer)
+        {
+            peer.ranges -= over.own.ranges;
         }
     }
 
     /// After a failure of one session nothing with that peer can be trusted: MoRI's queue pairs are
     /// the same for all, and stay dead.
     pub(super) fn suspect(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.tainted = true;
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        session.own.tainted = true;
         let peer = session.peer;
         tracing::debug!(
             session = id.0,
@@ -190,13 +177,10 @@ impl MoriPlane {
         &mut self,
         peer: PeerId,
         cause: &FabricError,
-        which: impl Fn(&MoriSession) -> bool,
+        which: impl Fn(&LedgerSession<MoriParts>) -> bool,
     ) -> bool {
-        let its = |session: &MoriSession| session.peer == peer && which(session);
-        let ids = self.sessions.iter().filter(|(_, session)| its(session));
-        let ids: Vec<SessionId> = ids.map(|(id, _)| *id).collect();
         let mut under_way = false;
-        for id in ids {
+        for id in self.ledger.sessions_where(|session| session.peer == peer && which(session)) {
             self.opened(id, Err(cause.clone()));
             under_way |= self.kill(id, cause);
         }
@@ -207,84 +191,59 @@ impl MoriPlane {
     fn closed_by_peer(&mut self, sessions: &BTreeSet<SessionId>) {
         for id in sessions {
             self.opened(*id, Err(FabricError::RemoteAccess));
-            if let Some(session) = self.sessions.get_mut(id)
-                && session.phase != MoriSessionPhase::Closing
-            {
-                session.phase = MoriSessionPhase::Dead;
+            if let Some(session) = self.ledger.sessions.get_mut(id) {
+                session.phase.end();
             }
         }
     }
 
     /// Fails the operations of a session, which takes no more. True if MoRI has something of it.
     pub(super) fn kill(&mut self, id: SessionId, cause: &FabricError) -> bool {
-        let Some(session) = self.sessions.get_mut(&id) else { return false };
-        if session.reopening.is_some() {
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return false };
+        if session.own.reopening.is_some() {
             self.abandon_session(id, cause);
             return false;
         }
-        if session.phase != MoriSessionPhase::Closing {
-            session.phase = MoriSessionPhase::Dead;
-        }
-        session.tainted |= !session.wire.is_empty();
-        let tainted = session.tainted;
-        let ops: Vec<OpId> = session.wire.values().copied().collect();
-        for op in ops {
-            self.fail(op, cause);
-        }
+        session.phase.end();
+        session.own.tainted |= !session.operations.is_empty();
+        let tainted = session.own.tainted;
+        self.fail_all(id, cause);
         tainted
     }
 
     fn link_closed(&mut self, id: PeerId, line: u64, why: &str) {
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.ledger.peers.get_mut(&id) else { return };
         let is_last = peer.link.take_if(|its| its.id == line).is_some();
         // Those that wait for its answer have no line yet.
-        let its = |session: &MoriSession| match session.link {
+        let its = |session: &LedgerSession<MoriParts>| match session.own.link {
             Some(its) => its == line,
             None => is_last,
         };
-        let opening = |session: &MoriSession| matches!(session.phase, MoriSessionPhase::Opening(_));
         let cause = FabricError::Backend(format!("the peer's door: {why}").into());
-        self.end_sessions(id, &cause, |session| its(session) && opening(session));
+        self.end_sessions(id, &cause, |session| its(session) && session.phase.is_opening());
         if self.end_sessions(id, &FabricError::PeerGone, its) {
             self.start_recovery();
         }
         if is_last {
-            self.events.push_back(DataEvent::PeerDown { peer: id });
+            self.ledger.events.push_back(DataEvent::PeerDown { peer: id });
         }
     }
 
     /// Ends a session at the owner's wish.
     pub(super) fn shut(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        session.phase = MoriSessionPhase::Closing;
-        if session.reopening.is_some() {
-            self.abandon_session(id, &FabricError::Closed);
-            return self.settle(id);
-        }
-        let ops: Vec<OpId> = session.wire.values().copied().collect();
-        for op in ops {
-            self.fail(op, &FabricError::Closed);
+        let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
+        session.phase = SessionPhase::Closing;
+        match session.own.reopening {
+            Some(_) => self.abandon_session(id, &FabricError::Closed),
+            None => self.fail_all(id, &FabricError::Closed),
         }
         self.settle(id);
     }
 
     /// Answers the tickets of a session that have nothing to wait for, and forgets a closed one.
     pub(super) fn settle(&mut self, id: SessionId) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        if session.tainted {
-            return;
-        }
-        let first = session.wire.keys().next().copied().unwrap_or(u64::MAX);
-        while let Some(&(ticket, order)) = session.tickets.front() {
-            // Operations from `order` on came after the ticket.
-            if first < order {
-                return;
-            }
-            session.tickets.pop_front();
-            self.events.push_back(DataEvent::Quiet { session: id, ticket });
-        }
-        if session.phase == MoriSessionPhase::Closing && session.wire.is_empty() {
-            self.sessions.remove(&id);
+        let is_tainted = self.ledger.sessions.get(&id).is_none_or(|session| session.own.tainted);
+        if !is_tainted && self.ledger.settle(id) {
             self.tell(MoriEngineCommand::Close { session: id });
         }
     }
@@ -302,30 +261,20 @@ impl MoriPlane {
         }
         self.keep_reopening(now);
         // What waits for a session to be opened anew has the time of that.
-        let over = |id: &SessionId| {
-            self.sessions
-                .get(id)
-                .is_none_or(|session| session.tainted || session.reopening.is_some())
+        let goes_on = |id: &SessionId| {
+            let session = self.ledger.sessions.get(id).map(|session| &session.own);
+            session.is_some_and(|own| !own.tainted && own.reopening.is_none())
         };
-        let late: Vec<_> = self
-            .operations
-            .iter()
-            .filter(|(_, operation)| operation.deadline <= now && !over(&operation.session))
+        let operations = self.ledger.operations.iter();
+        let late: Vec<_> = operations
+            .filter(|(_, operation)| operation.own.deadline <= now && goes_on(&operation.session))
             .map(|(op, operation)| (*op, operation.session))
             .collect();
         for (op, session) in late {
             self.fail(op, &FabricError::AckTimeout);
             self.suspect(session);
         }
-        let late: Vec<_> = self
-            .sessions
-            .iter()
-            .filter(
-                |(_, session)| matches!(session.phase, MoriSessionPhase::Opening(at) if at <= now),
-            )
-            .map(|(id, _)| *id)
-            .collect();
-        for session in late {
+        for session in self.ledger.late(now) {
             self.opened(session, Err(FabricError::Unreachable));
         }
         self.advance();
@@ -333,12 +282,9 @@ impl MoriPlane {
     }
 
     fn next_deadline(&self, now: Instant) -> Option<Instant> {
-        let operations = self.operations.values().map(|operation| operation.deadline);
-        let opening = self.sessions.values().filter_map(|session| match session.phase {
-            MoriSessionPhase::Opening(at) => Some(at),
-            _ => None,
-        });
-        let reopening = self.sessions.values().filter_map(|session| session.reopening);
+        let operations = self.ledger.operations.values().map(|operation| operation.own.deadline);
+        let opening = self.ledger.deadlines();
+        let reopening = self.ledger.sessions.values().filter_map(|session| session.own.reopening);
         let reopening = reopening.flat_map(|it| [Some(it.until), it.again].into_iter().flatten());
         let later = |at: &Instant| *at > now;
         operations.chain(opening).chain(reopening).chain(self.recovery.until()).filter(later).min()
@@ -349,8 +295,8 @@ impl MoriPlane {
         let patience = Duration::from_millis(self.common.config.operation_ms.into());
         let deadline = Instant::now() + patience;
         for op in ops {
-            if let Some(operation) = self.operations.get_mut(op) {
-                operation.deadline = deadline;
+            if let Some(operation) = self.ledger.operations.get_mut(op) {
+                operation.own.deadline = deadline;
             }
         }
         self.check_by(deadline);

@@ -1,6 +1,6 @@
 //! Some planes of this process and what they said.
 
-use super::{MEMORY, MoriTestPlane, MoriTestSetup, config};
+use super::{MEMORY, MoriTestPlane, MoriTestSetup, config, start};
 use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
@@ -151,6 +151,14 @@ impl MoriTestWorld {
         }
     }
 
+    pub(crate) fn until_told(&mut self, at: usize, event: &DataEvent) {
+        self.until(at, &format!("{event:?}"), |told| (told == event).then_some(()));
+    }
+
+    pub(crate) fn until_reset(&mut self, at: usize) {
+        self.until(at, "Reset", |event| matches!(event, DataEvent::Reset { .. }).then_some(()));
+    }
+
     pub(crate) fn register(&mut self, at: usize) -> RegionDesc {
         let memory = self.locals[at].memory();
         self.plane(at).register(REGION, memory).expect("memory registers");
@@ -170,8 +178,23 @@ impl MoriTestWorld {
         }
     }
 
+    /// A plane in another process that plane 0 is connected to, and its region.
+    pub(crate) fn far(
+        &mut self,
+        peer: PeerId,
+        faults: Option<String>,
+    ) -> (RemotePlane, RegionDesc) {
+        let setup = MoriTestSetup { config: config(MoriBackend::Rdma), memory: MEMORY, faults };
+        let mut far = start(&setup);
+        let desc = self.register_of(&mut far);
+        let (here, there) = (self.plane(0).address(), far.address());
+        far.connect(PeerId(0), &here, PASS).expect("a peer connects");
+        self.plane(0).connect(peer, &there, PASS).expect("a peer connects");
+        (far, desc)
+    }
+
     /// Registers the memory of a plane in another process.
-    pub(crate) fn register_of(&mut self, far: &mut RemotePlane) -> RegionDesc {
+    fn register_of(&mut self, far: &mut RemotePlane) -> RegionDesc {
         let memory = far.memory();
         far.register(REGION, memory).expect("memory registers");
         let mut seen = Vec::new();
@@ -268,8 +291,7 @@ impl MoriTestWorld {
     pub(crate) fn quiesce(&mut self, session: u32) {
         let (session, ticket) = (SessionId(session), QuiesceTicket(self.ops));
         self.plane(0).quiesce(session, ticket);
-        let answer = DataEvent::Quiet { session, ticket };
-        self.until(0, "Quiet", |event| (*event == answer).then_some(()));
+        self.until_told(0, &DataEvent::Quiet { session, ticket });
     }
 
     /// Whether what `write` writes at an offset is there.

@@ -1,6 +1,6 @@
-//! Memory of a GPU, for who has none of its own.
+//! The GPU of who has no runtime of its own: memory, and what orders transfers behind kernels.
 
-use crate::mori::{MoriCallError, Shim, call};
+use crate::mori::{MoriCallError, Shim};
 use kvferry_engine::fabric::Memory;
 use std::sync::Arc;
 
@@ -22,9 +22,7 @@ impl DeviceMemory {
         let number = i32::try_from(device).map_err(|_| format!("there is no GPU {device}"))?;
         let mut base = 0;
         // SAFETY: The shim is loaded for good, and the result has a place.
-        let given = call("kf_device_alloc", |text| unsafe {
-            (shim.functions.kf_device_alloc)(number, len, &raw mut base, text)
-        });
+        let given = unsafe { call!(shim, kf_device_alloc(number, len, &raw mut base)) };
         given.map_err(|fault: MoriCallError| fault.to_string())?;
         Ok(DeviceMemory { shim: shim.clone(), base, len, device })
     }
@@ -38,9 +36,30 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: Ours, and freed once.
-        let freed = call("kf_device_free", |text| unsafe {
-            (self.shim.functions.kf_device_free)(self.base, text)
-        });
+        let freed = unsafe { call!(self.shim, kf_device_free(self.base)) };
         debug_assert_eq!(freed, Ok(()), "memory of a GPU is leaked");
+    }
+}
+
+/// Asks HIP about events, from any thread.
+#[derive(Clone, Debug)]
+pub struct DeviceEvents(Arc<Shim>);
+
+impl DeviceEvents {
+    pub(crate) fn of(shim: &Arc<Shim>) -> DeviceEvents {
+        DeviceEvents(shim.clone())
+    }
+
+    /// Whether the device has done all that it was given before an event, a `hipEvent_t` of this
+    /// process (`hipEventQuery`).
+    ///
+    /// # Errors
+    /// What HIP says: there is no such event, or what was before it failed.
+    pub fn is_done(&self, event: u64) -> Result<bool, String> {
+        let mut done = 0;
+        // SAFETY: The shim is loaded as long as this is; HIP knows its events.
+        let asked = unsafe { call!(self.0, kf_event_done(event, &raw mut done)) };
+        asked.map_err(|fault: MoriCallError| fault.to_string())?;
+        Ok(done != 0)
     }
 }

@@ -7,8 +7,7 @@
 //! [`net::ControlNetwork`]). The halves talk in values, so that they can live in one loop or on
 //! both sides of a mailbox.
 
-mod caps;
-mod compatibility;
+mod abilities;
 pub mod dma;
 pub mod faults;
 pub mod hash;

@@ -1,12 +1,12 @@
 //! I18: without a fault no operation is refused for want of room and no message is repeated, and a
 //! machine wakes up for something.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId, SimRankId};
 use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Refused;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -101,31 +101,19 @@ impl BoundedWork {
 }
 
 impl Invariant for BoundedWork {
-    fn id(&self) -> InvariantId {
-        InvariantId::BoundedWork
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Refused,
-            ObservationKind::FrameSent,
-            ObservationKind::Woken,
-            ObservationKind::Faulted,
-            ObservationKind::Settled,
-        ]
+        use ObservationKind::*;
+        &[Refused, FrameSent, Woken, Faulted, Settled]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Refused { from, why: Refused::Busy, op } => {
-                let (instance, rank) = (from.who.instance, from.rank);
-                if self.takes_all(now.at, instance) && self.refused.insert(*from) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(instance);
+                if self.takes_all(now.at, from.who.instance) && self.refused.insert(*from) {
+                    let rank = now.rank(*from);
+                    now.report(|| {
                         format!(
-                            "{name} rank {rank} has no room for operation {}, though no fault \
-                             fills its queue",
-                            op.0
+                            "{rank} has no room for operation {op}, though no fault fills its queue"
                         )
                     });
                 }
@@ -134,8 +122,8 @@ impl Invariant for BoundedWork {
                 if !self.faulted =>
             {
                 if let Some(WorkTally { useful, vain, .. }) = self.sent(*from, envelope, *seq) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(from.instance);
+                    let name = now.name(from.instance);
+                    now.report(|| {
                         format!("{name} repeated {vain} messages beside {useful} without a fault")
                     });
                 }
@@ -146,8 +134,8 @@ impl Invariant for BoundedWork {
                 let allowed = FREE + heard / HEARD + now.at.0 / WAKE.0;
                 if !*told && *vain > allowed {
                     *told = true;
-                    let (vain, name) = (*vain, now.state.name(who.instance));
-                    found.report(InvariantId::BoundedWork, now.at, || {
+                    let (vain, name) = (*vain, now.name(who.instance));
+                    now.report(|| {
                         format!(
                             "{part} of {name} woke up {vain} times for nothing beside {heard} \
                              inputs"
@@ -177,7 +165,7 @@ impl Invariant for BoundedWork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, P1, rank, tag};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, P1, rank, tag};
     use kvferry_engine::core::dialect::native::VERSION;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::message::Message;

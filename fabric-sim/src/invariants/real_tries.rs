@@ -1,14 +1,13 @@
 //! I16: a flow fails because of its operations only after all their tries, and `Busy` is no try.
 
 use super::state::{OpExtent, TrackedOp};
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimRankId};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::FlowId;
 use kvferry_engine::core::message::{FlowState, TransferReport};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Landed, Refused};
-use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::Run;
 use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,7 +34,7 @@ impl RankFailures {
 
 /// A flow that fails by itself needs a piece of work that failed as often as it may be tried. Each
 /// such row excuses one flow, a peer that is given up excuses all.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct RealTries {
     tries: u32,
     ranks: BTreeMap<SimRankId, RankFailures>,
@@ -49,12 +48,7 @@ impl RealTries {
     pub(super) fn new(run: &Run) -> RealTries {
         let retries = |one| settings::transfer(one).retries_max;
         let retries = run.instances.iter().map(retries).min();
-        RealTries {
-            tries: 1 + retries.unwrap_or(0),
-            ranks: BTreeMap::new(),
-            failing: BTreeSet::new(),
-            doubtful: Vec::new(),
-        }
+        RealTries { tries: 1 + retries.unwrap_or(0), ..RealTries::default() }
     }
 
     fn completed(&mut self, now: CheckContext<'_>, from: SimRankId, op: u64, outcome: &Completion) {
@@ -93,14 +87,14 @@ impl RealTries {
     }
 
     /// Reports what was not excused in its own instant.
-    fn settle(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn settle(&mut self, now: CheckContext<'_>) {
         let tries = self.tries;
         self.doubtful.retain(|(at, from, flow, count)| {
             if *at < now.at {
-                found.report(InvariantId::RealTries, *at, || {
-                    let (name, rank) = (now.state.name(from.who.instance), from.rank);
+                CheckContext { at: *at, ..now }.report(|| {
+                    let rank = now.rank(*from);
                     format!(
-                        "flow {flow} of {name} rank {rank} failed, but no operation of that rank \
+                        "flow {flow} of {rank} failed, but no operation of that rank \
                          failed {tries} times in a row, at most {count} times"
                     )
                 });
@@ -111,22 +105,14 @@ impl RealTries {
 }
 
 impl Invariant for RealTries {
-    fn id(&self) -> InvariantId {
-        InvariantId::RealTries
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Completed,
-            ObservationKind::Refused,
-            ObservationKind::Report,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[Completed, Refused, Report, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if !self.doubtful.is_empty() {
-            self.settle(now, found);
+            self.settle(now);
         }
         match seen {
             Observation::Completed { from, op, outcome } => {
@@ -158,16 +144,16 @@ impl Invariant for RealTries {
         }
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         let later = CheckContext { at: now.at + Nanos(1), ..now };
-        self.settle(later, found);
+        self.settle(later);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, done, failed, rank};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, done, failed, rank};
     use kvferry_engine::fabric::{FabricError, OpId};
 
     fn fails(bench: &mut InvariantBench, flow: u64) {

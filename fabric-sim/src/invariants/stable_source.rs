@@ -1,15 +1,15 @@
 //! I4: a source block is neither freed nor rewritten while a transfer that may be used reads it.
 
-use super::{CheckContext, Invariant, ViolationLog, usable};
+use super::{CheckContext, Invariant, usable};
+use crate::abilities::LOCAL;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId};
-use crate::world::LOCAL;
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,7 +35,7 @@ struct PullLease {
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
 /// what it read must not be used, lost or not; before that end it loses nothing while its reader
 /// lives, however silent that is.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct StableSource {
     usable: Vec<Nanos>,
     pulls: BTreeMap<(SimProcessId, RequestId), PullLease>,
@@ -61,13 +61,7 @@ fn drop_promises(promised: &mut BTreeMap<(SimProcessId, BlockRef), u32>, pull: &
 
 impl StableSource {
     pub(super) fn new(run: &Run) -> StableSource {
-        StableSource {
-            usable: usable(run),
-            pulls: BTreeMap::new(),
-            keys: BTreeMap::new(),
-            promised: BTreeMap::new(),
-            paused: BTreeSet::new(),
-        }
+        StableSource { usable: usable(run), ..StableSource::default() }
     }
 
     fn hook(&mut self, now: CheckContext<'_>, who: SimProcessId, hook: &DecodeHook) {
@@ -211,13 +205,7 @@ impl StableSource {
         }
     }
 
-    fn loaded(
-        &mut self,
-        now: CheckContext<'_>,
-        who: SimProcessId,
-        request: &RequestId,
-        found: &mut ViolationLog,
-    ) {
+    fn loaded(&mut self, now: CheckContext<'_>, who: SimProcessId, request: &RequestId) {
         let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
         let load = now.state.load(who.instance, request);
         if load.is_some_and(|load| load.blocks.is_empty()) {
@@ -225,54 +213,41 @@ impl StableSource {
             return;
         }
         let end = pull.map(|pull| self.end(who, &pull));
-        let name = || now.state.name(who.instance);
+        let name = || now.name(who.instance);
         if let Some(end) = end.filter(|end| now.at >= *end) {
-            return found.report(self.id(), now.at, || {
-                let (name, end) = (name(), end.as_secs_f64());
+            let (name, end) = (name(), end.as_secs_f64());
+            return now.report(|| {
                 format!("{name} uses request {request}, the lease of which ended at {end:.6} s")
             });
         }
         let Some(torn) = load.and_then(|load| load.torn) else { return };
-        found.report(self.id(), now.at, || {
-            let BlockRef { group, block } = torn.block;
+        let BlockRef { group, block } = torn.block;
+        now.report(|| {
             format!(
                 "{} uses request {request}, part of which was read from group {group} block \
                  {block} of {} after that block went to another owner",
                 name(),
-                now.state.name(torn.source)
+                now.name(torn.source)
             )
         });
     }
 }
 
 impl Invariant for StableSource {
-    fn id(&self) -> InvariantId {
-        InvariantId::StableSource
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Freed,
-            ObservationKind::Taken,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::FrameSent,
-            ObservationKind::FrameArrived,
-            ObservationKind::Crashed,
-            ObservationKind::Faulted,
-        ]
+        use ObservationKind::*;
+        &[Freed, Taken, DecodeHook, DecodeAnswer, FrameSent, FrameArrived, Crashed, Faulted]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Freed { who, request, blocks }
             | Observation::Taken { who, request, blocks } => {
                 if let Observation::Freed { .. } = seen
                     && let Some((reader, load)) = self.deprived_reader(now, *who, blocks)
                 {
-                    found.report(self.id(), now.at, || {
-                        let (name, reader) =
-                            (now.state.name(who.instance), now.state.name(reader.instance));
+                    let (name, reader) = (now.name(who.instance), now.name(reader.instance));
+                    now.report(|| {
                         format!(
                             "request {request} on {name} lost its blocks, but {reader} may read \
                              them for its request {load}"
@@ -283,8 +258,8 @@ impl Invariant for StableSource {
                     let at = |block: &u32| BlockRef { group: group as u16, block: *block };
                     let read = |id: &&u32| now.state.block(who.instance, at(id)).reads > 0;
                     let Some(block) = ids.iter().find(read) else { continue };
-                    return found.report(self.id(), now.at, || {
-                        let name = now.state.name(who.instance);
+                    let name = now.name(who.instance);
+                    return now.report(|| {
                         format!(
                             "group {group} block {block} of request {request} on {name} went to \
                              another owner while a write reads it"
@@ -295,7 +270,7 @@ impl Invariant for StableSource {
             Observation::DecodeHook { who, hook } => self.hook(now, *who, hook),
             Observation::DecodeAnswer { who, answer } => match answer {
                 DecodeAnswer::Allocate { .. } => {}
-                DecodeAnswer::Loaded { request } => self.loaded(now, *who, request, found),
+                DecodeAnswer::Loaded { request } => self.loaded(now, *who, request),
                 DecodeAnswer::LoadFailed { request, .. }
                 | DecodeAnswer::Rejected { request, .. } => {
                     self.forget(*who, request);
@@ -334,7 +309,7 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, P0, decode_leg, done, failed, request, tag,
+        D0, InvariantBench, InvariantId, P0, decode_leg, done, failed, request, tag,
     };
     use kvferry_engine::core::message::DecodeLeg;
     use kvferry_engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};

@@ -41,6 +41,20 @@ pub struct OpSlice {
     pub len: u64,
 }
 
+/// A KV block of an instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockRef {
+    /// KV cache group.
+    pub group: u16,
+    pub block: u32,
+}
+
+impl fmt::Display for BlockRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "group {} block {}", self.group, self.block)
+    }
+}
+
 /// Tokens `tokens` of block `block`, whose token 0 is token `first` of its prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockTokens {

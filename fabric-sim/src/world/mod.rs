@@ -31,6 +31,7 @@ pub use report::{
 };
 pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
+use crate::abilities::LOCAL;
 use crate::dma::{Dma, DmaCalls, DmaOutput};
 use crate::memory::PieceSize;
 use crate::net::{ControlNetwork, NetCalls, NetOutput};
@@ -171,9 +172,6 @@ pub struct Simulation {
 
 /// Inputs of a machine from one look at its gauges to the next.
 const LOOK: u8 = 8;
-
-/// Latency between the parts of one process host: core, transfer actors, engine.
-pub(crate) const LOCAL: Nanos = Nanos(2_000);
 
 impl Simulation {
     /// The next turn of a machine; none when the run is over. Handles what does not concern a

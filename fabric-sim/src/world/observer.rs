@@ -429,7 +429,7 @@ impl Observer {
     /// What was seen that must not be: the first few, and how many in all.
     pub(super) fn violations(&self) -> (Vec<Violation>, u64) {
         let Some(invariants) = &self.invariants else { return (Vec::new(), 0) };
-        (invariants.violations().to_vec(), invariants.count())
+        (invariants.violations(), invariants.count())
     }
 }
 

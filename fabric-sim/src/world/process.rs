@@ -135,7 +135,7 @@ impl Simulation {
             let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
             let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
             let registered = segment.collect();
-            let caps = crate::caps::caps(self.observer.faults.placement(), &spec.fabric);
+            let caps = crate::abilities::caps(self.observer.faults.placement(), &spec.fabric);
             let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
             let plane = self.dma.add_plane(plane);
             let at = SimRankId { who, rank };

@@ -2,27 +2,30 @@
 //!
 //! Changed after the invariants have seen an observation, so they see the state before it.
 
-mod blocks;
 mod loads;
 mod ops;
+mod requests;
 
-pub(crate) use blocks::TrackedBlock;
-pub(crate) use loads::TrackedLoad;
+pub(crate) use loads::{TrackedBlock, TrackedLoad};
 pub(crate) use ops::{OpExtent, TrackedOp};
+pub(crate) use requests::{RequestAt, TrackedClient, TrackedPrompt, freed};
 
-use crate::compatibility::fits;
-use crate::observation::{BlockRef, Observation, SimProcessId, SimRankId, Submission};
-use blocks::TrackedBlocks;
+use crate::abilities::fits;
+use crate::observation::{
+    BlockRef, InstanceMachine, Observation, SimProcessId, SimRankId, Submission,
+};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, RequestId};
 use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{AttemptTag, DecodeHook, Message, Role};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Direction, Landed, Placement};
 use kvferry_scenarios::run::{InstanceSettings, ModelGeometry, Run};
-use loads::TrackedLoads;
+use loads::{TrackedBlocks, TrackedLoads};
 use ops::TrackedOps;
-use std::collections::BTreeSet;
+use requests::TrackedRequests;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// An instance as the invariants see it.
 #[derive(Debug)]
@@ -49,6 +52,7 @@ pub(crate) struct InvariantState {
     model: ModelGeometry,
     loads: TrackedLoads,
     ops: TrackedOps,
+    requests: TrackedRequests,
     /// Instances that were healed and stay connected.
     pub(crate) core: BTreeSet<u16>,
     /// Instances, and ordered pairs, with a fault for good.
@@ -61,11 +65,13 @@ pub(crate) struct InvariantState {
     trust: Nanos,
     /// When everything transient was over.
     pub(crate) healed: Option<Nanos>,
+    /// What each machine said of itself last; at the end, what it is at rest.
+    gauges: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
 impl InvariantState {
     pub(crate) fn new(run: &Run) -> InvariantState {
-        let place = |instance: &kvferry_scenarios::run::InstanceSettings| TrackedInstance {
+        let place = |instance: &InstanceSettings| TrackedInstance {
             name: instance.name.clone(),
             spec: instance.clone(),
             role: instance.role,
@@ -81,12 +87,14 @@ impl InvariantState {
             model: run.model.clone(),
             loads: TrackedLoads::default(),
             ops: TrackedOps::new(run.instances.len()),
+            requests: TrackedRequests::default(),
             core: BTreeSet::new(),
             broken: Vec::new(),
             last_hit: Nanos::ZERO,
             last_fault: Nanos::ZERO,
             trust: run.router.config.expiry + run.router.config.stream_grace,
             healed: None,
+            gauges: BTreeMap::new(),
         }
     }
 
@@ -109,7 +117,25 @@ impl InvariantState {
 
     /// True if this is the newest incarnation of its instance, and it may still make a step.
     pub(crate) fn acts(&self, who: SimProcessId) -> bool {
-        self.is_current(who) && self.place(who.instance).is_some_and(|place| !place.frozen)
+        self.is_current(who) && !self.is_frozen(who.instance)
+    }
+
+    /// True for an instance that never makes a step again, though its memory is there.
+    pub(crate) fn is_frozen(&self, instance: u16) -> bool {
+        self.place(instance).is_some_and(|place| place.frozen)
+    }
+
+    /// What a machine said of itself last.
+    pub(crate) fn gauges(&self, who: SimProcessId, part: InstanceMachine) -> Gauges {
+        self.gauges.get(&(who, part)).copied().unwrap_or_default()
+    }
+
+    /// The same of all machines but those that give nothing back because they stand still.
+    pub(crate) fn gauges_at_rest(
+        &self,
+    ) -> impl Iterator<Item = (SimProcessId, InstanceMachine, &Gauges)> {
+        let moves = self.gauges.iter().filter(|((who, _), _)| !self.is_frozen(who.instance));
+        moves.map(|((who, part), gauges)| (*who, *part, gauges))
     }
 
     /// True if two instances, as they are now, can exchange KV.
@@ -220,6 +246,9 @@ impl InvariantState {
                 self.ops.fenced(*at, *peer, *fence_key, &mut self.places);
             }
             Observation::Void { at } => self.ops.void(*at, &mut self.places),
+            Observation::Gauges { who, part, gauges, .. } => {
+                self.gauges.insert((*who, *part), *gauges);
+            }
             Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
                 self.faulted(now);
@@ -252,7 +281,7 @@ impl InvariantState {
             Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
                 self.message_sent(*from, *to, message);
             }
-            _ => {}
+            _ => self.requests.follow(now, seen),
         }
     }
 
@@ -291,6 +320,7 @@ impl InvariantState {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
         place.alive = false;
         place.blocks = TrackedBlocks::default();
+        self.gauges.retain(|key, _| key.0 != who);
         self.loads.crashed(who.instance);
         self.ops.crashed(who, &mut self.places);
     }

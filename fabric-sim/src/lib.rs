@@ -18,6 +18,7 @@ pub mod net;
 pub mod observation;
 pub mod queue;
 pub mod replay;
+mod slab;
 #[cfg(test)]
 mod testing;
 pub mod world;

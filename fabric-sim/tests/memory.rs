@@ -6,13 +6,17 @@ use kvferry_engine::fabric::{
     PlaneTimeouts, RegionId, SessionId, Submit,
 };
 use kvferry_sim::dma::{
-    DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaOutput, NoDmaFaults, PlaneSpec,
-    SimDataPlane,
+    DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks, DmaOutput, PlaneSpec, SimDataPlane,
 };
 use kvferry_sim::memory::{BlockTokens, Fidelity, MemoryShape, MismatchKind, PieceSize, RankStore};
-use kvferry_sim::queue::EventQueue;
+use kvferry_sim::queue::{EventQueue, StepContext};
 use proptest::prelude::*;
 use std::sync::Arc;
+
+/// Everything works.
+struct NoFaults;
+
+impl DmaHooks for NoFaults {}
 
 const LAYERS: u16 = 3;
 const BLOCKS: u32 = 6;
@@ -143,10 +147,11 @@ impl StorePair {
             let now = self.queue.now();
             for plane in &mut self.planes {
                 plane.take_calls(&mut calls);
-                self.dma.perform(now, plane.ix(), &mut calls, &mut NoDmaFaults, &mut self.queue);
+                let cx = &mut StepContext::new(now, &mut self.queue, &mut out);
+                self.dma.perform(plane.ix(), &mut calls, &mut NoFaults, cx);
             }
             let Some((now, event)) = self.queue.pop() else { return };
-            self.dma.step(now, event, &mut self.queue, &mut out);
+            self.dma.step(event, &mut StepContext::new(now, &mut self.queue, &mut out));
             for output in out.drain(..) {
                 if let DmaOutput::Deliver { plane, message: news } = output {
                     self.planes[plane.0 as usize].deliver(news);

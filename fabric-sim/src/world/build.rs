@@ -2,7 +2,7 @@
 
 use super::actor::MachineId;
 use super::clients::Clients;
-use super::event::{EnvelopeSlab, ProcessEvent, SimEvent};
+use super::event::{ProcessEvent, SimEvent};
 use super::legs::SimLegs;
 use super::observer::Observer;
 use super::process::{RouterProcess, SimInstance};
@@ -15,6 +15,7 @@ use crate::memory::{Fidelity, MemoryShape, PieceSize, RankStore};
 use crate::net::{ControlNetwork, NetCalls, NetConfig};
 use crate::observation::SimProcessId;
 use crate::queue::EventQueue;
+use crate::slab::Slab;
 use kvferry_engine::core::Gauges;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::ids::Incarnation;
@@ -54,7 +55,7 @@ impl Simulation {
             options,
             now: Nanos::ZERO,
             queue: EventQueue::new(),
-            envelopes: EnvelopeSlab::default(),
+            envelopes: Slab::default(),
             ready: VecDeque::new(),
             follow: VecDeque::new(),
             current: None,

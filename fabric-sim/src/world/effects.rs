@@ -5,8 +5,9 @@ use super::event::SimEnvelope;
 use super::hooks::{WorldDmaHooks, WorldNetHooks};
 use super::{LOCAL, ReadyStep, Simulation};
 use crate::dma::{DataPlaneIx, DmaMessage, DmaOutput, SimDataPlane};
-use crate::net::{NetMessage, NetOutput, SimControlPlane};
+use crate::net::{ControlNetwork, NetCalls, NetContext, NetMessage, NetOutput, SimControlPlane};
 use crate::observation::{Observation, SimProcessId, SimRankId};
+use crate::queue::StepContext;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
 use kvferry_engine::core::message::{TransferJob, TransferReport};
@@ -260,7 +261,8 @@ impl Simulation {
         plane.take_calls(&mut self.calls);
         let ix = plane.ix();
         let mut hooks = WorldDmaHooks { observer: &mut self.observer, planes: &self.planes };
-        self.dma.perform(self.now, ix, &mut self.calls, &mut hooks, &mut self.queue);
+        let cx = &mut StepContext::new(self.now, &mut self.queue, &mut self.outputs);
+        self.dma.perform(ix, &mut self.calls, &mut hooks, cx);
     }
 
     fn control_command(
@@ -303,30 +305,16 @@ impl Simulation {
     /// Gives the calls of an instance's control plane to the network.
     pub(super) fn flush_control(&mut self, instance: u16) {
         let Some(process) = &mut self.instances[instance as usize].process else { return };
-        let Self { net, net_calls, observer: watch, control, queue, .. } = self;
-        perform(&mut process.control, net_calls, |ix, calls| {
-            net.perform(
-                self.now,
-                ix,
-                calls,
-                &mut WorldNetHooks { observer: watch, control },
-                queue,
-            );
-        });
+        let Self { net, net_calls, observer, control, queue, net_outputs, .. } = self;
+        let cx = &mut StepContext::new(self.now, queue, net_outputs);
+        perform(&mut process.control, net, net_calls, &mut WorldNetHooks { observer, control }, cx);
     }
 
     /// The same for the router's.
     pub(super) fn flush_router(&mut self) {
-        let Self { net, net_calls, observer: watch, control, queue, router, .. } = self;
-        perform(&mut router.control, net_calls, |ix, calls| {
-            net.perform(
-                self.now,
-                ix,
-                calls,
-                &mut WorldNetHooks { observer: watch, control },
-                queue,
-            );
-        });
+        let Self { net, net_calls, observer, control, queue, net_outputs, router, .. } = self;
+        let cx = &mut StepContext::new(self.now, queue, net_outputs);
+        perform(&mut router.control, net, net_calls, &mut WorldNetHooks { observer, control }, cx);
     }
 
     /// Hands on what the data network did.
@@ -351,7 +339,6 @@ impl Simulation {
                     let seen = Observation::Completed { from, op, outcome: &outcome };
                     self.observer.observe(self.now, &seen);
                 }
-                DmaOutput::Quiet { .. } => {}
                 DmaOutput::Void { plane } => {
                     let at = self.planes[plane.0 as usize].at;
                     self.observer.observe(self.now, &Observation::Void { at });
@@ -435,11 +422,13 @@ impl Simulation {
 
 fn perform(
     plane: &mut SimControlPlane,
-    calls: &mut crate::net::NetCalls,
-    perform: impl FnOnce(crate::net::ControlPlaneIx, &mut crate::net::NetCalls),
+    net: &mut ControlNetwork,
+    calls: &mut NetCalls,
+    hooks: &mut WorldNetHooks<'_>,
+    cx: &mut NetContext<'_>,
 ) {
     if plane.has_calls() {
         plane.take_calls(calls);
-        perform(plane.ix(), calls);
+        net.perform(plane.ix(), calls, hooks, cx);
     }
 }

@@ -32,12 +32,13 @@ pub use report::{
 pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
 use crate::abilities::LOCAL;
-use crate::dma::{Dma, DmaCalls, DmaOutput};
+use crate::dma::{Dma, DmaCalls, DmaContext, DmaOutput};
 use crate::memory::PieceSize;
-use crate::net::{ControlNetwork, NetCalls, NetOutput};
-use crate::queue::EventQueue;
+use crate::net::{ControlNetwork, NetCalls, NetContext, NetOutput};
+use crate::queue::{EventQueue, StepContext};
+use crate::slab::Slab;
 use clients::Clients;
-use event::{EnvelopeSlab, SimEnvelope, SimEvent};
+use event::{SimEnvelope, SimEvent};
 use kvferry_engine::core::Gauges;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
@@ -136,7 +137,8 @@ pub struct Simulation {
     options: SimOptions,
     now: Nanos,
     queue: EventQueue<SimEvent>,
-    envelopes: EnvelopeSlab,
+    /// What is on its way between two parts of the world.
+    envelopes: Slab<SimEnvelope>,
     ready: VecDeque<ReadyStep>,
     /// What follows from the last turns in the same process: ahead of what is due.
     follow: VecDeque<ReadyStep>,
@@ -344,16 +346,10 @@ impl Simulation {
         }
         match entry {
             SimEvent::Dma(event) => {
-                let mut outputs = std::mem::take(&mut self.outputs);
-                self.dma.step(self.now, event, &mut self.queue, &mut outputs);
-                self.data_outputs(&mut outputs);
-                self.outputs = outputs;
+                self.with_dma(|dma, cx| dma.step(event, cx));
             }
             SimEvent::Net(event) => {
-                let mut outputs = std::mem::take(&mut self.net_outputs);
-                self.net.step(self.now, event, &mut self.queue, &mut outputs);
-                self.control_outputs(&mut outputs);
-                self.net_outputs = outputs;
+                self.with_net(|net, cx| net.step(event, cx));
             }
             SimEvent::Envelope(slot) => {
                 let letter = self.envelopes.take(slot);
@@ -371,13 +367,29 @@ impl Simulation {
         }
     }
 
+    /// Has the data network do something, and hands on what it did.
+    fn with_dma(&mut self, act: impl FnOnce(&mut Dma, &mut DmaContext<'_>)) {
+        let mut outputs = std::mem::take(&mut self.outputs);
+        act(&mut self.dma, &mut StepContext::new(self.now, &mut self.queue, &mut outputs));
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+    }
+
+    /// The same with the control network.
+    fn with_net(&mut self, act: impl FnOnce(&mut ControlNetwork, &mut NetContext<'_>)) {
+        let mut outputs = std::mem::take(&mut self.net_outputs);
+        act(&mut self.net, &mut StepContext::new(self.now, &mut self.queue, &mut outputs));
+        self.control_outputs(&mut outputs);
+        self.net_outputs = outputs;
+    }
+
     /// Holds back what a paused process would do; true if it is held.
     fn hold(&mut self, entry: SimEvent) -> bool {
         let instance = match entry {
             SimEvent::Tick { slot, .. } => self.machines[slot as usize].instance,
             SimEvent::Layers { instance, .. } => Some(instance),
             SimEvent::Arrive | SimEvent::ClientGone { .. } => None,
-            SimEvent::Envelope(slot) => match self.envelopes.peek(slot) {
+            SimEvent::Envelope(slot) => match self.envelopes.get(slot).expect("it is on its way") {
                 SimEnvelope::Machine { slot, .. } => self.machines[*slot as usize].instance,
                 SimEnvelope::Job { instance, .. }
                 | SimEnvelope::Engine { instance, .. }
@@ -416,7 +428,7 @@ impl Simulation {
 
     /// Sends something that arrives after a fixed time, so that order is kept.
     fn post(&mut self, after: Nanos, letter: SimEnvelope) {
-        let entry = self.envelopes.add(letter);
+        let entry = SimEvent::Envelope(self.envelopes.add(letter));
         self.queue.push(self.now + after, entry);
     }
 

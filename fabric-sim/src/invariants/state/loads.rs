@@ -3,6 +3,7 @@
 
 use super::TrackedInstance;
 use crate::observation::{BlockRef, ObservedLanding, SimProcessId};
+use crate::slab::Slab;
 use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
 use kvferry_engine::core::message::{AttemptTag, DecodeLeg};
 use kvferry_engine::core::time::Nanos;
@@ -91,9 +92,8 @@ struct KnownRequest {
 
 #[derive(Debug, Default)]
 pub(crate) struct TrackedLoads {
-    /// Number n is at n - 1.
-    slots: Vec<Option<TrackedLoad>>,
-    free: Vec<u32>,
+    /// Number n is in slot n - 1.
+    slots: Slab<TrackedLoad>,
     known: BTreeMap<(u16, RequestId), KnownRequest>,
     tags: BTreeMap<(u16, TransferKey, u32), RequestId>,
 }
@@ -101,11 +101,11 @@ pub(crate) struct TrackedLoads {
 impl TrackedLoads {
     #[inline]
     pub(super) fn get(&self, number: u32) -> Option<&TrackedLoad> {
-        self.slots.get((number as usize).checked_sub(1)?)?.as_ref()
+        self.slots.get(number.checked_sub(1)?)
     }
 
     fn get_mut(&mut self, number: u32) -> Option<&mut TrackedLoad> {
-        self.slots.get_mut((number as usize).checked_sub(1)?)?.as_mut()
+        self.slots.get_mut(number.checked_sub(1)?)
     }
 
     pub(super) fn find(&self, instance: u16, request: &RequestId) -> Option<&TrackedLoad> {
@@ -117,7 +117,7 @@ impl TrackedLoads {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &TrackedLoad> {
-        self.slots.iter().flatten()
+        self.slots.iter()
     }
 
     pub(super) fn arrived(
@@ -157,18 +157,8 @@ impl TrackedLoads {
             granted: known.granted,
             torn: None,
         };
-        let number = match self.free.pop() {
-            Some(number) => {
-                self.slots[number as usize - 1] = Some(load);
-                number
-            }
-            None => {
-                self.slots.push(Some(load));
-                self.slots.len() as u32
-            }
-        };
-        known.load = number;
-        number
+        known.load = self.slots.add(load) + 1;
+        known.load
     }
 
     fn forget(&mut self, instance: u16, request: &RequestId) -> Option<TrackedLoad> {
@@ -177,9 +167,7 @@ impl TrackedLoads {
         if self.tags.get(&tag) == Some(request) {
             self.tags.remove(&tag);
         }
-        let slot = self.slots.get_mut((known.load as usize).checked_sub(1)?)?;
-        self.free.push(known.load);
-        slot.take()
+        Some(self.slots.take(known.load.checked_sub(1)?))
     }
 
     /// The request ended; with blocks it is known until its answer.

@@ -179,8 +179,8 @@ pub enum BytesDecision {
     Missing,
 }
 
-/// What becomes of a completion.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What becomes of a completion, the best first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CompletionDecision {
     /// Reported after the latency of the way back.
     #[default]

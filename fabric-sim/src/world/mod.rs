@@ -23,9 +23,7 @@ mod report;
 mod serving;
 mod trace;
 
-pub use actor::{
-    AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput, PendingEffects,
-};
+pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
 pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
 };
@@ -246,30 +244,26 @@ impl Simulation {
         Some(SimStep { now: self.now, actor, slot, action: what, gauges })
     }
 
-    /// Takes the effects of the turn that [`Simulation::next`] gave out, and what the machine says
-    /// of itself after it.
+    /// Takes the effects of the turn that [`Simulation::next`] gave out from the machine that had it,
+    /// and what that says of itself if `gauges` are asked for.
     ///
     /// # Panics
-    /// If no turn is out, or the effects are of another kind of machine.
-    pub fn apply(
-        &mut self,
-        effects: PendingEffects<'_>,
-        deadline: Option<Nanos>,
-        gauges: Option<Gauges>,
-    ) {
+    /// If no turn is out.
+    pub fn apply(&mut self, machine: &mut AnyMachine, gauges: bool) {
         let turn = self.current.expect("a turn is out");
-        self.idle &= effects.is_empty();
-        match effects {
-            PendingEffects::Router(out) => out.drain().for_each(|effect| {
+        let (deadline, gauges) = (machine.deadline(), gauges.then(|| machine.gauges()));
+        self.idle &= machine.is_silent();
+        match machine {
+            AnyMachine::Router(_, out) => out.drain().for_each(|effect| {
                 self.router_effect(turn, effect);
             }),
-            PendingEffects::Prefill(out) => out.drain().for_each(|effect| {
+            AnyMachine::Prefill(_, out) => out.drain().for_each(|effect| {
                 self.prefill_effect(turn, effect);
             }),
-            PendingEffects::Decode(out) => out.drain().for_each(|effect| {
+            AnyMachine::Decode(_, out) => out.drain().for_each(|effect| {
                 self.decode_effect(turn, effect);
             }),
-            PendingEffects::Transfer(out) => out.drain().for_each(|effect| {
+            AnyMachine::Transfer(_, out) => out.drain().for_each(|effect| {
                 self.transfer_effect(turn, effect);
             }),
         }
@@ -495,8 +489,7 @@ pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos))
             }
         }
         let machine = machines[slot].as_mut().expect("the machine was started");
-        let (deadline, gauges) = (machine.deadline(), gauges.then(|| machine.gauges()));
-        simulation.apply(machine.effects(), deadline, gauges);
+        simulation.apply(machine, gauges);
     }
     simulation.into_report()
 }

@@ -27,20 +27,26 @@ pub(super) struct OneOutcome {
 }
 
 impl OneOutcome {
+    /// A core owes more about a request that it knows.
+    fn owes(
+        &mut self,
+        who: SimProcessId,
+        request: &RequestId,
+        more: impl FnOnce(&mut PendingAnswers),
+    ) {
+        self.pending.entry((who, request.clone())).and_modify(more);
+    }
+
     fn prefill_hook(&mut self, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, .. } => {
                 self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             PrefillHook::Finished { request, .. } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.finished = true;
-                }
+                self.owes(who, request, |owed| owed.finished = true);
             }
             PrefillHook::Preempted { request } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.preempted += 1;
-                }
+                self.owes(who, request, |owed| owed.preempted += 1);
             }
             PrefillHook::Scheduled { .. } => {}
         }
@@ -52,9 +58,7 @@ impl OneOutcome {
                 self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             DecodeHook::Allocated { request, .. } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.allocated = true;
-                }
+                self.owes(who, request, |owed| owed.allocated = true);
             }
             DecodeHook::Finished { request, .. } => {
                 let key = (who, request.clone());
@@ -152,7 +156,7 @@ impl Invariant for OneOutcome {
                 .then_some("a client answered twice, or one that is gone"),
             Observation::ClientGone { client } => {
                 self.clients.remove(client);
-                None
+                return;
             }
             Observation::Leg { leg, event, .. } => {
                 let over = match event {
@@ -164,12 +168,10 @@ impl Invariant for OneOutcome {
                 over.then_some("news of a leg that has ended")
             }
             Observation::PrefillHook { who, hook } => {
-                self.prefill_hook(*who, hook);
-                None
+                return self.prefill_hook(*who, hook);
             }
             Observation::DecodeHook { who, hook } => {
-                self.decode_hook(*who, hook);
-                None
+                return self.decode_hook(*who, hook);
             }
             Observation::PrefillAnswer { who, answer } => self.prefill_answer(*who, answer),
             Observation::DecodeAnswer { who, answer } => self.decode_answer(*who, answer),
@@ -177,10 +179,9 @@ impl Invariant for OneOutcome {
                 return now.report(|| format!("the engine of {}: {text}", now.name(who.instance)));
             }
             Observation::Crashed { who } => {
-                self.pending.retain(|key, _| key.0 != *who);
-                None
+                return self.pending.retain(|key, _| key.0 != *who);
             }
-            _ => None,
+            _ => return,
         };
         if let Some(wrong) = wrong {
             now.report(|| format!("{wrong}: {seen:?}"));

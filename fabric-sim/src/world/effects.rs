@@ -10,7 +10,7 @@ use crate::observation::{Observation, SimProcessId, SimRankId};
 use crate::queue::StepContext;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
-use kvferry_engine::core::message::{TransferJob, TransferReport};
+use kvferry_engine::core::message::{Role, TransferJob, TransferReport};
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{RouterEffect, RouterInput};
 use kvferry_engine::core::time::Nanos;
@@ -172,8 +172,7 @@ impl Simulation {
         if !self.instances[instance as usize].is_current(incarnation) {
             return;
         }
-        let tp = self.instances[instance as usize].spec.tp;
-        for rank in 0..tp {
+        for rank in 0..self.instances[instance as usize].spec.tp {
             let input = TransferInput::Job(job.clone()).into();
             self.tell_rank(instance, rank, incarnation, input, cause);
         }
@@ -206,12 +205,8 @@ impl Simulation {
         let from = SimRankId { who, rank };
         self.observer.observe(self.now, &Observation::Report { from, report: &report });
         let input = match self.instances[instance as usize].spec.role {
-            kvferry_engine::core::message::Role::Prefill => {
-                PrefillInput::Report { rank, report }.into()
-            }
-            kvferry_engine::core::message::Role::Decode => {
-                DecodeInput::Report { rank, report }.into()
-            }
+            Role::Prefill => PrefillInput::Report { rank, report }.into(),
+            Role::Decode => DecodeInput::Report { rank, report }.into(),
         };
         let (slot, incarnation) = (self.core_slot(instance), who.incarnation);
         if self.instances[instance as usize].is_whole {
@@ -297,11 +292,6 @@ impl Simulation {
         }
     }
 
-    fn control_input(&mut self, slot: u32, incarnation: u32, event: ControlEvent) {
-        let input = self.on_control(slot, event);
-        self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
-    }
-
     /// Gives the calls of an instance's control plane to the network.
     pub(super) fn flush_control(&mut self, instance: u16) {
         let Some(process) = &mut self.instances[instance as usize].process else { return };
@@ -375,12 +365,8 @@ impl Simulation {
                 self.observer.observe(self.now, &seen);
             }
             let input = TransferInput::Data(event).into();
-            self.ready.push_back(ReadyStep::Input {
-                slot,
-                incarnation: who.incarnation,
-                input,
-                cause: 0,
-            });
+            let incarnation = who.incarnation;
+            self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
         self.stats.events = events;
     }
@@ -415,7 +401,8 @@ impl Simulation {
         let mut events = Vec::new();
         let _wake = plane.poll(self.now, &mut events);
         for event in events {
-            self.control_input(slot, who.incarnation, event);
+            let (incarnation, input) = (who.incarnation, self.on_control(slot, event));
+            self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
     }
 }

@@ -11,16 +11,14 @@ pub(crate) use ops::{OpExtent, TrackedOp};
 pub(crate) use requests::{RequestAt, TrackedClient, TrackedPrompt, freed};
 
 use crate::abilities::fits;
-use crate::observation::{
-    BlockRef, InstanceMachine, Observation, SimProcessId, SimRankId, Submission,
-};
+use crate::observation::{BlockRef, InstanceMachine, Observation, SimProcessId, SimRankId};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, RequestId};
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{AttemptTag, DecodeHook, Message, Role};
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{Completion, Direction, Landed, Placement};
+use kvferry_engine::fabric::{Completion, Landed};
 use kvferry_scenarios::run::{InstanceSettings, ModelGeometry, Run};
 use loads::{TrackedBlocks, TrackedLoads};
 use ops::TrackedOps;
@@ -228,7 +226,7 @@ impl InvariantState {
         match seen {
             // What lands changes memory, not who owns it.
             Observation::Landed(landing) => self.loads.landed(landing, &self.places),
-            Observation::Submitted(submission) => self.submitted(submission),
+            Observation::Submitted(seen) => self.ops.submitted(seen, self.seq, &mut self.places),
             Observation::Completed { from, op, outcome } => {
                 let settled = match outcome {
                     Completion::Done => None,
@@ -288,18 +286,6 @@ impl InvariantState {
     fn faulted(&mut self, now: Nanos) {
         self.last_hit = now;
         self.last_fault = self.last_fault.max(now);
-    }
-
-    fn submitted(&mut self, seen: &Submission<'_>) {
-        let push = seen.direction == Direction::Write;
-        let (source, target) =
-            if push { (seen.local, seen.remote) } else { (seen.remote, seen.local) };
-        let holder = if push { seen.peer } else { seen.from };
-        let awaits_quiet = seen.placement == Placement::OnQuiet;
-        let op = TrackedOp::new(seen, self.seq, holder, awaits_quiet);
-        // A reader does not keep its source from being freed: that is what leases are for.
-        let source = if push { source } else { &[] };
-        self.ops.submitted(op, (source, target), &mut self.places);
     }
 
     fn started(&mut self, who: SimProcessId, spec: &InstanceSettings) {

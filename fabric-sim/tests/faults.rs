@@ -10,7 +10,7 @@ use kvferry_sim::dma::{
     DmaHooks, DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
 use kvferry_sim::keyed_rng::InclusiveRange;
-use kvferry_sim::memory::{Fidelity, RankStore};
+use kvferry_sim::memory::{MemoryFidelity, RankStore};
 use kvferry_sim::queue::{EventQueue, StepContext};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -307,8 +307,8 @@ fn bytes_of_a_crashed_process_land_for_the_linger_only() {
 }
 
 /// Time from submit to completion of two equal operations together.
-fn duration(pair: &mut DmaBench, fidelity: Fidelity, count: u64) -> u64 {
-    assert_eq!(fidelity, Fidelity::Bytes);
+fn duration(pair: &mut DmaBench, fidelity: MemoryFidelity, count: u64) -> u64 {
+    assert_eq!(fidelity, MemoryFidelity::Bytes);
     let start = pair.queue.now();
     let ops: Vec<_> = (0..count).map(|_| pair.write(64, OpDecision::default()).unwrap()).collect();
     pair.run();
@@ -321,17 +321,17 @@ fn concurrent_transfers_share_the_port_and_a_slow_link_slows() {
     let alone = 64 * 256 * 1_000_000_000 / BYTES_PER_SEC;
     let near = |time: u64, expected: u64| time.abs_diff(expected) <= expected / 50 + 2;
     let mut pair = DmaBench::new();
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, alone), "{time} instead of {alone}");
-    let time = duration(&mut pair, Fidelity::Bytes, 4);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 4);
     assert!(near(time, 4 * alone), "{time} instead of {}", 4 * alone);
     let now = pair.queue.now();
     pair.act(now, |dma, cx| dma.set_link_rate((0, 1), Some(BYTES_PER_SEC / 10), cx));
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, 10 * alone), "{time} instead of {}", 10 * alone);
     pair.act(now, |dma, cx| dma.set_link_rate((1, 0), Some(1_000), cx));
     pair.act(now, |dma, cx| dma.set_link_rate((0, 1), None, cx));
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, alone), "{time} instead of {alone}");
     assert_eq!(pair.dma.nic_bytes(NicIx(0)), (7 * 64 * 256, 0));
 }

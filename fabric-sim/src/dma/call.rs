@@ -1,7 +1,7 @@
 //! What planes, the data network and the world tell each other.
 
 use crate::keyed_rng::InclusiveRange;
-use crate::memory::{Fidelity, OpSlice, RankStore};
+use crate::memory::{MemoryFidelity, OpSlice, RankStore};
 use crate::queue::StepContext;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
@@ -197,7 +197,7 @@ pub struct DmaConfig {
     /// Seed of all draws.
     pub seed: u64,
     /// How exactly memory is simulated; the same for all stores.
-    pub fidelity: Fidelity,
+    pub fidelity: MemoryFidelity,
     /// One way between nodes.
     pub latency: InclusiveRange,
     /// One way within a node.
@@ -222,7 +222,7 @@ impl Default for DmaConfig {
     fn default() -> Self {
         DmaConfig {
             seed: 0,
-            fidelity: Fidelity::Bytes,
+            fidelity: MemoryFidelity::Bytes,
             latency: InclusiveRange::new(2_000, 5_000),
             latency_local: InclusiveRange::new(800, 1_500),
             register: InclusiveRange::new(10_000, 100_000),

@@ -7,7 +7,7 @@ use super::call::{
 use super::nic::span;
 use super::session::DmaSessionState;
 use super::{Dma, draw};
-use crate::memory::{CopySide, Fidelity, OpSlice, SegmentOffset, land};
+use crate::memory::{CopySide, MemoryFidelity, OpSlice, SegmentOffset, land};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, DataEvent, Direction, FabricError, Landed, OpId, SessionId,
@@ -189,7 +189,7 @@ impl Dma {
         let count = op.slices.len() as u32;
         let actor = u64::from(op.plane.0);
         let partial = !matches!(op.decision.bytes, BytesDecision::Whole);
-        if fidelity == Fidelity::Bytes || partial {
+        if fidelity == MemoryFidelity::Bytes || partial {
             let mut bits = keyed.draw(draw::SHUFFLE, actor, nth);
             for at in (1..op.slices.len()).rev() {
                 bits = mix(bits, at as u64);
@@ -227,7 +227,7 @@ impl Dma {
         (op.servers, op.started, op.moving, op.since) = (servers, true, true, cx.now);
         let (slot, bytes, latency) = (op.slot, op.bytes, op.latency);
         let used = servers.into_iter().filter(|server| *server != NO_SERVER);
-        if self.config.fidelity == Fidelity::Bytes {
+        if self.config.fidelity == MemoryFidelity::Bytes {
             used.for_each(|server| self.nics.servers[server as usize].enter(bytes));
             let first = self.pace(key);
             return cx.after(latency + first, DmaEvent::Land(slot));
@@ -290,7 +290,7 @@ impl Dma {
         if !self.ops[key as usize].is_past() && !self.cut.is_empty() && self.is_cut(key) {
             return self.stall(key, cx);
         }
-        let single = self.config.fidelity == Fidelity::Bytes;
+        let single = self.config.fidelity == MemoryFidelity::Bytes;
         let op = &self.ops[key as usize];
         let left = op.stop - op.next;
         self.land_slices(key, if single { left.min(1) } else { left }, cx);
@@ -376,7 +376,7 @@ impl Dma {
 
     /// Counts the use of ports by an operation that moved slice by slice.
     fn meter(&mut self, key: u32, now: Nanos) {
-        if self.config.fidelity == Fidelity::Bytes {
+        if self.config.fidelity == MemoryFidelity::Bytes {
             let op = &self.ops[key as usize];
             for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
                 self.nics.servers[server as usize].used((op.since, now), op.bytes);
@@ -386,7 +386,7 @@ impl Dma {
 
     fn leave_ports(&mut self, key: u32) {
         let op = &mut self.ops[key as usize];
-        if std::mem::take(&mut op.moving) && self.config.fidelity == Fidelity::Bytes {
+        if std::mem::take(&mut op.moving) && self.config.fidelity == MemoryFidelity::Bytes {
             for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
                 self.nics.servers[server as usize].leave();
             }

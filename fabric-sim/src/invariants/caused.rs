@@ -34,7 +34,6 @@ pub(super) struct CausedFailures {
     leases: Vec<Nanos>,
     /// What the router gave up.
     abandoned: BTreeSet<(SimProcessId, TransferKey)>,
-    told: BTreeSet<&'static str>,
 }
 
 /// What a fault can do to the protocol.
@@ -148,7 +147,6 @@ impl CausedFailures {
             limits: is_cut(run, limits),
             leases: run.instances.iter().map(|one| settings::core(run, one).lease).collect(),
             abandoned: BTreeSet::new(),
-            told: BTreeSet::new(),
         }
     }
 
@@ -166,14 +164,16 @@ impl CausedFailures {
         }
     }
 
-    fn judge(&mut self, now: CheckContext<'_>, failure: &Failure) {
+    fn judge(&self, now: CheckContext<'_>, failure: &Failure) {
         let caused = || self.hit.iter().any(|kind| can_cause(reach(*kind), failure));
-        if self.is_natural(failure) || caused() || !self.told.insert(failure.kind()) {
+        if self.is_natural(failure) || caused() {
             return;
         }
         let hit: Vec<_> = self.hit.iter().map(|kind| kind.name()).collect();
         let hit = if hit.is_empty() { "no fault at all".into() } else { hit.join(", ") };
-        now.report(|| format!("{failure} is what none of these can cause: {hit}"));
+        now.report_once(failure.kind(), || {
+            format!("{failure} is what none of these can cause: {hit}")
+        });
     }
 
     /// A prefill lets go of a prompt. Says whether that is because the router told it that nobody
@@ -258,10 +258,7 @@ mod tests {
             for _ in 0..2 {
                 bench.load_failed_by(D0, "r", Failure::Fabric(FabricError::AckTimeout));
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("transfer failed: acknowledgement lost is what none of these"),
-            }
+            bench.judges(held, "transfer failed: acknowledgement lost is what none of these");
         }
     }
 
@@ -278,10 +275,7 @@ mod tests {
             let mut bench = InvariantBench::new(InvariantId::Caused);
             bench.see(Observation::Faulted { kind, from: Some(0), to: None });
             bench.load_failed_by(D0, "r", failure);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause"),
-            }
+            bench.judges(held, "is what none of these can cause");
         }
     }
 
@@ -293,10 +287,7 @@ mod tests {
                 run.instances[0].protocol.tombstones_max = Some(most);
             });
             bench.load_failed_by(D0, "r", Failure::UnknownTransfer);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause: no fault at all"),
-            }
+            bench.judges(held, "is what none of these can cause: no fault at all");
         }
     }
 
@@ -324,10 +315,7 @@ mod tests {
         for (abandoned, held) in [(true, true), (false, false)] {
             let mut bench = InvariantBench::new(InvariantId::Caused);
             nobody_fetches(&mut bench, abandoned, 1_000);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause: no fault at all"),
-            }
+            bench.judges(held, "is what none of these can cause: no fault at all");
         }
     }
 
@@ -341,10 +329,7 @@ mod tests {
                 }
             });
             nobody_fetches(&mut bench, abandoned, seconds);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p0 kept request r for 19.000s only"),
-            }
+            bench.judges(held, "p0 kept request r for 19.000s only");
         }
     }
 }

@@ -80,8 +80,6 @@ pub(super) struct EveryRequestEnds {
     sources: PullSources,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
-    /// The run was late once.
-    late: bool,
 }
 
 impl EveryRequestEnds {
@@ -99,10 +97,9 @@ impl EveryRequestEnds {
         if self.open.is_empty() {
             return;
         }
-        let late = self.limits.within.is_some_and(|within| now.at > within);
-        if late && !std::mem::replace(&mut self.late, true) {
+        if self.limits.within.is_some_and(|within| now.at > within) {
             let count = self.open.len();
-            now.report(|| {
+            now.report_once("late", || {
                 format!("{count} requests have not ended within the time that the file gives")
             });
         }

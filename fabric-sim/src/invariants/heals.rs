@@ -246,10 +246,7 @@ mod tests {
                 begin(&mut bench, client, "r", P0, D0);
                 bench.answered(client, &ClientAnswer::Finished { recomputed: Some(mismatch()) });
             }
-            match whole {
-                true => bench.fails("client 2 came after the faults and was served by p0 and d0"),
-                false => bench.holds(),
-            }
+            bench.judges(!whole, "client 2 came after the faults and was served by p0 and d0");
         }
     }
 
@@ -268,10 +265,7 @@ mod tests {
                 begin(&mut bench, client, "r", P0, D0);
                 bench.answered(client, &ClientAnswer::Finished { recomputed: Some(why) });
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("client 2 came after the faults and was served by p0 and d0"),
-            }
+            bench.judges(held, "client 2 came after the faults and was served by p0 and d0");
         }
     }
 

@@ -34,7 +34,6 @@ pub(super) struct InOrderDelivery {
     damaged: BTreeMap<SimProcessId, u32>,
     arrived: BTreeMap<(SimProcessId, EnvelopeKey), ArrivedMessages>,
     counts: BTreeMap<SimProcessId, DeliveryCounts>,
-    told: BTreeSet<SimProcessId>,
 }
 
 /// An [`ConnectionHeader`] as a key.
@@ -112,9 +111,9 @@ impl Invariant for InOrderDelivery {
                 // The count wraps; differences of these do not.
                 let above = delivered.wrapping_sub(acknowledged as u32);
                 let room = (due - acknowledged) as u32;
-                if above > room && self.told.insert(*who) {
+                if above > room {
                     let name = now.name(who.instance);
-                    now.report(|| {
+                    now.report_once(who, || {
                         format!(
                             "{name} delivered {delivered} messages, but the turn of {due} has come \
                              and {acknowledged} are acknowledged"

@@ -246,10 +246,7 @@ mod tests {
                 bench.dispatched(1, leg, *d, &decode_body("r"));
             }
             bench.answered(1, &refused());
-            match misfit {
-                true => bench.holds(),
-                false => bench.fails("client 1, served by p0 and d0"),
-            }
+            bench.judges(misfit, "client 1, served by p0 and d0");
         }
     }
 
@@ -268,10 +265,7 @@ mod tests {
                 let mut bench = InvariantBench::with(InvariantId::Isolation, limit);
                 (1..=asked).for_each(|client| bench.asked(client));
                 bench.answered(1, &answer);
-                match room {
-                    true => bench.holds(),
-                    false => bench.fails("client 1"),
-                }
+                bench.judges(room, "client 1");
             }
         }
         let mut bench = bench();

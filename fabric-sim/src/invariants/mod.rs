@@ -43,6 +43,7 @@ use kvferry_scenarios::run::{InstanceSettings, Run};
 use kvferry_scenarios::settings;
 use state::InvariantState;
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Observations between two audits.
@@ -72,6 +73,8 @@ impl fmt::Display for Violation {
 struct ViolationLog {
     list: Vec<Violation>,
     count: u64,
+    /// What is reported once only, by who reports it.
+    told: BTreeSet<(InvariantId, String)>,
 }
 
 /// When and in which state an invariant looks at something, and where it says what must not be.
@@ -94,6 +97,16 @@ impl<'a> CheckContext<'a> {
         found.count += 1;
         if found.list.len() < KEPT {
             found.list.push(Violation { id: self.id, at: self.at, text: text() });
+        }
+    }
+
+    /// The same, if it is the first of those with this key.
+    #[cold]
+    pub(crate) fn report_once(self, key: impl fmt::Debug, text: impl FnOnce() -> String) {
+        let key = (self.id, format!("{key:?}"));
+        let is_first = self.found.borrow_mut().told.insert(key);
+        if is_first {
+            self.report(text);
         }
     }
 

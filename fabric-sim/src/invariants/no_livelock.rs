@@ -283,10 +283,7 @@ mod tests {
                 bench.submit((D0, P0), op, Direction::Read, (&[4], &[5]));
                 bench.complete(D0, op, &failed(Landed::None));
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("of d0 rank 0 on the same blocks failed in a row"),
-            }
+            bench.judges(held, "of d0 rank 0 on the same blocks failed in a row");
         }
     }
 

@@ -196,10 +196,7 @@ mod tests {
             }
             fails(&mut bench, 1);
             bench.finish();
-            match holds {
-                true => bench.holds(),
-                false => bench.fails("at most 3 times"),
-            }
+            bench.judges(holds, "at most 3 times");
         }
     }
 
@@ -221,10 +218,7 @@ mod tests {
             }
             fails(&mut bench, 2);
             bench.finish();
-            match fourth {
-                true => bench.holds(),
-                false => bench.fails("flow 2 of p0 rank 0 failed"),
-            }
+            bench.judges(fourth, "flow 2 of p0 rank 0 failed");
         }
     }
 

@@ -38,8 +38,6 @@ pub(super) struct ReclaimBound {
     wants: BTreeMap<RequestAt, TransferKey>,
     /// Their number by transfer, and when it changed last.
     wanted: BTreeMap<TransferKey, (u32, Nanos)>,
-    /// Loads that were reported, by request.
-    told: BTreeMap<RequestAt, Nanos>,
 }
 
 impl ReclaimBound {
@@ -47,7 +45,7 @@ impl ReclaimBound {
         ReclaimBound { limits, ..ReclaimBound::default() }
     }
 
-    fn check_loads(&mut self, now: CheckContext<'_>) {
+    fn check_loads(&self, now: CheckContext<'_>) {
         if self.died.is_empty() {
             return;
         }
@@ -55,16 +53,14 @@ impl ReclaimBound {
         for load in now.state.loads().filter(|load| now.state.acts(load.who)) {
             let Some(peer) = load.peer else { continue };
             let Some(died) = self.died.get(&peer) else { continue };
-            let key = (load.who, load.request.clone());
             // A peer that is itself disturbed notices a death only after the last fault.
             let from = (*died).max(load.begun).max(now.state.last_hit);
-            if now.at <= from + bound || self.told.contains_key(&key) {
+            if now.at <= from + bound {
                 continue;
             }
-            self.told.insert(key, now.at);
             let (name, peer) = (now.name(load.who.instance), now.name(peer.instance));
             let (died, request) = (died.as_secs_f64(), &load.request);
-            now.report(|| {
+            now.report_once((load.who, &load.request), || {
                 format!(
                     "{name} still holds the blocks of request {request} for {peer}, which died at \
                      {died:.6} s"
@@ -288,10 +284,7 @@ mod tests {
             bench.complete(P0, 1, &done());
             bench.now = bench.now + Nanos::from_secs(30);
             bench.finish();
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p0 still holds the blocks of request r"),
-            }
+            bench.judges(held, "p0 still holds the blocks of request r");
         }
     }
 

@@ -418,10 +418,7 @@ mod tests {
             let mut bench = pulling();
             bench.now = at - Nanos(1);
             bench.loaded(D0, "r");
-            match held {
-                true => bench.holds(),
-                false => bench.fails("the lease of which ended at 27.0"),
-            }
+            bench.judges(held, "the lease of which ended at 27.0");
         }
     }
 
@@ -472,10 +469,7 @@ mod tests {
             }
             bench.now = Nanos::from_secs(seconds);
             bench.freed(P0, "p", &[7]);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p on p0 lost its blocks, but d0 may read them"),
-            }
+            bench.judges(held, "p on p0 lost its blocks, but d0 may read them");
         }
     }
 
@@ -494,10 +488,7 @@ mod tests {
             }
             bench.now = Nanos::from_secs(36);
             bench.loaded(D0, "r");
-            match answered {
-                true => bench.holds(),
-                false => bench.fails("the lease of which ended at 27.0"),
-            }
+            bench.judges(answered, "the lease of which ended at 27.0");
         }
     }
 }

@@ -145,6 +145,15 @@ impl InvariantBench {
         assert!(texts.len() == 1 && texts[0].contains(part), "{texts:?}");
     }
 
+    /// Nothing is wrong, or this is.
+    #[track_caller]
+    pub(super) fn judges(&self, is_held: bool, part: &str) {
+        match is_held {
+            true => self.holds(),
+            false => self.fails(part),
+        }
+    }
+
     pub(super) fn start(&mut self, who: SimProcessId) {
         self.start_as(who, |_| {});
     }

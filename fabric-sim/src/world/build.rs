@@ -11,7 +11,7 @@ use super::trace::Tracer;
 use super::{ReadyStep, SimMachine, SimOptions, Simulation, report};
 use crate::dma::{Dma, DmaCalls, DmaConfig, SimDataPlane};
 use crate::keyed_rng::InclusiveRange;
-use crate::memory::{Fidelity, MemoryShape, PieceSize, RankStore};
+use crate::memory::{MemoryFidelity, MemoryShape, PieceSize, RankStore};
 use crate::net::{ControlNetwork, NetCalls, NetConfig};
 use crate::observation::SimProcessId;
 use crate::queue::EventQueue;
@@ -26,7 +26,7 @@ use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::EngineConfig;
 use kvferry_scenarios::geometry::{RankMemory, geometry, rank_memory};
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, MemoryFidelity, Run};
+use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, Run};
 use kvferry_scenarios::settings;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -175,17 +175,10 @@ fn between(span: DurationRange) -> InclusiveRange {
     InclusiveRange::new(span.min.0, span.max.0)
 }
 
-fn fidelity(run: &Run) -> Fidelity {
-    match run.memory {
-        MemoryFidelity::Bytes => Fidelity::Bytes,
-        MemoryFidelity::Cells => Fidelity::Cells,
-    }
-}
-
 fn dma_config(run: &Run) -> DmaConfig {
     DmaConfig {
         seed: run.seed,
-        fidelity: fidelity(run),
+        fidelity: run.memory,
         latency: between(run.network.latency),
         latency_local: between(run.network.node_latency),
         ..DmaConfig::default()
@@ -220,7 +213,7 @@ fn gcd(a: u32, b: u32) -> u32 {
 pub(super) struct InstanceMemory {
     pub(super) layout: RankMemory,
     shapes: Vec<Arc<MemoryShape>>,
-    fidelity: Fidelity,
+    fidelity: MemoryFidelity,
 }
 
 impl InstanceMemory {
@@ -239,7 +232,7 @@ pub(super) fn memory(run: &Run, spec: &Spec, unit: PieceSize) -> InstanceMemory 
     let shapes = (0..spec.tp)
         .map(|rank| Arc::new(shape(rank).expect("drawing a run refuses such shapes")))
         .collect();
-    InstanceMemory { layout, shapes, fidelity: fidelity(run) }
+    InstanceMemory { layout, shapes, fidelity: run.memory }
 }
 
 /// Where legs of an instance are sent.

@@ -19,6 +19,15 @@ struct OpenRequest {
     legs: u32,
 }
 
+impl OpenRequest {
+    fn report(self, now: CheckContext<'_>, client: ClientId) {
+        let (asked, legs) = (self.asked.as_secs_f64(), self.legs);
+        now.report(|| {
+            format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
+        });
+    }
+}
+
 /// Who may be reading prompts that are pulled.
 #[derive(Debug, Default)]
 struct PullSources {
@@ -113,10 +122,7 @@ impl EveryRequestEnds {
             let wait = if open.legs == 0 { limits.wait + limits.breaker } else { held };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
-                let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
-                now.report(|| {
-                    format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
-                });
+                open.report(now, *client);
             }
             !hangs
         });
@@ -185,10 +191,7 @@ impl Invariant for EveryRequestEnds {
 
     fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         for (client, open) in std::mem::take(&mut self.open) {
-            let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
-            now.report(|| {
-                format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
-            });
+            open.report(now, client);
         }
     }
 }

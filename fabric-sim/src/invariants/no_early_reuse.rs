@@ -61,16 +61,6 @@ impl NoEarlyReuse {
     }
 }
 
-/// The blocks of lists per group.
-fn refs(blocks: &[Vec<u32>]) -> impl Iterator<Item = BlockRef> + '_ {
-    let of = |(group, ids): (usize, &Vec<u32>)| {
-        let refs: Vec<_> =
-            ids.iter().map(|block| BlockRef { group: group as u16, block: *block }).collect();
-        refs
-    };
-    blocks.iter().enumerate().flat_map(of)
-}
-
 impl Invariant for NoEarlyReuse {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
@@ -81,10 +71,10 @@ impl Invariant for NoEarlyReuse {
         match seen {
             Observation::Landed(landing) => self.landed(now, landing),
             Observation::Taken { who, blocks, .. } => {
-                self.released(now, *who, refs(blocks), "handed out");
+                self.released(now, *who, BlockRef::all(blocks), "handed out");
             }
             Observation::Freed { who, blocks, .. } => {
-                self.released(now, *who, refs(blocks), "freed");
+                self.released(now, *who, BlockRef::all(blocks), "freed");
             }
             Observation::DecodeAnswer { who, answer } => {
                 let (what, request) = match answer {

@@ -2,7 +2,7 @@
 //! incarnation.
 
 use super::{CheckContext, Invariant};
-use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimRankId};
+use crate::observation::{Observation, ObservationKind, ObservedLanding, SimRankId};
 use kvferry_engine::core::message::DecodeHook;
 use std::collections::BTreeSet;
 
@@ -35,14 +35,10 @@ impl RightRecipient {
             if load.writer.is_none_or(|writer| writer == from.who.instance) {
                 continue;
             }
-            let BlockRef { group, block } = at;
             let asked = load.peer.map_or("nobody", |peer| state.name(peer.instance));
             let request = &load.request;
-            return now.report(|| {
-                stray(&format!(
-                    "in group {group} block {block} of request {request}, which asked {asked}"
-                ))
-            });
+            return now
+                .report(|| stray(&format!("in {at} of request {request}, which asked {asked}")));
         }
     }
 }

@@ -151,11 +151,7 @@ impl StableSource {
 
     /// True if a prefill promised one of these blocks to some reader.
     fn is_promised(&self, prefill: SimProcessId, freed: &[Vec<u32>]) -> bool {
-        (0..).zip(freed).any(|(group, ids)| {
-            let promised =
-                |block| self.promised.contains_key(&(prefill, BlockRef { group, block }));
-            ids.iter().copied().any(promised)
-        })
+        BlockRef::all(freed).any(|block| self.promised.contains_key(&(prefill, block)))
     }
 
     /// A reader that a prefill has promised one of these blocks to, and to whom they still belong.
@@ -221,13 +217,11 @@ impl StableSource {
             });
         }
         let Some(torn) = load.and_then(|load| load.torn) else { return };
-        let BlockRef { group, block } = torn.block;
+        let (name, block, source) = (name(), torn.block, now.name(torn.source));
         now.report(|| {
             format!(
-                "{} uses request {request}, part of which was read from group {group} block \
-                 {block} of {} after that block went to another owner",
-                name(),
-                now.name(torn.source)
+                "{name} uses request {request}, part of which was read from {block} of {source} \
+                 after that block went to another owner"
             )
         });
     }
@@ -254,15 +248,13 @@ impl Invariant for StableSource {
                         )
                     });
                 }
-                for (group, ids) in blocks.iter().enumerate() {
-                    let at = |block: &u32| BlockRef { group: group as u16, block: *block };
-                    let read = |id: &&u32| now.state.block(who.instance, at(id)).reads > 0;
-                    let Some(block) = ids.iter().find(read) else { continue };
+                let is_read = |at: &BlockRef| now.state.block(who.instance, *at).reads > 0;
+                if let Some(block) = BlockRef::all(blocks).find(is_read) {
                     let name = now.name(who.instance);
-                    return now.report(|| {
+                    now.report(|| {
                         format!(
-                            "group {group} block {block} of request {request} on {name} went to \
-                             another owner while a write reads it"
+                            "{block} of request {request} on {name} went to another owner while a \
+                             write reads it"
                         )
                     });
                 }

@@ -41,6 +41,15 @@ pub struct BlockRef {
     pub block: u32,
 }
 
+impl BlockRef {
+    /// The blocks of lists per group.
+    pub(crate) fn all(lists: &[Vec<u32>]) -> impl Iterator<Item = BlockRef> + '_ {
+        (0..)
+            .zip(lists)
+            .flat_map(|(group, ids)| ids.iter().map(move |block| BlockRef { group, block: *block }))
+    }
+}
+
 impl fmt::Display for BlockRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "group {} block {}", self.group, self.block)

@@ -147,19 +147,6 @@ impl AnyMachine {
     }
 }
 
-impl MachineInput {
-    /// True if it says that a deadline may be due.
-    pub(super) fn is_tick(&self) -> bool {
-        matches!(
-            self,
-            MachineInput::Router(RouterInput::Tick)
-                | MachineInput::Prefill(PrefillInput::Tick)
-                | MachineInput::Decode(DecodeInput::Tick)
-                | MachineInput::Transfer(TransferInput::Tick)
-        )
-    }
-}
-
 macro_rules! wraps {
     ($($kind:ident: $input:ty, $effect:ty;)*) => {$(
         impl From<$input> for MachineInput {

@@ -2,10 +2,14 @@
 
 use super::actor::MachineInput;
 use super::event::SimEnvelope;
-use super::hooks::{WorldDmaHooks, WorldNetHooks};
+use super::observer::Observer;
+use super::process::DataPlaneOwner;
 use super::{LOCAL, ReadyStep, Simulation};
-use crate::dma::{DataPlaneIx, DmaMessage, DmaOutput, SimDataPlane};
-use crate::net::{ControlNetwork, NetCalls, NetContext, NetMessage, NetOutput, SimControlPlane};
+use crate::dma::{DataPlaneIx, DmaHooks, DmaMessage, DmaOutput, OpDecision, OpInfo, SimDataPlane};
+use crate::net::{
+    ControlNetwork, FrameDecision, FrameInfo, NetCalls, NetContext, NetHooks, NetMessage,
+    NetOutput, SimControlPlane,
+};
 use crate::observation::{Observation, SimProcessId, SimRankId};
 use crate::queue::StepContext;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
@@ -17,7 +21,7 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
 use kvferry_engine::effects::{perform_control, perform_data};
 use kvferry_engine::fabric::{
-    Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, Refused,
+    Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, FabricError, Refused,
 };
 use kvferry_scenarios::engine::EngineInput;
 
@@ -255,9 +259,9 @@ impl Simulation {
         }
         plane.take_calls(&mut self.calls);
         let ix = plane.ix();
-        let mut hooks = WorldDmaHooks { observer: &mut self.observer, planes: &self.planes };
+        let Self { observer, planes, control, .. } = self;
         let cx = &mut StepContext::new(self.now, &mut self.queue, &mut self.outputs);
-        self.dma.perform(ix, &mut self.calls, &mut hooks, cx);
+        self.dma.perform(ix, &mut self.calls, &mut WorldHooks { observer, planes, control }, cx);
     }
 
     fn control_command(
@@ -295,16 +299,29 @@ impl Simulation {
     /// Gives the calls of an instance's control plane to the network.
     pub(super) fn flush_control(&mut self, instance: u16) {
         let Some(process) = &mut self.instances[instance as usize].process else { return };
-        let Self { net, net_calls, observer, control, queue, net_outputs, .. } = self;
+        let Self { net, net_calls, observer, planes, control, queue, net_outputs, .. } = self;
         let cx = &mut StepContext::new(self.now, queue, net_outputs);
-        perform(&mut process.control, net, net_calls, &mut WorldNetHooks { observer, control }, cx);
+        perform(
+            &mut process.control,
+            net,
+            net_calls,
+            &mut WorldHooks { observer, planes, control },
+            cx,
+        );
     }
 
     /// The same for the router's.
     pub(super) fn flush_router(&mut self) {
-        let Self { net, net_calls, observer, control, queue, net_outputs, router, .. } = self;
+        let Self { net, net_calls, observer, planes, control, queue, net_outputs, router, .. } =
+            self;
         let cx = &mut StepContext::new(self.now, queue, net_outputs);
-        perform(&mut router.control, net, net_calls, &mut WorldNetHooks { observer, control }, cx);
+        perform(
+            &mut router.control,
+            net,
+            net_calls,
+            &mut WorldHooks { observer, planes, control },
+            cx,
+        );
     }
 
     /// Hands on what the data network did.
@@ -411,11 +428,36 @@ fn perform(
     plane: &mut SimControlPlane,
     net: &mut ControlNetwork,
     calls: &mut NetCalls,
-    hooks: &mut WorldNetHooks<'_>,
+    hooks: &mut WorldHooks<'_>,
     cx: &mut NetContext<'_>,
 ) {
     if plane.has_calls() {
         plane.take_calls(calls);
         net.perform(plane.ix(), calls, hooks, cx);
+    }
+}
+
+/// What the planes' networks ask the world: the observer decides.
+struct WorldHooks<'a> {
+    observer: &'a mut Observer,
+    /// Owners of data planes and of control planes.
+    planes: &'a [DataPlaneOwner],
+    control: &'a [SimProcessId],
+}
+
+impl DmaHooks for WorldHooks<'_> {
+    fn decide_op(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpDecision {
+        self.observer.submitted(now, self.planes, op)
+    }
+
+    fn register(&mut self, now: Nanos, plane: DataPlaneIx) -> Option<FabricError> {
+        self.observer.registered(now, &self.planes[plane.0 as usize])
+    }
+}
+
+impl NetHooks for WorldHooks<'_> {
+    fn decide_frame(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameDecision {
+        let [from, to] = [frame.from, frame.to].map(|plane| self.control[plane.0 as usize]);
+        self.observer.frame_sent(now, from, to, frame)
     }
 }

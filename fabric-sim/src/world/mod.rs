@@ -12,7 +12,6 @@ mod clients;
 mod content;
 mod effects;
 mod event;
-mod hooks;
 mod legs;
 mod liveness;
 mod observer;
@@ -225,7 +224,7 @@ impl Simulation {
                 }
                 self.tracer.input(self.now, actor.id, cause, &input);
                 let ask = self.options.check && actor.unasked >= LOOK;
-                self.idle = input.is_tick();
+                self.idle = input == actor.id.tick();
                 self.machines[slot as usize].heard += u64::from(!self.idle);
                 (slot, StepAction::Input(input), ask)
             }

@@ -42,6 +42,21 @@ pub(crate) struct TrackedInstance {
     blocks: TrackedBlocks,
 }
 
+impl TrackedInstance {
+    fn new(name: String, spec: &InstanceSettings, incarnation: Option<u32>) -> TrackedInstance {
+        TrackedInstance {
+            name,
+            spec: spec.clone(),
+            role: spec.role,
+            incarnation,
+            alive: incarnation.is_some(),
+            frozen: false,
+            tp: spec.tp,
+            blocks: TrackedBlocks::default(),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct InvariantState {
     /// Counts the observations.
@@ -69,16 +84,7 @@ pub(crate) struct InvariantState {
 
 impl InvariantState {
     pub(crate) fn new(run: &Run) -> InvariantState {
-        let place = |instance: &InstanceSettings| TrackedInstance {
-            name: instance.name.clone(),
-            spec: instance.clone(),
-            role: instance.role,
-            incarnation: None,
-            alive: false,
-            frozen: false,
-            tp: instance.tp,
-            blocks: TrackedBlocks::default(),
-        };
+        let place = |one: &InstanceSettings| TrackedInstance::new(one.name.clone(), one, None);
         InvariantState {
             seq: 1,
             places: run.instances.iter().map(place).collect(),
@@ -290,16 +296,8 @@ impl InvariantState {
 
     fn started(&mut self, who: SimProcessId, spec: &InstanceSettings) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
-        *place = TrackedInstance {
-            name: std::mem::take(&mut place.name),
-            spec: spec.clone(),
-            role: place.role,
-            incarnation: Some(who.incarnation),
-            alive: true,
-            frozen: false,
-            tp: spec.tp,
-            blocks: TrackedBlocks::default(),
-        };
+        let name = std::mem::take(&mut place.name);
+        *place = TrackedInstance::new(name, spec, Some(who.incarnation));
     }
 
     fn crashed(&mut self, who: SimProcessId) {
@@ -314,12 +312,9 @@ impl InvariantState {
     fn change_owner(&mut self, who: SimProcessId, blocks: &[Vec<u32>]) {
         let seq = self.seq;
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
-        for (group, ids) in blocks.iter().enumerate() {
-            for id in ids {
-                let block = place.blocks.get_mut(BlockRef { group: group as u16, block: *id });
-                block.since = seq;
-                block.load = 0;
-            }
+        for at in BlockRef::all(blocks) {
+            let block = place.blocks.get_mut(at);
+            (block.since, block.load) = (seq, 0);
         }
     }
 

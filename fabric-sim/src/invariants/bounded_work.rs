@@ -96,15 +96,15 @@ impl Invariant for BoundedWork {
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Refused { from, why: Refused::Busy, op } => {
-                if self.takes_all(now.at, from.who.instance) {
-                    let rank = now.rank(*from);
-                    now.report_once(from, || {
-                        format!(
-                            "{rank} has no room for operation {op}, though no fault fills its queue"
-                        )
-                    });
-                }
+            Observation::Refused { from, why: Refused::Busy, op }
+                if self.takes_all(now.at, from.who.instance) =>
+            {
+                let rank = now.rank(*from);
+                now.report_once(from, || {
+                    format!(
+                        "{rank} has no room for operation {op}, though no fault fills its queue"
+                    )
+                });
             }
             Observation::FrameSent { from, frame: Frame::Data { envelope, seq, .. }, .. }
                 if !self.faulted =>

@@ -19,9 +19,9 @@ use kvferry_sim::queue::{EventQueue, StepContext};
 const MEMORY: u64 = 1 << 14;
 
 /// Every frame arrives.
-struct NoFaults;
+struct NoFrameFaults;
 
-impl NetHooks for NoFaults {}
+impl NetHooks for NoFrameFaults {}
 
 /// Completions overtake one another, and every operation may complete long before some of its slices
 /// land.
@@ -182,7 +182,7 @@ impl ControlFixture for SimControlFixture {
             plane.take_calls(&mut self.calls);
             let ix = plane.ix();
             let cx = &mut StepContext::new(now, &mut self.queue, &mut self.out);
-            self.net.perform(ix, &mut self.calls, &mut NoFaults, cx);
+            self.net.perform(ix, &mut self.calls, &mut NoFrameFaults, cx);
         }
         if let Some((now, event)) = self.queue.pop() {
             self.net.step(event, &mut StepContext::new(now, &mut self.queue, &mut self.out));

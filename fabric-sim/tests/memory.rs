@@ -16,9 +16,9 @@ use proptest::prelude::*;
 use std::sync::Arc;
 
 /// Everything works.
-struct NoFaults;
+struct NoOpFaults;
 
-impl DmaHooks for NoFaults {}
+impl DmaHooks for NoOpFaults {}
 
 const LAYERS: u16 = 3;
 const BLOCKS: u32 = 6;
@@ -160,7 +160,7 @@ impl StorePair {
             for plane in &mut self.planes {
                 plane.take_calls(&mut calls);
                 let cx = &mut StepContext::new(now, &mut self.queue, &mut out);
-                self.dma.perform(plane.ix(), &mut calls, &mut NoFaults, cx);
+                self.dma.perform(plane.ix(), &mut calls, &mut NoOpFaults, cx);
             }
             let Some((now, event)) = self.queue.pop() else { return };
             self.dma.step(event, &mut StepContext::new(now, &mut self.queue, &mut out));

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The part of a request that a leg serves, which stays the same over retries: its prompt, and the
 /// sample of a decode leg.
-type RequestPart = (u32, Option<u32>);
+type DispatchedPart = (u32, Option<u32>);
 
 /// A leg that the router sent.
 #[derive(Clone, Debug)]
@@ -18,7 +18,7 @@ pub(crate) struct TrackedLeg {
     pub(crate) leg: LegId,
     /// The instance that is to serve it.
     instance: u16,
-    pub(crate) part: RequestPart,
+    pub(crate) part: DispatchedPart,
     /// Each try has a key of its own.
     key: TransferKey,
 }
